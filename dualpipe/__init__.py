@@ -1,0 +1,29 @@
+"""dualpipe: mixture-of-experts training on a V-shaped bidirectional pipeline.
+
+Names are loaded on first use, so that `import dualpipe.schedule` stays free of torch.
+"""
+
+from importlib import import_module
+
+__version__ = "0.1.0"
+
+_EXPORTS = {
+    "DualPipeV": "dualpipe.pipeline",
+    "Pipeline": "dualpipe.pipeline",
+    "PipelineError": "dualpipe.pipeline",
+    "WeightGradStore": "dualpipe.pipeline",
+    "Action": "dualpipe.schedule",
+    "Schedule": "dualpipe.schedule",
+    "ScheduleError": "dualpipe.schedule",
+}
+__all__ = ["__version__", *_EXPORTS]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module 'dualpipe' has no attribute {name!r}")
+    return getattr(import_module(_EXPORTS[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
