@@ -1,16 +1,27 @@
 """What an action needs and what it hands on: the one place that knows how data flows between stages.
 
 A forward hands its output to the next stage's forward, a backward ("B" or "I") its input gradient to the previous
-stage's backward. Where both stages live on one rank nothing is sent. All messages from one rank to another form a
-single stream that must be received in the order in which it is sent (NCCL has no tags); within one step the sender
-chooses the order: that of the actions in its step.
+stage's backward. Where both stages live on one rank nothing is sent.
+
+All messages from one rank to another form a stream, in the order of the sender's steps and, within a step, of its
+actions. The receiver posts its receives in that same order (NCCL has no tags, so there is no other way to tell messages
+apart) but may take them in another: in DeepSeek's order rank 1 takes its first gradient from rank 0 while an activation
+that was sent before it stays in its buffer for many steps. Each stream holds at most `RECEIVE_AHEAD` messages that were
+not taken: that many receives are posted at the start, and the next one each time that a message is taken. A step takes
+all its messages, then runs, then sends. This is what `validate` proves free of deadlocks where each send blocks until
+its receive is posted, and the least that an engine must do.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from dualpipe.schedule.types import Action, Schedule, Step
+
+# Two: a pair sends two messages to a neighbour that at the same time sends it two, so with one both would wait.
+RECEIVE_AHEAD = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +37,13 @@ class Message:
     def __str__(self) -> str:
         what = "activation" if self.kind == "F" else "gradient"
         return f"{what} of micro-batch {self.microbatch} for stage {self.stage} (rank {self.src} to {self.dst})"
+
+
+class StepMessages(NamedTuple):
+    """What one step receives before it runs and sends after it, in order."""
+
+    incoming: list[Message]
+    outgoing: list[Message]
 
 
 def received(schedule: Schedule, action: Action) -> Message | None:
@@ -47,8 +65,37 @@ def _message(schedule: Schedule, kind: str, source: int, target: int, microbatch
     return None if src == dst else Message("F" if kind == "F" else "B", target, microbatch, src, dst)
 
 
-def step_messages(schedule: Schedule, step: Step) -> tuple[list[Message], list[Message]]:
-    """What a step receives before it runs and sends after it, each in the order of its actions."""
+def step_messages(schedule: Schedule, step: Step) -> StepMessages:
+    """What a step receives and sends, each in the order of its actions."""
     incoming = [m for action in step if (m := received(schedule, action)) is not None]
     outgoing = [m for action in step if (m := sent(schedule, action)) is not None]
-    return incoming, outgoing
+    return StepMessages(incoming, outgoing)
+
+
+def streams(schedule: Schedule) -> dict[tuple[int, int], list[Message]]:
+    """The messages of each stream, (source rank, destination rank), in the order in which they are sent."""
+    found: dict[tuple[int, int], list[Message]] = defaultdict(list)
+    for steps in schedule.ranks:
+        for step in steps:
+            for message in step_messages(schedule, step).outgoing:
+                found[message.src, message.dst].append(message)
+    return dict(found)
+
+
+def rank_messages(schedule: Schedule, rank: int) -> list[StepMessages]:
+    """For each step of `rank`, what it receives and what it sends.
+
+    Where a step receives two messages of one stream they come in the order in which they are sent, otherwise in the
+    order of the step's actions. Receives are posted in the order of `streams`, which can differ from this one.
+    """
+    return all_messages(schedule)[rank]
+
+
+def all_messages(schedule: Schedule) -> list[list[StepMessages]]:
+    """`rank_messages` of every rank."""
+    ranks = [[step_messages(schedule, step) for step in steps] for steps in schedule.ranks]
+    sequence = {message: i for i, message in enumerate(m for steps in ranks for step in steps for m in step.outgoing)}
+    for incoming in (step.incoming for steps in ranks for step in steps):
+        if len(incoming) == 2 and incoming[0].src == incoming[1].src:
+            incoming.sort(key=sequence.__getitem__)
+    return ranks

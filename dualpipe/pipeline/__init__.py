@@ -1,0 +1,7 @@
+"""Runs schedules: the engine, its messages, and deferred weight gradients."""
+
+from dualpipe.pipeline.engine import DualPipeV, Pipeline
+from dualpipe.pipeline.errors import PipelineError
+from dualpipe.pipeline.weight_grad_store import WeightGradStore
+
+__all__ = ["DualPipeV", "Pipeline", "PipelineError", "WeightGradStore"]

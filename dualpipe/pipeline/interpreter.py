@@ -1,0 +1,210 @@
+"""Runs one rank's program for one batch: the only place where a schedule turns into calls of modules and autograd.
+
+All state of a step is in the `Interpreter`, which lives as long as the step. Tensors are named by (stage, micro-batch).
+An activation that crosses a boundary, between ranks or within one, arrives as a leaf, so that each stage's backward
+runs on its own; what is kept of a stage's output is its gradient edge, not its storage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from dualpipe.pipeline.program import Instruction, Program
+from dualpipe.pipeline.traffic import Traffic
+from dualpipe.pipeline.weight_grad_store import WeightGradStore
+from dualpipe.schedule.types import Action
+
+Slot = tuple[int, int]  # (stage, micro-batch)
+
+
+class Batch(NamedTuple):
+    """A rank's share of the step's arguments, split into micro-batches; empty where this rank has no use for them."""
+
+    inputs: Sequence[tuple[Tensor, ...]]
+    labels: Sequence[tuple[Tensor, ...]]
+    criterion: Callable[..., Tensor] | None
+    keep_outputs: bool
+
+
+class Saved(NamedTuple):
+    """What a stage's backward starts from and ends at. `outputs` is kept only for modules that overlap by themselves."""
+
+    inputs: tuple[Tensor, ...]
+    roots: Sequence[GradientEdge]
+    loss: Tensor | None
+    outputs: tuple[Tensor, ...]
+
+
+class UpstreamFailed(Exception):
+    """Another rank could not send what this one needs; that rank reports the cause."""
+
+
+class Interpreter:
+    """One step on one rank.
+
+    modules: this rank's stages by number; last_stage: the number of the pipeline's last stage.
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[int, nn.Module],
+        last_stage: int,
+        *,
+        program: Program,
+        traffic: Traffic,
+        store: WeightGradStore,
+        batch: Batch,
+        annotate: Callable[[str], AbstractContextManager] | None,
+    ) -> None:
+        self._modules, self._last_stage = modules, last_stage
+        self._program, self._traffic, self._store, self._batch = program, traffic, store, batch
+        self._annotate = annotate
+        self._activations: dict[Slot, tuple[Tensor, ...]] = {(0, i): x for i, x in enumerate(batch.inputs)}
+        self._gradients: dict[Slot, Sequence[Tensor]] = {}
+        self._saved: dict[Slot, Saved] = {}
+        self.losses: dict[int, Tensor] = {}
+        self.outputs: dict[int, tuple[Tensor, ...]] = {}
+        self._overlaps = _overlaps_by_itself(tuple(modules.values()))
+        self.doing: tuple[Action, ...] = ()  # what an error is reported with
+
+    def run(self) -> None:
+        """Run the program. After an error, complete the messages that peers wait for, then raise it;
+        `UpstreamFailed` where the cause is on another rank."""
+        try:
+            self._traffic.start()
+            for instruction in self._program.instructions:
+                self._step(instruction)
+            self.doing = ()
+            self._traffic.finish()
+            if pending := self._store.pending():
+                raise RuntimeError(f"weight gradients were deferred and never computed, (stage, micro-batch): {pending}")
+        except Exception:
+            self._traffic.drain((i.incoming, i.sends()) for i in self._program.instructions)
+            raise
+
+    def _step(self, instruction: Instruction) -> None:
+        self.doing = instruction.actions
+        for message in instruction.incoming:
+            tensors = self._traffic.take(message)
+            if tensors is None:
+                raise UpstreamFailed
+            arrived = self._activations if message.kind == "F" else self._gradients
+            arrived[message.stage, message.microbatch] = tensors
+        with self._annotate(instruction.name) if self._annotate else nullcontext():
+            results = self._compute(instruction.actions)
+        for action, message, result in zip(instruction.actions, instruction.outgoing, results):
+            if message is not None:
+                self._traffic.send(message, result)
+            elif action.kind == "F":
+                if action.stage < self._last_stage:
+                    self._activations[action.stage + 1, action.microbatch] = tuple(map(_leaf, result))
+            elif action.kind != "W" and action.stage > 0:
+                self._gradients[action.stage - 1, action.microbatch] = result
+
+    # -- actions
+
+    def _compute(self, actions: tuple[Action, ...]) -> list[Sequence[Tensor]]:
+        """The result of each action: outputs of a forward, input gradients of a backward, nothing of a "W"."""
+        if self._overlaps and len(actions) == 2:
+            by_kind = {action.kind: action for action in actions}
+            backward = by_kind.get("B") or by_kind.get("I")
+            if "F" in by_kind and backward is not None:
+                outputs, gradients = self._overlapped(by_kind["F"], backward)
+                return [outputs if action.kind == "F" else gradients for action in actions]
+        return [self._single(action) for action in actions]
+
+    def _single(self, action: Action) -> Sequence[Tensor]:
+        self.doing = (action,)
+        slot = action.stage, action.microbatch
+        if action.kind == "F":
+            return self._forward(slot)
+        if action.kind == "W":
+            self._store.run(slot)
+            return ()
+        with self._store.defer(slot) if action.kind == "I" else nullcontext():
+            return self._backward(slot)
+
+    def _forward(self, slot: Slot) -> tuple[Tensor, ...]:
+        stage, microbatch = slot
+        inputs = self._activations.pop(slot)
+        outputs = _as_tuple(self._modules[stage](*inputs))
+        loss = None
+        if stage == self._last_stage and self._batch.criterion is not None:
+            loss = self._batch.criterion(*outputs, *self._batch.labels[microbatch])
+        return self._keep(slot, inputs, outputs, loss)
+
+    def _keep(
+        self, slot: Slot, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], loss: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        """Book a forward's results for the backward and the caller; return what goes to the next stage."""
+        stage, microbatch = slot
+        last = stage == self._last_stage
+        if loss is not None:
+            self.losses[microbatch] = _checked_loss(loss)
+        if last and self._batch.keep_outputs:
+            self.outputs[microbatch] = tuple(t.detach() for t in outputs)
+        if torch.is_grad_enabled():
+            ends = (loss,) if last else outputs
+            roots = [get_gradient_edge(t) for t in ends if t.requires_grad]
+            kept = outputs if self._overlaps and not last else ()
+            self._saved[slot] = Saved(inputs, roots, loss if self._overlaps else None, kept)
+        return outputs
+
+    def _backward(self, slot: Slot) -> Sequence[Tensor]:
+        saved = self._saved.pop(slot)
+        if saved.roots:
+            torch.autograd.backward(saved.roots, self._gradients.pop(slot, None))
+        return self._input_gradients(slot, saved)
+
+    def _input_gradients(self, slot: Slot, saved: Saved) -> Sequence[Tensor]:
+        if slot[0] == 0:
+            return ()
+        return [torch.zeros_like(x) if x.grad is None else x.grad for x in saved.inputs if x.requires_grad]
+
+    def _overlapped(self, forward: Action, backward: Action) -> tuple[tuple[Tensor, ...], Sequence[Tensor]]:
+        """A pair through DeepSeek's `overlapped_forward_backward` of the module type."""
+        slot0, slot1 = (forward.stage, forward.microbatch), (backward.stage, backward.microbatch)
+        module0, module1 = self._modules[forward.stage], self._modules[backward.stage]
+        inputs0, saved = self._activations.pop(slot0), self._saved.pop(slot1)
+        criterion = self._batch.criterion if forward.stage == self._last_stage else None
+        labels = self._batch.labels[forward.microbatch] if criterion else ()
+        outputs1 = [t for t in saved.outputs if t.requires_grad]
+        with self._store.defer(slot1) if backward.kind == "I" else nullcontext():
+            outputs0, loss0 = type(module0).overlapped_forward_backward(
+                module0, list(inputs0), criterion, list(labels),
+                module1, saved.loss, outputs1, list(self._gradients.pop(slot1, ())),
+            )  # fmt: skip
+        outputs = self._keep(slot0, inputs0, _as_tuple(outputs0), loss0)
+        return outputs, self._input_gradients(slot1, saved)
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _as_tuple(outputs: object) -> tuple[Tensor, ...]:
+    outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
+    if not isinstance(outputs, tuple | list) or not all(isinstance(t, Tensor) for t in outputs):
+        raise ValueError(f"a stage must return a tensor or a tuple of tensors, not {type(outputs).__name__}")
+    return tuple(outputs)
+
+
+def _checked_loss(loss: Tensor) -> Tensor:
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        shape = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        raise ValueError(f"criterion must return a scalar tensor, got {shape}")
+    if torch.is_grad_enabled() and not loss.requires_grad:
+        raise ValueError("the loss requires no gradient; call step under torch.no_grad() to evaluate")
+    return loss.detach()
+
+
+def _overlaps_by_itself(modules: Sequence[nn.Module]) -> bool:
+    """Whether the stages are of one type that offers DeepSeek's hook."""
+    types = {type(module) for module in modules}
+    return len(types) == 1 and hasattr(types.pop(), "overlapped_forward_backward")

@@ -1,0 +1,89 @@
+"""What each kind of work costs, in any one unit of time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from math import isfinite
+
+from dualpipe.schedule.types import KINDS, Kind, Step
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Costs of the actions of one stage, of overlapping them, and of sending.
+
+    F, B, W, I: a forward, a whole backward, the weight gradients, a backward for the input only. I is B - W unless
+        given.
+    FB: a forward overlapped with a whole backward; F + B, nothing saved, unless given.
+    pairs: costs of other overlapped pairs by their two kinds, in either order: {("F", "I"): 1.7}. Their sum unless
+        given.
+    p2p: from the end of a step until its result is on another rank. It takes no time of either rank.
+    per_stage: the Costs of stages that differ from these, by stage; a sequence gives them from stage 0 on. Their own
+        `p2p` and `per_stage` are not used. A pair from two stages saves the mean of what it saves on each.
+
+    Raises ValueError for a cost that is negative or not finite.
+    """
+
+    F: float = 1.0
+    B: float = 2.0
+    W: float = 1.0
+    I: float | None = None  # noqa: E741 - the name of the kind
+    FB: float | None = None
+    pairs: Mapping[tuple[str, str], float] | None = None
+    p2p: float = 0.0
+    per_stage: Mapping[int, Costs] | Sequence[Costs] | None = None
+
+    def __post_init__(self) -> None:
+        given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("pairs", "per_stage")}
+        given |= {"&".join(kinds): cost for kinds, cost in (self.pairs or {}).items()}
+        for name, cost in given.items():
+            if cost is not None and not (isfinite(cost) and cost >= 0):
+                raise ValueError(f"cost {name} is {cost}; give a number of 0 or more")
+        if self.I is None and self.W > self.B:
+            raise ValueError(f"cost W is {self.W}, more than the whole backward B = {self.B}; lower it, or give I too")
+        for kinds in self.pairs or {}:
+            if len(kinds) != 2 or not set(kinds) <= set(KINDS):
+                raise ValueError(f"pairs has a cost for {kinds!r}; give two kinds out of {', '.join(KINDS)}")
+
+    def of(self, step: Step) -> float:
+        """How long `step` takes."""
+        if len(step) == 1:
+            return self._on(step[0].stage)._alone(step[0].kind)
+        (a, b), (on_a, on_b) = (x.kind for x in step), (self._on(x.stage) for x in step)
+        if on_a is on_b:
+            return on_a._pair(a, b)
+        return on_a._alone(a) + on_b._alone(b) - (on_a._saved(a, b) + on_b._saved(a, b)) / 2
+
+    def scaled(self, factor: float) -> Costs:
+        """The same for stages that are `factor` times as big; what crosses between them, `p2p`, stays as it is."""
+
+        def times(cost: float | None) -> float | None:
+            return None if cost is None else cost * factor
+
+        return replace(
+            self,
+            **{name: times(getattr(self, name)) for name in ("F", "B", "W", "I", "FB")},
+            pairs=self.pairs and {kinds: cost * factor for kinds, cost in self.pairs.items()},
+            per_stage=self.per_stage and {stage: costs.scaled(factor) for stage, costs in self._stages().items()},
+        )
+
+    def _stages(self) -> Mapping[int, Costs]:
+        return self.per_stage if isinstance(self.per_stage, Mapping) else dict(enumerate(self.per_stage or ()))
+
+    def _on(self, stage: int) -> Costs:
+        return self._stages().get(stage, self) if self.per_stage else self
+
+    def _alone(self, kind: Kind) -> float:
+        if kind == "I" and self.I is None:
+            return self.B - self.W
+        return getattr(self, kind)
+
+    def _pair(self, a: Kind, b: Kind) -> float:
+        if self.FB is not None and {a, b} == {"F", "B"}:
+            return self.FB
+        given = self.pairs or {}
+        return given.get((a, b), given.get((b, a), self._alone(a) + self._alone(b)))
+
+    def _saved(self, a: Kind, b: Kind) -> float:
+        return self._alone(a) + self._alone(b) - self._pair(a, b)

@@ -1,0 +1,198 @@
+"""Proves that a schedule can be run: complete, in order, and free of deadlocks. Runs nothing.
+
+torch.distributed.pipelining's own check accepts duplicated actions and some wrong orders; this one accepts a schedule
+only where every rank reaches the end with blocking sends and each stream of messages matches in order.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import NamedTuple, NoReturn
+
+from dualpipe.schedule.messages import RECEIVE_AHEAD, Message, StepMessages, all_messages
+from dualpipe.schedule.types import KINDS, Action, Schedule, ScheduleError, Step
+
+Stream = tuple[int, int]  # source rank, destination rank
+
+
+class Place(NamedTuple):
+    """Where an action stands."""
+
+    rank: int
+    step: int
+
+
+def validate(schedule: Schedule) -> None:
+    """Raises ScheduleError, naming rank, step and cause, unless `schedule` can be run as it stands.
+
+    Proves that
+    - ranks, stages, micro-batches and kinds are in range, and each step is one action or two independent ones;
+    - each (stage, micro-batch) has one "F", one of "B" or "I", and one "W" if and only if it has an "I";
+    - each action is on the rank that owns its stage, after everything that it needs;
+    - no rank waits forever, with receives posted in the order of the sends, `messages.RECEIVE_AHEAD` of them at a time,
+      even if a send blocks until its receive is posted.
+    """
+    _check_sizes(schedule)
+    places = _places(schedule)
+    _check_complete(schedule, places)
+    for action, place in places.items():
+        _check_after_what_it_needs(schedule, places, action, place)
+    _check_no_deadlock(schedule)
+
+
+def independent(a: Action, b: Action) -> bool:
+    """Whether neither action needs the other's result, directly or through other actions.
+
+    Micro-batches never need each other. Within one, the forwards and the backwards form a single chain; a "W" hangs on
+    the "I" of its stage, hence on all that comes before it in the chain.
+    """
+    if a.microbatch != b.microbatch:
+        return True
+    if a.kind == "W" and b.kind == "W":
+        return a.stage != b.stage
+    for weight, other in ((a, b), (b, a)):
+        if weight.kind == "W":
+            return other.kind in "BI" and other.stage < weight.stage
+    return False
+
+
+def needs(schedule: Schedule, action: Action) -> tuple[Action, ...]:
+    """The actions, of any rank, any one of which yields the input of `action`; none for the first forward."""
+    kind, stage, mb = action.kind, action.stage, action.microbatch
+    if kind == "F":
+        return (Action("F", stage - 1, mb),) if stage > 0 else ()
+    if kind == "W":
+        return (Action("I", stage, mb),)
+    if stage == schedule.num_stages - 1:
+        return (Action("F", stage, mb),)
+    return (Action("B", stage + 1, mb), Action("I", stage + 1, mb))
+
+
+def _refuse(schedule: Schedule, rank: int, index: int, cause: str) -> NoReturn:
+    step = _show(schedule.ranks[rank][index])
+    raise ScheduleError(f"schedule {schedule.name!r}, rank {rank}, step {index} ({step}): {cause}")
+
+
+def _show(step: Step) -> str:
+    return " & ".join(str(action) for action in step) or "empty"
+
+
+def _check_sizes(schedule: Schedule) -> None:
+    name = f"schedule {schedule.name!r}"
+    for what in ("num_ranks", "num_stages", "num_microbatches"):
+        if getattr(schedule, what) < 1:
+            raise ScheduleError(f"{name}: {what} is {getattr(schedule, what)}; it must be 1 or more")
+    if len(schedule.ranks) != schedule.num_ranks:
+        raise ScheduleError(f"{name} has steps for {len(schedule.ranks)} ranks, but num_ranks is {schedule.num_ranks}")
+    if len(schedule.placement) != schedule.num_stages:
+        raise ScheduleError(f"{name} places {len(schedule.placement)} stages, but num_stages is {schedule.num_stages}")
+    for stage, rank in enumerate(schedule.placement):
+        if not 0 <= rank < schedule.num_ranks:
+            where = "on no rank: it has no actions" if rank == -1 else f"on rank {rank}"
+            raise ScheduleError(f"{name}: stage {stage} is {where}; ranks are 0 to {schedule.num_ranks - 1}")
+
+
+def _places(schedule: Schedule) -> dict[Action, Place]:
+    """Where each action stands, having checked each by itself."""
+    places: dict[Action, Place] = {}
+    for rank, steps in enumerate(schedule.ranks):
+        for index, step in enumerate(steps):
+            if len(step) not in (1, 2):
+                _refuse(schedule, rank, index, f"a step has one action or two, not {len(step)}")
+            for action in step:
+                _check_action(schedule, rank, index, action)
+                if action in places:
+                    first = places[action]
+                    _refuse(schedule, rank, index, f"{action} is also at rank {first.rank}, step {first.step}")
+                places[action] = Place(rank, index)
+            if len(step) == 2 and not independent(*step):
+                _refuse(schedule, rank, index, "these two depend on each other, so they cannot overlap")
+    return places
+
+
+def _check_action(schedule: Schedule, rank: int, index: int, action: Action) -> None:
+    if not isinstance(action, Action) or action.kind not in KINDS:
+        _refuse(schedule, rank, index, f"{action!r} is not an Action of kind {', '.join(KINDS)}")
+    for what, value, size in (
+        ("stage", action.stage, schedule.num_stages),
+        ("micro-batch", action.microbatch, schedule.num_microbatches),
+    ):
+        if not isinstance(value, int) or not 0 <= value < size:
+            _refuse(schedule, rank, index, f"{what} {value} of {action} is not one of 0 to {size - 1}")
+    owner = schedule.stage_rank(action.stage)
+    if owner != rank:
+        _refuse(schedule, rank, index, f"stage {action.stage} of {action} is placed on rank {owner}")
+
+
+def _check_complete(schedule: Schedule, places: dict[Action, Place]) -> None:
+    for stage, rank in enumerate(schedule.placement):
+        for mb in range(schedule.num_microbatches):
+            forward, full, inputs, weights = (Action(kind, stage, mb) for kind in KINDS)
+            if forward not in places:
+                raise ScheduleError(f"schedule {schedule.name!r}, rank {rank}: {forward} is missing")
+            if full not in places and inputs not in places:
+                raise ScheduleError(f"schedule {schedule.name!r}, rank {rank}: {full} (or {inputs}) is missing")
+            if full in places and inputs in places:
+                _refuse(schedule, *places[inputs], f"{full} at step {places[full].step} is the whole backward already")
+            if inputs in places and weights not in places:
+                _refuse(schedule, *places[inputs], f"its weight gradients, {weights}, are missing")
+            if weights in places and inputs not in places:
+                _refuse(schedule, *places[weights], f"there is no {inputs} that defers weight gradients to it")
+
+
+def _check_after_what_it_needs(
+    schedule: Schedule, places: dict[Action, Place], action: Action, place: Place
+) -> None:
+    """Where both actions are on one rank their order can be read off; across ranks the messages decide."""
+    for need in needs(schedule, action):
+        there = places.get(need)
+        if there is not None and there.rank == place.rank and there.step >= place.step:
+            _refuse(schedule, *place, f"{action} needs {need}, which comes later, at step {there.step}")
+
+
+class _Rank:
+    """How far one rank has got in taking and sending messages; its computing takes no time here."""
+
+    def __init__(self, rank: int, steps: list[StepMessages]) -> None:
+        self.rank = rank
+        self.program = [(i, message) for i, step in enumerate(steps) for message in (*step.incoming, *step.outgoing)]
+        self.next = 0
+
+    def advance(self, in_flight: dict[Stream, set[Message]]) -> set[int]:
+        """Goes on until it must wait; returns the ranks that may be able to go on because of it."""
+        woken = set()
+        while self.next < len(self.program):
+            _, message = self.program[self.next]
+            stream = in_flight[message.src, message.dst]
+            if message.dst == self.rank:
+                if message not in stream:
+                    break
+                stream.remove(message)
+                woken.add(message.src)
+            else:
+                if len(stream) == RECEIVE_AHEAD:
+                    break
+                stream.add(message)
+                woken.add(message.dst)
+            self.next += 1
+        return woken
+
+    def waits_for(self, in_flight: dict[Stream, set[Message]]) -> str:
+        index, message = self.program[self.next]
+        if message.dst == self.rank:
+            return f"rank {self.rank} waits at step {index} to take the {message}"
+        untaken = " and the ".join(sorted(map(str, in_flight[message.src, message.dst])))
+        return f"rank {self.rank} waits at step {index} to send the {message} until the {untaken} is taken"
+
+
+def _check_no_deadlock(schedule: Schedule) -> None:
+    """Plays all takes and sends. The order of play does not matter: each stream has one sender and one taker."""
+    ranks = [_Rank(rank, steps) for rank, steps in enumerate(all_messages(schedule))]
+    in_flight: dict[Stream, set[Message]] = defaultdict(set)
+    awake = set(range(schedule.num_ranks))
+    while awake:
+        awake |= ranks[awake.pop()].advance(in_flight)
+    stuck = [rank for rank in ranks if rank.next < len(rank.program)]
+    if stuck:
+        waits = "; ".join(rank.waits_for(in_flight) for rank in stuck)
+        _refuse(schedule, stuck[0].rank, stuck[0].program[stuck[0].next][0], f"deadlock: {waits}")
