@@ -20,7 +20,7 @@ from torch.profiler import record_function
 
 from dualpipe.pipeline.errors import PipelineError
 from dualpipe.pipeline.interpreter import Batch, Interpreter, UpstreamFailed
-from dualpipe.pipeline.program import Program, edges, lower
+from dualpipe.pipeline.program import Program, lower, streams
 from dualpipe.pipeline.traffic import Traffic
 from dualpipe.pipeline.transport import Transport
 from dualpipe.pipeline.weight_grad_store import WeightGradStore
@@ -94,7 +94,7 @@ class Pipeline:
         records = self._share(ValueError, error, _text(error), agreed)
         _same("(schedule, its checksum, device, rank_mapping)", records)
         self._placement = schedule.placement
-        self._transport.connect(edges(schedule), self.device, own_groups=self.device.type != "cpu")
+        self._transport.connect(streams(schedule), self.device, own_groups=self.device.type != "cpu")
 
     def _build(self, num_microbatches: int) -> Schedule:
         """The schedule for a number of micro-batches; ValueError where it does not fit this rank's modules."""
@@ -162,7 +162,7 @@ class Pipeline:
             len(self._placement) - 1,
             program=program,
             traffic=Traffic(
-                self._transport, program.incoming, program.destinations, size_class=size_class, device=self.device
+                self._transport, program.incoming, program.outgoing, size_class=size_class, device=self.device
             ),
             store=store,
             batch=batch,

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
+from dualpipe.pipeline.transport import Stream
 from dualpipe.schedule.messages import Message, rank_messages, sent
 from dualpipe.schedule.types import Action, Schedule
 
@@ -30,8 +32,8 @@ class Program:
     """What one rank does in one step of the pipeline."""
 
     instructions: tuple[Instruction, ...]
-    incoming: dict[int, tuple[Message, ...]]  # by source rank, in the order in which they are taken
-    destinations: tuple[int, ...]
+    incoming: dict[Stream, tuple[Message, ...]]  # in the order in which they are taken
+    outgoing: tuple[Stream, ...]
 
     def forward_only(self) -> Program:
         """The same order without backwards, for evaluation."""
@@ -62,16 +64,18 @@ def _name(actions: tuple[Action, ...]) -> str:
 
 def _program(instructions: list[Instruction]) -> Program:
     incoming = defaultdict(list)
-    destinations = set()
-    for i in instructions:
-        for message in i.incoming:
-            incoming[message.src].append(message)
-        destinations.update(m.dst for m in i.sends())
-    streams = {src: tuple(messages) for src, messages in incoming.items()}
-    return Program(tuple(instructions), streams, tuple(sorted(destinations)))
+    for message in chain.from_iterable(i.incoming for i in instructions):
+        incoming[stream_of(message)].append(message)
+    outgoing = {stream_of(m) for i in instructions for m in i.sends()}
+    return Program(tuple(instructions), {s: tuple(ms) for s, ms in incoming.items()}, tuple(sorted(outgoing)))
 
 
-def edges(schedule: Schedule) -> list[tuple[int, int]]:
-    """The (source, destination) pairs of ranks between which tensors flow, sorted."""
-    neighbours = list(zip(schedule.placement, schedule.placement[1:]))
-    return sorted({edge for a, b in neighbours if a != b for edge in ((a, b), (b, a))})
+def stream_of(message: Message) -> Stream:
+    """The stream that a message is part of: all that goes one way between two ranks, by kind."""
+    return message.src, message.dst, message.kind
+
+
+def streams(schedule: Schedule) -> list[Stream]:
+    """All streams of a schedule's placement, sorted."""
+    boundaries = [(a, b) for a, b in zip(schedule.placement, schedule.placement[1:]) if a != b]
+    return sorted({stream for a, b in boundaries for stream in ((a, b, "F"), (b, a, "B"))})

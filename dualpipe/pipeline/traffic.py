@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.distributed import Work
 
-from dualpipe.pipeline.transport import Transport, empty_record, pack_record, unpack_record
+from dualpipe.pipeline.program import stream_of
+from dualpipe.pipeline.transport import Stream, Transport, empty_record, pack_record, unpack_record
 from dualpipe.schedule.messages import Message
 
 SENDS_IN_FLIGHT = 2  # messages per link whose buffers are kept; the one before them is waited for
@@ -67,7 +68,7 @@ class Arrival:
 
 
 class Incoming:
-    """The stream of messages from one rank."""
+    """A stream of messages to this rank."""
 
     def __init__(self, messages: Sequence[Message]) -> None:
         self.messages = iter(messages)
@@ -76,7 +77,7 @@ class Incoming:
 
 
 class Outgoing:
-    """The stream of messages to one rank; `in_flight` keeps what was sent alive until its send is done."""
+    """A stream of messages from this rank; `in_flight` keeps what was sent alive until its send is done."""
 
     def __init__(self) -> None:
         self.in_flight: deque[list[tuple[Work, Tensor]]] = deque()
@@ -89,26 +90,26 @@ class Traffic:
     def __init__(
         self,
         transport: Transport,
-        incoming: dict[int, Sequence[Message]],
-        outgoing: Iterable[int],
+        incoming: dict[Stream, Sequence[Message]],
+        outgoing: Iterable[Stream],
         *,
         size_class: Callable[[int], int],
         device: torch.device,
     ) -> None:
         self._transport, self._size_class, self._device = transport, size_class, device
         self._signatures: dict[tuple[int, int], Signature | None] = {}  # None: its sender failed before it knew
-        self._incoming = {src: Incoming(messages) for src, messages in incoming.items()}
-        self._outgoing = {dst: Outgoing() for dst in outgoing}
+        self._incoming = {stream: Incoming(messages) for stream, messages in incoming.items()}
+        self._outgoing = {stream: Outgoing() for stream in outgoing}
         self._broken: set[int] = set()  # peers that an operation failed with
 
     def start(self) -> None:
-        """Post the first receive from every peer."""
+        """Post the first receive of every stream."""
         for stream in self._incoming.values():
             self._post_next(stream)
 
     def take(self, message: Message) -> tuple[Tensor, ...] | None:
         """Wait for `message`, post the receive of the one after it; None where its sender has failed."""
-        stream = self._incoming[message.src]
+        stream = self._incoming[stream_of(message)]
         if stream.ahead is None:
             self._post_next(stream)
         arrival, stream.ahead = stream.ahead, None
@@ -126,7 +127,7 @@ class Traffic:
 
         Raises ValueError where the tensors do not match what was agreed for micro-batches of this size.
         """
-        stream = self._outgoing[message.dst]
+        stream = self._outgoing[stream_of(message)]
         key = self._key(message)
         works = [] if message.kind == "B" or key in self._signatures else [self._agree(message, tensors)]
         signature = self._expected(message)
@@ -137,7 +138,7 @@ class Traffic:
         stream.sent += 1
         if len(stream.in_flight) == SENDS_IN_FLIGHT:
             _wait(stream.in_flight.popleft())
-        link = self._transport.data(message.src, message.dst)
+        link = self._transport.data(stream_of(message))
         for tensor in tensors:
             if tensor.numel():
                 ready = tensor.detach().contiguous()
@@ -155,14 +156,14 @@ class Traffic:
         taken, sent = dict.fromkeys(self._incoming, 0), dict.fromkeys(self._outgoing, 0)
         for incoming, outgoing in program:
             for message in incoming:
-                taken[message.src] += 1
-                if taken[message.src] > self._incoming[message.src].taken:
+                taken[stream_of(message)] += 1
+                if taken[stream_of(message)] > self._incoming[stream_of(message)].taken:
                     self._guarded(message.src, self.take, message)
             for message in outgoing:
-                sent[message.dst] += 1
-                if sent[message.dst] > self._outgoing[message.dst].sent:
+                sent[stream_of(message)] += 1
+                if sent[stream_of(message)] > self._outgoing[stream_of(message)].sent:
                     self._guarded(message.dst, self.send, message, None)
-        for dst, stream in self._outgoing.items():
+        for (_, dst, _), stream in self._outgoing.items():
             while stream.in_flight:
                 self._guarded(dst, _wait, stream.in_flight.popleft())
 
@@ -214,7 +215,7 @@ class Traffic:
         if signature is None:
             return
         arrival.tensors = tuple(meta.empty(self._device) for meta in signature)
-        link = self._transport.data(arrival.message.src, arrival.message.dst)
+        link = self._transport.data(stream_of(arrival.message))
         arrival.works = [link.receive(t) for t in arrival.tensors if t.numel()]
         if arrival.message.kind == "F":
             for tensor, meta in zip(arrival.tensors, signature):

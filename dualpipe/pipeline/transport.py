@@ -1,9 +1,9 @@
 """Who talks to whom: the process groups of one pipeline, and the exchange of small host records.
 
-Two kinds of traffic. Boundary tensors go over a `Link` for each direction of each pair of neighbouring ranks, so that a
-receive which is posted ahead never stands in front of a send: with gloo a link is a tag, with NCCL, which has no tags
-and runs a communicator's operations one after the other, a communicator of its own. Small host records (headers,
-agreement before a step, reports after it) go over gloo and never wait for the device.
+Two kinds of traffic. Boundary tensors go over a `Link` for each stream of messages, (source, destination, activations or
+gradients), so that a receive which is posted ahead never stands in front of anything else: with gloo a link is a tag,
+with NCCL, which has no tags and runs a communicator's operations one after the other, a communicator of its own. Small
+host records (headers, agreement before a step, reports after it) go over gloo and never wait for the device.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,7 +20,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
 RECORD_BYTES = 8192
-_DATA, _HEADER, _RECORD = 11, 12, 13  # gloo tags; any three that differ
+_TAGS = {"F": 11, "B": 12}  # gloo tags of activations and gradients; any that differ
+_HEADER, _RECORD = 13, 14
+
+Stream = tuple[int, int, str]  # source rank, destination rank, "F" for activations or "B" for gradients
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,29 +76,29 @@ class Transport:
             return
         self._global = tuple(dist.get_global_rank(group, member) for member in members)
         carries_host_tensors = "cpu:" in dist.get_backend_config(group)
-        self._control = group if carries_host_tensors else create_groups([self._global], backend="gloo")[self._global]
+        self._control = group if carries_host_tensors else _gloo_group(self._global)
         self._peers = [dist.get_group_rank(self._control, g) for g in self._global]
 
-    def connect(self, edges: Iterable[tuple[int, int]], device: torch.device, *, own_groups: bool) -> None:
-        """Open a link for each edge, a (source, destination) pair of pipeline ranks, and use it once.
+    def connect(self, streams: Iterable[Stream], device: torch.device, *, own_groups: bool) -> None:
+        """Open a link for each stream, and use it once.
 
         own_groups: give each link a process group of its own; needed wherever the backend has no tags.
         """
-        pairs = {(src, dst): (self._global[src], self._global[dst]) for src, dst in edges}
-        groups = create_groups(pairs.values(), backend=None) if own_groups else {}
-        for (src, dst), pair in sorted(pairs.items()):
+        wanted = {(self._global[src], self._global[dst], kind): (src, dst, kind) for src, dst, kind in streams}
+        groups = create_groups([(key[:2], key[2]) for key in wanted], backend=None) if own_groups else {}
+        for key, (src, dst, kind) in sorted(wanted.items()):
             if self.rank not in (src, dst):
                 continue
-            peer = pair[1] if self.rank == src else pair[0]
-            group, tag = (groups[pair], 0) if own_groups else (self._group, _DATA)
-            link = self._data[src, dst] = Link(group, dist.get_group_rank(group, peer), tag)
-            # A communicator made lazily in the middle of a step can deadlock; everybody goes through the sorted edges.
+            peer = key[1] if self.rank == src else key[0]
+            group, tag = (groups[key[:2], kind], 0) if own_groups else (self._group, _TAGS[kind])
+            link = self._data[src, dst, kind] = Link(group, dist.get_group_rank(group, peer), tag)
+            # A communicator made lazily in the middle of a step can deadlock; everybody goes through the sorted links.
             probe = torch.zeros(1, device=device)
             (link.send(probe) if self.rank == src else link.receive(probe)).wait()
 
-    def data(self, src: int, dst: int) -> Link:
-        """The link for boundary tensors from rank `src` to rank `dst`, one of which is this rank."""
-        return self._data[src, dst]
+    def data(self, stream: Stream) -> Link:
+        """The link for the boundary tensors of a stream that starts or ends at this rank."""
+        return self._data[stream]
 
     def header(self, peer: int) -> Link:
         """The link for headers to or from `peer`."""
@@ -130,10 +134,14 @@ def _finish(work: Work | RuntimeError) -> RuntimeError | None:
     return error if isinstance(error, RuntimeError) else None
 
 
+def _gloo_group(ranks: tuple[int, ...]) -> ProcessGroup:
+    return create_groups([(ranks, "control")], backend="gloo")[ranks, "control"]
+
+
 def create_groups(
-    wanted: Iterable[tuple[int, ...]], *, backend: str | None
-) -> dict[tuple[int, ...], ProcessGroup]:
-    """A process group for each tuple of global ranks that this rank wants.
+    wanted: Iterable[tuple[tuple[int, ...], str]], *, backend: str | None
+) -> dict[tuple[tuple[int, ...], str], ProcessGroup]:
+    """A process group for each (global ranks, purpose) that this rank wants.
 
     `new_group` must be called by every rank of the default group in one order, also for groups that it is not in; so
     the ranks first tell each other what they want.
@@ -141,5 +149,5 @@ def create_groups(
     wanted = list(wanted)
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, wanted)
-    created = {ranks: dist.new_group(list(ranks), backend=backend) for ranks in sorted({r for w in everyone for r in w})}
-    return {ranks: created[ranks] for ranks in wanted}
+    created = {key: dist.new_group(list(key[0]), backend=backend) for key in sorted(set(chain(*everyone)))}
+    return {key: created[key] for key in wanted}

@@ -1,0 +1,158 @@
+"""Losses, outputs and gradients of the pipelined model equal those of the unpipelined one."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks import run_ranks
+from toys import Stage, gradient_error, make_stages, num_stages, reference, relative_error, stages_of_rank
+
+from dualpipe import DualPipeV, Pipeline
+
+SCHEDULES = ["dualpipev", "zbv", "1f1b", "interleaved_1f1b"]
+# The pipeline adds micro-batches' gradients in its own order, so equality is to rounding of the sums.
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
+
+
+def make_pipeline(name, stages, rank, world, **options):
+    own = stages_of_rank(name, world, rank)
+    modules = tuple(stages[s] for s in own)
+    cls = DualPipeV if name in ("dualpipev", "zbv") else Pipeline
+    return cls(modules, schedule=name, **options), own
+
+
+def compare(rank, world, name, num_chunks, batch, dtype=torch.float64, dim=0):
+    """The largest error of one training step on this rank."""
+    total = num_stages(name, world)
+    stages = make_stages(total, lambda: Stage(dtype=dtype))
+    expected = make_stages(total, lambda: Stage(dtype=dtype))
+    shape = (batch, 3, 8) if dim == 0 else (3, batch, 8)
+    x, y = torch.randn(shape, dtype=dtype), torch.randn(shape, dtype=dtype)
+    pipe, own = make_pipeline(name, stages, rank, world, batch_dim=dim)
+    loss, outputs = pipe.step(
+        *([x] if 0 in own else []),
+        num_chunks=num_chunks,
+        criterion=F.mse_loss if total - 1 in own else None,
+        labels=(y,) if total - 1 in own else (),
+        return_outputs=True,
+    )
+    losses, joined = reference(expected, x, y, num_chunks, dim=dim)
+    errors = [gradient_error(stages[s], expected[s]) for s in own]
+    assert all(p.grad is None for s in range(total) if s not in own for p in stages[s].parameters())
+    if total - 1 in own:
+        assert loss.shape == (num_chunks,) and not loss.requires_grad and not outputs.requires_grad
+        errors += [relative_error(loss, losses), relative_error(outputs, joined)]
+    else:
+        assert loss is None and outputs is None
+    return max(errors)
+
+
+def all_sizes(rank, world, names, dtype):
+    worst = {}
+    for name in names:
+        for num_chunks in range(1, 4 * world + 1):
+            worst[name, num_chunks] = compare(rank, world, name, num_chunks, 2 * num_chunks, dtype)
+    return worst
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_every_schedule_and_number_of_microbatches(world):
+    for worst in run_ranks(all_sizes, world, world, SCHEDULES, torch.float64, timeout=200):
+        assert {k: v for k, v in worst.items() if v > TOLERANCE[torch.float64]} == {}
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_single_precision(world):
+    for worst in run_ranks(all_sizes, world, world, ["dualpipev"], torch.float32, timeout=200):
+        assert {k: v for k, v in worst.items() if v > TOLERANCE[torch.float32]} == {}
+
+
+def splits(rank, world):
+    cases = [("dualpipev", m, batch, dim) for m, batch in [(3, 7), (8, 8), (8, 15), (1, 1), (5, 9)] for dim in (0, 1)]
+    return {case: compare(rank, world, *case[:3], dim=case[3]) for case in cases}
+
+
+def test_uneven_batches_along_any_dimension():
+    for worst in run_ranks(splits, 2, 2):
+        assert {k: v for k, v in worst.items() if v > TOLERANCE[torch.float64]} == {}
+
+
+def bitwise(rank, world):
+    """With one micro-batch per parameter there is nothing to reorder: gradients must be bit for bit equal."""
+    return {name: compare(rank, world, name, 1, 4, torch.float32) for name in SCHEDULES}
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_one_microbatch_is_bitwise(world):
+    for worst in run_ranks(bitwise, world, world):
+        assert set(worst.values()) == {0.0}
+
+
+def many_steps(rank, world):
+    """Gradients accumulate over steps of different sizes, with evaluation in between."""
+    stages, expected = make_stages(2 * world), make_stages(2 * world)
+    pipe, own = make_pipeline("dualpipev", stages, rank, world)
+    for batch, num_chunks, width in [(8, 4, 3), (6, 6, 2), (9, 4, 5)]:
+        x, y = torch.randn(batch, width, 8).double(), torch.randn(batch, width, 8).double()
+        first = rank == 0
+        kwargs = dict(num_chunks=num_chunks, criterion=F.mse_loss, labels=(y,) if first else ())
+        loss, _ = pipe.step(x if first else None, **kwargs)
+        before = [p.grad.clone() for s in own for p in stages[s].parameters()]
+        with torch.no_grad():
+            evaluated, outputs = pipe.step(x if first else None, return_outputs=True, **kwargs)
+        assert all(torch.equal(a, p.grad) for a, p in zip(before, [p for s in own for p in stages[s].parameters()]))
+        losses, joined = reference(expected, x, y, num_chunks)
+        if first:
+            assert torch.equal(evaluated, losses) and torch.equal(loss, losses) and torch.equal(outputs, joined)
+    return max(gradient_error(stages[s], expected[s]) for s in own)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_steps_of_different_sizes_accumulate(world):
+    assert max(run_ranks(many_steps, world, world)) < TOLERANCE[torch.float64]
+
+
+def mapped(rank, world):
+    """Pipeline rank = rank_mapping[group rank]; the first pipeline rank is here the last process."""
+    mapping = list(reversed(range(world)))
+    stages, expected = make_stages(2 * world), make_stages(2 * world)
+    me = mapping[rank]
+    pipe = DualPipeV((stages[me], stages[2 * world - 1 - me]), rank_mapping=mapping)
+    x, y = torch.randn(6, 8).double(), torch.randn(6, 8).double()
+    loss, _ = pipe.step(x if me == 0 else None, num_chunks=6, criterion=F.mse_loss, labels=(y,) if me == 0 else ())
+    losses, _ = reference(expected, x, y, 6)
+    assert (loss is not None) == (me == 0) and (loss is None or torch.equal(loss, losses))
+    return max(gradient_error(stages[s], expected[s]) for s in (me, 2 * world - 1 - me))
+
+
+def test_rank_mapping():
+    assert max(run_ranks(mapped, 3, 3)) < TOLERANCE[torch.float64]
+
+
+def two_pipelines(rank, world, own_groups):
+    """Ranks 0,1 and 2,3 are pipelines of their own, and all four are a third one; all in one process."""
+    import torch.distributed as dist
+
+    from dualpipe.pipeline.transport import Transport
+
+    if own_groups:  # as with NCCL: a process group for every link
+        connect = Transport.connect
+        Transport.connect = lambda self, edges, device, own_groups: connect(self, edges, device, own_groups=True)
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    error = 0.0
+    x, y = torch.randn(4, 8).double(), torch.randn(4, 8).double()
+    built = []
+    for group, size, me in [(halves[rank // 2], 2, rank % 2), (None, 4, rank)]:
+        stages, expected = make_stages(2 * size), make_stages(2 * size)
+        pipe = DualPipeV((stages[me], stages[2 * size - 1 - me]), process_group=group)
+        built.append((pipe, stages, expected, size, me))
+    for _ in range(2):
+        for pipe, stages, expected, size, me in built:
+            pipe.step(x if me == 0 else None, num_chunks=4, criterion=F.mse_loss, labels=(y,) if me == 0 else ())
+            reference(expected, x, y, 4)
+            error = max(error, *(gradient_error(stages[s], expected[s]) for s in (me, 2 * size - 1 - me)))
+    return error
+
+
+@pytest.mark.parametrize("own_groups", [False, True])
+def test_two_pipelines_in_one_process(own_groups):
+    assert max(run_ranks(two_pipelines, 4, 4, own_groups)) < TOLERANCE[torch.float64]

@@ -1,0 +1,73 @@
+"""Small stages and the unpipelined reference that every pipeline test compares with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dualpipe.nn import defer_weight_grads
+from dualpipe.schedule import build
+
+
+class Stage(nn.Module):
+    """(B, width) -> (B, width); two linears, a norm and a residual."""
+
+    def __init__(self, width: int = 8, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width, dtype=dtype)
+        self.up = nn.Linear(width, 2 * width, dtype=dtype)
+        self.down = nn.Linear(2 * width, width, bias=False, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+def make_stages(num_stages: int, make: Callable[[], nn.Module] = Stage, seed: int = 0) -> list[nn.Module]:
+    """The same stages on every rank and in the reference."""
+    torch.manual_seed(seed)
+    return [defer_weight_grads(make()) for _ in range(num_stages)]
+
+
+def stages_of_rank(name: str, num_ranks: int, rank: int) -> tuple[int, ...]:
+    return build(name, num_ranks, 1).rank_stages(rank)
+
+
+def num_stages(name: str, num_ranks: int) -> int:
+    return build(name, num_ranks, 1).num_stages
+
+
+def reference(
+    stages: Sequence[nn.Module], x: Tensor, y: Tensor, num_chunks: int, criterion: Callable = F.mse_loss, dim: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Losses by micro-batch and joined outputs of the unpipelined model; gradients accumulate in `.grad`."""
+    losses, outputs = [], []
+    for xs, ys in zip(x.tensor_split(num_chunks, dim), y.tensor_split(num_chunks, dim)):
+        for stage in stages:
+            xs = stage(xs)
+        loss = criterion(xs, ys)
+        if torch.is_grad_enabled():
+            loss.backward()
+        losses.append(loss.detach())
+        outputs.append(xs.detach())
+    return torch.stack(losses), torch.cat(outputs, dim)
+
+
+def relative_error(actual: Tensor | None, expected: Tensor | None) -> float:
+    """||actual - expected|| / ||expected||; infinite where only one of them exists or shapes or dtypes differ."""
+    if actual is None or expected is None:
+        return 0.0 if actual is expected else float("inf")
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
+        return float("inf")
+    scale = expected.norm().item()
+    return (actual - expected).norm().item() / (scale or 1.0)
+
+
+def gradient_error(actual: nn.Module, expected: nn.Module) -> float:
+    """The largest relative error of any parameter's gradient."""
+    return max(
+        (relative_error(a.grad, b.grad) for a, b in zip(actual.parameters(), expected.parameters(), strict=True)),
+        default=0.0,
+    )
