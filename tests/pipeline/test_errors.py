@@ -1,0 +1,383 @@
+"""A mistake or a failure on one rank raises on every rank, names its cause, and leaves the pipeline usable."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks import run_ranks
+from toys import Stage, gradient_error, make_stages, reference
+from torch import nn
+
+from dualpipe import DualPipeV, Pipeline, PipelineError, WeightGradStore
+from dualpipe.schedule import Action, Schedule, build
+
+WORLD, CHUNKS = 2, 5
+
+
+def good_arguments(rank):
+    torch.manual_seed(1)
+    x, y = torch.randn(10, 8).double(), torch.randn(10, 8).double()
+    if rank > 0:
+        return (), dict(num_chunks=CHUNKS)
+    return (x,), dict(num_chunks=CHUNKS, criterion=F.mse_loss, labels=(y,))
+
+
+def build_pipe(rank, world, make=Stage, **options):
+    stages = make_stages(2 * world, make)
+    return DualPipeV((stages[rank], stages[2 * world - 1 - rank]), **options), stages
+
+
+def assert_works(pipe, rank, world):
+    """A good step gives the right gradients, and nothing is left in the queue."""
+    for module in pipe.modules:
+        module.zero_grad()
+    inputs, kwargs = good_arguments(rank)
+    pipe.step(*inputs, **kwargs)
+    expected = make_stages(2 * world)
+    (x,), full = good_arguments(0)
+    reference(expected, x, full["labels"][0], CHUNKS)
+    for module, stage in zip(pipe.modules, (rank, 2 * world - 1 - rank)):
+        assert gradient_error(module, expected[stage]) < 1e-10
+    assert pipe.weight_grad_store.pending() == {}
+
+
+def caught(call):
+    """The type and text of what a call raises, and the seconds until then."""
+    start = time.monotonic()
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - start
+    return "nothing", "", 0.0
+
+
+# -- arguments
+
+X = torch.zeros(10, 8, dtype=torch.float64)
+ARGUMENTS = {
+    # mistake: (rank that makes it, inputs or None to keep, changed keywords, what every rank must be told)
+    "zero chunks": (1, None, dict(num_chunks=0), "rank 1: num_chunks must be an integer >= 1, got 0"),
+    "fractional chunks": (0, None, dict(num_chunks=2.5), "rank 0: num_chunks must be an integer"),
+    "ranks disagree": (1, None, dict(num_chunks=4), "ranks disagree about num_chunks: by rank [5, 4]"),
+    "no criterion": (0, None, dict(criterion=None), "rank 0: criterion is required"),
+    "no inputs": (0, (), {}, "rank 0: inputs are required on the rank of the first stage"),
+    "none as input": (0, (None,), {}, "rank 0: inputs are required"),
+    "not a tensor": (0, ([1.0, 2.0],), {}, "rank 0: input 0 must be a tensor, got list"),
+    "labels not a tuple": (0, None, dict(labels=X), "rank 0: labels must be a tuple or a list"),
+    "small batch": (0, (X[:3],), {}, "rank 0: input 0 of shape [3, 8] cannot be split into num_chunks=5"),
+    "few labels": (0, None, dict(labels=(X[:6],)), "inputs have batch size 10, labels 6"),
+    "inputs differ": (0, (X, X[:7]), {}, "rank 0: inputs differ in size along dimension 0: [[10, 8], [7, 8]]"),
+    "scalar input": (0, (torch.tensor(1.0),), {}, "rank 0: input 0 of shape [] has no dimension 0"),
+    "wrong device": (0, (X.to("meta"),), {}, "rank 0: input 0 is on meta, the stages on cpu"),
+    "shapes disagree": (1, (X[:, :4],), {}, "ranks disagree about the shapes of the inputs"),
+}
+
+
+def argument_mistakes(rank, world):
+    pipe, _ = build_pipe(rank, world)
+    told = {}
+    for name, (culprit, inputs, changes, _) in ARGUMENTS.items():
+        args, kwargs = good_arguments(rank)
+        if rank == culprit:
+            args, kwargs = args if inputs is None else inputs, kwargs | changes
+        told[name] = caught(lambda args=args, kwargs=kwargs: pipe.step(*args, **kwargs))[:2]
+    assert_works(pipe, rank, world)
+    return told
+
+
+def test_argument_mistakes_raise_on_every_rank():
+    for told in run_ranks(argument_mistakes, WORLD, WORLD):
+        for name, (*_, expected) in ARGUMENTS.items():
+            assert told[name][0] == "ValueError" and expected in told[name][1], (name, told[name])
+
+
+def mode_mistakes(rank, world):
+    pipe, _ = build_pipe(rank, world)
+    args, kwargs = good_arguments(rank)
+    told = []
+    pipe.modules[1].train(rank == 0)
+    told.append(caught(lambda: pipe.step(*args, **kwargs)))
+    pipe.modules[1].train()
+    with torch.set_grad_enabled(rank == 0):
+        told.append(caught(lambda: pipe.step(*args, **kwargs)))
+    if rank == 1:
+        pipe.modules[0].to("meta")
+    told.append(caught(lambda: pipe.step(*args, **kwargs)))
+    return told
+
+
+def test_ranks_that_disagree_about_modes_or_move_their_modules():
+    for train, grad, device in run_ranks(mode_mistakes, WORLD, WORLD):
+        assert train[:1] == ("ValueError",) and "train/eval mode" in train[1]
+        assert grad[:1] == ("ValueError",) and "ranks disagree about grad mode: by rank [True, False]" in grad[1]
+        assert device[:1] == ("ValueError",) and "rank 1: all stages of a rank must be on one real device" in device[1]
+
+
+def construction_mistakes(rank, world):
+    stages = make_stages(2)
+    one = rank == 1  # the rank that is wrong
+    attempts = {
+        "modules": lambda: DualPipeV(stages[:1] if one else stages),
+        "types": lambda: DualPipeV((stages[0], None) if one else stages),
+        "device": lambda: DualPipeV((stages[0], nn.Linear(2, 2, device="meta")) if one else stages),
+        "schedule": lambda: DualPipeV(stages, schedule="zbv" if one else "dualpipev"),
+        "unknown": lambda: DualPipeV(stages, schedule="dualpipv"),
+        "not a V": lambda: DualPipeV(stages, schedule="interleaved_1f1b"),
+        "mapping": lambda: DualPipeV(stages, rank_mapping=[0, 0] if one else [0, 1]),
+        "mappings": lambda: DualPipeV(stages, rank_mapping=[1, 0] if one else [0, 1]),
+        "ranks": lambda: DualPipeV(stages, schedule=build("dualpipev", 3, 6)),
+        "invalid": lambda: Pipeline(stages[:1], schedule=without_last_step(build("1f1b", 2, 3))),
+    }
+    told = {name: caught(attempt)[:2] for name, attempt in attempts.items()}
+    fixed = DualPipeV(stages, schedule=build("dualpipev", 2, 3))
+    args, kwargs = good_arguments(rank)
+    told["fixed"] = caught(lambda: fixed.step(*args, **kwargs))[:2]
+    return told
+
+
+def without_last_step(schedule):
+    return Schedule(
+        "cut", schedule.num_ranks, schedule.num_stages, schedule.num_microbatches,
+        tuple(steps[:-1] if r == 0 else steps for r, steps in enumerate(schedule.ranks)),
+    )  # fmt: skip
+
+
+def test_construction_mistakes_raise_on_every_rank():
+    expected = {
+        "modules": "rank 1 has 1 modules, but schedule 'dualpipev' gives it 2 stages",
+        "types": "rank 1: modules must be nn.Modules, got NoneType",
+        "device": "rank 1: all stages of a rank must be on one real device, found ['cpu', 'meta']",
+        "schedule": "ranks disagree about (schedule",
+        "unknown": "dualpipev",
+        "not a V": "DualPipeV needs stages placed in a V",
+        "mapping": "rank 1: rank_mapping must be a permutation of 0..1, got [0, 0]",
+        "mappings": "ranks disagree about",
+        "ranks": "is for 3 ranks, got 2",
+        "invalid": "cut",
+        "fixed": "is for 3 micro-batches, got 5",
+    }
+    for told in run_ranks(construction_mistakes, WORLD, WORLD):
+        for name, text in expected.items():
+            assert told[name][0] == "ValueError" and text in told[name][1], (name, told[name])
+
+
+# -- failures in the middle of a step
+
+
+class Bomb(torch.autograd.Function):
+    """Identity whose forward, backward or deferred weight gradient raises when told to."""
+
+    @staticmethod
+    def forward(ctx, x, owner):
+        ctx.owner = owner
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.owner.tick("backward")
+        WeightGradStore.current().put(lambda: ctx.owner.tick("weight"))
+        return grad, None
+
+
+class Fragile(nn.Module):
+    """A `Stage` that fails at the n-th forward, backward or weight gradient since `armed` was set."""
+
+    def __init__(self):
+        super().__init__()
+        self.stage, self.armed = Stage(), {}
+
+    def tick(self, what):
+        if what in self.armed:
+            self.armed[what] -= 1
+            if self.armed[what] < 0:
+                raise ZeroDivisionError(f"boom in {what}")
+
+    def forward(self, x):
+        self.tick("forward")
+        return Bomb.apply(self.stage(x), self)
+
+
+FAILURES = [(rank, half, what, count) for rank in (0, 1, 2) for half in (0, 1) for what in ("forward", "backward")
+            for count in (0, 3)] + [(rank, 1, "weight", count) for rank in (0, 1, 2) for count in (0, 2)]  # fmt: skip
+
+
+def failing_stage(rank, world):
+    pipe, _ = build_pipe(rank, world, Fragile)
+    args, kwargs = good_arguments(rank)
+    told = []
+    for culprit, half, what, count in FAILURES:
+        if rank == culprit:
+            pipe.modules[half].armed = {what: count}
+        told.append(caught(lambda: pipe.step(*args, **kwargs)))
+        pipe.modules[half].armed = {}
+        assert pipe.weight_grad_store.pending() == {}
+    reference_stages = make_stages(2 * world, Fragile)
+    for module in pipe.modules:
+        module.zero_grad()
+    pipe.step(*args, **kwargs)
+    (x,), full = good_arguments(0)
+    reference(reference_stages, x, full["labels"][0], CHUNKS)
+    for module, stage in zip(pipe.modules, (rank, 2 * world - 1 - rank)):
+        assert gradient_error(module, reference_stages[stage]) < 1e-10
+    return told
+
+
+def test_a_stage_that_raises_stops_every_rank_and_the_next_step_works():
+    world = 3
+    for told in run_ranks(failing_stage, world, world):
+        for (culprit, half, what, _), (kind, text, seconds) in zip(FAILURES, told):
+            stage = culprit if half == 0 else 2 * world - 1 - culprit
+            assert kind == "PipelineError", (kind, text)
+            assert text.startswith(f"rank {culprit}: {stage}") and f"ZeroDivisionError: boom in {what}" in text
+            assert f"of stage {stage}, micro-batch" in text and seconds < 10
+
+
+def failing_criterion(rank, world):
+    pipe, _ = build_pipe(rank, world)
+    args, kwargs = good_arguments(rank)
+    criteria = {
+        "takes more": lambda out, y, z: F.mse_loss(out, y),
+        "not scalar": lambda out, y: (out - y) ** 2,
+        "no gradient": lambda out, y: F.mse_loss(out.detach(), y),
+    }
+    told = {}
+    for name, criterion in criteria.items():
+        changed = kwargs | dict(criterion=criterion) if rank == 0 else kwargs
+        told[name] = caught(lambda changed=changed: pipe.step(*args, **changed))[:2]
+    assert_works(pipe, rank, world)
+    return told
+
+
+def test_a_bad_criterion_is_told_to_every_rank():
+    for told in run_ranks(failing_criterion, WORLD, WORLD):
+        assert {kind for kind, _ in told.values()} == {"PipelineError"}
+        assert "TypeError" in told["takes more"][1] and "missing 1 required positional" in told["takes more"][1]
+        assert "criterion must return a scalar tensor, got [2, 8]" in told["not scalar"][1]
+        assert "the loss requires no gradient" in told["no gradient"][1]
+
+
+class Odd(Stage):
+    """Returns something that no stage may return, or changes its mind about the shape."""
+
+    mode = "good"
+
+    def forward(self, x):
+        self.calls = getattr(self, "calls", 0) + 1
+        out = super().forward(x)
+        return {"good": out, "none": None, "dict": {"x": out}, "shape": out if self.calls < 3 else out[:, :4],
+                "dtype": out if self.calls < 3 else out.float()}[self.mode]  # fmt: skip
+
+
+def odd_outputs(rank, world):
+    pipe, _ = build_pipe(rank, world, Odd)
+    args, kwargs = good_arguments(rank)
+    told = {}
+    for mode in ("none", "dict", "shape", "dtype"):
+        if rank == 0:
+            pipe.modules[0].mode, pipe.modules[0].calls = mode, 0
+        told[mode] = caught(lambda: pipe.step(*args, **kwargs))[:2]
+    pipe.modules[0].mode = "good"
+    assert_works(pipe, rank, world)
+    return told
+
+
+def test_outputs_that_cannot_cross_ranks():
+    for told in run_ranks(odd_outputs, WORLD, WORLD):
+        assert {kind for kind, _ in told.values()} == {"PipelineError"}
+        assert "a stage must return a tensor or a tuple of tensors, not NoneType" in told["none"][1]
+        assert "not dict" in told["dict"][1]
+        assert "changed within the step" in told["shape"][1] and "float64[2, 4]" in told["shape"][1]
+        assert "changed within the step" in told["dtype"][1] and "float32[2, 8]" in told["dtype"][1]
+
+
+class Forgetful(Stage):
+    """Queues a weight gradient under a key that no "W" will ever run."""
+
+    def forward(self, x):
+        store = WeightGradStore.current()
+        with store.defer("mine"):
+            store.put(lambda: None)
+        return super().forward(x)
+
+
+def forgotten_queue(rank, world):
+    pipe, _ = build_pipe(rank, world, Forgetful if rank == 1 else Stage)
+    args, kwargs = good_arguments(rank)
+    told = caught(lambda: pipe.step(*args, **kwargs))
+    return told, pipe.weight_grad_store.pending()
+
+
+def test_a_forgotten_weight_gradient_is_an_error():
+    for (kind, text, _), pending in run_ranks(forgotten_queue, WORLD, WORLD):
+        assert kind == "PipelineError" and "rank 1" in text and "never computed" in text and "mine" in text
+        assert pending == {}
+
+
+def test_a_schedule_without_its_weight_gradients_is_refused():
+    steps = tuple((action,) for m in range(2) for action in (Action("F", 0, m), Action("I", 0, m)))
+    with pytest.raises(ValueError, match="W"):
+        Pipeline(make_stages(1), schedule=Schedule("no W", 1, 1, 2, (steps,)))
+
+
+# -- ranks that die or hang
+
+
+class Dying(Stage):
+    how = None
+
+    def forward(self, x):
+        if self.how == "exit":
+            os._exit(3)
+        if self.how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.how == "sleep":
+            time.sleep(8)
+        return super().forward(x)
+
+
+def dying_rank(rank, world, culprit, how, half):
+    pipe, _ = build_pipe(rank, world, Dying)
+    args, kwargs = good_arguments(rank)
+    pipe.step(*args, **kwargs)
+    if rank == culprit:
+        pipe.modules[half].how = how
+    return caught(lambda: pipe.step(*args, **kwargs))
+
+
+@pytest.mark.parametrize("how", ["exit", "kill"])
+@pytest.mark.parametrize("culprit", [0, 1, 2])
+def test_a_rank_that_dies_raises_on_the_others(culprit, how):
+    results = run_ranks(dying_rank, 3, 3, culprit, how, culprit % 2, check=False, group_timeout=10)
+    assert isinstance(results[culprit], ChildProcessError)
+    for rank, result in enumerate(results):
+        if rank != culprit:
+            kind, text, seconds = result
+            assert kind == "PipelineError" and f"rank {culprit}: cannot be reached" in text and seconds < 10, result
+
+
+def test_a_rank_that_hangs_is_noticed_within_the_timeout():
+    results = run_ranks(dying_rank, 3, 3, 1, "sleep", 0, check=False, group_timeout=3)
+    for kind, text, seconds in results:
+        assert kind == "PipelineError" and seconds < 3 * 3 + 8, (kind, text, seconds)
+
+
+def absent_rank(rank, world):
+    """One rank never calls step."""
+    pipe, _ = build_pipe(rank, world)
+    if rank == 1:
+        time.sleep(4)
+        return None
+    args, kwargs = good_arguments(rank)
+    return caught(lambda: pipe.step(*args, **kwargs))
+
+
+def test_a_rank_that_does_not_come_is_named():
+    kind, text, seconds = run_ranks(absent_rank, 2, 2, group_timeout=2)[0]
+    assert kind == "PipelineError" and "rank 1: cannot be reached" in text and seconds < 6
+
+
+def test_pipeline_error_is_a_runtime_error():
+    assert issubclass(PipelineError, RuntimeError)
