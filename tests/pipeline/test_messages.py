@@ -1,0 +1,252 @@
+"""What crosses a boundary between stages: any tensors of any shapes, and no memory that stays."""
+
+import gc
+
+import torch
+import torch.nn.functional as F
+from ranks import run_ranks
+from toys import Stage, gradient_error, make_stages, reference, relative_error
+from torch import nn
+
+from dualpipe import DualPipeV, Pipeline
+
+
+def run_v(rank, world, make, x, y, num_chunks, steps=1, criterion=F.mse_loss):
+    """Train `steps` steps; the largest gradient error against the reference."""
+    stages, expected = make_stages(2 * world, make), make_stages(2 * world, make)
+    pipe = DualPipeV((stages[rank], stages[2 * world - 1 - rank]))
+    for _ in range(steps):
+        loss, _ = pipe.step(
+            *(x if rank == 0 else ()), num_chunks=num_chunks, criterion=criterion, labels=(y,) if rank == 0 else ()
+        )
+        losses = []
+        for *xs, ys in zip(*(t.tensor_split(num_chunks) for t in (*x, y))):
+            for stage in expected:
+                xs = stage(*xs)
+                xs = xs if isinstance(xs, tuple | list) else (xs,)
+            losses.append(criterion(*xs, ys))
+            losses[-1].backward()
+    if rank == 0:
+        assert relative_error(loss, torch.stack(losses).detach()) < 1e-10
+    return max(gradient_error(stages[s], expected[s]) for s in (rank, 2 * world - 1 - rank))
+
+
+class Many(nn.Module):
+    """Hands on tensors of many dtypes, shapes and needs for gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.stage, self.scale = Stage(), nn.Parameter(torch.ones((), dtype=torch.float32))
+
+    def forward(self, x, *rest):
+        if not rest:
+            mask, ids, empty = x[:, 0] > 0, torch.arange(len(x)), x.new_zeros(0, 4)
+            rest = (mask, ids, empty, x.detach().to(torch.bfloat16), x.sum().float(), x.detach().to(torch.float8_e5m2))
+        mask, ids, empty, half, scalar, eight = rest
+        assert not (mask.requires_grad or ids.requires_grad or half.requires_grad)
+        assert mask.dtype == torch.bool and ids.dtype == torch.int64 and eight.dtype == torch.float8_e5m2
+        out = self.stage(x) * (1 + mask[:, None]) + half.double() * ids[:, None] + eight.double()
+        return out, mask, ids, empty, half, scalar * self.scale, eight
+
+
+def many_tensors(rank, world):
+    x, y = torch.randn(6, 8).double(), torch.randn(6, 8).double()
+    loss = lambda out, mask, ids, empty, half, scalar, eight, y: F.mse_loss(out, y) + scalar.double() ** 2  # noqa: E731
+    return run_v(rank, world, Many, (x,), y, 3, steps=2, criterion=loss)
+
+
+def test_tuples_of_any_dtypes_with_tensors_that_need_no_gradient():
+    # 1e-6: a float32 scalar is among what flows backward.
+    assert max(run_ranks(many_tensors, 2, 2)) < 1e-6
+
+
+class Aliases(nn.Module):
+    """Returns its input, a view of it, and one tensor twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.stage = Stage()
+
+    def forward(self, x, view=None, a=None, b=None):
+        out = self.stage(x if view is None else x + view.reshape(x.shape) + a - 0.5 * b)
+        return x, x.view(-1), out, out
+
+
+def aliases(rank, world):
+    x, y = torch.randn(6, 8).double(), torch.randn(6, 8).double()
+    loss = lambda x, view, a, b, y: F.mse_loss(a + b * x + view.view(x.shape), y)  # noqa: E731
+    return run_v(rank, world, Aliases, (x,), y, 3, criterion=loss)
+
+
+def test_views_of_the_input_and_the_same_tensor_twice():
+    for world in (1, 2):
+        assert max(run_ranks(aliases, world, world)) < 1e-10
+
+
+class Partial(nn.Module):
+    """Ignores one of its inputs, and is frozen where told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.ignored = Stage(), Stage()
+
+    def forward(self, x, ignored=None):
+        return self.used(x), self.ignored(x)
+
+
+def ignored_inputs(rank, world):
+    x, y = torch.randn(4, 8).double(), torch.randn(4, 8).double()
+    stages, expected = make_stages(2 * world, Partial), make_stages(2 * world, Partial)
+    for model in (stages, expected):
+        model[0].requires_grad_(False)  # then nothing flows back to the first stage
+    pipe = DualPipeV((stages[rank], stages[2 * world - 1 - rank]))
+    pipe.step(x if rank == 0 else None, num_chunks=2, criterion=lambda a, b, y: F.mse_loss(a, y), labels=(y,))
+    for xs, ys in zip(x.chunk(2), y.chunk(2)):
+        for stage in expected:
+            xs, _ = stage(xs)
+        F.mse_loss(xs, ys).backward()
+    worst = 0.0
+    for stage in (rank, 2 * world - 1 - rank):
+        for a, b in zip(stages[stage].parameters(), expected[stage].parameters()):
+            if b.grad is None:  # an ignored output: no gradient, or zeros where they had to cross a rank
+                assert a.grad is None or not a.grad.any()
+            else:
+                worst = max(worst, relative_error(a.grad, b.grad))
+    return worst
+
+
+def test_ignored_outputs_and_a_frozen_first_stage():
+    assert max(run_ranks(ignored_inputs, 2, 2)) < 1e-10
+
+
+def changing_shapes(rank, world):
+    """Sequence length, batch size, dtype of the side input and number of tensors change from step to step."""
+    stages, expected = make_stages(2 * world), make_stages(2 * world)
+    pipe = DualPipeV((stages[rank], stages[2 * world - 1 - rank]))
+    for shape in [(4, 8), (8, 3, 8), (6, 1, 2, 8), (7, 5, 8), (4, 8)]:
+        x, y = torch.randn(shape).double(), torch.randn(shape).double()
+        pipe.step(x if rank == 0 else None, num_chunks=4, criterion=F.mse_loss, labels=(y,) if rank == 0 else ())
+        reference(expected, x, y, 4)
+    return max(gradient_error(stages[s], expected[s]) for s in (rank, 2 * world - 1 - rank))
+
+
+def test_shapes_may_change_from_step_to_step():
+    assert max(run_ranks(changing_shapes, 3, 3)) < 1e-10
+
+
+# -- memory
+
+ROWS, WIDTH = 7, 12  # no other tensor has this shape
+
+
+class Probe(Stage):
+    """Counts the distinct storages of boundary shape that are alive when it runs."""
+
+    def __init__(self):
+        super().__init__(WIDTH)
+        self.most = 0
+
+    def forward(self, x):
+        alive = {
+            t.untyped_storage().data_ptr() for t in gc.get_objects()
+            if isinstance(t, torch.Tensor) and t.shape == (ROWS, WIDTH) and t.untyped_storage().nbytes() == x.nbytes
+        }  # fmt: skip
+        self.most = max(self.most, len(alive))
+        return x + self.down(torch.tanh(self.up(x)))  # keeps nothing of this shape but its input
+
+
+def live_boundaries(rank, world, num_chunks):
+    gc.freeze()  # all that exists by now is not looked at again
+    stages = make_stages(2 * world, Probe)
+    pipe = DualPipeV((stages[rank], stages[2 * world - 1 - rank]))
+    x = torch.randn(ROWS * num_chunks, WIDTH).double()
+    args = (x if rank == 0 else None,)
+    kwargs = dict(num_chunks=num_chunks, criterion=F.mse_loss, labels=(x,) if rank == 0 else ())
+    pipe.step(*args, **kwargs)
+    return max(module.most for module in pipe.modules)
+
+
+def test_boundary_memory_does_not_grow_with_the_number_of_microbatches():
+    world = 3
+    few = run_ranks(live_boundaries, world, world, 8)[1]
+    many = run_ranks(live_boundaries, world, world, 24)[1]
+    # 2P+1 stages may be live, each keeps its input. Of the four links in each direction, one receive is posted ahead
+    # and two sends may be in flight; the rest is what the running action holds.
+    assert 0 < many <= (2 * world + 1) + 4 * (1 + 2) + 2, many
+    assert many == few
+
+
+def leftovers(rank, world, failing):
+    """Tensors that are alive after a step and were not before it, other than gradients."""
+    stages = make_stages(2 * world, Stage)
+    pipe = DualPipeV((stages[rank], stages[2 * world - 1 - rank]))
+    x = torch.randn(12, 8).double()
+    args = (x if rank == 0 else None,)
+    kwargs = dict(num_chunks=6, criterion=F.mse_loss, labels=(x,) if rank == 0 else ())
+
+    def fail(*_):
+        raise RuntimeError("boom")
+
+    gc.freeze()
+
+    def tensors():
+        gc.collect()
+        return {id(t): t for t in gc.get_objects() if isinstance(t, torch.Tensor)}
+
+    pipe.step(*args, **kwargs)
+    before = tensors()
+    hook = pipe.modules[1].register_forward_pre_hook(fail) if failing and rank == world - 1 else None
+    try:
+        pipe.step(*args, **kwargs)
+    except RuntimeError:
+        assert failing
+    if hook:
+        hook.remove()
+    return [tuple(t.shape) for i, t in tensors().items() if i not in before]
+
+
+def test_nothing_is_held_between_steps():
+    for failing in (False, True):
+        assert run_ranks(leftovers, 2, 2, failing) == [[], []]
+
+
+def released_storage(rank, world):
+    """The output of the first stage is needed by nobody once it is sent: its storage goes, its graph stays."""
+    import weakref
+
+    class Keeper(Stage):
+        alive = []
+
+        def forward(self, x):
+            out = super().forward(x)
+            self.alive.append(weakref.ref(out))
+            self.peak = max(getattr(self, "peak", 0), sum(r() is not None for r in self.alive))
+            return out
+
+    stages = make_stages(2 * world, Keeper)
+    pipe = DualPipeV((stages[rank], stages[2 * world - 1 - rank]))
+    x = torch.randn(24, 8).double()
+    pipe.step(x if rank == 0 else None, num_chunks=24, criterion=F.mse_loss, labels=(x,) if rank == 0 else ())
+    return max(module.peak for module in pipe.modules)
+
+
+def test_sent_activations_are_released():
+    # Sent tensors are detached: only the one that is being made is alive as an output.
+    assert max(run_ranks(released_storage, 2, 2)) <= 3
+
+
+def without_process_group(rank):
+    import torch.distributed as dist
+
+    dist.destroy_process_group()
+    stages, expected = make_stages(2), make_stages(2)
+    x = torch.randn(6, 8).double()
+    loss, _ = DualPipeV(stages).step(x, num_chunks=3, criterion=F.mse_loss, labels=(x,))
+    one = make_stages(1)
+    Pipeline(one).step(x, num_chunks=3, criterion=F.mse_loss, labels=(x,))
+    losses, _ = reference(expected, x, x, 3)
+    return torch.equal(loss, losses)
+
+
+def test_one_rank_needs_no_process_group():
+    assert run_ranks(without_process_group, 1) == [True]
