@@ -12,9 +12,8 @@ EXTRAS = {
     "train": ["tyro>=1.0", "rich>=13", "tensorboard>=2.16", "tokenizers>=0.20", "matplotlib>=3.8"],
     "viz": ["matplotlib>=3.8"],
 }
-EXTRAS["test"] = EXTRAS["train"] + [
-    "pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "transformers>=5.0", "ruff>=0.9",
-]  # fmt: skip
+EXTRAS["test"] = [*EXTRAS["train"], "pytest>=8", "pytest-timeout>=2.3", "transformers>=5.0", "ruff>=0.9"]
+REQUIRES = ["torch>=2.11", "triton; platform_system == 'Linux'", "einops>=0.8", "safetensors>=0.4", "numpy>=1.26"]
 
 setup(
     name="dualpipe",
@@ -27,9 +26,7 @@ setup(
         *("dualpipe." + p for p in find_packages(include=["kernels", "kernels.*", "models", "models.*"])),
     ],
     package_dir=PACKAGE_DIR,
-    install_requires=[
-        "torch>=2.11", "triton; platform_system == 'Linux'", "einops>=0.8", "safetensors>=0.4", "numpy>=1.26",
-    ],  # fmt: skip
+    install_requires=REQUIRES,
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["dualpipe = dualpipe.cli:main"]},
 )

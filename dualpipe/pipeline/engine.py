@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.profiler import record_function
 
+from dualpipe.pipeline.arguments import StepArguments, agree, given, same, split
 from dualpipe.pipeline.errors import PipelineError
 from dualpipe.pipeline.interpreter import Batch, Interpreter, UpstreamFailed
 from dualpipe.pipeline.program import Program, lower, streams
@@ -29,17 +30,6 @@ from dualpipe.schedule import Action, Schedule, build, validate
 ERROR_CHARACTERS = 1200  # of an error's text that travel to the other ranks
 
 Outputs = Tensor | tuple[Tensor, ...] | None
-
-
-class StepArguments(NamedTuple):
-    """One rank's arguments of a step, reduced to what the ranks must agree on."""
-
-    num_chunks: int
-    grad: bool
-    training: list[bool]  # by module
-    input_shapes: list[list[int]]
-    batch_size: int | None  # of the inputs, where this rank has some
-    label_size: int | None
 
 
 class Pipeline:
@@ -92,7 +82,7 @@ class Pipeline:
         except Exception as raised:
             error = raised
         records = self._share(ValueError, error, _text(error), agreed)
-        _same("(schedule, its checksum, device, rank_mapping)", records)
+        same("(schedule, its checksum, device, rank_mapping)", records)
         self._placement = schedule.placement
         self._transport.connect(streams(schedule), self.device, own_groups=self.device.type != "cpu")
 
@@ -146,24 +136,22 @@ class Pipeline:
         error, arguments = None, None
         try:
             batch = self._batch(inputs, num_chunks, criterion, labels, return_outputs)
-            arguments = self._arguments(inputs, num_chunks, labels)
+            arguments = StepArguments.of(inputs, num_chunks, labels, self.modules, self.batch_dim)
             program = self._program(num_chunks)
         except Exception as raised:
             error = raised
         records = self._share(ValueError, error, _text(error), arguments)
-        batch_size = self._agree([StepArguments(*record) for record in records])
-        run = self._run(program, batch, size_class=lambda m: int(m >= batch_size % num_chunks))
+        batch_size = agree([StepArguments(*r) for r in records], first=self._placement[0], last=self._placement[-1])
+        run = self._run(program, batch, num_larger=batch_size % num_chunks)
         return self._results(run, num_chunks)
 
-    def _run(self, program: Program, batch: Batch, size_class: Callable[[int], int]) -> Interpreter:
+    def _run(self, program: Program, batch: Batch, num_larger: int) -> Interpreter:
         store = self.weight_grad_store
         run = Interpreter(
             dict(zip(self._own_stages(), self.modules)),
             len(self._placement) - 1,
             program=program,
-            traffic=Traffic(
-                self._transport, program.incoming, program.outgoing, size_class=size_class, device=self.device
-            ),
+            traffic=Traffic(self._transport, program, num_larger=num_larger, device=self.device),
             store=store,
             batch=batch,
             annotate=self._annotation(),
@@ -207,68 +195,22 @@ class Pipeline:
         """This rank's micro-batches; ValueError for what it can see to be wrong on its own."""
         if not isinstance(num_chunks, int) or num_chunks < 1:
             raise ValueError(f"num_chunks must be an integer >= 1, got {num_chunks!r}")
-        if (found := _common_device(self.modules)) != self.device:
-            raise ValueError(f"the stages are on {found}, but the pipeline was built on {self.device}; build it anew")
+        for module in self.modules:
+            if (found := getattr(next(module.parameters(), None), "device", self.device)) != self.device:
+                raise ValueError(f"a stage is on {found}, but the pipeline was built on {self.device}; build it anew")
         first, last = self._placement[0] == self.rank, self._placement[-1] == self.rank
         if last and criterion is None and torch.is_grad_enabled():
             raise ValueError("criterion is required on the rank of the last stage; evaluate under torch.no_grad()")
         if not isinstance(labels, list | tuple | None):
             raise ValueError(f"labels must be a tuple or a list of tensors, got {type(labels).__name__}")
-        if first and not _given(inputs):
+        if first and not given(inputs):
             raise ValueError("inputs are required on the rank of the first stage, got none")
         return Batch(
-            self._split("input", inputs, num_chunks) if first else (),
-            self._split("label", labels or (), num_chunks) if last and criterion else (),
+            split("input", inputs, num_chunks, self.batch_dim, self.device) if first else (),
+            split("label", labels or (), num_chunks, self.batch_dim, self.device) if last and criterion else (),
             criterion if last else None,
             last and return_outputs,
         )
-
-    def _split(self, what: str, tensors: Sequence[Tensor | None], num_chunks: int) -> list[tuple[Tensor, ...]]:
-        for i, tensor in enumerate(tensors):
-            if not isinstance(tensor, Tensor):
-                raise ValueError(f"{what} {i} must be a tensor, got {type(tensor).__name__}")
-            if tensor.dim() <= self.batch_dim:
-                raise ValueError(f"{what} {i} of shape {list(tensor.shape)} has no dimension {self.batch_dim} to split")
-            if tensor.shape[self.batch_dim] < num_chunks:
-                raise ValueError(
-                    f"{what} {i} of shape {list(tensor.shape)} cannot be split into num_chunks={num_chunks} micro-batches "
-                    f"along dimension {self.batch_dim}"
-                )
-            if tensor.device != self.device:
-                raise ValueError(f"{what} {i} is on {tensor.device}, the stages on {self.device}; move it there")
-        if len({tensor.shape[self.batch_dim] for tensor in tensors}) > 1:
-            shapes = [list(tensor.shape) for tensor in tensors]
-            raise ValueError(f"{what}s differ in size along dimension {self.batch_dim}: {shapes}")
-        chunks = [tensor.tensor_split(num_chunks, self.batch_dim) for tensor in tensors]
-        return list(zip(*chunks)) if chunks else [()] * num_chunks
-
-    def _arguments(
-        self, inputs: Sequence[Tensor | None], num_chunks: int, labels: Sequence[Tensor] | None
-    ) -> StepArguments:
-        given = _given(inputs)
-        return StepArguments(
-            num_chunks,
-            torch.is_grad_enabled(),
-            [module.training for module in self.modules],
-            [list(t.shape) for t in given],
-            given[0].shape[self.batch_dim] if given else None,
-            labels[0].shape[self.batch_dim] if labels else None,
-        )
-
-    def _agree(self, ranks: list[StepArguments]) -> int:
-        """The size of the batch; ValueError, with the same text on every rank, where the ranks disagree."""
-        _same("num_chunks", [r.num_chunks for r in ranks])
-        _same("grad mode", [r.grad for r in ranks])
-        modes = [sorted(set(r.training)) for r in ranks]
-        if len(set(chain(*modes))) > 1:
-            raise ValueError(f"ranks disagree about train/eval mode: module.training is {[r.training for r in ranks]}")
-        first = ranks[self._placement[0]]
-        given = [r.input_shapes or first.input_shapes for r in ranks]
-        _same("the shapes of the inputs", given)
-        label_size = ranks[self._placement[-1]].label_size
-        if label_size not in (None, first.batch_size):
-            raise ValueError(f"inputs have batch size {first.batch_size}, labels {label_size}")
-        return first.batch_size
 
     def _program(self, num_chunks: int) -> Program:
         """The lowered schedule; forward only where no gradients are wanted. Lowered once per number of chunks."""
@@ -324,12 +266,9 @@ class DualPipeV(Pipeline):
         schedule = super()._build(num_microbatches)
         ranks = range(schedule.num_ranks)
         if schedule.placement != (*ranks, *reversed(ranks)):
-            raise ValueError(f"DualPipeV needs stages placed in a V, {schedule.name!r} has them on {schedule.placement}")
+            where = f"schedule {schedule.name!r} has them on ranks {schedule.placement}"
+            raise ValueError(f"DualPipeV needs stages placed in a V, {where}")
         return schedule
-
-
-def _given(inputs: Sequence[Tensor | None]) -> list[Tensor]:
-    return [t for t in inputs if t is not None]
 
 
 def _common_device(modules: Sequence[nn.Module]) -> torch.device:
@@ -348,12 +287,7 @@ def _common_device(modules: Sequence[nn.Module]) -> torch.device:
 
 
 def _join(parts: Sequence[Tensor], dim: int) -> Tensor:
-    return torch.stack(parts) if parts[0].dim() <= dim else torch.cat(parts, dim)
-
-
-def _same(what: str, values: list[Any]) -> None:
-    if any(value != values[0] for value in values):
-        raise ValueError(f"ranks disagree about {what}: by rank {values}")
+    return torch.stack(parts) if parts[0].dim() <= max(dim, 0) else torch.cat(parts, dim)
 
 
 def _text(error: Exception | None) -> str | None:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from dualpipe.pipeline.program import Instruction, Program
@@ -33,11 +34,12 @@ class Batch(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What a stage's backward starts from and ends at. `outputs` is kept only for modules that overlap by themselves."""
+    """What a stage's backward starts from and ends at."""
 
     inputs: tuple[Tensor, ...]
-    roots: Sequence[GradientEdge]
-    loss: Tensor | None
+    roots: tuple[GradientEdge, ...]
+    seed: Tensor | None  # the gradient of the loss, on the last stage
+    loss: Tensor | None  # this and the outputs are kept only for modules that overlap by themselves
     outputs: tuple[Tensor, ...]
 
 
@@ -83,29 +85,38 @@ class Interpreter:
             self.doing = ()
             self._traffic.finish()
             if pending := self._store.pending():
-                raise RuntimeError(f"weight gradients were deferred and never computed, (stage, micro-batch): {pending}")
+                raise RuntimeError(f"deferred weight gradients were never computed, by (stage, micro-batch): {pending}")
         except Exception:
-            self._traffic.drain((i.incoming, i.sends()) for i in self._program.instructions)
+            self._traffic.drain()
             raise
 
     def _step(self, instruction: Instruction) -> None:
         self.doing = instruction.actions
-        for message in instruction.incoming:
-            tensors = self._traffic.take(message)
+        for transfer in instruction.incoming:
+            tensors = self._traffic.take(transfer)
             if tensors is None:
                 raise UpstreamFailed
+            message = transfer.message
             arrived = self._activations if message.kind == "F" else self._gradients
             arrived[message.stage, message.microbatch] = tensors
-        with self._annotate(instruction.name) if self._annotate else nullcontext():
+        if self._annotate is None:
             results = self._compute(instruction.actions)
-        for action, message, result in zip(instruction.actions, instruction.outgoing, results):
-            if message is not None:
-                self._traffic.send(message, result)
-            elif action.kind == "F":
-                if action.stage < self._last_stage:
-                    self._activations[action.stage + 1, action.microbatch] = tuple(map(_leaf, result))
-            elif action.kind != "W" and action.stage > 0:
-                self._gradients[action.stage - 1, action.microbatch] = result
+        else:
+            with self._annotate(instruction.name):
+                results = self._compute(instruction.actions)
+        for action, transfer, result in zip(instruction.actions, instruction.outgoing, results):
+            if transfer is not None:
+                self._traffic.send(transfer, result)
+            else:
+                self._hand_over(action, result)
+
+    def _hand_over(self, action: Action, result: Sequence[Tensor]) -> None:
+        """Pass a result to the neighbouring stage on this rank; the ends of the pipeline have none."""
+        if action.kind == "F":
+            if action.stage < self._last_stage:
+                self._activations[action.stage + 1, action.microbatch] = tuple(map(_leaf, result))
+        elif action.kind != "W" and action.stage > 0:
+            self._gradients[action.stage - 1, action.microbatch] = result
 
     # -- actions
 
@@ -127,7 +138,9 @@ class Interpreter:
         if action.kind == "W":
             self._store.run(slot)
             return ()
-        with self._store.defer(slot) if action.kind == "I" else nullcontext():
+        if action.kind == "B":
+            return self._backward(slot)
+        with self._store.defer(slot):
             return self._backward(slot)
 
     def _forward(self, slot: Slot) -> tuple[Tensor, ...]:
@@ -151,15 +164,20 @@ class Interpreter:
             self.outputs[microbatch] = tuple(t.detach() for t in outputs)
         if torch.is_grad_enabled():
             ends = (loss,) if last else outputs
-            roots = [get_gradient_edge(t) for t in ends if t.requires_grad]
+            roots = tuple([get_gradient_edge(t) for t in ends if t.requires_grad])
+            seed = torch.ones_like(loss) if last else None
             kept = outputs if self._overlaps and not last else ()
-            self._saved[slot] = Saved(inputs, roots, loss if self._overlaps else None, kept)
+            self._saved[slot] = Saved(inputs, roots, seed, loss if self._overlaps else None, kept)
         return outputs
 
     def _backward(self, slot: Slot) -> Sequence[Tensor]:
         saved = self._saved.pop(slot)
+        gradients = (saved.seed,) if saved.seed is not None else self._gradients.pop(slot)
         if saved.roots:
-            torch.autograd.backward(saved.roots, self._gradients.pop(slot, None))
+            # What torch.autograd.backward calls after checks that cost 7 of 24 us and hold here by construction.
+            Variable._execution_engine.run_backward(
+                saved.roots, tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True
+            )
         return self._input_gradients(slot, saved)
 
     def _input_gradients(self, slot: Slot, saved: Saved) -> Sequence[Tensor]:
@@ -189,7 +207,8 @@ def _leaf(tensor: Tensor) -> Tensor:
 
 
 def _as_tuple(outputs: object) -> tuple[Tensor, ...]:
-    outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
+    if isinstance(outputs, Tensor):
+        return (outputs,)
     if not isinstance(outputs, tuple | list) or not all(isinstance(t, Tensor) for t in outputs):
         raise ValueError(f"a stage must return a tensor or a tuple of tensors, not {type(outputs).__name__}")
     return tuple(outputs)

@@ -12,19 +12,33 @@ from dualpipe.schedule.messages import Message, rank_messages, sent
 from dualpipe.schedule.types import Action, Schedule
 
 
+class Transfer(NamedTuple):
+    """A message as the engine handles it. `boundary` is the stage after the boundary that it crosses, forward or back:
+    a gradient has the shapes of the activation that crossed there."""
+
+    message: Message
+    stream: Stream
+    boundary: int
+
+    @staticmethod
+    def of(message: Message) -> Transfer:
+        boundary = message.stage if message.kind == "F" else message.stage + 1
+        return Transfer(message, (message.src, message.dst, message.kind), boundary)
+
+
 class Instruction(NamedTuple):
     """Take `incoming`, run `actions` (two of them overlap), send `outgoing`.
 
-    `outgoing` runs parallel to `actions`: the message that carries the action's result, or None where it stays here.
+    `outgoing` runs parallel to `actions`: what carries the action's result away, or None where it stays here.
     """
 
-    incoming: tuple[Message, ...]
+    incoming: tuple[Transfer, ...]
     actions: tuple[Action, ...]
-    outgoing: tuple[Message | None, ...]
+    outgoing: tuple[Transfer | None, ...]
     name: str
 
-    def sends(self) -> tuple[Message, ...]:
-        return tuple(m for m in self.outgoing if m is not None)
+    def sends(self) -> tuple[Transfer, ...]:
+        return tuple(t for t in self.outgoing if t is not None)
 
 
 @dataclass(frozen=True)
@@ -32,30 +46,29 @@ class Program:
     """What one rank does in one step of the pipeline."""
 
     instructions: tuple[Instruction, ...]
-    incoming: dict[Stream, tuple[Message, ...]]  # in the order in which they are taken
+    incoming: dict[Stream, tuple[Transfer, ...]]  # in the order in which they are taken
     outgoing: tuple[Stream, ...]
 
     def forward_only(self) -> Program:
         """The same order without backwards, for evaluation."""
         kept = []
         for i in self.instructions:
-            pairs = [(a, m) for a, m in zip(i.actions, i.outgoing) if a.kind == "F"]
+            pairs = [(a, t) for a, t in zip(i.actions, i.outgoing) if a.kind == "F"]
             if pairs:
                 actions, outgoing = zip(*pairs)
-                incoming = tuple(m for m in i.incoming if m.kind == "F")
+                incoming = tuple(t for t in i.incoming if t.message.kind == "F")
                 kept.append(Instruction(incoming, actions, outgoing, _name(actions)))
         return _program(kept)
 
 
 def lower(schedule: Schedule, rank: int) -> Program:
     """The program of `rank`. The schedule must be valid."""
-    steps = zip(schedule.ranks[rank], rank_messages(schedule, rank), strict=True)
-    return _program(
-        [
-            Instruction(tuple(messages.incoming), step, tuple(sent(schedule, action) for action in step), _name(step))
-            for step, messages in steps
-        ]
-    )
+    instructions = []
+    for step, messages in zip(schedule.ranks[rank], rank_messages(schedule, rank), strict=True):
+        results = [sent(schedule, action) for action in step]
+        outgoing = tuple(None if m is None else Transfer.of(m) for m in results)
+        instructions.append(Instruction(tuple(map(Transfer.of, messages.incoming)), step, outgoing, _name(step)))
+    return _program(instructions)
 
 
 def _name(actions: tuple[Action, ...]) -> str:
@@ -64,15 +77,10 @@ def _name(actions: tuple[Action, ...]) -> str:
 
 def _program(instructions: list[Instruction]) -> Program:
     incoming = defaultdict(list)
-    for message in chain.from_iterable(i.incoming for i in instructions):
-        incoming[stream_of(message)].append(message)
-    outgoing = {stream_of(m) for i in instructions for m in i.sends()}
-    return Program(tuple(instructions), {s: tuple(ms) for s, ms in incoming.items()}, tuple(sorted(outgoing)))
-
-
-def stream_of(message: Message) -> Stream:
-    """The stream that a message is part of: all that goes one way between two ranks, by kind."""
-    return message.src, message.dst, message.kind
+    for transfer in chain.from_iterable(i.incoming for i in instructions):
+        incoming[transfer.stream].append(transfer)
+    outgoing = {transfer.stream for i in instructions for transfer in i.sends()}
+    return Program(tuple(instructions), {s: tuple(ts) for s, ts in incoming.items()}, tuple(sorted(outgoing)))
 
 
 def streams(schedule: Schedule) -> list[Stream]:

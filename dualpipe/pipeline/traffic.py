@@ -8,16 +8,16 @@ what it cannot compute, so that no rank is left waiting and no message of this s
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed import Work
 
-from dualpipe.pipeline.program import stream_of
-from dualpipe.pipeline.transport import Stream, Transport, empty_record, pack_record, unpack_record
+from dualpipe.pipeline.program import Program, Transfer
+from dualpipe.pipeline.transport import Link, Transport, empty_record, pack_record, unpack_record
 from dualpipe.schedule.messages import Message
 
 SENDS_IN_FLIGHT = 2  # messages per link whose buffers are kept; the one before them is waited for
@@ -54,13 +54,32 @@ def _unpack_signature(header: Tensor) -> Signature | None:
     return metas and tuple(TensorMeta(torch.Size(shape), getattr(torch, dtype), grad) for shape, dtype, grad in metas)
 
 
+class Boundary:
+    """What crosses between two stages, for micro-batches of one size. Agreed once a step."""
+
+    __slots__ = ("agreed", "backward", "forward")
+
+    def __init__(self) -> None:
+        self.agreed = False
+        self.forward: Signature | None = None  # None once agreed: the sender failed before it knew
+        self.backward: Signature | None = None
+
+    def agree(self, signature: Signature | None) -> None:
+        self.agreed = True
+        self.forward = signature
+        self.backward = None if signature is None else tuple(meta for meta in signature if meta.requires_grad)
+
+    def expects(self, message: Message) -> Signature | None:
+        return self.forward if message.kind == "F" else self.backward
+
+
 class Arrival:
     """A receive in progress: the buffers and their works, or a header that says what to post."""
 
-    __slots__ = ("header", "header_work", "message", "tensors", "works")
+    __slots__ = ("header", "header_work", "tensors", "transfer", "works")
 
-    def __init__(self, message: Message) -> None:
-        self.message = message
+    def __init__(self, transfer: Transfer) -> None:
+        self.transfer = transfer
         self.header: Tensor | None = None
         self.header_work: Work | None = None
         self.tensors: tuple[Tensor, ...] | None = None
@@ -70,8 +89,8 @@ class Arrival:
 class Incoming:
     """A stream of messages to this rank."""
 
-    def __init__(self, messages: Sequence[Message]) -> None:
-        self.messages = iter(messages)
+    def __init__(self, transfers: Sequence[Transfer], link: Link) -> None:
+        self.transfers, self.link = iter(transfers), link
         self.ahead: Arrival | None = None
         self.taken = 0
 
@@ -79,27 +98,20 @@ class Incoming:
 class Outgoing:
     """A stream of messages from this rank; `in_flight` keeps what was sent alive until its send is done."""
 
-    def __init__(self) -> None:
+    def __init__(self, link: Link) -> None:
+        self.link = link
         self.in_flight: deque[list[tuple[Work, Tensor]]] = deque()
         self.sent = 0
 
 
 class Traffic:
-    """One rank's messages of one step. `size_class(microbatch)` tells micro-batches of different sizes apart."""
+    """One rank's messages of one step of `program`. The first `num_larger` micro-batches are larger than the others."""
 
-    def __init__(
-        self,
-        transport: Transport,
-        incoming: dict[Stream, Sequence[Message]],
-        outgoing: Iterable[Stream],
-        *,
-        size_class: Callable[[int], int],
-        device: torch.device,
-    ) -> None:
-        self._transport, self._size_class, self._device = transport, size_class, device
-        self._signatures: dict[tuple[int, int], Signature | None] = {}  # None: its sender failed before it knew
-        self._incoming = {stream: Incoming(messages) for stream, messages in incoming.items()}
-        self._outgoing = {stream: Outgoing() for stream in outgoing}
+    def __init__(self, transport: Transport, program: Program, *, num_larger: int, device: torch.device) -> None:
+        self._transport, self._program, self._num_larger, self._device = transport, program, num_larger, device
+        self._boundaries: defaultdict[tuple[int, bool], Boundary] = defaultdict(Boundary)
+        self._incoming = {s: Incoming(transfers, transport.data(s)) for s, transfers in program.incoming.items()}
+        self._outgoing = {s: Outgoing(transport.data(s)) for s in program.outgoing}
         self._broken: set[int] = set()  # peers that an operation failed with
 
     def start(self) -> None:
@@ -107,42 +119,39 @@ class Traffic:
         for stream in self._incoming.values():
             self._post_next(stream)
 
-    def take(self, message: Message) -> tuple[Tensor, ...] | None:
-        """Wait for `message`, post the receive of the one after it; None where its sender has failed."""
-        stream = self._incoming[stream_of(message)]
+    def take(self, transfer: Transfer) -> tuple[Tensor, ...] | None:
+        """Wait for a message, post the receive of the one after it; None where its sender has failed."""
+        stream = self._incoming[transfer.stream]
         if stream.ahead is None:
             self._post_next(stream)
         arrival, stream.ahead = stream.ahead, None
         stream.taken += 1
-        assert arrival is not None and arrival.message is message, f"took {message} out of order"
+        assert arrival is not None and arrival.transfer is transfer, f"took {transfer.message} out of order"
         if arrival.tensors is None:
-            self._learn(arrival)
+            self._learn(stream, arrival)
         for work in arrival.works:
             work.wait()
         self._post_next(stream)
         return arrival.tensors
 
-    def send(self, message: Message, tensors: Sequence[Tensor] | None) -> None:
-        """Start to send `message`; None sends zeros, or word of the failure where no shape was agreed yet.
+    def send(self, transfer: Transfer, tensors: Sequence[Tensor] | None) -> None:
+        """Start to send a message; None sends zeros, or word of the failure where no shape was agreed yet.
 
         Raises ValueError where the tensors do not match what was agreed for micro-batches of this size.
         """
-        stream = self._outgoing[stream_of(message)]
-        key = self._key(message)
-        works = [] if message.kind == "B" or key in self._signatures else [self._agree(message, tensors)]
-        signature = self._expected(message)
+        message, stream, boundary = transfer.message, self._outgoing[transfer.stream], self._boundary(transfer)
+        works = [] if boundary.agreed else [self._agree(message, boundary, tensors)]
         if tensors is None:
-            tensors = [meta.empty(self._device).zero_() for meta in signature or ()]
+            tensors = [meta.empty(self._device).zero_() for meta in boundary.expects(message) or ()]
         elif message.kind == "F":
-            _check(message, tensors, signature)
+            _check(message, tensors, boundary.forward)
         stream.sent += 1
         if len(stream.in_flight) == SENDS_IN_FLIGHT:
             _wait(stream.in_flight.popleft())
-        link = self._transport.data(stream_of(message))
         for tensor in tensors:
             if tensor.numel():
                 ready = tensor.detach().contiguous()
-                works.append((link.send(ready), ready))
+                works.append((stream.link.send(ready), ready))
         stream.in_flight.append(works)
 
     def finish(self) -> None:
@@ -151,18 +160,18 @@ class Traffic:
             while stream.in_flight:
                 _wait(stream.in_flight.popleft())
 
-    def drain(self, program: Iterable[tuple[Sequence[Message], Sequence[Message]]]) -> None:
+    def drain(self) -> None:
         """After a failure: receive and send, in program order, everything that the step still owes its peers."""
         taken, sent = dict.fromkeys(self._incoming, 0), dict.fromkeys(self._outgoing, 0)
-        for incoming, outgoing in program:
-            for message in incoming:
-                taken[stream_of(message)] += 1
-                if taken[stream_of(message)] > self._incoming[stream_of(message)].taken:
-                    self._guarded(message.src, self.take, message)
-            for message in outgoing:
-                sent[stream_of(message)] += 1
-                if sent[stream_of(message)] > self._outgoing[stream_of(message)].sent:
-                    self._guarded(message.dst, self.send, message, None)
+        for instruction in self._program.instructions:
+            for transfer in instruction.incoming:
+                taken[transfer.stream] += 1
+                if taken[transfer.stream] > self._incoming[transfer.stream].taken:
+                    self._guarded(transfer.message.src, self.take, transfer)
+            for transfer in instruction.sends():
+                sent[transfer.stream] += 1
+                if sent[transfer.stream] > self._outgoing[transfer.stream].sent:
+                    self._guarded(transfer.message.dst, self.send, transfer, None)
         for (_, dst, _), stream in self._outgoing.items():
             while stream.in_flight:
                 self._guarded(dst, _wait, stream.in_flight.popleft())
@@ -174,64 +183,58 @@ class Traffic:
             except Exception:  # the peer is gone; what is owed to the others is still owed
                 self._broken.add(peer)
 
-    def _key(self, message: Message) -> tuple[int, int]:
-        """Boundaries are named by the stage after them: gradients have the signature of the activations there."""
-        stage = message.stage if message.kind == "F" else message.stage + 1
-        return stage, self._size_class(message.microbatch)
+    def _boundary(self, transfer: Transfer) -> Boundary:
+        return self._boundaries[transfer.boundary, transfer.message.microbatch < self._num_larger]
 
-    def _expected(self, message: Message) -> Signature | None:
-        signature = self._signatures[self._key(message)]
-        if signature is None or message.kind == "F":
-            return signature
-        return tuple(meta for meta in signature if meta.requires_grad)
-
-    def _agree(self, message: Message, tensors: Sequence[Tensor] | None) -> tuple[Work, Tensor]:
-        """Fix the signature of a size class and start to send its header."""
-        signature = None if tensors is None else tuple(map(TensorMeta.of, tensors))
-        header = _pack_signature(signature)
-        self._signatures[self._key(message)] = signature
+    def _agree(self, message: Message, boundary: Boundary, tensors: Sequence[Tensor] | None) -> tuple[Work, Tensor]:
+        """Fix the signature of a boundary and start to send its header."""
+        assert message.kind == "F", "a gradient follows an activation"
+        boundary.agree(None if tensors is None else tuple(map(TensorMeta.of, tensors)))
+        header = _pack_signature(boundary.forward)
         return self._transport.header(message.dst).send(header), header
 
     def _post_next(self, stream: Incoming) -> None:
-        message = next(stream.messages, None)
-        if message is None:
+        transfer = next(stream.transfers, None)
+        if transfer is None:
             return
-        stream.ahead = arrival = Arrival(message)
-        if self._key(message) in self._signatures:
-            self._post(arrival)
-        elif message.kind == "F":
+        stream.ahead = arrival = Arrival(transfer)
+        if self._boundary(transfer).agreed:
+            self._post(stream, arrival)
+        elif transfer.message.kind == "F":
             arrival.header = empty_record()
-            arrival.header_work = self._transport.header(message.src).receive(arrival.header)
+            arrival.header_work = self._transport.header(transfer.message.src).receive(arrival.header)
 
-    def _learn(self, arrival: Arrival) -> None:
+    def _learn(self, stream: Incoming, arrival: Arrival) -> None:
         """Post a receive whose shapes were not known when it could have been posted ahead."""
         if arrival.header_work is not None:
             arrival.header_work.wait()
-            self._signatures[self._key(arrival.message)] = _unpack_signature(arrival.header)
-        self._post(arrival)
+            self._boundary(arrival.transfer).agree(_unpack_signature(arrival.header))
+        self._post(stream, arrival)
 
-    def _post(self, arrival: Arrival) -> None:
-        signature = self._expected(arrival.message)
+    def _post(self, stream: Incoming, arrival: Arrival) -> None:
+        message = arrival.transfer.message
+        signature = self._boundary(arrival.transfer).expects(message)
         if signature is None:
             return
         arrival.tensors = tuple(meta.empty(self._device) for meta in signature)
-        link = self._transport.data(stream_of(arrival.message))
-        arrival.works = [link.receive(t) for t in arrival.tensors if t.numel()]
-        if arrival.message.kind == "F":
+        arrival.works = [stream.link.receive(t) for t in arrival.tensors if t.numel()]
+        if message.kind == "F":
             for tensor, meta in zip(arrival.tensors, signature):
                 tensor.requires_grad_(meta.requires_grad)
 
 
 def _check(message: Message, tensors: Sequence[Tensor], signature: Signature | None) -> None:
     agreed = signature or ()
-    if len(tensors) != len(agreed) or any(
-        t.shape != m.shape or t.dtype != m.dtype or t.requires_grad != m.requires_grad for t, m in zip(tensors, agreed)
+    if len(tensors) == len(agreed) and all(
+        t.shape == m.shape and t.dtype is m.dtype and t.requires_grad is m.requires_grad
+        for t, m in zip(tensors, agreed)
     ):
-        raise ValueError(
-            f"the output for stage {message.stage} changed within the step: micro-batch {message.microbatch} gives "
-            f"({', '.join(str(TensorMeta.of(t)) for t in tensors)}), an earlier one gave "
-            f"({', '.join(map(str, agreed))}). Micro-batches of one size must give outputs of one shape and dtype"
-        )
+        return
+    raise ValueError(
+        f"the output for stage {message.stage} changed within the step: micro-batch {message.microbatch} gives "
+        f"({', '.join(str(TensorMeta.of(t)) for t in tensors)}), an earlier one gave "
+        f"({', '.join(map(str, agreed))}). Micro-batches of one size must give outputs of one shape and dtype"
+    )
 
 
 def _wait(sends: list[tuple[Work, Tensor]]) -> None:

@@ -1,9 +1,9 @@
 """Who talks to whom: the process groups of one pipeline, and the exchange of small host records.
 
-Two kinds of traffic. Boundary tensors go over a `Link` for each stream of messages, (source, destination, activations or
-gradients), so that a receive which is posted ahead never stands in front of anything else: with gloo a link is a tag,
-with NCCL, which has no tags and runs a communicator's operations one after the other, a communicator of its own. Small
-host records (headers, agreement before a step, reports after it) go over gloo and never wait for the device.
+Two kinds of traffic. Boundary tensors go over a `Link` for each stream of messages, (source, destination, activations
+or gradients), so that a receive which is posted ahead never stands in front of anything else: with gloo a link is a
+tag, with NCCL, which has no tags and runs a communicator's operations one after the other, a communicator of its own.
+Small host records (headers, agreement before a step, reports after it) go over gloo and never wait for the device.
 """
 
 from __future__ import annotations

@@ -7,12 +7,12 @@ import time
 import pytest
 import torch
 import torch.nn.functional as F
-from ranks import run_ranks
-from toys import Stage, gradient_error, make_stages, reference
 from torch import nn
 
 from dualpipe import DualPipeV, Pipeline, PipelineError, WeightGradStore
 from dualpipe.schedule import Action, Schedule, build
+from ranks import run_ranks
+from toys import Stage, gradient_error, make_stages, reference
 
 WORLD, CHUNKS = 2, 5
 

@@ -4,11 +4,11 @@ import gc
 
 import torch
 import torch.nn.functional as F
-from ranks import run_ranks
-from toys import Stage, gradient_error, make_stages, reference, relative_error
 from torch import nn
 
 from dualpipe import DualPipeV, Pipeline
+from ranks import run_ranks
+from toys import Stage, gradient_error, make_stages, reference, relative_error
 
 
 def run_v(rank, world, make, x, y, num_chunks, steps=1, criterion=F.mse_loss):
@@ -215,7 +215,9 @@ def released_storage(rank, world):
     import weakref
 
     class Keeper(Stage):
-        alive = []
+        def __init__(self):
+            super().__init__()
+            self.alive = []
 
         def forward(self, x):
             out = super().forward(x)

@@ -3,10 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from ranks import run_ranks
-from toys import Stage, gradient_error, make_stages, num_stages, reference, relative_error, stages_of_rank
 
 from dualpipe import DualPipeV, Pipeline
+from ranks import run_ranks
+from toys import Stage, gradient_error, make_stages, num_stages, reference, relative_error, stages_of_rank
 
 SCHEDULES = ["dualpipev", "zbv", "1f1b", "interleaved_1f1b"]
 # The pipeline adds micro-batches' gradients in its own order, so equality is to rounding of the sums.

@@ -5,12 +5,12 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
-from ranks import run_ranks
-from toys import Stage, gradient_error, make_stages, reference, relative_error
 
 from dualpipe import DualPipeV, Pipeline
 from dualpipe.nn import defer_weight_grads
 from dualpipe.schedule import Action, Schedule, ScheduleError, build, validate
+from ranks import run_ranks
+from toys import Stage, gradient_error, make_stages, reference, relative_error
 
 
 def merge_random_pairs(schedule: Schedule, seed: int) -> Schedule:
