@@ -1,15 +1,17 @@
-# make train | test | test-all | lint | bench   (set PYTHON, TORCH or VENV to choose another interpreter or release)
+# make train | test | test-all | lint | bench | clean
+# PYTHON=python3.12 chooses an interpreter, TORCH=2.15.0 another release of torch (in an environment of its own).
 PYTHON ?= python3
 TORCH  ?=
 VENV   ?= .venv$(if $(TORCH),-$(TORCH))
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: train test test-all lint bench clean
-.DELETE_ON_ERROR:
+# The console scripts keep the repository's root off sys.path, where kernels/ would shadow the Hugging Face package.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest
 
-# A suitable torch that the interpreter already has is used as it is; otherwise the pinned one is installed.
-$(READY): setup.py constraints.txt setup.sh
+.PHONY: train test test-all lint bench clean
+
+$(READY): setup.py setup.sh constraints.txt
 	PYTHON=$(PYTHON) TORCH=$(TORCH) VENV=$(VENV) bash setup.sh
 	touch $@
 
@@ -17,17 +19,17 @@ train: $(READY)
 	$(BIN)/dualpipe train examples/tiny-cpu.toml
 
 test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" $(ARGS)
+	$(PYTEST) -m "not slow" $(ARGS)
 
 test-all: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+	$(PYTEST) $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .
 
 bench: $(READY)
-	$(BIN)/python benchmarks/engine_overhead.py
 	$(BIN)/python benchmarks/wgrad_split.py
+	$(BIN)/python benchmarks/engine_overhead.py
 
 clean:
 	rm -rf .venv* build *.egg-info out

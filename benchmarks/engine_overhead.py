@@ -139,7 +139,7 @@ def main() -> int:
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/engine_overhead.json")
     args = parser.parse_args()
     print("us per (micro-batch, stage) beyond the bare modules; host = CPU time of the stepping thread")
-    print(f"{'ranks':>5} {'bare':>7} {'ours':>7} {'torch':>7} {'ratio':>6}   {'ours':>9} {'torch wall':>10} {'ratio':>6}")
+    print(f"{'ranks':>5} {'bare':>7} {'ours':>7} {'torch':>7} {'ratio':>6}   {'ours':>9} {'torch wall':>10} {'ratio':>5}")
     rows = []
     for world in args.ranks:
         rows.append(r := run_ranks(world, args.microbatches_per_rank, args.rounds))
