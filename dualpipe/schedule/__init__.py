@@ -1,7 +1,24 @@
-"""Pipeline schedules as data. Imports no torch."""
+"""Pipeline schedules as data: built by name or by hand, proved, timed and drawn. Imports no torch."""
 
 from dualpipe.schedule.build import build
+from dualpipe.schedule.costs import Costs
+from dualpipe.schedule.render import to_text
+from dualpipe.schedule.simulate import Timeline, simulate
+from dualpipe.schedule.svg import to_svg
 from dualpipe.schedule.types import Action, Kind, Schedule, ScheduleError, Step
 from dualpipe.schedule.validate import validate
 
-__all__ = ["Action", "Kind", "Schedule", "ScheduleError", "Step", "build", "validate"]
+__all__ = [
+    "Action",
+    "Costs",
+    "Kind",
+    "Schedule",
+    "ScheduleError",
+    "Step",
+    "Timeline",
+    "build",
+    "simulate",
+    "to_svg",
+    "to_text",
+    "validate",
+]

@@ -35,6 +35,8 @@ class Costs:
     per_stage: Mapping[int, Costs] | Sequence[Costs] | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.per_stage, Sequence):
+            object.__setattr__(self, "per_stage", dict(enumerate(self.per_stage)))
         given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("pairs", "per_stage")}
         given |= {"&".join(kinds): cost for kinds, cost in (self.pairs or {}).items()}
         for name, cost in given.items():
@@ -65,14 +67,11 @@ class Costs:
             self,
             **{name: times(getattr(self, name)) for name in ("F", "B", "W", "I", "FB")},
             pairs=self.pairs and {kinds: cost * factor for kinds, cost in self.pairs.items()},
-            per_stage=self.per_stage and {stage: costs.scaled(factor) for stage, costs in self._stages().items()},
+            per_stage=self.per_stage and {stage: costs.scaled(factor) for stage, costs in self.per_stage.items()},
         )
 
-    def _stages(self) -> Mapping[int, Costs]:
-        return self.per_stage if isinstance(self.per_stage, Mapping) else dict(enumerate(self.per_stage or ()))
-
     def _on(self, stage: int) -> Costs:
-        return self._stages().get(stage, self) if self.per_stage else self
+        return self.per_stage.get(stage, self) if self.per_stage else self
 
     def _alone(self, kind: Kind) -> float:
         if kind == "I" and self.I is None:

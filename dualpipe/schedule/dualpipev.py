@@ -15,13 +15,35 @@ from dualpipe.schedule.types import Action, Kind, Schedule, Step
 
 
 def dualpipev(num_ranks: int, num_microbatches: int) -> Schedule:
-    """DeepSeek's order where there are at least two micro-batches a rank, else the same order with fewer of them.
+    """DeepSeek's order where there are at least two micro-batches a rank, else what is left of it with fewer of them.
 
-    DeepSeek's engine (like torch's) refuses fewer than 2P micro-batches.
+    DeepSeek's engine, like torch's, refuses fewer than 2P micro-batches.
     """
-    full = max(num_microbatches, 2 * num_ranks)
-    ranks = [first_microbatches(_rank_order(num_ranks, full, rank), num_microbatches) for rank in range(num_ranks)]
-    return Schedule("dualpipev", num_ranks, 2 * num_ranks, num_microbatches, tuple(ranks), v_placement(num_ranks))
+    num_stages = 2 * num_ranks
+    if num_microbatches >= num_stages:
+        ranks = [tuple(_rank_order(num_ranks, num_microbatches, rank)) for rank in range(num_ranks)]
+    else:
+        ranks = [_short_order(num_ranks, num_microbatches, rank) for rank in range(num_ranks)]
+    return Schedule("dualpipev", num_ranks, num_stages, num_microbatches, tuple(ranks), v_placement(num_ranks))
+
+
+def _short_order(num_ranks: int, num_microbatches: int, rank: int) -> tuple[Step, ...]:
+    """DeepSeek's order for 2P micro-batches without those that do not exist, handing gradients on early.
+
+    With so few, the time is that of one micro-batch's way through all stages. So where another rank waits for the
+    gradient of a "B" that overlaps nothing, that gradient comes first and the weights after. With 9 micro-batches on 8
+    ranks that takes 68 instead of 82 (F = W = 1, B = 2), where 1F1B takes 96.
+    """
+    steps = first_microbatches(_rank_order(num_ranks, 2 * num_ranks, rank), num_microbatches)
+    return tuple(part for step in steps for part in _input_first(step, num_ranks))
+
+
+def _input_first(step: Step, num_ranks: int) -> tuple[Step, ...]:
+    action = step[0]
+    stays_here = action.stage in (0, num_ranks)  # the end of the V, and its turn
+    if len(step) == 2 or action.kind != "B" or stays_here:
+        return (step,)
+    return tuple((Action(kind, action.stage, action.microbatch),) for kind in ("I", "W"))
 
 
 class _RankOrder:

@@ -3,13 +3,14 @@
 A forward hands its output to the next stage's forward, a backward ("B" or "I") its input gradient to the previous
 stage's backward. Where both stages live on one rank nothing is sent.
 
-All messages from one rank to another form a stream, in the order of the sender's steps and, within a step, of its
-actions. The receiver posts its receives in that same order (NCCL has no tags, so there is no other way to tell messages
-apart) but may take them in another: in DeepSeek's order rank 1 takes its first gradient from rank 0 while an activation
-that was sent before it stays in its buffer for many steps. Each stream holds at most `RECEIVE_AHEAD` messages that were
-not taken: that many receives are posted at the start, and the next one each time that a message is taken. A step takes
-all its messages, then runs, then sends. This is what `validate` proves free of deadlocks where each send blocks until
-its receive is posted, and the least that an engine must do.
+All messages of one kind from one rank to another form a stream. It must be taken in the order in which it is sent: that
+of the sender's steps and, within a step, of its actions (NCCL has no tags that could tell messages apart). Activations
+and gradients are streams apart, for DeepSeek's order mixes them in different ways on the two sides: rank 1 takes its
+first gradients from rank 0 before an activation that was sent earlier.
+
+The receives of a stream are posted ahead: `RECEIVE_AHEAD` at the start, and one more each time that a message is taken.
+A step takes all its messages, then runs, then sends. This is what `validate` proves free of deadlocks where each send
+blocks until its receive is posted, and the least that an engine must do.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from typing import NamedTuple
 
 from dualpipe.schedule.types import Action, Schedule, Step
 
-# Two: a pair sends two messages to a neighbour that at the same time sends it two, so with one both would wait.
-RECEIVE_AHEAD = 2
+RECEIVE_AHEAD = 1  # receives of a stream that are posted at any time
+
+Stream = tuple[int, int, str]  # source rank, destination rank, kind of message
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,11 @@ class Message:
     microbatch: int
     src: int
     dst: int
+
+    @property
+    def stream(self) -> Stream:
+        """The stream that this message is part of."""
+        return self.src, self.dst, self.kind
 
     def __str__(self) -> str:
         what = "activation" if self.kind == "F" else "gradient"
@@ -72,21 +79,21 @@ def step_messages(schedule: Schedule, step: Step) -> StepMessages:
     return StepMessages(incoming, outgoing)
 
 
-def streams(schedule: Schedule) -> dict[tuple[int, int], list[Message]]:
-    """The messages of each stream, (source rank, destination rank), in the order in which they are sent."""
-    found: dict[tuple[int, int], list[Message]] = defaultdict(list)
+def sending_order(schedule: Schedule) -> dict[Stream, list[Message]]:
+    """The messages of each stream in the order in which they are sent."""
+    order: dict[Stream, list[Message]] = defaultdict(list)
     for steps in schedule.ranks:
         for step in steps:
             for message in step_messages(schedule, step).outgoing:
-                found[message.src, message.dst].append(message)
-    return dict(found)
+                order[message.stream].append(message)
+    return dict(order)
 
 
 def rank_messages(schedule: Schedule, rank: int) -> list[StepMessages]:
     """For each step of `rank`, what it receives and what it sends.
 
-    Where a step receives two messages of one stream they come in the order in which they are sent, otherwise in the
-    order of the step's actions. Receives are posted in the order of `streams`, which can differ from this one.
+    What it receives comes in the order of the step's actions, but two messages of one stream in the order in which
+    they are sent. For a schedule that `validate` accepts, every stream is then taken in its order.
     """
     return all_messages(schedule)[rank]
 
@@ -96,6 +103,6 @@ def all_messages(schedule: Schedule) -> list[list[StepMessages]]:
     ranks = [[step_messages(schedule, step) for step in steps] for steps in schedule.ranks]
     sequence = {message: i for i, message in enumerate(m for steps in ranks for step in steps for m in step.outgoing)}
     for incoming in (step.incoming for steps in ranks for step in steps):
-        if len(incoming) == 2 and incoming[0].src == incoming[1].src:
+        if len(incoming) == 2 and incoming[0].stream == incoming[1].stream:
             incoming.sort(key=sequence.__getitem__)
     return ranks

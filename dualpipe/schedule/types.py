@@ -52,7 +52,8 @@ class Schedule:
     placement: tuple[int, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "ranks", tuple(tuple(tuple(step) for step in steps) for steps in self.ranks))
+        ranks = tuple(tuple(_as_step(self.name, step) for step in steps) for steps in self.ranks)
+        object.__setattr__(self, "ranks", ranks)
         object.__setattr__(self, "placement", tuple(self.placement) or self._placement_of_steps())
 
     def _placement_of_steps(self) -> tuple[int, ...]:
@@ -71,3 +72,22 @@ class Schedule:
     def rank_stages(self, rank: int) -> tuple[int, ...]:
         """The stages that `rank` owns, ascending."""
         return tuple(s for s, owner in enumerate(self.placement) if owner == rank)
+
+    def to_torch_csv(self) -> str:
+        """The order as the compute-only CSV of torch.distributed.pipelining; see `torch_csv`."""
+        from dualpipe.schedule.torch_csv import to_torch_csv
+
+        return to_torch_csv(self)
+
+    @staticmethod
+    def from_torch_csv(text: str, name: str = "csv") -> Schedule:
+        """Reads such a CSV. Raises ScheduleError, naming row and cell, where it is malformed."""
+        from dualpipe.schedule.torch_csv import from_torch_csv
+
+        return from_torch_csv(text, name)
+
+
+def _as_step(name: str, step: Step) -> Step:
+    if isinstance(step, Action):
+        raise ScheduleError(f"schedule {name!r}: {step} stands alone; a step is a tuple of actions: ({step},)")
+    return tuple(step)

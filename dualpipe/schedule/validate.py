@@ -6,13 +6,11 @@ only where every rank reaches the end with blocking sends and each stream of mes
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter
 from typing import NamedTuple, NoReturn
 
-from dualpipe.schedule.messages import RECEIVE_AHEAD, Message, StepMessages, all_messages
+from dualpipe.schedule.messages import RECEIVE_AHEAD, StepMessages, Stream, all_messages, sending_order
 from dualpipe.schedule.types import KINDS, Action, Schedule, ScheduleError, Step
-
-Stream = tuple[int, int]  # source rank, destination rank
 
 
 class Place(NamedTuple):
@@ -29,15 +27,17 @@ def validate(schedule: Schedule) -> None:
     - ranks, stages, micro-batches and kinds are in range, and each step is one action or two independent ones;
     - each (stage, micro-batch) has one "F", one of "B" or "I", and one "W" if and only if it has an "I";
     - each action is on the rank that owns its stage, after everything that it needs;
-    - no rank waits forever, with receives posted in the order of the sends, `messages.RECEIVE_AHEAD` of them at a time,
-      even if a send blocks until its receive is posted.
+    - between two ranks, activations are taken in the order in which they are sent, and so are gradients;
+    - no rank waits forever, even if a send blocks until its receive is posted (see `messages.RECEIVE_AHEAD`).
     """
     _check_sizes(schedule)
     places = _places(schedule)
     _check_complete(schedule, places)
     for action, place in places.items():
         _check_after_what_it_needs(schedule, places, action, place)
-    _check_no_deadlock(schedule)
+    messages = all_messages(schedule)
+    _check_message_order(schedule, messages)
+    _check_no_deadlock(schedule, messages)
 
 
 def independent(a: Action, b: Action) -> bool:
@@ -140,14 +140,22 @@ def _check_complete(schedule: Schedule, places: dict[Action, Place]) -> None:
                 _refuse(schedule, *places[weights], f"there is no {inputs} that defers weight gradients to it")
 
 
-def _check_after_what_it_needs(
-    schedule: Schedule, places: dict[Action, Place], action: Action, place: Place
-) -> None:
+def _check_after_what_it_needs(schedule: Schedule, places: dict[Action, Place], action: Action, place: Place) -> None:
     """Where both actions are on one rank their order can be read off; across ranks the messages decide."""
     for need in needs(schedule, action):
         there = places.get(need)
         if there is not None and there.rank == place.rank and there.step >= place.step:
             _refuse(schedule, *place, f"{action} needs {need}, which comes later, at step {there.step}")
+
+
+def _check_message_order(schedule: Schedule, messages: list[list[StepMessages]]) -> None:
+    arriving = {stream: iter(order) for stream, order in sending_order(schedule).items()}
+    for rank, steps in enumerate(messages):
+        for index, step in enumerate(steps):
+            for message in step.incoming:
+                other = next(arriving[message.stream])
+                if other != message:
+                    _refuse(schedule, rank, index, f"takes the {message}, but the next to arrive is the {other}")
 
 
 class _Rank:
@@ -158,41 +166,33 @@ class _Rank:
         self.program = [(i, message) for i, step in enumerate(steps) for message in (*step.incoming, *step.outgoing)]
         self.next = 0
 
-    def advance(self, in_flight: dict[Stream, set[Message]]) -> set[int]:
+    def advance(self, in_flight: Counter[Stream]) -> set[int]:
         """Goes on until it must wait; returns the ranks that may be able to go on because of it."""
         woken = set()
         while self.next < len(self.program):
             _, message = self.program[self.next]
-            stream = in_flight[message.src, message.dst]
-            if message.dst == self.rank:
-                if message not in stream:
-                    break
-                stream.remove(message)
-                woken.add(message.src)
-            else:
-                if len(stream) == RECEIVE_AHEAD:
-                    break
-                stream.add(message)
-                woken.add(message.dst)
+            takes = message.dst == self.rank
+            if in_flight[message.stream] == (0 if takes else RECEIVE_AHEAD):
+                break
+            in_flight[message.stream] += -1 if takes else 1
+            woken.add(message.src if takes else message.dst)
             self.next += 1
         return woken
 
-    def waits_for(self, in_flight: dict[Stream, set[Message]]) -> str:
+    def waits_for(self) -> str:
         index, message = self.program[self.next]
-        if message.dst == self.rank:
-            return f"rank {self.rank} waits at step {index} to take the {message}"
-        untaken = " and the ".join(sorted(map(str, in_flight[message.src, message.dst])))
-        return f"rank {self.rank} waits at step {index} to send the {message} until the {untaken} is taken"
+        what = "take" if message.dst == self.rank else "send"
+        return f"rank {self.rank} waits at step {index} to {what} the {message}"
 
 
-def _check_no_deadlock(schedule: Schedule) -> None:
+def _check_no_deadlock(schedule: Schedule, messages: list[list[StepMessages]]) -> None:
     """Plays all takes and sends. The order of play does not matter: each stream has one sender and one taker."""
-    ranks = [_Rank(rank, steps) for rank, steps in enumerate(all_messages(schedule))]
-    in_flight: dict[Stream, set[Message]] = defaultdict(set)
+    ranks = [_Rank(rank, steps) for rank, steps in enumerate(messages)]
+    in_flight: Counter[Stream] = Counter()  # sent and not yet taken
     awake = set(range(schedule.num_ranks))
     while awake:
         awake |= ranks[awake.pop()].advance(in_flight)
     stuck = [rank for rank in ranks if rank.next < len(rank.program)]
     if stuck:
-        waits = "; ".join(rank.waits_for(in_flight) for rank in stuck)
+        waits = "; ".join(rank.waits_for() for rank in stuck)
         _refuse(schedule, stuck[0].rank, stuck[0].program[stuck[0].next][0], f"deadlock: {waits}")

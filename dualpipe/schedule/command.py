@@ -1,0 +1,139 @@
+"""`dualpipe schedule`: builds, proves, times and draws a schedule, and compares it with others."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from shutil import get_terminal_size
+
+from dualpipe.schedule.build import BUILDERS, build
+from dualpipe.schedule.costs import Costs
+from dualpipe.schedule.render import number, table, to_text
+from dualpipe.schedule.simulate import Timeline, simulate
+from dualpipe.schedule.svg import to_svg
+from dualpipe.schedule.validate import validate
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
+    """Adds the command `schedule`; `args.run(args)` then runs it."""
+    parser = subparsers.add_parser("schedule", help="show, time and draw a pipeline schedule", description=__doc__)
+    parser.add_argument("--name", default="dualpipev", help=f"one of {', '.join(BUILDERS)} (default: %(default)s)")
+    parser.add_argument("--ranks", type=int, required=True, help="pipeline ranks")
+    parser.add_argument("--microbatches", type=int, required=True, help="micro-batches in a step")
+    parser.add_argument("--stages-per-rank", type=int, help="for interleaved_1f1b (default: 2)")
+    parser.add_argument("--costs", default="", metavar="COSTS", help=COSTS_HELP)
+    parser.add_argument("--compare", default="", metavar="NAMES", help="other schedules, separated by commas")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the timeline into FILE")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the order as CSV of torch's pipelining")
+    parser.add_argument("--width", type=int, help="characters of the text timeline (default: those of the terminal)")
+    parser.set_defaults(run=run)
+    return parser
+
+
+COSTS_HELP = (
+    "costs of a stage, as F=1,B=2,W=1,FB=2.6 (also I, p2p, other pairs such as FI), or a JSON file with the same "
+    'names, "pairs" and "per_stage": {"0": {"F": 1.5}}; default: F=1,B=2,W=1'
+)
+
+
+def run(args: argparse.Namespace) -> int:
+    """The exit status: 0, or 2 with one line on stderr where the arguments cannot be used."""
+    try:
+        print(_report(args), end="")
+    except (ValueError, OSError) as error:
+        print(f"dualpipe schedule: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _report(args: argparse.Namespace) -> str:
+    options = {} if args.stages_per_rank is None else {"stages_per_rank": args.stages_per_rank}
+    main = _timeline(args.name, args, parse_costs(args.costs), **options)
+    others = [_scaled_timeline(name.strip(), args, main) for name in args.compare.split(",") if name.strip()]
+    timelines = [main, *others]
+    sizes = [main.schedule.num_stages / timeline.schedule.num_stages for timeline in timelines]
+    text = table(timelines, sizes)
+    for timeline, size in zip(timelines, sizes):
+        if size != 1:
+            text += (
+                f"{timeline.schedule.name} cuts the same model into {timeline.schedule.num_stages} stages: each costs, "
+                f"and keeps, {number(size)} times as much as one of {main.schedule.name}'s\n"
+            )
+    text += "\n" + to_text(main, args.width or get_terminal_size((120, 24)).columns)
+    for path, content in ((args.svg, to_svg), (args.csv, lambda timeline: timeline.schedule.to_torch_csv())):
+        if path:
+            path.write_text(content(main), encoding="utf-8")
+            text += f"wrote {path}\n"
+    return text
+
+
+def _timeline(name: str, args: argparse.Namespace, costs: Costs, **options: int) -> Timeline:
+    schedule = build(name, args.ranks, args.microbatches, **options)
+    validate(schedule)
+    return simulate(schedule, costs)
+
+
+def _scaled_timeline(name: str, args: argparse.Namespace, main: Timeline) -> Timeline:
+    """Another schedule for the same model: where it has fewer stages, each costs as much more."""
+    timeline = _timeline(name, args, main.costs)
+    size = main.schedule.num_stages / timeline.schedule.num_stages
+    if size == 1:
+        return timeline
+    if main.costs.per_stage:
+        raise ValueError(
+            f"costs per stage are for {main.schedule.num_stages} stages, but {name} has "
+            f"{timeline.schedule.num_stages}; compare with a schedule of as many stages"
+        )
+    return simulate(timeline.schedule, main.costs.scaled(size))
+
+
+def parse_costs(text: str) -> Costs:
+    """Costs from "F=1,B=2,FB=2.6", or from a JSON file. Raises ValueError for what is neither."""
+    if text.endswith(".json"):
+        given = json.loads(Path(text).read_text(encoding="utf-8"))
+        if not isinstance(given, dict):
+            raise ValueError(f"{text} has {given!r}; it must hold an object such as {{\"F\": 1, \"B\": 2}}")
+        return _costs(given, Costs())
+    parts = [part.partition("=") for part in text.split(",") if part.strip()]
+    return _costs({name.strip(): value for name, _, value in parts}, Costs())
+
+
+def _costs(given: Mapping[str, object], base: Costs) -> Costs:
+    """`base` with what is given; names of two kinds other than FB are pairs."""
+    plain = {field.name for field in fields(Costs)} - {"pairs", "per_stage"}
+    pairs = dict(base.pairs or {})
+    values = {}
+    for name, value in {**given, **_object(given, "pairs")}.items():
+        if name in plain:
+            values[name] = _number(name, value)
+        elif len(name) == 2 and set(name) <= set("FBIW"):
+            pairs[name[0], name[1]] = _number(name, value)
+        elif name not in ("pairs", "per_stage"):
+            raise ValueError(f"no cost is called {name!r}; known are {', '.join(sorted(plain))}, pairs like FI")
+    costs = replace(base, **values, pairs=pairs or None)
+    stages = {_stage(stage): _costs(own, costs) for stage, own in _object(given, "per_stage").items()}
+    return replace(costs, per_stage=stages or None)
+
+
+def _object(given: Mapping[str, object], name: str) -> dict[str, object]:
+    value = given.get(name, {})
+    if not isinstance(value, dict):
+        raise ValueError(f"{name} is {value!r}; give an object")
+    return value
+
+
+def _stage(text: str) -> int:
+    if not text.isdecimal():
+        raise ValueError(f"per_stage has {text!r}; give the number of a stage")
+    return int(text)
+
+
+def _number(name: str, value: object) -> float:
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        raise ValueError(f"cost {name} is {value!r}; give a number") from None

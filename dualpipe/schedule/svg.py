@@ -1,0 +1,143 @@
+"""Timelines as pictures, in the manner of those in the README of DeepSeek's DualPipe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from html import escape
+from math import floor, log10
+
+from dualpipe.schedule.render import number, second_half
+from dualpipe.schedule.simulate import Span, Timeline
+from dualpipe.schedule.types import Action, Kind
+
+# (fill of the first half of a rank's stages, fill of the second half), by kind; all light enough for dark text.
+COLOURS: dict[Kind, tuple[str, str]] = {
+    "F": ("#f5b041", "#fce0ac"),
+    "B": ("#58b368", "#bfe3c2"),
+    "I": ("#45b5c4", "#b9e4ea"),
+    "W": ("#8f9be0", "#d3d8f5"),
+}
+MEANINGS: dict[Kind, str] = {
+    "F": "forward",
+    "B": "backward",
+    "I": "backward for the input",
+    "W": "weight gradients",
+}
+ROW, GAP, LEFT, RIGHT, TOP, BOTTOM = 30, 6, 64, 76, 76, 34  # pixels
+CELL = 17  # pixels of the shortest step, so that two digits fit
+WIDEST = 6000  # pixels of time axis at most; numbers that do not fit are left out
+STYLE = (
+    "text{font-family:Helvetica,Arial,sans-serif;font-size:11px;fill:#1f2933}"
+    ".n{text-anchor:middle;font-size:10.5px}.p{text-anchor:middle;font-size:9.5px}.h{font-size:15px;font-weight:bold}"
+    ".r{text-anchor:end}.m{fill:#6b7785}.a{text-anchor:middle;fill:#6b7785;font-size:10px}"
+    "rect{stroke:#fff;stroke-width:.8}.b{fill:#f1f3f5;stroke:none}.o{fill:none;stroke:#1f2933;stroke-width:1.3}"
+    "line{stroke:#d5dbe1;stroke-width:1}"
+)
+
+
+def to_svg(timeline: Timeline) -> str:
+    """A row for each rank, colour by kind and lighter for the way back, an overlapped pair framed in one cell.
+
+    Hovering over a step tells what it is and when it runs.
+    """
+    scale = _scale(timeline)
+    width = LEFT + timeline.makespan * scale + RIGHT
+    width = max(width, LEFT + 640)  # room for the legend
+    height = TOP + len(timeline.spans) * (ROW + GAP) + BOTTOM
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height}" '
+        f'width="{width:.0f}" height="{height}">',
+        f"<style>{STYLE}</style>",
+        f'<rect width="{width:.0f}" height="{height}" style="fill:#fff;stroke:none"/>',
+        *_heading(timeline),
+        *_axis(timeline, scale, height),
+        *(part for rank in range(len(timeline.spans)) for part in _row(timeline, rank, scale)),
+        "</svg>",
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def _scale(timeline: Timeline) -> float:
+    """Pixels per unit of time."""
+    durations = [span.end - span.start for spans in timeline.spans for span in spans if span.end > span.start]
+    return min(CELL / min(durations), WIDEST / timeline.makespan) if durations else 1.0
+
+
+def _heading(timeline: Timeline) -> Iterator[str]:
+    schedule = timeline.schedule
+    yield f'<text class="h" x="{LEFT}" y="26">{escape(schedule.name)}</text>'
+    facts = (
+        f"{schedule.num_ranks} ranks, {schedule.num_stages} stages, {schedule.num_microbatches} micro-batches; "
+        f"makespan {number(timeline.makespan)}, bubble {100 * timeline.bubble_fraction:.1f}%"
+    )
+    yield f'<text class="m" x="{LEFT + 10 + 9.2 * len(schedule.name):.0f}" y="26">{facts}</text>'
+    halves = 2 if any(second_half(timeline, rank) for rank in range(len(timeline.spans))) else 1
+    used = {action.kind for spans in timeline.spans for span in spans for action in span.step}
+    x = float(LEFT)
+    for kind, meaning in MEANINGS.items():
+        if kind in used:
+            yield from _swatches(x, COLOURS[kind][:halves])
+            yield f'<text x="{x + 34:g}" y="51">{meaning}</text>'
+            x += 62 + 5.8 * len(meaning)
+    if any(len(span.step) == 2 for spans in timeline.spans for span in spans):
+        yield f'<rect class="o" x="{x:g}" y="41" width="28" height="12"/><text x="{x + 34:g}" y="51">overlapped</text>'
+        x += 118
+    if halves == 2:
+        yield f'<text class="m" x="{x:g}" y="51">lighter: later stages of the rank</text>'
+
+
+def _swatches(x: float, colours: tuple[str, ...]) -> Iterator[str]:
+    width = 28 / len(colours)
+    for i, colour in enumerate(colours):
+        yield f'<rect x="{x + width * i:g}" y="41" width="{width:g}" height="12" fill="{colour}"/>'
+
+
+def _axis(timeline: Timeline, scale: float, height: int) -> Iterator[str]:
+    step = _tick(60 / scale)
+    ticks = range(floor(timeline.makespan / step + 1e-9) + 1) if timeline.makespan else range(1)
+    bottom = height - BOTTOM + 2
+    for i in ticks:
+        x = LEFT + i * step * scale
+        yield f'<line x1="{x:.1f}" y1="{TOP - 8}" x2="{x:.1f}" y2="{bottom}"/>'
+        yield f'<text class="a" x="{x:.1f}" y="{bottom + 14}">{i * step:g}</text>'
+    yield f'<text class="m r" x="{LEFT - 10}" y="{bottom + 14}">time</text>'
+    yield f'<text class="m" x="{LEFT + timeline.makespan * scale + 10:.1f}" y="{TOP - 8}">peak alive</text>'
+
+
+def _tick(least: float) -> float:
+    """The smallest of 1, 2, 5, 10, 20, ... (or 0.5, 0.2, ...) that is at least `least`."""
+    magnitude = 10.0 ** floor(log10(least))
+    return next(step * magnitude for step in (1, 2, 5, 10) if step * magnitude >= least * (1 - 1e-9))
+
+
+def _row(timeline: Timeline, rank: int, scale: float) -> Iterator[str]:
+    top = TOP + rank * (ROW + GAP)
+    width = timeline.makespan * scale
+    upper = second_half(timeline, rank)
+    yield f'<text class="r" x="{LEFT - 10}" y="{top + ROW / 2 + 4}">rank {rank}</text>'
+    yield f'<rect class="b" x="{LEFT}" y="{top}" width="{width:.2f}" height="{ROW}"/>'
+    for span in timeline.spans[rank]:
+        yield from _step(span, upper, top, scale)
+    yield f'<text x="{LEFT + width + 10:.1f}" y="{top + ROW / 2 + 4}">{timeline.peak_activations[rank]}</text>'
+
+
+def _step(span: Span, upper: frozenset[int], top: float, scale: float) -> Iterator[str]:
+    """A cell; the two actions of a pair, which run at the same time, lie one above the other in it."""
+    x, width = LEFT + span.start * scale, (span.end - span.start) * scale
+    height = ROW / len(span.step)
+    names = " overlapped with ".join(_describe(action) for action in span.step)
+    yield f"<g><title>{names}\nrank {span.rank}, {number(span.start)} to {number(span.end)}</title>"
+    for i, action in enumerate(span.step):
+        y = top + i * height
+        colour = COLOURS[action.kind][action.stage in upper]
+        yield f'<rect x="{x:.2f}" y="{y:g}" width="{width:.2f}" height="{height:g}" fill="{colour}"/>'
+        if width >= 7 * len(str(action.microbatch)):
+            style, middle = "n" if len(span.step) == 1 else "p", y + height / 2 + 3.7
+            yield f'<text class="{style}" x="{x + width / 2:.2f}" y="{middle:g}">{action.microbatch}</text>'
+    if len(span.step) == 2:
+        yield f'<rect class="o" x="{x + 0.6:.2f}" y="{top + 0.6}" width="{width - 1.2:.2f}" height="{ROW - 1.2}"/>'
+    yield "</g>"
+
+
+def _describe(action: Action) -> str:
+    return f"{MEANINGS[action.kind]} of micro-batch {action.microbatch}, stage {action.stage}"

@@ -1,0 +1,131 @@
+"""`dualpipe schedule`, and that it needs no torch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from dualpipe.schedule import Costs, Schedule, build
+from dualpipe.schedule.command import add_parser, parse_costs
+
+
+def call(*arguments: str) -> int:
+    parser = argparse.ArgumentParser()
+    add_parser(parser.add_subparsers())
+    args = parser.parse_args(["schedule", *arguments])
+    return args.run(args)
+
+
+SMALL = ("--ranks", "4", "--microbatches", "10")
+
+
+def test_table_and_timeline(capsys):
+    assert call(*SMALL, "--compare", "zbv, 1f1b,interleaved_1f1b", "--width", "80") == 0
+    out = capsys.readouterr().out.splitlines()
+    rows = [line.split() for line in out[1:5]]
+    assert rows == [
+        ["dualpipev", "8", "66", "1.000", "9.1%", "9"],
+        ["zbv", "8", "63", "0.955", "4.8%", "8"],
+        ["1f1b", "4", "78", "1.182", "23.1%", "8"],
+        ["interleaved_1f1b", "8", "73", "1.106", "17.8%", "11"],
+    ]
+    assert out[5] == (
+        "1f1b cuts the same model into 4 stages: each costs, and keeps, 2 times as much as one of dualpipev's"
+    )
+    assert [line[:6] for line in out[7:11]] == ["rank 0", "rank 1", "rank 2", "rank 3"]
+
+
+def test_a_smaller_stage_is_scaled_down(capsys):
+    assert call(*SMALL, "--name", "1f1b", "--costs", "F=2,B=4,W=2", "--compare", "dualpipev") == 0
+    assert [line.split()[2] for line in capsys.readouterr().out.splitlines()[1:3]] == ["78", "66"]
+
+
+def test_files(tmp_path, capsys):
+    svg, csv = tmp_path / "a.svg", tmp_path / "a.csv"
+    assert call(*SMALL, "--costs", "F=1,B=2,W=1,FB=2.6", "--svg", str(svg), "--csv", str(csv)) == 0
+    assert f"wrote {svg}\nwrote {csv}\n" in capsys.readouterr().out
+    assert svg.read_text().startswith("<svg")
+    assert Schedule.from_torch_csv(csv.read_text(), "dualpipev") == build("dualpipev", 4, 10)
+
+
+def test_options_of_a_schedule(capsys):
+    assert call(*SMALL, "--name", "interleaved_1f1b", "--stages-per-rank", "4") == 0
+    assert capsys.readouterr().out.splitlines()[1].split()[1] == "16"
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("--name", "dualpip"), "did you mean 'dualpipev'?"),
+        (("--microbatches", "0"), "num_microbatches is 0"),
+        (("--compare", "gpipe"), "no schedule is called 'gpipe'"),
+        (("--costs", "F=x"), "cost F is 'x'; give a number"),
+        (("--costs", "F"), "cost F is ''; give a number"),
+        (("--costs", "Q=1"), "no cost is called 'Q'; known are B, F, FB, I, W, p2p, pairs like FI"),
+        (("--costs", "F=-1"), "cost F is -1.0"),
+        (("--costs", "nowhere.json"), "nowhere.json"),
+        (("--stages-per-rank", "2"), "schedule 'dualpipev' has no option 'stages_per_rank'"),
+        (("--svg", "/nowhere/a.svg"), "/nowhere/a.svg"),
+    ],
+)
+def test_mistakes_are_one_line_and_status_2(arguments, message, capsys):
+    assert call(*SMALL, *arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("dualpipe schedule: ")
+    assert captured.err.count("\n") == 1
+    assert message in captured.err
+
+
+def test_costs_in_text_and_json(tmp_path):
+    assert parse_costs("") == Costs()
+    assert parse_costs("F=1.5, FB=3,p2p=0.1,FI=2") == Costs(F=1.5, FB=3.0, p2p=0.1, pairs={("F", "I"): 2.0})
+    file = tmp_path / "costs.json"
+    file.write_text(json.dumps({"F": 2, "FB": 4, "pairs": {"FF": 3}, "per_stage": {"7": {"F": 2.5}}}))
+    base = Costs(F=2, FB=4, pairs={("F", "F"): 3})
+    own = Costs(F=2.5, FB=4, pairs={("F", "F"): 3})
+    assert parse_costs(str(file)) == Costs(F=2, FB=4, pairs=base.pairs, per_stage={7: own})
+
+
+@pytest.mark.parametrize("content", ["[1]", "{", '{"per_stage": 3}', '{"per_stage": {"a": {}}}', '{"F": [1]}'])
+def test_wrong_json_is_status_2(tmp_path, capsys, content):
+    file = tmp_path / "costs.json"
+    file.write_text(content)
+    assert call(*SMALL, "--costs", str(file)) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_costs_per_stage_cannot_be_compared_across_numbers_of_stages(tmp_path, capsys):
+    file = tmp_path / "costs.json"
+    file.write_text('{"per_stage": {"7": {"F": 2}}}')
+    assert call(*SMALL, "--costs", str(file), "--compare", "zbv") == 0
+    assert call(*SMALL, "--costs", str(file), "--compare", "1f1b") == 2
+    assert "compare with a schedule of as many stages" in capsys.readouterr().err
+
+
+def test_needs_no_torch_and_loads_quickly():
+    program = """
+        import sys, time
+        start = time.perf_counter()
+        import dualpipe.schedule
+        took = time.perf_counter() - start
+        import argparse
+        from dualpipe.schedule.command import add_parser
+        parser = argparse.ArgumentParser()
+        add_parser(parser.add_subparsers())
+        args = parser.parse_args("schedule --ranks 2 --microbatches 4 --compare 1f1b".split())
+        assert args.run(args) == 0
+        loaded = {"torch", "numpy", "matplotlib"} & set(sys.modules)
+        assert not loaded, loaded
+        print("took", took)
+    """
+    runs = [
+        subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=True)
+        for _ in range(3)
+    ]
+    assert min(float(run.stdout.split()[-1]) for run in runs) < 0.15  # about 0.03 s on a machine that is not busy
