@@ -25,10 +25,10 @@ class Stage(nn.Module):
         return x + self.down(torch.tanh(self.up(self.norm(x))))
 
 
-def make_stages(num_stages: int, make: Callable[[], nn.Module] = Stage, seed: int = 0) -> list[nn.Module]:
-    """The same stages on every rank and in the reference."""
-    torch.manual_seed(seed)
-    return [defer_weight_grads(make()) for _ in range(num_stages)]
+def make_stages(num_stages: int, make: Callable[[], nn.Module] = Stage, defer: bool = True) -> list[nn.Module]:
+    """The same stages on every rank and in the reference; without `defer`, of plain modules."""
+    torch.manual_seed(0)
+    return [defer_weight_grads(make()) if defer else make() for _ in range(num_stages)]
 
 
 def stages_of_rank(name: str, num_ranks: int, rank: int) -> tuple[int, ...]:

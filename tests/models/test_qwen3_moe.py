@@ -1,0 +1,337 @@
+"""Qwen3-MoE against transformers' implementation, and its stages against the whole."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from torch import nn
+from transformers import Qwen3MoeConfig as HFConfig
+from transformers import Qwen3MoeForCausalLM
+from transformers.models.qwen3_moe import modeling_qwen3_moe
+
+from dualpipe.models import Qwen3MoeConfig, Qwen3MoeStage, build_stages, from_hf_state_dict, split_layers
+from dualpipe.nn import cross_entropy_loss
+from dualpipe.pipeline.weight_grad_store import WeightGradStore
+
+TINY = {
+    "vocab_size": 61, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+    "norm_topk_prob": True, "initializer_range": 0.2,
+}  # fmt: skip
+VARIANTS = {
+    "grouped-query": {},
+    "multi-head, unnormalised": {"num_key_value_heads": 4, "norm_topk_prob": False},
+    "multi-query, top 1": {"num_key_value_heads": 1, "num_experts_per_tok": 1, "norm_topk_prob": False},
+    "top 1, normalised": {"num_experts_per_tok": 1},
+    "all experts": {"num_experts_per_tok": 6},
+    "biased attention": {"attention_bias": True},
+    "dense first layer": {"mlp_only_layers": [0]},
+    "every second layer sparse": {"decoder_sparse_step": 2},
+    "tied": {"tie_word_embeddings": True},
+}
+
+
+def tiny(**changes):
+    return Qwen3MoeConfig.from_dict(TINY | changes)
+
+
+def whole(config, seed=0, dtype=torch.float32):
+    stage = Qwen3MoeStage(config, range(config.num_hidden_layers), first=True, last=True)
+    stage.init_weights(seed)
+    return stage.to(dtype)
+
+
+def batch(config, sequence=11):
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(config.vocab_size, (3, sequence + 1), generator=generator)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def train(model, config):
+    tokens, labels = batch(config)
+    logits = model(tokens)
+    logits = getattr(logits, "logits", logits)
+    loss = cross_entropy_loss(logits, labels)
+    loss.backward()
+    return logits.detach(), loss.detach()
+
+
+def grads(model):
+    return {name: param.grad for name, param in model.named_parameters()}
+
+
+def relative(actual, expected, floor=1e-30):
+    """Error over the norm of what is expected, or over `floor` where that is next to nothing."""
+    assert actual.dtype is expected.dtype
+    assert actual.shape == expected.shape
+    return ((actual - expected).norm() / expected.norm().clamp(min=floor)).item()
+
+
+class Float64Torch:
+    """`torch` as seen by transformers' model file, with its float32 casts turned into float64."""
+
+    float32 = float = torch.float64
+
+    def __getattr__(self, name):
+        return getattr(torch, name)
+
+
+def hf_model(changes, dtype, attention):
+    hf_config = HFConfig(**(TINY | changes), attn_implementation=attention, experts_implementation="eager")
+    torch.manual_seed(0)
+    model = Qwen3MoeForCausalLM(hf_config).to(dtype)
+    with torch.no_grad():  # transformers starts norms at one and biases at zero, which would hide a mix-up
+        for param in model.parameters():
+            if param.dim() == 1:
+                param.add_(torch.randn_like(param) * 0.1)
+    return model
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
+def test_logits_and_gradients_equal_transformers(changes, dtype, attention, monkeypatch):
+    if dtype is torch.float64:  # transformers casts norms, rotary angles and the router to float32
+        monkeypatch.setattr(modeling_qwen3_moe, "torch", Float64Torch())
+    reference = hf_model(changes, dtype, attention)
+    config = tiny(**changes)
+    model = whole(config, dtype=dtype)
+    model.load_state_dict(from_hf_state_dict(reference.state_dict()))
+    expected, expected_loss = train(reference, config)
+    actual, loss = train(model, config)
+    tolerance = 1e-5 if dtype is torch.float32 else 1e-10
+    assert relative(actual, expected) < tolerance
+    assert relative(loss, expected_loss) < tolerance
+    expected_grads = from_hf_state_dict(grads(reference))
+    assert grads(model).keys() == expected_grads.keys()
+    # One normalised choice has weight 1 whatever the router says: its gradient is zero but for rounding.
+    constant = config.num_experts_per_tok == 1 and config.norm_topk_prob
+    largest = max(grad.norm().item() for grad in expected_grads.values())
+    for name, grad in grads(model).items():
+        floor = largest if constant and name.endswith("mlp.gate.weight") else 1e-30
+        assert relative(grad, expected_grads[name], floor) < tolerance, name
+
+
+def test_per_expert_state_dict_is_stacked():
+    fused = hf_model({}, torch.float32, "eager").state_dict()
+    split = {}
+    for name, tensor in fused.items():
+        layer, found, rest = name.partition("experts.")
+        for e, weight in enumerate(tensor if found else ()):
+            gate_up = dict(zip(("gate_proj", "up_proj"), weight.chunk(2)))
+            for projection, part in ({"down_proj": weight} if rest == "down_proj" else gate_up).items():
+                split[f"{layer}experts.{e}.{projection}.weight"] = part
+        if not found:
+            split[name] = tensor
+    expected, actual = from_hf_state_dict(fused), from_hf_state_dict(split)
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}, {"mlp_only_layers": [1]}], ids=str)
+def test_stages_in_sequence_are_the_whole_model(changes, num_stages):
+    config = tiny(**changes)
+    model = whole(config)
+    stages = build_stages(config, num_stages)
+    for stage in stages:
+        stage.init_weights(0)
+    logits, _ = train(model, config)
+    staged_logits, _ = train(nn.Sequential(*stages), config)
+    assert torch.equal(staged_logits, logits)
+    staged = {name: grad for stage in stages for name, grad in grads(stage).items()}
+    tied = {"lm_head.weight"} if config.tie_word_embeddings and num_stages > 1 else set()
+    assert staged.keys() - tied == grads(model).keys()
+    for name, grad in grads(model).items():
+        assert torch.equal(staged[name], grad), name
+    names = [name for stage in stages for name in stage.state_dict()]
+    assert sorted(names) == sorted(model.state_dict())
+
+
+def test_one_rank_of_a_v_builds_its_own_stages_and_ties_them():
+    config = tiny(tie_word_embeddings=True)
+    last, first = build_stages(config, 4, only=[3, 0])
+    assert first.first and last.last
+    assert last.lm_head.weight is first.embed_tokens.weight
+    with pytest.raises(ValueError, match="build both in one call"):
+        build_stages(config, 4, only=[3])
+    with pytest.raises(ValueError, match=r"only must name stages from 0 to 3; got \[4\]"):
+        build_stages(config, 4, only=[4])
+
+
+@pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
+def test_deferred_gradients_are_bitwise_those_of_a_plain_backward(changes):
+    config = tiny(**changes)
+    plain, deferred, store = whole(config), whole(config), WeightGradStore()
+    for micro_batch in range(2):
+        train(plain, config)
+        with store.activate(), store.defer(micro_batch):
+            train(deferred, config)
+        assert deferred.get_parameter("layers.1.self_attn.q_proj.weight").grad is None or micro_batch
+        store.run(micro_batch)
+    assert not store.pending()
+    if config.tie_word_embeddings:  # embedding and head: added in another order
+        grad = plain.embed_tokens.weight.grad
+        torch.testing.assert_close(deferred.embed_tokens.weight.grad, grad)
+        plain.embed_tokens.weight.grad = deferred.embed_tokens.weight.grad
+    for name, grad in grads(plain).items():
+        assert torch.equal(grads(deferred)[name], grad), name
+
+
+def test_float64_stays_float64_everywhere():
+    config = tiny()
+    model, seen = whole(config, dtype=torch.float64), set()
+
+    def record(module, inputs, outputs):
+        for tensor in (*inputs, *(outputs if isinstance(outputs, tuple) else (outputs,))):
+            if tensor.is_floating_point():
+                seen.add((type(module).__name__, tensor.dtype))
+
+    for module in model.modules():
+        module.register_forward_hook(record)
+    train(model, config)
+    assert {dtype for _, dtype in seen} == {torch.float64}
+    assert {"RMSNorm", "Router", "Experts", "GroupedLinear", "Attention"} <= {name for name, _ in seen}
+    # A cast to float32 and back inside a module would escape the hooks, but not the difference quotient of the loss.
+    few = {"layers.0.mlp.gate.weight", "layers.2.self_attn.k_norm.weight", "norm.weight"}
+    tokens, labels = batch(config)
+    for name in few:
+        param = model.get_parameter(name)
+        direction = torch.randn_like(param)
+        slope = (param.grad * direction).sum().item()
+        losses = []
+        for step in (1e-6, -1e-6):
+            with torch.no_grad():
+                param.add_(direction, alpha=step)
+                losses.append(cross_entropy_loss(model(tokens), labels).item())
+                param.sub_(direction, alpha=step)
+        assert (losses[0] - losses[1]) / 2e-6 == pytest.approx(slope, rel=1e-5, abs=1e-9)
+
+
+def test_bfloat16_runs_and_is_near_float32():
+    config = tiny()
+    _, expected = train(whole(config), config)
+    model = whole(config, dtype=torch.bfloat16)
+    logits, loss = train(model, config)
+    assert logits.dtype is torch.bfloat16
+    assert loss.dtype is torch.float32
+    assert loss.item() == pytest.approx(expected.item(), rel=0.05)  # three layers, 8 bits each
+    assert all(grad.dtype is torch.bfloat16 for grad in grads(model).values())
+
+
+def test_experts_without_tokens_get_zero_gradients():
+    config = tiny()
+    model = whole(config)
+    with torch.no_grad():
+        for layer in model.layers.values():
+            layer.mlp.gate.weight.zero_()  # equal scores: every token takes the same two experts
+    train(model, config)
+    for layer in model.layers.values():
+        grad = layer.mlp.experts.gate_up_proj.weight.grad
+        assert (grad.flatten(1).norm(dim=1) > 0).sum() == 2
+        assert grad.isfinite().all()
+
+
+def test_same_bits_on_every_run():
+    config = tiny()
+    first, second = whole(config), whole(config)
+    assert torch.equal(train(first, config)[0], train(second, config)[0])
+    assert all(torch.equal(a, b) for a, b in zip(grads(first).values(), grads(second).values()))
+
+
+def test_attention_is_causal():
+    config = tiny()
+    model = whole(config)
+    tokens, _ = batch(config)
+    changed = tokens.clone()
+    changed[:, 7] = (changed[:, 7] + 1) % config.vocab_size
+    a, b = model(tokens), model(changed)
+    torch.testing.assert_close(a[:, :7], b[:, :7])
+    assert not torch.allclose(a[:, 7:], b[:, 7:])
+
+
+def test_initial_values_depend_on_seed_and_name_alone():
+    config = tiny(attention_bias=True)
+    model, other = whole(config, seed=3), whole(config, seed=4)
+    for stage in build_stages(config, 3):
+        stage.init_weights(3)
+        for name, param in stage.named_parameters():
+            assert torch.equal(param, model.get_parameter(name)), name
+    names = [name for name, param in model.named_parameters() if param.dim() > 1]
+    assert not any(torch.equal(model.get_parameter(name), other.get_parameter(name)) for name in names)
+    twins = ("layers.0.self_attn.k_proj", "layers.0.self_attn.v_proj", "layers.1.self_attn.k_proj")
+    assert len({tuple(model.get_parameter(f"{twin}.weight")[0].tolist()) for twin in twins}) == 3
+    weight = model.get_parameter("layers.0.mlp.experts.gate_up_proj.weight")
+    assert weight.std().item() == pytest.approx(config.initializer_range, rel=0.05)
+    assert (model.get_parameter("layers.0.self_attn.q_proj.bias") == 0).all()
+    assert (model.get_parameter("layers.0.input_layernorm.weight") == 1).all()
+    wide = Qwen3MoeStage(config, range(3), first=True, last=True).double()
+    wide.init_weights(3)
+    assert torch.equal(wide.embed_tokens.weight, model.embed_tokens.weight.double())
+
+
+def test_meta_device_needs_no_buffer():
+    with torch.device("meta"):
+        model = Qwen3MoeStage(tiny(), range(3), first=True, last=True)
+    model.to_empty(device="cpu").init_weights(0)
+    assert not list(model.buffers())
+    assert torch.equal(train(model, tiny())[0], train(whole(tiny()), tiny())[0])
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "sizes"),
+    [
+        (8, 4, [2, 2, 2, 2]), (6, 4, [1, 2, 2, 1]), (5, 4, [1, 2, 1, 1]), (7, 4, [2, 2, 2, 1]), (3, 2, [2, 1]),
+        (2, 4, [0, 1, 1, 0]), (3, 4, [1, 1, 1, 0]), (0, 2, [0, 0]), (48, 16, [3] * 16), (5, 1, [5]), (0, 1, [0]),
+    ],
+)  # fmt: skip
+def test_layers_split_evenly_and_lighter_at_the_ends(layers, stages, sizes):
+    cuts = split_layers(layers, stages)
+    assert [len(cut) for cut in cuts] == sizes
+    assert [index for cut in cuts for index in cut] == list(range(layers))
+
+
+@pytest.mark.parametrize(("layers", "stages"), [(1, 4), (3, 0), (3, -1)])
+def test_impossible_splits_are_refused(layers, stages):
+    with pytest.raises(ValueError, match=f"cannot cut {layers} layers into {stages} stages"):
+        split_layers(layers, stages)
+
+
+def test_config_from_both_hub_forms(tmp_path):
+    older = TINY | {"rope_theta": 5e5, "rope_scaling": None, "torch_dtype": "bfloat16", "model_type": "qwen3_moe",
+                    "architectures": ["Qwen3MoeForCausalLM"], "sliding_window": None, "hidden_act": "silu"}  # fmt: skip
+    newer = HFConfig(**TINY, rope_parameters={"rope_type": "default", "rope_theta": 5e5})
+    newer.save_pretrained(tmp_path)
+    (tmp_path / "older.json").write_text(json.dumps(older))
+    expected = dataclasses.replace(tiny(), rope_theta=5e5)
+    assert Qwen3MoeConfig.from_json(tmp_path / "older.json") == expected
+    assert Qwen3MoeConfig.from_json(tmp_path / "config.json") == expected
+    assert Qwen3MoeConfig.from_dict(newer.to_dict()) == expected
+    without = {key: value for key, value in TINY.items() if key != "head_dim"}
+    assert Qwen3MoeConfig.from_dict(without).head_dim == 8
+
+
+REFUSED = {
+    "hidden_act='gelu'": {"hidden_act": "gelu"},
+    "use_sliding_window=True": {"use_sliding_window": True},
+    "attention_dropout=0.1": {"attention_dropout": 0.1},
+    "output_router_logits=True": {"output_router_logits": True},
+    "num_expert=3 \\(unknown\\)": {"num_expert": 3},
+    "quantization_config": {"quantization_config": {"quant_method": "fp8"}},
+    "rope_type 'yarn'": {"rope_scaling": {"type": "yarn", "factor": 4.0}},
+    "partial_rotary_factor": {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+    "model_type must be 'qwen3_moe'": {"model_type": "qwen3"},
+    "must be a multiple of num_key_value_heads \\(3\\)": {"num_key_value_heads": 3},
+    "head_dim must be even": {"head_dim": 7},
+    "num_experts_per_tok must be 1 to num_experts \\(6\\); got 7": {"num_experts_per_tok": 7},
+    "decoder_sparse_step must be": {"decoder_sparse_step": 0},
+    "intermediate_size must be given": {"intermediate_size": 0, "mlp_only_layers": [1]},
+    "lacks vocab_size": {"vocab_size": None},
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_unsupported_options_are_named(message):
+    with pytest.raises(ValueError, match=message):
+        tiny(**REFUSED[message])

@@ -1,0 +1,328 @@
+"""Linear with deferred weight gradients against nn.Linear: same bits, whatever is frozen, shared, empty or hooked."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, prune
+
+from dualpipe.nn import Linear, defer_weight_grads
+from dualpipe.pipeline.weight_grad_store import WeightGradStore
+
+SHAPES = [(5, 6), (6,), (2, 3, 6), (2, 1, 3, 6), (0, 6), (2, 0, 6)]
+
+
+def backward(module, x, dy, store=None):
+    """Plain, or, with a store, deferred and not yet run."""
+    if store is None:
+        module(x).backward(dy)
+    else:
+        with store.activate(), store.defer("I"):
+            module(x).backward(dy)
+
+
+def pair(dtype=torch.float32, **kwargs):
+    torch.manual_seed(0)
+    plain = nn.Linear(6, 4, dtype=dtype, **kwargs)
+    ours = Linear(6, 4, dtype=dtype, **kwargs)
+    ours.load_state_dict(plain.state_dict())
+    return plain, ours
+
+
+def assert_same_grads(actual, expected):
+    for (name, a), (_, b) in zip(actual.named_parameters(), expected.named_parameters(), strict=True):
+        assert (a.grad is None) == (b.grad is None), name
+        if b.grad is not None:
+            assert a.grad.dtype is b.grad.dtype, name
+            assert torch.equal(a.grad, b.grad), name
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_gradients_have_the_same_bits(shape, dtype, bias, deferred):
+    plain, ours = pair(dtype, bias=bias)
+    store = WeightGradStore() if deferred else None
+    for _ in range(3):  # accumulating
+        x = torch.randn(shape, dtype=dtype, requires_grad=True)
+        x_ours = x.detach().clone().requires_grad_()
+        dy = torch.randn(*shape[:-1], 4, dtype=dtype)
+        backward(plain, x, dy)
+        backward(ours, x_ours, dy, store)
+        assert torch.equal(x_ours.grad, x.grad)
+        if deferred:
+            assert store.pending() == {"I": 1}
+            store.run("I")
+    assert_same_grads(ours, plain)
+    assert ours.weight.grad.shape == ours.weight.shape
+
+
+def test_deferred_gradients_wait_for_run():
+    _, ours = pair()
+    store, x = WeightGradStore(), torch.randn(5, 6, requires_grad=True)
+    backward(ours, x, torch.ones(5, 4), store)
+    assert x.grad is not None
+    assert ours.weight.grad is None and ours.bias.grad is None
+    store.run("I")
+    assert ours.weight.grad is not None and ours.bias.grad is not None
+
+
+def test_long_sums_accumulate_in_the_order_of_autograd():
+    plain, ours = pair()
+    store = WeightGradStore()
+    for _ in range(3):
+        x, dy = torch.randn(4000, 6), torch.randn(4000, 4)
+        backward(plain, x, dy)
+        backward(ours, x, dy, store)
+        store.run("I")
+    assert_same_grads(ours, plain)
+
+
+@pytest.mark.parametrize("frozen", [{"weight"}, {"bias"}, {"weight", "bias"}], ids=str)
+@pytest.mark.parametrize("deferred", [False, True])
+def test_frozen_parameters_get_nothing(frozen, deferred):
+    plain, ours = pair()
+    for module in (plain, ours):
+        for name in frozen:
+            getattr(module, name).requires_grad_(False)
+    store = WeightGradStore() if deferred else None
+    x = torch.randn(5, 6, requires_grad=True)
+    backward(plain, x, torch.ones(5, 4))
+    x.grad, expected = None, x.grad
+    backward(ours, x, torch.ones(5, 4), store)
+    if deferred:
+        assert store.pending() == {"I": 0 if len(frozen) == 2 else 1}
+        store.run("I")
+    assert torch.equal(x.grad, expected)
+    assert_same_grads(ours, plain)
+
+
+def test_only_what_the_backward_needs_is_saved():
+    _, ours = pair()
+    x = torch.randn(5, 6, requires_grad=True)
+
+    def saved(x):
+        y = ours(x)  # held: what is saved goes with it
+        return [tensor is not None for tensor in y.grad_fn.saved_tensors]
+
+    assert saved(x) == [True, True]
+    assert saved(x.detach()) == [True, False]
+    ours.weight.requires_grad_(False)
+    assert saved(x) == [False, True]
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_input_without_gradient(deferred):
+    plain, ours = pair()
+    store, x = WeightGradStore(), torch.randn(5, 6)
+    backward(plain, x, torch.ones(5, 4))
+    backward(ours, x, torch.ones(5, 4), store if deferred else None)
+    store.run("I")
+    assert_same_grads(ours, plain)
+
+
+def test_no_grad_and_eval():
+    plain, ours = pair()
+    x = torch.randn(5, 6)
+    with torch.no_grad():
+        assert torch.equal(ours(x), plain(x))
+        assert not ours(x).requires_grad
+    with torch.inference_mode():
+        assert torch.equal(ours(x), plain(x))
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_autocast_casts_as_for_nn_linear(deferred):
+    plain, ours = pair()
+    store = WeightGradStore() if deferred else None
+    x = torch.randn(5, 6, requires_grad=True)
+    x_ours = x.detach().clone().requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y, y_ours = plain(x), ours(x_ours)
+        assert ours.double()(x.double()).dtype is torch.float64
+        ours.float()
+    assert y_ours.dtype is torch.bfloat16
+    assert torch.equal(y, y_ours)
+    y.backward(torch.ones_like(y))
+    if deferred:
+        with store.activate(), store.defer("I"):
+            y_ours.backward(torch.ones_like(y))
+        store.run("I")
+    else:
+        y_ours.backward(torch.ones_like(y))
+    assert x_ours.grad.dtype is torch.float32
+    assert torch.equal(x_ours.grad, x.grad)
+    assert_same_grads(ours, plain)
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_grad_dtype_is_the_dtype_of_the_accumulator(deferred):
+    plain, ours = pair(torch.bfloat16)
+    for param in (*plain.parameters(), *ours.parameters()):
+        param.grad_dtype = torch.float32
+    store = WeightGradStore() if deferred else None
+    for _ in range(3):
+        x, dy = torch.randn(5, 6).bfloat16(), torch.randn(5, 4).bfloat16()
+        backward(plain, x, dy)
+        backward(ours, x, dy, store)
+        if deferred:
+            store.run("I")
+    assert ours.weight.grad.dtype is torch.float32
+    assert_same_grads(ours, plain)
+
+
+def test_accumulates_in_place_and_aliases_nothing():
+    _, ours = pair()
+    store, dy = WeightGradStore(), torch.ones(4)
+    backward(ours, torch.randn(6), dy, store)
+    store.run("I")
+    accumulator = ours.weight.grad
+    backward(ours, torch.randn(6), dy, store)
+    store.run("I")
+    assert ours.weight.grad is accumulator
+    assert torch.equal(dy, torch.ones(4))
+    assert (ours.bias.grad == 2).all()
+
+
+def test_autograd_grad_and_parameter_hooks_work_outside_of_defer():
+    plain, ours = pair()
+    x = torch.randn(5, 6)
+    seen = []
+    ours.weight.register_post_accumulate_grad_hook(lambda param: seen.append(param.grad.clone()))
+    expected = torch.autograd.grad(plain(x).square().sum(), [plain.weight, plain.bias])
+    actual = torch.autograd.grad(ours(x).square().sum(), [ours.weight, ours.bias])
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected))
+    assert ours.weight.grad is None and not seen
+    ours(x).sum().backward()
+    assert torch.equal(seen[0], ours.weight.grad)
+
+
+def test_autograd_grad_for_the_input_alone_still_defers_the_weight():
+    plain, ours = pair()
+    store, x = WeightGradStore(), torch.randn(5, 6, requires_grad=True)
+    with store.activate(), store.defer("I"):
+        (dx,) = torch.autograd.grad(ours(x).sum(), [x])
+    store.run("I")
+    plain(x).sum().backward()
+    assert torch.equal(dx, x.grad)
+    assert_same_grads(ours, plain)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_second_derivative():
+    plain, ours = pair(torch.float64)
+    x = torch.randn(5, 6, dtype=torch.float64, requires_grad=True)
+    penalties = []
+    for module in (plain, ours):
+        grads = torch.autograd.grad(module(x).pow(3).sum(), [x, module.weight, module.bias], create_graph=True)
+        penalties.append(torch.autograd.grad(sum(g.square().sum() for g in grads), module.weight)[0])
+    assert torch.equal(*penalties)
+    store = WeightGradStore()
+    with store.activate(), store.defer("I"), pytest.raises(RuntimeError, match="without create_graph=True"):
+        ours(x).sum().backward(create_graph=True)
+
+
+def test_deferred_gradients_keep_no_graph_alive():
+    from weakref import ref
+
+    first, second = Linear(6, 6), Linear(6, 4)
+    x = torch.randn(5, 6, requires_grad=True)
+    hidden = first(x)
+    y, store = second(hidden), WeightGradStore()
+    with store.activate(), store.defer("I"):
+        y.sum().backward()
+    graph = ref(hidden.grad_fn)
+    del hidden, y
+    assert graph() is None
+    assert store.pending() == {"I": 2}
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(9, 6)
+        self.first, self.second, self.head = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 9, bias=False)
+        self.second.weight, self.head.weight = self.first.weight, self.embed.weight
+
+    def forward(self, tokens):
+        return self.head(self.second(self.first(self.embed(tokens)).tanh()))
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_tied_weights_get_every_contribution(sparse):
+    torch.manual_seed(0)
+    plain = Tied().double()
+    plain.embed.sparse = sparse
+    ours = defer_weight_grads(copy.deepcopy(plain))
+    store, tokens = WeightGradStore(), torch.tensor([1, 2, 2])
+    for _ in range(2):
+        plain(tokens).square().sum().backward()
+        with store.activate(), store.defer("I"):
+            ours(tokens).square().sum().backward()
+        assert store.pending() == {"I": 3}
+        store.run("I")
+    for actual, expected in zip(ours.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(actual.grad, expected.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_one_layer_used_twice():
+    plain = nn.Linear(6, 6).double()
+    ours, store = defer_weight_grads(copy.deepcopy(plain)), WeightGradStore()
+    x = torch.randn(5, 6, dtype=torch.float64)
+    plain(plain(x)).sum().backward()
+    with store.activate(), store.defer("I"):
+        ours(ours(x)).sum().backward()
+    store.run("I")
+    torch.testing.assert_close(ours.weight.grad, plain.weight.grad, rtol=1e-12, atol=1e-12)
+
+
+class OwnLinear(nn.Linear):
+    pass
+
+
+def test_defer_weight_grads_changes_plain_linears_alone():
+    module = nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), OwnLinear(6, 6), nn.Sequential(nn.Linear(6, 4)))
+    module.append(parametrizations.weight_norm(nn.Linear(4, 4)))
+    module.append(prune.l1_unstructured(nn.Linear(4, 4), "weight", amount=2))
+    types = [type(child) for child in module]
+    keys, params = list(module.state_dict()), list(module.parameters())
+    assert defer_weight_grads(module) is module
+    assert defer_weight_grads(module) is module
+    assert [type(child) for child in module] == [Linear, *types[1:]]
+    assert type(module[3][0]) is Linear
+    assert list(module.state_dict()) == keys
+    assert all(a is b for a, b in zip(module.parameters(), params))
+    assert isinstance(module[0], nn.Linear)
+
+
+def test_defer_weight_grads_on_the_root_and_hooks():
+    linear, seen = nn.Linear(6, 4), []
+    linear.register_forward_hook(lambda *_: seen.append("forward"))
+    linear.register_full_backward_hook(lambda *_: seen.append("backward"))
+    assert type(defer_weight_grads(linear)) is Linear
+    linear(torch.randn(5, 6, requires_grad=True)).sum().backward()
+    assert seen == ["forward", "backward"]
+    assert repr(linear) == repr(nn.Linear(6, 4))
+
+
+def test_pruning_or_weight_norm_after_conversion():
+    torch.manual_seed(0)
+    plain = nn.Linear(6, 4)
+    ours = defer_weight_grads(copy.deepcopy(plain))
+    for module in (plain, ours):
+        prune.l1_unstructured(module, "weight", amount=5)
+        parametrizations.weight_norm(module, "bias", dim=None)
+    x, store = torch.randn(5, 6), WeightGradStore()
+    backward(plain, x, torch.ones(5, 4))
+    backward(ours, x, torch.ones(5, 4), store)
+    assert store.pending() == {"I": 0}
+    assert_same_grads(ours, plain)
+
+
+def test_wrong_input_is_refused_as_by_nn_linear():
+    plain, ours = pair()
+    for module in (plain, ours):
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            module(torch.randn(5, 7))
