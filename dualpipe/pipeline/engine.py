@@ -20,8 +20,8 @@ from torch.profiler import record_function
 
 from dualpipe.pipeline.arguments import StepArguments, agree, given, same, split
 from dualpipe.pipeline.errors import PipelineError
-from dualpipe.pipeline.interpreter import Batch, Interpreter, UpstreamFailed
-from dualpipe.pipeline.program import Program, lower, streams
+from dualpipe.pipeline.interpreter import Batch, Interpreter, UpstreamFailed, overlaps_by_itself
+from dualpipe.pipeline.program import Program, lower, one_at_a_time, streams
 from dualpipe.pipeline.traffic import Traffic
 from dualpipe.pipeline.transport import Transport
 from dualpipe.pipeline.weight_grad_store import WeightGradStore
@@ -72,17 +72,18 @@ class Pipeline:
 
     def _connect(self, mapping: list[int], valid: bool) -> None:
         """Agree on the construction, and create and use every process group once."""
-        error, agreed = None, None
+        error, identity = None, None
         try:
             if not valid:
                 raise ValueError(f"rank_mapping must be a permutation of 0..{self.num_ranks - 1}, got {mapping}")
             self.device = _common_device(self.modules)
             schedule = self._build(getattr(self._schedule, "num_microbatches", 1))
-            agreed = schedule.name, crc32(repr(schedule).encode()), self.device.type, mapping
+            identity = schedule.name, crc32(repr(schedule).encode()), self.device.type, mapping
         except Exception as raised:
             error = raised
-        records = self._share(ValueError, error, _text(error), agreed)
-        same("(schedule, its checksum, device, rank_mapping)", records)
+        records = self._share(ValueError, error, _text(error), [identity, overlaps_by_itself(self.modules)])
+        same("(schedule, its checksum, device, rank_mapping)", [identity for identity, _ in records])
+        self._pairs = any(overlaps for _, overlaps in records)
         self._placement = schedule.placement
         self._transport.connect(streams(schedule), self.device, own_groups=self.device.type != "cpu")
 
@@ -215,7 +216,8 @@ class Pipeline:
     def _program(self, num_chunks: int) -> Program:
         """The lowered schedule; forward only where no gradients are wanted. Lowered once per number of chunks."""
         if num_chunks not in self._programs:
-            program = lower(self._build(num_chunks), self.rank)
+            schedule = self._build(num_chunks)
+            program = lower(schedule if self._pairs else one_at_a_time(schedule), self.rank)
             self._programs[num_chunks] = program, program.forward_only()
         training, evaluation = self._programs[num_chunks]
         return training if torch.is_grad_enabled() else evaluation

@@ -72,7 +72,7 @@ class Interpreter:
         self._saved: dict[Slot, Saved] = {}
         self.losses: dict[int, Tensor] = {}
         self.outputs: dict[int, tuple[Tensor, ...]] = {}
-        self._overlaps = _overlaps_by_itself(tuple(modules.values()))
+        self._overlaps = overlaps_by_itself(tuple(modules.values()))
         self.doing: tuple[Action, ...] = ()  # what an error is reported with
 
     def run(self) -> None:
@@ -223,7 +223,7 @@ def _checked_loss(loss: Tensor) -> Tensor:
     return loss.detach()
 
 
-def _overlaps_by_itself(modules: Sequence[nn.Module]) -> bool:
+def overlaps_by_itself(modules: Sequence[nn.Module]) -> bool:
     """Whether the stages are of one type that offers DeepSeek's hook."""
     types = {type(module) for module in modules}
     return len(types) == 1 and hasattr(types.pop(), "overlapped_forward_backward")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import NamedTuple
 
 from dualpipe.pipeline.transport import Stream
 from dualpipe.schedule.messages import Message, rank_messages, sent
-from dualpipe.schedule.types import Action, Schedule
+from dualpipe.schedule.types import Action, Schedule, ScheduleError
+from dualpipe.schedule.validate import validate
 
 
 class Transfer(NamedTuple):
@@ -69,6 +70,18 @@ def lower(schedule: Schedule, rank: int) -> Program:
         outgoing = tuple(None if m is None else Transfer.of(m) for m in results)
         instructions.append(Instruction(tuple(map(Transfer.of, messages.incoming)), step, outgoing, _name(step)))
     return _program(instructions)
+
+
+def one_at_a_time(schedule: Schedule) -> Schedule:
+    """The same order without pairs: where nothing overlaps, the first result of a pair may leave before the second is
+    begun. The schedule itself where that could deadlock."""
+    steps = (((action,) for step in rank for action in step) for rank in schedule.ranks)
+    candidate = replace(schedule, ranks=tuple(map(tuple, steps)))
+    try:
+        validate(candidate)
+    except ScheduleError:
+        return schedule
+    return candidate
 
 
 def _name(actions: tuple[Action, ...]) -> str:

@@ -1,0 +1,136 @@
+"""The `dualpipe` command. Thin: each subcommand imports what it needs when it runs."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from dualpipe import __version__
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run `dualpipe *arguments` (default: those of the process) and return its exit status.
+
+    0: done; 1: it failed; 2: something the user can put right, said in one line on stderr.
+    """
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    args = _parser().parse_args(arguments)
+    try:
+        return args.run(args)
+    except BrokenPipeError:  # the reader of our output has gone (`dualpipe schedule | head`)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (ValueError, FloatingPointError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ValueError) else 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    text = "mixture-of-experts training on a V-shaped bidirectional pipeline"
+    parser = argparse.ArgumentParser(prog="dualpipe", description=text, allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"dualpipe {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_schedule(commands)
+    _add_train(commands)
+    _add_data(commands)
+    _add_parity(commands)
+    return parser
+
+
+def _add_schedule(commands: argparse._SubParsersAction) -> None:
+    from dualpipe.schedule import command  # pure Python
+
+    command.add_parser(commands).set_defaults(run=command.run)
+
+
+def _add_train(commands: argparse._SubParsersAction) -> None:
+    text = "train a model; starts the ranks of this machine unless torchrun or SLURM did"
+    parser = commands.add_parser("train", help=text, description=text, allow_abbrev=False)
+    _add_config(parser)
+    parser.set_defaults(run=_train)
+
+
+def _add_config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", metavar="CONFIG", help="a TOML file, such as examples/tiny-cpu.toml")
+    parser.add_argument(
+        "overrides", nargs=argparse.REMAINDER, metavar="--TABLE.FIELD VALUE",
+        help="settings that replace those of the file; `CONFIG --help` lists them all",
+    )  # fmt: skip
+
+
+def _train(args: argparse.Namespace) -> int:
+    from dualpipe.train.config import load_config
+    from dualpipe.train.launch import run_on_ranks
+
+    config = load_config(args.config, args.overrides)
+
+    def body(info: object) -> int:
+        from dualpipe.train.loop import train
+
+        return train(config, info)
+
+    return run_on_ranks(["train", args.config, *args.overrides], config.parallel.world_size, body)
+
+
+def _add_data(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser("data", help="prepare training data")
+    pack = parser.add_subparsers(required=True, metavar="COMMAND").add_parser(
+        "pack", help="tokenise text into memory-mapped shards", allow_abbrev=False
+    )
+    pack.add_argument("paths", nargs="+", metavar="PATH", help='files, folders, or "stdlib" (Python\'s own source)')
+    pack.add_argument("--tokenizer", default="bytes", metavar="bytes|FILE.json", help="default: bytes")
+    pack.add_argument("--end-of-document", metavar="TOKEN", help="the tokenizer's token that closes a document")
+    pack.add_argument("--out", required=True, metavar="DIR", help="the packed directory to make")
+    pack.set_defaults(run=_pack)
+
+
+def _pack(args: argparse.Namespace) -> int:
+    from dualpipe.train.pack import find_sources, pack, stdlib_sources
+    from dualpipe.train.tokenizer import load_tokenizer
+
+    sources = [s for path in args.paths for s in (stdlib_sources() if path == "stdlib" else find_sources([path]))]
+    packed = pack(sources, load_tokenizer(args.tokenizer, args.end_of_document), args.out)
+    print(f"{packed.path}: {packed.tokens:,} tokens in {packed.documents:,} documents")
+    return 0
+
+
+def _add_parity(commands: argparse._SubParsersAction) -> None:
+    text = "compare loss and gradients of the pipelined model with the unpipelined one"
+    parser = commands.add_parser("parity", help=text, description=text, allow_abbrev=False)
+    _add_parity_options(parser)
+    _add_config(parser)
+    parser.set_defaults(run=_parity)
+
+
+def _add_parity_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--pp", type=int, metavar="N", help="pipeline ranks (default: the file's parallel.pp)")
+    parser.add_argument("--dtype", choices=("float64", "float32"), default="float64", help="default: float64")
+    parser.add_argument(
+        "--tolerance", type=float, metavar="X", help="relative error allowed (default: 1e-10, float32 1e-5)"
+    )
+    parser.add_argument("--worst", type=int, default=10, metavar="N", help="parameters to print (default: 10)")
+
+
+def _parity(args: argparse.Namespace) -> int:
+    from dualpipe.train.config import load_config
+    from dualpipe.train.launch import run_on_ranks
+
+    after_config = argparse.ArgumentParser(prog="dualpipe parity CONFIG", allow_abbrev=False, add_help=False)
+    _add_parity_options(after_config)
+    args, overrides = after_config.parse_known_args(args.overrides, namespace=args)
+    if args.pp is not None:
+        overrides = [*overrides, "--parallel.pp", str(args.pp)]
+    config = load_config(args.config, overrides)
+    options = ["--dtype", args.dtype, "--worst", str(args.worst)]
+    options += [] if args.tolerance is None else ["--tolerance", str(args.tolerance)]
+
+    def body(info: object) -> int:
+        from dualpipe.train.parity import check
+
+        return check(config, info, dtype=args.dtype, tolerance=args.tolerance, worst=args.worst)
+
+    return run_on_ranks(["parity", *options, args.config, *overrides], config.parallel.world_size, body)

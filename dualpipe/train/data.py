@@ -1,0 +1,147 @@
+"""From a `[data]` path to batches: packing on first use, and a loader whose order depends on the seed alone.
+
+B sequences of the global batch, T tokens of a sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from dualpipe.train.pack import DOCUMENTS, INDEX, Source, find_sources, fingerprint, pack, stdlib_sources
+from dualpipe.train.tokenizer import load_tokenizer
+from dualpipe.train.tokens import PackedTokens, Splits, TokenStream, all_documents, split_documents
+
+
+class Batch(NamedTuple):
+    """One global batch: `targets` are `tokens` shifted by one."""
+
+    tokens: torch.Tensor  # (B, T) int64
+    targets: torch.Tensor  # (B, T) int64
+
+
+class Loader:
+    """Windows of T + 1 tokens of a stream, in a new random order each epoch.
+
+    Windows do not overlap; what is left at the end of the stream is not used. Batch `step` is a pure function of the
+    stream, the sizes and the seed, so that it does not matter how many ranks there are or where a run was resumed.
+
+    Raises:
+        ValueError: the stream is shorter than one window.
+    """
+
+    def __init__(self, stream: TokenStream, *, sequence_length: int, batch_size: int, seed: int) -> None:
+        self._stream, self._window, self._batch_size, self._seed = stream, sequence_length + 1, batch_size, seed
+        self.num_windows = stream.num_tokens // self._window
+        if not self.num_windows:
+            raise ValueError(
+                f"the text has {stream.num_tokens} tokens, but a sequence needs train.sequence_length + 1 = "
+                f"{self._window}; lower train.sequence_length or give more text"
+            )
+        self.step = 0
+        self._order = lru_cache(maxsize=2)(self._epoch_order)  # of this and, within a batch, the next epoch
+
+    def batch(self, step: int) -> Batch:
+        """The batch of training step `step`, counted from 0."""
+        numbers = range(step * self._batch_size, (step + 1) * self._batch_size)
+        windows = [self._order(n // self.num_windows)[n % self.num_windows] for n in numbers]
+        return read_windows(self._stream, windows, self._window)
+
+    def __iter__(self) -> Iterator[Batch]:
+        while True:
+            self.step += 1
+            yield self.batch(self.step - 1)
+
+    def _epoch_order(self, epoch: int) -> np.ndarray:
+        return np.random.default_rng([self._seed, epoch]).permutation(self.num_windows)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The next step, and what the order depends on."""
+        return {"step": self.step, **self._identity()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state` was taken.
+
+        Raises:
+            ValueError: the data, the sizes or the seed are others, and the order would not be the same.
+        """
+        different = [f"{key} {state.get(key)!r} (now {value!r})" for key, value in self._identity().items()
+                     if state.get(key) != value]  # fmt: skip
+        if different:
+            what = ", ".join(different)
+            raise ValueError(f"the loader's state is of another run: {what}; use the same data, sizes and seed")
+        self.step = int(state["step"])
+
+    def _identity(self) -> dict[str, int]:
+        return {
+            "num_windows": self.num_windows, "window": self._window, "batch_size": self._batch_size, "seed": self._seed,
+        }  # fmt: skip
+
+
+def read_windows(stream: TokenStream, windows: list[int], window: int) -> Batch:
+    """The batch made of the given windows of `window` tokens."""
+    rows = torch.from_numpy(np.stack([stream.read(int(w) * window, (int(w) + 1) * window) for w in windows]))
+    return Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
+
+
+def evaluation_batches(stream: TokenStream, *, sequence_length: int, batch_size: int, limit: int) -> list[list[int]]:
+    """The windows of up to `limit` whole batches, spread evenly over the held-out text; the same at every call.
+
+    Raises:
+        ValueError: the text does not fill one batch.
+    """
+    available = stream.num_tokens // (sequence_length + 1)
+    count = min(limit, available // batch_size)
+    if limit and not count:
+        raise ValueError(
+            f"the held-out text has {available} sequences of {sequence_length} tokens, but a batch needs {batch_size}; "
+            "raise data.validation_fraction, give data.validation_path, or set train.eval_batches = 0"
+        )
+    spread = np.linspace(0, available - 1, count * batch_size, dtype=np.int64)
+    return [rows.tolist() for rows in spread.reshape(count, batch_size)] if count else []
+
+
+def packed_directory(path: str, *, tokenizer: str, cache: Path) -> Path:
+    """The packed directory of a `[data]` path, which is made below `cache` where the path is text.
+
+    `path` is a packed directory, a file or folder of text, or "stdlib".
+    """
+    folder = Path(path)
+    if folder.is_dir() and any((folder / name).exists() for name in (INDEX, DOCUMENTS)):
+        return folder
+    sources = _text_sources(path)
+    loaded = load_tokenizer(tokenizer)
+    target = cache / f"data-{fingerprint(sources, loaded)}"
+    if not (target / INDEX).exists():
+        pack(sources, loaded, target)
+    return target
+
+
+def _text_sources(path: str) -> list[Source]:
+    sources = stdlib_sources() if path == "stdlib" else find_sources([path])
+    if not sources:
+        raise ValueError(f"data.path = {path!r} holds no text; give a folder with files")
+    return sources
+
+
+def open_splits(train: Path, held_out: Path | None, fraction: float) -> Splits:
+    """Open packed data: `held_out` as it is where given, otherwise `fraction` of the documents of `train`.
+
+    Raises:
+        ValueError: the two were packed with different tokenizers, or `fraction` leaves one side empty.
+    """
+    packed = PackedTokens(train)
+    if held_out is None:
+        return split_documents(packed, fraction)
+    other = PackedTokens(held_out)
+    if other.tokenizer != packed.tokenizer:
+        raise ValueError(
+            f"{train} was packed with the tokenizer {packed.tokenizer!r}, {held_out} with {other.tokenizer!r}; "
+            "pack both with the same"
+        )
+    return Splits(all_documents(packed), all_documents(other))

@@ -1,0 +1,83 @@
+"""One rank of a running job: its device, its process group, and its share of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from dualpipe.train.launch import RankInfo
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Job:
+    """Where this rank runs. `group` is None where it is the only one."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    group: dist.ProcessGroup | None
+
+    def first_rank(self, work: Callable[[], T]) -> T:
+        """Do `work` on rank 0 while the others wait, and return its (picklable) result on all.
+
+        What it raises is raised everywhere: a ValueError as such, so that nobody waits for a rank that has given up.
+        """
+        if self.group is None:
+            return work()
+        outcome: list[tuple[T | None, Exception | None]] = [(None, None)]
+        cause = None
+        if self.rank == 0:
+            try:
+                outcome = [(work(), None)]
+            except Exception as error:  # told to the other ranks before it is raised here
+                cause = error
+                kind = ValueError if isinstance(error, ValueError) else RuntimeError
+                outcome = [(None, kind(f"{error}" or repr(error)))]
+        dist.broadcast_object_list(outcome, group_src=0, group=self.group, device=torch.device("cpu"))
+        result, failure = outcome[0]
+        if failure is not None:
+            raise cause or failure
+        return result
+
+
+def choose_device(info: RankInfo, wanted: str) -> torch.device:
+    """The device of this rank: "cpu", "cuda", or "auto" for CUDA where each rank of the machine can have its own.
+
+    Raises:
+        ValueError: "cuda" was asked for, and there is none.
+    """
+    devices = torch.cuda.device_count() if wanted != "cpu" and torch.cuda.is_available() else 0
+    if wanted == "cuda" and not devices:
+        raise ValueError("parallel.device = 'cuda', but torch finds no CUDA device here; set it to 'cpu' or 'auto'")
+    if wanted == "cuda" or devices >= info.local_world_size:
+        return torch.device("cuda", info.local_rank % devices)
+    return torch.device("cpu")
+
+
+@contextmanager
+def join(info: RankInfo, *, device: str, timeout: float) -> Iterator[Job]:
+    """Join the job's other ranks (gloo, and NCCL where the ranks have CUDA devices) for the length of a `with` block.
+
+    timeout: seconds after which a rank that waits for another one gives up.
+    """
+    chosen = choose_device(info, device)
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    if info.world_size == 1:
+        yield Job(0, 1, chosen, None)
+        return
+    backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
+    dist.init_process_group(
+        backend, rank=info.rank, world_size=info.world_size, timeout=timedelta(seconds=timeout),
+        device_id=chosen if chosen.type == "cuda" else None,
+    )  # fmt: skip
+    yield Job(info.rank, info.world_size, chosen, dist.group.WORLD)
+    dist.destroy_process_group()  # after an error the process leaves without: destroying would wait for the others

@@ -1,0 +1,217 @@
+"""Which rank this process is, and starting the ranks of one machine where nobody else did.
+
+A rank started here, by torchrun or by SLURM takes the same path: it finds its number in the environment. Imports no
+torch, so that the launching process stays small and starts its ranks at once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+ERROR_FILE = "DUALPIPE_ERROR_FILE"  # where a rank leaves its error for the process that started it
+USER_ERROR = 2  # exit status of what the user can put right: a ValueError
+POLL_SECONDS = 0.05
+GRACE_SECONDS = 5.0  # between SIGTERM and SIGKILL
+
+
+@dataclass(frozen=True)
+class RankInfo:
+    """This process among all ranks of the job, and among those of its machine."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+
+
+def rank_from_environment(environment: Mapping[str, str]) -> RankInfo | None:
+    """This process's place as torchrun or SLURM (`srun` with several tasks) tells it; None where neither started it."""
+    e = environment
+    if "RANK" in e and "WORLD_SIZE" in e:
+        world = int(e["WORLD_SIZE"])
+        local = int(e.get("LOCAL_RANK", e["RANK"]))
+        return RankInfo(int(e["RANK"]), world, local, int(e.get("LOCAL_WORLD_SIZE", world)))
+    if "SLURM_PROCID" in e and int(e.get("SLURM_NTASKS", 1)) > 1:
+        world, nodes = int(e["SLURM_NTASKS"]), int(e.get("SLURM_NNODES", 1))
+        return RankInfo(int(e["SLURM_PROCID"]), world, int(e.get("SLURM_LOCALID", 0)), -(-world // nodes))
+    return None
+
+
+def slurm_rendezvous(environment: Mapping[str, str]) -> dict[str, str]:
+    """MASTER_ADDR and MASTER_PORT for a SLURM job that did not set them: its first node, a port made of its number."""
+    found = {}
+    if "MASTER_ADDR" not in environment:
+        if int(environment.get("SLURM_NNODES", 1)) == 1:
+            found["MASTER_ADDR"] = "127.0.0.1"
+        else:
+            found["MASTER_ADDR"] = _first_host(environment.get("SLURM_JOB_NODELIST", ""))
+    if "MASTER_PORT" not in environment:
+        found["MASTER_PORT"] = str(20000 + int(environment.get("SLURM_JOB_ID", 0)) % 20000)
+    return found
+
+
+def _first_host(nodes: str) -> str:
+    try:
+        command = ["scontrol", "show", "hostnames", nodes]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]
+    except (OSError, subprocess.CalledProcessError, IndexError) as error:
+        raise ValueError(f"cannot tell the first node of SLURM_JOB_NODELIST = {nodes!r}; set MASTER_ADDR") from error
+
+
+def run_on_ranks(arguments: Sequence[str], world_size: int, body: Callable[[RankInfo], int]) -> int:
+    """Run `body` as one of `world_size` ranks and return its exit status; start the ranks where nobody has.
+
+    arguments: the command line after `dualpipe` that leads a new process back here.
+    """
+    info = rank_from_environment(os.environ)
+    if info is None and world_size > 1:
+        return start_ranks(arguments, world_size)
+    if info is None:
+        return body(RankInfo(0, 1, 0, 1))
+    if "SLURM_PROCID" in os.environ and "RANK" not in os.environ:
+        os.environ.update(slurm_rendezvous(os.environ))
+    _follow_launcher()
+    try:
+        status = body(info)
+        if status:
+            _tell_launcher("", status)
+    except BaseException as error:
+        status = _fail(error, info.rank)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if status and info.world_size > 1:
+        os._exit(status)  # a failed rank must not wait for others in the destructors of its process group
+    return status
+
+
+def start_ranks(arguments: Sequence[str], world_size: int) -> int:
+    """Run `dualpipe *arguments` as `world_size` ranks on this machine; return the exit status.
+
+    When one rank fails, or this process is interrupted or terminated, all are stopped. The error of the rank that
+    failed first is printed; its status is returned (128 + number where a signal ended it).
+    """
+    command = [sys.executable, "-P", "-m", "dualpipe", *arguments]  # -P: the working directory is not imported from
+    with tempfile.TemporaryDirectory(prefix="dualpipe-") as folder:
+        errors = [Path(folder, f"rank{rank}.json") for rank in range(world_size)]
+        ranks: list[subprocess.Popen] = []
+        previous = signal.signal(signal.SIGTERM, _terminated)
+        try:
+            ranks.extend(subprocess.Popen(command, env=e) for e in _environments(world_size, errors))
+            statuses = _wait(ranks)
+        except KeyboardInterrupt:
+            print("interrupted: all ranks are stopped", file=sys.stderr)
+            return 128 + signal.SIGINT
+        finally:
+            _stop(ranks)
+            signal.signal(signal.SIGTERM, previous)
+        return _report(statuses, errors) if any(statuses) else 0
+
+
+def _environments(world_size: int, errors: Sequence[Path]) -> list[dict[str, str]]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size),
+    }  # fmt: skip
+    threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}  # else every rank takes all cores
+    return [
+        {**os.environ, **threads, **shared, "RANK": str(r), "LOCAL_RANK": str(r), ERROR_FILE: str(errors[r])}
+        for r in range(world_size)
+    ]
+
+
+def _terminated(number: int, frame: FrameType | None) -> NoReturn:
+    raise SystemExit(128 + number)
+
+
+def _wait(ranks: Sequence[subprocess.Popen]) -> list[int | None]:
+    """Wait until all ranks are done or one has failed; their exit statuses, None for one that still runs."""
+    while True:
+        statuses = [rank.poll() for rank in ranks]
+        if any(statuses):
+            time.sleep(2 * POLL_SECONDS)  # a rank that was killed brings others down: see who else has ended
+            return [rank.poll() for rank in ranks]
+        if None not in statuses:
+            return statuses
+        time.sleep(POLL_SECONDS)
+
+
+def _stop(ranks: Sequence[subprocess.Popen]) -> None:
+    running = [rank for rank in ranks if rank.poll() is None]
+    for rank in running:
+        rank.terminate()
+    deadline = time.monotonic() + GRACE_SECONDS
+    for rank in running:
+        try:
+            rank.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            rank.kill()
+            rank.wait()
+
+
+def _report(statuses: Sequence[int | None], errors: Sequence[Path]) -> int:
+    """Print the cause: ranks that a signal ended, otherwise the earliest error that a rank wrote down."""
+    killed = {rank: signal.Signals(-status) for rank, status in enumerate(statuses) if status and status < 0}
+    for rank, number in killed.items():
+        hint = " (out of memory?)" if number is signal.SIGKILL else ""
+        print(f"error: rank {rank} was ended by {number.name}{hint}", file=sys.stderr)
+    if killed:
+        return 128 + next(iter(killed.values()))
+    written = [json.loads(path.read_text()) for path in errors if path.exists()]
+    if written:
+        first = min(written, key=lambda error: error["time"])
+        if first["text"]:
+            print(first["text"], file=sys.stderr)
+        return first["status"]
+    rank, status = next((rank, status) for rank, status in enumerate(statuses) if status)
+    print(f"error: rank {rank} ended with exit status {status}", file=sys.stderr)
+    return status
+
+
+def _follow_launcher() -> None:
+    """In a rank that `start_ranks` started: die with the launcher, and leave Ctrl-C to it."""
+    if ERROR_FILE not in os.environ:
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if sys.platform == "linux":
+        set_parent_death_signal = 1  # PR_SET_PDEATHSIG of <sys/prctl.h>
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+
+
+def _fail(error: BaseException, rank: int) -> int:
+    """Report `error` to the launcher, or on stderr where there is none; return the exit status."""
+    status = USER_ERROR if isinstance(error, ValueError) else 1
+    if isinstance(error, ValueError | FloatingPointError):
+        text = f"error: {error}"
+    else:
+        text = "".join(traceback.format_exception(error)) + f"error: rank {rank}: {type(error).__name__}: {error}"
+    if not _tell_launcher(text, status):
+        print(text, file=sys.stderr)
+    return status
+
+
+def _tell_launcher(text: str, status: int) -> bool:
+    """Leave a record for the launcher; False where there is none."""
+    target = os.environ.get(ERROR_FILE)
+    if target is None:
+        return False
+    temporary = Path(target + ".part")
+    temporary.write_text(json.dumps({"time": time.time(), "text": text, "status": status}))
+    temporary.rename(target)
+    return True

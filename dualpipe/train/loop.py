@@ -1,0 +1,181 @@
+"""The training loop of one rank: data, model and optimizer of this rank, and one call of the pipeline per step."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from dualpipe import Pipeline
+from dualpipe.schedule import Schedule, build
+from dualpipe.train.config import Config, check_world
+from dualpipe.train.data import Batch, Loader, evaluation_batches, open_splits, packed_directory, read_windows
+from dualpipe.train.job import Job, join
+from dualpipe.train.launch import RankInfo
+from dualpipe.train.metrics import METRICS, MetricsWriter, StepMetrics, make_folder, memory_bytes
+from dualpipe.train.model import Model, build_model, micro_batch_loss, read_model_config
+from dualpipe.train.optimizer import Optimizer, clip_by_global_norm, learning_rate
+from dualpipe.train.report import save_loss_curve, save_schedule
+from dualpipe.train.tokens import Splits, unigram_loss
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def train(config: Config, info: RankInfo) -> int:
+    """Train as rank `info` of the job; returns the exit status 0, raises on failure."""
+    check_world(config, info.world_size)
+    with join(info, device=config.parallel.device, timeout=config.parallel.timeout) as job:
+        Run(config, job).train()
+    return 0
+
+
+class Run:
+    """Everything that one rank needs to train. The rank of the last stage knows the loss and writes the metrics."""
+
+    def __init__(self, config: Config, job: Job) -> None:
+        self.config, self.job = config, job
+        train, parallel = config.train, config.parallel
+        self.schedule: Schedule = build(parallel.schedule, parallel.pp, train.num_chunks)
+        self.model: Model = build_model(
+            read_model_config(config.model.config), self.schedule, job.rank,
+            seed=train.seed, dtype=DTYPES[train.dtype], device=job.device,
+        )  # fmt: skip
+        self.folder = Path(config.output.dir)
+        self.splits = self._open_data()
+        self.batch_size = train.micro_batch_size * train.num_chunks * parallel.dp
+        self.loader = Loader(
+            self.splits.train, sequence_length=train.sequence_length, batch_size=self.batch_size, seed=train.seed
+        )
+        o = config.optimizer
+        self.optimizer = Optimizer(
+            self.model.stages, lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay
+        )
+        self.pipeline = Pipeline(self.model.stages, process_group=job.group, schedule=parallel.schedule)
+        self.criterion = micro_batch_loss(train.num_chunks)
+
+    def _open_data(self) -> Splits:
+        data = self.config.data
+        cache = self.folder
+
+        def prepare() -> tuple[Path, Path | None]:
+            make_folder(cache)
+            paths = (data.path, data.validation_path)
+            return tuple(p and packed_directory(p, tokenizer=data.tokenizer, cache=cache) for p in paths)
+
+        splits = open_splits(*self.job.first_rank(prepare), data.validation_fraction)
+        for stream in splits:
+            stream.packed.check_vocabulary(self.model.vocab_size)
+        return splits
+
+    # -- training
+
+    def train(self) -> None:
+        """All steps, with evaluations, then the pictures."""
+        held_out = self._evaluation_batches()
+        parameters = self._count_parameters()
+        if not self.model.has_last:
+            self._steps(held_out, None)
+            return
+        with MetricsWriter(self.folder, total_steps=self.config.train.steps) as writer:
+            unigram = unigram_loss(*self.splits, self.model.vocab_size) if self.splits.held_out.num_tokens else None
+            writer.say(self._describe(parameters))
+            if unigram is not None:
+                writer.say(f"a unigram model of the same text has a held-out loss of {unigram:.4f} nats per token")
+            self._steps(held_out, writer)
+        print(self._finish(unigram))
+
+    def _steps(self, held_out: list[list[int]], writer: MetricsWriter | None) -> None:
+        train, batches = self.config.train, iter(self.loader)
+        for done in range(1, train.steps + 1):
+            metrics = self._step(done - 1, batches)
+            due = done == train.steps or (train.eval_interval and done % train.eval_interval == 0)
+            eval_loss = self._evaluate(held_out) if held_out and due else None
+            if writer is not None:
+                writer.write(StepMetrics(**metrics, eval_loss=eval_loss))
+
+    def _step(self, step: int, batches: Iterator[Batch]) -> dict[str, float]:
+        start = time.perf_counter()
+        loss = self._forward_backward(next(batches))
+        norm = clip_by_global_norm(self.optimizer.parameters, self.config.optimizer.clip_norm, self.job.group)
+        if not math.isfinite(norm):
+            raise FloatingPointError(
+                f"the gradient norm is {norm} at step {step + 1}; lower optimizer.lr, lengthen optimizer.warmup_steps, "
+                "or check the data"
+            )
+        lr = self._learning_rate(step)
+        self.optimizer.step(lr)
+        self.optimizer.zero_grad()
+        tokens = self.batch_size * self.config.train.sequence_length
+        return {
+            "step": step + 1, "loss": loss, "grad_norm": norm, "lr": lr,
+            "tokens_per_second": tokens / (time.perf_counter() - start), "memory_bytes": memory_bytes(self.job.device),
+        }  # fmt: skip
+
+    def _forward_backward(self, batch: Batch) -> float:
+        """Run the pipeline once; the mean loss on the rank of the last stage, NaN elsewhere."""
+        device = self.job.device
+        inputs = (batch.tokens.to(device),) if self.model.has_first else ()
+        labels = (batch.targets.to(device),) if self.model.has_last else ()
+        criterion = self.criterion if self.model.has_last else None
+        losses, _ = self.pipeline.step(
+            *inputs, num_chunks=self.config.train.num_chunks, criterion=criterion, labels=labels
+        )
+        return math.nan if losses is None else losses.sum().item()
+
+    def _learning_rate(self, step: int) -> float:
+        o = self.config.optimizer
+        return learning_rate(
+            step, peak=o.lr, total_steps=self.config.train.steps, warmup_steps=o.warmup_steps, schedule=o.schedule,
+            min_ratio=o.min_lr_ratio, decay_fraction=o.decay_fraction,
+        )  # fmt: skip
+
+    # -- evaluation
+
+    def _evaluation_batches(self) -> list[list[int]]:
+        train = self.config.train
+        if not self.splits.held_out.num_documents:
+            return []
+        return evaluation_batches(
+            self.splits.held_out, sequence_length=train.sequence_length, batch_size=self.batch_size,
+            limit=train.eval_batches,
+        )  # fmt: skip
+
+    @torch.no_grad()
+    def _evaluate(self, batches: list[list[int]]) -> float:
+        """Mean loss over the held-out batches (NaN on ranks without the last stage)."""
+        window = self.config.train.sequence_length + 1
+        for stage in self.model.stages:
+            stage.eval()
+        losses = [self._forward_backward(read_windows(self.splits.held_out, rows, window)) for rows in batches]
+        for stage in self.model.stages:
+            stage.train()
+        return sum(losses) / len(losses)
+
+    # -- what is said
+
+    def _count_parameters(self) -> int:
+        count = torch.tensor(sum(p.numel() for p in self.optimizer.parameters), device=self.job.device)
+        if self.job.group is not None:
+            dist.all_reduce(count, group=self.job.group)
+        return int(count)
+
+    def _describe(self, parameters: int) -> str:
+        schedule, splits = self.schedule, self.splits
+        ranks = f"{schedule.num_ranks} {self.job.device.type} rank{'s' if schedule.num_ranks > 1 else ''}"
+        return (
+            f"{self.model.name}: {parameters:,} parameters in {schedule.num_stages} stages on {ranks}, schedule "
+            f"{schedule.name}, {self.config.train.dtype}\n"
+            f"data: {splits.train.num_tokens:,} tokens in {splits.train.num_documents:,} documents to train on, "
+            f"{splits.held_out.num_tokens:,} in {splits.held_out.num_documents:,} held out"
+        )
+
+    def _finish(self, unigram: float | None) -> str:
+        metrics, curve, picture = (self.folder / name for name in (METRICS, "loss.png", "schedule.svg"))
+        save_loss_curve(metrics, curve, unigram=unigram)
+        save_schedule(self.schedule, picture)
+        board = self.folder / "tensorboard"
+        return f"metrics: {metrics} (TensorBoard: {board})\nloss curve: {curve}\nschedule: {picture}"

@@ -1,0 +1,78 @@
+"""A rank's share of the model that a hub-style config.json describes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dualpipe.models import Qwen3MoeConfig, build_stages
+from dualpipe.nn import cross_entropy_loss
+from dualpipe.schedule import Schedule
+
+
+class Model(NamedTuple):
+    """The stages that one rank holds, in ascending order."""
+
+    name: str
+    stages: tuple[nn.Module, ...]
+    vocab_size: int
+    has_first: bool
+    has_last: bool
+
+
+def read_model_config(path: str | Path) -> Qwen3MoeConfig:
+    """Read a hub-style config.json.
+
+    Raises:
+        ValueError: the file is missing, is not JSON, or describes no model that this library has.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"model.config: there is no file {path}; give the path of a hub-style config.json")
+    try:
+        return Qwen3MoeConfig.from_json(path)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def build_model(
+    config: Qwen3MoeConfig, schedule: Schedule, rank: int, *, seed: int, dtype: torch.dtype, device: torch.device
+) -> Model:
+    """Build the stages of `rank`. The weights depend on `seed` only, not on how the layers are cut into stages."""
+    numbers = schedule.rank_stages(rank)
+    first, last = 0 in numbers, schedule.num_stages - 1 in numbers
+    if config.tie_word_embeddings and first != last:
+        raise ValueError(
+            f"tie_word_embeddings needs the first and the last stage on one rank, but schedule {schedule.name!r} puts "
+            "them on two; use a V-shaped schedule (dualpipev, zbv)"
+        )
+    stages = build_stages(config, schedule.num_stages, only=numbers)
+    return Model("Qwen3-MoE", _initialised(stages, seed, dtype, device), config.vocab_size, first, last)
+
+
+def build_whole(config: Qwen3MoeConfig, *, seed: int, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """The unpipelined model, with the same weights."""
+    (stage,) = _initialised(build_stages(config, 1), seed, dtype, device)
+    return stage
+
+
+def _initialised(
+    stages: list[nn.Module], seed: int, dtype: torch.dtype, device: torch.device
+) -> tuple[nn.Module, ...]:  # fmt: skip
+    for stage in stages:
+        stage.init_weights(seed)
+    nn.ModuleList(stages).to(device=device, dtype=dtype)  # together, so that a tied weight stays one
+    return tuple(stages)
+
+
+def micro_batch_loss(num_chunks: int) -> Callable[[Tensor, Tensor], Tensor]:
+    """A criterion whose sum over a step's micro-batches is the mean over the global batch."""
+
+    def criterion(logits: Tensor, targets: Tensor) -> Tensor:
+        return cross_entropy_loss(logits, targets) / num_chunks
+
+    return criterion

@@ -1,0 +1,119 @@
+"""AdamW over a rank's parameters, the learning rate as a function of the step, and the global gradient norm.
+
+bf16: parameters are bf16, their `.grad` is fp32 (torch's `grad_dtype`), and the optimizer updates fp32 masters that are
+rounded into the parameters after each step. Small updates are not lost that way, and nothing computes under autocast.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+def learning_rate(
+    step: int, *, peak: float, total_steps: int, warmup_steps: int = 0, schedule: Literal["cosine", "wsd"] = "cosine",
+    min_ratio: float = 0.1, decay_fraction: float = 0.2,
+) -> float:  # fmt: skip
+    """The learning rate of `step`, counted from 0.
+
+    Linear warm-up that reaches `peak` at step `warmup_steps`, then "cosine": half a cosine; or "wsd": constant, then
+    linear over the last `decay_fraction` of all steps. Both reach `min_ratio * peak` at the last step.
+    """
+    if step < warmup_steps:
+        return peak * (step + 1) / (warmup_steps + 1)
+    if schedule == "cosine":
+        progress = _progress(step, warmup_steps, total_steps - 1)
+        share = 0.5 * (1.0 + math.cos(math.pi * progress))
+    else:
+        decay_steps = round(decay_fraction * total_steps)
+        share = 1.0 - _progress(step, max(warmup_steps, total_steps - 1 - decay_steps), total_steps - 1)
+    return peak * (min_ratio + (1.0 - min_ratio) * share)
+
+
+def _progress(step: int, start: int, end: int) -> float:
+    return min(1.0, max(0.0, (step - start) / (end - start))) if end > start else float(step > end)
+
+
+class Optimizer:
+    """AdamW that does not decay vectors, with fp32 masters for parameters of a lower precision."""
+
+    def __init__(
+        self, modules: Iterable[nn.Module], *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float
+    ) -> None:
+        """A parameter that appears twice (tied) is updated once."""
+        trainable = (p for module in modules for p in module.parameters() if p.requires_grad)
+        self.parameters: list[nn.Parameter] = list(dict.fromkeys(trainable))
+        self._masters = [_master(p) for p in self.parameters]
+        matrices = [m for m in self._masters if m.dim() >= 2]
+        vectors = [m for m in self._masters if m.dim() < 2]
+        groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        groups = [group for group in groups if group["params"]]
+        self._adamw = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
+
+    @torch.no_grad()
+    def step(self, lr: float) -> None:
+        """Update the parameters from their gradients at learning rate `lr`."""
+        for group in self._adamw.param_groups:
+            group["lr"] = lr
+        pairs = [(p, m) for p, m in zip(self.parameters, self._masters) if p is not m]
+        for parameter, master in pairs:
+            master.grad = parameter.grad
+        self._adamw.step()
+        for parameter, master in pairs:
+            master.grad = None
+            parameter.copy_(master)
+
+    def zero_grad(self) -> None:
+        """Drop all gradients."""
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """AdamW's state and the masters of parameters that are not fp32."""
+        masters = [m for p, m in zip(self.parameters, self._masters) if p is not m]
+        return {"adamw": self._adamw.state_dict(), "masters": masters}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        self._adamw.load_state_dict(state["adamw"])
+        pairs = [(p, m) for p, m in zip(self.parameters, self._masters) if p is not m]
+        for (parameter, master), saved in zip(pairs, state["masters"], strict=True):
+            master.copy_(saved)
+            parameter.copy_(master)
+
+
+def _master(parameter: nn.Parameter) -> Tensor:
+    if parameter.dtype not in (torch.bfloat16, torch.float16):
+        return parameter
+    parameter.grad_dtype = torch.float32
+    return parameter.detach().float()
+
+
+@torch.no_grad()
+def clip_by_global_norm(
+    parameters: Iterable[Tensor], max_norm: float, group: dist.ProcessGroup | None = None
+) -> float:  # fmt: skip
+    """Scale the gradients of all ranks so that their joint norm is at most `max_norm`; return the norm before.
+
+    The norm is that of the whole model: the squares of every rank in `group` are added (None: this rank has it all). A
+    parameter that is given twice counts once. `max_norm` 0 does not clip; a norm that is not finite is returned as it
+    is, with the gradients untouched.
+    """
+    unique = list(dict.fromkeys(parameters))
+    gradients = [p.grad for p in unique if p.grad is not None]
+    device = unique[0].device if unique else torch.device("cpu")
+    square = torch.zeros((), dtype=torch.float64, device=device)
+    if gradients:
+        square += torch.nn.utils.get_total_norm(gradients).double() ** 2
+    if group is not None:
+        dist.all_reduce(square, group=group)
+    norm = math.sqrt(square.item())
+    if gradients and max_norm and max_norm < norm < math.inf:
+        torch._foreach_mul_(gradients, max_norm / norm)
+    return norm

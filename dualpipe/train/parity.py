@@ -1,0 +1,147 @@
+"""`dualpipe parity`: are loss and gradients of the pipelined model those of the unpipelined one?
+
+Every rank computes the reference for itself, micro-batch by micro-batch on a model with all layers, and compares the
+gradients of its own stages; rank 0 collects the differences.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+from dualpipe import Pipeline
+from dualpipe.schedule import build
+from dualpipe.train.config import Config, check_world
+from dualpipe.train.job import Job, join
+from dualpipe.train.launch import RankInfo
+from dualpipe.train.model import Model, build_model, build_whole, micro_batch_loss, read_model_config
+
+TOLERANCES = {"float64": 1e-10, "float32": 1e-5}  # relative; rounding alone stays orders of magnitude below
+
+
+class Difference(NamedTuple):
+    """How far one tensor is from its reference: the largest element, and ||x - ref|| / ||ref||."""
+
+    name: str
+    shape: tuple[int, ...]
+    max_abs: float
+    relative: float
+
+
+class Problem(NamedTuple):
+    """One global batch: B sequences of T tokens."""
+
+    tokens: Tensor  # (B, T)
+    targets: Tensor  # (B, T)
+    num_chunks: int
+
+
+def check(config: Config, info: RankInfo, *, dtype: str, tolerance: float | None, worst: int) -> int:
+    """Compare as rank `info`; rank 0 prints the table and returns 1 where a difference exceeds the tolerance."""
+    check_world(config, info.world_size)
+    allowed = TOLERANCES[dtype] if tolerance is None else tolerance
+    with join(info, device=config.parallel.device, timeout=config.parallel.timeout) as job:
+        differences = compare(config, job, getattr(torch, dtype))
+    if job.rank != 0:
+        return 0
+    failed = [d for d in differences if not d.relative <= allowed]  # NaN fails
+    _print(differences, worst, title=f"{config.parallel.schedule}, {config.parallel.pp} ranks, {dtype}")
+    verdict = f"{len(failed)} of {len(differences)} differ by more than" if failed else f"all {len(differences)} within"
+    print(f"parity {'FAILED' if failed else 'passed'}: {verdict} {allowed:g} relative")
+    return 1 if failed else 0
+
+
+def compare(config: Config, job: Job, dtype: torch.dtype) -> list[Difference]:
+    """Loss and gradients of one step against the unpipelined model, on random tokens; complete on rank 0."""
+    train, parallel = config.train, config.parallel
+    model_config = read_model_config(config.model.config)
+    schedule = build(parallel.schedule, parallel.pp, train.num_chunks)
+    common = {"seed": train.seed, "dtype": dtype, "device": job.device}
+    model = build_model(model_config, schedule, job.rank, **common)
+    whole = build_whole(model_config, **common)
+    problem = _random_problem(config, model.vocab_size, job.device)
+    loss = pipelined_step(model, Pipeline(model.stages, process_group=job.group, schedule=parallel.schedule), problem)
+    reference = unpipelined_step(whole, problem)
+    found = compare_gradients(model.stages, whole)
+    if loss is not None:
+        found.append(difference("loss of the micro-batches", loss, reference))
+    return _collect(found, job)
+
+
+def pipelined_step(model: Model, pipeline: Pipeline, problem: Problem) -> Tensor | None:
+    """One step of the pipeline; the loss of each micro-batch on the rank of the last stage."""
+    losses, _ = pipeline.step(
+        *((problem.tokens,) if model.has_first else ()),
+        num_chunks=problem.num_chunks,
+        criterion=micro_batch_loss(problem.num_chunks) if model.has_last else None,
+        labels=(problem.targets,) if model.has_last else (),
+    )
+    return losses
+
+
+def unpipelined_step(whole: nn.Module, problem: Problem) -> Tensor:
+    """The same step without a pipeline: forward and backward of one micro-batch after the other."""
+    criterion = micro_batch_loss(problem.num_chunks)
+    losses = []
+    for tokens, targets in zip(*(t.tensor_split(problem.num_chunks) for t in (problem.tokens, problem.targets))):
+        loss = criterion(whole(tokens), targets)
+        loss.backward()
+        losses.append(loss.detach())
+    return torch.stack(losses)
+
+
+def compare_gradients(stages: Iterable[nn.Module], whole: nn.Module) -> list[Difference]:
+    """The gradient of every parameter of `stages` against that of the same name in `whole`."""
+    reference = dict(whole.named_parameters(remove_duplicate=False))
+    return [
+        difference(name, _gradient(parameter), _gradient(reference[name]))
+        for stage in stages
+        for name, parameter in stage.named_parameters()
+    ]
+
+
+def difference(name: str, value: Tensor, reference: Tensor) -> Difference:
+    """Measure `value` against `reference`; a reference of zero counts as norm 1."""
+    delta = value - reference
+    scale = reference.norm().item() or 1.0
+    return Difference(name, tuple(value.shape), delta.abs().max().item(), delta.norm().item() / scale)
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+
+def _random_problem(config: Config, vocab_size: int, device: torch.device) -> Problem:
+    train = config.train
+    generator = torch.Generator().manual_seed(train.seed)
+    shape = (train.micro_batch_size * train.num_chunks, train.sequence_length + 1)
+    rows = torch.randint(vocab_size, shape, generator=generator).to(device)
+    return Problem(rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), train.num_chunks)
+
+
+def _collect(found: list[Difference], job: Job) -> list[Difference]:
+    if job.group is None:
+        return found
+    everywhere: list[list[Difference]] = [[] for _ in range(job.world_size)]
+    dist.all_gather_object(everywhere, found, group=job.group)
+    return [d for differences in everywhere for d in differences]
+
+
+def _badness(d: Difference) -> float:
+    return math.inf if math.isnan(d.relative) else d.relative
+
+
+def _print(differences: list[Difference], worst: int, *, title: str) -> None:
+    table = Table(title=f"Largest differences from the unpipelined model ({title})")
+    for column, justify in (("tensor", "left"), ("shape", "left"), ("max abs", "right"), ("relative", "right")):
+        table.add_column(column, justify=justify, overflow="fold")
+    for d in sorted(differences, key=_badness, reverse=True)[:worst]:
+        table.add_row(d.name, str(d.shape), f"{d.max_abs:.2e}", f"{d.relative:.2e}")
+    Console().print(table)

@@ -1,0 +1,34 @@
+"""The pictures that a run leaves behind: its loss curve and its schedule."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from dualpipe.schedule import Schedule, simulate, to_svg
+from dualpipe.train.metrics import read_metrics
+
+
+def save_loss_curve(metrics: Path, picture: Path, *, unigram: float | None) -> None:
+    """Draw training and held-out loss of a metrics.jsonl as PNG, with the loss of a unigram model as a line."""
+    rows = read_metrics(metrics)
+    held_out = [(row["step"], row["eval_loss"]) for row in rows if row.get("eval_loss") is not None]
+    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.plot([r["step"] for r in rows], [r["loss"] for r in rows], color="#1f77b4", linewidth=1.2, label="training")
+    if held_out:
+        axes.plot(*zip(*held_out), color="#d62728", marker="o", markersize=4, label="held out")
+    if unigram is not None:
+        axes.axhline(unigram, color="#7f7f7f", linestyle="--", linewidth=1, label=f"unigram model, {unigram:.2f}")
+    axes.set(xlabel="step", ylabel="loss (nats per token)")
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False)
+    figure.savefig(picture)
+
+
+def save_schedule(schedule: Schedule, picture: Path) -> None:
+    """Draw a schedule, timed with unit costs, as SVG."""
+    picture.write_text(to_svg(simulate(schedule)), encoding="utf-8")

@@ -1,0 +1,93 @@
+"""A training run small enough for a test."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+MODEL = {
+    "model_type": "qwen3_moe", "vocab_size": 257, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+}  # fmt: skip
+RUN = """
+[model]
+config = "config.json"
+[data]
+path = "text"
+validation_fraction = 0.2
+[parallel]
+pp = 2
+device = "cpu"
+[train]
+steps = 5
+sequence_length = 16
+micro_batch_size = 2
+num_chunks = 4
+eval_interval = 2
+eval_batches = 2
+[optimizer]
+lr = 3e-3
+[output]
+dir = "out"
+"""
+
+
+def write_files(folder: Path) -> Path:
+    """A config, a model's config.json and 40 files of text in `folder`; the path of the config."""
+    (folder / "config.json").write_text(json.dumps(MODEL))
+    (folder / "run.toml").write_text(RUN)
+    (folder / "text").mkdir(exist_ok=True)
+    for i in range(40):
+        (folder / "text" / f"{i}.txt").write_text(f"{i}: the cat sat on the mat and the dog did not. " * (1 + i % 5))
+    return folder / "run.toml"
+
+
+@pytest.fixture
+def run_toml(tmp_path):
+    return write_files(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory):
+    """A folder with run.toml, shared by the tests of a module."""
+    return write_files(tmp_path_factory.mktemp("run")).parent
+
+
+@pytest.fixture(scope="session")
+def dualpipe():
+    """Run `dualpipe *arguments` in `folder` and return the finished process."""
+
+    def run(folder, *arguments, command=(sys.executable, "-m", "dualpipe"), environment=None, timeout=90):
+        return subprocess.run([*command, *arguments], cwd=folder, env=clean_environment(environment),
+                              capture_output=True, text=True, timeout=timeout)  # fmt: skip
+
+    return run
+
+
+def clean_environment(extra=None):
+    """This process's environment without what a launcher around the tests may have left in it."""
+    started = ("RANK", "WORLD_SIZE", "LOCAL_", "SLURM_", "MASTER_", "TORCHELASTIC_", "DUALPIPE_")
+    return {k: v for k, v in os.environ.items() if not k.startswith(started)} | (extra or {})
+
+
+@pytest.fixture(scope="session")
+def start_dualpipe():
+    """Start `dualpipe *arguments` in `folder` and return the running process; it is killed after the test."""
+    started = []
+
+    def start(folder, *arguments):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "dualpipe", *arguments], cwd=folder, env=clean_environment(), text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()

@@ -1,0 +1,285 @@
+"""The `dualpipe` command from outside: exit statuses, messages, and runs on real processes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from dualpipe import __version__, cli
+
+ROOT = Path(cli.__file__).parents[1]
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "dualpipe")
+
+
+def losses(folder, out):
+    return [json.loads(line)["loss"] for line in (folder / out / "metrics.jsonl").read_text().splitlines()]
+
+
+# -- training
+
+
+@pytest.fixture(scope="module")
+def trained(run_folder, dualpipe):
+    return dualpipe(run_folder, "train", "run.toml")
+
+
+def test_train_starts_its_ranks_and_reports(trained, run_folder):
+    assert trained.returncode == 0, trained.stderr
+    out = trained.stdout
+    assert "4 stages on 2 cpu ranks, schedule dualpipev" in out
+    assert "unigram model of the same text has a held-out loss of" in out
+    assert [line.split()[1] for line in out.splitlines() if line.startswith("step ")] == [f"{s}/5" for s in range(1, 6)]
+    for name in ("metrics.jsonl", "loss.png", "schedule.svg"):
+        assert f"out/{name}" in out.splitlines()[-3] + out.splitlines()[-2] + out.splitlines()[-1]
+        assert (run_folder / "out" / name).stat().st_size > 0
+    assert (run_folder / "out/loss.png").read_bytes().startswith(b"\x89PNG")
+    assert "<svg" in (run_folder / "out/schedule.svg").read_text()[:300]
+
+
+def test_metrics_have_a_line_per_step(trained, run_folder):
+    rows = [json.loads(line) for line in (run_folder / "out/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+    assert [row["step"] for row in rows if "eval_loss" in row] == [2, 4, 5]
+    for row in rows:
+        assert row["grad_norm"] > 0 and row["tokens_per_second"] > 0 and row["memory_bytes"] > 2**20 and row["lr"] > 0
+    assert 5.3 < rows[0]["loss"] < 5.8, "near ln(257) = 5.55 before the first update"
+    assert rows[-1]["loss"] < rows[0]["loss"]
+    assert rows[-1]["eval_loss"] < rows[0]["loss"]
+
+
+def test_torchrun_another_schedule_and_no_evaluation_give_the_same_losses(trained, run_folder, dualpipe):
+    options = ("--parallel.schedule", "1f1b", "--train.eval_batches", "0", "--output.dir", "torchrun")
+    done = dualpipe(run_folder, "train", "run.toml", *options, command=TORCHRUN)
+    assert done.returncode == 0, done.stderr
+    assert losses(run_folder, "torchrun") == pytest.approx(losses(run_folder, "out"), rel=1e-5)
+
+
+def test_one_rank_gives_the_same_losses(trained, run_folder, dualpipe):
+    done = dualpipe(run_folder, "train", "run.toml", "--parallel.pp", "1", "--output.dir", "alone")
+    assert done.returncode == 0, done.stderr
+    assert losses(run_folder, "alone") == pytest.approx(losses(run_folder, "out"), rel=1e-5)
+
+
+def test_bf16(trained, run_folder, dualpipe):
+    options = ("--parallel.pp", "1", "--train.dtype", "bf16", "--output.dir", "bf16")
+    done = dualpipe(run_folder, "train", "run.toml", *options)
+    assert done.returncode == 0, done.stderr
+    assert losses(run_folder, "bf16") == pytest.approx(losses(run_folder, "out"), rel=0.02)
+
+
+def test_parity_on_two_ranks(run_folder, dualpipe):
+    good = dualpipe(run_folder, "parity", "run.toml", "--pp", "2", "--worst", "2", "--train.num_chunks", "3")
+    assert good.returncode == 0, good.stderr
+    assert "parity passed" in good.stdout
+
+
+# -- failures
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--train.stepz", "3"], "error: unknown option '--train.stepz'; the nearest valid name is '--train.steps'"),
+        (["--parallel.ep", "2"], "parallel.ep = 2: more than 1 is not available yet"),
+    ],
+)
+def test_bad_options(run_toml, capsys, options, message):
+    assert cli.main(["train", str(run_toml), *options]) == 2
+    err = capsys.readouterr().err
+    assert message in err and err.count("\n") == 1
+
+
+def test_a_missing_config(capsys):
+    assert cli.main(["train", "none.toml"]) == 2
+    assert capsys.readouterr().err.startswith("error: cannot read the config none.toml")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--data.path", "none"], "error: there is no file or directory none"),
+        (["--train.sequence_length", "100000"], "error: the text has "),
+    ],
+)
+def test_what_a_rank_refuses_is_said_once(run_folder, dualpipe, options, message):
+    done = dualpipe(run_folder, "train", "run.toml", *options)
+    assert done.returncode == 2
+    assert message in done.stderr and done.stderr.count("\n") == 1 and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (None, "model.config: there is no file"),
+        ("{", "broken.json: "),
+        ({"vocab_size": 256}, "holds the token 256, but the model's vocab_size is 256"),
+        ({"hidden_act": "gelu"}, "broken.json: options that Qwen3-MoE does not support here: hidden_act='gelu'"),
+    ],
+)
+def test_a_bad_model(run_toml, capsys, model, message):
+    broken = run_toml.with_name("broken.json")
+    if isinstance(model, dict):
+        model = json.dumps({**json.loads(run_toml.with_name("config.json").read_text()), **model})
+    if model is not None:
+        broken.write_text(model)
+    out = str(run_toml.with_name("out"))
+    options = ["--model.config", str(broken), "--parallel.pp", "1", "--output.dir", out]
+    assert cli.main(["train", str(run_toml), *options]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and message in err
+
+
+def test_an_output_folder_that_cannot_be_made(run_toml, capsys):
+    run_toml.with_name("file").write_text("")
+    out = str(run_toml.with_name("file") / "out")
+    assert cli.main(["train", str(run_toml), "--parallel.pp", "1", "--output.dir", out]) == 2
+    assert f"error: output.dir = '{out}' cannot be made: Not a directory" in capsys.readouterr().err
+
+
+def test_a_wrong_number_of_ranks_under_torchrun(run_folder, dualpipe):
+    one = (*TORCHRUN[:5], "1", *TORCHRUN[6:])
+    done = dualpipe(run_folder, "train", "run.toml", command=one)
+    assert done.returncode != 0
+    assert "error: parallel.pp * dp * ep = 2 * 1 * 1 = 2, but 1 ranks were started" in done.stderr
+
+
+def test_a_loss_that_explodes(run_folder, dualpipe):
+    options = ("--optimizer.lr", "1e30", "--optimizer.clip_norm", "0", "--output.dir", "exploded")
+    done = dualpipe(run_folder, "train", "run.toml", *options)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: the gradient norm is ") and "lower optimizer.lr" in done.stderr
+    for line in (run_folder / "exploded/metrics.jsonl").read_text().splitlines():
+        json.loads(line, parse_constant=pytest.fail)
+
+
+BREAK_RANK_1 = """
+import os
+if os.environ.get("RANK") == "1":
+    import dualpipe.train.optimizer as optimizer
+    good = optimizer.learning_rate
+    def broken(step, **settings):
+        if step == 2:
+            raise RuntimeError("the cause")
+        return good(step, **settings)
+    optimizer.learning_rate = broken
+"""
+
+
+def test_a_rank_that_raises_brings_all_down_with_its_cause(run_folder, dualpipe, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(BREAK_RANK_1)
+    environment = {"PYTHONPATH": str(tmp_path)}
+    done = dualpipe(run_folder, "train", "run.toml", "--output.dir", "broken", environment=environment, timeout=40)
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+    assert done.stderr.splitlines()[-1] == "error: rank 1: RuntimeError: the cause"
+
+
+def children(pid):
+    return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the ranks in /proc")
+@pytest.mark.parametrize(
+    ("victim", "number", "status", "message"),
+    [
+        ("rank", signal.SIGKILL, 137, "error: rank 1 was ended by SIGKILL"),
+        ("launcher", signal.SIGTERM, 143, ""),
+        ("launcher", signal.SIGINT, 130, "interrupted"),
+        ("launcher", signal.SIGKILL, -9, ""),
+    ],
+)
+def test_a_signal_ends_all_ranks(run_folder, start_dualpipe, victim, number, status, message):
+    launcher = start_dualpipe(run_folder, "train", "run.toml", "--train.steps", "100000", "--output.dir", f"s{number}")
+    for line in launcher.stdout:
+        if line.startswith("step 2/"):
+            break
+    ranks = children(launcher.pid)
+    assert len(ranks) == 2
+    os.kill(ranks[1] if victim == "rank" else launcher.pid, number)
+    _, err = launcher.communicate(timeout=30)
+    assert launcher.returncode == status
+    assert message in err
+    deadline = time.monotonic() + 10
+    while any(map(alive, ranks)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(alive, ranks))
+
+
+# -- the rest of the command
+
+
+def test_data_pack(run_toml, capsys):
+    folder = run_toml.parent
+    assert cli.main(["data", "pack", str(folder / "text"), "--out", str(folder / "packed")]) == 0
+    assert "in 40 documents" in capsys.readouterr().out
+    assert cli.main(["data", "pack", str(folder / "none"), "--out", str(folder / "packed")]) == 2
+    message = f"error: there is no file or directory {folder}/none; give files or directories of text\n"
+    assert capsys.readouterr().err == message
+
+
+def test_train_from_packed_data_on_one_rank(run_toml, capsys):
+    folder = run_toml.parent
+    (folder / "text/tiny.txt").write_bytes(bytes(range(256)))
+    cli.main(["data", "pack", str(folder / "text"), "--out", str(folder / "packed")])
+    options = ["--data.path", str(folder / "packed"), "--parallel.pp", "1", "--output.dir", str(folder / "out"),
+               "--train.steps", "2", "--data.validation_fraction", "0"]  # fmt: skip
+    assert cli.main(["train", str(run_toml), *options]) == 0
+    assert "unigram" not in capsys.readouterr().out, "nothing is held out to evaluate it on"
+    assert len(losses(folder, "out")) == 2
+    assert not list((folder / "out").glob("data-*")), "packed data is used where it is"
+    (folder / "packed/tokens-00000.bin").write_bytes(b"")
+    assert cli.main(["train", str(run_toml), *options]) == 2
+    assert "not a complete packed directory: tokens-00000.bin has 0 bytes" in capsys.readouterr().err
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["--version"])
+    assert stop.value.code == 0
+    assert capsys.readouterr().out == f"dualpipe {__version__}\n"
+
+
+@pytest.mark.parametrize("arguments", [[], ["nonsense"], ["train"], ["data", "pack", "x"]])
+def test_usage_errors(arguments, capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(arguments)
+    assert stop.value.code == 2
+    assert "usage: dualpipe" in capsys.readouterr().err
+
+
+def python(code, folder):
+    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_command_itself_does_not_import_torch(tmp_path):
+    code = "import sys; from dualpipe import cli; cli._parser(); print('torch' in sys.modules)"
+    assert python(code, tmp_path) == "False\n"
+
+
+def test_python_m_from_the_root_does_not_shadow_kernels():
+    code = """
+import importlib.util, runpy, sys
+sys.argv = ["dualpipe", "--version"]
+assert importlib.util.find_spec("kernels").origin.startswith(sys.path[0] or __import__("os").getcwd())
+try:
+    runpy.run_module("dualpipe", run_name="__main__", alter_sys=True)
+except SystemExit:
+    pass
+spec = importlib.util.find_spec("kernels")
+print(spec is None or "site-packages" in spec.origin)
+"""
+    assert python(code, ROOT).splitlines()[-1] == "True"

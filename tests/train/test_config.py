@@ -1,0 +1,117 @@
+"""The TOML config: defaults, overrides, and what is refused."""
+
+import pytest
+
+from dualpipe.train.config import check_world, load_config
+
+GOOD = """
+[model]
+config = "model/config.json"
+[data]
+path = "text"
+[parallel]
+pp = 2
+[train]
+steps = 7
+[optimizer]
+lr = 1
+betas = [0.8, 0.9]
+"""
+
+
+@pytest.fixture
+def toml(tmp_path):
+    def write(text=GOOD):
+        path = tmp_path / "run.toml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def test_reads_tables_and_defaults(toml, tmp_path):
+    config = load_config(toml())
+    assert (config.parallel.pp, config.train.steps, config.optimizer.betas) == (2, 7, (0.8, 0.9))
+    assert config.optimizer.lr == 1.0 and type(config.optimizer.lr) is float
+    assert config.train.dtype == "fp32" and config.data.tokenizer == "bytes"
+    assert config.model.config == str(tmp_path / "model/config.json"), "relative to the TOML file"
+    assert config.data.path == str(tmp_path / "text")
+
+
+def test_special_paths_are_not_anchored(toml):
+    config = load_config(toml(GOOD.replace('"text"', '"stdlib"')))
+    assert (config.data.path, config.data.tokenizer, config.data.validation_path) == ("stdlib", "bytes", None)
+
+
+def test_overrides_replace_the_file(toml):
+    options = ["--optimizer.lr", "3e-4", "--train.sequence-length=9", "--data.path", "here", "--train.dtype", "bf16"]
+    config = load_config(toml(), [*options, "--optimizer.betas", "0.5", "0.6", "--data.validation_path", "v"])
+    assert (config.optimizer.lr, config.train.sequence_length, config.train.dtype) == (3e-4, 9, "bf16")
+    assert config.data.path == "here", "relative to the working directory"
+    assert (config.optimizer.betas, config.data.validation_path) == ((0.5, 0.6), "v")
+    assert config.train.steps == 7
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (GOOD + "[trian]\nsteps = 1", "unknown key 'trian'; the nearest valid name is 'train'"),
+        (GOOD.replace("steps", "step"), r"\[train\]: unknown key 'step'; the nearest valid name is 'steps'"),
+        (GOOD.replace("steps = 7", 'steps = "7"'), "steps = '7' has the wrong type; it must be an integer"),
+        (GOOD.replace("steps = 7", "steps = true"), "steps = True has the wrong type"),
+        (GOOD.replace("steps = 7", "steps = 7.5"), "steps = 7.5 has the wrong type"),
+        (GOOD.replace("steps = 7", "steps = 0"), "train.steps = 0: must be at least 1"),
+        (GOOD.replace("steps = 7", 'dtype = "fp16"'), "dtype = 'fp16' .* one of 'fp32', 'bf16'"),
+        (GOOD.replace("[0.8, 0.9]", "[0.8]"), "betas = .* a list of 2"),
+        (GOOD.replace("[0.8, 0.9]", "[0.8, 1.0]"), "optimizer.betas .* less than 1"),
+        (GOOD.replace("lr = 1", "lr = nan"), "optimizer.lr = nan: must be positive"),
+        (GOOD.replace("pp = 2", "dp = 2"), "parallel.dp = 2: more than 1 is not available yet; set parallel.dp = 1"),
+        (GOOD.replace("pp = 2", "ep = 4"), "parallel.ep = 4: more than 1 is not available"),
+        (GOOD.replace("pp = 2", "pp = 0"), "parallel.pp = 0: must be at least 1"),
+        (GOOD.replace("pp = 2", 'schedule = "dualpipe"'), "schedule = 'dualpipe' .*'dualpipev'"),
+        ("[train]\nsteps = 3", r"there is no \[model\] table"),
+        ("[model]", "model.config = ''"),
+        ("model = 3", "must be a table"),
+        ("[model", "is not valid TOML"),
+    ],
+)
+def test_refuses_a_bad_file(toml, text, message):
+    with pytest.raises(ValueError, match=message):
+        load_config(toml(text))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--train.stepz", "3"], "unknown option '--train.stepz'; the nearest valid name is '--train.steps'"),
+        (["--steps=3"], "unknown option '--steps'"),
+        (["--train.steps", "x"], "--train.steps: invalid literal"),
+        (["--train.steps", "-1"], "train.steps = -1: must be at least 1"),
+        (["--train.steps"], "Missing value for argument '--train.steps'"),
+        (["--parallel.schedule", "x"], "invalid choice 'x'"),
+        (["--parallel.dp", "2"], "parallel.dp = 2: more than 1 is not available yet"),
+        (["extra"], "extra"),
+    ],
+)
+def test_refuses_bad_options(toml, options, message):
+    with pytest.raises(ValueError, match=message):
+        load_config(toml(), options)
+
+
+def test_missing_file(tmp_path):
+    with pytest.raises(ValueError, match=r"cannot read the config .*none\.toml: No such file"):
+        load_config(tmp_path / "none.toml")
+
+
+def test_world_size_must_match(toml):
+    config = load_config(toml())
+    check_world(config, 2)
+    with pytest.raises(ValueError, match=r"2 \* 1 \* 1 = 2, but 3 ranks were started; .*parallel\.pp = 3"):
+        check_world(config, 3)
+
+
+def test_help_lists_the_fields(toml, capsys):
+    with pytest.raises(SystemExit) as stop:
+        load_config(toml(), ["--help"])
+    assert stop.value.code == 0
+    assert "--optimizer.weight_decay" in capsys.readouterr().out

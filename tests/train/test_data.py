@@ -1,0 +1,324 @@
+"""Packing text, reading it back, splitting it, and the order of the batches."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from dualpipe.train.data import Loader, evaluation_batches, open_splits, packed_directory, read_windows
+from dualpipe.train.pack import find_sources, pack, stdlib_sources
+from dualpipe.train.tokenizer import ByteTokenizer, FileTokenizer, load_tokenizer
+from dualpipe.train.tokens import PackedTokens, all_documents, split_documents, unigram_loss
+from ranks import run_ranks
+
+END = ByteTokenizer.end_of_document
+
+
+@pytest.fixture
+def texts(tmp_path):
+    folder = tmp_path / "texts"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "b.txt").write_bytes(b"bee")
+    (folder / "a.txt").write_bytes(b"a\xff\x00")
+    (folder / "sub" / "c.txt").write_bytes(b"sea")
+    (folder / "empty.txt").write_bytes(b"")
+    (folder / ".hidden").write_bytes(b"no")
+    return folder
+
+
+@pytest.fixture
+def many(tmp_path):
+    """200 documents of uneven lengths, packed in several shards."""
+    folder = tmp_path / "many"
+    folder.mkdir()
+    rng = np.random.default_rng(0)
+    for i in range(200):
+        (folder / f"{i:03d}").write_bytes(rng.integers(97, 123, rng.integers(1, 90)).astype(np.uint8).tobytes())
+    pack(find_sources([folder]), ByteTokenizer(), tmp_path / "packed", shard_tokens=1000)
+    return tmp_path / "packed"
+
+
+def texts_of(stream):
+    """The documents of a stream, which must end with the end of one."""
+    tokens = stream.read(0, stream.num_tokens)
+    pieces = np.split(tokens, np.flatnonzero(tokens == END) + 1)
+    assert not len(pieces.pop())
+    return [bytes(piece[:-1].tolist()) for piece in pieces]
+
+
+def stream_of(path):
+    stream = all_documents(PackedTokens(path))
+    return stream.read(0, stream.num_tokens).tolist()
+
+
+def test_pack_bytes_in_order(texts, tmp_path):
+    packed = pack(find_sources([texts]), ByteTokenizer(), tmp_path / "out")
+    assert (packed.documents, packed.tokens) == (3, 12)
+    expected = [*b"a\xff\x00", END, *b"bee", END, *b"sea", END]
+    assert stream_of(tmp_path / "out") == expected
+    index = json.loads((tmp_path / "out/index.json").read_text())
+    assert (index["dtype"], index["vocab_size"], index["tokens"]) == ("uint16", 257, 12)
+    assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == [], "no temporary left"
+
+
+def test_order_of_arguments_is_kept(texts, tmp_path):
+    pack(find_sources([texts / "sub/c.txt", texts / "b.txt"]), ByteTokenizer(), tmp_path / "out")
+    assert stream_of(tmp_path / "out") == [*b"sea", END, *b"bee", END]
+
+
+def test_repacking_gives_the_same_files_and_replaces_the_old(texts, tmp_path):
+    def contents():
+        pack(find_sources([texts]), ByteTokenizer(), tmp_path / "out")
+        return {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()}
+
+    first = contents()
+    assert contents() == first
+    (texts / "d.txt").write_bytes(b"new")
+    assert contents() != first
+    assert stream_of(tmp_path / "out")[8:12] == [*b"new", END], "d.txt comes before sub/c.txt"
+
+
+def test_a_failed_repack_leaves_the_old(texts, tmp_path):
+    class Broken(ByteTokenizer):
+        def encode(self, text):
+            if text == b"sea":
+                raise ValueError("boom")
+            return super().encode(text)
+
+    pack(find_sources([texts]), ByteTokenizer(), tmp_path / "out")
+    with pytest.raises(ValueError, match=r"cannot tokenise .*c.txt: boom"):
+        pack(find_sources([texts]), Broken(), tmp_path / "out")
+    assert len(stream_of(tmp_path / "out")) == 12
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "texts"]
+
+
+def test_pack_refuses(texts, tmp_path):
+    with pytest.raises(ValueError, match="there is no file or directory"):
+        find_sources([tmp_path / "none"])
+    with pytest.raises(ValueError, match="there is no text to pack"):
+        pack(find_sources([texts / "empty.txt"]), ByteTokenizer(), tmp_path / "out")
+    with pytest.raises(ValueError, match="exists and is no packed directory"):
+        pack(find_sources([texts]), ByteTokenizer(), texts)
+    assert not (tmp_path / "out").exists()
+
+
+def test_tokenizers_file(tmp_path):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    vocab = {"[UNK]": 0, "hello": 1, "world": 2, "<|endoftext|>": 70000}
+    hub = Tokenizer(models.WordLevel(vocab, unk_token="[UNK]"))
+    hub.pre_tokenizer = pre_tokenizers.Whitespace()
+    hub.save(str(tmp_path / "tok.json"))
+    (tmp_path / "t.txt").write_text("hello world hello what")
+    tokenizer = load_tokenizer(str(tmp_path / "tok.json"))
+    assert (tokenizer.vocab_size, tokenizer.end_of_document) == (70001, 70000)
+    pack(find_sources([tmp_path / "t.txt"]), tokenizer, tmp_path / "out")
+    assert stream_of(tmp_path / "out") == [1, 2, 1, 0, 70000]
+    assert json.loads((tmp_path / "out/index.json").read_text())["dtype"] == "uint32"
+    with pytest.raises(ValueError, match="no token 'x'; name its end-of-document token"):
+        FileTokenizer(tmp_path / "tok.json", end_of_document="x")
+    with pytest.raises(ValueError, match="is not a tokenizer"):
+        FileTokenizer(tmp_path / "t.txt")
+    with pytest.raises(ValueError, match="cannot read the tokenizer"):
+        FileTokenizer(tmp_path / "none.json")
+    (tmp_path / "t.txt").write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match="not UTF-8"):
+        pack(find_sources([tmp_path / "t.txt"]), tokenizer, tmp_path / "out2")
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[:-2])
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 1
+    path.write_bytes(bytes(data))
+
+
+@pytest.mark.parametrize(
+    ("file", "damage", "message"),
+    [
+        ("tokens-00001.bin", truncate, "tokens-00001.bin has .* bytes instead of"),
+        ("tokens-00000.bin", flip, "the checksum of tokens-00000.bin is wrong"),
+        ("tokens-00000.bin", lambda p: p.unlink(), "tokens-00000.bin is missing"),
+        ("documents.npy", flip, "the checksum of documents.npy is wrong"),
+        ("documents.npy", lambda p: p.unlink(), "documents.npy is missing"),
+        ("index.json", truncate, "not valid JSON"),
+        ("index.json", lambda p: p.unlink(), "there is no index.json"),
+        ("index.json", lambda p: p.write_text("{}"), "not of the format"),
+        ("index.json", lambda p: p.write_text('{"format": "dualpipe tokens 1"}'), "lacks or garbles"),
+    ],
+)
+def test_damage_is_found(many, file, damage, message):
+    damage(many / file)
+    with pytest.raises(ValueError, match=f"not a complete packed directory: .*{message}"):
+        PackedTokens(many)
+    assert packed_directory(str(many), tokenizer="bytes", cache=many.parent) == many, "not taken for text"
+
+
+def test_split_is_by_document_and_stable(many):
+    packed = PackedTokens(many)
+    train, held_out = split_documents(packed, 0.2)
+    assert train.num_documents + held_out.num_documents == 200
+    assert 20 <= held_out.num_documents <= 60
+    documents = [texts_of(s) for s in (train, held_out)]
+    assert [len(d) for d in documents] == [train.num_documents, held_out.num_documents]
+    assert sorted(documents[0] + documents[1]) == sorted(texts_of(all_documents(packed)))
+    assert [s.num_tokens for s in split_documents(packed, 0.2)] == [train.num_tokens, held_out.num_tokens]
+
+
+def test_copies_of_a_document_are_on_one_side(tmp_path):
+    for i in range(40):
+        (tmp_path / f"{i}.txt").write_bytes(b"copy %d" % (i % 20))
+    pack(find_sources([tmp_path]), ByteTokenizer(), tmp_path / "out")
+    for stream in split_documents(PackedTokens(tmp_path / "out"), 0.5):
+        texts = texts_of(stream)
+        assert texts and all(texts.count(t) == 2 for t in texts)
+
+
+def test_no_split_and_an_impossible_one(many, texts, tmp_path):
+    train, held_out = split_documents(PackedTokens(many), 0.0)
+    assert (train.num_documents, held_out.num_documents) == (200, 0)
+    pack(find_sources([texts / "b.txt"]), ByteTokenizer(), tmp_path / "one")
+    with pytest.raises(ValueError, match=r"validation_fraction = 0\.1 holds out 0 of 1 documents"):
+        split_documents(PackedTokens(tmp_path / "one"), 0.1)
+    splits = open_splits(many, tmp_path / "one", 0.5)
+    assert (splits.train.num_documents, splits.held_out.num_tokens) == (200, 4)
+    other = ByteTokenizer()
+    other.identity = "another"
+    pack(find_sources([texts / "b.txt"]), other, tmp_path / "other")
+    with pytest.raises(ValueError, match=r"was packed with the tokenizer 'bytes', .* with 'another'"):
+        open_splits(many, tmp_path / "other", 0.5)
+
+
+def test_stream_reads_across_documents_and_shards(many):
+    packed = PackedTokens(many)
+    assert len(list(many.glob("*.bin"))) > 3
+    stream = split_documents(packed, 0.3).train
+    whole = stream.read(0, stream.num_tokens)
+    for start in range(0, stream.num_tokens - 150, 37):
+        assert (stream.read(start, start + 150) == whole[start : start + 150]).all()
+
+
+def make_loader(path, seed=0, batch_size=6, sequence_length=10):
+    return Loader(all_documents(PackedTokens(path)), sequence_length=sequence_length, batch_size=batch_size, seed=seed)
+
+
+def test_an_epoch_reads_every_window_once(many):
+    loader = make_loader(many)
+    stream = all_documents(PackedTokens(many))
+    windows = {tuple(stream.read(w * 11, w * 11 + 11).tolist()) for w in range(loader.num_windows)}
+    rows = [(*t, y[-1]) for step in range(loader.num_windows // 6 + 1)
+            for t, y in zip(*(x.tolist() for x in loader.batch(step)))]  # fmt: skip
+    epoch = rows[: loader.num_windows]
+    assert set(epoch) == windows
+    assert epoch != sorted(epoch)
+    second = [loader._order(1).tolist(), loader._order(0).tolist()]
+    assert second[0] != second[1] and sorted(second[0]) == sorted(second[1])
+
+
+def test_targets_are_tokens_shifted(many):
+    tokens, targets = make_loader(many).batch(3)
+    assert tokens.shape == targets.shape == (6, 10)
+    assert (tokens[:, 1:] == targets[:, :-1]).all()
+
+
+def test_batches_are_a_function_of_step_and_seed(many):
+    one, two = make_loader(many), make_loader(many)
+    assert (one.batch(50).tokens == two.batch(50).tokens).all()
+    assert not (one.batch(0).tokens == make_loader(many, seed=1).batch(0).tokens).all()
+    wide = make_loader(many, batch_size=12).batch(4).tokens
+    assert (wide[:6] == one.batch(8).tokens).all() and (wide[6:] == one.batch(9).tokens).all()
+
+
+def test_resume(many):
+    one = make_loader(many)
+    straight = [b.tokens for b, _ in zip(one, range(9))]
+    half = make_loader(many)
+    for _ in zip(range(4), half):
+        pass
+    resumed = make_loader(many)
+    resumed.load_state_dict(json.loads(json.dumps(half.state_dict())))
+    assert resumed.step == 4
+    for expected, (tokens, _) in zip(straight[4:], resumed):
+        assert (tokens == expected).all()
+    with pytest.raises(ValueError, match=r"of another run: seed 0 \(now 1\)"):
+        make_loader(many, seed=1).load_state_dict(half.state_dict())
+
+
+def test_too_little_text(many, texts):
+    with pytest.raises(ValueError, match=r"the text has .* tokens, but a sequence needs .* = 100001"):
+        make_loader(many, sequence_length=100000)
+    stream = all_documents(PackedTokens(many))
+    with pytest.raises(ValueError, match=r"the held-out text has .* set train\.eval_batches = 0"):
+        evaluation_batches(stream, sequence_length=1000, batch_size=50, limit=1)
+    assert evaluation_batches(stream, sequence_length=1000, batch_size=50, limit=0) == []
+
+
+def test_evaluation_batches_are_whole_and_distinct(many):
+    stream = all_documents(PackedTokens(many))
+    batches = evaluation_batches(stream, sequence_length=20, batch_size=4, limit=5)
+    windows = [w for rows in batches for w in rows]
+    assert len(batches) == 5 and len(set(windows)) == 20
+    assert read_windows(stream, batches[-1], 21).tokens.shape == (4, 20)
+
+
+def test_vocabulary(many):
+    packed = PackedTokens(many)
+    packed.check_vocabulary(257)
+    with pytest.raises(ValueError, match=r"holds the token 256, but the model's vocab_size is 256; .* at least 257"):
+        packed.check_vocabulary(256)
+
+
+def test_text_is_packed_on_first_use_and_again_when_it_changes(texts, tmp_path):
+    first = packed_directory(str(texts), tokenizer="bytes", cache=tmp_path / "cache")
+    stamp = (first / "index.json").stat().st_mtime_ns
+    assert packed_directory(str(texts), tokenizer="bytes", cache=tmp_path / "cache") == first
+    assert (first / "index.json").stat().st_mtime_ns == stamp
+    (texts / "b.txt").write_bytes(b"changed")
+    assert packed_directory(str(texts), tokenizer="bytes", cache=tmp_path / "cache") != first
+    shutil.rmtree(texts)
+    texts.mkdir()
+    with pytest.raises(ValueError, match="holds no text"):
+        packed_directory(str(texts), tokenizer="bytes", cache=tmp_path / "cache")
+
+
+def test_stdlib_is_code_without_tests_or_packages():
+    names = [s.name for s in stdlib_sources()]
+    assert "argparse.py" in names and names == sorted(names)
+    assert not [n for n in names if n.startswith(("site-packages/", "test/")) or "/tests/" in n]
+
+
+def test_unigram_loss_of_a_known_text(tmp_path):
+    (tmp_path / "t").write_bytes(b"aab")
+    pack(find_sources([tmp_path / "t"]), ByteTokenizer(), tmp_path / "out")
+    stream = all_documents(PackedTokens(tmp_path / "out"))
+    p = np.array([3, 3, 2, 2]) / (4 + 257)  # add-one counts of a, a, b and the end
+    assert unigram_loss(stream, stream, 257) == pytest.approx(-np.log(p).mean(), rel=1e-12)
+
+
+def _prepare(rank, folder, tokenizer):
+    from pathlib import Path
+
+    import torch
+    import torch.distributed as dist
+
+    from dualpipe.train.job import Job
+
+    job = Job(rank, 2, torch.device("cpu"), dist.group.WORLD)
+
+    def work():
+        assert rank == 0, "only one rank packs"
+        return packed_directory(folder, tokenizer=tokenizer, cache=Path(folder).parent / "cache")
+
+    return job.first_rank(work)
+
+
+def test_one_rank_packs_and_its_failure_reaches_all(texts):
+    paths = run_ranks(_prepare, 2, str(texts), "bytes")
+    assert paths[0] == paths[1] and (paths[0] / "index.json").exists()
+    errors = run_ranks(_prepare, 2, str(texts), "no/such.json", check=False)
+    assert [type(e) for e in errors] == [ValueError, ValueError]
+    assert all("cannot read the tokenizer no/such.json" in str(e) for e in errors)

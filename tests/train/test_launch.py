@@ -1,0 +1,95 @@
+"""Who this process is under torchrun and SLURM, and what the launcher says when a rank fails."""
+
+import json
+import sys
+
+import pytest
+
+from dualpipe.train import launch
+from dualpipe.train.launch import RankInfo, rank_from_environment, slurm_rendezvous
+
+
+def test_torchrun_environment():
+    e = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+    assert rank_from_environment(e) == RankInfo(5, 8, 1, 4)
+
+
+def test_slurm_environment():
+    e = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_NNODES": "2"}
+    assert rank_from_environment(e) == RankInfo(5, 8, 1, 4)
+    assert rank_from_environment({**e, "RANK": "0", "WORLD_SIZE": "2"}) == RankInfo(0, 2, 0, 2), "torchrun inside a job"
+
+
+@pytest.mark.parametrize("environment", [{}, {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, {"SLURM_JOB_ID": "7"}])
+def test_nobody_started_us(environment):
+    assert rank_from_environment(environment) is None
+
+
+def test_slurm_rendezvous(monkeypatch):
+    one = {"SLURM_NNODES": "1", "SLURM_JOB_ID": "123456"}
+    assert slurm_rendezvous(one) == {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "23456"}
+    assert slurm_rendezvous({"MASTER_ADDR": "a", "MASTER_PORT": "1"}) == {}
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(ValueError, match=r"first node of SLURM_JOB_NODELIST = 'n\[1-2\]'; set MASTER_ADDR"):
+        slurm_rendezvous({"SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "n[1-2]"})
+
+
+def write_error(path, time, text, status):
+    path.write_text(json.dumps({"time": time, "text": text, "status": status}))
+
+
+@pytest.mark.parametrize("order", [(1.0, 2.0), (2.0, 1.0)])
+def test_the_earliest_error_is_the_cause(tmp_path, capsys, order):
+    errors = [tmp_path / "0", tmp_path / "1", tmp_path / "2"]
+    write_error(errors[0], order[0], "error: from 0", 3)
+    write_error(errors[1], order[1], "error: from 1", 4)
+    first = order.index(1.0)
+    assert launch._report([3, 4, None], errors) == 3 + first
+    assert capsys.readouterr().err == f"error: from {first}\n"
+
+
+def test_a_killed_rank_is_the_cause_of_errors_elsewhere(tmp_path, capsys):
+    write_error(tmp_path / "0", 1.0, "error: connection closed by peer", 1)
+    assert launch._report([1, -9], [tmp_path / "0", tmp_path / "1"]) == 137
+    assert capsys.readouterr().err == "error: rank 1 was ended by SIGKILL (out of memory?)\n"
+
+
+def test_a_rank_that_ended_without_a_word(tmp_path, capsys):
+    assert launch._report([None, 7], [tmp_path / "0", tmp_path / "1"]) == 7
+    assert "rank 1 ended with exit status 7" in capsys.readouterr().err
+
+
+def fake_ranks(monkeypatch, tmp_path, program):
+    """Have the launcher start `program` in place of the `dualpipe` command."""
+    (tmp_path / "dualpipe.py").write_text(program)
+    monkeypatch.setattr(sys, "executable", _python_from(tmp_path))
+
+
+def _python_from(folder):
+    script = folder / "python"
+    script.write_text(f'#!/bin/sh\nexec {sys.executable} {folder}/dualpipe.py "$@"\n')
+    script.chmod(0o755)
+    return str(script)
+
+
+def test_one_failing_rank_stops_the_others(monkeypatch, tmp_path, capsys):
+    program = "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(9)\ntime.sleep(100)\n"
+    fake_ranks(monkeypatch, tmp_path, program)
+    assert launch.start_ranks(["train"], 3) == 9
+    assert "rank 1 ended with exit status 9" in capsys.readouterr().err
+
+
+def test_ranks_get_their_place_and_arguments(monkeypatch, tmp_path):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    program = f"""
+import json, os, sys
+keys = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "MASTER_ADDR")
+with open("{tmp_path}/rank" + os.environ["RANK"], "w") as file:
+    json.dump([sys.argv[1:], [os.environ[k] for k in keys]], file)
+"""
+    fake_ranks(monkeypatch, tmp_path, program)
+    assert launch.start_ranks(["train", "a b"], 2) == 0
+    for rank in range(2):
+        arguments, environment = json.loads((tmp_path / f"rank{rank}").read_text())
+        assert arguments == ["-P", "-m", "dualpipe", "train", "a b"]
+        assert environment == [str(rank), str(rank), "2", "2", "1", "127.0.0.1"]

@@ -1,0 +1,124 @@
+"""Learning rates at known steps, the global norm over real ranks, and fp32 masters."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from dualpipe.train.optimizer import Optimizer, clip_by_global_norm, learning_rate
+from ranks import run_ranks
+
+ADAMW = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
+
+
+def test_cosine():
+    rates = [learning_rate(s, peak=2.0, total_steps=12, warmup_steps=3, min_ratio=0.1) for s in range(12)]
+    assert rates[:4] == pytest.approx([0.5, 1.0, 1.5, 2.0])
+    assert rates[7] == pytest.approx(2.0 * (0.1 + 0.9 * 0.5), abs=1e-12), "half-way down"
+    assert rates[11] == pytest.approx(0.2)
+    assert rates[3:] == sorted(rates[3:], reverse=True)
+
+
+def test_wsd():
+    rates = [learning_rate(s, peak=1.0, total_steps=10, warmup_steps=1, schedule="wsd", min_ratio=0.0,
+                           decay_fraction=0.4) for s in range(10)]  # fmt: skip
+    assert rates == pytest.approx([0.5, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25, 0.0])
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "wsd"])
+@pytest.mark.parametrize(("total", "warmup"), [(1, 0), (1, 5), (2, 2), (5, 5), (3, 0)])
+def test_short_runs_have_finite_positive_rates(schedule, total, warmup):
+    for step in range(total):
+        rate = learning_rate(step, peak=1.0, total_steps=total, warmup_steps=warmup, schedule=schedule, min_ratio=0.1)
+        assert 0 < rate <= 1
+
+
+def make_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(7, 3))
+
+
+def test_vectors_are_not_decayed():
+    model = make_model()
+    optimizer = Optimizer([model], **{**ADAMW, "weight_decay": 0.5})
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    optimizer.step(0.1)
+    for name, p in model.named_parameters():
+        factor = 0.95 if p.dim() == 2 else 1.0
+        torch.testing.assert_close(p.detach(), before[name] * factor, msg=name)
+
+
+def test_equals_torch_adamw_and_resumes():
+    ours, theirs = make_model(), make_model()
+    optimizer, reference = Optimizer([ours], **ADAMW), torch.optim.AdamW(theirs.parameters(), **ADAMW, fused=True)
+    x = torch.randn(4, 5)
+    for step in range(4):
+        if step == 2:  # as after a restart
+            state = optimizer.state_dict()
+            optimizer = Optimizer([ours], **ADAMW)
+            optimizer.load_state_dict(state)
+        for model in (ours, theirs):
+            model.zero_grad()
+            model(x).square().mean().backward()
+        optimizer.step(0.1)
+        reference.step()
+    for p, q in zip(ours.parameters(), theirs.parameters()):
+        assert torch.equal(p, q)
+
+
+def test_bf16_parameters_do_not_lose_small_updates():
+    weight = nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
+    optimizer = Optimizer([nn.ParameterList([weight])], **ADAMW)
+    for _ in range(20):
+        weight.grad = torch.ones(4, 4)  # fp32 for a bf16 parameter
+        optimizer.step(1e-3)  # one update is below bf16's spacing of 2^-8 under 1
+        optimizer.zero_grad()
+    assert weight.dtype is torch.bfloat16
+    torch.testing.assert_close(weight.detach().float(), torch.full((4, 4), 0.98), atol=2**-8, rtol=0)
+
+
+def test_tied_parameters_are_updated_and_counted_once():
+    a, b = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+    b.weight = a.weight
+    assert len(Optimizer([a, b], **ADAMW).parameters) == 1
+    a.weight.grad = torch.full((3, 3), 2.0)
+    assert clip_by_global_norm([a.weight, b.weight], 0.0) == pytest.approx(6.0)
+    assert clip_by_global_norm([a.weight, b.weight], 3.0) == pytest.approx(6.0)
+    assert a.weight.grad.norm().item() == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_norm_that_is_not_finite_is_returned(bad):
+    weight = nn.Parameter(torch.ones(2))
+    weight.grad = torch.tensor([1.0, bad])
+    assert not math.isfinite(clip_by_global_norm([weight], 1.0))
+    assert weight.grad[0] == 1
+
+
+def _gradients():
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator) for shape in ((4, 5), (7,), (3, 2), (6, 6), (1,))]
+
+
+def _clip(rank, share):
+    import torch.distributed as dist
+
+    parameters = [nn.Parameter(torch.zeros_like(g)) for g in _gradients()]
+    for p, g in zip(parameters, _gradients()):
+        p.grad = g.clone()
+    mine = [parameters[i] for i in share[rank]]
+    norm = clip_by_global_norm(mine, 1.0, dist.group.WORLD)
+    return norm, [p.grad.flatten().tolist() for p in mine]  # lists: a tensor's file descriptor dies with its process
+
+
+@pytest.mark.parametrize("share", [((0, 3, 4), (1, 2)), ((0, 1, 2, 3, 4), ())])
+def test_the_norm_over_two_ranks_is_that_of_the_whole_model(share):
+    results = run_ranks(_clip, 2, share)
+    flat = torch.cat([g.flatten() for g in _gradients()])
+    for norm, _ in results:
+        assert norm == pytest.approx(flat.norm().item(), rel=1e-6)
+    clipped = torch.tensor([x for _, gradients in results for g in gradients for x in g])
+    assert clipped.norm().item() == pytest.approx(1.0, rel=1e-6)
