@@ -113,7 +113,7 @@ def test_ranks_that_disagree_about_modes_or_move_their_modules():
     for train, grad, device in run_ranks(mode_mistakes, WORLD, WORLD):
         assert train[:1] == ("ValueError",) and "train/eval mode" in train[1]
         assert grad[:1] == ("ValueError",) and "ranks disagree about grad mode: by rank [True, False]" in grad[1]
-        assert device[:1] == ("ValueError",) and "rank 1: a stage is on meta, but the pipeline was built on cpu" in device[1]
+        assert device[:1] == ("ValueError",) and "rank 1: a stage is on meta, but the pipeline was" in device[1]
 
 
 def construction_mistakes(rank, world):
