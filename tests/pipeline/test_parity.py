@@ -76,15 +76,19 @@ def test_uneven_batches_along_any_dimension():
         assert {k: v for k, v in worst.items() if v > TOLERANCE[torch.float64]} == {}
 
 
-def bitwise(rank, world):
-    """With one micro-batch per parameter there is nothing to reorder: gradients must be bit for bit equal."""
-    return {name: compare(rank, world, name, 1, 4, torch.float32) for name in SCHEDULES}
+def bitwise(rank, world, dtype):
+    """One micro-batch leaves nothing to reorder; 1F1B and interleaved 1F1B add in the order of the micro-batches."""
+    worst = {(name, 1): compare(rank, world, name, 1, 4, dtype) for name in SCHEDULES}
+    for name in ("1f1b", "interleaved_1f1b"):
+        worst |= {(name, m): compare(rank, world, name, m, 2 * m, dtype) for m in (2, 5, 3 * world)}
+    return worst
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_one_microbatch_is_bitwise(world):
-    for worst in run_ranks(bitwise, world, world):
-        assert set(worst.values()) == {0.0}
+def test_bitwise_where_the_order_of_additions_is_the_same(world, dtype):
+    for worst in run_ranks(bitwise, world, world, dtype):
+        assert {k: v for k, v in worst.items() if v != 0.0} == {}
 
 
 def many_steps(rank, world):
