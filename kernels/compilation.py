@@ -1,0 +1,130 @@
+"""Compiles kernels without a GPU and reads off what the compiler made of them.
+
+    python -m dualpipe.kernels.compilation [--arch 80 90 100] [--match SUBSTRING] [--json]
+
+Every kernel file lists its configurations in `compile_specs(arch)`. For each this prints registers, stack bytes (spills
+show there), shared memory and the number of matrix instructions, and exits with status 1 where one spills, needs more
+shared memory than the chip has, or lacks the matrix instructions that its chip offers. Must run without
+TRITON_INTERPRET: a process that interprets cannot compile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+ARCHITECTURES = (80, 90, 100)
+SHARED_LIMIT = {80: 166_912, 90: 232_448, 100: 232_448}  # bytes a block can have
+MATRIX_INSTRUCTION = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}  # as named in PTX
+KERNEL_FILES = ("grouped_gemm", "swiglu", "routing", "cross_entropy")
+
+
+@dataclass(frozen=True)
+class CompileSpec:
+    """One kernel in one configuration.
+
+    signature: Triton's type by argument name ("*bf16", "i32", "fp32"), in the kernel's order, without constexprs;
+    constexprs: their values; divisible_by_16: arguments that the launcher guarantees to be multiples of 16.
+    """
+
+    name: str
+    kernel: Any
+    signature: dict[str, str]
+    constexprs: dict[str, Any]
+    num_warps: int
+    num_stages: int
+    needs_mma: bool
+    divisible_by_16: tuple[str, ...] = ()
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one compiled kernel needs."""
+
+    name: str
+    arch: int
+    registers: int
+    stack: int  # bytes a thread
+    shared: int  # bytes a block
+    matrix_instructions: int
+    problems: tuple[str, ...]
+
+
+def all_specs(arch: int) -> Iterable[CompileSpec]:
+    """The configurations of every kernel for an architecture."""
+    for file in KERNEL_FILES:
+        yield from import_module(f"dualpipe.kernels.{file}").compile_specs(arch)
+
+
+def compile_spec(spec: CompileSpec, arch: int) -> Resources:
+    """Compile for sm_`arch` and measure."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    order = spec.kernel.arg_names
+    attrs = {(order.index(name),): [["tt.divisibility", 16]] for name in spec.divisible_by_16}
+    signature = {name: spec.signature.get(name, "constexpr") for name in order}
+    source = ASTSource(spec.kernel, signature, {(order.index(n),): v for n, v in spec.constexprs.items()}, attrs)
+    options = {"num_warps": spec.num_warps, "num_stages": spec.num_stages, **spec.options}
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    registers, stack = _resource_usage(compiled.asm["cubin"])
+    count = compiled.asm["ptx"].count(MATRIX_INSTRUCTION[arch])
+    problems = []
+    if stack:
+        problems.append(f"spills: {stack} bytes of stack")
+    if compiled.metadata.shared > SHARED_LIMIT[arch]:
+        problems.append(f"needs {compiled.metadata.shared} bytes of shared memory, sm_{arch} has {SHARED_LIMIT[arch]}")
+    if spec.needs_mma and not count:
+        problems.append(f"no {MATRIX_INSTRUCTION[arch]}")
+    return Resources(spec.name, arch, registers, stack, compiled.metadata.shared, count, tuple(problems))
+
+
+def _resource_usage(cubin: bytes) -> tuple[int, int]:
+    """(registers, stack bytes) from cuobjdump, which Triton's wheel carries."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run(
+            [tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    match = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    assert match is not None, f"cuobjdump printed no resource usage: {text[:200]}"
+    return int(match[1]), int(match[2])
+
+
+def main() -> int:
+    """Prints the table; see the module's docstring."""
+    parser = argparse.ArgumentParser(description="compile every kernel without a GPU and show what it needs")
+    parser.add_argument("--arch", type=int, nargs="+", default=list(ARCHITECTURES), choices=ARCHITECTURES)
+    parser.add_argument("--match", default="", help="only configurations whose name contains this")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line instead of a table")
+    args = parser.parse_args()
+    failed = False
+    if not args.json:
+        print(f"{'kernel':<56} {'arch':>4} {'regs':>5} {'stack':>5} {'shared':>7} {'mma':>4}  problems")
+    for arch in args.arch:
+        for spec in all_specs(arch):
+            if args.match in spec.name:
+                r = compile_spec(spec, arch)
+                failed |= bool(r.problems)
+                row = f"{r.name:<56} {r.arch:>4} {r.registers:>5} {r.stack:>5} {r.shared:>7} {r.matrix_instructions:>4}"
+                print(json.dumps(asdict(r)) if args.json else f"{row}  {'; '.join(r.problems)}", flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
