@@ -77,6 +77,7 @@ class Pipeline:
             if not valid:
                 raise ValueError(f"rank_mapping must be a permutation of 0..{self.num_ranks - 1}, got {mapping}")
             self.device = _common_device(self.modules)
+            self._transport.check_device(self.device)
             schedule = self._build(getattr(self._schedule, "num_microbatches", 1))
             identity = schedule.name, crc32(repr(schedule).encode()), self.device.type, mapping
         except Exception as raised:

@@ -79,6 +79,16 @@ class Transport:
         self._control = group if carries_host_tensors else _gloo_group(self._global)
         self._peers = [dist.get_group_rank(self._control, g) for g in self._global]
 
+    def check_device(self, device: torch.device) -> None:
+        """ValueError where the process group cannot carry tensors of `device` between ranks."""
+        config = dist.get_backend_config(self._group) if self._group else ""
+        backend = dict(entry.split(":") for entry in config.split(",") if entry).get(device.type)
+        if self.size > 1 and (backend is None or (backend == "gloo" and device.type != "cpu")):
+            raise ValueError(
+                f"the stages are on {device}, but the process group's backends ({config}) do not send such tensors; "
+                'initialise it with "gloo" for CPU or "cpu:gloo,cuda:nccl" for GPUs, or move the stages'
+            )
+
     def connect(self, streams: Iterable[Stream], device: torch.device, *, own_groups: bool) -> None:
         """Open a link for each stream, and use it once.
 
