@@ -1,13 +1,15 @@
 # make train | test | test-all | lint | bench | clean
-# PYTHON=python3.12 chooses an interpreter, TORCH=2.15.0 another release of torch (in an environment of its own).
+# PYTHON=python3.12 chooses an interpreter (for a new .venv: `make clean` first), TORCH=2.15.0 another release of torch
+# (in an environment of its own).
 PYTHON ?= python3
 TORCH  ?=
 VENV   ?= .venv$(if $(TORCH),-$(TORCH))
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-# The console scripts keep the repository's root off sys.path, where kernels/ would shadow the Hugging Face package.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest
+# -P keeps the repository's root off sys.path, where kernels/ would shadow the Hugging Face package. Modules, because a
+# tool that comes with an interpreter's own packages has no script in $(BIN).
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -P -m pytest
 
 .PHONY: train test test-all lint bench clean
 
@@ -25,7 +27,7 @@ test-all: $(READY)
 	$(PYTEST) $(ARGS)
 
 lint: $(READY)
-	$(BIN)/ruff check .
+	$(BIN)/python -P -m ruff check .
 
 bench: $(READY)
 	$(BIN)/python benchmarks/wgrad_split.py

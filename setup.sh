@@ -2,22 +2,27 @@
 # Make the virtual environment $VENV with everything that training and tests need. Called by make.
 #   PYTHON  interpreter to use (3.11 or newer)
 #   TORCH   a torch release to install instead of the pinned one
-# An interpreter that already has torch >= 2.11 shares it with the environment; nothing is downloaded in its place.
+# An interpreter that already has torch >= 2.11 lends its packages; no other torch is downloaded in its place.
 set -euo pipefail
-has_torch='import torch; assert tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11)'
 constraints=$(mktemp)
 trap 'rm -f "$constraints"' EXIT
 
+# Prints the release of the interpreter's torch, and then the folders of its packages; fails where it has none.
+describe_torch='
+import importlib.metadata, sys, torch
+assert tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11)
+print(importlib.metadata.version("torch"), *(p for p in sys.path if p.endswith(("site-packages", "dist-packages"))), sep="\n")'
+
 rm -rf "$VENV"
+"$PYTHON" -m venv "$VENV"
 if [ -n "$TORCH" ]; then
-    "$PYTHON" -m venv "$VENV"
     grep -vE '^(torch|triton)==' constraints.txt > "$constraints"
     "$VENV/bin/pip" install "torch==$TORCH" -c "$constraints"
-elif "$PYTHON" -c "$has_torch" 2> /dev/null; then
-    "$PYTHON" -m venv --system-site-packages "$VENV"
-    grep -vE '^(torch|triton)==' constraints.txt > "$constraints"
+elif lent=$("$PYTHON" -c "$describe_torch" 2> /dev/null); then
+    # Not --system-site-packages: in a virtual environment that would show the packages of the interpreter below it.
+    tail -n +2 <<< "$lent" > "$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/lent.pth"
+    { grep -vE '^(torch|triton)==' constraints.txt; echo "torch==$(head -n 1 <<< "$lent")"; } > "$constraints"
 else
-    "$PYTHON" -m venv "$VENV"
     cp constraints.txt "$constraints"
 fi
 "$VENV/bin/pip" install -e '.[test]' -c "$constraints"

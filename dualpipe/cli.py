@@ -56,10 +56,11 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
 
 def _add_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG", help="a TOML file, such as examples/tiny-cpu.toml")
-    parser.add_argument(
+    overrides = parser.add_argument(
         "overrides", nargs=argparse.REMAINDER, metavar="--TABLE.FIELD VALUE",
         help="settings that replace those of the file; `CONFIG --help` lists them all",
     )  # fmt: skip
+    overrides.required = False  # Python 3.11 calls them missing where CONFIG is
 
 
 def _train(args: argparse.Namespace) -> int:

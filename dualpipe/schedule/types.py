@@ -90,4 +90,6 @@ class Schedule:
 def _as_step(name: str, step: Step) -> Step:
     if isinstance(step, Action):
         raise ScheduleError(f"schedule {name!r}: {step} stands alone; a step is a tuple of actions: ({step},)")
+    if not isinstance(step, tuple | list) or not all(isinstance(action, Action) for action in step):
+        raise ScheduleError(f"schedule {name!r}: {step!r} is not a step; a step is a tuple of actions")
     return tuple(step)

@@ -80,15 +80,16 @@ def _show(step: Step) -> str:
 def _check_sizes(schedule: Schedule) -> None:
     name = f"schedule {schedule.name!r}"
     for what in ("num_ranks", "num_stages", "num_microbatches"):
-        if getattr(schedule, what) < 1:
-            raise ScheduleError(f"{name}: {what} is {getattr(schedule, what)}; it must be 1 or more")
+        size = getattr(schedule, what)
+        if not isinstance(size, int) or size < 1:
+            raise ScheduleError(f"{name}: {what} is {size!r}; it must be an integer of 1 or more")
     if len(schedule.ranks) != schedule.num_ranks:
         raise ScheduleError(f"{name} has steps for {len(schedule.ranks)} ranks, but num_ranks is {schedule.num_ranks}")
     if len(schedule.placement) != schedule.num_stages:
         raise ScheduleError(f"{name} places {len(schedule.placement)} stages, but num_stages is {schedule.num_stages}")
     for stage, rank in enumerate(schedule.placement):
-        if not 0 <= rank < schedule.num_ranks:
-            where = "on no rank: it has no actions" if rank == -1 else f"on rank {rank}"
+        if not isinstance(rank, int) or not 0 <= rank < schedule.num_ranks:
+            where = "on no rank: it has no actions" if rank == -1 else f"on rank {rank!r}"
             raise ScheduleError(f"{name}: stage {stage} is {where}; ranks are 0 to {schedule.num_ranks - 1}")
 
 
@@ -111,7 +112,7 @@ def _places(schedule: Schedule) -> dict[Action, Place]:
 
 
 def _check_action(schedule: Schedule, rank: int, index: int, action: Action) -> None:
-    if not isinstance(action, Action) or action.kind not in KINDS:
+    if action.kind not in KINDS:
         _refuse(schedule, rank, index, f"{action!r} is not an Action of kind {', '.join(KINDS)}")
     for what, value, size in (
         ("stage", action.stage, schedule.num_stages),

@@ -187,12 +187,10 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> Confi
     """
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8")
+        tables = tomllib.loads(path.read_bytes().decode("utf-8"))
     except OSError as error:
         raise ValueError(f"cannot read the config {path}: {error.strerror}; give the path of a TOML file") from error
-    try:
-        tables = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not valid TOML: {error}") from error
     config = _anchor_paths(_table(Config, tables, where=str(path)), path.parent)
     return apply_overrides(config, overrides)

@@ -79,5 +79,6 @@ def join(info: RankInfo, *, device: str, timeout: float) -> Iterator[Job]:
         backend, rank=info.rank, world_size=info.world_size, timeout=timedelta(seconds=timeout),
         device_id=chosen if chosen.type == "cuda" else None,
     )  # fmt: skip
+    dist.all_reduce(torch.zeros(1))  # a rank that fails before all have met would have the others log a broken store
     yield Job(info.rank, info.world_size, chosen, dist.group.WORLD)
     dist.destroy_process_group()  # after an error the process leaves without: destroying would wait for the others

@@ -39,26 +39,29 @@ class RankInfo:
 
 
 def rank_from_environment(environment: Mapping[str, str]) -> RankInfo | None:
-    """This process's place as torchrun or SLURM (`srun` with several tasks) tells it; None where neither started it."""
+    """This process's place as torchrun or SLURM (`srun` with several tasks) tells it; None where neither started it.
+
+    A batch script that SLURM runs is no task of `srun`, though it too has SLURM_PROCID = 0 and the job's SLURM_NTASKS.
+    """
     e = environment
     if "RANK" in e and "WORLD_SIZE" in e:
         world = int(e["WORLD_SIZE"])
         local = int(e.get("LOCAL_RANK", e["RANK"]))
         return RankInfo(int(e["RANK"]), world, local, int(e.get("LOCAL_WORLD_SIZE", world)))
-    if "SLURM_PROCID" in e and int(e.get("SLURM_NTASKS", 1)) > 1:
-        world, nodes = int(e["SLURM_NTASKS"]), int(e.get("SLURM_NNODES", 1))
+    if "SLURM_PROCID" in e and int(e.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
+        world, nodes = int(e["SLURM_STEP_NUM_TASKS"]), int(e.get("SLURM_STEP_NUM_NODES", 1))
         return RankInfo(int(e["SLURM_PROCID"]), world, int(e.get("SLURM_LOCALID", 0)), -(-world // nodes))
     return None
 
 
 def slurm_rendezvous(environment: Mapping[str, str]) -> dict[str, str]:
-    """MASTER_ADDR and MASTER_PORT for a SLURM job that did not set them: its first node, a port made of its number."""
+    """MASTER_ADDR and MASTER_PORT where they are not set: the step's first node, a port made of the job's number."""
     found = {}
     if "MASTER_ADDR" not in environment:
-        if int(environment.get("SLURM_NNODES", 1)) == 1:
+        if int(environment.get("SLURM_STEP_NUM_NODES", 1)) == 1:
             found["MASTER_ADDR"] = "127.0.0.1"
         else:
-            found["MASTER_ADDR"] = _first_host(environment.get("SLURM_JOB_NODELIST", ""))
+            found["MASTER_ADDR"] = _first_host(environment.get("SLURM_STEP_NODELIST", ""))
     if "MASTER_PORT" not in environment:
         found["MASTER_PORT"] = str(20000 + int(environment.get("SLURM_JOB_ID", 0)) % 20000)
     return found
@@ -69,7 +72,7 @@ def _first_host(nodes: str) -> str:
         command = ["scontrol", "show", "hostnames", nodes]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]
     except (OSError, subprocess.CalledProcessError, IndexError) as error:
-        raise ValueError(f"cannot tell the first node of SLURM_JOB_NODELIST = {nodes!r}; set MASTER_ADDR") from error
+        raise ValueError(f"cannot tell the first node of SLURM_STEP_NODELIST = {nodes!r}; set MASTER_ADDR") from error
 
 
 def run_on_ranks(arguments: Sequence[str], world_size: int, body: Callable[[RankInfo], int]) -> int:
@@ -82,7 +85,7 @@ def run_on_ranks(arguments: Sequence[str], world_size: int, body: Callable[[Rank
         return start_ranks(arguments, world_size)
     if info is None:
         return body(RankInfo(0, 1, 0, 1))
-    if "SLURM_PROCID" in os.environ and "RANK" not in os.environ:
+    if "RANK" not in os.environ:
         os.environ.update(slurm_rendezvous(os.environ))
     _follow_launcher()
     try:
@@ -113,10 +116,11 @@ def start_ranks(arguments: Sequence[str], world_size: int) -> int:
             ranks.extend(subprocess.Popen(command, env=e) for e in _environments(world_size, errors))
             statuses = _wait(ranks)
         except KeyboardInterrupt:
-            print("interrupted: all ranks are stopped", file=sys.stderr)
+            print("\ninterrupted: all ranks are stopped", file=sys.stderr)
             return 128 + signal.SIGINT
         finally:
             _stop(ranks)
+            _show_cursor()
             signal.signal(signal.SIGTERM, previous)
         return _report(statuses, errors) if any(statuses) else 0
 
@@ -165,6 +169,12 @@ def _stop(ranks: Sequence[subprocess.Popen]) -> None:
             rank.wait()
 
 
+def _show_cursor() -> None:
+    """A rank that is stopped in the middle of its live line leaves the terminal's cursor hidden."""
+    if sys.stdout.isatty():
+        print("\x1b[?25h", end="", flush=True)
+
+
 def _report(statuses: Sequence[int | None], errors: Sequence[Path]) -> int:
     """Print the cause: ranks that a signal ended, otherwise the earliest error that a rank wrote down."""
     killed = {rank: signal.Signals(-status) for rank, status in enumerate(statuses) if status and status < 0}
@@ -188,7 +198,7 @@ def _follow_launcher() -> None:
     """In a rank that `start_ranks` started: die with the launcher, and leave Ctrl-C to it."""
     if ERROR_FILE not in os.environ:
         return
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":
         set_parent_death_signal = 1  # PR_SET_PDEATHSIG of <sys/prctl.h>
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)

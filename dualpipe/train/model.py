@@ -50,7 +50,10 @@ def build_model(
             f"tie_word_embeddings needs the first and the last stage on one rank, but schedule {schedule.name!r} puts "
             "them on two; use a V-shaped schedule (dualpipev, zbv)"
         )
-    stages = build_stages(config, schedule.num_stages, only=numbers)
+    try:
+        stages = build_stages(config, schedule.num_stages, only=numbers)
+    except ValueError as error:
+        raise ValueError(f"parallel.pp = {schedule.num_ranks} with schedule {schedule.name!r}: {error}") from error
     return Model("Qwen3-MoE", _initialised(stages, seed, dtype, device), config.vocab_size, first, last)
 
 

@@ -52,7 +52,10 @@ class Packed(NamedTuple):
 
 
 def find_sources(paths: Iterable[str | Path]) -> list[Source]:
-    """All files under `paths`, in the order given and sorted within a directory; hidden ones are left out."""
+    """All files under `paths`, in the order given and sorted within a directory.
+
+    Hidden files and packed directories, such as an earlier `out` next to its text, are left out.
+    """
     sources = []
     for path in map(Path, paths):
         if path.is_dir():
@@ -67,7 +70,7 @@ def find_sources(paths: Iterable[str | Path]) -> list[Source]:
 def _walk(folder: Path) -> list[Source]:
     found = []
     for root, folders, files in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith(".")]
+        folders[:] = [name for name in folders if not name.startswith(".") and not Path(root, name, DOCUMENTS).exists()]
         for name in files:
             path = Path(root, name)
             if not name.startswith(".") and path.is_file():
@@ -89,12 +92,16 @@ def pack(sources: Sequence[Source], tokenizer: Tokenizer, out: str | Path, shard
     A packed directory that is already there is replaced once the new one is complete.
 
     Raises:
-        ValueError: there is nothing to pack, a file cannot be read or tokenised, or `out` exists and is something else.
+        ValueError: there is nothing to pack, a file cannot be read or tokenised, or `out` cannot be made or is
+            something else.
     """
     out = Path(out)
     _check_replaceable(out)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    except OSError as error:
+        raise ValueError(f"{out} cannot be written: {error.strerror}; choose another place") from error
     try:
         packed = _write(sources, tokenizer, temporary, shard_tokens)
         temporary.chmod(0o755)  # mkdtemp lets only the owner in

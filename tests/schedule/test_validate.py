@@ -90,9 +90,11 @@ def test_sizes_and_placement():
     for given, message in [
         ((3, 2, 1, ranks), "has steps for 2 ranks, but num_ranks is 3"),
         ((2, 3, 1, ranks), "stage 2 is on no rank: it has no actions; ranks are 0 to 1"),
-        ((2, 2, 0, ranks), "num_microbatches is 0; it must be 1 or more"),
+        ((2, 2, 0, ranks), "num_microbatches is 0; it must be an integer of 1 or more"),
+        ((2.0, 2, 1, ranks), "num_ranks is 2.0; it must be an integer"),
         ((2, 2, 1, ranks, (0,)), "places 1 stages, but num_stages is 2"),
         ((2, 2, 1, ranks, (0, 7)), "stage 1 is on rank 7"),
+        ((2, 2, 1, ranks, (0, "1")), "stage 1 is on rank '1'"),
     ]:
         with pytest.raises(ScheduleError, match=message):
             validate(Schedule("mine", *given))
@@ -101,6 +103,12 @@ def test_sizes_and_placement():
 def test_an_action_that_stands_alone_is_refused_with_the_remedy():
     with pytest.raises(ScheduleError, match=r"0F0 stands alone; a step is a tuple of actions: \(0F0,\)"):
         Schedule("mine", 1, 1, 1, ((Action("F", 0, 0), Action("B", 0, 0)),))
+
+
+@pytest.mark.parametrize("step", [None, "0F0", (None,), (("F", 0, 0),)], ids=repr)
+def test_what_is_no_step_is_refused(step):
+    with pytest.raises(ScheduleError, match="is not a step; a step is a tuple of actions"):
+        Schedule("mine", 1, 1, 1, ((step,),))
 
 
 @pytest.mark.parametrize("ahead", [1, 2])

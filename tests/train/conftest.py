@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -83,6 +84,7 @@ def start_dualpipe():
         process = subprocess.Popen(
             [sys.executable, "-m", "dualpipe", *arguments], cwd=folder, env=clean_environment(), text=True,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored in a shell's background jobs
         )  # fmt: skip
         started.append(process)
         return process

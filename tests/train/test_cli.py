@@ -259,6 +259,13 @@ def test_usage_errors(arguments, capsys):
     assert "usage: dualpipe" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["train", "parity"])
+def test_only_the_config_is_required(command, capsys):
+    with pytest.raises(SystemExit):
+        cli.main([command])
+    assert "required: CONFIG\n" in capsys.readouterr().err
+
+
 def python(code, folder):
     done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

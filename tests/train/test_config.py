@@ -98,6 +98,12 @@ def test_refuses_bad_options(toml, options, message):
         load_config(toml(), options)
 
 
+def test_a_file_that_is_not_text(tmp_path):
+    (tmp_path / "run.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match=r"run.toml is not valid TOML: .*utf-8"):
+        load_config(tmp_path / "run.toml")
+
+
 def test_missing_file(tmp_path):
     with pytest.raises(ValueError, match=r"cannot read the config .*none\.toml: No such file"):
         load_config(tmp_path / "none.toml")

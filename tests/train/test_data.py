@@ -100,7 +100,14 @@ def test_pack_refuses(texts, tmp_path):
         pack(find_sources([texts / "empty.txt"]), ByteTokenizer(), tmp_path / "out")
     with pytest.raises(ValueError, match="exists and is no packed directory"):
         pack(find_sources([texts]), ByteTokenizer(), texts)
+    with pytest.raises(ValueError, match=r"b.txt/out cannot be written: .*; choose another place"):
+        pack(find_sources([texts]), ByteTokenizer(), texts / "b.txt/out")
     assert not (tmp_path / "out").exists()
+
+
+def test_packing_next_to_the_text_again_leaves_out_what_was_packed(texts):
+    packed = [pack(find_sources([texts]), ByteTokenizer(), texts / "packed") for _ in range(2)]
+    assert packed[0] == packed[1]
 
 
 def test_tokenizers_file(tmp_path):

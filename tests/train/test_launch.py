@@ -15,23 +15,31 @@ def test_torchrun_environment():
 
 
 def test_slurm_environment():
-    e = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_NNODES": "2"}
+    e = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_NODES": "2"}
     assert rank_from_environment(e) == RankInfo(5, 8, 1, 4)
     assert rank_from_environment({**e, "RANK": "0", "WORLD_SIZE": "2"}) == RankInfo(0, 2, 0, 2), "torchrun inside a job"
 
 
-@pytest.mark.parametrize("environment", [{}, {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, {"SLURM_JOB_ID": "7"}])
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {},
+        {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"},
+        {"SLURM_JOB_ID": "7"},
+        {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "2"},  # a batch script that does not use srun
+    ],
+)
 def test_nobody_started_us(environment):
     assert rank_from_environment(environment) is None
 
 
 def test_slurm_rendezvous(monkeypatch):
-    one = {"SLURM_NNODES": "1", "SLURM_JOB_ID": "123456"}
+    one = {"SLURM_STEP_NUM_NODES": "1", "SLURM_JOB_ID": "123456"}
     assert slurm_rendezvous(one) == {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "23456"}
     assert slurm_rendezvous({"MASTER_ADDR": "a", "MASTER_PORT": "1"}) == {}
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(ValueError, match=r"first node of SLURM_JOB_NODELIST = 'n\[1-2\]'; set MASTER_ADDR"):
-        slurm_rendezvous({"SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "n[1-2]"})
+    with pytest.raises(ValueError, match=r"first node of SLURM_STEP_NODELIST = 'n\[1-2\]'; set MASTER_ADDR"):
+        slurm_rendezvous({"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "n[1-2]"})
 
 
 def write_error(path, time, text, status):
@@ -77,6 +85,15 @@ def test_one_failing_rank_stops_the_others(monkeypatch, tmp_path, capsys):
     fake_ranks(monkeypatch, tmp_path, program)
     assert launch.start_ranks(["train"], 3) == 9
     assert "rank 1 ended with exit status 9" in capsys.readouterr().err
+
+
+def test_the_cursor_is_shown_again_when_ranks_were_stopped(monkeypatch, tmp_path, capsys):
+    fake_ranks(monkeypatch, tmp_path, "import os, sys\nsys.exit(int(os.environ['RANK']))\n")
+    launch.start_ranks(["train"], 2)
+    assert "\x1b" not in capsys.readouterr().out, "not a terminal"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    launch.start_ranks(["train"], 2)
+    assert capsys.readouterr().out == "\x1b[?25h"
 
 
 def test_ranks_get_their_place_and_arguments(monkeypatch, tmp_path):
