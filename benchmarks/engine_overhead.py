@@ -5,7 +5,8 @@ and a step of `torch.distributed.pipelining.ScheduleDualPipeV` on the same modul
 thread that runs the step, which leaves out what it waits for. "engine" is host time less what the modules, the loss
 function and autograd used inside that very step, measured around each call: a thread that has slept runs them slower
 than a bare loop does, which is not the engine's doing. "beyond bare" is the whole step less the same calls in a bare
-loop, in host and in wall time. The stages are small, so that the engine is seen.
+loop, in host and in wall time. The stages are small, so that the engine is seen, and plain: an "I" of ours computes
+their weight gradients at once, where torch splits the graph (benchmarks/wgrad_split.py measures the splitting).
 
     python benchmarks/engine_overhead.py [--ranks 1 2 4] [--microbatches-per-rank 8] [--rounds 40] [--save]
 """
@@ -46,7 +47,6 @@ class Sample(NamedTuple):
     engine: float  # host time outside of modules, loss function and autograd
     host: float
     wall: float
-
 
 
 class Meter:
@@ -186,8 +186,8 @@ def main() -> int:
         columns = [row[what] for what in Sample._fields]
         cells = [f"{c['ours_us']:>7.1f} {c['torch_us']:>7.1f} {c['ratio']:>6.2f}" for c in columns]
         print(f"{world:>5} {row['bare_us']:>6.1f} | " + " | ".join(cells), flush=True)
-    met = all(row["engine"]["ratio"] <= GOAL for row in rows)
-    print(f"goal: engine ratio at most {GOAL} for every number of ranks: {'met' if met else 'MISSED'}")
+    met = all(row["host"]["ratio"] <= GOAL for row in rows)
+    print(f"goal: host ratio at most {GOAL} for every number of ranks: {'met' if met else 'MISSED'}")
     if args.save:
         machine = {"cpus": os.cpu_count(), "machine": platform.machine(), "python": platform.python_version()}
         report = {"date": str(date.today()), "torch": torch.__version__, **machine, "rows": rows}

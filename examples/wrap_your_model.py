@@ -74,7 +74,7 @@ def main() -> int:
 
     # These three statements are all that it takes.
     pipe = DualPipeV([defer_weight_grads(stages[s]) for s in mine])
-    optimizer = torch.optim.SGD(nn.ModuleList(pipe.modules).parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
     loss, _ = pipe.step(*([x] if rank == 0 else []), num_chunks=CHUNKS, criterion=loss_fn, labels=(y,))
 
     expected = unpipelined_gradients(reference, x, y)

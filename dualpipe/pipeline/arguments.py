@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -17,54 +17,62 @@ class StepArguments(NamedTuple):
     grad: bool
     training: list[bool]  # by module
     input_shapes: list[list[int]]
-    batch_size: int | None  # of the inputs, where this rank has some
+    batch_size: int | None  # of the inputs and of the labels, where this rank needs them
     label_size: int | None
 
-    @staticmethod
-    def of(
-        inputs: Sequence[Tensor | None],
-        num_chunks: int,
-        labels: Sequence[Tensor] | None,
-        modules: Sequence[nn.Module],
-        batch_dim: int,
-    ) -> StepArguments:
-        tensors = given(inputs)
-        return StepArguments(
-            num_chunks,
-            torch.is_grad_enabled(),
-            [module.training for module in modules],
-            [list(t.shape) for t in tensors],
-            tensors[0].shape[batch_dim] if tensors else None,
-            labels[0].shape[batch_dim] if labels else None,
-        )
+
+def is_permutation(mapping: Any, size: int) -> bool:
+    """Whether `mapping` holds each of 0..size-1 once."""
+    try:
+        return sorted(mapping) == list(range(size))
+    except TypeError:
+        return False
 
 
-def given(inputs: Sequence[Tensor | None]) -> list[Tensor]:
-    """The inputs of a rank; those that need none may pass None."""
-    return [t for t in inputs if t is not None]
+def common_device(modules: Iterable[nn.Module]) -> torch.device | None:
+    """The device of all parameters and buffers, None where there are none; ValueError where they are on several."""
+    tensors = chain.from_iterable(chain(m.parameters(), m.buffers()) for m in modules)
+    devices = {t.device for t in tensors}
+    if len(devices) > 1 or any(d.type == "meta" for d in devices):
+        raise ValueError(f"all stages of a rank must be on one real device, found {sorted(map(str, devices))}")
+    return devices.pop() if devices else None
+
+
+def checked_num_chunks(num_chunks: Any) -> int:
+    """`num_chunks` as an int; ValueError unless it is an integer of 1 or more."""
+    if not hasattr(num_chunks, "__index__") or int(num_chunks) < 1:
+        raise ValueError(f"num_chunks must be an integer >= 1, got {num_chunks!r}")
+    return int(num_chunks)
+
+
+def given(tensors: Iterable[Tensor | None]) -> list[Tensor]:
+    """Those that are not None."""
+    return [t for t in tensors if t is not None]
 
 
 def split(
     what: str, tensors: Sequence[Tensor | None], num_chunks: int, dim: int, device: torch.device
-) -> list[tuple[Tensor, ...]]:
+) -> list[tuple[Tensor | None, ...]]:
     """The micro-batches, as `torch.tensor_split` cuts them; ValueError where a tensor cannot be cut."""
     for i, tensor in enumerate(tensors):
-        if not isinstance(tensor, Tensor):
-            raise ValueError(f"{what} {i} must be a tensor, got {type(tensor).__name__}")
-        shape = list(tensor.shape)
-        if not -tensor.dim() <= dim < tensor.dim():
-            raise ValueError(f"{what} {i} of shape {shape} has no dimension {dim} to split")
-        if tensor.shape[dim] < num_chunks:
-            raise ValueError(
-                f"{what} {i} of shape {shape} cannot be split into num_chunks={num_chunks} micro-batches along "
-                f"dimension {dim}"
-            )
-        if tensor.device != device:
-            raise ValueError(f"{what} {i} is on {tensor.device}, the stages on {device}; move it there")
-    if len({tensor.shape[dim] for tensor in tensors}) > 1:
-        raise ValueError(f"{what}s differ in size along dimension {dim}: {[list(t.shape) for t in tensors]}")
-    chunks = [tensor.tensor_split(num_chunks, dim) for tensor in tensors]
+        if tensor is not None:
+            _check_splittable(f"{what} {i}", tensor, num_chunks, dim, device)
+    if len({t.shape[dim] for t in given(tensors)}) > 1:
+        raise ValueError(f"{what}s differ in size along dimension {dim}: {[list(t.shape) for t in given(tensors)]}")
+    chunks = [[None] * num_chunks if t is None else t.tensor_split(num_chunks, dim) for t in tensors]
     return list(zip(*chunks)) if chunks else [()] * num_chunks
+
+
+def _check_splittable(name: str, tensor: Any, num_chunks: int, dim: int, device: torch.device) -> None:
+    if not isinstance(tensor, Tensor):
+        raise ValueError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    shape = list(tensor.shape)
+    if not -tensor.dim() <= dim < tensor.dim():
+        raise ValueError(f"{name} of shape {shape} has no dimension {dim} to split")
+    if shape[dim] < num_chunks:
+        raise ValueError(f"{name} of shape {shape} cannot be split into num_chunks={num_chunks} along dimension {dim}")
+    if tensor.device != device:
+        raise ValueError(f"{name} is on {tensor.device}, the stages on {device}; move it there")
 
 
 def agree(ranks: Sequence[StepArguments], *, first: int, last: int) -> int:
@@ -75,7 +83,8 @@ def agree(ranks: Sequence[StepArguments], *, first: int, last: int) -> int:
     same("num_chunks", [r.num_chunks for r in ranks])
     same("grad mode", [r.grad for r in ranks])
     if len(set(chain.from_iterable(r.training for r in ranks))) > 1:
-        raise ValueError(f"ranks disagree about train/eval mode: module.training is {[r.training for r in ranks]}")
+        modes = [r.training for r in ranks]
+        raise ValueError(f"ranks disagree about train/eval mode: training of the stages, by rank: {modes}")
     same("the shapes of the inputs", [r.input_shapes or ranks[first].input_shapes for r in ranks])
     batch_size, label_size = ranks[first].batch_size, ranks[last].label_size
     if label_size not in (None, batch_size):

@@ -7,7 +7,7 @@ runs on its own; what is kept of a stage's output is its gradient edge, not its 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
@@ -36,7 +36,7 @@ class Batch(NamedTuple):
 class Saved(NamedTuple):
     """What a stage's backward starts from and ends at."""
 
-    inputs: tuple[Tensor, ...]
+    leaves: tuple[Tensor, ...]
     roots: tuple[GradientEdge, ...]
     seed: Tensor | None  # the gradient of the loss, on the last stage
     loss: Tensor | None  # this and the outputs are kept only for modules that overlap by themselves
@@ -50,7 +50,8 @@ class UpstreamFailed(Exception):
 class Interpreter:
     """One step on one rank.
 
-    modules: this rank's stages by number; last_stage: the number of the pipeline's last stage.
+    modules: this rank's stages by number; last_stage: the number of the pipeline's last stage; annotate: makes the
+    profiler's range for a name, where one is wanted; autocast: the device type for which the caller enabled it.
     """
 
     def __init__(
@@ -63,16 +64,17 @@ class Interpreter:
         store: WeightGradStore,
         batch: Batch,
         annotate: Callable[[str], AbstractContextManager] | None,
+        autocast: str | None,
     ) -> None:
         self._modules, self._last_stage = modules, last_stage
         self._program, self._traffic, self._store, self._batch = program, traffic, store, batch
-        self._annotate = annotate
+        self._annotate, self._autocast = annotate, autocast
         self._activations: dict[Slot, tuple[Tensor, ...]] = {(0, i): x for i, x in enumerate(batch.inputs)}
         self._gradients: dict[Slot, Sequence[Tensor]] = {}
         self._saved: dict[Slot, Saved] = {}
         self.losses: dict[int, Tensor] = {}
         self.outputs: dict[int, tuple[Tensor, ...]] = {}
-        self._overlaps = overlaps_by_itself(tuple(modules.values()))
+        self._overlaps = overlaps_by_itself(modules.values())
         self.doing: tuple[Action, ...] = ()  # what an error is reported with
 
     def run(self) -> None:
@@ -86,7 +88,7 @@ class Interpreter:
             self._traffic.finish()
             if pending := self._store.pending():
                 raise RuntimeError(f"deferred weight gradients were never computed, by (stage, micro-batch): {pending}")
-        except Exception:
+        except BaseException:
             self._traffic.drain()
             raise
 
@@ -135,25 +137,36 @@ class Interpreter:
         slot = action.stage, action.microbatch
         if action.kind == "F":
             return self._forward(slot)
-        if action.kind == "W":
+        if self._autocast is not None:  # around a step it is meant for the forwards
+            with torch.autocast(self._autocast, enabled=False):
+                return self._gradients_of(action.kind, slot)
+        return self._gradients_of(action.kind, slot)
+
+    def _gradients_of(self, kind: str, slot: Slot) -> Sequence[Tensor]:
+        if kind == "B":
+            return self._backward(slot)
+        if kind == "W":
             self._store.run(slot)
             return ()
-        if action.kind == "B":
-            return self._backward(slot)
         with self._store.defer(slot):
             return self._backward(slot)
 
     def _forward(self, slot: Slot) -> tuple[Tensor, ...]:
         stage, microbatch = slot
         inputs = self._activations.pop(slot)
+        leaves = self._leaves(stage, inputs)
         outputs = _as_tuple(self._modules[stage](*inputs))
         loss = None
         if stage == self._last_stage and self._batch.criterion is not None:
             loss = self._batch.criterion(*outputs, *self._batch.labels[microbatch])
-        return self._keep(slot, inputs, outputs, loss)
+        return self._keep(slot, leaves, outputs, loss)
+
+    def _leaves(self, stage: int, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The inputs whose gradients the stage before expects; asked for before this stage can change their minds."""
+        return tuple([x for x in inputs if x.requires_grad]) if stage > 0 else ()
 
     def _keep(
-        self, slot: Slot, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], loss: Tensor | None
+        self, slot: Slot, leaves: tuple[Tensor, ...], outputs: tuple[Tensor, ...], loss: Tensor | None
     ) -> tuple[Tensor, ...]:
         """Book a forward's results for the backward and the caller; return what goes to the next stage."""
         stage, microbatch = slot
@@ -167,7 +180,7 @@ class Interpreter:
             roots = tuple([get_gradient_edge(t) for t in ends if t.requires_grad])
             seed = torch.ones_like(loss) if last else None
             kept = outputs if self._overlaps and not last else ()
-            self._saved[slot] = Saved(inputs, roots, seed, loss if self._overlaps else None, kept)
+            self._saved[slot] = Saved(leaves, roots, seed, loss if self._overlaps else None, kept)
         return outputs
 
     def _backward(self, slot: Slot) -> Sequence[Tensor]:
@@ -178,12 +191,7 @@ class Interpreter:
             Variable._execution_engine.run_backward(
                 saved.roots, tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True
             )
-        return self._input_gradients(slot, saved)
-
-    def _input_gradients(self, slot: Slot, saved: Saved) -> Sequence[Tensor]:
-        if slot[0] == 0:
-            return ()
-        return [torch.zeros_like(x) if x.grad is None else x.grad for x in saved.inputs if x.requires_grad]
+        return _input_gradients(saved)
 
     def _overlapped(self, forward: Action, backward: Action) -> tuple[tuple[Tensor, ...], Sequence[Tensor]]:
         """A pair through DeepSeek's `overlapped_forward_backward` of the module type."""
@@ -192,14 +200,17 @@ class Interpreter:
         inputs0, saved = self._activations.pop(slot0), self._saved.pop(slot1)
         criterion = self._batch.criterion if forward.stage == self._last_stage else None
         labels = self._batch.labels[forward.microbatch] if criterion else ()
-        outputs1 = [t for t in saved.outputs if t.requires_grad]
+        leaves0, outputs1 = self._leaves(forward.stage, inputs0), tuple(t for t in saved.outputs if t.requires_grad)
         with self._store.defer(slot1) if backward.kind == "I" else nullcontext():
             outputs0, loss0 = type(module0).overlapped_forward_backward(
                 module0, list(inputs0), criterion, list(labels),
-                module1, saved.loss, outputs1, list(self._gradients.pop(slot1, ())),
+                module1, saved.loss, outputs1, tuple(self._gradients.pop(slot1, ())),
             )  # fmt: skip
-        outputs = self._keep(slot0, inputs0, _as_tuple(outputs0), loss0)
-        return outputs, self._input_gradients(slot1, saved)
+        return self._keep(slot0, leaves0, _as_tuple(outputs0), loss0), _input_gradients(saved)
+
+
+def _input_gradients(saved: Saved) -> list[Tensor]:
+    return [torch.zeros_like(x) if x.grad is None else x.grad for x in saved.leaves]
 
 
 def _leaf(tensor: Tensor) -> Tensor:
@@ -210,7 +221,8 @@ def _as_tuple(outputs: object) -> tuple[Tensor, ...]:
     if isinstance(outputs, Tensor):
         return (outputs,)
     if not isinstance(outputs, tuple | list) or not all(isinstance(t, Tensor) for t in outputs):
-        raise ValueError(f"a stage must return a tensor or a tuple of tensors, not {type(outputs).__name__}")
+        kinds = [type(t).__name__ for t in outputs] if isinstance(outputs, tuple | list) else type(outputs).__name__
+        raise ValueError(f"a stage must return a tensor or a tuple of tensors, not {kinds}")
     return tuple(outputs)
 
 
@@ -223,7 +235,7 @@ def _checked_loss(loss: Tensor) -> Tensor:
     return loss.detach()
 
 
-def overlaps_by_itself(modules: Sequence[nn.Module]) -> bool:
+def overlaps_by_itself(modules: Iterable[nn.Module]) -> bool:
     """Whether the stages are of one type that offers DeepSeek's hook."""
     types = {type(module) for module in modules}
     return len(types) == 1 and hasattr(types.pop(), "overlapped_forward_backward")

@@ -137,9 +137,12 @@ class Traffic:
     def send(self, transfer: Transfer, tensors: Sequence[Tensor] | None) -> None:
         """Start to send a message; None sends zeros, or word of the failure where no shape was agreed yet.
 
-        Raises ValueError where the tensors do not match what was agreed for micro-batches of this size.
+        Raises ValueError, having sent nothing, for tensors that cannot be sent or do not match what was agreed for
+        micro-batches of this size.
         """
         message, stream, boundary = transfer.message, self._outgoing[transfer.stream], self._boundary(transfer)
+        if tensors is not None:
+            _check_sendable(message, tensors, self._device)
         works = [] if boundary.agreed else [self._agree(message, boundary, tensors)]
         if tensors is None:
             tensors = [meta.empty(self._device).zero_() for meta in boundary.expects(message) or ()]
@@ -150,7 +153,7 @@ class Traffic:
             _wait(stream.in_flight.popleft())
         for tensor in tensors:
             if tensor.numel():
-                ready = tensor.detach().contiguous()
+                ready = tensor.detach().contiguous().resolve_conj().resolve_neg()
                 works.append((stream.link.send(ready), ready))
         stream.in_flight.append(works)
 
@@ -189,8 +192,9 @@ class Traffic:
     def _agree(self, message: Message, boundary: Boundary, tensors: Sequence[Tensor] | None) -> tuple[Work, Tensor]:
         """Fix the signature of a boundary and start to send its header."""
         assert message.kind == "F", "a gradient follows an activation"
-        boundary.agree(None if tensors is None else tuple(map(TensorMeta.of, tensors)))
-        header = _pack_signature(boundary.forward)
+        signature = None if tensors is None else tuple(map(TensorMeta.of, tensors))
+        header = _pack_signature(signature)  # may refuse; nothing is agreed then
+        boundary.agree(signature)
         return self._transport.header(message.dst).send(header), header
 
     def _post_next(self, stream: Incoming) -> None:
@@ -221,6 +225,15 @@ class Traffic:
         if message.kind == "F":
             for tensor, meta in zip(arrival.tensors, signature):
                 tensor.requires_grad_(meta.requires_grad)
+
+
+def _check_sendable(message: Message, tensors: Sequence[Tensor], device: torch.device) -> None:
+    for tensor in tensors:
+        if tensor.layout is not torch.strided or tensor.device != device:
+            raise ValueError(
+                f"a result for stage {message.stage} is {tensor.layout} on {tensor.device}; only dense tensors on "
+                f"{device} go between ranks"
+            )
 
 
 def _check(message: Message, tensors: Sequence[Tensor], signature: Signature | None) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from itertools import chain
 from typing import Any
 
@@ -28,24 +29,32 @@ Stream = tuple[int, int, str]  # source rank, destination rank, "F" for activati
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One direction between this rank and a peer: a group, the peer's rank inside it, and a tag."""
+    """One direction between this rank and a peer: a group, the peer's rank inside it, and a tag.
+
+    as_bytes: for NCCL, which refuses some dtypes; gloo looks at the size only.
+    """
 
     group: ProcessGroup
     peer: int
     tag: int = 0
+    as_bytes: bool = False
 
     def send(self, tensor: Tensor) -> Work:
         """Start to send a contiguous tensor; it must stay untouched until the work is done."""
-        return self.group.send([tensor], self.peer, self.tag)
+        return self.group.send([_bytes(tensor) if self.as_bytes else tensor], self.peer, self.tag)
 
     def receive(self, tensor: Tensor) -> Work:
         """Start to receive into a contiguous tensor of the sent size."""
-        return self.group.recv([tensor], self.peer, self.tag)
+        return self.group.recv([_bytes(tensor) if self.as_bytes else tensor], self.peer, self.tag)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)
 
 
 def pack_record(record: Any) -> Tensor:
     """A JSON value as a (RECORD_BYTES,) uint8 tensor."""
-    data = json.dumps(record).encode()
+    data = json.dumps(record, ensure_ascii=False).encode("utf-8", "backslashreplace")
     if len(data) > RECORD_BYTES:
         raise ValueError(f"a record of {len(data)} bytes exceeds the {RECORD_BYTES} that travel: {data[:200]!r}...")
     return torch.frombuffer(bytearray(data.ljust(RECORD_BYTES)), dtype=torch.uint8)
@@ -75,36 +84,57 @@ class Transport:
         if group is None:
             return
         self._global = tuple(dist.get_global_rank(group, member) for member in members)
-        carries_host_tensors = "cpu:" in dist.get_backend_config(group)
-        self._control = group if carries_host_tensors else _gloo_group(self._global)
+        config = dist.get_backend_config(group)  # such as "cpu:gloo,cuda:nccl"
+        self._backends = dict(entry.split(":") for entry in config.split(","))
+        self._control = group
+        if "cpu" not in self._backends:
+            key = (self._global, "control")
+            self._control = create_groups([key], backend="gloo", timeout=self._timeout())[key]
         self._peers = [dist.get_group_rank(self._control, g) for g in self._global]
+
+    def default_device(self) -> torch.device:
+        """Where a rank without a single tensor in its stages works: as its group does."""
+        if self._group is not None and self._backends.get("cuda", "gloo") != "gloo":
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cpu")
 
     def check_device(self, device: torch.device) -> None:
         """ValueError where the process group cannot carry tensors of `device` between ranks."""
-        config = dist.get_backend_config(self._group) if self._group else ""
-        backend = dict(entry.split(":") for entry in config.split(",") if entry).get(device.type)
-        if self.size > 1 and (backend is None or (backend == "gloo" and device.type != "cpu")):
+        if self.size == 1:
+            return
+        backend = self._backends.get(device.type)
+        if backend is None or (backend == "gloo" and device.type != "cpu"):
             raise ValueError(
-                f"the stages are on {device}, but the process group's backends ({config}) do not send such tensors; "
-                'initialise it with "gloo" for CPU or "cpu:gloo,cuda:nccl" for GPUs, or move the stages'
+                f"the stages are on {device}, but the process group's backends ({self._backends}) do not send such "
+                'tensors; initialise it with "gloo" for CPU or "cpu:gloo,cuda:nccl" for GPUs, or move the stages'
             )
 
-    def connect(self, streams: Iterable[Stream], device: torch.device, *, own_groups: bool) -> None:
+    def connect(self, streams: Iterable[Stream], device: torch.device, *, own_groups: bool | None = None) -> None:
         """Open a link for each stream, and use it once.
 
-        own_groups: give each link a process group of its own; needed wherever the backend has no tags.
+        own_groups: give each link a process group of its own; by default where the backend has no tags.
         """
+        own_groups = device.type != "cpu" if own_groups is None else own_groups
         wanted = {(self._global[src], self._global[dst], kind): (src, dst, kind) for src, dst, kind in streams}
-        groups = create_groups([(key[:2], key[2]) for key in wanted], backend=None) if own_groups else {}
+        groups = {}
+        if own_groups and self.size > 1:
+            keys = [((src, dst), kind) for src, dst, kind in wanted]
+            groups = create_groups(keys, backend=self._backends[device.type], timeout=self._timeout())
         for key, (src, dst, kind) in sorted(wanted.items()):
             if self.rank not in (src, dst):
                 continue
             peer = key[1] if self.rank == src else key[0]
             group, tag = (groups[key[:2], kind], 0) if own_groups else (self._group, _TAGS[kind])
-            link = self._data[src, dst, kind] = Link(group, dist.get_group_rank(group, peer), tag)
+            link = Link(group, dist.get_group_rank(group, peer), tag, as_bytes=own_groups)
+            self._data[src, dst, kind] = link
             # A communicator made lazily in the middle of a step can deadlock; everybody goes through the sorted links.
             probe = torch.zeros(1, device=device)
             (link.send(probe) if self.rank == src else link.receive(probe)).wait()
+
+    def _timeout(self) -> timedelta:
+        """The timeout that the caller gave the process group; torch has no public call for it."""
+        device = "cuda" if self._backends.get("cuda") == "nccl" else "cpu"
+        return self._group._get_backend(torch.device(device)).options._timeout
 
     def data(self, stream: Stream) -> Link:
         """The link for the boundary tensors of a stream that starts or ends at this rank."""
@@ -144,12 +174,8 @@ def _finish(work: Work | RuntimeError) -> RuntimeError | None:
     return error if isinstance(error, RuntimeError) else None
 
 
-def _gloo_group(ranks: tuple[int, ...]) -> ProcessGroup:
-    return create_groups([(ranks, "control")], backend="gloo")[ranks, "control"]
-
-
 def create_groups(
-    wanted: Iterable[tuple[tuple[int, ...], str]], *, backend: str | None
+    wanted: Iterable[tuple[tuple[int, ...], str]], *, backend: str, timeout: timedelta
 ) -> dict[tuple[tuple[int, ...], str], ProcessGroup]:
     """A process group for each (global ranks, purpose) that this rank wants.
 
@@ -159,5 +185,7 @@ def create_groups(
     wanted = list(wanted)
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, wanted)
-    created = {key: dist.new_group(list(key[0]), backend=backend) for key in sorted(set(chain(*everyone)))}
+    created = {}
+    for ranks, purpose in sorted(set(chain(*everyone))):
+        created[ranks, purpose] = dist.new_group(list(ranks), timeout=timeout, backend=backend)
     return {key: created[key] for key in wanted}

@@ -11,6 +11,8 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+import torch
+
 _running: ContextVar[WeightGradStore | None] = ContextVar("dualpipe_weight_grad_store", default=None)
 
 
@@ -59,9 +61,10 @@ class WeightGradStore:
             self._queue = None
 
     def run(self, key: Hashable) -> None:
-        """Run and drop, in order, everything queued under `key`."""
-        for fn in self._queues.pop(key, ()):
-            fn()
+        """Run and drop, in order, everything queued under `key`; without gradients, as in a backward."""
+        with torch.no_grad():
+            for fn in self._queues.pop(key, ()):
+                fn()
 
     def pending(self) -> dict[Hashable, int]:
         """How many weight gradients wait, by key."""

@@ -32,14 +32,14 @@ def build_pipe(rank, world, make=Stage, **options):
 
 def assert_works(pipe, rank, world):
     """A good step gives the right gradients, and nothing is left in the queue."""
-    for module in pipe.modules:
+    for module in pipe.module:
         module.zero_grad()
     inputs, kwargs = good_arguments(rank)
     pipe.step(*inputs, **kwargs)
     expected = make_stages(2 * world)
     (x,), full = good_arguments(0)
     reference(expected, x, full["labels"][0], CHUNKS)
-    for module, stage in zip(pipe.modules, (rank, 2 * world - 1 - rank)):
+    for module, stage in zip(pipe.module, (rank, 2 * world - 1 - rank)):
         assert gradient_error(module, expected[stage]) < 1e-10
     assert pipe.weight_grad_store.pending() == {}
 
@@ -66,7 +66,7 @@ ARGUMENTS = {
     "no inputs": (0, (), {}, "rank 0: inputs are required on the rank of the first stage"),
     "none as input": (0, (None,), {}, "rank 0: inputs are required"),
     "not a tensor": (0, ([1.0, 2.0],), {}, "rank 0: input 0 must be a tensor, got list"),
-    "labels not a tuple": (0, None, dict(labels=X), "rank 0: labels must be a tuple or a list"),
+    "label not a tensor": (0, None, dict(labels=(3.0,)), "rank 0: label 0 must be a tensor, got float"),
     "small batch": (0, (X[:3],), {}, "rank 0: input 0 of shape [3, 8] cannot be split into num_chunks=5"),
     "few labels": (0, None, dict(labels=(X[:6],)), "inputs have batch size 10, labels 6"),
     "inputs differ": (0, (X, X[:7]), {}, "rank 0: inputs differ in size along dimension 0: [[10, 8], [7, 8]]"),
@@ -98,13 +98,13 @@ def mode_mistakes(rank, world):
     pipe, _ = build_pipe(rank, world)
     args, kwargs = good_arguments(rank)
     told = []
-    pipe.modules[1].train(rank == 0)
+    pipe.module[1].train(rank == 0)
     told.append(caught(lambda: pipe.step(*args, **kwargs)))
-    pipe.modules[1].train()
+    pipe.module[1].train()
     with torch.set_grad_enabled(rank == 0):
         told.append(caught(lambda: pipe.step(*args, **kwargs)))
     if rank == 1:
-        pipe.modules[0].to("meta")
+        pipe.module[0].to("meta")
     told.append(caught(lambda: pipe.step(*args, **kwargs)))
     return told
 
@@ -127,6 +127,9 @@ def construction_mistakes(rank, world):
         "unknown": lambda: DualPipeV(stages, schedule="dualpipv"),
         "not a V": lambda: DualPipeV(stages, schedule="interleaved_1f1b"),
         "mapping": lambda: DualPipeV(stages, rank_mapping=[0, 0] if one else [0, 1]),
+        "no mapping": lambda: DualPipeV(stages, rank_mapping=3 if one else None),
+        "no modules": lambda: DualPipeV(None if one else stages),
+        "batch_dim": lambda: DualPipeV(stages, batch_dim=rank),
         "mappings": lambda: DualPipeV(stages, rank_mapping=[1, 0] if one else [0, 1]),
         "ranks": lambda: DualPipeV(stages, schedule=build("dualpipev", 3, 6)),
         "invalid": lambda: Pipeline(stages[:1], schedule=without_last_step(build("1f1b", 2, 3))),
@@ -148,7 +151,10 @@ def without_last_step(schedule):
 def test_construction_mistakes_raise_on_every_rank():
     expected = {
         "modules": "rank 1 has 1 modules, but schedule 'dualpipev' gives it 2 stages",
-        "types": "rank 1: modules must be nn.Modules, got NoneType",
+        "types": "rank 1: modules must be a tuple of nn.Modules, got ['Stage', 'NoneType']",
+        "no modules": "rank 1: modules must be a tuple of nn.Modules, got NoneType",
+        "no mapping": "rank 1: rank_mapping must be a permutation of 0..1, got 3",
+        "batch_dim": "ranks disagree about (schedule",
         "device": "rank 1: all stages of a rank must be on one real device, found ['cpu', 'meta']",
         "schedule": "ranks disagree about (schedule",
         "unknown": "dualpipev",
@@ -210,17 +216,17 @@ def failing_stage(rank, world):
     told = []
     for culprit, half, what, count in FAILURES:
         if rank == culprit:
-            pipe.modules[half].armed = {what: count}
+            pipe.module[half].armed = {what: count}
         told.append(caught(lambda: pipe.step(*args, **kwargs)))
-        pipe.modules[half].armed = {}
+        pipe.module[half].armed = {}
         assert pipe.weight_grad_store.pending() == {}
     reference_stages = make_stages(2 * world, Fragile)
-    for module in pipe.modules:
+    for module in pipe.module:
         module.zero_grad()
     pipe.step(*args, **kwargs)
     (x,), full = good_arguments(0)
     reference(reference_stages, x, full["labels"][0], CHUNKS)
-    for module, stage in zip(pipe.modules, (rank, 2 * world - 1 - rank)):
+    for module, stage in zip(pipe.module, (rank, 2 * world - 1 - rank)):
         assert gradient_error(module, reference_stages[stage]) < 1e-10
     return told
 
@@ -267,19 +273,28 @@ class Odd(Stage):
     def forward(self, x):
         self.calls = getattr(self, "calls", 0) + 1
         out = super().forward(x)
-        return {"good": out, "none": None, "dict": {"x": out}, "shape": out if self.calls < 3 else out[:, :4],
-                "dtype": out if self.calls < 3 else out.float()}[self.mode]  # fmt: skip
+        return {
+            "good": out,
+            "none": None,
+            "dict": {"x": out},
+            "mixed": (out, 3),
+            "sparse": (out, torch.eye(3).to_sparse()),
+            "meta": (out, torch.empty(3, device="meta")),
+            "many": (out,) * 400,
+            "shape": out if self.calls < 3 else out[:, :4],
+            "dtype": out if self.calls < 3 else out.float(),
+        }[self.mode]
 
 
 def odd_outputs(rank, world):
     pipe, _ = build_pipe(rank, world, Odd)
     args, kwargs = good_arguments(rank)
     told = {}
-    for mode in ("none", "dict", "shape", "dtype"):
+    for mode in ("none", "dict", "mixed", "sparse", "meta", "many", "shape", "dtype"):
         if rank == 0:
-            pipe.modules[0].mode, pipe.modules[0].calls = mode, 0
+            pipe.module[0].mode, pipe.module[0].calls = mode, 0
         told[mode] = caught(lambda: pipe.step(*args, **kwargs))[:2]
-    pipe.modules[0].mode = "good"
+    pipe.module[0].mode = "good"
     assert_works(pipe, rank, world)
     return told
 
@@ -288,9 +303,73 @@ def test_outputs_that_cannot_cross_ranks():
     for told in run_ranks(odd_outputs, WORLD, WORLD):
         assert {kind for kind, _ in told.values()} == {"PipelineError"}
         assert "a stage must return a tensor or a tuple of tensors, not NoneType" in told["none"][1]
-        assert "not dict" in told["dict"][1]
+        assert "not dict" in told["dict"][1] and "not ['Tensor', 'int']" in told["mixed"][1]
+        assert "torch.sparse_coo on cpu" in told["sparse"][1] and "strided on meta" in told["meta"][1]
+        assert "exceeds the 8192 that travel" in told["many"][1]
         assert "changed within the step" in told["shape"][1] and "float64[2, 4]" in told["shape"][1]
         assert "changed within the step" in told["dtype"][1] and "float32[2, 8]" in told["dtype"][1]
+
+
+class Speechless(Exception):
+    """An error that cannot say what it is."""
+
+    def __str__(self):
+        raise RuntimeError("no words")
+
+
+class Interrupted(Stage):
+    """Raises what it is given."""
+
+    error = None
+
+    def forward(self, x):
+        if self.error is not None:
+            raise self.error
+        return super().forward(x)
+
+
+def unusual_errors(rank, world):
+    pipe, _ = build_pipe(rank, world, Interrupted)
+    args, kwargs = good_arguments(rank)
+    told = []
+    for error in (RuntimeError("\U0001f600" * 2000), Speechless(), KeyboardInterrupt(), SystemExit(3)):
+        pipe.module[0].error = error if rank == 1 else None
+        try:
+            pipe.step(*args, **kwargs)
+        except BaseException as raised:
+            told.append((type(raised).__name__, str(raised)[:200]))
+    pipe.module[0].error = None
+    assert_works(pipe, rank, world)
+    return told
+
+
+def test_errors_that_are_long_wordless_or_interrupts():
+    first, second = run_ranks(unusual_errors, WORLD, WORLD)
+    assert [kind for kind, _ in first] == ["PipelineError"] * 4
+    assert [kind for kind, _ in second] == ["PipelineError", "PipelineError", "KeyboardInterrupt", "SystemExit"]
+    for (_, text), name in zip(first, ["RuntimeError: \U0001f600", "Speechless", "KeyboardInterrupt", "SystemExit"]):
+        assert text.startswith("rank 1: 1F0") and name in text
+
+
+class Unfreezing(Stage):
+    """Asks for a gradient of an input that came without one, as some adapters do."""
+
+    def forward(self, x):
+        return super().forward(x.requires_grad_())
+
+
+def unfreezing(rank, world):
+    stages = make_stages(2 * world, Unfreezing)
+    stages[0] = stages[0].requires_grad_(False)
+    stages[0].forward = lambda x: Stage.forward(stages[0], x)
+    pipe = DualPipeV((stages[rank], stages[2 * world - 1 - rank]))
+    args, kwargs = good_arguments(rank)
+    return caught(lambda: pipe.step(*args, **kwargs))
+
+
+def test_a_stage_that_asks_for_more_gradients_than_were_agreed():
+    for kind, text, _ in run_ranks(unfreezing, WORLD, WORLD):
+        assert (kind, text) == ("nothing", "")
 
 
 class Forgetful(Stage):
@@ -343,7 +422,7 @@ def dying_rank(rank, world, culprit, how, half):
     args, kwargs = good_arguments(rank)
     pipe.step(*args, **kwargs)
     if rank == culprit:
-        pipe.modules[half].how = how
+        pipe.module[half].how = how
     return caught(lambda: pipe.step(*args, **kwargs))
 
 

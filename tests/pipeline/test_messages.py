@@ -2,13 +2,14 @@
 
 import gc
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dualpipe import DualPipeV, Pipeline
+from dualpipe import DualPipeV, Pipeline, WeightGradStore
 from ranks import run_ranks
-from toys import Stage, gradient_error, make_stages, reference, relative_error
+from toys import Stage, gradient_error, make_stages, reference, relative_error, use_own_groups
 
 
 def run_v(rank, world, make, x, y, num_chunks, steps=1, criterion=F.mse_loss):
@@ -49,15 +50,18 @@ class Many(nn.Module):
         return out, mask, ids, empty, half, scalar * self.scale, eight
 
 
-def many_tensors(rank, world):
+def many_tensors(rank, world, own_groups):
+    if own_groups:
+        use_own_groups()
     x, y = torch.randn(6, 8).double(), torch.randn(6, 8).double()
     loss = lambda out, mask, ids, empty, half, scalar, eight, y: F.mse_loss(out, y) + scalar.double() ** 2  # noqa: E731
     return run_v(rank, world, Many, (x,), y, 3, steps=2, criterion=loss)
 
 
-def test_tuples_of_any_dtypes_with_tensors_that_need_no_gradient():
+@pytest.mark.parametrize("own_groups", [False, True])
+def test_tuples_of_any_dtypes_with_tensors_that_need_no_gradient(own_groups):
     # 1e-6: a float32 scalar is among what flows backward.
-    assert max(run_ranks(many_tensors, 2, 2)) < 1e-6
+    assert max(run_ranks(many_tensors, 2, 2, own_groups)) < 1e-6
 
 
 class Aliases(nn.Module):
@@ -134,6 +138,79 @@ def test_shapes_may_change_from_step_to_step():
     assert max(run_ranks(changing_shapes, 3, 3)) < 1e-10
 
 
+class Side(Stage):
+    """Takes an optional second input."""
+
+    def forward(self, x, scale=None):
+        assert scale is None
+        return super().forward(x)
+
+
+def like_deepseek(rank, world):
+    """The calls of DeepSeek's examples: None for what a rank does not need, and the pipeline as an nn.Module."""
+    stages, expected = make_stages(2 * world, Side), make_stages(2 * world)
+    pipe = DualPipeV([stages[rank], stages[2 * world - 1 - rank]])
+    x, y = torch.randn(6, 8).double(), torch.randn(6, 8).double()
+    if rank == 0:
+        loss, outputs = pipe.step(x, None, num_chunks=6, criterion=F.mse_loss, labels=y, return_outputs=True)
+    else:
+        loss, outputs = pipe.step(None, num_chunks=6, criterion=F.mse_loss, labels=(None,), return_outputs=True)
+    losses, joined = reference(expected, x, y, 6)
+    assert (loss is None and outputs is None) if rank else (torch.equal(loss, losses) and torch.equal(outputs, joined))
+    error = max(gradient_error(stages[s], expected[s]) for s in (rank, 2 * world - 1 - rank))
+    pipe.zero_grad()
+    assert all(p.grad is None for p in pipe.parameters())
+    return error
+
+
+def test_calls_as_in_deepseeks_examples():
+    assert max(run_ranks(like_deepseek, 2, 2)) < 1e-10
+
+
+class Uneven(Stage):
+    """A last stage whose outputs differ in number from one micro-batch to the next."""
+
+    def forward(self, x):
+        self.calls = getattr(self, "calls", 0) + 1
+        out = super().forward(x)
+        return out if self.calls % 2 else (out, out)
+
+
+def uneven_outputs(rank, world):
+    stages = make_stages(2 * world, Stage)
+    stages[-1] = make_stages(1, Uneven)[0]
+    pipe = DualPipeV([stages[rank], stages[2 * world - 1 - rank]])
+    x = torch.randn(4, 8).double()
+    try:
+        with torch.no_grad():
+            pipe.step(x if rank == 0 else None, num_chunks=4, return_outputs=True)
+    except Exception as error:
+        return type(error).__name__
+
+
+def test_outputs_that_cannot_be_joined_raise_on_every_rank():
+    assert run_ranks(uneven_outputs, 2, 2) == ["PipelineError", "PipelineError"]
+
+
+def autocast_around_a_step(rank):
+    """Backwards are not under the caller's autocast, as with an unpipelined model."""
+    stages, expected = [make_stages(2, lambda: Stage(dtype=torch.float32), defer=False) for _ in range(2)]
+    x = torch.randn(4, 8)
+    pipe = DualPipeV(stages)
+    with torch.autocast("cpu", torch.bfloat16):
+        pipe.step(x, num_chunks=2, criterion=F.mse_loss, labels=x)
+    for part in x.chunk(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = F.mse_loss(expected[1](expected[0](part)), part)
+        loss.backward()
+    return max(gradient_error(a, b) for a, b in zip(stages, expected))
+
+
+def test_backwards_are_outside_of_autocast():
+    # One micro-batch's gradients are equal; two are added in another order.
+    assert run_ranks(autocast_around_a_step, 1)[0] < 1e-6
+
+
 # -- memory
 
 ROWS, WIDTH = 7, 12  # no other tensor has this shape
@@ -163,7 +240,7 @@ def live_boundaries(rank, world, num_chunks):
     args = (x if rank == 0 else None,)
     kwargs = dict(num_chunks=num_chunks, criterion=F.mse_loss, labels=(x,) if rank == 0 else ())
     pipe.step(*args, **kwargs)
-    return max(module.most for module in pipe.modules)
+    return max(module.most for module in pipe.module)
 
 
 def test_boundary_memory_does_not_grow_with_the_number_of_microbatches():
@@ -187,27 +264,77 @@ def leftovers(rank, world, failing):
     def fail(*_):
         raise RuntimeError("boom")
 
-    gc.freeze()
-
     def tensors():
-        gc.collect()
         return {id(t): t for t in gc.get_objects() if isinstance(t, torch.Tensor)}
 
+    def step():
+        try:
+            pipe.step(*args, **kwargs)
+        except RuntimeError:
+            assert failing
+
     pipe.step(*args, **kwargs)
+    gc.collect()
+    gc.freeze()
+    gc.disable()  # nothing may wait for the collector of cycles
     before = tensors()
-    hook = pipe.modules[1].register_forward_pre_hook(fail) if failing and rank == world - 1 else None
-    try:
-        pipe.step(*args, **kwargs)
-    except RuntimeError:
-        assert failing
-    if hook:
-        hook.remove()
+    if failing and rank == world - 1:
+        pipe.module[1].register_forward_pre_hook(fail)
+    step()
     return [tuple(t.shape) for i, t in tensors().items() if i not in before]
 
 
 def test_nothing_is_held_between_steps():
     for failing in (False, True):
         assert run_ranks(leftovers, 2, 2, failing) == [[], []]
+
+
+class Accumulating(torch.autograd.Function):
+    """A linear whose deferred gradient is added as DeepSeek's example does, which would record a graph in grad mode."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x)
+        ctx.weight = weight
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx, dy):
+        (x,) = ctx.saved_tensors
+        weight = ctx.weight
+        weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
+
+        def add():
+            weight.grad += dy.T @ x
+
+        WeightGradStore.current().put(add)
+        return dy @ weight, None
+
+
+class OwnLinear(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8, dtype=torch.float64))
+
+    def forward(self, x):
+        return Accumulating.apply(x, self.weight)
+
+
+def own_deferral(rank):
+    torch.manual_seed(0)
+    pipe = DualPipeV([OwnLinear(), OwnLinear()], schedule="zbv")
+    x = torch.randn(6, 8).double()
+    counts = []
+    for _ in range(4):
+        pipe.step(x, num_chunks=3, criterion=F.mse_loss, labels=x)
+        gc.collect()
+        counts.append(sum(isinstance(t, torch.Tensor) for t in gc.get_objects()))
+    return counts, any(p.grad.requires_grad for p in pipe.parameters())
+
+
+def test_deferred_closures_run_without_recording_a_graph():
+    ((counts, recorded),) = run_ranks(own_deferral, 1)
+    assert len(set(counts)) == 1 and not recorded, counts
 
 
 def released_storage(rank, world):
@@ -229,7 +356,7 @@ def released_storage(rank, world):
     pipe = DualPipeV((stages[rank], stages[2 * world - 1 - rank]))
     x = torch.randn(24, 8).double()
     pipe.step(x if rank == 0 else None, num_chunks=24, criterion=F.mse_loss, labels=(x,) if rank == 0 else ())
-    return max(module.peak for module in pipe.modules)
+    return max(module.peak for module in pipe.module)
 
 
 def test_sent_activations_are_released():

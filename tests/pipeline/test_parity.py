@@ -6,7 +6,16 @@ import torch.nn.functional as F
 
 from dualpipe import DualPipeV, Pipeline
 from ranks import run_ranks
-from toys import Stage, gradient_error, make_stages, num_stages, reference, relative_error, stages_of_rank
+from toys import (
+    Stage,
+    gradient_error,
+    make_stages,
+    num_stages,
+    reference,
+    relative_error,
+    stages_of_rank,
+    use_own_groups,
+)
 
 SCHEDULES = ["dualpipev", "zbv", "1f1b", "interleaved_1f1b"]
 # The pipeline adds micro-batches' gradients in its own order, so equality is to rounding of the sums.
@@ -136,11 +145,8 @@ def two_pipelines(rank, world, own_groups):
     """Ranks 0,1 and 2,3 are pipelines of their own, and all four are a third one; all in one process."""
     import torch.distributed as dist
 
-    from dualpipe.pipeline.transport import Transport
-
-    if own_groups:  # as with NCCL: a process group for every link
-        connect = Transport.connect
-        Transport.connect = lambda self, edges, device, own_groups: connect(self, edges, device, own_groups=True)
+    if own_groups:
+        use_own_groups()
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     error = 0.0
     x, y = torch.randn(4, 8).double(), torch.randn(4, 8).double()

@@ -105,10 +105,13 @@ class Hooked(Stage):
         outputs0 = module0(*inputs0)
         loss0 = criterion0(outputs0, *labels0) if criterion0 is not None else None
         if loss1 is not None:
-            assert outputs1 == [] and output_grads1 == []
+            assert outputs1 == () and output_grads1 == ()
             loss1.backward()
         else:
-            torch.autograd.backward(outputs1, output_grads1)
+            assert isinstance(outputs1, tuple) and isinstance(output_grads1, tuple)  # as run_backward needs them
+            torch.autograd.Variable._execution_engine.run_backward(
+                outputs1, output_grads1, False, False, (), allow_unreachable=True, accumulate_grad=True
+            )
         return outputs0, loss0
 
 
