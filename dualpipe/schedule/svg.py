@@ -42,7 +42,7 @@ def to_svg(timeline: Timeline) -> str:
     """
     scale = _scale(timeline)
     width = LEFT + timeline.makespan * scale + RIGHT
-    width = max(width, LEFT + 710)  # room for the legend
+    width = max(width, LEFT + 960)  # room for the legend
     height = TOP + len(timeline.spans) * (ROW + GAP) + BOTTOM
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height}" '

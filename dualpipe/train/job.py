@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -52,13 +53,18 @@ def choose_device(info: RankInfo, wanted: str) -> torch.device:
     """The device of this rank: "cpu", "cuda", or "auto" for CUDA where each rank of the machine can have its own.
 
     Raises:
-        ValueError: "cuda" was asked for, and there is none.
+        ValueError: "cuda" was asked for, and there are fewer devices than ranks.
     """
     devices = torch.cuda.device_count() if wanted != "cpu" and torch.cuda.is_available() else 0
-    if wanted == "cuda" and not devices:
-        raise ValueError("parallel.device = 'cuda', but torch finds no CUDA device here; set it to 'cpu' or 'auto'")
-    if wanted == "cuda" or devices >= info.local_world_size:
-        return torch.device("cuda", info.local_rank % devices)
+    if devices == 1 and os.environ.get("SLURM_GPUS_PER_TASK") == "1":  # every rank sees its own as the only one
+        return torch.device("cuda", 0)
+    if devices >= info.local_world_size:
+        return torch.device("cuda", info.local_rank)
+    if wanted == "cuda":
+        raise ValueError(
+            f"parallel.device = 'cuda', but torch finds {devices} CUDA devices here for {info.local_world_size} ranks; "
+            "set it to 'cpu' or 'auto', or start fewer ranks"
+        )
     return torch.device("cpu")
 
 

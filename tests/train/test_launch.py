@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from dualpipe.train import launch
+from dualpipe.train.job import choose_device
 from dualpipe.train.launch import RankInfo, rank_from_environment, slurm_rendezvous
 
 
@@ -110,3 +111,17 @@ with open("{tmp_path}/rank" + os.environ["RANK"], "w") as file:
         arguments, environment = json.loads((tmp_path / f"rank{rank}").read_text())
         assert arguments == ["-P", "-m", "dualpipe", "train", "a b"]
         assert environment == [str(rank), str(rank), "2", "2", "1", "127.0.0.1"]
+
+
+def test_a_device_for_every_rank(monkeypatch):
+    """Given a number of GPUs, then each rank has its own, or all run on CPU, or asking for GPUs is refused."""
+    info = RankInfo(rank=1, world_size=2, local_rank=1, local_world_size=2)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    for count, wanted, expected in [(2, "auto", "cuda:1"), (2, "cuda", "cuda:1"), (1, "auto", "cpu"), (2, "cpu", "cpu")]:
+        monkeypatch.setattr("torch.cuda.device_count", lambda count=count: count)
+        assert str(choose_device(info, wanted)) == expected
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    with pytest.raises(ValueError, match="1 CUDA devices here for 2 ranks"):
+        choose_device(info, "cuda")
+    monkeypatch.setenv("SLURM_GPUS_PER_TASK", "1")  # every rank sees its own GPU as the only one
+    assert str(choose_device(info, "auto")) == "cuda:0"
