@@ -26,6 +26,7 @@ setup(
         *("dualpipe." + p for p in find_packages(include=["kernels", "kernels.*", "models", "models.*"])),
     ],
     package_dir=PACKAGE_DIR,
+    package_data={"dualpipe": ["py.typed"]},
     install_requires=REQUIRES,
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["dualpipe = dualpipe.cli:main"]},

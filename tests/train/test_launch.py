@@ -117,7 +117,8 @@ def test_a_device_for_every_rank(monkeypatch):
     """Given a number of GPUs, then each rank has its own, or all run on CPU, or asking for GPUs is refused."""
     info = RankInfo(rank=1, world_size=2, local_rank=1, local_world_size=2)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    for count, wanted, expected in [(2, "auto", "cuda:1"), (2, "cuda", "cuda:1"), (1, "auto", "cpu"), (2, "cpu", "cpu")]:
+    cases = [(2, "auto", "cuda:1"), (2, "cuda", "cuda:1"), (1, "auto", "cpu"), (2, "cpu", "cpu")]
+    for count, wanted, expected in cases:
         monkeypatch.setattr("torch.cuda.device_count", lambda count=count: count)
         assert str(choose_device(info, wanted)) == expected
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
