@@ -2,22 +2,436 @@
 
 Rows are sorted by expert; `offs` holds where each expert's rows end, on the device, so that no size is read back and
 no row is padded. Example: offs = [2, 2, 5] gives rows 0 and 1 to expert 0, none to expert 1 and rows 2 to 4 to expert
-2; rows 5 and up belong to nobody and are neither read nor written.
+2; rows 5 and up belong to nobody: they may hold anything, which no result depends on, and are not written.
 
-Only the PyTorch reference exists: `torch.nn.functional.grouped_mm` where it takes the operands, one product per
-expert where not. None of these functions is meant for autograd: `dualpipe.nn.GroupedLinear` has the backward.
+What it saves over one product per expert: E launches, and a copy of the sizes to the host; over a batched product: the
+padding. `gather` reads the rows where they are, which saves writing and reading a sorted copy of K times the
+activations; the weight gradient goes into its float32 accumulator from the registers, which saves a rounded copy of
+all weights. Every element of a result has one writer and one order of additions: the bits are those of every other run.
 
-Dimension letters: M rows, E experts, H in_features, N out_features.
+Two kernels, one for the products that make rows (forward, input gradient), one for the sum over rows (weight gradient).
+On sm_90 and later, operands whose rows start at multiples of 16 bytes are read by the copy engine (tensor descriptors);
+others, gathered ones and those on sm_80 through pointers. float64 always takes the reference. None of these functions
+is meant for autograd: `dualpipe.nn.GroupedLinear` has the backward.
+
+DUALPIPE_CHECK_OFFSETS=1 in the environment checks on CUDA that `offs` rise to at most M and that `gather` stays within
+`x`, at the cost of waiting for the device in every call. Without it wrong offsets give wrong results, but ends
+outside of 0 to M count as 0 or M. On CPU both are always checked.
+
+Dimension letters: M rows, E experts, H in_features, N out_features; in the kernel for rows, which serves both
+directions, C columns of the result (N or H) and D the summed dimension (H or N).
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from dualpipe.kernels.backend import INTERPRET, architecture, num_sms, tl, triton, use_triton
+from dualpipe.kernels.gemm_configs import GemmConfig, row_config, weight_config
+from dualpipe.kernels.tile_map import find_tile, max_row_tiles, rows_of, tiles_per_expert
+
+GROUP = 8  # tiles of rows that share a tile of weights before the next one
+
+# --- kernels ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _rows_kernel(
+    a,  # (R, D): descriptor of [ROWS, DEPTH] or pointer; R is M unless gathered
+    w,  # forward (E, C, D), input gradient (E, D, C): descriptor or pointer
+    y,  # (M, C)
+    bias,  # (E, C) or None
+    gather,  # (M,) int32 or int64, or None
+    offs,  # (E,) int32
+    M,
+    C,
+    D,
+    E,
+    a_row,  # strides in elements
+    a_d,
+    w_e,
+    w_c,
+    w_d,
+    FORWARD: tl.constexpr,
+    A_DESCRIPTOR: tl.constexpr,
+    W_DESCRIPTOR: tl.constexpr,
+    ALIGNED: tl.constexpr,  # see _aligned
+    EVEN: tl.constexpr,  # D is a multiple of DEPTH
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    E_PADDED: tl.constexpr,
+):
+    """y[m, c] = sum_d a[m, d] w[e, c, d] for the rows m of expert e; w[e, d, c] for the input gradient.
+
+    A tile may compute with rows of the next expert or columns past C: these are not stored. Columns past D are zero in
+    both operands.
+    """
+    if ALIGNED:  # the compiler cannot know it otherwise: Triton looks for multiples of 16 only
+        C, D, a_row, w_e = C // 8 * 8, D // 8 * 8, a_row // 8 * 8, w_e // 8 * 8
+        if FORWARD:
+            w_c = w_c // 8 * 8
+        else:
+            w_d = w_d // 8 * 8
+    col_tiles = tl.cdiv(C, COLS)
+    row_tiles = tiles_per_expert(offs, M, E, ROWS, E_PADDED)
+    last_tiles = tl.cumsum(row_tiles, 0)
+    for tile in range(tl.program_id(0), tl.sum(row_tiles) * col_tiles, tl.num_programs(0)):
+        expert, row, end, col_tile = find_tile(tile, offs, row_tiles, last_tiles, col_tiles, M, ROWS, GROUP)
+        col = col_tile * COLS
+        rows = row + tl.arange(0, ROWS)
+        cols = col + tl.arange(0, COLS)
+        if not A_DESCRIPTOR:
+            source = rows
+            if gather is not None:
+                source = tl.load(gather + rows, mask=rows < end, other=0)
+            a_rows = a + source.to(tl.int64)[:, None] * a_row
+        if not W_DESCRIPTOR:
+            w_cols = w + expert.to(tl.int64) * w_e + cols.to(tl.int64)[None, :] * w_c
+        acc = tl.zeros((ROWS, COLS), dtype=tl.float32)
+        for d in range(0, D, DEPTH):
+            ds = d + tl.arange(0, DEPTH)
+            if A_DESCRIPTOR:
+                a_tile = a.load([row, d])
+            else:
+                a_mask = (rows < end)[:, None]
+                if not EVEN:
+                    a_mask &= (ds < D)[None, :]
+                a_tile = tl.load(a_rows + ds.to(tl.int64)[None, :] * a_d, mask=a_mask, other=0.0)
+            if W_DESCRIPTOR and FORWARD:
+                w_tile = w.load([expert, col, d]).reshape(COLS, DEPTH).T
+            elif W_DESCRIPTOR:
+                w_tile = w.load([expert, d, col]).reshape(DEPTH, COLS)
+            else:
+                w_mask = (cols < C)[None, :]
+                if not EVEN:
+                    w_mask &= (ds < D)[:, None]
+                w_tile = tl.load(w_cols + ds.to(tl.int64)[:, None] * w_d, mask=w_mask, other=0.0)
+            acc = tl.dot(a_tile, w_tile, acc, input_precision="ieee")
+        # In two halves, which need fewer registers than the whole.
+        left, right = acc.reshape(ROWS, 2, COLS // 2).permute(0, 2, 1).split()
+        _store_rows(y, bias, left, expert, rows, end, col, C)
+        _store_rows(y, bias, right, expert, rows, end, col + COLS // 2, C)
+
+
+@triton.jit
+def _store_rows(y, bias, part, expert, rows, end, col, C):
+    """Write some columns of a tile, plus the bias."""
+    cols = col + tl.arange(0, part.shape[1])
+    if bias is not None:
+        part += tl.load(bias + (expert.to(tl.int64) * C + cols), mask=cols < C, other=0.0).to(tl.float32)[None, :]
+    at = y + (rows.to(tl.int64) * C)[:, None] + cols.to(tl.int64)[None, :]
+    tl.store(at, part.to(y.dtype.element_ty), mask=(rows < end)[:, None] & (cols < C)[None, :])
+
+
+@triton.jit
+def _load_rows(
+    source,  # (R, S): descriptor of [DEPTH, COLS] or pointer
+    gather,
+    row,
+    end,
+    col,
+    S,
+    stride_row,
+    stride_col,
+    DESCRIPTOR: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    MASKED: tl.constexpr,
+    DEPTH: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    """DEPTH rows from `row` (or where `gather` says they are), COLS columns from `col`; MASKED: zero from `end` on.
+
+    TRANSPOSED is done in the addresses where there are any: a transposed load is not copied asynchronously on sm_80.
+    """
+    rows = row + tl.arange(0, DEPTH)
+    cols = col + tl.arange(0, COLS)
+    inside = rows < end
+    if DESCRIPTOR:
+        tile = source.load([row, col])
+        if MASKED:
+            tile = tl.where(inside[:, None], tile, 0.0)
+        if TRANSPOSED:
+            tile = tile.T
+    else:
+        if gather is not None:
+            rows = tl.load(gather + rows, mask=inside, other=0)
+        row_at, col_at = rows.to(tl.int64) * stride_row, cols.to(tl.int64) * stride_col
+        if TRANSPOSED:
+            at, mask = source + (col_at[:, None] + row_at[None, :]), (cols < S)[:, None]
+            if MASKED:
+                mask &= inside[None, :]
+        else:
+            at, mask = source + (row_at[:, None] + col_at[None, :]), (cols < S)[None, :]
+            if MASKED:
+                mask &= inside[:, None]
+        tile = tl.load(at, mask=mask, other=0.0)
+    return tile
+
+
+@triton.jit
+def _store_columns(out, part, expert, row, col, N, H, out_e, out_n, out_h, ACCUMULATE: tl.constexpr,
+                   DESCRIPTOR: tl.constexpr):  # fmt: skip
+    """Write or add some columns of a tile of the weight gradient."""
+    if DESCRIPTOR:  # the copy engine adds: nothing is read into registers
+        out.atomic_add([expert, row, col], part.reshape(1, part.shape[0], part.shape[1]))
+    else:
+        rows = row + tl.arange(0, part.shape[0])
+        cols = col + tl.arange(0, part.shape[1])
+        at = out + expert.to(tl.int64) * out_e + rows.to(tl.int64)[:, None] * out_n
+        at += cols.to(tl.int64)[None, :] * out_h
+        mask = (rows < N)[:, None] & (cols < H)[None, :]
+        if ACCUMULATE:
+            part += tl.load(at, mask=mask, other=0.0).to(tl.float32)
+        tl.store(at, part.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _weight_kernel(
+    dy,  # (M, N): descriptor of [DEPTH, ROWS] or pointer
+    x,  # (R, H): descriptor of [DEPTH, COLS] or pointer; R is M unless gathered
+    out,  # (E, N, H): descriptor of [1, ROWS, COLS // 2] or pointer
+    gather,  # (M,) int32 or int64, or None
+    offs,  # (E,) int32
+    M,
+    N,
+    H,
+    dy_row,  # strides in elements
+    dy_n,
+    x_row,
+    x_h,
+    out_e,
+    out_n,
+    out_h,
+    ACCUMULATE: tl.constexpr,
+    DY_DESCRIPTOR: tl.constexpr,
+    X_DESCRIPTOR: tl.constexpr,
+    OUT_DESCRIPTOR: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """out[e, n, h] (+)= sum over the rows m of expert e of dy[m, n] x[m, h]; one program for each tile of (n, h).
+
+    Not persistent: experts differ in rows, so the hardware hands out tiles as multiprocessors fall idle. Only the last
+    step of an expert can reach into the next one's rows, and is the only one that masks them.
+    """
+    if ALIGNED:
+        N, H, dy_row, x_row = N // 8 * 8, H // 8 * 8, dy_row // 8 * 8, x_row // 8 * 8
+        out_e, out_n = out_e // 8 * 8, out_n // 8 * 8
+    col_tiles = tl.cdiv(H, COLS)
+    tiles = tl.cdiv(N, ROWS) * col_tiles
+    expert = tl.program_id(0) // tiles
+    n = tl.program_id(0) % tiles // col_tiles * ROWS
+    h = tl.program_id(0) % tiles % col_tiles * COLS
+    start, end = rows_of(offs, expert, M)
+    if ACCUMULATE and end <= start:
+        return
+    full_end = start + (end - start) // DEPTH * DEPTH  # of the steps that need no mask
+    acc = tl.zeros((ROWS, COLS), dtype=tl.float32)
+    for m in range(start, full_end, DEPTH):
+        dy_t = _load_rows(dy, None, m, end, n, N, dy_row, dy_n, DY_DESCRIPTOR, True, False, DEPTH, ROWS)
+        x_tile = _load_rows(x, gather, m, end, h, H, x_row, x_h, X_DESCRIPTOR, False, False, DEPTH, COLS)
+        acc = tl.dot(dy_t, x_tile, acc, input_precision="ieee")
+    if full_end < end:
+        dy_t = _load_rows(dy, None, full_end, end, n, N, dy_row, dy_n, DY_DESCRIPTOR, True, True, DEPTH, ROWS)
+        x_tile = _load_rows(x, gather, full_end, end, h, H, x_row, x_h, X_DESCRIPTOR, False, True, DEPTH, COLS)
+        acc = tl.dot(dy_t, x_tile, acc, input_precision="ieee")
+    # In two halves: to load the whole accumulator next to `acc` would spill at 128 x 256.
+    left, right = acc.reshape(ROWS, 2, COLS // 2).permute(0, 2, 1).split()
+    _store_columns(out, left, expert, n, h, N, H, out_e, out_n, out_h, ACCUMULATE, OUT_DESCRIPTOR)
+    _store_columns(out, right, expert, n, h + COLS // 2, N, H, out_e, out_n, out_h, ACCUMULATE, OUT_DESCRIPTOR)
+
+
+# --- launchers -------------------------------------------------------------------------------------------------------
+
+
+def _half(tensor: Tensor) -> bool:
+    return tensor.dtype in (torch.bfloat16, torch.float16)
+
+
+def _rows_aligned(tensor: Tensor) -> bool:
+    """Whether rows are consecutive numbers and start at multiples of 16 bytes and of 8 numbers."""
+    starts = tensor.stride()[:-1]
+    return tensor.stride(-1) == 1 and all(s > 0 and s % 8 == 0 for s in starts) and tensor.data_ptr() % 16 == 0
+
+
+def _aligned(*tensors: Tensor) -> bool:
+    """Whether all can be read and written 16 bytes at a time, up to their last column."""
+    return all(_rows_aligned(t) and t.shape[-1] % 8 == 0 for t in tensors)
+
+
+def _takes_descriptor(tensor: Tensor) -> bool:
+    """Whether the copy engine (sm_90 and later) can read or add to `tensor`; float32 products do not use it."""
+    return architecture(tensor.device) >= 90 and _rows_aligned(tensor) and tensor.numel() > 0
+
+
+def _operand(tensor: Tensor, block: list[int], descriptor: bool) -> Any:
+    """What the kernel takes: a descriptor that loads such a block, or the tensor as a pointer."""
+    if not descriptor:
+        return tensor
+    from triton.tools.tensor_descriptor import TensorDescriptor  # Triton exists for Linux only
+
+    return TensorDescriptor.from_tensor(tensor, block)
+
+
+def _launch_rows(
+    a: Tensor, w: Tensor, offs: Tensor, bias: Tensor | None, gather: Tensor | None, *, forward: bool
+) -> Tensor:
+    """Forward with `a` = x (R, H), input gradient with `a` = dy (M, N); `w` (E, N, H) either way."""
+    rows, experts = (a if gather is None else gather).shape[0], w.shape[0]
+    depth, cols = a.shape[1], w.shape[1 if forward else 2]
+    y = a.new_empty(rows, cols)
+    if y.numel() == 0:
+        return y
+    a_descriptor = gather is None and _half(a) and _takes_descriptor(a)
+    w_descriptor = _half(w) and _takes_descriptor(w)
+    aligned = _aligned(a, w, y)
+    config = row_config(architecture(a.device), a.dtype, rows=rows, experts=experts, cols=cols, aligned=aligned)
+    constants = _rows_constants(config, forward, a_descriptor, w_descriptor, aligned, depth, experts)
+    w_block = [1, config.cols, config.depth] if forward else [1, config.depth, config.cols]
+    w_strides = w.stride() if forward else (w.stride(0), w.stride(2), w.stride(1))
+    tiles = max_row_tiles(rows, experts, config.rows) * triton.cdiv(cols, config.cols)
+    grid = (min(tiles, num_sms(a.device) * config.per_sm),)
+    with torch.cuda.device_of(a):
+        _rows_kernel[grid](
+            _operand(a, [config.rows, config.depth], a_descriptor),
+            _operand(w, w_block, w_descriptor),
+            y,
+            None if bias is None else bias.contiguous(),
+            None if gather is None else gather.contiguous(),
+            offs.contiguous(),
+            *(rows, cols, depth, experts),
+            *a.stride(),
+            *w_strides,
+            **constants,
+            num_warps=config.warps,
+            num_stages=config.stages,
+        )
+    return y
+
+
+def _rows_constants(
+    config: GemmConfig, forward: bool, a_descriptor: bool, w_descriptor: bool, aligned: bool, depth: int, experts: int
+) -> dict[str, Any]:
+    return {
+        "FORWARD": forward,
+        "A_DESCRIPTOR": a_descriptor,
+        "W_DESCRIPTOR": w_descriptor,
+        "ALIGNED": aligned,
+        "EVEN": depth % config.depth == 0,
+        "ROWS": config.rows,
+        "COLS": config.cols,
+        "DEPTH": config.depth,
+        "GROUP": GROUP,
+        "E_PADDED": max(16, 1 << (experts - 1).bit_length()),
+    }
+
+
+def _launch_weight(
+    dy: Tensor, x: Tensor, offs: Tensor, out: Tensor, accumulate: bool, gather: Tensor | None
+) -> None:
+    if out.numel() == 0 or (accumulate and dy.shape[0] == 0):
+        return
+    experts, n, h = out.shape
+    dy_descriptor = _half(dy) and _takes_descriptor(dy)
+    x_descriptor = gather is None and _half(x) and _takes_descriptor(x)
+    out_descriptor = accumulate and out.dtype is torch.float32 and _half(x) and _takes_descriptor(out)
+    out_descriptor &= not INTERPRET  # which has no atomic_add of descriptors
+    aligned = _aligned(dy, x, out)
+    config = weight_config(architecture(dy.device), dy.dtype, out=n, hidden=h, aligned=aligned)
+    tiles = triton.cdiv(n, config.rows) * triton.cdiv(h, config.cols)
+    with torch.cuda.device_of(dy):
+        _weight_kernel[(experts * tiles,)](
+            _operand(dy, [config.depth, config.rows], dy_descriptor),
+            _operand(x, [config.depth, config.cols], x_descriptor),
+            _operand(out, [1, config.rows, config.cols // 2], out_descriptor),
+            None if gather is None else gather.contiguous(),
+            offs.contiguous(),
+            *(dy.shape[0], n, h),
+            *dy.stride(),
+            *x.stride(),
+            *out.stride(),
+            **_weight_constants(config, accumulate, dy_descriptor, x_descriptor, out_descriptor, aligned),
+            num_warps=config.warps,
+            num_stages=config.stages,
+        )
+
+
+def _weight_constants(
+    config: GemmConfig, accumulate: bool, dy_descriptor: bool, x_descriptor: bool, out_descriptor: bool, aligned: bool
+) -> dict[str, Any]:
+    return {
+        "ACCUMULATE": accumulate,
+        "DY_DESCRIPTOR": dy_descriptor,
+        "X_DESCRIPTOR": x_descriptor,
+        "OUT_DESCRIPTOR": out_descriptor,
+        "ALIGNED": aligned,
+        "ROWS": config.rows,
+        "COLS": config.cols,
+        "DEPTH": config.depth,
+    }
+
+
+# --- operators: torch.compile and FakeTensor see these as one call each ---------------------------------------------
+
+
+@torch.library.custom_op("dualpipe::grouped_gemm", mutates_args=())
+def _grouped_gemm(x: Tensor, w: Tensor, offs: Tensor, bias: Tensor | None, gather: Tensor | None) -> Tensor:
+    _check_values(offs, (x if gather is None else gather).shape[0], gather, x.shape[0])
+    if _use_kernel(x):
+        return _launch_rows(x, w, offs, bias, gather, forward=True)
+    return reference_grouped_gemm(x, w, offs, bias, gather)
+
+
+@_grouped_gemm.register_fake
+def _(x: Tensor, w: Tensor, offs: Tensor, bias: Tensor | None, gather: Tensor | None) -> Tensor:
+    return x.new_empty((x if gather is None else gather).shape[0], w.shape[1])
+
+
+@torch.library.custom_op("dualpipe::grouped_gemm_dgrad", mutates_args=())
+def _grouped_gemm_dgrad(dy: Tensor, w: Tensor, offs: Tensor) -> Tensor:
+    _check_values(offs, dy.shape[0])
+    if _use_kernel(dy):
+        return _launch_rows(dy, w, offs, None, None, forward=False)
+    return reference_grouped_gemm_dgrad(dy, w, offs)
+
+
+@_grouped_gemm_dgrad.register_fake
+def _(dy: Tensor, w: Tensor, offs: Tensor) -> Tensor:
+    return dy.new_empty(dy.shape[0], w.shape[2])
+
+
+@torch.library.custom_op("dualpipe::grouped_gemm_wgrad", mutates_args={"out"})
+def _grouped_gemm_wgrad(
+    dy: Tensor, x: Tensor, offs: Tensor, out: Tensor, accumulate: bool, gather: Tensor | None
+) -> None:
+    _check_values(offs, dy.shape[0], gather, x.shape[0])
+    if _use_kernel(dy) and out.dtype is not torch.float64:
+        _launch_weight(dy, x, offs, out, accumulate, gather)
+    else:
+        reference_grouped_gemm_wgrad(dy, x, offs, out, accumulate, gather)
+
+
+@_grouped_gemm_wgrad.register_fake
+def _(dy: Tensor, x: Tensor, offs: Tensor, out: Tensor, accumulate: bool, gather: Tensor | None) -> None:
+    return None
+
+
+def _use_kernel(tensor: Tensor) -> bool:
+    return use_triton(tensor) and tensor.dtype is not torch.float64
+
+
+# --- public functions ------------------------------------------------------------------------------------------------
 
 
 def grouped_gemm(
@@ -26,41 +440,30 @@ def grouped_gemm(
     """y[m] = w[e] x[m] (+ bias[e]) for every row m of expert e.
 
     `x` (M, H), `w` (E, N, H) in the layout of nn.Linear, `offs` (E,) int32 running ends, `bias` (E, N) -> (M, N), in
-    the dtype of `x`. With `gather` (M,) the rows are `x[gather]` and `x` may have any number of rows. Rows past
-    `offs[-1]` stay uninitialised. Raises `ValueError` for operands that do not fit.
+    the dtype of `x`. With `gather` (M,) int32 or int64 the rows are `x[gather]` and `x` may have any number of rows.
+    Rows past `offs[-1]` stay uninitialised. Any strides work; rows that start at multiples of 16 bytes are fast.
+    Raises `ValueError` for operands that do not fit.
     """
-    _check(w=(w, 3), x=(x, 2), offs=offs, same_dtype=True)
+    _check(w=(w, 3), x=(x, 2), offs=offs)
     _check_sizes(("x.shape[1]", x.shape[1]), ("w.shape[2]", w.shape[2]))
-    if bias is not None and bias.shape != w.shape[:2]:
-        raise ValueError(f"bias must have shape {tuple(w.shape[:2])}, one row for each expert; got {tuple(bias.shape)}")
-    x = _gathered(x, gather)
-    experts = _segments(offs, w.shape[0], x.shape[0])
-    if bias is None and _fits_grouped_mm(x, w):
-        return F.grouped_mm(x, w.transpose(-2, -1), offs=offs)
-    y = x.new_empty(x.shape[0], w.shape[1])
-    for e, start, end in experts:
-        if bias is None:
-            torch.mm(x[start:end], w[e].t(), out=y[start:end])
-        else:
-            torch.addmm(bias[e], x[start:end], w[e].t(), out=y[start:end])
-    return y
+    _check_ends(offs, w.shape[0])
+    _check_gather(gather, x)
+    if bias is not None and (bias.shape, bias.dtype, bias.device) != (w.shape[:2], x.dtype, x.device):
+        raise ValueError(f"bias must have shape {tuple(w.shape[:2])}, one row for each expert, in {x.dtype} on "
+                         f"{x.device}; got {tuple(bias.shape)}, {bias.dtype} on {bias.device}")  # fmt: skip
+    return _grouped_gemm(x, w, offs, bias, gather)
 
 
 def grouped_gemm_dgrad(dy: Tensor, w: Tensor, offs: Tensor) -> Tensor:
     """Gradient of `grouped_gemm` for its rows: dx[m] = w[e]^T dy[m].
 
-    `dy` (M, N), `w` (E, N, H), `offs` (E,) int32 -> (M, H). Rows past `offs[-1]` stay uninitialised. Raises
-    `ValueError` for operands that do not fit.
+    `dy` (M, N), `w` (E, N, H), read where it is, `offs` (E,) int32 -> (M, H). Rows past `offs[-1]` stay uninitialised.
+    Any strides work. Raises `ValueError` for operands that do not fit.
     """
-    _check(w=(w, 3), dy=(dy, 2), offs=offs, same_dtype=True)
+    _check(w=(w, 3), dy=(dy, 2), offs=offs)
     _check_sizes(("dy.shape[1]", dy.shape[1]), ("w.shape[1]", w.shape[1]))
-    experts = _segments(offs, w.shape[0], dy.shape[0])
-    if _fits_grouped_mm(dy, w):
-        return F.grouped_mm(dy, w, offs=offs)
-    dx = dy.new_empty(dy.shape[0], w.shape[2])
-    for e, start, end in experts:
-        torch.mm(dy[start:end], w[e], out=dx[start:end])
-    return dx
+    _check_ends(offs, w.shape[0])
+    return _grouped_gemm_dgrad(dy, w, offs)
 
 
 def grouped_gemm_wgrad(
@@ -70,43 +473,75 @@ def grouped_gemm_wgrad(
 
     `dy` (M, N), `x` (M, H) or, with `gather` (M,), any rows to take `x[gather]` from, `offs` (E,) int32. The result is
     written to `out` (E, N, H), or added to it with `accumulate`, in the dtype of `out`: products for a float32 `out`
-    are never rounded to bfloat16. An expert without rows gets zeros. Raises `ValueError` for operands that do not fit.
+    are never rounded to bfloat16. An expert without rows gets zeros, and is left as it is with `accumulate`. Any
+    strides work that give every element of `out` memory of its own. Raises `ValueError` for operands that do not fit.
     """
-    _check(out=(out, 3), dy=(dy, 2), x=(x, 2), offs=offs, same_dtype=False)
-    x = _gathered(x, gather)
-    _check_sizes(("rows of dy", dy.shape[0]), ("rows of x", x.shape[0]))
+    _check(dy=(dy, 2), x=(x, 2), offs=offs)
+    _check_tensors(out=(out, 3))
+    _check_one_device(out, dy)
+    _check_gather(gather, x)
+    _check_sizes(("rows of dy", dy.shape[0]), ("rows of x", x.shape[0]) if gather is None else
+                 ("rows of gather", gather.shape[0]))  # fmt: skip
     if out.shape[1:] != (dy.shape[1], x.shape[1]):
         raise ValueError(f"out must have shape (E, {dy.shape[1]}, {x.shape[1]}) for dy and x; got {tuple(out.shape)}")
-    experts = _segments(offs, out.shape[0], dy.shape[0])
+    if any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape)):
+        raise ValueError(f"out has elements that share memory (strides {out.stride()}): give a tensor of its own")
+    _check_ends(offs, out.shape[0])
+    _grouped_gemm_wgrad(dy, x, offs, out, accumulate, gather)
+
+
+# --- references ------------------------------------------------------------------------------------------------------
+
+
+def reference_grouped_gemm(
+    x: Tensor, w: Tensor, offs: Tensor, bias: Tensor | None = None, gather: Tensor | None = None
+) -> Tensor:
+    """`torch.nn.functional.grouped_mm` where it takes the operands, one product per expert where not."""
+    x = x if gather is None else _gathered(x, gather, offs)
+    if bias is None and _fits_grouped_mm(x, w):
+        return F.grouped_mm(x, w.transpose(-2, -1), offs=offs)
+    y = x.new_empty(x.shape[0], w.shape[1])
+    for e, start, end in _segments(offs):
+        if bias is None:
+            torch.mm(x[start:end], w[e].t(), out=y[start:end])
+        else:
+            torch.addmm(bias[e], x[start:end], w[e].t(), out=y[start:end])
+    return y
+
+
+def reference_grouped_gemm_dgrad(dy: Tensor, w: Tensor, offs: Tensor) -> Tensor:
+    """As `reference_grouped_gemm`."""
+    if _fits_grouped_mm(dy, w):
+        return F.grouped_mm(dy, w, offs=offs)
+    dx = dy.new_empty(dy.shape[0], w.shape[2])
+    for e, start, end in _segments(offs):
+        torch.mm(dy[start:end], w[e], out=dx[start:end])
+    return dx
+
+
+def reference_grouped_gemm_wgrad(
+    dy: Tensor, x: Tensor, offs: Tensor, out: Tensor, accumulate: bool, gather: Tensor | None = None
+) -> None:
+    """As `reference_grouped_gemm`."""
+    x = x if gather is None else _gathered(x, gather, offs)
     if out.dtype is x.dtype and _fits_grouped_mm(dy, x):
         dw = F.grouped_mm(dy.t(), x, offs=offs)
         out.add_(dw) if accumulate else out.copy_(dw)
         return
-    for e, start, end in experts:
+    for e, start, end in _segments(offs):
         dw = dy[start:end].to(out.dtype).t().mm(x[start:end].to(out.dtype))
         out[e].add_(dw) if accumulate else out[e].copy_(dw)
 
 
-def _gathered(x: Tensor, gather: Tensor | None) -> Tensor:
-    if gather is None:
-        return x
-    if gather.dim() != 1 or gather.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"gather must be (M,) int32 or int64; got {tuple(gather.shape)} {gather.dtype}")
-    return x.index_select(0, gather)
+def _gathered(x: Tensor, gather: Tensor, offs: Tensor) -> Tensor:
+    """x[gather] up to the last end; what `gather` holds past it is not looked at."""
+    rows, used = x.new_empty(gather.shape[0], x.shape[1]), int(offs[-1])
+    torch.index_select(x, 0, gather[:used], out=rows[:used])
+    return rows
 
 
-def _segments(offs: Tensor, num_experts: int, rows: int) -> Iterator[tuple[int, int, int]]:
-    """(expert, start, end) of each expert; checks the offsets at once where that costs no synchronisation."""
-    if offs.shape != (num_experts,):
-        raise ValueError(f"offs must hold one end for each of {num_experts} experts; got shape {tuple(offs.shape)}")
-    if offs.device.type == "cpu":
-        ends = [0, *offs.tolist()]
-        if any(a > b for a, b in pairwise(ends)) or ends[-1] > rows:
-            raise ValueError(f"offs must rise from 0 to at most {rows}, the number of rows; got {ends[1:]}")
-    return _each_segment(offs)
-
-
-def _each_segment(offs: Tensor) -> Iterator[tuple[int, int, int]]:
+def _segments(offs: Tensor) -> Iterator[tuple[int, int, int]]:
+    """(expert, start, end) of each expert."""
     start = 0
     for e, end in enumerate(offs.tolist()):
         yield e, start, end
@@ -125,20 +560,70 @@ def _fits_grouped_mm(*operands: Tensor) -> bool:
     )
 
 
-def _check(*, offs: Tensor, same_dtype: bool, **operands: tuple[Tensor, int]) -> None:
+# --- checks ----------------------------------------------------------------------------------------------------------
+
+
+def _check(*, offs: Tensor, **operands: tuple[Tensor, int]) -> None:
+    _check_tensors(**operands)
+    if offs.dtype is not torch.int32:
+        raise ValueError(f"offs must be int32; got {offs.dtype}: convert it with offs.to(torch.int32)")
+    tensors = [operand for operand, _ in operands.values()]
+    _check_one_device(*tensors, offs)
+    if len({t.dtype for t in tensors}) > 1:
+        raise ValueError(f"{' and '.join(operands)} must have one dtype; got {[t.dtype for t in tensors]}")
+
+
+def _check_tensors(**operands: tuple[Tensor, int]) -> None:
     for name, (operand, dim) in operands.items():
         if operand.dim() != dim or not operand.is_floating_point():
             raise ValueError(f"{name} must be a floating-point tensor of {dim} dimensions; got {operand.dtype} of "
                              f"shape {tuple(operand.shape)}")  # fmt: skip
-    if offs.dtype is not torch.int32:
-        raise ValueError(f"offs must be int32; got {offs.dtype}: convert it with offs.to(torch.int32)")
-    tensors = [operand for operand, _ in operands.values()]
-    if len({t.device for t in (*tensors, offs)}) > 1:
-        raise ValueError(f"all operands must be on one device; got {[str(t.device) for t in (*tensors, offs)]}")
-    if same_dtype and len({t.dtype for t in tensors}) > 1:
-        raise ValueError(f"{' and '.join(operands)} must have one dtype; got {[t.dtype for t in tensors]}")
+
+
+def _check_one_device(*tensors: Tensor) -> None:
+    if len({t.device for t in tensors}) > 1:
+        raise ValueError(f"all operands must be on one device; got {[str(t.device) for t in tensors]}")
 
 
 def _check_sizes(a: tuple[str, int], b: tuple[str, int]) -> None:
     if a[1] != b[1]:
         raise ValueError(f"{a[0]} must equal {b[0]}; got {a[1]} and {b[1]}")
+
+
+def _check_ends(offs: Tensor, experts: int) -> None:
+    if experts < 1:
+        raise ValueError("there must be at least one expert; got weights of shape (0, ...)")
+    if offs.shape != (experts,):
+        raise ValueError(f"offs must hold one end for each of {experts} experts; got shape {tuple(offs.shape)}")
+
+
+def _check_gather(gather: Tensor | None, x: Tensor) -> None:
+    if gather is None:
+        return
+    if gather.dim() != 1 or gather.dtype not in (torch.int32, torch.int64) or gather.device != x.device:
+        raise ValueError(f"gather must be (M,) int32 or int64 on {x.device}; got {tuple(gather.shape)} {gather.dtype} "
+                         f"on {gather.device}")  # fmt: skip
+
+
+def _check_values(offs: Tensor, rows: int, gather: Tensor | None = None, gathered_rows: int = 0) -> None:
+    """What only the data can tell: free on CPU, a wait for the device on CUDA and therefore asked for."""
+    if offs.is_cuda and os.environ.get("DUALPIPE_CHECK_OFFSETS", "0") != "1":
+        return
+    ends = [0, *offs.tolist()]
+    if any(a > b for a, b in pairwise(ends)) or ends[-1] > rows:
+        raise ValueError(f"offs must rise from 0 to at most {rows}, the number of rows; got {ends[1:]}")
+    if gather is None or ends[-1] == 0:
+        return
+    low, high = (int(v) for v in gather[: ends[-1]].aminmax())
+    if low < 0 or high >= gathered_rows:
+        raise ValueError(f"gather must stay within the {gathered_rows} rows of x; got {low} to {high}")
+
+
+# --- compiling without a GPU -----------------------------------------------------------------------------------------
+
+
+def compile_specs(arch: int) -> list[Any]:
+    """Every configuration for sm_`arch`, for `dualpipe.kernels.compilation`."""
+    from dualpipe.kernels.grouped_gemm_specs import specs  # imports this file
+
+    return list(specs(arch))

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dualpipe.kernels import swiglu
 from dualpipe.models.stages import split_layers
 from dualpipe.nn import GroupedLinear, Linear, RMSNorm
 from dualpipe.nn.init import seeded_normal_
@@ -178,10 +179,13 @@ class Experts(nn.Module):
         self.gate_up_proj = GroupedLinear(experts, hidden, 2 * intermediate)
         self.down_proj = GroupedLinear(experts, intermediate, hidden)
 
-    def forward(self, x_MH: Tensor, offs_E: Tensor) -> Tensor:
-        """Rows sorted by expert, and where each expert's rows end: (M, H), (E,) int32 -> (M, H)."""
-        gate_MI, up_MI = self.gate_up_proj(x_MH, offs_E).chunk(2, dim=-1)
-        return self.down_proj(F.silu(gate_MI) * up_MI, offs_E)
+    def forward(self, x_MH: Tensor, offs_E: Tensor, weight_M: Tensor) -> Tensor:
+        """Rows sorted by expert, where each expert's rows end, their routing weights: (M, H), (E,), (M,) -> (M, H).
+
+        Without a bias, weighting before the last product is weighting its result, which then need not be kept.
+        """
+        h_MI = swiglu(self.gate_up_proj(x_MH, offs_E), weight_M)
+        return self.down_proj(h_MI, offs_E)
 
 
 class SparseMLP(nn.Module):
@@ -196,9 +200,10 @@ class SparseMLP(nn.Module):
         """(B, S, H) -> (B, S, H)."""
         x_TH = x_BSH.flatten(0, 1)
         weights_TK, experts_TK = self.gate(x_TH)
-        tokens = sort_tokens(experts_TK, self.gate.out_features)
-        y_MH = self.experts(dispatch_tokens(x_TH, tokens, self.gate.top_k), tokens.offs)
-        return combine_tokens(y_MH, weights_TK, tokens).view_as(x_BSH)
+        tokens, top_k = sort_tokens(experts_TK, self.gate.out_features), self.gate.top_k
+        weight_M = dispatch_tokens(weights_TK.reshape(-1, 1), tokens, 1).squeeze(1)  # one row for each choice
+        y_MH = self.experts(dispatch_tokens(x_TH, tokens, top_k), tokens.offs, weight_M)
+        return combine_tokens(y_MH, None, tokens, top_k=top_k).view_as(x_BSH)
 
 
 class DenseMLP(nn.Module):

@@ -1,11 +1,18 @@
-"""Grouped products against a plain loop in float64, on odd and empty sizes, with poisoned rows past the end."""
+"""Grouped products against a plain loop in float64, on odd and empty sizes, with poisoned results and unused rows.
+
+On CPU this is the reference, under TRITON_INTERPRET=1 (tests/kernels/test_interpreter.py) and on CUDA the kernel.
+"""
+
+import importlib
 
 import pytest
 import torch
 
 from dualpipe.kernels import grouped_gemm, grouped_gemm_dgrad, grouped_gemm_wgrad
+from dualpipe.kernels.backend import INTERPRET
 
-# Half precision rounds the result once; float32 sums over at most 80 products.
+MODULE = importlib.import_module("dualpipe.kernels.grouped_gemm")  # the package's attribute is the function
+# Half precision rounds the result once; float32 sums at most 600 products, in the order of the tiles.
 TOLERANCE = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
 COUNTS = {
     "balanced": [3, 3, 3],
@@ -15,21 +22,33 @@ COUNTS = {
     "all empty": [0, 0, 0],
     "one expert": [7],
 }
-SIZES = [(16, 24), (8, 8), (5, 7), (80, 12)]  # H, N: with and without rows of 16-byte multiples
+# H, N: with and without rows of 16-byte multiples.
+SIZES = [(16, 24), (5, 7), (80, 12), (8, 8)][: 2 if INTERPRET else 4]
+BORDERS = {"63 to 65": [63, 0, 64, 65, 1], "127 to 129": [127, 128, 0, 129]}
+FAST_DTYPES = [torch.float32, torch.float16, torch.bfloat16] + ([] if INTERPRET else [torch.float64])
 
 
-def make(counts, hidden, out, dtype, extra=2):
+def make(counts, hidden, out, dtype, device, extra=2):
     """Operands with `extra` rows of NaN past the last offset."""
     generator = torch.Generator().manual_seed(0)
     experts, rows = len(counts), sum(counts)
     x, dy, w = (torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
                 for shape in ((rows + extra, hidden), (rows + extra, out), (experts, out, hidden)))  # fmt: skip
     x[rows:], dy[rows:] = float("nan"), float("nan")
-    return x, dy, w, torch.tensor(counts).cumsum(0).to(torch.int32)
+    return x.to(device), dy.to(device), w.to(device), ends(counts, device)
 
 
-def experts_of(counts):
-    return torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+def ends(counts, device="cpu"):
+    return torch.tensor(counts).cumsum(0).to(torch.int32).to(device)
+
+
+def loop(function, counts, *operands):
+    """`function(e, *rows of the operands)` of every expert, in float64."""
+    start, results = 0, []
+    for e, count in enumerate(counts):
+        results.append(function(e, *(operand[start : start + count].double() for operand in operands)))
+        start += count
+    return results
 
 
 def check(actual, expected, dtype):
@@ -38,70 +57,231 @@ def check(actual, expected, dtype):
     assert error <= TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def check_products(counts, hidden, out, dtype, device, accumulators=None):
+    x, dy, w, offs = make(counts, hidden, out, dtype, device)
+    rows = sum(counts)
+    wide = w.double()
+    check(grouped_gemm(x, w, offs)[:rows], torch.cat(loop(lambda e, a: a @ wide[e].T, counts, x)), dtype)
+    check(grouped_gemm_dgrad(dy, w, offs)[:rows], torch.cat(loop(lambda e, a: a @ wide[e], counts, dy)), dtype)
+    expected = torch.stack(loop(lambda e, a, b: a.T @ b, counts, dy, x))
+    for accumulator in accumulators or [dtype]:
+        poisoned = torch.full_like(w, float("nan"), dtype=accumulator)
+        grouped_gemm_wgrad(dy, x, offs, out=poisoned, accumulate=False)
+        check(poisoned, expected, accumulator)
+        ones = torch.ones_like(w, dtype=accumulator)
+        grouped_gemm_wgrad(dy, x, offs, out=ones, accumulate=True)
+        check(ones, expected + 1, accumulator)
+
+
+@pytest.fixture(params=[80, 90] if INTERPRET else [None])
+def chip(request, monkeypatch):
+    """Interpreted, the kernel runs with pointers as on sm_80 and with descriptors as on sm_90."""
+    if request.param is not None:
+        monkeypatch.setattr(MODULE, "architecture", lambda device: request.param)
+
+
+@pytest.mark.parametrize("dtype", FAST_DTYPES, ids=str)
 @pytest.mark.parametrize(("hidden", "out"), SIZES)
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
-def test_products_equal_a_loop(counts, hidden, out, dtype):
-    x, dy, w, offs = make(counts, hidden, out, dtype)
-    rows, of = sum(counts), experts_of(counts)
-    check(grouped_gemm(x, w, offs)[:rows], torch.einsum("mh,mnh->mn", x[:rows].double(), w[of].double()), dtype)
-    check(grouped_gemm_dgrad(dy, w, offs)[:rows], torch.einsum("mn,mnh->mh", dy[:rows].double(), w[of].double()), dtype)
-    outer = torch.einsum("mn,mh->mnh", dy[:rows].double(), x[:rows].double())
-    expected = torch.zeros(w.shape, dtype=torch.float64).index_add_(0, of, outer)
-    poisoned = torch.full_like(w, float("nan"))
-    grouped_gemm_wgrad(dy, x, offs, out=poisoned, accumulate=False)
-    check(poisoned, expected, dtype)
-    ones = torch.ones_like(w)
-    grouped_gemm_wgrad(dy, x, offs, out=ones, accumulate=True)
-    check(ones, expected + 1, dtype)
+def test_products_equal_a_loop(counts, hidden, out, dtype, device, chip):
+    check_products(counts, hidden, out, dtype, device)
 
 
-def test_worked_example():
-    x = torch.tensor([[1.0], [2], [3], [4], [5]])
-    w = torch.tensor([[[10.0]], [[100]], [[1000]]])
-    offs = torch.tensor([2, 2, 5], dtype=torch.int32)
+@pytest.mark.parametrize("dtype", FAST_DTYPES, ids=str)
+def test_products_of_several_tiles(dtype, device, chip):
+    check_products([66, 0, 1, 129], 136, 264 if dtype is torch.float16 else 72, dtype, device)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", FAST_DTYPES, ids=str)
+@pytest.mark.parametrize(("hidden", "out"), [(72, 328), (264, 136), (130, 67), (8, 512), (512, 8), (576, 1)])
+@pytest.mark.parametrize("counts", BORDERS.values(), ids=BORDERS)
+def test_borders_of_tiles(counts, hidden, out, dtype, device, chip):
+    check_products(counts, hidden, out, dtype, device, [dtype, torch.promote_types(dtype, torch.float32)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", FAST_DTYPES, ids=str)
+@pytest.mark.parametrize("experts", [1, 2, 17, 64, 128])
+def test_numbers_of_experts(experts, dtype, device, chip):
+    counts = [(7 * e * e) % 41 if e % 3 else 0 for e in range(experts)]
+    check_products(counts if sum(counts) else [300], 40, 24, dtype, device)
+
+
+def test_more_rows_per_expert_than_the_few_class(device, chip):
+    """The persistent loop takes several tiles, in groups; a large class of tile is chosen."""
+    dtype = torch.float16
+    check_products([1300, 0, 400], 16, 136, dtype, device)
+
+
+def test_worked_example(device):
+    x = torch.tensor([[1.0], [2], [3], [4], [5]], device=device)
+    w = torch.tensor([[[10.0]], [[100]], [[1000]]], device=device)
+    offs = torch.tensor([2, 2, 5], dtype=torch.int32, device=device)
     assert grouped_gemm(x, w, offs).flatten().tolist() == [10, 20, 3000, 4000, 5000]
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_bias_and_gather(dtype):
-    counts, gather = [2, 0, 3], torch.tensor([3, 0, 0, 1, 2])
-    x, dy, w, offs = make(counts, 16, 8, dtype, extra=0)
-    bias = torch.randn(3, 8).to(dtype)
-    of, taken = experts_of(counts), x[gather]
-    expected = torch.einsum("mh,mnh->mn", taken.double(), w[of].double()) + bias[of].double()
-    check(grouped_gemm(x, w, offs, bias=bias, gather=gather), expected, dtype)
-    plain, gathered = torch.empty_like(w), torch.empty_like(w)
-    grouped_gemm_wgrad(dy, taken, offs, out=plain, accumulate=False)
-    grouped_gemm_wgrad(dy, x, offs, out=gathered, accumulate=False, gather=gather.int())
-    assert torch.equal(plain, gathered)
+@pytest.mark.parametrize("dtype", FAST_DTYPES, ids=str)
+@pytest.mark.parametrize(("hidden", "out"), [(16, 8), (5, 7)])
+def test_bias_and_gather(hidden, out, dtype, device, chip):
+    counts, gather = [2, 0, 3], torch.tensor([3, 0, 0, 1, 2, 10**6, -1], device=device)  # unused ones are not looked at
+    x, dy, w, offs = make(counts, hidden, out, dtype, device, extra=0)
+    bias = torch.randn(3, out, device=device).to(dtype)
+    taken, wide, wide_bias = x[gather[:5]], w.double(), bias.double()
+    expected = torch.cat(loop(lambda e, a: a @ wide[e].T + wide_bias[e], counts, taken))
+    check(grouped_gemm(x, w, offs, bias=bias, gather=gather)[:5], expected, dtype)
+    dy = torch.cat([dy, dy.new_full((2, out), float("nan"))])
+    gathered = torch.full_like(w, float("nan"))
+    grouped_gemm_wgrad(dy, x, offs, out=gathered, accumulate=False, gather=gather.int().clamp(max=10**6))
+    check(gathered, torch.stack(loop(lambda e, a, b: a.T @ b, counts, dy, taken)), dtype)
 
 
-def test_wgrad_into_float32_is_not_rounded_to_bfloat16():
-    x, dy, w, offs = make([40, 3, 0], 16, 8, torch.bfloat16)
-    out = torch.empty(w.shape, dtype=torch.float32)
+def test_gather_repeats_and_skips_rows_of_another_number(device):
+    x, _, w, offs = make([3, 40], 16, 24, torch.float16, device, extra=0)
+    gather = torch.randint(0, 9, (43,), device=device)
+    assert torch.equal(grouped_gemm(x[:9], w, offs, gather=gather.int()), grouped_gemm(x[:9][gather], w, offs))
+
+
+def test_wgrad_into_float32_is_not_rounded_to_half(device):
+    dtype = torch.float16 if INTERPRET else torch.bfloat16
+    x, dy, w, offs = make([40, 3, 0], 16, 8, dtype, device)
+    out = torch.empty_like(w, dtype=torch.float32)
     grouped_gemm_wgrad(dy, x, offs, out=out, accumulate=False)
-    exact = torch.empty(w.shape, dtype=torch.float64)
-    grouped_gemm_wgrad(dy.double(), x.double(), offs, out=exact, accumulate=False)
-    check(out, exact, torch.float32)
+    check(out, torch.stack(loop(lambda e, a, b: a.T @ b, [40, 3, 0], dy, x)), torch.float32)
 
 
-def test_no_rows_at_all():
-    x, dy, w, offs = make([0, 0], 16, 8, torch.bfloat16, extra=0)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_adding_leaves_an_expert_without_rows_alone(dtype, device, chip):
+    x, dy, w, offs = make([4, 0, 3], 16, 8, dtype, device)
+    out = torch.full_like(w, float("nan"))
+    out[0], out[2] = 0, 0
+    grouped_gemm_wgrad(dy, x, offs, out=out, accumulate=True)
+    assert out[1].isnan().all() and not out[[0, 2]].isnan().any()
+
+
+@pytest.mark.parametrize("dtype", FAST_DTYPES, ids=str)
+def test_one_experts_nan_stays_with_it(dtype, device, chip):
+    x, dy, w, offs = make([5, 70, 5], 40, 24, dtype, device)
+    x[5:75], dy[5:75], w[1] = float("nan"), float("inf"), float("nan")
+    others = [*range(5), *range(75, 80)]
+    assert not grouped_gemm(x, w, offs)[others].isnan().any()
+    assert not grouped_gemm_dgrad(dy, w, offs)[others].isnan().any()
+    out = torch.empty_like(w)
+    grouped_gemm_wgrad(dy, x, offs, out=out, accumulate=False)
+    assert not out[[0, 2]].isnan().any()
+
+
+@pytest.mark.parametrize("kernel_writes", ["grouped_gemm", "grouped_gemm_dgrad"])
+def test_rows_past_the_last_end_are_not_written(kernel_writes, device, chip, monkeypatch):
+    x, dy, w, offs = make([3, 66], 24, 40, torch.float16, device, extra=70)
+    poisoned = []
+
+    def new_empty(self, *size, **options):
+        made = self.new_full(size, 7.0, **options)
+        poisoned.extend([made] if made.numel() else [])  # the interpreter makes empty ones
+        return made
+
+    if not (INTERPRET or device.type == "cuda"):
+        pytest.skip("torch.nn.functional.grouped_mm allocates for itself")
+    monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
+    y = grouped_gemm(x, w, offs) if kernel_writes == "grouped_gemm" else grouped_gemm_dgrad(dy, w, offs)
+    assert len(poisoned) == 1 and (poisoned[0][69:] == 7).all() and not y[:69].isnan().any()
+
+
+def test_every_run_has_the_same_bits(device, chip):
+    x, dy, w, offs = make([70, 0, 30, 9], 72, 136, torch.float16, device, extra=0)
+    out = torch.ones(2, *w.shape, device=device)
+    for run in out:
+        grouped_gemm_wgrad(dy, x, offs, out=run, accumulate=True)
+    assert torch.equal(out[0], out[1])
+    assert torch.equal(grouped_gemm(x, w, offs), grouped_gemm(x, w, offs))
+    assert torch.equal(grouped_gemm_dgrad(dy, w, offs), grouped_gemm_dgrad(dy, w, offs))
+
+
+def test_no_rows_at_all(device):
+    x, dy, w, offs = make([0, 0], 16, 8, torch.float16, device, extra=0)
     assert grouped_gemm(x, w, offs).shape == (0, 8)
     assert grouped_gemm_dgrad(dy, w, offs).shape == (0, 16)
     out = torch.full_like(w, float("nan"))
     grouped_gemm_wgrad(dy, x, offs, out=out, accumulate=False)
     assert (out == 0).all()
+    out.fill_(3)
+    grouped_gemm_wgrad(dy, x, offs, out=out, accumulate=True)
+    assert (out == 3).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_views_work(dtype):
-    x, _, w, offs = make([2, 3], 16, 8, dtype, extra=0)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_views_work(dtype, device, chip):
+    x, dy, w, offs = make([2, 3], 16, 8, dtype, device, extra=0)
     x_view, w_view = x.t().contiguous().t(), w.transpose(1, 2).contiguous().transpose(1, 2)
     torch.testing.assert_close(grouped_gemm(x_view, w_view, offs), grouped_gemm(x, w, offs))
-    ones = torch.ones(()).to(dtype).expand(5, 8)  # what sum().backward() hands over
+    torch.testing.assert_close(grouped_gemm(x[:, 3:], w[:, :, 3:], offs),
+                               grouped_gemm(x[:, 3:].contiguous(), w[:, :, 3:].contiguous(), offs))  # fmt: skip
+    ones = torch.ones((), device=device).to(dtype).expand(5, 8)  # what sum().backward() hands over
     torch.testing.assert_close(grouped_gemm_dgrad(ones, w, offs), grouped_gemm_dgrad(ones.contiguous(), w, offs))
+    plain, view = torch.zeros_like(w), torch.zeros_like(w.transpose(1, 2)).transpose(1, 2)
+    grouped_gemm_wgrad(dy, x, offs, out=plain, accumulate=True)
+    grouped_gemm_wgrad(dy, x_view, offs, out=view, accumulate=True)
+    torch.testing.assert_close(view, plain)
+
+
+def test_more_than_two_billion_elements(tmp_path):
+    """Row 2 starts past 2^31 elements: a sparse file stands for memory that nobody has to own."""
+    row = 2**30 + 8
+    size = 2 * row + 8  # 4.3 GB of float16, of which a few pages exist
+    storage = torch.from_file(str(tmp_path / "sparse"), shared=True, size=size, dtype=torch.float16)
+    x = storage.as_strided((3, 8), (row, 1))
+    small, dy, w, offs = make([1, 2], 8, 8, torch.float16, "cpu", extra=0)
+    x.copy_(small)
+    assert torch.equal(grouped_gemm(x, w, offs), grouped_gemm(small, w, offs))
+    out = torch.zeros(2, 2, 8, 8)
+    grouped_gemm_wgrad(dy, x, offs, out=out[0], accumulate=False)
+    grouped_gemm_wgrad(dy, small, offs, out=out[1], accumulate=False)
+    assert torch.equal(out[0], out[1])
+
+
+def operators(device, dtype=torch.float16):
+    x, dy, w, offs = make([3, 0, 2], 16, 8, dtype, device, extra=0)
+    gather, bias = torch.tensor([1, 0, 4, 4, 2], device=device), torch.randn(3, 8, device=device).to(dtype)
+    return {
+        "grouped_gemm": (x, w, offs, bias, gather),
+        "grouped_gemm_dgrad": (dy, w, offs),
+        "grouped_gemm_wgrad": (dy, x, offs, torch.zeros_like(w, dtype=torch.float32), True, None),
+    }
+
+
+@pytest.mark.parametrize("name", ["grouped_gemm", "grouped_gemm_dgrad", "grouped_gemm_wgrad"])
+def test_operators_are_registered_soundly(name, device):
+    torch.library.opcheck(getattr(torch.ops.dualpipe, name).default, operators(device)[name])
+
+
+def test_compiles_as_one_graph(device):
+    x, dy, w, offs = make([3, 0, 2], 16, 8, torch.float16, device, extra=0)
+
+    def step(x, dy, w, offs, gather, out):
+        y = grouped_gemm(x * 2, w, offs, gather=gather)
+        dx = grouped_gemm_dgrad(dy, w, offs)
+        grouped_gemm_wgrad(dy, x, offs, out=out, accumulate=True)
+        return y + 1, dx + 1
+
+    gather = torch.tensor([1, 0, 4, 4, 2], device=device)
+    outs = torch.zeros(2, *w.shape, device=device)
+    expected = step(x, dy, w, offs, gather, outs[0])
+    actual = torch.compile(step, fullgraph=True, backend="aot_eager")(x, dy, w, offs, gather, outs[1])
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected))
+    assert torch.equal(outs[0], outs[1]) and outs[0].any()
+
+
+@pytest.mark.gpu
+def test_offsets_are_checked_on_the_device_when_asked(monkeypatch):
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    x, w = torch.zeros(5, 16, device="cuda"), torch.zeros(2, 8, 16, device="cuda")
+    offs = torch.tensor([3, 6], dtype=torch.int32, device="cuda")
+    assert (grouped_gemm(x, w, offs) == 0).all()  # not asked: ends past the rows count as rows
+    monkeypatch.setenv("DUALPIPE_CHECK_OFFSETS", "1")
+    with pytest.raises(ValueError, match="offs must rise from 0 to at most 5"):
+        grouped_gemm(x, w, offs)
 
 
 BAD = {
@@ -111,11 +291,14 @@ BAD = {
     "must have one dtype": {"x": torch.zeros(5, 4, dtype=torch.bfloat16)},
     "offs must be int32": {"offs": torch.tensor([1, 2])},
     "one end for each of 2": {"offs": torch.tensor([1, 2, 3], dtype=torch.int32)},
+    "at least one expert": {"w": torch.zeros(0, 6, 4), "offs": torch.zeros(0, dtype=torch.int32)},
     "offs must rise": {"offs": torch.tensor([3, 2], dtype=torch.int32)},
     "offs must rise from 0 to at most 5": {"offs": torch.tensor([3, 6], dtype=torch.int32)},
+    "offs must rise from 0": {"offs": torch.tensor([-1, 2], dtype=torch.int32)},
     "one device": {"w": torch.zeros(2, 6, 4, device="meta")},
     "bias must have shape": {"bias": torch.zeros(6)},
     "gather must be": {"gather": torch.zeros(5)},
+    "gather must stay within the 5 rows": {"gather": torch.tensor([0, 1, 5, 2, 3])},
 }
 
 
@@ -127,8 +310,14 @@ def test_misfit_is_a_value_error(message):
 
 
 def test_wgrad_refuses_a_wrong_out():
-    x, dy, w, offs = make([2, 3], 4, 6, torch.float32, extra=0)
+    x, dy, w, offs = make([2, 3], 4, 6, torch.float32, "cpu", extra=0)
     with pytest.raises(ValueError, match=r"out must have shape \(E, 6, 4\)"):
         grouped_gemm_wgrad(dy, x, offs, out=w.transpose(1, 2), accumulate=False)
     with pytest.raises(ValueError, match="rows of dy"):
         grouped_gemm_wgrad(dy[:4], x, offs, out=w, accumulate=False)
+    with pytest.raises(ValueError, match="share memory"):
+        grouped_gemm_wgrad(dy, x, offs, out=w[:1].expand(2, 6, 4), accumulate=False)
+    with pytest.raises(ValueError, match="must have one dtype"):
+        grouped_gemm_wgrad(dy.half(), x, offs, out=w, accumulate=False)
+    with pytest.raises(ValueError, match="out must be a floating-point"):
+        grouped_gemm_wgrad(dy, x, offs, out=w.long(), accumulate=False)

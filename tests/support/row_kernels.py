@@ -1,5 +1,10 @@
 """What the tests of the kernels that move and scale rows share."""
 
+import os
+import subprocess
+import sys
+import textwrap
+
 import numpy as np
 import pytest
 import torch
@@ -31,9 +36,20 @@ def far_apart(x):
     return memory.as_strided(x.shape, (stride, 1)).copy_(x)
 
 
-def assert_close(actual, expected, dtype, tolerance):
-    """||actual - expected|| <= tolerance * ||expected||, finite, in `dtype`; `expected` is float64."""
+def assert_close(actual, expected, dtype, tolerance, size=None):
+    """||actual - expected|| <= tolerance * ||expected||, or `size` for sums that cancel; in `dtype`, finite."""
     assert actual.dtype is dtype and actual.shape == expected.shape
     assert actual.isfinite().all()
-    error = (actual.double() - expected).norm()
-    assert error <= tolerance * expected.norm(), f"relative error {error / expected.norm():.2e}"
+    error, size = (actual.double() - expected).norm(), expected.norm() if size is None else size
+    assert error <= tolerance * size, f"relative error {error / size:.2e}"
+
+
+def run_with_debug_switch(program):
+    """What a program prints that must fail on the device, in a process of its own: the device is lost to it."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    env = {**os.environ, "TRITON_DEBUG": "1", "PYTHONSAFEPATH": "1"}
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    result = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert result.returncode != 0
+    return result.stdout + result.stderr

@@ -1,0 +1,334 @@
+"""Cross-entropy of a large vocabulary without a float32 copy of the logits.
+
+`F.cross_entropy(logits.float(), labels)` makes a float32 copy, its log-softmax and a float32 gradient: at 4096 tokens
+and 151936 words 7.5 GB beside 1.2 GB of bfloat16 logits. Here the forward reads the logits once and keeps two numbers
+for each row, its maximum and its sum of exponentials; the backward reads them once more and writes the gradient in
+their dtype, over the logits themselves with `in_place`.
+
+    top[t]      = max_v x[t, v]
+    total[t]    = sum_v exp(x[t, v] - top[t])          in the same pass: rescaled whenever the maximum rises
+    loss        = sum_t (top[t] - x[t, label[t]] + log total[t]) / denominator       over the rows that count
+    d x[t, v]   = (exp(x[t, v] - top[t]) / total[t] - [v == label[t]]) * d loss / denominator       or 0: ignored
+
+Example: x = [5, 5], label 1: top = 5, total = 2, loss = log 2, d x = [0.5, -0.5]. The logarithm of the sum of
+exponentials alone, 5.69, would do as well, but rounds at the size of the logits.
+
+Dimension letters: T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from dualpipe.kernels.backend import tl, triton, use_triton
+from dualpipe.kernels.compilation import CompileSpec
+from dualpipe.kernels.operands import compute_dtype, has_dense_rows, tl_dtype, with_dense_rows
+
+# ------------------------------------------------------------------------------------------------------------ kernels
+
+
+@triton.jit
+def _forward_kernel(
+    logits_ptr,  # (T, V), rows `stride` apart
+    labels_ptr,  # (T,) int32 or int64
+    loss_ptr,  # (T,) COMPUTE
+    stats_ptr,  # (T, 2) COMPUTE: top, total
+    V,
+    stride,
+    ignore_index,
+    COMPUTE: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """One program for each row. An ignored row is not read: its loss is 0 whatever it holds."""
+    row = tl.program_id(0).to(tl.int64)
+    label = tl.load(labels_ptr + row).to(tl.int64)
+    if label == ignore_index:
+        tl.store(loss_ptr + row, 0.0)
+        tl.store(stats_ptr + 2 * row, 0.0)
+        tl.store(stats_ptr + 2 * row + 1, 1.0)
+    else:
+        valid = (label >= 0) & (label < V)
+        tl.device_assert(valid, "cross_entropy: a label is neither ignore_index nor between 0 and V - 1")
+        row_ptr = logits_ptr + row * stride
+        top = tl.full((), float("-inf"), COMPUTE)
+        total = tl.full((), 0.0, COMPUTE)
+        for start in range(0, V, BLOCK_V):
+            cols = start + tl.arange(0, BLOCK_V)
+            x = tl.load(row_ptr + cols, mask=cols < V, other=float("-inf")).to(COMPUTE)
+            new_top = tl.maximum(top, tl.max(x, 0))
+            shift = tl.where(new_top == float("-inf"), 0.0, new_top)  # -inf - -inf would be NaN
+            total = total * tl.exp(top - shift) + tl.sum(tl.exp(x - shift), 0)
+            top = new_top
+        top = tl.where(top == float("-inf"), 0.0, top)
+        # A wrong label reads nothing outside the row, and shows as a NaN loss.
+        chosen = tl.load(row_ptr + label, mask=valid, other=float("nan")).to(COMPUTE)
+        tl.store(loss_ptr + row, top - chosen + tl.log(total))
+        tl.store(stats_ptr + 2 * row, top)
+        tl.store(stats_ptr + 2 * row + 1, total)
+
+
+@triton.jit
+def _backward_kernel(
+    logits_ptr,  # (T, V), rows `stride` apart
+    labels_ptr,  # (T,) int32 or int64
+    stats_ptr,  # (T, 2) COMPUTE: top, total
+    scale_ptr,  # () COMPUTE: d loss / denominator
+    grad_ptr,  # (T, V), rows `grad_stride` apart; may be logits_ptr: one program reads and writes an element
+    V,
+    stride,
+    grad_stride,
+    ignore_index,
+    COMPUTE: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    label = tl.load(labels_ptr + row).to(tl.int64)
+    counts = label != ignore_index
+    x = tl.load(logits_ptr + row * stride + cols, mask=(cols < V) & counts, other=0.0).to(COMPUTE)
+    softmax = tl.exp(x - tl.load(stats_ptr + 2 * row)) * (1.0 / tl.load(stats_ptr + 2 * row + 1))
+    grad = tl.where(cols == label, softmax - 1.0, softmax) * tl.load(scale_ptr)
+    grad = tl.where(counts, grad, 0.0).to(grad_ptr.dtype.element_ty)
+    tl.store(grad_ptr + row * grad_stride + cols, grad, mask=cols < V)
+
+
+# ---------------------------------------------------------------------------------------------------------- launchers
+
+# (BLOCK_V, warps) by shape class, the same on every architecture: 16 elements a thread, two accesses of 16 bytes each
+# in half precision, so that one reduction over the block is spread over 4096 elements.
+_CONFIGS = {"wide": (4096, 8), "narrow": (512, 1)}
+
+
+def _shape_class(vocabulary: int) -> str:
+    return "wide" if vocabulary > 1024 else "narrow"
+
+
+def _launch_forward(logits: Tensor, labels: Tensor, ignore_index: int, loss: Tensor, stats: Tensor) -> None:
+    tokens, vocabulary = logits.shape
+    logits = with_dense_rows(logits)
+    block, warps = _CONFIGS[_shape_class(vocabulary)]
+    _forward_kernel[(tokens,)](
+        logits, labels.contiguous(), loss, stats, vocabulary, logits.stride(0), ignore_index,
+        COMPUTE=tl_dtype(loss.dtype), BLOCK_V=block, num_warps=warps,
+    )  # fmt: skip
+
+
+def _launch_backward(
+    logits: Tensor, labels: Tensor, stats: Tensor, scale: Tensor, ignore_index: int, grad: Tensor
+) -> None:
+    tokens, vocabulary = logits.shape
+    logits = with_dense_rows(logits)
+    block, warps = _CONFIGS[_shape_class(vocabulary)]
+    _backward_kernel[tokens, triton.cdiv(vocabulary, block)](
+        logits, labels.contiguous(), stats, scale, grad, vocabulary, logits.stride(0), grad.stride(0), ignore_index,
+        COMPUTE=tl_dtype(stats.dtype), BLOCK_V=block, num_warps=warps,
+    )  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------------------- public
+
+
+def cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    ignore_index: int = -100,
+    reduction: Literal["mean", "sum"] = "mean",
+    in_place: bool = False,
+    denominator: Tensor | float | None = None,
+) -> Tensor:
+    """Cross-entropy over the rows whose label is not `ignore_index`, a scalar in at least float32.
+
+    `logits` (T, V), `labels` (T,) int32 or int64. "mean" divides by the number of rows that count, or by `denominator`,
+    such as the number of tokens in all micro-batches, without reading either back from the device; a denominator of 0
+    counts as 1, so that no row at all gives a loss and gradients of 0 instead of NaN. "sum" divides by nothing.
+
+    With `in_place` the backward overwrites `logits` with their gradient instead of allocating one: they must not be
+    used afterwards, and a second backward through the same graph is refused by torch. `torch.compile` decides about
+    memory for itself and ignores it. Differentiable once, with respect to the logits.
+
+    A label outside 0 to V - 1 raises `ValueError` on the CPU. On a GPU it gives a NaN loss, and a failed assertion
+    with `TRITON_DEBUG=1`. Raises `ValueError` for operands and options that do not fit.
+    """
+    _check(logits, labels, reduction, in_place, denominator)
+    if isinstance(denominator, int | float):  # filled on the device: no copy from the host to wait for
+        denominator = torch.full((), denominator, dtype=compute_dtype(logits), device=logits.device)
+    in_place = in_place and not torch.compiler.is_compiling()
+    return _cross_entropy(logits, labels, denominator, ignore_index, reduction == "mean", in_place)[0]
+
+
+def _check(logits: Tensor, labels: Tensor, reduction: str, in_place: bool, denominator: Tensor | float | None) -> None:
+    if logits.dim() != 2 or not logits.is_floating_point() or (logits.shape[1] == 0 and logits.shape[0] > 0):
+        raise ValueError(f"logits must be a floating-point (T, V) with V of at least 1: flatten other dimensions; got "
+                         f"{logits.dtype} of shape {tuple(logits.shape)}")  # fmt: skip
+    if labels.shape != logits.shape[:1] or labels.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"labels must be int32 or int64 of shape ({logits.shape[0]},), one for each row of logits; "
+                         f"got {labels.dtype} of shape {tuple(labels.shape)}")  # fmt: skip
+    if labels.device != logits.device:
+        raise ValueError(f"logits and labels must be on one device; got {logits.device} and {labels.device}")
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"reduction must be 'mean' or 'sum'; got {reduction!r}")
+    if in_place and not (has_dense_rows(logits) and (logits.stride(0) >= logits.shape[1] or logits.shape[0] < 2)):
+        raise ValueError(f"in_place needs rows of neighbouring elements that do not overlap; got strides "
+                         f"{logits.stride()}: pass logits.contiguous(), or in_place=False")  # fmt: skip
+    _check_denominator(denominator, reduction, logits.device)
+
+
+def _check_denominator(denominator: Tensor | float | None, reduction: str, device: torch.device) -> None:
+    if denominator is not None and reduction == "sum":
+        raise ValueError(f"reduction='sum' divides by nothing; use 'mean' with denominator={denominator}")
+    if isinstance(denominator, Tensor):
+        if denominator.numel() != 1 or denominator.device != device:
+            raise ValueError(f"denominator must be a number or a tensor with one element on {device}; got shape "
+                             f"{tuple(denominator.shape)} on {denominator.device}")  # fmt: skip
+        if denominator.requires_grad:
+            raise ValueError("the denominator gets no gradient; pass denominator.detach()")
+
+
+@torch.library.custom_op("dualpipe::cross_entropy", mutates_args=())
+def _cross_entropy(
+    logits: Tensor, labels: Tensor, denominator: Tensor | None, ignore_index: int, mean: bool, in_place: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(loss, stats (T, 2), what the sum was divided by); `in_place` is for the backward."""
+    wide = compute_dtype(logits)
+    losses, stats = (logits.new_empty(shape, dtype=wide) for shape in (logits.shape[:1], (logits.shape[0], 2)))
+    if not use_triton(logits):
+        _check_label_range(labels, logits.shape[1], ignore_index)
+        for out, value in zip((losses, stats), cross_entropy_reference(logits, labels, ignore_index)):
+            out.copy_(value)
+    elif losses.numel():
+        _launch_forward(logits, labels, ignore_index, losses, stats)
+    divisor = torch.ones((), dtype=wide, device=logits.device)
+    if denominator is not None:
+        divisor = denominator.reshape(()).to(wide)
+        divisor = divisor.where(divisor != 0, 1)
+    elif mean:
+        divisor = (labels != ignore_index).sum().clamp(min=1).to(wide)
+    return losses.sum() / divisor, stats, divisor
+
+
+@_cross_entropy.register_fake
+def _(
+    logits: Tensor, labels: Tensor, denominator: Tensor | None, ignore_index: int, mean: bool, in_place: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    loss, stats, divisor = (
+        logits.new_empty(shape, dtype=compute_dtype(logits)) for shape in ((), (logits.shape[0], 2), ())
+    )
+    return loss, stats, divisor
+
+
+def _check_label_range(labels: Tensor, vocabulary: int, ignore_index: int) -> None:
+    wrong = (labels != ignore_index) & ((labels < 0) | (labels >= vocabulary))
+    if wrong.any():
+        raise ValueError(f"labels must be between 0 and {vocabulary - 1}, or ignore_index={ignore_index}; "
+                         f"got {labels[wrong][0].item()}")  # fmt: skip
+
+
+@torch.library.custom_op("dualpipe::cross_entropy_backward", mutates_args=())
+def _cross_entropy_backward(logits: Tensor, labels: Tensor, stats: Tensor, scale: Tensor, ignore_index: int) -> Tensor:
+    """Gradient of the logits; `scale` is the gradient of the loss over what the sum was divided by."""
+    grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    _write_gradient(logits, labels, stats, scale, ignore_index, grad)
+    return grad
+
+
+@_cross_entropy_backward.register_fake
+def _(logits: Tensor, labels: Tensor, stats: Tensor, scale: Tensor, ignore_index: int) -> Tensor:
+    return torch.empty_like(logits, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("dualpipe::cross_entropy_backward_", mutates_args=("logits",))
+def _cross_entropy_backward_(logits: Tensor, labels: Tensor, stats: Tensor, scale: Tensor, ignore_index: int) -> None:
+    """The same, over the logits."""
+    _write_gradient(logits, labels, stats, scale, ignore_index, logits)
+
+
+def _write_gradient(
+    logits: Tensor, labels: Tensor, stats: Tensor, scale: Tensor, ignore_index: int, grad: Tensor
+) -> None:
+    if not use_triton(logits):
+        grad.copy_(cross_entropy_backward_reference(logits, labels, stats, scale, ignore_index))
+    elif grad.numel():
+        _launch_backward(logits, labels, stats, scale, ignore_index, grad)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    logits, labels, _, ctx.ignore_index, _, ctx.in_place = inputs
+    _, stats, divisor = output
+    ctx.save_for_backward(logits, labels, stats, divisor)
+
+
+def _backward(ctx: Any, d_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    logits, labels, stats, divisor = ctx.saved_tensors
+    operands = (logits, labels, stats, d_loss / divisor, ctx.ignore_index)
+    if ctx.in_place:
+        if torch.is_grad_enabled():  # create_graph=True: what a second derivative needs is about to be overwritten
+            _refuse_second_derivative(ctx)
+        _cross_entropy_backward_(*operands)
+        return logits, None, None, None, None, None
+    return _cross_entropy_backward(*operands), None, None, None, None, None
+
+
+def _refuse_second_derivative(ctx: Any, *grads: Tensor) -> None:
+    raise NotImplementedError("cross_entropy can be differentiated once only; for a second derivative "
+                              "(create_graph=True) use torch.nn.functional.cross_entropy")  # fmt: skip
+
+
+_cross_entropy.register_autograd(_backward, setup_context=_setup_context)
+_cross_entropy_backward.register_autograd(_refuse_second_derivative)
+
+# ---------------------------------------------------------------------------------------------------------- reference
+
+
+def cross_entropy_reference(logits: Tensor, labels: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """Loss (T,) and (top, total) (T, 2) of every row in PyTorch; 0 and (0, 1) in ignored rows."""
+    counts = labels != ignore_index
+    x = logits.to(compute_dtype(logits)).where(counts.unsqueeze(1), 0)
+    top = x.amax(1, keepdim=True)
+    top = top.where(top != -torch.inf, 0)
+    total = (x - top).exp_().sum(1, keepdim=True)
+    chosen = x.gather(1, labels.where(counts, 0).long().unsqueeze(1))
+    losses = (top - chosen + total.log()).squeeze(1).where(counts, 0)
+    return losses, torch.cat((top, total), 1)
+
+
+def cross_entropy_backward_reference(
+    logits: Tensor, labels: Tensor, stats: Tensor, scale: Tensor, ignore_index: int
+) -> Tensor:
+    """Gradient of the logits in PyTorch, in the dtype that the kernel computes in."""
+    counts = (labels != ignore_index).unsqueeze(1)
+    top, total = stats.split(1, dim=1)
+    grad = (logits.to(stats.dtype) - top).exp_().div_(total)
+    grad.scatter_add_(1, labels.unsqueeze(1).where(counts, 0).long(), -counts.to(grad.dtype))
+    return grad.mul_(scale).where(counts, 0)
+
+
+# ------------------------------------------------------------------------------------------------------- compile table
+
+
+def compile_specs(arch: int) -> Iterator[CompileSpec]:
+    """Every configuration of the table, for bfloat16 and float32; "odd" with rows of no alignment."""
+    for dtype, (shape, (block, warps)), odd, kernel in product(
+        ("bf16", "fp32"), _CONFIGS.items(), (False, True), (_forward_kernel, _backward_kernel)
+    ):
+        types = {"labels_ptr": "*i64", "ignore_index": "i32", "V": "i32"}
+        types |= dict.fromkeys(("loss_ptr", "stats_ptr", "scale_ptr"), "*fp32")
+        types |= dict.fromkeys(("logits_ptr", "grad_ptr"), f"*{dtype}")
+        names = [name for name in kernel.arg_names if name not in ("COMPUTE", "BLOCK_V")]
+        direction = "forward" if kernel is _forward_kernel else "backward"
+        aligned = [name for name in names if name.endswith("_ptr") or (not odd and name != "ignore_index")]
+        yield CompileSpec(
+            f"cross_entropy.{direction}.{dtype}.{shape}{'.odd' if odd else ''}",
+            kernel,
+            {name: types.get(name, "i32") for name in names},
+            {"COMPUTE": tl.float32, "BLOCK_V": block},
+            warps,
+            num_stages=1,
+            needs_mma=False,
+            divisible_by_16=tuple(aligned),
+        )

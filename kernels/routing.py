@@ -1,0 +1,496 @@
+"""Taking tokens to their experts and back without dropping any, the same way on every run.
+
+Every token has K rows, one for each of its experts. Sorting by expert puts the rows of one expert next to each other;
+going back, a token's rows are added in a fixed order. Nothing is added atomically and every element has one writer, so
+that results are bitwise reproducible, forward and backward, and nothing is read back from the device.
+
+Example with K = 2 and 3 experts: choices [[2, 0], [0, 1]] give rows 0 to 3 for experts 2, 0, 0, 1; sorted by expert
+that is order = [1, 2, 3, 0], its inverse [3, 0, 1, 2], offs = [2, 3, 4], and gather = order // K = [0, 1, 1, 0]: sorted
+row 0 is a row of token 0.
+
+`torch.argsort` sorts 64-bit keys in many passes; there are few experts, so a counting sort does it in two: count the
+rows of each (expert, block of rows), take the running sum over experts and then blocks, and place each row at its
+block's start for that expert plus the number of earlier rows of the block with the same expert. In the example with
+blocks of two rows: counts [[1, 1], [0, 1], [1, 0]] of (expert, block), so starts [[0, 1], [2, 2], [3, 4]]; row 2 is
+the first row for expert 0 in block 1, so it goes to 1.
+
+Two kernels move the rows, each its own backward's other half: `_sum_kernel` adds a token's K rows, weighted or not,
+and is `combine_tokens` and the backward of `dispatch_tokens`; `_spread_kernel` writes a token to its K rows, weighted
+or not, and is `dispatch_tokens` and the backward of `combine_tokens`, together with the gradient of the weights.
+
+Dimension letters: T tokens, K experts per token, E experts, M = T * K rows, H hidden, B blocks of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dualpipe.kernels.backend import tl, triton, use_triton
+from dualpipe.kernels.compilation import CompileSpec
+from dualpipe.kernels.operands import compute_dtype, tl_dtype, with_dense_rows
+
+# ------------------------------------------------------------------------------------------------------------ kernels
+
+
+@triton.jit
+def _count_kernel(
+    experts_ptr,  # (M,) int32 or int64
+    counts_ptr,  # (E + 1, B) int32; the last row counts what belongs to no expert
+    M,
+    B,
+    num_experts,
+    ROWS: tl.constexpr,
+    BINS: tl.constexpr,  # power of two, more than num_experts
+):
+    block = tl.program_id(0)
+    rows = block * ROWS + tl.arange(0, ROWS)
+    expert = _load_experts(experts_ptr, rows, M, num_experts)
+    bins = tl.arange(0, BINS)
+    counts = tl.histogram(expert, BINS)
+    tl.store(counts_ptr + bins.to(tl.int64) * B + block, counts, mask=bins <= num_experts)
+
+
+@triton.jit
+def _place_kernel(
+    experts_ptr,  # (M,) int32 or int64
+    ends_ptr,  # (E + 1, B) int32: running sums of the counts
+    counts_ptr,  # (E + 1, B) int32
+    order_ptr,  # (M,) int32
+    inverse_ptr,  # (M,) int32
+    gather_ptr,  # (M,) int32
+    M,
+    B,
+    num_experts,
+    top_k,
+    ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    block = tl.program_id(0)
+    rows = block * ROWS + tl.arange(0, ROWS)
+    expert = _load_experts(experts_ptr, rows, M, num_experts)
+    rank = tl.zeros((ROWS,), tl.int32)
+    for start in range(0, ROWS, CHUNK):  # compare with all rows of the block, some at a time
+        others = block * ROWS + start + tl.arange(0, CHUNK)
+        same = _load_experts(experts_ptr, others, M, num_experts)[None, :] == expert[:, None]
+        rank += tl.sum((same & (others[None, :] < rows[:, None])).to(tl.int32), 1)
+    cell = expert.to(tl.int64) * B + block
+    mask = rows < M
+    start = tl.load(ends_ptr + cell, mask=mask, other=0) - tl.load(counts_ptr + cell, mask=mask, other=0)
+    target = start + rank
+    tl.store(inverse_ptr + rows, target, mask=mask)
+    tl.store(order_ptr + target, rows, mask=mask)
+    tl.store(gather_ptr + target, rows // top_k, mask=mask)
+
+
+@triton.jit
+def _load_experts(experts_ptr, rows, M, num_experts):
+    """Experts of the rows as int32; `num_experts` for a row past the end or an index outside the experts."""
+    expert = tl.load(experts_ptr + rows, mask=rows < M, other=0)
+    valid = (expert >= 0) & (expert < num_experts)
+    tl.device_assert(valid, "sort_tokens: an expert is not between 0 and num_experts - 1")
+    return tl.where(valid & (rows < M), expert, num_experts).to(tl.int32)
+
+
+@triton.jit
+def _sum_kernel(
+    rows_ptr,  # (M, H), rows `stride` apart
+    weights_ptr,  # (T, K) contiguous, or unused
+    inverse_ptr,  # (M,) int32
+    out_ptr,  # (T, H) contiguous
+    T,
+    H,
+    stride,
+    top_k,
+    HAS_WEIGHTS: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    """out[t] = sum over k, in ascending order, of weights[t, k] * rows[inverse[t * K + k]]."""
+    tokens = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    cols = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    mask = (tokens < T)[:, None] & (cols < H)[None, :]
+    total = tl.zeros((BLOCK_T, BLOCK_H), COMPUTE)
+    for k in tl.range(0, top_k, loop_unroll_factor=UNROLL):
+        choice = tokens * top_k + k
+        row = tl.load(inverse_ptr + choice, mask=tokens < T, other=0).to(tl.int64)
+        value = tl.load(rows_ptr + row[:, None] * stride + cols[None, :], mask=mask, other=0.0).to(COMPUTE)
+        if HAS_WEIGHTS:
+            value *= tl.load(weights_ptr + choice, mask=tokens < T, other=0.0).to(COMPUTE)[:, None]
+        total += value
+    out_ptrs = out_ptr + tokens.to(tl.int64)[:, None] * H + cols[None, :]
+    tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _spread_kernel(
+    x_ptr,  # (T, H), rows `stride` apart
+    weights_ptr,  # (T, K) contiguous, or unused
+    rows_ptr,  # (M, H), rows `row_stride` apart, or unused: what the weights were multiplied with
+    inverse_ptr,  # (M,) int32
+    out_ptr,  # (M, H) contiguous
+    d_weights_ptr,  # (T, K) contiguous, or unused
+    T,
+    H,
+    stride,
+    row_stride,
+    top_k,
+    HAS_WEIGHTS: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """For every k and row = inverse[t * K + k]: out[row] = weights[t, k] * x[t], d_weights[t, k] = x[t] . rows[row]."""
+    tokens = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    here = tokens < T
+    x_ptrs = x_ptr + tokens.to(tl.int64)[:, None] * stride
+    for k in range(top_k):
+        choice = tokens * top_k + k
+        row = tl.load(inverse_ptr + choice, mask=here, other=0).to(tl.int64)[:, None]
+        if HAS_WEIGHTS:
+            weight = tl.load(weights_ptr + choice, mask=here, other=0.0).to(COMPUTE)[:, None]
+            d_weight = tl.zeros((BLOCK_T, BLOCK_H), COMPUTE)
+        for start in range(0, H, BLOCK_H):
+            cols = start + tl.arange(0, BLOCK_H)
+            mask = here[:, None] & (cols < H)[None, :]
+            value = tl.load(x_ptrs + cols[None, :], mask=mask, other=0.0)  # from the cache after the first k
+            if HAS_WEIGHTS:
+                other = tl.load(rows_ptr + row * row_stride + cols[None, :], mask=mask, other=0.0)
+                d_weight += value.to(COMPUTE) * other.to(COMPUTE)
+                value = (value.to(COMPUTE) * weight).to(out_ptr.dtype.element_ty)
+            tl.store(out_ptr + row * H + cols[None, :], value, mask=mask)
+        if HAS_WEIGHTS:
+            d_weight_T = tl.sum(d_weight, 1).to(d_weights_ptr.dtype.element_ty)
+            tl.store(d_weights_ptr + choice, d_weight_T, mask=here)
+
+
+# ---------------------------------------------------------------------------------------------------------- launchers
+
+
+class _Tile(NamedTuple):
+    block_t: int
+    block_h: int
+    warps: int
+    unroll: int  # of the loop over K: so many rows are on their way at a time
+
+
+_SORT_ROWS, _SORT_CHUNK = 256, 16  # rows of one program, and of one comparison: 32 pairs a thread
+# By shape class, the same on every architecture, for elements of two bytes: one access of 16 bytes a thread.
+_TILES = {"wide": _Tile(1, 1024, 4, 4), "narrow": _Tile(8, 128, 4, 1), "column": _Tile(64, 4, 2, 1)}
+
+
+def _tile(shape: str, dtype: torch.dtype) -> _Tile:
+    tile = _TILES[shape]
+    return tile._replace(block_t=max(1, tile.block_t * 2 // dtype.itemsize))
+
+
+def _shape_class(hidden: int) -> str:
+    return "wide" if hidden > 256 else "narrow" if hidden > 8 else "column"
+
+
+def _bins(num_experts: int) -> int:
+    """Power of two that holds every expert and what belongs to none; a warp at least, as `tl.histogram` needs."""
+    return max(64, 1 << num_experts.bit_length())
+
+
+def _launch_sort(
+    experts: Tensor, num_experts: int, top_k: int, order: Tensor, inverse: Tensor, gather: Tensor
+) -> Tensor:
+    """Fills order, inverse and gather; returns offs."""
+    experts, rows = experts.contiguous(), experts.numel()
+    blocks = triton.cdiv(rows, _SORT_ROWS)
+    counts = torch.empty(num_experts + 1, blocks, dtype=torch.int32, device=experts.device)
+    _count_kernel[(blocks,)](
+        experts, counts, rows, blocks, num_experts, ROWS=_SORT_ROWS, BINS=_bins(num_experts), num_warps=4
+    )
+    ends = counts.view(-1).cumsum(0, dtype=torch.int32).view_as(counts)
+    _place_kernel[(blocks,)](
+        experts, ends, counts, order, inverse, gather, rows, blocks, num_experts, top_k,
+        ROWS=_SORT_ROWS, CHUNK=_SORT_CHUNK, num_warps=4,
+    )  # fmt: skip
+    return ends[:num_experts, -1].contiguous()
+
+
+def _launch_sum(rows: Tensor, weights: Tensor | None, inverse: Tensor, top_k: int, out: Tensor) -> None:
+    tokens, hidden = out.shape
+    rows, tile = with_dense_rows(rows), _tile(_shape_class(hidden), rows.dtype)
+    _sum_kernel[triton.cdiv(tokens, tile.block_t), triton.cdiv(hidden, tile.block_h)](
+        rows, rows if weights is None else weights.contiguous(), inverse, out, tokens, hidden, rows.stride(0), top_k,
+        HAS_WEIGHTS=weights is not None, COMPUTE=tl_dtype(compute_dtype(rows, weights)),
+        BLOCK_T=tile.block_t, BLOCK_H=tile.block_h, UNROLL=tile.unroll, num_warps=tile.warps,
+    )  # fmt: skip
+
+
+def _launch_spread(
+    x: Tensor,
+    weights: Tensor | None,
+    rows: Tensor | None,
+    inverse: Tensor,
+    top_k: int,
+    out: Tensor,
+    d_weights: Tensor | None,
+) -> None:
+    tokens, hidden = x.shape
+    x, tile = with_dense_rows(x), _tile(_shape_class(hidden), x.dtype)
+    rows = x if rows is None else with_dense_rows(rows)
+    _spread_kernel[(triton.cdiv(tokens, tile.block_t),)](
+        x, x if weights is None else weights.contiguous(), rows, inverse, out, x if d_weights is None else d_weights,
+        tokens, hidden, x.stride(0), rows.stride(0), top_k,
+        HAS_WEIGHTS=weights is not None, COMPUTE=tl_dtype(compute_dtype(x, weights)),
+        BLOCK_T=tile.block_t, BLOCK_H=tile.block_h, num_warps=tile.warps,
+    )  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------------------- public
+
+
+class SortedTokens(NamedTuple):
+    """Where every row goes; all on the device, int32."""
+
+    order: Tensor  # (M,): sorted row m is row order[m] of (T, K)
+    inverse: Tensor  # (M,): row r of (T, K) is sorted row inverse[r]
+    offs: Tensor  # (E,): where each expert's sorted rows end
+    gather: Tensor  # (M,): sorted row m belongs to token gather[m] = order[m] // K; `gather` of `grouped_gemm`
+
+
+def sort_tokens(expert_idx: Tensor, num_experts: int) -> SortedTokens:
+    """Stable order of the rows by expert: those of one expert stay in the order of (T, K).
+
+    `expert_idx` (T, K) int32 or int64 holds the chosen experts. An index outside 0 to `num_experts` - 1 raises
+    `ValueError` on the CPU; on a GPU its row is sorted past `offs[-1]`, to nobody, or fails an assertion with
+    `TRITON_DEBUG=1`. Raises `ValueError` for operands that do not fit.
+    """
+    if expert_idx.dim() != 2 or expert_idx.dtype not in (torch.int32, torch.int64) or expert_idx.shape[1] < 1:
+        raise ValueError(f"expert_idx must be int32 or int64 of shape (T, K), K experts for each of T tokens; got "
+                         f"{expert_idx.dtype} of shape {tuple(expert_idx.shape)}")  # fmt: skip
+    if num_experts < 1:
+        raise ValueError(f"num_experts must be at least 1; got {num_experts}")
+    if expert_idx.numel() >= 2**31:
+        raise ValueError(f"at most 2^31 - 1 rows can be sorted at once; got {expert_idx.numel()}: use smaller batches")
+    return SortedTokens(*_sort_tokens(expert_idx, num_experts))
+
+
+def dispatch_tokens(x: Tensor, tokens: SortedTokens, top_k: int) -> Tensor:
+    """Copy every token to its `top_k` sorted rows: `x` (T, H) -> (M, H). The gradient of a token is the sum of theirs.
+
+    `grouped_gemm(..., gather=tokens.gather)` does the same without the copy. Raises `ValueError` for operands that do
+    not fit.
+    """
+    _check_rows("x", x, tokens.inverse, top_k)
+    if x.shape[0] * top_k != tokens.inverse.shape[0]:
+        raise ValueError(f"x must have one row for each of {tokens.inverse.shape[0]} / {top_k} sorted tokens; "
+                         f"got {x.shape[0]}")  # fmt: skip
+    return _dispatch_tokens(x, tokens.inverse, top_k)
+
+
+def combine_tokens(y: Tensor, weights: Tensor | None, tokens: SortedTokens, *, top_k: int | None = None) -> Tensor:
+    """Weighted sum of a token's K sorted rows, in ascending order of K: `y` (M, H), `weights` (T, K) -> (T, H).
+
+    Sums are in at least float32, the result in the dtype of `y`. Without weights, for rows that have been multiplied
+    already (`swiglu`), `top_k` says what K is. Differentiable once with respect to `y` and `weights`. Raises
+    `ValueError` for operands that do not fit.
+    """
+    if weights is None and top_k is None:
+        raise ValueError("combine_tokens needs weights of shape (T, K), or top_k where there are none")
+    if weights is not None:
+        if weights.dim() != 2 or not weights.is_floating_point() or weights.device != y.device:
+            raise ValueError(f"weights must be a floating-point (T, K) on {y.device}; got {weights.dtype} of shape "
+                             f"{tuple(weights.shape)} on {weights.device}")  # fmt: skip
+        if top_k not in (None, weights.shape[1]) or weights.numel() != tokens.inverse.shape[0]:
+            raise ValueError(f"weights must have one element for each of {tokens.inverse.shape[0]} rows and top_k "
+                             f"columns; got shape {tuple(weights.shape)}, top_k {top_k}")  # fmt: skip
+        top_k = weights.shape[1]
+    _check_rows("y", y, tokens.inverse, top_k)
+    if y.shape[0] != tokens.inverse.shape[0]:
+        raise ValueError(f"y must have one row for each of {tokens.inverse.shape[0]} sorted ones; got {y.shape[0]}")
+    return _combine_tokens(y, weights, tokens.inverse, top_k)
+
+
+def _check_rows(name: str, x: Tensor, inverse: Tensor, top_k: int) -> None:
+    if x.dim() != 2 or not x.is_floating_point() or x.device != inverse.device:
+        raise ValueError(f"{name} must be a floating-point matrix on {inverse.device}, as the sorted tokens are; got "
+                         f"{x.dtype} of shape {tuple(x.shape)} on {x.device}")  # fmt: skip
+    if top_k < 1 or inverse.shape[0] % top_k:
+        raise ValueError(f"top_k must be at least 1 and divide the {inverse.shape[0]} sorted rows; got {top_k}")
+
+
+@torch.library.custom_op("dualpipe::sort_tokens", mutates_args=())
+def _sort_tokens(expert_idx: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(order, inverse, offs, gather)."""
+    if not use_triton(expert_idx):
+        return sort_tokens_reference(expert_idx, num_experts)
+    order, inverse, gather = (_int32(expert_idx, expert_idx.numel()) for _ in range(3))
+    if not expert_idx.numel():
+        return order, inverse, _int32(expert_idx, num_experts).zero_(), gather
+    offs = _launch_sort(expert_idx, num_experts, expert_idx.shape[1], order, inverse, gather)
+    return order, inverse, offs, gather
+
+
+@_sort_tokens.register_fake
+def _(expert_idx: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    order, inverse, gather = (_int32(expert_idx, expert_idx.numel()) for _ in range(3))
+    return order, inverse, _int32(expert_idx, num_experts), gather
+
+
+def _int32(like: Tensor, size: int) -> Tensor:
+    return like.new_empty(size, dtype=torch.int32)
+
+
+@torch.library.custom_op("dualpipe::dispatch_tokens", mutates_args=())
+def _dispatch_tokens(x: Tensor, inverse: Tensor, top_k: int) -> Tensor:
+    out = x.new_empty(inverse.shape[0], x.shape[1])
+    if not use_triton(x):
+        out.index_copy_(0, inverse.long(), x.repeat_interleave(top_k, 0))
+    elif out.numel():
+        _launch_spread(x, None, None, inverse, top_k, out, None)
+    return out
+
+
+@_dispatch_tokens.register_fake
+def _(x: Tensor, inverse: Tensor, top_k: int) -> Tensor:
+    return x.new_empty(inverse.shape[0], x.shape[1])
+
+
+@torch.library.custom_op("dualpipe::combine_tokens", mutates_args=())
+def _combine_tokens(y: Tensor, weights: Tensor | None, inverse: Tensor, top_k: int) -> Tensor:
+    out = y.new_empty(inverse.shape[0] // top_k, y.shape[1])
+    if not use_triton(y):
+        out.copy_(combine_tokens_reference(y, weights, inverse, top_k))
+    elif out.numel():
+        _launch_sum(y, weights, inverse, top_k, out)
+    return out
+
+
+@_combine_tokens.register_fake
+def _(y: Tensor, weights: Tensor | None, inverse: Tensor, top_k: int) -> Tensor:
+    return y.new_empty(inverse.shape[0] // top_k, y.shape[1])
+
+
+@torch.library.custom_op("dualpipe::combine_tokens_backward", mutates_args=())
+def _combine_tokens_backward(d_out: Tensor, y: Tensor, weights: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
+    """(dy, d_weights) of the weighted sum."""
+    dy, d_weights = y.new_empty(y.shape), weights.new_empty(weights.shape)
+    if not use_triton(y):
+        for out, value in zip((dy, d_weights), combine_tokens_backward_reference(d_out, y, weights, inverse)):
+            out.copy_(value)
+    elif y.numel():
+        _launch_spread(d_out, weights, y, inverse, weights.shape[1], dy, d_weights)
+    else:
+        d_weights.zero_()
+    return dy, d_weights
+
+
+@_combine_tokens_backward.register_fake
+def _(d_out: Tensor, y: Tensor, weights: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
+    return y.new_empty(y.shape), weights.new_empty(weights.shape)
+
+
+def _dispatch_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, inverse, ctx.top_k = inputs
+    ctx.save_for_backward(inverse)
+
+
+def _dispatch_backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+    (inverse,) = ctx.saved_tensors
+    return _combine_tokens(d_out, None, inverse, ctx.top_k), None, None
+
+
+def _combine_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    y, weights, inverse, ctx.top_k = inputs
+    ctx.save_for_backward(None if weights is None else y, weights, inverse)
+
+
+def _combine_backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+    y, weights, inverse = ctx.saved_tensors
+    if weights is None:
+        return _dispatch_tokens(d_out, inverse, ctx.top_k), None, None, None
+    return *_combine_tokens_backward(d_out, y, weights, inverse), None, None
+
+
+def _refuse_second_derivative(ctx: Any, *grads: Tensor) -> None:
+    raise NotImplementedError("combine_tokens with weights can be differentiated once only; for a second derivative "
+                              "(create_graph=True) use dualpipe.kernels.routing.combine_tokens_reference")  # fmt: skip
+
+
+_dispatch_tokens.register_autograd(_dispatch_backward, setup_context=_dispatch_setup)
+_combine_tokens.register_autograd(_combine_backward, setup_context=_combine_setup)
+_combine_tokens_backward.register_autograd(_refuse_second_derivative)
+
+# ---------------------------------------------------------------------------------------------------------- reference
+
+
+def sort_tokens_reference(expert_idx: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(order, inverse, offs, gather) by a stable sort."""
+    chosen = expert_idx.flatten()
+    if wrong := ((chosen < 0) | (chosen >= num_experts)).nonzero().flatten().tolist():
+        raise ValueError(f"experts must be between 0 and {num_experts - 1}; got {chosen[wrong[0]].item()}")
+    order = torch.argsort(chosen, stable=True)
+    inverse = torch.empty_like(order, dtype=torch.int32)
+    inverse[order] = torch.arange(order.numel(), dtype=torch.int32, device=order.device)
+    offs = torch.bincount(chosen, minlength=num_experts).cumsum(0, dtype=torch.int32)
+    return order.to(torch.int32), inverse, offs, (order // expert_idx.shape[1]).to(torch.int32)
+
+
+def combine_tokens_reference(y: Tensor, weights: Tensor | None, inverse: Tensor, top_k: int) -> Tensor:
+    """Weighted sum of a token's rows in the dtype that the kernel computes in: (M, H), (T, K) -> (T, H)."""
+    dtype = compute_dtype(y, weights)
+    y_TKH = y.index_select(0, inverse).to(dtype).unflatten(0, (inverse.shape[0] // top_k, top_k))
+    return y_TKH.sum(1) if weights is None else (y_TKH * weights.to(dtype).unsqueeze(-1)).sum(1)
+
+
+def combine_tokens_backward_reference(
+    d_out: Tensor, y: Tensor, weights: Tensor, inverse: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(dy, d_weights) of the weighted sum, in the dtype that the kernel computes in."""
+    dtype = compute_dtype(y, weights)
+    d_out_T1H = d_out.to(dtype).unsqueeze(1)
+    d_rows = (d_out_T1H * weights.to(dtype).unsqueeze(-1)).flatten(0, 1)  # (M, H), in the order of (T, K)
+    d_weights = (y.index_select(0, inverse).to(dtype).unflatten(0, weights.shape) * d_out_T1H).sum(-1)
+    return torch.empty_like(d_rows).index_copy_(0, inverse.long(), d_rows), d_weights
+
+
+# ------------------------------------------------------------------------------------------------------- compile table
+
+
+def compile_specs(arch: int) -> Iterator[CompileSpec]:
+    """Every configuration of the table; the number of experts in steps of the counting kernel's bins."""
+    for bins in (64, 128, 256, 512, 1024):
+        yield _spec(f"routing.count.{bins}", _count_kernel, "bf16", {"ROWS": _SORT_ROWS, "BINS": bins}, 4)
+    yield _spec("routing.place", _place_kernel, "bf16", {"ROWS": _SORT_ROWS, "CHUNK": _SORT_CHUNK}, 4)
+    for dtype, shape, weighted, odd, kernel in product(
+        ("bf16", "fp32"), _TILES, (False, True), (False, True), (_sum_kernel, _spread_kernel)
+    ):
+        tile = _tile(shape, torch.bfloat16 if dtype == "bf16" else torch.float32)
+        words = ["routing", "sum" if kernel is _sum_kernel else "spread", dtype, shape]
+        words += [word for word, said in (("weighted", weighted), ("odd", odd)) if said]
+        constexprs = {"HAS_WEIGHTS": weighted, "COMPUTE": tl.float32, "BLOCK_T": tile.block_t, "BLOCK_H": tile.block_h}
+        if kernel is _sum_kernel:
+            constexprs["UNROLL"] = tile.unroll
+        yield _spec(".".join(words), kernel, dtype, constexprs, tile.warps, aligned=() if odd else _ALIGNED)
+
+
+_INT32_POINTERS = ("counts_ptr", "ends_ptr", "order_ptr", "inverse_ptr", "gather_ptr")
+_ALIGNED = ("H", "stride", "row_stride")
+
+
+def _spec(
+    name: str, kernel: Any, dtype: str, constexprs: dict[str, Any], warps: int, aligned: tuple[str, ...] = ()
+) -> CompileSpec:
+    types = {"experts_ptr": "*i64"} | dict.fromkeys(_INT32_POINTERS, "*i32")
+    names = [name for name in kernel.arg_names if name not in constexprs]
+    return CompileSpec(
+        name,
+        kernel,
+        {name: types.get(name, f"*{dtype}" if name.endswith("_ptr") else "i32") for name in names},
+        constexprs,
+        warps,
+        num_stages=1,
+        needs_mma=False,
+        divisible_by_16=tuple(name for name in names if name.endswith("_ptr") or name in aligned),
+    )

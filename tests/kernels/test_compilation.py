@@ -1,0 +1,87 @@
+"""Every kernel and configuration of the table compiles for each chip, without spills, with matrix instructions.
+
+In subprocesses without TRITON_INTERPRET, because a process that interprets cannot compile.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from dualpipe.kernels import compilation
+
+ROOT = Path(__file__).parents[2]
+# Of all files, what a training step on sm_90 launches most; the rest is `slow`.
+FAST = ("rows.wide.bf16.16", "weight.wide.bf16.16.fp32_add")
+
+PARTS = {"tile_map"}  # functions that other files' kernels call
+
+pytestmark = [
+    pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed"),
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="a process that interprets cannot compile"),
+]
+
+
+def without_interpreter(*arguments):
+    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"} | {"PYTHONSAFEPATH": "1"}
+    return subprocess.run([sys.executable, *arguments], cwd=ROOT, env=env, capture_output=True, text=True)
+
+
+def compile_table(*arguments):
+    result = without_interpreter("-m", "dualpipe.kernels.compilation", "--json", *arguments)
+    rows = [json.loads(line) for line in result.stdout.splitlines()]
+    problems = [f"{row['name']} sm_{row['arch']}: {', '.join(row['problems'])}" for row in rows if row["problems"]]
+    assert rows and not problems and result.returncode == 0, "\n".join(problems) + result.stderr[-3000:]
+    return rows
+
+
+@pytest.mark.parametrize("part", FAST)
+def test_main_configurations_compile(part):
+    for row in compile_table("--arch", "90", "--match", part):
+        assert row["matrix_instructions"] > 0
+        assert row["registers"] <= 232  # of 255: some room for the next compiler
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("arch", compilation.ARCHITECTURES)
+def test_everything_compiles(arch):
+    assert len({row["name"] for row in compile_table("--arch", str(arch))}) >= 50
+
+
+def test_every_kernel_file_lists_its_configurations():
+    with_kernels = {path.stem for path in (ROOT / "kernels").glob("*.py") if "@triton.jit\ndef" in path.read_text()}
+    assert with_kernels - PARTS == set(compilation.KERNEL_FILES)
+
+
+ADDRESSES = """
+import json, re, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from dualpipe.kernels.grouped_gemm import compile_specs
+for spec in compile_specs(80):
+    if ".odd." in spec.name or "wide.bf16.8" in spec.name:
+        order = spec.kernel.arg_names
+        signature = {name: spec.signature.get(name, "constexpr") for name in order}
+        source = ASTSource(spec.kernel, signature, {(order.index(n),): v for n, v in spec.constexprs.items()})
+        ttir = triton.compile(source, target=GPUTarget("cuda", 80, 32)).asm["ttir"]
+        added = re.findall(r"tt.addptr .*: tensor<.*!tt.ptr<(?:bf16|f32)>>, tensor<[0-9x]+x(i[0-9]+)>", ttir)
+        products = re.findall(r"arith.muli .*: tensor<[0-9x]+x(i[0-9]+)>", ttir)
+        print(json.dumps([spec.name, added, products]))
+"""
+
+
+@pytest.mark.slow
+def test_addresses_are_computed_in_64_bits():
+    """No product of a row and a stride in 32 bits, and no 32-bit offset into a matrix."""
+    result = without_interpreter("-c", ADDRESSES)
+    assert result.returncode == 0, result.stderr[-3000:]
+    lines = [json.loads(line) for line in result.stdout.splitlines()]
+    assert len(lines) >= 8
+    for name, added, products in lines:
+        assert len(added) >= 4 and set(added) == {"i64"}, name
+        assert len(products) >= 2 and set(products) == {"i64"}, name

@@ -1,0 +1,42 @@
+"""Every kernel test once more with the Triton code itself, interpreted, in place of the reference.
+
+Triton reads TRITON_INTERPRET when it is imported, and a process that interprets cannot compile: hence subprocesses.
+"""
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+FILES = sorted(path.name for path in HERE.glob("test_*.py"))
+FILES = [name for name in FILES if name not in ("test_interpreter.py", "test_compilation.py")]
+NO_TESTS_COLLECTED = 5
+
+pytestmark = [
+    pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed"),
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="is interpreted already"),
+]
+
+
+def interpreted(file, marks, timeout):
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", marks, f"--timeout={timeout}", str(HERE / file)]
+    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
+    return subprocess.run(command, cwd=HERE.parents[1], env=env, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_interpreted(file):
+    result = interpreted(file, "not gpu and not slow", timeout=120)
+    assert result.returncode == 0, result.stdout[-5000:] + result.stderr[-1000:]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("file", FILES)
+def test_interpreted_matrix(file):
+    result = interpreted(file, "not gpu and slow", timeout=1200)
+    assert result.returncode in (0, NO_TESTS_COLLECTED), result.stdout[-5000:] + result.stderr[-1000:]

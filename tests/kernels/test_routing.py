@@ -1,0 +1,304 @@
+"""Sorting tokens by expert and bringing them back, against plain indexing in float64, with poisoned results."""
+
+import importlib
+
+import pytest
+import torch
+
+from dualpipe.kernels.backend import INTERPRET
+from dualpipe.kernels.routing import SortedTokens, combine_tokens, dispatch_tokens, sort_tokens
+from row_kernels import assert_close, far_apart, no_synchronisation, poisoned_memory, run_with_debug_switch  # noqa: F401
+
+MODULE = importlib.import_module("dualpipe.kernels.routing")
+# Half precision rounds the result once; float32 sums K or H products, up to 3000 here.
+TOLERANCE = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
+# T, K, E, H: more than one block of 256 rows, K = 1, K = E, one expert, many, every shape class of H
+CASES = [(5, 2, 7, 9), (300, 2, 5, 4), (3, 1, 1, 300), (9, 5, 5, 1030), (10, 3, 512, 1), (0, 2, 3, 8)]
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+
+def choose(tokens, top_k, experts, device):
+    generator = torch.Generator().manual_seed(0)
+    return torch.rand(tokens, experts, generator=generator).topk(top_k).indices.to(device)
+
+
+def random(shape, dtype, device, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)
+
+
+def check_sorted(expert_idx, num_experts):
+    chosen, top_k = expert_idx.flatten(), expert_idx.shape[1]
+    tokens = sort_tokens(expert_idx, num_experts)
+    order = torch.argsort(chosen, stable=True)
+    assert {tensor.dtype for tensor in tokens} == {torch.int32}
+    assert torch.equal(tokens.order.long(), order)
+    assert torch.equal(tokens.inverse.long(), torch.argsort(order))
+    assert torch.equal(tokens.gather.long(), order // top_k)
+    assert torch.equal(tokens.offs.long().cpu(), torch.bincount(chosen.cpu(), minlength=num_experts).cumsum(0))
+
+
+def check_rows(expert_idx, num_experts, hidden, dtype, weight_dtype=None):
+    """Dispatch and combine, forward and backward."""
+    (count, top_k), device = expert_idx.shape, expert_idx.device
+    tokens = sort_tokens(expert_idx, num_experts)
+    x, y = random((count, hidden), dtype, device), random((count * top_k, hidden), dtype, device, 1)
+    weights = random((count, top_k), weight_dtype or dtype, device, 2)
+    d_rows, d_out = random(y.shape, dtype, device, 3), random(x.shape, dtype, device, 4)
+    wide_x, wide_y, wide_weights = (t.double().requires_grad_() for t in (x, y, weights))
+    x, y, weights = x.requires_grad_(), y.requires_grad_(), weights.requires_grad_()
+    rows, wide_rows = dispatch_tokens(x, tokens, top_k), wide_x[tokens.gather.long()]
+    assert torch.equal(rows.double(), wide_rows)
+    (dx,), (wide_dx,) = (
+        torch.autograd.grad(*args) for args in ((rows, x, d_rows), (wide_rows, wide_x, d_rows.double()))
+    )
+    assert_close(dx, wide_dx, dtype, TOLERANCE[dtype])
+    by_token = wide_y[tokens.inverse.long()].unflatten(0, expert_idx.shape)
+    for operand, expected in (weights, (by_token * wide_weights[..., None]).sum(1)), (None, by_token.sum(1)):
+        out = combine_tokens(y, operand, tokens, top_k=top_k)
+        assert_close(out, expected, dtype, TOLERANCE[dtype])
+        inputs, wide = ((y,), (wide_y,)) if operand is None else ((y, weights), (wide_y, wide_weights))
+        grads = torch.autograd.grad(out, inputs, d_out)
+        wanted = torch.autograd.grad(expected, wide, d_out.double(), retain_graph=True)
+        for grad, want, of in zip(grads, wanted, inputs):
+            assert_close(grad, want, of.dtype, TOLERANCE[of.dtype])
+
+
+def test_worked_example(device):
+    tokens = sort_tokens(torch.tensor([[2, 0], [0, 1]], device=device), 3)
+    assert [tensor.tolist() for tensor in tokens] == [[1, 2, 3, 0], [3, 0, 1, 2], [2, 3, 4], [0, 1, 1, 0]]
+    x = torch.tensor([[10.0], [20.0]], device=device)
+    rows = dispatch_tokens(x, tokens, 2)
+    assert rows.flatten().tolist() == [10, 20, 20, 10]
+    weights = torch.tensor([[1.0, 2.0], [3.0, 4.0]], device=device)
+    assert combine_tokens(rows, weights, tokens).flatten().tolist() == [30, 140]
+
+
+@pytest.mark.parametrize("index_dtype", [torch.int64, torch.int32], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_sort(case, index_dtype, device):
+    tokens, top_k, experts, _ = case
+    check_sorted(choose(tokens, top_k, experts, device).to(index_dtype), experts)
+
+
+@pytest.mark.parametrize("experts", [1, 2, 63, 64, 65, 512])
+def test_one_expert_gets_everything(experts, device):
+    for expert in {0, experts // 2, experts - 1}:
+        check_sorted(torch.full((260, 1), expert, device=device), experts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("experts", [1, 3, 31, 32, 64, 127, 128, 255, 256, 511, 512])
+@pytest.mark.parametrize("rows", [1, 255, 256, 257, 512, 1100])
+def test_sort_matrix(rows, experts, device):
+    generator = torch.Generator().manual_seed(rows)
+    check_sorted(torch.randint(experts, (rows, 1), generator=generator).to(device), experts)
+    skewed = (experts * torch.rand(rows // 2, 2, generator=generator) ** 4).long().to(device)
+    check_sorted(skewed, experts)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("tokens", "top_k", "experts"), [(65536, 8, 128), (65536, 6, 64), (100_001, 4, 32)])
+def test_sort_many(tokens, top_k, experts, device):
+    check_sorted(choose(tokens, top_k, experts, device), experts)
+
+
+def test_sort_of_views(device):
+    chosen = choose(30, 3, 7, device)
+    check_sorted(chosen.t().contiguous().t(), 7)
+    check_sorted(chosen[:, :2], 7)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_rows_there_and_back(case, dtype, device):
+    tokens, top_k, experts, hidden = case
+    check_rows(choose(tokens, top_k, experts, device), experts, hidden, dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("hidden", [2, 8, 9, 127, 128, 256, 257, 1024, 2048, 2880])
+@pytest.mark.parametrize("top_k", [1, 4, 6, 8])
+def test_rows_there_and_back_matrix(top_k, hidden, dtype, device):
+    check_rows(choose(13, top_k, 8, device), 8, hidden, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_float32_weights_of_half_precision_rows(dtype, device):
+    check_rows(choose(7, 3, 5, device), 5, 40, dtype, torch.float32)
+
+
+def test_strides(device):
+    tokens = sort_tokens(choose(6, 2, 4, device), 4)
+    x, y, weights = (random(shape, torch.float32, device) for shape in ((6, 20), (12, 20), (6, 2)))
+    rows, out = dispatch_tokens(x, tokens, 2), combine_tokens(y, weights, tokens)
+
+    def spaced(t):
+        return torch.cat((t, torch.full_like(t, float("nan"))), 1)[:, : t.shape[1]]
+
+    def turned(t):
+        return t.t().contiguous().t()
+
+    for view in (spaced, turned):
+        assert torch.equal(dispatch_tokens(view(x), tokens, 2), rows)
+        assert torch.equal(combine_tokens(view(y), view(weights), tokens), out)
+    leaves = (x.requires_grad_(), y.requires_grad_(), weights.requires_grad_())
+    loss = dispatch_tokens(x, tokens, 2).sum() + combine_tokens(y, weights, tokens).sum()  # gradients of stride 0
+    dx, dy, d_weights = torch.autograd.grad(loss, leaves)
+    assert torch.equal(dx, torch.full_like(x, 2))
+    assert torch.equal(dy, weights.detach().flatten()[tokens.order.long()][:, None].expand(-1, 20))
+    assert_close(d_weights, y.detach().double().sum(1)[tokens.inverse.long()].view(6, 2), torch.float32, 1e-6)
+
+
+def test_rows_beyond_two_to_the_31_elements():
+    tokens = sort_tokens(torch.tensor([[0], [0], [0]]), 1)
+    y, weights = random((3, 9), torch.float16, "cpu"), random((3, 1), torch.float16, "cpu")
+    far = far_apart(y)
+    assert torch.equal(combine_tokens(far, weights, tokens), combine_tokens(y, weights, tokens))
+    assert torch.equal(dispatch_tokens(far, tokens, 1), y)
+    grads = (MODULE._combine_tokens_backward(t, t, weights, tokens.inverse) for t in (far, y))
+    assert all(torch.equal(a, b) for a, b in zip(*grads))
+
+
+def test_rows_are_added_in_ascending_order_of_k(device):
+    """In float32, 1 + 2^-24 - 1 is 0 from the left and 2^-24 from the right."""
+    tokens = SortedTokens(*(torch.arange(3, dtype=torch.int32, device=device),) * 4)
+    y = torch.tensor([[1.0], [2.0**-24], [-1.0]], device=device)
+    ones = torch.ones(1, 3, device=device)
+    assert combine_tokens(y, ones, tokens).item() == 0
+    assert combine_tokens(y, None, tokens, top_k=3).item() == 0
+
+
+def test_half_precision_is_added_in_float32(device):
+    tokens = SortedTokens(*(torch.arange(64, dtype=torch.int32, device=device),) * 4)
+    y = torch.full((64, 4), 1.0, device=device, dtype=torch.float16)
+    y[0] = 2048.0  # where 1 is lost in float16
+    assert combine_tokens(y, None, tokens, top_k=64)[0, 0] == 2048 + 63 + 1  # ties to even
+
+
+def test_same_bits_on_every_run(device):
+    def run():
+        tokens = sort_tokens(choose(100, 3, 5, device), 5)
+        x, weights = (random((100, n), torch.float16, device).requires_grad_() for n in (200, 3))
+        out = combine_tokens(dispatch_tokens(x, tokens, 3), weights, tokens)
+        return out, *tokens, *torch.autograd.grad(out, (x, weights), random((100, 200), torch.float16, device, 1))
+
+    assert all(torch.equal(a, b) for a, b in zip(run(), run()))
+
+
+def test_second_derivative(device):
+    """Of what is linear it is right; of the weighted sum it is refused."""
+    tokens = sort_tokens(choose(5, 2, 4, device), 4)
+    x, weights = (random((5, n), torch.float64, device).requires_grad_() for n in (3, 2))
+
+    def unweighted(x):
+        return combine_tokens(dispatch_tokens(x, tokens, 2).square(), None, tokens, top_k=2)
+
+    assert torch.autograd.gradgradcheck(unweighted, x)
+    out = combine_tokens(dispatch_tokens(x, tokens, 2), weights, tokens)
+    (grad,) = torch.autograd.grad(out.sum(), weights, create_graph=True)
+    with pytest.raises(NotImplementedError, match="once only"):
+        grad.sum().backward()
+
+
+def test_registration(device):
+    expert_idx = choose(5, 2, 4, device)
+    inverse = sort_tokens(expert_idx, 4).inverse
+    x, y, weights = (random(shape, torch.float32, device) for shape in ((5, 6), (10, 6), (5, 2)))
+    torch.library.opcheck(MODULE._sort_tokens, (expert_idx, 4))
+    torch.library.opcheck(MODULE._combine_tokens_backward, (x, y, weights, inverse))
+    x, y, weights = (t.requires_grad_() for t in (x, y, weights))
+    torch.library.opcheck(MODULE._dispatch_tokens, (x, inverse, 2))
+    for operand in (weights, None):
+        torch.library.opcheck(MODULE._combine_tokens, (y, operand, inverse, 2))
+
+
+def test_compiles_in_one_graph(device):
+    def layer(x, weights, expert_idx):
+        tokens = sort_tokens(expert_idx, 4)
+        return combine_tokens(dispatch_tokens(x, tokens, 2) * 3, weights, tokens)
+
+    x, weights = (random((5, n), torch.float32, device).requires_grad_() for n in (6, 2))
+    expert_idx = choose(5, 2, 4, device)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    grads = (torch.autograd.grad(f(x, weights, expert_idx).sum(), (x, weights)) for f in (compiled, layer))
+    assert all(torch.equal(a, b) for a, b in zip(*grads))
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("no_synchronisation")
+def test_nothing_is_read_back():
+    operands = choose(50, 2, 4, "cpu"), random((50, 300), torch.bfloat16, "cpu"), random((50, 2), torch.bfloat16, "cpu")
+    expert_idx, x, weights = (t.pin_memory().cuda(non_blocking=True) for t in operands)
+    tokens = sort_tokens(expert_idx, 4)
+    rows = dispatch_tokens(x.requires_grad_(), tokens, 2)
+    combine_tokens(rows, weights.requires_grad_(), tokens).backward(x.detach())
+
+
+@pytest.mark.parametrize("expert", [3, -1])
+def test_expert_out_of_range(expert, device):
+    """An error on CPU; the kernel sorts the row past the last expert's, to nobody."""
+    expert_idx = torch.tensor([[2, 0], [expert, 1]] * 150, device=device)  # more than one block
+    if device.type == "cuda" or INTERPRET:
+        tokens = sort_tokens(expert_idx, 3)
+        as_fourth = sort_tokens(expert_idx.where(expert_idx != expert, 3), 4)
+        assert tokens.offs.tolist() == [150, 300, 450]
+        for name in ("order", "inverse", "gather"):
+            assert torch.equal(getattr(tokens, name), getattr(as_fourth, name))
+    else:
+        with pytest.raises(ValueError, match=f"between 0 and 2; got {expert}"):
+            sort_tokens(expert_idx, 3)
+
+
+@pytest.mark.gpu
+def test_expert_out_of_range_fails_with_the_debug_switch():
+    program = """
+        import torch
+        from dualpipe.kernels.routing import sort_tokens
+        sort_tokens(torch.tensor([[4]], device="cuda"), 4).offs.tolist()
+    """
+    assert "an expert is not between" in run_with_debug_switch(program)
+
+
+BAD_SORTS = {
+    r"expert_idx must be int32 or int64 of shape \(T, K\).*\(4,\)": (torch.zeros(4, dtype=torch.long), 3),
+    r"shape \(4, 0\)": (torch.zeros(4, 0, dtype=torch.long), 3),
+    "got torch.float32": (torch.zeros(4, 2), 3),
+    "num_experts must be at least 1; got 0": (torch.zeros(4, 2, dtype=torch.long), 0),
+    "at most 2\\^31 - 1 rows": (torch.zeros(1, 1, dtype=torch.long).expand(2**30, 2), 3),
+}
+
+
+@pytest.mark.parametrize("message", BAD_SORTS)
+def test_misfit_in_sort_is_a_value_error(message):
+    with pytest.raises(ValueError, match=message):
+        sort_tokens(*BAD_SORTS[message])
+
+
+BAD_COMBINES = {
+    "y must be a floating-point matrix": {"y": torch.zeros(6)},
+    "one row for each of 6 sorted ones; got 5": {"y": torch.zeros(5, 4)},
+    "on meta": {"y": torch.zeros(6, 4, device="meta"), "weights": torch.zeros(3, 2, device="meta")},
+    "weights must be a floating-point": {"weights": torch.zeros(3, 2, dtype=torch.long)},
+    r"one element for each of 6 rows.*\(2, 2\)": {"weights": torch.zeros(2, 2)},
+    "top_k 3": {"top_k": 3},
+    "or top_k where there are none": {"weights": None},
+    "divide the 6 sorted rows; got 4": {"weights": None, "top_k": 4},
+}
+
+
+@pytest.mark.parametrize("message", BAD_COMBINES)
+def test_misfit_in_combine_is_a_value_error(message):
+    tokens = sort_tokens(torch.tensor([[0, 1]] * 3), 2)
+    good = {"y": torch.zeros(6, 4), "weights": torch.zeros(3, 2), "tokens": tokens}
+    with pytest.raises(ValueError, match=message):
+        combine_tokens(**(good | BAD_COMBINES[message]))
+
+
+def test_misfit_in_dispatch_is_a_value_error():
+    tokens = sort_tokens(torch.tensor([[0, 1]] * 3), 2)
+    with pytest.raises(ValueError, match=r"one row for each of 6 / 2 sorted tokens; got 4"):
+        dispatch_tokens(torch.zeros(4, 5), tokens, 2)
+    with pytest.raises(ValueError, match="x must be a floating-point matrix"):
+        dispatch_tokens(torch.zeros(3), tokens, 2)
