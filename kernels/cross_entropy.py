@@ -20,14 +20,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
 from dualpipe.kernels.backend import tl, triton, use_triton
-from dualpipe.kernels.compilation import CompileSpec
 from dualpipe.kernels.operands import compute_dtype, has_dense_rows, tl_dtype, with_dense_rows
+
+if TYPE_CHECKING:
+    from dualpipe.kernels.compilation import CompileSpec
 
 # ------------------------------------------------------------------------------------------------------------ kernels
 
@@ -313,6 +315,8 @@ def cross_entropy_backward_reference(
 
 def compile_specs(arch: int) -> Iterator[CompileSpec]:
     """Every configuration of the table, for bfloat16 and float32; "odd" with rows of no alignment."""
+    from dualpipe.kernels.compilation import CompileSpec  # here: `python -m` of that file imports this one
+
     for dtype, (shape, (block, warps)), odd, kernel in product(
         ("bf16", "fp32"), _CONFIGS.items(), (False, True), (_forward_kernel, _backward_kernel)
     ):

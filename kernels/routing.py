@@ -25,14 +25,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dualpipe.kernels.backend import tl, triton, use_triton
-from dualpipe.kernels.compilation import CompileSpec
 from dualpipe.kernels.operands import compute_dtype, tl_dtype, with_dense_rows
+
+if TYPE_CHECKING:
+    from dualpipe.kernels.compilation import CompileSpec
 
 # ------------------------------------------------------------------------------------------------------------ kernels
 
@@ -482,6 +484,8 @@ _ALIGNED = ("H", "stride", "row_stride")
 def _spec(
     name: str, kernel: Any, dtype: str, constexprs: dict[str, Any], warps: int, aligned: tuple[str, ...] = ()
 ) -> CompileSpec:
+    from dualpipe.kernels.compilation import CompileSpec  # here: `python -m` of that file imports this one
+
     types = {"experts_ptr": "*i64"} | dict.fromkeys(_INT32_POINTERS, "*i32")
     names = [name for name in kernel.arg_names if name not in constexprs]
     return CompileSpec(

@@ -23,14 +23,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dualpipe.kernels.backend import tl, triton, use_triton
-from dualpipe.kernels.compilation import CompileSpec
 from dualpipe.kernels.operands import compute_dtype, tl_dtype, with_dense_rows
+
+if TYPE_CHECKING:
+    from dualpipe.kernels.compilation import CompileSpec
 
 # ------------------------------------------------------------------------------------------------------------ kernels
 
@@ -344,6 +346,8 @@ def _reference_parts(wide: Tensor, clamped: bool, limit: float) -> tuple[Tensor,
 
 def compile_specs(arch: int) -> Iterator[CompileSpec]:
     """Every configuration of the table, in every form, for bfloat16 and float32; "odd" with sizes of no alignment."""
+    from dualpipe.kernels.compilation import CompileSpec  # here: `python -m` of that file imports this one
+
     for dtype, shape, odd, clamped, weighted, kernel in product(
         ("bf16", "fp32"), _CONFIGS, (False, True), (False, True), (False, True),
         (_forward_kernel, _backward_kernel),
