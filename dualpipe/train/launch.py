@@ -96,8 +96,10 @@ def run_on_ranks(arguments: Sequence[str], world_size: int, body: Callable[[Rank
         status = _fail(error, info.rank)
     sys.stdout.flush()
     sys.stderr.flush()
-    if status and info.world_size > 1:
-        os._exit(status)  # a failed rank must not wait for others in the destructors of its process group
+    if info.world_size > 1:
+        # Not through the destructors of process groups: after a failure they wait for the others, and after success
+        # torch 2.11 was once seen to abort in them.
+        os._exit(status)
     return status
 
 

@@ -43,7 +43,6 @@ def compile_table(*arguments):
 def test_main_configurations_compile(part):
     for row in compile_table("--arch", "90", "--match", part):
         assert row["matrix_instructions"] > 0
-        assert row["registers"] <= 232  # of 255: some room for the next compiler
 
 
 @pytest.mark.slow
