@@ -6,6 +6,7 @@ Triton reads TRITON_INTERPRET when it is imported, and a process that interprets
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -16,9 +17,19 @@ FILES = sorted(path.name for path in HERE.glob("test_*.py"))
 FILES = [name for name in FILES if name not in ("test_interpreter.py", "test_compilation.py")]
 NO_TESTS_COLLECTED = 5
 
+
+
+def release(package):
+    return tuple(map(int, version(package).split(".")[:2]))
+
+
 pytestmark = [
     pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed"),
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="is interpreted already"),
+    pytest.mark.skipif(
+        find_spec("triton") is not None and release("triton") < (3, 7) and release("numpy") >= (2, 4),
+        reason="the interpreter of Triton before 3.7 needs numpy before 2.4",
+    ),
 ]
 
 
