@@ -82,14 +82,14 @@ class Pipeline(nn.Module):
             if not valid:
                 raise ValueError(f"rank_mapping must be a permutation of 0..{self.num_ranks - 1}, got {rank_mapping}")
             built = self._check_construction(modules)
-            return built, [built.name, crc32(repr(built).encode()), self.device.type, batch_dim, list(mapping)]
+            identity = [built.name, crc32(repr(built).encode()), self.device.type, batch_dim, list(mapping)]
+            return built, [identity, overlaps_by_itself(self.module)]
 
-        built, identities = self._together(ValueError, check)
-        same("(schedule, its checksum, device, batch_dim, rank_mapping)", identities)
+        built, ranks = self._together(ValueError, check)
+        same("(schedule, its checksum, device, batch_dim, rank_mapping)", [identity for identity, _ in ranks])
         self._placement = built.placement
+        self._pairs = any(overlaps for _, overlaps in ranks)
         self._transport.connect(streams(built), self.device)
-        _, overlaps = self._together(ValueError, lambda: (None, overlaps_by_itself(self.module)))
-        self._pairs = any(overlaps)
 
     # -- construction
 
