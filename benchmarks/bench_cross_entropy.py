@@ -10,13 +10,12 @@ labels)` takes, `compiled` the same under torch.compile; memory is the peak abov
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from gpu_bench import check_close, copy_gb_per_s, print_table, require_gpu, save, time_ms
+from gpu_bench import check_close, run_bandwidth_bench, time_ms
 from torch import Tensor
 
 from dualpipe.kernels import cross_entropy
@@ -74,20 +73,11 @@ def measure(model: str, tokens: int, copy_rate: float, device: torch.device) -> 
         }  # fmt: skip
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 4096, 16384])
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/cross_entropy.json")
-    args = parser.parse_args()
-    device = require_gpu()
-    torch.manual_seed(0)
-    copy_rate = copy_gb_per_s(device)
-    print(f"{torch.cuda.get_device_name()}: a copy moves {copy_rate:.0f} GB/s")
-    rows = [row for model in VOCABULARIES for n in args.tokens for row in measure(model, n, copy_rate, device)]
-    print_table(rows)
-    if args.save:
-        save("cross_entropy", rows, copy_gb_per_s=copy_rate)
+def measure_all(tokens: int, copy_rate: float, device: torch.device) -> Iterator[dict[str, Any]]:
+    """Every case at a number of tokens."""
+    for model in VOCABULARIES:
+        yield from measure(model, tokens, copy_rate, device)
 
 
 if __name__ == "__main__":
-    main()
+    run_bandwidth_bench(__doc__, "cross_entropy", [1024, 4096, 16384], measure_all)

@@ -9,12 +9,11 @@ before it is timed. `torch` is how many times longer the same takes as PyTorch o
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from gpu_bench import check_close, copy_gb_per_s, print_table, require_gpu, save, time_ms
+from gpu_bench import check_close, run_bandwidth_bench, time_ms
 from torch import Tensor
 
 from dualpipe.kernels import SortedTokens, combine_tokens, dispatch_tokens, sort_tokens
@@ -84,26 +83,12 @@ def measure(model: str, count: int, skewed: bool, copy_rate: float, device: torc
         yield {**common, "what": what, **figures}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, nargs="+", default=[512, 4096, 16384, 65536])
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/routing.json")
-    args = parser.parse_args()
-    device = require_gpu()
-    torch.manual_seed(0)
-    copy_rate = copy_gb_per_s(device)
-    print(f"{torch.cuda.get_device_name()}: a copy moves {copy_rate:.0f} GB/s")
-    rows = [
-        row
-        for model in MODELS
-        for count in args.tokens
-        for skewed in (False, True)
-        for row in measure(model, count, skewed, copy_rate, device)
-    ]
-    print_table(rows)
-    if args.save:
-        save("routing", rows, copy_gb_per_s=copy_rate)
+def measure_all(tokens: int, copy_rate: float, device: torch.device) -> Iterator[dict[str, Any]]:
+    """Every case at a number of tokens."""
+    for model in MODELS:
+        for skewed in (False, True):
+            yield from measure(model, tokens, skewed, copy_rate, device)
 
 
 if __name__ == "__main__":
-    main()
+    run_bandwidth_bench(__doc__, "routing", [512, 4096, 16384, 65536], measure_all)

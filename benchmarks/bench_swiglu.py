@@ -10,14 +10,13 @@ times longer the same takes as PyTorch operations, `compiled` under torch.compil
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from gpu_bench import check_close, copy_gb_per_s, print_table, require_gpu, save, time_ms
+from gpu_bench import check_close, run_bandwidth_bench, time_ms
 from torch import Tensor
 
 from dualpipe.kernels import clamped_swiglu, swiglu
@@ -79,26 +78,12 @@ def measure(
         }  # fmt: skip
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, nargs="+", default=[512, 4096, 16384, 65536])
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/swiglu.json")
-    args = parser.parse_args()
-    device = require_gpu()
-    torch.manual_seed(0)
-    copy_rate = copy_gb_per_s(device)
-    print(f"{torch.cuda.get_device_name()}: a copy moves {copy_rate:.0f} GB/s")
-    rows = [
-        row
-        for model in MODELS
-        for tokens in args.tokens
-        for weighted in (False, True)
-        for row in measure(model, tokens, weighted, copy_rate, device)
-    ]
-    print_table(rows)
-    if args.save:
-        save("swiglu", rows, copy_gb_per_s=copy_rate)
+def measure_all(tokens: int, copy_rate: float, device: torch.device) -> Iterator[dict[str, Any]]:
+    """Every case at a number of tokens."""
+    for model in MODELS:
+        for weighted in (False, True):
+            yield from measure(model, tokens, weighted, copy_rate, device)
 
 
 if __name__ == "__main__":
-    main()
+    run_bandwidth_bench(__doc__, "swiglu", [512, 4096, 16384, 65536], measure_all)

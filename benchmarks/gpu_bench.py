@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -49,6 +50,27 @@ def copy_gb_per_s(device: torch.device, gib: float = 2.0) -> float:
     source = torch.empty(int(gib * 2**30) // 2, dtype=torch.bfloat16, device=device)
     target = torch.empty_like(source)
     return 2 * source.numel() * source.element_size() / time_ms(lambda: target.copy_(source)) / 1e6
+
+
+def run_bandwidth_bench(
+    doc: str, name: str, tokens: Sequence[int], measure: Callable[[int, float, torch.device], Iterable[dict[str, Any]]]
+) -> None:
+    """The main program of a memory-bound kernel's benchmark.
+
+    measure: (tokens, GB/s of a copy, device) -> rows; `tokens` are those measured unless --tokens says otherwise.
+    """
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    parser.add_argument("--tokens", type=int, nargs="+", default=list(tokens))
+    parser.add_argument("--save", action="store_true", help=f"write benchmarks/results/{name}.json")
+    args = parser.parse_args()
+    device = require_gpu()
+    torch.manual_seed(0)
+    copy_rate = copy_gb_per_s(device)
+    print(f"{torch.cuda.get_device_name()}: a copy moves {copy_rate:.0f} GB/s")
+    rows = [row for count in args.tokens for row in measure(count, copy_rate, device)]
+    print_table(rows)
+    if args.save:
+        save(name, rows, copy_gb_per_s=copy_rate)
 
 
 def print_table(rows: Sequence[dict[str, Any]]) -> None:

@@ -82,12 +82,12 @@ class Pipeline(nn.Module):
             if not valid:
                 raise ValueError(f"rank_mapping must be a permutation of 0..{self.num_ranks - 1}, got {rank_mapping}")
             built = self._check_construction(modules)
-            identity = [built.name, crc32(repr(built).encode()), self.device.type, batch_dim, list(mapping)]
-            return built, [identity, overlaps_by_itself(self.module)]
+            agreed = [built.name, crc32(repr(built).encode()), self.device.type, batch_dim, list(mapping)]
+            return built, [agreed, overlaps_by_itself(self.module)]
 
         built, ranks = self._together(ValueError, check)
-        same("(schedule, its checksum, device, batch_dim, rank_mapping)", [identity for identity, _ in ranks])
-        self._placement = built.placement
+        same("(schedule, its checksum, device, batch_dim, rank_mapping)", [agreed for agreed, _ in ranks])
+        self._placement, self._stages = built.placement, built.rank_stages(self.rank)
         self._pairs = any(overlaps for _, overlaps in ranks)
         self._transport.connect(streams(built), self.device)
 
@@ -187,7 +187,7 @@ class Pipeline(nn.Module):
 
     def _interpreter(self, program: Program, batch: Batch, num_larger: int) -> Interpreter:
         return Interpreter(
-            dict(zip(self._own_stages(), self.module)),
+            dict(zip(self._stages, self.module)),
             len(self._placement) - 1,
             program=program,
             traffic=Traffic(self._transport, program, num_larger=num_larger, device=self.device),
@@ -214,9 +214,6 @@ class Pipeline(nn.Module):
         return loss, outputs[0] if len(outputs) == 1 else outputs
 
     # -- arguments
-
-    def _own_stages(self) -> tuple[int, ...]:
-        return tuple(s for s, rank in enumerate(self._placement) if rank == self.rank)
 
     def _batch(
         self,

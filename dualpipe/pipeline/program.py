@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import NamedTuple
 
-from dualpipe.pipeline.transport import Stream
-from dualpipe.schedule.messages import Message, rank_messages, sent
+from dualpipe.schedule.messages import Message, Stream, rank_messages, sent
 from dualpipe.schedule.types import Action, Schedule, ScheduleError
 from dualpipe.schedule.validate import validate
 
@@ -24,7 +23,7 @@ class Transfer(NamedTuple):
     @staticmethod
     def of(message: Message) -> Transfer:
         boundary = message.stage if message.kind == "F" else message.stage + 1
-        return Transfer(message, (message.src, message.dst, message.kind), boundary)
+        return Transfer(message, message.stream, boundary)
 
 
 class Instruction(NamedTuple):

@@ -20,11 +20,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
+from dualpipe.schedule.messages import Stream
+
 RECORD_BYTES = 8192
 _TAGS = {"F": 11, "B": 12}  # gloo tags of activations and gradients; any that differ
 _HEADER, _RECORD = 13, 14
-
-Stream = tuple[int, int, str]  # source rank, destination rank, "F" for activations or "B" for gradients
 
 
 @dataclass(frozen=True, slots=True)
