@@ -1,22 +1,40 @@
-"""Adding a weight gradient into `.grad` outside of autograd, where a deferred one ends up."""
+"""The accumulator of a weight gradient: a parameter's `.grad`, which may be wider than the parameter.
+
+With `grad_dtype` float32 a bfloat16 parameter accumulates in float32, and the products that make its gradient are not
+rounded to bfloat16 on the way. Experts that are distributed over expert-parallel ranks are DTensors: gradients are
+computed and added on their local tensors.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+def accumulation_dtype(param: Tensor, otherwise: torch.dtype) -> torch.dtype:
+    """The dtype in which to make gradients of `param`: its accumulator's where that is not its own, or `otherwise`."""
+    dtype = param.grad_dtype if param.grad is None else param.grad.dtype
+    return otherwise if dtype is None or dtype is param.dtype else dtype
+
+
+def accumulates_apart(param: Tensor | None) -> bool:
+    """Whether `param` has a gradient of another dtype than its own."""
+    return param is not None and accumulation_dtype(param, param.dtype) is not param.dtype
 
 
 def add_grad(param: Tensor, grad: Tensor) -> None:
     """Add `grad`, which nobody else may hold, to `param.grad`: what autograd does for a leaf, in the same dtypes.
 
     Where there is no `.grad` yet, `grad` becomes it, cast to `param.grad_dtype` (float32 for a bfloat16 parameter that
-    accumulates in float32). An existing one is added to in place and keeps its dtype.
+    accumulates in float32). An existing one is added to in place and keeps its dtype. `grad` is the local part where
+    `param` is a DTensor.
     """
     accumulator = param.grad
     if accumulator is None:
-        param.grad = as_grad_dtype(param, grad)
+        param.grad = as_grad_of(param, as_grad_dtype(param, grad))
     elif accumulator.layout is torch.strided:
-        accumulator.add_(grad)
+        local(accumulator).add_(grad)
     else:  # from an embedding with sparse=True that shares the weight: a dense tensor cannot be added in place
         param.grad = as_grad_dtype(param, grad) + accumulator
 
@@ -25,3 +43,17 @@ def as_grad_dtype(param: Tensor, grad: Tensor) -> Tensor:
     """`grad` in the dtype that `param.grad` must have; a `grad_dtype` of None allows any."""
     dtype = param.grad_dtype
     return grad if dtype is None or dtype is grad.dtype else grad.to(dtype)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor that needs no gradient, sharing its memory; any other tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def as_grad_of(param: Tensor, grad: Tensor) -> Tensor:
+    """The local `grad` as a gradient of `param`: distributed where `param` is."""
+    if not isinstance(param, DTensor):
+        return grad
+    return DTensor.from_local(
+        grad, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
+    )

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dualpipe.nn.accumulate import add_grad
+from dualpipe.nn.accumulate import accumulation_dtype, add_grad
 from dualpipe.pipeline.weight_grad_store import WeightGradStore
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -63,13 +63,14 @@ class _Linear(torch.autograd.Function):
             return dx, None, None, None
         store = WeightGradStore.current()
         if not store.deferring:
-            return dx, _weight_grad(dy, x) if need_weight else None, _bias_grad(dy) if need_bias else None, None
+            dw = _weight_grad(ctx.weight, dy, x) if need_weight else None
+            return dx, dw, _bias_grad(ctx.bias, dy) if need_bias else None, None
         _refuse_create_graph()
         bias = ctx.bias if need_bias else None
         if need_weight:  # detached: the activation must not keep the graph of the layers before it alive
-            store.put(partial(_add_grads, ctx.weight, bias, dy, x.detach()))
+            store.put(partial(_add_grads, ctx.weight, bias, dy, x.detach()), folded=True)
         else:
-            store.put(partial(_add_grads, None, bias, dy, None))
+            store.put(partial(_add_grads, None, bias, dy, None), folded=True)
         return dx, None, None, None
 
 
@@ -85,17 +86,23 @@ def _add_grads(weight: Tensor | None, bias: Tensor | None, dy: Tensor, x: Tensor
     # Neither dy nor x requires a gradient, so no graph is made; torch.no_grad() would add 1.4 us to about 6.
     # mm and add_ instead of addmm_: 1 us more, and bitwise what autograd accumulates over micro-batches.
     if weight is not None:
-        add_grad(weight, _weight_grad(dy, x))
+        add_grad(weight, _weight_grad(weight, dy, x))
     if bias is not None:
-        add_grad(bias, _bias_grad(dy))
+        add_grad(bias, _bias_grad(bias, dy))
 
 
-def _weight_grad(dy: Tensor, x: Tensor) -> Tensor:
-    return _rows(dy).t().mm(_rows(x))  # (N, M) x (M, H)
+def _weight_grad(weight: Tensor, dy: Tensor, x: Tensor) -> Tensor:
+    """(N, H), not rounded to half precision where the accumulator is float32."""
+    dy_NM, x_MH, dtype = _rows(dy).t(), _rows(x), accumulation_dtype(weight, dy.dtype)
+    if dtype is dy.dtype:
+        return dy_NM.mm(x_MH)
+    if dy.is_cuda and dtype is torch.float32:
+        return torch.mm(dy_NM, x_MH, out_dtype=dtype)
+    return dy_NM.to(dtype).mm(x_MH.to(dtype))
 
 
-def _bias_grad(dy: Tensor) -> Tensor:
-    return _rows(dy).sum(0)  # (N,)
+def _bias_grad(bias: Tensor, dy: Tensor) -> Tensor:
+    return _rows(dy).sum(0, dtype=accumulation_dtype(bias, dy.dtype))  # (N,)
 
 
 def _rows(x: Tensor) -> Tensor:

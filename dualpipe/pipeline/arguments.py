@@ -15,6 +15,7 @@ class StepArguments(NamedTuple):
 
     num_chunks: int
     grad: bool
+    sync: bool
     training: list[bool]  # by module
     input_shapes: list[list[int]]
     batch_size: int | None  # of the inputs and of the labels, where this rank needs them
@@ -75,13 +76,14 @@ def _check_splittable(name: str, tensor: Any, num_chunks: int, dim: int, device:
         raise ValueError(f"{name} is on {tensor.device}, the stages on {device}; move it there")
 
 
-def agree(ranks: Sequence[StepArguments], *, first: int, last: int) -> int:
+def agree(ranks: Sequence[StepArguments], first: int, last: int) -> int:
     """The size of the batch; ValueError, with the same text on every rank, where the ranks disagree.
 
     first, last: the ranks of the first and the last stage.
     """
     same("num_chunks", [r.num_chunks for r in ranks])
     same("grad mode", [r.grad for r in ranks])
+    same("sync", [r.sync for r in ranks])
     if len(set(chain.from_iterable(r.training for r in ranks))) > 1:
         modes = [r.training for r in ranks]
         raise ValueError(f"ranks disagree about train/eval mode: training of the stages, by rank: {modes}")

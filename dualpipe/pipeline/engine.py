@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from itertools import starmap
 from typing import Any, TypeVar
 from zlib import crc32
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.profiler import record_function
 
+from dualpipe.parallel.fsdp import Fold, ShardedStep, StageParameters, process_groups
 from dualpipe.pipeline.arguments import (
     StepArguments,
     agree,
@@ -31,14 +33,15 @@ from dualpipe.pipeline.errors import PipelineError
 from dualpipe.pipeline.interpreter import Batch, Interpreter, UpstreamFailed, overlaps_by_itself
 from dualpipe.pipeline.program import Program, lower, one_at_a_time, streams
 from dualpipe.pipeline.traffic import Traffic
-from dualpipe.pipeline.transport import Transport
+from dualpipe.pipeline.transport import Replicas, Transport
 from dualpipe.pipeline.weight_grad_store import WeightGradStore
 from dualpipe.schedule import Action, Schedule, build, validate
 
 ERROR_CHARACTERS = 1200  # of an error's text that travel to the other ranks
+LISTS = list | tuple | nn.ModuleList | nn.Sequential
 
 Outputs = Tensor | tuple[Tensor, ...] | None
-T = TypeVar("T")
+T, U = TypeVar("T"), TypeVar("U")
 
 
 class Pipeline(nn.Module):
@@ -50,6 +53,10 @@ class Pipeline(nn.Module):
     rank_mapping: `rank_mapping[i]` is the pipeline rank of the group's rank i (default: the same).
     schedule: a name for `dualpipe.schedule.build`, or a `Schedule`, which fixes the number of micro-batches.
     batch_dim: the dimension along which inputs, labels and outputs are split into micro-batches.
+
+    Stages, or parts of them, that were given to FSDP2's `fully_shard` before are driven by the pipeline: gathered once
+    a step, gradients accumulated in the policy's `reduce_dtype` and reduced when the stage is done. All data-parallel
+    ranks must then take every step together.
 
     Raises ValueError on every rank where arguments of one of them do not fit.
     """
@@ -73,10 +80,10 @@ class Pipeline(nn.Module):
         members = [list(mapping).index(r) for r in identity] if valid else identity  # invalid: enough to say so
         self.rank = members.index(process_group.rank()) if process_group else 0
         self.batch_dim = batch_dim
-        self.weight_grad_store = WeightGradStore()
         self._schedule = schedule
         self._programs: dict[int, tuple[Program, Program]] = {}
         self._transport = Transport(process_group, members, self.rank)
+        self._replicas = Replicas(process_groups(m for m in _listed(modules) if isinstance(m, nn.Module)))
 
         def check() -> tuple[Schedule, list[Any]]:
             if not valid:
@@ -85,22 +92,25 @@ class Pipeline(nn.Module):
             agreed = [built.name, crc32(repr(built).encode()), self.device.type, batch_dim, list(mapping)]
             return built, [agreed, overlaps_by_itself(self.module)]
 
-        built, ranks = self._together(ValueError, check)
-        same("(schedule, its checksum, device, batch_dim, rank_mapping)", [agreed for agreed, _ in ranks])
+        def conclude(ranks: list[Any]) -> bool:
+            same("(schedule, its checksum, device, batch_dim, rank_mapping)", [agreed for agreed, _ in ranks])
+            return any(overlaps for _, overlaps in ranks)
+
+        built, self._pairs = self._together(ValueError, check, conclude)
         self._placement, self._stages = built.placement, built.rank_stages(self.rank)
-        self._pairs = any(overlaps for _, overlaps in ranks)
         self._transport.connect(streams(built), self.device)
 
     # -- construction
 
     def _check_construction(self, modules: Sequence[nn.Module]) -> Schedule:
         """The schedule, for the fewest micro-batches; ValueError for what does not fit."""
-        if isinstance(modules, nn.ModuleList | nn.Sequential):
-            modules = list(modules)
-        if not isinstance(modules, list | tuple) or not all(isinstance(module, nn.Module) for module in modules):
+        if not isinstance(modules, LISTS) or not all(isinstance(module, nn.Module) for module in modules):
             kinds = [type(m).__name__ for m in modules] if isinstance(modules, list | tuple) else type(modules).__name__
             raise ValueError(f"modules must be a tuple of nn.Modules, got {kinds}")
         self.module = nn.ModuleList(modules)
+        self._parameters_of = [StageParameters(module) for module in self.module]
+        self._fold = Fold(self.module)
+        self.weight_grad_store = WeightGradStore(self._fold)
         self.device = common_device(self.module) or self._transport.default_device()
         self._transport.check_device(self.device)
         return self._build(getattr(self._schedule, "num_microbatches", 1))
@@ -135,6 +145,7 @@ class Pipeline(nn.Module):
         criterion: Callable[..., Tensor] | None = None,
         labels: Sequence[Tensor | None] | Tensor | None = (),
         return_outputs: bool = False,
+        sync: bool = True,
     ) -> tuple[Tensor | None, Outputs]:
         """One batch through the pipeline: forward and backward, or forward only under `torch.no_grad()`.
 
@@ -144,24 +155,42 @@ class Pipeline(nn.Module):
             last stage only (in a V that is the first rank), `criterion` always when training. Inputs and labels that
             are None there are passed on as None.
         return_outputs: whether to return the last stage's outputs.
+        sync: whether to reduce the gradients of sharded stages over their data-parallel ranks. Without, they are kept
+            and accumulate until a step that does.
 
         Returns (loss, outputs) on the rank of the last stage and (None, None) elsewhere: loss (num_chunks,), detached,
         or None without a criterion; outputs detached and joined along `batch_dim`, or None unless asked for.
-        Gradients accumulate in `.grad`: the sum over micro-batches of the gradients of their losses.
+        Gradients accumulate in `.grad`: the sum over micro-batches of the gradients of their losses, and of sharded
+        stages their mean over data-parallel ranks, unless FSDP2 was told to divide by something else.
 
         Raises, on every rank: ValueError for arguments that do not fit or on which ranks disagree; PipelineError where
         a rank failed during the step. After an error the pipeline can be used again if its process group still works;
-        gradients are then undefined and should be zeroed.
+        gradients are then undefined and should be zeroed; those kept by `sync=False` are dropped.
         """
-        (batch, program), ranks = self._together(
-            ValueError, lambda: self._prepare(inputs, num_chunks, criterion, labels, return_outputs)
+        (batch, program), batch_size = self._together(
+            ValueError,
+            lambda: self._prepare(inputs, num_chunks, criterion, labels, return_outputs, sync),
+            lambda ranks: agree(list(starmap(StepArguments, ranks)), self._placement[0], self._placement[-1]),
+            same_everywhere=[repr(num_chunks), torch.is_grad_enabled(), bool(sync)],
         )
-        batch_size = agree([StepArguments(*r) for r in ranks], first=self._placement[0], last=self._placement[-1])
-        run = self._interpreter(program, batch, num_larger=batch_size % int(num_chunks))
-        result, _ = self._together(
-            PipelineError, lambda: (self._execute(run, int(num_chunks)), None), where=lambda: _describe(run.doing)
-        )
+        run = self._interpreter(program, batch, num_larger=batch_size % int(num_chunks), sync=sync)
+        try:
+            result, _ = self._together(
+                PipelineError, lambda: (self._execute(run, int(num_chunks)), None), where=lambda: _describe(run.doing)
+            )
+        except BaseException:
+            self._discard()
+            raise
         return result
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As of any module; gradients that steps with `sync=False` keep are dropped too."""
+        super().zero_grad(set_to_none)
+        self._discard()
+
+    def _discard(self) -> None:
+        for parameters in self._parameters_of:
+            parameters.discard()
 
     def _prepare(
         self,
@@ -170,6 +199,7 @@ class Pipeline(nn.Module):
         criterion: Callable[..., Tensor] | None,
         labels: Sequence[Tensor | None] | Tensor | None,
         return_outputs: bool,
+        sync: bool,
     ) -> tuple[tuple[Batch, Program], StepArguments]:
         """This rank's micro-batches and program, and what the other ranks must know."""
         labels = (labels,) if isinstance(labels, Tensor) else tuple(labels or ())
@@ -178,6 +208,7 @@ class Pipeline(nn.Module):
         arguments = StepArguments(
             num_chunks,
             torch.is_grad_enabled(),
+            bool(sync),
             [module.training for module in self.module],
             [list(t.shape) for t in given(inputs)],
             next((t.shape[self.batch_dim] for t in given(inputs)), None) if batch.inputs else None,
@@ -185,10 +216,12 @@ class Pipeline(nn.Module):
         )
         return (batch, self._program(num_chunks)), arguments
 
-    def _interpreter(self, program: Program, batch: Batch, num_larger: int) -> Interpreter:
+    def _interpreter(self, program: Program, batch: Batch, *, num_larger: int, sync: bool) -> Interpreter:
+        sharded = {s: p for s, p in zip(self._stages, self._parameters_of) if p.sharded}
         return Interpreter(
             dict(zip(self._stages, self.module)),
             len(self._placement) - 1,
+            parameters=ShardedStep(sharded, self._fold, reduce=sync and torch.is_grad_enabled()),
             program=program,
             traffic=Traffic(self._transport, program, num_larger=num_larger, device=self.device),
             store=self.weight_grad_store,
@@ -254,12 +287,20 @@ class Pipeline(nn.Module):
         return torch.cuda.nvtx.range if self.device.type == "cuda" else None
 
     def _together(
-        self, kind: type[Exception], attempt: Callable[[], tuple[T, Any]], where: Callable[[], str] = str
-    ) -> tuple[T, list[Any]]:
-        """Do something on every rank: what this rank made of it, and what each shares. Where one fails, all raise.
+        self,
+        kind: type[Exception],
+        attempt: Callable[[], tuple[T, Any]],
+        conclude: Callable[[list[Any]], U] = lambda values: None,
+        *,
+        where: Callable[[], str] = str,
+        same_everywhere: Any = None,
+    ) -> tuple[T, U]:
+        """Do something on every rank; where it fails on one, all raise, those of data-parallel pipelines included.
 
-        `attempt` gives (own result, JSON value to share); `where()` says what an error came from. An interrupt is told
-        to the others like any error, and goes on as itself here.
+        `attempt` gives (own result, JSON value to share), `conclude` makes something of the values of the pipeline's
+        ranks or raises ValueError; returned are the own result and the conclusion. `where()` says what an error came
+        from; `same_everywhere` must be the same in all pipelines. An interrupt is told to the others like any error,
+        and goes on as itself here.
         """
         error = own = value = text = None
         try:
@@ -269,12 +310,24 @@ class Pipeline(nn.Module):
             text = None if isinstance(raised, UpstreamFailed) else f"{where()}{_text(raised)}"
         try:
             records = self._transport.exchange([text and text[:ERROR_CHARACTERS], value])
+            failure, conclusion = _failure(records, kind), None
+            if failure is None:
+                try:
+                    conclusion = conclude([value for _, value in records])
+                except ValueError as disagreement:
+                    failure = disagreement
+            elsewhere = self._replicas.agree(failure and str(failure)[:ERROR_CHARACTERS], same_everywhere)
             if error is not None and not isinstance(error, Exception):
                 raise error
-            _raise_for(records, kind, error)
-            return own, [value for _, value in records]
+            if failure is None and elsewhere is not None:
+                failure = kind(elsewhere)
+            if failure is not None:
+                raise failure from error
+            if error is not None:
+                raise PipelineError("a rank failed and could not report why") from error
+            return own, conclusion
         finally:
-            error = None  # this frame is in the error's traceback: the cycle would keep all tensors of the step
+            error = failure = None  # this frame is in the error's traceback: the cycle would keep all its tensors
 
 
 class DualPipeV(Pipeline):
@@ -315,14 +368,18 @@ def _join(parts: Sequence[Tensor], dim: int) -> Tensor:
     return torch.stack(parts) if parts[0].dim() <= max(dim, 0) else torch.cat(parts, dim)
 
 
-def _raise_for(records: list[Any], kind: type[Exception], cause: Exception | None) -> None:
-    """Raise `kind`, with the same text on every rank, where a record tells of an error or a rank is gone."""
+def _failure(records: list[Any], kind: type[Exception]) -> Exception | None:
+    """`kind`, with the same text on every rank, where a record tells of an error or a rank is gone."""
     lost = {rank: f"cannot be reached: {r}" for rank, r in enumerate(records) if isinstance(r, RuntimeError)}
     errors = {rank: r[0] for rank, r in enumerate(records) if rank not in lost and r[0] is not None} | lost
-    if errors:
-        raise (PipelineError if lost else kind)("; ".join(f"rank {r}: {errors[r]}" for r in sorted(errors))) from cause
-    if cause is not None:
-        raise PipelineError("a rank failed and could not report why") from cause
+    if not errors:
+        return None
+    return (PipelineError if lost else kind)("; ".join(f"rank {r}: {errors[r]}" for r in sorted(errors)))
+
+
+def _listed(modules: Any) -> Sequence[Any]:
+    """What can be a sequence of modules as one; nothing of what cannot."""
+    return modules if isinstance(modules, LISTS) else ()
 
 
 def _text(error: BaseException) -> str:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from dualpipe.parallel.fsdp import ShardedStep
 from dualpipe.pipeline.program import Instruction, Program
 from dualpipe.pipeline.traffic import Traffic
 from dualpipe.pipeline.weight_grad_store import WeightGradStore
@@ -50,8 +51,9 @@ class UpstreamFailed(Exception):
 class Interpreter:
     """One step on one rank.
 
-    modules: this rank's stages by number; last_stage: the number of the pipeline's last stage; annotate: makes the
-    profiler's range for a name, where one is wanted; autocast: the device type for which the caller enabled it.
+    modules: this rank's stages by number; last_stage: the number of the pipeline's last stage; parameters: of those
+    that are sharded; annotate: makes the profiler's range for a name, where one is wanted; autocast: the device type
+    for which the caller enabled it.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class Interpreter:
         modules: Mapping[int, nn.Module],
         last_stage: int,
         *,
+        parameters: ShardedStep,
         program: Program,
         traffic: Traffic,
         store: WeightGradStore,
@@ -66,7 +69,7 @@ class Interpreter:
         annotate: Callable[[str], AbstractContextManager] | None,
         autocast: str | None,
     ) -> None:
-        self._modules, self._last_stage = modules, last_stage
+        self._modules, self._last_stage, self._parameters = modules, last_stage, parameters
         self._program, self._traffic, self._store, self._batch = program, traffic, store, batch
         self._annotate, self._autocast = annotate, autocast
         self._activations: dict[Slot, tuple[Tensor, ...]] = {(0, i): x for i, x in enumerate(batch.inputs)}
@@ -78,9 +81,10 @@ class Interpreter:
         self.doing: tuple[Action, ...] = ()  # what an error is reported with
 
     def run(self) -> None:
-        """Run the program. After an error, complete the messages that peers wait for, then raise it;
-        `UpstreamFailed` where the cause is on another rank."""
+        """Run the program. After an error, complete the messages and reductions that other ranks wait for, then raise
+        it; `UpstreamFailed` where the cause is on another rank."""
         try:
+            self._parameters.gather()
             self._traffic.start()
             for instruction in self._program.instructions:
                 self._step(instruction)
@@ -89,8 +93,10 @@ class Interpreter:
             if pending := self._store.pending():
                 raise RuntimeError(f"deferred weight gradients were never computed, by (stage, micro-batch): {pending}")
         except BaseException:
-            self._traffic.drain()
+            self._traffic.drain(lambda instruction: self._parameters.complete_after_failure(instruction.completes))
             raise
+        finally:
+            self._parameters.finish()
 
     def _step(self, instruction: Instruction) -> None:
         self.doing = instruction.actions
@@ -111,6 +117,8 @@ class Interpreter:
                 self._traffic.send(transfer, result)
             else:
                 self._hand_over(action, result)
+        if instruction.completes:
+            self._parameters.complete(instruction.completes)
 
     def _hand_over(self, action: Action, result: Sequence[Tensor]) -> None:
         """Pass a result to the neighbouring stage on this rank; the ends of the pipeline have none."""
@@ -153,6 +161,7 @@ class Interpreter:
 
     def _forward(self, slot: Slot) -> tuple[Tensor, ...]:
         stage, microbatch = slot
+        self._parameters.wait(stage)
         inputs = self._activations.pop(slot)
         leaves = self._leaves(stage, inputs)
         outputs = _as_tuple(self._modules[stage](*inputs))
@@ -197,6 +206,7 @@ class Interpreter:
         """A pair through DeepSeek's `overlapped_forward_backward` of the module type."""
         slot0, slot1 = (forward.stage, forward.microbatch), (backward.stage, backward.microbatch)
         module0, module1 = self._modules[forward.stage], self._modules[backward.stage]
+        self._parameters.wait(forward.stage)
         inputs0, saved = self._activations.pop(slot0), self._saved.pop(slot1)
         criterion = self._batch.criterion if forward.stage == self._last_stage else None
         labels = self._batch.labels[forward.microbatch] if criterion else ()

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import NamedTuple
 
+from dualpipe.schedule.completion import completed
 from dualpipe.schedule.messages import Message, Stream, rank_messages, sent
 from dualpipe.schedule.types import Action, Schedule, ScheduleError
 from dualpipe.schedule.validate import validate
@@ -30,11 +31,13 @@ class Instruction(NamedTuple):
     """Take `incoming`, run `actions` (two of them overlap), send `outgoing`.
 
     `outgoing` runs parallel to `actions`: what carries the action's result away, or None where it stays here.
+    `completes`: the stages that have nothing left to do; those whose gradients are complete, in training.
     """
 
     incoming: tuple[Transfer, ...]
     actions: tuple[Action, ...]
     outgoing: tuple[Transfer | None, ...]
+    completes: tuple[int, ...]
     name: str
 
     def sends(self) -> tuple[Transfer, ...]:
@@ -52,22 +55,23 @@ class Program:
     def forward_only(self) -> Program:
         """The same order without backwards, for evaluation."""
         kept = []
-        for i in self.instructions:
+        for i, completes in zip(self.instructions, completed([i.actions for i in self.instructions], "F")):
             pairs = [(a, t) for a, t in zip(i.actions, i.outgoing) if a.kind == "F"]
             if pairs:
                 actions, outgoing = zip(*pairs)
                 incoming = tuple(t for t in i.incoming if t.message.kind == "F")
-                kept.append(Instruction(incoming, actions, outgoing, _name(actions)))
+                kept.append(Instruction(incoming, actions, outgoing, completes, _name(actions)))
         return _program(kept)
 
 
 def lower(schedule: Schedule, rank: int) -> Program:
     """The program of `rank`. The schedule must be valid."""
-    instructions = []
-    for step, messages in zip(schedule.ranks[rank], rank_messages(schedule, rank), strict=True):
+    instructions, steps = [], schedule.ranks[rank]
+    for step, messages, completes in zip(steps, rank_messages(schedule, rank), completed(steps), strict=True):
         results = [sent(schedule, action) for action in step]
         outgoing = tuple(None if m is None else Transfer.of(m) for m in results)
-        instructions.append(Instruction(tuple(map(Transfer.of, messages.incoming)), step, outgoing, _name(step)))
+        incoming = tuple(map(Transfer.of, messages.incoming))
+        instructions.append(Instruction(incoming, step, outgoing, completes, _name(step)))
     return _program(instructions)
 
 

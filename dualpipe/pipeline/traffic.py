@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Work
 
-from dualpipe.pipeline.program import Program, Transfer
+from dualpipe.pipeline.program import Instruction, Program, Transfer
 from dualpipe.pipeline.transport import Link, Transport, empty_record, pack_record, unpack_record
 from dualpipe.schedule.messages import Message
 
@@ -163,8 +163,11 @@ class Traffic:
             while stream.in_flight:
                 _wait(stream.in_flight.popleft())
 
-    def drain(self) -> None:
-        """After a failure: receive and send, in program order, everything that the step still owes its peers."""
+    def drain(self, then: Callable[[Instruction], None]) -> None:
+        """After a failure: receive and send, in program order, everything that the step still owes its peers.
+
+        `then` is called after each instruction's messages, for what other ranks are owed besides.
+        """
         taken, sent = dict.fromkeys(self._incoming, 0), dict.fromkeys(self._outgoing, 0)
         for instruction in self._program.instructions:
             for transfer in instruction.incoming:
@@ -175,6 +178,7 @@ class Traffic:
                 sent[transfer.stream] += 1
                 if sent[transfer.stream] > self._outgoing[transfer.stream].sent:
                     self._guarded(transfer.message.dst, self.send, transfer, None)
+            then(instruction)
         for (_, dst, _), stream in self._outgoing.items():
             while stream.in_flight:
                 self._guarded(dst, _wait, stream.in_flight.popleft())

@@ -84,12 +84,11 @@ class Transport:
         if group is None:
             return
         self._global = tuple(dist.get_global_rank(group, member) for member in members)
-        config = dist.get_backend_config(group)  # such as "cpu:gloo,cuda:nccl"
-        self._backends = dict(entry.split(":") for entry in config.split(","))
+        self._backends = _backends(group)
         self._control = group
         if "cpu" not in self._backends:
             key = (self._global, "control")
-            self._control = create_groups([key], backend="gloo", timeout=self._timeout())[key]
+            self._control = create_groups([key], backend="gloo", timeout=_timeout(group))[key]
         self._peers = [dist.get_group_rank(self._control, g) for g in self._global]
 
     def default_device(self) -> torch.device:
@@ -119,7 +118,7 @@ class Transport:
         groups = {}
         if own_groups and self.size > 1:
             keys = [((src, dst), kind) for src, dst, kind in wanted]
-            groups = create_groups(keys, backend=self._backends[device.type], timeout=self._timeout())
+            groups = create_groups(keys, backend=self._backends[device.type], timeout=_timeout(self._group))
         for key, (src, dst, kind) in sorted(wanted.items()):
             if self.rank not in (src, dst):
                 continue
@@ -130,11 +129,6 @@ class Transport:
             # A communicator made lazily in the middle of a step can deadlock; everybody goes through the sorted links.
             probe = torch.zeros(1, device=device)
             (link.send(probe) if self.rank == src else link.receive(probe)).wait()
-
-    def _timeout(self) -> timedelta:
-        """The timeout that the caller gave the process group; torch has no public call for it."""
-        device = "cuda" if self._backends.get("cuda") == "nccl" else "cpu"
-        return self._group._get_backend(torch.device(device)).options._timeout
 
     def data(self, stream: Stream) -> Link:
         """The link for the boundary tensors of a stream that starts or ends at this rank."""
@@ -148,17 +142,69 @@ class Transport:
         """Everybody's record, by rank; in place of that of a rank that could not be reached, the RuntimeError."""
         if self.size == 1:
             return [record]
-        packed = pack_record(record)
-        records = [unpack_record(packed)] * self.size
-        peers = [r for r in range(self.size) if r != self.rank]
-        buffers = {peer: empty_record() for peer in peers}
-        links = {peer: Link(self._control, self._peers[peer], _RECORD) for peer in peers}
-        receives = {peer: _attempt(links[peer].receive, buffers[peer]) for peer in peers}
-        sends = {peer: _attempt(links[peer].send, packed) for peer in peers}
-        for peer in peers:
-            failed = _finish(receives[peer]) or _finish(sends[peer])
-            records[peer] = failed or unpack_record(buffers[peer])
-        return records
+        return _exchange(record, [Link(self._control, peer, _RECORD) for peer in self._peers], self.rank)
+
+
+class Replicas:
+    """The ranks that share parameters with this one: exchanges of host records over each of their groups in turn.
+
+    A group that cannot carry host tensors (NCCL alone) gets a gloo group beside it.
+    """
+
+    def __init__(self, groups: Iterable[ProcessGroup]) -> None:
+        self._groups = [group if "cpu" in _backends(group) else _beside(group) for group in groups]
+
+    def agree(self, failure: str | None, value: Any) -> str | None:
+        """Tell them of a failure on this side, and of a JSON value that must be the same on all.
+
+        Returns what is wrong anywhere, or None: where one rank returns something all do, if not all the same.
+        """
+        for group in self._groups:
+            records = _exchange([failure, value], [Link(group, p, _RECORD) for p in range(group.size())], group.rank())
+            failure = failure or _first_failure(records)
+        return failure
+
+
+def _first_failure(records: Sequence[Any]) -> str | None:
+    """What is wrong among the records [failure, value] of some ranks."""
+    for peer, record in enumerate(records):
+        if isinstance(record, RuntimeError):
+            return f"data-parallel rank {peer}: cannot be reached: {record}"
+        if record[0] is not None:
+            return f"data-parallel rank {peer}: {record[0]}"
+    if any(value != records[0][1] for _, value in records):
+        return f"data-parallel ranks disagree: by rank {[value for _, value in records]}"
+    return None
+
+
+def _beside(group: ProcessGroup) -> ProcessGroup:
+    ranks = dist.get_process_group_ranks(group)
+    return dist.new_group(ranks, timeout=_timeout(group), backend="gloo", use_local_synchronization=True)
+
+
+def _backends(group: ProcessGroup) -> dict[str, str]:
+    """Backend by device type: the configuration is such as "cpu:gloo,cuda:nccl"."""
+    return dict(entry.split(":") for entry in dist.get_backend_config(group).split(","))
+
+
+def _timeout(group: ProcessGroup) -> timedelta:
+    """The timeout that the caller gave the process group; torch has no public call for it."""
+    device = "cuda" if _backends(group).get("cuda") == "nccl" else "cpu"
+    return group._get_backend(torch.device(device)).options._timeout
+
+
+def _exchange(record: Any, links: Sequence[Link], own: int) -> list[Any]:
+    """Everybody's record over a link to each, `own` excepted."""
+    packed = pack_record(record)
+    records = [unpack_record(packed)] * len(links)
+    peers = [peer for peer in range(len(links)) if peer != own]
+    buffers = {peer: empty_record() for peer in peers}
+    receives = {peer: _attempt(links[peer].receive, buffers[peer]) for peer in peers}
+    sends = {peer: _attempt(links[peer].send, packed) for peer in peers}
+    for peer in peers:
+        failed = _finish(receives[peer]) or _finish(sends[peer])
+        records[peer] = failed or unpack_record(buffers[peer])
+    return records
 
 
 def _attempt(call: Callable[..., Any], *args: Any) -> Any:

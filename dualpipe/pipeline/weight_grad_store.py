@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 
 import torch
 
@@ -17,11 +18,16 @@ _running: ContextVar[WeightGradStore | None] = ContextVar("dualpipe_weight_grad_
 
 
 class WeightGradStore:
-    """Deferred weight gradients of one pipeline, queued under the key of the "I" that put them there."""
+    """Deferred weight gradients of one pipeline, queued under the key of the "I" that put them there.
 
-    def __init__(self) -> None:
+    fold: runs a closure that may leave gradients in another dtype than their accumulators', and puts that right.
+    """
+
+    def __init__(self, fold: Callable[[Callable[[], None]], None] | None = None) -> None:
         self._queues: dict[Hashable, list[Callable[[], None]]] = {}
         self._queue: list[Callable[[], None]] | None = None  # the queue that `put` fills; None: run at once
+        self._fold = fold
+        self.active = False  # whether its pipeline is running
 
     @staticmethod
     def current() -> WeightGradStore:
@@ -33,8 +39,14 @@ class WeightGradStore:
         """Whether `put` queues."""
         return self._queue is not None
 
-    def put(self, fn: Callable[[], None]) -> None:
-        """Run `fn` (it adds a weight gradient into `.grad`) at once, or queue it while an "I" is running."""
+    def put(self, fn: Callable[[], None], *, folded: bool = False) -> None:
+        """Run `fn` (it adds a weight gradient into `.grad`) at once, or queue it while an "I" is running.
+
+        A gradient that `fn` assigns in the parameter's dtype is converted to the dtype in which the parameter
+        accumulates; `folded` says that `fn` sees to it.
+        """
+        if self._fold is not None and not folded:
+            fn = partial(self._fold, fn)
         if self._queue is None:
             fn()
         else:
@@ -43,11 +55,12 @@ class WeightGradStore:
     @contextmanager
     def activate(self) -> Iterator[None]:
         """Make this the store that `current` finds in this thread."""
-        token = _running.set(self)
+        token, self.active = _running.set(self), True
         try:
             yield
         finally:
             _running.reset(token)
+            self.active = False
 
     @contextmanager
     def defer(self, key: Hashable) -> Iterator[None]:

@@ -35,8 +35,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
 
 
 COSTS_HELP = (
-    "costs of a stage, as F=1,B=2,W=1,FB=2.6 (also I, p2p, other pairs such as FI), or a JSON file with the same "
-    'names, "pairs" and "per_stage": {"0": {"F": 1.5}}; default: F=1,B=2,W=1'
+    "costs of a stage, as F=1,B=2,W=1,FB=2.6 (also I, p2p, R to reduce a stage's gradients, pairs such as FI), or a "
+    'JSON file with the same names, "pairs" and "per_stage": {"0": {"F": 1.5}}; default: F=1,B=2,W=1'
 )
 
 

@@ -21,6 +21,7 @@ class Costs:
     p2p: from the end of a step until its result is on another rank. It takes no time of either rank.
     per_stage: the Costs of stages that differ from these, by stage; a sequence gives them from stage 0 on. Their own
         `p2p` and `per_stage` are not used. A pair from two stages saves the mean of what it saves on each.
+    R: reducing a stage's gradients over data-parallel ranks, once they are complete and beside the computing.
 
     Raises ValueError for a cost that is negative or not finite.
     """
@@ -33,6 +34,7 @@ class Costs:
     pairs: Mapping[tuple[str, str], float] | None = None
     p2p: float = 0.0
     per_stage: Mapping[int, Costs] | Sequence[Costs] | None = None
+    R: float = 0.0
 
     def __post_init__(self) -> None:
         if isinstance(self.per_stage, Sequence):
@@ -57,6 +59,10 @@ class Costs:
             return on_a._pair(a, b)
         return on_a._alone(a) + on_b._alone(b) - (on_a._saved(a, b) + on_b._saved(a, b)) / 2
 
+    def reduction(self, stage: int) -> float:
+        """How long reducing the gradients of `stage` takes."""
+        return self._on(stage).R
+
     def scaled(self, factor: float) -> Costs:
         """The same for stages that are `factor` times as big; what crosses between them, `p2p`, stays as it is."""
 
@@ -65,7 +71,7 @@ class Costs:
 
         return replace(
             self,
-            **{name: times(getattr(self, name)) for name in ("F", "B", "W", "I", "FB")},
+            **{name: times(getattr(self, name)) for name in ("F", "B", "W", "I", "FB", "R")},
             pairs=self.pairs and {kinds: cost * factor for kinds, cost in self.pairs.items()},
             per_stage=self.per_stage and {stage: costs.scaled(factor) for stage, costs in self.per_stage.items()},
         )

@@ -7,18 +7,26 @@ from collections.abc import Sequence
 from dualpipe.schedule.simulate import Span, Timeline
 
 LEGEND = "F forward, B backward, I backward for the input only, W weight gradients, . idle"
+REDUCTION = "=: gradients being reduced over data-parallel ranks"
 
 
 def to_text(timeline: Timeline, width: int = 120) -> str:
     """One line a rank, at most `width` characters: each step's kinds and, where it has room, its micro-batches.
 
-    Lower case marks the upper half of a rank's stages: on a V, the way back.
+    Lower case marks the upper half of a rank's stages: on a V, the way back. Where reductions cost something, a line
+    below the rank's shows when they run.
     """
     margin = len(f"rank {len(timeline.spans) - 1} ")
     scale = max(1, width - margin) / timeline.makespan if timeline.makespan else 0.0
-    lines = [f"{f'rank {rank}':<{margin}}" + _row(timeline, rank, scale) for rank in range(len(timeline.spans))]
+    lines = []
+    for rank in range(len(timeline.spans)):
+        lines.append(f"{f'rank {rank}':<{margin}}" + _row(timeline, rank, scale))
+        if timeline.reductions[rank]:
+            lines.append(" " * margin + _reductions(timeline, rank, scale))
     several = any(len(timeline.schedule.rank_stages(rank)) > 1 for rank in range(len(timeline.spans)))
     lines.append(LEGEND + ("; lower case: the later stages of a rank" if several else ""))
+    if any(timeline.reductions):
+        lines.append(REDUCTION)
     return "\n".join(lines) + "\n"
 
 
@@ -41,6 +49,14 @@ def _row(timeline: Timeline, rank: int, scale: float) -> str:
         start, end = round(span.start * scale), round(span.end * scale)
         row[start:end] = _cell(span, upper, end - start)
     return "".join(row).rstrip(". ")
+
+
+def _reductions(timeline: Timeline, rank: int, scale: float) -> str:
+    row = [" "] * round(timeline.makespan * scale)
+    for reduction in timeline.reductions[rank]:
+        start, end = round(reduction.start * scale), round(reduction.end * scale)
+        row[start:end] = f"R{reduction.stage}".ljust(end - start, "=")[: end - start]
+    return "".join(row).rstrip()
 
 
 def _cell(span: Span, upper: frozenset[int], columns: int) -> str:

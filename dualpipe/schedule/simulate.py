@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from dualpipe.schedule.completion import completed
 from dualpipe.schedule.costs import Costs
 from dualpipe.schedule.types import Action, Schedule, ScheduleError, Step
 from dualpipe.schedule.validate import needs
@@ -20,18 +21,32 @@ class Span(NamedTuple):
     step: Step
 
 
+class Reduction(NamedTuple):
+    """The gradients of `stage` on their way between data-parallel ranks, beside the steps of `rank`."""
+
+    rank: int
+    start: float
+    end: float
+    stage: int
+
+
 @dataclass(frozen=True)
 class Timeline:
-    """When each step of a schedule runs, in the unit of its costs. `spans[r]` are those of rank r, in order."""
+    """When each step of a schedule runs, in the unit of its costs. `spans[r]` are those of rank r, in order.
+
+    `reductions[r]` are those of rank r where they cost anything: each starts when the stage's gradients are complete
+    and the one before it is done.
+    """
 
     schedule: Schedule
     costs: Costs
     spans: tuple[tuple[Span, ...], ...]
+    reductions: tuple[tuple[Reduction, ...], ...]
 
     @cached_property
     def makespan(self) -> float:
-        """From the start of the first step to the end of the last one, over all ranks."""
-        return max((spans[-1].end for spans in self.spans if spans), default=0.0)
+        """From the start of the first step to the end of the last step or reduction, over all ranks."""
+        return max((rank[-1].end for rank in (*self.spans, *self.reductions) if rank), default=0.0)
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
@@ -76,7 +91,8 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     for rank, steps in enumerate(schedule.ranks):
         if len(spans[rank]) < len(steps):
             raise ScheduleError(f"schedule {schedule.name!r}, rank {rank}: step {len(spans[rank])} can never start")
-    return Timeline(schedule, costs, tuple(map(tuple, spans)))
+    done = tuple(map(tuple, spans))
+    return Timeline(schedule, costs, done, tuple(_reductions(rank, costs, row) for rank, row in enumerate(done)))
 
 
 def _advance(
@@ -106,6 +122,15 @@ def _advance(
             finished[action] = (end, rank)
             woken |= waiting.pop(action, set())
     return woken
+
+
+def _reductions(rank: int, costs: Costs, spans: tuple[Span, ...]) -> tuple[Reduction, ...]:
+    reductions: list[Reduction] = []
+    for span, stages in zip(spans, completed([span.step for span in spans])):
+        for stage in stages:
+            start = max(span.end, reductions[-1].end if reductions else 0.0)
+            reductions.append(Reduction(rank, start, start + costs.reduction(stage), stage))
+    return tuple(r for r in reductions if r.end > r.start)
 
 
 def _peak(spans: tuple[Span, ...]) -> int:

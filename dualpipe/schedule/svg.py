@@ -7,7 +7,7 @@ from html import escape
 from math import floor, log10
 
 from dualpipe.schedule.render import number, second_half
-from dualpipe.schedule.simulate import Span, Timeline
+from dualpipe.schedule.simulate import Reduction, Span, Timeline
 from dualpipe.schedule.types import Action, Kind
 
 # (fill of the first half of a rank's stages, fill of the second half), by kind; all light enough for dark text.
@@ -23,6 +23,7 @@ MEANINGS: dict[Kind, str] = {
     "I": "backward for the input",
     "W": "weight gradients",
 }
+REDUCTION = "#c2554d"
 ROW, GAP, LEFT, RIGHT, TOP, BOTTOM = 30, 6, 64, 76, 76, 34  # pixels
 CELL = 17  # pixels of the shortest step, so that two digits fit
 WIDEST = 6000  # pixels of time axis at most; numbers that do not fit are left out
@@ -38,6 +39,7 @@ STYLE = (
 def to_svg(timeline: Timeline) -> str:
     """A row for each rank, colour by kind and lighter for the way back, an overlapped pair framed in one cell.
 
+    Reductions of gradients, which run beside the steps, are bars below the row.
     Hovering over a step tells what it is and when it runs.
     """
     scale = _scale(timeline)
@@ -82,6 +84,10 @@ def _heading(timeline: Timeline) -> Iterator[str]:
     if any(len(span.step) == 2 for spans in timeline.spans for span in spans):
         yield f'<rect class="o" x="{x:g}" y="41" width="28" height="12"/><text x="{x + 34:g}" y="51">overlapped</text>'
         x += 118
+    if any(timeline.reductions):
+        yield f'<rect x="{x:g}" y="45" width="28" height="{GAP - 1}" fill="{REDUCTION}"/>'
+        yield f'<text x="{x + 34:g}" y="51">gradients reduced</text>'
+        x += 160
     if halves == 2:
         yield f'<text class="m" x="{x:g}" y="51">lighter: later stages of the rank</text>'
 
@@ -118,6 +124,8 @@ def _row(timeline: Timeline, rank: int, scale: float) -> Iterator[str]:
     yield f'<rect class="b" x="{LEFT}" y="{top}" width="{width:.2f}" height="{ROW}"/>'
     for span in timeline.spans[rank]:
         yield from _step(span, upper, top, scale)
+    for reduction in timeline.reductions[rank]:
+        yield _reduction(reduction, top + ROW, scale)
     yield f'<text x="{LEFT + width + 10:.1f}" y="{top + ROW / 2 + 4}">{timeline.peak_activations[rank]}</text>'
 
 
@@ -137,6 +145,15 @@ def _step(span: Span, upper: frozenset[int], top: float, scale: float) -> Iterat
     if len(span.step) == 2:
         yield f'<rect class="o" x="{x + 0.6:.2f}" y="{top + 0.6}" width="{width - 1.2:.2f}" height="{ROW - 1.2}"/>'
     yield "</g>"
+
+
+def _reduction(reduction: Reduction, top: float, scale: float) -> str:
+    x, width = LEFT + reduction.start * scale, (reduction.end - reduction.start) * scale
+    return (
+        f"<g><title>gradients of stage {reduction.stage} reduced\nrank {reduction.rank}, {number(reduction.start)} to "
+        f'{number(reduction.end)}</title><rect x="{x:.2f}" y="{top:g}" width="{width:.2f}" height="{GAP - 1}" '
+        f'fill="{REDUCTION}"/></g>'
+    )
 
 
 def _describe(action: Action) -> str:

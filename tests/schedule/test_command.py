@@ -66,7 +66,7 @@ def test_options_of_a_schedule(capsys):
         (("--compare", "gpipe"), "no schedule is called 'gpipe'"),
         (("--costs", "F=x"), "cost F is 'x'; give a number"),
         (("--costs", "F"), "cost F is ''; give a number"),
-        (("--costs", "Q=1"), "no cost is called 'Q'; known are B, F, FB, I, W, p2p, pairs like FI"),
+        (("--costs", "Q=1"), "no cost is called 'Q'; known are B, F, FB, I, R, W, p2p, pairs like FI"),
         (("--costs", "F=-1"), "cost F is -1.0"),
         (("--costs", "nowhere.json"), "nowhere.json"),
         (("--stages-per-rank", "2"), "schedule 'dualpipev' has no option 'stages_per_rank'"),

@@ -1,0 +1,330 @@
+"""The parameters of one pipeline stage under FSDP2: gathered once a step, reduced when the stage is done.
+
+FSDP2 alone gathers before every forward and reduces in every backward; in a pipeline that is once for each micro-batch.
+Here a stage's units stay gathered from its first forward to its last weight gradient. Its gradients accumulate in
+`.grad` of the gathered parameters, in the policy's `reduce_dtype` by torch's `grad_dtype`: autograd, the kernels and
+the reduce-scatter share one buffer, and nothing is rounded between micro-batches.
+
+    gather -> wait -> forwards and backwards of all micro-batches -> reduce (or release) -> finish
+
+This is the only file that uses what FSDP2 keeps private; `_private` says so where a torch release has moved it. Public
+calls are used where the installed torch has them: `reset_iter_state` from 2.13, `finalize_backward` from 2.15.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.tensor import DTensor
+
+
+class StageParameters:
+    """Drives the FSDP2 units of one stage through a step; a stage without any needs nothing of it.
+
+    Raises ValueError for what FSDP2 offers and a pipeline cannot honour.
+    """
+
+    def __init__(self, stage: nn.Module) -> None:
+        self._stage = stage
+        self._units = _units(stage)
+        self._roots = _roots(stage)
+        self._gathering: list[Any] = []  # handles of gathers that are not waited for
+        self._reduced = False
+        self._check()
+        for root in self._roots:
+            root.set_reshard_after_forward(False)
+            if hasattr(root, "set_reduce_scatter_max_input_buffers"):
+                # With one, the default, a unit's reduction would hold up the computing until the one before it is
+                # through. It costs no memory: a buffer takes the place of the gradients that were copied into it.
+                root.set_reduce_scatter_max_input_buffers(len(self._units))
+
+    @property
+    def sharded(self) -> bool:
+        """Whether FSDP2 has any part of this stage."""
+        return bool(self._units)
+
+    # -- a step
+
+    def gather(self) -> None:
+        """Start to gather all parameters; collective over the data-parallel ranks, as `reduce` is."""
+        for root in self._roots:
+            _private(_state(root), "_lazy_init")()
+            _drive(root, sync=False, by_hand=True)
+        for unit in self._units:
+            unit.reshard()  # one that was left gathered may be older than the last optimizer step
+            self._gathering.append(unit.unshard(async_op=True))
+
+    def wait(self) -> None:
+        """Wait until the parameters are there; from now on gradients accumulate in `reduce_dtype`."""
+        if not self._gathering:
+            return
+        handles, self._gathering = self._gathering, []
+        for handle in handles:
+            handle.wait()
+        for param, dtype in self._unsharded():
+            if param.requires_grad and param.grad_dtype is not dtype:
+                _convert(param, dtype)
+
+    def reduce(self) -> None:
+        """Fold what is not in the accumulators, start the reductions, free the gathered parameters.
+
+        Every trainable parameter takes part, with zeros where it has no gradient: on another rank it may have one, and
+        a rank that failed must not keep the others waiting.
+        """
+        self.wait()
+        self._fold()
+        for param, dtype in self._unsharded():
+            if param.requires_grad and param.grad is None:
+                param.grad = torch.zeros_like(param, dtype=dtype)
+        for root in self._roots:
+            _drive(root, sync=True, by_hand=True)
+        for group in self._groups():
+            _private(group, "post_backward")()
+        for unit in self._units:
+            unit.reshard()
+        self._reduced = True
+
+    def release(self) -> None:
+        """Free the gathered parameters; gradients stay in their accumulators, for a later step to reduce."""
+        self.wait()
+        self._fold()
+        for unit in self._units:
+            unit.reshard()
+
+    def finish(self) -> None:
+        """End the step: what follows on the device comes after the reductions, and FSDP2 is as it was before.
+
+        Raises RuntimeError where a gradient was lost.
+        """
+        for root in self._roots:
+            _drive(root, sync=self._reduced, by_hand=False)
+            _end_backward(root)
+            _drive(root, sync=True, by_hand=False)
+        reduced, self._reduced = self._reduced, False
+        if reduced:
+            _check_reduced(self._stage)
+
+    def abandon(self) -> None:
+        """End a step that failed in a collective, as far as that can be done alone, and drop its gradients."""
+        self._gathering, self._reduced = [], False
+        for root in self._roots:
+            if hasattr(root, "reset_iter_state"):
+                root.reset_iter_state()
+            if hasattr(root, "set_manual_backward_finalization"):
+                root.set_manual_backward_finalization(False)
+            _drive(root, sync=True, by_hand=False)
+        for unit in self._units:
+            unit.reshard()
+        self.discard()
+
+    def discard(self) -> None:
+        """Drop gradients that wait in accumulators for a later step to reduce them."""
+        for param, _ in self._unsharded():
+            param.grad = None
+
+    # -- FSDP2
+
+    def _check(self) -> None:
+        for root in self._roots:
+            if len(_private(_state(root), "_modules")) > 1:
+                raise ValueError("fully_shard was given several modules together that are in no larger unit of their "
+                                 "stage; call fully_shard on the stage itself as well")  # fmt: skip
+        for group in self._groups():
+            if isinstance(_private(group, "offload_policy"), CPUOffloadPolicy):
+                raise ValueError("FSDP2's CPU offload is not supported under a pipeline, which keeps parameters "
+                                 "gathered for a whole step; leave offload_policy out")  # fmt: skip
+
+    def _groups(self) -> Iterator[Any]:
+        """All parameter groups, in the order of a backward."""
+        for unit in reversed(self._units):
+            yield from reversed(_param_groups(unit))
+
+    def _fsdp_params(self) -> Iterator[tuple[Any, torch.dtype | None]]:
+        """FSDP2's own records of the parameters, with their group's `reduce_dtype`."""
+        for group in self._groups():
+            for fsdp_param in _private(group, "fsdp_params"):
+                yield fsdp_param, _private(group, "mp_policy").reduce_dtype
+
+    def _unsharded(self) -> Iterator[tuple[Tensor, torch.dtype]]:
+        """The gathered parameters and the dtype of their accumulators; none before the first gather."""
+        for fsdp_param, reduce_dtype in self._fsdp_params():
+            if (param := getattr(fsdp_param, "_unsharded_param", None)) is not None:
+                yield param, reduce_dtype or param.dtype
+
+    def _fold(self) -> None:
+        """Add what FSDP2 of torch before 2.15 has put into an accumulator of its own, in backwards outside of steps."""
+        for fsdp_param, _ in self._fsdp_params():
+            if hasattr(fsdp_param, "accumulate_unsharded_grad_if_needed"):
+                earlier, fsdp_param.unsharded_accumulated_grad = fsdp_param.unsharded_accumulated_grad, None
+                param = fsdp_param.unsharded_param
+                if earlier is not None:
+                    param.grad = earlier.to(param.grad_dtype) if param.grad is None else param.grad.add_(earlier)
+
+
+class ShardedStep:
+    """The sharded stages of one rank during one step; `reduce`: whether their gradients are reduced at its end.
+
+    Its collectives come in the order of the rank's program, which is that of every data-parallel rank. A rank that
+    failed goes on to `complete` what it has not, so that no other one waits for it.
+    """
+
+    def __init__(self, stages: Mapping[int, StageParameters], fold: Fold, *, reduce: bool) -> None:
+        self._stages, self._fold, self._reduce = stages, fold, reduce
+        self._waiting, self._open = set(stages), set(stages)
+        self._broken = False  # whether a collective failed, so that the others cannot be met any more
+
+    def gather(self) -> None:
+        """Start to gather all stages."""
+        with self._collective():
+            for parameters in self._stages.values():
+                parameters.gather()
+        self._fold.refresh()
+
+    def wait(self, stage: int) -> None:
+        """Wait for the parameters of a stage that is about to run."""
+        if stage in self._waiting:
+            with self._collective():
+                self._stages[stage].wait()
+            self._waiting.remove(stage)
+            self._fold.refresh()
+
+    def complete(self, stages: Iterable[int]) -> None:
+        """These have nothing left to do: reduce or keep their gradients, and free their parameters."""
+        for stage in self._open.intersection(stages):
+            self._open.remove(stage)
+            with self._collective():
+                parameters = self._stages[stage]
+                parameters.reduce() if self._reduce else parameters.release()
+
+    def complete_after_failure(self, stages: Iterable[int]) -> None:
+        """As `complete`, as far as the other ranks are still there."""
+        if not self._broken:
+            with suppress(Exception):
+                self.complete(stages)
+
+    def finish(self) -> None:
+        """End the step; its results on the device come before what follows."""
+        for parameters in self._stages.values():
+            parameters.abandon() if self._broken else parameters.finish()
+
+    @contextmanager
+    def _collective(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._broken = True
+            raise
+
+
+class Fold:
+    """Brings gradients that a closure puts anywhere but into the accumulators of `stages` into them.
+
+    A closure in the usual form, `w.grad = g if w.grad is None else w.grad.add_(g)` with a bfloat16 `g`, may not assign
+    where `grad_dtype` is float32; here it may, and what it assigned is converted. What it adds is added in float32.
+    """
+
+    def __init__(self, stages: Iterable[nn.Module]) -> None:
+        self._stages = list(stages)
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Look at the parameters anew: others take their place while a stage is gathered."""
+        params = (p for stage in self._stages for p in stage.parameters() if p.requires_grad)
+        self._wide = [(p, dtype) for p in params if (dtype := p.grad_dtype) not in (None, p.dtype)]
+
+    def __call__(self, closure: Callable[[], None]) -> None:
+        """Run `closure`; then each gradient that it assigned is in its accumulator's dtype."""
+        self._wide = [(p, dtype) for p, dtype in self._wide if p.grad is None]  # few after the first micro-batch
+        for param, _ in self._wide:
+            param.grad_dtype = None
+        try:
+            closure()
+        finally:
+            for param, dtype in self._wide:
+                _convert(param, dtype)
+
+
+def process_groups(stages: Iterable[nn.Module]) -> list[ProcessGroup]:
+    """The groups, of more than one rank, over which parameters of `stages` are distributed; none within another."""
+    groups: dict[tuple[int, ...], ProcessGroup] = {}
+    for param in (p for stage in stages for p in stage.parameters() if isinstance(p, DTensor)):
+        for group in param.device_mesh.get_all_groups():
+            groups.setdefault(tuple(dist.get_process_group_ranks(group)), group)
+    ranks = [set(r) for r in groups]
+    return [group for r, group in groups.items() if len(r) > 1 and not any(set(r) < other for other in ranks)]
+
+
+def _convert(param: Tensor, dtype: torch.dtype) -> None:
+    """Have the gradient in `dtype` from now on, with what there is of it."""
+    grad, param.grad = param.grad, None
+    param.grad_dtype = dtype
+    if grad is not None:
+        param.grad = grad.to(dtype)
+
+
+def _units(stage: nn.Module) -> list[FSDPModule]:
+    """The modules that `fully_shard` was called on, outermost first; of those sharded together the first."""
+    units = {id(_state(m)): m for m in reversed(list(stage.modules())) if isinstance(m, FSDPModule)}
+    return list(reversed(units.values()))
+
+
+def _roots(stage: nn.Module) -> list[FSDPModule]:
+    """The units that are in no other one."""
+    if isinstance(stage, FSDPModule):
+        return [stage]
+    return list(dict.fromkeys(root for child in stage.children() for root in _roots(child)))
+
+
+def _state(unit: FSDPModule) -> Any:
+    return _private(unit, "_get_fsdp_state")()
+
+
+def _param_groups(unit: FSDPModule) -> list[Any]:
+    """Several where torch can have several; before that, one or none."""
+    state = _state(unit)
+    if hasattr(state, "_fsdp_param_groups"):
+        return state._fsdp_param_groups
+    group = _private(state, "_fsdp_param_group")
+    return [] if group is None else [group]
+
+
+def _drive(root: FSDPModule, *, sync: bool, by_hand: bool) -> None:
+    """What the units below `root` do in a backward: reduce with `sync`; reshard, and end it, unless `by_hand`."""
+    root.set_requires_gradient_sync(sync)
+    root.set_reshard_after_backward(not by_hand)
+    context = _private(_state(root), "_state_ctx")
+    _private(context, "post_backward_final_callback_queued")
+    context.post_backward_final_callback_queued = by_hand  # autograd would call it, for 200 us, after each backward
+    if by_hand and hasattr(root, "set_manual_backward_finalization"):
+        root.set_manual_backward_finalization(True)
+
+
+def _end_backward(root: FSDPModule) -> None:
+    if hasattr(root, "finalize_backward"):
+        root.finalize_backward()
+        root.set_manual_backward_finalization(False)
+    else:
+        _private(_state(root), "_root_post_backward_final_callback")()
+
+
+def _private(owner: Any, name: str) -> Any:
+    try:
+        return getattr(owner, name)
+    except AttributeError:
+        raise RuntimeError(
+            f"torch {torch.__version__} has no {type(owner).__name__}.{name}, which dualpipe needs to run FSDP2 under "
+            "a pipeline; use torch 2.11 to 2.15"
+        ) from None
+
+
+def _check_reduced(stage: nn.Module) -> None:
+    lost = [n for n, p in stage.named_parameters() if p.requires_grad and isinstance(p, DTensor) and p.grad is None]
+    if lost:
+        raise RuntimeError(f"FSDP2 reduced no gradient for {lost}, though every trainable parameter had one")
