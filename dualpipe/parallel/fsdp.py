@@ -212,7 +212,11 @@ class ShardedStep:
     def finish(self) -> None:
         """End the step; its results on the device come before what follows."""
         for parameters in self._stages.values():
-            parameters.abandon() if self._broken else parameters.finish()
+            if not self._broken:
+                parameters.finish()
+                continue
+            with suppress(Exception):  # what broke the collective is raised already
+                parameters.abandon()
 
     @contextmanager
     def _collective(self) -> Iterator[None]:

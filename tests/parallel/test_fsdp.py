@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import copy
+import gc
+import os
+from unittest.mock import PropertyMock, patch
+
 import pytest
 import torch
 import torch.nn.functional as F
-from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
-from toys import Stage, make_stages, num_stages, reference, relative_error, stages_of_rank
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_state
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from dualpipe import DualPipeV, Pipeline
+from dualpipe.nn import GroupedLinear, defer_weight_grads
+from dualpipe.parallel import fsdp
 from dualpipe.pipeline import PipelineError
+from dualpipe.pipeline.weight_grad_store import WeightGradStore
+from ranks import run_ranks
+from toys import Stage, make_stages, num_stages, reference, relative_error, stages_of_rank
 
 WIDTH = 8
 
@@ -86,3 +94,420 @@ def parity(rank: int, pp: int, name: str, shard: str, microbatches: int) -> floa
 @pytest.mark.parametrize("pp, world, name, microbatches", [(2, 4, "dualpipev", 5), (1, 2, "dualpipev", 1)])
 def test_gradients_are_the_mean_over_the_global_batch(pp, world, name, microbatches, shard):
     assert max(run_ranks(parity, world, pp, name, shard, microbatches)) < 1e-10
+
+
+# -- the accumulators
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+class UserLinear(torch.autograd.Function):
+    """A weight gradient in the form that users of DeepSeek's WeightGradStore write."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        ctx.weight = weight
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        w = ctx.weight
+
+        def closure():
+            g = (dy.t() @ x).to(w.dtype)
+            w.grad = g if w.grad is None else w.grad.add_(g)
+
+        WeightGradStore.current().put(closure)
+        return dy @ weight, None
+
+
+class UserStage(nn.Module):
+    """bf16 weights by closures, biases and a norm by autograd, an expert that may get no token, a frozen part."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, width)
+        self.unused = nn.Parameter(torch.ones(width))
+        self.frozen = nn.Parameter(torch.ones(width), requires_grad=False)
+
+    def forward(self, x):
+        return x + torch.tanh(UserLinear.apply(self.norm(x), self.up.weight) + self.up.bias) * self.frozen
+
+
+def user_closures(rank: int, microbatches: int) -> list[tuple]:
+    """Name, dtype, whether it has a gradient, and the distance to a float64 accumulation of the same products."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))["dp"]
+    torch.manual_seed(0)
+    stages = [fully_shard(UserStage(), mesh=mesh, mp_policy=BF16) for _ in range(2)]
+    products: dict[int, list[Tensor]] = {}
+    apply = UserLinear.backward
+
+    def recording(ctx, dy):
+        x, _ = ctx.saved_tensors
+        products.setdefault(id(ctx.weight), []).append((dy.t() @ x).double())
+        return apply(ctx, dy)
+
+    UserLinear.backward = staticmethod(recording)
+    seen = set()
+    gathered = []
+
+    def criterion(a, b):
+        gathered[:] = [p for stage in stages for p in stage.parameters() if p.requires_grad]
+        seen.update(p.grad.dtype for p in gathered if p.grad is not None)
+        return F.mse_loss(a, b)
+
+    x, y = batch(microbatches, 2, torch.bfloat16)
+    mine = slice(rank * 2 * microbatches, (rank + 1) * 2 * microbatches)
+    pipe = DualPipeV(stages, process_group=torch.distributed.new_subgroups(1)[0])
+    pipe.step(x[mine], num_chunks=microbatches, criterion=criterion, labels=(y[mine],))
+    found = []
+    for stage, weight in zip(stages, [p for p in gathered if id(p) in products]):
+        total = torch.stack(products[id(weight)]).sum(0)
+        torch.distributed.all_reduce(total)
+        error = relative_error(full(stage.up.weight.grad).double(), total / 2)
+        found += [(n, p.dtype, p.grad is not None and p.grad.dtype, error) for n, p in stage.named_parameters()]
+        found.append(("unused is zero", None, bool((full(stage.unused.grad) == 0).all()), 0.0))
+    return [*found, ("accumulators", None, seen, 0.0)]
+
+
+@pytest.mark.parametrize("microbatches", [1, 6])
+def test_a_users_bf16_closures_accumulate_in_fp32_and_lose_nothing(microbatches):
+    for found in run_ranks(user_closures, 2, microbatches):
+        *params, accumulators = found
+        assert accumulators[2] <= {torch.float32}
+        assert microbatches == 1 or accumulators[2] == {torch.float32}
+        for name, dtype, grad, error in params:
+            if name == "unused is zero":
+                assert grad, "a parameter without a gradient is reduced as zeros"
+            elif name == "frozen":
+                assert (dtype, grad) == (torch.float32, False)
+            else:
+                assert (dtype, grad) == (torch.float32, torch.float32), name
+            assert error < 1e-6, (name, error)  # bf16 accumulation: 1e-3
+
+
+def fsdp2_alone(rank: int) -> str:
+    """A weight whose only gradient comes after the last backward, next to a bias that has an accumulator already."""
+    stage = fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (2,)), mp_policy=BF16)
+    stage.set_requires_gradient_sync(False)
+    stage.set_reshard_after_backward(False)
+    stage(torch.ones(2, 4)).sum().backward()
+    (group,) = fsdp._param_groups(stage)
+    weight = group.fsdp_params[0]
+    weight.unsharded_accumulated_grad, weight.unsharded_param.grad = None, torch.ones(4, 4, dtype=torch.bfloat16)
+    stage.set_requires_gradient_sync(True)
+    try:
+        group.post_backward()
+    except AssertionError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.skipif(hasattr(FSDPModule, "finalize_backward"), reason="FSDP2 of torch 2.15 converts it")
+def test_fsdp2_alone_refuses_a_weight_gradient_that_comes_last():
+    """Why there is a fold: given what torch's own pipeline does, FSDP2 stops at the reduce-scatter."""
+    for message in run_ranks(fsdp2_alone, 2):
+        assert "expects uniform gradient dtype" in message
+
+
+def gradient_bytes(rank: int) -> tuple[int, int, int]:
+    """(bytes of accumulators during the step, elements of the parameters, largest tensor that is no accumulator)."""
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    layers = [defer_weight_grads(nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))) for _ in range(2)]
+    stages = [fully_shard(layer, mesh=mesh, mp_policy=BF16) for layer in layers]
+    pipe = DualPipeV(stages, process_group=torch.distributed.new_subgroups(1)[0])
+    counts = []
+
+    def criterion(a, b):
+        parameters = [p for stage in stages for p in stage.parameters()]
+        pointers = {p.grad.data_ptr(): p.grad.nbytes for p in parameters if p.grad is not None}
+        gc.collect()
+        shapes = {p.shape for p in parameters}
+        known = {p.data_ptr() for p in parameters} | pointers.keys()
+        others = [t for t in gc.get_objects() if type(t) is Tensor and t.shape in shapes and t.data_ptr() not in known]
+        counts.append((sum(pointers.values()), sum(p.numel() for p in parameters), len(others)))
+        return F.mse_loss(a, b)
+
+    x = torch.randn(8, 64, dtype=torch.bfloat16)
+    gc.collect()
+    gc.freeze()  # what exists already is not looked at
+    pipe.step(x, num_chunks=4, criterion=criterion, labels=(x,))
+    return counts[-1]
+
+
+def test_gradients_take_one_fp32_buffer_per_parameter():
+    for in_accumulators, elements, others in run_ranks(gradient_bytes, 2):
+        assert in_accumulators == 4 * elements
+        assert others == 0
+
+
+# -- what FSDP2 is told to do, and when
+
+
+def collectives(rank: int, microbatches: int) -> list[str]:
+    """What one rank does in a step, in order."""
+    mesh = init_device_mesh("cpu", (2,))
+    stages = [shard_nested(stage, mesh) for stage in make_stages(2)]
+    pipe = DualPipeV(stages, process_group=torch.distributed.new_subgroups(1)[0])
+    log = []
+
+    def logged(owner, name, entry):
+        original = getattr(owner, name)
+
+        def call(*args, **kwargs):
+            log.append(entry)
+            return original(*args, **kwargs)
+
+        setattr(owner, name, call)
+
+    newer = hasattr(torch.distributed, "all_gather_single")
+    logged(torch.distributed, "all_gather_single" if newer else "all_gather_into_tensor", "gather")
+    logged(torch.distributed, "reduce_scatter_single" if newer else "reduce_scatter_tensor", "reduce")
+    logged(_fsdp_state.FSDPState, "_root_post_backward_final_callback", "callback")
+    for i, stage in enumerate(stages):
+        logged(stage, "forward", f"F{i}")
+    x, y = batch(microbatches, 1)
+    pipe.step(x, num_chunks=microbatches, criterion=F.mse_loss, labels=(y,))
+    assert all(isinstance(p, DTensor) for p in pipe.parameters())
+    return log
+
+
+def test_each_unit_is_gathered_and_reduced_once_a_step_and_autograd_calls_nothing_back():
+    for log in run_ranks(collectives, 2, 3):
+        assert [entry for entry in log if entry != "callback"][:5] == ["gather"] * 4 + ["F0"]
+        assert log.count("gather") == log.count("reduce") == 4
+        assert log.count("callback") in (0, 2), "once for each stage, or not at all where torch has a public call"
+        # DualPipeV on one rank with three micro-batches ends with W of stage 1 and then of stage 0.
+        assert log.index("reduce") > len(log) - 1 - log[::-1].index("F1")
+
+
+def sequences(rank: int) -> dict[str, float]:
+    """Errors of gradients after steps that follow others."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    replica, stage_rank = mesh["dp"].get_local_rank(), mesh["pp"].get_local_rank()
+    expected = make_stages(4)
+    numbers = stages_of_rank("dualpipev", 2, stage_rank)
+    stages = [shard_nested(copy.deepcopy(expected[i]), mesh["dp"]) for i in numbers]
+    pipe = DualPipeV(stages, process_group=mesh["pp"].get_group())
+    x, y = batch(3, 2)
+    mine = slice(replica * 6, replica * 6 + 6)
+    errors = {}
+
+    def step(times: int = 1, broken: nn.Module | None = None, **options) -> None:
+        pipe.step(x[mine], num_chunks=3, criterion=F.mse_loss, labels=(y[mine],), **options)
+        for _ in range(times):
+            reference(expected, x, y, 6, criterion=lambda a, b: F.mse_loss(a, b) / 2)
+
+    def check(name: str) -> None:
+        errors[name] = gradient_errors(stages, numbers, expected)
+        for model in (*expected, pipe):
+            model.zero_grad()
+
+    step()
+    step()
+    check("two steps add up")
+    step(sync=False)
+    errors["kept apart"] = float(any(p.grad is not None for p in pipe.parameters()))
+    step(sync=False)
+    step(sync=True)
+    check("accumulated over steps")
+    step(sync=False, times=0)
+    pipe.zero_grad()
+    step()
+    check("zero_grad drops what was accumulated")
+    with torch.no_grad():
+        _, outputs = pipe.step(x[mine], num_chunks=3, criterion=F.mse_loss, labels=(y[mine],), return_outputs=True)
+        if stage_rank == 0:
+            errors["evaluation"] = relative_error(outputs, nn.Sequential(*expected)(x[mine]))
+    errors["sharded after evaluation"] = float(not all(isinstance(p, DTensor) for p in pipe.parameters()))
+    with torch.no_grad():  # as an optimizer does
+        for p in (*pipe.parameters(), *(p for stage in expected for p in stage.parameters())):
+            p *= 0.5
+    step()
+    check("after an evaluation and an update")
+    return errors
+
+
+def test_steps_in_a_row():
+    for errors in run_ranks(sequences, 4):
+        assert {name: error for name, error in errors.items() if error > 1e-10} == {}
+
+
+# -- failures
+
+
+class Failing(Stage):
+    fail = ""
+
+    def forward(self, x):
+        if self.fail == "forward":
+            raise RuntimeError("out of luck")
+        y = super().forward(x)
+        if self.fail == "backward":
+            y.register_hook(lambda grad: 1 / 0)
+        return y
+
+
+def failing_steps(rank: int) -> list[tuple[str, str, float]]:
+    """(where, the error, the error of the gradients of the step after it), for failures on one of four ranks."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    replica, stage_rank = mesh["dp"].get_local_rank(), mesh["pp"].get_local_rank()
+    expected = make_stages(4, Failing)
+    numbers = stages_of_rank("dualpipev", 2, stage_rank)
+    stages = [shard_nested(copy.deepcopy(expected[i]), mesh["dp"]) for i in numbers]
+    pipe = DualPipeV(stages, process_group=mesh["pp"].get_group())
+    x, y = batch(4, 2)
+    mine = slice(replica * 8, replica * 8 + 8)
+    found = []
+    for failing_rank in range(4):
+        for local, where in ((0, "forward"), (1, "forward"), (0, "backward"), (1, "backward"), (0, "arguments")):
+            stages[local].fail = where if rank == failing_rank else ""
+            chunks = 5 if where == "arguments" and rank == failing_rank else 4
+            message = ""
+            try:
+                pipe.step(x[mine], num_chunks=chunks, criterion=F.mse_loss, labels=(y[mine],))
+            except (PipelineError, ValueError) as error:
+                message = f"{type(error).__name__}: {error}"
+            stages[local].fail = ""
+            for model in (*expected, pipe):
+                model.zero_grad()
+            reference(expected, x, y, 8, criterion=lambda a, b: F.mse_loss(a, b) / 2)
+            pipe.step(x[mine], num_chunks=4, criterion=F.mse_loss, labels=(y[mine],))
+            found.append((where, message, gradient_errors(stages, numbers, expected)))
+    return found
+
+
+def test_a_failure_in_one_pipeline_raises_in_all_and_the_next_step_is_right():
+    for found in run_ranks(failing_steps, 4, timeout=120):
+        for where, message, error in found:
+            expected = {"forward": "out of luck", "backward": "division", "arguments": "disagree"}[where]
+            assert message.startswith("ValueError" if where == "arguments" else "PipelineError"), (where, message)
+            assert expected in message
+            assert error < 1e-10
+
+
+def killed(rank: int) -> str:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    stages = [shard_nested(stage, mesh["dp"]) for stage in make_stages(2)]
+    pipe = DualPipeV(stages, process_group=mesh["pp"].get_group())
+    x, y = batch(4, 1)
+
+    def criterion(a, b):
+        if rank == 1:
+            os._exit(3)
+        return F.mse_loss(a, b)
+
+    pipe.step(x, num_chunks=4, criterion=criterion, labels=(y,))
+    return ""
+
+
+def test_a_killed_rank_raises_in_all_pipelines():
+    results = run_ranks(killed, 4, check=False, timeout=50, group_timeout=10)
+    assert isinstance(results.pop(1), ChildProcessError)
+    for error in results:
+        assert isinstance(error, PipelineError), error
+
+
+# -- other layouts of the parameters
+
+
+def hybrid(rank: int) -> float:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    expected = make_stages(2)
+    stages = [shard_nested(copy.deepcopy(stage), mesh) for stage in expected]
+    pipe = DualPipeV(stages, process_group=torch.distributed.new_subgroups(1)[0])
+    x, y = batch(3, 4)
+    mine = slice(rank * 6, rank * 6 + 6)
+    pipe.step(x[mine], num_chunks=3, criterion=F.mse_loss, labels=(y[mine],))
+    reference(expected, x, y, 12, criterion=lambda a, b: F.mse_loss(a, b) / 4)
+    return gradient_errors(stages, (0, 1), expected)
+
+
+def test_hybrid_sharding_reduces_over_both_dimensions():
+    assert max(run_ranks(hybrid, 4)) < 1e-10
+
+
+class Experts(nn.Module):
+    """Stacked weights (E, N, H), a DTensor Shard(0) over ep: every rank applies its own to the rows of all of them."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self.up = GroupedLinear(experts, WIDTH, WIDTH, dtype=torch.float64)
+
+    def forward(self, x_MH: Tensor, offs_E: Tensor) -> Tensor:
+        return self.up(x_MH, offs_E)
+
+
+def experts_on_another_mesh(rank: int) -> list[tuple[str, float]]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    torch.manual_seed(0)
+    expected = Experts(4)
+    experts = copy.deepcopy(expected)
+    weight = nn.Parameter(distribute_tensor(expected.up.weight.detach(), mesh["ep"], [Shard(0)]))
+    experts.up.weight = weight
+    fully_shard(experts, mesh=mesh["dp"], shard_placement_fn=lambda p: Shard(1))
+    experts.set_gradient_divide_factor(4)
+    ep = mesh["ep"].get_local_rank()
+    x, y = batch(4, 4)
+
+    class Local(nn.Module):
+        """The rows of this rank's experts: two of four, none for the last."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = experts
+
+        def forward(self, x):
+            return self.experts(x, torch.tensor([len(x), len(x)], dtype=torch.int32))
+
+    pipe = Pipeline([Local()], process_group=torch.distributed.new_subgroups(1)[0], schedule="1f1b")
+    pipe.step(x[rank * 8 : rank * 8 + 8], num_chunks=2, criterion=F.mse_loss, labels=(y[rank * 8 : rank * 8 + 8],))
+    for other in range(4):
+        rows = slice(other * 8, other * 8 + 8)
+        first = torch.zeros(4, dtype=torch.int32)
+        first[(other % 2) * 2 :] = 4  # all rows to the first expert of that rank
+        for a, b in zip(x[rows].chunk(2), y[rows].chunk(2)):
+            (F.mse_loss(expected(a, first), b) / 4).backward()
+    grad = experts.up.weight.grad
+    assert ep == rank % 2
+    return [(str(grad.placements), relative_error(grad.full_tensor(), expected.up.weight.grad))]
+
+
+def test_experts_on_another_mesh_have_the_mean_over_the_global_batch_too():
+    for found in run_ranks(experts_on_another_mesh, 4):
+        for placements, error in found:
+            assert "_StridedShard" not in placements
+            assert error < 1e-10
+
+
+def refused(rank: int) -> list[str]:
+    mesh = init_device_mesh("cpu", (1,))
+    offloaded = fully_shard(Stage(), mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    pair = Stage()
+    fully_shard([pair.up, pair.down], mesh=mesh)
+    moved = fully_shard(Stage(), mesh=mesh)
+    messages = []
+    for stage in (offloaded, pair):
+        try:
+            Pipeline([stage])
+        except ValueError as error:
+            messages.append(str(error))
+    pipe = Pipeline([moved])
+    try:
+        with patch.object(_fsdp_state.FSDPState, "_lazy_init", new_callable=PropertyMock, side_effect=AttributeError):
+            pipe.step(torch.ones(1, WIDTH, dtype=torch.float64), num_chunks=1, criterion=F.mse_loss,
+                      labels=(torch.ones(1, WIDTH, dtype=torch.float64),))  # fmt: skip
+    except PipelineError as error:
+        messages.append(str(error))
+    return messages
+
+
+def test_what_cannot_work_is_refused_with_the_remedy():
+    offload, pair, moved = run_ranks(refused, 1)[0]
+    assert "CPU offload" in offload and "leave offload_policy out" in offload
+    assert "call fully_shard on the stage itself as well" in pair
+    assert "FSDPState._lazy_init" in moved and torch.__version__ in moved
