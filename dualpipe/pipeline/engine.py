@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from itertools import starmap
-from typing import Any, TypeVar
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -29,19 +29,18 @@ from dualpipe.pipeline.arguments import (
     same,
     split,
 )
+from dualpipe.pipeline.consensus import Consensus
 from dualpipe.pipeline.errors import PipelineError
-from dualpipe.pipeline.interpreter import Batch, Interpreter, UpstreamFailed, overlaps_by_itself
+from dualpipe.pipeline.interpreter import Batch, Interpreter, overlaps_by_itself
 from dualpipe.pipeline.program import Program, lower, one_at_a_time, streams
 from dualpipe.pipeline.traffic import Traffic
 from dualpipe.pipeline.transport import Replicas, Transport
 from dualpipe.pipeline.weight_grad_store import WeightGradStore
 from dualpipe.schedule import Action, Schedule, build, validate
 
-ERROR_CHARACTERS = 1200  # of an error's text that travel to the other ranks
 LISTS = list | tuple | nn.ModuleList | nn.Sequential
 
 Outputs = Tensor | tuple[Tensor, ...] | None
-T, U = TypeVar("T"), TypeVar("U")
 
 
 class Pipeline(nn.Module):
@@ -83,7 +82,8 @@ class Pipeline(nn.Module):
         self._schedule = schedule
         self._programs: dict[int, tuple[Program, Program]] = {}
         self._transport = Transport(process_group, members, self.rank)
-        self._replicas = Replicas(process_groups(m for m in _listed(modules) if isinstance(m, nn.Module)))
+        replicas = Replicas(process_groups(m for m in _listed(modules) if isinstance(m, nn.Module)))
+        self._consensus = Consensus(self._transport, replicas)
 
         def check() -> tuple[Schedule, list[Any]]:
             if not valid:
@@ -96,7 +96,7 @@ class Pipeline(nn.Module):
             same("(schedule, its checksum, device, batch_dim, rank_mapping)", [agreed for agreed, _ in ranks])
             return any(overlaps for _, overlaps in ranks)
 
-        built, self._pairs = self._together(ValueError, check, conclude)
+        built, self._pairs = self._consensus.reach(ValueError, check, conclude)
         self._placement, self._stages = built.placement, built.rank_stages(self.rank)
         self._transport.connect(streams(built), self.device)
 
@@ -167,7 +167,7 @@ class Pipeline(nn.Module):
         a rank failed during the step. After an error the pipeline can be used again if its process group still works;
         gradients are then undefined and should be zeroed; those kept by `sync=False` are dropped.
         """
-        (batch, program), batch_size = self._together(
+        (batch, program), batch_size = self._consensus.reach(
             ValueError,
             lambda: self._prepare(inputs, num_chunks, criterion, labels, return_outputs, sync),
             lambda ranks: agree(list(starmap(StepArguments, ranks)), self._placement[0], self._placement[-1]),
@@ -175,7 +175,7 @@ class Pipeline(nn.Module):
         )
         run = self._interpreter(program, batch, num_larger=batch_size % int(num_chunks), sync=sync)
         try:
-            result, _ = self._together(
+            result, _ = self._consensus.reach(
                 PipelineError, lambda: (self._execute(run, int(num_chunks)), None), where=lambda: _describe(run.doing)
             )
         except BaseException:
@@ -286,49 +286,6 @@ class Pipeline(nn.Module):
             return record_function  # asked for first: idle, it would cost 5 us an action
         return torch.cuda.nvtx.range if self.device.type == "cuda" else None
 
-    def _together(
-        self,
-        kind: type[Exception],
-        attempt: Callable[[], tuple[T, Any]],
-        conclude: Callable[[list[Any]], U] = lambda values: None,
-        *,
-        where: Callable[[], str] = str,
-        same_everywhere: Any = None,
-    ) -> tuple[T, U]:
-        """Do something on every rank; where it fails on one, all raise, those of data-parallel pipelines included.
-
-        `attempt` gives (own result, JSON value to share), `conclude` makes something of the values of the pipeline's
-        ranks or raises ValueError; returned are the own result and the conclusion. `where()` says what an error came
-        from; `same_everywhere` must be the same in all pipelines. An interrupt is told to the others like any error,
-        and goes on as itself here.
-        """
-        error = own = value = text = None
-        try:
-            own, value = attempt()
-        except BaseException as raised:
-            error = raised
-            text = None if isinstance(raised, UpstreamFailed) else f"{where()}{_text(raised)}"
-        try:
-            records = self._transport.exchange([text and text[:ERROR_CHARACTERS], value])
-            failure, conclusion = _failure(records, kind), None
-            if failure is None:
-                try:
-                    conclusion = conclude([value for _, value in records])
-                except ValueError as disagreement:
-                    failure = disagreement
-            elsewhere = self._replicas.agree(failure and str(failure)[:ERROR_CHARACTERS], same_everywhere)
-            if error is not None and not isinstance(error, Exception):
-                raise error
-            if failure is None and elsewhere is not None:
-                failure = kind(elsewhere)
-            if failure is not None:
-                raise failure from error
-            if error is not None:
-                raise PipelineError("a rank failed and could not report why") from error
-            return own, conclusion
-        finally:
-            error = failure = None  # this frame is in the error's traceback: the cycle would keep all its tensors
-
 
 class DualPipeV(Pipeline):
     """DeepSeek's DualPipeV: rank r of P holds stages r and 2P-1-r of a V, so the first rank has both ends.
@@ -368,27 +325,9 @@ def _join(parts: Sequence[Tensor], dim: int) -> Tensor:
     return torch.stack(parts) if parts[0].dim() <= max(dim, 0) else torch.cat(parts, dim)
 
 
-def _failure(records: list[Any], kind: type[Exception]) -> Exception | None:
-    """`kind`, with the same text on every rank, where a record tells of an error or a rank is gone."""
-    lost = {rank: f"cannot be reached: {r}" for rank, r in enumerate(records) if isinstance(r, RuntimeError)}
-    errors = {rank: r[0] for rank, r in enumerate(records) if rank not in lost and r[0] is not None} | lost
-    if not errors:
-        return None
-    return (PipelineError if lost else kind)("; ".join(f"rank {r}: {errors[r]}" for r in sorted(errors)))
-
-
 def _listed(modules: Any) -> Sequence[Any]:
     """What can be a sequence of modules as one; nothing of what cannot."""
     return modules if isinstance(modules, LISTS) else ()
-
-
-def _text(error: BaseException) -> str:
-    """A ValueError speaks for itself; others are named by their type."""
-    try:
-        text = str(error)
-    except Exception as raised:
-        text = f"(its text raised {type(raised).__name__})"
-    return text if type(error) is ValueError else f"{type(error).__name__}: {text}"
 
 
 def _describe(actions: tuple[Action, ...]) -> str:

@@ -17,6 +17,7 @@ from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from dualpipe.parallel.fsdp import ShardedStep
+from dualpipe.pipeline.errors import UpstreamFailed
 from dualpipe.pipeline.program import Instruction, Program
 from dualpipe.pipeline.traffic import Traffic
 from dualpipe.pipeline.weight_grad_store import WeightGradStore
@@ -42,10 +43,6 @@ class Saved(NamedTuple):
     seed: Tensor | None  # the gradient of the loss, on the last stage
     loss: Tensor | None  # this and the outputs are kept only for modules that overlap by themselves
     outputs: tuple[Tensor, ...]
-
-
-class UpstreamFailed(Exception):
-    """Another rank could not send what this one needs; that rank reports the cause."""
 
 
 class Interpreter:
