@@ -4,30 +4,23 @@ For the shapes of three models, with balanced and with skewed choices of experts
 before it is timed. `torch` is how many times longer the same takes as PyTorch operations (argsort, index_select, sum);
 `copy` the fraction of a copy's bytes a second in the same run, counting what must be read and written once.
 
-    python benchmarks/bench_routing.py [--tokens N ...] [--save]
+    python benchmarks/bench_routing.py [--model NAME ...] [--tokens N ...] [--quick] [--minutes M] [--save]
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from gpu_bench import check_close, run_bandwidth_bench, time_ms
+from expert_shapes import MODELS, ROUTINGS, TOKENS, choices, every
+from gpu_bench import Bench, Goal, Machine, Row, check_close, poisoned, run_bench, time_ms
 from torch import Tensor
 
 from dualpipe.kernels import SortedTokens, combine_tokens, dispatch_tokens, sort_tokens
 
-MODELS = {"deepseek-v2-lite": (2048, 64, 6), "qwen3-30b-a3b": (2048, 128, 8), "gpt-oss-20b": (2880, 32, 4)}  # H, E, K
 TOLERANCE = 5e-3  # one rounding here, several in PyTorch's operations
-
-
-def choices(tokens: int, experts: int, top_k: int, skewed: bool, device: torch.device) -> Tensor:
-    """(T, K) different experts for each token; skewed: the first ones far more often."""
-    scores = torch.rand(tokens, experts, device=device)
-    if skewed:
-        scores += 2.0 / torch.arange(1, experts + 1, device=device)
-    return scores.topk(top_k).indices
 
 
 def torch_sort(expert_idx: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -58,37 +51,55 @@ def moves(
     yield "combine", there, lambda: combine_tokens(y, weights, tokens), lambda: torch_combine(y, weights)
     ours, theirs = backward(lambda y, w: combine_tokens(y, w, tokens)), backward(torch_combine)
     yield "combine backward", there + y.numel(), ours, theirs
-    plain = lambda: y.index_select(0, inverse).unflatten(0, weights.shape).sum(1)  # noqa: E731
-    yield "dispatch backward", there, lambda: combine_tokens(y, None, tokens, top_k=top_k), plain
+    theirs = lambda: y.index_select(0, inverse).unflatten(0, weights.shape).sum(1)  # noqa: E731
+    yield "dispatch backward", there, lambda: combine_tokens(y, None, tokens, top_k=top_k), theirs
 
 
-def measure(model: str, count: int, skewed: bool, copy_rate: float, device: torch.device) -> Iterator[dict[str, Any]]:
-    hidden, experts, top_k = MODELS[model]
-    expert_idx = choices(count, experts, top_k, skewed, device)
-    tokens = sort_tokens(expert_idx, experts)
-    if not all(torch.equal(a.long(), b.long()) for a, b in zip(tokens, torch_sort(expert_idx, experts))):
-        raise RuntimeError("sort_tokens: not the stable order; not timed")
-    common = {"model": model, "tokens": count, "skewed": skewed}
-    ours_ms, torch_ms = (time_ms(lambda f=f: f(expert_idx, experts)) for f in (sort_tokens, torch_sort))
-    yield {**common, "what": "sort", "us": 1000 * ours_ms, "GB/s": None, "copy": None, "torch": torch_ms / ours_ms}
-    x, y = (torch.randn(rows, hidden, dtype=torch.bfloat16, device=device) for rows in (count, count * top_k))
-    weights = torch.rand(count, top_k, dtype=torch.bfloat16, device=device)
-    for what, elements, ours, theirs in moves(x, y, weights, tokens, top_k):
-        results, expected = ours(), theirs()
-        for a, b in zip(*((r if isinstance(r, tuple) else (r,)) for r in (results, expected))):
-            check_close(what, a, b, TOLERANCE)
+def measure(machine: Machine, model: str, tokens: int, routing: str) -> Iterator[Row]:
+    """The sort, and every way of moving rows by its result."""
+    sizes = MODELS[model]
+    expert_idx = choices(tokens, sizes.experts, sizes.top_k, routing == "skewed", machine.device)
+    yield measure_sort(expert_idx, sizes.experts)
+    x = torch.randn(tokens, sizes.hidden, dtype=torch.bfloat16, device=machine.device)
+    y = torch.randn(tokens * sizes.top_k, sizes.hidden, dtype=torch.bfloat16, device=machine.device)
+    weights = torch.rand(tokens, sizes.top_k, dtype=torch.bfloat16, device=machine.device)
+    where = sort_tokens(expert_idx, sizes.experts)
+    for what, elements, ours, theirs in moves(x, y, weights, where, sizes.top_k):
+        check(what, ours, theirs)
         ours_ms, torch_ms = time_ms(ours), time_ms(theirs)
         rate = 2 * elements / ours_ms / 1e6
-        figures = {"us": 1000 * ours_ms, "GB/s": rate, "copy": rate / copy_rate, "torch": torch_ms / ours_ms}
-        yield {**common, "what": what, **figures}
+        figures = {"us": 1000 * ours_ms, "GB/s": rate, "copy": rate / machine.copy_gb_per_s}
+        yield {"what": what, **figures, "torch": torch_ms / ours_ms}
 
 
-def measure_all(tokens: int, copy_rate: float, device: torch.device) -> Iterator[dict[str, Any]]:
-    """Every case at a number of tokens."""
-    for model in MODELS:
-        for skewed in (False, True):
-            yield from measure(model, tokens, skewed, copy_rate, device)
+def measure_sort(expert_idx: Tensor, experts: int) -> Row:
+    with poisoned():
+        results = sort_tokens(expert_idx, experts)
+    if not all(torch.equal(a.long(), b.long()) for a, b in zip(results, torch_sort(expert_idx, experts))):
+        raise RuntimeError("sort_tokens: not the stable order; not timed")
+    ours_ms, torch_ms = (time_ms(lambda f=f: f(expert_idx, experts)) for f in (sort_tokens, torch_sort))
+    return {"what": "sort", "us": 1000 * ours_ms, "GB/s": None, "copy": None, "torch": torch_ms / ours_ms}
 
+
+def check(what: str, ours: Callable[[], Any], theirs: Callable[[], Any]) -> None:
+    with poisoned():
+        results = ours()
+    for a, b in zip(*(r if isinstance(r, tuple) else (r,) for r in (results, theirs()))):
+        check_close(what, a, b, TOLERANCE)
+
+
+BENCH = Bench(
+    doc=__doc__,
+    name="routing",
+    settings=every(model=MODELS, tokens=(512, *TOKENS), routing=ROUTINGS),
+    quick={"tokens": 4096, "routing": "skewed"},
+    measure=measure,
+    goals=(
+        Goal("combine and its backward, from 4096 tokens on, 85% of copy bandwidth", "copy", 0.85,
+             lambda row: "combine" in row["what"] and row["tokens"] >= 4096),
+        Goal("never slower than PyTorch's operations", "torch", 1.0),
+    ),
+)  # fmt: skip
 
 if __name__ == "__main__":
-    run_bandwidth_bench(__doc__, "routing", [512, 4096, 16384, 65536], measure_all)
+    sys.exit(run_bench(BENCH))

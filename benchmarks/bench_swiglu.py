@@ -5,32 +5,34 @@ tokens of a micro-batch on one rank or an eighth of them. Each result is checked
 fraction of a copy's bytes a second in the same run, counting what must be read and written once; `eager` is how many
 times longer the same takes as PyTorch operations, `compiled` under torch.compile.
 
-    python benchmarks/bench_swiglu.py [--tokens N ...] [--save]
+    python benchmarks/bench_swiglu.py [--model NAME ...] [--tokens N ...] [--quick] [--minutes M] [--save]
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from gpu_bench import check_close, run_bandwidth_bench, time_ms
+from expert_shapes import MODELS, TOKENS, every
+from gpu_bench import Bench, Goal, Machine, Row, check_close, compiled, poisoned, run_bench, time_ms
 from torch import Tensor
 
 from dualpipe.kernels import clamped_swiglu, swiglu
 
-OPS = import_module("dualpipe.kernels.swiglu")
-# I, K, whether clamped
-MODELS = {"deepseek-v2-lite": (1408, 6, False), "qwen3-30b-a3b": (768, 8, False), "gpt-oss-20b": (2880, 4, True)}
+OPS = import_module("dualpipe.kernels.swiglu")  # the function of that name hides the module
+ALPHA, LIMIT = 1.702, 7.0
 TOLERANCE = 5e-3  # the result is rounded once, in PyTorch after every operation
+COLUMNS = {"forward": 3, "backward": 5}  # gate, up, h; gate, up, dh, d gate, d up
 
 
 def eager(gate_up: Tensor, weight: Tensor | None, clamped: bool) -> Tensor:
     if clamped:
-        gate, up = gate_up[:, ::2].clamp(max=7.0), gate_up[:, 1::2].clamp(-7.0, 7.0)
-        h = (up + 1) * gate * torch.sigmoid(1.702 * gate)
+        gate, up = gate_up[:, ::2].clamp(max=LIMIT), gate_up[:, 1::2].clamp(-LIMIT, LIMIT)
+        h = (up + 1) * gate * torch.sigmoid(ALPHA * gate)
     else:
         gate, up = gate_up.chunk(2, dim=1)
         h = F.silu(gate) * up
@@ -43,47 +45,50 @@ def backward_of(function: Callable[..., Tensor], operands: list[Tensor], dh: Ten
     return lambda: torch.autograd.grad(h, leaves, dh, retain_graph=True)
 
 
-def measure(
-    model: str, tokens: int, weighted: bool, copy_rate: float, device: torch.device
-) -> Iterator[dict[str, Any]]:
-    width, top_k, clamped = MODELS[model]
-    rows = tokens * top_k
-    gate_up = 3 * torch.randn(rows, 2 * width, dtype=torch.bfloat16, device=device)
-    dh = torch.randn(rows, width, dtype=torch.bfloat16, device=device)
-    weight = torch.rand(rows, dtype=torch.bfloat16, device=device) if weighted else None
-    operands = [t for t in (gate_up, weight) if t is not None]
-    ours = clamped_swiglu if clamped else swiglu
+def check(ways: dict[str, list[Callable[[], Any]]], operands: list[Tensor], dh: Tensor, clamped: bool) -> None:
+    gate_up, weight = operands[0].float(), operands[1] if len(operands) > 1 else None
+    form = (clamped, ALPHA if clamped else 1.0, LIMIT)
+    with poisoned():
+        h, grads = ways["forward"][0](), ways["backward"][0]()
+    check_close("forward", h, OPS.swiglu_reference(gate_up, weight, *form), TOLERANCE)
+    for result, expected in zip(grads, OPS.swiglu_backward_reference(dh.float(), gate_up, weight, *form)):
+        check_close("backward", result, expected, TOLERANCE)
+
+
+def measure(machine: Machine, model: str, tokens: int, weighted: bool) -> Iterator[Row]:
+    """Forward and backward of one activation."""
+    clamped, width, rows = MODELS[model].clamped, MODELS[model].intermediate, tokens * MODELS[model].top_k
+    gate_up = 3 * torch.randn(rows, 2 * width, dtype=torch.bfloat16, device=machine.device)
+    dh = torch.randn(rows, width, dtype=torch.bfloat16, device=machine.device)
+    weight = [torch.rand(rows, dtype=torch.bfloat16, device=machine.device)] if weighted else []
 
     def plain(gate_up: Tensor, weight: Tensor | None = None) -> Tensor:
         return eager(gate_up, weight, clamped)
 
-    compiled = torch.compile(plain, dynamic=False)
+    functions, operands = (clamped_swiglu if clamped else swiglu, plain, compiled(plain)), [gate_up, *weight]
     ways = {
-        "forward": tuple((lambda f=f: f(*operands)) for f in (ours, plain, compiled)),
-        "backward": tuple(backward_of(f, operands, dh) for f in (ours, plain, compiled)),
+        "forward": [lambda f=f: f(*operands) for f in functions],
+        "backward": [backward_of(f, operands, dh) for f in functions],
     }
-    form = (clamped, 1.702 if clamped else 1.0, 7.0)
-    exact = OPS.swiglu_reference(gate_up.float(), weight, *form)
-    check_close("forward", ways["forward"][0](), exact, TOLERANCE)
-    exact = OPS.swiglu_backward_reference(dh.float(), gate_up.float(), weight, *form)
-    for result, expected in zip(ways["backward"][0](), exact):
-        check_close("backward", result, expected, TOLERANCE)
-    for direction, columns in (("forward", 3), ("backward", 5)):  # gate, up, h; gate, up, dh, d gate, d up
+    check(ways, operands, dh, clamped)
+    for direction, columns in COLUMNS.items():
         ours_ms, eager_ms, compiled_ms = (time_ms(fn) for fn in ways[direction])
-        rate = columns * gate_up.numel() // 2 * 2 / ours_ms / 1e6
-        yield {
-            "model": model, "tokens": tokens, "rows": rows, "weight": weighted, "direction": direction,
-            "us": 1000 * ours_ms, "GB/s": rate, "copy": rate / copy_rate, "eager": eager_ms / ours_ms,
-            "compiled": compiled_ms / ours_ms,
-        }  # fmt: skip
+        rate = columns * 2 * dh.numel() / ours_ms / 1e6
+        figures = {"us": 1000 * ours_ms, "GB/s": rate, "copy": rate / machine.copy_gb_per_s}
+        yield {"direction": direction, **figures, "eager": eager_ms / ours_ms, "compiled": compiled_ms / ours_ms}
 
 
-def measure_all(tokens: int, copy_rate: float, device: torch.device) -> Iterator[dict[str, Any]]:
-    """Every case at a number of tokens."""
-    for model in MODELS:
-        for weighted in (False, True):
-            yield from measure(model, tokens, weighted, copy_rate, device)
-
+BENCH = Bench(
+    doc=__doc__,
+    name="swiglu",
+    settings=every(model=MODELS, tokens=(512, *TOKENS), weighted=(False, True)),
+    quick={"tokens": 4096, "weighted": True},
+    measure=measure,
+    goals=(
+        Goal("from 4096 tokens on, 85% of copy bandwidth", "copy", 0.85, lambda row: row["tokens"] >= 4096),
+        Goal("never slower than PyTorch's operations", "eager", 1.0),
+    ),
+)
 
 if __name__ == "__main__":
-    run_bandwidth_bench(__doc__, "swiglu", [512, 4096, 16384, 65536], measure_all)
+    sys.exit(run_bench(BENCH))

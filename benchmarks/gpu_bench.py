@@ -1,11 +1,20 @@
-"""What the kernels' benchmarks share: a GPU or a clear message, median times, the machine's own rates, saved tables."""
+"""What the kernels' benchmarks share: one main program, median times, the machine's own rates, checks, goals, results.
+
+A benchmark is a list of settings, a function that measures one of them on a `Machine` and yields rows, and the goals
+that the rows are held to. Exit status: 0 where every goal is met or nothing could be measured, 1 otherwise.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
-from collections.abc import Callable, Iterable, Sequence
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -15,6 +24,146 @@ import torch
 from torch import Tensor
 
 RESULTS = Path(__file__).parent / "results"
+WORST_ROW = 5  # times the tolerance of the whole
+SHOWN = 12  # rows that miss a goal and are listed; the others are in the JSON
+CHUNK = 2**26  # elements that are compared at a time: 0.5 GB in float64
+
+Row = dict[str, Any]
+
+# ------------------------------------------------------------------------------------------------------- main program
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What is measured on, and what it can do: a copy's bytes read and written, a dense bfloat16 product."""
+
+    device: torch.device
+    copy_gb_per_s: float
+    dense_tflops: float
+
+
+@dataclass(frozen=True)
+class Goal:
+    """`column` is at least `minimum` in every row that `applies`."""
+
+    text: str
+    column: str
+    minimum: float
+    applies: Callable[[Row], bool] = lambda row: True
+
+    def rows(self, rows: Iterable[Row]) -> list[Row]:
+        """Those it is about."""
+        return [row for row in rows if row.get(self.column) is not None and self.applies(row)]
+
+    def missed(self, rows: Iterable[Row]) -> list[Row]:
+        return [row for row in self.rows(rows) if not row[self.column] >= self.minimum]
+
+
+@dataclass(frozen=True)
+class Bench:
+    """`settings` are the keyword arguments of `measure`, each with "model" and "tokens"; `quick` selects a few."""
+
+    doc: str
+    name: str
+    settings: Sequence[Row]
+    quick: Row
+    measure: Callable[..., Iterable[Row]]
+    goals: Sequence[Goal]
+
+
+@dataclass
+class Outcome:
+    rows: list[Row] = field(default_factory=list)
+    failures: list[Row] = field(default_factory=list)
+    skipped: list[Row] = field(default_factory=list)
+
+
+def run_bench(bench: Bench) -> int:
+    """The main program of a kernel's benchmark; returns the exit status."""
+    args = parse(bench)
+    device = require_gpu()
+    torch.manual_seed(0)
+    machine = Machine(device, copy_gb_per_s(device), dense_tflops(device))
+    rates = {"copy_gb_per_s": machine.copy_gb_per_s, "dense_tflops": machine.dense_tflops}
+    print(f"{torch.cuda.get_device_name()}: a copy moves {machine.copy_gb_per_s:.0f} GB/s, a dense product of 8192^3 "
+          f"runs at {machine.dense_tflops:.0f} TFLOP/s", flush=True)  # fmt: skip
+    outcome = run_settings(bench, chosen(bench, args), machine, args.minutes)
+    if args.save:
+        saved = {"failures": outcome.failures, "skipped": outcome.skipped}
+        save(bench.name, outcome.rows, args.save, **rates, **saved)
+    return report(bench.goals, outcome)
+
+
+def parse(bench: Bench) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=bench.doc.splitlines()[0])
+    models, tokens = (list(dict.fromkeys(s[name] for s in bench.settings)) for name in ("model", "tokens"))
+    parser.add_argument("--model", nargs="+", default=models, choices=models)
+    parser.add_argument("--tokens", type=int, nargs="+", default=tokens, choices=tokens)
+    parser.add_argument("--quick", action="store_true", help=f"only {describe(bench.quick)}")
+    parser.add_argument("--minutes", type=float, default=9.0, help="start no setting after so long")
+    add_save(parser, bench.name)
+    return parser.parse_args()
+
+
+def add_save(parser: argparse.ArgumentParser, name: str) -> None:
+    parser.add_argument("--save", nargs="?", type=Path, const=RESULTS, metavar="FOLDER",
+                        help=f"write {name}.json there, without a folder under benchmarks/results/")  # fmt: skip
+
+
+def chosen(bench: Bench, args: argparse.Namespace) -> list[Row]:
+    """The settings that the command line asks for."""
+    wanted = bench.quick.items() if args.quick else ()
+    return [
+        setting
+        for setting in bench.settings
+        if setting["model"] in args.model
+        and setting["tokens"] in args.tokens
+        and all(setting[name] == value for name, value in wanted)
+    ]
+
+
+def run_settings(bench: Bench, settings: Sequence[Row], machine: Machine, minutes: float) -> Outcome:
+    """One after the other; one that fails, or does not fit into memory, does not take the others with it."""
+    outcome, end = Outcome(), time.monotonic() + 60 * minutes
+    for at, setting in enumerate(settings):
+        if time.monotonic() > end:
+            outcome.skipped = list(settings[at:])
+            break
+        before = len(outcome.rows)
+        try:
+            for row in bench.measure(machine, **setting):
+                outcome.rows.append(setting | row)
+        except RuntimeError as error:
+            outcome.failures.append(setting | {"error": str(error)})
+        print_table(outcome.rows[before:])
+        print(flush=True)
+    return outcome
+
+
+def report(goals: Sequence[Goal], outcome: Outcome) -> int:
+    """Says which goals are met, and where not; 1 where one is missed or a setting failed."""
+    met = [report_goal(goal, outcome.rows) for goal in goals]
+    for failure in outcome.failures:
+        print(f"FAILED: {describe(failure)}")
+    if outcome.skipped:
+        print(f"not measured for lack of time: {len(outcome.skipped)} settings, from {describe(outcome.skipped[0])}")
+    return 0 if all(met) and not outcome.failures else 1
+
+
+def report_goal(goal: Goal, rows: Sequence[Row]) -> bool:
+    about, missed = goal.rows(rows), goal.missed(rows)
+    verdict = f"MISSED on {len(missed)} of {len(about)} rows" if missed else f"met on all {len(about)} rows"
+    print(f"goal: {goal.text}: {verdict if about else 'nothing of this was measured'}")
+    for row in sorted(missed, key=lambda row: row[goal.column])[:SHOWN]:
+        print(f"    {row[goal.column]:.3g} {describe(row)}")
+    if len(missed) > SHOWN:
+        print(f"    and {len(missed) - SHOWN} more")
+    return not missed
+
+
+def describe(row: Row) -> str:
+    """What a row is about: everything but what was measured."""
+    return ", ".join(f"{name} {value}" for name, value in row.items() if not isinstance(value, float))
 
 
 def require_gpu() -> torch.device:
@@ -25,55 +174,111 @@ def require_gpu() -> torch.device:
     return torch.device("cuda")
 
 
+# ----------------------------------------------------------------------------------------------------------- measuring
+
+
 def time_ms(fn: Callable[[], Any], *, warmup_ms: int = 25, measure_ms: int = 100) -> float:
-    """Median time of a call in milliseconds, the L2 cache flushed before each."""
+    """Median time of a call in milliseconds, the L2 cache flushed before each. Without a GPU by the host's clock."""
+    if not torch.cuda.is_available():
+        return statistics.median(_host_ms(fn) for _ in range(3))
     from triton.testing import do_bench
 
     return do_bench(fn, warmup=warmup_ms, rep=measure_ms, return_mode="median")
 
 
-def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """||actual - expected|| / ||expected||, in float64."""
-    expected = expected.double()
-    return float((actual.double() - expected).norm() / expected.norm().clamp(min=1e-300))
-
-
-def check_close(name: str, actual: Tensor, expected: Tensor, tolerance: float) -> None:
-    """Ends a benchmark whose kernel is wrong: a fast wrong result is no result."""
-    error = relative_error(actual, expected)
-    if not error <= tolerance:  # NaN too
-        raise RuntimeError(f"{name}: relative error {error:.3g} exceeds {tolerance:.3g}; not timed")
+def _host_ms(fn: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    fn()
+    return 1000 * (time.perf_counter() - start)
 
 
 def copy_gb_per_s(device: torch.device, gib: float = 2.0) -> float:
     """Bytes read and written by a copy, in 1e9 a second: what memory-bound kernels are held to."""
-    source = torch.empty(int(gib * 2**30) // 2, dtype=torch.bfloat16, device=device)
+    source = torch.randn(int(gib * 2**30) // 2, dtype=torch.bfloat16, device=device)
     target = torch.empty_like(source)
     return 2 * source.numel() * source.element_size() / time_ms(lambda: target.copy_(source)) / 1e6
 
 
-def run_bandwidth_bench(
-    doc: str, name: str, tokens: Sequence[int], measure: Callable[[int, float, torch.device], Iterable[dict[str, Any]]]
-) -> None:
-    """The main program of a memory-bound kernel's benchmark.
+def dense_tflops(device: torch.device, size: int = 8192) -> float:
+    """What a large dense product reaches."""
+    return 2 * size**3 / dense_ms([(size, size, size)], device) / 1e9
 
-    measure: (tokens, GB/s of a copy, device) -> rows; `tokens` are those measured unless --tokens says otherwise.
+
+def dense_ms(shapes: Sequence[tuple[int, int, int]], device: torch.device) -> float:
+    """Time of dense bfloat16 products of (m, k) and (k, n), given as (m, n, k), all random."""
+    total = 0.0
+    for m, n, k in shapes:
+        a = torch.randn(m, k, device=device, dtype=torch.bfloat16)
+        b = torch.randn(n, k, device=device, dtype=torch.bfloat16)
+        total += time_ms(lambda a=a, b=b: torch.mm(a, b.t()))
+    return total
+
+
+def peak_gb(fn: Callable[[], Any], device: torch.device) -> float | None:
+    """Memory that a call needs beyond what is there; None where there is no GPU."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    fn()
+    return (torch.cuda.max_memory_allocated() - before) / 1e9
+
+
+def compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`torch.compile` for exactly these shapes. Forgets earlier ones: after eight it would quietly run eagerly."""
+    torch.compiler.reset()
+    return torch.compile(function, dynamic=False)
+
+
+# ------------------------------------------------------------------------------------------------------------ checking
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """New tensors hold NaN, or the largest integer, so that a result that was not written shows."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    with warnings.catch_warnings(action="ignore"):  # about operations that have no deterministic version
+        torch.use_deterministic_algorithms(True, warn_only=True)  # this is what fills new memory
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def relative_errors(actual: Tensor, expected: Tensor) -> tuple[float, float]:
+    """||actual - expected|| / ||expected|| of the whole and of the worst row, in float64, some rows at a time.
+
+    A row that is shorter than most is compared with their root mean square.
     """
-    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
-    parser.add_argument("--tokens", type=int, nargs="+", default=list(tokens))
-    parser.add_argument("--save", action="store_true", help=f"write benchmarks/results/{name}.json")
-    args = parser.parse_args()
-    device = require_gpu()
-    torch.manual_seed(0)
-    copy_rate = copy_gb_per_s(device)
-    print(f"{torch.cuda.get_device_name()}: a copy moves {copy_rate:.0f} GB/s")
-    rows = [row for count in args.tokens for row in measure(count, copy_rate, device)]
-    print_table(rows)
-    if args.save:
-        save(name, rows, copy_gb_per_s=copy_rate)
+    if actual.shape != expected.shape:
+        raise RuntimeError(f"a result has shape {tuple(actual.shape)} instead of {tuple(expected.shape)}")
+    shape = (-1, expected.shape[-1]) if expected.dim() > 1 else (1, -1)
+    actual, expected = actual.detach().reshape(shape), expected.detach().reshape(shape)
+    step = max(1, CHUNK // max(1, expected.shape[1]))
+    differences, norms = [], []
+    for a, e in zip(actual.split(step), expected.split(step)):
+        differences.append((a.double() - e.double()).square().sum(1))
+        norms.append(e.double().square().sum(1))
+    difference, norm = torch.cat(differences), torch.cat(norms)
+    worst = (difference / norm.clamp(min=max(float(norm.mean()), 1e-300))).max()
+    return float(difference.sum() / norm.sum().clamp(min=1e-300)) ** 0.5, float(worst) ** 0.5
 
 
-def print_table(rows: Sequence[dict[str, Any]]) -> None:
+def check_close(name: str, actual: Tensor, expected: Tensor, tolerance: float) -> None:
+    """Ends a measurement whose kernel is wrong: a fast wrong result is no result.
+
+    One wrong row of many would not show in the error of the whole.
+    """
+    error, worst = relative_errors(actual, expected)
+    if not (error <= tolerance and worst <= WORST_ROW * tolerance):  # NaN too
+        raise RuntimeError(f"{name}: relative error {error:.3g}, of the worst row {worst:.3g}, exceeds {tolerance:.3g} "
+                           f"or {WORST_ROW} times that; not timed")  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------------------- results
+
+
+def print_table(rows: Sequence[Row]) -> None:
     """Every row's fields in columns; floats with three significant digits or more."""
     if not rows:
         return
@@ -84,24 +289,29 @@ def print_table(rows: Sequence[dict[str, Any]]) -> None:
         print("  ".join(text.rjust(width) for text, width in zip(line, widths)))
 
 
-def save(name: str, rows: Sequence[dict[str, Any]], **facts: Any) -> Path:
-    """Write `rows` to benchmarks/results/<name>.json, with date, device and versions."""
-    properties = torch.cuda.get_device_properties(0)
+def save(name: str, rows: Sequence[Row], folder: Path = RESULTS, **facts: Any) -> Path:
+    """Write `rows` to <folder>/<name>.json, with date, device and versions."""
     report = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "device": properties.name,
-        "multiprocessors": properties.multi_processor_count,
+        **_device_facts(),
         "torch": torch.__version__,
         "triton": _version("triton"),
-        "cuda": torch.version.cuda,
         **facts,
         "rows": list(rows),
     }
-    path = RESULTS / f"{name}.json"
-    path.parent.mkdir(exist_ok=True)
+    path = folder / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=1) + "\n")
     print(f"saved {path}")
     return path
+
+
+def _device_facts() -> Row:
+    if not torch.cuda.is_available():
+        return {"device": "cpu"}
+    properties = torch.cuda.get_device_properties(0)
+    facts = {"device": properties.name, "multiprocessors": properties.multi_processor_count}
+    return facts | {"cuda": torch.version.cuda}
 
 
 def _version(package: str) -> str | None:

@@ -6,8 +6,13 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from dualpipe import __version__
+
+if TYPE_CHECKING:
+    from dualpipe.parallel import DTypePolicy
+    from dualpipe.train.config import Config
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,6 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_train(commands)
     _add_data(commands)
     _add_parity(commands)
+    _add_dtypes(commands)
     return parser
 
 
@@ -109,6 +115,7 @@ def _add_parity(commands: argparse._SubParsersAction) -> None:
 
 def _add_parity_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pp", type=int, metavar="N", help="pipeline ranks (default: the file's parallel.pp)")
+    parser.add_argument("--dp", type=int, metavar="N", help="pipelines beside each other (default: the file's)")
     parser.add_argument("--dtype", choices=("float64", "float32"), default="float64", help="default: float64")
     parser.add_argument(
         "--tolerance", type=float, metavar="X", help="relative error allowed (default: 1e-10, float32 1e-5)"
@@ -123,8 +130,9 @@ def _parity(args: argparse.Namespace) -> int:
     after_config = argparse.ArgumentParser(prog="dualpipe parity CONFIG", allow_abbrev=False, add_help=False)
     _add_parity_options(after_config)
     args, overrides = after_config.parse_known_args(args.overrides, namespace=args)
-    if args.pp is not None:
-        overrides = [*overrides, "--parallel.pp", str(args.pp)]
+    for name in ("pp", "dp"):
+        if getattr(args, name) is not None:
+            overrides = [*overrides, f"--parallel.{name}", str(getattr(args, name))]
     config = load_config(args.config, overrides)
     options = ["--dtype", args.dtype, "--worst", str(args.worst)]
     options += [] if args.tolerance is None else ["--tolerance", str(args.tolerance)]
@@ -135,3 +143,36 @@ def _parity(args: argparse.Namespace) -> int:
         return check(config, info, dtype=args.dtype, tolerance=args.tolerance, worst=args.worst)
 
     return run_on_ranks(["parity", *options, args.config, *overrides], config.parallel.world_size, body)
+
+
+def _add_dtypes(commands: argparse._SubParsersAction) -> None:
+    text = "print in which dtype every tensor of the model is stored, computes, is reduced and saved, and why"
+    parser = commands.add_parser("dtypes", help=text, description=text, allow_abbrev=False)
+    _add_config(parser)
+    parser.set_defaults(run=_dtypes)
+
+
+def _dtypes(args: argparse.Namespace) -> int:
+    import torch
+
+    from dualpipe.models import build_stages
+    from dualpipe.parallel import resolve_dtypes
+    from dualpipe.train.config import load_config
+    from dualpipe.train.model import read_model_config
+
+    config = load_config(args.config, args.overrides)
+    policy = _dtype_policy(config)
+    with torch.device("meta"):
+        (model,) = build_stages(read_model_config(config.model.config), 1)
+    print(resolve_dtypes(model.to(policy.param_dtype), policy).table())
+    return 0
+
+
+def _dtype_policy(config: Config) -> DTypePolicy:
+    """What [train] dtype asks for: the model is built, computes and returns in it; gradients are in fp32."""
+    import torch
+
+    from dualpipe.parallel import DTypePolicy
+
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[config.train.dtype]
+    return DTypePolicy(param_dtype=dtype, reduce_dtype=torch.float32, output_dtype=dtype)

@@ -42,21 +42,34 @@ _WEIGHT = {
     80: {"wide": GemmConfig(128, 128, 64, 8, 3), "narrow": GemmConfig(128, 128, 32, 8, 4)},
     90: {"wide": GemmConfig(128, 256, 64, 8, 3), "narrow": GemmConfig(128, 128, 64, 8, 3)},
 }
-# float32 is multiplied exactly, without tensor cores, and is there to check results. Operands that cannot be read 16
-# bytes at a time pass through registers. Both need small tiles: 128 x 256 spills 1.4 KB a thread.
-_FLOAT32 = GemmConfig(32, 64, 32, 4, 2, per_sm=2)
-_ODD = GemmConfig(64, 64, 32, 4, 3, per_sm=2)
+# Operands that cannot be read 16 bytes at a time pass through registers, which takes small tiles: 128 x 256 spills 1.4
+# KB a thread. float32 and float64 are multiplied as they are and are there to check results.
+_ANY = {
+    "odd": GemmConfig(64, 64, 32, 4, 3, per_sm=2),
+    "float32": GemmConfig(32, 64, 32, 4, 2, per_sm=2),
+    "float64": GemmConfig(32, 32, 16, 4, 1, per_sm=2),
+}
 
 
-def row_config(
-    arch: int, dtype: torch.dtype, *, rows: int, experts: int, cols: int, aligned: bool = True
-) -> GemmConfig:
-    """For products with one result row for each of at most `rows` rows of `experts` experts, `cols` wide.
+# Where SwiGLU, in the clamped form or not, is computed in the product before it: everywhere but where the compiler
+# spilled (Triton 3.7.1 on sm_80, 3.6 on sm_100). It saves a launch and reading gate and up back, 4 I bytes a row in
+# half precision, about a tenth of the first product's time at the shapes of Qwen3 and DeepSeek. Chosen from compiling
+# and counting bytes; not yet measured on a GPU.
+_APART = {(80, "wide", True), (100, "narrow", True), (100, "narrow", False)}
+
+
+def row_shape(dtype: torch.dtype, *, rows: int, experts: int, cols: int, aligned: bool = True) -> str:
+    """Shape class of products with one result row for each of at most `rows` rows of `experts` experts, `cols` wide.
 
     `aligned`: both operands can be read 16 bytes at a time.
     """
     few, narrow = rows <= 64 * experts, cols <= 128
-    return row_configs(arch)[_shape_class(dtype, aligned, "few" if few else "narrow" if narrow else "wide")]
+    return _shape_class(dtype, aligned, "few" if few else "narrow" if narrow else "wide")
+
+
+def fuses_swiglu(arch: int, shape: str, clamped: bool) -> bool:
+    """Whether the product computes its SwiGLU too."""
+    return (80 if arch < 90 else 90 if arch < 100 else 100, shape, clamped) not in _APART
 
 
 def weight_config(arch: int, dtype: torch.dtype, *, out: int, hidden: int, aligned: bool = True) -> GemmConfig:
@@ -66,14 +79,15 @@ def weight_config(arch: int, dtype: torch.dtype, *, out: int, hidden: int, align
 
 
 def row_configs(arch: int) -> dict[str, GemmConfig]:
-    """Everything that `row_config` can choose on sm_`arch`, by shape class."""
-    return _ROWS[80 if arch < 90 else 90] | {"odd": _ODD, "float32": _FLOAT32}
+    """Tiles of products that make rows on sm_`arch`, by shape class."""
+    return _ROWS[80 if arch < 90 else 90] | _ANY
 
 
 def weight_configs(arch: int) -> dict[str, GemmConfig]:
     """Everything that `weight_config` can choose on sm_`arch`, by shape class."""
-    return _WEIGHT[80 if arch < 90 else 90] | {"odd": _ODD, "float32": _FLOAT32}
+    return _WEIGHT[80 if arch < 90 else 90] | _ANY
 
 
 def _shape_class(dtype: torch.dtype, aligned: bool, by_shape: str) -> str:
-    return "float32" if dtype is torch.float32 else by_shape if aligned else "odd"
+    exact = {torch.float32: "float32", torch.float64: "float64"}
+    return exact.get(dtype, by_shape if aligned else "odd")

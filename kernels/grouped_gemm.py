@@ -6,13 +6,14 @@ no row is padded. Example: offs = [2, 2, 5] gives rows 0 and 1 to expert 0, none
 
 What it saves over one product per expert: E launches, and a copy of the sizes to the host; over a batched product: the
 padding. `gather` reads the rows where they are, which saves writing and reading a sorted copy of K times the
-activations; the weight gradient goes into its float32 accumulator from the registers, which saves a rounded copy of
+activations; `grouped_gemm_swiglu` activates gate and up while they are in registers, which saves reading them back
+and a launch; the weight gradient goes into its float32 accumulator from the registers, which saves a rounded copy of
 all weights. Every element of a result has one writer and one order of additions: the bits are those of every other run.
 
 Two kernels, one for the products that make rows (forward, input gradient), one for the sum over rows (weight gradient).
 On sm_90 and later, operands whose rows start at multiples of 16 bytes are read by the copy engine (tensor descriptors);
-others, gathered ones and those on sm_80 through pointers. float64 always takes the reference. None of these functions
-is meant for autograd: `dualpipe.nn.GroupedLinear` has the backward.
+others, gathered ones and those on sm_80 through pointers. None of these functions is meant for autograd:
+`dualpipe.nn.GroupedLinear` and `GroupedSwiGLU` have the backward.
 
 DUALPIPE_CHECK_OFFSETS=1 in the environment checks on CUDA that `offs` rise to at most M and that `gather` stays within
 `x`, at the cost of waiting for the device in every call. Without it wrong offsets give wrong results, but ends
@@ -24,17 +25,30 @@ directions, C columns of the result (N or H) and D the summed dimension (H or N)
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from dualpipe.kernels.backend import INTERPRET, architecture, num_sms, tl, triton, use_triton
-from dualpipe.kernels.gemm_configs import GemmConfig, row_config, weight_config
+from dualpipe.kernels.gemm_configs import GemmConfig, fuses_swiglu, row_configs, row_shape, weight_config
+from dualpipe.kernels.grouped_gemm_checks import (
+    check_ends,
+    check_gather,
+    check_one_device,
+    check_operands,
+    check_product,
+    check_sizes,
+    check_tensors,
+    check_values,
+)
+from dualpipe.kernels.grouped_gemm_reference import (
+    reference_grouped_gemm,
+    reference_grouped_gemm_dgrad,
+    reference_grouped_gemm_wgrad,
+)
+from dualpipe.kernels.operands import compute_dtype, tl_dtype
+from dualpipe.kernels.swiglu import activate, check_weight, launch_swiglu, swiglu_form, swiglu_reference
 from dualpipe.kernels.tile_map import find_tile, max_row_tiles, rows_of, tiles_per_expert
 
 GROUP = 8  # tiles of rows that share a tile of weights before the next one
@@ -47,6 +61,8 @@ def _rows_kernel(
     a,  # (R, D): descriptor of [ROWS, DEPTH] or pointer; R is M unless gathered
     w,  # forward (E, C, D), input gradient (E, D, C): descriptor or pointer
     y,  # (M, C)
+    h,  # (M, C // 2), or None without SWIGLU
+    weight,  # (M,) or None: what the rows of h are multiplied with
     bias,  # (E, C) or None
     gather,  # (M,) int32 or int64, or None
     offs,  # (E,) int32
@@ -69,11 +85,17 @@ def _rows_kernel(
     DEPTH: tl.constexpr,
     GROUP: tl.constexpr,
     E_PADDED: tl.constexpr,
+    ACC: tl.constexpr,  # what is summed in
+    SWIGLU: tl.constexpr,  # "halves" or "pairs" of gate and up columns; "" where nothing is activated
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
 ):
     """y[m, c] = sum_d a[m, d] w[e, c, d] for the rows m of expert e; w[e, d, c] for the input gradient.
 
     A tile may compute with rows of the next expert or columns past C: these are not stored. Columns past D are zero in
-    both operands.
+    both operands. SWIGLU: h = swiglu(y), from what y rounds to. Of halves, a tile takes COLS // 2 columns of each: gate
+    columns on the left, their up columns on the right. Example: C = 12, COLS = 4 gives tiles of columns (0, 1, 6, 7),
+    (2, 3, 8, 9) and (4, 5, 10, 11).
     """
     if ALIGNED:  # the compiler cannot know it otherwise: Triton looks for multiples of 16 only
         C, D, a_row, w_e = C // 8 * 8, D // 8 * 8, a_row // 8 * 8, w_e // 8 * 8
@@ -81,14 +103,23 @@ def _rows_kernel(
             w_c = w_c // 8 * 8
         else:
             w_d = w_d // 8 * 8
+    HALF: tl.constexpr = COLS // 2
+    split = C // 2  # where up columns start, of halves
+    if ALIGNED:
+        split = split // 8 * 8
     col_tiles = tl.cdiv(C, COLS)
     row_tiles = tiles_per_expert(offs, M, E, ROWS, E_PADDED)
     last_tiles = tl.cumsum(row_tiles, 0)
     for tile in range(tl.program_id(0), tl.sum(row_tiles) * col_tiles, tl.num_programs(0)):
         expert, row, end, col_tile = find_tile(tile, offs, row_tiles, last_tiles, col_tiles, M, ROWS, GROUP)
-        col = col_tile * COLS
         rows = row + tl.arange(0, ROWS)
-        cols = col + tl.arange(0, COLS)
+        cols = tl.arange(0, COLS)
+        if SWIGLU == "halves":
+            left, left_end, right = col_tile * HALF, split, col_tile * HALF + split
+            cols = tl.where(cols < HALF, left + cols, right - HALF + cols)
+        else:
+            left, left_end, right = col_tile * COLS, C, col_tile * COLS + HALF
+            cols = left + cols
         if not A_DESCRIPTOR:
             source = rows
             if gather is not None:
@@ -96,7 +127,7 @@ def _rows_kernel(
             a_rows = a + source.to(tl.int64)[:, None] * a_row
         if not W_DESCRIPTOR:
             w_cols = w + expert.to(tl.int64) * w_e + cols.to(tl.int64)[None, :] * w_c
-        acc = tl.zeros((ROWS, COLS), dtype=tl.float32)
+        acc = tl.zeros((ROWS, COLS), dtype=ACC)
         for d in range(0, D, DEPTH):
             ds = d + tl.arange(0, DEPTH)
             if A_DESCRIPTOR:
@@ -106,30 +137,55 @@ def _rows_kernel(
                 if not EVEN:
                     a_mask &= (ds < D)[None, :]
                 a_tile = tl.load(a_rows + ds.to(tl.int64)[None, :] * a_d, mask=a_mask, other=0.0)
-            if W_DESCRIPTOR and FORWARD:
-                w_tile = w.load([expert, col, d]).reshape(COLS, DEPTH).T
+            if W_DESCRIPTOR and SWIGLU == "halves":
+                w_tile = w.load([expert, 0, left, d]).reshape(COLS, DEPTH).T
+            elif W_DESCRIPTOR and FORWARD:
+                w_tile = w.load([expert, left, d]).reshape(COLS, DEPTH).T
             elif W_DESCRIPTOR:
-                w_tile = w.load([expert, d, col]).reshape(DEPTH, COLS)
+                w_tile = w.load([expert, d, left]).reshape(DEPTH, COLS)
             else:
                 w_mask = (cols < C)[None, :]
                 if not EVEN:
                     w_mask &= (ds < D)[:, None]
                 w_tile = tl.load(w_cols + ds.to(tl.int64)[:, None] * w_d, mask=w_mask, other=0.0)
-            acc = tl.dot(a_tile, w_tile, acc, input_precision="ieee")
+            acc = tl.dot(a_tile, w_tile, acc, input_precision="ieee", out_dtype=ACC)
         # In two halves, which need fewer registers than the whole.
-        left, right = acc.reshape(ROWS, 2, COLS // 2).permute(0, 2, 1).split()
-        _store_rows(y, bias, left, expert, rows, end, col, C)
-        _store_rows(y, bias, right, expert, rows, end, col + COLS // 2, C)
+        part0, part1 = acc.reshape(ROWS, 2, HALF).permute(0, 2, 1).split()
+        part0 = _store_rows(y, bias, part0, expert, rows, end, left, left_end, C)
+        if SWIGLU == "pairs":
+            gate, up = part0.reshape(ROWS, HALF // 2, 2).split()
+            _store_activated(h, weight, gate, up, rows, end, left // 2, split, ACC, ALPHA, LIMIT, True)
+        part1 = _store_rows(y, bias, part1, expert, rows, end, right, C, C)
+        if SWIGLU == "pairs":
+            gate, up = part1.reshape(ROWS, HALF // 2, 2).split()
+            _store_activated(h, weight, gate, up, rows, end, right // 2, split, ACC, ALPHA, LIMIT, True)
+        if SWIGLU == "halves":
+            _store_activated(h, weight, part0, part1, rows, end, left, split, ACC, ALPHA, LIMIT, False)
 
 
 @triton.jit
-def _store_rows(y, bias, part, expert, rows, end, col, C):
-    """Write some columns of a tile, plus the bias."""
+def _store_rows(y, bias, part, expert, rows, end, col, col_end, C):
+    """Write the columns of a tile from `col` to `col_end` at most, plus the bias; returns them as written."""
     cols = col + tl.arange(0, part.shape[1])
+    inside = cols < col_end
     if bias is not None:
-        part += tl.load(bias + (expert.to(tl.int64) * C + cols), mask=cols < C, other=0.0).to(tl.float32)[None, :]
+        part += tl.load(bias + (expert.to(tl.int64) * C + cols), mask=inside, other=0.0).to(part.dtype)[None, :]
     at = y + (rows.to(tl.int64) * C)[:, None] + cols.to(tl.int64)[None, :]
-    tl.store(at, part.to(y.dtype.element_ty), mask=(rows < end)[:, None] & (cols < C)[None, :])
+    tl.store(at, part.to(y.dtype.element_ty), mask=(rows < end)[:, None] & inside[None, :])
+    return part.to(y.dtype.element_ty)
+
+
+@triton.jit
+def _store_activated(h, weight, gate, up, rows, end, col, width, COMPUTE: tl.constexpr, ALPHA: tl.constexpr,
+                     LIMIT: tl.constexpr, CLAMPED: tl.constexpr):  # fmt: skip
+    """Write swiglu of some columns, as `dualpipe.kernels.swiglu` computes it."""
+    gate, s, u = activate(gate.to(COMPUTE), up.to(COMPUTE), ALPHA, LIMIT, CLAMPED)
+    part = u * gate * s
+    if weight is not None:
+        part = part * tl.load(weight + rows.to(tl.int64), mask=rows < end, other=0.0).to(COMPUTE)[:, None]
+    cols = col + tl.arange(0, part.shape[1])
+    at = h + (rows.to(tl.int64) * width)[:, None] + cols.to(tl.int64)[None, :]
+    tl.store(at, part.to(h.dtype.element_ty), mask=(rows < end)[:, None] & (cols < width)[None, :])
 
 
 @triton.jit
@@ -190,7 +246,7 @@ def _store_columns(out, part, expert, row, col, N, H, out_e, out_n, out_h, ACCUM
         at += cols.to(tl.int64)[None, :] * out_h
         mask = (rows < N)[:, None] & (cols < H)[None, :]
         if ACCUMULATE:
-            part += tl.load(at, mask=mask, other=0.0).to(tl.float32)
+            part += tl.load(at, mask=mask, other=0.0).to(part.dtype)
         tl.store(at, part.to(out.dtype.element_ty), mask=mask)
 
 
@@ -219,6 +275,7 @@ def _weight_kernel(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     DEPTH: tl.constexpr,
+    ACC: tl.constexpr,  # what is summed in
 ):
     """out[e, n, h] (+)= sum over the rows m of expert e of dy[m, n] x[m, h]; one program for each tile of (n, h).
 
@@ -237,15 +294,15 @@ def _weight_kernel(
     if ACCUMULATE and end <= start:
         return
     full_end = start + (end - start) // DEPTH * DEPTH  # of the steps that need no mask
-    acc = tl.zeros((ROWS, COLS), dtype=tl.float32)
+    acc = tl.zeros((ROWS, COLS), dtype=ACC)
     for m in range(start, full_end, DEPTH):
         dy_t = _load_rows(dy, None, m, end, n, N, dy_row, dy_n, DY_DESCRIPTOR, True, False, DEPTH, ROWS)
         x_tile = _load_rows(x, gather, m, end, h, H, x_row, x_h, X_DESCRIPTOR, False, False, DEPTH, COLS)
-        acc = tl.dot(dy_t, x_tile, acc, input_precision="ieee")
+        acc = tl.dot(dy_t, x_tile, acc, input_precision="ieee", out_dtype=ACC)
     if full_end < end:
         dy_t = _load_rows(dy, None, full_end, end, n, N, dy_row, dy_n, DY_DESCRIPTOR, True, True, DEPTH, ROWS)
         x_tile = _load_rows(x, gather, full_end, end, h, H, x_row, x_h, X_DESCRIPTOR, False, True, DEPTH, COLS)
-        acc = tl.dot(dy_t, x_tile, acc, input_precision="ieee")
+        acc = tl.dot(dy_t, x_tile, acc, input_precision="ieee", out_dtype=ACC)
     # In two halves: to load the whole accumulator next to `acc` would spill at 128 x 256.
     left, right = acc.reshape(ROWS, 2, COLS // 2).permute(0, 2, 1).split()
     _store_columns(out, left, expert, n, h, N, H, out_e, out_n, out_h, ACCUMULATE, OUT_DESCRIPTOR)
@@ -284,29 +341,67 @@ def _operand(tensor: Tensor, block: list[int], descriptor: bool) -> Any:
     return TensorDescriptor.from_tensor(tensor, block)
 
 
+class Swiglu(NamedTuple):
+    """The activation that follows a product."""
+
+    weight: Tensor | None  # (M,)
+    clamped: bool
+    alpha: float
+    limit: float
+
+
 def _launch_rows(
     a: Tensor, w: Tensor, offs: Tensor, bias: Tensor | None, gather: Tensor | None, *, forward: bool
 ) -> Tensor:
     """Forward with `a` = x (R, H), input gradient with `a` = dy (M, N); `w` (E, N, H) either way."""
-    rows, experts = (a if gather is None else gather).shape[0], w.shape[0]
-    depth, cols = a.shape[1], w.shape[1 if forward else 2]
-    y = a.new_empty(rows, cols)
-    if y.numel() == 0:
-        return y
+    y = a.new_empty((a if gather is None else gather).shape[0], w.shape[1 if forward else 2])
+    if y.numel():
+        _start_rows(_row_shape(a, w, y), a, w, y, offs, bias, gather, forward)
+    return y
+
+
+def _launch_swiglu(
+    x: Tensor, w: Tensor, offs: Tensor, bias: Tensor | None, gather: Tensor | None, swiglu: Swiglu
+) -> tuple[Tensor, Tensor]:
+    """(h, gate_up), in one kernel where that pays."""
+    gate_up = x.new_empty((x if gather is None else gather).shape[0], w.shape[1])
+    h = x.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+    if h.numel():
+        shape = _row_shape(x, w, gate_up)
+        fused = fuses_swiglu(architecture(x.device), shape, swiglu.clamped)
+        fused &= h.shape[1] % 8 == 0 or not _aligned(x, w, gate_up)  # else up columns are not aligned
+        fused &= compute_dtype(x, swiglu.weight) is compute_dtype(x)
+        _start_rows(shape, x, w, gate_up, offs, bias, gather, True, *((h, swiglu) if fused else ()))
+        if not fused:
+            launch_swiglu(gate_up, *swiglu, h)
+    return h, gate_up
+
+
+def _row_shape(a: Tensor, w: Tensor, y: Tensor) -> str:
+    return row_shape(a.dtype, rows=y.shape[0], experts=w.shape[0], cols=y.shape[1], aligned=_aligned(a, w, y))
+
+
+def _start_rows(
+    shape: str, a: Tensor, w: Tensor, y: Tensor, offs: Tensor, bias: Tensor | None, gather: Tensor | None,
+    forward: bool, h: Tensor | None = None, swiglu: Swiglu | None = None,
+) -> None:  # fmt: skip
+    config = row_configs(architecture(a.device))[shape]
+    (rows, cols), depth, experts = y.shape, a.shape[1], w.shape[0]
     a_descriptor = gather is None and _half(a) and _takes_descriptor(a)
     w_descriptor = _half(w) and _takes_descriptor(w)
-    aligned = _aligned(a, w, y)
-    config = row_config(architecture(a.device), a.dtype, rows=rows, experts=experts, cols=cols, aligned=aligned)
-    constants = _rows_constants(config, forward, a_descriptor, w_descriptor, aligned, depth, experts)
-    w_block = [1, config.cols, config.depth] if forward else [1, config.depth, config.cols]
+    constants = _rows_constants(config, forward, a_descriptor, w_descriptor, _aligned(a, w, y), depth, experts,
+                                a.dtype, swiglu)  # fmt: skip
     w_strides = w.stride() if forward else (w.stride(0), w.stride(2), w.stride(1))
+    if constants["SWIGLU"] == "halves":
+        w = w.unflatten(1, (2, cols // 2))
     tiles = max_row_tiles(rows, experts, config.rows) * triton.cdiv(cols, config.cols)
     grid = (min(tiles, num_sms(a.device) * config.per_sm),)
     with torch.cuda.device_of(a):
         _rows_kernel[grid](
             _operand(a, [config.rows, config.depth], a_descriptor),
-            _operand(w, w_block, w_descriptor),
-            y,
+            _operand(w, _w_block(config, forward, swiglu), w_descriptor),
+            *(y, h),
+            None if swiglu is None or swiglu.weight is None else swiglu.weight.contiguous(),
             None if bias is None else bias.contiguous(),
             None if gather is None else gather.contiguous(),
             offs.contiguous(),
@@ -317,12 +412,19 @@ def _launch_rows(
             num_warps=config.warps,
             num_stages=config.stages,
         )
-    return y
+
+
+def _w_block(config: GemmConfig, forward: bool, swiglu: Swiglu | None) -> list[int]:
+    """What a descriptor of the weights loads at a time; of halves, from w as (E, 2, I, H)."""
+    if swiglu is not None and not swiglu.clamped:
+        return [1, 2, config.cols // 2, config.depth]
+    return [1, config.cols, config.depth] if forward else [1, config.depth, config.cols]
 
 
 def _rows_constants(
-    config: GemmConfig, forward: bool, a_descriptor: bool, w_descriptor: bool, aligned: bool, depth: int, experts: int
-) -> dict[str, Any]:
+    config: GemmConfig, forward: bool, a_descriptor: bool, w_descriptor: bool, aligned: bool, depth: int, experts: int,
+    dtype: torch.dtype, swiglu: Swiglu | None,
+) -> dict[str, Any]:  # fmt: skip
     return {
         "FORWARD": forward,
         "A_DESCRIPTOR": a_descriptor,
@@ -334,6 +436,10 @@ def _rows_constants(
         "DEPTH": config.depth,
         "GROUP": GROUP,
         "E_PADDED": max(16, 1 << (experts - 1).bit_length()),
+        "ACC": tl_dtype(torch.promote_types(dtype, torch.float32)),
+        "SWIGLU": "" if swiglu is None else "pairs" if swiglu.clamped else "halves",
+        "ALPHA": 1.0 if swiglu is None else swiglu.alpha,
+        "LIMIT": 0.0 if swiglu is None else swiglu.limit,
     }
 
 
@@ -343,6 +449,8 @@ def _launch_weight(
     if out.numel() == 0 or (accumulate and dy.shape[0] == 0):
         return
     experts, n, h = out.shape
+    if out.dtype is torch.float64:  # no chip multiplies other operands in float64
+        dy, x = dy.double(), x.double()
     dy_descriptor = _half(dy) and _takes_descriptor(dy)
     x_descriptor = gather is None and _half(x) and _takes_descriptor(x)
     out_descriptor = accumulate and out.dtype is torch.float32 and _half(x) and _takes_descriptor(out)
@@ -361,14 +469,15 @@ def _launch_weight(
             *dy.stride(),
             *x.stride(),
             *out.stride(),
-            **_weight_constants(config, accumulate, dy_descriptor, x_descriptor, out_descriptor, aligned),
+            **_weight_constants(config, accumulate, dy_descriptor, x_descriptor, out_descriptor, aligned, dy.dtype),
             num_warps=config.warps,
             num_stages=config.stages,
         )
 
 
 def _weight_constants(
-    config: GemmConfig, accumulate: bool, dy_descriptor: bool, x_descriptor: bool, out_descriptor: bool, aligned: bool
+    config: GemmConfig, accumulate: bool, dy_descriptor: bool, x_descriptor: bool, out_descriptor: bool, aligned: bool,
+    dtype: torch.dtype,
 ) -> dict[str, Any]:
     return {
         "ACCUMULATE": accumulate,
@@ -379,6 +488,7 @@ def _weight_constants(
         "ROWS": config.rows,
         "COLS": config.cols,
         "DEPTH": config.depth,
+        "ACC": tl_dtype(torch.promote_types(dtype, torch.float32)),
     }
 
 
@@ -387,8 +497,8 @@ def _weight_constants(
 
 @torch.library.custom_op("dualpipe::grouped_gemm", mutates_args=())
 def _grouped_gemm(x: Tensor, w: Tensor, offs: Tensor, bias: Tensor | None, gather: Tensor | None) -> Tensor:
-    _check_values(offs, (x if gather is None else gather).shape[0], gather, x.shape[0])
-    if _use_kernel(x):
+    check_values(offs, (x if gather is None else gather).shape[0], gather, x.shape[0])
+    if use_triton(x):
         return _launch_rows(x, w, offs, bias, gather, forward=True)
     return reference_grouped_gemm(x, w, offs, bias, gather)
 
@@ -398,10 +508,32 @@ def _(x: Tensor, w: Tensor, offs: Tensor, bias: Tensor | None, gather: Tensor | 
     return x.new_empty((x if gather is None else gather).shape[0], w.shape[1])
 
 
+@torch.library.custom_op("dualpipe::grouped_gemm_swiglu", mutates_args=())
+def _grouped_gemm_swiglu(
+    x: Tensor, w: Tensor, offs: Tensor, bias: Tensor | None, gather: Tensor | None, weight: Tensor | None,
+    clamped: bool, alpha: float, limit: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(h, gate_up)."""
+    check_values(offs, (x if gather is None else gather).shape[0], gather, x.shape[0])
+    if use_triton(x):
+        return _launch_swiglu(x, w, offs, bias, gather, Swiglu(weight, clamped, alpha, limit))
+    gate_up = reference_grouped_gemm(x, w, offs, bias, gather)
+    return swiglu_reference(gate_up, weight, clamped, alpha, limit).to(x.dtype), gate_up
+
+
+@_grouped_gemm_swiglu.register_fake
+def _(
+    x: Tensor, w: Tensor, offs: Tensor, bias: Tensor | None, gather: Tensor | None, weight: Tensor | None,
+    clamped: bool, alpha: float, limit: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    rows = (x if gather is None else gather).shape[0]
+    return x.new_empty(rows, w.shape[1] // 2), x.new_empty(rows, w.shape[1])
+
+
 @torch.library.custom_op("dualpipe::grouped_gemm_dgrad", mutates_args=())
 def _grouped_gemm_dgrad(dy: Tensor, w: Tensor, offs: Tensor) -> Tensor:
-    _check_values(offs, dy.shape[0])
-    if _use_kernel(dy):
+    check_values(offs, dy.shape[0])
+    if use_triton(dy):
         return _launch_rows(dy, w, offs, None, None, forward=False)
     return reference_grouped_gemm_dgrad(dy, w, offs)
 
@@ -415,8 +547,8 @@ def _(dy: Tensor, w: Tensor, offs: Tensor) -> Tensor:
 def _grouped_gemm_wgrad(
     dy: Tensor, x: Tensor, offs: Tensor, out: Tensor, accumulate: bool, gather: Tensor | None
 ) -> None:
-    _check_values(offs, dy.shape[0], gather, x.shape[0])
-    if _use_kernel(dy) and out.dtype is not torch.float64:
+    check_values(offs, dy.shape[0], gather, x.shape[0])
+    if use_triton(dy):
         _launch_weight(dy, x, offs, out, accumulate, gather)
     else:
         reference_grouped_gemm_wgrad(dy, x, offs, out, accumulate, gather)
@@ -425,10 +557,6 @@ def _grouped_gemm_wgrad(
 @_grouped_gemm_wgrad.register_fake
 def _(dy: Tensor, x: Tensor, offs: Tensor, out: Tensor, accumulate: bool, gather: Tensor | None) -> None:
     return None
-
-
-def _use_kernel(tensor: Tensor) -> bool:
-    return use_triton(tensor) and tensor.dtype is not torch.float64
 
 
 # --- public functions ------------------------------------------------------------------------------------------------
@@ -444,14 +572,33 @@ def grouped_gemm(
     Rows past `offs[-1]` stay uninitialised. Any strides work; rows that start at multiples of 16 bytes are fast.
     Raises `ValueError` for operands that do not fit.
     """
-    _check(w=(w, 3), x=(x, 2), offs=offs)
-    _check_sizes(("x.shape[1]", x.shape[1]), ("w.shape[2]", w.shape[2]))
-    _check_ends(offs, w.shape[0])
-    _check_gather(gather, x)
-    if bias is not None and (bias.shape, bias.dtype, bias.device) != (w.shape[:2], x.dtype, x.device):
-        raise ValueError(f"bias must have shape {tuple(w.shape[:2])}, one row for each expert, in {x.dtype} on "
-                         f"{x.device}; got {tuple(bias.shape)}, {bias.dtype} on {bias.device}")  # fmt: skip
+    check_product(x, w, offs, bias, gather)
     return _grouped_gemm(x, w, offs, bias, gather)
+
+
+def grouped_gemm_swiglu(
+    x: Tensor,
+    w: Tensor,
+    offs: Tensor,
+    *,
+    bias: Tensor | None = None,
+    gather: Tensor | None = None,
+    weight: Tensor | None = None,
+    clamped: bool = False,
+    alpha: float = 1.702,
+    limit: float = 7.0,
+) -> tuple[Tensor, Tensor]:
+    """(h, gate_up): gate_up = grouped_gemm(x, w, offs), h = swiglu(gate_up, weight), or clamped_swiglu.
+
+    `w` (E, 2I, H) makes gate and up, as halves or, `clamped`, in turn; `weight` (M,) is the routing weight of each row
+    -> (M, I), (M, 2I), bit for bit those of the two functions: h comes from gate_up as it was rounded. gate_up is what
+    the backward needs. Everything else, `ValueError` included, as for the two functions.
+    """
+    check_product(x, w, offs, bias, gather)
+    if w.shape[1] % 2:
+        raise ValueError(f"w must hold gate and up, (E, 2I, H); got shape {tuple(w.shape)}")
+    check_weight(weight, (x if gather is None else gather).shape[0], x.device)
+    return _grouped_gemm_swiglu(x, w, offs, bias, gather, weight, *swiglu_form(clamped, alpha, limit))
 
 
 def grouped_gemm_dgrad(dy: Tensor, w: Tensor, offs: Tensor) -> Tensor:
@@ -460,9 +607,9 @@ def grouped_gemm_dgrad(dy: Tensor, w: Tensor, offs: Tensor) -> Tensor:
     `dy` (M, N), `w` (E, N, H), read where it is, `offs` (E,) int32 -> (M, H). Rows past `offs[-1]` stay uninitialised.
     Any strides work. Raises `ValueError` for operands that do not fit.
     """
-    _check(w=(w, 3), dy=(dy, 2), offs=offs)
-    _check_sizes(("dy.shape[1]", dy.shape[1]), ("w.shape[1]", w.shape[1]))
-    _check_ends(offs, w.shape[0])
+    check_operands(w=(w, 3), dy=(dy, 2), offs=offs)
+    check_sizes(("dy.shape[1]", dy.shape[1]), ("w.shape[1]", w.shape[1]))
+    check_ends(offs, w.shape[0])
     return _grouped_gemm_dgrad(dy, w, offs)
 
 
@@ -476,147 +623,18 @@ def grouped_gemm_wgrad(
     are never rounded to bfloat16. An expert without rows gets zeros, and is left as it is with `accumulate`. Any
     strides work that give every element of `out` memory of its own. Raises `ValueError` for operands that do not fit.
     """
-    _check(dy=(dy, 2), x=(x, 2), offs=offs)
-    _check_tensors(out=(out, 3))
-    _check_one_device(out, dy)
-    _check_gather(gather, x)
-    _check_sizes(("rows of dy", dy.shape[0]), ("rows of x", x.shape[0]) if gather is None else
+    check_operands(dy=(dy, 2), x=(x, 2), offs=offs)
+    check_tensors(out=(out, 3))
+    check_one_device(out, dy)
+    check_gather(gather, x)
+    check_sizes(("rows of dy", dy.shape[0]), ("rows of x", x.shape[0]) if gather is None else
                  ("rows of gather", gather.shape[0]))  # fmt: skip
     if out.shape[1:] != (dy.shape[1], x.shape[1]):
         raise ValueError(f"out must have shape (E, {dy.shape[1]}, {x.shape[1]}) for dy and x; got {tuple(out.shape)}")
     if any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape)):
         raise ValueError(f"out has elements that share memory (strides {out.stride()}): give a tensor of its own")
-    _check_ends(offs, out.shape[0])
+    check_ends(offs, out.shape[0])
     _grouped_gemm_wgrad(dy, x, offs, out, accumulate, gather)
-
-
-# --- references ------------------------------------------------------------------------------------------------------
-
-
-def reference_grouped_gemm(
-    x: Tensor, w: Tensor, offs: Tensor, bias: Tensor | None = None, gather: Tensor | None = None
-) -> Tensor:
-    """`torch.nn.functional.grouped_mm` where it takes the operands, one product per expert where not."""
-    x = x if gather is None else _gathered(x, gather, offs)
-    if bias is None and _fits_grouped_mm(x, w):
-        return F.grouped_mm(x, w.transpose(-2, -1), offs=offs)
-    y = x.new_empty(x.shape[0], w.shape[1])
-    for e, start, end in _segments(offs):
-        if bias is None:
-            torch.mm(x[start:end], w[e].t(), out=y[start:end])
-        else:
-            torch.addmm(bias[e], x[start:end], w[e].t(), out=y[start:end])
-    return y
-
-
-def reference_grouped_gemm_dgrad(dy: Tensor, w: Tensor, offs: Tensor) -> Tensor:
-    """As `reference_grouped_gemm`."""
-    if _fits_grouped_mm(dy, w):
-        return F.grouped_mm(dy, w, offs=offs)
-    dx = dy.new_empty(dy.shape[0], w.shape[2])
-    for e, start, end in _segments(offs):
-        torch.mm(dy[start:end], w[e], out=dx[start:end])
-    return dx
-
-
-def reference_grouped_gemm_wgrad(
-    dy: Tensor, x: Tensor, offs: Tensor, out: Tensor, accumulate: bool, gather: Tensor | None = None
-) -> None:
-    """As `reference_grouped_gemm`."""
-    x = x if gather is None else _gathered(x, gather, offs)
-    if out.dtype is x.dtype and _fits_grouped_mm(dy, x):
-        dw = F.grouped_mm(dy.t(), x, offs=offs)
-        out.add_(dw) if accumulate else out.copy_(dw)
-        return
-    for e, start, end in _segments(offs):
-        dw = dy[start:end].to(out.dtype).t().mm(x[start:end].to(out.dtype))
-        out[e].add_(dw) if accumulate else out[e].copy_(dw)
-
-
-def _gathered(x: Tensor, gather: Tensor, offs: Tensor) -> Tensor:
-    """x[gather] up to the last end; what `gather` holds past it is not looked at."""
-    rows, used = x.new_empty(gather.shape[0], x.shape[1]), int(offs[-1])
-    torch.index_select(x, 0, gather[:used], out=rows[:used])
-    return rows
-
-
-def _segments(offs: Tensor) -> Iterator[tuple[int, int, int]]:
-    """(expert, start, end) of each expert."""
-    start = 0
-    for e, end in enumerate(offs.tolist()):
-        yield e, start, end
-        start = end
-
-
-def _fits_grouped_mm(*operands: Tensor) -> bool:
-    """Whether `F.grouped_mm` takes row-major `operands`: half precision, rows that start at multiples of 16 bytes."""
-    return all(
-        t.dtype in (torch.bfloat16, torch.float16)
-        and t.is_contiguous()
-        and t.numel() > 0
-        and t.shape[-1] * t.element_size() % 16 == 0
-        and t.data_ptr() % 16 == 0
-        for t in operands
-    )
-
-
-# --- checks ----------------------------------------------------------------------------------------------------------
-
-
-def _check(*, offs: Tensor, **operands: tuple[Tensor, int]) -> None:
-    _check_tensors(**operands)
-    if offs.dtype is not torch.int32:
-        raise ValueError(f"offs must be int32; got {offs.dtype}: convert it with offs.to(torch.int32)")
-    tensors = [operand for operand, _ in operands.values()]
-    _check_one_device(*tensors, offs)
-    if len({t.dtype for t in tensors}) > 1:
-        raise ValueError(f"{' and '.join(operands)} must have one dtype; got {[t.dtype for t in tensors]}")
-
-
-def _check_tensors(**operands: tuple[Tensor, int]) -> None:
-    for name, (operand, dim) in operands.items():
-        if operand.dim() != dim or not operand.is_floating_point():
-            raise ValueError(f"{name} must be a floating-point tensor of {dim} dimensions; got {operand.dtype} of "
-                             f"shape {tuple(operand.shape)}")  # fmt: skip
-
-
-def _check_one_device(*tensors: Tensor) -> None:
-    if len({t.device for t in tensors}) > 1:
-        raise ValueError(f"all operands must be on one device; got {[str(t.device) for t in tensors]}")
-
-
-def _check_sizes(a: tuple[str, int], b: tuple[str, int]) -> None:
-    if a[1] != b[1]:
-        raise ValueError(f"{a[0]} must equal {b[0]}; got {a[1]} and {b[1]}")
-
-
-def _check_ends(offs: Tensor, experts: int) -> None:
-    if experts < 1:
-        raise ValueError("there must be at least one expert; got weights of shape (0, ...)")
-    if offs.shape != (experts,):
-        raise ValueError(f"offs must hold one end for each of {experts} experts; got shape {tuple(offs.shape)}")
-
-
-def _check_gather(gather: Tensor | None, x: Tensor) -> None:
-    if gather is None:
-        return
-    if gather.dim() != 1 or gather.dtype not in (torch.int32, torch.int64) or gather.device != x.device:
-        raise ValueError(f"gather must be (M,) int32 or int64 on {x.device}; got {tuple(gather.shape)} {gather.dtype} "
-                         f"on {gather.device}")  # fmt: skip
-
-
-def _check_values(offs: Tensor, rows: int, gather: Tensor | None = None, gathered_rows: int = 0) -> None:
-    """What only the data can tell: free on CPU, a wait for the device on CUDA and therefore asked for."""
-    if offs.is_cuda and os.environ.get("DUALPIPE_CHECK_OFFSETS", "0") != "1":
-        return
-    ends = [0, *offs.tolist()]
-    if any(a > b for a, b in pairwise(ends)) or ends[-1] > rows:
-        raise ValueError(f"offs must rise from 0 to at most {rows}, the number of rows; got {ends[1:]}")
-    if gather is None or ends[-1] == 0:
-        return
-    low, high = (int(v) for v in gather[: ends[-1]].aminmax())
-    if low < 0 or high >= gathered_rows:
-        raise ValueError(f"gather must stay within the {gathered_rows} rows of x; got {low} to {high}")
 
 
 # --- compiling without a GPU -----------------------------------------------------------------------------------------

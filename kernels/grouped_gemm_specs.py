@@ -8,11 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
+
 from dualpipe.kernels.compilation import CompileSpec
-from dualpipe.kernels.gemm_configs import GemmConfig, row_configs, weight_configs
-from dualpipe.kernels.grouped_gemm import _rows_constants, _rows_kernel, _weight_constants, _weight_kernel
+from dualpipe.kernels.gemm_configs import GemmConfig, fuses_swiglu, row_configs, weight_configs
+from dualpipe.kernels.grouped_gemm import (
+    Swiglu,
+    _rows_constants,
+    _rows_kernel,
+    _w_block,
+    _weight_constants,
+    _weight_kernel,
+)
 
 EXPERTS = 128
+_EXACT = {"odd": "bf16", "float32": "fp32", "float64": "fp64"}  # shape classes for operands of any size
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
 
 def specs(arch: int) -> Iterator[CompileSpec]:
@@ -24,15 +35,18 @@ def specs(arch: int) -> Iterator[CompileSpec]:
 
 
 def _rows_specs(name: str, config: GemmConfig, arch: int) -> Iterator[CompileSpec]:
-    if name in ("odd", "float32"):
-        dtype = "bf16" if name == "odd" else "fp32"
+    if name in _EXACT:
+        dtype = _EXACT[name]
         for forward in (True, False):
             yield _rows_spec(name, config, dtype, forward, sizes="odd", a=False, w=False)
         yield _rows_spec(name, config, dtype, True, sizes="odd", a=False, w=False, gather=True)
+        for swiglu in _fused(arch, name):
+            yield _rows_spec(name, config, dtype, True, sizes="odd", a=False, w=False, gather=True, swiglu=swiglu)
         if name == "odd" and arch >= 90:
-            yield _rows_spec(name, config, dtype, True, sizes="odd", a=True, w=False)
-            yield _rows_spec(name, config, dtype, True, sizes="odd", a=False, w=True)
-            yield _rows_spec(name, config, dtype, True, sizes="odd", a=True, w=True)
+            for swiglu in (None, *_fused(arch, name)):
+                yield _rows_spec(name, config, dtype, True, sizes="odd", a=True, w=False, swiglu=swiglu)
+                yield _rows_spec(name, config, dtype, True, sizes="odd", a=False, w=True, swiglu=swiglu)
+                yield _rows_spec(name, config, dtype, True, sizes="odd", a=True, w=True, swiglu=swiglu)
         return
     chip = arch >= 90
     for forward in (True, False):
@@ -40,11 +54,20 @@ def _rows_specs(name: str, config: GemmConfig, arch: int) -> Iterator[CompileSpe
         yield _rows_spec(name, config, "bf16", forward, sizes="8", a=chip, w=chip)
     yield _rows_spec(name, config, "fp16", True, sizes="16", a=chip, w=chip)
     yield _rows_spec(name, config, "bf16", True, sizes="16", a=False, w=chip, gather=True)
+    for swiglu in _fused(arch, name):
+        yield _rows_spec(name, config, "bf16", True, sizes="16", a=chip, w=chip, swiglu=swiglu)
+        yield _rows_spec(name, config, "bf16", True, sizes="8", a=chip, w=chip, swiglu=swiglu)
+        yield _rows_spec(name, config, "bf16", True, sizes="16", a=False, w=chip, gather=True, swiglu=swiglu)
+
+
+def _fused(arch: int, name: str) -> list[Swiglu]:
+    forms = (Swiglu(None, False, 1.0, 0.0), Swiglu(None, True, 1.702, 7.0))
+    return [swiglu for swiglu in forms if fuses_swiglu(arch, name, swiglu.clamped)]
 
 
 def _weight_specs(name: str, config: GemmConfig, arch: int) -> Iterator[CompileSpec]:
-    if name in ("odd", "float32"):
-        dtype = "bf16" if name == "odd" else "fp32"
+    if name in _EXACT:
+        dtype = _EXACT[name]
         for add in (False, True):
             yield _weight_spec(name, config, dtype, "fp32", add, sizes="odd", dy=False, x=False)
             yield _weight_spec(name, config, dtype, dtype, add, sizes="odd", dy=False, x=False, gather=True)
@@ -61,23 +84,26 @@ def _weight_specs(name: str, config: GemmConfig, arch: int) -> Iterator[CompileS
 
 
 def _rows_spec(
-    name: str, config: GemmConfig, dtype: str, forward: bool, *, sizes: str, a: bool, w: bool, gather: bool = False
-) -> CompileSpec:
-    """`a`, `w`: through a descriptor; `gather`: with bias too."""
-    constants = _rows_constants(config, forward, a, w, sizes != "odd", config.depth, EXPERTS)
+    name: str, config: GemmConfig, dtype: str, forward: bool, *, sizes: str, a: bool, w: bool, gather: bool = False,
+    swiglu: Swiglu | None = None,
+) -> CompileSpec:  # fmt: skip
+    """`a`, `w`: through a descriptor; `gather`: with bias, and the weight of `swiglu`, too."""
+    torch_dtype = _DTYPES[dtype]
+    constants = _rows_constants(config, forward, a, w, sizes != "odd", config.depth, EXPERTS, torch_dtype, swiglu)
     ones = () if sizes == "odd" else ("a_d", "w_d" if forward else "w_c")
     numbers = [n for n in ("M", "C", "D", "E", "a_row", "a_d", "w_e", "w_c", "w_d") if n not in ones]
-    w_block = [1, config.cols, config.depth] if forward else [1, config.depth, config.cols]
     signature = {
         "a": _argument(dtype, [config.rows, config.depth], a),
-        "w": _argument(dtype, w_block, w),
+        "w": _argument(dtype, _w_block(config, forward, swiglu), w),
         "y": f"*{dtype}",
         "offs": "*i32",
+        **({"h": f"*{dtype}"} if swiglu else {}),
+        **({"weight": f"*{dtype}"} if swiglu and gather else {}),
         **({"gather": "*i32", "bias": f"*{dtype}"} if gather else {}),
         **dict.fromkeys(numbers, "i32"),
     }
-    optional = {} if gather else {"gather": None, "bias": None}
-    kind = "rows" if forward else "rows_dgrad"
+    optional = dict.fromkeys({"h", "weight", "gather", "bias"} - signature.keys())
+    kind = ("rows" if forward else "rows_dgrad") if not swiglu else "swiglu_clamped" if swiglu.clamped else "swiglu"
     return CompileSpec(
         name=f"grouped_gemm.{kind}.{name}.{dtype}.{sizes}{'.gather_bias' if gather else ''}{_read('.a', a)}"
         f"{_read('.w', w)}",
@@ -86,7 +112,7 @@ def _rows_spec(
         constexprs={**constants, "EVEN": sizes == "16", **optional, **dict.fromkeys(ones, 1)},
         num_warps=config.warps,
         num_stages=config.stages,
-        needs_mma=dtype != "fp32",
+        needs_mma=dtype in ("bf16", "fp16"),
         divisible_by_16=_divisible(signature, numbers, sizes, never=("M", "E")),
     )
 
@@ -98,7 +124,7 @@ def _weight_spec(
     """`dy`, `x`: through a descriptor; `out`: its dtype, added to through a descriptor where possible and wanted."""
     reduce = out_descriptor and dy and add and out == "fp32"
     ones = () if sizes == "odd" else ("dy_n", "x_h", "out_h")
-    constants = _weight_constants(config, add, dy, x, reduce, sizes != "odd")
+    constants = _weight_constants(config, add, dy, x, reduce, sizes != "odd", _DTYPES[dtype])
     numbers = [n for n in ("M", "N", "H", "dy_row", "dy_n", "x_row", "x_h", "out_e", "out_n", "out_h") if n not in ones]
     signature = {
         "dy": _argument(dtype, [config.depth, config.rows], dy),
@@ -116,7 +142,7 @@ def _weight_spec(
         constexprs={**constants, **({} if gather else {"gather": None}), **dict.fromkeys(ones, 1)},
         num_warps=config.warps,
         num_stages=config.stages,
-        needs_mma=dtype != "fp32",
+        needs_mma=name not in ("float32", "float64"),
         divisible_by_16=_divisible(signature, numbers, sizes, never=("M",)),
     )
 

@@ -57,7 +57,7 @@ def _load_gate_up(
 
 
 @triton.jit
-def _activate(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr, CLAMPED: tl.constexpr):
+def activate(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr, CLAMPED: tl.constexpr):
     """(gate after its clamp, sigmoid(alpha * gate), u). Comparisons instead of minimum, so that NaN stays NaN."""
     if CLAMPED:
         gate = tl.where(gate > LIMIT, LIMIT, gate)
@@ -84,7 +84,7 @@ def _forward_kernel(
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     start = tl.program_id(1) * BLOCK_I
     gate, up = _load_gate_up(gate_up_ptr, rows, start, M, width, stride, CLAMPED, BLOCK_M, BLOCK_I)
-    gate, s, u = _activate(gate.to(COMPUTE), up.to(COMPUTE), ALPHA, LIMIT, CLAMPED)
+    gate, s, u = activate(gate.to(COMPUTE), up.to(COMPUTE), ALPHA, LIMIT, CLAMPED)
     h = u * gate * s
     if HAS_WEIGHT:
         h = h * tl.load(weight_ptr + rows, mask=rows < M, other=0.0).to(COMPUTE)[:, None]
@@ -125,7 +125,7 @@ def _backward_kernel(
         dh = tl.load(dh_ptrs, mask=mask, other=0.0).to(COMPUTE)
         raw_gate, raw_up = _load_gate_up(gate_up_ptr, rows, start, M, width, stride, CLAMPED, BLOCK_M, BLOCK_I)
         raw_gate, raw_up = raw_gate.to(COMPUTE), raw_up.to(COMPUTE)
-        gate, s, u = _activate(raw_gate, raw_up, ALPHA, LIMIT, CLAMPED)
+        gate, s, u = activate(raw_gate, raw_up, ALPHA, LIMIT, CLAMPED)
         d_u = dh * (gate * s)
         d_gate = dh * u * s * (1.0 + ALPHA * gate * (1.0 - s))
         if HAS_WEIGHT:
@@ -168,7 +168,7 @@ def _shape_class(intermediate: int) -> str:
     return "wide" if intermediate > 64 else "narrow"
 
 
-def _launch_forward(
+def launch_swiglu(
     gate_up: Tensor, weight: Tensor | None, clamped: bool, alpha: float, limit: float, h: Tensor
 ) -> None:
     rows, intermediate = h.shape
@@ -209,6 +209,8 @@ def _launch_backward(
 
 # ------------------------------------------------------------------------------------------------------------- public
 
+PLAIN = (False, 1.0, 0.0)  # clamped, alpha, limit
+
 
 def swiglu(gate_up: Tensor, weight: Tensor | None = None) -> Tensor:
     """silu(gate) * up, times the weight of the row where one is given.
@@ -218,7 +220,7 @@ def swiglu(gate_up: Tensor, weight: Tensor | None = None) -> Tensor:
     float32. Differentiable once with respect to both. Raises `ValueError` for operands that do not fit.
     """
     _check(gate_up, weight)
-    return _swiglu(gate_up, weight, False, 1.0, 0.0)
+    return _swiglu(gate_up, weight, *PLAIN)
 
 
 def clamped_swiglu(gate_up: Tensor, weight: Tensor | None = None, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
@@ -228,22 +230,40 @@ def clamped_swiglu(gate_up: Tensor, weight: Tensor | None = None, alpha: float =
     transformers' gpt_oss model. Clamped elements have no gradient, those exactly at the limit have one, as in torch.
     """
     _check(gate_up, weight)
-    if not limit > 0:
+    return _swiglu(gate_up, weight, *swiglu_form(True, alpha, limit))
+
+
+def swiglu_backward(
+    dh: Tensor, gate_up: Tensor, weight: Tensor | None, clamped: bool, alpha: float, limit: float
+) -> tuple[Tensor, Tensor | None]:
+    """(d_gate_up, d_weight), for a backward that kept the operands itself; no d_weight without a weight."""
+    d_gate_up, d_weight = _swiglu_backward(dh, gate_up, weight, clamped, alpha, limit)
+    return d_gate_up, None if weight is None else d_weight
+
+
+def swiglu_form(clamped: bool, alpha: float, limit: float) -> tuple[bool, float, float]:
+    """(clamped, alpha, limit) as the operators take them; the plain form has an alpha and no limit of its own."""
+    if clamped and not limit > 0:
         raise ValueError(f"limit must be positive; got {limit}")
-    return _swiglu(gate_up, weight, True, float(alpha), float(limit))
+    return (True, float(alpha), float(limit)) if clamped else PLAIN
 
 
 def _check(gate_up: Tensor, weight: Tensor | None) -> None:
     if gate_up.dim() != 2 or gate_up.shape[1] % 2 or not gate_up.is_floating_point():
         raise ValueError(f"gate_up must be a floating-point (M, 2I): gate and up of each row, flattened to two "
                          f"dimensions; got {gate_up.dtype} of shape {tuple(gate_up.shape)}")  # fmt: skip
+    check_weight(weight, gate_up.shape[0], gate_up.device)
+
+
+def check_weight(weight: Tensor | None, rows: int, device: torch.device) -> None:
+    """Raise `ValueError` for a weight that is not one number for each row."""
     if weight is None:
         return
-    if weight.shape != gate_up.shape[:1] or not weight.is_floating_point():
-        raise ValueError(f"weight must be floating-point of shape ({gate_up.shape[0]},), one for each row of gate_up; "
-                         f"got {weight.dtype} of shape {tuple(weight.shape)}")  # fmt: skip
-    if weight.device != gate_up.device:
-        raise ValueError(f"gate_up and weight must be on one device; got {gate_up.device} and {weight.device}")
+    if weight.shape != (rows,) or not weight.is_floating_point():
+        raise ValueError(f"weight must be floating-point of shape ({rows},), one for each row; got {weight.dtype} of "
+                         f"shape {tuple(weight.shape)}")  # fmt: skip
+    if weight.device != device:
+        raise ValueError(f"weight must be on one device with the rows, {device}; got {weight.device}")
 
 
 @torch.library.custom_op("dualpipe::swiglu", mutates_args=())
@@ -252,7 +272,7 @@ def _swiglu(gate_up: Tensor, weight: Tensor | None, clamped: bool, alpha: float,
     if not use_triton(gate_up):
         h.copy_(swiglu_reference(gate_up, weight, clamped, alpha, limit))
     elif h.numel():
-        _launch_forward(gate_up, weight, clamped, alpha, limit, h)
+        launch_swiglu(gate_up, weight, clamped, alpha, limit, h)
     return h
 
 
@@ -294,8 +314,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, dh: Tensor) -> tuple[Tensor | None, ...]:
     gate_up, weight = ctx.saved_tensors
-    d_gate_up, d_weight = _swiglu_backward(dh, gate_up, weight, *ctx.form)
-    return d_gate_up, None if weight is None else d_weight, None, None, None
+    return *swiglu_backward(dh, gate_up, weight, *ctx.form), None, None, None
 
 
 def _refuse_second_derivative(ctx: Any, *grads: Tensor) -> None:

@@ -21,12 +21,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dualpipe.kernels import swiglu
 from dualpipe.models.stages import split_layers
-from dualpipe.nn import GroupedLinear, Linear, RMSNorm
+from dualpipe.nn import GroupedLinear, GroupedSwiGLU, Linear, RMSNorm
 from dualpipe.nn.init import seeded_normal_
 from dualpipe.nn.rotary import apply_rotary, rotary_tables
-from dualpipe.nn.routing import combine_tokens, dispatch_tokens, sort_tokens
+from dualpipe.nn.routing import SortedTokens, combine_tokens, dispatch_tokens, sort_tokens
 
 # Hub keys that say nothing about the mathematics of the model.
 _IGNORED = {
@@ -176,16 +175,17 @@ class Experts(nn.Module):
     def __init__(self, config: Qwen3MoeConfig) -> None:
         super().__init__()
         experts, hidden, intermediate = config.num_experts, config.hidden_size, config.moe_intermediate_size
-        self.gate_up_proj = GroupedLinear(experts, hidden, 2 * intermediate)
+        self.gate_up_proj = GroupedSwiGLU(experts, hidden, intermediate)
         self.down_proj = GroupedLinear(experts, intermediate, hidden)
 
-    def forward(self, x_MH: Tensor, offs_E: Tensor, weight_M: Tensor) -> Tensor:
-        """Rows sorted by expert, where each expert's rows end, their routing weights: (M, H), (E,), (M,) -> (M, H).
+    def forward(self, x: Tensor, rows: SortedTokens | Tensor, weight_M: Tensor) -> Tensor:
+        """Tokens (T, H) and where they go, or rows (M, H) sorted by expert and their ends (E,) -> (M, H).
 
-        Without a bias, weighting before the last product is weighting its result, which then need not be kept.
+        `weight_M` are the sorted rows' routing weights. Without a bias, weighting before the last product is weighting
+        its result, which then need not be kept.
         """
-        h_MI = swiglu(self.gate_up_proj(x_MH, offs_E), weight_M)
-        return self.down_proj(h_MI, offs_E)
+        h_MI = self.gate_up_proj(x, rows, weight_M)
+        return self.down_proj(h_MI, rows.offs if isinstance(rows, SortedTokens) else rows)
 
 
 class SparseMLP(nn.Module):
@@ -202,7 +202,7 @@ class SparseMLP(nn.Module):
         weights_TK, experts_TK = self.gate(x_TH)
         tokens, top_k = sort_tokens(experts_TK, self.gate.out_features), self.gate.top_k
         weight_M = dispatch_tokens(weights_TK.reshape(-1, 1), tokens, 1).squeeze(1)  # one row for each choice
-        y_MH = self.experts(dispatch_tokens(x_TH, tokens, top_k), tokens.offs, weight_M)
+        y_MH = self.experts(x_TH, tokens, weight_M)
         return combine_tokens(y_MH, None, tokens, top_k=top_k).view_as(x_BSH)
 
 
@@ -277,7 +277,7 @@ class Qwen3MoeStage(nn.Module):
     def init_weights(self, seed: int) -> None:
         """Weights from N(0, initializer_range^2), norms one, biases zero.
 
-        The values depend on the seed and on a parameter's name alone, not on how the model is cut.
+        The values depend on the seed and on a parameter's name alone, not on how the model is cut or sharded.
         """
         for name, param in self.named_parameters():
             if name.endswith("norm.weight"):

@@ -1,8 +1,8 @@
 """Modules whose weight gradient can be deferred, and what the models share."""
 
-from dualpipe.nn.grouped_linear import GroupedLinear
+from dualpipe.nn.grouped_linear import GroupedLinear, GroupedSwiGLU
 from dualpipe.nn.linear import Linear, defer_weight_grads
 from dualpipe.nn.loss import cross_entropy_loss
 from dualpipe.nn.norm import RMSNorm
 
-__all__ = ["GroupedLinear", "Linear", "RMSNorm", "cross_entropy_loss", "defer_weight_grads"]
+__all__ = ["GroupedLinear", "GroupedSwiGLU", "Linear", "RMSNorm", "cross_entropy_loss", "defer_weight_grads"]

@@ -1,20 +1,67 @@
-"""Initial values that depend on a parameter's name alone, so that every cut into stages starts from the same model."""
+"""Initial values that depend on a parameter's name alone, so that every cut of a model starts from the same values:
+into stages, into shards (FSDP2), into experts (expert parallelism)."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from math import gcd, prod
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+# Elements drawn at a time: 4 MB, little beside any layer, and large enough that the drawing takes the time.
+_BLOCK = 2**20
+# torch draws normal values in groups of this many, and fewer than one group by another method.
+_GROUP = 16
 
 
 @torch.no_grad()
 def seeded_normal_(param: Tensor, *, std: float, seed: int, name: str) -> None:
-    """Fill `param` from N(0, std^2) with a generator seeded by (seed, name).
+    """Fill `param` from N(0, std^2) with a generator seeded by (seed, name); a shard with its part of the same values.
 
     Drawn in float32 on the CPU: the values are the same on every device, and those of a bfloat16 or float64 model are
-    those of the float32 one, rounded or widened.
+    those of the float32 one, rounded or widened. Every rank draws, in blocks of rows, what comes before the end of its
+    part; it never holds more than a block, and nothing is communicated.
     """
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-    param.copy_(torch.empty(param.shape, dtype=torch.float32).normal_(0, std, generator=generator))
+    local, part = local_part(param)
+    if local.numel() == 0:
+        return
+    if param.ndim == 0:
+        local.copy_(torch.empty(()).normal_(0, std, generator=generator))
+        return
+    rows, columns = part[0], part[1:]
+    for start, stop in _blocks(param.shape[0], prod(param.shape[1:])):
+        if start >= rows.stop:
+            break
+        block = torch.empty(stop - start, *param.shape[1:], dtype=torch.float32).normal_(0, std, generator=generator)
+        first, last = max(start, rows.start), min(stop, rows.stop)
+        if first < last:
+            local[first - rows.start : last - rows.start].copy_(block[first - start : last - start][:, *columns])
+
+
+def local_part(param: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
+    """What this rank holds of `param`, as a plain tensor that shares its memory, and where that lies in the whole.
+
+    Example: rank 1 of 2 holds `(slice(2, 4), slice(0, 3))` of a (4, 3) DTensor sharded on dimension 0.
+    """
+    if not isinstance(param, DTensor):
+        return param.detach(), tuple(slice(0, size) for size in param.shape)
+    (chunk,) = param.__create_chunk_list__()  # what distributed checkpoints go by; right for every order of the shards
+    return param.detach().to_local(), tuple(slice(o, o + size) for o, size in zip(chunk.offsets, chunk.sizes))
+
+
+def _blocks(rows: int, row_size: int) -> Iterator[tuple[int, int]]:
+    """Cut rows so that drawing block by block gives what drawing all at once gives: whole groups, and no small rest."""
+    step = _GROUP // gcd(_GROUP, row_size)
+    step *= max(1, _BLOCK // (step * row_size))
+    start = 0
+    while start < rows:
+        stop = start + step
+        if (rows - stop) * row_size < _GROUP:
+            stop = rows
+        yield start, stop
+        start = stop

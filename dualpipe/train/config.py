@@ -66,7 +66,7 @@ class ParallelConfig:
     pp: int = 1
     """pipeline ranks"""
     dp: int = 1
-    """data-parallel ranks; more than 1 is not available yet"""
+    """data-parallel ranks: pipelines that train on different data and share the parameters' storage (FSDP2)"""
     ep: int = 1
     """expert-parallel ranks; more than 1 is not available yet"""
     schedule: Literal["dualpipev", "zbv", "1f1b", "interleaved_1f1b"] = "dualpipev"
@@ -79,10 +79,8 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         for name in ("pp", "dp", "ep"):
             _require(getattr(self, name) >= 1, f"parallel.{name}", getattr(self, name), "must be at least 1")
-        for name in ("dp", "ep"):
-            value = getattr(self, name)
-            remedy = f"more than 1 is not available yet; set parallel.{name} = 1 (parallel.pp is free)"
-            _require(value == 1, f"parallel.{name}", value, remedy)
+        remedy = "more than 1 is not available yet; set parallel.ep = 1 (parallel.pp and parallel.dp are free)"
+        _require(self.ep == 1, "parallel.ep", self.ep, remedy)
         _require(self.timeout > 0, "parallel.timeout", self.timeout, "must be positive (seconds)")
 
     @property
@@ -222,7 +220,7 @@ def check_world(config: Config, world_size: int) -> None:
     if parallel.world_size != world_size:
         raise ValueError(
             f"parallel.pp * dp * ep = {parallel.pp} * {parallel.dp} * {parallel.ep} = {parallel.world_size}, but "
-            f"{world_size} ranks were started; start {parallel.world_size}, or set parallel.pp = {world_size}"
+            f"{world_size} ranks were started; start {parallel.world_size}, or change parallel.pp or parallel.dp"
         )
 
 

@@ -11,7 +11,9 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
+from dualpipe.parallel.mesh import build_mesh
 from dualpipe.train.launch import RankInfo
 
 T = TypeVar("T")
@@ -19,12 +21,21 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Job:
-    """Where this rank runs. `group` is None where it is the only one."""
+    """Where this rank runs. `group` and `mesh` are None where it is the only one."""
 
     rank: int
     world_size: int
     device: torch.device
     group: dist.ProcessGroup | None
+    mesh: DeviceMesh | None = None
+
+    def rank_along(self, dimension: str) -> int:
+        """This rank's number along a dimension of the mesh: "pp", "dp" or "ep"."""
+        return 0 if self.mesh is None else self.mesh[dimension].get_local_rank()
+
+    def group_along(self, dimension: str) -> dist.ProcessGroup | None:
+        """The ranks that differ from this one along one dimension only."""
+        return None if self.mesh is None else self.mesh[dimension].get_group()
 
     def first_rank(self, work: Callable[[], T]) -> T:
         """Do `work` on rank 0 while the others wait, and return its (picklable) result on all.
@@ -69,9 +80,10 @@ def choose_device(info: RankInfo, wanted: str) -> torch.device:
 
 
 @contextmanager
-def join(info: RankInfo, *, device: str, timeout: float) -> Iterator[Job]:
+def join(info: RankInfo, *, device: str, timeout: float, pp: int, dp: int = 1, ep: int = 1) -> Iterator[Job]:
     """Join the job's other ranks (gloo, and NCCL where the ranks have CUDA devices) for the length of a `with` block.
 
+    pp, dp, ep: the ranks along each dimension of the mesh.
     timeout: seconds after which a rank that waits for another one gives up.
     """
     chosen = choose_device(info, device)
@@ -86,5 +98,5 @@ def join(info: RankInfo, *, device: str, timeout: float) -> Iterator[Job]:
         device_id=chosen if chosen.type == "cuda" else None,
     )  # fmt: skip
     dist.all_reduce(torch.zeros(1))  # a rank that fails before all have met would have the others log a broken store
-    yield Job(info.rank, info.world_size, chosen, dist.group.WORLD)
+    yield Job(info.rank, info.world_size, chosen, dist.group.WORLD, build_mesh(pp, dp, ep, chosen))
     dist.destroy_process_group()  # after an error the process leaves without: destroying would wait for the others

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from dualpipe import Pipeline
+from dualpipe.nn.accumulate import local
 from dualpipe.schedule import Schedule, build
 from dualpipe.train.config import Config, check_world
 from dualpipe.train.data import Batch, Loader, evaluation_batches, open_splits, packed_directory, read_windows
@@ -28,21 +29,23 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 def train(config: Config, info: RankInfo) -> int:
     """Train as rank `info` of the job; returns the exit status 0, raises on failure."""
     check_world(config, info.world_size)
-    with join(info, device=config.parallel.device, timeout=config.parallel.timeout) as job:
+    p = config.parallel
+    with join(info, device=p.device, timeout=p.timeout, pp=p.pp, dp=p.dp, ep=p.ep) as job:
         Run(config, job).train()
     return 0
 
 
 class Run:
-    """Everything that one rank needs to train. The rank of the last stage knows the loss and writes the metrics."""
+    """Everything that one rank needs to train. The rank of the last stage knows the loss and writes the metrics; of
+    several pipelines (`parallel.dp`) that of the first."""
 
     def __init__(self, config: Config, job: Job) -> None:
         self.config, self.job = config, job
         train, parallel = config.train, config.parallel
         self.schedule: Schedule = build(parallel.schedule, parallel.pp, train.num_chunks)
         self.model: Model = build_model(
-            read_model_config(config.model.config), self.schedule, job.rank,
-            seed=train.seed, dtype=DTYPES[train.dtype], device=job.device,
+            read_model_config(config.model.config), self.schedule, job.rank_along("pp"), seed=train.seed,
+            dtype=DTYPES[train.dtype], device=job.device, mesh=job.mesh["dp"] if parallel.dp > 1 else None,
         )  # fmt: skip
         self.folder = Path(config.output.dir)
         self.splits = self._open_data()
@@ -54,7 +57,7 @@ class Run:
         self.optimizer = Optimizer(
             self.model.stages, lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay
         )
-        self.pipeline = Pipeline(self.model.stages, process_group=job.group, schedule=parallel.schedule)
+        self.pipeline = Pipeline(self.model.stages, process_group=job.group_along("pp"), schedule=parallel.schedule)
         self.criterion = micro_batch_loss(train.num_chunks)
 
     def _open_data(self) -> Splits:
@@ -77,7 +80,7 @@ class Run:
         """All steps, with evaluations, then the pictures."""
         held_out = self._evaluation_batches()
         parameters = self._count_parameters()
-        if not self.model.has_last:
+        if not self.model.has_last or self.job.rank_along("dp"):
             self._steps(held_out, None)
             return
         with MetricsWriter(self.folder, total_steps=self.config.train.steps) as writer:
@@ -116,15 +119,26 @@ class Run:
         }  # fmt: skip
 
     def _forward_backward(self, batch: Batch) -> float:
-        """Run the pipeline once; the mean loss on the rank of the last stage, NaN elsewhere."""
+        """Run the pipeline once; the mean loss of all pipelines on the ranks of the last stage, NaN elsewhere."""
         device = self.job.device
+        batch = self._own_rows(batch)
         inputs = (batch.tokens.to(device),) if self.model.has_first else ()
         labels = (batch.targets.to(device),) if self.model.has_last else ()
         criterion = self.criterion if self.model.has_last else None
         losses, _ = self.pipeline.step(
             *inputs, num_chunks=self.config.train.num_chunks, criterion=criterion, labels=labels
         )
-        return math.nan if losses is None else losses.sum().item()
+        if losses is None:
+            return math.nan
+        loss = losses.sum().float()
+        if (group := self.job.group_along("dp")) is not None:
+            dist.all_reduce(loss, group=group)
+        return loss.item() / self.config.parallel.dp
+
+    def _own_rows(self, batch: Batch) -> Batch:
+        """The sequences that this pipeline trains on."""
+        replicas, replica = self.config.parallel.dp, self.job.rank_along("dp")
+        return Batch(*(rows.tensor_split(replicas)[replica] for rows in batch))
 
     def _learning_rate(self, step: int) -> float:
         o = self.config.optimizer
@@ -158,7 +172,7 @@ class Run:
     # -- what is said
 
     def _count_parameters(self) -> int:
-        count = torch.tensor(sum(p.numel() for p in self.optimizer.parameters), device=self.job.device)
+        count = torch.tensor(sum(local(p).numel() for p in self.optimizer.parameters), device=self.job.device)
         if self.job.group is not None:
             dist.all_reduce(count, group=self.job.group)
         return int(count)
@@ -166,6 +180,8 @@ class Run:
     def _describe(self, parameters: int) -> str:
         schedule, splits = self.schedule, self.splits
         ranks = f"{schedule.num_ranks} {self.job.device.type} rank{'s' if schedule.num_ranks > 1 else ''}"
+        if (replicas := self.config.parallel.dp) > 1:
+            ranks = f"{replicas} x {ranks}"
         return (
             f"{self.model.name}: {parameters:,} parameters in {schedule.num_stages} stages on {ranks}, schedule "
             f"{schedule.name}, {self.config.train.dtype}\n"

@@ -8,9 +8,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from dualpipe.models import Qwen3MoeConfig, build_stages
 from dualpipe.nn import cross_entropy_loss
+from dualpipe.parallel.materialize import build_on_meta, materialize
+from dualpipe.parallel.precision import DTypePolicy, resolve_dtypes, shard
 from dualpipe.schedule import Schedule
 
 
@@ -40,9 +43,14 @@ def read_model_config(path: str | Path) -> Qwen3MoeConfig:
 
 
 def build_model(
-    config: Qwen3MoeConfig, schedule: Schedule, rank: int, *, seed: int, dtype: torch.dtype, device: torch.device
-) -> Model:
-    """Build the stages of `rank`. The weights depend on `seed` only, not on how the layers are cut into stages."""
+    config: Qwen3MoeConfig, schedule: Schedule, rank: int, *, seed: int, dtype: torch.dtype, device: torch.device,
+    mesh: DeviceMesh | None = None,
+) -> Model:  # fmt: skip
+    """Build the stages of pipeline rank `rank`. The weights depend on `seed` only, not on how the model is cut.
+
+    mesh: the data-parallel ranks, which then share the parameters' storage; parameters are stored in at least float32
+    and computed with in `dtype`. Without, they are stored in `dtype`.
+    """
     numbers = schedule.rank_stages(rank)
     first, last = 0 in numbers, schedule.num_stages - 1 in numbers
     if config.tie_word_embeddings and first != last:
@@ -50,25 +58,33 @@ def build_model(
             f"tie_word_embeddings needs the first and the last stage on one rank, but schedule {schedule.name!r} puts "
             "them on two; use a V-shaped schedule (dualpipev, zbv)"
         )
+    if config.tie_word_embeddings and mesh is not None:
+        raise ValueError("tie_word_embeddings needs the embedding and the head in one FSDP2 unit, which two stages "
+                         "cannot be; set it to false in the model's config.json, or parallel.dp = 1")  # fmt: skip
     try:
-        stages = build_stages(config, schedule.num_stages, only=numbers)
+        stages = build_on_meta(lambda: build_stages(config, schedule.num_stages, only=numbers))
     except ValueError as error:
         raise ValueError(f"parallel.pp = {schedule.num_ranks} with schedule {schedule.name!r}: {error}") from error
-    return Model("Qwen3-MoE", _initialised(stages, seed, dtype, device), config.vocab_size, first, last)
+    filled = _initialised(stages, seed, dtype, device, mesh)
+    return Model("Qwen3-MoE", filled, config.vocab_size, first, last)
 
 
 def build_whole(config: Qwen3MoeConfig, *, seed: int, dtype: torch.dtype, device: torch.device) -> nn.Module:
     """The unpipelined model, with the same weights."""
-    (stage,) = _initialised(build_stages(config, 1), seed, dtype, device)
+    (stage,) = _initialised(build_on_meta(lambda: build_stages(config, 1)), seed, dtype, device)
     return stage
 
 
 def _initialised(
-    stages: list[nn.Module], seed: int, dtype: torch.dtype, device: torch.device
+    stages: list[nn.Module], seed: int, dtype: torch.dtype, device: torch.device, mesh: DeviceMesh | None = None
 ) -> tuple[nn.Module, ...]:  # fmt: skip
+    storage = dtype if mesh is None else torch.promote_types(dtype, torch.float32)
+    nn.ModuleList(stages).to(dtype=storage)  # together, so that a tied weight stays one
+    plan = resolve_dtypes(stages, DTypePolicy(dtype, storage, dtype))
     for stage in stages:
-        stage.init_weights(seed)
-    nn.ModuleList(stages).to(device=device, dtype=dtype)  # together, so that a tied weight stays one
+        if mesh is not None:
+            shard(stage, mesh, plan)
+        materialize(stage, device, plan, seed=seed)
     return tuple(stages)
 
 

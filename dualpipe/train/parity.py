@@ -15,6 +15,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from dualpipe import Pipeline
 from dualpipe.schedule import build
@@ -42,17 +43,24 @@ class Problem(NamedTuple):
     targets: Tensor  # (B, T)
     num_chunks: int
 
+    def part(self, number: int, count: int) -> Problem:
+        """What pipeline `number` of `count` gets of it."""
+        tokens, targets = (rows.tensor_split(count)[number] for rows in (self.tokens, self.targets))
+        return Problem(tokens, targets, self.num_chunks // count)
+
 
 def check(config: Config, info: RankInfo, *, dtype: str, tolerance: float | None, worst: int) -> int:
     """Compare as rank `info`; rank 0 prints the table and returns 1 where a difference exceeds the tolerance."""
     check_world(config, info.world_size)
     allowed = TOLERANCES[dtype] if tolerance is None else tolerance
-    with join(info, device=config.parallel.device, timeout=config.parallel.timeout) as job:
+    p = config.parallel
+    with join(info, device=p.device, timeout=p.timeout, pp=p.pp, dp=p.dp, ep=p.ep) as job:
         differences = compare(config, job, getattr(torch, dtype))
     if job.rank != 0:
         return 0
     failed = [d for d in differences if not d.relative <= allowed]  # NaN fails
-    _print(differences, worst, title=f"{config.parallel.schedule}, {config.parallel.pp} ranks, {dtype}")
+    ranks = f"{p.pp} ranks" if p.dp == 1 else f"{p.dp} x {p.pp} ranks"
+    _print(differences, worst, title=f"{p.schedule}, {ranks}, {dtype}")
     verdict = f"{len(failed)} of {len(differences)} differ by more than" if failed else f"all {len(differences)} within"
     print(f"parity {'FAILED' if failed else 'passed'}: {verdict} {allowed:g} relative")
     return 1 if failed else 0
@@ -64,14 +72,20 @@ def compare(config: Config, job: Job, dtype: torch.dtype) -> list[Difference]:
     model_config = read_model_config(config.model.config)
     schedule = build(parallel.schedule, parallel.pp, train.num_chunks)
     common = {"seed": train.seed, "dtype": dtype, "device": job.device}
-    model = build_model(model_config, schedule, job.rank, **common)
+    replicas, replica = parallel.dp, job.rank_along("dp")
+    mesh = job.mesh["dp"] if replicas > 1 else None
+    model = build_model(model_config, schedule, job.rank_along("pp"), mesh=mesh, **common)
     whole = build_whole(model_config, **common)
     problem = _random_problem(config, model.vocab_size, job.device)
-    loss = pipelined_step(model, Pipeline(model.stages, process_group=job.group, schedule=parallel.schedule), problem)
-    reference = unpipelined_step(whole, problem)
+    pipeline = Pipeline(model.stages, process_group=job.group_along("pp"), schedule=parallel.schedule)
+    loss = pipelined_step(model, pipeline, problem.part(replica, replicas))
+    reference = unpipelined_step(whole, problem).tensor_split(replicas)[replica] * replicas
     found = compare_gradients(model.stages, whole)
+    if replica:  # pipeline 0 has the same gradients
+        found.clear()
     if loss is not None:
-        found.append(difference("loss of the micro-batches", loss, reference))
+        of_replica = f" of pipeline {replica}" if replicas > 1 else ""
+        found.append(difference(f"loss of the micro-batches{of_replica}", loss, reference))
     return _collect(found, job)
 
 
@@ -115,15 +129,17 @@ def difference(name: str, value: Tensor, reference: Tensor) -> Difference:
 
 
 def _gradient(parameter: Tensor) -> Tensor:
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    return grad.full_tensor() if isinstance(grad, DTensor) else grad
 
 
 def _random_problem(config: Config, vocab_size: int, device: torch.device) -> Problem:
     train = config.train
     generator = torch.Generator().manual_seed(train.seed)
-    shape = (train.micro_batch_size * train.num_chunks, train.sequence_length + 1)
+    num_chunks = train.num_chunks * config.parallel.dp
+    shape = (train.micro_batch_size * num_chunks, train.sequence_length + 1)
     rows = torch.randint(vocab_size, shape, generator=generator).to(device)
-    return Problem(rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), train.num_chunks)
+    return Problem(rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), num_chunks)
 
 
 def _collect(found: list[Difference], job: Job) -> list[Difference]:

@@ -68,7 +68,7 @@ for spec in compile_specs(80):
         signature = {name: spec.signature.get(name, "constexpr") for name in order}
         source = ASTSource(spec.kernel, signature, {(order.index(n),): v for n, v in spec.constexprs.items()})
         ttir = triton.compile(source, target=GPUTarget("cuda", 80, 32)).asm["ttir"]
-        added = re.findall(r"tt.addptr .*: tensor<.*!tt.ptr<(?:bf16|f32)>>, tensor<[0-9x]+x(i[0-9]+)>", ttir)
+        added = re.findall(r"tt.addptr .*: tensor<.*!tt.ptr<(?:bf16|f32|f64)>>, tensor<[0-9x]+x(i[0-9]+)>", ttir)
         products = re.findall(r"arith.muli .*: tensor<[0-9x]+x(i[0-9]+)>", ttir)
         print(json.dumps([spec.name, added, products]))
 """

@@ -10,6 +10,7 @@ import torch
 
 from dualpipe.kernels import grouped_gemm, grouped_gemm_dgrad, grouped_gemm_wgrad
 from dualpipe.kernels.backend import INTERPRET
+from row_kernels import no_synchronisation  # noqa: F401
 
 MODULE = importlib.import_module("dualpipe.kernels.grouped_gemm")  # the package's attribute is the function
 # Half precision rounds the result once; float32 sums at most 600 products, in the order of the tiles.
@@ -25,7 +26,7 @@ COUNTS = {
 # H, N: with and without rows of 16-byte multiples.
 SIZES = [(16, 24), (5, 7), (80, 12), (8, 8)][: 2 if INTERPRET else 4]
 BORDERS = {"63 to 65": [63, 0, 64, 65, 1], "127 to 129": [127, 128, 0, 129]}
-FAST_DTYPES = [torch.float32, torch.float16, torch.bfloat16] + ([] if INTERPRET else [torch.float64])
+FAST_DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 
 
 def make(counts, hidden, out, dtype, device, extra=2):
@@ -150,6 +151,17 @@ def test_wgrad_into_float32_is_not_rounded_to_half(device):
     check(out, torch.stack(loop(lambda e, a, b: a.T @ b, [40, 3, 0], dy, x)), torch.float32)
 
 
+@pytest.mark.parametrize("dtype", FAST_DTYPES, ids=str)
+def test_wgrad_into_float64_multiplies_in_float64(dtype, device, chip):
+    x, dy, w, offs = make([40, 3, 0], 16, 8, dtype, device)
+    gather = torch.arange(44, -1, -1, device=device).clamp(max=42)
+    for rows in (None, gather):
+        out = torch.ones_like(w, dtype=torch.float64)
+        grouped_gemm_wgrad(dy, x, offs, out=out, accumulate=True, gather=rows)
+        taken = x if rows is None else x[rows]
+        check(out, torch.stack(loop(lambda e, a, b: a.T @ b, [40, 3, 0], dy, taken)) + 1, torch.float64)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_adding_leaves_an_expert_without_rows_alone(dtype, device, chip):
     x, dy, w, offs = make([4, 0, 3], 16, 8, dtype, device)
@@ -223,6 +235,11 @@ def test_views_work(dtype, device, chip):
     grouped_gemm_wgrad(dy, x, offs, out=plain, accumulate=True)
     grouped_gemm_wgrad(dy, x_view, offs, out=view, accumulate=True)
     torch.testing.assert_close(view, plain)
+    gather, bias = torch.tensor([1, 0, 4, 4, 2], device=device), torch.randn(2, 8, device=device).to(dtype)
+    apart = (t.repeat_interleave(2, 0)[::2] for t in (offs, gather, bias))
+    offs_view, gather_view, bias_view = apart
+    torch.testing.assert_close(grouped_gemm(x, w, offs_view, bias=bias_view, gather=gather_view),
+                               grouped_gemm(x, w, offs, bias=bias, gather=gather))  # fmt: skip
 
 
 def test_more_than_two_billion_elements(tmp_path):
@@ -237,6 +254,15 @@ def test_more_than_two_billion_elements(tmp_path):
     out = torch.zeros(2, 2, 8, 8)
     grouped_gemm_wgrad(dy, x, offs, out=out[0], accumulate=False)
     grouped_gemm_wgrad(dy, small, offs, out=out[1], accumulate=False)
+    assert torch.equal(out[0], out[1])
+    twice = torch.tensor([2, 0, 2])
+    assert torch.equal(grouped_gemm(x, w, offs, gather=twice), grouped_gemm(small, w, offs, gather=twice))
+    assert torch.equal(grouped_gemm_dgrad(x, w, offs), grouped_gemm_dgrad(small, w, offs))
+    for result, operand in zip(out, (x, small)):
+        grouped_gemm_wgrad(operand, operand, offs, out=result, accumulate=False)
+    assert torch.equal(out[0], out[1])
+    for result, operand in zip(out, (x, small)):
+        grouped_gemm_wgrad(dy, operand, offs, out=result, accumulate=True, gather=twice)
     assert torch.equal(out[0], out[1])
 
 
@@ -272,23 +298,56 @@ def test_compiles_as_one_graph(device):
     assert torch.equal(outs[0], outs[1]) and outs[0].any()
 
 
+CALLS = {
+    "gemm": lambda x, w, offs, dy=None, **options: grouped_gemm(x, w, offs, **options),
+    "dgrad": lambda dy, w, offs, **_: grouped_gemm_dgrad(dy, w, offs),
+    "wgrad": lambda x, dy, w, offs, gather=None, **_: grouped_gemm_wgrad(
+        dy, x, offs, out=w, accumulate=True, gather=gather
+    ),
+}
+TAKES = {"gemm": {"x", "w", "offs", "bias", "gather"}, "dgrad": {"dy", "w", "offs"},
+         "wgrad": {"x", "dy", "w", "offs", "gather"}}  # fmt: skip
+
+
 @pytest.mark.gpu
-def test_offsets_are_checked_on_the_device_when_asked(monkeypatch):
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_offsets_are_checked_on_the_device_when_asked(call, monkeypatch):
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    x, w = torch.zeros(5, 16, device="cuda"), torch.zeros(2, 8, 16, device="cuda")
-    offs = torch.tensor([3, 6], dtype=torch.int32, device="cuda")
-    assert (grouped_gemm(x, w, offs) == 0).all()  # not asked: ends past the rows count as rows
+    good = {name: value.cuda() for name, value in operands().items()}
+    wrong = good | {"offs": torch.tensor([3, 6], dtype=torch.int32, device="cuda")}
+    call(**wrong)  # not asked: ends past the rows count as rows
     monkeypatch.setenv("DUALPIPE_CHECK_OFFSETS", "1")
     with pytest.raises(ValueError, match="offs must rise from 0 to at most 5"):
-        grouped_gemm(x, w, offs)
+        call(**wrong)
+    if call is not CALLS["dgrad"]:
+        with pytest.raises(ValueError, match="gather must stay within the 5 rows"):
+            call(**good, gather=torch.tensor([0, 1, 5, 2, 3], device="cuda"))
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("no_synchronisation")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_nothing_is_read_back(call, dtype):
+    moved = {name: value.pin_memory().cuda(non_blocking=True) for name, value in operands().items()}
+    call(**{name: value if name == "offs" else value.to(dtype) for name, value in moved.items()})
+
+
+def operands(device="cpu"):
+    """Some that fit."""
+    offs = torch.tensor([2, 5], dtype=torch.int32, device=device)
+    return {"x": torch.zeros(5, 4, device=device), "dy": torch.zeros(5, 6, device=device),
+            "w": torch.zeros(2, 6, 4, device=device), "offs": offs}  # fmt: skip
 
 
 BAD = {
     "x must be a floating-point": {"x": torch.zeros(5, 4, dtype=torch.long)},
-    "w must be a floating-point": {"w": torch.zeros(3, 4)},
+    "dy must be a floating-point": {"dy": torch.zeros(5, 6, 1)},
+    "(w|out) must be a floating-point": {"w": torch.zeros(3, 4)},
     "x.shape\\[1\\] must equal": {"x": torch.zeros(5, 3)},
-    "must have one dtype": {"x": torch.zeros(5, 4, dtype=torch.bfloat16)},
+    "dy.shape\\[1\\] must equal": {"dy": torch.zeros(5, 7)},
+    "must have one dtype": {"x": torch.zeros(5, 4, dtype=torch.bfloat16), "dy": torch.zeros(5, 6).half()},
     "offs must be int32": {"offs": torch.tensor([1, 2])},
     "one end for each of 2": {"offs": torch.tensor([1, 2, 3], dtype=torch.int32)},
     "at least one expert": {"w": torch.zeros(0, 6, 4), "offs": torch.zeros(0, dtype=torch.int32)},
@@ -296,17 +355,27 @@ BAD = {
     "offs must rise from 0 to at most 5": {"offs": torch.tensor([3, 6], dtype=torch.int32)},
     "offs must rise from 0": {"offs": torch.tensor([-1, 2], dtype=torch.int32)},
     "one device": {"w": torch.zeros(2, 6, 4, device="meta")},
+    "one device; got": {"offs": torch.zeros(2, dtype=torch.int32, device="meta")},
     "bias must have shape": {"bias": torch.zeros(6)},
     "gather must be": {"gather": torch.zeros(5)},
     "gather must stay within the 5 rows": {"gather": torch.tensor([0, 1, 5, 2, 3])},
+    "gather must stay within the 5 rows of x; got -1": {"gather": torch.tensor([0, 1, -1, 2, 3])},
+    "rows of dy": {"dy": torch.zeros(4, 6)},
+}
+ONLY = {  # the others refuse every entry that they have the operand of
+    "dy.shape\\[1\\] must equal": {"dgrad"},
+    "x.shape\\[1\\] must equal": {"gemm"},
+    "rows of dy": {"wgrad"},
 }
 
 
+@pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("message", BAD)
-def test_misfit_is_a_value_error(message):
-    good = {"x": torch.zeros(5, 4), "w": torch.zeros(2, 6, 4), "offs": torch.tensor([2, 5], dtype=torch.int32)}
+def test_misfit_is_a_value_error(message, call):
+    if not BAD[message].keys() & TAKES[call] or call not in ONLY.get(message, CALLS):
+        pytest.skip("has no such operand")
     with pytest.raises(ValueError, match=message):
-        grouped_gemm(**(good | BAD[message]))
+        CALLS[call](**(operands() | BAD[message]))
 
 
 def test_wgrad_refuses_a_wrong_out():

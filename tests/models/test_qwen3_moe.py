@@ -10,7 +10,8 @@ from transformers import Qwen3MoeConfig as HFConfig
 from transformers import Qwen3MoeForCausalLM
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
-from dualpipe.models import Qwen3MoeConfig, Qwen3MoeStage, build_stages, from_hf_state_dict, split_layers
+from dualpipe.kernels import dispatch_tokens, sort_tokens
+from dualpipe.models import Qwen3MoeConfig, Qwen3MoeStage, build_stages, from_hf_state_dict, qwen3_moe, split_layers
 from dualpipe.nn import cross_entropy_loss
 from dualpipe.pipeline.weight_grad_store import WeightGradStore
 
@@ -185,14 +186,14 @@ def test_float64_stays_float64_everywhere():
 
     def record(module, inputs, outputs):
         for tensor in (*inputs, *(outputs if isinstance(outputs, tuple) else (outputs,))):
-            if tensor.is_floating_point():
+            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
                 seen.add((type(module).__name__, tensor.dtype))
 
     for module in model.modules():
         module.register_forward_hook(record)
     train(model, config)
     assert {dtype for _, dtype in seen} == {torch.float64}
-    assert {"RMSNorm", "Router", "Experts", "GroupedLinear", "Attention"} <= {name for name, _ in seen}
+    assert {"RMSNorm", "Router", "Experts", "GroupedSwiGLU", "GroupedLinear", "Attention"} <= {name for name, _ in seen}
     # A cast to float32 and back inside a module would escape the hooks, but not the difference quotient of the loss.
     few = {"layers.0.mlp.gate.weight", "layers.2.self_attn.k_norm.weight", "norm.weight"}
     tokens, labels = batch(config)
@@ -218,6 +219,20 @@ def test_bfloat16_runs_and_is_near_float32():
     assert loss.dtype is torch.float32
     assert loss.item() == pytest.approx(expected.item(), rel=0.05)  # three layers, 8 bits each
     assert all(grad.dtype is torch.bfloat16 for grad in grads(model).values())
+
+
+def test_experts_take_tokens_or_rows_that_are_sorted_already(monkeypatch):
+    """Both ways have the same bits, and tokens are not copied to their rows on the way."""
+    experts, copied = whole(tiny()).layers["0"].mlp.experts, []
+    generator = torch.Generator().manual_seed(0)
+    x_TH, choices = torch.randn(7, 32, generator=generator), torch.randint(6, (7, 2), generator=generator)
+    tokens, weight_M = sort_tokens(choices, 6), torch.rand(14, generator=generator)
+    rows_MH = dispatch_tokens(x_TH, tokens, 2)
+    assert torch.equal(experts(x_TH, tokens, weight_M), experts(rows_MH, tokens.offs, weight_M))
+    real = qwen3_moe.dispatch_tokens
+    monkeypatch.setattr(qwen3_moe, "dispatch_tokens", lambda x, *rest: copied.append(x.shape[1]) or real(x, *rest))
+    train(whole(tiny()), tiny())
+    assert set(copied) == {1}  # the routing weights
 
 
 def test_experts_without_tokens_get_zero_gradients():

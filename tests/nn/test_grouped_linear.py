@@ -1,10 +1,11 @@
-"""GroupedLinear against one nn.Linear for each expert."""
+"""GroupedLinear against one nn.Linear for each expert, GroupedSwiGLU against GroupedLinear and the activation."""
 
 import pytest
 import torch
 from torch import nn
 
-from dualpipe.nn import GroupedLinear
+from dualpipe.kernels import clamped_swiglu, dispatch_tokens, sort_tokens, swiglu
+from dualpipe.nn import GroupedLinear, GroupedSwiGLU
 from dualpipe.pipeline.weight_grad_store import WeightGradStore
 
 COUNTS = {"balanced": [3, 3, 3], "first empty": [0, 5, 2], "last empty": [4, 1, 0], "all empty": [0, 0, 0]}
@@ -134,3 +135,127 @@ def test_wrong_offsets_are_refused():
     ours, _ = pair(torch.float32, bias=False)
     with pytest.raises(ValueError, match="one end for each of 3 experts"):
         ours(torch.randn(4, 8), torch.tensor([2, 4], dtype=torch.int32))
+
+
+CHOICES = {"balanced": [[0, 1], [2, 0], [1, 2]], "one empty": [[0, 2], [2, 0], [2, 2]], "no tokens": [], "top 1": [[1]]}
+FORMS = {"halves": False, "pairs": True}
+
+
+def sort(choices):
+    return sort_tokens(torch.tensor(choices, dtype=torch.long).view(len(choices), -1 if choices else 2), 3)
+
+
+def step(function, operands, deferred, seed=1):
+    """The result and the operands' gradients, for a random gradient of the result."""
+    store, operands = WeightGradStore(), [t.detach().clone().requires_grad_() for t in operands]
+
+    def forward_and_backward():
+        y = function(*operands)
+        dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        y.backward(dy.to(y.dtype))
+        return y.detach()
+
+    if not deferred:
+        return forward_and_backward(), *(operand.grad for operand in operands)
+    with store.activate(), store.defer("I"):
+        y = forward_and_backward()
+    store.run("I")
+    return y, *(operand.grad for operand in operands)
+
+
+def assert_same_bits(actual, expected):
+    for a, b in zip(actual, expected, strict=True):
+        assert a.dtype is b.dtype
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("choices", CHOICES.values(), ids=CHOICES)
+def test_tokens_are_read_as_if_they_had_been_sorted(choices, dtype, deferred):
+    tokens = sort(choices)
+    (ours, _), (theirs, _) = pair(dtype, bias=True), pair(dtype, bias=True)
+    copies = len(choices[0]) if choices else 2
+    for _ in range(2):
+        x = torch.randn(len(choices), 8, dtype=dtype)
+        actual = step(lambda x: ours(x, tokens), [x], deferred)
+        assert_same_bits(actual, step(lambda x: theirs(dispatch_tokens(x, tokens, copies), tokens.offs), [x], False))
+    assert_same_bits([p.grad for p in ours.parameters()], [p.grad for p in theirs.parameters()])
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("sorted_before", [False, True])
+@pytest.mark.parametrize("clamped", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_swiglu_equals_linear_and_activation(dtype, clamped, sorted_before, scaled, deferred):
+    tokens = sort(CHOICES["one empty"])
+    rows = tokens.offs if sorted_before else tokens
+    theirs, _ = pair(dtype, bias=True)
+    ours = GroupedSwiGLU(3, 8, 8, bias=True, dtype=dtype, clamped=clamped)
+    ours.load_state_dict(theirs.state_dict())
+    activation = clamped_swiglu if clamped else swiglu
+    for _ in range(2):
+        operands = [torch.randn(6 if sorted_before else 3, 8, dtype=dtype)] + [torch.randn(6)] * scaled
+        actual = step(lambda x, *scale: ours(x, rows, *scale), operands, deferred)
+        assert_same_bits(actual, step(lambda x, *scale: activation(theirs(x, rows), *scale), operands, False))
+    assert_same_bits([p.grad for p in ours.parameters()], [p.grad for p in theirs.parameters()])
+
+
+@pytest.mark.parametrize("clamped", FORMS.values(), ids=FORMS)
+def test_swiglu_gradients_by_differences(clamped):
+    tokens, module = sort(CHOICES["one empty"]), GroupedSwiGLU(3, 4, 5, bias=True, dtype=torch.float64, clamped=clamped)
+
+    def call(x, scale, weight, bias):
+        return torch.func.functional_call(module, {"weight": weight, "bias": bias}, (x, tokens, scale))
+
+    x, scale = (torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((3, 4), (6,)))
+    assert torch.autograd.gradcheck(call, (x, scale, module.weight, module.bias))
+
+
+def test_swiglu_in_float32_accumulator_and_frozen():
+    tokens, module = sort(CHOICES["balanced"]), GroupedSwiGLU(3, 8, 4, dtype=torch.bfloat16)
+    module.weight.grad_dtype = torch.float32
+    x, scale = torch.randn(3, 8).bfloat16(), torch.randn(6)
+    plain = step(lambda x, scale: module(x, tokens, scale), [x, scale], deferred=False)
+    plain_grad, module.weight.grad = module.weight.grad, None
+    deferred = step(lambda x, scale: module(x, tokens, scale), [x, scale], deferred=True)
+    assert_same_bits([*plain, plain_grad], [*deferred, module.weight.grad])
+    assert plain_grad.dtype is torch.float32
+    module.weight.grad = None
+    module.weight.requires_grad_(False)
+    frozen = step(lambda x, scale: module(x, tokens, scale), [x, scale], deferred=True)
+    assert_same_bits(frozen, plain)
+    assert module.weight.grad is None
+
+
+@pytest.mark.parametrize("module", [GroupedLinear(3, 8, 6), GroupedSwiGLU(3, 8, 3)], ids=lambda m: type(m).__name__)
+def test_no_sorted_copy_of_the_tokens_is_kept(module):
+    """Of what is kept, only the tokens themselves and the product are as wide as the tokens or the result."""
+    tokens, x, kept = sort(CHOICES["balanced"]), torch.randn(3, 8, requires_grad=True), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        module(x, tokens)
+    shapes = [tuple(t.shape) for t in kept if t is not module.weight]
+    assert shapes == [(3, 8)] + [(6, 6)] * isinstance(module, GroupedSwiGLU)
+
+
+def test_swiglu_autocast_and_second_derivative():
+    module, x = GroupedSwiGLU(3, 8, 4, bias=True), torch.randn(4, 8, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = module(x, ends([1, 3, 0]))
+    assert y.dtype is torch.bfloat16
+    y.sum().backward()
+    assert x.grad.dtype is module.weight.grad.dtype is module.bias.grad.dtype is torch.float32
+    (dx,) = torch.autograd.grad(module(x, ends([1, 3, 0])).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.sum().backward()
+
+
+def test_misfits_are_refused():
+    tokens, module = sort(CHOICES["balanced"]), GroupedSwiGLU(3, 8, 4)
+    with pytest.raises(ValueError, match="x must have one row for each token"):
+        module(torch.randn(4, 8), tokens)
+    with pytest.raises(ValueError, match=r"weight must be floating-point of shape \(6,\)"):
+        module(torch.randn(3, 8), tokens, torch.randn(3))
+    with pytest.raises(ValueError, match="limit must be positive"):
+        GroupedSwiGLU(3, 8, 4, clamped=True, limit=0.0)

@@ -72,6 +72,38 @@ def test_bf16(trained, run_folder, dualpipe):
     assert losses(run_folder, "bf16") == pytest.approx(losses(run_folder, "out"), rel=0.02)
 
 
+@pytest.mark.parametrize("pp", [2, 1])
+def test_data_parallelism_gives_the_losses_of_twice_the_micro_batches(trained, run_folder, dualpipe, pp):
+    out = f"dp{pp}"
+    options = ("--parallel.dp", "2", "--parallel.pp", str(pp), "--train.num_chunks", "2", "--output.dir", out)
+    done = dualpipe(run_folder, "train", "run.toml", *options)
+    assert done.returncode == 0, done.stderr
+    assert f"4 stages on 2 x {pp} cpu rank" in done.stdout or pp == 1
+    assert losses(run_folder, out) == pytest.approx(losses(run_folder, "out"), rel=1e-6)
+    assert [line for line in done.stdout.splitlines() if line.startswith("step 5/5")], "one rank reports"
+
+
+def test_data_parallelism_in_bf16_keeps_fp32_weights(trained, run_folder, dualpipe):
+    options = ("--parallel.dp", "2", "--parallel.pp", "1", "--train.dtype", "bf16", "--train.num_chunks", "2")
+    done = dualpipe(run_folder, "train", "run.toml", *options, "--output.dir", "dp-bf16")
+    assert done.returncode == 0, done.stderr
+    assert losses(run_folder, "dp-bf16") == pytest.approx(losses(run_folder, "out"), rel=0.02)
+
+
+def test_parity_of_two_pipelines(run_folder, dualpipe):
+    good = dualpipe(run_folder, "parity", "run.toml", "--pp", "2", "--dp", "2", "--worst", "2")
+    assert good.returncode == 0, good.stderr
+    assert "parity passed" in good.stdout and "2 x 2 ranks" in good.stdout
+
+
+def test_tied_embeddings_cannot_be_sharded_over_two_stages(run_folder, dualpipe):
+    tied = run_folder / "tied.json"
+    tied.write_text(json.dumps({**json.loads((run_folder / "config.json").read_text()), "tie_word_embeddings": True}))
+    done = dualpipe(run_folder, "train", "run.toml", "--parallel.dp", "2", "--model.config", "tied.json")
+    assert done.returncode == 2
+    assert "set it to false in the model's config.json, or parallel.dp = 1" in done.stderr
+
+
 def test_parity_on_two_ranks(run_folder, dualpipe):
     good = dualpipe(run_folder, "parity", "run.toml", "--pp", "2", "--worst", "2", "--train.num_chunks", "3")
     assert good.returncode == 0, good.stderr

@@ -65,8 +65,8 @@ def test_overrides_replace_the_file(toml):
         (GOOD.replace("[0.8, 0.9]", "[0.8]"), "betas = .* a list of 2"),
         (GOOD.replace("[0.8, 0.9]", "[0.8, 1.0]"), "optimizer.betas .* less than 1"),
         (GOOD.replace("lr = 1", "lr = nan"), "optimizer.lr = nan: must be positive"),
-        (GOOD.replace("pp = 2", "dp = 2"), "parallel.dp = 2: more than 1 is not available yet; set parallel.dp = 1"),
-        (GOOD.replace("pp = 2", "ep = 4"), "parallel.ep = 4: more than 1 is not available"),
+        (GOOD.replace("pp = 2", "dp = 0"), "parallel.dp = 0: must be at least 1"),
+        (GOOD.replace("pp = 2", "ep = 4"), "parallel.ep = 4: more than 1 is not available yet; set parallel.ep = 1"),
         (GOOD.replace("pp = 2", "pp = 0"), "parallel.pp = 0: must be at least 1"),
         (GOOD.replace("pp = 2", 'schedule = "dualpipe"'), "schedule = 'dualpipe' .*'dualpipev'"),
         ("[train]\nsteps = 3", r"there is no \[model\] table"),
@@ -89,7 +89,7 @@ def test_refuses_a_bad_file(toml, text, message):
         (["--train.steps", "-1"], "train.steps = -1: must be at least 1"),
         (["--train.steps"], "Missing value for argument '--train.steps'"),
         (["--parallel.schedule", "x"], "invalid choice 'x'"),
-        (["--parallel.dp", "2"], "parallel.dp = 2: more than 1 is not available yet"),
+        (["--parallel.ep", "2"], "parallel.ep = 2: more than 1 is not available yet"),
         (["extra"], "extra"),
     ],
 )
@@ -112,7 +112,7 @@ def test_missing_file(tmp_path):
 def test_world_size_must_match(toml):
     config = load_config(toml())
     check_world(config, 2)
-    with pytest.raises(ValueError, match=r"2 \* 1 \* 1 = 2, but 3 ranks were started; .*parallel\.pp = 3"):
+    with pytest.raises(ValueError, match=r"2 \* 1 \* 1 = 2, but 3 ranks were started; .*change parallel\.pp or paral"):
         check_world(config, 3)
 
 

@@ -1,0 +1,73 @@
+"""The expert layers that the kernels are measured on, and how tokens are spread over their experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Model:
+    """Sizes of an expert layer; `clamped`: the activation of gpt-oss, and biases."""
+
+    hidden: int
+    intermediate: int
+    experts: int
+    top_k: int
+    clamped: bool = False
+
+
+MODELS = {
+    "deepseek-v2-lite": Model(2048, 1408, 64, 6),
+    "qwen3-30b-a3b": Model(2048, 768, 128, 8),
+    "gpt-oss-20b": Model(2880, 2880, 32, 4, clamped=True),
+}
+TOKENS = (4096, 16384, 65536)
+ROUTINGS = ("balanced", "skewed")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The rows that some experts of a model get, and where each expert's rows are."""
+
+    experts: int
+    counts: list[int]
+    offs: Tensor  # (E,) int32: where they end
+
+    @cached_property
+    def slices(self) -> list[tuple[int, slice]]:
+        """(expert, its rows), with the sizes on the host."""
+        ends = torch.tensor(self.counts).cumsum(0).tolist()
+        return [(e, slice(end - count, end)) for e, (count, end) in enumerate(zip(self.counts, ends))]
+
+
+def route(model: Model, tokens: int, experts: int, skewed: bool, device: torch.device) -> Layer:
+    """Every expert the same number of rows up to one, or in proportion to 1 / (1 + r / 4) of a random rank r.
+
+    `experts`: those on this rank, which together get their share of all rows.
+    """
+    share = torch.ones(experts, dtype=torch.float64)
+    if skewed:
+        share /= 1 + torch.randperm(experts, generator=torch.Generator().manual_seed(0)) / 4
+    rows = tokens * model.top_k * experts // model.experts
+    ends = (share.cumsum(0) / share.sum() * rows).round()
+    return Layer(experts, ends.diff(prepend=ends.new_zeros(1)).long().tolist(), ends.to(device, torch.int32))
+
+
+def choices(tokens: int, experts: int, top_k: int, skewed: bool, device: torch.device) -> Tensor:
+    """(T, K) different experts for each token; skewed: the first ones far more often."""
+    scores = torch.rand(tokens, experts, device=device)
+    if skewed:
+        scores += 2.0 / torch.arange(1, experts + 1, device=device)
+    return scores.topk(top_k).indices
+
+
+def every(**values: Iterable[Any]) -> list[dict[str, Any]]:
+    """Every combination of the values of some names, the last name changing fastest."""
+    return [dict(zip(values, combination)) for combination in product(*values.values())]

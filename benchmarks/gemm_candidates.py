@@ -1,0 +1,123 @@
+"""Which tile sizes could be in kernels/gemm_configs.py: the candidates of each shape class, and which of them compile.
+
+Needs no GPU. A candidate must compile in every form that the table's entry is compiled in, without spills, within the
+chip's shared memory and with its matrix instructions.
+
+    python benchmarks/tune_grouped_gemm.py --offline
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Executor
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib import import_module
+from itertools import product
+from unittest.mock import patch
+
+from expert_shapes import MODELS, Model
+
+from dualpipe.kernels import gemm_configs
+from dualpipe.kernels.compilation import SHARED_LIMIT, Resources, compile_spec
+from dualpipe.kernels.gemm_configs import GemmConfig
+
+SPECS = import_module("dualpipe.kernels.grouped_gemm_specs")
+TABLES = {"row": "_ROWS", "weight": "_WEIGHT"}  # what row_configs and weight_configs return entries of
+MOST_STAGES = 5
+FINE_GRAINED = {"intermediate-64": Model(2048, 64, 64, 6)}  # whose gate and up together are one narrow tile
+
+
+@dataclass(frozen=True)
+class ShapeClass:
+    """One entry of the table, and what it is tuned on."""
+
+    table: str  # of TABLES
+    name: str
+    tiles: tuple[tuple[int, int], ...]  # rows and columns of candidates
+    models: dict[str, Model]
+    coarse_models: tuple[str, ...]
+    tokens: tuple[int, ...]  # the first of them for the coarse step
+    time_share: float  # of the time budget
+
+    def __str__(self) -> str:
+        return f"{self.table} {self.name}"
+
+
+LARGE = ((128, 128), (128, 256), (256, 128), (64, 256), (256, 64))
+FLAT = ((64, 64), (64, 128), (64, 256))
+SLIM = ((64, 128), (128, 64), (128, 128), (256, 64), (256, 128))
+UNLIKE = ("qwen3-30b-a3b", "gpt-oss-20b")  # many small experts, few large ones whose widths few tiles divide
+MIDDLE_FIRST = (16384, 65536, 4096)
+CLASSES = (
+    ShapeClass("row", "wide", LARGE, MODELS, UNLIKE, MIDDLE_FIRST, 0.45),
+    ShapeClass("weight", "wide", LARGE, MODELS, UNLIKE, MIDDLE_FIRST, 0.3),
+    ShapeClass("row", "few", FLAT, MODELS, UNLIKE, (512,), 0.13),
+    ShapeClass("row", "narrow", SLIM, FINE_GRAINED, tuple(FINE_GRAINED), (16384, 4096), 0.06),
+    ShapeClass("weight", "narrow", SLIM, FINE_GRAINED, tuple(FINE_GRAINED), (16384, 4096), 0.06),
+)
+
+
+def candidates(shape_class: ShapeClass, arch: int) -> list[GemmConfig]:
+    """Of each tile, the deepest pipelines of which one or two fit on a multiprocessor, and the next shorter ones."""
+    found = []
+    for (rows, cols), depth, warps in product(shape_class.tiles, (32, 64, 128), (4, 8)):
+        if 32 <= rows * cols // (32 * warps) <= 128:  # float32 sums of a thread, which has 255 registers
+            stage = 2 * (rows + cols) * depth
+            deepest = {min(SHARED_LIMIT[arch] // programs // stage, MOST_STAGES) for programs in (1, 2)}
+            stages = {n - less for n in deepest for less in (0, 1)}
+            found += [GemmConfig(rows, cols, depth, warps, n) for n in sorted(stages) if n >= 2]
+    return found
+
+
+def compile_all(shape_class: ShapeClass, config: GemmConfig, arch: int) -> list[Resources]:
+    """What every kernel of the table's entry needs with `config`; the last one is the first that has a problem."""
+    tables = {f"{table}_configs": partial(_only, shape_class, table, config) for table in TABLES}
+    results = []
+    with patch.multiple(SPECS, **tables):
+        for spec in SPECS.specs(arch):
+            results.append(compile_spec(spec, arch))
+            if results[-1].problems:
+                break
+    return results
+
+
+def _only(shape_class: ShapeClass, table: str, config: GemmConfig, arch: int) -> dict[str, GemmConfig]:
+    return {shape_class.name: config} if shape_class.table == table else {}
+
+
+def problem(shape_class: ShapeClass, config: GemmConfig, arch: int) -> tuple[str, int]:
+    """(why `config` is no good, or nothing; how many programs of its smallest kernel fit on a multiprocessor)."""
+    try:
+        results = compile_all(shape_class, config, arch)
+    except Exception as error:  # whatever the compiler raises: one candidate less
+        return f"does not compile: {type(error).__name__}", 0
+    return ", ".join(results[-1].problems), max(programs_per_sm(r, config.warps, arch) for r in results)
+
+
+def programs_per_sm(resources: Resources, warps: int, arch: int) -> int:
+    """By registers (65536, given out in units of 8 a thread) and shared memory (1 KB of each program is reserved)."""
+    by_registers = 65536 // (32 * warps * -(-resources.registers // 8) * 8)
+    return min(by_registers, (SHARED_LIMIT[arch] + 1024) // (resources.shared + 1024))
+
+
+def survivors(shape_class: ShapeClass, arch: int, pool: Executor) -> tuple[list[GemmConfig], dict[GemmConfig, str]]:
+    """(candidates worth timing, why the others are not). Persistent kernels are tried with all programs that fit."""
+    tried = candidates(shape_class, arch)
+    kept, dropped = [], {}
+    for config, (why, per_sm) in zip(tried, pool.map(partial(problem, shape_class, arch=arch), tried)):
+        if why:
+            dropped[config] = why
+            continue
+        counts = {1, min(per_sm, 3)} if shape_class.table == "row" else {1}
+        kept += [replace(config, per_sm=count) for count in sorted(counts)]
+    return kept, dropped
+
+
+def source(config: GemmConfig) -> str:
+    """As it is written in the table."""
+    per_sm = f", per_sm={config.per_sm}" if config.per_sm > 1 else ""
+    return f"GemmConfig({config.rows}, {config.cols}, {config.depth}, {config.warps}, {config.stages}{per_sm})"
+
+
+def present_entry(shape_class: ShapeClass, arch: int) -> GemmConfig:
+    return getattr(gemm_configs, f"{shape_class.table}_configs")(arch)[shape_class.name]

@@ -1,0 +1,306 @@
+"""Which tile sizes belong into kernels/gemm_configs.py? Tries candidates on this GPU and prints the table.
+
+For every shape class of the table, most important first:
+
+1. filter   compile every candidate for the architecture; drop those that spill, need too much shared memory or get no
+            matrix instructions (no GPU needed: `--offline` stops here and prints the survivors)
+2. coarse   check and time the survivors on a few shapes, keep the fastest
+3. fine     check and time those and the present entry on every shape of the class
+
+The shapes are those of the models in expert_shapes.py; a configuration's rate is the geometric mean over the products
+of its class: forward, gathered forward with and without the activation, and input gradient; or weight gradient written
+and added into float32. A class for which time runs out before step 3 keeps its present entry.
+
+    python benchmarks/tune_grouped_gemm.py [--minutes M] [--classes "row wide" ...] [--save [FOLDER]]
+    python benchmarks/tune_grouped_gemm.py --offline [--arch 90 80] [--classes "row wide" ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from itertools import product
+from multiprocessing import get_context
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from bench_grouped_gemm import Case, cases
+from expert_shapes import Layer, Model, every, route
+from gemm_candidates import CLASSES, TABLES, ShapeClass, candidates, present_entry, source, survivors
+from gpu_bench import Row, add_save, print_table, require_gpu, save, time_ms
+
+from dualpipe.kernels import gemm_configs
+from dualpipe.kernels.compilation import ARCHITECTURES
+from dualpipe.kernels.gemm_configs import GemmConfig
+
+LAUNCHERS = import_module("dualpipe.kernels.grouped_gemm")  # the function of that name hides the module
+KEPT = 10  # candidates that reach the fine step
+
+# ----------------------------------------------------------------------------------------------------------- launching
+
+
+class _Table(dict):
+    """Has an entry under every name."""
+
+    def __init__(self, make: Callable[[str], Any]) -> None:
+        self.make = make
+
+    def __missing__(self, name: str) -> Any:
+        return self.make(name)
+
+
+@contextmanager
+def tables(make: Callable[[str], Any]) -> Iterator[None]:
+    """Whatever is looked up in the tables is `make(name of the class)`."""
+    with ExitStack() as stack:
+        for module, table in product((gemm_configs, LAUNCHERS), TABLES):
+            if hasattr(module, f"{table}_configs"):
+                stack.enter_context(patch.object(module, f"{table}_configs", lambda arch: _Table(make)))
+        yield
+
+
+def launching(config: GemmConfig) -> AbstractContextManager[None]:
+    """Every product is launched with `config`, whatever the table says."""
+    return tables(lambda name: config)
+
+
+class CompileOnly:
+    """A kernel that is compiled where it would be launched."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+
+    def __getitem__(self, grid: Any) -> Callable[..., Any]:
+        return partial(self.kernel.warmup, grid=grid)
+
+
+def compile_in_parallel(case: Case, configs: Sequence[GemmConfig]) -> None:
+    """So that the compiler does not take most of the time; what fails here fails again, and is reported, when run."""
+    from triton import AsyncCompileMode
+
+    instead = {name: CompileOnly(kernel) for name, kernel in kernels().items()}
+    with (
+        ThreadPoolExecutor() as threads,
+        AsyncCompileMode(threads, ignore_errors=True),
+        patch.multiple(LAUNCHERS, **instead),
+    ):
+        for config in configs:
+            with suppress(Exception), launching(config):
+                case.ours()
+
+
+def kernels() -> dict[str, Any]:
+    """What the launchers launch: not the functions that the kernels call."""
+    return {name: value for name, value in vars(LAUNCHERS).items() if name.endswith("_kernel") and _is_jit(value)}
+
+
+def _is_jit(value: Any) -> bool:
+    return hasattr(value, "warmup")
+
+
+# ------------------------------------------------------------------------------------------------------------ measuring
+
+
+@dataclass(frozen=True)
+class Setting:
+    model: str
+    sizes: Model
+    tokens: int
+    share: int  # one of so many experts is on this rank
+
+    def layer(self, device: torch.device) -> Layer:
+        """All experts with skewed, some with balanced routing, to have both."""
+        return route(self.sizes, self.tokens, self.sizes.experts // self.share, self.share == 1, device)
+
+
+def settings(shape_class: ShapeClass, coarse: bool) -> list[Setting]:
+    """Most telling ones first, for when the time does not suffice for all."""
+    if coarse:
+        found = every(tokens=shape_class.tokens[:1], share=(1,), model=shape_class.coarse_models)
+    else:
+        found = every(tokens=shape_class.tokens, share=(1, 8), model=shape_class.models)
+    return [Setting(sizes=shape_class.models[s["model"]], **s) for s in found]
+
+
+def class_of(case: Case, experts: int, arch: int) -> str:
+    """The entry of the table that `case` is launched with, as in `str` of a `ShapeClass`."""
+    m, n, _ = case.dense
+    if "weight" not in case.name:
+        return f"row {gemm_configs.row_shape(torch.bfloat16, rows=m, experts=experts, cols=n)}"
+    with tables(lambda name: name):
+        return f"weight {gemm_configs.weight_config(arch, torch.bfloat16, out=m, hidden=n)}"
+
+
+def measure(
+    shape_class: ShapeClass, configs: Sequence[GemmConfig], coarse: bool, end: float, arch: int, device: torch.device
+) -> list[Row]:
+    """Every configuration on every case of the class, case after case, until the time is used up."""
+    rows = []
+    for setting in settings(shape_class, coarse):
+        layer = setting.layer(device)
+        for case in cases(setting.sizes, layer, device):
+            if class_of(case, layer.experts, arch) != str(shape_class):
+                continue
+            if time.monotonic() > end:
+                return rows
+            where = {"model": setting.model, "tokens": setting.tokens, "experts": layer.experts, "product": case.name}
+            rows += [where | row for row in measure_case(case, configs, measure_ms=15 if coarse else 40)]
+    return rows
+
+
+def measure_case(case: Case, configs: Sequence[GemmConfig], measure_ms: int) -> Iterator[Row]:
+    if torch.cuda.is_available():
+        compile_in_parallel(case, configs)
+    expected = case.expected()
+    for config in configs:
+        yield {"config": source(config)} | measure_config(case, config, expected, measure_ms)
+
+
+def measure_config(case: Case, config: GemmConfig, expected: torch.Tensor, measure_ms: int) -> Row:
+    """TFLOP/s, or None and why not."""
+    try:
+        with launching(config):
+            case.check(expected)
+            ms = time_ms(case.ours, warmup_ms=5, measure_ms=measure_ms)
+    except Exception as error:  # wrong, or whatever compiler and driver raise: one candidate less
+        return {"ms": None, "TFLOP/s": None, "error": f"{type(error).__name__}: {error}"[:200]}
+    return {"ms": ms, "TFLOP/s": case.flops / ms / 1e9}
+
+
+# ------------------------------------------------------------------------------------------------------------- choosing
+
+
+def mean_rates(rows: Iterable[Row]) -> dict[str, float]:
+    """Geometric mean of each configuration that ran on every case, fastest first."""
+    rates: dict[str, list[float | None]] = defaultdict(list)
+    for row in rows:
+        rates[row["config"]].append(row["TFLOP/s"])
+    most = max(map(len, rates.values()), default=0)
+    complete = {name: values for name, values in rates.items() if None not in values and len(values) == most}
+    means = {name: statistics.geometric_mean(values) for name, values in complete.items()}
+    return dict(sorted(means.items(), key=lambda item: -item[1]))
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What came out for a class; `ratio` of its rate to the present entry's."""
+
+    shape_class: ShapeClass
+    chosen: str
+    ratio: float
+    cases: int
+    rows: list[Row]
+    discarded: dict[str, str]
+
+
+def tune(shape_class: ShapeClass, end: float, arch: int, device: torch.device, pool: Executor) -> Tuned:
+    """Filter, coarse and fine step of one class."""
+    present = present_entry(shape_class, arch)
+    configs, dropped = survivors(shape_class, arch, pool)
+    by_source = {source(config): config for config in (present, *configs)}
+    step = partial(measure, shape_class, arch=arch, device=device)
+    coarse = step(list(by_source.values()), coarse=True, end=end)
+    finalists = list(dict.fromkeys([source(present), *list(mean_rates(coarse))[:KEPT]]))
+    fine = step([by_source[name] for name in finalists], coarse=False, end=end)
+    discarded = {source(config): why for config, why in dropped.items()}
+    rows = [{"step": name} | row for name, found in (("coarse", coarse), ("fine", fine)) for row in found]
+    return choose(shape_class, source(present), mean_rates(fine), rows, discarded)
+
+
+def choose(
+    shape_class: ShapeClass, present: str, rates: dict[str, float], rows: list[Row], discarded: dict[str, str]
+) -> Tuned:
+    """The fastest one, `rates` being sorted; the present entry where nothing was measured to the end."""
+    chosen = next(iter(rates), present)
+    ratio = rates[chosen] / rates.get(present, math.nan) if rates else math.nan
+    count = sum(row["step"] == "fine" and row["config"] == chosen for row in rows)
+    return Tuned(shape_class, chosen, ratio, count, rows, discarded)
+
+
+def best_of_each_product(rows: Sequence[Row]) -> list[Row]:
+    """What each product would choose for itself: shows whether they should have entries of their own."""
+    products = dict.fromkeys(row["product"].removeprefix("up ").removeprefix("down ") for row in rows)
+    best = []
+    for name in products:
+        rates = mean_rates(row for row in rows if row["product"].endswith(name) and row["step"] == "fine")
+        best += [{"product": name, "best": config, "TFLOP/s": rate} for config, rate in list(rates.items())[:1]]
+    return best
+
+
+# -------------------------------------------------------------------------------------------------------- main program
+
+
+def table(tuned: Sequence[Tuned], arch: int) -> str:
+    """Python source of the tuned entries, as in kernels/gemm_configs.py."""
+    lines = []
+    for name, written in TABLES.items():
+        lines += [f"{written} = {{", f"    {arch}: {{"]
+        for entry in tuned:
+            if entry.shape_class.table == name:
+                note = f"{entry.ratio:.3f} x the present entry on {entry.cases} cases" if entry.cases else "as before"
+                lines.append(f'        "{entry.shape_class.name}": {entry.chosen},  # {note}')
+        lines += ["    },", "}"]
+    return "\n".join(lines)
+
+
+def tune_all(args: argparse.Namespace, pool: Executor) -> None:
+    device = require_gpu()
+    arch = LAUNCHERS.architecture(device)
+    torch.manual_seed(0)
+    tuned, end = [], time.monotonic()
+    total = sum(shape_class.time_share for shape_class in args.classes)
+    for shape_class in args.classes:
+        end += 60 * args.minutes * shape_class.time_share / total
+        tuned.append(tune(shape_class, end, arch, device, pool))
+        print(f"{shape_class}: {tuned[-1].chosen}, {tuned[-1].ratio:.3f} x the present entry")
+        print_table(best_of_each_product(tuned[-1].rows))
+        print(flush=True)
+    print(table(tuned, arch))
+    if args.save:
+        rows = [{"class": str(entry.shape_class)} | row for entry in tuned for row in entry.rows]
+        discarded = {str(entry.shape_class): entry.discarded for entry in tuned}
+        save("tune_grouped_gemm", rows, args.save, table=table(tuned, arch).splitlines(), discarded=discarded)
+
+
+def print_survivors(args: argparse.Namespace, pool: Executor) -> None:
+    for arch, shape_class in product(args.arch, args.classes):
+        kept, dropped = survivors(shape_class, arch, pool)
+        print(f"sm_{arch} {shape_class}: {len(kept)} survive, {len(dropped)} of {len(candidates(shape_class, arch))} "
+              "candidates dropped")  # fmt: skip
+        for config in kept:
+            print(f"    {source(config)}")
+        for config, why in dropped.items():
+            print(f"  - {source(config)}: {why}")
+        print(flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    by_name = {str(shape_class): shape_class for shape_class in CLASSES}
+    parser.add_argument("--classes", nargs="+", choices=by_name, default=list(by_name))
+    parser.add_argument("--offline", action="store_true", help="only compile the candidates, for every --arch")
+    parser.add_argument("--arch", type=int, nargs="+", choices=ARCHITECTURES, default=[90, 80])
+    parser.add_argument("--minutes", type=float, default=8.5, help="time budget of all classes together")
+    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes that compile")
+    add_save(parser, "tune_grouped_gemm")
+    args = parser.parse_args()
+    args.classes = [by_name[name] for name in args.classes]
+    if not args.offline:
+        require_gpu()
+    with ProcessPoolExecutor(args.workers, get_context("spawn")) as pool:
+        (print_survivors if args.offline else tune_all)(args, pool)
+
+
+if __name__ == "__main__":
+    main()

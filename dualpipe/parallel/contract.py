@@ -1,0 +1,157 @@
+"""Asserting a dtype plan on a real module: what is stored, computed, accumulated and on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.fsdp import FSDPModule
+
+from dualpipe.parallel.sharding import short_name
+
+if TYPE_CHECKING:
+    from dualpipe.parallel.precision import DTypePlan
+
+_SAFETENSORS = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+}  # fmt: skip
+
+
+class ContractError(AssertionError):
+    """A tensor is not what the plan says; the message names all of them."""
+
+
+def assert_contract(
+    module: nn.Module | Sequence[nn.Module],
+    plan: DTypePlan,
+    *,
+    run: Callable[[], object] | None = None,
+    checkpoint: str | PathLike[str] | Mapping[str, torch.dtype] | None = None,
+) -> None:
+    """Check a module, or the stages of a rank, against its plan, between two training steps.
+
+    Storage is checked always. `run`, a forward or a whole step of the module, is called once; while it runs, each
+    module's parameters and buffers are compared with their compute dtype, and what gradients accumulate in with the
+    reduce dtype. Gradients that are there afterwards are checked too. `checkpoint` is a distributed checkpoint, which
+    has storage dtypes, or an export as safetensors or the dtypes by name, which have the save dtypes.
+
+    Raises:
+        ContractError: something differs, or no parameter was seen in a forward.
+        ValueError: the plan lacks a tensor of the module, or `checkpoint` cannot be read.
+    """
+    modules = (module,) if isinstance(module, nn.Module) else tuple(module)
+    wrong: list[str] = []
+    if run is not None:
+        wrong += _watch(modules, plan, run)
+    for each in modules:
+        wrong += _storage(each, plan)
+        wrong += _gradients(each, plan)
+        if checkpoint is not None:
+            wrong += _on_disk(each, plan, checkpoint)
+    if wrong := list(dict.fromkeys(wrong)):
+        raise ContractError("the dtype contract does not hold:\n" + "\n".join(f"  {line}" for line in wrong))
+
+
+def checkpoint_dtypes(path: str | PathLike[str]) -> dict[str, torch.dtype]:
+    """The dtype of every tensor in a safetensors file, a folder of them, or a distributed checkpoint, without loading.
+
+    Raises:
+        ValueError: there is none of these at `path`, or a tensor has a dtype that torch lacks.
+    """
+    path = Path(path)
+    if (path / ".metadata").is_file():
+        entries = FileSystemReader(path).read_metadata().state_dict_metadata
+        return {name: entry.properties.dtype for name, entry in entries.items() if hasattr(entry, "properties")}
+    files = [path] if path.suffix == ".safetensors" and path.is_file() else sorted(path.glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"{path} is no safetensors file, folder of them, or distributed checkpoint")
+    dtypes: dict[str, torch.dtype] = {}
+    for file in files:
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118  (not a mapping)
+                dtypes[name] = _torch_dtype(tensors.get_slice(name).get_dtype(), name)
+    return dtypes
+
+
+def _torch_dtype(code: str, name: str) -> torch.dtype:
+    if code not in _SAFETENSORS:
+        raise ValueError(f"{name} is stored as {code}, which is none of {', '.join(_SAFETENSORS)}")
+    return _SAFETENSORS[code]
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+def _differs(name: str, what: str, actual: torch.dtype | None, expected: torch.dtype) -> list[str]:
+    if actual is expected:
+        return []
+    return [f"{name}: {what} {short_name(actual) if actual else 'any dtype'}, planned {short_name(expected)}"]
+
+
+def _storage(module: nn.Module, plan: DTypePlan) -> Iterator[str]:
+    for inner in module.modules():
+        if isinstance(inner, FSDPModule):
+            inner.reshard()  # a root stays gathered after a forward
+    for name, tensor in _tensors(module):
+        yield from _differs(name, "is stored in", tensor.dtype, plan.of(name).storage)
+
+
+def _gradients(module: nn.Module, plan: DTypePlan) -> Iterator[str]:
+    """FSDP2 hands a reduced gradient to the optimizer in the storage dtype; a plain one is the accumulator itself."""
+    for name, param in module.named_parameters():
+        if param.grad is not None:
+            sharded = isinstance(module, FSDPModule)
+            expected = plan.of(name).storage if sharded else plan.reduce_dtype(name)
+            yield from _differs(name, "has a gradient in", param.grad.dtype, expected)
+
+
+def _watch(modules: Sequence[nn.Module], plan: DTypePlan, run: Callable[[], object]) -> list[str]:
+    wrong: list[str] = []
+    seen: set[str] = set()
+    with ExitStack() as hooks:
+        for prefix, inner in (pair for module in modules for pair in module.named_modules()):
+            handle = inner.register_forward_pre_hook(partial(_look, prefix, plan, seen, wrong))
+            hooks.callback(handle.remove)
+        run()
+    if not seen:
+        wrong.append("no module with parameters ran its forward: `run` must call the module, not only its methods")
+    return wrong
+
+
+def _look(prefix: str, plan: DTypePlan, seen: set[str], wrong: list[str], module: nn.Module, args: Any) -> None:
+    for key, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+        name = f"{prefix}.{key}".lstrip(".")
+        wrong += _differs(name, "computes in", tensor.dtype, plan.of(name).compute)
+        if isinstance(tensor, nn.Parameter):
+            seen.add(name)
+            if tensor.requires_grad:
+                wrong += _differs(name, "accumulates in", tensor.grad_dtype, plan.reduce_dtype(name))
+
+
+def _on_disk(module: nn.Module, plan: DTypePlan, checkpoint: Any) -> Iterator[str]:
+    distributed = not isinstance(checkpoint, Mapping) and (Path(checkpoint) / ".metadata").is_file()
+    found = checkpoint if isinstance(checkpoint, Mapping) else checkpoint_dtypes(checkpoint)
+    kept = module.state_dict(keep_vars=True)
+    names: dict[int, list[str]] = {}
+    for name, tensor in kept.items():
+        if isinstance(tensor, torch.Tensor):
+            names.setdefault(id(tensor), []).append(name)
+    for tied in names.values():
+        expected = plan.of(tied[0]).storage if distributed else plan.of(tied[0]).save
+        present = [name for name in tied if name in found]
+        for name in present:
+            yield from _differs(name, "is on disk in", found[name], expected)
+        if not present:
+            yield f"{tied[0]}: is not in the checkpoint"

@@ -1,0 +1,316 @@
+"""From a module without values to one that trains: parameters on meta, sharded or not, get memory once and are filled.
+
+    module = build_on_meta(lambda: Stage(config))       parameters on meta, buffers with their values
+    ... fully_shard(module) where wanted ...            DTensors, still on meta
+    materialize(module, device, plan, seed=0)           each rank's shard allocated and filled
+    assert_materialized(module, device)                 (`materialize` has asked this itself after filling)
+
+What a module offers:
+
+- `init_weights(seed)`, the model's own initialisation, which fills every parameter. For the same values under every
+  mesh layout it goes by names, as `dualpipe.nn.init.seeded_normal_` does; `fill_` and `zero_` do too.
+- `recompute_buffers(device)`, which returns a mapping from its own buffers' names (not those of its children) to new
+  tensors on `device`. Every buffer that is not persistent, and so in no checkpoint, must be among them.
+
+`nn.Module.to_empty` is never used: it wipes buffers that have values, leaves the others as garbage and unties
+parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from dualpipe.nn.init import local_part
+from dualpipe.parallel.precision import DTypePlan
+from dualpipe.parallel.sharding import frozen_modules
+
+T = TypeVar("T")
+
+
+class Sliceable(Protocol):
+    """A tensor, or anything that reads a part of one where it is indexed, such as a tensor in a file."""
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    def __getitem__(self, part: tuple[slice, ...], /) -> Tensor: ...
+
+
+def build_on_meta(fn: Callable[[], T]) -> T:
+    """Return `fn()`, which builds modules; their parameters go to meta when registered, buffers keep their values.
+
+    One parameter at a time has memory. Under `torch.device("meta")` instead, a buffer's value would be lost, that of
+    `torch.tensor(...)` too. The hook is the process's: build modules in one thread at a time.
+    """
+    handle = register_module_parameter_registration_hook(_to_meta)
+    try:
+        return fn()
+    finally:
+        handle.remove()
+
+
+@torch.no_grad()
+def materialize(
+    module: nn.Module,
+    device: torch.device | str,
+    plan: DTypePlan,
+    *,
+    seed: int | None = None,
+    source: Mapping[str, Sliceable] | None = None,
+    param_device: torch.device | str | None = None,
+) -> None:
+    """Give `module` values on `device`, in the dtypes `plan.of(name).storage`.
+
+    A parameter on meta is allocated, of a DTensor the local shard; one with values moves, but a DTensor stays.
+    Persistent buffers move with their values, others are recomputed on `device`. Every parameter and buffer remains
+    the same object, so tied ones stay tied, also across calls for the stages of one rank. Then the module is filled,
+    one parameter at a time:
+
+    - with `seed`, by `module.init_weights(seed)`;
+    - with `source`, from the tensors of these names, of which only this rank's part is asked for: every parameter (one
+      name of a tied one is enough) and persistent buffer. Whole tensors, never DTensors;
+    - with neither, what was on meta is left for a distributed checkpoint to load into: NaN, integers their maximum, so
+      that `assert_materialized` can name what was not loaded.
+
+    `param_device` is where parameters are if not on `device`: "cpu" under FSDP2's CPU offload. Optimizers are to be
+    built afterwards. FSDP2 copies an uneven shard once more, into one that is padded, when it first runs.
+
+    Raises:
+        ValueError: before anything is changed, with a line for each: a buffer with neither value nor
+            `recompute_buffers`, or of which that returns another shape, dtype or device; names that `source` lacks or
+            has too many; other shapes; values that the plan's dtype would round, but for frozen modules, which the plan
+            narrows by intention. Afterwards: what `init_weights` left out; tied names whose values differ.
+    """
+    device, param_device = torch.device(device), torch.device(device if param_device is None else param_device)
+    _check_arguments(module, seed, source)
+    recomputed, frozen = _recomputed(module, device), _frozen(module)
+    problems = [*_buffer_problems(module, device, recomputed, frozen, keep_meta=seed is None)]
+    problems += _parameter_problems(module, plan, frozen)
+    problems += [] if source is None else _source_problems(module, plan, source, frozen)
+    if problems:
+        raise ValueError("\n  ".join([f"{type(module).__name__} cannot be materialised:", *problems]))
+    for name, buffer, persistent, _ in _buffers(module):
+        known = name in recomputed and (not persistent or buffer.device.type == "meta")
+        _replace(buffer, _moved(recomputed[name].detach() if known else buffer, plan.of(name).storage, device))
+    for name, param in module.named_parameters():
+        _replace(param, _moved(param, plan.of(name).storage, param_device))
+    if seed is not None:
+        module.init_weights(seed)
+    elif source is not None:
+        _load(module, source)
+    if seed is not None or source is not None:
+        assert_materialized(module, device, param_device=param_device)
+
+
+@torch.no_grad()
+def assert_materialized(
+    module: nn.Module,
+    device: torch.device | str,
+    *,
+    param_device: torch.device | str | None = None,
+    values: bool = True,
+) -> None:
+    """Raise ValueError naming every parameter and buffer that is on meta, on the wrong device, or uninitialised.
+
+    Uninitialised is what holds a NaN, or integers that are all their dtype's maximum, as `materialize` leaves them;
+    booleans are not looked at. This reads all memory once and waits for the device; `values=False` leaves it out.
+    """
+    device, param_device = torch.device(device), torch.device(device if param_device is None else param_device)
+    wrong, rest = [], {}
+    for tensors, wanted in ((module.named_parameters(), param_device), (module.named_buffers(), device)):
+        for name, tensor in tensors:
+            if tensor.device.type == "meta":
+                wrong.append(f"{name} is on meta")
+            elif not _is_on(tensor, wanted):
+                wrong.append(f"{name} is on {tensor.device}, not on {wanted}")
+            else:
+                rest[name] = tensor
+    if values:
+        wrong += [f"{name} was never filled, or holds NaN" for name in _unfilled(rest)]
+    if wrong:
+        raise ValueError("\n  ".join([f"{type(module).__name__} is not materialised:", *wrong]))
+
+
+def _check_arguments(module: nn.Module, seed: int | None, source: object) -> None:
+    if seed is not None and source is not None:
+        raise ValueError(f"both seed ({seed}) and source are given; choose what fills the parameters")
+    if seed is not None and not hasattr(module, "init_weights"):
+        raise ValueError(f"{type(module).__name__} has no init_weights(seed); write one with "
+                         "dualpipe.nn.init.seeded_normal_, or pass source instead of seed")  # fmt: skip
+
+
+# -- buffers
+
+
+class _Buffer(NamedTuple):
+    name: str
+    tensor: Tensor
+    persistent: bool
+    owner: str  # the type that registered it
+
+
+def _buffers(module: nn.Module) -> Iterator[_Buffer]:
+    for path, child in module.named_modules(remove_duplicate=False):
+        for name, tensor in child.named_buffers(recurse=False):
+            persistent = name not in child._non_persistent_buffers_set  # nn.Module has no public way to ask
+            yield _Buffer(f"{path}.{name}".lstrip("."), tensor, persistent, type(child).__name__)
+
+
+def _recomputed(module: nn.Module, device: torch.device) -> dict[str, Tensor]:
+    """By full name, what the modules' `recompute_buffers` return."""
+    found = {}
+    for path, child in module.named_modules(remove_duplicate=False):
+        if hasattr(child, "recompute_buffers"):
+            new = child.recompute_buffers(device)
+            found |= {f"{path}.{name}".lstrip("."): tensor for name, tensor in new.items()}
+    return found
+
+
+def _buffer_problems(
+    module: nn.Module, device: torch.device, recomputed: Mapping[str, Tensor], frozen: set[int], *, keep_meta: bool
+) -> Iterator[str]:
+    buffers = list(_buffers(module))
+    for name in sorted(recomputed.keys() - {buffer.name for buffer in buffers}):
+        yield f"{name}: recompute_buffers returns it, but there is no such buffer"
+    for name, old, persistent, owner in buffers:
+        if name in recomputed:
+            new = recomputed[name]
+            same = new.shape == old.shape and (new.dtype == old.dtype or id(old) in frozen)
+            if not same or not _is_on(new, device):
+                yield (f"{name}: recompute_buffers returns {tuple(new.shape)} {new.dtype} on {new.device}; the buffer "
+                       f"is {tuple(old.shape)} {old.dtype}, wanted on {device}; make them agree "
+                       "(module.to(dtype) casts buffers, torch.set_default_dtype while building does not)")  # fmt: skip
+        elif not persistent:
+            yield (f"{name}: not persistent, so in no checkpoint, and {owner} does not declare how to recompute it; "
+                   "give it recompute_buffers(device), or register the buffer as persistent")  # fmt: skip
+        elif old.device.type == "meta" and not keep_meta:
+            yield (f"{name}: on meta, so without a value to keep; build with build_on_meta instead of a meta device, "
+                   f"give {owner} recompute_buffers(device), or load a checkpoint")  # fmt: skip
+
+
+# -- parameters
+
+
+def _to_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+    if param is not None and param.device.type != "meta" and not nn.parameter.is_lazy(param):
+        _replace(param, torch.empty_like(param, device="meta"))
+
+
+def _parameter_problems(module: nn.Module, plan: DTypePlan, frozen: set[int]) -> Iterator[str]:
+    for name, param in module.named_parameters():
+        storage = plan.of(name).storage
+        if param.device.type == "meta" or param.dtype == storage:
+            continue
+        if isinstance(param, DTensor):
+            yield f"{name}: a DTensor with values in {param.dtype} stays so, not {storage}; shard it on meta"
+        else:
+            yield from _dtype_problem(name, param.dtype, storage, id(param) in frozen)
+
+
+def _replace(old: Tensor, new: Tensor) -> None:
+    """Make `old` the tensor `new`, for all who refer to it: tied modules, FSDP2, other stages."""
+    if new is old:
+        return
+    if isinstance(old, nn.Parameter):
+        new = nn.Parameter(new, requires_grad=old.requires_grad)
+        if old.grad_dtype is not old.dtype:
+            new.grad_dtype = old.grad_dtype
+    new.__dict__.update({key: value for key, value in old.__dict__.items() if key not in new.__dict__})
+    torch.utils.swap_tensors(old, new)
+
+
+# -- a checkpoint
+
+
+def _entries(module: nn.Module) -> list[tuple[Tensor, list[str]]]:
+    """What a checkpoint holds of `module`: parameters and persistent buffers, each with all its names."""
+    named = [*module.named_parameters(remove_duplicate=False)]
+    named += [(buffer.name, buffer.tensor) for buffer in _buffers(module) if buffer.persistent]
+    found: dict[int, tuple[Tensor, list[str]]] = {}
+    for name, tensor in named:
+        found.setdefault(id(tensor), (tensor, []))[1].append(name)
+    return list(found.values())
+
+
+def _source_problems(
+    module: nn.Module, plan: DTypePlan, source: Mapping[str, Sliceable], frozen: set[int]
+) -> Iterator[str]:  # fmt: skip
+    entries = _entries(module)
+    known = {name for _, names in entries for name in names}
+    for tensor, names in entries:
+        present = [name for name in names if name in source]
+        if not present:
+            yield f"{names[0]}: missing in the source; add it"
+        for name in present:
+            if tuple(source[name].shape) != tuple(tensor.shape):
+                yield f"{name}: {tuple(source[name].shape)} in the source, {tuple(tensor.shape)} in the module"
+            yield from _dtype_problem(name, source[name].dtype, plan.of(name).storage, id(tensor) in frozen)
+    for name in source:
+        if name not in known:
+            yield f"{name}: the source has it and the module does not; leave it out"
+
+
+def _load(module: nn.Module, source: Mapping[str, Sliceable]) -> None:
+    for tensor, names in _entries(module):
+        local, part = local_part(tensor)
+        first, *others = [name for name in names if name in source]
+        local.copy_(source[first][part])
+        for name in others:
+            if not torch.equal(local, source[name][part].to(local)):
+                raise ValueError(f"{first} and {name} are tied, but their values in the source differ; leave one out")
+
+
+# -- both
+
+
+def _frozen(module: nn.Module) -> set[int]:
+    """The identities of what a plan stores in its compute dtype: tensors of frozen modules, scalars not trained."""
+    scalars = [param for param in module.parameters() if param.dim() == 0 and not param.requires_grad]
+    inside = [tensor for part in frozen_modules(module) for tensor in [*part.parameters(), *part.buffers()]]
+    return {id(tensor) for tensor in scalars + inside}
+
+
+def _dtype_problem(name: str, dtype: torch.dtype, storage: torch.dtype, frozen: bool) -> Iterator[str]:
+    if _loses_values(dtype, storage) and not frozen:
+        yield (f"{name}: values in {dtype} would be rounded to {storage}; cast them first, or tell resolve_dtypes of "
+               "them by source_dtypes")  # fmt: skip
+
+
+def _moved(tensor: Tensor, storage: torch.dtype, device: torch.device) -> Tensor:
+    """What takes the place of `tensor`: with its values, or without any and with what `_unfilled` recognises."""
+    if tensor.device.type != "meta":
+        return tensor if isinstance(tensor, DTensor) else tensor.to(device, storage)
+    fraction = storage.is_floating_point or storage.is_complex
+    mark = float("nan") if fraction else storage != torch.bool and torch.iinfo(storage).max
+    return torch.full_like(tensor, mark, dtype=storage, device=device)
+
+
+def _unfilled(tensors: Mapping[str, Tensor]) -> list[str]:
+    """The names of those that hold what `_moved` leaves where there are no values."""
+    flags = {}
+    for name, tensor in tensors.items():
+        local, _ = local_part(tensor)
+        if local.is_floating_point() or local.is_complex():
+            flags[name] = local.isnan().any()
+        elif local.dtype != torch.bool and local.numel():
+            flags[name] = (local == torch.iinfo(local.dtype).max).all()
+    return [name for name, flag in flags.items() if flag]
+
+
+def _loses_values(source: torch.dtype, target: torch.dtype) -> bool:
+    """Whether a value can change when it is cast; for floats by precision and range, else unless the dtypes are one."""
+    if source == target or not (source.is_floating_point and target.is_floating_point):
+        return source != target
+    old, new = torch.finfo(source), torch.finfo(target)
+    return new.eps > old.eps or new.max < old.max or new.tiny > old.tiny
+
+
+def _is_on(tensor: Tensor, device: torch.device) -> bool:
+    return tensor.device.type == device.type and device.index in (None, tensor.device.index)

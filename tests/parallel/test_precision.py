@@ -1,0 +1,382 @@
+"""The dtype plan: which rule decides what, what is refused, how it reads, and how it is asserted."""
+
+import warnings
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from dualpipe import Pipeline, cli
+from dualpipe.models import Qwen3MoeConfig, build_stages
+from dualpipe.parallel import (
+    ContractError,
+    DTypePolicy,
+    Rule,
+    TensorDTypes,
+    assert_contract,
+    boundary_dtype,
+    checkpoint_dtypes,
+    resolve_dtypes,
+    shard,
+)
+from ranks import run_ranks
+
+BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
+CONFIG = Qwen3MoeConfig(
+    vocab_size=16, hidden_size=16, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
+    num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, norm_topk_prob=True,
+)  # fmt: skip
+
+
+class Mixer(nn.Module):
+    """Has a pin, as a state-space layer does."""
+
+    keep_fp32 = ("decay.A_log",)
+
+    def __init__(self):
+        super().__init__()
+        self.decay = nn.ParameterDict({"A_log": nn.Parameter(torch.zeros(4))})
+        self.gate = nn.Linear(4, 4)
+        self.gate_up_proj = nn.Linear(4, 8, bias=False)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("running", torch.zeros(4))
+
+    def forward(self, x):
+        return self.gate(x) * self.running + self.gate_up_proj(x)[..., :4] * self.decay["A_log"].exp().to(x.dtype)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(4, 4, bias=False)
+        self.layers = nn.ModuleList(Mixer() for _ in range(2))
+        self.head = nn.Linear(4, 4, bias=False)
+
+    def forward(self, x):
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def policy(*rules, param=BF16, reduce=FP32, output=BF16):
+    return DTypePolicy(param, reduce, output, rules)
+
+
+def resolve(model, policy, source=None):
+    """Without the question whether FSDP2 can keep the dtypes apart, which has its own tests."""
+    return resolve_dtypes(model, policy, source, sharded=False)
+
+
+def computing_in(plan, dtype):
+    return {name for name, dtypes in plan.tensors.items() if dtypes.compute is dtype}
+
+
+# -- rules
+
+
+def test_given_a_pin_on_gate_then_gate_up_proj_is_not_caught():
+    plan = resolve(Model(), policy(Rule("layers.*.gate.weight", FP32)))
+    assert plan.of("layers.0.gate.weight").compute is FP32 and plan.of("layers.1.gate.weight").compute is FP32
+    assert plan.of("layers.0.gate.bias").compute is BF16
+    assert plan.of("layers.0.gate_up_proj.weight").compute is BF16
+    substring = {name for name in plan.tensors if "gate" in name}  # what a substring would have caught
+    assert "layers.0.gate_up_proj.weight" in substring
+
+
+@pytest.mark.parametrize(
+    ("pattern", "matched"),
+    [
+        ("*.A_log", {"layers.0.decay.A_log", "layers.1.decay.A_log"}),
+        ("layers.0.gate", {"layers.0.gate.weight", "layers.0.gate.bias"}),
+        ("*.gate", {f"layers.{i}.gate.{n}" for i in (0, 1) for n in ("weight", "bias")}),
+        ("layers.?.*_up_*.weight", {"layers.0.gate_up_proj.weight", "layers.1.gate_up_proj.weight"}),
+        ("layers.[1-9].gate.bias", {"layers.1.gate.bias"}),
+        ("head.weight", {"head.weight"}),
+    ],
+)
+def test_given_a_glob_then_it_matches_whole_segments(pattern, matched):
+    plan = resolve(Model(), policy((pattern, FP64)))
+    assert computing_in(plan, FP64) == matched
+
+
+@pytest.mark.parametrize("pattern", ["gate", "*.gat", "layers.2.*", "head.weight.data", "*.steps"])
+def test_given_a_rule_that_matches_nothing_then_the_error_names_it(pattern):
+    with pytest.raises(ValueError, match="matches") as error:
+        resolve(Model(), policy((pattern, FP32), ("head", FP32)))
+    assert repr(pattern) in str(error.value) and "'head'" not in str(error.value)
+
+
+def test_given_rules_that_disagree_then_the_error_names_both_and_the_tensor():
+    with pytest.raises(ValueError, match="disagree") as error:
+        resolve(Model(), policy(("*.gate.weight", FP32), ("layers.0.*", FP64)))
+    assert all(part in str(error.value) for part in ("layers.0.gate.weight", "*.gate.weight", "layers.0.*", "fp64"))
+    resolve(Model(), policy(("*.gate.weight", FP32), ("layers.0.*", FP32)))  # these agree
+
+
+@pytest.mark.parametrize(("pattern", "dtype"), [("", FP32), ("a..b", FP32), ("a", torch.int32), ("a", "fp32")])
+def test_given_a_rule_that_cannot_be_then_it_is_refused(pattern, dtype):
+    with pytest.raises(ValueError, match="rule"):
+        Rule(pattern, dtype)
+    with pytest.raises(ValueError, match="floating"):
+        DTypePolicy(BF16, torch.int8, BF16)
+
+
+# -- precedence
+
+
+def sources(model, dtype, **others):
+    names = [name for name, _ in [*model.named_parameters(), *model.named_buffers()]]
+    return {name: others.get(name.rsplit(".", 1)[-1], dtype) for name in names}
+
+
+def test_given_all_four_reasons_then_rule_pin_checkpoint_policy_decide_in_this_order():
+    model = Model()
+    source = sources(model, BF16, A_log=FP32, bias=FP32)
+    plan = resolve(model, policy(("layers.0.decay.A_log", BF16), ("layers.1.gate.bias", BF16)), source)
+    of = {name: (plan.of(name).compute, plan.of(name).reason) for name in plan.tensors}
+    assert of["layers.0.decay.A_log"] == (BF16, "rule 'layers.0.decay.A_log'")
+    assert of["layers.1.decay.A_log"] == (FP32, "Mixer.keep_fp32 'decay.A_log'")
+    assert of["layers.1.gate.bias"] == (BF16, "rule 'layers.1.gate.bias'")
+    assert of["layers.0.gate.bias"] == (FP32, "fp32 in a lower-precision checkpoint")
+    assert of["layers.0.gate.weight"] == (BF16, "policy")
+
+
+def test_given_a_checkpoint_then_storage_is_its_dtype_promoted_with_the_requested_one():
+    def stored(requested, source):
+        model = Model().to(requested)
+        return resolve(model, policy(), sources(model, source, bias=FP32))
+
+    assert {t.storage for n, t in stored(FP32, BF16).tensors.items() if "steps" not in n} == {FP32}
+    plan = stored(BF16, BF16)
+    assert plan.of("layers.0.gate.bias") == TensorDTypes(FP32, FP32, FP32, "fp32 in a lower-precision checkpoint")
+    assert plan.of("layers.0.gate.weight") == TensorDTypes(BF16, BF16, BF16, "policy")
+    assert stored(BF16, torch.float16).of("head.weight").storage is FP32  # neither holds the other
+    assert stored(BF16, torch.float8_e4m3fn).of("head.weight").storage is BF16
+
+
+def test_given_a_checkpoint_in_fp32_throughout_then_the_policy_still_computes_in_bf16():
+    model = Model().to(BF16)
+    plan = resolve(model, policy(), sources(model, FP32))
+    assert plan.of("head.weight") == TensorDTypes(FP32, BF16, BF16, "policy")
+    assert plan.of("layers.0.decay.A_log").compute is FP32  # the model's pin
+
+
+def test_given_pinned_tensors_then_they_are_stored_and_saved_in_fp32_even_if_built_in_bf16():
+    plan = resolve(Model().to(BF16), policy(("*.gate.bias", FP32)))
+    for name in ("layers.0.decay.A_log", "layers.0.gate.bias"):
+        assert (plan.of(name).storage, plan.of(name).compute, plan.of(name).save) == (FP32, FP32, FP32)
+    assert resolve(Model(), policy(param=FP64)).of("layers.0.decay.A_log").compute is FP64  # at least fp32
+
+
+def test_given_buffers_and_integers_then_only_frozen_modules_cast_them():
+    model = Model()
+    model.layers[1].requires_grad_(False)
+    plan = resolve(model, policy())
+    assert plan.of("layers.0.running").compute is FP32 and plan.of("layers.1.running").storage is BF16
+    assert plan.of("layers.1.gate.weight").storage is BF16  # a frozen parameter has no master weight
+    assert plan.of("layers.1.decay.A_log").storage is FP32  # but a pin holds
+    assert {plan.of(f"layers.{i}.steps").storage for i in (0, 1)} == {torch.int64}
+
+
+def test_given_a_pin_that_is_a_string_then_it_is_refused():
+    class Wrong(nn.Linear):
+        keep_fp32 = "weight"
+
+    with pytest.raises(ValueError, match=r"Wrong.keep_fp32 must be a tuple"):
+        resolve(Wrong(2, 2), policy())
+
+
+def test_given_names_of_another_library_then_source_dtypes_are_refused():
+    with pytest.raises(ValueError, match=r"model\.embed\.weight"):
+        resolve(Model(), policy(), {"model.embed.weight": FP32})
+
+
+def test_given_a_whole_model_on_meta_then_its_plan_serves_each_stage():
+    rules = (Rule("layers.2.mlp.gate.weight", FP32), Rule("lm_head", FP32))
+    with torch.device("meta"):
+        plan = resolve_dtypes(build_stages(CONFIG, 1)[0].to(BF16), policy(*rules))
+    first, last = (stage.to(BF16) for stage in build_stages(CONFIG, 2))
+    for stage in (first, last):
+        shard(stage, None, plan)
+    hidden = first(torch.zeros(1, 4, dtype=torch.int64))
+    assert_contract(last, plan, run=lambda: last(hidden))
+    pinned = {name for name, param in last.named_parameters() if param.dtype is FP32}
+    assert pinned == {"layers.2.mlp.gate.weight", "lm_head.weight"}
+    with pytest.raises(ValueError, match="matches 'lm_head'"):  # a stage alone does not know what the others have
+        resolve_dtypes(first, policy(Rule("lm_head", FP32)))
+
+
+def test_given_a_plan_of_another_model_then_shard_says_what_differs():
+    plan = resolve(nn.ModuleDict({"a": nn.Linear(2, 2, dtype=BF16)}), policy())
+    with pytest.raises(ValueError, match=r"the dtype plan lacks 'b\.weight'"):
+        shard(nn.ModuleDict({"b": nn.Linear(2, 2)}), None, plan)
+    with pytest.raises(ValueError, match=r"a\.weight is fp32 and trainable, but the plan stores it in bf16"):
+        shard(nn.ModuleDict({"a": nn.Linear(2, 2)}), None, plan)
+
+
+def test_given_several_stages_then_a_rule_may_match_in_any_of_them_and_tied_names_share_it():
+    first, last = nn.ModuleDict({"embed": nn.Embedding(4, 4)}), nn.ModuleDict({"head": nn.Linear(4, 4, bias=False)})
+    last["head"].weight = first["embed"].weight
+    plan = resolve([first, last], policy(("head.weight", FP32)))
+    assert plan.of("embed.weight") == plan.of("head.weight") and plan.of("head.weight").compute is FP32
+    with pytest.raises(ValueError, match=r"embed\.weight = head\.weight"):
+        resolve([first, last], policy(("head.weight", FP32), ("embed.weight", BF16)))
+
+
+# -- the boundary
+
+
+def test_given_no_boundary_dtype_then_it_is_the_policys_output_dtype(recwarn):
+    assert boundary_dtype(policy(output=FP32)) is FP32 and boundary_dtype(policy(), BF16) is BF16
+    assert not recwarn.list
+
+
+def test_given_another_boundary_dtype_then_it_is_honoured_with_a_warning():
+    model, x = nn.Linear(4, 4, dtype=BF16), torch.ones(1, 4)
+    plan = resolve_dtypes(model, policy())
+    with pytest.warns(UserWarning, match="fp32, not the policy's output_dtype bf16"):
+        assert shard(model, None, plan, output_dtype=FP32)(x).dtype is FP32
+    assert shard(nn.Linear(4, 4, dtype=BF16), None, plan)(x).dtype is BF16
+
+
+def crossing(rank, output, explicit):
+    """The dtypes in which activations and their gradients arrive at the second of two pipeline ranks and the first."""
+    stage = nn.Linear(4, 4, dtype=BF16)
+    plan = resolve_dtypes(stage, policy(output=output))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        shard(stage, None, plan, output_dtype=explicit)
+    arrived = []
+    stage.register_forward_pre_hook(lambda m, args: arrived.append(args[0].dtype), prepend=True)
+    stage.register_full_backward_pre_hook(lambda m, grads: arrived.append(grads[0].dtype))
+    x = torch.ones(4, 4)
+    pipe = Pipeline([stage], schedule="1f1b")
+    first, last = ((x,), {}) if rank == 0 else ((), {"criterion": lambda y, t: (y - t).square().mean(), "labels": (x,)})
+    pipe.step(*first, num_chunks=2, **last)
+    return arrived[rank - 1], len(said)
+
+
+@pytest.mark.parametrize(
+    ("output", "explicit", "expected"), [(BF16, None, BF16), (FP32, None, FP32), (BF16, FP32, FP32)]
+)
+def test_given_two_pipeline_ranks_then_the_output_dtype_crosses_both_ways(output, explicit, expected):
+    assert run_ranks(crossing, 2, output, explicit) == [(expected, int(explicit is not None))] * 2
+
+
+# -- asserting
+
+
+def tiny():
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)).to(BF16)
+    plan = resolve_dtypes(model, policy(("1", FP32)))
+    return shard(model, None, plan), plan
+
+
+def step(model):
+    return lambda: model(torch.ones(2, 4)).float().sum().backward()
+
+
+def test_given_no_mesh_then_storage_compute_and_accumulators_are_as_planned():
+    model, plan = tiny()
+    assert_contract(model, plan, run=step(model))
+    assert {p.dtype for p in model[0].parameters()} == {BF16} and {p.dtype for p in model[1].parameters()} == {FP32}
+    assert {p.grad.dtype for p in model.parameters()} == {FP32}
+
+
+@pytest.mark.parametrize(
+    ("spoil", "messages"),
+    [
+        (lambda m: m[1].bfloat16(), ["1.weight: is stored in bf16, planned fp32", "1.bias: computes in bf16"]),
+        (lambda m: setattr(m[0].weight, "grad_dtype", BF16), ["0.weight: accumulates in bf16, planned fp32"]),
+        (lambda m: setattr(m[0].bias, "grad_dtype", None), ["0.bias: accumulates in any dtype, planned fp32"]),
+    ],
+)
+def test_given_a_module_that_was_changed_then_the_contract_fails(spoil, messages):
+    model, plan = tiny()
+    for module in model.modules():
+        module._forward_pre_hooks.clear()  # which would put the accumulator right again
+    spoil(model)
+    with pytest.raises(ContractError) as error:
+        assert_contract(model, plan, run=lambda: [layer(torch.ones(2, 4, dtype=layer.weight.dtype)) for layer in model])
+    assert all(message in str(error.value) for message in messages)
+
+
+def test_given_a_gradient_in_another_dtype_then_the_contract_fails():
+    model, plan = tiny()
+    model[0].weight.grad_dtype = None
+    model[0].weight.grad = torch.zeros_like(model[0].weight)
+    with pytest.raises(ContractError, match=r"0\.weight: has a gradient in bf16, planned fp32"):
+        assert_contract(model, plan)
+
+
+def test_given_a_replaced_parameter_then_the_next_forward_gives_it_its_accumulator():
+    model, plan = tiny()
+    model[0].bias = nn.Parameter(model[0].bias.detach().clone())
+    assert_contract(model, plan, run=step(model))
+
+
+def test_given_a_run_that_calls_no_module_then_the_contract_fails():
+    model, plan = tiny()
+    with pytest.raises(ContractError, match="no module with parameters ran"):
+        assert_contract(model, plan, run=lambda: None)
+
+
+def test_given_an_exported_checkpoint_then_its_dtypes_on_disk_are_the_save_dtypes(tmp_path):
+    model, plan = tiny()
+    for name, dtype, message in [("good", FP32, None), ("bad", BF16, "1.weight: is on disk in bf16, planned fp32")]:
+        state = {n: t.clone().to(dtype if n.startswith("1") else BF16) for n, t in model.state_dict().items()}
+        (tmp_path / name).mkdir()
+        save_file(state, tmp_path / name / "model.safetensors")
+        assert checkpoint_dtypes(tmp_path / name)["0.weight"] is BF16
+        if message is None:
+            assert_contract(model, plan, checkpoint=tmp_path / name)
+        else:
+            with pytest.raises(ContractError, match=message):
+                assert_contract(model, plan, checkpoint=tmp_path / name)
+    with pytest.raises(ContractError, match=r"1.bias: is not in the checkpoint"):
+        assert_contract(model, plan, checkpoint={n: t.dtype for n, t in state.items() if n != "1.bias"})
+    with pytest.raises(ValueError, match="no safetensors"):
+        assert_contract(model, plan, checkpoint=tmp_path)
+
+
+def save_distributed(rank, path):
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.device_mesh import init_device_mesh
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    plan = resolve_dtypes(model, policy(("1", FP32)))
+    shard(model, init_device_mesh("cpu", (2,)), plan)
+    dcp.save(model.state_dict(), checkpoint_id=path)
+    assert_contract(model, plan, checkpoint=path)
+    wrong = resolve_dtypes(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)).to(BF16), policy(("1", FP32)))
+    try:
+        assert_contract(model, wrong, checkpoint=path)
+    except ContractError as error:
+        return str(error)
+
+
+def test_given_a_distributed_checkpoint_then_its_dtypes_on_disk_are_the_storage_dtypes(tmp_path):
+    (message, _) = run_ranks(save_distributed, 2, str(tmp_path / "step"))
+    assert "0.weight: is on disk in fp32, planned bf16" in message and "1.weight" not in message
+
+
+# -- printing
+
+
+def test_given_a_plan_then_its_table_has_a_line_per_kind_of_tensor_with_the_reason():
+    lines = resolve(Model(), policy(("layers.1.gate.bias", FP32))).table().splitlines()
+    assert lines[0].split() == ["tensor", "storage", "compute", "reduce", "save", "reason"]
+    rows = {line.split()[0]: line.split(maxsplit=5)[1:] for line in lines[1:]}
+    assert rows["layers.0-1.gate.weight"] == ["fp32", "bf16", "fp32", "bf16", "policy"]
+    assert rows["layers.1.gate.bias"] == ["fp32", "fp32", "fp32", "fp32", "rule 'layers.1.gate.bias'"]
+    assert rows["layers.0.gate.bias"][1] == "bf16"
+    assert rows["layers.0-1.steps"] == ["int64", "int64", "-", "int64", "not floating point"]
+
+
+def test_given_a_config_then_dualpipe_dtypes_prints_its_plan(capsys):
+    assert cli.main(["dtypes", "examples/tiny-cpu.toml", "--train.dtype", "bf16"]) == 0
+    out = capsys.readouterr().out
+    assert "mlp.gate.weight" in out and "bf16" in out and "policy" in out
+    assert cli.main(["dtypes", "no-such.toml"]) == 2
