@@ -39,7 +39,7 @@ from dualpipe.kernels import (
     sort_tokens,
     swiglu,
 )
-from dualpipe.nn.grouped_linear import _bias_grad  # what a training step uses
+from dualpipe.nn.grouped_linear import bias_grad  # what a training step uses
 
 TOLERANCE = {"result": 1e-2, "gradient": 2e-2}  # four roundings one after the other; six
 
@@ -149,7 +149,9 @@ def backward(layer: Layer, saved: Saved, grads: Accumulators) -> list[Tensor]:
     dx_TH = combine_tokens(grouped_gemm_dgrad(d_gate_up, layer.up_E2IH, offs), None, tokens, top_k=top_k)
     grouped_gemm_wgrad(dy_MH, saved.h_MI, offs, out=grads.down_EHI, accumulate=True)
     grouped_gemm_wgrad(d_gate_up, layer.x_TH, offs, out=grads.up_E2IH, accumulate=True, gather=tokens.gather)
-    biases = [_bias_grad(d_gate_up, offs), _bias_grad(dy_MH, offs)] if layer.clamped else []
+    biases = []
+    if layer.clamped:
+        biases = [bias_grad(layer.up_bias_E2I, d_gate_up, offs), bias_grad(layer.down_bias_EH, dy_MH, offs)]
     return [dx_TH, d_weights_TK, *grads, *biases]
 
 

@@ -6,13 +6,8 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from dualpipe import __version__
-
-if TYPE_CHECKING:
-    from dualpipe.parallel import DTypePolicy
-    from dualpipe.train.config import Config
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -153,26 +148,13 @@ def _add_dtypes(commands: argparse._SubParsersAction) -> None:
 
 
 def _dtypes(args: argparse.Namespace) -> int:
-    import torch
-
     from dualpipe.models import build_stages
-    from dualpipe.parallel import resolve_dtypes
+    from dualpipe.parallel.materialize import build_on_meta
     from dualpipe.train.config import load_config
-    from dualpipe.train.model import read_model_config
+    from dualpipe.train.model import DTYPES, plan_dtypes, read_model_config
 
     config = load_config(args.config, args.overrides)
-    policy = _dtype_policy(config)
-    with torch.device("meta"):
-        (model,) = build_stages(read_model_config(config.model.config), 1)
-    print(resolve_dtypes(model.to(policy.param_dtype), policy).table())
+    model_config = read_model_config(config.model.config)
+    stages = build_on_meta(lambda: build_stages(model_config, 1))
+    print(plan_dtypes(stages, DTYPES[config.train.dtype], sharded=config.parallel.dp > 1).table())
     return 0
-
-
-def _dtype_policy(config: Config) -> DTypePolicy:
-    """What [train] dtype asks for: the model is built, computes and returns in it; gradients are in fp32."""
-    import torch
-
-    from dualpipe.parallel import DTypePolicy
-
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[config.train.dtype]
-    return DTypePolicy(param_dtype=dtype, reduce_dtype=torch.float32, output_dtype=dtype)

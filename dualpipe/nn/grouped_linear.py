@@ -197,7 +197,7 @@ def _grads(
         store.put(add, folded=True)
         return dx, None, None
     dw = as_grad_of(weight, _weight_grad(weight, dy, x, ctx.rows)) if need_weight else None
-    return dx, dw, as_grad_of(bias, _bias_grad(bias, dy, ctx.rows)) if need_bias else None
+    return dx, dw, as_grad_of(bias, bias_grad(bias, dy, ctx.rows)) if need_bias else None
 
 
 def _input_grad(dy: Tensor, weight: Tensor, rows: Tensor | SortedTokens, top_k: int) -> Tensor:
@@ -214,7 +214,7 @@ def _add_grads(
     elif weight is not None:
         grouped_gemm_wgrad(dy, x, _ends(rows), out=local(weight.grad), accumulate=True, gather=_gather(rows))
     if bias is not None:
-        add_grad(bias, _bias_grad(bias, dy, rows))
+        add_grad(bias, bias_grad(bias, dy, rows))
 
 
 def _weight_grad(weight: Tensor, dy: Tensor, x: Tensor, rows: Tensor | SortedTokens) -> Tensor:
@@ -240,7 +240,7 @@ def _top_k(x: Tensor, tokens: SortedTokens) -> int:
     return top_k
 
 
-def _bias_grad(bias: Tensor, dy: Tensor, rows: Tensor | SortedTokens) -> Tensor:
+def bias_grad(bias: Tensor, dy: Tensor, rows: Tensor | SortedTokens) -> Tensor:
     """Sum of each expert's rows of `dy` (M, N) -> (E, N), without reading sizes back; half precision sums in fp32."""
     ends, dtype = _ends(rows), accumulation_dtype(bias, dy.dtype)
     bounds = torch.cat([ends.new_zeros(1), ends]).long()

@@ -146,21 +146,20 @@ class StageParameters:
         for unit in reversed(self._units):
             yield from reversed(_param_groups(unit))
 
-    def _fsdp_params(self) -> Iterator[tuple[Any, torch.dtype | None]]:
-        """FSDP2's own records of the parameters, with their group's `reduce_dtype`."""
+    def _fsdp_params(self) -> Iterator[Any]:
+        """FSDP2's own records of the parameters."""
         for group in self._groups():
-            for fsdp_param in _private(group, "fsdp_params"):
-                yield fsdp_param, _private(group, "mp_policy").reduce_dtype
+            yield from _private(group, "fsdp_params")
 
     def _unsharded(self) -> Iterator[tuple[Tensor, torch.dtype]]:
         """The gathered parameters and the dtype of their accumulators; none before the first gather."""
-        for fsdp_param, reduce_dtype in self._fsdp_params():
+        for fsdp_param in self._fsdp_params():
             if (param := getattr(fsdp_param, "_unsharded_param", None)) is not None:
-                yield param, reduce_dtype or param.dtype
+                yield param, _private(fsdp_param, "mp_policy").reduce_dtype or param.dtype
 
     def _fold(self) -> None:
         """Add what FSDP2 of torch before 2.15 has put into an accumulator of its own, in backwards outside of steps."""
-        for fsdp_param, _ in self._fsdp_params():
+        for fsdp_param in self._fsdp_params():
             if hasattr(fsdp_param, "accumulate_unsharded_grad_if_needed"):
                 earlier, fsdp_param.unsharded_accumulated_grad = fsdp_param.unsharded_accumulated_grad, None
                 param = fsdp_param.unsharded_param

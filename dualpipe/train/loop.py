@@ -18,12 +18,10 @@ from dualpipe.train.data import Batch, Loader, evaluation_batches, open_splits, 
 from dualpipe.train.job import Job, join
 from dualpipe.train.launch import RankInfo
 from dualpipe.train.metrics import METRICS, MetricsWriter, StepMetrics, make_folder, memory_bytes
-from dualpipe.train.model import Model, build_model, micro_batch_loss, read_model_config
+from dualpipe.train.model import DTYPES, Model, build_model, micro_batch_loss, read_model_config
 from dualpipe.train.optimizer import Optimizer, clip_by_global_norm, learning_rate
 from dualpipe.train.report import save_loss_curve, save_schedule
 from dualpipe.train.tokens import Splits, unigram_loss
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def train(config: Config, info: RankInfo) -> int:

@@ -13,8 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from dualpipe.models import Qwen3MoeConfig, build_stages
 from dualpipe.nn import cross_entropy_loss
 from dualpipe.parallel.materialize import build_on_meta, materialize
-from dualpipe.parallel.precision import DTypePolicy, resolve_dtypes, shard
+from dualpipe.parallel.precision import DTypePlan, DTypePolicy, resolve_dtypes, shard
 from dualpipe.schedule import Schedule
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # [train] dtype
 
 
 class Model(NamedTuple):
@@ -75,15 +77,22 @@ def build_whole(config: Qwen3MoeConfig, *, seed: int, dtype: torch.dtype, device
     return stage
 
 
+def plan_dtypes(stages: list[nn.Module], dtype: torch.dtype, *, sharded: bool) -> DTypePlan:
+    """The plan of a model that computes in `dtype` and accumulates gradients in at least float32.
+
+    Sharded parameters are stored in at least float32; others in `dtype`, and the optimizer keeps float32 masters.
+    """
+    wide = torch.promote_types(dtype, torch.float32)
+    nn.ModuleList(stages).to(dtype=wide if sharded else dtype)  # together, so that a tied weight stays one
+    return resolve_dtypes(stages, DTypePolicy(dtype, wide, dtype))
+
+
 def _initialised(
     stages: list[nn.Module], seed: int, dtype: torch.dtype, device: torch.device, mesh: DeviceMesh | None = None
 ) -> tuple[nn.Module, ...]:  # fmt: skip
-    storage = dtype if mesh is None else torch.promote_types(dtype, torch.float32)
-    nn.ModuleList(stages).to(dtype=storage)  # together, so that a tied weight stays one
-    plan = resolve_dtypes(stages, DTypePolicy(dtype, storage, dtype))
+    plan = plan_dtypes(stages, dtype, sharded=mesh is not None)
     for stage in stages:
-        if mesh is not None:
-            shard(stage, mesh, plan)
+        shard(stage, mesh, plan)
         materialize(stage, device, plan, seed=seed)
     return tuple(stages)
 

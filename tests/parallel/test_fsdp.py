@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard import _fsdp_state
+from torch.distributed.fsdp._fully_shard import _fsdp_common, _fsdp_state
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from dualpipe import DualPipeV, Pipeline
@@ -245,6 +245,48 @@ def test_gradients_take_one_fp32_buffer_per_parameter():
         assert others == 0
 
 
+def test_torch_refuses_what_the_fold_converts():
+    """Given an fp32 `grad_dtype`, a closure in the usual form raises where it runs by itself."""
+    weight = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    weight.grad_dtype = torch.float32
+
+    def closure() -> None:
+        g = torch.ones_like(weight)
+        weight.grad = g if weight.grad is None else weight.grad.add_(g)
+
+    with pytest.raises(RuntimeError, match="grad_dtype"):
+        closure()
+    module = nn.Module()
+    module.weight = weight
+    fold = fsdp.Fold([module])
+    for _ in range(2):
+        fold(closure)
+    assert weight.grad.dtype is weight.grad_dtype is torch.float32
+    assert torch.equal(weight.grad, torch.tensor([2.0, 2.0]))
+
+
+def unsharded(rank: int) -> list[tuple[torch.dtype, float]]:
+    """bf16 modules without FSDP2 whose parameters have an fp32 `grad_dtype`: of closures, Linear and autograd."""
+    torch.manual_seed(0)
+    stages = [UserStage().bfloat16(), defer_weight_grads(nn.Linear(WIDTH, WIDTH)).bfloat16()]
+    exact = copy.deepcopy(stages)
+    for stages_, dtype in ((stages, torch.float32), (exact, torch.float64)):
+        for p in (p for stage in stages_ for p in stage.parameters()):
+            p.grad_dtype = dtype
+    x, y = batch(8, 1, torch.bfloat16)
+    for model in (stages, exact):
+        DualPipeV(model).step(x, num_chunks=8, criterion=F.mse_loss, labels=(y,))
+    pairs = [(p, q) for a, b in zip(stages, exact) for p, q in zip(a.parameters(), b.parameters())]
+    return [(p.grad.dtype, relative_error(p.grad.double(), q.grad)) for p, q in pairs if p.grad is not None]
+
+
+def test_unsharded_modules_accumulate_by_the_same_mechanism():
+    found = run_ranks(unsharded, 1)[0]
+    assert len(found) == 6
+    for dtype, error in found:
+        assert dtype is torch.float32 and error < 1e-6
+
+
 # -- what FSDP2 is told to do, and when
 
 
@@ -412,7 +454,69 @@ def test_a_killed_rank_raises_in_all_pipelines():
         assert isinstance(error, PipelineError), error
 
 
+def lost(rank: int) -> str:
+    stages = [shard_nested(stage, init_device_mesh("cpu", (2,))) for stage in make_stages(2)]
+    pipe = DualPipeV(stages, process_group=torch.distributed.new_subgroups(1)[0])
+    x, y = batch(2, 1)
+    try:
+        with patch.object(type(fsdp._param_groups(stages[0])[0]), "post_backward", lambda group: None):
+            pipe.step(x, num_chunks=2, criterion=F.mse_loss, labels=(y,))
+    except PipelineError as error:
+        return str(error)
+    return ""
+
+
+def test_a_gradient_that_fsdp2_drops_is_noticed():
+    """In torch 2.15 `finalize_backward` drops every gradient silently where `post_backward` was not called."""
+    for message in run_ranks(lost, 2):
+        assert "FSDP2 reduced no gradient for" in message and "up.weight" in message
+
+
 # -- other layouts of the parameters
+
+
+class ByMethod(nn.Module):
+    """Calls a method of a sharded module instead of the module, so that none of FSDP2's hooks runs."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Stage.forward(self.inner, x)
+
+
+def several_groups(stage: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Two parameter groups in one unit: biases and norms are sharded over two ranks and copied to the two others."""
+    hybrid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    other = _fsdp_common.HSDPMeshInfo(hybrid, shard_mesh_dim=1, replicate_mesh_dim=0)
+    return fully_shard(stage, mesh=mesh, shard_placement_fn=lambda p: (
+        _fsdp_common.ShardPlacementResult(Shard(0), other) if p.dim() == 1 else None))  # fmt: skip
+
+
+def other_units(rank: int, layout: str) -> float:
+    mesh = init_device_mesh("cpu", (4,))
+    expected = make_stages(2)
+    stages = [copy.deepcopy(stage) for stage in expected]
+    if layout == "several groups":
+        stages = [several_groups(stage, mesh) for stage in stages]
+        assert len(fsdp._param_groups(stages[0])) == 2
+    else:
+        stages = [ByMethod(shard_nested(stage, mesh)) for stage in stages]
+    pipe = DualPipeV(stages, process_group=torch.distributed.new_subgroups(1)[0])
+    x, y = batch(3, 4)
+    mine = slice(rank * 6, rank * 6 + 6)
+    for _ in range(2):
+        pipe.step(x[mine], num_chunks=3, criterion=F.mse_loss, labels=(y[mine],))
+        reference(expected, x, y, 12, criterion=lambda a, b: F.mse_loss(a, b) / 4)
+    return gradient_errors(stages, (0, 1), expected)
+
+
+@pytest.mark.parametrize("layout", ["several groups", "called by a method"])
+def test_other_units(layout):
+    if layout == "several groups" and not hasattr(_fsdp_common, "ShardPlacementResult"):
+        pytest.skip(f"torch {torch.__version__} has one parameter group per unit")
+    assert max(run_ranks(other_units, 4, layout)) < 1e-10
 
 
 def hybrid(rank: int) -> float:

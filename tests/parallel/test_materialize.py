@@ -137,6 +137,9 @@ def shard(toy, mesh, *, expert_dim=0, **options):
     return fully_shard(toy, mesh=mesh, **options)
 
 
+# Where a rank function below ends in `dist.barrier()`, nothing else keeps a rank from leaving while others connect.
+
+
 def data_parallel(rank, world, **options):
     return shard(build_on_meta(Toy), init_device_mesh("cpu", (world,)), **options)
 
@@ -332,6 +335,7 @@ def memory(rank, world, filled_by):
     fully_shard(wide, mesh=mesh)
     source = {name: torch.ones(param.shape) for name, param in wide.named_parameters()}
     how = {"seed": {"seed": 1}, "source": {"source": source}, "nothing": {}}[filled_by]
+    dist.barrier()
     return peak_of(lambda: fill(wide, "cpu", **how))
 
 
@@ -426,6 +430,7 @@ def sharded_buffers(rank, world):
     """What `model.to(device)` is skipped for: parameters are DTensors; buffers must go to the device all the same."""
     toy = data_parallel(rank, world)
     fill(toy, META, param_device=CPU)
+    dist.barrier()
     return {name: (buffer.device.type, buffer.dtype) for name, buffer in toy.named_buffers()}, {
         (type(param.data), param.device.type) for param in toy.parameters()
     }
@@ -446,7 +451,8 @@ def sharded_with_values(rank, world):
     before = {name: param.to_local().data_ptr() for name, param in toy.named_parameters()}
     with pytest.raises(ValueError) as error:
         fill(toy, CPU, torch.float64)
-    fill(toy, META, param_device=CPU)
+    fill(toy, META)
+    dist.barrier()
     after = {name: param.to_local().data_ptr() for name, param in toy.named_parameters()}
     return lines(error)[1], before == after, {buffer.device.type for buffer in toy.buffers()}
 
@@ -713,6 +719,7 @@ def unfinished(rank, world):
         with pytest.raises(ValueError) as error:
             assert_materialized(toy, device, **options)
         found.append(lines(error)[1:])
+    dist.barrier()
     return found
 
 

@@ -93,7 +93,7 @@ def test_data_parallelism_in_bf16_keeps_fp32_weights(trained, run_folder, dualpi
 def test_parity_of_two_pipelines(run_folder, dualpipe):
     good = dualpipe(run_folder, "parity", "run.toml", "--pp", "2", "--dp", "2", "--worst", "2")
     assert good.returncode == 0, good.stderr
-    assert "parity passed" in good.stdout and "2 x 2 ranks" in good.stdout
+    assert "parity passed: all" in good.stdout
 
 
 def test_tied_embeddings_cannot_be_sharded_over_two_stages(run_folder, dualpipe):

@@ -122,3 +122,25 @@ def test_the_norm_over_two_ranks_is_that_of_the_whole_model(share):
         assert norm == pytest.approx(flat.norm().item(), rel=1e-6)
     clipped = torch.tensor([x for _, gradients in results for g in gradients for x in g])
     assert clipped.norm().item() == pytest.approx(1.0, rel=1e-6)
+
+
+def _clip_sharded(rank):
+    """Over a (2, 2) mesh: sharded over both dimensions, over one and copied along the other, and copied over both."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    layouts = [(Shard(0), Shard(1)), (Replicate(), Shard(0)), (Shard(0), Replicate()), (Replicate(), Replicate())]
+    parameters = []
+    for gradient, layout in zip([g for g in _gradients() if g.dim() == 2] + [torch.ones(4, 2)], layouts):
+        parameters.append(nn.Parameter(distribute_tensor(torch.zeros_like(gradient), mesh, layout)))
+        parameters[-1].grad = distribute_tensor(gradient, mesh, layout)
+    norm = clip_by_global_norm(parameters, 1.0, torch.distributed.group.WORLD)
+    return norm, [p.grad.full_tensor().flatten().tolist() for p in parameters]
+
+
+def test_the_norm_of_gradients_on_several_meshes_counts_every_element_once():
+    flat = torch.cat([g.flatten() for g in _gradients() if g.dim() == 2] + [torch.ones(8)])
+    for norm, gradients in run_ranks(_clip_sharded, 4):
+        assert norm == pytest.approx(flat.norm().item(), rel=1e-6)
+        assert torch.cat([torch.tensor(g) for g in gradients]).norm().item() == pytest.approx(1.0, rel=1e-6)
