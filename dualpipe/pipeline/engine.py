@@ -33,6 +33,7 @@ from dualpipe.pipeline.consensus import Consensus
 from dualpipe.pipeline.errors import PipelineError
 from dualpipe.pipeline.interpreter import Batch, Interpreter, overlaps_by_itself
 from dualpipe.pipeline.program import Program, lower, one_at_a_time, streams
+from dualpipe.pipeline.segments import has_communication
 from dualpipe.pipeline.traffic import Traffic
 from dualpipe.pipeline.transport import Replicas, Transport
 from dualpipe.pipeline.weight_grad_store import WeightGradStore
@@ -52,6 +53,7 @@ class Pipeline(nn.Module):
     rank_mapping: `rank_mapping[i]` is the pipeline rank of the group's rank i (default: the same).
     schedule: a name for `dualpipe.schedule.build`, or a `Schedule`, which fixes the number of micro-batches.
     batch_dim: the dimension along which inputs, labels and outputs are split into micro-batches.
+    overlap: whether the two actions of a pair run in turn, where stages have `segments()`; the results are the same.
 
     Stages, or parts of them, that were given to FSDP2's `fully_shard` before are driven by the pipeline: gathered once
     a step, gradients accumulated in the policy's `reduce_dtype` and reduced when the stage is done. All data-parallel
@@ -68,6 +70,7 @@ class Pipeline(nn.Module):
         schedule: str | Schedule = "1f1b",
         batch_dim: int = 0,
         rank_mapping: Sequence[int] | None = None,
+        overlap: bool = True,
     ) -> None:
         super().__init__()
         if process_group is None and dist.is_initialized():
@@ -90,7 +93,8 @@ class Pipeline(nn.Module):
                 raise ValueError(f"rank_mapping must be a permutation of 0..{self.num_ranks - 1}, got {rank_mapping}")
             built = self._check_construction(modules)
             agreed = [built.name, crc32(repr(built).encode()), self.device.type, batch_dim, list(mapping)]
-            return built, [agreed, overlaps_by_itself(self.module)]
+            overlaps = (has_communication(self.module) or overlaps_by_itself(self.module)) and overlap
+            return built, [agreed, overlaps]
 
         def conclude(ranks: list[Any]) -> bool:
             same("(schedule, its checksum, device, batch_dim, rank_mapping)", [agreed for agreed, _ in ranks])
@@ -303,6 +307,7 @@ class DualPipeV(Pipeline):
         rank_mapping: Sequence[int] | None = None,
         *,
         schedule: str | Schedule = "dualpipev",
+        overlap: bool = True,
     ) -> None:
         super().__init__(
             modules,
@@ -310,6 +315,7 @@ class DualPipeV(Pipeline):
             schedule=schedule,
             batch_dim=batch_dim,
             rank_mapping=rank_mapping,
+            overlap=overlap,
         )
 
     def _build(self, num_microbatches: int) -> Schedule:

@@ -28,6 +28,7 @@ class WeightGradStore:
         self._queue: list[Callable[[], None]] | None = None  # the queue that `put` fills; None: run at once
         self._fold = fold
         self.active = False  # whether its pipeline is running
+        self.recomputing = False  # whether a forward is run again, whose statistics have been counted
 
     @staticmethod
     def current() -> WeightGradStore:
@@ -63,6 +64,15 @@ class WeightGradStore:
             self.active = False
 
     @contextmanager
+    def recompute(self) -> Iterator[None]:
+        """Say that what runs inside has run before."""
+        self.recomputing = True
+        try:
+            yield
+        finally:
+            self.recomputing = False
+
+    @contextmanager
     def defer(self, key: Hashable) -> Iterator[None]:
         """Queue what is `put` inside under `key`."""
         if self._queue is not None:
@@ -76,8 +86,12 @@ class WeightGradStore:
     def run(self, key: Hashable) -> None:
         """Run and drop, in order, everything queued under `key`; without gradients, as in a backward."""
         with torch.no_grad():
-            for fn in self._queues.pop(key, ()):
+            for fn in self.take(key):
                 fn()
+
+    def take(self, key: Hashable) -> list[Callable[[], None]]:
+        """What `run` would call, dropped from the queue."""
+        return self._queues.pop(key, [])
 
     def pending(self) -> dict[Hashable, int]:
         """How many weight gradients wait, by key."""

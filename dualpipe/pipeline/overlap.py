@@ -1,0 +1,317 @@
+"""Running stages that are made of segments: one micro-batch, or several in turn so that communication is hidden.
+
+Each action (a forward, a backward, weight gradients) is a generator that computes until it has a communication in
+flight, yields that, and waits for it when it is resumed. `walk` resumes those of a step in turn:
+
+    F   attend 0   [dispatch 0]   experts 0   [combine 0]   finish 0, attend 1   ...
+    B              finish 3       [combine 3] experts 3     [dispatch 3]         ...
+
+While [dispatch 0] is in flight the backward computes `finish 3`, while [combine 3] is in flight the forward computes
+`experts 0`, and so on, for any number of segments on either side and any kinds of actions. A full backward defers its
+weight gradients and computes them when its own next communication has started: alone, it hides that behind them. All
+ranks walk the same actions in the same order, so their communications match.
+
+An action that fails goes on without computing and takes part in its communications, so that no other rank waits.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from dualpipe.pipeline.segments import Communicate, Compute, Names, Pending, Segment, as_results
+
+Task = Generator[Pending | None, None, None]
+_DONE = object()
+
+
+def walk(tasks: Iterable[Task]) -> None:
+    """Run tasks in turn, each until it has a communication in flight, or nothing for the others to hide."""
+    running = deque(tasks)
+    while running:
+        task = running.popleft()
+        if next(task, _DONE) is not _DONE:
+            running.append(task)
+
+
+@dataclass
+class Record:
+    """What the backward of a segment needs: of a compute segment the leaves that it read and where its graph ends."""
+
+    leaves: dict[str, Tensor] = field(default_factory=dict)
+    roots: dict[str, GradientEdge] = field(default_factory=dict)
+    inputs: tuple[Any, ...] = ()  # all of them, to run it again
+    rng: Rng | None = None
+    context: Any = None  # of a communication
+    differentiable: tuple[bool, ...] = ()  # which of a communication's inputs have a gradient
+
+
+class Passage:
+    """One micro-batch on its way through a stage. After a failure `error` is set and only communications go on."""
+
+    def __init__(
+        self, carry: Mapping[str, Any], *, error: BaseException | None = None, broken: bool = False
+    ) -> None:  # fmt: skip
+        self.carry = dict(carry)
+        self.inputs = {name: (t.shape, t.dtype, t.device) for name, t in carry.items() if _needs_grad(t)}
+        self.results: Names = ()  # those that need a gradient, once the forward is through
+        self.records: list[Record] = []
+        self.gradients: dict[str, Tensor] = {}
+        self.error = error
+        self.broken = broken  # whether a communication failed, so that the others cannot be met any more
+
+    def attempt(self, work: Callable[[], Any]) -> Any:
+        """The result of `work`, or None once anything has failed."""
+        if self.error is not None:
+            return None
+        try:
+            return work()
+        except BaseException as error:
+            self.error = error
+            return None
+
+    def communicate(self, start: Callable[..., Pending], *arguments: Any) -> Generator[Pending, None, tuple | None]:
+        """Start a communication, let others compute, and return what was received; None if it failed."""
+        if self.broken:
+            return None
+        try:
+            pending = start(*arguments)
+            yield pending
+            pending.advance()
+            return pending.wait()
+        except GeneratorExit:
+            raise
+        except BaseException as error:
+            self.error, self.broken = self.error or error, True
+            return None
+
+    def add_gradient(self, name: str, gradient: Tensor | None) -> None:
+        """Gradients of a tensor that was read more than once add up, in the order of the backward."""
+        if gradient is not None:
+            earlier = self.gradients.get(name)
+            self.gradients[name] = gradient if earlier is None else earlier + gradient
+
+
+    def input_gradients(self) -> list[Tensor]:
+        """Of the stage's inputs that need one, in their order; zeros where nothing depends on them."""
+        found = [(self.gradients.pop(name, None), like) for name, like in self.inputs.items()]
+        self.gradients.clear()
+        return [
+            torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient
+            for gradient, (shape, dtype, device) in found
+        ]
+
+
+class SegmentedStage:
+    """The segments of a stage, and the forward and backward of a micro-batch through them.
+
+    outputs: the names of what goes to the next stage; results: those that must be left in the carry. autocast: the
+    device type for which the caller enabled it, for forwards; recomputed ones run under it too.
+    """
+
+    def __init__(
+        self, segments: Sequence[Segment], outputs: Names, results: Names, autocast: str | None = None
+    ) -> None:  # fmt: skip
+        self._segments, self._autocast, self.outputs = list(segments), autocast, outputs
+        self.communications = sum(isinstance(segment, Communicate) for segment in segments)
+        self._needed = _needed_after(self._segments, results)
+
+    # -- forward
+
+    def forward(self, passage: Passage) -> Task:
+        """Fill `passage.carry` with the results, and its records where gradients are wanted."""
+        keep = torch.is_grad_enabled()
+        for segment, needed in zip(self._segments, self._needed):
+            record = Record()
+            if isinstance(segment, Compute):
+                passage.attempt(lambda s=segment, r=record: self._compute(s, passage.carry, r))
+            else:
+                yield from self._exchange(segment, passage, record)
+            if keep:
+                passage.records.append(record)
+            for name in passage.carry.keys() - needed:
+                del passage.carry[name]
+        passage.results = tuple(name for name, value in passage.carry.items() if _needs_grad(value))
+
+    def _compute(self, segment: Compute, carry: dict[str, Any], record: Record) -> None:
+        inputs = tuple(_detached(carry[name]) for name in segment.reads)
+        grad = torch.is_grad_enabled()
+        if grad and segment.recompute:
+            record.inputs, record.rng = inputs, Rng.now(inputs)
+            with torch.no_grad():
+                results = as_results(segment, segment.fn(*inputs))
+            # Whether they really depend on a parameter or an input shows when they are computed again.
+            results = [r.detach().requires_grad_(r.is_floating_point()) if _is_tensor(r) else r for r in results]
+        else:
+            results = as_results(segment, segment.fn(*inputs))
+            if grad:
+                _book(segment, inputs, results, record)
+        carry.update({name: _detached(value) for name, value in zip(segment.writes, results)})
+
+    def _exchange(self, segment: Communicate, passage: Passage, record: Record) -> Task:
+        failed = passage.error is not None
+        inputs = None if failed else tuple(_without_grad(passage.carry[name]) for name in segment.reads)
+        if not failed:
+            record.differentiable = tuple(_needs_grad(passage.carry[name]) for name in segment.reads)
+        received = yield from passage.communicate(segment.communication.forward, inputs)
+        if received is None:
+            return
+        results, record.context = received
+        if inputs is not None and passage.error is None:
+            wanted = torch.is_grad_enabled() and any(record.differentiable)
+            for name, value in zip(segment.writes, as_results(segment, results)):
+                passage.carry[name] = _leaf(value, wanted)
+
+    # -- backward
+
+    def backward(self, passage: Passage, run: BackwardRun) -> Task:
+        """From `passage.gradients` of the results to those of the inputs."""
+        for segment in reversed(self._segments):
+            record = passage.records.pop()
+            if isinstance(segment, Compute):
+                passage.attempt(lambda s=segment, r=record: self._compute_backward(s, r, passage, run))
+            else:
+                yield from self._exchange_backward(segment, record, passage, run)
+        passage.attempt(run.weight_gradients)
+
+    def _compute_backward(self, segment: Compute, record: Record, passage: Passage, run: BackwardRun) -> None:
+        gradients = {name: passage.gradients.pop(name, None) for name in segment.writes}
+        if segment.recompute:
+            with self._autocast_again(), run.recompute(), record.rng.replay():
+                results = as_results(segment, segment.fn(*record.inputs))
+            _book(segment, record.inputs, results, record)
+        given = [(edge, gradients[name]) for name, edge in record.roots.items() if gradients[name] is not None]
+        if given:
+            roots, values = zip(*given)
+            with run.context():
+                Variable._execution_engine.run_backward(
+                    roots, values, False, False, (), allow_unreachable=True, accumulate_grad=True
+                )
+        for name, leaf in record.leaves.items():
+            passage.add_gradient(name, leaf.grad)
+
+    def _exchange_backward(self, segment: Communicate, record: Record, passage: Passage, run: BackwardRun) -> Task:
+        gradients = None
+        if passage.error is None:
+            gradients = tuple(passage.gradients.pop(name, None) for name in segment.writes)
+        start = _started_then(segment.communication.backward, lambda: passage.attempt(run.weight_gradients))
+        received = yield from passage.communicate(start, record.context, gradients)
+        if received is None or passage.error is not None:
+            return
+        for name, needed, gradient in zip(segment.reads, record.differentiable, received[0]):
+            if needed:
+                passage.add_gradient(name, gradient)
+
+    def _autocast_again(self) -> AbstractContextManager:
+        return nullcontext() if self._autocast is None else torch.autocast(self._autocast)
+
+
+@dataclass(frozen=True)
+class BackwardRun:
+    """How the segments of a backward are run."""
+
+    context: Callable[[], AbstractContextManager]  # around each: weight gradients are queued in it
+    weight_gradients: Callable[[], None]  # computes those that are queued, unless that is left to a later "W"
+    recompute: Callable[[], AbstractContextManager]  # around computing a segment again
+
+
+def weight_gradients(passage: Passage, pieces: Sequence[Callable[[], None]], turns: int) -> Task:
+    """The deferred weight gradients of a micro-batch, in `turns` parts, to hide others' communications behind."""
+    for i, piece in enumerate(pieces):
+        with torch.no_grad():
+            passage.attempt(piece)
+        if (i + 1) * turns // len(pieces) > i * turns // len(pieces):
+            yield None
+
+
+@dataclass(frozen=True)
+class Rng:
+    """The state of the random number generators that a segment may use."""
+
+    cpu: Tensor
+    device: torch.device | None
+    state: Tensor | None
+
+    @staticmethod
+    def now(inputs: Iterable[Any]) -> Rng:
+        """On the CPU, and on the CUDA device of the inputs."""
+        device = next((t.device for t in inputs if _is_tensor(t) and t.is_cuda), None)
+        return Rng(torch.get_rng_state(), device, None if device is None else torch.cuda.get_rng_state(device))
+
+    def replay(self) -> AbstractContextManager:
+        """Draw the same numbers again inside; afterwards everything goes on as if nothing had been drawn."""
+        return _Replay(self)
+
+
+class _Replay:
+    def __init__(self, rng: Rng) -> None:
+        self._rng = rng
+
+    def __enter__(self) -> None:
+        rng = self._rng
+        self._fork = torch.random.fork_rng([] if rng.device is None else [rng.device])
+        self._fork.__enter__()
+        torch.set_rng_state(rng.cpu)
+        if rng.device is not None:
+            torch.cuda.set_rng_state(rng.state, rng.device)
+
+    def __exit__(self, *error: Any) -> None:
+        self._fork.__exit__(*error)
+
+
+# -- helpers
+
+
+def _needed_after(segments: Sequence[Segment], results: Names) -> list[set[str]]:
+    """After each segment, the names that a later one reads before it is written again, or that are results."""
+    needed, after = set(results), []
+    for segment in reversed(segments):
+        after.append(set(needed))
+        needed = (needed - set(segment.writes)) | set(segment.reads)
+    return after[::-1]
+
+
+def _book(segment: Compute, inputs: Sequence[Any], results: Sequence[Any], record: Record) -> None:
+    record.inputs = ()
+    record.leaves = {name: t for name, t in zip(segment.reads, inputs) if _needs_grad(t)}
+    record.roots = {name: get_gradient_edge(t) for name, t in zip(segment.writes, results) if _needs_grad(t)}
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
+
+
+def _needs_grad(value: Any) -> bool:
+    return _is_tensor(value) and value.requires_grad
+
+
+def _detached(value: Any) -> Any:
+    """A leaf that shares the memory."""
+    return value.detach().requires_grad_(value.requires_grad) if _is_tensor(value) else value
+
+
+def _without_grad(value: Any) -> Any:
+    return value.detach() if _is_tensor(value) else value
+
+
+def _leaf(value: Any, wanted: bool) -> Any:
+    return value.detach().requires_grad_(wanted and value.is_floating_point()) if _is_tensor(value) else value
+
+
+def _started_then(start: Callable[..., Pending], then: Callable[[], None]) -> Callable[..., Pending]:
+    """Start a communication, and then do what it can be hidden behind."""
+
+    def started(*arguments: Any) -> Pending:
+        pending = start(*arguments)
+        then()
+        return pending
+
+    return started

@@ -1,0 +1,120 @@
+"""What a stage is made of: compute segments and communication segments in turn, over a carry of named tensors.
+
+A stage with `segments()` returns them as a list; the engine runs them one after the other, or those of two
+micro-batches in turn, so that one's communication is hidden behind the other's computing (`overlap`). The carry starts
+with the stage's inputs as "x" (several: "x0", "x1", ...); its outputs are what the last segment writes to such names.
+
+    [Compute(self.attend, "x", ("residual", "rows", "weights", "plan")),
+     Communicate(dispatch, ("rows", "weights", "plan"), ("rows", "weights", "plan")),
+     Compute(self.experts, ("rows", "weights", "plan"), ("rows", "plan")),
+     Communicate(combine, ("rows", "plan"), "rows"),
+     Compute(self.finish, ("residual", "rows"), "x")]
+
+A segment takes what it reads as arguments and returns what it writes; the rest of the carry passes by. What a compute
+segment reads is detached, so that each one's backward runs on its own; gradients flow back by name, and add up where a
+tensor was read more than once. The carry may hold what is not a tensor, such as a plan: it has no gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+Names = tuple[str, ...]
+
+
+class Pending(Protocol):
+    """A communication in flight."""
+
+    def advance(self) -> None:
+        """Do what could not be done at the start without waiting for the device, such as sending rows whose number had
+        to be exchanged first. Called once, when other work has been given to the device."""
+
+    def wait(self) -> tuple[tuple[Any, ...], Any]:
+        """(what was received, a context for the backward). The current stream, not the host, waits where it can."""
+
+
+class Communication(Protocol):
+    """A communication between ranks and its backward. Every rank of its group starts the same ones in one order.
+
+    A rank that has failed goes on to take part, so that the others need not wait: `inputs` or `gradients` are then
+    None, and it sends nothing, or zeros where the others count on a size.
+    """
+
+    def forward(self, inputs: tuple[Any, ...] | None) -> Pending:
+        """Start it. `inputs` are detached; tensors among the results get gradients if they are floating-point."""
+
+    def backward(self, context: Any, gradients: tuple[Tensor | None, ...] | None) -> Pending:
+        """Start the way back: from gradients of the results (None: zero) to gradients of the inputs."""
+
+
+@dataclass(frozen=True)
+class Compute:
+    """`fn(*reads) -> writes` on the device.
+
+    recompute: keep what it reads and nothing else, and run it again before its backward. Gradients are the same bit for
+    bit; random numbers are drawn again alike.
+    """
+
+    fn: Callable[..., Any]
+    reads: Names
+    writes: Names
+    recompute: bool = False
+
+    def __post_init__(self) -> None:
+        _tidy(self)
+
+
+@dataclass(frozen=True)
+class Communicate:
+    """A communication between two compute segments."""
+
+    communication: Communication
+    reads: Names
+    writes: Names
+
+    def __post_init__(self) -> None:
+        _tidy(self)
+
+
+Segment = Compute | Communicate
+
+
+def _tidy(segment: Segment) -> None:
+    """One name stands for a tuple of one."""
+    for name in ("reads", "writes"):
+        if isinstance(value := getattr(segment, name), str):
+            object.__setattr__(segment, name, (value,))
+
+
+def input_names(count: int) -> Names:
+    """The names of a stage's inputs in its carry."""
+    return ("x",) if count == 1 else tuple(f"x{i}" for i in range(count))
+
+
+def output_names(segments: Sequence[Segment]) -> Names:
+    """The names of a stage's outputs; ValueError where the last segment writes none."""
+    last = segments[-1].writes if segments else ()
+    names = tuple(name for name in last if name == "x" or (name[0] == "x" and name[1:].isdecimal()))
+    if not names:
+        raise ValueError(f'the last segment must write the outputs of the stage, "x" or "x0", "x1", ...; got {last}')
+    return names
+
+
+def has_communication(modules: Iterable[nn.Module]) -> bool:
+    """Whether any of the stages is made of segments that communicate."""
+    lists = [list(module.segments()) for module in modules if hasattr(module, "segments")]
+    for segments in lists:
+        output_names(segments)  # refuses those without
+    return any(isinstance(segment, Communicate) for segments in lists for segment in segments)
+
+
+def as_results(segment: Segment, results: Any) -> Sequence[Any]:
+    """What a segment returned, one for each name that it writes; ValueError where the number differs."""
+    values = results if isinstance(results, tuple) else (results,)
+    if len(values) != len(segment.writes):
+        raise ValueError(f"a segment that writes {segment.writes} returned {len(values)} values")
+    return values

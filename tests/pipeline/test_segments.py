@@ -1,0 +1,391 @@
+"""Stages made of segments: the gradients of the plain module, whatever runs beside what."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+import time
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dualpipe import Pipeline
+from dualpipe.nn import defer_weight_grads
+from dualpipe.pipeline import PipelineError
+from dualpipe.pipeline.overlap import BackwardRun, Passage, SegmentedStage, walk, weight_gradients
+from dualpipe.pipeline.segments import Communicate, Compute
+from dualpipe.pipeline.weight_grad_store import WeightGradStore
+from ranks import run_ranks
+from toys import gradient_error, num_stages, reference, relative_error, stages_of_rank
+
+WIDTH = 8
+
+
+class Rolled:
+    """A communication without ranks: rows come back rolled by one."""
+
+    class Pending:
+        def __init__(self, value, log):
+            self.value, self.log = value, log
+
+        def advance(self):
+            self.log.append("advance")
+
+        def wait(self):
+            self.log.append("wait")
+            return self.value
+
+    def __init__(self, log):
+        self.log = log
+
+    def forward(self, inputs):
+        self.log.append("forward")
+        return self.Pending(((inputs[0].roll(1, 0),), None) if inputs is not None else ((), None), self.log)
+
+    def backward(self, context, gradients):
+        self.log.append("backward")
+        given = () if gradients is None else (gradients[0].roll(-1, 0),)
+        return self.Pending((given, None), self.log)
+
+
+class Layered(nn.Module):
+    """(B, width) -> (B, width): `layers` times a linear, a communication, a linear, a residual; with dropout."""
+
+    layers, recompute, p = 2, (), 0.0
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.log = []
+        self.a = nn.ModuleList(nn.Linear(width, width, dtype=torch.float64) for _ in range(3))
+        self.b = nn.ModuleList(nn.Linear(width, width, dtype=torch.float64) for _ in range(3))
+
+    def before(self, i: int, x: Tensor) -> tuple[Tensor, Tensor]:
+        self.log.append(f"before {i}")
+        return x, F.dropout(torch.tanh(self.a[i](x)), self.p)
+
+    def after(self, i: int, residual: Tensor, rows: Tensor) -> Tensor:
+        self.log.append(f"after {i}")
+        return residual + self.b[i](rows)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i in range(self.layers):
+            residual, rows = self.before(i, x)
+            x = self.after(i, residual, rows.roll(1, 0))
+        return x
+
+    def segments(self) -> list:
+        found = []
+        for i in range(self.layers):
+            found += [
+                Compute(lambda x, i=i: self.before(i, x), "x", ("residual", "rows"), "before" in self.recompute),
+                Communicate(Rolled(self.log), "rows", "rows"),
+                Compute(lambda r, x, i=i: self.after(i, r, x), ("residual", "rows"), "x", "after" in self.recompute),
+            ]
+        return found
+
+
+def unequal(count: int) -> list[Layered]:
+    torch.manual_seed(0)
+    stages = [defer_weight_grads(Layered()) for _ in range(count)]
+    for i, stage in enumerate(stages):
+        stage.layers = 1 + i % 3
+    return stages
+
+
+def batch(microbatches: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return tuple(torch.randn(3 * microbatches, WIDTH, generator=generator, dtype=torch.float64) for _ in range(2))
+
+
+def parity(rank: int, name: str, pp: int, microbatches: int, recompute: tuple, overlap: bool) -> tuple[float, float]:
+    expected = unequal(num_stages(name, pp))
+    mine = [copy.deepcopy(expected[i]) for i in stages_of_rank(name, pp, rank)]
+    for stage in mine:
+        stage.recompute = recompute
+    pipe = Pipeline(mine, schedule=name, overlap=overlap)
+    x, y = batch(microbatches)
+    losses, _ = reference(expected, x, y, microbatches)
+    loss, _ = pipe.step(x, num_chunks=microbatches, criterion=F.mse_loss, labels=(y,))
+    numbers = stages_of_rank(name, pp, rank)
+    worst = max(gradient_error(stage, expected[i]) for stage, i in zip(mine, numbers))
+    return worst, 0.0 if loss is None else relative_error(loss, losses)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("recompute", [(), ("before", "after")], ids=str)
+@pytest.mark.parametrize("name, pp, microbatches", [
+    ("dualpipev", 1, 3), ("dualpipev", 2, 7), ("zbv", 2, 5), ("1f1b", 2, 3), ("interleaved_1f1b", 2, 4),
+])  # fmt: skip
+def test_gradients_and_losses(name, pp, microbatches, recompute, overlap):
+    for gradients, losses in run_ranks(parity, pp, name, pp, microbatches, recompute, overlap):
+        assert gradients < 1e-10 and losses < 1e-12
+
+
+# -- the order of a walk
+
+
+def test_a_walk_computes_on_one_side_while_the_other_communicates():
+    """Two forwards of two layers: each communication is started, the other side computes, and only then is it waited
+    for."""
+    log = []
+
+    class Log(list):
+        def __init__(self, name):
+            self.name = name
+
+        def append(self, entry):
+            log.append(f"{self.name} {entry}")
+
+    tasks = []
+    for name in "ab":
+        side = Layered()
+        side.log = Log(name)
+        stage = SegmentedStage(side.segments(), ("x",), ("x",))
+        tasks.append(stage.forward(Passage({"x": torch.ones(2, WIDTH, dtype=torch.float64)})))
+    walk(tasks)
+    expected = []
+    for turn in (["before 0", "forward"], ["advance", "wait", "after 0", "before 1", "forward"],
+                 ["advance", "wait", "after 1"]):  # fmt: skip
+        expected += [f"{side} {entry}" for side in "ab" for entry in turn]
+    # `after 0` and `before 1` are two segments with no communication between them: one turn.
+    assert log == expected
+
+
+class Slow:
+    """A communication that takes `seconds` from its start, as one between ranks does while this one computes."""
+
+    def __init__(self, seconds):
+        self.seconds = seconds
+
+    class Pending:
+        def __init__(self, value, ready):
+            self.value, self.ready = value, ready
+
+        def advance(self):
+            pass
+
+        def wait(self):
+            time.sleep(max(0.0, self.ready - time.perf_counter()))
+            return self.value
+
+    def forward(self, inputs):
+        return self.Pending((inputs, None), time.perf_counter() + self.seconds)
+
+    def backward(self, context, gradients):
+        return self.Pending((gradients, None), time.perf_counter() + self.seconds)
+
+
+def busy(seconds):
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        pass
+
+
+class Burn(torch.autograd.Function):
+    """Takes a while forward, and again backward for the input and, deferred, for the weights."""
+
+    @staticmethod
+    def forward(ctx, x, seconds):
+        ctx.seconds = seconds
+        busy(seconds)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        busy(ctx.seconds)
+        WeightGradStore.current().put(lambda: busy(ctx.seconds))
+        return dy, None
+
+
+UNIT, LAYERS = 0.01, 6
+
+
+def slow_stage(communication: float) -> list:
+    def compute(x):
+        return Burn.apply(x, UNIT)
+
+    first = [Compute(compute, "x", "x")]
+    return first + [Communicate(Slow(communication), "x", "x"), Compute(compute, "x", "x")] * LAYERS
+
+
+def timed(kinds: str, communication: float) -> float:
+    """Seconds that a step with actions of these kinds takes; communication takes as long as a compute segment."""
+    store = WeightGradStore()
+    stage = SegmentedStage(slow_stage(communication), ("x",), ("x",))
+    jobs = []
+    for i, kind in enumerate(kinds):
+        passage = Passage({"x": torch.ones(1, requires_grad=True)})
+        if kind == "F":
+            jobs.append(stage.forward(passage))
+            continue
+        walk([stage.forward(passage)])
+        passage.gradients = {"x": torch.ones(1)}
+        weights = partial(store.run, i) if kind == "B" else lambda: None
+        backward = stage.backward(passage, BackwardRun(partial(store.defer, i), weights, store.recompute))
+        if kind == "W":
+            walk([backward])
+            backward = weight_gradients(Passage({}), store.take(i), LAYERS)
+        jobs.append(backward)
+    with store.activate():
+        start = time.perf_counter()
+        walk(jobs)
+        return time.perf_counter() - start
+
+
+@pytest.mark.parametrize("kinds, computes, communications", [
+    ("FB", 3, 2), ("FI", 2, 2), ("FF", 2, 2), ("II", 2, 2), ("BB", 4, 2), ("FW", 2, 1), ("IW", 2, 1), ("B", 2, 1),
+])  # fmt: skip
+def test_a_pair_takes_the_longer_of_computing_and_communicating(kinds, computes, communications):
+    """In compute segments of one unit; a communication takes as long as what there is to hide it behind."""
+    compute = computes * (LAYERS + 1) * UNIT
+    communication = compute / (communications * LAYERS)
+    alone = compute + communications * LAYERS * communication
+    found = min(timed(kinds, min(communication, UNIT)) for _ in range(3))
+    longer = max(compute, communications * LAYERS * min(communication, UNIT))
+    # One unit at either end has nothing on the other side to run beside.
+    assert found < 1.15 * longer + 2 * UNIT, f"{found:.3f} s; {longer:.3f} s hidden, {alone:.3f} s not hidden"
+
+
+def test_a_pair_of_equal_computing_and_communication():
+    """Forward and input gradients: as much communication as computing, hidden but for the ends."""
+    computing, communicating = 2 * (LAYERS + 1) * UNIT, 2 * LAYERS * UNIT
+    assert min(timed("FI", UNIT) for _ in range(3)) < 1.15 * max(computing, communicating)
+    assert timed("F", UNIT) > (2 * LAYERS + 1) * UNIT, "alone, nothing hides it"
+
+
+# -- the same results, bit for bit
+
+
+def training(rank: int, overlap: bool, recompute: tuple, p: float) -> list:
+    mine = [copy.deepcopy(unequal(4)[i]) for i in stages_of_rank("dualpipev", 2, rank)]
+    for stage in mine:
+        stage.recompute, stage.p = recompute, p
+    pipe = Pipeline(mine, schedule="dualpipev", overlap=overlap)
+    torch.manual_seed(rank)
+    x, y = batch(6)
+    losses = []
+    for _ in range(4):
+        loss, _ = pipe.step(x, num_chunks=6, criterion=F.mse_loss, labels=(y,))
+        losses.append(None if loss is None else loss.tolist())
+        with torch.no_grad():
+            for param in pipe.parameters():
+                if param.grad is not None:  # that of a layer that the stage has
+                    param -= 0.1 * param.grad
+        pipe.zero_grad()
+    return losses
+
+
+@pytest.mark.parametrize("overlap, recompute", [(False, ()), (True, ("before",)), (False, ("before", "after"))])
+def test_losses_are_the_same_bits_with_and_without_overlap_and_recomputation(overlap, recompute):
+    assert run_ranks(training, 2, overlap, recompute, 0.0) == run_ranks(training, 2, True, (), 0.0)
+
+
+def test_recomputation_draws_the_same_random_numbers():
+    """Dropout: also what comes after a recomputed segment is as if it had not been computed again."""
+    plain, again = (run_ranks(training, 2, False, recompute, 0.5) for recompute in ((), ("before",)))
+    assert plain == again
+
+
+def counts(rank: int) -> list[str]:
+    stage = unequal(1)[0]
+    stage.layers, stage.recompute = 2, ("before",)
+    pipe = Pipeline([stage, copy.deepcopy(stage)], schedule="zbv")
+    x, y = batch(3)
+    pipe.step(x, num_chunks=3, criterion=F.mse_loss, labels=(y,))
+    return stage.log
+
+
+def test_a_marked_segment_is_computed_again_once_and_others_are_not():
+    log = run_ranks(counts, 1)[0]
+    assert log.count("before 0") == log.count("before 1") == 2 * 3
+    assert log.count("after 0") == log.count("after 1") == 3
+
+
+# -- what is kept
+
+
+def alive(rank: int) -> tuple[int, int]:
+    """Tensors of activation size that are alive after the forwards of 4 micro-batches, with and without recompute."""
+    found = []
+    for recompute in ((), ("before", "after")):
+        stage = unequal(1)[0]
+        stage.layers, stage.recompute = 3, recompute
+        segmented = SegmentedStage(stage.segments(), ("x",), ("x",))
+        gc.collect()
+        before = {id(t) for t in gc.get_objects() if isinstance(t, Tensor)}
+        x = torch.randn(5, WIDTH, dtype=torch.float64)
+        passage = Passage({"x": x.requires_grad_()})
+        walk([segmented.forward(passage)])
+        gc.collect()
+        tensors = [t for t in gc.get_objects() if isinstance(t, Tensor) and id(t) not in before]
+        assert set(passage.carry) == {"x"}, "everything else has been read for the last time"
+        found.append(len({t.data_ptr() for t in tensors if t.shape == x.shape}))
+    return tuple(found)
+
+
+def test_recomputation_keeps_the_inputs_of_segments_only():
+    plain, again = run_ranks(alive, 1)[0]
+    # Of three layers: x, and for each layer what goes into and comes out of the communication, and the next x.
+    assert again <= 1 + 3 * 3 < plain + 4
+
+
+# -- failures
+
+
+class Failing(Layered):
+    fail = ""
+
+    def before(self, i, x):
+        if self.fail == "forward":
+            raise RuntimeError("out of luck")
+        residual, rows = super().before(i, x)
+        if self.fail == "backward":
+            rows.register_hook(lambda grad: 1 / 0)
+        return residual, rows
+
+
+def failing(rank: int) -> list[tuple[str, float, bool]]:
+    torch.manual_seed(0)
+    expected = [Failing() for _ in range(4)]
+    mine = [copy.deepcopy(expected[i]) for i in stages_of_rank("dualpipev", 2, rank)]
+    pipe = Pipeline(mine, schedule="dualpipev")
+    x, y = batch(5)
+    found = []
+    for where, failing_rank, local in itertools.product(("forward", "backward"), range(2), range(2)):
+        mine[local].fail = where if rank == failing_rank else ""
+        for stage in mine:
+            stage.log.clear()
+        message = ""
+        try:
+            pipe.step(x, num_chunks=5, criterion=F.mse_loss, labels=(y,))
+        except PipelineError as error:
+            message = str(error)
+        mine[local].fail = ""
+        logs = [stage.log for stage in mine]
+        met = all(log.count("forward") == log.count("backward") == log.count("wait") / 2 == 10 for log in logs)
+        for model in (*expected, pipe):
+            model.zero_grad()
+        reference(expected, x, y, 5)
+        pipe.step(x, num_chunks=5, criterion=F.mse_loss, labels=(y,))
+        numbers = stages_of_rank("dualpipev", 2, rank)
+        error = max(gradient_error(stage, expected[i]) for stage, i in zip(mine, numbers))
+        found.append((message, error, met))
+    return found
+
+
+def test_after_a_failure_every_communication_is_met_and_the_next_step_is_right():
+    for found in run_ranks(failing, 2):
+        for i, (message, error, met) in enumerate(found):
+            assert ("out of luck" if i < 4 else "division") in message
+            assert met and error < 1e-10
+
+
+def test_a_stage_without_outputs_is_refused():
+    stage = Layered()
+    stage.segments = lambda: [Compute(lambda x: x, "x", "y")]
+    with pytest.raises(ValueError, match="must write the outputs"):
+        Pipeline([stage], schedule="1f1b")
