@@ -8,6 +8,8 @@ from importlib import import_module
 __version__ = "0.1.0"
 
 _EXPORTS = {
+    "Communicate": "dualpipe.pipeline",
+    "Compute": "dualpipe.pipeline",
     "DualPipeV": "dualpipe.pipeline",
     "Pipeline": "dualpipe.pipeline",
     "PipelineError": "dualpipe.pipeline",

@@ -11,8 +11,9 @@ dimension, E experts, K experts per token, M routed rows (T * K), I expert inter
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dualpipe.models.stages import split_layers
+from dualpipe.models.stages import Recompute, split_layers
 from dualpipe.nn import GroupedLinear, GroupedSwiGLU, Linear, RMSNorm
 from dualpipe.nn.init import seeded_normal_
 from dualpipe.nn.rotary import apply_rotary, rotary_tables
 from dualpipe.nn.routing import SortedTokens, combine_tokens, dispatch_tokens, sort_tokens
+from dualpipe.pipeline.segments import Compute, Segment
 
 # Hub keys that say nothing about the mathematics of the model.
 _IGNORED = {
@@ -205,6 +207,10 @@ class SparseMLP(nn.Module):
         y_MH = self.experts(x_TH, tokens, weight_M)
         return combine_tokens(y_MH, None, tokens, top_k=top_k).view_as(x_BSH)
 
+    def segments(self, recompute: bool) -> list[Segment]:
+        """From "normed" to "y"."""
+        return [Compute(self, "normed", "y", recompute)]
+
 
 class DenseMLP(nn.Module):
     """SwiGLU without experts, for the layers that have none."""
@@ -218,6 +224,10 @@ class DenseMLP(nn.Module):
     def forward(self, x_BSH: Tensor) -> Tensor:
         """(B, S, H) -> (B, S, H)."""
         return self.down_proj(F.silu(self.gate_proj(x_BSH)) * self.up_proj(x_BSH))
+
+    def segments(self, recompute: bool) -> list[Segment]:
+        """From "normed" to "y"."""
+        return [Compute(self, "normed", "y", recompute)]
 
 
 class Layer(nn.Module):
@@ -234,6 +244,19 @@ class Layer(nn.Module):
         """(B, S, H) -> (B, S, H)."""
         x_BSH = x_BSH + self.self_attn(self.input_layernorm(x_BSH), cos_SD, sin_SD)
         return x_BSH + self.mlp(self.post_attention_layernorm(x_BSH))
+
+    def segments(self, recompute: Callable[[str], bool]) -> list[Segment]:
+        """The same over a carry with "x", "cos" and "sin"; `recompute` says which parts are computed again."""
+        return [
+            Compute(self.input_layernorm, "x", "normed", recompute("norms")),
+            Compute(self._attend, ("x", "normed", "cos", "sin"), "x", recompute("attention")),
+            Compute(self.post_attention_layernorm, "x", "normed", recompute("norms")),
+            *self.mlp.segments(recompute("experts")),
+            Compute(torch.add, ("x", "y"), "x", recompute("layer")),
+        ]
+
+    def _attend(self, x_BSH: Tensor, normed_BSH: Tensor, cos_SD: Tensor, sin_SD: Tensor) -> Tensor:
+        return x_BSH + self.self_attn(normed_BSH, cos_SD, sin_SD)
 
 
 class Qwen3MoeStage(nn.Module):
@@ -263,12 +286,27 @@ class Qwen3MoeStage(nn.Module):
             if config.tie_word_embeddings:
                 self.lm_head.weight = _tied_weight(embedding)
         self.first, self.last = first, last
+        self.recompute = Recompute()
+
+    def segments(self) -> list[Segment]:
+        """The forward in parts, for the pipeline to overlap and, as `recompute` says, to compute again."""
+        found: list[Segment] = [Compute(self.embed_tokens, "x", "x")] if self.first else []
+        if self.layers:
+            found.append(Compute(self._rotary_tables, "x", ("cos", "sin")))
+        for index, layer in self.layers.items():
+            found += layer.segments(partial(self.recompute, layer=int(index)))
+        if self.last:
+            found.append(Compute(lambda x_BSH: self.lm_head(self.norm(x_BSH)), "x", "x"))
+        return found or [Compute(lambda x_BSH: x_BSH, "x", "x")]
+
+    def _rotary_tables(self, x_BSH: Tensor) -> tuple[Tensor, Tensor]:
+        return rotary_tables(x_BSH.shape[1], self.config.head_dim, self.config.rope_theta, like=x_BSH)
 
     def forward(self, x: Tensor) -> Tensor:
         """Tokens (B, S) on the first stage, else hidden (B, S, H) -> logits (B, S, V) on the last, else hidden."""
         x_BSH = self.embed_tokens(x) if self.first else x
         if self.layers:
-            cos_SD, sin_SD = rotary_tables(x_BSH.shape[1], self.config.head_dim, self.config.rope_theta, like=x_BSH)
+            cos_SD, sin_SD = self._rotary_tables(x_BSH)
             for layer in self.layers.values():
                 x_BSH = layer(x_BSH, cos_SD, sin_SD)
         return self.lm_head(self.norm(x_BSH)) if self.last else x_BSH

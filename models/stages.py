@@ -1,6 +1,35 @@
-"""Cutting a model's layers into the stages of a pipeline."""
+"""Cutting a model's layers into the stages of a pipeline, and saying what of them is computed again."""
 
 from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+RECOMPUTE = ("attention", "experts", "norms", "layer")
+
+
+class Recompute:
+    """Which parts of which layers keep their inputs only, and run their forward again before their backward.
+
+    Rules are "attention", "experts" (or the dense MLP), "norms" or "layer" (all of these), of all layers or, as
+    "experts:0-7", of some. "none" stands for no rule.
+    """
+
+    def __init__(self, rules: Iterable[str] = ()) -> None:
+        self._rules = [_parse(rule) for rule in rules if rule != "none"]
+
+    def __call__(self, part: str, layer: int) -> bool:
+        """Whether a part of a layer is computed again."""
+        return any(kind in (part, "layer") and layer in layers for kind, layers in self._rules)
+
+
+def _parse(rule: str) -> tuple[str, range]:
+    found = re.fullmatch(r"(\w+)(?::(\d+)(?:-(\d+))?)?", rule)
+    if found is None or found[1] not in RECOMPUTE:
+        raise ValueError(f"cannot recompute {rule!r}; say none, or any of {', '.join(RECOMPUTE)}, with layers where it "
+                         "is not for all of them, such as experts:0-7")  # fmt: skip
+    first, last = found[2], found[3] or found[2]
+    return found[1], range(10**6) if first is None else range(int(first), int(last) + 1)
 
 
 def split_layers(num_layers: int, num_stages: int) -> list[range]:

@@ -22,7 +22,9 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., size) -> the same shape and dtype."""
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        # A node of its own in every dtype: the norm's two gradients of x are added before those of other readers, so
+        # that the bits do not depend on where a graph is cut.
+        wide = x.view_as(x).to(torch.promote_types(x.dtype, torch.float32))
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
         return self.weight * wide.to(x.dtype)
 

@@ -2,6 +2,16 @@
 
 from dualpipe.pipeline.engine import DualPipeV, Pipeline
 from dualpipe.pipeline.errors import PipelineError
+from dualpipe.pipeline.segments import Communicate, Communication, Compute, Pending
 from dualpipe.pipeline.weight_grad_store import WeightGradStore
 
-__all__ = ["DualPipeV", "Pipeline", "PipelineError", "WeightGradStore"]
+__all__ = [
+    "Communicate",
+    "Communication",
+    "Compute",
+    "DualPipeV",
+    "Pending",
+    "Pipeline",
+    "PipelineError",
+    "WeightGradStore",
+]

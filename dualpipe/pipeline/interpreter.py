@@ -20,7 +20,7 @@ from dualpipe.parallel.fsdp import ShardedStep
 from dualpipe.pipeline.errors import UpstreamFailed
 from dualpipe.pipeline.overlap import BackwardRun, Passage, SegmentedStage, Task, walk, weight_gradients
 from dualpipe.pipeline.program import Instruction, Program
-from dualpipe.pipeline.segments import Compute, input_names, output_names
+from dualpipe.pipeline.segments import Compute, Segment, input_names, more_than_forward, output_names
 from dualpipe.pipeline.traffic import Traffic
 from dualpipe.pipeline.weight_grad_store import WeightGradStore
 from dualpipe.schedule.types import Action
@@ -86,9 +86,7 @@ class Interpreter:
         """Run the program. After an error, complete the messages and reductions that other ranks wait for, then raise
         it; `UpstreamFailed` where the cause is on another rank."""
         try:
-            self._segmented = {
-                s: self._as_segments(s, m) for s, m in self._modules.items() if hasattr(m, "segments")
-            }
+            self._segmented = self._segmented_stages()
             self._parameters.gather()
             self._traffic.start()
             for instruction in self._program.instructions:
@@ -227,9 +225,12 @@ class Interpreter:
 
     # -- stages made of segments
 
-    def _as_segments(self, stage: int, module: nn.Module) -> SegmentedStage:
-        """The module's segments, and on the last stage the criterion as one more."""
-        segments = list(module.segments())
+    def _segmented_stages(self) -> dict[int, SegmentedStage]:
+        lists = {stage: list(m.segments()) for stage, m in self._modules.items() if hasattr(m, "segments")}
+        return {s: self._as_segments(s, segments) for s, segments in lists.items() if more_than_forward(segments)}
+
+    def _as_segments(self, stage: int, segments: list[Segment]) -> SegmentedStage:
+        """The segments of a stage, and on the last one the criterion as one more."""
         outputs = results = output_names(segments)
         criterion = self._batch.criterion
         if stage == self._last_stage and criterion is not None:

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from dualpipe.pipeline.segments import Communicate, Compute, Names, Pending, Segment, as_results
+from dualpipe.pipeline.segments import Communicate, Compute, Names, Pending, Segment, as_results, merged, needed_after
 
 Task = Generator[Pending | None, None, None]
 _DONE = object()
@@ -120,9 +120,9 @@ class SegmentedStage:
     def __init__(
         self, segments: Sequence[Segment], outputs: Names, results: Names, autocast: str | None = None
     ) -> None:  # fmt: skip
-        self._segments, self._autocast, self.outputs = list(segments), autocast, outputs
+        self._segments, self._autocast, self.outputs = merged(segments, results), autocast, outputs
         self.communications = sum(isinstance(segment, Communicate) for segment in segments)
-        self._needed = _needed_after(self._segments, results)
+        self._needed = needed_after(self._segments, results)
 
     # -- forward
 
@@ -268,15 +268,6 @@ class _Replay:
 
 
 # -- helpers
-
-
-def _needed_after(segments: Sequence[Segment], results: Names) -> list[set[str]]:
-    """After each segment, the names that a later one reads before it is written again, or that are results."""
-    needed, after = set(results), []
-    for segment in reversed(segments):
-        after.append(set(needed))
-        needed = (needed - set(segment.writes)) | set(segment.reads)
-    return after[::-1]
 
 
 def _book(segment: Compute, inputs: Sequence[Any], results: Sequence[Any], record: Record) -> None:

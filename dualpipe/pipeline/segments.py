@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -55,8 +56,10 @@ class Communication(Protocol):
 class Compute:
     """`fn(*reads) -> writes` on the device.
 
-    recompute: keep what it reads and nothing else, and run it again before its backward. Gradients are the same bit for
-    bit; random numbers are drawn again alike.
+    recompute: keep what it reads and nothing else, and run it again before its backward, with the same random numbers.
+    Gradients are the same bit for bit where sums do not depend on how segments are joined: neighbours that are both
+    recomputed, or both not, run as one, and a tensor between others that is read three times may be summed in another
+    order.
     """
 
     fn: Callable[..., Any]
@@ -110,6 +113,52 @@ def has_communication(modules: Iterable[nn.Module]) -> bool:
     for segments in lists:
         output_names(segments)  # refuses those without
     return any(isinstance(segment, Communicate) for segments in lists for segment in segments)
+
+
+def more_than_forward(segments: Sequence[Segment]) -> bool:
+    """Whether running the segments differs from calling the module: one communicates or is to be recomputed."""
+    return any(isinstance(segment, Communicate) or segment.recompute for segment in segments)
+
+
+def needed_after(segments: Sequence[Segment], results: Names) -> list[set[str]]:
+    """After each segment, the names that a later one reads before it is written again, or that are results."""
+    needed, after = set(results), []
+    for segment in reversed(segments):
+        after.append(set(needed))
+        needed = (needed - set(segment.writes)) | set(segment.reads)
+    return after[::-1]
+
+
+def merged(segments: Sequence[Segment], results: Names) -> list[Segment]:
+    """Neighbouring compute segments that are recomputed, or not, as one: what is between them is not kept apart."""
+    parts: list[list[Segment]] = []
+    for segment in segments:
+        alike = parts and isinstance(segment, Compute) and isinstance(parts[-1][0], Compute)
+        if alike and parts[-1][0].recompute == segment.recompute:
+            parts[-1].append(segment)
+        else:
+            parts.append([segment])
+    ends = list(accumulate(map(len, parts)))
+    needed = needed_after(segments, results)
+    return [part[0] if len(part) == 1 else _joined(part, needed[end - 1]) for part, end in zip(parts, ends)]
+
+
+def _joined(part: Sequence[Compute], needed: set[str]) -> Compute:
+    reads: dict[str, None] = {}
+    written: dict[str, None] = {}
+    for segment in part:
+        reads.update(dict.fromkeys(name for name in segment.reads if name not in written))
+        written.update(dict.fromkeys(segment.writes))
+    writes = tuple(name for name in written if name in needed)
+
+    def run(*values: Any) -> tuple[Any, ...]:
+        carry = dict(zip(reads, values))
+        for segment in part:
+            results = as_results(segment, segment.fn(*(carry[name] for name in segment.reads)))
+            carry.update(zip(segment.writes, results))
+        return tuple(carry[name] for name in writes)
+
+    return Compute(run, tuple(reads), writes, part[0].recompute)
 
 
 def as_results(segment: Segment, results: Any) -> Sequence[Any]:

@@ -3,7 +3,7 @@
     config = load_config("examples/tiny-cpu.toml", ["--optimizer.lr", "3e-4"])
 
 A table's own `__post_init__` refuses values that can never work; what depends on the number of ranks is checked by
-`check_world`. Nothing below the training loop sees these classes: leaf code takes plain sizes and groups.
+`fit_world`. Nothing below the training loop sees these classes: leaf code takes plain sizes and groups.
 """
 
 from __future__ import annotations
@@ -65,8 +65,9 @@ class ParallelConfig:
 
     pp: int = 1
     """pipeline ranks"""
-    dp: int = 1
-    """data-parallel ranks: pipelines that train on different data and share the parameters' storage (FSDP2)"""
+    dp: int = 0
+    """data-parallel ranks: pipelines that train on different data and share the parameters' storage (FSDP2); 0: as many
+    as the ranks that were started allow, one where none were"""
     ep: int = 1
     """expert-parallel ranks; more than 1 is not available yet"""
     schedule: Literal["dualpipev", "zbv", "1f1b", "interleaved_1f1b"] = "dualpipev"
@@ -77,16 +78,16 @@ class ParallelConfig:
     """seconds after which a rank that waits for another one gives up"""
 
     def __post_init__(self) -> None:
-        for name in ("pp", "dp", "ep"):
-            _require(getattr(self, name) >= 1, f"parallel.{name}", getattr(self, name), "must be at least 1")
+        for name, least in (("pp", 1), ("dp", 0), ("ep", 1)):
+            _require(getattr(self, name) >= least, f"parallel.{name}", getattr(self, name), f"must be at least {least}")
         remedy = "more than 1 is not available yet; set parallel.ep = 1 (parallel.pp and parallel.dp are free)"
         _require(self.ep == 1, "parallel.ep", self.ep, remedy)
         _require(self.timeout > 0, "parallel.timeout", self.timeout, "must be positive (seconds)")
 
     @property
     def world_size(self) -> int:
-        """The number of ranks that this layout needs."""
-        return self.pp * self.dp * self.ep
+        """The number of ranks that this layout needs, at least."""
+        return self.pp * max(1, self.dp) * self.ep
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,14 @@ class TrainConfig:
             _require(getattr(self, name) >= 1, f"train.{name}", getattr(self, name), "must be at least 1")
         for name in ("seed", "eval_interval", "eval_batches"):
             _require(getattr(self, name) >= 0, f"train.{name}", getattr(self, name), "must not be negative")
+
+
+@dataclass(frozen=True)
+class MemoryConfig:
+    """[memory]: what is computed again instead of kept."""
+
+    recompute: tuple[str, ...] = ()
+    """parts of layers: attention, experts, norms or layer; of some layers as in experts:0-7; or none"""
 
 
 @dataclass(frozen=True)
@@ -170,6 +179,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     output: OutputConfig = field(default_factory=OutputConfig)
 
@@ -214,14 +224,17 @@ def apply_overrides(config: Config, overrides: typing.Sequence[str]) -> Config:
         raise ValueError(_plain_message(messages.getvalue())) from None
 
 
-def check_world(config: Config, world_size: int) -> None:
-    """Refuse a number of ranks that the layout does not need."""
+def fit_world(config: Config, world_size: int) -> Config:
+    """`config` with parallel.dp filled in; ValueError for a number of ranks that the layout does not need."""
     parallel = config.parallel
-    if parallel.world_size != world_size:
+    pipelines, rest = divmod(world_size, parallel.pp * parallel.ep)
+    if rest or pipelines == 0 or parallel.dp not in (0, pipelines):
+        dp = parallel.dp or "any"
         raise ValueError(
-            f"parallel.pp * dp * ep = {parallel.pp} * {parallel.dp} * {parallel.ep} = {parallel.world_size}, but "
-            f"{world_size} ranks were started; start {parallel.world_size}, or change parallel.pp or parallel.dp"
+            f"parallel.pp * dp * ep = {parallel.pp} * {dp} * {parallel.ep} cannot be {world_size}, the number of ranks "
+            f"that were started; start {parallel.world_size}, or change parallel.pp or parallel.dp"
         )
+    return dataclasses.replace(config, parallel=dataclasses.replace(parallel, dp=pipelines))
 
 
 def _anchor_paths(config: Config, folder: Path) -> Config:
@@ -263,6 +276,8 @@ def _value(kind: Any, value: object, *, where: str) -> Any:
         return _table(kind, value, where=where.replace(": ", ": [", 1) + "]")
     if origin is Literal and value in arguments:
         return value
+    if origin is tuple and arguments[-1] is Ellipsis and isinstance(value, list):
+        return tuple(_value(arguments[0], v, where=where) for v in value)
     if origin is tuple and isinstance(value, list) and len(value) == len(arguments):
         return tuple(_value(k, v, where=where) for k, v in zip(arguments, value))
     if origin is types.UnionType:
@@ -278,6 +293,8 @@ def _describe(kind: Any) -> str:
     arguments = typing.get_args(kind)
     if typing.get_origin(kind) is Literal:
         return "one of " + ", ".join(repr(a) for a in arguments)
+    if arguments and arguments[-1] is Ellipsis:
+        return f"a list, each {_describe(arguments[0])}"
     if typing.get_origin(kind) is tuple:
         return f"a list of {len(arguments)}: " + ", ".join(_describe(a) for a in arguments)
     return {int: "an integer", float: "a number", str: "a string", bool: "true or false"}.get(kind, str(kind))

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from dualpipe import Pipeline
 from dualpipe.nn.accumulate import local
 from dualpipe.schedule import Schedule, build
-from dualpipe.train.config import Config, check_world
+from dualpipe.train.config import Config, fit_world
 from dualpipe.train.data import Batch, Loader, evaluation_batches, open_splits, packed_directory, read_windows
 from dualpipe.train.job import Job, join
 from dualpipe.train.launch import RankInfo
@@ -26,7 +26,7 @@ from dualpipe.train.tokens import Splits, unigram_loss
 
 def train(config: Config, info: RankInfo) -> int:
     """Train as rank `info` of the job; returns the exit status 0, raises on failure."""
-    check_world(config, info.world_size)
+    config = fit_world(config, info.world_size)
     p = config.parallel
     with join(info, device=p.device, timeout=p.timeout, pp=p.pp, dp=p.dp, ep=p.ep) as job:
         Run(config, job).train()
@@ -44,6 +44,7 @@ class Run:
         self.model: Model = build_model(
             read_model_config(config.model.config), self.schedule, job.rank_along("pp"), seed=train.seed,
             dtype=DTYPES[train.dtype], device=job.device, mesh=job.mesh["dp"] if parallel.dp > 1 else None,
+            recompute=config.memory.recompute,
         )  # fmt: skip
         self.folder = Path(config.output.dir)
         self.splits = self._open_data()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dualpipe.models import Qwen3MoeConfig, build_stages
+from dualpipe.models.stages import Recompute
 from dualpipe.nn import cross_entropy_loss
 from dualpipe.parallel.materialize import build_on_meta, materialize
 from dualpipe.parallel.precision import DTypePlan, DTypePolicy, resolve_dtypes, shard
@@ -46,10 +47,11 @@ def read_model_config(path: str | Path) -> Qwen3MoeConfig:
 
 def build_model(
     config: Qwen3MoeConfig, schedule: Schedule, rank: int, *, seed: int, dtype: torch.dtype, device: torch.device,
-    mesh: DeviceMesh | None = None,
+    mesh: DeviceMesh | None = None, recompute: Sequence[str] = (),
 ) -> Model:  # fmt: skip
     """Build the stages of pipeline rank `rank`. The weights depend on `seed` only, not on how the model is cut.
 
+    recompute: what is computed again instead of kept, see `dualpipe.models.stages.Recompute`.
     mesh: the data-parallel ranks, which then share the parameters' storage; parameters are stored in at least float32
     and computed with in `dtype`. Without, they are stored in `dtype`.
     """
@@ -67,6 +69,8 @@ def build_model(
         stages = build_on_meta(lambda: build_stages(config, schedule.num_stages, only=numbers))
     except ValueError as error:
         raise ValueError(f"parallel.pp = {schedule.num_ranks} with schedule {schedule.name!r}: {error}") from error
+    for stage in stages:
+        stage.recompute = Recompute(recompute)
     filled = _initialised(stages, seed, dtype, device, mesh)
     return Model("Qwen3-MoE", filled, config.vocab_size, first, last)
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from dualpipe import Pipeline
 from dualpipe.schedule import build
-from dualpipe.train.config import Config, check_world
+from dualpipe.train.config import Config, fit_world
 from dualpipe.train.job import Job, join
 from dualpipe.train.launch import RankInfo
 from dualpipe.train.model import Model, build_model, build_whole, micro_batch_loss, read_model_config
@@ -51,7 +51,7 @@ class Problem(NamedTuple):
 
 def check(config: Config, info: RankInfo, *, dtype: str, tolerance: float | None, worst: int) -> int:
     """Compare as rank `info`; rank 0 prints the table and returns 1 where a difference exceeds the tolerance."""
-    check_world(config, info.world_size)
+    config = fit_world(config, info.world_size)
     allowed = TOLERANCES[dtype] if tolerance is None else tolerance
     p = config.parallel
     with join(info, device=p.device, timeout=p.timeout, pp=p.pp, dp=p.dp, ep=p.ep) as job:
@@ -74,7 +74,8 @@ def compare(config: Config, job: Job, dtype: torch.dtype) -> list[Difference]:
     common = {"seed": train.seed, "dtype": dtype, "device": job.device}
     replicas, replica = parallel.dp, job.rank_along("dp")
     mesh = job.mesh["dp"] if replicas > 1 else None
-    model = build_model(model_config, schedule, job.rank_along("pp"), mesh=mesh, **common)
+    recompute = config.memory.recompute
+    model = build_model(model_config, schedule, job.rank_along("pp"), mesh=mesh, recompute=recompute, **common)
     whole = build_whole(model_config, **common)
     problem = _random_problem(config, model.vocab_size, job.device)
     pipeline = Pipeline(model.stages, process_group=job.group_along("pp"), schedule=parallel.schedule)

@@ -12,7 +12,9 @@ from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 from dualpipe.kernels import dispatch_tokens, sort_tokens
 from dualpipe.models import Qwen3MoeConfig, Qwen3MoeStage, build_stages, from_hf_state_dict, qwen3_moe, split_layers
+from dualpipe.models.stages import Recompute
 from dualpipe.nn import cross_entropy_loss
+from dualpipe.pipeline import Pipeline
 from dualpipe.pipeline.weight_grad_store import WeightGradStore
 
 TINY = {
@@ -350,3 +352,37 @@ REFUSED = {
 def test_unsupported_options_are_named(message):
     with pytest.raises(ValueError, match=message):
         tiny(**REFUSED[message])
+
+
+# -- segments and recomputation
+
+
+@pytest.mark.parametrize("rules", [(), ("attention",), ("experts:1-2", "norms"), ("layer",)], ids=str)
+def test_segments_have_the_bits_of_the_forward(rules):
+    config = tiny(mlp_only_layers=[1])
+    (plain,), (cut,) = build_stages(config, 1), build_stages(config, 1)
+    for model in (plain, cut):
+        model.init_weights(0)
+    cut.recompute = Recompute(rules)
+    tokens = torch.randint(config.vocab_size, (2, 9), generator=torch.Generator().manual_seed(0))
+    loss = cross_entropy_loss(plain(tokens), tokens)
+    loss.backward()
+    pipe = Pipeline([cut], schedule="1f1b")
+    losses, _ = pipe.step(tokens, num_chunks=1, criterion=cross_entropy_loss, labels=(tokens,))
+    assert torch.equal(losses[0], loss)
+    for (name, p), q in zip(cut.named_parameters(), plain.parameters()):
+        assert torch.equal(p.grad, q.grad), name
+
+
+@pytest.mark.parametrize("rule", ["atention", "experts:", "layer:3-", "experts:a", ""])
+def test_an_unknown_part_to_recompute_is_refused(rule):
+    with pytest.raises(ValueError, match=r"cannot recompute '.*'; say none, or any of attention, experts"):
+        Recompute([rule])
+
+
+def test_what_is_recomputed():
+    rules = Recompute(["attention", "experts:2-3", "layer:7"])
+    assert [[rules(part, layer) for layer in (0, 2, 3, 7)] for part in ("attention", "experts", "norms", "layer")] == [
+        [True, True, True, True], [False, True, True, True], [False, False, False, True], [False, False, False, True],
+    ]  # fmt: skip
+    assert not Recompute(["none"])("attention", 0)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dualpipe.train.config import check_world, load_config
+from dualpipe.train.config import fit_world, load_config
 
 GOOD = """
 [model]
@@ -65,7 +65,7 @@ def test_overrides_replace_the_file(toml):
         (GOOD.replace("[0.8, 0.9]", "[0.8]"), "betas = .* a list of 2"),
         (GOOD.replace("[0.8, 0.9]", "[0.8, 1.0]"), "optimizer.betas .* less than 1"),
         (GOOD.replace("lr = 1", "lr = nan"), "optimizer.lr = nan: must be positive"),
-        (GOOD.replace("pp = 2", "dp = 0"), "parallel.dp = 0: must be at least 1"),
+        (GOOD.replace("pp = 2", "dp = -1"), "parallel.dp = -1: must be at least 0"),
         (GOOD.replace("pp = 2", "ep = 4"), "parallel.ep = 4: more than 1 is not available yet; set parallel.ep = 1"),
         (GOOD.replace("pp = 2", "pp = 0"), "parallel.pp = 0: must be at least 1"),
         (GOOD.replace("pp = 2", 'schedule = "dualpipe"'), "schedule = 'dualpipe' .*'dualpipev'"),
@@ -109,11 +109,13 @@ def test_missing_file(tmp_path):
         load_config(tmp_path / "none.toml")
 
 
-def test_world_size_must_match(toml):
+def test_data_parallel_ranks_are_those_that_are_left(toml):
     config = load_config(toml())
-    check_world(config, 2)
-    with pytest.raises(ValueError, match=r"2 \* 1 \* 1 = 2, but 3 ranks were started; .*change parallel\.pp or paral"):
-        check_world(config, 3)
+    assert [fit_world(config, world).parallel.dp for world in (2, 4, 6)] == [1, 2, 3]
+    with pytest.raises(ValueError, match=r"2 \* any \* 1 cannot be 3, .*; start 2, or change parallel\.pp"):
+        fit_world(config, 3)
+    with pytest.raises(ValueError, match=r"2 \* 2 \* 1 cannot be 2, .*; start 4"):
+        fit_world(load_config(toml(), ["--parallel.dp", "2"]), 2)
 
 
 def test_help_lists_the_fields(toml, capsys):
