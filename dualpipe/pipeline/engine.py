@@ -33,7 +33,7 @@ from dualpipe.pipeline.consensus import Consensus
 from dualpipe.pipeline.errors import PipelineError
 from dualpipe.pipeline.interpreter import Batch, Interpreter, overlaps_by_itself
 from dualpipe.pipeline.program import Program, lower, one_at_a_time, streams
-from dualpipe.pipeline.segments import has_communication
+from dualpipe.pipeline.segments import communication_groups, has_communication
 from dualpipe.pipeline.traffic import Traffic
 from dualpipe.pipeline.transport import Replicas, Transport
 from dualpipe.pipeline.weight_grad_store import WeightGradStore
@@ -85,7 +85,8 @@ class Pipeline(nn.Module):
         self._schedule = schedule
         self._programs: dict[int, tuple[Program, Program]] = {}
         self._transport = Transport(process_group, members, self.rank)
-        replicas = Replicas(process_groups(m for m in _listed(modules) if isinstance(m, nn.Module)))
+        stages = [m for m in _listed(modules) if isinstance(m, nn.Module)]
+        replicas = Replicas(process_groups(stages, communication_groups(stages)))
         self._consensus = Consensus(self._transport, replicas)
 
         def check() -> tuple[Schedule, list[Any]]:

@@ -23,6 +23,7 @@ from itertools import accumulate
 from typing import Any, Protocol
 
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 Names = tuple[str, ...]
 
@@ -42,8 +43,10 @@ class Communication(Protocol):
     """A communication between ranks and its backward. Every rank of its group starts the same ones in one order.
 
     A rank that has failed goes on to take part, so that the others need not wait: `inputs` or `gradients` are then
-    None, and it sends nothing, or zeros where the others count on a size.
+    None, and it sends nothing, or zeros where the others count on a size. `group` is where word of the failure goes.
     """
+
+    group: ProcessGroup | None
 
     def forward(self, inputs: tuple[Any, ...] | None) -> Pending:
         """Start it. `inputs` are detached; tensors among the results get gradients if they are floating-point."""
@@ -113,6 +116,13 @@ def has_communication(modules: Iterable[nn.Module]) -> bool:
     for segments in lists:
         output_names(segments)  # refuses those without
     return any(isinstance(segment, Communicate) for segments in lists for segment in segments)
+
+
+def communication_groups(modules: Iterable[nn.Module]) -> list[ProcessGroup]:
+    """The groups over which the stages' segments communicate."""
+    lists = [module.segments() for module in modules if hasattr(module, "segments")]
+    found = [s.communication.group for segments in lists for s in segments if isinstance(s, Communicate)]
+    return [group for group in found if group is not None]
 
 
 def more_than_forward(segments: Sequence[Segment]) -> bool:

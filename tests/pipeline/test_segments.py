@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from dualpipe import Pipeline
 from dualpipe.nn import defer_weight_grads
@@ -27,6 +28,8 @@ WIDTH = 8
 
 class Rolled:
     """A communication without ranks: rows come back rolled by one."""
+
+    group = None
 
     class Pending:
         def __init__(self, value, log):
@@ -157,6 +160,8 @@ def test_a_walk_computes_on_one_side_while_the_other_communicates():
 
 class Slow:
     """A communication that takes `seconds` from its start, as one between ranks does while this one computes."""
+
+    group = None
 
     def __init__(self, seconds):
         self.seconds = seconds
@@ -389,3 +394,86 @@ def test_a_stage_without_outputs_is_refused():
     stage.segments = lambda: [Compute(lambda x: x, "x", "y")]
     with pytest.raises(ValueError, match="must write the outputs"):
         Pipeline([stage], schedule="1f1b")
+
+
+class Exchange:
+    """An all-to-all between the pipelines of a mesh, which is its own backward."""
+
+    def __init__(self, group):
+        self.group = group
+
+    class Pending:
+        def __init__(self, rows, group):
+            self.rows, self.received = rows, torch.empty_like(rows)
+            self.work = torch.distributed.all_to_all_single(self.received, rows, group=group, async_op=True)
+
+        def advance(self):
+            pass
+
+        def wait(self):
+            self.work.wait()
+            return (self.received,), None
+
+    def forward(self, inputs):
+        rows = torch.zeros(4, WIDTH, dtype=torch.float64) if inputs is None else inputs[0].contiguous()
+        return self.Pending(rows, self.group)
+
+    def backward(self, context, gradients):
+        return self.forward(gradients)
+
+
+class Mixing(Failing):
+    """There and back between two pipelines, so that each row is where it was."""
+
+    group = None
+
+    def segments(self):
+        found = []
+        for i in range(self.layers):
+            found += [
+                Compute(lambda x, i=i: self.before(i, x), "x", ("residual", "rows")),
+                Communicate(Exchange(self.group), "rows", "rows"),
+                Compute(lambda rows: rows * 1.0, "rows", "rows", True),
+                Communicate(Exchange(self.group), "rows", "rows"),
+                Compute(lambda r, rows, i=i: self.after(i, r, rows.roll(1, 0)), ("residual", "rows"), "x"),
+            ]
+        return found
+
+
+def failing_between_pipelines(rank: int) -> list[tuple[str, str, float]]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "mix"))
+    stage_rank = mesh["pp"].get_local_rank()
+    numbers = stages_of_rank("dualpipev", 2, stage_rank)
+    torch.manual_seed(0)
+    expected = [Mixing() for _ in range(4)]
+    mine = [copy.deepcopy(expected[i]) for i in numbers]
+    for stage in mine:
+        stage.group = mesh["mix"].get_group()
+    pipe = Pipeline(mine, process_group=mesh["pp"].get_group(), schedule="dualpipev")
+    x, y = (torch.randn(5 * 4, WIDTH, dtype=torch.float64) for _ in range(2))
+    found = []
+    for failing_rank, where in itertools.product(range(4), ("forward", "backward", "labels")):
+        mine[1].fail = where if rank == failing_rank else ""
+        labels = y[:-1] if where == "labels" and rank == failing_rank - failing_rank // 2 * 2 else y
+        message = ""
+        try:
+            pipe.step(x, num_chunks=5, criterion=F.mse_loss, labels=(labels,))
+        except (PipelineError, ValueError) as error:
+            message = str(error)
+        mine[1].fail = ""
+        for model in (*expected, pipe):
+            model.zero_grad()
+        reference(expected, x, y, 5)
+        pipe.step(x, num_chunks=5, criterion=F.mse_loss, labels=(y,))
+        error = max(gradient_error(stage, expected[i]) for stage, i in zip(mine, numbers))
+        found.append((where, message, error))
+    return found
+
+
+def test_a_failure_raises_in_every_pipeline_that_communicates_and_none_waits():
+    results = run_ranks(failing_between_pipelines, 4, timeout=90, group_timeout=20)
+    for found in results:
+        for where, message, error in found:
+            expected = {"forward": "out of luck", "backward": "division", "labels": "labels"}[where]
+            assert expected in message, (where, message)
+            assert error < 1e-10
