@@ -137,7 +137,7 @@ def backward(layer: Layer, saved: Saved, grads: Accumulators) -> list[Tensor]:
     tokens, offs, top_k = saved.tokens, saved.tokens.offs, layer.weights_TK.shape[1]
     if layer.clamped:
         dy_MH, d_weights_TK = torch.ops.dualpipe.combine_tokens_backward(
-            layer.d_out_TH, saved.y_MH, layer.weights_TK, tokens.inverse
+            layer.d_out_TH, saved.y_MH, layer.weights_TK, tokens.inverse, offs
         )
     else:
         dy_MH = dispatch_tokens(layer.d_out_TH, tokens, top_k)

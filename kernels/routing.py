@@ -14,11 +14,16 @@ block's start for that expert plus the number of earlier rows of the block with 
 blocks of two rows: counts [[1, 1], [0, 1], [1, 0]] of (expert, block), so starts [[0, 1], [2, 2], [3, 4]]; row 2 is
 the first row for expert 0 in block 1, so it goes to 1.
 
+A choice of -1 is nobody's: its row is sorted past `offs[-1]`, where nothing is read or written, and counts as zero in
+sums. Rows past the end need not exist: `SortedTokens.cut` leaves them out where the host knows how many there are.
+Example: choices [[1, -1], [-1, 0]] give offs = [1, 2] and inverse [1, 2, 3, 0]; cut to two rows, order = [3, 0].
+
 Two kernels move the rows, each its own backward's other half: `_sum_kernel` adds a token's K rows, weighted or not,
 and is `combine_tokens` and the backward of `dispatch_tokens`; `_spread_kernel` writes a token to its K rows, weighted
 or not, and is `dispatch_tokens` and the backward of `combine_tokens`, together with the gradient of the weights.
 
-Dimension letters: T tokens, K experts per token, E experts, M = T * K rows, H hidden, B blocks of rows.
+Dimension letters: T tokens, K experts per token, E experts, N = T * K choices, M sorted rows (N, or fewer where cut), H
+hidden, B blocks of choices.
 """
 
 from __future__ import annotations
@@ -41,9 +46,9 @@ if TYPE_CHECKING:
 
 @triton.jit
 def _count_kernel(
-    experts_ptr,  # (M,) int32 or int64
+    experts_ptr,  # (N,) int32 or int64
     counts_ptr,  # (E + 1, B) int32; the last row counts what belongs to no expert
-    M,
+    N,
     B,
     num_experts,
     ROWS: tl.constexpr,
@@ -51,7 +56,7 @@ def _count_kernel(
 ):
     block = tl.program_id(0)
     rows = block * ROWS + tl.arange(0, ROWS)
-    expert = _load_experts(experts_ptr, rows, M, num_experts)
+    expert = _load_experts(experts_ptr, rows, N, num_experts)
     bins = tl.arange(0, BINS)
     counts = tl.histogram(expert, BINS)
     tl.store(counts_ptr + bins.to(tl.int64) * B + block, counts, mask=bins <= num_experts)
@@ -59,13 +64,13 @@ def _count_kernel(
 
 @triton.jit
 def _place_kernel(
-    experts_ptr,  # (M,) int32 or int64
+    experts_ptr,  # (N,) int32 or int64
     ends_ptr,  # (E + 1, B) int32: running sums of the counts
     counts_ptr,  # (E + 1, B) int32
-    order_ptr,  # (M,) int32
-    inverse_ptr,  # (M,) int32
-    gather_ptr,  # (M,) int32
-    M,
+    order_ptr,  # (N,) int32
+    inverse_ptr,  # (N,) int32
+    gather_ptr,  # (N,) int32
+    N,
     B,
     num_experts,
     top_k,
@@ -74,14 +79,14 @@ def _place_kernel(
 ):
     block = tl.program_id(0)
     rows = block * ROWS + tl.arange(0, ROWS)
-    expert = _load_experts(experts_ptr, rows, M, num_experts)
+    expert = _load_experts(experts_ptr, rows, N, num_experts)
     rank = tl.zeros((ROWS,), tl.int32)
     for start in range(0, ROWS, CHUNK):  # compare with all rows of the block, some at a time
         others = block * ROWS + start + tl.arange(0, CHUNK)
-        same = _load_experts(experts_ptr, others, M, num_experts)[None, :] == expert[:, None]
+        same = _load_experts(experts_ptr, others, N, num_experts)[None, :] == expert[:, None]
         rank += tl.sum((same & (others[None, :] < rows[:, None])).to(tl.int32), 1)
     cell = expert.to(tl.int64) * B + block
-    mask = rows < M
+    mask = rows < N
     start = tl.load(ends_ptr + cell, mask=mask, other=0) - tl.load(counts_ptr + cell, mask=mask, other=0)
     target = start + rank
     tl.store(inverse_ptr + rows, target, mask=mask)
@@ -90,21 +95,23 @@ def _place_kernel(
 
 
 @triton.jit
-def _load_experts(experts_ptr, rows, M, num_experts):
-    """Experts of the rows as int32; `num_experts` for a row past the end or an index outside the experts."""
-    expert = tl.load(experts_ptr + rows, mask=rows < M, other=0)
+def _load_experts(experts_ptr, rows, N, num_experts):
+    """Experts of the rows as int32; `num_experts` for a row past the end or of no expert."""
+    expert = tl.load(experts_ptr + rows, mask=rows < N, other=0)
     valid = (expert >= 0) & (expert < num_experts)
-    tl.device_assert(valid, "sort_tokens: an expert is not between 0 and num_experts - 1")
-    return tl.where(valid & (rows < M), expert, num_experts).to(tl.int32)
+    tl.device_assert(valid | (expert == -1), "sort_tokens: an expert is not between -1 and num_experts - 1")
+    return tl.where(valid & (rows < N), expert, num_experts).to(tl.int32)
 
 
 @triton.jit
 def _sum_kernel(
     rows_ptr,  # (M, H), rows `stride` apart
     weights_ptr,  # (T, K) contiguous, or unused
-    inverse_ptr,  # (M,) int32
+    inverse_ptr,  # (N,) int32
+    offs_ptr,  # (E,) int32
     out_ptr,  # (T, H) contiguous
     T,
+    E,
     H,
     stride,
     top_k,
@@ -114,20 +121,23 @@ def _sum_kernel(
     BLOCK_H: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
-    """out[t] = sum over k, in ascending order, of weights[t, k] * rows[inverse[t * K + k]]."""
+    """out[t] = sum over k, in ascending order, of weights[t, k] * rows[inverse[t * K + k]]; zero for nobody's rows."""
     tokens = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     cols = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    mask = (tokens < T)[:, None] & (cols < H)[None, :]
+    end = tl.load(offs_ptr + E - 1)
     total = tl.zeros((BLOCK_T, BLOCK_H), COMPUTE)
     for k in tl.range(0, top_k, loop_unroll_factor=UNROLL):
         choice = tokens * top_k + k
-        row = tl.load(inverse_ptr + choice, mask=tokens < T, other=0).to(tl.int64)
-        value = tl.load(rows_ptr + row[:, None] * stride + cols[None, :], mask=mask, other=0.0).to(COMPUTE)
+        row = tl.load(inverse_ptr + choice, mask=tokens < T, other=end)
+        valid = row < end
+        mask = valid[:, None] & (cols < H)[None, :]
+        row_ptrs = rows_ptr + row.to(tl.int64)[:, None] * stride
+        value = tl.load(row_ptrs + cols[None, :], mask=mask, other=0.0).to(COMPUTE)
         if HAS_WEIGHTS:
-            value *= tl.load(weights_ptr + choice, mask=tokens < T, other=0.0).to(COMPUTE)[:, None]
+            value *= tl.load(weights_ptr + choice, mask=valid, other=0.0).to(COMPUTE)[:, None]
         total += value
     out_ptrs = out_ptr + tokens.to(tl.int64)[:, None] * H + cols[None, :]
-    tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=(tokens < T)[:, None] & (cols < H)[None, :])
 
 
 @triton.jit
@@ -135,10 +145,12 @@ def _spread_kernel(
     x_ptr,  # (T, H), rows `stride` apart
     weights_ptr,  # (T, K) contiguous, or unused
     rows_ptr,  # (M, H), rows `row_stride` apart, or unused: what the weights were multiplied with
-    inverse_ptr,  # (M,) int32
+    inverse_ptr,  # (N,) int32
+    offs_ptr,  # (E,) int32
     out_ptr,  # (M, H) contiguous
     d_weights_ptr,  # (T, K) contiguous, or unused
     T,
+    E,
     H,
     stride,
     row_stride,
@@ -148,19 +160,24 @@ def _spread_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """For every k and row = inverse[t * K + k]: out[row] = weights[t, k] * x[t], d_weights[t, k] = x[t] . rows[row]."""
+    """For every k and row = inverse[t * K + k]: out[row] = weights[t, k] * x[t], d_weights[t, k] = x[t] . rows[row].
+
+    Of nobody's rows nothing is read or written, and d_weights is zero.
+    """
     tokens = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     here = tokens < T
+    end = tl.load(offs_ptr + E - 1)
     x_ptrs = x_ptr + tokens.to(tl.int64)[:, None] * stride
     for k in range(top_k):
         choice = tokens * top_k + k
-        row = tl.load(inverse_ptr + choice, mask=here, other=0).to(tl.int64)[:, None]
+        row = tl.load(inverse_ptr + choice, mask=here, other=end).to(tl.int64)[:, None]
+        valid = row < end
         if HAS_WEIGHTS:
             weight = tl.load(weights_ptr + choice, mask=here, other=0.0).to(COMPUTE)[:, None]
             d_weight = tl.zeros((BLOCK_T, BLOCK_H), COMPUTE)
         for start in range(0, H, BLOCK_H):
             cols = start + tl.arange(0, BLOCK_H)
-            mask = here[:, None] & (cols < H)[None, :]
+            mask = valid & (cols < H)[None, :]
             value = tl.load(x_ptrs + cols[None, :], mask=mask, other=0.0)  # from the cache after the first k
             if HAS_WEIGHTS:
                 other = tl.load(rows_ptr + row * row_stride + cols[None, :], mask=mask, other=0.0)
@@ -219,11 +236,14 @@ def _launch_sort(
     return ends[:num_experts, -1].contiguous()
 
 
-def _launch_sum(rows: Tensor, weights: Tensor | None, inverse: Tensor, top_k: int, out: Tensor) -> None:
+def _launch_sum(
+    rows: Tensor, weights: Tensor | None, inverse: Tensor, offs: Tensor, top_k: int, out: Tensor
+) -> None:  # fmt: skip
     tokens, hidden = out.shape
     rows, tile = with_dense_rows(rows), _tile(_shape_class(hidden), rows.dtype)
     _sum_kernel[triton.cdiv(tokens, tile.block_t), triton.cdiv(hidden, tile.block_h)](
-        rows, rows if weights is None else weights.contiguous(), inverse, out, tokens, hidden, rows.stride(0), top_k,
+        rows, rows if weights is None else weights.contiguous(), inverse, offs, out, tokens, offs.shape[0], hidden,
+        rows.stride(0), top_k,
         HAS_WEIGHTS=weights is not None, COMPUTE=tl_dtype(compute_dtype(rows, weights)),
         BLOCK_T=tile.block_t, BLOCK_H=tile.block_h, UNROLL=tile.unroll, num_warps=tile.warps,
     )  # fmt: skip
@@ -234,6 +254,7 @@ def _launch_spread(
     weights: Tensor | None,
     rows: Tensor | None,
     inverse: Tensor,
+    offs: Tensor,
     top_k: int,
     out: Tensor,
     d_weights: Tensor | None,
@@ -242,8 +263,8 @@ def _launch_spread(
     x, tile = with_dense_rows(x), _tile(_shape_class(hidden), x.dtype)
     rows = x if rows is None else with_dense_rows(rows)
     _spread_kernel[(triton.cdiv(tokens, tile.block_t),)](
-        x, x if weights is None else weights.contiguous(), rows, inverse, out, x if d_weights is None else d_weights,
-        tokens, hidden, x.stride(0), rows.stride(0), top_k,
+        x, x if weights is None else weights.contiguous(), rows, inverse, offs, out,
+        x if d_weights is None else d_weights, tokens, offs.shape[0], hidden, x.stride(0), rows.stride(0), top_k,
         HAS_WEIGHTS=weights is not None, COMPUTE=tl_dtype(compute_dtype(x, weights)),
         BLOCK_T=tile.block_t, BLOCK_H=tile.block_h, num_warps=tile.warps,
     )  # fmt: skip
@@ -253,20 +274,24 @@ def _launch_spread(
 
 
 class SortedTokens(NamedTuple):
-    """Where every row goes; all on the device, int32."""
+    """Where every row goes; all on the device, int32. Rows past `offs[-1]` are nobody's."""
 
     order: Tensor  # (M,): sorted row m is row order[m] of (T, K)
-    inverse: Tensor  # (M,): row r of (T, K) is sorted row inverse[r]
+    inverse: Tensor  # (N,): row n of (T, K) is sorted row inverse[n]
     offs: Tensor  # (E,): where each expert's sorted rows end
     gather: Tensor  # (M,): sorted row m belongs to token gather[m] = order[m] // K; `gather` of `grouped_gemm`
+
+    def cut(self, rows: int) -> SortedTokens:
+        """Without the sorted rows from `rows` on; `rows` must be `offs[-1]` or more."""
+        return self._replace(order=self.order[:rows], gather=self.gather[:rows])
 
 
 def sort_tokens(expert_idx: Tensor, num_experts: int) -> SortedTokens:
     """Stable order of the rows by expert: those of one expert stay in the order of (T, K).
 
-    `expert_idx` (T, K) int32 or int64 holds the chosen experts. An index outside 0 to `num_experts` - 1 raises
-    `ValueError` on the CPU; on a GPU its row is sorted past `offs[-1]`, to nobody, or fails an assertion with
-    `TRITON_DEBUG=1`. Raises `ValueError` for operands that do not fit.
+    `expert_idx` (T, K) int32 or int64 holds the chosen experts, or -1 for nobody: those rows are sorted past
+    `offs[-1]`. Any other index outside 0 to `num_experts` - 1 raises `ValueError` on the CPU; on a GPU it counts as
+    nobody, or fails an assertion with `TRITON_DEBUG=1`. Raises `ValueError` for operands that do not fit.
     """
     if expert_idx.dim() != 2 or expert_idx.dtype not in (torch.int32, torch.int64) or expert_idx.shape[1] < 1:
         raise ValueError(f"expert_idx must be int32 or int64 of shape (T, K), K experts for each of T tokens; got "
@@ -281,22 +306,22 @@ def sort_tokens(expert_idx: Tensor, num_experts: int) -> SortedTokens:
 def dispatch_tokens(x: Tensor, tokens: SortedTokens, top_k: int) -> Tensor:
     """Copy every token to its `top_k` sorted rows: `x` (T, H) -> (M, H). The gradient of a token is the sum of theirs.
 
-    `grouped_gemm(..., gather=tokens.gather)` does the same without the copy. Raises `ValueError` for operands that do
-    not fit.
+    Nobody's rows stay uninitialised. `grouped_gemm(..., gather=tokens.gather)` does the same without the copy. Raises
+    `ValueError` for operands that do not fit.
     """
     _check_rows("x", x, tokens.inverse, top_k)
     if x.shape[0] * top_k != tokens.inverse.shape[0]:
         raise ValueError(f"x must have one row for each of {tokens.inverse.shape[0]} / {top_k} sorted tokens; "
                          f"got {x.shape[0]}")  # fmt: skip
-    return _dispatch_tokens(x, tokens.inverse, top_k)
+    return _dispatch_tokens(x, tokens.inverse, tokens.offs, top_k, tokens.order.shape[0])
 
 
 def combine_tokens(y: Tensor, weights: Tensor | None, tokens: SortedTokens, *, top_k: int | None = None) -> Tensor:
     """Weighted sum of a token's K sorted rows, in ascending order of K: `y` (M, H), `weights` (T, K) -> (T, H).
 
-    Sums are in at least float32, the result in the dtype of `y`. Without weights, for rows that have been multiplied
-    already (`swiglu`), `top_k` says what K is. Differentiable once with respect to `y` and `weights`. Raises
-    `ValueError` for operands that do not fit.
+    Nobody's rows count as zero, whatever they hold. Sums are in at least float32, the result in the dtype of `y`.
+    Without weights, for rows that have been multiplied already (`swiglu`), `top_k` says what K is. Differentiable once
+    with respect to `y` and `weights`. Raises `ValueError` for operands that do not fit.
     """
     if weights is None and top_k is None:
         raise ValueError("combine_tokens needs weights of shape (T, K), or top_k where there are none")
@@ -309,9 +334,9 @@ def combine_tokens(y: Tensor, weights: Tensor | None, tokens: SortedTokens, *, t
                              f"columns; got shape {tuple(weights.shape)}, top_k {top_k}")  # fmt: skip
         top_k = weights.shape[1]
     _check_rows("y", y, tokens.inverse, top_k)
-    if y.shape[0] != tokens.inverse.shape[0]:
-        raise ValueError(f"y must have one row for each of {tokens.inverse.shape[0]} sorted ones; got {y.shape[0]}")
-    return _combine_tokens(y, weights, tokens.inverse, top_k)
+    if y.shape[0] != tokens.order.shape[0]:
+        raise ValueError(f"y must have one row for each of {tokens.order.shape[0]} sorted ones; got {y.shape[0]}")
+    return _combine_tokens(y, weights, tokens.inverse, tokens.offs, top_k)
 
 
 def _check_rows(name: str, x: Tensor, inverse: Tensor, top_k: int) -> None:
@@ -345,74 +370,77 @@ def _int32(like: Tensor, size: int) -> Tensor:
 
 
 @torch.library.custom_op("dualpipe::dispatch_tokens", mutates_args=())
-def _dispatch_tokens(x: Tensor, inverse: Tensor, top_k: int) -> Tensor:
-    out = x.new_empty(inverse.shape[0], x.shape[1])
+def _dispatch_tokens(x: Tensor, inverse: Tensor, offs: Tensor, top_k: int, rows: int) -> Tensor:
+    out = x.new_empty(rows, x.shape[1])
     if not use_triton(x):
-        out.index_copy_(0, inverse.long(), x.repeat_interleave(top_k, 0))
+        choices = _used(inverse, offs)
+        out.index_copy_(0, inverse[choices].long(), x.index_select(0, choices // top_k))
     elif out.numel():
-        _launch_spread(x, None, None, inverse, top_k, out, None)
+        _launch_spread(x, None, None, inverse, offs, top_k, out, None)
     return out
 
 
 @_dispatch_tokens.register_fake
-def _(x: Tensor, inverse: Tensor, top_k: int) -> Tensor:
-    return x.new_empty(inverse.shape[0], x.shape[1])
+def _(x: Tensor, inverse: Tensor, offs: Tensor, top_k: int, rows: int) -> Tensor:
+    return x.new_empty(rows, x.shape[1])
 
 
 @torch.library.custom_op("dualpipe::combine_tokens", mutates_args=())
-def _combine_tokens(y: Tensor, weights: Tensor | None, inverse: Tensor, top_k: int) -> Tensor:
+def _combine_tokens(y: Tensor, weights: Tensor | None, inverse: Tensor, offs: Tensor, top_k: int) -> Tensor:
     out = y.new_empty(inverse.shape[0] // top_k, y.shape[1])
     if not use_triton(y):
-        out.copy_(combine_tokens_reference(y, weights, inverse, top_k))
+        out.copy_(combine_tokens_reference(y, weights, inverse, offs, top_k))
     elif out.numel():
-        _launch_sum(y, weights, inverse, top_k, out)
+        _launch_sum(y, weights, inverse, offs, top_k, out)
     return out
 
 
 @_combine_tokens.register_fake
-def _(y: Tensor, weights: Tensor | None, inverse: Tensor, top_k: int) -> Tensor:
+def _(y: Tensor, weights: Tensor | None, inverse: Tensor, offs: Tensor, top_k: int) -> Tensor:
     return y.new_empty(inverse.shape[0] // top_k, y.shape[1])
 
 
 @torch.library.custom_op("dualpipe::combine_tokens_backward", mutates_args=())
-def _combine_tokens_backward(d_out: Tensor, y: Tensor, weights: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
+def _combine_tokens_backward(
+    d_out: Tensor, y: Tensor, weights: Tensor, inverse: Tensor, offs: Tensor
+) -> tuple[Tensor, Tensor]:
     """(dy, d_weights) of the weighted sum."""
     dy, d_weights = y.new_empty(y.shape), weights.new_empty(weights.shape)
     if not use_triton(y):
-        for out, value in zip((dy, d_weights), combine_tokens_backward_reference(d_out, y, weights, inverse)):
+        for out, value in zip((dy, d_weights), combine_tokens_backward_reference(d_out, y, weights, inverse, offs)):
             out.copy_(value)
     elif y.numel():
-        _launch_spread(d_out, weights, y, inverse, weights.shape[1], dy, d_weights)
+        _launch_spread(d_out, weights, y, inverse, offs, weights.shape[1], dy, d_weights)
     else:
         d_weights.zero_()
     return dy, d_weights
 
 
 @_combine_tokens_backward.register_fake
-def _(d_out: Tensor, y: Tensor, weights: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
+def _(d_out: Tensor, y: Tensor, weights: Tensor, inverse: Tensor, offs: Tensor) -> tuple[Tensor, Tensor]:
     return y.new_empty(y.shape), weights.new_empty(weights.shape)
 
 
 def _dispatch_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, inverse, ctx.top_k = inputs
-    ctx.save_for_backward(inverse)
+    _, inverse, offs, ctx.top_k, _ = inputs
+    ctx.save_for_backward(inverse, offs)
 
 
 def _dispatch_backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-    (inverse,) = ctx.saved_tensors
-    return _combine_tokens(d_out, None, inverse, ctx.top_k), None, None
+    return _combine_tokens(d_out, None, *ctx.saved_tensors, ctx.top_k), None, None, None, None
 
 
 def _combine_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    y, weights, inverse, ctx.top_k = inputs
-    ctx.save_for_backward(None if weights is None else y, weights, inverse)
+    y, weights, inverse, offs, ctx.top_k = inputs
+    ctx.rows = y.shape[0]
+    ctx.save_for_backward(None if weights is None else y, weights, inverse, offs)
 
 
 def _combine_backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-    y, weights, inverse = ctx.saved_tensors
+    y, weights, inverse, offs = ctx.saved_tensors
     if weights is None:
-        return _dispatch_tokens(d_out, inverse, ctx.top_k), None, None, None
-    return *_combine_tokens_backward(d_out, y, weights, inverse), None, None
+        return _dispatch_tokens(d_out, inverse, offs, ctx.top_k, ctx.rows), None, None, None, None
+    return *_combine_tokens_backward(d_out, y, weights, inverse, offs), None, None, None
 
 
 def _refuse_second_derivative(ctx: Any, *grads: Tensor) -> None:
@@ -430,31 +458,50 @@ _combine_tokens_backward.register_autograd(_refuse_second_derivative)
 def sort_tokens_reference(expert_idx: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(order, inverse, offs, gather) by a stable sort."""
     chosen = expert_idx.flatten()
-    if wrong := ((chosen < 0) | (chosen >= num_experts)).nonzero().flatten().tolist():
-        raise ValueError(f"experts must be between 0 and {num_experts - 1}; got {chosen[wrong[0]].item()}")
+    if wrong := ((chosen < -1) | (chosen >= num_experts)).nonzero().flatten().tolist():
+        raise ValueError(f"experts must be between 0 and {num_experts - 1}, or -1 for none; "
+                         f"got {chosen[wrong[0]].item()}")  # fmt: skip
+    chosen = chosen.where(chosen >= 0, num_experts)  # nobody comes last
     order = torch.argsort(chosen, stable=True)
     inverse = torch.empty_like(order, dtype=torch.int32)
     inverse[order] = torch.arange(order.numel(), dtype=torch.int32, device=order.device)
-    offs = torch.bincount(chosen, minlength=num_experts).cumsum(0, dtype=torch.int32)
+    offs = torch.bincount(chosen, minlength=num_experts + 1)[:-1].cumsum(0, dtype=torch.int32)
     return order.to(torch.int32), inverse, offs, (order // expert_idx.shape[1]).to(torch.int32)
 
 
-def combine_tokens_reference(y: Tensor, weights: Tensor | None, inverse: Tensor, top_k: int) -> Tensor:
+def combine_tokens_reference(y: Tensor, weights: Tensor | None, inverse: Tensor, offs: Tensor, top_k: int) -> Tensor:
     """Weighted sum of a token's rows in the dtype that the kernel computes in: (M, H), (T, K) -> (T, H)."""
-    dtype = compute_dtype(y, weights)
-    y_TKH = y.index_select(0, inverse).to(dtype).unflatten(0, (inverse.shape[0] // top_k, top_k))
-    return y_TKH.sum(1) if weights is None else (y_TKH * weights.to(dtype).unsqueeze(-1)).sum(1)
+    y_TKH = _by_token(y, weights, inverse, offs, top_k)
+    return y_TKH.sum(1) if weights is None else (y_TKH * _weights(weights, y, inverse, offs)).sum(1)
 
 
 def combine_tokens_backward_reference(
-    d_out: Tensor, y: Tensor, weights: Tensor, inverse: Tensor
+    d_out: Tensor, y: Tensor, weights: Tensor, inverse: Tensor, offs: Tensor
 ) -> tuple[Tensor, Tensor]:
     """(dy, d_weights) of the weighted sum, in the dtype that the kernel computes in."""
-    dtype = compute_dtype(y, weights)
-    d_out_T1H = d_out.to(dtype).unsqueeze(1)
-    d_rows = (d_out_T1H * weights.to(dtype).unsqueeze(-1)).flatten(0, 1)  # (M, H), in the order of (T, K)
-    d_weights = (y.index_select(0, inverse).to(dtype).unflatten(0, weights.shape) * d_out_T1H).sum(-1)
-    return torch.empty_like(d_rows).index_copy_(0, inverse.long(), d_rows), d_weights
+    d_out_T1H = d_out.to(compute_dtype(y, weights)).unsqueeze(1)
+    choices = _used(inverse, offs)
+    d_rows = (d_out_T1H * _weights(weights, y, inverse, offs)).flatten(0, 1)  # (N, H), in the order of (T, K)
+    dy = d_rows.new_empty(y.shape).index_copy_(0, inverse[choices].long(), d_rows.index_select(0, choices))
+    d_weights = (_by_token(y, weights, inverse, offs, weights.shape[1]) * d_out_T1H).sum(-1)
+    return dy, d_weights.where(inverse.view_as(weights) < offs[-1], 0)
+
+
+def _used(inverse: Tensor, offs: Tensor) -> Tensor:
+    """The choices (in 0 to N - 1) that are somebody's, in order."""
+    return (inverse < offs[-1]).nonzero().squeeze(1)
+
+
+def _by_token(y: Tensor, weights: Tensor | None, inverse: Tensor, offs: Tensor, top_k: int) -> Tensor:
+    """The sorted rows (M, H) as each token has them, (T, K, H), in the dtype to compute in; zero for nobody."""
+    choices, wide = _used(inverse, offs), y.to(compute_dtype(y, weights))
+    rows = wide.new_zeros(inverse.shape[0], y.shape[1]).index_copy(0, choices, wide.index_select(0, inverse[choices]))
+    return rows.unflatten(0, (inverse.shape[0] // top_k, top_k))
+
+
+def _weights(weights: Tensor, y: Tensor, inverse: Tensor, offs: Tensor) -> Tensor:
+    """(T, K) -> (T, K, 1) in the dtype to compute in; zero for nobody."""
+    return weights.to(compute_dtype(y, weights)).where(inverse.view_as(weights) < offs[-1], 0).unsqueeze(-1)
 
 
 # ------------------------------------------------------------------------------------------------------- compile table
@@ -477,7 +524,7 @@ def compile_specs(arch: int) -> Iterator[CompileSpec]:
         yield _spec(".".join(words), kernel, dtype, constexprs, tile.warps, aligned=() if odd else _ALIGNED)
 
 
-_INT32_POINTERS = ("counts_ptr", "ends_ptr", "order_ptr", "inverse_ptr", "gather_ptr")
+_INT32_POINTERS = ("counts_ptr", "ends_ptr", "order_ptr", "inverse_ptr", "gather_ptr", "offs_ptr")
 _ALIGNED = ("H", "stride", "row_stride")
 
 

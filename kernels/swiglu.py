@@ -227,7 +227,7 @@ def clamped_swiglu(gate_up: Tensor, weight: Tensor | None = None, alpha: float =
     """The activation of gpt-oss: (up + 1) * gate * sigmoid(alpha * gate), gate <= limit, -limit <= up <= limit.
 
     `gate_up` (M, 2I) holds gate in its even columns and up in the odd ones; the rest as for `swiglu`. Source:
-    transformers' gpt_oss model. Clamped elements have no gradient, those exactly at the limit have one, as in torch.
+    transformers' gpt_oss model. Clamped elements have no gradient, those exactly at the limit have one.
     """
     _check(gate_up, weight)
     return _swiglu(gate_up, weight, *swiglu_form(True, alpha, limit))

@@ -4,5 +4,6 @@ from dualpipe.nn.grouped_linear import GroupedLinear, GroupedSwiGLU
 from dualpipe.nn.linear import Linear, defer_weight_grads
 from dualpipe.nn.loss import cross_entropy_loss
 from dualpipe.nn.norm import RMSNorm
+from dualpipe.nn.router import Router
 
-__all__ = ["GroupedLinear", "GroupedSwiGLU", "Linear", "RMSNorm", "cross_entropy_loss", "defer_weight_grads"]
+__all__ = ["GroupedLinear", "GroupedSwiGLU", "Linear", "RMSNorm", "Router", "cross_entropy_loss", "defer_weight_grads"]

@@ -5,8 +5,8 @@ Both modules take their rows in two ways: sorted by expert, (M, H), with where e
 copy of K times their size is written, read and kept for the backward; there, the gradients of a token's rows are summed
 in a fixed order.
 
-Dimension letters: T tokens, K experts per token, M rows (T * K), E experts (groups), H in_features, N out_features, I
-intermediate (N is 2I where gate and up follow).
+Dimension letters: T tokens, K experts per token, M rows (T * K at most), E experts (groups), H in_features, N
+out_features, I intermediate (N is 2I where gate and up follow).
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ class GroupedLinear(nn.Module):
     `weight` is (E, N, H), `bias` (E, N). The backward computes the input gradient at once and defers the others while
     the running `WeightGradStore` does. An expert without rows gets a zero gradient. A second derivative is refused.
     """
+
+    makes_accumulators = True  # of the dtype that `grad_dtype` says
 
     def __init__(
         self,
@@ -194,7 +196,7 @@ def _grads(
     straight = store.active and (accumulates_apart(weight) or accumulates_apart(bias))
     if (need_weight or need_bias) and (store.deferring or straight):
         add = partial(_add_grads, weight, bias, dy, None if x is None else x.detach(), ctx.rows)
-        store.put(add, folded=True)
+        store.put(add)
         return dx, None, None
     dw = as_grad_of(weight, _weight_grad(weight, dy, x, ctx.rows)) if need_weight else None
     return dx, dw, as_grad_of(bias, bias_grad(bias, dy, ctx.rows)) if need_bias else None
@@ -233,10 +235,11 @@ def _gather(rows: Tensor | SortedTokens) -> Tensor | None:
 
 
 def _top_k(x: Tensor, tokens: SortedTokens) -> int:
-    top_k = max(1, tokens.gather.shape[0] // max(1, x.shape[0]))
-    if x.shape[0] * top_k != tokens.gather.shape[0]:
-        raise ValueError(f"x must have one row for each token, and the {tokens.gather.shape[0]} sorted rows be a "
-                         f"multiple of them; got {x.shape[0]}")  # fmt: skip
+    choices = tokens.inverse.shape[0]
+    top_k = max(1, choices // max(1, x.shape[0]))
+    if x.shape[0] * top_k != choices:
+        raise ValueError(f"x must have one row for each token, and the {choices} sorted rows be a multiple of them; "
+                         f"got {x.shape[0]}")  # fmt: skip
     return top_k
 
 

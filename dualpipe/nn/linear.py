@@ -29,6 +29,8 @@ class Linear(nn.Linear):
     deferred gradient is added to `.grad` directly: hooks on the parameter do not see it.
     """
 
+    makes_accumulators = True  # of the dtype that `grad_dtype` says
+
     def forward(self, x: Tensor) -> Tensor:
         """(..., H) -> (..., N)."""
         weight, bias = self.weight, self.bias
@@ -68,9 +70,9 @@ class _Linear(torch.autograd.Function):
         _refuse_create_graph()
         bias = ctx.bias if need_bias else None
         if need_weight:  # detached: the activation must not keep the graph of the layers before it alive
-            store.put(partial(_add_grads, ctx.weight, bias, dy, x.detach()), folded=True)
+            store.put(partial(_add_grads, ctx.weight, bias, dy, x.detach()))
         else:
-            store.put(partial(_add_grads, None, bias, dy, None), folded=True)
+            store.put(partial(_add_grads, None, bias, dy, None))
         return dx, None, None, None
 
 

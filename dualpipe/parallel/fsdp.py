@@ -13,7 +13,7 @@ calls are used where the installed torch has them: `reset_iter_state` from 2.13,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -37,6 +37,7 @@ class StageParameters:
         self._roots = _roots(stage)
         self._gathering: list[Any] = []  # handles of gathers that are not waited for
         self._reduced = False
+        self._several_groups = all(hasattr(_state(unit), "_fsdp_param_groups") for unit in self._units)
         self._check()
         for root in self._roots:
             root.set_reshard_after_forward(False)
@@ -54,6 +55,8 @@ class StageParameters:
 
     def gather(self) -> None:
         """Start to gather all parameters; collective over the data-parallel ranks, as `reduce` is."""
+        if isinstance(self._stage, FSDPModule) and self._stage not in self._units:
+            raise ValueError("a stage was given to fully_shard after the pipeline was built; build the pipeline anew")
         for root in self._roots:
             _private(_state(root), "_lazy_init")()
             _drive(root, sync=False, by_hand=True)
@@ -71,6 +74,25 @@ class StageParameters:
         for param, dtype in self._unsharded():
             if param.requires_grad and param.grad_dtype is not dtype:
                 _convert(param, dtype)
+
+    def prepare(self) -> None:
+        """Give every parameter whose accumulator is of another dtype than its own one to add to: zeros.
+
+        Code that was written for gradients in the parameter's dtype then adds them in the accumulator's, be it autograd
+        or a closure in the usual form, `w.grad = g if w.grad is None else w.grad.add_(g)`. To assign a bfloat16 `g`
+        would fail. The layers of `dualpipe.nn` need no zeros: they write the first gradient as it has to be.
+        """
+        for module in self._stage.modules():
+            if not getattr(module, "makes_accumulators", False):
+                for param in module.parameters(recurse=False):
+                    dtype = param.grad_dtype
+                    if param.requires_grad and param.grad is None and dtype not in (None, param.dtype):
+                        param.grad = torch.zeros_like(param, dtype=dtype)
+
+    def before_forward(self) -> None:
+        """Until torch 2.12, FSDP2 takes a forward after a backward for a recomputation, and does not cast for it."""
+        if not self._several_groups:
+            self._set_idle()
 
     def reduce(self) -> None:
         """Fold what is not in the accumulators, start the reductions, free the gathered parameters.
@@ -107,9 +129,10 @@ class StageParameters:
             _drive(root, sync=self._reduced, by_hand=False)
             _end_backward(root)
             _drive(root, sync=True, by_hand=False)
+        self._set_idle()
         reduced, self._reduced = self._reduced, False
         if reduced:
-            _check_reduced(self._stage)
+            self._check_reduced()
 
     def abandon(self) -> None:
         """End a step that failed in a collective, as far as that can be done alone, and drop its gradients."""
@@ -130,6 +153,21 @@ class StageParameters:
             param.grad = None
 
     # -- FSDP2
+
+    def _set_idle(self) -> None:
+        """A unit that is left in its backward takes the next forward for a recomputation."""
+        for unit in self._units:
+            state = _state(unit)
+            state._training_state = type(_private(state, "_training_state")).IDLE
+
+    def _check_reduced(self) -> None:
+        lost = [
+            _private(fsdp_param, "_param_fqn")
+            for fsdp_param in self._fsdp_params()
+            if (param := _private(fsdp_param, "sharded_param")).requires_grad and param.grad is None
+        ]
+        if lost:
+            raise RuntimeError(f"FSDP2 reduced no gradient for {lost}, though every trainable parameter had one")
 
     def _check(self) -> None:
         for root in self._roots:
@@ -155,7 +193,8 @@ class StageParameters:
         """The gathered parameters and the dtype of their accumulators; none before the first gather."""
         for fsdp_param in self._fsdp_params():
             if (param := getattr(fsdp_param, "_unsharded_param", None)) is not None:
-                yield param, _private(fsdp_param, "mp_policy").reduce_dtype or param.dtype
+                own = getattr(fsdp_param, "unsharded_grad_dtype", None)  # torch 2.15 decides
+                yield param, own or _private(fsdp_param, "mp_policy").reduce_dtype or param.dtype
 
     def _fold(self) -> None:
         """Add what FSDP2 of torch before 2.15 has put into an accumulator of its own, in backwards outside of steps."""
@@ -167,16 +206,18 @@ class StageParameters:
                     param.grad = earlier.to(param.grad_dtype) if param.grad is None else param.grad.add_(earlier)
 
 
-class ShardedStep:
-    """The sharded stages of one rank during one step; `reduce`: whether their gradients are reduced at its end.
+class ParametersStep:
+    """The parameters of one rank's stages during one step.
+
+    train: whether there are backwards; reduce: whether the gradients of sharded stages are reduced at the end.
 
     Its collectives come in the order of the rank's program, which is that of every data-parallel rank. A rank that
     failed goes on to `complete` what it has not, so that no other one waits for it.
     """
 
-    def __init__(self, stages: Mapping[int, StageParameters], fold: Fold, *, reduce: bool) -> None:
-        self._stages, self._fold, self._reduce = stages, fold, reduce
-        self._waiting, self._open = set(stages), set(stages)
+    def __init__(self, stages: Mapping[int, StageParameters], *, train: bool, reduce: bool) -> None:
+        self._stages, self._train, self._reduce = stages, train, reduce
+        self._waiting, self._open = set(stages), {s for s, parameters in stages.items() if parameters.sharded}
         self._broken = False  # whether a collective failed, so that the others cannot be met any more
 
     def gather(self) -> None:
@@ -184,15 +225,16 @@ class ShardedStep:
         with self._collective():
             for parameters in self._stages.values():
                 parameters.gather()
-        self._fold.refresh()
 
     def wait(self, stage: int) -> None:
-        """Wait for the parameters of a stage that is about to run."""
+        """Wait for the parameters of a stage that is about to run a forward."""
         if stage in self._waiting:
+            self._waiting.remove(stage)
             with self._collective():
                 self._stages[stage].wait()
-            self._waiting.remove(stage)
-            self._fold.refresh()
+            if self._train:
+                self._stages[stage].prepare()
+        self._stages[stage].before_forward()
 
     def complete(self, stages: Iterable[int]) -> None:
         """These have nothing left to do: reduce or keep their gradients, and free their parameters."""
@@ -210,12 +252,14 @@ class ShardedStep:
 
     def finish(self) -> None:
         """End the step; its results on the device come before what follows."""
+        errors = []
         for parameters in self._stages.values():
-            if not self._broken:
-                parameters.finish()
-                continue
-            with suppress(Exception):  # what broke the collective is raised already
-                parameters.abandon()
+            try:
+                parameters.abandon() if self._broken else parameters.finish()
+            except Exception as error:  # the others are ended all the same
+                errors.append(error)
+        if errors and not self._broken:  # what broke a collective is raised already
+            raise errors[0]
 
     @contextmanager
     def _collective(self) -> Iterator[None]:
@@ -226,40 +270,25 @@ class ShardedStep:
             raise
 
 
-class Fold:
-    """Brings gradients that a closure puts anywhere but into the accumulators of `stages` into them.
-
-    A closure in the usual form, `w.grad = g if w.grad is None else w.grad.add_(g)` with a bfloat16 `g`, may not assign
-    where `grad_dtype` is float32; here it may, and what it assigned is converted. What it adds is added in float32.
-    """
-
-    def __init__(self, stages: Iterable[nn.Module]) -> None:
-        self._stages = list(stages)
-        self.refresh()
-
-    def refresh(self) -> None:
-        """Look at the parameters anew: others take their place while a stage is gathered."""
-        params = (p for stage in self._stages for p in stage.parameters() if p.requires_grad)
-        self._wide = [(p, dtype) for p in params if (dtype := p.grad_dtype) not in (None, p.dtype)]
-
-    def __call__(self, closure: Callable[[], None]) -> None:
-        """Run `closure`; then each gradient that it assigned is in its accumulator's dtype."""
-        self._wide = [(p, dtype) for p, dtype in self._wide if p.grad is None]  # few after the first micro-batch
-        for param, _ in self._wide:
-            param.grad_dtype = None
-        try:
-            closure()
-        finally:
-            for param, dtype in self._wide:
-                _convert(param, dtype)
+def check_apart(stages: Sequence[StageParameters]) -> None:
+    """Raise ValueError where modules of two stages were sharded as one unit."""
+    seen: list[Any] = []
+    for stage in stages:
+        states = [_state(unit) for unit in stage._units]
+        if any(state is other for state in states for other in seen):
+            raise ValueError("fully_shard was given modules of two stages together, which are gathered and reduced "
+                             "at different times; shard each stage by itself, sharing no parameter")  # fmt: skip
+        seen += states
 
 
-def process_groups(stages: Iterable[nn.Module]) -> list[ProcessGroup]:
-    """The groups, of more than one rank, over which parameters of `stages` are distributed; none within another."""
+def process_groups(stages: Iterable[nn.Module], others: Iterable[ProcessGroup] = ()) -> list[ProcessGroup]:
+    """The groups, of more than one rank, over which parameters of `stages` are distributed, and `others`; none within
+    another."""
+    params = (p for stage in stages for p in stage.parameters() if isinstance(p, DTensor))
+    found = [group for param in params for group in param.device_mesh.get_all_groups()]
     groups: dict[tuple[int, ...], ProcessGroup] = {}
-    for param in (p for stage in stages for p in stage.parameters() if isinstance(p, DTensor)):
-        for group in param.device_mesh.get_all_groups():
-            groups.setdefault(tuple(dist.get_process_group_ranks(group)), group)
+    for group in (*found, *others):
+        groups.setdefault(tuple(dist.get_process_group_ranks(group)), group)
     ranks = [set(r) for r in groups]
     return [group for r, group in groups.items() if len(r) > 1 and not any(set(r) < other for other in ranks)]
 
@@ -325,9 +354,3 @@ def _private(owner: Any, name: str) -> Any:
             f"torch {torch.__version__} has no {type(owner).__name__}.{name}, which dualpipe needs to run FSDP2 under "
             "a pipeline; use torch 2.11 to 2.15"
         ) from None
-
-
-def _check_reduced(stage: nn.Module) -> None:
-    lost = [n for n, p in stage.named_parameters() if p.requires_grad and isinstance(p, DTensor) and p.grad is None]
-    if lost:
-        raise RuntimeError(f"FSDP2 reduced no gradient for {lost}, though every trainable parameter had one")

@@ -18,7 +18,7 @@ parameters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
 import torch
@@ -96,6 +96,7 @@ def materialize(
     problems += [] if source is None else _source_problems(module, plan, source, frozen)
     if problems:
         raise ValueError("\n  ".join([f"{type(module).__name__} cannot be materialised:", *problems]))
+    empty = {n for n, t in (*module.named_parameters(), *module.named_buffers()) if t.device.type == "meta"}
     for name, buffer, persistent, _ in _buffers(module):
         known = name in recomputed and (not persistent or buffer.device.type == "meta")
         _replace(buffer, _moved(recomputed[name].detach() if known else buffer, plan.of(name).storage, device))
@@ -106,7 +107,7 @@ def materialize(
     elif source is not None:
         _load(module, source)
     if seed is not None or source is not None:
-        assert_materialized(module, device, param_device=param_device)
+        assert_materialized(module, device, param_device=param_device, values=empty)
 
 
 @torch.no_grad()
@@ -115,12 +116,13 @@ def assert_materialized(
     device: torch.device | str,
     *,
     param_device: torch.device | str | None = None,
-    values: bool = True,
+    values: bool | Collection[str] = True,
 ) -> None:
     """Raise ValueError naming every parameter and buffer that is on meta, on the wrong device, or uninitialised.
 
     Uninitialised is what holds a NaN, or integers that are all their dtype's maximum, as `materialize` leaves them;
-    booleans are not looked at. This reads all memory once and waits for the device; `values=False` leaves it out.
+    booleans are not looked at. This reads all memory once and waits for the device; `values` may be the names to look
+    at, or False.
     """
     device, param_device = torch.device(device), torch.device(device if param_device is None else param_device)
     wrong, rest = [], {}
@@ -132,7 +134,9 @@ def assert_materialized(
                 wrong.append(f"{name} is on {tensor.device}, not on {wanted}")
             else:
                 rest[name] = tensor
-    if values:
+    if values is not True:
+        rest = {name: tensor for name, tensor in rest.items() if values and name in values}
+    if rest:
         wrong += [f"{name} was never filled, or holds NaN" for name in _unfilled(rest)]
     if wrong:
         raise ValueError("\n  ".join([f"{type(module).__name__} is not materialised:", *wrong]))

@@ -18,6 +18,13 @@ class Consensus:
 
     def __init__(self, transport: Transport, replicas: Replicas) -> None:
         self._transport, self._replicas = transport, replicas
+        self._tell_back = True
+
+    def compare_replicas(self) -> None:
+        """Find out whether every rank hears of a failure in another pipeline by itself: where their replicas differ in
+        number, because a stage is not sharded, one tells the others of its own pipeline."""
+        sizes = self._transport.exchange(self._replicas.sizes)
+        self._tell_back = any(other != sizes[0] for other in sizes)
 
     def reach(
         self,
@@ -70,6 +77,9 @@ class Consensus:
             except ValueError as disagreement:
                 failure = disagreement
         elsewhere = self._replicas.agree(_short(failure and str(failure)), same_everywhere)
+        if self._tell_back:
+            told = _failure(self._transport.exchange([_short(elsewhere), None]), kind)
+            elsewhere = elsewhere or (told and str(told))
         if failure is None and elsewhere is not None:
             failure = kind(elsewhere)
         return failure, conclusion

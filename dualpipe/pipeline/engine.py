@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.profiler import record_function
 
-from dualpipe.parallel.fsdp import Fold, ShardedStep, StageParameters, process_groups
+from dualpipe.parallel.fsdp import ParametersStep, StageParameters, check_apart, process_groups
 from dualpipe.pipeline.arguments import (
     StepArguments,
     agree,
@@ -102,6 +102,7 @@ class Pipeline(nn.Module):
             return any(overlaps for _, overlaps in ranks)
 
         built, self._pairs = self._consensus.reach(ValueError, check, conclude)
+        self._consensus.compare_replicas()
         self._placement, self._stages = built.placement, built.rank_stages(self.rank)
         self._transport.connect(streams(built), self.device)
 
@@ -114,8 +115,8 @@ class Pipeline(nn.Module):
             raise ValueError(f"modules must be a tuple of nn.Modules, got {kinds}")
         self.module = nn.ModuleList(modules)
         self._parameters_of = [StageParameters(module) for module in self.module]
-        self._fold = Fold(self.module)
-        self.weight_grad_store = WeightGradStore(self._fold)
+        check_apart(self._parameters_of)
+        self.weight_grad_store = WeightGradStore()
         self.device = common_device(self.module) or self._transport.default_device()
         self._transport.check_device(self.device)
         return self._build(getattr(self._schedule, "num_microbatches", 1))
@@ -170,13 +171,13 @@ class Pipeline(nn.Module):
 
         Raises, on every rank: ValueError for arguments that do not fit or on which ranks disagree; PipelineError where
         a rank failed during the step. After an error the pipeline can be used again if its process group still works;
-        gradients are then undefined and should be zeroed; those kept by `sync=False` are dropped.
+        after a PipelineError gradients are undefined and should be zeroed; those kept by `sync=False` are dropped.
         """
         (batch, program), batch_size = self._consensus.reach(
             ValueError,
             lambda: self._prepare(inputs, num_chunks, criterion, labels, return_outputs, sync),
             lambda ranks: agree(list(starmap(StepArguments, ranks)), self._placement[0], self._placement[-1]),
-            same_everywhere=[repr(num_chunks), torch.is_grad_enabled(), bool(sync)],
+            same_everywhere=[str(num_chunks), torch.is_grad_enabled(), bool(sync)],
         )
         run = self._interpreter(program, batch, num_larger=batch_size % int(num_chunks), sync=sync)
         try:
@@ -222,11 +223,13 @@ class Pipeline(nn.Module):
         return (batch, self._program(num_chunks)), arguments
 
     def _interpreter(self, program: Program, batch: Batch, *, num_larger: int, sync: bool) -> Interpreter:
-        sharded = {s: p for s, p in zip(self._stages, self._parameters_of) if p.sharded}
+        train = torch.is_grad_enabled()
         return Interpreter(
             dict(zip(self._stages, self.module)),
             len(self._placement) - 1,
-            parameters=ShardedStep(sharded, self._fold, reduce=sync and torch.is_grad_enabled()),
+            parameters=ParametersStep(
+                dict(zip(self._stages, self._parameters_of)), train=train, reduce=train and sync
+            ),
             program=program,
             traffic=Traffic(self._transport, program, num_larger=num_larger, device=self.device),
             store=self.weight_grad_store,

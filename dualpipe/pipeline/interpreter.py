@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from dualpipe.parallel.fsdp import ShardedStep
+from dualpipe.parallel.fsdp import ParametersStep
 from dualpipe.pipeline.errors import UpstreamFailed
 from dualpipe.pipeline.overlap import BackwardRun, Passage, SegmentedStage, Task, walk, weight_gradients
 from dualpipe.pipeline.program import Instruction, Program
@@ -50,8 +50,8 @@ class Saved(NamedTuple):
 class Interpreter:
     """One step on one rank.
 
-    modules: this rank's stages by number; last_stage: the number of the pipeline's last stage; parameters: of those
-    that are sharded; annotate: makes the profiler's range for a name, where one is wanted; autocast: the device type
+    modules: this rank's stages by number; last_stage: the number of the pipeline's last stage; parameters: of all
+    of them; annotate: makes the profiler's range for a name, where one is wanted; autocast: the device type
     for which the caller enabled it.
     """
 
@@ -60,7 +60,7 @@ class Interpreter:
         modules: Mapping[int, nn.Module],
         last_stage: int,
         *,
-        parameters: ShardedStep,
+        parameters: ParametersStep,
         program: Program,
         traffic: Traffic,
         store: WeightGradStore,

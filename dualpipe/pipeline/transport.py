@@ -154,6 +154,11 @@ class Replicas:
     def __init__(self, groups: Iterable[ProcessGroup]) -> None:
         self._groups = [group if "cpu" in _backends(group) else _beside(group) for group in groups]
 
+    @property
+    def sizes(self) -> list[int]:
+        """The ranks of each group."""
+        return [group.size() for group in self._groups]
+
     def agree(self, failure: str | None, value: Any) -> str | None:
         """Tell them of a failure on this side, and of a JSON value that must be the same on all.
 

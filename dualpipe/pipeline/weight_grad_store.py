@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial
 
 import torch
 
@@ -18,15 +17,11 @@ _running: ContextVar[WeightGradStore | None] = ContextVar("dualpipe_weight_grad_
 
 
 class WeightGradStore:
-    """Deferred weight gradients of one pipeline, queued under the key of the "I" that put them there.
+    """Deferred weight gradients of one pipeline, queued under the key of the "I" that put them there."""
 
-    fold: runs a closure that may leave gradients in another dtype than their accumulators', and puts that right.
-    """
-
-    def __init__(self, fold: Callable[[Callable[[], None]], None] | None = None) -> None:
+    def __init__(self) -> None:
         self._queues: dict[Hashable, list[Callable[[], None]]] = {}
         self._queue: list[Callable[[], None]] | None = None  # the queue that `put` fills; None: run at once
-        self._fold = fold
         self.active = False  # whether its pipeline is running
         self.recomputing = False  # whether a forward is run again, whose statistics have been counted
 
@@ -40,14 +35,8 @@ class WeightGradStore:
         """Whether `put` queues."""
         return self._queue is not None
 
-    def put(self, fn: Callable[[], None], *, folded: bool = False) -> None:
-        """Run `fn` (it adds a weight gradient into `.grad`) at once, or queue it while an "I" is running.
-
-        A gradient that `fn` assigns in the parameter's dtype is converted to the dtype in which the parameter
-        accumulates; `folded` says that `fn` sees to it.
-        """
-        if self._fold is not None and not folded:
-            fn = partial(self._fold, fn)
+    def put(self, fn: Callable[[], None]) -> None:
+        """Run `fn` (it adds a weight gradient into `.grad`) at once, or queue it while an "I" is running."""
         if self._queue is None:
             fn()
         else:

@@ -98,5 +98,6 @@ def join(info: RankInfo, *, device: str, timeout: float, pp: int, dp: int = 1, e
         device_id=chosen if chosen.type == "cuda" else None,
     )  # fmt: skip
     dist.all_reduce(torch.zeros(1))  # a rank that fails before all have met would have the others log a broken store
-    yield Job(info.rank, info.world_size, chosen, dist.group.WORLD, build_mesh(pp, dp, ep, chosen))
+    mesh = build_mesh(pp, dp, ep, chosen, timeout=timedelta(seconds=timeout))
+    yield Job(info.rank, info.world_size, chosen, dist.group.WORLD, mesh)
     dist.destroy_process_group()  # after an error the process leaves without: destroying would wait for the others

@@ -27,6 +27,13 @@ def random(shape, dtype, device, seed=0):
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)
 
 
+def unsorted(rows, device):
+    """Rows that are in order already, all of one expert."""
+    return SortedTokens(*(torch.arange(rows, dtype=torch.int32, device=device),) * 2,
+                        torch.tensor([rows], dtype=torch.int32, device=device),
+                        torch.zeros(rows, dtype=torch.int32, device=device))  # fmt: skip
+
+
 def check_sorted(expert_idx, num_experts):
     chosen, top_k = expert_idx.flatten(), expert_idx.shape[1]
     tokens = sort_tokens(expert_idx, num_experts)
@@ -157,13 +164,13 @@ def test_rows_beyond_two_to_the_31_elements():
     far = far_apart(y)
     assert torch.equal(combine_tokens(far, weights, tokens), combine_tokens(y, weights, tokens))
     assert torch.equal(dispatch_tokens(far, tokens, 1), y)
-    grads = (MODULE._combine_tokens_backward(t, t, weights, tokens.inverse) for t in (far, y))
+    grads = (MODULE._combine_tokens_backward(t, t, weights, tokens.inverse, tokens.offs) for t in (far, y))
     assert all(torch.equal(a, b) for a, b in zip(*grads))
 
 
 def test_rows_are_added_in_ascending_order_of_k(device):
     """In float32, 1 + 2^-24 - 1 is 0 from the left and 2^-24 from the right."""
-    tokens = SortedTokens(*(torch.arange(3, dtype=torch.int32, device=device),) * 4)
+    tokens = unsorted(3, device)
     y = torch.tensor([[1.0], [2.0**-24], [-1.0]], device=device)
     ones = torch.ones(1, 3, device=device)
     assert combine_tokens(y, ones, tokens).item() == 0
@@ -171,7 +178,7 @@ def test_rows_are_added_in_ascending_order_of_k(device):
 
 
 def test_half_precision_is_added_in_float32(device):
-    tokens = SortedTokens(*(torch.arange(64, dtype=torch.int32, device=device),) * 4)
+    tokens = unsorted(64, device)
     y = torch.full((64, 4), 1.0, device=device, dtype=torch.float16)
     y[0] = 2048.0  # where 1 is lost in float16
     assert combine_tokens(y, None, tokens, top_k=64)[0, 0] == 2048 + 63 + 1  # ties to even
@@ -204,14 +211,14 @@ def test_second_derivative(device):
 
 def test_registration(device):
     expert_idx = choose(5, 2, 4, device)
-    inverse = sort_tokens(expert_idx, 4).inverse
+    where = sort_tokens(expert_idx, 4)[1:3]
     x, y, weights = (random(shape, torch.float32, device) for shape in ((5, 6), (10, 6), (5, 2)))
     torch.library.opcheck(MODULE._sort_tokens, (expert_idx, 4))
-    torch.library.opcheck(MODULE._combine_tokens_backward, (x, y, weights, inverse))
+    torch.library.opcheck(MODULE._combine_tokens_backward, (x, y, weights, *where))
     x, y, weights = (t.requires_grad_() for t in (x, y, weights))
-    torch.library.opcheck(MODULE._dispatch_tokens, (x, inverse, 2))
+    torch.library.opcheck(MODULE._dispatch_tokens, (x, *where, 2, 10))
     for operand in (weights, None):
-        torch.library.opcheck(MODULE._combine_tokens, (y, operand, inverse, 2))
+        torch.library.opcheck(MODULE._combine_tokens, (y, operand, *where, 2))
 
 
 def test_compiles_in_one_graph(device):
@@ -236,7 +243,7 @@ def test_nothing_is_read_back():
     combine_tokens(rows, weights.requires_grad_(), tokens).backward(x.detach())
 
 
-@pytest.mark.parametrize("expert", [3, -1])
+@pytest.mark.parametrize("expert", [3, -2])
 def test_expert_out_of_range(expert, device):
     """An error on CPU; the kernel sorts the row past the last expert's, to nobody."""
     expert_idx = torch.tensor([[2, 0], [expert, 1]] * 150, device=device)  # more than one block
@@ -247,8 +254,82 @@ def test_expert_out_of_range(expert, device):
         for name in ("order", "inverse", "gather"):
             assert torch.equal(getattr(tokens, name), getattr(as_fourth, name))
     else:
-        with pytest.raises(ValueError, match=f"between 0 and 2; got {expert}"):
+        with pytest.raises(ValueError, match=f"between 0 and 2, or -1 for none; got {expert}"):
             sort_tokens(expert_idx, 3)
+
+
+def with_nobody(tokens, top_k, experts, device, share):
+    """Choices of which `share` are nobody's, among them all of the first token."""
+    chosen = choose(tokens, top_k, experts, device)
+    generator = torch.Generator().manual_seed(1)
+    nobody = torch.rand(tokens, top_k, generator=generator) < share
+    nobody[:1] = True
+    return chosen.masked_fill(nobody.to(device), -1)
+
+
+def test_worked_example_of_nobody(device):
+    tokens = sort_tokens(torch.tensor([[1, -1], [-1, 0]], device=device), 2)
+    assert [tokens.offs.tolist(), tokens.inverse.tolist()] == [[1, 2], [1, 2, 3, 0]]
+    assert tokens.cut(2).order.tolist() == [3, 0] and tokens.cut(2).gather.tolist() == [1, 0]
+
+
+@pytest.mark.parametrize("index_dtype", [torch.int64, torch.int32], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("share", [0.4, 1.0])
+def test_sort_puts_nobodys_rows_last(share, case, index_dtype, device):
+    tokens, top_k, experts, _ = case
+    chosen = with_nobody(tokens, top_k, experts, device, share).to(index_dtype)
+    ours, as_last = sort_tokens(chosen, experts), sort_tokens(chosen.where(chosen >= 0, experts), experts + 1)
+    assert torch.equal(ours.offs, as_last.offs[:-1])
+    for name in ("order", "inverse", "gather"):
+        assert torch.equal(getattr(ours, name), getattr(as_last, name))
+
+
+@pytest.mark.parametrize("cut", [False, True])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("share", [0.4, 1.0])
+def test_nobodys_rows_count_as_zero(share, case, dtype, cut, device):
+    """Whatever they, their weights and their gradients hold, and also where they do not exist."""
+    tokens, top_k, experts, hidden = case
+    chosen = with_nobody(tokens, top_k, experts, device, share)
+    sorted_tokens = sort_tokens(chosen, experts)
+    end, rows = int(sorted_tokens.offs[-1]), chosen.numel()
+    if cut:
+        sorted_tokens, rows = sorted_tokens.cut(end), end
+    order = sorted_tokens.order[:end].long()
+
+    def with_nan(shape, seed):  # in every row past the end
+        values = random(shape, dtype, device, seed)
+        values[end:] = float("nan")
+        return values
+
+    x, d_out = random((tokens, hidden), dtype, device), random((tokens, hidden), dtype, device, 4)
+    y, d_rows = with_nan((rows, hidden), 1), with_nan((rows, hidden), 3)
+    weights = random(chosen.shape, dtype, device, 2).masked_fill(chosen < 0, float("nan"))
+    d_out[:1] = float("nan")  # of a token that has nobody
+    leaves = x, y, weights = tuple(t.requires_grad_() for t in (x, y, weights))
+    wide_x, wide_y, wide_weights = wide = tuple(t.detach().double().requires_grad_() for t in leaves)
+    copied = dispatch_tokens(x, sorted_tokens, top_k)
+    assert copied.shape == (rows, hidden) and torch.equal(copied[:end], x[order // top_k])
+    plain, weighted = combine_tokens(y, None, sorted_tokens, top_k=top_k), combine_tokens(y, weights, sorted_tokens)
+
+    def summed(values):  # the rows of the sum, in float64
+        return values.new_zeros(tokens, hidden).index_add(0, order // top_k, values)
+
+    expected = summed(wide_y[:end]), summed(wide_y[:end] * wide_weights.flatten()[order][:, None])
+    for actual, want in zip((plain, weighted), expected):
+        assert_close(actual, want, dtype, TOLERANCE[dtype])
+    (dx,) = torch.autograd.grad(copied, x, d_rows)
+    (want_dx,) = torch.autograd.grad(wide_x[order // top_k], wide_x, d_rows[:end].double())
+    assert_close(dx, want_dx, dtype, TOLERANCE[dtype])
+    for actual, want, inputs in ((plain, expected[0], 2), (weighted, expected[1], 3)):
+        got = torch.autograd.grad(actual, leaves[1:inputs], d_out)
+        wanted = torch.autograd.grad(want, wide[1:inputs], d_out.double(), retain_graph=True)
+        assert_close(got[0][:end], wanted[0][:end], dtype, TOLERANCE[dtype])
+        for d_weights, want_d in zip(got[1:], wanted[1:]):
+            assert_close(d_weights, want_d.where(chosen >= 0, 0), dtype, TOLERANCE[dtype])
+            assert (d_weights[chosen < 0] == 0).all()
 
 
 @pytest.mark.gpu

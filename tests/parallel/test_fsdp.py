@@ -119,7 +119,8 @@ class UserLinear(torch.autograd.Function):
             g = (dy.t() @ x).to(w.dtype)
             w.grad = g if w.grad is None else w.grad.add_(g)
 
-        WeightGradStore.current().put(closure)
+        store = WeightGradStore.current()
+        store.put(closure) if store.deferring else closure()  # as DeepSeek's examples do
         return dy @ weight, None
 
 
@@ -245,9 +246,10 @@ def test_gradients_take_one_fp32_buffer_per_parameter():
         assert others == 0
 
 
-def test_torch_refuses_what_the_fold_converts():
-    """Given an fp32 `grad_dtype`, a closure in the usual form raises where it runs by itself."""
-    weight = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+def test_torch_refuses_to_assign_what_an_existing_accumulator_takes():
+    """Given an fp32 `grad_dtype`, a closure in the usual form raises by itself, and adds where zeros were prepared."""
+    module = nn.Module()
+    weight = module.weight = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
     weight.grad_dtype = torch.float32
 
     def closure() -> None:
@@ -256,11 +258,9 @@ def test_torch_refuses_what_the_fold_converts():
 
     with pytest.raises(RuntimeError, match="grad_dtype"):
         closure()
-    module = nn.Module()
-    module.weight = weight
-    fold = fsdp.Fold([module])
+    fsdp.StageParameters(module).prepare()
     for _ in range(2):
-        fold(closure)
+        closure()
     assert weight.grad.dtype is weight.grad_dtype is torch.float32
     assert torch.equal(weight.grad, torch.tensor([2.0, 2.0]))
 
@@ -282,7 +282,7 @@ def unsharded(rank: int) -> list[tuple[torch.dtype, float]]:
 
 def test_unsharded_modules_accumulate_by_the_same_mechanism():
     found = run_ranks(unsharded, 1)[0]
-    assert len(found) == 6
+    assert len(found) == 7, "the unused one too"
     for dtype, error in found:
         assert dtype is torch.float32 and error < 1e-6
 
@@ -430,6 +430,38 @@ def test_a_failure_in_one_pipeline_raises_in_all_and_the_next_step_is_right():
             assert message.startswith("ValueError" if where == "arguments" else "PipelineError"), (where, message)
             assert expected in message
             assert error < 1e-10
+
+
+class Relay(nn.Module):
+    """A stage without parameters, so that its rank shares none with another pipeline."""
+
+    def forward(self, x):
+        return x * 2.0
+
+
+def failing_elsewhere(rank: int) -> list[str]:
+    """The errors of a rank whose stage is not sharded, and of the others, where another pipeline fails."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    stage_rank = mesh["pp"].get_local_rank()
+    stage = shard_whole(Failing(), mesh["dp"]).double() if stage_rank == 0 else Relay()
+    pipe = Pipeline([stage], process_group=mesh["pp"].get_group(), schedule="1f1b")
+    x, y = batch(3, 1)
+    messages = []
+    for where in ("arguments", "forward", ""):
+        if stage_rank == 0:
+            stage.fail = where if rank == 0 else ""
+        try:
+            rows = x[:1] if where == "arguments" and rank == 0 else x
+            pipe.step(rows, num_chunks=3, criterion=F.mse_loss, labels=(y,))
+            messages.append("")
+        except (PipelineError, ValueError) as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_a_rank_without_sharded_parameters_hears_of_failures_in_other_pipelines():
+    for arguments, forward, good in run_ranks(failing_elsewhere, 4, group_timeout=20):
+        assert "cannot be split" in arguments and "out of luck" in forward and good == ""
 
 
 def killed(rank: int) -> str:
@@ -588,6 +620,80 @@ def test_experts_on_another_mesh_have_the_mean_over_the_global_batch_too():
             assert error < 1e-10
 
 
+def outside(rank: int) -> tuple[float, float, bool]:
+    """A stage used without the pipeline, before and after steps of it: it is as FSDP2 alone would have it."""
+    mesh = init_device_mesh("cpu", (2,))
+    expected = make_stages(2)
+    stages = [shard_nested(copy.deepcopy(stage), mesh) for stage in expected]
+    pipe = DualPipeV(stages, process_group=torch.distributed.new_subgroups(1)[0])
+    x, y = batch(2, 2)
+    mine = slice(rank * 4, rank * 4 + 4)
+    errors = []
+    for _ in range(2):
+        pipe.step(x[mine], num_chunks=2, criterion=F.mse_loss, labels=(y[mine],))
+        pipe.zero_grad()
+        for _ in range(2):
+            stages[0](x[mine]).square().mean().backward()
+        for part in x.split(4):
+            for _ in range(2):
+                (expected[0](part).square().mean() / 2).backward()
+        errors.append(gradient_errors(stages[:1], (0,), expected))
+        for model in (*expected, pipe):
+            model.zero_grad()
+    return *errors, all(isinstance(p, DTensor) for p in pipe.parameters())
+
+
+def test_a_stage_can_be_used_without_its_pipeline_between_steps():
+    for first, second, sharded in run_ranks(outside, 2):
+        assert first < 1e-10 and second < 1e-10 and sharded
+
+
+def policies(rank: int) -> list[tuple[str, set, set]]:
+    """Dtypes that the criterion sees and of the gradients, for policies that leave something out."""
+    mesh = init_device_mesh("cpu", (2,))
+    found = []
+    for options in ({}, {"param_dtype": torch.bfloat16}, {"reduce_dtype": torch.float32},
+                    {"param_dtype": torch.bfloat16, "output_dtype": torch.float32}):  # fmt: skip
+        policy = MixedPrecisionPolicy(**options)
+        stages = [shard_whole(Stage(dtype=torch.float32), mesh, mp_policy=policy) for _ in range(2)]
+        pipe = DualPipeV(stages, process_group=torch.distributed.new_subgroups(1)[0])
+        seen = set()
+
+        def criterion(a, b, seen=seen):
+            seen.add(a.dtype)
+            return F.mse_loss(a.float(), b)
+
+        x, y = batch(5, 1, torch.float32)
+        for _ in range(2):
+            pipe.step(x, num_chunks=5, criterion=criterion, labels=(y,))
+        found.append((sorted(options), seen, {p.grad.dtype for p in pipe.parameters()}))
+    return found
+
+
+def test_policies_that_leave_something_out():
+    for found in run_ranks(policies, 2):
+        outputs = [torch.float32, torch.bfloat16, torch.float32, torch.float32]
+        for (options, seen, gradients), output in zip(found, outputs, strict=True):
+            assert seen == {output}, (options, "the same for every micro-batch")
+            assert gradients == {torch.float32}, options
+
+
+def foreign(rank: int) -> bool:
+    """A DTensor that FSDP2 does not manage has no gradient, and nobody misses it."""
+    mesh = init_device_mesh("cpu", (2,))
+    stage = Stage()
+    stage.extra = nn.Parameter(distribute_tensor(torch.ones(4, dtype=torch.float64), mesh, [Shard(0)]))
+    shard_children(stage, mesh)
+    pipe = Pipeline([stage], process_group=torch.distributed.new_subgroups(1)[0])
+    x, y = batch(1, 1)
+    pipe.step(x, num_chunks=1, criterion=F.mse_loss, labels=(y,))
+    return stage.extra.grad is None and stage.up.weight.grad is not None
+
+
+def test_parameters_that_are_not_fsdp2s_are_not_missed():
+    assert all(run_ranks(foreign, 2))
+
+
 def refused(rank: int) -> list[str]:
     mesh = init_device_mesh("cpu", (1,))
     offloaded = fully_shard(Stage(), mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
@@ -600,6 +706,17 @@ def refused(rank: int) -> list[str]:
             Pipeline([stage])
         except ValueError as error:
             messages.append(str(error))
+    a, b = Stage(), Stage()
+    fully_shard([a.up, b.up], mesh=mesh)
+    late = Pipeline([Stage()])
+    fully_shard(late.module[0], mesh=mesh)
+    x = torch.ones(1, WIDTH, dtype=torch.float64)
+    for attempt in (lambda: Pipeline([fully_shard(a, mesh=mesh), fully_shard(b, mesh=mesh)], schedule="zbv"),
+                    lambda: late.step(x, num_chunks=1, criterion=F.mse_loss, labels=(x,))):  # fmt: skip
+        try:
+            attempt()
+        except (ValueError, PipelineError) as error:
+            messages.append(str(error))
     pipe = Pipeline([moved])
     try:
         with patch.object(_fsdp_state.FSDPState, "_lazy_init", new_callable=PropertyMock, side_effect=AttributeError):
@@ -611,7 +728,9 @@ def refused(rank: int) -> list[str]:
 
 
 def test_what_cannot_work_is_refused_with_the_remedy():
-    offload, pair, moved = run_ranks(refused, 1)[0]
+    offload, pair, apart, late, moved = run_ranks(refused, 1)[0]
+    assert "modules of two stages together" in apart and "shard each stage by itself" in apart
+    assert "after the pipeline was built" in late
     assert "CPU offload" in offload and "leave offload_policy out" in offload
     assert "call fully_shard on the stage itself as well" in pair
     assert "FSDPState._lazy_init" in moved and torch.__version__ in moved

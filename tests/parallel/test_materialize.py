@@ -743,3 +743,12 @@ def test_given_a_cuda_device_then_everything_is_there_with_the_values_of_the_cpu
     fill(toy, "cuda", *MIXED, seed=3)
     assert {tensor.device.type for tensor in [*toy.parameters(), *toy.buffers()]} == {"cuda"}
     assert differences(toy.cpu(), initialised(*MIXED)) == []
+
+
+def test_values_that_look_unfilled_are_kept_where_they_came_with_the_module():
+    module = build_on_meta(lambda: nn.Linear(2, 2))
+    module.register_buffer("mask", torch.full((3,), 255, dtype=torch.uint8))
+    module.register_buffer("missing", torch.tensor(float("nan")))
+    module.init_weights = lambda seed: [p.fill_(1.0) for p in module.parameters()]
+    materialize(module, "cpu", plan_of(module), seed=0)
+    assert module.mask.tolist() == [255] * 3 and module.missing.isnan()

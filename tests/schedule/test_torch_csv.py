@@ -78,6 +78,9 @@ def torch_runtime(schedule: Schedule):
     runtime.pipeline_order, runtime._stages, runtime._defer_pp_recv = {}, [], False
     runtime.pp_group_size, runtime._num_stages = schedule.num_ranks, schedule.num_stages
     runtime._n_microbatches = schedule.num_microbatches
+    # What torch 2.15 asks for besides, with its constructor's defaults.
+    runtime._max_active_stages, runtime._unshard_lookahead = 3, "full"
+    runtime._defer_reduce_grad_wait, runtime._max_outstanding_sends = False, None
     return runtime
 
 

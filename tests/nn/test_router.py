@@ -1,0 +1,660 @@
+"""The router against transformers' and against plain formulas: choices, weights, losses, loads, whatever the cut."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import prune
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter, load_balancing_loss_func
+
+from dualpipe import Pipeline
+from dualpipe.models import qwen3_moe
+from dualpipe.nn.router import (
+    BalancedRoutes,
+    Router,
+    RouterStatistics,
+    RouterStep,
+    Routes,
+    balance_loss,
+    count_load,
+    reduce_statistics,
+    z_loss,
+)
+from dualpipe.parallel.precision import DTypePolicy, resolve_dtypes
+from dualpipe.pipeline.weight_grad_store import WeightGradStore
+from ranks import run_ranks
+
+H, E = 16, 12
+V3 = dict(score="sigmoid", norm_topk_prob=True, routed_scaling_factor=2.5, n_group=4, topk_group=2, group_best=2,
+          correction_bias=True, wide_logits=True)  # fmt: skip
+OPTIONS = {
+    "softmax": {},
+    "normalised": dict(norm_topk_prob=True),
+    "deepseek-v2": dict(n_group=4, topk_group=2, routed_scaling_factor=16.0, wide_logits=True),
+    "deepseek-v3": V3,
+    "gpt-oss": dict(score="softmax_topk", bias=True),
+}
+
+
+def router(top_k=3, dtype=torch.float64, seed=0, experts=E, **options):
+    torch.manual_seed(seed)
+    made = Router(H, experts, top_k, **options)
+    torch.nn.init.normal_(made.weight)
+    if made.e_score_correction_bias is not None:
+        made.e_score_correction_bias.normal_(std=0.2)
+    return made.to(dtype)
+
+
+def tokens(*shape, dtype=torch.float64, seed=1):
+    return torch.randn(*shape, H, dtype=dtype, generator=torch.Generator().manual_seed(seed))
+
+
+def over_experts(weights_TK, experts_TK, experts=E):
+    """(T, E), zero where not chosen, so that the order of a token's experts does not matter."""
+    return weights_TK.new_zeros(len(weights_TK), experts).scatter(1, experts_TK, weights_TK)
+
+
+# -- transformers
+
+
+def hf_config(**changes):
+    sizes = dict(num_experts=E, num_local_experts=E, hidden_size=H, num_experts_per_tok=3, norm_topk_prob=False,
+                 routed_scaling_factor=1.0, n_group=1, topk_group=1, topk_method="greedy")  # fmt: skip
+    return SimpleNamespace(**sizes | changes)
+
+
+FAMILIES = {
+    "qwen3": (Qwen3MoeTopKRouter, {}, {}),
+    "qwen3, normalised": (Qwen3MoeTopKRouter, dict(norm_topk_prob=True), dict(norm_topk_prob=True)),
+    "deepseek-v2, greedy": (DeepseekV2TopkRouter, dict(routed_scaling_factor=16.0),
+                            dict(routed_scaling_factor=16.0, wide_logits=True)),
+    "deepseek-v2, groups": (DeepseekV2TopkRouter, dict(topk_method="group_limited_greedy", n_group=4, topk_group=2),
+                            dict(n_group=4, topk_group=2, wide_logits=True)),
+    "deepseek-v3": (DeepseekV3TopkRouter,
+                    dict(n_group=4, topk_group=2, norm_topk_prob=True, routed_scaling_factor=2.5), V3),
+    "deepseek-v3, one group": (DeepseekV3TopkRouter, {}, dict(score="sigmoid", correction_bias=True, wide_logits=True)),
+    "gpt-oss": (GptOssTopKRouter, {}, dict(score="softmax_topk", bias=True)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_equals_transformers(family, dtype):
+    theirs, config, options = FAMILIES[family]
+    ours, theirs = router(dtype=dtype, **options), theirs(hf_config(**config))
+    if ours.e_score_correction_bias is not None:
+        ours.e_score_correction_bias = ours.e_score_correction_bias.float()
+    if ours.bias is not None:
+        torch.nn.init.normal_(ours.bias)
+    theirs.load_state_dict(ours.state_dict(), assign=True)  # the same names
+    x, x_hf = (tokens(400, dtype=dtype).requires_grad_() for _ in range(2))
+    weights, experts = ours(x)
+    _, weights_hf, experts_hf = theirs(x_hf)
+    assert torch.equal(experts.sort().values, experts_hf.sort().values)
+    assert weights.dtype is weights_hf.dtype
+    tolerance = 1e-6 if weights.dtype is torch.float32 else 8e-3  # a sum in another order; one rounding to bfloat16
+    actual, expected = over_experts(weights, experts), over_experts(weights_hf, experts_hf)
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=0)
+    dy = torch.randn_like(actual)
+    grads = torch.autograd.grad(actual, (x, ours.weight), dy), torch.autograd.grad(expected, (x_hf, theirs.weight), dy)
+    rtol = 1e-4 if dtype is torch.float32 else 5e-2
+    for a, b in zip(*grads):
+        torch.testing.assert_close(a, b, rtol=rtol, atol=rtol * b.abs().max().item())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("top_k", [1, 3, E])
+def test_has_the_bits_of_the_model(top_k, norm, dtype):
+    ours = router(top_k, dtype, norm_topk_prob=norm)
+    config = SimpleNamespace(hidden_size=H, num_experts=E, num_experts_per_tok=top_k, norm_topk_prob=norm)
+    model = qwen3_moe.Router(config).to(dtype)
+    model.load_state_dict(ours.state_dict())
+    x, x_model = (tokens(2, 50, dtype=dtype).requires_grad_() for _ in range(2))
+    weights, experts = ours(x)
+    weights_model, experts_model = model(x_model.flatten(0, 1))
+    assert torch.equal(weights, weights_model) and torch.equal(experts, experts_model)
+    dy = torch.randn_like(weights)
+    weights.backward(dy)
+    weights_model.backward(dy)
+    assert torch.equal(x.grad, x_model.grad) and torch.equal(ours.weight.grad, model.weight.grad)
+
+
+# -- routing
+
+
+def test_groups_worked_example():
+    r = Router(4, 4, 2, n_group=2, topk_group=1)
+    torch.nn.init.eye_(r.weight)  # logits are x
+    x = torch.tensor([[3.0, 0.0, 2.0, 2.0]])
+    assert r(x)[1].tolist() == [[0, 1]]  # the best expert's group
+    r.group_best = 2
+    x = torch.tensor([[3.0, -9.0, 2.9, 2.9]])
+    assert set(r(x)[1][0].tolist()) == {2, 3}  # the group with the best two
+
+
+def test_bias_changes_the_choice_and_not_the_weights():
+    r = router(1, torch.float32, score="sigmoid", correction_bias=True)
+    r.e_score_correction_bias.zero_()
+    r.e_score_correction_bias[5] = 9.0
+    x = tokens(7, dtype=torch.float32)
+    weights, experts = r(x)
+    assert (experts == 5).all()
+    torch.testing.assert_close(weights, F.linear(x, r.weight)[:, 5:6].sigmoid())
+
+
+def test_bias_follows_the_loads():
+    r = Router(2, 4, 1, score="sigmoid", correction_bias=True)
+    r.update_bias(torch.tensor([3, 1, 2, 2]), 0.5)
+    r.update_bias(torch.tensor([4.0, 0.0, 0.0, 0.0], dtype=torch.float64), 0.25)
+    assert r.e_score_correction_bias.tolist() == [-0.75, 0.75, 0.25, 0.25]
+    assert "e_score_correction_bias" in r.state_dict()
+    assert not r.e_score_correction_bias.requires_grad
+
+
+def test_bias_update_evens_the_loads():
+    r, x = router(2, torch.float32, score="sigmoid", correction_bias=True), tokens(500, dtype=torch.float32) / 4
+    loads = []
+    for _ in range(200):
+        loads.append(count_load(r(x)[1].view(1, -1), E)[0])
+        r.update_bias(loads[-1], 0.005)
+    assert loads[0].max() > 1.5 * loads[0].float().mean()
+    assert loads[-1].max() < 1.15 * loads[-1].float().mean()
+
+
+def test_bias_stays_float32_in_a_bfloat16_model():
+    r = Router(H, E, 3, correction_bias=True).bfloat16()
+    plan = resolve_dtypes(r, DTypePolicy(torch.bfloat16, torch.float32, torch.bfloat16), sharded=False)
+    assert plan.of("e_score_correction_bias").storage is torch.float32
+    assert plan.of("weight").compute is torch.bfloat16
+    with pytest.raises(ValueError, match=r"torch\.bfloat16, which loses updates of 0\.001"):
+        r.update_bias(torch.zeros(E), 0.001)
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_wide_logits_have_gradients_of_float32(deferred):
+    r = router(dtype=torch.bfloat16, wide_logits=True, bias=True)
+    x = tokens(40, dtype=torch.bfloat16).requires_grad_()
+    wide, x_wide = copy.deepcopy(r).float(), x.detach().float().requires_grad_()
+    wide.wide_logits = False
+    for p in r.parameters():
+        p.grad_dtype = torch.float32
+    weights, experts = r(x)
+    expected, experts_wide = wide(x_wide)
+    assert weights.dtype is torch.float32 and torch.equal(weights, expected) and torch.equal(experts, experts_wide)
+    dy, store = torch.randn_like(weights), WeightGradStore()
+    expected.backward(dy)
+    if deferred:
+        with store.activate(), store.defer("I"):
+            weights.backward(dy)
+        assert r.weight.grad is None
+        store.run("I")
+    else:
+        weights.backward(dy)
+    assert torch.equal(x.grad, x_wide.grad.bfloat16())
+    assert torch.equal(r.weight.grad, wide.weight.grad) and torch.equal(r.bias.grad, wide.bias.grad)
+
+
+def test_wide_logits_ignore_autocast_and_keep_x_as_it_is():
+    r, x = router(dtype=torch.float32, wide_logits=True), tokens(9, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(r(x)[0], r(x)[0].float()) and r(x)[0].dtype is torch.float32
+        inside = r(x)[0]
+    assert torch.equal(inside, r(x)[0])
+    kept, r = [], r.bfloat16()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        r(x.bfloat16())
+    assert not [t for t in kept if t.shape == x.shape and t.dtype is torch.float32]
+
+
+def test_wide_logits_of_a_pruned_weight():
+    r, store = router(dtype=torch.float32, wide_logits=True), WeightGradStore()
+    prune.l1_unstructured(r, "weight", 0.5)
+    with store.activate(), store.defer("I"):
+        r(tokens(9, dtype=torch.float32))[0].square().sum().backward()
+    assert torch.equal(r.weight_orig.grad != 0, r.weight_mask != 0)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("shape", [(2, 6), (1,), (0,), (0, 6), (2, 0)], ids=str)
+@pytest.mark.parametrize("top_k", [1, E])
+def test_odd_and_empty_sizes(top_k, shape, options):
+    if top_k == E:
+        options = {**options, "topk_group": options.get("n_group", 1)}
+    r, count = router(top_k, **options), torch.Size(shape).numel()
+    level = "sequence" if len(shape) == 2 else "microbatch"
+    statistics = RouterStatistics(E)
+    r.step = RouterStep(balance=0.5, level=level, z=0.5, statistics=statistics)
+    x = tokens(*shape).requires_grad_()
+    weights, experts = r(x)
+    assert weights.shape == experts.shape == (count, top_k)
+    assert all(len(set(row)) == top_k for row in experts.tolist())
+    weights.sum().backward()
+    assert x.grad.isfinite().all() and r.weight.grad.isfinite().all()
+    assert statistics.load_E.sum() == count * top_k
+    assert statistics.totals.isfinite().all() and statistics.max_over_mean.isfinite()
+
+
+# -- choices from outside
+
+
+@pytest.mark.parametrize(("count", "top_k", "experts"), [(7, 3, 8), (64, 8, 16), (1, 5, 5), (5, 1, 3), (0, 2, 4)])
+@pytest.mark.parametrize("stride", [1, 7])
+def test_balanced_routes(count, top_k, experts, stride):
+    r, statistics = router(top_k, experts=experts, norm_topk_prob=True), RouterStatistics(experts)
+    r.choice, r.step = BalancedRoutes(stride), RouterStep(statistics=statistics)
+    weights, chosen = r(tokens(count))
+    weights.sum().backward()
+    load = statistics.load_E
+    assert load.max() - load.min() <= 1 and load.sum() == count * top_k
+    assert all(len(set(row)) == top_k for row in chosen.tolist())
+    assert torch.equal(over_experts(weights, chosen, experts).sum(-1).round(decimals=9), torch.ones(count).double())
+
+
+def test_balanced_worked_example():
+    own = torch.zeros(3, 2, dtype=torch.long)
+    assert BalancedRoutes()(own, 4).tolist() == [[0, 1], [2, 3], [0, 1]]
+    assert BalancedRoutes(3)(own, 4).tolist() == [[0, 3], [2, 1], [0, 3]]
+
+
+def test_replay_takes_recorded_experts_and_current_scores():
+    r, routes, batch = router(norm_topk_prob=True), Routes(2), [tokens(5, seed=s) for s in (1, 2)]
+    r.choice = routes.record("layer")
+    recorded = [r(x)[1] for x in batch]
+    assert list(routes.experts) == [("layer", 0), ("layer", 1)]
+    later = router(norm_topk_prob=True, seed=9)
+    own = [later(x)[1] for x in batch]
+    later.choice = routes.replay("layer")
+    for x, experts, others in zip(batch, recorded, own):
+        weights, used = later(x)
+        assert torch.equal(used, experts) and not torch.equal(used, others)
+        scores = F.linear(x, later.weight).softmax(-1).gather(1, experts)
+        torch.testing.assert_close(weights, scores / scores.sum(-1, keepdim=True))
+    later.choice = routes.replay("layer")  # of a step in which micro-batches come in another order
+    for number in (1, 0):
+        with routes.at(number):
+            assert torch.equal(later(batch[number])[1], recorded[number])
+
+
+def test_recomputed_forwards_are_recorded_once_and_replayed_alike():
+    r, routes, store = router(), Routes(2), WeightGradStore()
+    batch = [tokens(5, seed=s) for s in (1, 2)]
+
+    def pipeline():
+        with store.activate(), torch.no_grad():
+            first = [r(x)[1] for x in batch]
+            with store.recompute():
+                return first, [r(x)[1] for x in batch]
+
+    r.choice = routes.record(0)
+    recorded, _ = pipeline()
+    assert len(routes.experts) == 2
+    r = router(seed=9)
+    r.choice = routes.replay(0)
+    for used in pipeline():
+        assert all(map(torch.equal, used, recorded))
+
+
+# -- losses
+
+
+def test_balance_loss_worked_example():
+    probs = torch.tensor([[0.5, 0.25, 0.25], [0.5, 0.5, 0.0]])
+    load = count_load(torch.tensor([[0, 0]]), 3)
+    assert load.tolist() == [[2, 0, 0]]
+    assert balance_loss(probs, load).item() == 3 * 0.5
+    assert balance_loss(probs, torch.tensor([[4, 4, 4]])).item() == 1
+    assert balance_loss(probs, torch.tensor([[1, 0, 0], [0, 0, 1]])).item() == 3 * (0.5 + 0) / 2
+    assert balance_loss(probs, torch.zeros(1, 3)).item() == 0  # nothing is known yet
+
+
+def test_balance_loss_is_that_of_transformers_over_k():
+    logits = torch.randn(50, E)
+    probs, experts = logits.softmax(-1), logits.topk(3).indices
+    theirs = load_balancing_loss_func((logits,), E, 3)
+    torch.testing.assert_close(3 * balance_loss(probs, count_load(experts.view(1, -1), E)), theirs)
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+def test_gradients_of_the_losses(parts):
+    logits = torch.randn(8, E, dtype=torch.float64, requires_grad=True)
+    load = torch.randint(5, (parts, E))
+    assert torch.autograd.gradcheck(lambda x: balance_loss(x.softmax(-1), load), logits)
+    assert torch.autograd.gradcheck(lambda x: balance_loss(x.sigmoid(), load), logits)
+    assert torch.autograd.gradcheck(z_loss, logits)
+
+
+def terms(r, x_BSH, step):
+    """The loss terms of one batch, by their formulas."""
+    logits = F.linear(x_BSH.flatten(0, 1), r.weight, r.bias)
+    probs = logits.sigmoid() if r.score == "sigmoid" else logits.softmax(-1)
+    probs = (probs / probs.sum(-1, keepdim=True)).view(*x_BSH.shape[:2], E)
+    with torch.no_grad():  # so that it only routes
+        chosen = F.one_hot(r(x_BSH)[1], E).sum(1).double().view_as(probs)
+    if step.level == "sequence":
+        balance = (chosen.mean(1) * probs.mean(1)).sum(-1).mean() / r.top_k
+    else:
+        share = chosen.mean((0, 1)) / r.top_k if step.level == "microbatch" else step.load_E / step.load_E.sum()
+        balance = (share * probs.mean((0, 1))).sum()
+    return step.balance * E * balance + step.z * logits.logsumexp(-1).pow(2).mean()
+
+
+def gradients(r, x_BSH, step, cuts=1, ranks=1):
+    """Of the weight and of x, as after a step of `ranks` ranks, each with its share of the batch in `cuts` pieces."""
+    total, dx = torch.zeros_like(r.weight), []
+    for batch in x_BSH.chunk(ranks):
+        r.step = RouterStep(**{**vars(step), "num_chunks": cuts})
+        r.weight.grad = None
+        for piece in batch.chunk(cuts):
+            piece = piece.detach().requires_grad_()
+            weights_TK, _ = r(piece)
+            (weights_TK.sum() * 0).backward()  # what remains are the gradients of the loss terms
+            dx.append(piece.grad / ranks)
+        total += r.weight.grad / ranks  # FSDP2 averages
+    return total, torch.cat(dx)
+
+
+def step_of(r, x_BSH, level, **changes):
+    with torch.no_grad():
+        load_E = count_load(r(x_BSH)[1].view(1, -1), E)[0]
+    return RouterStep(**{"balance": 0.7, "level": level, "load_E": load_E, "z": 0.3} | changes)
+
+
+LEVELS = ["microbatch", "sequence", "global"]
+TERMS = {"sequence": dict(z=0.0), "global": dict(level="global", z=0.0), "z-loss": dict(balance=0.0)}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_injected_gradients_are_those_of_the_terms(level, options):
+    r, x = router(**options), tokens(4, 9).requires_grad_()
+    step = step_of(r, x, level)
+    expected = torch.autograd.grad(terms(r, x, step), (r.weight, x))
+    for a, b in zip(gradients(r, x, step), expected):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_injected_gradients_are_finite_differences(level):
+    r, x = router(score="sigmoid", bias=True), tokens(2, 3)
+    step = step_of(r, x, level)
+    dweight, dx = gradients(r, x, step)
+    for parameter, gradient in ((r.weight.data, dweight), (x, dx)):
+        for index in (0, 17, 40):
+            flat, eps = parameter.view(-1), 1e-6
+            sides = []
+            for shift in (eps, -2 * eps):
+                flat[index] += shift
+                with torch.no_grad():
+                    sides.append(terms(r, x, step))
+            flat[index] += eps
+            difference = (sides[0] - sides[1]).item() / (2 * eps)
+            assert gradient.flatten()[index].item() == pytest.approx(difference, rel=1e-6, abs=1e-9)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("term", TERMS.values(), ids=TERMS)
+def test_gradients_are_the_same_however_the_batch_is_cut(term, options):
+    r, x = router(**options), tokens(8, 5)
+    step = step_of(r, x, **{"level": "sequence"} | term)
+    expected = gradients(r, x, step)
+    assert expected[0].abs().max() > 1e-3
+    for cuts, ranks in [(2, 1), (4, 1), (8, 1), (1, 2), (2, 2), (4, 2), (2, 4)]:
+        for a, b in zip(gradients(r, x, step, cuts, ranks), expected):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
+
+
+def test_level_microbatch_depends_on_the_cut():
+    r, x = router(), tokens(8, 5)
+    step = step_of(r, x, "microbatch", z=0.0)
+    assert (gradients(r, x, step)[0] - gradients(r, x, step, 4)[0]).abs().max() > 1e-3
+    one = step_of(r, x, "sequence", z=0.0)  # with a sequence in each micro-batch it is that level
+    for a, b in zip(gradients(r, x, step, 8), gradients(r, x, one)):
+        torch.testing.assert_close(a, b)
+
+
+def test_loads_of_the_step_before_are_the_same_however_it_was_cut():
+    x, totals = tokens(8, 5), []
+    for cuts in (1, 4):
+        r, statistics = router(), RouterStatistics(E)
+        for _ in range(2):  # two steps, the second with the loads of the first
+            step = RouterStep(balance=1.0, level="global", load_E=statistics.load_E, z=0.1, statistics=statistics)
+            statistics.reset()
+            dweight, _ = gradients(r, x, step, cuts)
+            with torch.no_grad():
+                r.weight -= dweight
+        totals.append((r.weight.detach(), statistics.totals))
+    for a, b in zip(*totals):
+        torch.testing.assert_close(a, b)
+
+
+class Gated(nn.Module):
+    """A stage in which the routing weights scale what comes in."""
+
+    def __init__(self, seed):
+        super().__init__()
+        self.router = router(seed=seed, norm_topk_prob=True)
+
+    def forward(self, x_BSH):
+        weights_TK, experts_TK = self.router(x_BSH)
+        return x_BSH * (weights_TK * (experts_TK + 1)).sum(-1).view(*x_BSH.shape[:2], 1)
+
+
+@pytest.mark.parametrize("level", ["sequence", "global"])
+@pytest.mark.parametrize("schedule", ["dualpipev", "zbv"])
+def test_through_a_pipeline(schedule, level):
+    results, x = [], tokens(8, 5) / 4
+    for chunks in (1, 2, 8):
+        stages = [Gated(0), Gated(1)]
+        statistics = [RouterStatistics(E) for _ in stages]
+        for stage, each in zip(stages, statistics):
+            stage.router.step = RouterStep(chunks, 0.5, level, torch.arange(E), z=0.5, statistics=each)
+        pipeline = Pipeline(stages, schedule=schedule)
+        losses, _ = pipeline.step(x, num_chunks=chunks, criterion=lambda y, n=chunks: y.square().mean() / n)
+        with torch.no_grad():
+            pipeline.step(x, num_chunks=chunks, criterion=lambda y: y.square().mean())
+        results.append([losses.sum(), *(s.router.weight.grad for s in stages), *(each.totals for each in statistics)])
+    assert results[0][3][:-2].sum() == 8 * 5 * 3
+    for result in results[1:]:
+        for a, b in zip(result, results[0]):
+            torch.testing.assert_close(a, b)
+
+
+def test_losses_leave_results_and_other_gradients_alone():
+    r, x = router(dtype=torch.bfloat16), tokens(4, 9, dtype=torch.bfloat16).requires_grad_()
+    weights, experts = r(x)
+    dy = torch.randn_like(weights)
+    (plain,) = torch.autograd.grad(weights, x, dy)
+    for step in (RouterStep(balance=1.0, z=1.0), RouterStep(statistics=RouterStatistics(E))):
+        r.step = step
+        again, experts_again = r(x)
+        assert torch.equal(again, weights) and torch.equal(experts_again, experts)
+        (grad,) = torch.autograd.grad(again, x, dy)
+        assert torch.equal(grad, plain) == (step.z == 0)
+
+
+# -- statistics
+
+
+def test_statistics_are_counted_in_the_backward():
+    r, x, statistics = router(), tokens(4, 9), RouterStatistics(E)
+    step = r.step = step_of(r, x, "sequence", num_chunks=2, statistics=statistics)
+    with torch.no_grad():
+        r(x)  # an evaluation
+        r(x.flatten(0, 1))  # which needs no sequences
+        load = count_load(r(x)[1].view(1, -1), E)[0]
+    weights, _ = r(x)
+    assert not statistics.totals.any()
+    weights.sum().backward()
+    assert statistics.load_E.dtype is torch.int64 and torch.equal(statistics.load_E, load)
+    assert statistics.max_over_mean.item() == pytest.approx(load.max().item() / (4 * 9 * 3 / E))
+    assert statistics.dropped.item() == 0
+    total = step.balance * statistics.balance_loss + step.z * statistics.z_loss
+    torch.testing.assert_close(total, terms(r, x, step) / 2)
+    r(x)[0].sum().backward()
+    assert torch.equal(statistics.load_E, 2 * load)
+    kept = statistics.load_E
+    statistics.reset()
+    assert not statistics.load_E.any() and statistics.max_over_mean == 0 and kept.any()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_statistics_and_losses_of_a_recomputed_forward_count_once(reentrant):
+    r, x = router(), tokens(4, 9).requires_grad_()
+    results = []
+    for again in (False, True):
+        statistics = RouterStatistics(E)
+        r.step = step_of(r, x, "sequence", statistics=statistics)
+        weights = checkpoint(lambda x: r(x)[0], x, use_reentrant=reentrant) if again else r(x)[0]
+        weights.sum().backward()
+        results.append((x.grad, r.weight.grad, statistics.totals))
+        x.grad = r.weight.grad = None
+    for a, b in zip(*results):
+        assert torch.equal(a, b)
+
+
+def test_statistics_of_an_evaluation():
+    r, x, statistics = router(), tokens(4, 9), RouterStatistics(E, when="forward")
+    r.step = step_of(r, x, "sequence", statistics=statistics)
+    store = WeightGradStore()
+    with torch.no_grad():
+        r(x)
+        with store.activate(), store.recompute():
+            r(x)
+    assert torch.equal(statistics.load_E, r.step.load_E)
+    assert statistics.z_loss > 0
+    r(x)[0].sum().backward()
+    assert torch.equal(statistics.load_E, 2 * r.step.load_E)
+
+
+class NoWaiting(TorchDispatchMode):
+    """Refuses what makes the host wait for a GPU's result."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        assert name not in ("_local_scalar_dense", "nonzero", "bincount", "masked_select", "equal", "is_nonzero"), name
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_the_host_never_waits(options):
+    r, x, statistics = router(**options), tokens(4, 9).requires_grad_(), RouterStatistics(E)
+    steps = [step_of(r, x, level, statistics=statistics) for level in LEVELS]
+    with NoWaiting():
+        for r.step in steps:
+            r(x)[0].sum().backward()
+        for r.choice in (BalancedRoutes(), Routes(1).record(0)):
+            r(x)
+        if r.e_score_correction_bias is not None:
+            r.update_bias(statistics.load_E, 0.1)
+        assert statistics.max_over_mean.dim() == 0
+        statistics.reset()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_on_cuda_as_on_cpu_without_waiting(options):
+    r, x = router(**options), tokens(4, 9)
+    expected = gradients(r, x, step_of(r, x, "global"))
+    r, x = r.cuda(), x.cuda()
+    step = step_of(r, x, "global", statistics=RouterStatistics(E, device="cuda"))
+    gradients(r, x, step)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        actual = gradients(r, x, step)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for a, b in zip(actual, expected):
+        torch.testing.assert_close(a.cpu(), b)
+
+
+def reduce_on_ranks(rank):
+    mine = [RouterStatistics(3), RouterStatistics(2)]
+    mine[0].totals += torch.tensor([1.0, 2.0, 3.0, 0.5, 4.0 * rank])
+    mine[1].totals += torch.tensor([rank, 10.0, 0.0, 1.0])
+    reduce_statistics(mine, dist.group.WORLD)
+    reduce_statistics([], dist.group.WORLD)
+    return [each.totals.tolist() for each in mine]
+
+
+def test_statistics_over_ranks():
+    for result in run_ranks(reduce_on_ranks, 2):
+        assert result == [[2, 4, 6, 0.5, 2], [1, 20, 0, 1]]
+
+
+# -- errors
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options", "message"),
+    [
+        ((8, 9), {}, r"top_k must be 1 to the 8 experts of topk_group \(1\) groups of 8; got 9"),
+        ((8, 0), {}, "top_k must be 1 to"),
+        ((8, 5), dict(n_group=4, topk_group=2), r"top_k must be 1 to the 4 experts .* got 5"),
+        ((8, 2), dict(n_group=3), r"n_group must divide the number of experts \(8\); got 3"),
+        ((8, 2), dict(n_group=4, topk_group=5), r"topk_group must be 1 to n_group \(4\); got 5"),
+        ((8, 2), dict(n_group=8, topk_group=4, group_best=2), r"group_best must be 1 to the size of a group \(1\)"),
+        ((8, 2), dict(score="relu"), "score must be 'softmax', 'sigmoid' or 'softmax_topk'; got 'relu'"),
+    ],
+)
+def test_refuses_sizes(sizes, options, message):
+    with pytest.raises(ValueError, match=message):
+        Router(4, *sizes, **options)
+
+
+def test_refuses_steps():
+    with pytest.raises(ValueError, match="num_chunks must be at least 1; got 0"):
+        RouterStep(num_chunks=0)
+    with pytest.raises(ValueError, match=r"level must be .*; got 'layer'"):
+        RouterStep(level="layer")
+    with pytest.raises(ValueError, match=r"give torch.zeros\(num_experts\) in the first step"):
+        RouterStep(balance=1.0, level="global")
+    with pytest.raises(ValueError, match="when must be 'backward' or 'forward'; got 'never'"):
+        RouterStatistics(3, when="never")
+    r = router()
+    r.step = RouterStep(balance=1.0)
+    with pytest.raises(ValueError, match=r"needs x as \(B, S, H\).* T = 7"):
+        r(tokens(7))
+    r.step = RouterStep(balance=1.0, level="global", load_E=torch.zeros(5))
+    with pytest.raises(ValueError, match=r"load_E must have the shape \(12,\); got \(5,\)"):
+        r(tokens(7))
+
+
+def test_refuses_bias_updates():
+    with pytest.raises(ValueError, match="build it with correction_bias=True"):
+        router().update_bias(torch.zeros(E), 0.1)
+    with pytest.raises(ValueError, match=r"shape \(12,\); got \(3,\)"):
+        router(correction_bias=True).update_bias(torch.zeros(3), 0.1)
+
+
+def test_refuses_choices():
+    r = router()
+    r.choice = BalancedRoutes(3)
+    with pytest.raises(ValueError, match="stride 3 and the number of experts 12 have a divisor in common"):
+        r(tokens(7))
+    with pytest.raises(ValueError, match="num_microbatches must be at least 1; got 0"):
+        Routes(0)
+    routes = Routes(1)
+    r.choice = routes.replay(4)
+    with pytest.raises(ValueError, match=r"no route of \(layer, micro-batch\) \(4, 0\) was recorded; there are \[\]"):
+        r(tokens(7))
+    r.choice = routes.record(4)
+    r(tokens(7))
+    with pytest.raises(ValueError, match="layer 4 was run more than num_microbatches = 1 times"):
+        r(tokens(7))
+    r.choice = routes.replay(4)
+    with pytest.raises(ValueError, match=r"shape \(7, 3\) for \(T, K\) = \(8, 3\); replay the batch"):
+        r(tokens(8))
+    with pytest.raises(ValueError, match="microbatch must be 0 to 0; got 1"), routes.at(1):
+        pass

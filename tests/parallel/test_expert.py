@@ -1,0 +1,460 @@
+"""Experts over several ranks against one process that has them all: results, gradients, bytes, failures."""
+
+import functools
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from dualpipe.nn import GroupedLinear, GroupedSwiGLU, Linear
+from dualpipe.nn.init import seeded_normal_
+from dualpipe.nn.routing import combine_tokens, dispatch_tokens, sort_tokens
+from dualpipe.parallel import DTypePolicy, build_on_meta, materialize, resolve_dtypes, shard
+from dualpipe.parallel.expert import ExpertParallel, expert_parallel_mlp, run_experts, shard_experts
+from dualpipe.parallel.mesh import build_mesh, dense_mesh
+from ranks import run_ranks
+from toys import relative_error
+
+E, H, WIDTH = 8, 16, 6  # experts, hidden, intermediate
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+# Sums in another order round differently. bfloat16: gate and up, h, a row's sum and a token's sum are rounded to 2^-9
+# each, on the way there and on the way back.
+TOLERANCE = {"float64": 1e-13, "float32": 1e-6, "bfloat16": 1.2e-2}
+
+
+class Experts(nn.Module):
+    """Of seeded values, whatever part of them is here."""
+
+    def __init__(self, dtype, mesh=None):
+        super().__init__()
+        self.gate_up = GroupedSwiGLU(E, H, WIDTH, bias=True, dtype=dtype)
+        self.down = GroupedLinear(E, WIDTH, H, dtype=dtype)
+        if mesh is not None:
+            shard_experts(self, mesh)
+        if self.down.weight.device.type != "meta":
+            for name, param in self.named_parameters():
+                seeded_normal_(param, std=0.3, seed=0, name=name)
+
+    def forward(self, x, tokens, weights):
+        return self.down(self.gate_up(x, tokens, weights), tokens.offs)
+
+
+# name: (tokens of each of four ranks, experts of a token, who may be chosen)
+CASES = {
+    "random": ((7, 7, 7, 7), 3, lambda rank: range(E)),
+    "uneven": ((3, 9, 1, 6), 2, lambda rank: range(E)),
+    "skewed": ((5, 5, 5, 5), 2, lambda rank: (0, 1, 2)),  # the last ranks' experts get nothing
+    "one expert": ((4, 6, 4, 2), 1, lambda rank: (5,)),
+    "crossed": ((4, 4, 4, 4), 2, lambda rank: (range(4, 8), range(4))[rank % 2]),
+    "top 1": ((6, 5, 4, 3), 1, lambda rank: range(E)),
+    "all experts": ((3, 4, 5, 2), E, lambda rank: range(E)),
+    "a rank without tokens": ((0, 5, 0, 4), 3, lambda rank: range(E)),
+    "no tokens": ((0, 0, 0, 0), 2, lambda rank: range(E)),
+    "with nobody": ((6, 6, 6, 6), 3, lambda rank: (*range(E), -1, -1, -1, -1)),
+    "only nobody": ((3, 2, 3, 2), 2, lambda rank: (-1, -1)),
+}
+
+
+def batch(case, rank, dtype):
+    """Tokens, weights and choices of a rank, and a gradient for its results."""
+    counts, top_k, allowed = CASES[case]
+    generator = torch.Generator().manual_seed(rank)
+    pool = torch.tensor(list(allowed(rank)))
+    order = torch.rand(counts[rank], len(pool), generator=generator).argsort(-1)
+    weights = torch.rand(counts[rank], top_k, generator=generator, dtype=torch.float64)
+    x, dy = (torch.randn(counts[rank], H, generator=generator, dtype=torch.float64) for _ in range(2))
+    return *(t.to(dtype) for t in (x, weights)), pool[order[:, :top_k]], dy.to(dtype)
+
+
+def naive(experts, x, weights, choices):
+    """One token and one choice at a time, in float64."""
+    gate_up, bias, down = (p.double() for p in (experts.gate_up.weight, experts.gate_up.bias, experts.down.weight))
+    rows = []
+    for t in range(len(x)):
+        total = torch.zeros(H, dtype=torch.float64)
+        for k, e in enumerate(choices[t].tolist()):
+            if e >= 0:
+                gate, up = (gate_up[e] @ x[t].double() + bias[e]).chunk(2)
+                total = total + down[e] @ (nn.functional.silu(gate) * up * weights[t, k].double())
+        rows.append(total)
+    return torch.stack(rows) if rows else x.double()
+
+
+def reference(case, ranks, dtype):
+    """Results, gradients of tokens and weights by rank, and of the experts: the sum over all ranks."""
+    zeros = lambda t: torch.zeros_like(t) if t.grad is None else t.grad  # noqa: E731
+    experts, by_rank = Experts(dtype), []
+    for rank in range(ranks):
+        x, weights, choices, dy = batch(case, rank, dtype)
+        y = naive(experts, x.requires_grad_(), weights.requires_grad_(), choices)
+        if y.requires_grad:
+            (y * dy.double()).sum().backward()
+        by_rank.append([y.detach(), zeros(x), zeros(weights)])
+    return by_rank, {name: zeros(p) for name, p in experts.named_parameters()}
+
+
+def error(actual, expected):
+    if not expected.numel() or not expected.double().norm():
+        return float(actual.double().norm())
+    return relative_error(actual.double(), expected.double())
+
+
+def ours(ep, experts, case, rank, dtype):
+    x, weights, choices, dy = batch(case, rank, dtype)
+    x, weights = x.requires_grad_(), weights.requires_grad_()
+    y = expert_parallel_mlp(ep.dispatcher(), experts, x, weights, choices)
+    y.backward(dy)
+    return [y.detach(), x.grad, weights.grad]
+
+
+def parity(rank, names, cases):
+    """The worst error of each case and dtype on this rank."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
+    torch.use_deterministic_algorithms(True)  # what is not initialised is NaN
+    ep, errors = ExpertParallel(E, mesh), {}
+    for name in names:
+        dtype = DTYPES[name]
+        for case in cases:
+            experts = Experts(dtype, mesh)
+            results = ours(ep, experts, case, rank, dtype)
+            by_rank, grads = reference(case, mesh.size(), dtype)
+            assert [t.dtype for t in results] == [dtype] * 3
+            found = [error(a, b) for a, b in zip(results, by_rank[rank])]
+            each = E // mesh.size()
+            for key, param in experts.named_parameters():
+                found.append(error(param.grad.to_local(), grads[key][rank * each :][:each]))
+            errors[name, case] = max(found)
+    return errors
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_results_and_all_gradients_equal_those_of_one_process(ranks, dtype):
+    for errors in run_ranks(parity, ranks, [dtype], list(CASES)):
+        wrong = {key: value for key, value in errors.items() if not value <= TOLERANCE[dtype]}
+        assert not wrong
+
+
+# -- one rank
+
+
+def todays_layer(experts, x, weights, choices):
+    """What a layer does that knows nothing of other ranks."""
+    tokens = sort_tokens(choices, E)
+    weights = dispatch_tokens(weights.reshape(-1, 1), tokens, 1).squeeze(1)
+    return combine_tokens(experts(x, tokens, weights), None, tokens, top_k=choices.shape[1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", set(CASES) - {"with nobody", "only nobody"})
+def test_alone_a_rank_computes_the_same_bits_as_without_a_dispatcher(case, dtype):
+    results = []
+    for layer in (functools.partial(expert_parallel_mlp, ExpertParallel(E).dispatcher()), todays_layer):
+        experts, (x, weights, choices, dy) = Experts(DTYPES[dtype]), batch(case, 3, DTYPES[dtype])
+        y = layer(experts, x.requires_grad_(), weights.requires_grad_(), choices)
+        y.backward(dy)
+        results.append([y.detach(), x.grad, weights.grad, *(p.grad for p in experts.parameters())])
+    assert all(a.dtype is b.dtype and torch.equal(a, b) for a, b in zip(*results))
+
+
+def test_a_mesh_of_one_rank_sends_nothing():
+    assert all(run_ranks(one_rank, 2))
+
+
+def one_rank(rank):
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "ep"))
+    experts = shard_experts(Experts(torch.float64), mesh["ep"])
+    ep = ExpertParallel(E, mesh["ep"])
+    ours(ep, experts, "random", rank, torch.float64)
+    return ep.sent_bytes == 0 and not any(isinstance(p, DTensor) for p in experts.parameters())
+
+
+# -- in segments, with ranks that fail
+
+
+def advance(pending):
+    pending.advance()
+    return pending.wait()
+
+
+def in_segments(dispatcher, experts, inputs, fails_from=5):
+    """One forward and backward as the engine runs it; from communication `fails_from` (0 to 3) on without inputs.
+
+    Returns (y, dx, d_weights) as far as they are known.
+    """
+    x, weights, choices, dy = inputs
+    x, weights = x.requires_grad_(), weights.requires_grad_()
+    made = dispatcher.plan(x, weights, choices)
+    rows, row_weights, plan = made
+    sent = None if fails_from <= 0 else (rows.detach(), row_weights.detach(), plan)
+    (rows, row_weights, received), dispatched = advance(dispatcher.dispatch.forward(sent))
+    if fails_from > 1:
+        there = rows.requires_grad_(), row_weights.requires_grad_()
+        back = run_experts(experts, *there, received)
+    (returned,), combined = advance(dispatcher.combine.forward((back.detach(), received) if fails_from > 1 else None))
+    if fails_from > 2:
+        returned.requires_grad_()
+        y = dispatcher.finish(returned, plan)
+        y.backward(dy)
+    grads = (returned.grad,) if fails_from > 2 else None
+    (d_back, _), _ = advance(dispatcher.combine.backward(combined, grads))
+    if fails_from > 3:
+        back.backward(d_back)
+    grads = (*(t.grad for t in there), None) if fails_from > 3 else None
+    (d_rows, d_row_weights, _), _ = advance(dispatcher.dispatch.backward(dispatched, grads))
+    if fails_from > 3:
+        torch.autograd.backward(made[:2], (d_rows, d_row_weights))
+        return y.detach(), x.grad, weights.grad
+    return None
+
+
+def failing(rank, fails_from):
+    """Rank 1 fails, nobody, all, nobody: errors of the healthy ranks' results; what failed ranks compute is zero."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
+    dispatcher, experts = ExpertParallel(E, mesh).dispatcher(), Experts(torch.float64, mesh)
+    each, errors = E // mesh.size(), []
+    for failed in ([1], [], range(mesh.size()), []):
+        inputs = batch("random", rank, torch.float64)
+        fails = rank in failed
+        results = in_segments(dispatcher, experts, inputs, fails_from if fails else 5)
+        if fails:
+            continue
+        x, weights, choices, dy = batch("random", rank, torch.float64)
+        lost = (choices // each == 1) & (len(failed) == 1 and fails_from <= 1)
+        x, weights = x.requires_grad_(), weights.requires_grad_()
+        y = naive(Experts(torch.float64), x, weights.masked_fill(lost, 0), choices)
+        y.backward(dy)
+        if not failed or fails_from <= 1:
+            errors += [error(a, b) for a, b in zip(results, (y.detach(), x.grad, weights.grad))]
+        else:
+            errors.append(error(results[0], y.detach()))
+            assert all(t.isfinite().all() for t in results)
+    return max(errors)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("fails_from", [0, 1, 2, 3])
+def test_given_a_rank_that_fails_the_others_finish_and_the_next_exchange_is_right(fails_from, ranks):
+    assert max(run_ranks(failing, ranks, fails_from, group_timeout=10)) < 1e-13
+
+
+def two_at_once(rank):
+    """Two micro-batches through one layer, each a communication behind the other; rank 1 fails in the first."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
+    dispatcher, experts = ExpertParallel(E, mesh).dispatcher(), Experts(torch.float64, mesh)
+    pending, wanted = [], []
+    for case in ("uneven", "random"):
+        x, weights, choices, _ = batch(case, rank, torch.float64)
+        made = dispatcher.plan(x, weights, choices)
+        pending.append((made[2], dispatcher.dispatch.forward(None if (rank, case) == (1, "uneven") else made)))
+        lost = (choices // (E // mesh.size()) == 1) & (case == "uneven")
+        wanted.append(naive(Experts(torch.float64), x, weights.masked_fill(lost, 0), choices))
+    combining = []
+    for (plan, dispatching), fails in zip(pending, (rank == 1, False)):
+        (rows, weights, received), _ = advance(dispatching)
+        back = None if fails else (run_experts(experts, rows, weights, received), received)
+        combining.append((plan, dispatcher.combine.forward(back)))
+    results = [(plan, advance(combine)[0][0]) for plan, combine in combining]
+    return max(error(dispatcher.finish(*result[::-1]), want)
+               for i, (result, want) in enumerate(zip(results, wanted)) if (rank, i) != (1, 0))  # fmt: skip
+
+
+def test_given_two_dispatches_under_way_then_each_combine_answers_its_own():
+    assert max(run_ranks(two_at_once, 2, group_timeout=10)) < 1e-13
+
+
+def dies(rank, hangs):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
+    ep, experts = ExpertParallel(E, mesh), Experts(torch.float64, mesh)
+    ours(ep, experts, "random", rank, torch.float64)
+    if rank == 1 and hangs:
+        time.sleep(6)
+    elif rank == 1:
+        os._exit(1)
+    ours(ep, experts, "random", rank, torch.float64)
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_given_a_rank_that_is_gone_then_the_others_raise_within_the_timeout(hangs):
+    start = time.monotonic()
+    results = run_ranks(dies, 2, hangs, group_timeout=2 if hangs else 10, timeout=30, check=False)
+    assert isinstance(results[0], RuntimeError)
+    assert time.monotonic() - start < 10
+
+
+# -- bytes
+
+
+def counted(rank, dtype, weights_dtype):
+    """What was counted, and the formula: rows to other ranks, once for each rank that holds experts of the token."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
+    ep, experts = ExpertParallel(E, mesh), Experts(dtype, mesh)
+    ours(ep, experts, "random", rank, dtype)
+    rows, top_k = torch.zeros(mesh.size(), mesh.size(), dtype=torch.int64), CASES["random"][1]  # source, destination
+    for source in range(mesh.size()):
+        for chosen in batch("random", source, dtype)[2].tolist():
+            for destination in {e // (E // mesh.size()) for e in chosen} - {source}:
+                rows[source, destination] += 1
+    sent, received = rows[rank].sum(), rows[:, rank].sum()
+    row, weights = H * dtype.itemsize, top_k * weights_dtype.itemsize
+    there = sent * (row + weights + 4 * top_k) + received * row
+    back = sent * row + received * (row + weights)
+    return ep.sent_bytes, int(there + back)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "weights"), [(torch.float64, torch.float64), (torch.bfloat16, torch.float32)], ids=str
+)
+def test_the_counted_bytes_are_those_of_deduplicated_dispatch(dtype, weights):
+    for counted_bytes, formula in run_ranks(counted, 4, dtype, weights):
+        assert counted_bytes == formula > 0
+
+
+class Nowhere:
+    """Eight ranks that nothing is sent to."""
+
+    rank, size, device = 0, 8, torch.device("cpu")
+
+
+def test_top_8_over_8_ranks_sends_a_third_less_than_a_row_for_each_choice():
+    choices = torch.rand(2000, 64, generator=torch.Generator().manual_seed(0)).topk(8).indices
+    plan = ExpertParallel(64, Nowhere()).dispatcher().plan(torch.zeros(2000, 1), torch.ones(2000, 8), choices)[2]
+    rows, pairs = plan.counts.sum(0).tolist()
+    assert pairs == choices.numel()
+    assert 0.31 < 1 - rows / pairs < 0.34
+
+
+def test_worked_example_of_a_plan():
+    choices, x = torch.tensor([[2, 3], [3, 0]]), torch.tensor([[10.0], [20.0]])
+    ranks = Nowhere()
+    ranks.size = 2
+    rows, weights, plan = ExpertParallel(4, ranks).dispatcher().plan(x, torch.tensor([[0.1, 0.9], [0.3, 0.7]]), choices)
+    assert plan.counts.tolist() == [[1, 1], [2, 3]]
+    assert rows[:3].flatten().tolist() == [20, 10, 20]
+    assert plan.ids[:3].tolist() == [[-1, 0], [0, 1], [1, -1]]
+    torch.testing.assert_close(weights[:3], torch.tensor([[0.0, 0.7], [0.1, 0.9], [0.3, 0.0]]))
+
+
+# -- parameters
+
+
+class Toy(nn.Module):
+    """A dense layer before experts; the routing is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense, self.experts = Linear(H, H, bias=True), Experts(torch.float32)
+        self.dispatcher = ExpertParallel(E).dispatcher()
+
+    def init_weights(self, seed):
+        for name, param in self.named_parameters():
+            seeded_normal_(param, std=0.3, seed=seed, name=name)
+
+    def forward(self, x, weights, choices):
+        return expert_parallel_mlp(self.dispatcher, self.experts, torch.tanh(self.dense(x)), weights, choices)
+
+
+def loss_of(model, rank):
+    x, weights, choices, _ = batch("uneven", rank, torch.float32)
+    return model(x, weights, choices).square().mean()
+
+
+def under_fsdp(rank, dp, ep):
+    """Values and gradients against those of a whole model on the batches of all ranks: the worst error."""
+    mesh = build_mesh(1, dp, ep, torch.device("cpu"))
+    model = build_on_meta(Toy)
+    shard_experts(model, mesh["ep"])
+    model.dispatcher = ExpertParallel(E, mesh["ep"]).dispatcher()
+    policy = DTypePolicy(torch.float32, torch.float32, torch.float32)
+    plan = resolve_dtypes(model, policy)
+    shard(model, dense_mesh(mesh), plan, expert_mesh=mesh["dp"])
+    materialize(model, "cpu", plan, seed=3)
+    loss_of(model, rank).backward()
+    whole = Toy()
+    whole.init_weights(3)
+    (sum(loss_of(whole, other) for other in range(dp * ep)) / (dp * ep)).backward()
+    errors = []
+    for (name, param), (_, wanted) in zip(model.named_parameters(), whole.named_parameters(), strict=True):
+        assert torch.equal(param.full_tensor(), wanted), name
+        errors.append(error(param.grad.full_tensor(), wanted.grad))
+    return max(errors), str(model.experts.down.weight.placements)
+
+
+@pytest.mark.parametrize(("dp", "ep"), [(2, 2), (1, 4), (4, 1)])
+def test_gradients_under_fsdp_are_the_mean_over_the_global_batch(dp, ep):
+    for worst, placements in run_ranks(under_fsdp, 4, dp, ep):
+        assert worst < 1e-6, placements
+
+
+def in_parts(rank):
+    """Of experts with values, half of which is frozen and one parameter tied: what became of them."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
+    experts, whole = Experts(torch.bfloat16), Experts(torch.bfloat16)
+    experts.again, experts.down.weight.grad_dtype = experts.down, torch.float32
+    experts.tied = GroupedLinear(E, WIDTH, H)
+    experts.tied.weight = experts.down.weight
+    experts.gate_up.requires_grad_(False)
+    shard_experts(experts, mesh)
+    for name, param in whole.named_parameters():
+        part = experts.get_parameter(name)
+        assert torch.equal(part.full_tensor(), param) and part.to_local().shape[0] == E // mesh.size()
+        assert part.to_local().untyped_storage().nbytes() == part.to_local().nbytes  # the rest is not kept
+    assert experts.tied.weight is experts.down.weight and experts.down.weight.grad_dtype is torch.float32
+    return [p.requires_grad for p in (experts.gate_up.bias, experts.down.weight)]
+
+
+def test_experts_with_values_keep_their_part():
+    assert run_ranks(in_parts, 2) == [[False, True]] * 2
+
+
+def what_is_refused(rank):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+    messages, uneven = [], nn.Sequential(GroupedLinear(5, 4, 4))
+    for call in (
+        lambda: ExpertParallel(15, mesh),
+        lambda: shard_experts(uneven, mesh),
+        lambda: [shard_experts(experts, mesh) for experts in [Experts(torch.float32)] * 2],
+    ):
+        with pytest.raises(ValueError) as raised:
+            call()
+        messages.append(str(raised.value))
+    assert not isinstance(uneven[0].weight, DTensor)
+    ep, experts = ExpertParallel(E, mesh), Experts(torch.float64, mesh)
+    inputs = list(batch("random", rank, torch.float64))
+    inputs[0] = inputs[0].to(torch.float32 if rank else torch.float64)
+    with pytest.raises(ValueError) as raised:
+        expert_parallel_mlp(ep.dispatcher(), experts, *inputs[:3])
+    messages.append(str(raised.value))
+    dispatcher = ep.dispatcher()
+    made = dispatcher.plan(*batch("random", rank, torch.float64)[:3])
+    rows, _, received = advance(dispatcher.dispatch.forward(made))[0]
+    with pytest.raises(ValueError) as raised:
+        dispatcher.combine.forward((rows.float(), received))
+    return [*messages, str(raised.value)]
+
+
+def test_what_does_not_fit_is_refused_with_the_sizes_that_would():
+    for model, layer, twice, disagree, combine in run_ranks(what_is_refused, 2):
+        assert "15 experts" in model and "2 expert-parallel ranks" in model and "1, 3, 5, 15" in model
+        assert "0.weight: 5 experts" in layer and "1, 5" in layer
+        assert "sharded already" in twice
+        assert "[(64, 24, 12), (128, 24, 12)]" in disagree
+        assert "one row of 128 bytes" in combine and "torch.float32" in combine
+
+
+@pytest.mark.parametrize(
+    ("message", "operands"),
+    {
+        "tokens .* are needed": (torch.zeros(3, 2), torch.zeros(3, 2), torch.zeros(2, 2, dtype=torch.long)),
+        "between 0 and 15, or -1": (torch.zeros(3, 2), torch.zeros(3, 2), torch.full((3, 2), 16)),
+        "got -2 to": (torch.zeros(3, 2), torch.zeros(3, 2), torch.tensor([[0, -2]] * 3)),
+    }.items(),
+)
+def test_misfits_in_a_plan_are_value_errors(message, operands):
+    with pytest.raises(ValueError, match=message):
+        ExpertParallel(16, Nowhere()).dispatcher().plan(*operands)
