@@ -110,7 +110,8 @@ def _add_parity(commands: argparse._SubParsersAction) -> None:
 
 def _add_parity_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pp", type=int, metavar="N", help="pipeline ranks (default: the file's parallel.pp)")
-    parser.add_argument("--dp", type=int, metavar="N", help="pipelines beside each other (default: the file's)")
+    parser.add_argument("--dp", type=int, metavar="N", help="data-parallel ranks (default: the file's)")
+    parser.add_argument("--ep", type=int, metavar="N", help="expert-parallel ranks (default: the file's)")
     parser.add_argument("--dtype", choices=("float64", "float32"), default="float64", help="default: float64")
     parser.add_argument(
         "--tolerance", type=float, metavar="X", help="relative error allowed (default: 1e-10, float32 1e-5)"
@@ -125,7 +126,7 @@ def _parity(args: argparse.Namespace) -> int:
     after_config = argparse.ArgumentParser(prog="dualpipe parity CONFIG", allow_abbrev=False, add_help=False)
     _add_parity_options(after_config)
     args, overrides = after_config.parse_known_args(args.overrides, namespace=args)
-    for name in ("pp", "dp"):
+    for name in ("pp", "dp", "ep"):
         if getattr(args, name) is not None:
             overrides = [*overrides, f"--parallel.{name}", str(getattr(args, name))]
     config = load_config(args.config, overrides)
@@ -156,5 +157,5 @@ def _dtypes(args: argparse.Namespace) -> int:
     config = load_config(args.config, args.overrides)
     model_config = read_model_config(config.model.config)
     stages = build_on_meta(lambda: build_stages(model_config, 1))
-    print(plan_dtypes(stages, DTYPES[config.train.dtype], sharded=config.parallel.dp > 1).table())
+    print(plan_dtypes(stages, DTYPES[config.train.dtype], sharded=config.parallel.dp * config.parallel.ep > 1).table())
     return 0

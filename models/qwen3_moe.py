@@ -23,11 +23,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dualpipe.models.stages import Recompute, split_layers
-from dualpipe.nn import GroupedLinear, GroupedSwiGLU, Linear, RMSNorm
+from dualpipe.nn import GroupedLinear, GroupedSwiGLU, Linear, RMSNorm, Router
 from dualpipe.nn.init import seeded_normal_
 from dualpipe.nn.rotary import apply_rotary, rotary_tables
-from dualpipe.nn.routing import SortedTokens, combine_tokens, dispatch_tokens, sort_tokens
-from dualpipe.pipeline.segments import Compute, Segment
+from dualpipe.nn.routing import SortedTokens
+from dualpipe.parallel.expert import Dispatcher, ExpertParallel, expert_parallel_mlp, run_experts
+from dualpipe.pipeline.segments import Communicate, Compute, Segment
 
 # Hub keys that say nothing about the mathematics of the model.
 _IGNORED = {
@@ -150,27 +151,6 @@ class Attention(nn.Module):
         return self.o_proj(y_BASD.transpose(1, 2).flatten(2))
 
 
-class Router(Linear):
-    """Chooses K experts for each token and their weights."""
-
-    def __init__(self, config: Qwen3MoeConfig) -> None:
-        super().__init__(config.hidden_size, config.num_experts, bias=False)
-        self.top_k = config.num_experts_per_tok
-        self.norm_topk_prob = config.norm_topk_prob
-
-    def forward(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
-        """(T, H) -> weights (T, K) in the dtype of the logits, experts (T, K).
-
-        Probabilities are computed in `promote_types(dtype, float32)`, as transformers does.
-        """
-        logits_TE = super().forward(x_TH)
-        wide_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
-        weights_TK, experts_TK = wide_TE.softmax(-1).topk(self.top_k, dim=-1)
-        if self.norm_topk_prob:
-            weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
-        return weights_TK.to(logits_TE.dtype), experts_TK
-
-
 class Experts(nn.Module):
     """SwiGLU experts as stacked weights: gate_up (E, 2I, H), down (E, H, I)."""
 
@@ -191,25 +171,40 @@ class Experts(nn.Module):
 
 
 class SparseMLP(nn.Module):
-    """Every token goes to its K best experts; none is dropped."""
+    """Every token goes to its K best experts, here or on another expert-parallel rank; none is dropped."""
 
     def __init__(self, config: Qwen3MoeConfig) -> None:
         super().__init__()
-        self.gate = Router(config)
+        self.gate = Router(
+            config.hidden_size, config.num_experts, config.num_experts_per_tok, norm_topk_prob=config.norm_topk_prob
+        )
         self.experts = Experts(config)
+        self.dispatcher: Dispatcher = ExpertParallel(config.num_experts).dispatcher()
 
     def forward(self, x_BSH: Tensor) -> Tensor:
-        """(B, S, H) -> (B, S, H)."""
-        x_TH = x_BSH.flatten(0, 1)
-        weights_TK, experts_TK = self.gate(x_TH)
-        tokens, top_k = sort_tokens(experts_TK, self.gate.out_features), self.gate.top_k
-        weight_M = dispatch_tokens(weights_TK.reshape(-1, 1), tokens, 1).squeeze(1)  # one row for each choice
-        y_MH = self.experts(x_TH, tokens, weight_M)
-        return combine_tokens(y_MH, None, tokens, top_k=top_k).view_as(x_BSH)
+        """(B, S, H) -> (B, S, H). Collective over the expert-parallel ranks."""
+        weights_TK, experts_TK = self.gate(x_BSH)
+        y_TH = expert_parallel_mlp(self.dispatcher, self.experts, x_BSH.flatten(0, 1), weights_TK, experts_TK)
+        return y_TH.view_as(x_BSH)
 
-    def segments(self, recompute: bool) -> list[Segment]:
-        """From "normed" to "y"."""
-        return [Compute(self, "normed", "y", recompute)]
+    def segments(self, recompute: Callable[[str], bool]) -> list[Segment]:
+        """From "x" and "normed" to "x"."""
+        if not self.dispatcher.communicates:
+            return [Compute(self, "normed", "y", recompute("experts")), _residual(recompute)]
+        run = partial(run_experts, self.experts)
+        return [
+            Compute(self._route, "normed", ("rows", "weights", "plan"), recompute("layer")),
+            Communicate(self.dispatcher.dispatch, ("rows", "weights", "plan"), ("rows", "weights", "received")),
+            Compute(run, ("rows", "weights", "received"), "rows", recompute("experts")),
+            Communicate(self.dispatcher.combine, ("rows", "received"), "rows"),
+            Compute(self._add, ("x", "rows", "plan"), "x", recompute("layer")),
+        ]
+
+    def _route(self, x_BSH: Tensor) -> tuple[Tensor, Tensor, Any]:
+        return self.dispatcher.plan(x_BSH.flatten(0, 1), *self.gate(x_BSH))
+
+    def _add(self, x_BSH: Tensor, rows: Tensor, plan: Any) -> Tensor:
+        return x_BSH + self.dispatcher.finish(rows, plan).view_as(x_BSH)
 
 
 class DenseMLP(nn.Module):
@@ -225,9 +220,13 @@ class DenseMLP(nn.Module):
         """(B, S, H) -> (B, S, H)."""
         return self.down_proj(F.silu(self.gate_proj(x_BSH)) * self.up_proj(x_BSH))
 
-    def segments(self, recompute: bool) -> list[Segment]:
-        """From "normed" to "y"."""
-        return [Compute(self, "normed", "y", recompute)]
+    def segments(self, recompute: Callable[[str], bool]) -> list[Segment]:
+        """From "x" and "normed" to "x"."""
+        return [Compute(self, "normed", "y", recompute("experts")), _residual(recompute)]
+
+
+def _residual(recompute: Callable[[str], bool]) -> Segment:
+    return Compute(torch.add, ("x", "y"), "x", recompute("layer"))
 
 
 class Layer(nn.Module):
@@ -251,8 +250,7 @@ class Layer(nn.Module):
             Compute(self.input_layernorm, "x", "normed", recompute("norms")),
             Compute(self._attend, ("x", "normed", "cos", "sin"), "x", recompute("attention")),
             Compute(self.post_attention_layernorm, "x", "normed", recompute("norms")),
-            *self.mlp.segments(recompute("experts")),
-            Compute(torch.add, ("x", "y"), "x", recompute("layer")),
+            *self.mlp.segments(recompute),
         ]
 
     def _attend(self, x_BSH: Tensor, normed_BSH: Tensor, cos_SD: Tensor, sin_SD: Tensor) -> Tensor:
@@ -287,6 +285,12 @@ class Qwen3MoeStage(nn.Module):
                 self.lm_head.weight = _tied_weight(embedding)
         self.first, self.last = first, last
         self.recompute = Recompute()
+
+    def use_expert_parallelism(self, experts: ExpertParallel) -> None:
+        """Have the layers' experts on all ranks of `experts`; for parameters see `shard_experts`."""
+        for layer in self.layers.values():
+            if isinstance(layer.mlp, SparseMLP):
+                layer.mlp.dispatcher = experts.dispatcher()
 
     def segments(self) -> list[Segment]:
         """The forward in parts, for the pipeline to overlap and, as `recompute` says, to compute again."""

@@ -25,6 +25,7 @@ class AllToAll(Protocol):
     rank: int
     size: int
     device: torch.device
+    group: dist.ProcessGroup | None  # None: not one of torch.distributed
 
     def start(
         self, received: Tensor, sent: Tensor, received_rows: Sequence[int], sent_rows: Sequence[int]
@@ -40,7 +41,7 @@ class GroupAllToAll:
     """Over the process group of a one-dimensional mesh, by gloo or NCCL."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
-        self._group, self.rank, self.size = mesh.get_group(), mesh.get_local_rank(), mesh.size()
+        self.group, self.rank, self.size = mesh.get_group(), mesh.get_local_rank(), mesh.size()
         index = torch.cuda.current_device() if mesh.device_type == "cuda" else None
         self.device = torch.device(mesh.device_type, index)
 
@@ -49,7 +50,7 @@ class GroupAllToAll:
     ) -> dist.Work:  # fmt: skip
         """See `AllToAll`."""
         return dist.all_to_all_single(
-            received, sent, list(received_rows), list(sent_rows), group=self._group, async_op=True
+            received, sent, list(received_rows), list(sent_rows), group=self.group, async_op=True
         )
 
 
@@ -83,6 +84,7 @@ class Wire:
 
     def __init__(self, all_to_all: AllToAll) -> None:
         self.all_to_all, self.device, self.size = all_to_all, all_to_all.device, all_to_all.size
+        self.group = all_to_all.group
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self.sent_bytes = 0
 

@@ -43,6 +43,7 @@ class Received(NamedTuple):
 class Dispatcher(Protocol):
     """The ways of one layer's tokens to their experts and back."""
 
+    communicates: bool  # whether there is any other rank
     dispatch: Communication  # rows, weights, plan -> rows (R, H), weights (R, K), Received
     combine: Communication  # rows (R, H), Received -> rows
 
@@ -72,6 +73,8 @@ class Done:
 class Alone:
     """The dispatcher of a rank that has all experts."""
 
+    communicates = False
+
     def __init__(self, num_experts: int) -> None:
         self._num_experts = num_experts
         self.dispatch, self.combine = _AloneDispatch(), _AloneCombine()
@@ -86,6 +89,8 @@ class Alone:
 
 
 class _AloneDispatch:
+    group = None
+
     def forward(self, inputs: tuple[Tensor, Tensor, Received] | None) -> Pending:
         return Done(inputs or (None, None, None))
 
@@ -94,6 +99,8 @@ class _AloneDispatch:
 
 
 class _AloneCombine:
+    group = None
+
     def forward(self, inputs: tuple[Tensor, Received] | None) -> Pending:
         return Done(inputs[:1] if inputs else (None,))
 
@@ -106,6 +113,8 @@ class _AloneCombine:
 
 class AllToAllDispatcher:
     """The dispatcher over an `AllToAll`; see the top of this file."""
+
+    communicates = True
 
     def __init__(self, num_experts: int, wire: Wire) -> None:
         self._ranks, self._local = wire.size, num_experts // wire.size
@@ -163,7 +172,7 @@ class _Dispatch:
     """Communication of rows and weights to their experts."""
 
     def __init__(self, wire: Wire, num_experts: int, under_way: deque[_Dispatching]) -> None:
-        self._wire, self._num_experts, self._under_way = wire, num_experts, under_way
+        self._wire, self._num_experts, self._under_way, self.group = wire, num_experts, under_way, wire.group
 
     def forward(self, inputs: tuple[Tensor, Tensor, Plan] | None) -> Pending:
         pending = _Dispatching(self._wire, self._num_experts, inputs)
@@ -242,7 +251,7 @@ class _Combine:
     """Communication of rows back to where they came from."""
 
     def __init__(self, wire: Wire, under_way: deque[_Dispatching]) -> None:
-        self._wire, self._under_way = wire, under_way
+        self._wire, self._under_way, self.group = wire, under_way, wire.group
 
     def forward(self, inputs: tuple[Tensor, Received] | None) -> Pending:
         rows, received = inputs or (None, None)

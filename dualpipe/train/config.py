@@ -69,7 +69,9 @@ class ParallelConfig:
     """data-parallel ranks: pipelines that train on different data and share the parameters' storage (FSDP2); 0: as many
     as the ranks that were started allow, one where none were"""
     ep: int = 1
-    """expert-parallel ranks; more than 1 is not available yet"""
+    """expert-parallel ranks: each has a part of the experts and data of its own, and sends tokens to the others"""
+    overlap: bool = True
+    """run the two actions of a pair in turn, so that one's communication is hidden behind the other's computing"""
     schedule: Literal["dualpipev", "zbv", "1f1b", "interleaved_1f1b"] = "dualpipev"
     """order of the pipeline's work"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -80,9 +82,12 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         for name, least in (("pp", 1), ("dp", 0), ("ep", 1)):
             _require(getattr(self, name) >= least, f"parallel.{name}", getattr(self, name), f"must be at least {least}")
-        remedy = "more than 1 is not available yet; set parallel.ep = 1 (parallel.pp and parallel.dp are free)"
-        _require(self.ep == 1, "parallel.ep", self.ep, remedy)
         _require(self.timeout > 0, "parallel.timeout", self.timeout, "must be positive (seconds)")
+
+    @property
+    def replicas(self) -> int:
+        """The pipelines that train on different data."""
+        return self.dp * self.ep
 
     @property
     def world_size(self) -> int:
@@ -92,7 +97,7 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """[train]: how long, and in which pieces. A step takes micro_batch_size * num_chunks * dp sequences."""
+    """[train]: how long, and in which pieces. A step takes micro_batch_size * num_chunks * dp * ep sequences."""
 
     steps: int = 100
     """optimizer steps"""

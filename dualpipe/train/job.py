@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from dualpipe.parallel.mesh import build_mesh
+from dualpipe.parallel.mesh import build_mesh, dense_mesh
 from dualpipe.train.launch import RankInfo
 
 T = TypeVar("T")
@@ -32,6 +32,16 @@ class Job:
     def rank_along(self, dimension: str) -> int:
         """This rank's number along a dimension of the mesh: "pp", "dp" or "ep"."""
         return 0 if self.mesh is None else self.mesh[dimension].get_local_rank()
+
+    @property
+    def replica(self) -> int:
+        """The number of this rank's pipeline among those that train on different data."""
+        return 0 if self.mesh is None else dense_mesh(self.mesh).get_local_rank()
+
+    @property
+    def replicas(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the same stages of those pipelines."""
+        return None if self.mesh is None else dense_mesh(self.mesh).get_group()
 
     def group_along(self, dimension: str) -> dist.ProcessGroup | None:
         """The ranks that differ from this one along one dimension only."""

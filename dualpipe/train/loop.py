@@ -35,7 +35,7 @@ def train(config: Config, info: RankInfo) -> int:
 
 class Run:
     """Everything that one rank needs to train. The rank of the last stage knows the loss and writes the metrics; of
-    several pipelines (`parallel.dp`) that of the first."""
+    several pipelines (`parallel.dp` and `ep`) that of the first."""
 
     def __init__(self, config: Config, job: Job) -> None:
         self.config, self.job = config, job
@@ -43,12 +43,11 @@ class Run:
         self.schedule: Schedule = build(parallel.schedule, parallel.pp, train.num_chunks)
         self.model: Model = build_model(
             read_model_config(config.model.config), self.schedule, job.rank_along("pp"), seed=train.seed,
-            dtype=DTYPES[train.dtype], device=job.device, mesh=job.mesh["dp"] if parallel.dp > 1 else None,
-            recompute=config.memory.recompute,
+            dtype=DTYPES[train.dtype], device=job.device, mesh=job.mesh, recompute=config.memory.recompute,
         )  # fmt: skip
         self.folder = Path(config.output.dir)
         self.splits = self._open_data()
-        self.batch_size = train.micro_batch_size * train.num_chunks * parallel.dp
+        self.batch_size = train.micro_batch_size * train.num_chunks * parallel.replicas
         self.loader = Loader(
             self.splits.train, sequence_length=train.sequence_length, batch_size=self.batch_size, seed=train.seed
         )
@@ -56,7 +55,9 @@ class Run:
         self.optimizer = Optimizer(
             self.model.stages, lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay
         )
-        self.pipeline = Pipeline(self.model.stages, process_group=job.group_along("pp"), schedule=parallel.schedule)
+        self.pipeline = Pipeline(
+            self.model.stages, process_group=job.group_along("pp"), schedule=parallel.schedule, overlap=parallel.overlap
+        )
         self.criterion = micro_batch_loss(train.num_chunks)
 
     def _open_data(self) -> Splits:
@@ -79,7 +80,7 @@ class Run:
         """All steps, with evaluations, then the pictures."""
         held_out = self._evaluation_batches()
         parameters = self._count_parameters()
-        if not self.model.has_last or self.job.rank_along("dp"):
+        if not self.model.has_last or self.job.replica:
             self._steps(held_out, None)
             return
         with MetricsWriter(self.folder, total_steps=self.config.train.steps) as writer:
@@ -130,14 +131,13 @@ class Run:
         if losses is None:
             return math.nan
         loss = losses.sum().float()
-        if (group := self.job.group_along("dp")) is not None:
+        if (group := self.job.replicas) is not None:
             dist.all_reduce(loss, group=group)
-        return loss.item() / self.config.parallel.dp
+        return loss.item() / self.config.parallel.replicas
 
     def _own_rows(self, batch: Batch) -> Batch:
         """The sequences that this pipeline trains on."""
-        replicas, replica = self.config.parallel.dp, self.job.rank_along("dp")
-        return Batch(*(rows.tensor_split(replicas)[replica] for rows in batch))
+        return Batch(*(rows.tensor_split(self.config.parallel.replicas)[self.job.replica] for rows in batch))
 
     def _learning_rate(self, step: int) -> float:
         o = self.config.optimizer
@@ -179,8 +179,10 @@ class Run:
     def _describe(self, parameters: int) -> str:
         schedule, splits = self.schedule, self.splits
         ranks = f"{schedule.num_ranks} {self.job.device.type} rank{'s' if schedule.num_ranks > 1 else ''}"
-        if (replicas := self.config.parallel.dp) > 1:
+        if (replicas := self.config.parallel.replicas) > 1:
             ranks = f"{replicas} x {ranks}"
+        if self.config.parallel.ep > 1:
+            ranks += f", experts over {self.config.parallel.ep}"
         return (
             f"{self.model.name}: {parameters:,} parameters in {schedule.num_stages} stages on {ranks}, schedule "
             f"{schedule.name}, {self.config.train.dtype}\n"

@@ -13,7 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from dualpipe.models import Qwen3MoeConfig, build_stages
 from dualpipe.models.stages import Recompute
 from dualpipe.nn import cross_entropy_loss
+from dualpipe.parallel.expert import ExpertParallel, shard_experts
 from dualpipe.parallel.materialize import build_on_meta, materialize
+from dualpipe.parallel.mesh import dense_mesh
 from dualpipe.parallel.precision import DTypePlan, DTypePolicy, resolve_dtypes, shard
 from dualpipe.schedule import Schedule
 
@@ -51,9 +53,11 @@ def build_model(
 ) -> Model:  # fmt: skip
     """Build the stages of pipeline rank `rank`. The weights depend on `seed` only, not on how the model is cut.
 
+    Raises ValueError for a model that cannot be cut so.
+
     recompute: what is computed again instead of kept, see `dualpipe.models.stages.Recompute`.
-    mesh: the data-parallel ranks, which then share the parameters' storage; parameters are stored in at least float32
-    and computed with in `dtype`. Without, they are stored in `dtype`.
+    mesh: from `build_mesh`. Where it has several pipelines, they share the parameters' storage: those are stored in at
+    least float32 and computed with in `dtype`. Without, they are stored in `dtype`.
     """
     numbers = schedule.rank_stages(rank)
     first, last = 0 in numbers, schedule.num_stages - 1 in numbers
@@ -62,9 +66,10 @@ def build_model(
             f"tie_word_embeddings needs the first and the last stage on one rank, but schedule {schedule.name!r} puts "
             "them on two; use a V-shaped schedule (dualpipev, zbv)"
         )
+    mesh = mesh if mesh is not None and dense_mesh(mesh).size() > 1 else None
     if config.tie_word_embeddings and mesh is not None:
         raise ValueError("tie_word_embeddings needs the embedding and the head in one FSDP2 unit, which two stages "
-                         "cannot be; set it to false in the model's config.json, or parallel.dp = 1")  # fmt: skip
+                         "cannot be; set it to false in the model's config.json, or parallel.dp = ep = 1")  # fmt: skip
     try:
         stages = build_on_meta(lambda: build_stages(config, schedule.num_stages, only=numbers))
     except ValueError as error:
@@ -96,7 +101,11 @@ def _initialised(
 ) -> tuple[nn.Module, ...]:  # fmt: skip
     plan = plan_dtypes(stages, dtype, sharded=mesh is not None)
     for stage in stages:
-        shard(stage, mesh, plan)
+        if mesh is not None:
+            shard_experts(stage, mesh["ep"])
+            stage.use_expert_parallelism(ExpertParallel(stage.config.num_experts, mesh["ep"]))
+        dense, experts = (None, None) if mesh is None else (dense_mesh(mesh), mesh["dp"])
+        shard(stage, dense, plan, expert_mesh=experts)
         materialize(stage, device, plan, seed=seed)
     return tuple(stages)
 

@@ -59,7 +59,7 @@ def check(config: Config, info: RankInfo, *, dtype: str, tolerance: float | None
     if job.rank != 0:
         return 0
     failed = [d for d in differences if not d.relative <= allowed]  # NaN fails
-    ranks = f"{p.pp} ranks" if p.dp == 1 else f"{p.dp} x {p.pp} ranks"
+    ranks = f"pp {p.pp}, dp {p.dp}, ep {p.ep}"
     _print(differences, worst, title=f"{p.schedule}, {ranks}, {dtype}")
     verdict = f"{len(failed)} of {len(differences)} differ by more than" if failed else f"all {len(differences)} within"
     print(f"parity {'FAILED' if failed else 'passed'}: {verdict} {allowed:g} relative")
@@ -72,13 +72,14 @@ def compare(config: Config, job: Job, dtype: torch.dtype) -> list[Difference]:
     model_config = read_model_config(config.model.config)
     schedule = build(parallel.schedule, parallel.pp, train.num_chunks)
     common = {"seed": train.seed, "dtype": dtype, "device": job.device}
-    replicas, replica = parallel.dp, job.rank_along("dp")
-    mesh = job.mesh["dp"] if replicas > 1 else None
+    replicas, replica = parallel.replicas, job.replica
     recompute = config.memory.recompute
-    model = build_model(model_config, schedule, job.rank_along("pp"), mesh=mesh, recompute=recompute, **common)
+    model = build_model(model_config, schedule, job.rank_along("pp"), mesh=job.mesh, recompute=recompute, **common)
     whole = build_whole(model_config, **common)
     problem = _random_problem(config, model.vocab_size, job.device)
-    pipeline = Pipeline(model.stages, process_group=job.group_along("pp"), schedule=parallel.schedule)
+    pipeline = Pipeline(
+        model.stages, process_group=job.group_along("pp"), schedule=parallel.schedule, overlap=parallel.overlap
+    )
     loss = pipelined_step(model, pipeline, problem.part(replica, replicas))
     reference = unpipelined_step(whole, problem).tensor_split(replicas)[replica] * replicas
     found = compare_gradients(model.stages, whole)
@@ -137,7 +138,7 @@ def _gradient(parameter: Tensor) -> Tensor:
 def _random_problem(config: Config, vocab_size: int, device: torch.device) -> Problem:
     train = config.train
     generator = torch.Generator().manual_seed(train.seed)
-    num_chunks = train.num_chunks * config.parallel.dp
+    num_chunks = train.num_chunks * config.parallel.replicas
     shape = (train.micro_batch_size * num_chunks, train.sequence_length + 1)
     rows = torch.randint(vocab_size, shape, generator=generator).to(device)
     return Problem(rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), num_chunks)

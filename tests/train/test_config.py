@@ -66,7 +66,7 @@ def test_overrides_replace_the_file(toml):
         (GOOD.replace("[0.8, 0.9]", "[0.8, 1.0]"), "optimizer.betas .* less than 1"),
         (GOOD.replace("lr = 1", "lr = nan"), "optimizer.lr = nan: must be positive"),
         (GOOD.replace("pp = 2", "dp = -1"), "parallel.dp = -1: must be at least 0"),
-        (GOOD.replace("pp = 2", "ep = 4"), "parallel.ep = 4: more than 1 is not available yet; set parallel.ep = 1"),
+        (GOOD.replace("pp = 2", "ep = 0"), "parallel.ep = 0: must be at least 1"),
         (GOOD.replace("pp = 2", "pp = 0"), "parallel.pp = 0: must be at least 1"),
         (GOOD.replace("pp = 2", 'schedule = "dualpipe"'), "schedule = 'dualpipe' .*'dualpipev'"),
         ("[train]\nsteps = 3", r"there is no \[model\] table"),
@@ -89,7 +89,7 @@ def test_refuses_a_bad_file(toml, text, message):
         (["--train.steps", "-1"], "train.steps = -1: must be at least 1"),
         (["--train.steps"], "Missing value for argument '--train.steps'"),
         (["--parallel.schedule", "x"], "invalid choice 'x'"),
-        (["--parallel.ep", "2"], "parallel.ep = 2: more than 1 is not available yet"),
+        (["--parallel.ep", "0"], "parallel.ep = 0: must be at least 1"),
         (["extra"], "extra"),
     ],
 )
