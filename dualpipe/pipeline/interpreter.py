@@ -7,8 +7,9 @@ runs on its own; what is kept of a stage's output is its gradient edge, not its 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -18,10 +19,11 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from dualpipe.parallel.fsdp import ParametersStep
 from dualpipe.pipeline.errors import UpstreamFailed
-from dualpipe.pipeline.overlap import BackwardRun, Passage, SegmentedStage, Task, walk, weight_gradients
+from dualpipe.pipeline.overlap import SegmentedStage
 from dualpipe.pipeline.program import Instruction, Program
-from dualpipe.pipeline.segments import Compute, Segment, input_names, more_than_forward, output_names
+from dualpipe.pipeline.segments import Compute, input_names, label_names, more_than_forward, output_names
 from dualpipe.pipeline.traffic import Traffic
+from dualpipe.pipeline.walker import Job, Walker
 from dualpipe.pipeline.weight_grad_store import WeightGradStore
 from dualpipe.schedule.types import Action
 
@@ -77,8 +79,7 @@ class Interpreter:
         self.losses: dict[int, Tensor] = {}
         self.outputs: dict[int, tuple[Tensor, ...]] = {}
         self._overlaps = overlaps_by_itself(modules.values())
-        self._segmented: dict[int, SegmentedStage] = {}
-        self._passages: dict[Slot, Passage] = {}
+        self._walker = Walker({}, store, autocast)
         self._walked = 0  # instructions whose communications between segments have been met
         self.doing: tuple[Action, ...] = ()  # what an error is reported with
 
@@ -86,7 +87,7 @@ class Interpreter:
         """Run the program. After an error, complete the messages and reductions that other ranks wait for, then raise
         it; `UpstreamFailed` where the cause is on another rank."""
         try:
-            self._segmented = self._segmented_stages()
+            self._walker = self._make_walker()
             self._parameters.gather()
             self._traffic.start()
             for instruction in self._program.instructions:
@@ -132,6 +133,19 @@ class Interpreter:
         elif action.kind != "W" and action.stage > 0:
             self._gradients[action.stage - 1, action.microbatch] = result
 
+    def _make_walker(self) -> Walker:
+        """For the stages that are made of segments; the last one has the criterion as one more."""
+        lists = {stage: list(m.segments()) for stage, m in self._modules.items() if hasattr(m, "segments")}
+        batch, stages = self._batch, {}
+        for stage, segments in lists.items():
+            if more_than_forward(segments):
+                outputs = results = output_names(segments)
+                if stage == self._last_stage and batch.criterion is not None:
+                    segments.append(Compute(batch.criterion, (*outputs, *label_names(batch.labels)), "loss"))
+                    results = (*outputs, "loss") if batch.keep_outputs else ("loss",)
+                stages[stage] = SegmentedStage(segments, outputs, results, self._autocast)
+        return Walker(stages, self._store, self._autocast)
+
     def _after_failure(self) -> Callable[[Instruction], None]:
         """What the step owes other ranks besides messages: communications between segments, and reductions."""
         remaining = iter(range(len(self._program.instructions)))
@@ -153,7 +167,7 @@ class Interpreter:
             if "F" in by_kind and backward is not None:
                 outputs, gradients = self._overlapped(by_kind["F"], backward)
                 return [outputs if action.kind == "F" else gradients for action in actions]
-        if any(action.stage in self._segmented for action in actions):
+        if any(action.stage in self._walker.stages for action in actions):
             jobs = self._walk(actions)
             for self.doing, job in zip(((action,) for action in actions), jobs):
                 if job.passage.error is not None:
@@ -225,93 +239,36 @@ class Interpreter:
 
     # -- stages made of segments
 
-    def _segmented_stages(self) -> dict[int, SegmentedStage]:
-        lists = {stage: list(m.segments()) for stage, m in self._modules.items() if hasattr(m, "segments")}
-        return {s: self._as_segments(s, segments) for s, segments in lists.items() if more_than_forward(segments)}
-
-    def _as_segments(self, stage: int, segments: list[Segment]) -> SegmentedStage:
-        """The segments of a stage, and on the last one the criterion as one more."""
-        outputs = results = output_names(segments)
-        criterion = self._batch.criterion
-        if stage == self._last_stage and criterion is not None:
-            labels = tuple(f"label{i}" for i in range(len(self._batch.labels[0])))
-            segments.append(Compute(criterion, (*outputs, *labels), "loss"))
-            results = (*outputs, "loss") if self._batch.keep_outputs else ("loss",)
-        return SegmentedStage(segments, outputs, results, self._autocast)
-
     def _walk(self, actions: tuple[Action, ...], error: BaseException | None = None) -> list[Job]:
         """Run the actions in turn; `error`: only take part in their communications, for the sake of other ranks."""
-        broken = any(passage.broken for passage in self._passages.values())
-        jobs = [self._job(action, len(actions), error, broken) for action in actions]
-        walk(job.task for job in jobs)
+        jobs = [self._job(action, len(actions), error) for action in actions]
+        self._walker.walk(jobs)
         return jobs
 
-    def _job(self, action: Action, count: int, error: BaseException | None, broken: bool) -> Job:
+    def _job(self, action: Action, count: int, error: BaseException | None) -> Job:
         slot = action.stage, action.microbatch
-        if action.stage not in self._segmented:
-            return self._plain_job(action, error)
-        if action.kind == "F":
-            return self._forward_job(slot, error, broken)
+        if action.stage not in self._walker.stages:
+            return self._walker.plain(lambda: self._single(action), error)
         if action.kind == "W":
-            passage = Passage({}, error=error)
-            pieces = self._store.take(slot)
-            turns = 2 * self._segmented[action.stage].communications if count > 1 else 1
-            return Job(weight_gradients(passage, pieces, turns), passage, tuple)
-        return self._backward_job(action.kind, slot, error, broken)
-
-    def _plain_job(self, action: Action, error: BaseException | None) -> Job:
-        """A module without segments, or without communication, beside one that has them."""
-        passage, results = Passage({}, error=error), []
-
-        def run() -> Task:
-            results.append(passage.attempt(lambda: self._single(action)))
-            return
-            yield
-
-        return Job(run(), passage, results.pop)
-
-    def _forward_job(self, slot: Slot, error: BaseException | None, broken: bool) -> Job:
-        stage, microbatch = slot
+            return self._walker.weights(slot, error, alone=count == 1)
+        if action.kind != "F":
+            return self._walker.backward(action.kind, slot, self._gradients.pop(slot, ()), error)
         inputs = self._activations.pop(slot, ())
         carry = dict(zip(input_names(len(inputs)), inputs))
-        segmented = self._segmented[stage]
-        if stage == self._last_stage and self._batch.criterion is not None:
-            carry |= {f"label{i}": label for i, label in enumerate(self._batch.labels[microbatch])}
-        passage = self._passages[slot] = Passage(carry, error=error, broken=broken)
+        if action.stage == self._last_stage and self._batch.criterion is not None:
+            carry |= zip(label_names(self._batch.labels), self._batch.labels[action.microbatch])
+        ready = partial(self._parameters.wait, action.stage)
+        return self._walker.forward(slot, carry, error, ready, partial(self._book, slot))
 
-        def run() -> Task:
-            passage.attempt(lambda: self._parameters.wait(stage))
-            yield from segmented.forward(passage)
-
-        def finish() -> tuple[Tensor, ...]:
-            carry, passage.carry = passage.carry, {}
-            if not torch.is_grad_enabled():
-                del self._passages[slot]
-            outputs = tuple(carry[name] for name in segmented.outputs if name in carry)
-            if (loss := carry.get("loss")) is not None:
-                self.losses[microbatch] = _checked_loss(loss)
-                passage.gradients = {"loss": torch.ones_like(loss)}
-            if stage == self._last_stage and self._batch.keep_outputs:
-                self.outputs[microbatch] = tuple(t.detach() for t in outputs)
-            return outputs
-
-        return Job(run(), passage, finish)
-
-    def _backward_job(self, kind: str, slot: Slot, error: BaseException | None, broken: bool) -> Job:
-        passage = self._passages.pop(slot, None) or Passage({}, error=error or UpstreamFailed())
-        passage.error, passage.broken = passage.error or error, passage.broken or broken
-        if not passage.gradients:  # those of the loss are there already
-            passage.gradients = dict(zip(passage.results, self._gradients.pop(slot, ())))
-        weights = (lambda: self._store.run(slot)) if kind == "B" else (lambda: None)
-        run = BackwardRun(lambda: self._around_backward(slot), weights, self._store.recompute)
-        task = self._segmented[slot[0]].backward(passage, run)
-        return Job(task, passage, passage.input_gradients)
-
-    @contextmanager
-    def _around_backward(self, slot: Slot) -> Iterator[None]:
-        no_autocast = nullcontext() if self._autocast is None else torch.autocast(self._autocast, enabled=False)
-        with self._store.defer(slot), no_autocast:
-            yield
+    def _book(self, slot: Slot, carry: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        """Of a forward in segments: note the loss, and what the caller wants; return what goes to the next stage."""
+        stage, microbatch = slot
+        if "loss" in carry:
+            self.losses[microbatch] = _checked_loss(carry["loss"])
+        outputs = tuple(carry[name] for name in self._walker.stages[stage].outputs if name in carry)
+        if stage == self._last_stage and self._batch.keep_outputs:
+            self.outputs[microbatch] = tuple(t.detach() for t in outputs)
+        return outputs
 
     def _overlapped(self, forward: Action, backward: Action) -> tuple[tuple[Tensor, ...], Sequence[Tensor]]:
         """A pair through DeepSeek's `overlapped_forward_backward` of the module type."""
@@ -328,14 +285,6 @@ class Interpreter:
                 module1, saved.loss, outputs1, tuple(self._gradients.pop(slot1, ())),
             )  # fmt: skip
         return self._keep(slot0, leaves0, _as_tuple(outputs0), loss0), _input_gradients(saved)
-
-
-class Job(NamedTuple):
-    """An action as a task of a walk; `finish` gives its result, once it is through without an error."""
-
-    task: Task
-    passage: Passage
-    finish: Callable[[], Sequence[Tensor]]
 
 
 def _input_gradients(saved: Saved) -> list[Tensor]:

@@ -101,6 +101,11 @@ def input_names(count: int) -> Names:
     return ("x",) if count == 1 else tuple(f"x{i}" for i in range(count))
 
 
+def label_names(labels: Sequence[Sequence[Any]]) -> Names:
+    """The names of the labels, given by micro-batch, in the carry of the last stage."""
+    return tuple(f"label{i}" for i in range(len(labels[0]) if labels else 0))
+
+
 def output_names(segments: Sequence[Segment]) -> Names:
     """The names of a stage's outputs; ValueError where the last segment writes none."""
     last = segments[-1].writes if segments else ()
