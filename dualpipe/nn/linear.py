@@ -9,12 +9,14 @@ Dimension letters: M rows (all leading dimensions together), H in_features, N ou
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from dualpipe.nn.accumulate import accumulation_dtype, add_grad
 from dualpipe.pipeline.weight_grad_store import WeightGradStore
@@ -112,6 +114,47 @@ def _rows(x: Tensor) -> Tensor:
     if ndim == 2:
         return x
     return x.flatten(0, -2) if ndim > 2 else x.unsqueeze(0)
+
+
+def wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """(M, H) -> (M, N) as `Linear` does, but computed and returned in the wider `dtype`, whatever autocast says.
+
+    x is kept for the backward as it came: half of what it multiplies, for bfloat16.
+    """
+    computed = not weight.is_leaf or (bias is not None and not bias.is_leaf)  # as in Linear
+    return (_multiply_wide if computed else _WideLinear.apply)(x, weight, bias, dtype)
+
+
+class _WideLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        ctx.weight, ctx.bias = weight, bias
+        ctx.save_for_backward(x, weight)
+        return _multiply_wide(x, weight, bias, dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        need_x, need_weight, need_bias, _ = ctx.needs_input_grad
+        dx = dy.mm(weight.to(dy.dtype)).to(x.dtype) if need_x else None
+        store = WeightGradStore.current()
+        if not store.deferring:
+            dw = _weight_grad(ctx.weight, dy, x.to(dy.dtype)) if need_weight else None
+            return dx, dw, _bias_grad(ctx.bias, dy) if need_bias else None, None
+        params = ctx.weight if need_weight else None, ctx.bias if need_bias else None
+        store.put(partial(_add_wide_grads, *params, dy, x.detach()))
+        return dx, None, None, None
+
+
+def _multiply_wide(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    kind = x.device.type
+    with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
+        return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+
+
+def _add_wide_grads(weight: Tensor | None, bias: Tensor | None, dy: Tensor, x: Tensor) -> None:
+    _add_grads(weight, bias, dy, x.to(dy.dtype))
 
 
 def defer_weight_grads(module: ModuleT) -> ModuleT:

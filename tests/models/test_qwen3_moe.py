@@ -11,9 +11,10 @@ from transformers import Qwen3MoeForCausalLM
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 from dualpipe.kernels import dispatch_tokens, sort_tokens
-from dualpipe.models import Qwen3MoeConfig, Qwen3MoeStage, build_stages, from_hf_state_dict, qwen3_moe, split_layers
+from dualpipe.models import Qwen3MoeConfig, Qwen3MoeStage, build_stages, from_hf_state_dict, split_layers
 from dualpipe.models.stages import Recompute
 from dualpipe.nn import cross_entropy_loss
+from dualpipe.parallel import expert
 from dualpipe.pipeline import Pipeline
 from dualpipe.pipeline.weight_grad_store import WeightGradStore
 
@@ -231,8 +232,8 @@ def test_experts_take_tokens_or_rows_that_are_sorted_already(monkeypatch):
     tokens, weight_M = sort_tokens(choices, 6), torch.rand(14, generator=generator)
     rows_MH = dispatch_tokens(x_TH, tokens, 2)
     assert torch.equal(experts(x_TH, tokens, weight_M), experts(rows_MH, tokens.offs, weight_M))
-    real = qwen3_moe.dispatch_tokens
-    monkeypatch.setattr(qwen3_moe, "dispatch_tokens", lambda x, *rest: copied.append(x.shape[1]) or real(x, *rest))
+    real = expert.dispatch_tokens
+    monkeypatch.setattr(expert, "dispatch_tokens", lambda x, *rest: copied.append(x.shape[1]) or real(x, *rest))
     train(whole(tiny()), tiny())
     assert set(copied) == {1}  # the routing weights
 

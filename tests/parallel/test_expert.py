@@ -318,7 +318,7 @@ def test_the_counted_bytes_are_those_of_deduplicated_dispatch(dtype, weights):
 class Nowhere:
     """Eight ranks that nothing is sent to."""
 
-    rank, size, device = 0, 8, torch.device("cpu")
+    rank, size, device, group = 0, 8, torch.device("cpu"), None
 
 
 def test_top_8_over_8_ranks_sends_a_third_less_than_a_row_for_each_choice():
