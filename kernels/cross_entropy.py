@@ -92,7 +92,8 @@ def _backward_kernel(
     cols = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     label = tl.load(labels_ptr + row).to(tl.int64)
     counts = label != ignore_index
-    x = tl.load(logits_ptr + row * stride + cols, mask=(cols < V) & counts, other=0.0).to(COMPUTE)
+    read = cols < tl.where(counts, V, 0)
+    x = tl.load(logits_ptr + row * stride + cols, mask=read, other=0.0).to(COMPUTE)
     softmax = tl.exp(x - tl.load(stats_ptr + 2 * row)) * (1.0 / tl.load(stats_ptr + 2 * row + 1))
     grad = tl.where(cols == label, softmax - 1.0, softmax) * tl.load(scale_ptr)
     grad = tl.where(counts, grad, 0.0).to(grad_ptr.dtype.element_ty)
