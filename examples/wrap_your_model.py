@@ -82,7 +82,7 @@ class Exchange:
 
     def backward(self, context: None, gradients: tuple[Tensor] | None) -> "Flight":
         """From the gradient of what came to the gradient of what was sent."""
-        return self.forward(gradients)
+        return self.forward(None if gradients is None or gradients[0] is None else gradients)
 
 
 class Flight:

@@ -241,20 +241,23 @@ class Layer(nn.Module):
 
     def forward(self, x_BSH: Tensor, cos_SD: Tensor, sin_SD: Tensor) -> Tensor:
         """(B, S, H) -> (B, S, H)."""
-        x_BSH = x_BSH + self.self_attn(self.input_layernorm(x_BSH), cos_SD, sin_SD)
-        return x_BSH + self.mlp(self.post_attention_layernorm(x_BSH))
+        x_BSH = self._attend(x_BSH, self.input_layernorm(x_BSH), cos_SD, sin_SD)
+        return x_BSH + self.mlp(self._normed(x_BSH))
 
     def segments(self, recompute: Callable[[str], bool]) -> list[Segment]:
         """The same over a carry with "x", "cos" and "sin"; `recompute` says which parts are computed again."""
         return [
             Compute(self.input_layernorm, "x", "normed", recompute("norms")),
             Compute(self._attend, ("x", "normed", "cos", "sin"), "x", recompute("attention")),
-            Compute(self.post_attention_layernorm, "x", "normed", recompute("norms")),
+            Compute(self._normed, "x", "normed", recompute("norms")),
             *self.mlp.segments(recompute),
         ]
 
     def _attend(self, x_BSH: Tensor, normed_BSH: Tensor, cos_SD: Tensor, sin_SD: Tensor) -> Tensor:
-        return x_BSH + self.self_attn(normed_BSH, cos_SD, sin_SD)
+        return x_BSH + self.self_attn(normed_BSH.to(x_BSH.dtype), cos_SD, sin_SD)
+
+    def _normed(self, x_BSH: Tensor) -> Tensor:
+        return self.post_attention_layernorm(x_BSH).to(x_BSH.dtype)  # which a dtype plan may keep in float32
 
 
 class Qwen3MoeStage(nn.Module):

@@ -299,6 +299,8 @@ def shard(
             _fully_shard(unit, mesh, dense, expert_mesh, reduce)
         if reduce is not None:
             _accumulate_in(unit, managed, reduce, now=mesh is None)
+    if hasattr(module, "segments"):  # run by its parts, it never comes to the hook
+        module.boundary_dtype = boundary_dtype(plan.policy, output_dtype)
     for cast in layout.casts:
         cast.module.register_forward_pre_hook(partial(_cast_inputs, cast.inputs), with_kwargs=True)
         if cast.outputs is not None:

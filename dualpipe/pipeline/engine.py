@@ -33,7 +33,7 @@ from dualpipe.pipeline.consensus import Consensus
 from dualpipe.pipeline.errors import PipelineError
 from dualpipe.pipeline.interpreter import Batch, Interpreter, overlaps_by_itself
 from dualpipe.pipeline.program import Program, lower, one_at_a_time, streams
-from dualpipe.pipeline.segments import communication_groups, has_communication
+from dualpipe.pipeline.segments import checked, communication_groups, has_communication
 from dualpipe.pipeline.traffic import Traffic
 from dualpipe.pipeline.transport import Replicas, Transport
 from dualpipe.pipeline.weight_grad_store import WeightGradStore
@@ -278,6 +278,7 @@ class Pipeline(nn.Module):
             split("label", labels, num_chunks, self.batch_dim, self.device) if last and criterion else (),
             criterion if last else None,
             last and return_outputs,
+            {s: checked(list(m.segments())) for s, m in zip(self._stages, self.module) if hasattr(m, "segments")},
         )
 
     def _program(self, num_chunks: int) -> Program:

@@ -8,7 +8,7 @@ runs on its own; what is kept of a stage's output is its gradient edge, not its 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ from dualpipe.parallel.fsdp import ParametersStep
 from dualpipe.pipeline.errors import UpstreamFailed
 from dualpipe.pipeline.overlap import SegmentedStage
 from dualpipe.pipeline.program import Instruction, Program
-from dualpipe.pipeline.segments import Compute, input_names, label_names, more_than_forward, output_names
+from dualpipe.pipeline.segments import Compute, Segment, input_names, label_names, more_than_forward, output_names
 from dualpipe.pipeline.traffic import Traffic
 from dualpipe.pipeline.walker import Job, Walker
 from dualpipe.pipeline.weight_grad_store import WeightGradStore
@@ -37,6 +37,7 @@ class Batch(NamedTuple):
     labels: Sequence[tuple[Tensor, ...]]
     criterion: Callable[..., Tensor] | None
     keep_outputs: bool
+    segments: Mapping[int, Sequence[Segment]]  # of the stages that offer them
 
 
 class Saved(NamedTuple):
@@ -135,11 +136,13 @@ class Interpreter:
 
     def _make_walker(self) -> Walker:
         """For the stages that are made of segments; the last one has the criterion as one more."""
-        lists = {stage: list(m.segments()) for stage, m in self._modules.items() if hasattr(m, "segments")}
         batch, stages = self._batch, {}
-        for stage, segments in lists.items():
+        for stage, segments in batch.segments.items():
             if more_than_forward(segments):
+                segments = list(segments)
                 outputs = results = output_names(segments)
+                if (dtype := getattr(self._modules[stage], "boundary_dtype", None)) is not None:
+                    segments.append(Compute(partial(_cast, dtype), outputs, outputs))
                 if stage == self._last_stage and batch.criterion is not None:
                     segments.append(Compute(batch.criterion, (*outputs, *label_names(batch.labels)), "loss"))
                     results = (*outputs, "loss") if batch.keep_outputs else ("loss",)
@@ -152,7 +155,8 @@ class Interpreter:
 
         def owed(instruction: Instruction) -> None:
             if next(remaining) >= self._walked:
-                self._walk(instruction.actions, UpstreamFailed())
+                with suppress(Exception):  # messages go on all the same
+                    self._walk(instruction.actions, UpstreamFailed())
             self._parameters.complete_after_failure(instruction.completes)
 
         return owed
@@ -161,7 +165,7 @@ class Interpreter:
 
     def _compute(self, actions: tuple[Action, ...]) -> list[Sequence[Tensor]]:
         """The result of each action: outputs of a forward, input gradients of a backward, nothing of a "W"."""
-        if self._overlaps and len(actions) == 2:
+        if self._overlaps and len(actions) == 2 and not self._walker.stages:
             by_kind = {action.kind: action for action in actions}
             backward = by_kind.get("B") or by_kind.get("I")
             if "F" in by_kind and backward is not None:
@@ -242,7 +246,9 @@ class Interpreter:
     def _walk(self, actions: tuple[Action, ...], error: BaseException | None = None) -> list[Job]:
         """Run the actions in turn; `error`: only take part in their communications, for the sake of other ranks."""
         jobs = [self._job(action, len(actions), error) for action in actions]
-        self._walker.walk(jobs)
+        # Backwards first: the first segment of a stage hides more than the last, by up to a tenth of a pair's time.
+        self._walker.walk([j for a, j in zip(actions, jobs) if a.kind in "BI"] +
+                          [j for a, j in zip(actions, jobs) if a.kind not in "BI"])  # fmt: skip
         return jobs
 
     def _job(self, action: Action, count: int, error: BaseException | None) -> Job:
@@ -254,18 +260,21 @@ class Interpreter:
         if action.kind != "F":
             return self._walker.backward(action.kind, slot, self._gradients.pop(slot, ()), error)
         inputs = self._activations.pop(slot, ())
-        carry = dict(zip(input_names(len(inputs)), inputs))
+        names = input_names(len(inputs))
+        carry = dict(zip(names, inputs))
         if action.stage == self._last_stage and self._batch.criterion is not None:
             carry |= zip(label_names(self._batch.labels), self._batch.labels[action.microbatch])
         ready = partial(self._parameters.wait, action.stage)
-        return self._walker.forward(slot, carry, error, ready, partial(self._book, slot))
+        return self._walker.forward(
+            slot, carry, names if action.stage else (), error, ready, partial(self._book, slot)
+        )
 
     def _book(self, slot: Slot, carry: dict[str, Tensor]) -> tuple[Tensor, ...]:
         """Of a forward in segments: note the loss, and what the caller wants; return what goes to the next stage."""
         stage, microbatch = slot
         if "loss" in carry:
             self.losses[microbatch] = _checked_loss(carry["loss"])
-        outputs = tuple(carry[name] for name in self._walker.stages[stage].outputs if name in carry)
+        outputs = _as_tuple(tuple(carry[name] for name in self._walker.stages[stage].outputs if name in carry))
         if stage == self._last_stage and self._batch.keep_outputs:
             self.outputs[microbatch] = tuple(t.detach() for t in outputs)
         return outputs
@@ -285,6 +294,10 @@ class Interpreter:
                 module1, saved.loss, outputs1, tuple(self._gradients.pop(slot1, ())),
             )  # fmt: skip
         return self._keep(slot0, leaves0, _as_tuple(outputs0), loss0), _input_gradients(saved)
+
+
+def _cast(dtype: torch.dtype, *tensors: Tensor) -> tuple[Tensor, ...]:
+    return tuple(t.to(dtype) if t.is_floating_point() else t for t in tensors)
 
 
 def _input_gradients(saved: Saved) -> list[Tensor]:

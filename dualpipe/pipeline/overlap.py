@@ -55,13 +55,23 @@ class Record:
 
 
 class Passage:
-    """One micro-batch on its way through a stage. After a failure `error` is set and only communications go on."""
+    """One micro-batch on its way through a stage. After a failure `error` is set and only communications go on.
+
+    inputs: the names in the carry whose gradients the stage before expects; those of others go where they came from.
+    """
 
     def __init__(
-        self, carry: Mapping[str, Any], *, error: BaseException | None = None, broken: bool = False
-    ) -> None:  # fmt: skip
+        self,
+        carry: Mapping[str, Any],
+        *,
+        inputs: Names = (),
+        error: BaseException | None = None,
+        broken: bool = False,
+    ) -> None:
         self.carry = dict(carry)
-        self.inputs = {name: (t.shape, t.dtype, t.device) for name, t in carry.items() if _needs_grad(t)}
+        wanted = {name: t for name, t in carry.items() if _needs_grad(t)}
+        self.inputs = {name: (t.shape, t.dtype, t.device) for name, t in wanted.items() if name in inputs}
+        self.outside = {name: t for name, t in wanted.items() if name not in inputs}
         self.results: Names = ()  # those that need a gradient, once the forward is through
         self.records: list[Record] = []
         self.gradients: dict[str, Tensor] = {}
@@ -79,18 +89,24 @@ class Passage:
             return None
 
     def communicate(self, start: Callable[..., Pending], *arguments: Any) -> Generator[Pending, None, tuple | None]:
-        """Start a communication, let others compute, and return what was received; None if it failed."""
+        """Start a communication, let others compute, and return what was received; None if it failed.
+
+        One that cannot be started with what there is, is started with nothing. After one that fails on its way with the
+        backend's error, a RuntimeError, no other is started: they could only end by its timeout.
+        """
         if self.broken:
             return None
+        pending = self.attempt(lambda: start(*arguments)) if arguments[-1] is not None else None
         try:
-            pending = start(*arguments)
+            if pending is None:
+                pending = start(*arguments[:-1], None)
             yield pending
             pending.advance()
             return pending.wait()
         except GeneratorExit:
             raise
         except BaseException as error:
-            self.error, self.broken = self.error or error, True
+            self.error, self.broken = self.error or error, isinstance(error, RuntimeError)
             return None
 
     def add_gradient(self, name: str, gradient: Tensor | None) -> None:
@@ -103,6 +119,9 @@ class Passage:
     def input_gradients(self) -> list[Tensor]:
         """Of the stage's inputs that need one, in their order; zeros where nothing depends on them."""
         found = [(self.gradients.pop(name, None), like) for name, like in self.inputs.items()]
+        for name, tensor in self.outside.items():  # of the caller: inputs of the first stage, labels
+            if (gradient := self.gradients.get(name)) is not None:
+                torch.autograd.backward(tensor, gradient)
         self.gradients.clear()
         return [
             torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient
@@ -121,6 +140,7 @@ class SegmentedStage:
         self, segments: Sequence[Segment], outputs: Names, results: Names, autocast: str | None = None
     ) -> None:  # fmt: skip
         self._segments, self._autocast, self.outputs = merged(segments, results), autocast, outputs
+        self._results = results
         self.communications = sum(isinstance(segment, Communicate) for segment in segments)
         self._needed = needed_after(self._segments, results)
 
@@ -131,25 +151,26 @@ class SegmentedStage:
         keep = torch.is_grad_enabled()
         for segment, needed in zip(self._segments, self._needed):
             record = Record()
+            if keep:
+                passage.records.append(record)
             if isinstance(segment, Compute):
                 passage.attempt(lambda s=segment, r=record: self._compute(s, passage.carry, r))
             else:
                 yield from self._exchange(segment, passage, record)
-            if keep:
-                passage.records.append(record)
             for name in passage.carry.keys() - needed:
                 del passage.carry[name]
-        passage.results = tuple(name for name, value in passage.carry.items() if _needs_grad(value))
+        passage.results = tuple(name for name in self._results if _needs_grad(passage.carry.get(name)))
 
     def _compute(self, segment: Compute, carry: dict[str, Any], record: Record) -> None:
-        inputs = tuple(_detached(carry[name]) for name in segment.reads)
+        leaves = {name: _detached(carry[name]) for name in segment.reads}  # one, however often it is read
+        inputs = tuple(leaves[name] for name in segment.reads)
         grad = torch.is_grad_enabled()
         if grad and segment.recompute:
             record.inputs, record.rng = inputs, Rng.now(inputs)
             with torch.no_grad():
                 results = as_results(segment, segment.fn(*inputs))
             # Whether they really depend on a parameter or an input shows when they are computed again.
-            results = [r.detach().requires_grad_(r.is_floating_point()) if _is_tensor(r) else r for r in results]
+            results = [_leaf(r, True) for r in results]
         else:
             results = as_results(segment, segment.fn(*inputs))
             if grad:
@@ -157,25 +178,24 @@ class SegmentedStage:
         carry.update({name: _detached(value) for name, value in zip(segment.writes, results)})
 
     def _exchange(self, segment: Communicate, passage: Passage, record: Record) -> Task:
-        failed = passage.error is not None
-        inputs = None if failed else tuple(_without_grad(passage.carry[name]) for name in segment.reads)
-        if not failed:
-            record.differentiable = tuple(_needs_grad(passage.carry[name]) for name in segment.reads)
+        carried = passage.attempt(lambda: [passage.carry[name] for name in segment.reads])
+        inputs = None if carried is None else tuple(map(_without_grad, carried))
+        record.differentiable = tuple(map(_needs_grad, carried or ()))
         received = yield from passage.communicate(segment.communication.forward, inputs)
-        if received is None:
-            return
-        results, record.context = received
-        if inputs is not None and passage.error is None:
-            wanted = torch.is_grad_enabled() and any(record.differentiable)
-            for name, value in zip(segment.writes, as_results(segment, results)):
-                passage.carry[name] = _leaf(value, wanted)
+        if received is not None:
+            record.context = received[1]
+            passage.attempt(lambda: self._take(segment, passage.carry, received[0], any(record.differentiable)))
+
+    def _take(self, segment: Communicate, carry: dict[str, Any], received: tuple[Any, ...], wanted: bool) -> None:
+        for name, value in zip(segment.writes, as_results(segment, received)):
+            carry[name] = _leaf(value, wanted and torch.is_grad_enabled())
 
     # -- backward
 
     def backward(self, passage: Passage, run: BackwardRun) -> Task:
         """From `passage.gradients` of the results to those of the inputs."""
         for segment in reversed(self._segments):
-            record = passage.records.pop()
+            record = passage.records.pop() if passage.records else Record()
             if isinstance(segment, Compute):
                 passage.attempt(lambda s=segment, r=record: self._compute_backward(s, r, passage, run))
             else:
@@ -199,14 +219,17 @@ class SegmentedStage:
             passage.add_gradient(name, leaf.grad)
 
     def _exchange_backward(self, segment: Communicate, record: Record, passage: Passage, run: BackwardRun) -> Task:
-        gradients = None
-        if passage.error is None:
-            gradients = tuple(passage.gradients.pop(name, None) for name in segment.writes)
+        gradients = passage.attempt(lambda: tuple(passage.gradients.pop(name, None) for name in segment.writes))
         start = _started_then(segment.communication.backward, lambda: passage.attempt(run.weight_gradients))
         received = yield from passage.communicate(start, record.context, gradients)
-        if received is None or passage.error is not None:
-            return
-        for name, needed, gradient in zip(segment.reads, record.differentiable, received[0]):
+        if received is not None:
+            passage.attempt(lambda: self._give_back(segment, record, passage, received[0]))
+
+    def _give_back(self, segment: Communicate, record: Record, passage: Passage, gradients: Sequence[Any]) -> None:
+        if len(gradients) != len(segment.reads):
+            raise ValueError(f"the backward of a communication gave {len(gradients)} gradients for what it reads, "
+                             f"{segment.reads}; None stands for one that is not needed")  # fmt: skip
+        for name, needed, gradient in zip(segment.reads, record.differentiable, gradients):
             if needed:
                 passage.add_gradient(name, gradient)
 
@@ -294,7 +317,9 @@ def _without_grad(value: Any) -> Any:
 
 
 def _leaf(value: Any, wanted: bool) -> Any:
-    return value.detach().requires_grad_(wanted and value.is_floating_point()) if _is_tensor(value) else value
+    if not _is_tensor(value):
+        return value
+    return value.detach().requires_grad_(wanted and (value.is_floating_point() or value.is_complex()))
 
 
 def _started_then(start: Callable[..., Pending], then: Callable[[], None]) -> Callable[..., Pending]:

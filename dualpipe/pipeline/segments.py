@@ -17,7 +17,9 @@ tensor was read more than once. The carry may hold what is not a tensor, such as
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Protocol
@@ -62,7 +64,8 @@ class Compute:
     recompute: keep what it reads and nothing else, and run it again before its backward, with the same random numbers.
     Gradients are the same bit for bit where sums do not depend on how segments are joined: neighbours that are both
     recomputed, or both not, run as one, and a tensor between others that is read three times may be summed in another
-    order.
+    order. What it reads must not be changed in place, and what it counts it counts twice, as batch norm does, unless
+    it asks `WeightGradStore.current().recomputing`.
     """
 
     fn: Callable[..., Any]
@@ -107,25 +110,44 @@ def label_names(labels: Sequence[Sequence[Any]]) -> Names:
 
 
 def output_names(segments: Sequence[Segment]) -> Names:
-    """The names of a stage's outputs; ValueError where the last segment writes none."""
+    """The names of a stage's outputs, in order; ValueError where the last segment does not write them."""
     last = segments[-1].writes if segments else ()
-    names = tuple(name for name in last if name == "x" or (name[0] == "x" and name[1:].isdecimal()))
-    if not names:
+    names = [name for name in last if _is_boundary(name)]
+    if not names or set(names) != set(input_names(len(names))):
         raise ValueError(f'the last segment must write the outputs of the stage, "x" or "x0", "x1", ...; got {last}')
-    return names
+    return input_names(len(names))
+
+
+def _is_boundary(name: str) -> bool:
+    return re.fullmatch(r"x\d*", name) is not None
+
+
+def checked(segments: Sequence[Segment]) -> list[Segment]:
+    """The segments; ValueError for a name that is read and never written, or that is not a stage's to write."""
+    output_names(segments)
+    known: set[str] = set()
+    for number, segment in enumerate(segments):
+        if missing := [n for n in segment.reads if n not in known and not _is_boundary(n)]:
+            raise ValueError(f"segment {number} reads {missing}, which no segment before it writes; known are "
+                             f"{sorted(known)} and the inputs of the stage")  # fmt: skip
+        if reserved := [n for n in segment.writes if re.fullmatch(r"loss|label\d+", n)]:
+            raise ValueError(f"segment {number} writes {reserved}, names that the pipeline uses; choose others")
+        known |= set(segment.writes)
+    return list(segments)
 
 
 def has_communication(modules: Iterable[nn.Module]) -> bool:
     """Whether any of the stages is made of segments that communicate."""
-    lists = [list(module.segments()) for module in modules if hasattr(module, "segments")]
-    for segments in lists:
-        output_names(segments)  # refuses those without
+    lists = [checked(list(module.segments())) for module in modules if hasattr(module, "segments")]
     return any(isinstance(segment, Communicate) for segments in lists for segment in segments)
 
 
 def communication_groups(modules: Iterable[nn.Module]) -> list[ProcessGroup]:
     """The groups over which the stages' segments communicate."""
-    lists = [module.segments() for module in modules if hasattr(module, "segments")]
+    lists = []
+    for module in modules:
+        with suppress(Exception):  # raised again where all ranks hear of it
+            lists.append(module.segments() if hasattr(module, "segments") else [])
     found = [s.communication.group for segments in lists for s in segments if isinstance(s, Communicate)]
     return [group for group in found if group is not None]
 
@@ -178,7 +200,8 @@ def _joined(part: Sequence[Compute], needed: set[str]) -> Compute:
 
 def as_results(segment: Segment, results: Any) -> Sequence[Any]:
     """What a segment returned, one for each name that it writes; ValueError where the number differs."""
-    values = results if isinstance(results, tuple) else (results,)
+    several = type(results) is tuple and (len(segment.writes) != 1 or len(results) == 1)  # a plan may be a NamedTuple
+    values = results if several else (results,)
     if len(values) != len(segment.writes):
         raise ValueError(f"a segment that writes {segment.writes} returned {len(values)} values")
     return values

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dualpipe.pipeline.errors import UpstreamFailed
 from dualpipe.pipeline.overlap import BackwardRun, Passage, SegmentedStage, Task, walk, weight_gradients
+from dualpipe.pipeline.segments import Names
 from dualpipe.pipeline.weight_grad_store import WeightGradStore
 
 Slot = tuple[int, int]  # (stage, micro-batch)
@@ -44,12 +45,14 @@ class Walker:
         self,
         slot: Slot,
         carry: Mapping[str, Any],
+        inputs: Names,
         error: BaseException | None,
         ready: Callable[[], None],
         book: Callable[[dict[str, Any]], Sequence[Tensor]],
     ) -> Job:
-        """`ready` is called before anything is computed, `book` with the carry that is left."""
-        passage = self._passages[slot] = Passage(carry, error=error, broken=self._broken)
+        """`inputs`: those in the carry whose gradients the stage before expects. `ready` is called before anything is
+        computed, `book` with the carry that is left."""
+        passage = self._passages[slot] = Passage(carry, inputs=inputs, error=error, broken=self._broken)
 
         def run() -> Task:
             passage.attempt(ready)

@@ -9,10 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from dualpipe import Pipeline
-from dualpipe.models import Qwen3MoeConfig
-from dualpipe.nn import Router
+from dualpipe.models import Qwen3MoeConfig, build_stages
+from dualpipe.nn import Router, cross_entropy_loss
 from dualpipe.nn.router import RouterStep
+from dualpipe.parallel.expert import ExpertParallel, shard_experts
+from dualpipe.parallel.materialize import build_on_meta, materialize
 from dualpipe.parallel.mesh import build_mesh, dense_mesh
+from dualpipe.parallel.precision import DTypePolicy, Rule, resolve_dtypes, shard
 from dualpipe.pipeline import PipelineError
 from dualpipe.schedule import build
 from dualpipe.train.model import build_model, build_whole, micro_batch_loss
@@ -194,3 +197,32 @@ def test_losses_of_a_training_are_the_same_bits_however_it_is_run():
     assert expected[0][0] != expected[0][-1]
     for overlap, recompute in ((False, ()), (True, ("layer",)), (False, ("experts", "norms"))):
         assert run_ranks(losses_of_training, 4, overlap, recompute) == expected
+
+
+def norms_in_float32(rank: int) -> tuple[set, set]:
+    """Dtypes at the stage's end, and whether gradients are finite, where norms and routers compute in float32."""
+    mesh = build_mesh(1, 1, 2, torch.device("cpu"))
+    (stage,) = build_on_meta(lambda: build_stages(CONFIG, 1))
+    shard_experts(stage, mesh["ep"])
+    stage.use_expert_parallelism(ExpertParallel(CONFIG.num_experts, mesh["ep"]))
+    rules = [Rule("layers.*.input_layernorm", torch.float32), Rule("layers.*.post_attention_layernorm", torch.float32),
+             Rule("layers.*.mlp.gate", torch.float32)]  # fmt: skip
+    plan = resolve_dtypes([stage], DTypePolicy(torch.bfloat16, torch.float32, torch.float32, rules))
+    shard(stage, dense_mesh(mesh), plan, expert_mesh=mesh["dp"])
+    materialize(stage, "cpu", plan, seed=0)
+    seen = set()
+
+    def criterion(logits: Tensor, targets: Tensor) -> Tensor:
+        seen.add(logits.dtype)
+        return cross_entropy_loss(logits, targets)
+
+    tokens = torch.randint(CONFIG.vocab_size, (4, 8), generator=torch.Generator().manual_seed(rank))
+    pipe = Pipeline([stage], process_group=mesh["pp"].get_group(), schedule="1f1b")
+    pipe.step(tokens, num_chunks=2, criterion=criterion, labels=(tokens,))
+    return seen, {bool(p.grad.full_tensor().isfinite().all()) for p in stage.parameters()}
+
+
+def test_a_dtype_plan_holds_for_stages_that_are_run_by_segments():
+    for outputs, finite in run_ranks(norms_in_float32, 2):
+        assert outputs == {torch.float32}, "the policy's output dtype"
+        assert finite == {True}

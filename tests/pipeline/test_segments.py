@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import itertools
 import time
 from functools import partial
@@ -313,29 +312,26 @@ def test_a_marked_segment_is_computed_again_once_and_others_are_not():
 # -- what is kept
 
 
-def alive(rank: int) -> tuple[int, int]:
-    """Tensors of activation size that are alive after the forwards of 4 micro-batches, with and without recompute."""
+def saved(rank: int) -> list[tuple[int, int]]:
+    """What autograd saves in a forward of three layers, and what the records hold, without and with recomputation."""
     found = []
     for recompute in ((), ("before", "after")):
-        stage = unequal(1)[0]
+        stage, count = unequal(1)[0], []
         stage.layers, stage.recompute = 3, recompute
         segmented = SegmentedStage(stage.segments(), ("x",), ("x",))
-        gc.collect()
-        before = {id(t) for t in gc.get_objects() if isinstance(t, Tensor)}
-        x = torch.randn(5, WIDTH, dtype=torch.float64)
-        passage = Passage({"x": x.requires_grad_()})
-        walk([segmented.forward(passage)])
-        gc.collect()
-        tensors = [t for t in gc.get_objects() if isinstance(t, Tensor) and id(t) not in before]
+        passage = Passage({"x": torch.randn(5, WIDTH, dtype=torch.float64).requires_grad_()})
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, count=count: count.append(t.shape) or t, lambda t: t):
+            walk([segmented.forward(passage)])
         assert set(passage.carry) == {"x"}, "everything else has been read for the last time"
-        found.append(len({t.data_ptr() for t in tensors if t.shape == x.shape}))
-    return tuple(found)
+        found.append((len(count), sum(len(record.inputs) for record in passage.records)))
+    return found
 
 
 def test_recomputation_keeps_the_inputs_of_segments_only():
-    plain, again = run_ranks(alive, 1)[0]
-    # Of three layers: x, and for each layer what goes into and comes out of the communication, and the next x.
-    assert again <= 1 + 3 * 3 < plain + 4
+    (plain, no_inputs), (again, inputs) = run_ranks(saved, 1)[0]
+    assert plain > 0 and no_inputs == 0
+    # Of three layers: x, and what comes out of each communication together with the residual.
+    assert again == 0 and inputs == 1 + 3 * 2
 
 
 # -- failures
@@ -477,3 +473,91 @@ def test_a_failure_raises_in_every_pipeline_that_communicates_and_none_waits():
             expected = {"forward": "out of luck", "backward": "division", "labels": "labels"}[where]
             assert expected in message, (where, message)
             assert error < 1e-10
+
+
+# -- names
+
+
+class Listed(nn.Module):
+    """A stage of given segments, and a forward that says the same."""
+
+    def __init__(self, segments, forward=None):
+        super().__init__()
+        self.a, self.b = (nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(2))
+        self.segments, self.run = (lambda: segments(self)), forward
+
+    def forward(self, *x):
+        return self.run(self, *x)
+
+
+def through(rows):
+    return Communicate(Rolled([]), rows, rows)
+
+
+TWO = {
+    "rewritten": [
+        Listed(lambda s: [Compute(lambda x: (s.a(x), s.b(x)), "x", ("x0", "x1")), through("x0"),
+                          Compute(lambda a, b: (a, b), ("x0", "x1"), ("x1", "x0"))],
+               lambda s, x: (s.b(x), s.a(x).roll(1, 0))),
+        Listed(lambda s: [Compute(lambda x: x * 1, "x0", "d"), through("d"),
+                          Compute(lambda d, x1: (s.a(d), 3 * s.b(x1)), ("d", "x1"), ("x1", "x0"))],
+               lambda s, x0, x1: (3 * s.b(x1), s.a((x0 * 1).roll(1, 0)))),
+        Listed(lambda s: [Compute(lambda x: s.a(x), "x0", "d"), through("d"), Compute(torch.mul, ("d", "d"), "e"),
+                          through("e"), Compute(lambda e, x1: e + s.b(x1), ("e", "x1"), "x")],
+               lambda s, x0, x1: (s.a(x0).roll(1, 0) ** 2).roll(1, 0) + s.b(x1)),
+    ],
+}  # fmt: skip
+
+
+def several_tensors(rank: int) -> float:
+    torch.manual_seed(0)
+    stages = TWO["rewritten"]
+    expected = copy.deepcopy(stages)
+    x, y = batch(3)
+    pipe = Pipeline(stages, schedule="interleaved_1f1b")
+    loss, _ = pipe.step(x, num_chunks=3, criterion=F.mse_loss, labels=(y,))
+    losses = []
+    for xs, ys in zip(x.chunk(3), y.chunk(3)):
+        out = (xs,)
+        for stage in expected:
+            out = stage(*out)
+            out = out if isinstance(out, tuple) else (out,)
+        losses.append(F.mse_loss(*out, ys))
+        losses[-1].backward()
+    errors = [gradient_error(a, b) for a, b in zip(stages, expected)]
+    return max(*errors, relative_error(loss, torch.stack(losses).detach()))
+
+
+def test_outputs_go_by_number_and_a_tensor_read_twice_has_both_gradients():
+    assert run_ranks(several_tensors, 1)[0] < 1e-10
+
+
+def users_gradients(rank: int) -> list[float]:
+    """Of inputs and labels that require one, with segments and without."""
+    errors = []
+    for recompute in ((), ("before",)):
+        stage = unequal(1)[0]
+        plain = copy.deepcopy(stage)
+        stage.recompute = recompute
+        x, y = (t.requires_grad_() for t in batch(2))
+        a, b = (t.detach().clone().requires_grad_() for t in (x, y))
+        Pipeline([stage]).step(x, num_chunks=2, criterion=F.mse_loss, labels=(y,))
+        for xs, ys in zip(a.chunk(2), b.chunk(2)):
+            F.mse_loss(plain(xs), ys).backward()
+        errors += [relative_error(x.grad, a.grad), relative_error(y.grad, b.grad)]
+    return errors
+
+
+def test_inputs_and_labels_that_require_gradients_get_them():
+    assert max(run_ranks(users_gradients, 1)[0]) < 1e-10
+
+
+@pytest.mark.parametrize("segments, message", [
+    (lambda s: [Compute(s.a, "rows", "x")], "segment 0 reads .'rows'., which no segment before it writes"),
+    (lambda s: [Compute(s.a, "x", "loss"), Compute(s.b, "loss", "x")], "segment 0 writes .'loss'., names that"),
+    (lambda s: [Compute(s.a, "x", ("x", "x1"))], "must write the outputs of the stage"),
+    (lambda s: 1 / 0, "division"),
+])  # fmt: skip
+def test_segments_that_cannot_be_run_are_refused_at_once(segments, message):
+    with pytest.raises(ValueError, match=message):
+        Pipeline([Listed(segments)])

@@ -1,0 +1,411 @@
+"""What does it cost to run two actions in turn, and how much of their communication does that hide?
+
+A layer of Qwen3-MoE (attention, router, experts) with the sizes of each model, in bfloat16 (float32 on CPU), on one
+of `--ranks` expert-parallel ranks, run by the pipeline itself: every kind of action alone and every pair of kinds, all
+of them in each step, so that what is compared was measured side by side. Routing is balanced.
+
+The other ranks are modelled: each sends what this one sends to it, and the bytes take the time that makes communication
+`--share` of a forward and a backward that hide none of it. `--stand-in copy` has a copy engine busy with copies to the
+host for so long, `kernel` a kernel on one multiprocessor. Under torchrun, `--group` exchanges rows between real ranks.
+
+    ms             median of a step's action or pair, on the computing stream from its start to its end
+    alone ms       the same actions one after the other, their communication not hidden: F, and for B the sum of I and W
+    communication  what of that is communication: what it takes longer than with communication that takes no time
+    hidden         the part of it that is hidden: (alone - ms) / communication
+    of alone       ms / alone; x alone the inverse
+
+    python benchmarks/bench_overlap.py [--model NAME ...] [--tokens N ...] [--share 0.35] [--costs [FOLDER]] [--save]
+    torchrun --nproc-per-node 8 benchmarks/bench_overlap.py --group --model qwen3-30b-a3b
+    python benchmarks/bench_overlap.py --device cpu          tiny sizes, to see it run
+    dualpipe schedule --ranks 8 --microbatches 32 --costs benchmarks/results/overlap_qwen3-30b-a3b_16384.json
+
+`--costs` writes one such file for each model and number of tokens, in milliseconds of a stage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import combinations_with_replacement
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from expert_shapes import MODELS, Model, every
+from gpu_bench import RESULTS, Bench, Goal, Machine, Row, add_save, report, require_gpu, run_settings, save
+from torch import Tensor, nn
+
+from dualpipe import Pipeline
+from dualpipe.models import Qwen3MoeConfig
+from dualpipe.models.qwen3_moe import Experts, Qwen3MoeStage
+from dualpipe.nn.routes import BalancedRoutes
+from dualpipe.parallel.all_to_all import AllToAll, GroupAllToAll
+from dualpipe.parallel.expert import ExpertParallel
+from dualpipe.parallel.mesh import build_mesh
+from dualpipe.schedule import Action, Schedule
+
+TOKENS = (4096, 16384)
+SEQUENCE = 4096
+HEADS = {  # query heads, key/value heads, head dimension
+    "deepseek-v2-lite": (16, 16, 128),
+    "qwen3-30b-a3b": (32, 4, 128),
+    "gpt-oss-20b": (64, 8, 64),
+    "tiny": (4, 2, 16),
+}
+TINY = {"tiny": Model(64, 32, 8, 2)}
+KINDS = ("F", "B", "I", "W")
+WORK = [*KINDS, *("".join(pair) for pair in combinations_with_replacement(KINDS, 2) if pair != ("W", "W"))]
+FLUSHED = 2**28  # bytes written before each action: what is in the L2 cache is not the last one's
+
+# ------------------------------------------------------------------------------------------------- modelled all-to-all
+
+
+class Done:
+    """A `Work` whose results are there at `due` (of `time.perf_counter`); 0: they follow on the stream."""
+
+    def __init__(self, due: float = 0.0) -> None:
+        self._due = due
+
+    def wait(self) -> bool:
+        if self._due:
+            time.sleep(max(0.0, self._due - time.perf_counter()))
+        return True
+
+
+class Mirror:
+    """An `AllToAll` of one rank and others that each send what they are sent, at `seconds_per_byte`."""
+
+    rank, group = 0, None
+
+    def __init__(self, ranks: int, device: torch.device, occupy: Callable[[float], None] | None) -> None:
+        self.size, self.device, self._occupy = ranks, device, occupy
+        self.seconds_per_byte, self._free_at = 0.0, 0.0
+
+    def start(self, received: Tensor, sent: Tensor, received_rows: Sequence[int], sent_rows: Sequence[int]) -> Done:
+        """See `AllToAll`."""
+        received.copy_(sent)
+        seconds = self.seconds_per_byte * sent.nbytes * (1 - sent_rows[0] / max(1, sum(sent_rows)))
+        if not seconds:
+            return Done()
+        if self._occupy is not None:
+            self._occupy(seconds)
+            return Done()
+        self._free_at = max(self._free_at, time.perf_counter()) + seconds  # one after the other, as on a stream
+        return Done(self._free_at)
+
+
+def copies_to_host(device: torch.device) -> Callable[[float], None]:
+    """Keeps a copy engine busy, and almost nothing else: for some seconds of the current stream."""
+    source = torch.empty(2**25, dtype=torch.uint8, device=device)
+    target = torch.empty(2**25, dtype=torch.uint8, pin_memory=True)
+
+    def copy(size: int) -> None:
+        while size > 0:
+            target[:size].copy_(source[:size], non_blocking=True)
+            size -= len(source)
+
+    each = 2**28
+    rate = each / stream_seconds(lambda: copy(each))
+    return lambda seconds: copy(int(seconds * rate))
+
+
+def waiting_kernel(device: torch.device) -> Callable[[float], None]:
+    """Keeps one multiprocessor busy."""
+    cycles = 10**7
+    rate = cycles / stream_seconds(lambda: torch.cuda._sleep(cycles))
+    return lambda seconds: torch.cuda._sleep(int(seconds * rate))
+
+
+def stream_seconds(work: Callable[[], None]) -> float:
+    times = []
+    for _ in range(5):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        work()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1000)
+    return statistics.median(times)
+
+
+STAND_INS = {"copy": copies_to_host, "kernel": waiting_kernel}
+
+# --------------------------------------------------------------------------------------------------- the timed pipeline
+
+
+class Scale(nn.Module):
+    """What is before and after the layer: almost nothing, with a gradient."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones((), device=device, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+class Timed(Pipeline):
+    """Records how long each instruction takes."""
+
+    def __init__(self, *args: object, **options: object) -> None:
+        super().__init__(*args, **options)
+        self.spans: list[tuple[str, Callable[[], float]]] = []  # name, milliseconds once the device is through
+        cuda = self.device.type == "cuda"
+        self._flushed = torch.empty(FLUSHED, dtype=torch.uint8, device=self.device) if cuda else None
+
+    def _annotation(self) -> Callable[[str], object]:
+        return self._host_span if self._flushed is None else self._device_span
+
+    @contextmanager
+    def _host_span(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        took = 1000 * (time.perf_counter() - start)
+        self.spans.append((name, lambda: took))
+
+    @contextmanager
+    def _device_span(self, name: str) -> Iterator[None]:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._flushed.zero_()  # also gives the host a lead
+        start.record()
+        yield
+        end.record()
+        self.spans.append((name, lambda: start.elapsed_time(end)))
+
+
+def before(kind: str, mb: int) -> list[tuple[Action, ...]]:
+    """What micro-batch `mb` needs before an action of this kind on stage 1, the layer."""
+    actions = [Action("F", 0, mb)]
+    if kind != "F":
+        actions += [Action("F", 1, mb), Action("F", 2, mb), Action("B", 2, mb)]
+    if kind == "W":
+        actions += [Action("I", 1, mb)]
+    return [(action,) for action in actions]
+
+
+def after(kind: str, mb: int) -> list[tuple[Action, ...]]:
+    """What is left to do of it afterwards."""
+    actions = [Action("F", 2, mb), Action("B", 2, mb), Action("B", 1, mb)] if kind == "F" else []
+    actions += [Action("W", 1, mb)] if kind == "I" else []
+    return [(action,) for action in (*actions, Action("B", 0, mb))]
+
+
+def schedule_of_all() -> tuple[Schedule, dict[str, str]]:
+    """Each kind and pair once, on micro-batches of their own, and by the name of its instruction what it is."""
+    steps: list[tuple[Action, ...]] = []
+    names, mb = {}, 0
+    for work in WORK:
+        numbers = range(mb, mb := mb + len(work))
+        timed = tuple(Action(kind, 1, number) for kind, number in zip(work, numbers))
+        for part, middle in ((before, [timed]), (after, [])):
+            for kind, number in zip(work, numbers):
+                steps += part(kind, number)
+            steps += middle
+        names[";".join(map(str, timed))] = work
+    return Schedule("all kinds and pairs", 1, 3, mb, (tuple(steps),)), names
+
+
+def make_stage(
+    model: Model, heads: tuple[int, int, int], local_experts: int, layers: int, device: torch.device
+) -> Qwen3MoeStage:  # fmt: skip
+    """`layers` layers with this rank's experts; bfloat16 with float32 gradients, as in training, or on CPU float32."""
+    config = Qwen3MoeConfig(
+        vocab_size=1, hidden_size=model.hidden, num_hidden_layers=layers, num_attention_heads=heads[0],
+        num_key_value_heads=heads[1], head_dim=heads[2], num_experts=model.experts, num_experts_per_tok=model.top_k,
+        moe_intermediate_size=model.intermediate, norm_topk_prob=True,
+    )  # fmt: skip
+    with torch.device("meta"):
+        stage = Qwen3MoeStage(config, range(layers), first=False, last=False)
+        for layer in stage.layers.values():
+            layer.mlp.experts = Experts(replace(config, num_experts=local_experts, num_experts_per_tok=1))
+            layer.mlp.gate.choice = BalancedRoutes(stride=spread(model))
+    stage = stage.to(torch.bfloat16 if device.type == "cuda" else torch.float32).to_empty(device=device)
+    stage.init_weights(seed=0)
+    for parameter in stage.parameters():
+        parameter.grad_dtype = torch.float32
+    return stage
+
+
+def spread(model: Model) -> int:
+    """The stride that takes a token's experts from all over the ranks."""
+    stride = model.experts // model.top_k + 1
+    return stride if stride % 2 else stride + 1  # the numbers of experts are powers of two
+
+
+# ----------------------------------------------------------------------------------------------------------- measuring
+
+
+@dataclass(frozen=True)
+class Options:
+    ranks: int
+    share: float
+    stand_in: str
+    layers: int
+    repeats: int
+    costs: Path | None
+    group: AllToAll | None
+    process_group: dist.ProcessGroup | None
+
+
+def measure(options: Options, machine: Machine, model: str, tokens: int) -> Iterator[Row]:
+    """A row for each kind and pair."""
+    sizes, device = (MODELS | TINY)[model], machine.device
+    occupy = STAND_INS[options.stand_in](device) if device.type == "cuda" and options.group is None else None
+    mirror = Mirror(options.ranks, device, occupy)
+    free, real = (ExpertParallel(sizes.experts, a2a) for a2a in (mirror, options.group or mirror))
+    stage = make_stage(sizes, HEADS[model], real.local_experts, options.layers, device)
+    stage.use_expert_parallelism(real)  # which the pipeline is to know of
+    schedule, names = schedule_of_all()
+    dtype = next(stage.parameters()).dtype
+    ends = (Scale(device, dtype), Scale(device, dtype))
+    pipe = Timed((ends[0], stage, ends[1]), process_group=options.process_group, schedule=schedule)
+    length = min(tokens, SEQUENCE)
+    x = torch.randn(tokens // length, length, sizes.hidden, device=device, dtype=dtype)
+    x = x.repeat(schedule.num_microbatches, 1, 1)
+
+    def run(experts: ExpertParallel) -> dict[str, float]:
+        stage.use_expert_parallelism(experts)
+        pipe.spans.clear()
+        loss, _ = pipe.step(x, num_chunks=schedule.num_microbatches, criterion=lambda y: y.float().square().mean())
+        losses = loss.tolist()  # waits for the device
+        if not all(abs(one - losses[0]) <= 1e-3 * losses[0] for one in losses):  # NaN too
+            raise RuntimeError(f"micro-batches that are the same have different losses, by what they run in: {losses}")
+        return {names[name]: ms() for name, ms in pipe.spans if name in names}
+
+    computing, given = side_by_side(run, free, real, mirror, options)
+    yield from rows_of(computing, given)
+    if options.costs is not None and (options.group is None or options.group.rank == 0):
+        write_costs(options.costs / f"overlap_{model}_{tokens}.json", given)
+
+
+def side_by_side(
+    run: Callable[[ExpertParallel], dict[str, float]], free: ExpertParallel, real: ExpertParallel, mirror: Mirror,
+    options: Options,
+) -> tuple[dict[str, float], dict[str, float]]:  # fmt: skip
+    """Median milliseconds of each work with communication that takes no time, and with that which is asked for."""
+    for _ in range(2):
+        run(free)  # the first calls compile
+    before = free.sent_bytes
+    tried = [run(free) for _ in range(3)]
+    computing = statistics.median(ms["F"] + ms["I"] + ms["W"] for ms in tried) / 1000
+    sent = (free.sent_bytes - before) / len(tried) / len("".join(WORK))  # of a micro-batch: a forward and a backward
+    seconds_per_byte = computing * options.share / (1 - options.share) / sent
+    found: tuple[defaultdict[str, list[float]], ...] = (defaultdict(list), defaultdict(list))
+    for _ in range(options.repeats):
+        for times, experts, rate in ((found[0], free, 0.0), (found[1], real, seconds_per_byte)):
+            mirror.seconds_per_byte = rate
+            for work, ms in run(experts).items():
+                times[work].append(ms)
+    return tuple({work: statistics.median(ms) for work, ms in times.items()} for times in found)
+
+
+def rows_of(computing: dict[str, float], given: dict[str, float]) -> Iterator[Row]:
+    """From milliseconds with communication that takes no time, and with that which is `given`."""
+    parts = {"F": "F", "B": "IW", "I": "I", "W": "W"}
+    for work in WORK:
+        pieces = "".join(parts[kind] for kind in work)
+        alone = sum(given[piece] for piece in pieces)
+        communication = alone - sum(computing[piece] for piece in pieces)
+        yield {
+            "work": "&".join(work), "ms": given[work], "alone ms": alone, "communication ms": communication,
+            "hidden": None if work == "W" else (alone - given[work]) / communication,
+            "of alone": given[work] / alone, "x alone": alone / given[work],
+        }  # fmt: skip
+
+
+def write_costs(path: Path, ms: dict[str, float]) -> None:
+    """For `dualpipe schedule --costs`."""
+    costs = {work: ms[work] for work in (*KINDS, "FB")}
+    costs["pairs"] = {work: ms[work] for work in WORK if len(work) == 2 and work != "FB"}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(costs, indent=1) + "\n")
+    print(f"wrote {path}")
+
+
+# -------------------------------------------------------------------------------------------------------- main program
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS), help="of a micro-batch on one rank")
+    parser.add_argument("--ranks", type=int, default=8, help="expert-parallel ranks that are modelled")
+    parser.add_argument("--share", type=float, default=0.35, help="of communication in F + B that hide none of it")
+    parser.add_argument("--stand-in", default="copy", choices=list(STAND_INS), help="what takes the time of it")
+    parser.add_argument("--layers", type=int, default=1, help="of the stage")
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--minutes", type=float, default=9.0, help="start no setting after so long")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: tiny sizes")
+    parser.add_argument("--group", action="store_true", help="between the ranks of torchrun instead of modelled ones")
+    parser.add_argument("--costs", nargs="?", type=Path, const=RESULTS, metavar="FOLDER",
+                        help="write overlap_MODEL_TOKENS.json there, by default under benchmarks/results/")  # fmt: skip
+    parser.add_argument("--quick", action="store_true", help="only 16384 tokens")
+    add_save(parser, "overlap")
+    args = parser.parse_args()
+    if not 0 < args.share < 1:
+        parser.error(f"--share must be between 0 and 1; got {args.share}")
+    if args.quick:
+        args.tokens = [16384]
+    return args
+
+
+def joined(args: argparse.Namespace, device: torch.device) -> tuple[AllToAll | None, dist.ProcessGroup | None]:
+    """The all-to-all of torchrun's ranks, and the group of this one's pipeline, which is one rank long."""
+    if not args.group:
+        return None, None
+    if device.type == "cuda":
+        torch.cuda.set_device(dist.get_node_local_rank())
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    if dist.get_rank() > 0:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - to the end of the process
+    mesh = build_mesh(1, 1, dist.get_world_size(), device)
+    return GroupAllToAll(mesh["ep"]), mesh["pp"].get_group()
+
+
+def settings(args: argparse.Namespace) -> list[Row]:
+    return every(model=TINY, tokens=(512,)) if args.device == "cpu" else every(model=args.model, tokens=args.tokens)
+
+
+GOALS = (
+    Goal("F&B at most 0.75 of F + B with communication unhidden", "x alone", 1 / 0.75,
+         lambda row: row["work"] == "F&B"),
+)  # fmt: skip
+
+
+def main() -> int:
+    args = parse()
+    if args.device == "cpu":
+        torch.set_num_threads(1)  # more, on a machine that does something else, make these sizes many times slower
+    device = torch.device("cpu") if args.device == "cpu" else require_gpu()
+    group, process_group = joined(args, device)
+    options = Options(
+        args.ranks if group is None else group.size, args.share, args.stand_in, args.layers, args.repeats, args.costs,
+        group, process_group,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    bench = Bench(__doc__, "overlap", settings(args), {}, partial(measure, options), GOALS)
+    machine = Machine(device, copy_gb_per_s=float("nan"), dense_tflops=float("nan"))
+    outcome = run_settings(bench, bench.settings, machine, args.minutes)
+    if group is not None and group.rank > 0:
+        args.save = None
+    if args.save:
+        how = {"share": None if args.group else args.share, "stand_in": "group" if args.group else args.stand_in}
+        save("overlap", outcome.rows, args.save, **how, ranks=options.ranks, layers=args.layers,
+             failures=outcome.failures, skipped=outcome.skipped)  # fmt: skip
+    status = report(GOALS, outcome)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

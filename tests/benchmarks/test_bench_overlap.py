@@ -1,0 +1,111 @@
+"""`bench_overlap.py` on tiny layers: what it measures, and that the costs that it writes can be used."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from dualpipe.cli import main
+from dualpipe.schedule import validate
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+
+
+def run_script(*arguments, launcher=(), **environment):
+    command = [sys.executable, *launcher, str(FOLDER / "bench_overlap.py"), *arguments]
+    env = {key: value for key, value in os.environ.items() if key != "PYTHONSAFEPATH"} | environment
+    return subprocess.run(command, env=env, capture_output=True, text=True)
+
+
+@pytest.fixture
+def bench(script):
+    return script("bench_overlap")
+
+
+def test_without_a_gpu_it_says_so():
+    result = run_script(CUDA_VISIBLE_DEVICES="")
+    assert result.returncode == 0 and "needs a CUDA device" in result.stdout, result.stderr
+
+
+def check_costs(path, capsys):
+    costs = json.loads(path.read_text())
+    assert set(costs) == {"F", "B", "I", "W", "FB", "pairs"}
+    assert set(costs["pairs"]) == {"FF", "FI", "FW", "BB", "BI", "BW", "II", "IW"}
+    assert main(["schedule", "--ranks", "2", "--microbatches", "6", "--costs", str(path)]) == 0
+    assert "dualpipev" in capsys.readouterr().out
+
+
+def test_writes_costs_for_the_schedule_command(tmp_path, capsys):
+    result = run_script("--device", "cpu", "--repeats", "2", "--costs", str(tmp_path), "--save", str(tmp_path))
+    assert result.returncode in (0, 1) and "FAILED" not in result.stdout, result.stdout + result.stderr
+    assert "goal: F&B at most 0.75 of F + B" in result.stdout
+    check_costs(tmp_path / "overlap_tiny_512.json", capsys)
+    rows = json.loads((tmp_path / "overlap.json").read_text())["rows"]
+    assert [row["work"] for row in rows][:5] == ["F", "B", "I", "W", "F&F"] and len(rows) == 13
+
+
+def test_between_real_ranks(tmp_path, capsys):
+    launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
+    result = run_script("--device", "cpu", "--repeats", "1", "--group", "--costs", str(tmp_path), launcher=launcher)
+    assert "FAILED" not in result.stdout and result.stdout.count("goal: ") == 1, result.stdout + result.stderr
+    check_costs(tmp_path / "overlap_tiny_512.json", capsys)
+
+
+def test_every_kind_and_pair_is_a_step_of_a_valid_schedule(bench):
+    schedule, names = bench.schedule_of_all()
+    validate(schedule)
+    steps = [";".join(map(str, step)) for step in schedule.ranks[0]]
+    assert all(steps.count(name) == 1 for name in names)
+    assert sorted(names.values()) == sorted(bench.WORK)
+
+
+def test_what_is_hidden(bench):
+    """F of 2 and I of 3 units with 2 of communication each, W of 1."""
+    computing = dict.fromkeys(bench.WORK, 0.0) | {"F": 2.0, "I": 3.0, "W": 1.0}
+    given = dict.fromkeys(bench.WORK, 10.0) | {"F": 4.0, "I": 5.0, "W": 1.0, "B": 5.0, "FB": 7.0}
+    rows = {row["work"]: row for row in bench.rows_of(computing, given)}
+    assert rows["F"]["hidden"] == 0.0 and rows["W"]["hidden"] is None
+    assert (rows["B"]["alone ms"], rows["B"]["communication ms"], rows["B"]["hidden"]) == (6.0, 2.0, 0.5)
+    assert (rows["F&B"]["alone ms"], rows["F&B"]["communication ms"], rows["F&B"]["hidden"]) == (10.0, 4.0, 0.75)
+    assert rows["F&B"]["of alone"] == 0.7 and rows["F&B"]["x alone"] >= bench.GOALS[0].minimum
+
+
+def test_modelled_ranks_take_the_time_of_what_is_sent_to_others(bench):
+    mirror = bench.Mirror(4, torch.device("cpu"), None)
+    sent = torch.arange(8, dtype=torch.uint8).view(4, 2)
+    received = torch.empty_like(sent)
+    mirror.start(received, sent, [1] * 4, [1] * 4).wait()
+    assert received.equal(sent)
+    mirror.seconds_per_byte = 0.01
+    start = bench.time.perf_counter()
+    works = [mirror.start(received, sent, [1] * 4, [1] * 4) for _ in range(2)]
+    assert bench.time.perf_counter() - start < 0.05, "nobody waits yet"
+    for work in works:
+        work.wait()
+    assert bench.time.perf_counter() - start >= 0.12, "one after the other: twice 6 bytes to others"
+
+
+@pytest.mark.parametrize("model", ["qwen3-30b-a3b", "gpt-oss-20b", "deepseek-v2-lite"])
+def test_balanced_routes_spread_over_ranks(bench, model):
+    """Every expert gets as much, and a token's experts are on several ranks."""
+    sizes = bench.MODELS[model]
+    chosen = bench.BalancedRoutes(stride=bench.spread(sizes))(torch.zeros(1024, sizes.top_k).long(), sizes.experts)
+    load = chosen.flatten().bincount(minlength=sizes.experts)
+    assert load.max() - load.min() <= 1
+    ranks = chosen // (sizes.experts // 8)
+    assert min(len(set(row)) for row in ranks.tolist()) >= min(sizes.top_k, 8) - 2
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(600)
+def test_runs_on_a_gpu(tmp_path, capsys):
+    """The goal may be missed; nothing may fail."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    result = run_script("--quick", "--costs", str(tmp_path), "--model", "qwen3-30b-a3b")
+    assert result.returncode in (0, 1) and "FAILED" not in result.stdout, result.stdout[-3000:] + result.stderr[-3000:]
+    check_costs(tmp_path / "overlap_qwen3-30b-a3b_16384.json", capsys)

@@ -1,0 +1,255 @@
+"""What stages made of segments keep, counted in bytes: of each tensor, and at the peak of a pair."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from dualpipe.nn import Linear
+from dualpipe.parallel.all_to_all import Flight, Landing, Wire
+from dualpipe.pipeline.overlap import BackwardRun, Passage, SegmentedStage, Task, walk, weight_gradients
+from dualpipe.pipeline.segments import Communicate, Compute
+from dualpipe.pipeline.weight_grad_store import WeightGradStore
+from threads import Rank, run_threads
+
+ROWS, WIDTH, LAYERS = 256, 64, 3
+SEGMENT = ROWS * WIDTH * 4  # bytes of the largest output of a segment that goes to another: float32 (ROWS, WIDTH)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    return request.param
+
+
+class Exchange:
+    """All rows to one rank, which is this one: through the same buffers as between ranks."""
+
+    group = None
+
+    class Pending(Landing):
+        on_wait: Callable[[], None] | None = None
+
+        def wait(self):
+            if self.on_wait is not None:
+                self.on_wait()
+            return super().wait()
+
+    def __init__(self, wire: Wire, on_wait: Callable[[], None]) -> None:
+        self._wire, self._on_wait = wire, on_wait
+
+    def forward(self, inputs):
+        flight = Flight(self._wire, self._wire.mark())
+        flight.add(inputs[0], inputs[0].shape[1] * inputs[0].itemsize, [len(inputs[0])], [len(inputs[0])])
+        return self.Pending(flight, (inputs[0].dtype,), None)
+
+    def backward(self, context, gradients):
+        pending = self.forward(gradients)
+        pending.on_wait = self._on_wait
+        return pending
+
+
+class Watched(nn.Module):
+    """Layers of two linears with a communication before and after the second, and a residual."""
+
+    def __init__(self, wire: Wire) -> None:
+        super().__init__()
+        self.first = nn.ModuleList(Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+        self.second = nn.ModuleList(Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+        self.read: list[weakref.ref] = []  # storages of what came out of a communication, as they were read
+        self.alive: list[list[bool]] = []  # whether each is there when the backward waits for a communication
+        self.exchange = Exchange(wire, lambda: self.alive.append([ref() is not None for ref in self.read]))
+
+    def received(self, compute: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+        self.read.append(weakref.ref(tensors[-1].untyped_storage()))
+        return compute(*tensors)
+
+    def segments(self) -> list:
+        found = []
+        for first, second in zip(self.first, self.second):
+            found += [
+                Compute(lambda x, first=first: torch.tanh(first(x)), "x", "rows"),
+                Communicate(self.exchange, "rows", "rows"),
+                Compute(partial(self.received, lambda rows, second=second: torch.tanh(second(rows))), "rows", "rows"),
+                Communicate(self.exchange, "rows", "rows"),
+                Compute(partial(self.received, torch.add), ("x", "rows"), "x"),
+            ]
+        return found
+
+
+class Stage:
+    """Actions of one stage, as the engine runs them."""
+
+    def __init__(self, rank: Rank) -> None:
+        torch.manual_seed(0)
+        self.module = Watched(Wire(rank.all_to_all("self", [rank.number]))).to(rank.device)
+        self._segmented = SegmentedStage(self.module.segments(), ("x",), ("x",))
+        self._store, self._device, self._count = WeightGradStore(), rank.device, 0
+        for parameter in self.module.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        with self._store.activate(), torch.autograd.set_multithreading_enabled(False):
+            yield
+
+    def new(self) -> Passage:
+        return Passage({"x": torch.ones(ROWS, WIDTH, device=self._device, requires_grad=True)})
+
+    def forward(self, passage: Passage) -> Task:
+        return self._segmented.forward(passage)
+
+    def backward(self, kind: str, passage: Passage) -> Task:
+        self._count += 1
+        key = self._count
+        passage.gradients = {"x": torch.ones_like(passage.carry.pop("x"))}
+        weights = partial(self._store.run, key) if kind == "B" else lambda: None
+        run = BackwardRun(partial(self._store.defer, key), weights, self._store.recompute)
+        return self._segmented.backward(passage, run)
+
+    def tasks(self, kinds: str) -> list[tuple[Passage, Task]]:
+        """Actions ready to be run, with what they work on."""
+        made = []
+        for kind in kinds:
+            passage = self.new()
+            if kind != "F":
+                walk([self.forward(passage)])
+            if kind == "W":
+                walk([self.backward("I", passage)])
+                pieces = self._store.take(self._count)
+                made.append((passage, weight_gradients(Passage({}), pieces, 2 * LAYERS)))
+            else:
+                made.append((passage, self.forward(passage) if kind == "F" else self.backward(kind, passage)))
+        return made
+
+
+# -- counting
+
+
+class Counted(TorchDispatchMode):
+    """Bytes of the tensors made inside that are alive, and the most at any time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._alive: dict[int, weakref.ref] = {}
+        self.now = self.peak = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        results = function(*args, **kwargs or {})
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        for tensor in tree_leaves(results):
+            if isinstance(tensor, Tensor):
+                self._see(tensor.untyped_storage(), given)
+        return results
+
+    def _see(self, storage: torch.UntypedStorage, given: set[int]) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in given or key in self._alive:
+            return
+
+        def freed(_: weakref.ref) -> None:
+            del self._alive[key]
+            self.now -= size
+
+        self._alive[key] = weakref.ref(storage, freed)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+
+
+def peak(rank: Rank, stage: Stage, kinds: str) -> int:
+    """Bytes that are needed at most, beyond those that are there before, to run the actions in turn."""
+    made = stage.tasks(kinds)
+    tasks = [task for _, task in made]
+    if rank.device.type == "cpu":
+        with Counted() as counted:
+            walk(tasks)
+        return counted.peak
+    torch.cuda.synchronize()  # nothing that was freed waits for a stream any more
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    walk(tasks)
+    return torch.cuda.max_memory_allocated() - before
+
+
+def peaks(rank: Rank) -> dict[str, int]:
+    stage, found = Stage(rank), {}
+    with stage.running():
+        for kinds in ("F", "B", "I", "F", "B", "I", "W", *PAIRS):  # those of the first round warm up
+            found[kinds] = peak(rank, stage, kinds)
+    return found
+
+
+PAIRS = ("FB", "FI", "FF", "BB", "II", "FW", "IW")
+
+
+def test_a_pair_holds_what_both_hold_and_one_segment_more(device):
+    (found,) = run_threads(peaks, 1, device=device)
+    assert found["F"] >= LAYERS * 4 * SEGMENT, "each layer keeps what went into and came out of two communications"
+    for pair in PAIRS:
+        assert found[pair] <= found[pair[0]] + found[pair[1]] + SEGMENT, (pair, found)
+
+
+def lifetimes(rank: Rank) -> list[list[bool]]:
+    stage = Stage(rank)
+    with stage.running():
+        passage = stage.new()
+        walk([stage.forward(passage)])
+        walk([stage.backward("B", passage)])
+    return stage.module.alive
+
+
+def test_a_boundary_tensor_goes_when_its_backward_is_done(device):
+    """When a communication of the backward is waited for, the segment before has computed its gradients, also those of
+    its weights: what it read is gone."""
+    (alive,) = run_threads(lifetimes, 1, device=device)
+    count = 2 * LAYERS
+    assert alive == [[i < count - done for i in range(count)] for done in range(1, count + 1)]
+
+
+def read_without_gradients(rank: Rank) -> list[list[bool]]:
+    stage, alive = Stage(rank), []
+    module = stage.module
+    start = module.exchange.forward
+
+    def forward(inputs):
+        alive.append([ref() is not None for ref in module.read])
+        return start(inputs)
+
+    module.exchange.forward = forward
+    with torch.no_grad():
+        walk([stage.forward(stage.new())])
+    return alive
+
+
+def test_without_a_backward_it_goes_when_it_has_been_read(device):
+    (alive,) = run_threads(read_without_gradients, 1, device=device)
+    assert alive == [[False] * i for i in range(2 * LAYERS)]
+
+
+def forwards_beside_backwards(rank: Rank) -> list[int]:
+    """Bytes alive after each of several pairs in a row."""
+    stage, found = Stage(rank), []
+    with stage.running(), Counted() as counted:
+        passage = stage.new()
+        walk([stage.forward(passage)])
+        for _ in range(4):
+            following = stage.new()
+            walk([stage.forward(following), stage.backward("B", passage)])
+            passage = following
+            found.append(counted.now)
+    return found
+
+
+def test_nothing_piles_up_over_pairs():
+    (found,) = run_threads(forwards_beside_backwards, 1)
+    assert len(set(found)) == 1, found
