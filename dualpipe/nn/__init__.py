@@ -5,5 +5,9 @@ from dualpipe.nn.linear import Linear, defer_weight_grads
 from dualpipe.nn.loss import cross_entropy_loss
 from dualpipe.nn.norm import RMSNorm
 from dualpipe.nn.router import Router
+from dualpipe.nn.router_set import RouterSet
 
-__all__ = ["GroupedLinear", "GroupedSwiGLU", "Linear", "RMSNorm", "Router", "cross_entropy_loss", "defer_weight_grads"]
+__all__ = [
+    "GroupedLinear", "GroupedSwiGLU", "Linear", "RMSNorm", "Router", "RouterSet", "cross_entropy_loss",
+    "defer_weight_grads",
+]  # fmt: skip

@@ -122,10 +122,13 @@ class RouterStatistics:
         self.totals.zero_()
 
 
-def reduce_statistics(statistics: Sequence[RouterStatistics], group: dist.ProcessGroup) -> None:
-    """Loads summed, losses averaged over `group` (data- and expert-parallel ranks), in place, in one all-reduce.
+def reduce_statistics(
+    statistics: Sequence[RouterStatistics], group: dist.ProcessGroup, *, replicas: int | None = None
+) -> None:  # fmt: skip
+    """Loads summed, losses averaged over the ranks of `group`, in place, in one all-reduce.
 
-    Every rank gives those of the same routers in the same order. The host does not wait for the result on CUDA.
+    Every rank gives those of the same routers in the same order. replicas: on how many of the ranks each router ran (on
+    the others its statistics are zero); None: on all. The host does not wait for the result on CUDA.
     """
     if not statistics:
         return
@@ -133,7 +136,7 @@ def reduce_statistics(statistics: Sequence[RouterStatistics], group: dist.Proces
     dist.all_reduce(packed, group=group)
     for each, totals in zip(statistics, packed.split([len(each.totals) for each in statistics])):
         each.totals.copy_(totals)
-        each.totals[-2:] /= group.size()
+        each.totals[-2:] /= replicas or group.size()
 
 
 # -- what a router does in a step besides routing

@@ -132,6 +132,26 @@ class MemoryConfig:
 
 
 @dataclass(frozen=True)
+class RouterConfig:
+    """[router]: what keeps the loads of the experts even. A coefficient or rate of 0 leaves its part out."""
+
+    balance: float = 0.0
+    """coefficient of the balance loss, which is 1 where loads are even"""
+    balance_level: Literal["microbatch", "sequence", "global"] = "sequence"
+    """what that loss is computed over; "global": the loads are those of the global batch of the step before"""
+    z_loss: float = 0.0
+    """coefficient of the z-loss, the mean square of the logits' logsumexp, which keeps logits small"""
+    bias_update_rate: float = 0.0
+    """balancing without a loss, for routers with a correction bias: what a bias moves by in each step"""
+    balanced: bool = False
+    """for benchmarks: experts take turns, whatever the router says"""
+
+    def __post_init__(self) -> None:
+        for name in ("balance", "z_loss", "bias_update_rate"):
+            _require(getattr(self, name) >= 0, f"router.{name}", getattr(self, name), "must not be negative")
+
+
+@dataclass(frozen=True)
 class OptimizerConfig:
     """[optimizer]: AdamW and its learning rate."""
 
@@ -185,6 +205,7 @@ class Config:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
+    router: RouterConfig = field(default_factory=RouterConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     output: OutputConfig = field(default_factory=OutputConfig)
 

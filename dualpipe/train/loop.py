@@ -9,9 +9,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from dualpipe import Pipeline
 from dualpipe.nn.accumulate import local
+from dualpipe.nn.router_set import RouterSet
 from dualpipe.schedule import Schedule, build
 from dualpipe.train.config import Config, fit_world
 from dualpipe.train.data import Batch, Loader, evaluation_batches, open_splits, packed_directory, read_windows
@@ -58,6 +60,12 @@ class Run:
         self.pipeline = Pipeline(
             self.model.stages, process_group=job.group_along("pp"), schedule=parallel.schedule, overlap=parallel.overlap
         )
+        r = config.router
+        self.routers = RouterSet(
+            self.model.stages, num_chunks=train.num_chunks, balance=r.balance, level=r.balance_level, z=r.z_loss,
+            bias_update_rate=r.bias_update_rate, balanced=r.balanced, group=job.group, replicas=parallel.replicas,
+            device=job.device,
+        )  # fmt: skip
         self.criterion = micro_batch_loss(train.num_chunks)
 
     def _open_data(self) -> Splits:
@@ -102,7 +110,9 @@ class Run:
 
     def _step(self, step: int, batches: Iterator[Batch]) -> dict[str, float]:
         start = time.perf_counter()
-        loss = self._forward_backward(next(batches))
+        with self.routers.step():
+            loss = self._forward_backward(next(batches))
+        values = self._read(loss)
         norm = clip_by_global_norm(self.optimizer.parameters, self.config.optimizer.clip_norm, self.job.group)
         if not math.isfinite(norm):
             raise FloatingPointError(
@@ -114,12 +124,12 @@ class Run:
         self.optimizer.zero_grad()
         tokens = self.batch_size * self.config.train.sequence_length
         return {
-            "step": step + 1, "loss": loss, "grad_norm": norm, "lr": lr,
+            **values, "step": step + 1, "grad_norm": norm, "lr": lr,
             "tokens_per_second": tokens / (time.perf_counter() - start), "memory_bytes": memory_bytes(self.job.device),
         }  # fmt: skip
 
-    def _forward_backward(self, batch: Batch) -> float:
-        """Run the pipeline once; the mean loss of all pipelines on the ranks of the last stage, NaN elsewhere."""
+    def _forward_backward(self, batch: Batch) -> Tensor | None:
+        """Run the pipeline once; the mean loss of all pipelines on the ranks of the last stage, None elsewhere."""
         device = self.job.device
         batch = self._own_rows(batch)
         inputs = (batch.tokens.to(device),) if self.model.has_first else ()
@@ -129,11 +139,18 @@ class Run:
             *inputs, num_chunks=self.config.train.num_chunks, criterion=criterion, labels=labels
         )
         if losses is None:
-            return math.nan
+            return None
         loss = losses.sum().float()
         if (group := self.job.replicas) is not None:
             dist.all_reduce(loss, group=group)
-        return loss.item() / self.config.parallel.replicas
+        return loss / self.config.parallel.replicas
+
+    def _read(self, loss: Tensor | None) -> dict[str, float]:
+        """The loss and the routers' metrics, fetched from the device at once; NaN for a loss that is elsewhere."""
+        if loss is None:
+            return {"loss": math.nan}
+        values = {"loss": loss} | self.routers.metrics()
+        return dict(zip(values, torch.stack([value.double() for value in values.values()]).tolist()))
 
     def _own_rows(self, batch: Batch) -> Batch:
         """The sequences that this pipeline trains on."""
@@ -166,7 +183,7 @@ class Run:
         losses = [self._forward_backward(read_windows(self.splits.held_out, rows, window)) for rows in batches]
         for stage in self.model.stages:
             stage.train()
-        return sum(losses) / len(losses)
+        return math.nan if losses[0] is None else torch.stack(losses).mean().item()
 
     # -- what is said
 

@@ -42,6 +42,15 @@ class StepMetrics:
     """this rank's: the peak on its CUDA device, or what the process has resident"""
     eval_loss: float | None = None
     """on held-out data after this step; absent where there was no evaluation"""
+    load_max_over_mean: float | None = None
+    """of the tokens that the global batch gave each expert, in the layer where it is largest: 1 is even. This and what
+    follows are absent where the model has no router"""
+    dropped: float | None = None
+    """tokens without a place at their expert, over all layers: 0, because no expert has a capacity"""
+    balance_loss: float | None = None
+    """mean over the layers, without its coefficient; absent where that is 0"""
+    z_loss: float | None = None
+    """as balance_loss"""
 
 
 class MetricsWriter:

@@ -1,6 +1,7 @@
 """The `dualpipe` command from outside: exit statuses, messages, and runs on real processes."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -17,7 +18,11 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 
 def losses(folder, out):
-    return [json.loads(line)["loss"] for line in (folder / out / "metrics.jsonl").read_text().splitlines()]
+    return column(folder, out, "loss")
+
+
+def column(folder, out, name):
+    return [json.loads(line)[name] for line in (folder / out / "metrics.jsonl").read_text().splitlines()]
 
 
 # -- training
@@ -88,6 +93,56 @@ def test_data_parallelism_in_bf16_keeps_fp32_weights(trained, run_folder, dualpi
     done = dualpipe(run_folder, "train", "run.toml", *options, "--output.dir", "dp-bf16")
     assert done.returncode == 0, done.stderr
     assert losses(run_folder, "dp-bf16") == pytest.approx(losses(run_folder, "out"), rel=0.02)
+
+
+# -- the routers
+
+
+def test_loads_are_reported_without_any_option(trained, run_folder):
+    assert set(column(run_folder, "out", "dropped")) == {0}
+    assert all(1 < value < 4 for value in column(run_folder, "out", "load_max_over_mean"))
+    assert "balance_loss" not in (run_folder / "out/metrics.jsonl").read_text()
+
+
+@pytest.mark.parametrize("level", ["sequence", "global"])
+def test_router_losses_do_not_depend_on_the_layout(trained, run_folder, dualpipe, level):
+    terms = ("--router.balance", "0.5", "--router.balance_level", level, "--router.z_loss", "0.1")
+    layouts = {
+        "one": ("--parallel.pp", "1"),
+        "dp": ("--parallel.pp", "1", "--parallel.dp", "2", "--train.num_chunks", "2", "--train.eval_batches", "0"),
+        "ep": ("--parallel.pp", "2", "--parallel.ep", "2", "--train.num_chunks", "2", "--memory.recompute", "layer"),
+    }
+    for name, layout in layouts.items():
+        done = dualpipe(run_folder, "train", "run.toml", *terms, *layout, "--output.dir", f"{level}-{name}")
+        assert done.returncode == 0, done.stderr
+    for name in ("loss", "load_max_over_mean", "balance_loss", "z_loss", "dropped"):
+        one, dp, ep = (column(run_folder, f"{level}-{layout}", name) for layout in layouts)
+        assert dp == pytest.approx(one, rel=1e-6), name
+        assert ep == pytest.approx(one, rel=1e-6), name
+    difference = [abs(a - b) for a, b in zip(losses(run_folder, f"{level}-one"), losses(run_folder, "out"))]
+    assert difference[0] < 1e-5 < 1e-3 < max(difference), "the terms act from the first update on"
+    balance = column(run_folder, f"{level}-one", "balance_loss")
+    assert balance[0] == (0 if level == "global" else pytest.approx(1, abs=0.2)), "no step before the first has loads"
+    assert balance[1:] == pytest.approx([1] * 4, abs=0.2)
+    z = column(run_folder, f"{level}-one", "z_loss")
+    assert z[0] == pytest.approx(math.log(4) ** 2, rel=0.05) and z[-1] < z[0]
+
+
+def test_balanced_routing(run_folder, dualpipe):
+    options = ("--router.balanced", "True", "--parallel.dp", "2", "--parallel.pp", "1", "--train.steps", "2")
+    done = dualpipe(run_folder, "train", "run.toml", *options, "--output.dir", "balanced")
+    assert done.returncode == 0, done.stderr
+    assert column(run_folder, "balanced", "load_max_over_mean") == [1, 1]
+
+
+def test_a_bias_update_without_a_bias(run_folder, dualpipe):
+    done = dualpipe(run_folder, "train", "run.toml", "--router.bias_update_rate", "0.001")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: bias_update_rate is 0.001, but no router of this model has a correction bias")
+    assert done.stderr.count("\n") == 1
+
+
+# -- parity
 
 
 def test_parity_of_two_pipelines(run_folder, dualpipe):

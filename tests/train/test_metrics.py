@@ -27,16 +27,18 @@ def write(folder, rows, **options):
 
 
 def test_a_line_per_step(tmp_path):
-    text = write(tmp_path, [metrics(1), metrics(2, eval_loss=1.75)])
+    text = write(tmp_path, [metrics(1), metrics(2, eval_loss=1.75, load_max_over_mean=1.5, dropped=0.0)])
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert rows[0] == {
         "step": 1, "loss": 2.0, "grad_norm": 0.5, "lr": 1e-3, "tokens_per_second": 100.0, "memory_bytes": 2**20,
     }  # fmt: skip
     assert rows[1]["eval_loss"] == 1.75
+    assert (rows[1]["load_max_over_mean"], rows[1]["dropped"]) == (1.5, 0)
     lines = text.splitlines()
     assert len(lines) == 2 and lines[0].startswith("step 1/9  loss 2.0000  100 tokens/s  grad norm 0.50  1 MiB")
     assert "held-out loss 1.7500" in lines[1]
-    assert list((tmp_path / "tensorboard").iterdir())
+    (events,) = (tmp_path / "tensorboard").iterdir()
+    assert b"load_max_over_mean" in events.read_bytes()
 
 
 def test_a_terminal_gets_a_live_line_of_80_columns(tmp_path):
