@@ -17,8 +17,8 @@ An action that fails goes on without computing and takes part in its communicati
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -114,7 +114,6 @@ class Passage:
         if gradient is not None:
             earlier = self.gradients.get(name)
             self.gradients[name] = gradient if earlier is None else earlier + gradient
-
 
     def input_gradients(self) -> list[Tensor]:
         """Of the stage's inputs that need one, in their order; zeros where nothing depends on them."""
@@ -269,25 +268,14 @@ class Rng:
         device = next((t.device for t in inputs if _is_tensor(t) and t.is_cuda), None)
         return Rng(torch.get_rng_state(), device, None if device is None else torch.cuda.get_rng_state(device))
 
-    def replay(self) -> AbstractContextManager:
+    @contextmanager
+    def replay(self) -> Iterator[None]:
         """Draw the same numbers again inside; afterwards everything goes on as if nothing had been drawn."""
-        return _Replay(self)
-
-
-class _Replay:
-    def __init__(self, rng: Rng) -> None:
-        self._rng = rng
-
-    def __enter__(self) -> None:
-        rng = self._rng
-        self._fork = torch.random.fork_rng([] if rng.device is None else [rng.device])
-        self._fork.__enter__()
-        torch.set_rng_state(rng.cpu)
-        if rng.device is not None:
-            torch.cuda.set_rng_state(rng.state, rng.device)
-
-    def __exit__(self, *error: Any) -> None:
-        self._fork.__exit__(*error)
+        with torch.random.fork_rng([] if self.device is None else [self.device]):
+            torch.set_rng_state(self.cpu)
+            if self.device is not None:
+                torch.cuda.set_rng_state(self.state, self.device)
+            yield
 
 
 # -- helpers
