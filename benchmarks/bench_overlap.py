@@ -33,7 +33,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import combinations_with_replacement
 from pathlib import Path
@@ -46,7 +46,7 @@ from torch import Tensor, nn
 
 from dualpipe import Pipeline
 from dualpipe.models import Qwen3MoeConfig
-from dualpipe.models.qwen3_moe import Experts, Qwen3MoeStage
+from dualpipe.models.decoder import Experts, Stage
 from dualpipe.nn.routes import BalancedRoutes
 from dualpipe.parallel.all_to_all import AllToAll, GroupAllToAll
 from dualpipe.parallel.expert import ExpertParallel
@@ -216,7 +216,7 @@ def schedule_of_all() -> tuple[Schedule, dict[str, str]]:
 
 def make_stage(
     model: Model, heads: tuple[int, int, int], local_experts: int, layers: int, device: torch.device
-) -> Qwen3MoeStage:  # fmt: skip
+) -> Stage:  # fmt: skip
     """`layers` layers with this rank's experts; bfloat16 with float32 gradients, as in training, or on CPU float32."""
     config = Qwen3MoeConfig(
         vocab_size=1, hidden_size=model.hidden, num_hidden_layers=layers, num_attention_heads=heads[0],
@@ -224,9 +224,9 @@ def make_stage(
         moe_intermediate_size=model.intermediate, norm_topk_prob=True,
     )  # fmt: skip
     with torch.device("meta"):
-        stage = Qwen3MoeStage(config, range(layers), first=False, last=False)
+        stage = Stage(config, range(layers), first=False, last=False)
         for layer in stage.layers.values():
-            layer.mlp.experts = Experts(replace(config, num_experts=local_experts, num_experts_per_tok=1))
+            layer.mlp.experts = Experts(local_experts, config.hidden_size, config.moe_intermediate_size)
             layer.mlp.gate.choice = BalancedRoutes(stride=spread(model))
     stage = stage.to(torch.bfloat16 if device.type == "cuda" else torch.float32).to_empty(device=device)
     stage.init_weights(seed=0)

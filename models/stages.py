@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
 
 RECOMPUTE = ("attention", "experts", "norms", "layer")
 
@@ -32,21 +33,29 @@ def _parse(rule: str) -> tuple[str, range]:
     return found[1], range(10**6) if first is None else range(int(first), int(last) + 1)
 
 
-def split_layers(num_layers: int, num_stages: int) -> list[range]:
+def split_layers(num_layers: int, num_stages: int, layers_per_stage: Sequence[int] | None = None) -> list[range]:
     """Global layer indices of each stage: consecutive, as even as possible, lighter at the ends.
 
     The first stage also has the embedding and the last the head, so what does not divide evenly goes to the middle, and
-    the ends may have no layer at all. Raises `ValueError` where a middle stage would have nothing to do.
+    the ends may have no layer at all. `layers_per_stage` says it otherwise. Raises `ValueError` where a middle stage
+    would have nothing to do.
     Example: 6 layers in 4 stages are 1, 2, 2, 1.
     """
+    if layers_per_stage:
+        counts = list(layers_per_stage)
+        if len(counts) != num_stages or sum(counts) != num_layers or min(counts) < 0 or 0 in counts[1:-1]:
+            raise ValueError(f"layers_per_stage must be {num_stages} numbers with the sum {num_layers}, and none but "
+                             f"the first and the last may be 0; got {counts}")  # fmt: skip
+    else:
+        counts = _even(num_layers, num_stages)
+    ends = list(accumulate(counts))
+    return [range(end - count, end) for end, count in zip(ends, counts)]
+
+
+def _even(num_layers: int, num_stages: int) -> list[int]:
     if num_stages < 1 or num_layers < max(0, num_stages - 2):
         raise ValueError(f"cannot cut {num_layers} layers into {num_stages} stages; use 1 to {num_layers + 2}")
     each, extra = divmod(num_layers, num_stages)
     from_middle = sorted(range(num_stages), key=lambda stage: abs(2 * stage - (num_stages - 1)))
     heavier = set(from_middle[:extra])
-    ranges, start = [], 0
-    for stage in range(num_stages):
-        end = start + each + (stage in heavier)
-        ranges.append(range(start, end))
-        start = end
-    return ranges
+    return [each + (stage in heavier) for stage in range(num_stages)]

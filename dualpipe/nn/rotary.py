@@ -1,29 +1,96 @@
-"""Rotary position embedding (Su et al., arXiv:2104.09864), in the half-split layout of transformers.
+"""Rotary position embedding (Su et al., arXiv:2104.09864), also stretched by YaRN (Peng et al., arXiv:2309.00071).
 
 Computed where it is used: a buffer would have to survive meta devices, `.to(dtype)` and checkpoints.
 
-Dimension letters: B batch, T positions, A attention heads, D head dimension.
+Dimension letters: B batch, S positions, A attention heads, D head dimension.
 """
 
 from __future__ import annotations
+
+import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 
-def rotary_tables(length: int, head_dim: int, theta: float, like: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin of position * theta^(-2i/D), each (T, D) with both halves alike, in dtype and on device of `like`.
+@dataclass(frozen=True)
+class Yarn:
+    """How a model that was trained on `original_length` positions is stretched to `factor` times as many.
 
-    Angles are computed in `promote_types(dtype, float32)`: for float32 as transformers does, for float64 exactly.
+    Dimensions that turn more than `beta_fast` times within the original length keep their frequency, those that turn
+    less than `beta_slow` times have it divided by `factor`, and a ramp lies between. `attention_factor` multiplies cos
+    and sin; None: 0.1 ln(factor) + 1 (or, with `mscale` and `mscale_all_dim`, DeepSeek's quotient of two such).
+    truncate: whether the ramp's ends are rounded to whole dimensions (gpt-oss does not).
     """
-    dtype = torch.promote_types(like.dtype, torch.float32)
-    exponent_d = torch.arange(0, head_dim, 2, dtype=dtype, device=like.device) / head_dim
-    positions_T = torch.arange(length, dtype=dtype, device=like.device)
-    angles_TD = torch.outer(positions_T, 1.0 / theta**exponent_d).repeat(1, 2)
-    return angles_TD.cos().to(like.dtype), angles_TD.sin().to(like.dtype)
+
+    factor: float
+    original_length: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+    truncate: bool = True
+
+    def scale(self) -> float:
+        """What cos and sin are multiplied by."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return yarn_mscale(self.factor, self.mscale) / yarn_mscale(self.factor, self.mscale_all_dim)
+        return yarn_mscale(self.factor)
+
+    def slow_share(self, head_dim: int, theta: float, like: Tensor) -> Tensor:
+        """Of each frequency (D/2,) how much is divided by `factor`: 0 for the fast ones to 1 for the slow ones."""
+        low, high = (
+            head_dim * math.log(self.original_length / (turns * 2 * math.pi)) / (2 * math.log(theta))
+            for turns in (self.beta_fast, self.beta_slow)
+        )
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, head_dim - 1)
+        each_d = torch.arange(head_dim // 2, dtype=like.dtype, device=like.device)
+        return ((each_d - low) / (high - low if high != low else 0.001)).clamp(0, 1)
 
 
-def apply_rotary(x_BATD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
-    """Rotate each pair (x[i], x[i + D/2]) of (B, A, T, D) by its position's angle."""
-    first, second = x_BATD.chunk(2, dim=-1)
-    return x_BATD * cos_TD + torch.cat((-second, first), dim=-1) * sin_TD
+def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
+    """YaRN's temperature: 0.1 mscale ln(factor) + 1, and 1 for what is not stretched."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """The angles of a head: position * theta^(-2i/D) for pair i."""
+
+    head_dim: int
+    theta: float
+    yarn: Yarn | None = None
+
+    def tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Positions (...,) -> cos and sin, each (..., D) with both halves alike, computed in `dtype`.
+
+        In float32 as transformers does, in float64 exactly.
+        """
+        exponent_d = torch.arange(0, self.head_dim, 2, dtype=dtype, device=positions.device) / self.head_dim
+        frequency_d = 1.0 / self.theta**exponent_d
+        if self.yarn is not None:
+            slow_d = self.yarn.slow_share(self.head_dim, self.theta, frequency_d)
+            frequency_d = frequency_d / self.yarn.factor * slow_d + frequency_d * (1 - slow_d)
+        angles = (positions.to(dtype).unsqueeze(-1) * frequency_d).repeat(*[1] * positions.dim(), 2)
+        scale = 1.0 if self.yarn is None else self.yarn.scale()
+        return angles.cos() * scale, angles.sin() * scale
+
+
+def apply_rotary(x_BASD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate each pair (x[i], x[i + D/2]) of (B, A, S, D) by its position's angle."""
+    first, second = x_BASD.chunk(2, dim=-1)
+    return x_BASD * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+def apply_rotary_interleaved(x_BASD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate each pair (x[2i], x[2i + 1]), as DeepSeek stores them -> the pairs' halves, first all first ones.
+
+    Queries and keys come out in the same order, so their products do not depend on it.
+    """
+    return apply_rotary(x_BASD.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2), cos, sin)

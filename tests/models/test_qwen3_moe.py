@@ -11,7 +11,8 @@ from transformers import Qwen3MoeForCausalLM
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 from dualpipe.kernels import dispatch_tokens, sort_tokens
-from dualpipe.models import Qwen3MoeConfig, Qwen3MoeStage, build_stages, from_hf_state_dict, split_layers
+from dualpipe.models import Qwen3MoeConfig, Stage, build_stages, split_layers
+from dualpipe.models.hub import from_hub
 from dualpipe.models.stages import Recompute
 from dualpipe.nn import cross_entropy_loss
 from dualpipe.parallel import expert
@@ -41,7 +42,7 @@ def tiny(**changes):
 
 
 def whole(config, seed=0, dtype=torch.float32):
-    stage = Qwen3MoeStage(config, range(config.num_hidden_layers), first=True, last=True)
+    stage = Stage(config, range(config.num_hidden_layers), first=True, last=True)
     stage.init_weights(seed)
     return stage.to(dtype)
 
@@ -63,6 +64,14 @@ def train(model, config):
 
 def grads(model):
     return {name: param.grad for name, param in model.named_parameters()}
+
+
+def ours(config, model, hub):
+    """A hub state dict, or its gradients, under our names."""
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    if "lm_head.weight" not in hub:  # tied
+        del shapes["lm_head.weight"]
+    return from_hub(config, shapes, hub)
 
 
 def relative(actual, expected, floor=1e-30):
@@ -101,13 +110,13 @@ def test_logits_and_gradients_equal_transformers(changes, dtype, attention, monk
     reference = hf_model(changes, dtype, attention)
     config = tiny(**changes)
     model = whole(config, dtype=dtype)
-    model.load_state_dict(from_hf_state_dict(reference.state_dict()))
+    model.load_state_dict(ours(config, model, reference.state_dict()))
     expected, expected_loss = train(reference, config)
     actual, loss = train(model, config)
     tolerance = 1e-5 if dtype is torch.float32 else 1e-10
     assert relative(actual, expected) < tolerance
     assert relative(loss, expected_loss) < tolerance
-    expected_grads = from_hf_state_dict(grads(reference))
+    expected_grads = ours(config, model, grads(reference))
     assert grads(model).keys() == expected_grads.keys()
     # One normalised choice has weight 1 whatever the router says: its gradient is zero but for rounding.
     constant = config.num_experts_per_tok == 1 and config.norm_topk_prob
@@ -128,7 +137,8 @@ def test_per_expert_state_dict_is_stacked():
                 split[f"{layer}experts.{e}.{projection}.weight"] = part
         if not found:
             split[name] = tensor
-    expected, actual = from_hf_state_dict(fused), from_hf_state_dict(split)
+    config = tiny()
+    expected, actual = ours(config, whole(config), fused), ours(config, whole(config), split)
     assert actual.keys() == expected.keys()
     assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
 
@@ -284,14 +294,14 @@ def test_initial_values_depend_on_seed_and_name_alone():
     assert weight.std().item() == pytest.approx(config.initializer_range, rel=0.05)
     assert (model.get_parameter("layers.0.self_attn.q_proj.bias") == 0).all()
     assert (model.get_parameter("layers.0.input_layernorm.weight") == 1).all()
-    wide = Qwen3MoeStage(config, range(3), first=True, last=True).double()
+    wide = Stage(config, range(3), first=True, last=True).double()
     wide.init_weights(3)
     assert torch.equal(wide.embed_tokens.weight, model.embed_tokens.weight.double())
 
 
 def test_meta_device_needs_no_buffer():
     with torch.device("meta"):
-        model = Qwen3MoeStage(tiny(), range(3), first=True, last=True)
+        model = Stage(tiny(), range(3), first=True, last=True)
     model.to_empty(device="cpu").init_weights(0)
     assert not list(model.buffers())
     assert torch.equal(train(model, tiny())[0], train(whole(tiny()), tiny())[0])

@@ -1,0 +1,186 @@
+"""What a model family knows of its form on the Hugging Face hub: `config.json`, and where its tensors are.
+
+Dimension letters: E experts, I expert intermediate, H hidden.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
+from os import PathLike
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from dualpipe.nn.rotary import Rotary, Yarn
+
+# Keys of config.json that say nothing about the mathematics of a model.
+_IGNORED = {
+    "_attn_implementation", "_experts_implementation", "_name_or_path", "architectures", "attn_implementation",
+    "auto_map", "bos_token_id", "chunk_size_feed_forward", "dtype", "eos_token_id", "experts_implementation", "id2label",
+    "is_encoder_decoder", "label2id", "max_position_embeddings", "model_type", "name_or_path", "output_attentions",
+    "output_hidden_states", "pad_token_id", "problem_type", "return_dict", "rope_parameters", "rope_scaling",
+    "router_aux_loss_coef", "torch_dtype", "transformers_version", "use_cache",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Part:
+    """One tensor on the hub, and the part of one of ours that it is.
+
+    where: the slices of ours, one for each dimension; those of a single expert's row keep their dimension. The hub's
+    tensor has the same elements in the same order, without the dimensions that `shape` lacks; `transposed`: with its
+    last two dimensions exchanged.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    where: tuple[slice, ...]
+    transposed: bool = False
+
+
+class HubConfig:
+    """What the dataclasses of the families' sizes and options have in common; fields are named as in `config.json`."""
+
+    model_type: ClassVar[str]
+    _ignored: ClassVar[frozenset[str]] = frozenset()  # keys without a meaning for the family's mathematics
+    _fixed: ClassVar[Mapping[str, Any]] = {}  # keys of which one value is supported
+
+    # What every family has.
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    tie_word_embeddings: bool
+    rms_norm_eps: float
+    initializer_range: float
+    rope_theta: float
+    yarn: Yarn | None
+
+    @classmethod
+    def from_json(cls, path: str | PathLike[str]) -> Self:
+        """Read a hub `config.json`; raises `ValueError` for what is not supported."""
+        return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+
+    @classmethod
+    def from_dict(cls, hub: Mapping[str, Any]) -> Self:
+        """From the content of a hub `config.json`, older (`rope_theta`, `rope_scaling`) or newer (`rope_parameters`).
+
+        Raises `ValueError` naming every option that is unknown or not supported, or every missing size.
+        """
+        values = {key: value for key, value in hub.items() if value is not None}
+        values = cls._translated(values | rope_fields(values))
+        known = {field.name: field for field in fields(cls)}
+        if values.get("model_type", cls.model_type) != cls.model_type:
+            raise ValueError(f"model_type must be {cls.model_type!r}; got {values['model_type']!r}")
+        wrong = [f"{key}={values[key]!r} (only {only!r})" for key, only in cls._fixed.items()
+                 if values.get(key, only) != only]  # fmt: skip
+        unknown = values.keys() - known.keys() - _IGNORED - cls._ignored - cls._fixed.keys()
+        wrong += [f"{key}={values[key]!r} (unknown)" for key in sorted(unknown)]
+        if wrong:
+            raise ValueError(f"options that {cls.model_type} does not support here: {', '.join(wrong)}")
+        required = [name for name, field in known.items() if field.default is MISSING]
+        if missing := [name for name in required if name not in values]:
+            raise ValueError(f"the configuration lacks {', '.join(missing)}")
+        return cls(**{name: values[name] for name in known if name in values})
+
+    @classmethod
+    def _translated(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """The hub's values, under the names of the fields where those differ."""
+        return values
+
+    @property
+    def rotary(self) -> Rotary:
+        """The rotary embedding of a head."""
+        return Rotary(self.rotary_dim, self.rope_theta, self.yarn)
+
+    @property
+    def rotary_dim(self) -> int:
+        """How many dimensions of a head are rotated."""
+        return self.head_dim
+
+    def hub_layouts(self, name: str, shape: Sequence[int]) -> list[list[Part]]:
+        """Where a parameter or buffer of ours is on the hub: the parts that make it up, for each way of storing it.
+
+        `save_hf` writes the first. Raises `ValueError` for a name that the model does not have.
+        """
+        hub = name if name == "lm_head.weight" else f"model.{name}"
+        return [[whole(hub, shape)]]
+
+    def ignored_on_hub(self, name: str) -> bool:
+        """Whether a checkpoint may have this tensor although the model does not."""
+        return name.endswith("rotary_emb.inv_freq") or (self.tie_word_embeddings and name == "lm_head.weight")
+
+
+def whole(name: str, shape: Sequence[int]) -> Part:
+    """A tensor that is on the hub as it is here."""
+    return Part(name, tuple(shape), tuple(slice(0, size) for size in shape))
+
+
+def swiglu_expert_layouts(name: str, shape: Sequence[int]) -> list[list[Part]] | None:
+    """Of `layers.N.mlp.experts.(gate_up|down)_proj.weight`: each expert's own tensors, or all in one; None of others.
+
+    Example: `layers.0.mlp.experts.gate_up_proj.weight` (E, 2I, H) is `model.layers.0.mlp.experts.7.gate_proj.weight`
+    (I, H) in the first half of row 7.
+    """
+    prefix, found, rest = name.partition(".mlp.experts.")
+    if not found:
+        return None
+    prefix, projection = f"model.{prefix}{found}", rest.removesuffix(".weight")
+    experts, rows, columns = shape
+    bounds = {"gate_up_proj": {"gate_proj": (0, rows // 2), "up_proj": (rows // 2, rows)},
+              "down_proj": {"down_proj": (0, rows)}}[projection]  # fmt: skip
+    apart = [
+        Part(f"{prefix}{e}.{single}.weight", (stop - start, columns),
+             (slice(e, e + 1), slice(start, stop), slice(0, columns)))
+        for e in range(experts) for single, (start, stop) in bounds.items()
+    ]  # fmt: skip
+    return [apart, [whole(f"{prefix}{projection}", shape)]]
+
+
+def rope_fields(hub: Mapping[str, Any]) -> dict[str, Any]:
+    """`rope_theta` and, where there is one, `yarn` from either form of config.json.
+
+    Raises `ValueError` for a type other than "default" and "yarn", and for parameters that are not known.
+    """
+    scaling = dict(hub.get("rope_parameters") or hub.get("rope_scaling") or {})
+    kind = scaling.pop("rope_type", scaling.pop("type", "default"))
+    scaling.pop("type", None)
+    theta = float(scaling.pop("rope_theta", hub.get("rope_theta", 10_000.0)))
+    if kind == "default" and not scaling:
+        return {"rope_theta": theta}
+    names = {"factor": "factor", "original_max_position_embeddings": "original_length", "beta_fast": "beta_fast",
+             "beta_slow": "beta_slow", "attention_factor": "attention_factor", "mscale": "mscale",
+             "mscale_all_dim": "mscale_all_dim", "truncate": "truncate"}  # fmt: skip
+    scaling = {key: value for key, value in scaling.items() if value is not None}
+    if kind != "yarn" or (extra := sorted(scaling.keys() - names.keys())):
+        extra = sorted(scaling) if kind != "yarn" else extra
+        raise ValueError(f"rope_type {kind!r} with {extra} is not supported; only 'default' with rope_theta, and "
+                         f"'yarn' with {', '.join(names)}")  # fmt: skip
+    if "original_max_position_embeddings" not in scaling and "max_position_embeddings" in hub:
+        scaling["original_max_position_embeddings"] = hub["max_position_embeddings"]
+    if missing := [key for key in ("factor", "original_max_position_embeddings") if key not in scaling]:
+        raise ValueError(f"rope_type 'yarn' needs {' and '.join(missing)}")
+    return {"rope_theta": theta, "yarn": Yarn(**{names[key]: value for key, value in scaling.items()})}
+
+
+def from_hub(config: HubConfig, shapes: Mapping[str, Sequence[int]], hub: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of ours with these names and shapes, made of a hub state dict in memory, such as a model's gradients.
+
+    Raises `ValueError` for a name of which no layout is there.
+    """
+    return {name: _assembled(config.hub_layouts(name, shape), shape, hub) for name, shape in shapes.items()}
+
+
+def _assembled(layouts: list[list[Part]], shape: Sequence[int], hub: Mapping[str, Tensor]) -> Tensor:
+    parts = next((parts for parts in layouts if all(part.name in hub for part in parts)), None)
+    if parts is None:
+        raise ValueError(f"{layouts[0][0].name} is missing")
+    ours = torch.empty(*shape, dtype=hub[parts[0].name].dtype)
+    for part in parts:
+        tensor = hub[part.name]
+        into = ours[part.where]
+        into.copy_((tensor.mT if part.transposed else tensor).reshape(into.shape))
+    return ours
