@@ -20,9 +20,9 @@ from dualpipe.nn.rotary import Rotary, Yarn
 # Keys of config.json that say nothing about the mathematics of a model.
 _IGNORED = {
     "_attn_implementation", "_experts_implementation", "_name_or_path", "architectures", "attn_implementation",
-    "auto_map", "bos_token_id", "chunk_size_feed_forward", "dtype", "eos_token_id", "experts_implementation", "id2label",
-    "is_encoder_decoder", "label2id", "max_position_embeddings", "model_type", "name_or_path", "output_attentions",
-    "output_hidden_states", "pad_token_id", "problem_type", "return_dict", "rope_parameters", "rope_scaling",
+    "auto_map", "bos_token_id", "chunk_size_feed_forward", "dtype", "eos_token_id", "experts_implementation",
+    "id2label", "is_encoder_decoder", "label2id", "max_position_embeddings", "model_type", "name_or_path",
+    "output_attentions", "output_hidden_states", "pad_token_id", "problem_type", "return_dict", "rope_parameters", "rope_scaling",
     "router_aux_loss_coef", "torch_dtype", "transformers_version", "use_cache",
 }  # fmt: skip
 
