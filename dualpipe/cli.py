@@ -39,6 +39,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_data(commands)
     _add_parity(commands)
     _add_dtypes(commands)
+    _add_memory(commands)
+    _add_hf(commands)
     return parser
 
 
@@ -155,7 +157,62 @@ def _dtypes(args: argparse.Namespace) -> int:
     from dualpipe.train.model import DTYPES, plan_dtypes, read_model_config
 
     config = load_config(args.config, args.overrides)
-    model_config = read_model_config(config.model.config)
+    model_config = read_model_config(config)
     stages = build_on_meta(lambda: build_stages(model_config, 1))
     print(plan_dtypes(stages, DTYPES[config.train.dtype], sharded=config.parallel.dp * config.parallel.ep > 1).table())
+    return 0
+
+
+def _add_memory(commands: argparse._SubParsersAction) -> None:
+    text = "print what a run needs on each rank in GiB, by what it is for; nothing is allocated"
+    parser = commands.add_parser("memory", help=text, description=text, allow_abbrev=False)
+    _add_config(parser)
+    parser.set_defaults(run=_memory)
+
+
+def _memory(args: argparse.Namespace) -> int:
+    from dualpipe.train.config import load_config
+    from dualpipe.train.memory import estimate, table
+    from dualpipe.train.model import read_model_config
+
+    config = load_config(args.config, args.overrides)
+    for line in table(estimate(config, read_model_config(config))):
+        print(line)
+    return 0
+
+
+def _add_hf(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser("hf", help="Hugging Face checkpoints")
+    sub = parser.add_subparsers(required=True, metavar="COMMAND")
+    text = "say whether a checkpoint can be loaded, what it holds, and how much of it each rank reads (headers only)"
+    check = sub.add_parser("check", help=text, description=text, allow_abbrev=False)
+    check.add_argument("path", metavar="PATH", help="a directory with config.json and safetensors")
+    for name, ranks in (("pp", "pipeline"), ("dp", "data-parallel"), ("ep", "expert-parallel")):
+        check.add_argument(f"--{name}", type=int, default=1, metavar="N", help=f"{ranks} ranks (default: 1)")
+    check.set_defaults(run=_hf_check)
+    text = "write a checkpoint again in another dtype, dequantized; one tensor in memory at a time"
+    export = sub.add_parser("export", help=text, description=text, allow_abbrev=False)
+    export.add_argument("source", metavar="SRC", help="a directory with config.json and safetensors")
+    export.add_argument("target", metavar="OUT", help="the directory to make")
+    export.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16", help="default: bf16")
+    export.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a file's tensors (default: 5GB)")
+    export.set_defaults(run=_hf_export)
+
+
+def _hf_check(args: argparse.Namespace) -> int:
+    from dualpipe.checkpoint.command import check
+    from dualpipe.checkpoint.hub_plan import Layout
+    from dualpipe.parallel.mesh import mesh_sizes
+
+    for line in check(args.path, Layout(*mesh_sizes(args.pp * args.dp * args.ep, args.pp, args.dp, args.ep))):
+        print(line)
+    return 0
+
+
+def _hf_export(args: argparse.Namespace) -> int:
+    from dualpipe.checkpoint.command import export, parse_size
+    from dualpipe.train.model import DTYPES
+
+    export(args.source, args.target, DTYPES[args.dtype], parse_size(args.max_shard_size))
+    print(f"{args.target}: written")
     return 0

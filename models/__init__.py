@@ -1,7 +1,48 @@
 """Models cut into stages, as plain PyTorch over `dualpipe.nn`."""
 
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
 from dualpipe.models.decoder import Stage, build_stages
+from dualpipe.models.deepseek import DeepseekV2Config, DeepseekV3Config
+from dualpipe.models.gpt_oss import GptOssConfig
+from dualpipe.models.hub import HubConfig
 from dualpipe.models.qwen3_moe import Qwen3MoeConfig
 from dualpipe.models.stages import split_layers
 
-__all__ = ["Qwen3MoeConfig", "Stage", "build_stages", "split_layers"]
+__all__ = [
+    "DeepseekV2Config", "DeepseekV3Config", "GptOssConfig", "HubConfig", "Qwen3MoeConfig", "Stage", "build_stages",
+    "config_from_dict", "read_config", "split_layers",
+]  # fmt: skip
+
+FAMILIES = {family.model_type: family for family in (Qwen3MoeConfig, DeepseekV2Config, DeepseekV3Config, GptOssConfig)}
+
+
+def read_config(path: str | PathLike[str]) -> HubConfig:
+    """The configuration in a hub's `config.json`, or in the directory that holds one.
+
+    Raises `ValueError` where there is none, it is no JSON object, or the model or an option is not supported.
+    """
+    path = Path(path)
+    path = path / "config.json" if path.is_dir() else path
+    if not path.is_file():
+        raise ValueError(f"there is no file {path}; give the path of a hub-style config.json")
+    try:
+        return config_from_dict(json.loads(path.read_text(encoding="utf-8")))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def config_from_dict(hub: Mapping[str, Any]) -> HubConfig:
+    """From the content of a hub's `config.json`; see `HubConfig.from_dict`."""
+    if not isinstance(hub, Mapping):
+        raise ValueError(f"a JSON object is needed, got {type(hub).__name__}")
+    family = FAMILIES.get(hub.get("model_type"))
+    if family is None:
+        raise ValueError(f"model_type {hub.get('model_type')!r} is not one of those supported: {', '.join(FAMILIES)}")
+    return family.from_dict(hub)

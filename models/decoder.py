@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dualpipe.models.hub import HubConfig
+from dualpipe.models.sizes import head_flops, layer_flops
 from dualpipe.models.stages import Recompute, split_layers
 from dualpipe.nn import GroupedLinear, GroupedSwiGLU, Linear, RMSNorm, Router
 from dualpipe.nn.attention import Context
@@ -26,6 +27,8 @@ from dualpipe.nn.init import seeded_normal_
 from dualpipe.nn.routing import SortedTokens
 from dualpipe.parallel.expert import Dispatcher, ExpertParallel, expert_parallel_mlp, run_experts
 from dualpipe.pipeline.segments import Communicate, Compute, Segment
+
+_TYPICAL_LENGTH = 4096  # of a sequence, where the costs of layers are weighed against that of the head
 
 
 class Experts(nn.Module):
@@ -68,15 +71,16 @@ class SparseMLP(nn.Module):
 
     def segments(self, recompute: Callable[[str], bool]) -> list[Segment]:
         """From "x" and "normed" to "x"."""
+        again = recompute("dispatch")
         if not self.dispatcher.communicates:
-            return [Compute(self, "normed", "y", recompute("experts")), _residual(recompute)]
+            return [Compute(self, "normed", "y", recompute("experts") or again), _residual(recompute)]
         run = partial(run_experts, self.experts)
         found = [
-            Compute(self._route, "normed", ("rows", "weights", "plan"), recompute("layer")),
-            Communicate(self.dispatcher.dispatch, ("rows", "weights", "plan"), ("rows", "weights", "received")),
-            Compute(run, ("rows", "weights", "received"), "rows", recompute("experts")),
+            Compute(self._route, "normed", ("rows", "weights", "plan"), recompute("layer") or again),
+            Communicate(self.dispatcher.dispatch, ("rows", "weights", "plan"), ("rows", "weights", "received"), again),
+            Compute(run, ("rows", "weights", "received"), "rows", recompute("experts") or again),
             Communicate(self.dispatcher.combine, ("rows", "received"), "rows"),
-            Compute(self._finish, ("normed", "rows", "plan"), "y", recompute("layer")),
+            Compute(self._finish, ("x", "rows", "plan"), "y", recompute("layer")),
         ]
         if hasattr(self, "shared_experts"):
             found += [Compute(self.shared_experts, "normed", "shared", recompute("experts")),
@@ -181,18 +185,28 @@ class Stage(nn.Module):
             if isinstance(layer.mlp, SparseMLP):
                 layer.mlp.dispatcher = experts.dispatcher()
 
+    def compile_dense(self, **options: Any) -> None:
+        """Have norms, attention and dense MLPs go through `torch.compile(**options)`; experts have their own kernels.
+
+        What is between linear layers is compiled: those themselves hand out weight gradients, which no compiler sees.
+        """
+        for layer in self.layers.values():
+            parts = [layer.input_layernorm, layer.self_attn, layer.post_attention_layernorm]
+            for part in (*parts, *(module for module in layer.mlp.modules() if isinstance(module, DenseMLP))):
+                part.compile(**options)
+
     def segments(self) -> list[Segment]:
         """The forward in parts, for the pipeline to overlap and, as `recompute` says, to compute again."""
         found: list[Segment] = [Compute(self.embed_tokens, "x", "x")] if self.first else []
         if self.layers:
-            found.append(Compute(self._context, "x", "context"))
+            found.append(Compute(self._context, ("x", "positions"), "context"))
         for index, layer in self.layers.items():
             found += layer.segments(partial(self.recompute, layer=int(index)))
         if self.last:
             found.append(Compute(lambda x_BSH: self.lm_head(self.norm(x_BSH)), "x", "x"))
         return found or [Compute(lambda x_BSH: x_BSH, "x", "x")]
 
-    def _context(self, x_BSH: Tensor, positions_BS: Tensor | None = None) -> Context:
+    def _context(self, x_BSH: Tensor, positions_BS: Tensor | None) -> Context:
         return Context(self.config.rotary, x_BSH, positions_BS)
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
@@ -237,12 +251,13 @@ def build_stages(
     only: Sequence[int] | None = None,
     layers_per_stage: Sequence[int] | None = None,
 ) -> list[Stage]:
-    """The stages of a pipeline, layers split as evenly as possible, lighter at the ends, or as `layers_per_stage` says.
+    """The stages of a pipeline, layers split so that all compute about as much, or as `layers_per_stage` says.
 
     `only` names the stages to build, such as those of one rank; the result is in its order. Raises `ValueError` for
     more stages than layers allow, and for tied embeddings whose two ends are not built together.
     """
-    cuts = split_layers(config.num_hidden_layers, num_stages, layers_per_stage)
+    costs = [layer_flops(config, index, _TYPICAL_LENGTH) for index in range(config.num_hidden_layers)]
+    cuts = split_layers(costs, num_stages, layers_per_stage, head=head_flops(config))
     wanted = list(range(num_stages)) if only is None else list(only)
     if outside := [stage for stage in wanted if not 0 <= stage < num_stages]:
         raise ValueError(f"only must name stages from 0 to {num_stages - 1}; got {outside}")

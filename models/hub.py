@@ -22,8 +22,14 @@ _IGNORED = {
     "_attn_implementation", "_experts_implementation", "_name_or_path", "architectures", "attn_implementation",
     "auto_map", "bos_token_id", "chunk_size_feed_forward", "dtype", "eos_token_id", "experts_implementation",
     "id2label", "is_encoder_decoder", "label2id", "max_position_embeddings", "model_type", "name_or_path",
-    "output_attentions", "output_hidden_states", "pad_token_id", "problem_type", "return_dict", "rope_parameters", "rope_scaling",
-    "router_aux_loss_coef", "torch_dtype", "transformers_version", "use_cache",
+    "output_attentions", "output_hidden_states", "pad_token_id", "problem_type", "quantization_config", "return_dict",
+    "rope_parameters", "rope_scaling", "router_aux_loss_coef", "torch_dtype", "transformers_version", "use_cache",
+}  # fmt: skip
+# The hub's names of a `Yarn`'s fields.
+_YARN = {
+    "factor": "factor", "original_max_position_embeddings": "original_length", "beta_fast": "beta_fast",
+    "beta_slow": "beta_slow", "attention_factor": "attention_factor", "mscale": "mscale",
+    "mscale_all_dim": "mscale_all_dim", "truncate": "truncate",
 }  # fmt: skip
 
 
@@ -48,6 +54,7 @@ class HubConfig:
     model_type: ClassVar[str]
     _ignored: ClassVar[frozenset[str]] = frozenset()  # keys without a meaning for the family's mathematics
     _fixed: ClassVar[Mapping[str, Any]] = {}  # keys of which one value is supported
+    _nullable: ClassVar[frozenset[str]] = frozenset()  # keys for which null is a value, not the same as no such key
 
     # What every family has.
     vocab_size: int
@@ -70,7 +77,7 @@ class HubConfig:
 
         Raises `ValueError` naming every option that is unknown or not supported, or every missing size.
         """
-        values = {key: value for key, value in hub.items() if value is not None}
+        values = {key: value for key, value in hub.items() if value is not None or key in cls._nullable}
         values = cls._translated(values | rope_fields(values))
         known = {field.name: field for field in fields(cls)}
         if values.get("model_type", cls.model_type) != cls.model_type:
@@ -91,6 +98,24 @@ class HubConfig:
         """The hub's values, under the names of the fields where those differ."""
         return values
 
+    def to_dict(self) -> dict[str, Any]:
+        """The content of a `config.json` from which `from_dict` makes this configuration, and other libraries a model.
+
+        What this library does not know of, such as the longest sequence and special tokens, is not in it.
+        """
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "yarn"}
+        values = {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
+        rope = {"rope_type": "default", "rope_theta": values.pop("rope_theta")}
+        if self.yarn is not None:
+            of_yarn = {theirs: getattr(self.yarn, ours) for theirs, ours in _YARN.items()}
+            rope |= {"rope_type": "yarn"} | {key: value for key, value in of_yarn.items() if value is not None}
+            values["max_position_embeddings"] = int(self.yarn.original_length * self.yarn.factor)
+        # Other libraries take some number of their own where this is missing, whatever the other sizes are.
+        values.setdefault("num_key_value_heads", values["num_attention_heads"])
+        architecture = type(self).__name__.removesuffix("Config") + "ForCausalLM"
+        return {"architectures": [architecture], "model_type": self.model_type, **self._fixed, **values,
+                "rope_parameters": rope}  # fmt: skip
+
     @property
     def rotary(self) -> Rotary:
         """The rotary embedding of a head."""
@@ -104,10 +129,12 @@ class HubConfig:
     def hub_layouts(self, name: str, shape: Sequence[int]) -> list[list[Part]]:
         """Where a parameter or buffer of ours is on the hub: the parts that make it up, for each way of storing it.
 
-        `save_hf` writes the first. Raises `ValueError` for a name that the model does not have.
+        `save_hf` writes the first. A tied head is the embedding. Raises `ValueError` for a name that the model does not
+        have.
         """
-        hub = name if name == "lm_head.weight" else f"model.{name}"
-        return [[whole(hub, shape)]]
+        if name == "lm_head.weight" and not self.tie_word_embeddings:
+            return [[whole(name, shape)]]
+        return [[whole("model.embed_tokens.weight" if name == "lm_head.weight" else f"model.{name}", shape)]]
 
     def ignored_on_hub(self, name: str) -> bool:
         """Whether a checkpoint may have this tensor although the model does not."""
@@ -151,19 +178,16 @@ def rope_fields(hub: Mapping[str, Any]) -> dict[str, Any]:
     theta = float(scaling.pop("rope_theta", hub.get("rope_theta", 10_000.0)))
     if kind == "default" and not scaling:
         return {"rope_theta": theta}
-    names = {"factor": "factor", "original_max_position_embeddings": "original_length", "beta_fast": "beta_fast",
-             "beta_slow": "beta_slow", "attention_factor": "attention_factor", "mscale": "mscale",
-             "mscale_all_dim": "mscale_all_dim", "truncate": "truncate"}  # fmt: skip
     scaling = {key: value for key, value in scaling.items() if value is not None}
-    if kind != "yarn" or (extra := sorted(scaling.keys() - names.keys())):
+    if kind != "yarn" or (extra := sorted(scaling.keys() - _YARN.keys())):
         extra = sorted(scaling) if kind != "yarn" else extra
         raise ValueError(f"rope_type {kind!r} with {extra} is not supported; only 'default' with rope_theta, and "
-                         f"'yarn' with {', '.join(names)}")  # fmt: skip
+                         f"'yarn' with {', '.join(_YARN)}")  # fmt: skip
     if "original_max_position_embeddings" not in scaling and "max_position_embeddings" in hub:
         scaling["original_max_position_embeddings"] = hub["max_position_embeddings"]
     if missing := [key for key in ("factor", "original_max_position_embeddings") if key not in scaling]:
         raise ValueError(f"rope_type 'yarn' needs {' and '.join(missing)}")
-    return {"rope_theta": theta, "yarn": Yarn(**{names[key]: value for key, value in scaling.items()})}
+    return {"rope_theta": theta, "yarn": Yarn(**{_YARN[key]: value for key, value in scaling.items()})}
 
 
 def from_hub(config: HubConfig, shapes: Mapping[str, Sequence[int]], hub: Mapping[str, Tensor]) -> dict[str, Tensor]:

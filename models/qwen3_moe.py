@@ -94,7 +94,9 @@ class Attention(nn.Module):
     def __init__(self, config: Qwen3MoeConfig) -> None:
         super().__init__()
         hidden, head, bias = config.hidden_size, config.head_dim, config.attention_bias
-        self.head_dim = head
+        self.num_heads, self.num_kv_heads, self.head_dim = config.num_attention_heads, config.num_key_value_heads, head
+        self.qk_dim = self.v_dim = head
+        self.window = None
         self.q_proj = Linear(hidden, config.num_attention_heads * head, bias=bias)
         self.k_proj = Linear(hidden, config.num_key_value_heads * head, bias=bias)
         self.v_proj = Linear(hidden, config.num_key_value_heads * head, bias=bias)

@@ -6,7 +6,9 @@
 A token sees itself and what came before it in its document, at most `window` positions with itself. Documents in a row
 follow each other; one starts wherever the position ids do not go on by one.
 
-On CPU attention is computed as it is written down, in at least float32 where it matters.
+On CPU, and in float64, attention is computed as it is written down, in at least float32 where it matters. On CUDA a
+fused kernel does not write the (S, S) scores: torch's own where only the future is hidden (but in float32 that writes
+them where heads share keys), and FlexAttention for all else, which skips blocks that a window or a document hides.
 
 Dimension letters: B batch, S sequence, H hidden, A query heads, G key/value heads (a divisor of A), R = A / G, D head
 dimension of queries and keys, V of values.
@@ -14,8 +16,14 @@ dimension of queries and keys, V of values.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
 from dualpipe.nn.rotary import Rotary
 
@@ -35,6 +43,7 @@ class Context:
             cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # (B, 1, S, D): the same for all heads
         self._tables = {cos.dtype: (cos, sin)}
         self._visible: dict[int | None, Tensor] = {}
+        self._blocks: dict[int | None, BlockMask] = {}
 
     def tables(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and sin, each (S, D) or (B, 1, S, D)."""
@@ -42,6 +51,10 @@ class Context:
             cos, sin = next(iter(self._tables.values()))
             self._tables[dtype] = cos.to(dtype), sin.to(dtype)
         return self._tables[dtype]
+
+    def hides_only_the_future(self, window: int | None = None) -> bool:
+        """Whether a query sees all that came before it."""
+        return self.documents_BS is None and (window is None or window >= self.length)
 
     def visible(self, window: int | None = None) -> Tensor:
         """Which keys a query sees: bool (S, S), or (B, S, S) where there are documents."""
@@ -55,6 +68,17 @@ class Context:
                 seen = seen & (self.documents_BS.unsqueeze(1) == self.documents_BS.unsqueeze(2))
             self._visible[window] = seen
         return self._visible[window]
+
+    def blocks(self, window: int | None = None) -> BlockMask:
+        """The same for FlexAttention: which blocks of keys a block of queries sees, in full or in part."""
+        if window not in self._blocks:
+            # A tensor: a number would be compiled in, once for each window.
+            reach = torch.full((), self.length if window is None else window, device=self.device)
+            batch = None if self.documents_BS is None else len(self.documents_BS)
+            make = create_block_mask if self.device.type == "cpu" else _compiled(create_block_mask)
+            mask = _visibility(reach, self.documents_BS)
+            self._blocks[window] = make(mask, batch, None, self.length, self.length, device=self.device)
+        return self._blocks[window]
 
 
 def document_numbers(positions_BS: Tensor) -> Tensor:
@@ -76,7 +100,59 @@ def attend(
 
     sinks_A: a logit for each head that takes its share of the softmax and has no value (gpt-oss).
     """
-    return attention_reference(q_BASD, k_BGSD, v_BGSV, context, scale=scale, window=window, sinks_A=sinks_A)
+    plain = sinks_A is None and context.hides_only_the_future(window)
+    if not _has_kernel(q_BASD, v_BGSV, plain):
+        return attention_reference(q_BASD, k_BGSD, v_BGSV, context, scale=scale, window=window, sinks_A=sinks_A)
+    q_BASD, k_BGSD = q_BASD.to(v_BGSV.dtype), k_BGSD.to(v_BGSV.dtype)  # which a norm kept in float32 may have widened
+    if plain:
+        grouped = q_BASD.shape[1] != k_BGSD.shape[1]  # fewer of torch's kernels do it
+        return F.scaled_dot_product_attention(q_BASD, k_BGSD, v_BGSV, is_causal=True, enable_gqa=grouped, scale=scale)
+    return _compiled(attention_flex)(q_BASD, k_BGSD, v_BGSV, context.blocks(window), scale, sinks_A)
+
+
+def _has_kernel(q: Tensor, v: Tensor, plain: bool) -> bool:
+    """FlexAttention multiplies tiles of at least 16 dimensions, and nothing fused has float64."""
+    wide_enough = plain or min(q.shape[-1], v.shape[-1]) >= 16
+    return q.device.type == "cuda" and v.dtype is not torch.float64 and wide_enough
+
+
+def attention_flex(
+    q_BASD: Tensor, k_BGSD: Tensor, v_BGSV: Tensor, blocks: BlockMask, scale: float, sinks_A: Tensor | None
+) -> Tensor:
+    """`attend` by FlexAttention (Dong et al., arXiv:2412.05496); to be compiled, so that the scores are not written.
+
+    A sink s adds e^s to the softmax's denominator Z = e^lse, so it scales the result by Z / (Z + e^s), which is
+    sigmoid(lse - s).
+    """
+    common = {"block_mask": blocks, "scale": scale, "enable_gqa": True}
+    if sinks_A is None:
+        return flex_attention(q_BASD, k_BGSD, v_BGSV, **common)
+    y_BASV, aux = flex_attention(q_BASD, k_BGSD, v_BGSV, **common, return_aux=AuxRequest(lse=True))
+    return apply_sinks(y_BASV, aux.lse, sinks_A)
+
+
+def apply_sinks(y_BASV: Tensor, lse_BAS: Tensor, sinks_A: Tensor) -> Tensor:
+    """What attention without sinks and its log-sum-exp become with them, in the dtype of the former."""
+    share_BAS = torch.sigmoid(lse_BAS - sinks_A.to(lse_BAS.dtype).unsqueeze(-1))
+    return (y_BASV * share_BAS.unsqueeze(-1)).to(y_BASV.dtype)
+
+
+def _visibility(reach: Tensor, documents_BS: Tensor | None) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """Whether a query sees a key, as FlexAttention asks it: by number of row, head, query and key."""
+
+    def near(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key <= query) & (key > query - reach)
+
+    def near_in_document(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return near(row, head, query, key) & (documents_BS[row, query] == documents_BS[row, key])
+
+    return near if documents_BS is None else near_in_document
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """One for the process: what is compiled once serves all layers, stages and micro-batches of the same sizes."""
+    return torch.compile(function)
 
 
 def attention_reference(

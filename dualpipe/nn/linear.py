@@ -42,7 +42,13 @@ class Linear(nn.Linear):
         if torch.is_autocast_enabled(x.device.type) and x.dtype is not torch.float64:  # autocast leaves float64 alone
             dtype = torch.get_autocast_dtype(x.device.type)
             x = x.to(dtype)
-        return _Linear.apply(x, weight, bias, dtype)
+        return (_uncompiled if torch.compiler.is_compiling() else _Linear.apply)(x, weight, bias, dtype)
+
+
+@torch.compiler.disable
+def _uncompiled(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None) -> Tensor:
+    """A compiler must not trace the backward: whether to defer is asked each time."""
+    return _Linear.apply(x, weight, bias, dtype)
 
 
 class _Linear(torch.autograd.Function):

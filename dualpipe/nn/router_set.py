@@ -39,11 +39,12 @@ class RouterSet:
     num_chunks: the micro-batches of a step on a rank.
     balance, level, z: losses as in `RouterStep`; level "global" takes the loads of the step before.
     bias_update_rate: after each step, of `Router.update_bias`, for the routers that have a correction bias.
-    balanced: `BalancedRoutes` instead of the routers' own choice.
+    balanced: `BalancedRoutes` instead of the routers' own choice; balanced_stride: between the experts of a token.
     group: all ranks that train the model, None for one; replicas: how many of them hold each stage. A router must have
         the same name in its stage on all of those, and no other router this name.
 
-    Raises `ValueError`, on all ranks, where names are not so, and for a rate where there is no correction bias.
+    Raises `ValueError`, on all ranks, where names are not so, for a rate where there is no correction bias, and for a
+    stride that leaves experts out.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class RouterSet:
         z: float = 0.0,
         bias_update_rate: float = 0.0,
         balanced: bool = False,
+        balanced_stride: int = 1,
         group: dist.ProcessGroup | None = None,
         replicas: int = 1,
         device: torch.device | str | None = None,
@@ -71,8 +73,11 @@ class RouterSet:
         self._losses = {"balance_loss": bool(balance), "z_loss": bool(z)}
         self._rate, self._group, self._replicas = bias_update_rate, group, replicas
         if balanced:
+            routes = BalancedRoutes(balanced_stride)
+            for kind in kinds.values():
+                routes.check(kind.num_experts)
             for _, router in self._here:
-                router.choice = BalancedRoutes()
+                router.choice = routes
 
     @contextmanager
     def step(self) -> Iterator[None]:

@@ -32,12 +32,33 @@ class BalancedRoutes:
 
     stride: int = 1
 
-    def __call__(self, experts_TK: Tensor, num_experts: int) -> Tensor:
+    def check(self, num_experts: int) -> None:
+        """ValueError for a stride that leaves experts out."""
         if math.gcd(self.stride, num_experts) != 1:
             raise ValueError(f"stride {self.stride} and the number of experts {num_experts} have a divisor in common, "
                              "so some experts would get nothing; take 1, or another odd number")  # fmt: skip
+
+    def __call__(self, experts_TK: Tensor, num_experts: int) -> Tensor:
+        self.check(num_experts)
         places = torch.arange(experts_TK.numel(), device=experts_TK.device)
         return (places * self.stride % num_experts).view_as(experts_TK)
+
+
+def random_like_stride(num_experts: int, top_k: int, ranks: int) -> int:
+    """The stride at which `BalancedRoutes` sends a token to as many of `ranks` as random experts would, or nearly.
+
+    Example: 8 of 64 experts over 8 ranks: 5, for 5 ranks. Random experts are on 5.4, those of stride 1 on one, those of
+    stride 9 on 8.
+    """
+    each = num_experts // ranks
+    random = ranks * (1 - math.comb(num_experts - each, top_k) / math.comb(num_experts, top_k))
+
+    def reached(stride: int) -> float:
+        starts = range(0, num_experts * top_k, top_k)
+        return sum(len({n * stride % num_experts // each for n in range(s, s + top_k)}) for s in starts) / num_experts
+
+    strides = [s for s in range(1, max(num_experts, 2)) if math.gcd(s, num_experts) == 1]
+    return min(strides, key=lambda stride: abs(reached(stride) - random))
 
 
 class Routes:

@@ -20,7 +20,7 @@ from dualpipe.parallel.sharding import short_name
 if TYPE_CHECKING:
     from dualpipe.parallel.precision import DTypePlan
 
-_SAFETENSORS = {
+SAFETENSORS_DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
@@ -79,14 +79,14 @@ def checkpoint_dtypes(path: str | PathLike[str]) -> dict[str, torch.dtype]:
     for file in files:
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118  (not a mapping)
-                dtypes[name] = _torch_dtype(tensors.get_slice(name).get_dtype(), name)
+                dtypes[name] = torch_dtype(tensors.get_slice(name).get_dtype(), name)
     return dtypes
 
 
-def _torch_dtype(code: str, name: str) -> torch.dtype:
-    if code not in _SAFETENSORS:
-        raise ValueError(f"{name} is stored as {code}, which is none of {', '.join(_SAFETENSORS)}")
-    return _SAFETENSORS[code]
+def torch_dtype(code: str, name: str) -> torch.dtype:
+    if code not in SAFETENSORS_DTYPES:
+        raise ValueError(f"{name} is stored as {code}, which is none of {', '.join(SAFETENSORS_DTYPES)}")
+    return SAFETENSORS_DTYPES[code]
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

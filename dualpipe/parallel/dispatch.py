@@ -188,6 +188,26 @@ class _Dispatch:
         flight.add(d_weights, sizes.weights, sizes.received, sizes.sent, room=context.places)
         return Landing(flight, (*dtypes, None), None)
 
+    def again(self, context: _Dispatched, inputs: tuple[Tensor, Tensor, Plan] | None) -> Pending:
+        """The rows alone: how many, their weights and their choices are known from the first time."""
+        sizes, flight = context.sizes, Flight(self._wire, self._wire.mark())
+        flight.add(None if inputs is None else inputs[0][: sum(sizes.sent)], sizes.row, sizes.sent, sizes.received)
+        return _Again(flight, context)
+
+
+class _Again:
+    """The rows of a dispatch under way for a second time."""
+
+    def __init__(self, flight: Flight, context: _Dispatched) -> None:
+        self._landing, self._known = Landing(flight, context.dtypes[:1], None), (context.weights, context.received)
+
+    def advance(self) -> None:
+        pass
+
+    def wait(self) -> tuple[tuple[Any, ...], Any]:
+        rows, _ = self._landing.wait()
+        return (*rows, *self._known), None
+
 
 class _Dispatched(NamedTuple):
     """What dispatch's backward needs."""
@@ -195,6 +215,8 @@ class _Dispatched(NamedTuple):
     sizes: Sizes
     places: int  # rows that `plan` returned: T * D
     dtypes: tuple[torch.dtype | None, torch.dtype | None]
+    weights: Tensor | None = None  # (R, K), these two for a second time
+    received: Received | None = None
 
 
 class _Dispatching:
@@ -243,8 +265,9 @@ class _Dispatching:
             for part in packed.split((self.sizes.weights, self.sizes.ids), 1)
         )
         received = Received(ids_RK.view(torch.int32), self._num_experts, self._pairs, self.sizes)
-        context = _Dispatched(self.sizes, rows.shape[0], (rows.dtype, weights.dtype))
-        return (rows_RH.view(rows.dtype), weights_RK.view(weights.dtype), received), context
+        weights_RK = weights_RK.view(weights.dtype)
+        context = _Dispatched(self.sizes, rows.shape[0], (rows.dtype, weights.dtype), weights_RK, received)
+        return (rows_RH.view(rows.dtype), weights_RK, received), context
 
 
 class _Combine:

@@ -88,14 +88,8 @@ def materialize(
             has too many; other shapes; values that the plan's dtype would round, but for frozen modules, which the plan
             narrows by intention. Afterwards: what `init_weights` left out; tied names whose values differ.
     """
+    recomputed = check_materialize(module, device, plan, seed=seed, source=source)
     device, param_device = torch.device(device), torch.device(device if param_device is None else param_device)
-    _check_arguments(module, seed, source)
-    recomputed, frozen = _recomputed(module, device), _frozen(module)
-    problems = [*_buffer_problems(module, device, recomputed, frozen, keep_meta=seed is None)]
-    problems += _parameter_problems(module, plan, frozen)
-    problems += [] if source is None else _source_problems(module, plan, source, frozen)
-    if problems:
-        raise ValueError("\n  ".join([f"{type(module).__name__} cannot be materialised:", *problems]))
     empty = {n for n, t in (*module.named_parameters(), *module.named_buffers()) if t.device.type == "meta"}
     for name, buffer, persistent, _ in _buffers(module):
         known = name in recomputed and (not persistent or buffer.device.type == "meta")
@@ -108,6 +102,27 @@ def materialize(
         _load(module, source)
     if seed is not None or source is not None:
         assert_materialized(module, device, param_device=param_device, values=empty)
+
+
+@torch.no_grad()
+def check_materialize(
+    module: nn.Module,
+    device: torch.device | str,
+    plan: DTypePlan,
+    *,
+    seed: int | None = None,
+    source: Mapping[str, Sliceable] | None = None,
+) -> dict[str, Tensor]:
+    """Raise what `materialize` raises before it changes anything; returns the recomputed buffers, by full name."""
+    device = torch.device(device)
+    _check_arguments(module, seed, source)
+    recomputed, frozen = _recomputed(module, device), _frozen(module)
+    problems = [*_buffer_problems(module, device, recomputed, frozen, keep_meta=seed is None)]
+    problems += _parameter_problems(module, plan, frozen)
+    problems += [] if source is None else _source_problems(module, plan, source, frozen)
+    if problems:
+        raise ValueError("\n  ".join([f"{type(module).__name__} cannot be materialised:", *problems]))
+    return recomputed
 
 
 @torch.no_grad()

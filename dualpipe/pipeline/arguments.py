@@ -2,12 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from dualpipe.pipeline.segments import Segment
+from dualpipe.pipeline.side import Takes, checked_side
+
+
+class Call(NamedTuple):
+    """What the caller gave to `step` on this rank."""
+
+    inputs: Sequence[Tensor | None]
+    num_chunks: int
+    criterion: Callable[..., Tensor] | None
+    labels: Sequence[Tensor | None]
+    return_outputs: bool
+    sync: bool
+    side: Mapping[str, Tensor]
+
+    def checked(self) -> Call:
+        """The same in these types, from all that a caller may give; ValueError for what does not fit."""
+        labels = (self.labels,) if isinstance(self.labels, Tensor) else tuple(self.labels or ())
+        return self._replace(
+            num_chunks=checked_num_chunks(self.num_chunks), labels=labels, side=checked_side(self.side)
+        )
+
+
+class Batch(NamedTuple):
+    """A rank's share of the step's arguments, split into micro-batches; empty where this rank has no use for them."""
+
+    inputs: Sequence[tuple[Tensor, ...]]
+    side: Sequence[tuple[Tensor, ...]]  # in the order of their names
+    labels: Sequence[tuple[Tensor, ...]]
+    criterion: Callable[..., Tensor] | None
+    keep_outputs: bool
+    segments: Mapping[int, Sequence[Segment]]  # of the stages that offer them
 
 
 class StepArguments(NamedTuple):
@@ -18,7 +51,9 @@ class StepArguments(NamedTuple):
     sync: bool
     training: list[bool]  # by module
     input_shapes: list[list[int]]
-    batch_size: int | None  # of the inputs and of the labels, where this rank needs them
+    side_shapes: list[list[Any]]  # [name, shape], by name
+    batch_size: int | None  # of the inputs, the side inputs and the labels, where this rank needs them
+    side_size: int | None
     label_size: int | None
 
 
@@ -52,12 +87,18 @@ def given(tensors: Iterable[Tensor | None]) -> list[Tensor]:
 
 
 def split(
-    what: str, tensors: Sequence[Tensor | None], num_chunks: int, dim: int, device: torch.device
+    what: str,
+    tensors: Sequence[Tensor | None],
+    num_chunks: int,
+    dim: int,
+    device: torch.device,
+    names: Sequence[object] | None = None,
 ) -> list[tuple[Tensor | None, ...]]:
-    """The micro-batches, as `torch.tensor_split` cuts them; ValueError where a tensor cannot be cut."""
-    for i, tensor in enumerate(tensors):
+    """The micro-batches, as `torch.tensor_split` cuts them; ValueError, with `what` and one of the `names` (default:
+    numbers), where a tensor cannot be cut."""
+    for name, tensor in zip(names or range(len(tensors)), tensors):
         if tensor is not None:
-            _check_splittable(f"{what} {i}", tensor, num_chunks, dim, device)
+            _check_splittable(f"{what} {name!r}", tensor, num_chunks, dim, device)
     if len({t.shape[dim] for t in given(tensors)}) > 1:
         raise ValueError(f"{what}s differ in size along dimension {dim}: {[list(t.shape) for t in given(tensors)]}")
     chunks = [[None] * num_chunks if t is None else t.tensor_split(num_chunks, dim) for t in tensors]
@@ -76,10 +117,11 @@ def _check_splittable(name: str, tensor: Any, num_chunks: int, dim: int, device:
         raise ValueError(f"{name} is on {tensor.device}, the stages on {device}; move it there")
 
 
-def agree(ranks: Sequence[StepArguments], first: int, last: int) -> int:
-    """The size of the batch; ValueError, with the same text on every rank, where the ranks disagree.
+def agree(ranks: Sequence[StepArguments], first: int, last: int, takes: Takes) -> tuple[int, list[str]]:
+    """The size of the batch and the names of the side inputs; ValueError, with the same text on every rank, where the
+    ranks disagree.
 
-    first, last: the ranks of the first and the last stage.
+    first, last: the ranks of the first and the last stage; takes: what the stages of all ranks take.
     """
     same("num_chunks", [r.num_chunks for r in ranks])
     same("grad mode", [r.grad for r in ranks])
@@ -88,10 +130,15 @@ def agree(ranks: Sequence[StepArguments], first: int, last: int) -> int:
         modes = [r.training for r in ranks]
         raise ValueError(f"ranks disagree about train/eval mode: training of the stages, by rank: {modes}")
     same("the shapes of the inputs", [r.input_shapes or ranks[first].input_shapes for r in ranks])
-    batch_size, label_size = ranks[first].batch_size, ranks[last].label_size
+    same("the side inputs and their shapes", [r.side_shapes or ranks[first].side_shapes for r in ranks])
+    side_names = [name for name, _ in ranks[first].side_shapes]
+    takes.check(side_names)
+    batch_size, side_size, label_size = ranks[first].batch_size, ranks[first].side_size, ranks[last].label_size
+    if side_size not in (None, batch_size):
+        raise ValueError(f"inputs have batch size {batch_size}, side inputs {side_names} {side_size}")
     if label_size not in (None, batch_size):
         raise ValueError(f"inputs have batch size {batch_size}, labels {label_size}")
-    return batch_size
+    return batch_size, side_names
 
 
 def same(what: str, values: Sequence[Any]) -> None:

@@ -6,8 +6,9 @@ and they report whether it went well.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from itertools import starmap
 from typing import Any
 from zlib import crc32
@@ -20,9 +21,10 @@ from torch.profiler import record_function
 
 from dualpipe.parallel.fsdp import ParametersStep, StageParameters, check_apart, process_groups
 from dualpipe.pipeline.arguments import (
+    Batch,
+    Call,
     StepArguments,
     agree,
-    checked_num_chunks,
     common_device,
     given,
     is_permutation,
@@ -31,13 +33,14 @@ from dualpipe.pipeline.arguments import (
 )
 from dualpipe.pipeline.consensus import Consensus
 from dualpipe.pipeline.errors import PipelineError
-from dualpipe.pipeline.interpreter import Batch, Interpreter, overlaps_by_itself
-from dualpipe.pipeline.program import Program, lower, one_at_a_time, streams
-from dualpipe.pipeline.segments import checked, communication_groups, has_communication
+from dualpipe.pipeline.interpreter import Interpreter, overlaps_by_itself
+from dualpipe.pipeline.program import Program, fitting, lower, one_at_a_time, streams
+from dualpipe.pipeline.segments import Segment, checked, communication_groups, has_communication
+from dualpipe.pipeline.side import SideInputs, Takes
 from dualpipe.pipeline.traffic import Traffic
 from dualpipe.pipeline.transport import Replicas, Transport
 from dualpipe.pipeline.weight_grad_store import WeightGradStore
-from dualpipe.schedule import Action, Schedule, build, validate
+from dualpipe.schedule import Action, Schedule
 
 LISTS = list | tuple | nn.ModuleList | nn.Sequential
 
@@ -94,14 +97,15 @@ class Pipeline(nn.Module):
                 raise ValueError(f"rank_mapping must be a permutation of 0..{self.num_ranks - 1}, got {rank_mapping}")
             built = self._check_construction(modules)
             agreed = [built.name, crc32(repr(built).encode()), self.device.type, batch_dim, list(mapping)]
-            overlaps = (has_communication(self.module) or overlaps_by_itself(self.module)) and overlap
-            return built, [agreed, overlaps]
+            hooked, takes = overlaps_by_itself(self.module), Takes.union(self._takes)
+            overlaps = (has_communication(filter(None, self._segments())) or hooked) and overlap
+            return built, [agreed, overlaps, takes._replace(hooked=hooked)]
 
-        def conclude(ranks: list[Any]) -> bool:
-            same("(schedule, its checksum, device, batch_dim, rank_mapping)", [agreed for agreed, _ in ranks])
-            return any(overlaps for _, overlaps in ranks)
+        def conclude(ranks: list[Any]) -> tuple[bool, Takes]:
+            same("(schedule, its checksum, device, batch_dim, rank_mapping)", [agreed for agreed, *_ in ranks])
+            return any(overlaps for _, overlaps, _ in ranks), Takes.union(Takes(*takes) for *_, takes in ranks)
 
-        built, self._pairs = self._consensus.reach(ValueError, check, conclude)
+        built, (self._pairs, self._taken) = self._consensus.reach(ValueError, check, conclude)
         self._consensus.compare_replicas()
         self._placement, self._stages = built.placement, built.rank_stages(self.rank)
         self._transport.connect(streams(built), self.device)
@@ -116,6 +120,7 @@ class Pipeline(nn.Module):
         self.module = nn.ModuleList(modules)
         self._parameters_of = [StageParameters(module) for module in self.module]
         check_apart(self._parameters_of)
+        self._takes = [Takes.of(module) for module in self.module]
         self.weight_grad_store = WeightGradStore()
         self.device = common_device(self.module) or self._transport.default_device()
         self._transport.check_device(self.device)
@@ -123,24 +128,13 @@ class Pipeline(nn.Module):
 
     def _build(self, num_microbatches: int) -> Schedule:
         """The schedule for a number of micro-batches; ValueError where it does not fit this rank's modules."""
-        schedule = self._schedule
-        if isinstance(schedule, str):
-            options = {"stages_per_rank": len(self.module)} if schedule == "interleaved_1f1b" else {}
-            schedule = build(schedule, self.num_ranks, num_microbatches, **options)
-        if schedule.num_ranks != self.num_ranks:
-            raise ValueError(f"schedule {schedule.name!r} is for {schedule.num_ranks} ranks, got {self.num_ranks}")
-        if schedule.num_microbatches != num_microbatches:
-            raise ValueError(
-                f"schedule {schedule.name!r} is for {schedule.num_microbatches} micro-batches, got {num_microbatches}"
-            )
-        validate(schedule)
-        stages = schedule.rank_stages(self.rank)
-        if len(stages) != len(self.module):
-            raise ValueError(
-                f"rank {self.rank} has {len(self.module)} modules, but schedule {schedule.name!r} gives it "
-                f"{len(stages)} stages {stages}"
-            )
-        return schedule
+        count = len(self.module)
+        return fitting(self._schedule, num_microbatches, num_ranks=self.num_ranks, rank=self.rank, num_modules=count)
+
+    def _segments(self) -> list[list[Segment] | None]:
+        """Those of each stage that offers them."""
+        found = zip(self.module, self._takes)
+        return [checked(list(m.segments()), t.names) if hasattr(m, "segments") else None for m, t in found]
 
     # -- a step
 
@@ -152,6 +146,7 @@ class Pipeline(nn.Module):
         labels: Sequence[Tensor | None] | Tensor | None = (),
         return_outputs: bool = False,
         sync: bool = True,
+        side: Mapping[str, Tensor | None] | None = None,
     ) -> tuple[Tensor | None, Outputs]:
         """One batch through the pipeline: forward and backward, or forward only under `torch.no_grad()`.
 
@@ -163,6 +158,11 @@ class Pipeline(nn.Module):
         return_outputs: whether to return the last stage's outputs.
         sync: whether to reduce the gradients of sharded stages over their data-parallel ranks. Without, they are kept
             and accumulate until a step that does.
+        side: tensors without a gradient that any stage may read, such as position ids, by name; split and given as
+            inputs are, on the rank of stage 0. They go through all stages with the activations. A stage gets those that
+            its `forward` names as parameters behind the first, or all for a `**kwargs`, by keyword; what `segments()`
+            read of them is in their carry, None where it is not given. A name that no stage takes is an error, and
+            so is any beside modules with `overlapped_forward_backward`.
 
         Returns (loss, outputs) on the rank of the last stage and (None, None) elsewhere: loss (num_chunks,), detached,
         or None without a criterion; outputs detached and joined along `batch_dim`, or None unless asked for.
@@ -173,13 +173,15 @@ class Pipeline(nn.Module):
         a rank failed during the step. After an error the pipeline can be used again if its process group still works;
         after a PipelineError gradients are undefined and should be zeroed; those kept by `sync=False` are dropped.
         """
-        (batch, program), batch_size = self._consensus.reach(
+        (batch, program), (batch_size, side_names) = self._consensus.reach(
             ValueError,
-            lambda: self._prepare(inputs, num_chunks, criterion, labels, return_outputs, sync),
-            lambda ranks: agree(list(starmap(StepArguments, ranks)), self._placement[0], self._placement[-1]),
+            lambda: self._prepare(Call(inputs, num_chunks, criterion, labels, return_outputs, sync, side)),
+            lambda ranks: agree(
+                list(starmap(StepArguments, ranks)), self._placement[0], self._placement[-1], self._taken
+            ),
             same_everywhere=[str(num_chunks), torch.is_grad_enabled(), bool(sync)],
         )
-        run = self._interpreter(program, batch, num_larger=batch_size % int(num_chunks), sync=sync)
+        run = self._interpreter(program, batch, side_names, num_larger=batch_size % int(num_chunks), sync=sync)
         try:
             result, _ = self._consensus.reach(
                 PipelineError, lambda: (self._execute(run, int(num_chunks)), None), where=lambda: _describe(run.doing)
@@ -198,31 +200,29 @@ class Pipeline(nn.Module):
         for parameters in self._parameters_of:
             parameters.discard()
 
-    def _prepare(
-        self,
-        inputs: Sequence[Tensor | None],
-        num_chunks: int,
-        criterion: Callable[..., Tensor] | None,
-        labels: Sequence[Tensor | None] | Tensor | None,
-        return_outputs: bool,
-        sync: bool,
-    ) -> tuple[tuple[Batch, Program], StepArguments]:
+    def _prepare(self, call: Call) -> tuple[tuple[Batch, Program], StepArguments]:
         """This rank's micro-batches and program, and what the other ranks must know."""
-        labels = (labels,) if isinstance(labels, Tensor) else tuple(labels or ())
-        num_chunks = checked_num_chunks(num_chunks)
-        batch = self._batch(inputs, num_chunks, criterion, labels, return_outputs)
+        call = call.checked()
+        batch = self._batch(call)
         arguments = StepArguments(
-            num_chunks,
+            call.num_chunks,
             torch.is_grad_enabled(),
-            bool(sync),
+            bool(call.sync),
             [module.training for module in self.module],
-            [list(t.shape) for t in given(inputs)],
-            next((t.shape[self.batch_dim] for t in given(inputs)), None) if batch.inputs else None,
-            next((t.shape[self.batch_dim] for t in given(labels)), None) if batch.labels else None,
+            [list(t.shape) for t in given(call.inputs)],
+            [[name, list(t.shape)] for name, t in call.side.items()],
+            self._size(call.inputs) if batch.inputs else None,
+            self._size(call.side.values()) if batch.side else None,
+            self._size(call.labels) if batch.labels else None,
         )
-        return (batch, self._program(num_chunks)), arguments
+        return (batch, self._program(call.num_chunks)), arguments
 
-    def _interpreter(self, program: Program, batch: Batch, *, num_larger: int, sync: bool) -> Interpreter:
+    def _size(self, tensors: Iterable[Tensor | None]) -> int | None:
+        return next((t.shape[self.batch_dim] for t in given(tensors)), None)
+
+    def _interpreter(
+        self, program: Program, batch: Batch, side_names: Sequence[str], *, num_larger: int, sync: bool
+    ) -> Interpreter:
         train = torch.is_grad_enabled()
         return Interpreter(
             dict(zip(self._stages, self.module)),
@@ -234,6 +234,7 @@ class Pipeline(nn.Module):
             traffic=Traffic(self._transport, program, num_larger=num_larger, device=self.device),
             store=self.weight_grad_store,
             batch=batch,
+            side=SideInputs(side_names, batch.side, dict(zip(self._stages, self._takes))),
             annotate=self._annotation(),
             autocast=self.device.type if torch.is_autocast_enabled(self.device.type) else None,
         )
@@ -256,29 +257,24 @@ class Pipeline(nn.Module):
 
     # -- arguments
 
-    def _batch(
-        self,
-        inputs: Sequence[Tensor | None],
-        num_chunks: int,
-        criterion: Callable[..., Tensor] | None,
-        labels: Sequence[Tensor | None],
-        return_outputs: bool,
-    ) -> Batch:
+    def _batch(self, call: Call) -> Batch:
         """This rank's micro-batches; ValueError for what it can see to be wrong on its own."""
         for module in self.module:
             if (found := getattr(next(module.parameters(), None), "device", self.device)) != self.device:
                 raise ValueError(f"a stage is on {found}, but the pipeline was built on {self.device}; build it anew")
         first, last = self._placement[0] == self.rank, self._placement[-1] == self.rank
-        if last and criterion is None and torch.is_grad_enabled():
+        if last and call.criterion is None and torch.is_grad_enabled():
             raise ValueError("criterion is required on the rank of the last stage; evaluate under torch.no_grad()")
-        if first and not given(inputs):
+        if first and not given(call.inputs):
             raise ValueError("inputs are required on the rank of the first stage, got none")
+        cut = partial(split, num_chunks=call.num_chunks, dim=self.batch_dim, device=self.device)
         return Batch(
-            split("input", inputs, num_chunks, self.batch_dim, self.device) if first else (),
-            split("label", labels, num_chunks, self.batch_dim, self.device) if last and criterion else (),
-            criterion if last else None,
-            last and return_outputs,
-            {s: checked(list(m.segments())) for s, m in zip(self._stages, self.module) if hasattr(m, "segments")},
+            cut("input", call.inputs) if first else (),
+            cut("side input", list(call.side.values()), names=list(call.side)) if first and call.side else (),
+            cut("label", call.labels) if last and call.criterion else (),
+            call.criterion if last else None,
+            last and call.return_outputs,
+            {s: segments for s, segments in zip(self._stages, self._segments()) if segments is not None},
         )
 
     def _program(self, num_chunks: int) -> Program:

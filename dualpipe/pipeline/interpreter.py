@@ -18,26 +18,18 @@ from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from dualpipe.parallel.fsdp import ParametersStep
+from dualpipe.pipeline.arguments import Batch
 from dualpipe.pipeline.errors import UpstreamFailed
 from dualpipe.pipeline.overlap import SegmentedStage
 from dualpipe.pipeline.program import Instruction, Program
-from dualpipe.pipeline.segments import Compute, Segment, input_names, label_names, more_than_forward, output_names
+from dualpipe.pipeline.segments import Compute, input_names, label_names, more_than_forward, output_names
+from dualpipe.pipeline.side import SideInputs
 from dualpipe.pipeline.traffic import Traffic
 from dualpipe.pipeline.walker import Job, Walker
 from dualpipe.pipeline.weight_grad_store import WeightGradStore
 from dualpipe.schedule.types import Action
 
 Slot = tuple[int, int]  # (stage, micro-batch)
-
-
-class Batch(NamedTuple):
-    """A rank's share of the step's arguments, split into micro-batches; empty where this rank has no use for them."""
-
-    inputs: Sequence[tuple[Tensor, ...]]
-    labels: Sequence[tuple[Tensor, ...]]
-    criterion: Callable[..., Tensor] | None
-    keep_outputs: bool
-    segments: Mapping[int, Sequence[Segment]]  # of the stages that offer them
 
 
 class Saved(NamedTuple):
@@ -53,9 +45,9 @@ class Saved(NamedTuple):
 class Interpreter:
     """One step on one rank.
 
-    modules: this rank's stages by number; last_stage: the number of the pipeline's last stage; parameters: of all
-    of them; annotate: makes the profiler's range for a name, where one is wanted; autocast: the device type
-    for which the caller enabled it.
+    modules: this rank's stages by number; last_stage: the number of the pipeline's last stage; parameters, side: of
+    all of this rank's; annotate: makes the profiler's range for a name, where one is wanted; autocast: the device
+    type for which the caller enabled it.
     """
 
     def __init__(
@@ -68,12 +60,13 @@ class Interpreter:
         traffic: Traffic,
         store: WeightGradStore,
         batch: Batch,
+        side: SideInputs,
         annotate: Callable[[str], AbstractContextManager] | None,
         autocast: str | None,
     ) -> None:
         self._modules, self._last_stage, self._parameters = modules, last_stage, parameters
         self._program, self._traffic, self._store, self._batch = program, traffic, store, batch
-        self._annotate, self._autocast = annotate, autocast
+        self._side, self._annotate, self._autocast = side, annotate, autocast
         self._activations: dict[Slot, tuple[Tensor, ...]] = {(0, i): x for i, x in enumerate(batch.inputs)}
         self._gradients: dict[Slot, Sequence[Tensor]] = {}
         self._saved: dict[Slot, Saved] = {}
@@ -109,9 +102,11 @@ class Interpreter:
             tensors = self._traffic.take(transfer)
             if tensors is None:
                 raise UpstreamFailed
-            message = transfer.message
-            arrived = self._activations if message.kind == "F" else self._gradients
-            arrived[message.stage, message.microbatch] = tensors
+            kind, slot = transfer.message.kind, (transfer.message.stage, transfer.message.microbatch)
+            if kind == "F":
+                self._activations[slot] = self._side.arrive(slot, tensors)
+            else:
+                self._gradients[slot] = tensors
         self._walked += 1
         if self._annotate is None:
             results = self._compute(instruction.actions)
@@ -119,6 +114,8 @@ class Interpreter:
             with self._annotate(instruction.name):
                 results = self._compute(instruction.actions)
         for action, transfer, result in zip(instruction.actions, instruction.outgoing, results):
+            if self._side.names and action.kind == "F":
+                result = (*result, *self._side.leave((action.stage, action.microbatch)))
             if transfer is not None:
                 self._traffic.send(transfer, result)
             else:
@@ -130,7 +127,8 @@ class Interpreter:
         """Pass a result to the neighbouring stage on this rank; the ends of the pipeline have none."""
         if action.kind == "F":
             if action.stage < self._last_stage:
-                self._activations[action.stage + 1, action.microbatch] = tuple(map(_leaf, result))
+                slot = action.stage + 1, action.microbatch
+                self._activations[slot] = self._side.arrive(slot, tuple(map(_leaf, result)))
         elif action.kind != "W" and action.stage > 0:
             self._gradients[action.stage - 1, action.microbatch] = result
 
@@ -203,7 +201,7 @@ class Interpreter:
         self._parameters.wait(stage)
         inputs = self._activations.pop(slot)
         leaves = self._leaves(stage, inputs)
-        outputs = _as_tuple(self._modules[stage](*inputs))
+        outputs = _as_tuple(self._modules[stage](*inputs, **self._side.taken(slot)))
         loss = None
         if stage == self._last_stage and self._batch.criterion is not None:
             loss = self._batch.criterion(*outputs, *self._batch.labels[microbatch])
@@ -261,7 +259,7 @@ class Interpreter:
             return self._walker.backward(action.kind, slot, self._gradients.pop(slot, ()), error)
         inputs = self._activations.pop(slot, ())
         names = input_names(len(inputs))
-        carry = dict(zip(names, inputs))
+        carry = self._side.carried(slot) | dict(zip(names, inputs))
         if action.stage == self._last_stage and self._batch.criterion is not None:
             carry |= zip(label_names(self._batch.labels), self._batch.labels[action.microbatch])
         ready = partial(self._parameters.wait, action.stage)

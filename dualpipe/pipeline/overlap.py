@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,17 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from dualpipe.pipeline.segments import Communicate, Compute, Names, Pending, Segment, as_results, merged, needed_after
+from dualpipe.pipeline.segments import (
+    Communicate,
+    Compute,
+    Names,
+    Pending,
+    Segment,
+    as_results,
+    merged,
+    needed_after,
+    regions,
+)
 
 Task = Generator[Pending | None, None, None]
 _DONE = object()
@@ -48,7 +59,7 @@ class Record:
 
     leaves: dict[str, Tensor] = field(default_factory=dict)
     roots: dict[str, GradientEdge] = field(default_factory=dict)
-    inputs: tuple[Any, ...] = ()  # all of them, to run it again
+    kept: dict[str, Any] = field(default_factory=dict)  # to run it again, but for what is made again before it
     rng: Rng | None = None
     context: Any = None  # of a communication
     differentiable: tuple[bool, ...] = ()  # which of a communication's inputs have a gradient
@@ -142,16 +153,19 @@ class SegmentedStage:
         self._results = results
         self.communications = sum(isinstance(segment, Communicate) for segment in segments)
         self._needed = needed_after(self._segments, results)
+        self._regions = {max(region): region for region in regions(self._segments)}
+        self._kept = {number: names for region in self._regions.values() for number, names in region.items()}
 
     # -- forward
 
     def forward(self, passage: Passage) -> Task:
         """Fill `passage.carry` with the results, and its records where gradients are wanted."""
         keep = torch.is_grad_enabled()
-        for segment, needed in zip(self._segments, self._needed):
+        for number, (segment, needed) in enumerate(zip(self._segments, self._needed)):
             record = Record()
             if keep:
                 passage.records.append(record)
+                passage.attempt(lambda n=number, r=record: self._keep(n, passage.carry, r))
             if isinstance(segment, Compute):
                 passage.attempt(lambda s=segment, r=record: self._compute(s, passage.carry, r))
             else:
@@ -160,12 +174,15 @@ class SegmentedStage:
                 del passage.carry[name]
         passage.results = tuple(name for name in self._results if _needs_grad(passage.carry.get(name)))
 
+    def _keep(self, number: int, carry: Mapping[str, Any], record: Record) -> None:
+        record.kept = {name: _detached(carry[name]) for name in self._kept.get(number, ())}
+
     def _compute(self, segment: Compute, carry: dict[str, Any], record: Record) -> None:
+        grad = torch.is_grad_enabled()
         leaves = {name: _detached(carry[name]) for name in segment.reads}  # one, however often it is read
         inputs = tuple(leaves[name] for name in segment.reads)
-        grad = torch.is_grad_enabled()
         if grad and segment.recompute:
-            record.inputs, record.rng = inputs, Rng.now(inputs)
+            record.rng = Rng.now(inputs)
             with torch.no_grad():
                 results = as_results(segment, segment.fn(*inputs))
             # Whether they really depend on a parameter or an input shows when they are computed again.
@@ -177,9 +194,8 @@ class SegmentedStage:
         carry.update({name: _detached(value) for name, value in zip(segment.writes, results)})
 
     def _exchange(self, segment: Communicate, passage: Passage, record: Record) -> Task:
-        carried = passage.attempt(lambda: [passage.carry[name] for name in segment.reads])
-        inputs = None if carried is None else tuple(map(_without_grad, carried))
-        record.differentiable = tuple(map(_needs_grad, carried or ()))
+        inputs = passage.attempt(partial(_gathered, segment, passage.carry))
+        record.differentiable = tuple(_needs_grad(passage.carry.get(name)) for name in segment.reads)
         received = yield from passage.communicate(segment.communication.forward, inputs)
         if received is not None:
             record.context = received[1]
@@ -193,7 +209,9 @@ class SegmentedStage:
 
     def backward(self, passage: Passage, run: BackwardRun) -> Task:
         """From `passage.gradients` of the results to those of the inputs."""
-        for segment in reversed(self._segments):
+        for number, segment in reversed(list(enumerate(self._segments))):
+            if number in self._regions:
+                yield from self._run_again(self._regions[number], passage, run)
             record = passage.records.pop() if passage.records else Record()
             if isinstance(segment, Compute):
                 passage.attempt(lambda s=segment, r=record: self._compute_backward(s, r, passage, run))
@@ -203,10 +221,6 @@ class SegmentedStage:
 
     def _compute_backward(self, segment: Compute, record: Record, passage: Passage, run: BackwardRun) -> None:
         gradients = {name: passage.gradients.pop(name, None) for name in segment.writes}
-        if segment.recompute:
-            with self._autocast_again(), run.recompute(), record.rng.replay():
-                results = as_results(segment, segment.fn(*record.inputs))
-            _book(segment, record.inputs, results, record)
         given = [(edge, gradients[name]) for name, edge in record.roots.items() if gradients[name] is not None]
         if given:
             roots, values = zip(*given)
@@ -231,6 +245,31 @@ class SegmentedStage:
         for name, needed, gradient in zip(segment.reads, record.differentiable, gradients):
             if needed:
                 passage.add_gradient(name, gradient)
+
+    # -- again
+
+    def _run_again(self, region: Iterable[int], passage: Passage, run: BackwardRun) -> Task:
+        """The forward of neighbouring segments from what was kept of them, now with the graphs for their backward."""
+        carry: dict[str, Any] = {}
+        for number in region:
+            segment, record = self._segments[number], passage.records[number] if passage.records else Record()
+            carry |= record.kept
+            record.kept = {}
+            if isinstance(segment, Compute):
+                passage.attempt(partial(self._compute_again, segment, carry, record, run))
+            else:
+                inputs = passage.attempt(partial(_gathered, segment, carry))
+                start = _started_then(segment.communication.again, lambda: passage.attempt(run.weight_gradients))
+                received = yield from passage.communicate(start, record.context, inputs)
+                if received is not None:
+                    passage.attempt(partial(self._take, segment, carry, received[0], any(record.differentiable)))
+
+    def _compute_again(self, segment: Compute, carry: dict[str, Any], record: Record, run: BackwardRun) -> None:
+        inputs = tuple(carry[name] for name in segment.reads)
+        with self._autocast_again(), run.recompute(), record.rng.replay():
+            results = as_results(segment, segment.fn(*inputs))
+        _book(segment, inputs, results, record)
+        carry.update({name: _detached(value) for name, value in zip(segment.writes, results)})
 
     def _autocast_again(self) -> AbstractContextManager:
         return nullcontext() if self._autocast is None else torch.autocast(self._autocast)
@@ -282,7 +321,6 @@ class Rng:
 
 
 def _book(segment: Compute, inputs: Sequence[Any], results: Sequence[Any], record: Record) -> None:
-    record.inputs = ()
     record.leaves = {name: t for name, t in zip(segment.reads, inputs) if _needs_grad(t)}
     record.roots = {name: get_gradient_edge(t) for name, t in zip(segment.writes, results) if _needs_grad(t)}
 
@@ -298,6 +336,10 @@ def _needs_grad(value: Any) -> bool:
 def _detached(value: Any) -> Any:
     """A leaf that shares the memory."""
     return value.detach().requires_grad_(value.requires_grad) if _is_tensor(value) else value
+
+
+def _gathered(segment: Communicate, carry: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(_without_grad(carry[name]) for name in segment.reads)
 
 
 def _without_grad(value: Any) -> Any:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import NamedTuple
 
+from dualpipe.schedule import build
 from dualpipe.schedule.completion import completed
 from dualpipe.schedule.messages import Message, Stream, rank_messages, sent
 from dualpipe.schedule.types import Action, Schedule, ScheduleError
@@ -62,6 +63,29 @@ class Program:
                 incoming = tuple(t for t in i.incoming if t.message.kind == "F")
                 kept.append(Instruction(incoming, actions, outgoing, completes, _name(actions)))
         return _program(kept)
+
+
+def fitting(
+    schedule: str | Schedule, num_microbatches: int, *, num_ranks: int, rank: int, num_modules: int
+) -> Schedule:
+    """The schedule for a number of micro-batches; ValueError where it does not fit the modules of `rank`."""
+    if isinstance(schedule, str):
+        options = {"stages_per_rank": num_modules} if schedule == "interleaved_1f1b" else {}
+        schedule = build(schedule, num_ranks, num_microbatches, **options)
+    if schedule.num_ranks != num_ranks:
+        raise ValueError(f"schedule {schedule.name!r} is for {schedule.num_ranks} ranks, got {num_ranks}")
+    if schedule.num_microbatches != num_microbatches:
+        raise ValueError(
+            f"schedule {schedule.name!r} is for {schedule.num_microbatches} micro-batches, got {num_microbatches}"
+        )
+    validate(schedule)
+    stages = schedule.rank_stages(rank)
+    if len(stages) != num_modules:
+        raise ValueError(
+            f"rank {rank} has {num_modules} modules, but schedule {schedule.name!r} gives it "
+            f"{len(stages)} stages {stages}"
+        )
+    return schedule
 
 
 def lower(schedule: Schedule, rank: int) -> Program:

@@ -3,6 +3,7 @@
 A stage with `segments()` returns them as a list; the engine runs them one after the other, or those of two
 micro-batches in turn, so that one's communication is hidden behind the other's computing (`overlap`). The carry starts
 with the stage's inputs as "x" (several: "x0", "x1", ...); its outputs are what the last segment writes to such names.
+Side inputs of the step are in the carry under those of their names that the stage's `forward` has as parameters.
 
     [Compute(self.attend, "x", ("residual", "rows", "weights", "plan")),
      Communicate(dispatch, ("rows", "weights", "plan"), ("rows", "weights", "plan")),
@@ -56,6 +57,10 @@ class Communication(Protocol):
     def backward(self, context: Any, gradients: tuple[Tensor | None, ...] | None) -> Pending:
         """Start the way back: from gradients of the results (None: zero) to gradients of the inputs."""
 
+    def again(self, context: Any, inputs: tuple[Any, ...] | None) -> Pending:
+        """Start the forward once more before its backward, with the same inputs; needed only where `recompute` asks
+        for it. The results are those of the forward; the context stays."""
+
 
 @dataclass(frozen=True)
 class Compute:
@@ -79,11 +84,16 @@ class Compute:
 
 @dataclass(frozen=True)
 class Communicate:
-    """A communication between two compute segments."""
+    """A communication between two compute segments.
+
+    recompute: do not keep what arrives, for a compute segment that is recomputed, but send it again. What is sent is
+    computed again as well, so both neighbours must be recomputed.
+    """
 
     communication: Communication
     reads: Names
     writes: Names
+    recompute: bool = False
 
     def __post_init__(self) -> None:
         _tidy(self)
@@ -122,23 +132,45 @@ def _is_boundary(name: str) -> bool:
     return re.fullmatch(r"x\d*", name) is not None
 
 
-def checked(segments: Sequence[Segment]) -> list[Segment]:
-    """The segments; ValueError for a name that is read and never written, or that is not a stage's to write."""
+def is_reserved(name: str) -> bool:
+    """Whether the pipeline itself puts something of that name into carries: inputs, labels, the loss."""
+    return _is_boundary(name) or _is_of_criterion(name)
+
+
+def _is_of_criterion(name: str) -> bool:
+    return re.fullmatch(r"loss|label\d+", name) is not None
+
+
+def checked(segments: Sequence[Segment], side: Iterable[str] = ()) -> list[Segment]:
+    """The segments; ValueError for a name that is read and never written, or that is not a stage's to write.
+
+    side: the side inputs that the stage's `forward` names, which are in its carry, None where they are not given.
+    """
     output_names(segments)
-    known: set[str] = set()
+    known = set(side)
     for number, segment in enumerate(segments):
         if missing := [n for n in segment.reads if n not in known and not _is_boundary(n)]:
             raise ValueError(f"segment {number} reads {missing}, which no segment before it writes; known are "
-                             f"{sorted(known)} and the inputs of the stage")  # fmt: skip
-        if reserved := [n for n in segment.writes if re.fullmatch(r"loss|label\d+", n)]:
+                             f"{sorted(known)} and the inputs of the stage; a side input must be a parameter of "
+                             "its forward")  # fmt: skip
+        if reserved := [n for n in segment.writes if _is_of_criterion(n)]:
             raise ValueError(f"segment {number} writes {reserved}, names that the pipeline uses; choose others")
         known |= set(segment.writes)
+    _check_sent_again(segments)
     return list(segments)
 
 
-def has_communication(modules: Iterable[nn.Module]) -> bool:
-    """Whether any of the stages is made of segments that communicate."""
-    lists = [checked(list(module.segments())) for module in modules if hasattr(module, "segments")]
+def _check_sent_again(segments: Sequence[Segment]) -> None:
+    for number, segment in enumerate(segments):
+        if isinstance(segment, Communicate) and segment.recompute:
+            beside = [segments[n].recompute for n in (number - 1, number + 1) if 0 <= n < len(segments)]
+            if beside != [True, True] or not hasattr(segment.communication, "again"):
+                raise ValueError(f"segment {number} is a communication with recompute: it must be between two segments "
+                                 "that are recomputed, and have an `again`")  # fmt: skip
+
+
+def has_communication(lists: Iterable[Sequence[Segment]]) -> bool:
+    """Whether there is a communication among the segments of some stages."""
     return any(isinstance(segment, Communicate) for segments in lists for segment in segments)
 
 
@@ -164,6 +196,21 @@ def needed_after(segments: Sequence[Segment], results: Names) -> list[set[str]]:
         after.append(set(needed))
         needed = (needed - set(segment.writes)) | set(segment.reads)
     return after[::-1]
+
+
+def regions(segments: Sequence[Segment]) -> list[dict[int, Names]]:
+    """Neighbours that are run again together: by number, what each needs that none of them has written before it."""
+    found: list[dict[int, Names]] = []
+    written: set[str] = set()
+    for number, segment in enumerate(segments):
+        if not segment.recompute:
+            continue
+        if number == 0 or not segments[number - 1].recompute:
+            found.append({})
+            written = set()
+        found[-1][number] = tuple(name for name in segment.reads if name not in written)
+        written |= set(segment.writes)
+    return found
 
 
 def merged(segments: Sequence[Segment], results: Names) -> list[Segment]:

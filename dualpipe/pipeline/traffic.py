@@ -1,9 +1,10 @@
 """The messages of one step: receives posted ahead, sends waited for late, shapes agreed by a header.
 
-A message is the tuple of tensors that crosses from one stage to the next (an activation) or back (a gradient). The
-first activation of each size class is preceded by a header with shapes and dtypes; later ones must match it, and the
-gradients follow from it. A rank that failed keeps sending and receiving to the end of its program, zeros in place of
-what it cannot compute, so that no rank is left waiting and no message of this step is left over for the next.
+A message is the tuple of tensors that crosses from one stage to the next (an activation, and the step's side inputs
+behind it) or back (a gradient). The first activation of each size class is preceded by a header with shapes and dtypes;
+later ones must match it, and the gradients follow from it. A rank that failed keeps sending and receiving to the end of
+its program, zeros in place of what it cannot compute, so that no rank is left waiting and no message of this step is
+left over for the next.
 """
 
 from __future__ import annotations
@@ -250,7 +251,8 @@ def _check(message: Message, tensors: Sequence[Tensor], signature: Signature | N
     raise ValueError(
         f"the output for stage {message.stage} changed within the step: micro-batch {message.microbatch} gives "
         f"({', '.join(str(TensorMeta.of(t)) for t in tensors)}), an earlier one gave "
-        f"({', '.join(map(str, agreed))}). Micro-batches of one size must give outputs of one shape and dtype"
+        f"({', '.join(map(str, agreed))}), side inputs included. Micro-batches of one size must give outputs of one "
+        "shape and dtype"
     )
 
 

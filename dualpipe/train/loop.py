@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -12,8 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dualpipe import Pipeline
+from dualpipe.checkpoint import save_hf
+from dualpipe.models.sizes import flops_per_token
 from dualpipe.nn.accumulate import local
-from dualpipe.nn.router_set import RouterSet
 from dualpipe.schedule import Schedule, build
 from dualpipe.train.config import Config, fit_world
 from dualpipe.train.data import Batch, Loader, evaluation_batches, open_splits, packed_directory, read_windows
@@ -23,6 +25,7 @@ from dualpipe.train.metrics import METRICS, MetricsWriter, StepMetrics, make_fol
 from dualpipe.train.model import DTYPES, Model, build_model, micro_batch_loss, read_model_config
 from dualpipe.train.optimizer import Optimizer, clip_by_global_norm, learning_rate
 from dualpipe.train.report import save_loss_curve, save_schedule
+from dualpipe.train.routers import build_routers
 from dualpipe.train.tokens import Splits, unigram_loss
 
 
@@ -44,10 +47,13 @@ class Run:
         train, parallel = config.train, config.parallel
         self.schedule: Schedule = build(parallel.schedule, parallel.pp, train.num_chunks)
         self.model: Model = build_model(
-            read_model_config(config.model.config), self.schedule, job.rank_along("pp"), seed=train.seed,
+            read_model_config(config), self.schedule, job.rank_along("pp"), seed=train.seed,
             dtype=DTYPES[train.dtype], device=job.device, mesh=job.mesh, recompute=config.memory.recompute,
+            layers_per_stage=parallel.layers_per_stage, compiled=train.compile,
+            from_hf=config.init.from_hf,
         )  # fmt: skip
         self.folder = Path(config.output.dir)
+        job.first_rank(partial(_check_new, config.export.to_hf))  # before the work of hours
         self.splits = self._open_data()
         self.batch_size = train.micro_batch_size * train.num_chunks * parallel.replicas
         self.loader = Loader(
@@ -60,13 +66,9 @@ class Run:
         self.pipeline = Pipeline(
             self.model.stages, process_group=job.group_along("pp"), schedule=parallel.schedule, overlap=parallel.overlap
         )
-        r = config.router
-        self.routers = RouterSet(
-            self.model.stages, num_chunks=train.num_chunks, balance=r.balance, level=r.balance_level, z=r.z_loss,
-            bias_update_rate=r.bias_update_rate, balanced=r.balanced, group=job.group, replicas=parallel.replicas,
-            device=job.device,
-        )  # fmt: skip
+        self.routers = build_routers(config, self.model.stages, group=job.group, device=job.device)
         self.criterion = micro_batch_loss(train.num_chunks)
+        self.flops_per_token = flops_per_token(self.model.config, train.sequence_length).both
 
     def _open_data(self) -> Splits:
         data = self.config.data
@@ -79,20 +81,28 @@ class Run:
 
         splits = open_splits(*self.job.first_rank(prepare), data.validation_fraction)
         for stream in splits:
-            stream.packed.check_vocabulary(self.model.vocab_size)
+            stream.packed.check_vocabulary(self.model.config.vocab_size)
         return splits
 
     # -- training
 
     def train(self) -> None:
-        """All steps, with evaluations, then the pictures."""
-        held_out = self._evaluation_batches()
+        """All steps, with evaluations, then the pictures and, where wanted, the model in Hugging Face's form."""
+        self._train()
+        export, init = self.config.export.to_hf, self.config.init.from_hf
+        if export:
+            save_hf(self.model.stages, export, self.job.mesh, self.model.plan, source=init or None)
+            if self.job.rank == 0:
+                print(f"the model: {export}")
+
+    def _train(self) -> None:
+        held_out, vocabulary = self._evaluation_batches(), self.model.config.vocab_size
         parameters = self._count_parameters()
         if not self.model.has_last or self.job.replica:
             self._steps(held_out, None)
             return
         with MetricsWriter(self.folder, total_steps=self.config.train.steps) as writer:
-            unigram = unigram_loss(*self.splits, self.model.vocab_size) if self.splits.held_out.num_tokens else None
+            unigram = unigram_loss(*self.splits, vocabulary) if self.splits.held_out.num_tokens else None
             writer.say(self._describe(parameters))
             if unigram is not None:
                 writer.say(f"a unigram model of the same text has a held-out loss of {unigram:.4f} nats per token")
@@ -123,9 +133,11 @@ class Run:
         self.optimizer.step(lr)
         self.optimizer.zero_grad()
         tokens = self.batch_size * self.config.train.sequence_length
+        tokens_per_second = tokens / (time.perf_counter() - start)
         return {
-            **values, "step": step + 1, "grad_norm": norm, "lr": lr,
-            "tokens_per_second": tokens / (time.perf_counter() - start), "memory_bytes": memory_bytes(self.job.device),
+            **values, "step": step + 1, "grad_norm": norm, "lr": lr, "tokens_per_second": tokens_per_second,
+            "tflops_per_rank": tokens_per_second * self.flops_per_token / 1e12 / self.job.world_size,
+            "memory_bytes": memory_bytes(self.job.device),
         }  # fmt: skip
 
     def _forward_backward(self, batch: Batch) -> Tensor | None:
@@ -201,8 +213,8 @@ class Run:
         if self.config.parallel.ep > 1:
             ranks += f", experts over {self.config.parallel.ep}"
         return (
-            f"{self.model.name}: {parameters:,} parameters in {schedule.num_stages} stages on {ranks}, schedule "
-            f"{schedule.name}, {self.config.train.dtype}\n"
+            f"{self.model.config.model_type}: {parameters:,} parameters in {schedule.num_stages} stages on {ranks}, "
+            f"schedule {schedule.name}, {self.config.train.dtype}\n"
             f"data: {splits.train.num_tokens:,} tokens in {splits.train.num_documents:,} documents to train on, "
             f"{splits.held_out.num_tokens:,} in {splits.held_out.num_documents:,} held out"
         )
@@ -213,3 +225,8 @@ class Run:
         save_schedule(self.schedule, picture)
         board = self.folder / "tensorboard"
         return f"metrics: {metrics} (TensorBoard: {board})\nloss curve: {curve}\nschedule: {picture}"
+
+
+def _check_new(directory: str) -> None:
+    if directory and Path(directory).exists() and (not Path(directory).is_dir() or any(Path(directory).iterdir())):
+        raise ValueError(f"export.to_hf = {directory!r} exists and is not empty; give a directory to make")

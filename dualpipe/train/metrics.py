@@ -38,6 +38,9 @@ class StepMetrics:
     """learning rate of this step"""
     tokens_per_second: float
     """of the whole job"""
+    tflops_per_rank: float
+    """10^12 floating-point operations per second of each rank, in the model's matrix products as they are counted by
+    `dualpipe.models.sizes.flops_per_token`; the share of the device's peak is the MFU"""
     memory_bytes: int
     """this rank's: the peak on its CUDA device, or what the process has resident"""
     eval_loss: float | None = None

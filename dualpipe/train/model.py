@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from dualpipe.models import Qwen3MoeConfig, build_stages
+from dualpipe.checkpoint import hub_dtypes, load_hf
+from dualpipe.checkpoint.agree import Ranks
+from dualpipe.models import HubConfig, build_stages, read_config
 from dualpipe.models.stages import Recompute
 from dualpipe.nn import cross_entropy_loss
 from dualpipe.parallel.expert import ExpertParallel, shard_experts
@@ -18,6 +19,7 @@ from dualpipe.parallel.materialize import build_on_meta, materialize
 from dualpipe.parallel.mesh import dense_mesh
 from dualpipe.parallel.precision import DTypePlan, DTypePolicy, resolve_dtypes, shard
 from dualpipe.schedule import Schedule
+from dualpipe.train.tables import Config
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # [train] dtype
 
@@ -25,37 +27,38 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # [train] dtype
 class Model(NamedTuple):
     """The stages that one rank holds, in ascending order."""
 
-    name: str
+    config: HubConfig
     stages: tuple[nn.Module, ...]
-    vocab_size: int
+    plan: DTypePlan
     has_first: bool
     has_last: bool
 
 
-def read_model_config(path: str | Path) -> Qwen3MoeConfig:
-    """Read a hub-style config.json.
+def read_model_config(config: Config) -> HubConfig:
+    """The model that a run's configuration names.
 
     Raises:
         ValueError: the file is missing, is not JSON, or describes no model that this library has.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise ValueError(f"model.config: there is no file {path}; give the path of a hub-style config.json")
     try:
-        return Qwen3MoeConfig.from_json(path)
+        return read_config(config.model_path)
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+        raise ValueError(f"{'model.config' if config.model.config else 'init.from_hf'}: {error}") from error
 
 
 def build_model(
-    config: Qwen3MoeConfig, schedule: Schedule, rank: int, *, seed: int, dtype: torch.dtype, device: torch.device,
-    mesh: DeviceMesh | None = None, recompute: Sequence[str] = (),
+    config: HubConfig, schedule: Schedule, rank: int, *, seed: int, dtype: torch.dtype, device: torch.device,
+    mesh: DeviceMesh | None = None, recompute: Sequence[str] = (), layers_per_stage: Sequence[int] = (),
+    compiled: bool = False, from_hf: str = "",
 ) -> Model:  # fmt: skip
     """Build the stages of pipeline rank `rank`. The weights depend on `seed` only, not on how the model is cut.
 
-    Raises ValueError for a model that cannot be cut so.
+    Raises ValueError for a model that cannot be cut so, and on all ranks of `mesh` for a checkpoint that does not fit.
 
     recompute: what is computed again instead of kept, see `dualpipe.models.stages.Recompute`.
+    layers_per_stage: instead of stages that cost about the same.
+    compiled: norms, attention and dense MLPs go through torch.compile.
+    from_hf: a directory with a Hugging Face checkpoint, whose weights are taken instead. Collective over `mesh`.
     mesh: from `build_mesh`. Where it has several pipelines, they share the parameters' storage: those are stored in at
     least float32 and computed with in `dtype`. Without, they are stored in `dtype`.
     """
@@ -66,48 +69,64 @@ def build_model(
             f"tie_word_embeddings needs the first and the last stage on one rank, but schedule {schedule.name!r} puts "
             "them on two; use a V-shaped schedule (dualpipev, zbv)"
         )
-    mesh = mesh if mesh is not None and dense_mesh(mesh).size() > 1 else None
-    if config.tie_word_embeddings and mesh is not None:
+    sharded = mesh is not None and dense_mesh(mesh).size() > 1
+    if config.tie_word_embeddings and sharded:
         raise ValueError("tie_word_embeddings needs the embedding and the head in one FSDP2 unit, which two stages "
                          "cannot be; set it to false in the model's config.json, or parallel.dp = ep = 1")  # fmt: skip
     try:
-        stages = build_on_meta(lambda: build_stages(config, schedule.num_stages, only=numbers))
+        stages = build_on_meta(lambda: build_stages(config, schedule.num_stages, numbers, layers_per_stage))
     except ValueError as error:
         raise ValueError(f"parallel.pp = {schedule.num_ranks} with schedule {schedule.name!r}: {error}") from error
     for stage in stages:
         stage.recompute = Recompute(recompute)
-    filled = _initialised(stages, seed, dtype, device, mesh)
-    return Model("Qwen3-MoE", filled, config.vocab_size, first, last)
+        if compiled:
+            stage.compile_dense()
+    known = Ranks(mesh).first(lambda: hub_dtypes(from_hf, config)) if from_hf else None
+    if not sharded and any(torch.promote_types(dtype, found) != dtype for found in (known or {}).values()):
+        raise ValueError(f"{from_hf} holds tensors wider than train.dtype, which ranks that share nothing would have to "
+                         "round; use parallel.dp or ep > 1, train.dtype = \"fp32\", or first write it again by "
+                         "`dualpipe hf export --dtype bf16`")  # fmt: skip
+    plan = plan_dtypes(stages, dtype, sharded=sharded, source_dtypes=known)
+    for stage in stages:
+        _shard(stage, plan, mesh if sharded else None)
+    if from_hf:
+        load_hf(stages, from_hf, mesh, plan, device=device)
+    else:
+        for stage in stages:
+            materialize(stage, device, plan, seed=seed)
+    return Model(config, tuple(stages), plan, first, last)
 
 
-def build_whole(config: Qwen3MoeConfig, *, seed: int, dtype: torch.dtype, device: torch.device) -> nn.Module:
+def build_whole(config: HubConfig, *, seed: int, dtype: torch.dtype, device: torch.device) -> nn.Module:
     """The unpipelined model, with the same weights."""
-    (stage,) = _initialised(build_on_meta(lambda: build_stages(config, 1)), seed, dtype, device)
+    (stage,) = build_on_meta(lambda: build_stages(config, 1))
+    plan = plan_dtypes([stage], dtype, sharded=False)
+    _shard(stage, plan, None)
+    materialize(stage, device, plan, seed=seed)
     return stage
 
 
-def plan_dtypes(stages: list[nn.Module], dtype: torch.dtype, *, sharded: bool) -> DTypePlan:
+def plan_dtypes(
+    stages: list[nn.Module], dtype: torch.dtype, *, sharded: bool,
+    source_dtypes: Mapping[str, torch.dtype] | None = None,
+) -> DTypePlan:  # fmt: skip
     """The plan of a model that computes in `dtype` and accumulates gradients in at least float32.
 
     Sharded parameters are stored in at least float32; others in `dtype`, and the optimizer keeps float32 masters.
     """
     wide = torch.promote_types(dtype, torch.float32)
     nn.ModuleList(stages).to(dtype=wide if sharded else dtype)  # together, so that a tied weight stays one
-    return resolve_dtypes(stages, DTypePolicy(dtype, wide, dtype))
+    return resolve_dtypes(stages, DTypePolicy(dtype, wide, dtype), source_dtypes)
 
 
-def _initialised(
-    stages: list[nn.Module], seed: int, dtype: torch.dtype, device: torch.device, mesh: DeviceMesh | None = None
-) -> tuple[nn.Module, ...]:  # fmt: skip
-    plan = plan_dtypes(stages, dtype, sharded=mesh is not None)
-    for stage in stages:
-        if mesh is not None:
-            shard_experts(stage, mesh["ep"])
-            stage.use_expert_parallelism(ExpertParallel(stage.config.num_experts, mesh["ep"]))
-        dense, experts = (None, None) if mesh is None else (dense_mesh(mesh), mesh["dp"])
-        shard(stage, dense, plan, expert_mesh=experts)
-        materialize(stage, device, plan, seed=seed)
-    return tuple(stages)
+def _shard(stage: nn.Module, plan: DTypePlan, mesh: DeviceMesh | None) -> None:
+    """Over the data- and expert-parallel ranks of `mesh`, and have experts find each other there."""
+    if mesh is None:
+        shard(stage, None, plan)
+        return
+    shard_experts(stage, mesh["ep"])
+    stage.use_expert_parallelism(ExpertParallel(stage.config.num_experts, mesh["ep"]))
+    shard(stage, dense_mesh(mesh), plan, expert_mesh=mesh["dp"])
 
 
 def micro_batch_loss(num_chunks: int) -> Callable[[Tensor, Tensor], Tensor]:

@@ -2,23 +2,27 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 from transformers import Qwen3MoeConfig as HFConfig
-from transformers import Qwen3MoeForCausalLM
+from transformers import Qwen3MoeForCausalLM, modeling_rope_utils
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 from dualpipe.kernels import dispatch_tokens, sort_tokens
-from dualpipe.models import Qwen3MoeConfig, Stage, build_stages, split_layers
-from dualpipe.models.hub import from_hub
+from dualpipe.models import Qwen3MoeConfig, Stage, build_stages, read_config, split_layers
+from dualpipe.models.sizes import parameter_counts
 from dualpipe.models.stages import Recompute
 from dualpipe.nn import cross_entropy_loss
 from dualpipe.parallel import expert
+from dualpipe.parallel.materialize import build_on_meta
 from dualpipe.pipeline import Pipeline
 from dualpipe.pipeline.weight_grad_store import WeightGradStore
+from models import Float64Torch, batch, grads, ours, randomize_vectors, relative, split_experts, train, whole
 
+EXAMPLES = Path(__file__).parents[2] / "examples" / "models"
 TINY = {
     "vocab_size": 61, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
@@ -34,89 +38,61 @@ VARIANTS = {
     "dense first layer": {"mlp_only_layers": [0]},
     "every second layer sparse": {"decoder_sparse_step": 2},
     "tied": {"tie_word_embeddings": True},
-}
+    "stretched": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0,
+                                      "original_max_position_embeddings": 64}},
+    "stretched, all said": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 8.0,
+                                                "original_max_position_embeddings": 512, "beta_fast": 16.0,
+                                                "beta_slow": 2.0, "attention_factor": 1.5, "truncate": False}},
+}  # fmt: skip
 
 
 def tiny(**changes):
     return Qwen3MoeConfig.from_dict(TINY | changes)
 
 
-def whole(config, seed=0, dtype=torch.float32):
-    stage = Stage(config, range(config.num_hidden_layers), first=True, last=True)
-    stage.init_weights(seed)
-    return stage.to(dtype)
-
-
-def batch(config, sequence=11):
-    generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(config.vocab_size, (3, sequence + 1), generator=generator)
-    return tokens[:, :-1], tokens[:, 1:]
-
-
-def train(model, config):
-    tokens, labels = batch(config)
-    logits = model(tokens)
-    logits = getattr(logits, "logits", logits)
-    loss = cross_entropy_loss(logits, labels)
-    loss.backward()
-    return logits.detach(), loss.detach()
-
-
-def grads(model):
-    return {name: param.grad for name, param in model.named_parameters()}
-
-
-def ours(config, model, hub):
-    """A hub state dict, or its gradients, under our names."""
-    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
-    if "lm_head.weight" not in hub:  # tied
-        del shapes["lm_head.weight"]
-    return from_hub(config, shapes, hub)
-
-
-def relative(actual, expected, floor=1e-30):
-    """Error over the norm of what is expected, or over `floor` where that is next to nothing."""
-    assert actual.dtype is expected.dtype
-    assert actual.shape == expected.shape
-    return ((actual - expected).norm() / expected.norm().clamp(min=floor)).item()
-
-
-class Float64Torch:
-    """`torch` as seen by transformers' model file, with its float32 casts turned into float64."""
-
-    float32 = float = torch.float64
-
-    def __getattr__(self, name):
-        return getattr(torch, name)
-
-
 def hf_model(changes, dtype, attention):
     hf_config = HFConfig(**(TINY | changes), attn_implementation=attention, experts_implementation="eager")
     torch.manual_seed(0)
     model = Qwen3MoeForCausalLM(hf_config).to(dtype)
-    with torch.no_grad():  # transformers starts norms at one and biases at zero, which would hide a mix-up
-        for param in model.parameters():
-            if param.dim() == 1:
-                param.add_(torch.randn_like(param) * 0.1)
+    randomize_vectors(model)
     return model
 
 
+@pytest.fixture(params=[torch.float32, torch.float64], ids=str)
+def dtype(request, monkeypatch):
+    if request.param is torch.float64:  # transformers casts norms, rotary angles and the router to float32
+        for file in (modeling_qwen3_moe, modeling_rope_utils):
+            monkeypatch.setattr(file, "torch", Float64Torch())
+    return request.param
+
+
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
-def test_logits_and_gradients_equal_transformers(changes, dtype, attention, monkeypatch):
-    if dtype is torch.float64:  # transformers casts norms, rotary angles and the router to float32
-        monkeypatch.setattr(modeling_qwen3_moe, "torch", Float64Torch())
+def test_logits_and_gradients_equal_transformers(changes, dtype, attention):
+    check(changes, dtype, attention)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("changes", [{}, VARIANTS["stretched"]], ids=["plain", "stretched"])
+def test_documents_in_a_row_equal_transformers(changes, dtype, attention):
+    lengths = [[11], [4, 7], [1, 1, 6, 3]]
+    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
+    check(changes, dtype, attention, positions)
+
+
+def check(changes, dtype, attention, positions=None):
+    """Logits, loss and every gradient."""
     reference = hf_model(changes, dtype, attention)
     config = tiny(**changes)
     model = whole(config, dtype=dtype)
-    model.load_state_dict(ours(config, model, reference.state_dict()))
-    expected, expected_loss = train(reference, config)
-    actual, loss = train(model, config)
+    model.load_state_dict(ours(config, model.state_dict(), reference.state_dict()))
+    packed = {} if positions is None else {"position_ids": positions}
+    expected, expected_loss = train(reference, config, use_cache=False, **packed)
+    actual, loss = train(model, config, positions=positions)
     tolerance = 1e-5 if dtype is torch.float32 else 1e-10
     assert relative(actual, expected) < tolerance
     assert relative(loss, expected_loss) < tolerance
-    expected_grads = ours(config, model, grads(reference))
+    expected_grads = ours(config, grads(model), grads(reference))
     assert grads(model).keys() == expected_grads.keys()
     # One normalised choice has weight 1 whatever the router says: its gradient is zero but for rounding.
     constant = config.num_experts_per_tok == 1 and config.norm_topk_prob
@@ -127,18 +103,9 @@ def test_logits_and_gradients_equal_transformers(changes, dtype, attention, monk
 
 
 def test_per_expert_state_dict_is_stacked():
-    fused = hf_model({}, torch.float32, "eager").state_dict()
-    split = {}
-    for name, tensor in fused.items():
-        layer, found, rest = name.partition("experts.")
-        for e, weight in enumerate(tensor if found else ()):
-            gate_up = dict(zip(("gate_proj", "up_proj"), weight.chunk(2)))
-            for projection, part in ({"down_proj": weight} if rest == "down_proj" else gate_up).items():
-                split[f"{layer}experts.{e}.{projection}.weight"] = part
-        if not found:
-            split[name] = tensor
-    config = tiny()
-    expected, actual = ours(config, whole(config), fused), ours(config, whole(config), split)
+    fused, config = hf_model({}, torch.float32, "eager").state_dict(), tiny()
+    shapes = whole(config).state_dict()
+    expected, actual = ours(config, shapes, fused), ours(config, shapes, split_experts(fused))
     assert actual.keys() == expected.keys()
     assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
 
@@ -346,7 +313,6 @@ REFUSED = {
     "attention_dropout=0.1": {"attention_dropout": 0.1},
     "output_router_logits=True": {"output_router_logits": True},
     "num_expert=3 \\(unknown\\)": {"num_expert": 3},
-    "quantization_config": {"quantization_config": {"quant_method": "fp8"}},
     "rope_type 'yarn'": {"rope_scaling": {"type": "yarn", "factor": 4.0}},
     "partial_rotary_factor": {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
     "model_type must be 'qwen3_moe'": {"model_type": "qwen3"},
@@ -363,6 +329,50 @@ REFUSED = {
 def test_unsupported_options_are_named(message):
     with pytest.raises(ValueError, match=message):
         tiny(**REFUSED[message])
+
+
+# -- the real models
+
+
+# As published (arXiv:2505.09388), 30.5 and 3.3 (cut off), 235 and 22 billion. The active counts have the head and the
+# embedding; without the embedding, of which a token reads one row, they are 3.04 and 21.57 billion.
+@pytest.mark.parametrize(
+    ("name", "total", "active", "published"),
+    [
+        ("qwen3-30b-a3b", 30_532_122_624, 3_353_032_704, (30.5, 3.4)),
+        ("qwen3-235b-a22b", 235_093_634_560, 22_190_763_520, (235.1, 22.2)),
+    ],
+)
+def test_real_models_have_the_published_sizes(name, total, active, published):
+    config = read_config(EXAMPLES / name)
+    with torch.device("meta"):
+        (model,) = build_on_meta(lambda: build_stages(config, 1))
+    sizes = {key: param.numel() for key, param in model.named_parameters()}
+    experts = sum(size for key, size in sizes.items() if ".experts." in key)
+    assert sum(sizes.values()) == total
+    assert total - experts + experts // config.num_experts * config.num_experts_per_tok == active
+    assert (round(total / 1e9, 1), round(active / 1e9, 1)) == published
+    assert parameter_counts(config)[:2] == (total, active)
+
+
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "qwen3-235b-a22b"])
+def test_real_models_have_the_hub_s_names_and_shapes(name):
+    config, hf_config = read_config(EXAMPLES / name), HFConfig.from_pretrained(EXAMPLES / name)
+    with torch.device("meta"):
+        (model,) = build_on_meta(lambda: build_stages(config, 1))
+        expected = {key: tuple(tensor.shape) for key, tensor in Qwen3MoeForCausalLM(hf_config).state_dict().items()}
+    apart, together = {}, {}  # each expert's own tensors, as on the hub, and all in one, as in transformers' memory
+    for key, param in model.named_parameters():
+        layouts = config.hub_layouts(key, param.shape)
+        apart |= {part.name: part.shape for part in layouts[0]}
+        together |= {part.name: part.shape for part in layouts[-1]}
+    assert together == expected
+    layers, hidden, inside = config.num_hidden_layers, config.hidden_size, config.moe_intermediate_size
+    assert len(apart) == layers * (8 + 1 + 128 * 3) + 3
+    for layer, e in ((0, 0), (layers - 1, 127)):
+        prefix = f"model.layers.{layer}.mlp.experts.{e}"
+        assert apart[f"{prefix}.gate_proj.weight"] == apart[f"{prefix}.up_proj.weight"] == (inside, hidden)
+        assert apart[f"{prefix}.down_proj.weight"] == (hidden, inside)
 
 
 # -- segments and recomputation

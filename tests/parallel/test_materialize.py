@@ -16,7 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor import DTensor, Shard
 from torch.profiler import ProfilerActivity, profile
 
-from dualpipe.models.qwen3_moe import Qwen3MoeConfig, build_stages
+from dualpipe.models import Qwen3MoeConfig, build_stages
 from dualpipe.nn.init import seeded_normal_
 from dualpipe.parallel.materialize import assert_materialized, build_on_meta, materialize
 from dualpipe.parallel.precision import DTypePlan, DTypePolicy, Rule, TensorDTypes, resolve_dtypes

@@ -23,6 +23,7 @@ from ranks import run_ranks
 from toys import gradient_error, num_stages, reference, relative_error, stages_of_rank
 
 WIDTH = 8
+ALL = ("before", "between", "after")  # of Layered, to be recomputed: what arrives is not kept, but sent again
 
 
 class Rolled:
@@ -52,6 +53,11 @@ class Rolled:
         self.log.append("backward")
         given = () if gradients is None else (gradients[0].roll(-1, 0),)
         return self.Pending((given, None), self.log)
+
+    def again(self, context, inputs):
+        pending = self.forward(inputs)
+        self.log[-1] = "again"
+        return pending
 
 
 class Layered(nn.Module):
@@ -84,7 +90,7 @@ class Layered(nn.Module):
         for i in range(self.layers):
             found += [
                 Compute(lambda x, i=i: self.before(i, x), "x", ("residual", "rows"), "before" in self.recompute),
-                Communicate(Rolled(self.log), "rows", "rows"),
+                Communicate(Rolled(self.log), "rows", "rows", "between" in self.recompute),
                 Compute(lambda r, x, i=i: self.after(i, r, x), ("residual", "rows"), "x", "after" in self.recompute),
             ]
         return found
@@ -118,7 +124,7 @@ def parity(rank: int, name: str, pp: int, microbatches: int, recompute: tuple, o
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("recompute", [(), ("before", "after")], ids=str)
+@pytest.mark.parametrize("recompute", [(), ("before", "after"), ALL], ids=str)
 @pytest.mark.parametrize("name, pp, microbatches", [
     ("dualpipev", 1, 3), ("dualpipev", 2, 7), ("zbv", 2, 5), ("1f1b", 2, 3), ("interleaved_1f1b", 2, 4),
 ])  # fmt: skip
@@ -283,20 +289,22 @@ def training(rank: int, overlap: bool, recompute: tuple, p: float) -> list:
     return losses
 
 
-@pytest.mark.parametrize("overlap, recompute", [(False, ()), (True, ("before",)), (False, ("before", "after"))])
+@pytest.mark.parametrize("overlap, recompute", [
+    (False, ()), (True, ("before",)), (False, ("before", "after")), (True, ALL), (False, ALL),
+])  # fmt: skip
 def test_losses_are_the_same_bits_with_and_without_overlap_and_recomputation(overlap, recompute):
     assert run_ranks(training, 2, overlap, recompute, 0.0) == run_ranks(training, 2, True, (), 0.0)
 
 
 def test_recomputation_draws_the_same_random_numbers():
     """Dropout: also what comes after a recomputed segment is as if it had not been computed again."""
-    plain, again = (run_ranks(training, 2, False, recompute, 0.5) for recompute in ((), ("before",)))
-    assert plain == again
+    plain, *again = (run_ranks(training, 2, False, recompute, 0.5) for recompute in ((), ("before",), ALL))
+    assert again == [plain, plain]
 
 
-def counts(rank: int) -> list[str]:
+def counts(rank: int, recompute: tuple) -> list[str]:
     stage = unequal(1)[0]
-    stage.layers, stage.recompute = 2, ("before",)
+    stage.layers, stage.recompute = 2, recompute
     pipe = Pipeline([stage, copy.deepcopy(stage)], schedule="zbv")
     x, y = batch(3)
     pipe.step(x, num_chunks=3, criterion=F.mse_loss, labels=(y,))
@@ -304,9 +312,16 @@ def counts(rank: int) -> list[str]:
 
 
 def test_a_marked_segment_is_computed_again_once_and_others_are_not():
-    log = run_ranks(counts, 1)[0]
+    log = run_ranks(counts, 1, ("before",))[0]
     assert log.count("before 0") == log.count("before 1") == 2 * 3
     assert log.count("after 0") == log.count("after 1") == 3
+    assert log.count("forward") == log.count("backward") == 2 * 3
+
+
+def test_what_is_not_kept_is_sent_again_once():
+    log = run_ranks(counts, 1, ALL)[0]
+    assert {log.count(f"{part} {i}") for part in ("before", "after") for i in range(2)} == {2 * 3}
+    assert log.count("forward") == log.count("again") == log.count("backward") == 2 * 3
 
 
 # -- what is kept
@@ -315,7 +330,7 @@ def test_a_marked_segment_is_computed_again_once_and_others_are_not():
 def saved(rank: int) -> list[tuple[int, int]]:
     """What autograd saves in a forward of three layers, and what the records hold, without and with recomputation."""
     found = []
-    for recompute in ((), ("before", "after")):
+    for recompute in ((), ("before", "after"), ALL):
         stage, count = unequal(1)[0], []
         stage.layers, stage.recompute = 3, recompute
         segmented = SegmentedStage(stage.segments(), ("x",), ("x",))
@@ -323,15 +338,16 @@ def saved(rank: int) -> list[tuple[int, int]]:
         with torch.autograd.graph.saved_tensors_hooks(lambda t, count=count: count.append(t.shape) or t, lambda t: t):
             walk([segmented.forward(passage)])
         assert set(passage.carry) == {"x"}, "everything else has been read for the last time"
-        found.append((len(count), sum(len(record.inputs) for record in passage.records)))
+        found.append((len(count), sum(len(record.kept) for record in passage.records)))
     return found
 
 
 def test_recomputation_keeps_the_inputs_of_segments_only():
-    (plain, no_inputs), (again, inputs) = run_ranks(saved, 1)[0]
+    (plain, no_inputs), (again, inputs), (sent_again, first_inputs) = run_ranks(saved, 1)[0]
     assert plain > 0 and no_inputs == 0
     # Of three layers: x, and what comes out of each communication together with the residual.
     assert again == 0 and inputs == 1 + 3 * 2
+    assert sent_again == 0 and first_inputs == 1
 
 
 # -- failures
@@ -556,6 +572,8 @@ def test_inputs_and_labels_that_require_gradients_get_them():
     (lambda s: [Compute(s.a, "rows", "x")], "segment 0 reads .'rows'., which no segment before it writes"),
     (lambda s: [Compute(s.a, "x", "loss"), Compute(s.b, "loss", "x")], "segment 0 writes .'loss'., names that"),
     (lambda s: [Compute(s.a, "x", ("x", "x1"))], "must write the outputs of the stage"),
+    (lambda s: [Compute(s.a, "x", "d"), Communicate(Rolled([]), "d", "d", True), Compute(s.b, "d", "x", True)],
+     "segment 1 is a communication with recompute: it must be between"),
     (lambda s: 1 / 0, "division"),
 ])  # fmt: skip
 def test_segments_that_cannot_be_run_are_refused_at_once(segments, message):

@@ -205,7 +205,7 @@ def test_what_a_rank_refuses_is_said_once(run_folder, dualpipe, options, message
         (None, "model.config: there is no file"),
         ("{", "broken.json: "),
         ({"vocab_size": 256}, "holds the token 256, but the model's vocab_size is 256"),
-        ({"hidden_act": "gelu"}, "broken.json: options that Qwen3-MoE does not support here: hidden_act='gelu'"),
+        ({"hidden_act": "gelu"}, "broken.json: options that qwen3_moe does not support here: hidden_act='gelu'"),
     ],
 )
 def test_a_bad_model(run_toml, capsys, model, message):

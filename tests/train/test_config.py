@@ -72,6 +72,7 @@ def test_overrides_replace_the_file(toml):
         (GOOD + "[router]\nbalance = -0.1", "router.balance = -0.1: must not be negative"),
         (GOOD + "[router]\nz_loss = nan", "router.z_loss = nan: must not be negative"),
         (GOOD + "[router]\nbias_update_rate = -1", "router.bias_update_rate = -1.0: must not be negative"),
+        (GOOD + "[router]\nbalanced_stride = -2", "router.balanced_stride = -2: give 0, or a number without a divisor"),
         (GOOD + "[router]\nbalanced = 1", "balanced = 1 has the wrong type; it must be true or false"),
         (GOOD + '[router]\nbalance_level = "layer"', "one of 'microbatch', 'sequence', 'global'"),
         ("[train]\nsteps = 3", r"there is no \[model\] table"),

@@ -12,7 +12,8 @@ from dualpipe.train.metrics import MetricsWriter, StepMetrics, json_line, memory
 
 
 def metrics(step, loss=2.0, **more):
-    return StepMetrics(step, loss, grad_norm=0.5, lr=1e-3, tokens_per_second=100.0, memory_bytes=2**20, **more)
+    speed = {"tokens_per_second": 100.0, "tflops_per_rank": 2.0}
+    return StepMetrics(step, loss, grad_norm=0.5, lr=1e-3, **speed, memory_bytes=2**20, **more)
 
 
 def write(folder, rows, **options):
@@ -30,7 +31,8 @@ def test_a_line_per_step(tmp_path):
     text = write(tmp_path, [metrics(1), metrics(2, eval_loss=1.75, load_max_over_mean=1.5, dropped=0.0)])
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert rows[0] == {
-        "step": 1, "loss": 2.0, "grad_norm": 0.5, "lr": 1e-3, "tokens_per_second": 100.0, "memory_bytes": 2**20,
+        "step": 1, "loss": 2.0, "grad_norm": 0.5, "lr": 1e-3, "tokens_per_second": 100.0, "tflops_per_rank": 2.0,
+        "memory_bytes": 2**20,
     }  # fmt: skip
     assert rows[1]["eval_loss"] == 1.75
     assert (rows[1]["load_max_over_mean"], rows[1]["dropped"]) == (1.5, 0)
@@ -44,8 +46,8 @@ def test_a_line_per_step(tmp_path):
 def test_a_terminal_gets_a_live_line_of_80_columns(tmp_path):
     text = io.StringIO()
     console = Console(file=text, force_terminal=True, width=80, color_system=None)
-    row = StepMetrics(9999, 10.5, grad_norm=12.5, lr=1e-3, tokens_per_second=99_999.0, memory_bytes=9999 * 2**20,
-                      eval_loss=1.5)  # fmt: skip
+    row = StepMetrics(9999, 10.5, grad_norm=12.5, lr=1e-3, tokens_per_second=99_999.0, tflops_per_rank=2.0,
+                      memory_bytes=9999 * 2**20, eval_loss=1.5)  # fmt: skip
     with MetricsWriter(tmp_path, total_steps=9999, console=console) as writer:
         writer.say("before")
         writer.write(row)

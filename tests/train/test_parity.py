@@ -1,8 +1,13 @@
 """`dualpipe parity` says whether the pipelined model is the unpipelined one, and notices when it is not."""
 
+import dataclasses
+import json
+import re
+
 import pytest
 import torch
 
+from dualpipe.nn import Router
 from dualpipe.train import model, parity
 from dualpipe.train.config import load_config
 from dualpipe.train.launch import RankInfo
@@ -64,8 +69,116 @@ def test_a_wrong_criterion_fails(run_toml, monkeypatch):
     assert run(run_toml) == 1
 
 
+# -- routers
+
+
+TERMS = ("--router.balance", "0.5", "--router.z_loss", "0.1")
+
+
+@pytest.mark.parametrize("level", ["microbatch", "sequence", "global"])
+def test_router_losses_are_compared(run_toml, capsys, level):
+    assert run(run_toml, *TERMS, "--router.balance_level", level) == 0
+    assert run(run_toml) == 0
+    with_terms, without = re.findall(r"all (\d+) within", capsys.readouterr().out)
+    assert int(with_terms) == int(without) + 2, "both losses besides the gradients"
+
+
+def other_terms(change):
+    """The pipelined model's routers do something else than the whole one's."""
+
+    def breaking(pipelined_step):
+        def step(built, pipeline, problem):
+            for module in built.stages[0].modules():
+                if isinstance(module, Router):
+                    module.step = dataclasses.replace(module.step, **change)
+            return pipelined_step(built, pipeline, problem)
+
+        return step
+
+    return breaking
+
+
+@pytest.mark.parametrize("change", [{"balance": 0.499}, {"z": 0.099}, {"num_chunks": 5}], ids=str)
+@pytest.mark.parametrize("level", ["sequence", "global"])
+def test_another_router_loss_fails(run_toml, capsys, monkeypatch, level, change):
+    monkeypatch.setattr(parity, "pipelined_step", other_terms(change)(parity.pipelined_step))
+    assert run(run_toml, *TERMS, "--router.balance_level", level) == 1
+    assert "mlp.gate.weight" in capsys.readouterr().out
+
+
+def test_balanced_routes_are_the_same_in_both(run_toml, monkeypatch):
+    assert run(run_toml, "--router.balanced", "True") == 0
+    with pytest.raises(ValueError, match="stride 2 and the number of experts 4 have a divisor in common"):
+        run(run_toml, "--router.balanced", "True", "--router.balanced_stride", "2")
+
+
+@pytest.mark.parametrize("layout", [("--dp", "2"), ("--ep", "2")], ids=" ".join)
+def test_router_losses_of_two_pipelines(run_folder, dualpipe, layout):
+    terms = (*TERMS, "--router.balance_level", "global", "--train.num_chunks", "3")
+    done = dualpipe(run_folder, "parity", "run.toml", "--pp", "1", *layout, *terms)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+# -- gradients that are zero
+
+
+@pytest.fixture
+def one_expert(run_toml):
+    """A model whose routing weights are all 1, so that its routers' gradients are zero but for rounding."""
+    file = run_toml.parent / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"num_experts_per_tok": 1}))
+    return run_toml.parent
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_zero_gradients_that_are_rounded_differently_pass(one_expert, dualpipe, dtype):
+    done = dualpipe(one_expert, "parity", "run.toml", "--pp", "1", "--ep", "2", "--dtype", dtype)
+    assert "parity passed" in done.stdout, done.stdout + done.stderr
+
+
+def zeroed(pipelined_step):
+    def step(built, pipeline, problem):
+        losses = pipelined_step(built, pipeline, problem)
+        built.stages[0].get_parameter("layers.0.mlp.gate.weight").grad.zero_()
+        return losses
+
+    return step
+
+
+def added(share):
+    """An error as large as a part of the whole gradient, in the router's."""
+
+    def breaking(pipelined_step):
+        def step(built, pipeline, problem):
+            losses = pipelined_step(built, pipeline, problem)
+            whole = torch.cat([p.grad.flatten() for p in pipeline.parameters()]).norm()
+            built.stages[0].get_parameter("layers.0.mlp.gate.weight").grad[0, 0] += share * whole
+            return losses
+
+        return step
+
+    return breaking
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_a_gradient_that_should_not_be_zero_fails(run_toml, capsys, monkeypatch, dtype):
+    monkeypatch.setattr(parity, "pipelined_step", zeroed(parity.pipelined_step))
+    assert run(run_toml, dtype=dtype) == 1
+    assert "parity FAILED: 1 of" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("dtype", "eps"), [("float64", 2e-16), ("float32", 1.2e-7)])
+def test_an_error_in_a_zero_gradient_fails_from_a_few_eps_on(one_expert, monkeypatch, dtype, eps):
+    right = parity.pipelined_step
+    for share, failed in ((0.2 * eps, 0), (3 * eps, 1)):
+        monkeypatch.setattr(parity, "pipelined_step", added(share)(right))
+        assert run(one_expert / "run.toml", dtype=dtype) == failed
+
+
 def test_difference():
     d = difference("x", torch.tensor([3.0, 4.5]), torch.tensor([3.0, 4.0]))
     assert (d.max_abs, d.relative, d.shape) == (0.5, pytest.approx(0.1), (2,))
     assert difference("x", torch.tensor([2.0]), torch.tensor([0.0])).relative == 2.0
+    assert difference("x", torch.tensor([2.0]), torch.tensor([1.0]), floor=4.0).relative == 0.25
+    assert difference("x", torch.tensor([9.0]), torch.tensor([8.0]), floor=4.0).relative == 0.125
     assert not difference("x", torch.tensor([float("nan")]), torch.tensor([0.0])).relative <= 1e9

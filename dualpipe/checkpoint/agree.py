@@ -1,0 +1,74 @@
+"""What fails on one rank raises on all, so that nobody waits for a rank that has given up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+_CHARACTERS = 20_000  # of an error's text that travel to the other ranks
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """All ranks of a mesh that spans the default process group; None: this process alone."""
+
+    def __init__(self, mesh: DeviceMesh | None) -> None:
+        self.size = 1 if mesh is None else dist.get_world_size()
+        self.rank = 0 if self.size == 1 else dist.get_rank()
+        if mesh is not None and mesh.size() != self.size:
+            raise ValueError(f"the mesh has {mesh.size()} of {self.size} ranks; pass the whole one, from build_mesh")
+
+    def gather(self, work: Callable[[], T]) -> list[T]:
+        """Do `work` on every rank and return what it gave (picklable), by rank.
+
+        Raises ValueError where it did on some rank, and RuntimeError for any other error; on the rank itself from its
+        own error, or an interrupt as it is.
+        """
+        if self.size == 1:
+            return [work()]
+        value = error = None
+        try:
+            value = work()
+        except BaseException as raised:
+            error = raised
+        outcomes: list[Any] = [None] * self.size
+        mine = None if error is None else (isinstance(error, ValueError), _text(error))
+        dist.all_gather_object(outcomes, (mine, value))
+        if error is not None and not isinstance(error, Exception):
+            raise error
+        failed = {rank: failure for rank, (failure, _) in enumerate(outcomes) if failure is not None}
+        if failed:
+            kind = ValueError if all(is_value_error for is_value_error, _ in failed.values()) else RuntimeError
+            raise kind(_joined({rank: text for rank, (_, text) in failed.items()})) from error
+        return [value for _, value in outcomes]
+
+    def agree(self, work: Callable[[], T]) -> T:
+        """Do `work` on every rank and return what it gave here; raises as `gather` does."""
+        result: list[T] = []
+        self.gather(lambda: result.append(work()))
+        return result[0]
+
+    def first(self, work: Callable[[], T]) -> T:
+        """Do `work` on rank 0 and return what it gave (picklable) on all; raises as `gather` does."""
+        result = self.agree(lambda: work() if self.rank == 0 else None)
+        if self.size > 1:
+            shared = [result]
+            dist.broadcast_object_list(shared, src=0)
+            result = shared[0]
+        return result
+
+
+def _text(error: BaseException) -> str:
+    return (f"{error}" if isinstance(error, ValueError) else f"{type(error).__name__}: {error}")[:_CHARACTERS]
+
+
+def _joined(texts: dict[int, str]) -> str:
+    """Each text once, with the ranks that it comes from."""
+    by_text: dict[str, list[int]] = {}
+    for rank, text in texts.items():
+        by_text.setdefault(text, []).append(rank)
+    return "; ".join(f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in by_text.items())

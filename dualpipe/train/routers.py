@@ -1,0 +1,40 @@
+"""What [router] of a config asks of the routers of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dualpipe.nn.router import Router
+from dualpipe.nn.router_set import RouterSet
+from dualpipe.nn.routes import random_like_stride
+from dualpipe.train.config import Config
+
+
+def build_routers(
+    config: Config, stages: Sequence[nn.Module], *, group: dist.ProcessGroup | None, device: torch.device,
+    whole: bool = False,
+) -> RouterSet:  # fmt: skip
+    """The routers in `stages`, set to what `config.router` says. Collective over `group`.
+
+    whole: `stages` are the whole model, alone on this rank, which runs the micro-batches of all pipelines.
+
+    Raises ValueError for what the model's routers cannot do.
+    """
+    r, replicas = config.router, config.parallel.replicas
+    return RouterSet(
+        stages, num_chunks=config.train.num_chunks * (replicas if whole else 1), balance=r.balance,
+        level=r.balance_level, z=r.z_loss, bias_update_rate=r.bias_update_rate, balanced=r.balanced,
+        balanced_stride=r.balanced_stride or _stride(stages, config.parallel.ep), group=None if whole else group,
+        replicas=1 if whole else replicas, device=device,
+    )  # fmt: skip
+
+
+def _stride(stages: Sequence[nn.Module], ranks: int) -> int:
+    """The same for all routers of a model, as `RouterSet` has it; 1 where there is none."""
+    routers = (module for stage in stages for module in stage.modules() if isinstance(module, Router))
+    first = next(routers, None)
+    return 1 if first is None else random_like_stride(first.out_features, first.top_k, ranks)

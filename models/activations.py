@@ -1,0 +1,140 @@
+"""What a stage keeps of one micro-batch from its forward to its backward, in bytes: counted, not guessed.
+
+The stage's segments are run as the pipeline runs them, on tensors without memory, and what autograd and the pipeline
+then hold is counted, each storage once. Attention's scores, which the CPU keeps and the fused kernels of GPUs do not,
+are taken off.
+
+Dimension letters: T tokens, H hidden, K experts per token, R rows that a rank's experts receive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
+
+from dualpipe.models.decoder import SparseMLP, Stage
+from dualpipe.models.hub import HubConfig
+from dualpipe.models.stages import Recompute
+from dualpipe.nn import Router
+from dualpipe.parallel.dispatch import Done, Received
+from dualpipe.pipeline.overlap import Passage, SegmentedStage, walk
+from dualpipe.pipeline.segments import Pending
+
+_PROBE = 64  # tokens of the shorter run
+
+
+def activation_bytes(
+    config: HubConfig,
+    layers: range,
+    *,
+    batch: int,
+    sequence_length: int,
+    first: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+    recompute: Iterable[str] = (),
+    ep: int = 1,
+) -> int:
+    """Of a stage with these layers, for a micro-batch of (batch, sequence_length) tokens computed in `dtype`.
+
+    Without the head: the logits live for one micro-batch at a time. recompute: the rules of `Recompute`. ep: the number
+    of expert-parallel ranks, over which tokens are taken to be spread evenly.
+    """
+    mode = FakeTensorMode()
+    with mode:
+        stage = _in_dtype(Stage(config, layers, first=first, last=False), dtype)
+    stage.recompute = Recompute(recompute)
+    for layer in stage.layers.values():
+        if isinstance(layer.mlp, SparseMLP) and ep > 1:
+            layer.mlp.dispatcher = _Even(layer.mlp.gate, ep)
+    # Scores grow with the square of the length, everything else with the tokens: two runs tell them apart.
+    short, long = (_kept(stage, mode, batch, length, dtype) for batch, length in ((2, _PROBE), (1, 2 * _PROBE)))
+    per_token = (2 * short - long) / (2 * _PROBE)
+    per_token += sum(
+        _of_attention(layer.self_attn, dtype)
+        for index, layer in stage.layers.items() if not stage.recompute("attention", int(index))
+    )  # fmt: skip
+    return round(per_token * batch * sequence_length)
+
+
+class _Even:
+    """The dispatcher of a rank among `ep`, when tokens choose experts at random and all ranks get the same number."""
+
+    communicates = True
+
+    def __init__(self, gate: Router, ep: int) -> None:
+        self._experts = gate.out_features
+        self._copies = ep * (1 - (1 - 1 / ep) ** gate.top_k)  # distinct ranks that a token's experts are on
+        self.dispatch = self.combine = _Immediate()
+
+    def plan(self, x_TH: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> tuple[Tensor, Tensor, Any]:
+        rows = round(len(x_TH) * self._copies)
+        token_R = torch.zeros(rows, dtype=torch.int64)
+        received = Received(experts_TK.index_select(0, token_R), self._experts, experts_TK.numel(), None)
+        return x_TH.index_select(0, token_R), weights_TK.index_select(0, token_R), received
+
+    def finish(self, rows: Tensor, plan: Received) -> Tensor:
+        tokens = plan.pairs // plan.ids.shape[1]
+        return rows.new_zeros(tokens, rows.shape[1]).index_add(0, torch.zeros(len(rows), dtype=torch.int64), rows)
+
+
+class _Immediate:
+    """What is sent arrives at once, in a memory of its own."""
+
+    group = None
+
+    def forward(self, inputs: tuple[Any, ...]) -> Pending:
+        return Done((inputs[0].clone(), *inputs[1 : 3 if len(inputs) > 2 else 1]))
+
+    def again(self, context: Any, inputs: tuple[Any, ...]) -> Pending:
+        raise NotImplementedError("a forward alone is run")
+
+
+def _in_dtype(stage: Stage, dtype: torch.dtype) -> Stage:
+    """Module.to(dtype) does not work on tensors without memory."""
+    for module in stage.modules():
+        for name, param in module.named_parameters(recurse=False):
+            setattr(module, name, nn.Parameter(param.detach().to(dtype)))
+    return stage
+
+
+def _kept(stage: Stage, mode: FakeTensorMode, batch: int, length: int, dtype: torch.dtype) -> int:
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage()._cdata] = tensor  # which keeps the storage, so that its address stays its own
+        return tensor
+
+    with mode:
+        hidden = (batch, length, stage.config.hidden_size)
+        tokens = torch.zeros(batch, length, dtype=torch.int64)
+        x = tokens if stage.first else torch.empty(hidden, dtype=dtype, requires_grad=True)
+        passage = Passage({"x": x, "positions": None})
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            walk([SegmentedStage(stage.segments(), ("x",), ("x",)).forward(passage)])
+    if passage.error is not None:
+        raise passage.error
+    for record in passage.records:
+        for tensor in tree_leaves((record.leaves, record.kept)):
+            if isinstance(tensor, Tensor):
+                keep(tensor)
+    shared = [*stage.parameters(), *stage.buffers()]
+    for tensor in shared:
+        kept.pop(tensor.untyped_storage()._cdata, None)
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values() if not _is_mask(tensor))
+
+
+def _is_mask(tensor: Tensor) -> bool:
+    """Who sees whom: bool (S, S), which the CPU alone needs."""
+    return tensor.dtype is torch.bool
+
+
+def _of_attention(attention: nn.Module, dtype: torch.dtype) -> float:
+    """For a token, what fused kernels keep beyond the CPU's without its scores: a float32 for each head's row of them,
+    and less, since keys and values need not be repeated for the heads that share them."""
+    repeated = attention.num_heads - attention.num_kv_heads
+    return 4 * attention.num_heads - repeated * (attention.qk_dim + attention.v_dim) * dtype.itemsize

@@ -1,0 +1,235 @@
+"""DeepSeek-V2 (V2-Lite, V2; arXiv:2405.04434) and DeepSeek-V3 (arXiv:2412.19437): latent attention, shared experts.
+
+A head's queries and keys have N dimensions that do not know their position, then P rotated ones. Keys and values are
+made from a narrow latent, to which the rotated part of the key, one for all heads, comes besides.
+
+Dimension letters: B batch, S sequence, H hidden, A attention heads, C key/value latent, D = N + P head dimension of
+queries and keys, V of values.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from dualpipe.models.decoder import DenseMLP, Experts, Layer, SparseMLP
+from dualpipe.models.hub import HubConfig, Part, swiglu_expert_layouts
+from dualpipe.nn import Linear, RMSNorm, Router
+from dualpipe.nn.attention import Context, attend
+from dualpipe.nn.rotary import Yarn, apply_rotary, apply_rotary_interleaved, yarn_mscale
+
+LATENT_EPS = 1e-6  # of the norms of latents, whatever rms_norm_eps is
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepseekConfig(HubConfig):
+    """Sizes and options of both versions, named as in the hub's `config.json`."""
+
+    _ignored: ClassVar[frozenset[str]] = frozenset({
+        "aux_loss_alpha", "seq_aux",  # losses of the training, which a router's `step` says
+        "ep_size", "pretraining_tp",  # how DeepSeek's code spreads the same mathematics
+        "head_dim", "qk_head_dim",  # P and D, which transformers writes besides
+    })  # fmt: skip
+    _fixed: ClassVar[Mapping[str, Any]] = {
+        "hidden_act": "silu", "attention_dropout": 0.0, "mlp_bias": False, "moe_layer_freq": 1,
+        "output_router_logits": False,
+    }  # fmt: skip
+    _nullable: ClassVar[frozenset[str]] = frozenset({"q_lora_rank", "n_shared_experts", "n_group", "topk_group"})
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    q_lora_rank: int | None  # of the queries' latent; None: queries are made from x itself
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    intermediate_size: int  # of a dense MLP
+    moe_intermediate_size: int
+    n_routed_experts: int
+    n_shared_experts: int | None  # together one MLP of so many times moe_intermediate_size
+    num_experts_per_tok: int
+    n_group: int | None = None  # None: one group
+    topk_group: int | None = None
+    first_k_dense_replace: int = 0  # so many layers at the start have a dense MLP
+    routed_scaling_factor: float = 1.0
+    attention_bias: bool = False
+    rope_interleave: bool = True  # which dimensions are rotated together: neighbours, or those of the two halves
+    tie_word_embeddings: bool = False
+    rope_theta: float = 10_000.0
+    yarn: Yarn | None = None
+    rms_norm_eps: float = 1e-6
+    initializer_range: float = 0.02
+
+    def __post_init__(self) -> None:
+        if self.qk_rope_head_dim < 2 or self.qk_rope_head_dim % 2:
+            raise ValueError(f"qk_rope_head_dim must be even and at least 2; got {self.qk_rope_head_dim}")
+        if self.q_lora_rank is not None and self.q_lora_rank < 1:
+            raise ValueError(f"q_lora_rank must be at least 1, or null for queries without a latent; "
+                             f"got {self.q_lora_rank}")  # fmt: skip
+        if self.first_k_dense_replace < self.num_hidden_layers:
+            self.gate("meta")  # raises ValueError for sizes that do not fit together
+
+    @classmethod
+    def _translated(cls, values: dict[str, Any]) -> dict[str, Any]:
+        heads = values.get("num_attention_heads")
+        if heads is not None and (given := values.pop("num_key_value_heads", heads)) != heads:
+            raise ValueError(f"num_key_value_heads must be num_attention_heads ({heads}), all heads' keys and values "
+                             f"being made from one latent; got {given}")  # fmt: skip
+        return values
+
+    @property
+    def num_experts(self) -> int:
+        """`n_routed_experts`, as the other families call it."""
+        return self.n_routed_experts
+
+    @property
+    def rotary_dim(self) -> int:
+        """P."""
+        return self.qk_rope_head_dim
+
+    @property
+    def softmax_scale(self) -> float:
+        """D^-0.5, and where YaRN stretches, the square of its temperature for all dimensions of queries and keys.
+
+        The rotary tables have the rest of the temperature: see `Yarn.scale`.
+        """
+        temperature = 1.0 if self.yarn is None else yarn_mscale(self.yarn.factor, self.yarn.mscale_all_dim)
+        return (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5 * temperature**2
+
+    def gate(self, device: str | None = None) -> Router:
+        """The router of a layer."""
+        raise NotImplementedError
+
+    def layer(self, index: int) -> Layer:
+        """The layer of this global index."""
+        attention = Attention(self)
+        if index < self.first_k_dense_replace:
+            return Layer(self, attention, DenseMLP(self.hidden_size, self.intermediate_size))
+        experts = Experts(self.n_routed_experts, self.hidden_size, self.moe_intermediate_size)
+        width = (self.n_shared_experts or 0) * self.moe_intermediate_size
+        shared = DenseMLP(self.hidden_size, width) if width else None
+        return Layer(self, attention, SparseMLP(self.gate(), experts, shared))
+
+    def hub_layouts(self, name: str, shape: Sequence[int]) -> list[list[Part]]:
+        """See `HubConfig`."""
+        return swiglu_expert_layouts(name, shape) or super().hub_layouts(name, shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepseekV2Config(DeepseekConfig):
+    """DeepSeek-V2: a softmax over all experts, of which the best are taken, from few groups or from all.
+
+    norm_topk_prob: only false, as all published models have it; transformers takes no notice of it, and DeepSeek's own
+    code leaves out routed_scaling_factor where it is true.
+    """
+
+    model_type: ClassVar[str] = "deepseek_v2"
+    _fixed: ClassVar[Mapping[str, Any]] = DeepseekConfig._fixed | {
+        "scoring_func": "softmax", "norm_topk_prob": False, "rope_interleave": True,
+    }  # fmt: skip
+
+    topk_method: str = "greedy"
+
+    def __post_init__(self) -> None:
+        if self.topk_method not in ("greedy", "group_limited_greedy"):
+            raise ValueError(f"topk_method must be 'greedy' or 'group_limited_greedy'; got {self.topk_method!r}")
+        super().__post_init__()
+
+    def gate(self, device: str | None = None) -> Router:
+        """The router of a layer."""
+        grouped = self.topk_method == "group_limited_greedy"
+        return Router(
+            self.hidden_size, self.n_routed_experts, self.num_experts_per_tok,
+            routed_scaling_factor=self.routed_scaling_factor, n_group=(grouped and self.n_group) or 1,
+            topk_group=(grouped and self.topk_group) or 1, wide_logits=True, device=device,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepseekV3Config(DeepseekConfig):
+    """DeepSeek-V3: each expert's own sigmoid, and a bias on the choice that evens out the loads."""
+
+    model_type: ClassVar[str] = "deepseek_v3"
+    _fixed: ClassVar[Mapping[str, Any]] = DeepseekConfig._fixed | {
+        "scoring_func": "sigmoid", "topk_method": "noaux_tc",
+    }  # fmt: skip
+
+    n_group: int | None = 8
+    topk_group: int | None = 4
+    first_k_dense_replace: int = 3
+    routed_scaling_factor: float = 2.5
+    norm_topk_prob: bool = True
+    num_nextn_predict_layers: int = 1  # layers for multi-token prediction behind the others: on the hub, not here
+
+    @classmethod
+    def _translated(cls, values: dict[str, Any]) -> dict[str, Any]:
+        if "num_mtp_layers" in values:  # the newer name
+            values["num_nextn_predict_layers"] = values.pop("num_mtp_layers")
+        return super()._translated(values)
+
+    def gate(self, device: str | None = None) -> Router:
+        """The router of a layer."""
+        return Router(
+            self.hidden_size, self.n_routed_experts, self.num_experts_per_tok, score="sigmoid",
+            norm_topk_prob=self.norm_topk_prob, routed_scaling_factor=self.routed_scaling_factor,
+            n_group=self.n_group or 1, topk_group=self.topk_group or 1, group_best=2, correction_bias=True,
+            wide_logits=True, device=device,
+        )  # fmt: skip
+
+    def ignored_on_hub(self, name: str) -> bool:
+        """See `HubConfig`."""
+        layer = re.match(r"model\.layers\.(\d+)\.", name)
+        predicting = range(self.num_hidden_layers, self.num_hidden_layers + self.num_nextn_predict_layers)
+        return super().ignored_on_hub(name) or (layer is not None and int(layer[1]) in predicting)
+
+
+class Attention(nn.Module):
+    """Causal multi-head latent attention."""
+
+    def __init__(self, config: DeepseekConfig) -> None:
+        super().__init__()
+        hidden, heads, bias = config.hidden_size, config.num_attention_heads, config.attention_bias
+        self.num_heads = self.num_kv_heads = heads
+        self.latent_dim, self.window = config.kv_lora_rank, None
+        self.nope_dim, self.rope_dim, self.v_dim = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
+        self.qk_dim, self.scale = self.nope_dim + self.rope_dim, config.softmax_scale
+        self.rotate = apply_rotary_interleaved if config.rope_interleave else apply_rotary
+        if config.q_lora_rank is None:
+            self.q_proj = Linear(hidden, heads * self.qk_dim, bias=False)
+        else:
+            self.q_a_proj = Linear(hidden, config.q_lora_rank, bias=bias)
+            self.q_a_layernorm = RMSNorm(config.q_lora_rank, LATENT_EPS)
+            self.q_b_proj = Linear(config.q_lora_rank, heads * self.qk_dim, bias=False)
+        self.kv_a_proj_with_mqa = Linear(hidden, self.latent_dim + self.rope_dim, bias=bias)
+        self.kv_a_layernorm = RMSNorm(self.latent_dim, LATENT_EPS)
+        self.kv_b_proj = Linear(self.latent_dim, heads * (self.nope_dim + self.v_dim), bias=False)
+        self.o_proj = Linear(heads * self.v_dim, hidden, bias=bias)
+
+    def forward(self, x_BSH: Tensor, context: Context) -> Tensor:
+        """(B, S, H) -> (B, S, H)."""
+        latent_BSC, k_BSP = self.kv_a_proj_with_mqa(x_BSH).split((self.latent_dim, self.rope_dim), dim=-1)
+        kv_BASX = self._by_head(self.kv_b_proj(self.kv_a_layernorm(latent_BSC)))
+        k_BASN, v_BASV = kv_BASX.split((self.nope_dim, self.v_dim), dim=-1)
+        q_BASN, q_BASP = self._by_head(self._queries(x_BSH)).split((self.nope_dim, self.rope_dim), dim=-1)
+        q_BASP, k_B1SP = (self.rotate(x, *context.tables(x.dtype)) for x in (q_BASP, k_BSP.unsqueeze(1)))
+        q_BASD = torch.cat((q_BASN, q_BASP), dim=-1)
+        k_BASD = torch.cat((k_BASN, k_B1SP.expand_as(q_BASP)), dim=-1)
+        y_BASV = attend(q_BASD, k_BASD, v_BASV, context, scale=self.scale)
+        return self.o_proj(y_BASV.transpose(1, 2).flatten(2))
+
+    def _queries(self, x_BSH: Tensor) -> Tensor:
+        """(B, S, H) -> (B, S, A * D)."""
+        if hasattr(self, "q_proj"):
+            return self.q_proj(x_BSH)
+        return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_BSH)))
+
+    def _by_head(self, x: Tensor) -> Tensor:
+        """(B, S, A * X) -> (B, A, S, X)."""
+        return x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)

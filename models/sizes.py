@@ -1,0 +1,98 @@
+"""How large a model is and how much it computes, from its configuration alone: its layers are built on the meta device.
+
+    parameter_counts(config).total                      as published for the model
+    flops_per_token(config, sequence_length).forward    what MFU is a fraction of
+
+Dimension letters: T tokens, S sequence, K experts per token, A attention heads.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from dualpipe.models.hub import HubConfig
+from dualpipe.nn import GroupedLinear, Linear
+
+
+class ParameterCounts(NamedTuple):
+    """Numbers of parameters; `active`: those that one token meets, with the embedding, of which it reads a row."""
+
+    total: int
+    active: int
+    embedding: int  # of `active`, the input embedding alone
+
+
+class Flops(NamedTuple):
+    """Floating-point operations of matrix products for one token; a multiplication and an addition are two."""
+
+    forward: float
+    backward: float
+
+    @property
+    def both(self) -> float:
+        return self.forward + self.backward
+
+
+def parameter_counts(config: HubConfig) -> ParameterCounts:
+    """Of the whole model; a tied embedding once."""
+    embedding = config.vocab_size * config.hidden_size
+    total = active = embedding + config.hidden_size + (0 if config.tie_word_embeddings else embedding)
+    for index in range(config.num_hidden_layers):
+        layer = _layer(config, index)
+        inside = sum(param.numel() for param in layer.parameters())
+        groups = [module for module in layer.modules() if isinstance(module, GroupedLinear)]
+        stacked = sum(param.numel() for module in groups for param in module.parameters())
+        total += inside
+        active += inside - stacked + (stacked * _top_k(layer) // layer.mlp.gate.out_features if stacked else 0)
+    return ParameterCounts(total, active, embedding)
+
+
+def flops_per_token(config: HubConfig, sequence_length: int, *, causal: bool = False) -> Flops:
+    """Of the whole model, with sequences of `sequence_length`; the backward takes twice the forward.
+
+    causal: count the scores that attention needs, of the positions that a token sees. Without, as is usual for MFU
+    (Chowdhery et al., arXiv:2204.02311) and as a counter of matrix products finds, those of all pairs of positions.
+    """
+    layers = range(config.num_hidden_layers)
+    forward = head_flops(config) + sum(layer_flops(config, i, sequence_length, causal=causal) for i in layers)
+    return Flops(forward, 2 * forward)
+
+
+def head_flops(config: HubConfig) -> float:
+    """For a token, forward."""
+    return 2.0 * config.hidden_size * config.vocab_size
+
+
+def layer_flops(config: HubConfig, index: int, sequence_length: int, *, causal: bool = False) -> float:
+    """For a token in the layer of this index, forward; see `flops_per_token`."""
+    layer = _layer(config, index)
+    products = 0.0
+    for module in layer.modules():
+        if isinstance(module, GroupedLinear):
+            products += 2.0 * _top_k(layer) * module.in_features * module.out_features
+        elif isinstance(module, Linear):
+            products += 2.0 * module.in_features * module.out_features
+    attention = layer.self_attn
+    seen = _mean_seen(sequence_length, attention.window) if causal else sequence_length
+    return products + 2.0 * attention.num_heads * (attention.qk_dim + attention.v_dim) * seen
+
+
+@lru_cache(maxsize=1024)
+def _layer(config: HubConfig, index: int) -> nn.Module:
+    with torch.device("meta"):
+        return config.layer(index)
+
+
+def _top_k(layer: nn.Module) -> int:
+    return layer.mlp.gate.top_k if hasattr(layer.mlp, "gate") else 0  # a dense MLP has no router
+
+
+def _mean_seen(length: int, window: int | None) -> float:
+    """How many positions a token sees, itself included, on average over a sequence."""
+    if window is None or window >= length:
+        return (length + 1) / 2
+    return (window * (window + 1) / 2 + (length - window) * window) / length

@@ -1,0 +1,82 @@
+"""`dualpipe hf check` and `dualpipe hf export`."""
+
+import json
+import re
+
+import pytest
+import torch
+
+from dualpipe.checkpoint.command import parse_size
+from dualpipe.cli import main
+from hub import read_all, rewrite, save_qwen
+
+
+def test_check(tmp_path, capsys):
+    save_qwen(tmp_path, dtype=torch.bfloat16)
+    tensors = read_all(tmp_path)
+    rewrite(tmp_path, tensors | {"model.norm.weight": tensors["model.norm.weight"].float()})
+    assert main(["hf", "check", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    size = sum(tensor.nbytes for tensor in tensors.values()) + 64
+    assert f"qwen3_moe, {len(tensors)} tensors in 1 file, {size / 1000:.1f} KB" in out
+    assert re.search(rf"bfloat16 +{len(tensors) - 1} tensors", out)
+    assert re.search(r"float32 +1 tensors +128 B", out)
+    assert f"reads at most {size / 1000:.1f} KB" in out
+    assert main(["hf", "check", str(tmp_path), "--pp", "2", "--dp", "2", "--ep", "2"]) == 0
+    smaller = re.search(r"pp 2, dp 2, ep 2 .* reads at most ([\d.]+) KB", capsys.readouterr().out)
+    assert float(smaller[1]) < size / 1000 / 4
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (["--ep", "3"], "4 experts cannot be divided evenly among 3"), (["--pp", "0"], "must be at least 1; got pp = 0"),
+    (["--pp", "40"], "into 80 stages"),
+])  # fmt: skip
+def test_check_refuses_a_layout(tmp_path, capsys, arguments, message):
+    save_qwen(tmp_path)
+    assert main(["hf", "check", str(tmp_path), *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_check_lists_what_is_wrong(tmp_path, capsys):
+    save_qwen(tmp_path)
+    tensors = read_all(tmp_path)
+    del tensors["model.norm.weight"]
+    rewrite(tmp_path, tensors | {"other": torch.zeros(1)})
+    assert main(["hf", "check", str(tmp_path)]) == 2
+    err = capsys.readouterr().err
+    assert "model.norm.weight: missing" in err and "other: unexpected" in err
+    assert main(["hf", "check", str(tmp_path / "nowhere")]) == 2
+    assert "there is no file" in capsys.readouterr().err
+
+
+def test_export(tmp_path, capsys):
+    """bfloat16 is widened exactly; going back, it is what it was, in files of the size that was asked for."""
+    save_qwen(tmp_path / "source", dtype=torch.bfloat16)
+    (tmp_path / "source" / "tokenizer.json").write_text("{}")
+    source, wide, narrow = (tmp_path / name for name in ("source", "wide", "narrow"))
+    assert main(["hf", "export", str(source), str(wide), "--dtype", "fp32"]) == 0
+    assert [path.name for path in wide.glob("*.safetensors")] == ["model.safetensors"]
+    assert json.loads((wide / "config.json").read_text())["dtype"] == "float32"
+    assert (wide / "tokenizer.json").exists()
+    assert main(["hf", "export", str(wide), str(narrow), "--dtype", "bf16", "--max-shard-size", "20KB"]) == 0
+    assert len(list(narrow.glob("*.safetensors"))) > 3
+    old, between, new = read_all(source), read_all(wide), read_all(narrow)
+    assert old.keys() == between.keys() == new.keys()
+    for name, tensor in old.items():
+        assert between[name].dtype is torch.float32 and torch.equal(between[name], tensor.float())
+        assert new[name].dtype is torch.bfloat16 and torch.equal(new[name], tensor)
+    capsys.readouterr()
+    assert main(["hf", "export", str(source), str(narrow)]) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["narrow", "source", "wide"]
+
+
+@pytest.mark.parametrize("text, size", [("5GB", 5 * 10**9), ("500 mb", 5 * 10**8), ("2GiB", 2**31), ("77", 77)])
+def test_sizes(text, size):
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GB", "5XB", "-1GB", "0", "5GB!"])
+def test_sizes_that_are_none(text):
+    with pytest.raises(ValueError, match="a size must be such as 5GB"):
+        parse_size(text)

@@ -1,0 +1,335 @@
+"""Hugging Face checkpoints in and out, on one process and in every layout: bit for bit."""
+
+import hashlib
+import json
+from math import prod
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from dualpipe.checkpoint import hub_dtypes, load_hf, save_hf
+from dualpipe.checkpoint.hf import stage_tensors
+from dualpipe.checkpoint.hub_files import read_header
+from dualpipe.checkpoint.hub_plan import Layout, plan_reads
+from dualpipe.models import build_stages, config_from_dict, read_config
+from dualpipe.models.hub import from_hub
+from dualpipe.nn import cross_entropy_loss
+from dualpipe.nn.init import local_part
+from dualpipe.parallel.materialize import build_on_meta
+from dualpipe.parallel.precision import DTypePolicy, Rule, resolve_dtypes
+from hub import read_all, rewrite, save_family, save_qwen, stages_on_meta
+from ranks import run_ranks
+
+LAYOUTS = [(2, 1, 1), (1, 2, 1), (2, 1, 2), (1, 2, 2)]
+
+
+def whole(folder, rules=(), dtype=torch.float32):
+    """(the model in one stage, loaded; its plan)."""
+    config = read_config(folder)
+    stages = build_on_meta(lambda: build_stages(config, 1))
+    plan = resolve_dtypes(stages, DTypePolicy(dtype, torch.float32, dtype, rules), hub_dtypes(folder, config))
+    load_hf(stages, folder, None, plan)
+    return stages[0], plan
+
+
+def logits_and_loss(model, vocab_size):
+    tokens = torch.randint(vocab_size, (3, 12), generator=torch.Generator().manual_seed(1))
+    logits = model(tokens[:, :-1])
+    logits = getattr(logits, "logits", logits)
+    loss = cross_entropy_loss(logits, tokens[:, 1:])
+    loss.backward()
+    return logits.detach(), loss.detach()
+
+
+def hash_of(folder):
+    """Of every file's name and content."""
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(Path(folder).iterdir())}
+
+
+def assert_same(actual, expected):
+    assert actual.keys() == expected.keys()
+    for name in expected:
+        assert actual[name].dtype is expected[name].dtype, name
+        assert torch.equal(actual[name], expected[name]), name
+
+
+# -- one process
+
+
+@pytest.mark.parametrize("shard_size", ["40KB", "1GB"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_loaded_is_transformers(tmp_path, tied, shard_size):
+    theirs = save_qwen(tmp_path, shard_size, tie_word_embeddings=tied)
+    assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (shard_size != "1GB")
+    ours, _ = whole(tmp_path)
+    for actual, expected in zip(logits_and_loss(ours, 61), logits_and_loss(theirs, 61)):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+    gradients = {name: param.grad for name, param in ours.named_parameters()}
+    hub = {name: param.grad for name, param in theirs.named_parameters()}
+    expected = from_hub(ours.config, {name: grad.shape for name, grad in gradients.items()}, hub)
+    for name, gradient in gradients.items():
+        assert (gradient - expected[name]).norm() <= 1e-5 * expected[name].norm(), name
+
+
+@pytest.mark.parametrize("from_source", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+def test_saved_is_what_was_loaded(tmp_path, tied, from_source):
+    source, target = tmp_path / "source", tmp_path / "new" / "target"
+    theirs = save_qwen(source, tie_word_embeddings=tied, rope_theta=5e5)
+    (source / "tokenizer.json").write_text("{}")
+    stages, plan = whole(source)
+    save_hf([stages], target, None, plan, source=source if from_source else None, max_shard_bytes=30_000)
+    assert_same(read_all(target), read_all(source))
+    again = AutoModelForCausalLM.from_pretrained(target)
+    assert_same(again.state_dict(), theirs.state_dict())
+    assert torch.equal(logits_and_loss(again, 61)[0], logits_and_loss(theirs, 61)[0])
+    carried = {"tokenizer.json", "generation_config.json"}
+    assert {path.name for path in target.iterdir()} & carried == (carried if from_source else set())
+    assert read_config(target) == read_config(source)
+    assert (tmp_path / "new").stat().st_mode == target.stat().st_mode
+
+
+def test_files_are_numbered_without_gaps_and_indexed(tmp_path):
+    save_qwen(tmp_path / "source")
+    stage, plan = whole(tmp_path / "source")
+    save_hf([stage], tmp_path / "target", None, plan, max_shard_bytes=30_000)
+    files = sorted(path.name for path in (tmp_path / "target").glob("*.safetensors"))
+    assert files == [f"model-{n:05}-of-{len(files):05}.safetensors" for n in range(1, len(files) + 1)]
+    index = json.loads((tmp_path / "target" / "model.safetensors.index.json").read_text())
+    header = read_header(tmp_path / "target")
+    assert index["weight_map"] == {name: info.file for name, info in header.items()}
+    assert index["metadata"]["total_size"] == sum(info.nbytes for info in header.values())
+    sizes = dict.fromkeys(files, 0)
+    for info in header.values():
+        sizes[info.file] += info.nbytes
+    assert max(sizes.values()) <= 30_000
+
+
+def test_tied_stages_of_one_rank(tmp_path):
+    """The first and the last stage share a tensor: written once, and read for both."""
+    theirs = save_qwen(tmp_path / "source", tie_word_embeddings=True)
+    stages, mesh, plan = stages_on_meta(tmp_path / "source", stages_per_rank=4)
+    load_hf(stages, tmp_path / "source", mesh, plan)
+    assert stages[0].embed_tokens.weight is stages[-1].lm_head.weight
+    save_hf(stages, tmp_path / "target", mesh, plan)
+    assert_same(read_all(tmp_path / "target"), read_all(tmp_path / "source"))
+    assert "lm_head.weight" not in read_all(tmp_path / "target")
+    assert theirs.lm_head.weight is theirs.model.embed_tokens.weight
+
+
+def test_a_tied_head_on_the_hub_is_passed_over(tmp_path):
+    save_qwen(tmp_path, tie_word_embeddings=True)
+    tensors = read_all(tmp_path)
+    rewrite(tmp_path, tensors | {"lm_head.weight": torch.zeros_like(tensors["model.embed_tokens.weight"])})
+    stage, _ = whole(tmp_path)
+    assert torch.equal(stage.lm_head.weight, tensors["model.embed_tokens.weight"])
+
+
+def test_fused_experts(tmp_path):
+    """Stacked on disk as they are here."""
+    save_qwen(tmp_path)
+    tensors = read_all(tmp_path)
+    apart, _ = whole(tmp_path)
+    state = {f"model.{name}": tensor for name, tensor in apart.state_dict().items() if ".experts." in name}
+    fused = {name.removesuffix(".weight"): tensor for name, tensor in state.items()}
+    rewrite(tmp_path, {name: tensor for name, tensor in tensors.items() if ".experts." not in name} | fused)
+    assert_same(whole(tmp_path)[0].state_dict(), apart.state_dict())
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_pins_stay_float32(tmp_path, fused):
+    """A router in float32 among bfloat16: by a rule when loaded from bfloat16, and by what the file says afterwards."""
+    save_qwen(tmp_path / "source", dtype=torch.bfloat16)
+    if fused:
+        rewrite(tmp_path / "source", fuse(read_all(tmp_path / "source")))
+    stage, plan = whole(tmp_path / "source", [Rule("*.mlp.gate", torch.float32)], torch.bfloat16)
+    with torch.no_grad():  # what bfloat16 would lose
+        stage.layers["1"].mlp.gate.weight.fill_(1 + 2**-20)
+    save_hf([stage], tmp_path / "target", None, plan)
+    found = {name: info.dtype for name, info in read_header(tmp_path / "target").items()}
+    assert {name for name, dtype in found.items() if dtype is torch.float32} == {
+        f"model.layers.{index}.mlp.gate.weight" for index in (1, 2, 3)
+    }
+    assert set(found.values()) == {torch.float32, torch.bfloat16}
+    again, plan = whole(tmp_path / "target", dtype=torch.bfloat16)
+    assert plan.of("layers.1.mlp.gate.weight").save is torch.float32
+    assert_same(again.state_dict(), dict(stage.state_dict()))
+    assert json.loads((tmp_path / "target" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def fuse(tensors):
+    """Each layer's experts as one tensor, as they are here."""
+    apart = {name: tensor for name, tensor in tensors.items() if ".experts." in name}
+    fused = {name: tensor for name, tensor in tensors.items() if name not in apart}
+    for prefix in sorted({name.split(".experts.")[0] + ".experts." for name in apart}):
+        def stacked(projection, prefix=prefix):
+            return torch.stack([apart[f"{prefix}{e}.{projection}.weight"] for e in range(4)])
+
+        fused[f"{prefix}gate_up_proj"] = torch.cat([stacked("gate_proj"), stacked("up_proj")], dim=1)
+        fused[f"{prefix}down_proj"] = stacked("down_proj")
+    return fused
+
+
+def test_values_that_the_plan_would_round_are_refused(tmp_path):
+    save_qwen(tmp_path)
+    stages = build_on_meta(lambda: build_stages(read_config(tmp_path), 1))
+    stages[0].to(torch.bfloat16)
+    plan = resolve_dtypes(stages, DTypePolicy(torch.bfloat16, torch.float32, torch.bfloat16))
+    with pytest.raises(ValueError, match=r"would be rounded to torch.bfloat16"):
+        load_hf(stages, tmp_path, None, plan)
+    assert all(param.device.type == "meta" for param in stages[0].parameters())
+
+
+# -- quantized checkpoints
+
+
+def test_fp8_checkpoint(tmp_path):
+    save_qwen(tmp_path, dtype=torch.bfloat16)
+    tensors, expected = read_all(tmp_path), {}
+    for name, tensor in list(tensors.items()):
+        expected[name] = tensor
+        if "_proj" in name:  # (N, H) in blocks of 16 x 8
+            scales = torch.rand(-(-tensor.shape[0] // 16), -(-tensor.shape[1] // 8)) + 0.5
+            tensors[name] = tensor.to(torch.float8_e4m3fn)
+            tensors[f"{name}_scale_inv"] = scales
+            each = scales.repeat_interleave(16, 0)[: tensor.shape[0]].repeat_interleave(8, 1)[:, : tensor.shape[1]]
+            expected[name] = tensors[name].float() * each
+    rewrite(tmp_path, tensors, quantization_config={"quant_method": "fp8", "weight_block_size": [16, 8]})
+    for dtype in (torch.bfloat16, torch.float32):
+        stages = build_on_meta(lambda: build_stages(read_config(tmp_path), 1))
+        stages[0].to(dtype)
+        plan = resolve_dtypes(stages, DTypePolicy(dtype, torch.float32, dtype), hub_dtypes(tmp_path, stages[0].config))
+        load_hf(stages, tmp_path, None, plan)
+        shapes = {name: tensor.shape for name, tensor in stages[0].state_dict().items()}
+        reference = from_hub(stages[0].config, shapes, expected)
+        assert_same(stages[0].state_dict(), {name: tensor.to(dtype) for name, tensor in reference.items()})
+    del tensors["model.layers.0.self_attn.q_proj.weight_scale_inv"]
+    rewrite(tmp_path, tensors)
+    with pytest.raises(ValueError, match=r"layers.0.self_attn.q_proj.weight is .* its scales .* are missing"):
+        whole(tmp_path)
+
+
+def test_mxfp4_gpt_oss_is_transformers(tmp_path):
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    theirs = save_family(tmp_path / "plain", "gpt_oss").to(torch.bfloat16)
+    packed = {}
+    for name, param in theirs.state_dict().items():
+        if name.endswith(("gate_up_proj", "down_proj")):
+            experts, inputs, outputs = param.shape
+            blocks = torch.randint(256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
+            scales = torch.randint(118, 124, blocks.shape[:-1], dtype=torch.uint8)
+            packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+            param.copy_(convert_moe_packed_tensors(blocks, scales))
+        else:
+            packed[name] = param
+    theirs.save_pretrained(tmp_path / "packed")
+    rewrite(tmp_path / "packed", packed, quantization_config={"quant_method": "mxfp4"})
+    ours, plan = whole(tmp_path / "packed", dtype=torch.float32)
+    expected = logits_and_loss(theirs.float(), 61)
+    for actual, wanted in zip(logits_and_loss(ours, 61), expected):
+        torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-5)
+    # Written again, it is not quantized, and transformers reads the same values.
+    save_hf([ours], tmp_path / "target", None, plan, source=tmp_path / "packed", max_shard_bytes=30_000)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "target", dtype=torch.float32)
+    assert_same(again.state_dict(), theirs.float().state_dict())
+
+
+# -- configurations
+
+
+@pytest.mark.parametrize("extra", [{}, {"rope_parameters": {
+    "rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 128}}])  # fmt: skip
+def test_a_configuration_survives(tmp_path, extra):
+    from transformers import AutoConfig
+
+    save_qwen(tmp_path, **extra)
+    config = read_config(tmp_path)
+    assert config_from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+    AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path / "again")
+    assert read_config(tmp_path / "again") == config
+
+
+def test_a_source_of_another_model_is_refused(tmp_path):
+    save_qwen(tmp_path / "source")
+    stage, plan = whole(tmp_path / "source")
+    save_qwen(tmp_path / "other", num_experts_per_tok=3)
+    with pytest.raises(ValueError, match=r"another model \(num_experts_per_tok: 3 there, 2 in the model\)"):
+        save_hf([stage], tmp_path / "target", None, plan, source=tmp_path / "other")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "source"]
+
+
+# -- layouts
+
+
+def load_and_save(rank, source, target, shape):
+    """What is wrong with this rank's parameters, and the bytes it has read; all ranks write the model."""
+    stages, mesh, plan = stages_on_meta(source, shape)
+    read = load_hf(stages, source, mesh, plan)
+    hub, wrong = read_all(source), []
+    for stage in stages:
+        tensors = stage_tensors(stage)
+        reference = from_hub(stage.config, {name: tensor.shape for name, tensor in tensors.items()}, hub)
+        for name, tensor in tensors.items():
+            local, part = local_part(tensor)
+            if local.dtype is not reference[name].dtype or not torch.equal(local, reference[name][part]):
+                wrong.append(name)
+    save_hf(stages, target, mesh, plan, source=source, max_shard_bytes=30_000)
+    return wrong, read
+
+
+@pytest.mark.parametrize("shape", LAYOUTS)
+def test_layouts(tmp_path, shape):
+    source, target, alone = (str(tmp_path / name) for name in ("source", "target", "alone"))
+    save_qwen(source, vocab_size=59)  # uneven shards
+    results = run_ranks(load_and_save, prod(shape), source, target, shape)
+    header, config = read_header(source), read_config(source)
+    for rank, (wrong, read) in enumerate(results):
+        assert not wrong
+        reads = plan_reads(header, config, Layout(*shape), rank)
+        assert read == sum(each.nbytes(header) for each in reads)
+    total = sum(info.nbytes for info in header.values())
+    assert sum(read for _, read in results) == total  # nothing twice
+    stage, plan = whole(source)
+    save_hf([stage], alone, None, plan, source=source, max_shard_bytes=30_000)
+    assert hash_of(target) == hash_of(alone)
+    assert_same(read_all(target), read_all(source))
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v3"])
+def test_layouts_of_other_families(tmp_path, family):
+    """Experts that are transposed on the hub; a buffer that every rank has, and one writes."""
+    source, target = str(tmp_path / "source"), str(tmp_path / "target")
+    theirs = save_family(source, family, max_shard_size="40KB")
+    for wrong, _ in run_ranks(load_and_save, 4, source, target, (1, 2, 2)):
+        assert not wrong
+    assert_same(read_all(target), read_all(source))
+    assert_same(AutoModelForCausalLM.from_pretrained(target).state_dict(), theirs.state_dict())
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v3"])
+def test_other_families_without_a_source(tmp_path, family):
+    """The configuration that is written says all that transformers needs for the same logits."""
+    theirs = save_family(tmp_path / "source", family)
+    ours, plan = whole(tmp_path / "source")
+    save_hf([ours], tmp_path / "target", None, plan)
+    assert read_config(tmp_path / "target") == ours.config
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "target")
+    assert torch.equal(logits_and_loss(again, 61)[0], logits_and_loss(theirs, 61)[0])
+    torch.testing.assert_close(logits_and_loss(ours, 61)[0], logits_and_loss(theirs, 61)[0], rtol=1e-5, atol=1e-5)
+
+
+def test_half_of_the_experts_each(tmp_path):
+    save_qwen(tmp_path / "source")
+    results = run_ranks(load_and_save, 2, str(tmp_path / "source"), str(tmp_path / "target"), (1, 1, 2))
+    header = read_header(tmp_path / "source")
+    experts = sum(info.nbytes for name, info in header.items() if ".experts." in name)
+    dense = sum(info.nbytes for name, info in header.items() if ".experts." not in name)
+    for wrong, read in results:
+        assert not wrong
+        assert abs(read - (experts + dense) / 2) < 200  # rows of the 61 tokens do not divide
+    assert load_file(next((tmp_path / "target").glob("*.safetensors")))

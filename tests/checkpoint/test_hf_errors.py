@@ -1,0 +1,338 @@
+"""Broken checkpoints and failing ranks: one clear error on every rank, nothing half-loaded, nothing left behind."""
+
+import json
+import re
+import shutil
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from dualpipe.checkpoint import hf_save, load_hf, save_hf
+from dualpipe.checkpoint.hub_files import INDEX, SINGLE, Reader
+from hub import read_all, save_qwen, stages_on_meta
+from ranks import run_ranks
+
+
+def shard(folder, number=2):
+    return sorted(folder.glob("model-*.safetensors"))[number - 1]
+
+
+def edit_index(folder, change):
+    index = json.loads((folder / INDEX).read_text())
+    change(index["weight_map"])
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+def rename_in_index(folder, new):
+    old = shard(folder).name
+    edit_index(folder, lambda mapped: mapped.update({k: new for k, v in mapped.items() if v == old}))
+
+
+def truncated(folder):
+    shard(folder).write_bytes(shard(folder).read_bytes()[:-3])
+
+
+def missing_file(folder):
+    shard(folder).unlink()
+
+
+def wrong_file(folder):
+    name = next(iter(json.loads((folder / INDEX).read_text())["weight_map"]))
+    edit_index(folder, lambda mapped: mapped.update({name: sorted(set(mapped.values()) - {mapped[name]})[0]}))
+
+
+def traversal(folder):
+    shutil.copy(shard(folder), folder.parent / "outside.safetensors")
+    rename_in_index(folder, "../outside.safetensors")
+
+
+def absolute(folder):
+    rename_in_index(folder, "/etc/passwd")
+
+
+def link(folder):
+    outside = folder.parent / "linked.safetensors"
+    shutil.move(shard(folder), outside)
+    (folder / "model-00002-of-00007.safetensors").symlink_to(outside)
+
+
+def no_name(folder):
+    rename_in_index(folder, {"not": "a name"})
+
+
+def no_safetensors(folder):
+    shard(folder).write_bytes(b"PK\x03\x04 something else altogether")
+
+
+def no_json(folder):
+    (folder / INDEX).write_text('{"weight_map": ')
+
+
+def no_map(folder):
+    (folder / INDEX).write_text("[]")
+
+
+def no_config(folder):
+    (folder / "config.json").unlink()
+
+
+def other_family(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "llama"}))
+
+
+def twice(folder):
+    first, second = (read_shard(shard(folder, number)) for number in (1, 2))
+    save_file(second | {"model.norm.weight": torch.zeros(32)} | {k: first[k] for k in list(first)[:1]},
+              shard(folder), metadata={"format": "pt"})  # fmt: skip
+
+
+def read_shard(path):
+    from safetensors.torch import load_file
+
+    return load_file(path)
+
+
+def overlapping(folder):
+    entry = {"dtype": "F32", "shape": [2]}
+    header = json.dumps({"a": entry | {"data_offsets": [0, 8]}, "b": entry | {"data_offsets": [4, 12]}}).encode()
+    shard(folder).write_bytes(struct.pack("<Q", len(header)) + header + bytes(12))
+
+
+def misshapen(folder):
+    change(folder, "model.norm.weight", torch.zeros(33))
+
+
+def padded_vocabulary(folder):
+    change(folder, "model.embed_tokens.weight", torch.zeros(64, 32))
+
+
+def renamed(folder):
+    tensors = read_all(folder)
+    tensors["model.final_norm.weight"] = tensors.pop("model.norm.weight")
+    replace(folder, tensors)
+
+
+def integers(folder):
+    change(folder, "model.norm.weight", torch.zeros(32, dtype=torch.int32))
+
+
+def fp8_alone(folder):
+    change(folder, "lm_head.weight", torch.zeros(61, 32).to(torch.float8_e4m3fn))
+
+
+def nothing(folder):
+    for path in list(folder.iterdir()):
+        path.unlink()
+
+
+def no_folder(folder):
+    shutil.rmtree(folder)
+
+
+def change(folder, name, tensor):
+    replace(folder, read_all(folder) | {name: tensor})
+
+
+def replace(folder, tensors):
+    for path in folder.glob("model*"):
+        path.unlink()
+    save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
+
+
+BROKEN = {
+    truncated: "cannot be opened as safetensors",
+    missing_file: "has no file model-00002-of-00007.safetensors",
+    wrong_file: f"where {INDEX} says it is",
+    traversal: "'../outside.safetensors' is not the plain name of a file; refused",
+    absolute: "'/etc/passwd' is not the plain name of a file; refused",
+    link: "out of the directory; refused",
+    no_name: "is not the plain name of a file; refused",
+    no_safetensors: "cannot be opened as safetensors",
+    no_json: f"{INDEX} is no JSON",
+    no_map: "must hold a JSON object; it holds a list",
+    no_config: "has no file config.json",
+    other_family: "holds a 'llama' model; the stages are 'qwen3_moe'",
+    twice: "is in both",
+    overlapping: "cannot be opened as safetensors",
+    misshapen: "model.norm.weight: (33,) in the checkpoint, (32,) in the model",
+    padded_vocabulary: "model.embed_tokens.weight: (64, 32) in the checkpoint, (61, 32) in the model",
+    renamed: "model.norm.weight: missing; the nearest is model.final_norm.weight",
+    integers: "norm.weight: values in torch.int32 would be rounded to torch.float32",
+    fp8_alone: "lm_head.weight is torch.float8_e4m3fn, and its scales lm_head.weight_scale_inv are missing",
+    nothing: "has no file config.json",
+    no_folder: "there is no directory",
+}
+
+
+def load_each(rank, good, cases):
+    """For each broken checkpoint, the error and whether the stages are as they were; then that a good one loads."""
+    stages, mesh, plan = stages_on_meta(good, (2, 1, 1))
+    results = []
+    for folder in cases:
+        try:
+            load_hf(stages, folder, mesh, plan)
+            results.append(("", False))
+        except ValueError as error:
+            results.append((str(error), all(p.device.type == "meta" for s in stages for p in s.parameters())))
+    load_hf(stages, good, mesh, plan)
+    return results
+
+
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory):
+    """By case, what both ranks say."""
+    base = tmp_path_factory.mktemp("broken")
+    save_qwen(base / "good")
+    folders = []
+    for case in BROKEN:
+        folder = base / case.__name__ / "checkpoint"
+        shutil.copytree(base / "good", folder)
+        case(folder)
+        folders.append(str(folder))
+    return dict(zip(BROKEN, zip(*run_ranks(load_each, 2, str(base / "good"), folders, timeout=200))))
+
+
+@pytest.mark.parametrize("case", BROKEN, ids=lambda case: case.__name__)
+def test_broken_checkpoint(broken, case):
+    (first, untouched), (second, also) = broken[case]
+    assert BROKEN[case] in first
+    assert first == second
+    assert untouched and also
+
+
+def load_apart(rank, good, bad):
+    """Ranks that do not see the same, or fail alone: what each raises, and whether its stages are untouched."""
+    results = []
+
+    def attempt(change):
+        stages, mesh, plan = stages_on_meta(good, (2, 1, 1))
+        try:
+            change(stages, mesh, plan)
+            results.append(("", False))
+        except Exception as error:
+            untouched = all(p.device.type == "meta" for s in stages for p in s.parameters())
+            results.append((f"{type(error).__name__}: {error}", untouched))
+
+    attempt(lambda stages, mesh, plan: load_hf(stages, bad if rank == 1 else good, mesh, plan))
+    attempt(lambda stages, mesh, plan: load_hf([] if rank == 1 else stages, good, mesh, plan))
+    if rank == 1:
+        Reader.__call__ = fails
+    attempt(lambda stages, mesh, plan: load_hf(stages, good, mesh, plan))
+    dist.barrier()
+    return results
+
+
+def fails(reader, name, at):
+    raise OSError("the disk is gone")
+
+
+def test_one_rank_fails(tmp_path):
+    """Rank 1 sees other files than rank 0, is called with nothing, and cannot read in the middle."""
+    save_qwen(tmp_path / "good")
+    shutil.copytree(tmp_path / "good", tmp_path / "bad")
+    for number in range(1, 7):
+        file = shard(tmp_path / "bad", number)
+        file.write_bytes(file.read_bytes()[:-1])
+    first, second = run_ranks(load_apart, 2, str(tmp_path / "good"), str(tmp_path / "bad"))
+    for (error, untouched), (same, also), message in zip(first, second, (
+        "ValueError: rank 1: .*not the same for all ranks.*cannot be opened", "ValueError: rank 1: stages must be",
+        "RuntimeError: rank 1: OSError: the disk is gone"), strict=True):  # fmt: skip
+        assert error == same
+        assert re.match(message, error, re.DOTALL), error
+        assert (untouched and also) == ("disk" not in message)
+
+
+# -- writing
+
+
+def save_failing(rank, source, folder):
+    """What each rank raises where writing fails in some way on some rank; then that it works."""
+    stages, mesh, plan = stages_on_meta(source, (2, 1, 1))
+    load_hf(stages, source, mesh, plan)
+    write, finish, results = hf_save._write_all, hf_save._finish, []
+
+    def attempt(target, **options):
+        try:
+            save_hf(stages, f"{folder}/{target}", mesh, plan, **options)
+            results.append("")
+        except BaseException as error:
+            results.append(f"{type(error).__name__}: {error}")
+
+    def no_space(*args):
+        raise OSError(28, "No space left on device")
+
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    attempt("occupied")
+    attempt("file")
+    attempt("file/inside")
+    attempt("new", max_shard_bytes=0)
+    if rank == 1:
+        hf_save._write_all = no_space
+    attempt("new")
+    if rank == 1:
+        hf_save._write_all = interrupted
+    attempt("new")
+    hf_save._write_all, hf_save._finish = write, no_space
+    attempt("new")
+    hf_save._finish = finish
+    left = sorted(path.name for path in Path(folder).iterdir())
+    dist.barrier()
+    attempt("empty")
+    attempt("new")
+    return results, left
+
+
+def test_failing_writes_leave_nothing(tmp_path):
+    save_qwen(tmp_path / "source")
+    folder = tmp_path / "out"
+    (folder / "occupied").mkdir(parents=True)
+    (folder / "empty").mkdir()
+    (folder / "occupied" / "precious").touch()
+    (folder / "file").touch()
+    (first, left), (second, _) = run_ranks(save_failing, 2, str(tmp_path / "source"), str(folder))
+    expected = [
+        ("ValueError", "occupied exists already"), ("ValueError", "file exists already"),
+        ("RuntimeError", "rank 0: "), ("ValueError", "max_shard_bytes must be at least 1; got 0"),
+        ("RuntimeError", "rank 1: OSError: [Errno 28] No space left"), ("RuntimeError", "rank 1: KeyboardInterrupt"),
+        ("RuntimeError", "rank 0: OSError: [Errno 28] No space left"), ("", ""), ("", ""),
+    ]  # fmt: skip
+    for index, (kind, text) in enumerate(expected):
+        assert first[index].startswith(kind) and text in first[index], first[index]
+        assert second[index] == ("KeyboardInterrupt: " if index == 5 else first[index])
+    assert left == ["empty", "file", "occupied"]
+    assert sorted(path.name for path in folder.iterdir()) == ["empty", "file", "new", "occupied"]
+    assert [path.name for path in (folder / "occupied").iterdir()] == ["precious"]
+    assert read_all(folder / "new").keys() == read_all(tmp_path / "source").keys()
+
+
+def test_stages_that_nobody_has(tmp_path):
+    save_qwen(tmp_path / "source")
+    stages, mesh, plan = stages_on_meta(tmp_path / "source")
+    load_hf(stages, tmp_path / "source", mesh, plan)
+    with pytest.raises(ValueError, match=r"no rank holds embed_tokens.weight, .* pass the mesh, and all stages"):
+        save_hf(stages[1:], tmp_path / "target", mesh, plan)
+    assert not (tmp_path / "target").exists()
+
+
+def test_the_blobs_of_the_cache_may_be_linked(tmp_path):
+    """As huggingface_hub stores a download; but no link may lead anywhere else."""
+    blobs, snapshot = tmp_path / "models--a--b" / "blobs", tmp_path / "models--a--b" / "snapshots" / "1234"
+    save_qwen(tmp_path / "source")
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for number, path in enumerate(sorted((tmp_path / "source").iterdir())):
+        shutil.move(path, blobs / str(number))
+        (snapshot / path.name).symlink_to(Path("../../blobs") / str(number))
+    stages, mesh, plan = stages_on_meta(snapshot)
+    load_hf(stages, snapshot, mesh, plan)
+    shutil.move(blobs, tmp_path / "blobs")
+    blobs.symlink_to(tmp_path / "blobs")
+    with pytest.raises(ValueError, match="refused"):
+        load_hf(stages, snapshot, mesh, plan)

@@ -1,0 +1,89 @@
+"""What a stage keeps of a micro-batch, counted without memory, against what real tensors keep."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from dualpipe.models import Qwen3MoeConfig, Stage
+from dualpipe.models.activations import activation_bytes
+from dualpipe.models.stages import Recompute
+from dualpipe.parallel.expert import ExpertParallel
+from dualpipe.parallel.mesh import build_mesh
+from dualpipe.pipeline.overlap import Passage, SegmentedStage, walk
+from ranks import run_ranks
+
+CONFIG = Qwen3MoeConfig(
+    vocab_size=61, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+    num_experts=16, num_experts_per_tok=4, moe_intermediate_size=24, mlp_only_layers=(1,), intermediate_size=40,
+)  # fmt: skip
+LAYERS = range(3)
+BATCH, LENGTH = 4, 128
+
+
+def kept(rank: int, recompute: tuple[str, ...], ep: int, first: bool) -> int:
+    """Bytes of what a stage holds after a forward, without attention's scores and the repeated keys and values."""
+    stage = Stage(CONFIG, LAYERS, first=first, last=False)
+    stage.init_weights(0)
+    stage.recompute = Recompute(recompute)
+    if ep > 1:
+        mesh = build_mesh(1, 1, ep, torch.device("cpu"))
+        stage.use_expert_parallelism(ExpertParallel(CONFIG.num_experts, mesh["ep"]))
+        for layer in stage.layers.values():
+            for module in layer.modules():  # the experts of a rank
+                for name, param in list(module.named_parameters(recurse=False)):
+                    if param.dim() == 3:
+                        setattr(module, name, torch.nn.Parameter(param.detach()[: CONFIG.num_experts // ep].clone()))
+    found: dict[int, Tensor] = {}
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randint(61, (BATCH, LENGTH), generator=generator)
+    if not first:
+        x = torch.randn(BATCH, LENGTH, 32, generator=generator).requires_grad_()
+    passage = Passage({"x": x, "positions": None})
+    keep = lambda t: found.setdefault(t.untyped_storage()._cdata, t)  # noqa: E731
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        walk([SegmentedStage(stage.segments(), ("x",), ("x",)).forward(passage)])
+    assert passage.error is None
+    held = [t for record in passage.records for t in tree_leaves((record.leaves, record.kept)) if isinstance(t, Tensor)]
+    found |= {t.untyped_storage()._cdata: t for t in held}
+    own = {p.untyped_storage()._cdata for p in stage.parameters()}
+    scores = {4 * 4 * LENGTH * LENGTH * BATCH, LENGTH * LENGTH}  # in bytes: float32, or the mask
+    return sum(
+        tensor.untyped_storage().nbytes() for key, tensor in found.items()
+        if key not in own and tensor.untyped_storage().nbytes() not in scores
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("recompute", [(), ("experts",), ("norms", "attention:0"), ("layer",)], ids=str)
+@pytest.mark.parametrize("first", [True, False])
+def test_a_stage_keeps_what_is_counted(recompute, first):
+    real = kept(0, recompute, 1, first)
+    counted = activation_bytes(CONFIG, LAYERS, batch=BATCH, sequence_length=LENGTH, first=first, dtype=torch.float32,
+                               recompute=recompute)  # fmt: skip
+    again = Recompute(recompute)
+    # By layer and token: a float32 for each of 4 heads more, and 2 heads of keys and values of 16 less.
+    by_formula = sum(4 * 4 - 2 * (16 + 16) * 4 for layer in LAYERS if not again("attention", layer)) * BATCH * LENGTH
+    # The tables of the rotary embedding and the ends of the experts' rows do not grow with the batch.
+    assert counted - by_formula == pytest.approx(real, rel=0.02)
+
+
+@pytest.mark.parametrize("recompute", [(), ("experts",), ("layer",), ("layer", "dispatch")], ids=str)
+def test_expert_parallel_ranks_keep_about_what_is_counted(recompute):
+    """Tokens of a router without training go to almost as many ranks as those of random choices."""
+    real = sum(run_ranks(kept, 2, recompute, 2, False)) / 2
+    counted = activation_bytes(CONFIG, LAYERS, batch=BATCH, sequence_length=LENGTH, dtype=torch.float32,
+                               recompute=recompute, ep=2)  # fmt: skip
+    again = Recompute(recompute)
+    by_formula = sum(4 * 4 - 2 * (16 + 16) * 4 for layer in LAYERS if not again("attention", layer)) * BATCH * LENGTH
+    assert counted - by_formula == pytest.approx(real, rel=0.08)
+
+
+def test_recomputation_keeps_less_and_other_sizes_scale():
+    sizes = {"batch": 1, "sequence_length": 4096}
+    plain, experts, layer, sent = (
+        activation_bytes(CONFIG, LAYERS, **sizes, recompute=rules, ep=4)
+        for rules in ((), ("experts",), ("layer",), ("layer", "dispatch"))
+    )
+    assert plain > experts > layer > sent
+    assert activation_bytes(CONFIG, LAYERS, batch=2, sequence_length=2048, ep=4) == plain
+    assert activation_bytes(CONFIG, range(0), **sizes) == 2 * 4096 * 32, "what it hands on"

@@ -1,0 +1,111 @@
+"""Sizes and costs of models, against transformers' modules and torch's own counter of floating-point operations."""
+
+from math import inf
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from dualpipe.models import build_stages, config_from_dict
+from dualpipe.models.sizes import flops_per_token, layer_flops, parameter_counts
+from dualpipe.models.stages import split_layers
+
+QWEN3 = {
+    "model_type": "qwen3_moe", "vocab_size": 61, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24, "mlp_only_layers": [1], "norm_topk_prob": True,
+}  # fmt: skip
+DEEPSEEK_V2 = {
+    "model_type": "deepseek_v2", "vocab_size": 61, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": None, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4, "v_head_dim": 12, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 2,
+    "moe_intermediate_size": 24, "first_k_dense_replace": 1, "topk_method": "greedy", "n_group": 1, "topk_group": 1,
+}  # fmt: skip
+DEEPSEEK_V3 = {
+    **DEEPSEEK_V2, "model_type": "deepseek_v3", "q_lora_rank": 20, "n_group": 4, "topk_group": 2,
+    "topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True,
+}  # fmt: skip
+GPT_OSS = {
+    "model_type": "gpt_oss", "vocab_size": 61, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 6,
+    "num_experts_per_tok": 2, "sliding_window": 8,
+}  # fmt: skip
+FAMILIES = {hub["model_type"]: hub for hub in (QWEN3, DEEPSEEK_V2, DEEPSEEK_V3, GPT_OSS)}
+
+
+def hf_model(hub):
+    config = AutoConfig.for_model(**hub)
+    config._attn_implementation, config._experts_implementation = "eager", "eager"
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize("hub", FAMILIES.values(), ids=FAMILIES)
+def test_parameters_are_those_of_transformers(hub):
+    counts, model = parameter_counts(config_from_dict(hub)), hf_model(hub)
+    assert counts.total == model.num_parameters()
+    (stage,) = build_stages(config_from_dict(hub), 1)
+    assert counts.total == sum(param.numel() for param in stage.parameters())
+
+
+def test_active_parameters_are_those_that_a_token_meets():
+    counts = parameter_counts(config_from_dict(QWEN3))
+    an_expert = 3 * 32 * 24
+    assert counts.total - counts.active == 2 * (6 - 2) * an_expert
+    assert counts.embedding == 61 * 32
+
+
+@pytest.mark.parametrize("hub", FAMILIES.values(), ids=FAMILIES)
+def test_flops_are_those_that_torch_counts(hub):
+    batch, length = 4, 32
+    model = hf_model(hub)
+    tokens = torch.randint(61, (batch, length), generator=torch.Generator().manual_seed(1))
+    with FlopCounterMode(display=False) as counter:
+        logits = model(tokens).logits
+    forward = counter.get_total_flops()
+    with FlopCounterMode(display=False) as counter:
+        logits.sum().backward()
+    expected = flops_per_token(config_from_dict(hub), length)
+    assert expected.forward * batch * length == pytest.approx(forward, rel=0.01)
+    assert expected.backward * batch * length == pytest.approx(counter.get_total_flops(), rel=0.01)
+    assert expected.both == expected.forward + expected.backward
+
+
+def test_causal_attention_counts_what_a_token_sees():
+    config = config_from_dict(GPT_OSS)
+    sliding, full = (layer_flops(config, index, 32) - layer_flops(config, index, 32, causal=True) for index in range(2))
+    each = 2 * 4 * (16 + 16)  # a query with one key and one value, in all heads
+    assert full == each * (32 - sum(range(1, 33)) / 32)
+    assert sliding == each * (32 - (sum(range(1, 9)) + 24 * 8) / 32)
+
+
+def test_layers_are_split_by_their_costs():
+    assert [len(part) for part in split_layers([1.0] * 24, 8, head=2.0)] == [3, 3, 3, 4, 4, 3, 3, 1]
+    assert [len(part) for part in split_layers([0.3] * 3 + [1.0] * 9, 4)] == [5, 3, 2, 2]
+    assert [len(part) for part in split_layers(9, 3, (2, 3, 4))] == [2, 3, 4]
+    for wrong in ((3, 3), (3, 3, 2), (9, 0, 0), (10, -2, 1)):
+        with pytest.raises(ValueError, match="layers_per_stage must be 3 numbers that add up to 9"):
+            split_layers(9, 3, wrong)
+
+
+def best_cut(costs, num_stages, head):
+    """The least cost of the costliest stage, by trying every cut."""
+
+    def tries(rest, left):
+        if left == 1:
+            return sum(rest) + head
+        firsts = range(left != num_stages, len(rest) + 1)
+        return min((max(sum(rest[:n]), tries(rest[n:], left - 1)) for n in firsts), default=inf)
+
+    return tries(costs, num_stages)
+
+
+def test_no_other_split_has_a_cheaper_costliest_stage():
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(50):
+        costs = torch.rand(7, generator=generator).tolist()
+        head, stages = torch.rand((), generator=generator).item() * 3, 2 + len(costs) % 5
+        parts = split_layers(costs, stages, head=head)
+        found = max(sum(costs[i] for i in part) + head * (part is parts[-1]) for part in parts)
+        assert found == pytest.approx(best_cut(costs, stages, head))

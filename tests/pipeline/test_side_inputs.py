@@ -1,0 +1,462 @@
+"""Side inputs reach the stages that name them, and the gradients are those of the model without a pipeline."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dualpipe import DualPipeV, Pipeline
+from dualpipe.nn import defer_weight_grads
+from dualpipe.pipeline.segments import Communicate, Compute, checked
+from dualpipe.pipeline.side import SideInputs, Takes
+from ranks import run_ranks
+from toys import Stage, gradient_error, num_stages, relative_error, stages_of_rank, use_own_groups
+
+SCHEDULES = ["dualpipev", "zbv", "1f1b", "interleaved_1f1b"]
+WIDTH, LENGTH = 8, 3
+
+
+class Positioned(nn.Module):
+    """(B, S, width) -> (B, S, width), scaled by the position of each token."""
+
+    wants: tuple[str, ...] = ("positions",)
+    armed: dict[str, int] = {}  # noqa: RUF012 (replaced, never changed): after how many calls to fail, by kind
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        self.down = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+
+    def tick(self, what: str) -> None:
+        if what in self.armed:
+            self.armed[what] -= 1
+            if self.armed[what] < 0:
+                raise ZeroDivisionError(f"boom in {what}")
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        self.tick("forward")
+        y = x + self.down(torch.tanh(self.up(x)) * positions[..., None])
+        if y.requires_grad:
+            y.register_hook(lambda gradient: self.tick("backward"))
+        return y
+
+
+class Everything(Positioned):
+    """Takes all that there is."""
+
+    wants = ("mask", "positions", "scale")
+
+    def forward(self, x: Tensor, **side: Tensor) -> Tensor:
+        assert sorted(side) == ["mask", "positions", "scale"], sorted(side)
+        assert (side["mask"].dtype, side["scale"].dtype) == (torch.bool, torch.float32)
+        return super().forward(x * side["mask"][..., None], side["positions"]) * side["scale"][..., None]
+
+
+class Nothing(Stage):
+    """Names no side input, and hands them on all the same."""
+
+    wants = ()
+
+
+class Roll:
+    """A communication without ranks: rows come back rolled by one, as do the positions that it is given."""
+
+    group = None
+
+    class Pending:
+        def __init__(self, value):
+            self.value = value
+
+        def advance(self):
+            pass
+
+        def wait(self):
+            return self.value
+
+    def forward(self, inputs):
+        return self.Pending((tuple(None if t is None else t.roll(1, 1) for t in inputs or ()), None))
+
+    def again(self, context, inputs):
+        return self.forward(inputs)
+
+    def backward(self, context, gradients):
+        back = () if gradients is None else (None if gradients[0] is None else gradients[0].roll(-1, 1), None)
+        return self.Pending((back, None))
+
+
+class Segmented(Positioned):
+    """In segments: a computing one reads the positions, a communication does, and one that may be recomputed."""
+
+    wants = ("positions", "scale")
+    recompute = ""  # "compute", or "all": the communication too
+
+    def before(self, x: Tensor, positions: Tensor) -> Tensor:
+        self.tick("forward")
+        return torch.tanh(self.up(x)) * positions[..., None]
+
+    def after(self, x: Tensor, rows: Tensor, rolled: Tensor, scale: Tensor) -> Tensor:
+        return x + self.down(rows) * rolled[..., None] * scale[..., None]
+
+    def forward(self, x: Tensor, scale: Tensor, positions: Tensor) -> Tensor:
+        return self.after(x, self.before(x, positions).roll(1, 1), positions.roll(1, 1), scale)
+
+    def segments(self) -> list:
+        return [
+            Compute(self.before, ("x", "positions"), "rows", self.recompute != ""),
+            Communicate(Roll(), ("rows", "positions"), ("rows", "rolled"), self.recompute == "all"),
+            Compute(self.after, ("x", "rows", "rolled", "scale"), "x", self.recompute != ""),
+        ]
+
+
+MIXED = "Nothing Positioned Everything Segmented"
+
+
+def make(count: int, kinds: str = MIXED) -> list[nn.Module]:
+    """Stages of these kinds in turn, the same on all ranks."""
+    torch.manual_seed(0)
+    made = itertools.islice(itertools.cycle(kinds.split()), count)
+    return [defer_weight_grads(globals()[kind]()) for kind in made]
+
+
+def wanted(stages: list[nn.Module], side: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: t for name, t in side.items() if any(name in stage.wants for stage in stages)}
+
+
+def problem(size: int, dim: int = 0) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """x and y (B, S, width) and side inputs of three dtypes, (B, S)."""
+    generator = torch.Generator().manual_seed(1)
+    shape = (size, LENGTH) if dim == 0 else (LENGTH, size)
+    x, y = (torch.randn(*shape, WIDTH, generator=generator, dtype=torch.float64) for _ in range(2))
+    side = {
+        "scale": torch.rand(shape, generator=generator) + 0.5,
+        "positions": torch.randint(5, shape, generator=generator),
+        "mask": torch.rand(shape, generator=generator) > 0.3,
+    }
+    return x, y, side
+
+
+def expect(stages, x, y, side, num_chunks, dim=0):
+    """Losses and outputs without a pipeline; gradients accumulate."""
+    losses, outputs = [], []
+    parts = {name: t.tensor_split(num_chunks, dim) for name, t in side.items()}
+    for i, (xs, ys) in enumerate(zip(x.tensor_split(num_chunks, dim), y.tensor_split(num_chunks, dim))):
+        for stage in stages:
+            xs = stage(xs, **{name: parts[name][i] for name in stage.wants if name in parts})
+        losses.append(F.mse_loss(xs, ys))
+        if torch.is_grad_enabled():
+            losses[-1].backward()
+        outputs.append(xs.detach())
+    return torch.stack(losses).detach(), torch.cat(outputs, dim)
+
+
+def compare(rank, world, name, num_chunks, size, kinds=MIXED, dim=0, overlap=True, recompute=""):
+    """The largest error of a step and of an evaluation after it, on this rank."""
+    total, own = num_stages(name, world), stages_of_rank(name, world, rank)
+    stages, expected = make(total, kinds), make(total, kinds)
+    for stage in stages:
+        stage.recompute = recompute
+    pipe = Pipeline([stages[s] for s in own], schedule=name, batch_dim=dim, overlap=overlap)
+    x, y, side = problem(size, dim)
+    side = wanted(stages, side)
+    inputs, given = ((x,), side) if 0 in own else ((), None)
+    call = dict(num_chunks=num_chunks, criterion=F.mse_loss, labels=(y,), return_outputs=True, side=given)
+    found = pipe.step(*inputs, **call)
+    with torch.no_grad():
+        evaluated = pipe.step(*inputs, **call)
+    losses, outputs = expect(expected, x, y, side, num_chunks, dim)
+    errors = [gradient_error(stages[s], expected[s]) for s in own]
+    if total - 1 in own:
+        errors += [relative_error(a, b) for pair in (found, evaluated) for a, b in zip(pair, (losses, outputs))]
+    return max(errors)
+
+
+def matrix(rank, world):
+    sizes, kinds = [(1, 2), (2 * world + 1, 5 * world + 4)], (MIXED, "Everything", "Positioned Nothing")
+    cases = [(name, *both, kind) for name, both, kind in itertools.product(SCHEDULES, sizes, kinds)]
+    worst = {case: compare(rank, world, *case) for case in cases}
+    for overlap, recompute in itertools.product((True, False), ("", "compute", "all")):
+        for name, kinds in itertools.product(("dualpipev", "1f1b"), ("Segmented", "Segmented Positioned")):
+            case = (name, kinds, overlap, recompute)
+            worst[case] = compare(rank, world, name, 5, 12, kinds, overlap=overlap, recompute=recompute)
+    worst["dim 1"] = compare(rank, world, "dualpipev", 4, 7, "Positioned Nothing", dim=1)
+    return worst
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_gradients_losses_and_outputs(world):
+    for worst in run_ranks(matrix, world, world, timeout=120):
+        assert {case: error for case, error in worst.items() if not error < 1e-10} == {}
+
+
+def bytes_only(rank, world):
+    use_own_groups()
+    return compare(rank, world, "dualpipev", 5, 9)
+
+
+def test_links_that_send_bytes():
+    assert max(run_ranks(bytes_only, 2, 2)) < 1e-10
+
+
+def test_no_process_group():
+    assert compare(0, 1, "dualpipev", 3, 7) < 1e-10
+
+
+# -- stages that can do without
+
+
+class Optional(Segmented):
+    """Does without positions, in segments as in one."""
+
+    wants = ("positions",)
+
+    def before(self, x: Tensor, positions: Tensor | None) -> Tensor:
+        y = torch.tanh(self.up(x))
+        return y if positions is None else y * positions[..., None]
+
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        return x + self.down(self.before(x, positions).roll(1, 1))
+
+    def segments(self) -> list:
+        return [
+            Compute(self.before, ("x", "positions"), "rows", recompute=True),
+            Communicate(Roll(), ("rows", "positions"), ("rows", "unused")),
+            Compute(lambda x, rows: x + self.down(rows), ("x", "rows"), "x"),
+        ]
+
+
+def given_or_not(rank, world):
+    stages, expected = make(2 * world, "Optional"), make(2 * world, "Optional")
+    own = stages_of_rank("dualpipev", world, rank)
+    pipe = DualPipeV([stages[s] for s in own])
+    x, y, side = problem(7)
+    for given in ({}, {"positions": side["positions"]}, {"positions": None}):
+        expect(expected, x, y, {n: t for n, t in given.items() if t is not None}, 4)
+        pipe.step(x, num_chunks=4, criterion=F.mse_loss, labels=(y,), side=given if rank == 0 else None)
+    return max(gradient_error(stages[s], expected[s]) for s in own)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_is_not_given_is_none_in_the_carry(world):
+    assert max(run_ranks(given_or_not, world, world)) < 1e-10
+
+
+def test_a_name_that_no_one_writes_is_still_refused():
+    segments = [Compute(torch.add, ("x", "positions"), "x")]
+    checked(segments, ("positions",))
+    with pytest.raises(ValueError, match=r"segment 0 reads \['positions'\].*must be a parameter of its forward"):
+        checked(segments)
+
+
+# -- who takes what
+
+
+class Signatures(nn.Module):
+    def first_only(self, positions): ...
+
+    def some(self, x, positions, *, mask=None): ...
+
+    def behind_several(self, *xs, positions): ...
+
+    def all_of_them(self, *xs, **side): ...
+
+    def by_place(self, x, positions, /, mask): ...
+
+    def reserved(self, x0, x1, label0, positions): ...
+
+
+@pytest.mark.parametrize("name, names, every", [
+    ("first_only", (), False), ("some", ("positions", "mask"), False), ("behind_several", ("positions",), False),
+    ("all_of_them", (), True), ("by_place", ("mask",), False), ("reserved", ("positions",), False),
+])  # fmt: skip
+def test_what_a_forward_takes(name, names, every):
+    module = Signatures()
+    module.forward = getattr(module, name)
+    assert Takes.of(module) == Takes(names, every)
+
+
+def test_a_compiled_module_takes_what_the_module_takes():
+    assert Takes.of(torch.compile(Positioned())) == Takes(("positions",), False)
+
+
+def test_side_inputs_end_a_message_and_leave_with_the_result():
+    side = SideInputs(["mask", "positions"], [], {1: Takes(("positions",), False)})
+    x, mask, positions = torch.zeros(1), torch.ones(1), torch.ones(2)
+    assert side.arrive((1, 0), (x, mask, positions)) == (x,)
+    assert list(side.taken((1, 0))) == ["positions"] and torch.equal(side.carried((1, 0))["positions"], positions)
+    assert side.leave((1, 0)) == (mask, positions) and side.leave((1, 0)) == ()
+    assert side.carried((1, 0)) == {"positions": None}
+
+
+# -- mistakes
+
+_, _, SIDE = problem(10)
+MISTAKES = {
+    # side inputs of rank 0, of rank 1, what every rank must be told
+    "no mapping": ([SIDE["mask"]], None, "rank 0: side must be a mapping from names to tensors, got list"),
+    "not named": ({3: SIDE["mask"]}, None, "rank 0: side must be a mapping from names to tensors, got ['int']"),
+    "not a tensor": (SIDE | {"mask": [1]}, None, "rank 0: side input 'mask' must be a tensor, got list"),
+    "grad": (SIDE | {"scale": torch.ones(10, requires_grad=True)}, None, "rank 0: side input 'scale' requires grad"),
+    "sparse": (SIDE | {"mask": torch.eye(10).to_sparse()}, None, "rank 0: side input 'mask' must be dense"),
+    "carry name": (SIDE | {"x": SIDE["mask"]}, None, "rank 0: side inputs are called ['x'], names that the pipeline"),
+    "names": (dict.fromkeys(["x1", "loss", "label0", "mask"], SIDE["mask"]), None, "['label0', 'loss', 'x1']"),
+    "unknown": (SIDE | {"position": SIDE["mask"]}, None, "no stage takes the side inputs ['position']"),
+    "few": (SIDE | {"mask": SIDE["mask"][:4]}, None, "rank 0: side input 'mask' of shape [4, 3] cannot be split into"),
+    "differ": (SIDE | {"mask": SIDE["mask"][:8]}, None, "rank 0: side inputs differ in size along dimension 0"),
+    "size": ({n: t[:8] for n, t in SIDE.items()}, None, "inputs have batch size 10, side inputs"),
+    "scalar": (SIDE | {"mask": torch.tensor(1)}, None, "rank 0: side input 'mask' of shape [] has no dimension 0"),
+    "device": (SIDE | {"mask": SIDE["mask"].to("meta")}, None, "rank 0: side input 'mask' is on meta, the stages on"),
+    "other rank's": (None, SIDE, "ranks disagree about the side inputs"),
+    "other shape": (SIDE, {"mask": SIDE["mask"][:8]}, "ranks disagree about the side inputs"),
+    "other mistake": (SIDE, 3, "rank 1: side must be a mapping"),
+}
+
+
+class Masked(Positioned):
+    """Takes the mask, which no other stage does."""
+
+    wants = ("mask",)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return super().forward(x, mask)
+
+
+def caught(call):
+    start = time.monotonic()
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - start
+    return "nothing", "", 0.0
+
+
+def mistakes(rank, world):
+    kinds = "Nothing Positioned Segmented Masked"
+    stages, expected = make(4, kinds), make(4, kinds)
+    own = stages_of_rank("interleaved_1f1b", world, rank)
+    pipe = Pipeline([stages[s] for s in own], schedule="interleaved_1f1b")
+    x, y, _ = problem(10)
+    call = dict(num_chunks=5, criterion=F.mse_loss, labels=(y,))
+    told = {n: caught(lambda s=sides[rank]: pipe.step(x, side=s, **call))[:2] for n, (*sides, _) in MISTAKES.items()}
+    pipe.zero_grad()
+    same = SIDE if rank == 0 else dict(reversed(SIDE.items()))  # on all ranks, in any order: no mistake
+    pipe.step(x, side=same, **call)
+    expect(expected, x, y, SIDE, 5)
+    return told, max(gradient_error(stages[s], expected[s]) for s in own)
+
+
+def test_mistakes_raise_on_every_rank():
+    for told, error in run_ranks(mistakes, 2, 2):
+        for name, (*_, text) in MISTAKES.items():
+            assert told[name][0] == "ValueError" and text in told[name][1], (name, told[name])
+        assert error < 1e-10
+
+
+class Hooked(Stage):
+    @classmethod
+    def overlapped_forward_backward(cls, *args):
+        raise AssertionError("not to be called")
+
+
+def hooked(rank, world):
+    """Only rank 1 overlaps by itself, and its stages name nothing: all are told."""
+    kind = Hooked if rank == 1 else Positioned
+    pipe = DualPipeV([kind(), kind()])
+    x, y, side = problem(4)
+    return caught(lambda: pipe.step(x, num_chunks=4, criterion=F.mse_loss, labels=(y,), side=side))
+
+
+def test_modules_that_overlap_by_themselves_take_none():
+    for kind, text, _ in run_ranks(hooked, 2, 2):
+        assert kind == "ValueError" and "do not go with overlapped_forward_backward" in text
+
+
+# -- failures in the middle of a step
+
+
+class Greedy(Positioned):
+    """Asks for a gradient of a side input, which is not to be among what is agreed with the next stage."""
+
+    wants = ("positions", "scale")
+
+    def forward(self, x: Tensor, positions: Tensor, scale: Tensor) -> Tensor:
+        return super().forward(x, positions) * scale.requires_grad_()[..., None]
+
+
+def failing(rank, world, kinds):
+    total = 2 * world
+    stages, expected = make(total, kinds), make(total, kinds)
+    own = stages_of_rank("dualpipev", world, rank)
+    pipe = DualPipeV([stages[s] for s in own])
+    x, y, side = problem(11)
+    side = wanted(stages, side)
+    call = dict(num_chunks=6, criterion=F.mse_loss, labels=(y,), side=side if rank == 0 else None)
+    expect(expected, x, y, side, 6)
+    found = []
+    for stage, what, count in itertools.product(range(total), ("forward", "backward"), (0, 2)):
+        stages[stage].armed = {what: count}
+        told = caught(lambda: pipe.step(x, **call))
+        stages[stage].armed = {}
+        pipe.zero_grad()
+        pipe.step(x, **call)
+        found.append((stage, what, *told, max(gradient_error(stages[s], expected[s]) for s in own)))
+    return found
+
+
+@pytest.mark.parametrize("world, kinds", [(2, "Greedy"), (2, "Positioned Everything"), (3, "Greedy Positioned")])
+def test_a_stage_that_fails_leaves_no_rank_waiting(world, kinds):
+    for found in run_ranks(failing, world, world, kinds, timeout=100, group_timeout=20):
+        for stage, what, kind, text, seconds, error in found:
+            assert kind == "PipelineError" and f"of stage {stage}, micro-batch" in text, (stage, what, kind, text)
+            assert f"boom in {what}" in text and seconds < 10 and error < 1e-10, (stage, what, seconds, error)
+
+
+def failing_in_segments(rank, world):
+    stages, expected = make(4, "Segmented Nothing"), make(4, "Segmented Nothing")
+    own = stages_of_rank("dualpipev", world, rank)
+    pipe = DualPipeV([stages[s] for s in own])
+    x, y, side = problem(11)
+    side.pop("mask")
+    expect(expected, x, y, side, 6)
+    found = []
+    for stage, count in itertools.product((0, 2), (0, 1, 4)):
+        stages[stage].armed = {"forward": count}
+        call = dict(num_chunks=6, criterion=F.mse_loss, labels=(y,), side=side if rank == 0 else None)
+        told = caught(lambda call=call: pipe.step(x, **call))
+        stages[stage].armed = {}
+        pipe.zero_grad()
+        pipe.step(x, **call)
+        found.append((*told, max(gradient_error(stages[s], expected[s]) for s in own)))
+    return found
+
+
+def test_a_stage_in_segments_that_fails_leaves_no_rank_waiting():
+    for found in run_ranks(failing_in_segments, 2, 2, timeout=100, group_timeout=20):
+        for kind, text, seconds, error in found:
+            assert kind == "PipelineError" and "boom in forward" in text and seconds < 10 and error < 1e-10, text
+
+
+class Missing(Nothing):
+    """Needs what is not given."""
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+def missing(rank, world):
+    stages = make(4, "Nothing Missing")
+    pipe = DualPipeV([stages[s] for s in stages_of_rank("dualpipev", world, rank)])
+    x, y, side = problem(4)
+    call = dict(num_chunks=4, criterion=F.mse_loss, labels=(y,))
+    told = caught(lambda: pipe.step(x, **call))
+    pipe.step(x, side={"positions": side["positions"]}, **call)
+    return told
+
+
+def test_a_stage_that_needs_what_is_not_given_says_so_on_every_rank():
+    for kind, text, _ in run_ranks(missing, 2, 2):
+        assert kind == "PipelineError" and "positions" in text

@@ -1,0 +1,105 @@
+"""Small Hugging Face checkpoints, the stages that they are loaded into, and headers without files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from dualpipe.checkpoint import hub_dtypes
+from dualpipe.checkpoint.hub_files import TensorInfo
+from dualpipe.checkpoint.hub_layout import new_tensors
+from dualpipe.checkpoint.hub_plan import model_tensors, shapes_of
+from dualpipe.models import build_stages, read_config
+from dualpipe.parallel.expert import shard_experts
+from dualpipe.parallel.materialize import build_on_meta
+from dualpipe.parallel.mesh import build_mesh, dense_mesh
+from dualpipe.parallel.precision import DTypePolicy, resolve_dtypes, shard
+from dualpipe.schedule.placement import v_placement
+
+TINY = {
+    "vocab_size": 61, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+    "norm_topk_prob": True, "initializer_range": 0.2, "mlp_only_layers": [0],
+}  # fmt: skip
+
+
+def save_qwen(folder, max_shard_size="40KB", dtype=torch.float32, **changes):
+    """A random Qwen3-MoE, written by transformers; returns its model."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**TINY | changes)).to(dtype)
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    return model
+
+
+FAMILIES = {
+    "gpt_oss": {
+        "vocab_size": 61, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16,
+        "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32,
+        "sliding_window": 8,
+    },
+    "deepseek_v3": {
+        "vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "q_lora_rank": 12,
+        "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8, "intermediate_size": 40,
+        "moe_intermediate_size": 24, "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2,
+        "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "num_key_value_heads": 4,
+    },
+}  # fmt: skip
+
+
+def save_family(folder, model_type, **options):
+    """A random model of a family, written by transformers; returns it."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **FAMILIES[model_type]))
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.normal_()
+    model.save_pretrained(folder, **options)
+    return model
+
+
+def read_all(folder):
+    """All tensors of a checkpoint, by the hub's names."""
+    return {name: tensor for file in Path(folder).glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def rewrite(folder, tensors, **config):
+    """Replace a checkpoint's tensors by these, in one file, and change its configuration."""
+    for file in Path(folder).glob("model*"):
+        file.unlink()
+    save_file(tensors, Path(folder) / "model.safetensors", metadata={"format": "pt"})
+    path = Path(folder) / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+
+
+def stages_on_meta(folder, shape=None, dtype=torch.float32, stages_per_rank=2):
+    """(stages, mesh, plan) of this rank, sharded, without values; the whole model in one stage without a shape."""
+    config = read_config(folder)
+    policy = DTypePolicy(dtype, torch.float32, dtype)
+    sources = hub_dtypes(folder, config)
+    if shape is None:
+        stages = build_on_meta(lambda: build_stages(config, stages_per_rank))
+        return stages, None, resolve_dtypes(stages, policy, sources)
+    mesh = build_mesh(*shape, torch.device("cpu"))
+    placement = v_placement(shape[0])
+    only = [stage for stage, rank in enumerate(placement) if rank == mesh["pp"].get_local_rank()]
+    plan = resolve_dtypes(build_on_meta(lambda: build_stages(config, 1)), policy, sources)
+    stages = build_on_meta(lambda: build_stages(config, 2 * shape[0], only=only))
+    if dense_mesh(mesh).size() > 1:
+        for stage in stages:
+            shard_experts(stage, mesh["ep"])
+            shard(stage, dense_mesh(mesh), plan, expert_mesh=mesh["dp"])
+    return stages, mesh, plan
+
+
+def header_of(config, dtype=torch.bfloat16):
+    """The header of a checkpoint of a model of any size, in the layout that `save_hf` writes."""
+    shapes = shapes_of(model_tensors(config))
+    tensors = new_tensors(config, shapes, dict.fromkeys(shapes, dtype))
+    return {tensor.name: TensorInfo("model.safetensors", tensor.dtype, tensor.shape) for tensor in tensors}

@@ -1,0 +1,85 @@
+"""What the tests of the model families share: a batch, a training step, and transformers' model as the reference."""
+
+from __future__ import annotations
+
+import torch
+
+from dualpipe.models import Stage
+from dualpipe.models.hub import from_hub
+from dualpipe.nn import cross_entropy_loss
+
+
+class Float64Torch:
+    """`torch` as seen by transformers' model file, with its float32 casts turned into float64."""
+
+    float32 = float = torch.float64
+
+    def __getattr__(self, name):
+        return getattr(torch, name)
+
+
+def whole(config, seed=0, dtype=torch.float32):
+    """The unpipelined model."""
+    stage = Stage(config, range(config.num_hidden_layers), first=True, last=True)
+    stage.init_weights(seed)
+    return stage.to(dtype)
+
+
+def batch(config, sequence=11):
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(config.vocab_size, (3, sequence + 1), generator=generator)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def train(model, config, **inputs):
+    """Logits and loss of ours or transformers', after its backward."""
+    tokens, labels = batch(config)
+    logits = model(tokens, **inputs)
+    logits = getattr(logits, "logits", logits)
+    loss = cross_entropy_loss(logits, labels)
+    loss.backward()
+    return logits.detach(), loss.detach()
+
+
+def grads(model):
+    return {name: param.grad for name, param in model.named_parameters()}
+
+
+def ours(config, tensors, hub):
+    """A hub state dict, or its gradients, under our names: those of `tensors`, whose shapes they have."""
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    if "lm_head.weight" not in hub:  # tied
+        shapes.pop("lm_head.weight", None)
+    return from_hub(config, shapes, hub)
+
+
+def split_experts(fused):
+    """A hub state dict with each expert's own tensors instead of stacked ones."""
+    split = {}
+    for name, tensor in fused.items():
+        layer, found, rest = name.partition(".mlp.experts.")
+        for e, weight in enumerate(tensor if found else ()):
+            gate_up = dict(zip(("gate_proj", "up_proj"), weight.chunk(2)))
+            for projection, part in ({"down_proj": weight} if rest == "down_proj" else gate_up).items():
+                split[f"{layer}{found}{e}.{projection}.weight"] = part
+        if not found:
+            split[name] = tensor
+    return split
+
+
+def relative(actual, expected, floor=1e-30):
+    """Error over the norm of what is expected, or over `floor` where that is next to nothing."""
+    assert actual.dtype is expected.dtype
+    assert actual.shape == expected.shape
+    return ((actual - expected).norm() / expected.norm().clamp(min=floor)).item()
+
+
+def randomize_vectors(model):
+    """Change norms, biases and correction biases, whose first values of one or zero would hide a mix-up."""
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.dim() == 1:
+                param.add_(torch.randn_like(param) * 0.1)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.add_(torch.randn_like(buffer) * 0.1)

@@ -1,0 +1,86 @@
+"""The memory that a run needs, counted from its configuration: against real shards, and for the models of examples/."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from dualpipe.cli import main
+from dualpipe.models import read_config
+from dualpipe.nn.accumulate import local
+from dualpipe.parallel.mesh import build_mesh
+from dualpipe.schedule import build
+from dualpipe.train.config import load_config
+from dualpipe.train.memory import estimate
+from dualpipe.train.model import build_model, read_model_config
+from ranks import run_ranks
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+GB = 10**9
+# What is left for torch and the communication libraries.
+RUNTIME = 8 * GB
+REAL = sorted(path for path in EXAMPLES.glob("*.toml") if (EXAMPLES / "models" / path.stem).is_dir())
+
+
+def test_there_is_an_example_of_every_real_model():
+    assert {path.stem for path in REAL} == {path.name for path in (EXAMPLES / "models").iterdir()} and REAL
+
+
+@pytest.mark.parametrize("path", REAL, ids=lambda path: path.stem)
+def test_examples_fit_their_gpus(path):
+    text = path.read_text(encoding="utf-8")
+    gpus = int(re.search(r"on (\d+) GPUs of 80 GB", text)[1])
+    other, overrides = re.search(r"^# 141 GB, (\d+) GPUs: (.+)$", text, re.MULTILINE).groups()
+    for memory, ranks, options in ((80 * GB, gpus, []), (141 * GB, int(other), overrides.split())):
+        config = load_config(path, options)
+        assert config.parallel.world_size == ranks
+        worst = max(rank.total for rank in estimate(config, read_model_config(config)))
+        assert 0.25 * memory < worst < memory - RUNTIME, f"{worst / GB:.1f} GB of {memory / GB:.0f}"
+
+
+def held(rank: int, path: str, options: list[str]) -> tuple[int, int, int]:
+    """Pipeline rank, and bytes of its parameters: as stored here, and in the whole stages as they are computed with."""
+    config = load_config(path, options)
+    p = config.parallel
+    mesh = build_mesh(p.pp, p.dp, p.ep, torch.device("cpu"))
+    model = build_model(
+        read_config(config.model.config), build(p.schedule, p.pp, config.train.num_chunks), mesh["pp"].get_local_rank(),
+        seed=0, dtype=torch.bfloat16, device=torch.device("cpu"), mesh=mesh,
+    )  # fmt: skip
+    params = [param for stage in model.stages for param in stage.parameters()]
+    gathered = sum(param.numel() // (p.ep if param.dim() == 3 else 1) for param in params) * 2
+    return mesh["pp"].get_local_rank(), sum(local(p).numel() * local(p).itemsize for p in params), gathered
+
+
+@pytest.mark.parametrize("layout", [(2, 1, 2), (2, 2, 1), (1, 2, 2)], ids=str)
+def test_parameters_are_as_many_bytes_as_ranks_hold(layout):
+    options = ["--train.dtype", "bf16"]
+    for name, size in zip(("pp", "dp", "ep"), layout):
+        options += [f"--parallel.{name}", str(size)]
+    path = str(EXAMPLES / "tiny-cpu.toml")
+    config = load_config(path, options)
+    expected = estimate(config, read_config(config.model.config))
+    for pp_rank, stored, gathered in run_ranks(held, 4, path, options):
+        assert expected[pp_rank].parameters == pytest.approx(stored, rel=0.01)
+        assert expected[pp_rank].gathered == gathered
+
+
+def test_the_command_prints_a_line_for_each_rank(capsys):
+    assert main(["memory", str(EXAMPLES / "tiny-cpu.toml"), "--parallel.pp", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["rank", "parameters", "optimizer", "gathered", "gradients", "activations", "logits",
+                                "total"]  # fmt: skip
+    assert len(lines) == 4 and lines[-1].startswith("at most")
+
+
+def test_recomputation_and_more_ranks_take_less():
+    def total(*options: str) -> int:
+        config = load_config(EXAMPLES / "qwen3-30b-a3b.toml", options)
+        return max(rank.total for rank in estimate(config, read_config(config.model.config)))
+
+    plain = total()
+    assert total("--memory.recompute", "layer", "dispatch") < total("--memory.recompute", "layer") < plain
+    assert total("--parallel.dp", "2") < plain < total("--train.micro_batch_size", "2")
