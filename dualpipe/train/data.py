@@ -23,6 +23,7 @@ class Batch(NamedTuple):
 
     tokens: torch.Tensor  # (B, T) int64
     targets: torch.Tensor  # (B, T) int64
+    positions: torch.Tensor  # (B, T) int64: of each token in its document, or in what the sequence has of it
 
 
 class Loader:
@@ -85,8 +86,10 @@ class Loader:
 
 def read_windows(stream: TokenStream, windows: list[int], window: int) -> Batch:
     """The batch made of the given windows of `window` tokens."""
-    rows = torch.from_numpy(np.stack([stream.read(int(w) * window, (int(w) + 1) * window) for w in windows]))
-    return Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
+    spans = [(int(w) * window, (int(w) + 1) * window) for w in windows]
+    rows = torch.from_numpy(np.stack([stream.read(*span) for span in spans]))
+    positions = torch.from_numpy(np.stack([stream.positions(*span) for span in spans]))
+    return Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), positions[:, :-1].contiguous())
 
 
 def evaluation_batches(stream: TokenStream, *, sequence_length: int, batch_size: int, limit: int) -> list[list[int]]:

@@ -147,9 +147,11 @@ class Run:
         inputs = (batch.tokens.to(device),) if self.model.has_first else ()
         labels = (batch.targets.to(device),) if self.model.has_last else ()
         criterion = self.criterion if self.model.has_last else None
+        apart = self.model.has_first and self.config.data.separate_documents
         losses, _ = self.pipeline.step(
-            *inputs, num_chunks=self.config.train.num_chunks, criterion=criterion, labels=labels
-        )
+            *inputs, num_chunks=self.config.train.num_chunks, criterion=criterion, labels=labels,
+            side={"positions": batch.positions.to(device)} if apart else None,
+        )  # fmt: skip
         if losses is None:
             return None
         loss = losses.sum().float()

@@ -82,9 +82,10 @@ def build_model(
         if compiled:
             stage.compile_dense()
     known = Ranks(mesh).first(lambda: hub_dtypes(from_hf, config)) if from_hf else None
-    if not sharded and any(torch.promote_types(dtype, found) != dtype for found in (known or {}).values()):
-        raise ValueError(f"{from_hf} holds tensors wider than train.dtype, which ranks that share nothing would have to "
-                         "round; use parallel.dp or ep > 1, train.dtype = \"fp32\", or first write it again by "
+    narrowest = min(known.values(), key=lambda found: found.itemsize) if known else dtype
+    if not sharded and torch.promote_types(dtype, narrowest) != dtype:
+        raise ValueError(f"{from_hf} holds {narrowest}, which ranks that share no storage would have to round to "
+                         f"{dtype}; use parallel.dp or ep > 1, train.dtype = \"fp32\", or first write it again by "
                          "`dualpipe hf export --dtype bf16`")  # fmt: skip
     plan = plan_dtypes(stages, dtype, sharded=sharded, source_dtypes=known)
     for stage in stages:

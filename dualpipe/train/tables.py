@@ -55,6 +55,8 @@ class DataConfig:
     """share of the documents that is held out for evaluation (chosen by a hash of their content)"""
     validation_path: str | None = None
     """other data to evaluate on; then nothing is held out of `path`"""
+    separate_documents: bool = False
+    """documents packed into one sequence do not see each other, and positions start anew with each"""
 
     def __post_init__(self) -> None:
         _require(bool(self.path), "data.path", self.path, 'give a packed directory, a folder of text, or "stdlib"')

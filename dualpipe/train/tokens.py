@@ -83,6 +83,12 @@ class TokenStream:
             position, index = end, index + 1
         return out
 
+    def positions(self, start: int, stop: int) -> np.ndarray:
+        """Of tokens [start, stop) of the stream, each one's position in its document as far as that is inside."""
+        numbers = np.arange(start, stop)
+        ends = np.concatenate(([0], self._ends))
+        return numbers - np.maximum(ends[np.searchsorted(self._ends, numbers, side="right")], start)
+
 
 class Splits(NamedTuple):
     """Training text and the text that evaluation uses."""

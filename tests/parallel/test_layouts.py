@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from dualpipe import Pipeline
 from dualpipe.models import Qwen3MoeConfig, build_stages
+from dualpipe.models.decoder import SparseMLP
 from dualpipe.nn import cross_entropy_loss
 from dualpipe.nn.router import BalancedRoutes, Choice, Router, RouterStep, Routes
 from dualpipe.parallel.expert import ExpertParallel, shard_experts
@@ -21,6 +22,7 @@ from dualpipe.parallel.materialize import build_on_meta, materialize
 from dualpipe.parallel.mesh import build_mesh, dense_mesh
 from dualpipe.parallel.precision import DTypePolicy, Rule, resolve_dtypes, shard
 from dualpipe.pipeline import PipelineError
+from dualpipe.pipeline.weight_grad_store import WeightGradStore
 from dualpipe.schedule import build
 from dualpipe.train.model import build_model, build_whole, micro_batch_loss
 from dualpipe.train.parity import compare_gradients, difference
@@ -129,9 +131,14 @@ def test_overlapped(shape, dtype):
     check(shape, dtype=dtype)
 
 
+@pytest.mark.parametrize("recompute", [("layer",), ("dispatch",)], ids=str)
 @pytest.mark.parametrize("shape", [(2, 1, 2), (1, 1, 4)], ids=str)
-def test_one_after_the_other_recomputed_and_skewed(shape):
-    check(shape, overlap=False, recompute=("layer",), skewed=True)
+def test_one_after_the_other_recomputed_and_skewed(shape, recompute):
+    check(shape, overlap=False, recompute=recompute, skewed=True)
+
+
+def test_overlapped_with_everything_computed_and_sent_again():
+    check((2, 1, 2), recompute=("layer", "dispatch"))
 
 
 @pytest.mark.parametrize("schedule", ["zbv", "1f1b", "interleaved_1f1b"])
@@ -140,7 +147,8 @@ def test_other_schedules_in_float32(schedule):
 
 
 MATRIX = list(itertools.product(
-    LAYOUTS, ["dualpipev", "1f1b"], [True, False], [(), ("attention", "experts:0-2")], [True, False],
+    LAYOUTS, ["dualpipev", "1f1b"], [True, False], [(), ("attention", "experts:0-2", "dispatch:3")],
+    [True, False],
 ))  # fmt: skip
 
 
@@ -228,13 +236,13 @@ def counted(rank: int, shape: tuple[int, int, int], recompute: tuple[str, ...]) 
     )  # fmt: skip
     chosen = [{}] * ranks
     dist.all_gather_object(chosen, routes.experts, group=mesh["ep"].get_group())
-    return experts.sent_bytes, deduplicated_bytes(chosen, mesh["ep"].get_local_rank())
+    return experts.sent_bytes, deduplicated_bytes(chosen, mesh["ep"].get_local_rank(), again="dispatch" in recompute)
 
 
-def deduplicated_bytes(chosen: list[dict], rank: int) -> int:
+def deduplicated_bytes(chosen: list[dict], rank: int, *, again: bool) -> int:
     """What `rank` sends in a step: a token's row to each other rank that has any of its experts, once.
 
-    chosen: by rank, the experts (T, K) of every layer and micro-batch.
+    chosen: by rank, the experts (T, K) of every layer and micro-batch. again: the rows a second time.
     """
     ranks, top_k = len(chosen), CONFIG.num_experts_per_tok
     copies = [[0] * ranks for _ in range(ranks)]  # by source and destination, over all layers and micro-batches
@@ -247,11 +255,11 @@ def deduplicated_bytes(chosen: list[dict], rank: int) -> int:
     row, weights, ids = 2 * CONFIG.hidden_size, 4 * top_k, 4 * top_k  # bfloat16, float32, int32
     forward = sent * (row + weights + ids) + received * row  # dispatch, and combine of what others sent here
     backward = sent * row + received * (row + weights)  # of combine, and of dispatch: choices have no gradient
-    return forward + backward
+    return forward + backward + again * sent * row
 
 
 @pytest.mark.parametrize(
-    ("shape", "recompute"), [((2, 1, 2), ("layer",)), ((1, 1, 4), ())], ids=str
+    ("shape", "recompute"), [((2, 1, 2), ("layer",)), ((1, 1, 4), ()), ((2, 1, 2), ("dispatch",))], ids=str
 )
 def test_the_bytes_of_a_step_are_those_of_deduplicated_dispatch(shape, recompute):
     for sent, expected in run_ranks(counted, math.prod(shape), shape, recompute):
@@ -266,15 +274,20 @@ def broken_once(rank: int, shape: tuple[int, int, int], where: str) -> list[tupl
     mesh = build_mesh(*shape, torch.device("cpu"))
     common = {"seed": 0, "dtype": torch.float64, "device": torch.device("cpu")}
     stage_rank, pp = mesh["pp"].get_local_rank(), shape[0]
-    model = build_model(CONFIG, build("dualpipev", pp, 4), stage_rank, mesh=mesh, **common)
+    recompute = () if where == "forward" else ("dispatch",)
+    model = build_model(CONFIG, build("dualpipev", pp, 4), stage_rank, mesh=mesh, recompute=recompute, **common)
     whole = build_whole(CONFIG, **common)
     tokens = torch.randint(CONFIG.vocab_size, (4, 8), generator=torch.Generator().manual_seed(2))
     pipe = Pipeline(model.stages, process_group=mesh["pp"].get_group(), schedule="dualpipev")
-    layer = next(iter(model.stages[0].layers.values()))
+    layers = [layer for stage in model.stages for layer in stage.layers.values()]
+    layer = next(layer for layer in layers if isinstance(layer.mlp, SparseMLP))
     calls = []
 
     def fail(module, args, output):
         calls.append(1)
+        if where == "again":
+            assert not WeightGradStore.current().recomputing, "out of luck"
+            return
         if len(calls) == 3 and where == "forward":
             raise RuntimeError("out of luck")
         if len(calls) == 3:
@@ -290,7 +303,8 @@ def broken_once(rank: int, shape: tuple[int, int, int], where: str) -> list[tupl
         micro_batch_loss(4)(whole(part), part).backward()
     found = []
     for failing in range(4):
-        handle = layer.self_attn.register_forward_hook(fail) if rank == failing else None
+        module = layer.mlp.gate if where == "again" else layer.self_attn
+        handle = module.register_forward_hook(fail) if rank == failing else None
         calls.clear()
         try:
             step()
@@ -306,12 +320,12 @@ def broken_once(rank: int, shape: tuple[int, int, int], where: str) -> list[tupl
     return found
 
 
-@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("where", ["forward", "backward", "again"])
 @pytest.mark.parametrize("shape", [(2, 1, 2), (1, 1, 4)], ids=str)
 def test_a_failure_beside_tokens_in_flight_raises_everywhere_and_the_next_step_is_right(shape, where):
     for found in run_ranks(broken_once, 4, shape, where, timeout=90, group_timeout=20):
         for message, error in found:
-            assert ("out of luck" if where == "forward" else "division") in message
+            assert ("division" if where == "backward" else "out of luck") in message
             assert error < 1e-10
 
 
@@ -342,7 +356,8 @@ def losses_of_training(rank: int, overlap: bool, recompute: tuple[str, ...]) -> 
 def test_losses_of_a_training_are_the_same_bits_however_it_is_run():
     expected = run_ranks(losses_of_training, 4, True, ())
     assert expected[0][0] != expected[0][-1]
-    for overlap, recompute in ((False, ()), (True, ("layer",)), (False, ("experts", "norms"))):
+    for overlap, recompute in ((False, ()), (True, ("layer",)), (False, ("experts", "norms")),
+                               (True, ("layer", "dispatch"))):  # fmt: skip
         assert run_ranks(losses_of_training, 4, overlap, recompute) == expected
 
 
