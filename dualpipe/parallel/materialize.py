@@ -19,12 +19,13 @@ parameters.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.overrides import TorchFunctionMode
 
 from dualpipe.nn.init import local_part
 from dualpipe.parallel.precision import DTypePlan
@@ -46,12 +47,14 @@ class Sliceable(Protocol):
 def build_on_meta(fn: Callable[[], T]) -> T:
     """Return `fn()`, which builds modules; their parameters go to meta when registered, buffers keep their values.
 
-    One parameter at a time has memory. Under `torch.device("meta")` instead, a buffer's value would be lost, that of
-    `torch.tensor(...)` too. The hook is the process's: build modules in one thread at a time.
+    One parameter at a time has memory, unless it is larger than 1 GB, as stacked experts are. Under
+    `torch.device("meta")` instead, a buffer's value would be lost, that of `torch.tensor(...)` too. The hook is the
+    process's: build modules in one thread at a time.
     """
     handle = register_module_parameter_registration_hook(_to_meta)
     try:
-        return fn()
+        with _LargeOnMeta():
+            return fn()
     finally:
         handle.remove()
 
@@ -215,6 +218,22 @@ def _buffer_problems(
 
 
 # -- parameters
+
+_LARGE = 10**9  # bytes: beyond any buffer
+
+
+class _LargeOnMeta(TorchFunctionMode):
+    """Makes large tensors of `torch.empty` on meta at once; their values mean nothing yet."""
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function is torch.empty and kwargs.get("device") is None:
+            on_meta = function(*args, **kwargs | {"device": "meta"})
+            if on_meta.nbytes > _LARGE:
+                return on_meta
+        return function(*args, **kwargs)
 
 
 def _to_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:

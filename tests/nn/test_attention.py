@@ -17,6 +17,7 @@ from dualpipe.nn.attention import (
     attention_flex,
     attention_reference,
     document_numbers,
+    packed_positions,
 )
 from dualpipe.nn.rotary import Rotary
 
@@ -234,6 +235,17 @@ def cuda():
         pytest.skip("needs a CUDA device")
     torch._dynamo.reset()
     return "cuda"
+
+
+def test_packed_positions_of_documents_end_to_end():
+    """Documents of 3, 0, 4 and 1 tokens in two rows; the third goes on in the second row."""
+    positions = packed_positions(torch.tensor([0, 3, 3, 7, 8]), 2, 4)
+    assert positions.tolist() == [[0, 1, 2, 0], [1, 2, 3, 0]]
+    assert document_numbers(positions).tolist() == [[0, 0, 0, 1], [0, 0, 0, 1]]
+    assert packed_positions(torch.tensor([0, 8], dtype=torch.int32), 2, 4).tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    for wrong in ([0, 3], [1, 8], [0, 5, 4, 8], [8]):
+        with pytest.raises(ValueError, match="cu_seqlens must rise from 0 to the number of tokens, 8"):
+            packed_positions(torch.tensor(wrong), 2, 4)
 
 
 @pytest.mark.gpu

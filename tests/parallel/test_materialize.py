@@ -207,6 +207,13 @@ def test_given_a_constructor_that_fails_then_later_modules_have_memory():
     assert nn.Linear(2, 2).weight.device == CPU
 
 
+def test_large_parameters_never_have_memory():
+    """Ten terabytes, which no machine has; buffers of any values stay."""
+    module = build_on_meta(lambda: nn.Embedding(10**6, 25 * 10**5))
+    assert module.weight.is_meta and module.weight.nbytes == 10**13
+    assert not build_on_meta(lambda: nn.BatchNorm1d(8)).running_var.is_meta
+
+
 # -- parameters: the same values whatever the layout
 
 LAYOUTS = {

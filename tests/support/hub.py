@@ -51,12 +51,13 @@ FAMILIES = {
 }  # fmt: skip
 
 
-def save_family(folder, model_type, **options):
+def save_family(folder, model_type, vocab_size=61, **options):
     """A random model of a family, written by transformers; returns it."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **FAMILIES[model_type]))
+    sizes = FAMILIES[model_type] | {"vocab_size": vocab_size}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **sizes))
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.normal_()

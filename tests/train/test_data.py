@@ -213,12 +213,24 @@ def make_loader(path, seed=0, batch_size=6, sequence_length=10):
     return Loader(all_documents(PackedTokens(path)), sequence_length=sequence_length, batch_size=batch_size, seed=seed)
 
 
+def test_positions_start_anew_with_each_document_and_each_sequence(many):
+    stream = all_documents(PackedTokens(many))
+    lengths = stream.packed.documents["length"].tolist()
+    whole = np.concatenate([np.arange(length) for length in lengths])
+    assert (stream.positions(0, stream.num_tokens) == whole).all()
+    start = lengths[0] + 2  # in the second document
+    expected = np.concatenate((np.arange(lengths[1] - 2), np.arange(5)))
+    assert (stream.positions(start, start + len(expected)) == expected).all()
+    batch = read_windows(stream, [0, 3], 21)
+    assert batch.positions.shape == batch.tokens.shape and (batch.positions[0].numpy() == whole[:20]).all()
+
+
 def test_an_epoch_reads_every_window_once(many):
     loader = make_loader(many)
     stream = all_documents(PackedTokens(many))
     windows = {tuple(stream.read(w * 11, w * 11 + 11).tolist()) for w in range(loader.num_windows)}
     rows = [(*t, y[-1]) for step in range(loader.num_windows // 6 + 1)
-            for t, y in zip(*(x.tolist() for x in loader.batch(step)))]  # fmt: skip
+            for t, y, _ in zip(*(x.tolist() for x in loader.batch(step)))]  # fmt: skip
     epoch = rows[: loader.num_windows]
     assert set(epoch) == windows
     assert epoch != sorted(epoch)
@@ -227,7 +239,7 @@ def test_an_epoch_reads_every_window_once(many):
 
 
 def test_targets_are_tokens_shifted(many):
-    tokens, targets = make_loader(many).batch(3)
+    tokens, targets, _ = make_loader(many).batch(3)
     assert tokens.shape == targets.shape == (6, 10)
     assert (tokens[:, 1:] == targets[:, :-1]).all()
 
@@ -249,8 +261,8 @@ def test_resume(many):
     resumed = make_loader(many)
     resumed.load_state_dict(json.loads(json.dumps(half.state_dict())))
     assert resumed.step == 4
-    for expected, (tokens, _) in zip(straight[4:], resumed):
-        assert (tokens == expected).all()
+    for expected, batch in zip(straight[4:], resumed):
+        assert (batch.tokens == expected).all()
     with pytest.raises(ValueError, match=r"of another run: seed 0 \(now 1\)"):
         make_loader(many, seed=1).load_state_dict(half.state_dict())
 

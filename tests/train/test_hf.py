@@ -1,0 +1,124 @@
+"""Training that starts from a Hugging Face checkpoint and leaves with one."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from transformers import AutoModelForCausalLM
+
+from dualpipe import cli
+from dualpipe.train.metrics import read_metrics
+from hub import save_family, save_qwen
+
+SIZES = {"vocab_size": 257, "num_attention_heads": 2, "num_key_value_heads": 1}
+
+
+@pytest.fixture
+def train(run_folder, dualpipe, monkeypatch):
+    """Five steps; the losses. On one rank in this process, which is faster."""
+    monkeypatch.chdir(run_folder)
+
+    def run(out, *options):
+        arguments = ["train", "run.toml", "--output.dir", out, *options]
+        if "--parallel.pp" in options:
+            assert cli.main(arguments) == 0
+        else:
+            done = dualpipe(run_folder, *arguments)
+            assert done.returncode == 0, done.stderr
+        return [row["loss"] for row in read_metrics(run_folder / out / "metrics.jsonl")]
+
+    return run
+
+
+ALONE = ["--parallel.pp", "1"]
+
+
+def from_and_to(checkpoint, out):
+    return ["--init.from_hf", str(checkpoint), "--model.config", "", "--export.to_hf", out]
+
+
+def test_in_and_out_in_two_layouts(run_folder, train):
+    checkpoint = run_folder / "qwen"
+    first = save_qwen(checkpoint, **SIZES)
+    (checkpoint / "tokenizer.json").write_text("{}")
+    losses = train("sharded", *from_and_to(checkpoint, "a"), "--parallel.ep", "2")
+    again = train("whole", *from_and_to(checkpoint, "b"), *ALONE, "--train.num_chunks", "8")
+    assert losses == pytest.approx(again, rel=1e-5)
+    assert losses[-1] < losses[0]
+    models = (AutoModelForCausalLM.from_pretrained(run_folder / out) for out in "ab")
+    trained, expected = (dict(model.named_parameters()) for model in models)
+    assert trained.keys() == expected.keys()
+    for name, start in first.named_parameters():
+        moved = (expected[name] - start).norm()
+        assert moved > 0 and (trained[name] - expected[name]).norm() < 0.01 * moved, name
+    assert (run_folder / "a" / "tokenizer.json").read_text() == "{}"
+
+
+def test_what_is_kept_in_float32_comes_out_in_float32(run_folder, train):
+    """DeepSeek-V3 in bfloat16, over two pipelines that share the experts, with biases that the router updates."""
+    model = save_family(run_folder / "deepseek", "deepseek_v3", vocab_size=257)
+    losses = train("deepseek-metrics", *from_and_to("deepseek", "deepseek-out"), "--parallel.ep", "2",
+                   "--train.dtype", "bf16", "--router.bias_update_rate", "0.01")  # fmt: skip
+    assert losses[0] == pytest.approx(math.log(257), abs=0.1)
+    trained = AutoModelForCausalLM.from_pretrained(run_folder / "deepseek-out", dtype="auto")
+    biases = dict(trained.named_buffers())
+    for name, before in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            after = biases[name]
+            assert after.dtype is torch.float32
+            assert ((after - before) / 0.01).round().abs().max() in range(1, 6)
+    assert {param.dtype for param in trained.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--init.from_hf", "nothing", "--model.config", ""], "init.from_hf: there is no file nothing"),
+        (["--init.from_hf", "small"], "the checkpoint does not fit the model (qwen3_moe):"),
+        (["--init.from_hf", "small", "--model.config", "", "--train.dtype", "bf16"], "holds torch.float32"),
+        (["--export.to_hf", "text"], "export.to_hf = 'text' exists and is not empty"),
+        (["--model.config", ""], "there is no model; give model.config"),
+        (["--parallel.layers_per_stage", "2", "2", "1"], "layers_per_stage must be 2 numbers that add up to 4"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_said_once_before_anything_is_trained(run_folder, monkeypatch, capsys, options, message):
+    if not (run_folder / "small").exists():
+        save_qwen(run_folder / "small", **SIZES)
+    monkeypatch.chdir(run_folder)
+    assert cli.main(["train", "run.toml", "--output.dir", "none", *ALONE, *options]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("error: ") == 1
+    assert not (run_folder / "none" / "metrics.jsonl").exists()
+
+
+def test_a_checkpoint_that_does_not_fit_is_said_once_by_several_ranks(run_folder, dualpipe):
+    save_qwen(run_folder / "other", **SIZES)
+    done = dualpipe(run_folder, "train", "run.toml", "--init.from_hf", "other")
+    assert done.returncode == 2
+    assert "the checkpoint does not fit the model" in done.stderr and done.stderr.count("error: ") == 1
+
+
+def test_documents_apart_are_the_same_in_two_layouts_and_not_the_same_as_joined(train):
+    """The texts are shorter than two sequences, so most sequences hold several."""
+    apart = ["--data.separate_documents", "True", "--train.sequence_length", "64"]
+    losses = train("pp2", *apart)
+    assert train("pp1", *apart, *ALONE) == pytest.approx(losses, rel=1e-5)
+    joined = train("joined", "--train.sequence_length", "64", *ALONE)
+    assert joined[0] == pytest.approx(losses[0], abs=0.05) and joined != pytest.approx(losses, rel=1e-5)
+
+
+def test_another_cut_trains_the_same(train):
+    assert train("cut", "--parallel.layers_per_stage", "0", "2", "1", "1") == pytest.approx(train("even"), rel=1e-5)
+
+
+def test_compiled_parts_train_the_same(run_folder, train, monkeypatch):
+    few = [*ALONE, "--train.steps", "2", "--train.eval_batches", "0", "--train.eval_interval", "0"]
+    losses = train("plain", *few)
+    # Without code generation, which takes a minute here: what is traced and where it breaks is the same.
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    counters.clear()
+    assert train("compiled", *few, "--train.compile", "True") == pytest.approx(losses, rel=1e-5)
+    assert counters["stats"]["unique_graphs"] > 3
+    assert all(row["tflops_per_rank"] > 0 for row in read_metrics(run_folder / "compiled" / "metrics.jsonl"))
