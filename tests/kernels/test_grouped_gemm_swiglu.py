@@ -43,6 +43,14 @@ def formula(x, w, offs, bias, weight, clamped, alpha=1.702, limit=7.0):
     return h if weight is None else h * weight[: len(expert), None], gate_up
 
 
+def same(a, b):
+    """In bits; interpreted, but for rounding: on some processors the order in which numpy's product sums depends on the
+    shape of the tiles (seen with numpy 2.4 on an AMD EPYC)."""
+    if not INTERPRET:
+        return torch.equal(a, b)
+    return a.shape == b.shape and (a - b).double().norm() <= TOLERANCE[a.dtype] * b.double().norm()
+
+
 def check(x, w, offs, bias, weight, clamped, gather=None):
     rows = int(offs[-1])
     h, gate_up = grouped_gemm_swiglu(x, w, offs, bias=bias, gather=gather, weight=weight, clamped=clamped)
@@ -50,8 +58,8 @@ def check(x, w, offs, bias, weight, clamped, gather=None):
     assert (h.shape, gate_up.shape) == ((len(gather if gather is not None else x), w.shape[1] // 2),
                                         (len(gather if gather is not None else x), w.shape[1]))  # fmt: skip
     apart = grouped_gemm(x, w, offs, bias=bias, gather=gather)
-    assert torch.equal(gate_up[:rows], apart[:rows])
-    assert torch.equal(h[:rows], (clamped_swiglu if clamped else swiglu)(apart, weight)[:rows])
+    assert same(gate_up[:rows], apart[:rows])
+    assert same(h[:rows], (clamped_swiglu if clamped else swiglu)(apart, weight)[:rows])
     taken = x if gather is None else x[gather[:rows]]
     for actual, expected in zip((h, gate_up), formula(taken, w, offs, bias, weight, clamped)):
         error = (actual[:rows].double() - expected).norm()

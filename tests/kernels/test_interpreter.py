@@ -41,7 +41,7 @@ def interpreted(file, marks, timeout):
 
 @pytest.mark.parametrize("file", FILES)
 def test_interpreted(file):
-    result = interpreted(file, "not gpu and not slow", timeout=120)
+    result = interpreted(file, "not gpu and not slow", timeout=300)
     assert result.returncode == 0, result.stdout[-5000:] + result.stderr[-1000:]
 
 
