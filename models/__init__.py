@@ -42,7 +42,7 @@ def config_from_dict(hub: Mapping[str, Any]) -> HubConfig:
     """From the content of a hub's `config.json`; see `HubConfig.from_dict`."""
     if not isinstance(hub, Mapping):
         raise ValueError(f"a JSON object is needed, got {type(hub).__name__}")
-    family = FAMILIES.get(hub.get("model_type"))
+    family = next((found for name, found in FAMILIES.items() if name == hub.get("model_type")), None)
     if family is None:
         raise ValueError(f"model_type {hub.get('model_type')!r} is not one of those supported: {', '.join(FAMILIES)}")
     return family.from_dict(hub)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dualpipe.models.decoder import SparseMLP, Stage
 from dualpipe.models.hub import HubConfig
@@ -74,12 +74,20 @@ class _Even:
     def plan(self, x_TH: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> tuple[Tensor, Tensor, Any]:
         rows = round(len(x_TH) * self._copies)
         token_R = torch.zeros(rows, dtype=torch.int64)
-        received = Received(experts_TK.index_select(0, token_R), self._experts, experts_TK.numel(), None)
+        received = Received(experts_TK.index_select(0, token_R).int(), self._experts, experts_TK.numel(), None)
         return x_TH.index_select(0, token_R), weights_TK.index_select(0, token_R), received
 
     def finish(self, rows: Tensor, plan: Received) -> Tensor:
         tokens = plan.pairs // plan.ids.shape[1]
         return rows.new_zeros(tokens, rows.shape[1]).index_add(0, torch.zeros(len(rows), dtype=torch.int64), rows)
+
+
+class _Arrived(Done):
+    """Weights and choices are kept also where the rows are not, to be there when these are sent again."""
+
+    def wait(self) -> tuple[tuple[Any, ...], Any]:
+        results, _ = super().wait()
+        return results, results[1:]
 
 
 class _Immediate:
@@ -88,7 +96,8 @@ class _Immediate:
     group = None
 
     def forward(self, inputs: tuple[Any, ...]) -> Pending:
-        return Done((inputs[0].clone(), *inputs[1 : 3 if len(inputs) > 2 else 1]))
+        arriving = inputs[: 3 if len(inputs) > 2 else 1]
+        return _Arrived(tree_map_only(Tensor, torch.clone, arriving))
 
     def again(self, context: Any, inputs: tuple[Any, ...]) -> Pending:
         raise NotImplementedError("a forward alone is run")
@@ -119,7 +128,7 @@ def _kept(stage: Stage, mode: FakeTensorMode, batch: int, length: int, dtype: to
     if passage.error is not None:
         raise passage.error
     for record in passage.records:
-        for tensor in tree_leaves((record.leaves, record.kept)):
+        for tensor in tree_leaves((record.leaves, record.kept, record.context)):
             if isinstance(tensor, Tensor):
                 keep(tensor)
     shared = [*stage.parameters(), *stage.buffers()]

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from os import PathLike
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
@@ -31,6 +31,8 @@ _YARN = {
     "beta_slow": "beta_slow", "attention_factor": "attention_factor", "mscale": "mscale",
     "mscale_all_dim": "mscale_all_dim", "truncate": "truncate",
 }  # fmt: skip
+
+_POSITIVE = ("rope_theta", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,9 @@ class HubConfig:
 
         Raises `ValueError` naming every option that is unknown or not supported, or every missing size.
         """
-        values = {key: value for key, value in hub.items() if value is not None or key in cls._nullable}
+        values = {key: tuple(value) if isinstance(value, list) else value for key, value in hub.items()
+                  if value is not None or key in cls._nullable}  # fmt: skip
+        cls._check_values(values)
         values = cls._translated(values | rope_fields(values))
         known = {field.name: field for field in fields(cls)}
         if values.get("model_type", cls.model_type) != cls.model_type:
@@ -91,7 +95,17 @@ class HubConfig:
         required = [name for name, field in known.items() if field.default is MISSING]
         if missing := [name for name in required if name not in values]:
             raise ValueError(f"the configuration lacks {', '.join(missing)}")
+        cls._check_values(values)  # again, for those that had another name
         return cls(**{name: values[name] for name in known if name in values})
+
+    @classmethod
+    def _check_values(cls, values: Mapping[str, Any]) -> None:
+        """Refuse types other than the fields', and sizes below 1 where there must be some."""
+        kinds = get_type_hints(cls)
+        wrong = [f"{field.name}={values[field.name]!r}" for field in fields(cls) if field.name in values
+                 and not _fits(values[field.name], kinds[field.name], least=field.default is MISSING)]  # fmt: skip
+        if wrong:
+            raise ValueError(f"values of the wrong type or size: {', '.join(wrong)}")
 
     @classmethod
     def _translated(cls, values: dict[str, Any]) -> dict[str, Any]:
@@ -141,6 +155,18 @@ class HubConfig:
         return name.endswith("rotary_emb.inv_freq") or (self.tie_word_embeddings and name == "lm_head.weight")
 
 
+def _fits(value: Any, kind: Any, least: int) -> bool:
+    """Whether a field that is annotated with `kind` takes this value: integers from `least`, for fractions too."""
+    inside = get_args(kind)
+    if get_origin(kind) is tuple:
+        return isinstance(value, tuple) and all(_fits(each, inside[0], 0) for each in value)
+    if inside:  # a union
+        return any(_fits(value, each, 0) for each in inside)
+    if type(value) is int and kind in (int, float):
+        return value >= least
+    return type(value) is kind
+
+
 def whole(name: str, shape: Sequence[int]) -> Part:
     """A tensor that is on the hub as it is here."""
     return Part(name, tuple(shape), tuple(slice(0, size) for size in shape))
@@ -172,13 +198,18 @@ def rope_fields(hub: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises `ValueError` for a type other than "default" and "yarn", and for parameters that are not known.
     """
-    scaling = dict(hub.get("rope_parameters") or hub.get("rope_scaling") or {})
+    scaling = hub.get("rope_parameters") or hub.get("rope_scaling") or {}
+    if not isinstance(scaling, Mapping):
+        raise ValueError(f"rope_parameters or rope_scaling must be a JSON object; got {scaling!r}")
+    scaling = {key: value for key, value in scaling.items() if value is not None}
+    if wrong := [f"{key}={value!r}" for key, value in scaling.items() if key in _POSITIVE
+                 and not (type(value) in (int, float) and value > 0)]:  # fmt: skip
+        raise ValueError(f"rope parameters that must be positive numbers: {', '.join(wrong)}")
     kind = scaling.pop("rope_type", scaling.pop("type", "default"))
     scaling.pop("type", None)
     theta = float(scaling.pop("rope_theta", hub.get("rope_theta", 10_000.0)))
     if kind == "default" and not scaling:
         return {"rope_theta": theta}
-    scaling = {key: value for key, value in scaling.items() if value is not None}
     if kind != "yarn" or (extra := sorted(scaling.keys() - _YARN.keys())):
         extra = sorted(scaling) if kind != "yarn" else extra
         raise ValueError(f"rope_type {kind!r} with {extra} is not supported; only 'default' with rope_theta, and "

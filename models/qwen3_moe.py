@@ -68,7 +68,6 @@ class Qwen3MoeConfig(HubConfig):
             values["num_experts"] = values.pop("num_local_experts")
         if "head_dim" not in values and {"hidden_size", "num_attention_heads"} <= values.keys():
             values["head_dim"] = values["hidden_size"] // values["num_attention_heads"]
-        values["mlp_only_layers"] = tuple(values.get("mlp_only_layers", ()))
         return values
 
     def has_experts(self, layer: int) -> bool:

@@ -97,6 +97,10 @@ class RouterSet:
         if self._rate:
             self._update_biases()
 
+    def state_tensors(self) -> dict[str, Tensor]:
+        """By name what the next step goes by, of the routers here: what they counted in the last one."""
+        return {f"routers/{name}": self.statistics[name].totals for name, _ in self._here}
+
     def metrics(self) -> dict[str, Tensor]:
         """Of the last step: scalars on the device, none where the model has no router. The host does not wait.
 

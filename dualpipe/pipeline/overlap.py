@@ -212,12 +212,15 @@ class SegmentedStage:
         for number, segment in reversed(list(enumerate(self._segments))):
             if number in self._regions:
                 yield from self._run_again(self._regions[number], passage, run)
-            record = passage.records.pop() if passage.records else Record()
-            if isinstance(segment, Compute):
-                passage.attempt(lambda s=segment, r=record: self._compute_backward(s, r, passage, run))
-            else:
-                yield from self._exchange_backward(segment, record, passage, run)
+            yield from self._back(segment, passage, run)
         passage.attempt(run.weight_gradients)
+
+    def _back(self, segment: Segment, passage: Passage, run: BackwardRun) -> Task:
+        record = passage.records.pop() if passage.records else Record()
+        if isinstance(segment, Compute):
+            passage.attempt(lambda: self._compute_backward(segment, record, passage, run))
+        else:
+            yield from self._exchange_backward(segment, record, passage, run)
 
     def _compute_backward(self, segment: Compute, record: Record, passage: Passage, run: BackwardRun) -> None:
         gradients = {name: passage.gradients.pop(name, None) for name in segment.writes}
@@ -258,14 +261,20 @@ class SegmentedStage:
             if isinstance(segment, Compute):
                 passage.attempt(partial(self._compute_again, segment, carry, record, run))
             else:
-                inputs = passage.attempt(partial(_gathered, segment, carry))
-                start = _started_then(segment.communication.again, lambda: passage.attempt(run.weight_gradients))
-                received = yield from passage.communicate(start, record.context, inputs)
-                if received is not None:
-                    passage.attempt(partial(self._take, segment, carry, received[0], any(record.differentiable)))
+                yield from self._exchange_again(segment, carry, record, passage, run)
+
+    def _exchange_again(
+        self, segment: Communicate, carry: dict[str, Any], record: Record, passage: Passage, run: BackwardRun
+    ) -> Task:
+        inputs = passage.attempt(partial(_gathered, segment, carry))
+        start = _started_then(segment.communication.again, lambda: passage.attempt(run.weight_gradients))
+        received = yield from passage.communicate(start, record.context, inputs)
+        if received is not None:
+            passage.attempt(partial(self._take, segment, carry, received[0], any(record.differentiable)))
 
     def _compute_again(self, segment: Compute, carry: dict[str, Any], record: Record, run: BackwardRun) -> None:
-        inputs = tuple(carry[name] for name in segment.reads)
+        leaves = {name: _detached(carry[name]) for name in segment.reads}  # its own, as in its forward
+        inputs = tuple(leaves[name] for name in segment.reads)
         with self._autocast_again(), run.recompute(), record.rng.replay():
             results = as_results(segment, segment.fn(*inputs))
         _book(segment, inputs, results, record)

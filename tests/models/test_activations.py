@@ -44,8 +44,8 @@ def kept(rank: int, recompute: tuple[str, ...], ep: int, first: bool) -> int:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         walk([SegmentedStage(stage.segments(), ("x",), ("x",)).forward(passage)])
     assert passage.error is None
-    held = [t for record in passage.records for t in tree_leaves((record.leaves, record.kept)) if isinstance(t, Tensor)]
-    found |= {t.untyped_storage()._cdata: t for t in held}
+    held = tree_leaves([(record.leaves, record.kept, record.context) for record in passage.records])
+    found |= {t.untyped_storage()._cdata: t for t in held if isinstance(t, Tensor)}
     own = {p.untyped_storage()._cdata for p in stage.parameters()}
     scores = {4 * 4 * LENGTH * LENGTH * BATCH, LENGTH * LENGTH}  # in bytes: float32, or the mask
     return sum(
@@ -67,7 +67,7 @@ def test_a_stage_keeps_what_is_counted(recompute, first):
     assert counted - by_formula == pytest.approx(real, rel=0.02)
 
 
-@pytest.mark.parametrize("recompute", [(), ("experts",), ("layer",), ("layer", "dispatch")], ids=str)
+@pytest.mark.parametrize("recompute", [(), ("experts",), ("layer",), ("dispatch",), ("layer", "dispatch")], ids=str)
 def test_expert_parallel_ranks_keep_about_what_is_counted(recompute):
     """Tokens of a router without training go to almost as many ranks as those of random choices."""
     real = sum(run_ranks(kept, 2, recompute, 2, False)) / 2
@@ -75,7 +75,7 @@ def test_expert_parallel_ranks_keep_about_what_is_counted(recompute):
                                recompute=recompute, ep=2)  # fmt: skip
     again = Recompute(recompute)
     by_formula = sum(4 * 4 - 2 * (16 + 16) * 4 for layer in LAYERS if not again("attention", layer)) * BATCH * LENGTH
-    assert counted - by_formula == pytest.approx(real, rel=0.08)
+    assert counted - by_formula == pytest.approx(real, rel=0.02)
 
 
 def test_recomputation_keeps_less_and_other_sizes_scale():

@@ -344,7 +344,7 @@ REFUSED = {
     "qk_rope_head_dim must be even.*; got 7": {"qk_rope_head_dim": 7},
     "q_lora_rank must be at least 1, or null.*; got 0": {"q_lora_rank": 0},
     "top_k must be 1 to the .* experts.*; got 9": {"num_experts_per_tok": 9},
-    "top_k must be 1 to the .* experts.*; got 0": {"num_experts_per_tok": 0},
+    "wrong type or size: num_experts_per_tok=0$": {"num_experts_per_tok": 0},
     "lacks kv_lora_rank, num_experts_per_tok": {"kv_lora_rank": None, "num_experts_per_tok": None},
 }  # fmt: skip
 REFUSED_V2 = {

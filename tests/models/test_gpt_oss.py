@@ -15,6 +15,7 @@ from dualpipe.kernels import dispatch_tokens, sort_tokens
 from dualpipe.models import GptOssConfig, build_stages, read_config
 from dualpipe.models.sizes import parameter_counts
 from dualpipe.nn import cross_entropy_loss
+from dualpipe.nn.attention import packed_positions
 from dualpipe.nn.init import local_part
 from dualpipe.nn.rotary import Yarn
 from dualpipe.parallel.expert import Received, run_experts
@@ -307,28 +308,34 @@ def with_biases(model):
                 local.copy_(torch.linspace(-0.3, 0.3, param.shape[-1]).expand(param.shape)[part])
 
 
-def layout(rank: int, shape: tuple[int, int, int], schedule: str) -> tuple[float, float]:
-    """The worst gradient and loss of this rank."""
+def layout(rank: int, shape: tuple[int, int, int], schedule: str, packed: bool) -> tuple[float, float]:
+    """The worst gradient and loss of this rank; `packed`: documents in a row, and layers that are computed again."""
     mesh = build_mesh(*shape, torch.device("cpu"))
     replicas, replica = dense_mesh(mesh).size(), dense_mesh(mesh).get_local_rank()
     common = {"seed": 0, "dtype": torch.float64, "device": torch.device("cpu")}
     plan = build(schedule, shape[0], MICRO_BATCHES)
-    model = build_model(RANKED, plan, mesh["pp"].get_local_rank(), mesh=mesh, **common)
+    recompute = ("layer", "dispatch") if packed else ()
+    model = build_model(RANKED, plan, mesh["pp"].get_local_rank(), mesh=mesh, recompute=recompute, **common)
     unpipelined = build_whole(RANKED, **common)
     for stage in (*model.stages, unpipelined):
         with_biases(stage)
-    rows = torch.randint(61, (2 * MICRO_BATCHES * replicas, 8), generator=torch.Generator().manual_seed(2))
+    generator = torch.Generator().manual_seed(2)
+    rows = torch.randint(61, (2 * MICRO_BATCHES * replicas, 8), generator=generator)
     tokens, targets = rows[:, :-1], rows[:, 1:].contiguous()
+    count = tokens.numel()
+    cuts = torch.cat((torch.tensor([0, count]), torch.randperm(count, generator=generator)[: count // 4])).unique()
+    positions = packed_positions(cuts, *tokens.shape)
     mine = slice(replica * 2 * MICRO_BATCHES, (replica + 1) * 2 * MICRO_BATCHES)
     pipe = Pipeline(model.stages, process_group=mesh["pp"].get_group(), schedule=schedule)
     loss, _ = pipe.step(
         *((tokens[mine],) if model.has_first else ()), num_chunks=MICRO_BATCHES,
         criterion=micro_batch_loss(MICRO_BATCHES) if model.has_last else None,
         labels=(targets[mine],) if model.has_last else (),
+        side={"positions": positions[mine]} if packed and model.has_first else None,
     )  # fmt: skip
     criterion, losses = micro_batch_loss(MICRO_BATCHES * replicas), []
-    for xs, ys in zip(tokens.split(2), targets.split(2)):
-        one = criterion(unpipelined(xs), ys)
+    for xs, ys, places in zip(tokens.split(2), targets.split(2), positions.split(2)):
+        one = criterion(unpipelined(xs, places if packed else None), ys)
         one.backward()
         losses.append(one.detach())
     expected = torch.stack(losses).split(MICRO_BATCHES)[replica] * replicas
@@ -337,9 +344,11 @@ def layout(rank: int, shape: tuple[int, int, int], schedule: str) -> tuple[float
 
 
 @pytest.mark.parametrize(
-    ("shape", "schedule"), [((2, 1, 1), "dualpipev"), ((2, 1, 2), "dualpipev"), ((2, 1, 2), "1f1b")], ids=str
-)
-def test_pipelined_equals_the_whole_model(shape, schedule):
+    ("shape", "schedule", "packed"),
+    [((2, 1, 1), "dualpipev", False), ((2, 1, 2), "dualpipev", False), ((2, 1, 2), "1f1b", False),
+     ((2, 1, 1), "dualpipev", True), ((2, 1, 2), "dualpipev", True)], ids=str,
+)  # fmt: skip
+def test_pipelined_equals_the_whole_model(shape, schedule, packed):
     pp, dp, ep = shape
-    for gradients, losses in run_ranks(layout, pp * dp * ep, shape, schedule):
+    for gradients, losses in run_ranks(layout, pp * dp * ep, shape, schedule, packed):
         assert gradients < 1e-10 and losses < 1e-10

@@ -322,7 +322,14 @@ REFUSED = {
     "decoder_sparse_step must be": {"decoder_sparse_step": 0},
     "intermediate_size must be given": {"intermediate_size": 0, "mlp_only_layers": [1]},
     "lacks vocab_size": {"vocab_size": None},
-}
+    "wrong type or size: num_hidden_layers='4', num_key_value_heads=0, norm_topk_prob=1, mlp_only_layers=3$": {
+        "num_hidden_layers": "4", "num_key_value_heads": 0, "norm_topk_prob": 1, "mlp_only_layers": 3,
+    },
+    "wrong type or size: num_experts=0$": {"num_experts": None, "num_local_experts": 0},
+    "must be a JSON object; got 'yarn'": {"rope_parameters": "yarn"},
+    "must be positive numbers: rope_theta='1', factor=0$": {"rope_parameters": {"rope_theta": "1", "factor": 0}},
+    "wrong type or size: yarn={}": {"yarn": {}},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("message", REFUSED)

@@ -274,7 +274,7 @@ def broken_once(rank: int, shape: tuple[int, int, int], where: str) -> list[tupl
     mesh = build_mesh(*shape, torch.device("cpu"))
     common = {"seed": 0, "dtype": torch.float64, "device": torch.device("cpu")}
     stage_rank, pp = mesh["pp"].get_local_rank(), shape[0]
-    recompute = () if where == "forward" else ("dispatch",)
+    recompute = () if where == "forward" and pp > 1 else ("dispatch",)
     model = build_model(CONFIG, build("dualpipev", pp, 4), stage_rank, mesh=mesh, recompute=recompute, **common)
     whole = build_whole(CONFIG, **common)
     tokens = torch.randint(CONFIG.vocab_size, (4, 8), generator=torch.Generator().manual_seed(2))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import time
+import weakref
 from functools import partial
 
 import pytest
@@ -324,7 +325,99 @@ def test_what_is_not_kept_is_sent_again_once():
     assert log.count("forward") == log.count("again") == log.count("backward") == 2 * 3
 
 
+class Rereading(Layered):
+    """A tensor goes to two computing segments, with a communication before each."""
+
+    def first(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.a[0](x)
+        return h, 2 * h
+
+    def read(self, i: int, h: Tensor, rows: Tensor) -> Tensor:
+        return torch.tanh(self.b[i](h * rows))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, rows = self.first(x)
+        return self.read(1, h, self.read(0, h, rows.roll(1, 0)).roll(1, 0))
+
+    def segments(self) -> list:
+        marked = bool(self.recompute)
+        found = [Compute(self.first, "x", ("h", "rows"), marked)]
+        for i, written in enumerate(("rows", "x")):
+            found += [Communicate(Rolled(self.log), "rows", "rows", marked),
+                      Compute(partial(self.read, i), ("h", "rows"), written, marked)]  # fmt: skip
+        return found
+
+
+def rereading(rank: int, recompute: tuple) -> float:
+    torch.manual_seed(0)
+    expected, (x, y) = defer_weight_grads(Rereading()), batch(2)
+    stage = copy.deepcopy(expected)
+    stage.recompute = recompute
+    reference([expected], x, y, 2)
+    Pipeline([stage], schedule="1f1b").step(x, num_chunks=2, criterion=F.mse_loss, labels=(y,))
+    return gradient_error(stage, expected)
+
+
+def test_what_several_segments_that_are_run_again_together_read_counts_once_for_each():
+    for recompute in ((), ALL):
+        assert run_ranks(rereading, 1, recompute)[0] < 1e-12
+
+
 # -- what is kept
+
+
+def what_was_sent(rank: int) -> list[bool]:
+    """Whether it is there when what arrived for it is read."""
+    stage, sent, alive = unequal(1)[0], [], []
+    stage.layers, stage.recompute = 2, ALL
+
+    class Watched(Rolled):
+        def forward(self, inputs):
+            sent.append(weakref.ref(inputs[0].untyped_storage()))
+            return super().forward(inputs)
+
+    def after(residual, rows):
+        alive.append(sent[-1]() is not None)
+        return residual + rows
+
+    segments = stage.segments()
+    segments[0::3] = [Compute(lambda x, a=a: (x, a(x)), "x", ("residual", "rows"), True) for a in stage.a[:2]]
+    segments[1::3] = [Communicate(Watched([]), "rows", "rows", True)] * 2
+    segments[2::3] = [Compute(after, ("residual", "rows"), "x", True)] * 2
+    segmented, store = SegmentedStage(segments, ("x",), ("x",)), WeightGradStore()
+    passage = Passage({"x": torch.randn(5, WIDTH, dtype=torch.float64).requires_grad_()})
+    walk([segmented.forward(passage)])
+    passage.gradients = {"x": torch.ones_like(passage.carry.pop("x"))}
+    with store.activate(), torch.autograd.set_multithreading_enabled(False):
+        run = BackwardRun(partial(store.defer, 0), partial(store.run, 0), store.recompute)
+        walk([segmented.backward(passage, run)])
+    assert passage.error is None
+    return alive
+
+
+def test_what_is_sent_is_freed_before_what_arrives_is_read_also_when_it_is_sent_again():
+    assert run_ranks(what_was_sent, 1) == [[False] * 2 * 2]
+
+
+def test_what_a_segment_read_is_freed_before_the_one_before_it_is_run_again():
+    read, alive, store = [], [], WeightGradStore()
+
+    def first(x):
+        alive.append([ref() is not None for ref in read])
+        return 2 * x
+
+    def second(rows):
+        read.append(weakref.ref(rows.untyped_storage()))
+        return 3 * rows
+
+    segments = [Compute(first, "x", "rows", recompute=True), Compute(second, "rows", "x")]
+    segmented = SegmentedStage(segments, ("x",), ("x",))
+    passage = Passage({"x": torch.ones(5, requires_grad=True)})
+    walk([segmented.forward(passage)])
+    passage.gradients = {"x": torch.ones_like(passage.carry.pop("x"))}
+    walk([segmented.backward(passage, BackwardRun(partial(store.defer, 0), partial(store.run, 0), store.recompute))])
+    assert passage.error is None
+    assert alive == [[], [False]]
 
 
 def saved(rank: int) -> list[tuple[int, int]]:
