@@ -40,6 +40,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_parity(commands)
     _add_dtypes(commands)
     _add_memory(commands)
+    _add_checkpoint(commands)
     _add_hf(commands)
     return parser
 
@@ -181,6 +182,27 @@ def _memory(args: argparse.Namespace) -> int:
     return 0
 
 
+def _add_checkpoint(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser("checkpoint", help="a run's checkpoints")
+    sub = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, text in {
+        "ls": "list the checkpoints of a directory: step, size, layout, dtypes, complete or not",
+        "verify": "read every byte of a checkpoint, or of all in a directory, and say what is damaged",
+        "show": "say what is in a checkpoint: how it was saved, by whom, and its tensors",
+    }.items():
+        command = sub.add_parser(name, help=text, description=text, allow_abbrev=False)
+        command.add_argument("path", metavar="PATH", help="a checkpoint, or a directory of them")
+        command.set_defaults(run=_checkpoint, command=name)
+
+
+def _checkpoint(args: argparse.Namespace) -> int:
+    from dualpipe.checkpoint import command_native as commands
+
+    for line in {"ls": commands.ls, "verify": commands.check, "show": commands.show}[args.command](args.path):
+        print(line)
+    return 0
+
+
 def _add_hf(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser("hf", help="Hugging Face checkpoints")
     sub = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -190,9 +212,16 @@ def _add_hf(commands: argparse._SubParsersAction) -> None:
     for name, ranks in (("pp", "pipeline"), ("dp", "data-parallel"), ("ep", "expert-parallel")):
         check.add_argument(f"--{name}", type=int, default=1, metavar="N", help=f"{ranks} ranks (default: 1)")
     check.set_defaults(run=_hf_check)
-    text = "write a checkpoint again in another dtype, dequantized; one tensor in memory at a time"
+    text = "make a checkpoint of this library from one of Hugging Face's, as step 0 of a run"
+    imported = sub.add_parser("import", help=text, description=text, allow_abbrev=False)
+    imported.add_argument("source", metavar="SRC", help="a directory with config.json and safetensors")
+    imported.add_argument("target", metavar="DIR", help="the directory of a run's checkpoints")
+    imported.set_defaults(run=_hf_import)
+    text = "write a run's checkpoint, or again one of Hugging Face's, in Hugging Face's form, dequantized"
     export = sub.add_parser("export", help=text, description=text, allow_abbrev=False)
-    export.add_argument("source", metavar="SRC", help="a directory with config.json and safetensors")
+    export.add_argument(
+        "source", metavar="SRC", help="a checkpoint, the directory of a run's, or one with config.json and safetensors"
+    )
     export.add_argument("target", metavar="OUT", help="the directory to make")
     export.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16", help="default: bf16")
     export.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a file's tensors (default: 5GB)")
@@ -209,10 +238,19 @@ def _hf_check(args: argparse.Namespace) -> int:
     return 0
 
 
+def _hf_import(args: argparse.Namespace) -> int:
+    from dualpipe.checkpoint.convert import import_hf
+
+    print(f"{import_hf(args.source, args.target)}: written")
+    return 0
+
+
 def _hf_export(args: argparse.Namespace) -> int:
     from dualpipe.checkpoint.command import export, parse_size
+    from dualpipe.checkpoint.convert import export_checkpoint, is_of_a_run
     from dualpipe.train.model import DTYPES
 
-    export(args.source, args.target, DTYPES[args.dtype], parse_size(args.max_shard_size))
+    write = export_checkpoint if is_of_a_run(args.source) else export
+    write(args.source, args.target, DTYPES[args.dtype], parse_size(args.max_shard_size))
     print(f"{args.target}: written")
     return 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -14,11 +14,15 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """All ranks of a mesh that spans the default process group; None: this process alone."""
+    """All ranks of a mesh that spans the default process group; None: this process alone.
 
-    def __init__(self, mesh: DeviceMesh | None) -> None:
+    They talk in `group`, of the same ranks in the same order (None: the default one).
+    """
+
+    def __init__(self, mesh: DeviceMesh | None, group: dist.ProcessGroup | None = None) -> None:
         self.size = 1 if mesh is None else dist.get_world_size()
         self.rank = 0 if self.size == 1 else dist.get_rank()
+        self._group = group
         if mesh is not None and mesh.size() != self.size:
             raise ValueError(f"the mesh has {mesh.size()} of {self.size} ranks; pass the whole one, from build_mesh")
 
@@ -37,7 +41,7 @@ class Ranks:
             error = raised
         outcomes: list[Any] = [None] * self.size
         mine = None if error is None else (isinstance(error, ValueError), _text(error))
-        dist.all_gather_object(outcomes, (mine, value))
+        dist.all_gather_object(outcomes, (mine, value), group=self._group)
         if error is not None and not isinstance(error, Exception):
             raise error
         failed = {rank: failure for rank, (failure, _) in enumerate(outcomes) if failure is not None}
@@ -57,9 +61,25 @@ class Ranks:
         result = self.agree(lambda: work() if self.rank == 0 else None)
         if self.size > 1:
             shared = [result]
-            dist.broadcast_object_list(shared, src=0)
+            dist.broadcast_object_list(shared, src=0, group=self._group)
             result = shared[0]
         return result
+
+    def collect(self, value: T) -> list[T] | None:
+        """The (picklable) values of all ranks, on rank 0 alone: for what would be too much to hold on each."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        dist.gather_object(value, values, dst=0, group=self._group)
+        return values
+
+    def hand_out(self, values: Sequence[T] | None) -> T:
+        """To each rank its own of rank 0's (picklable) values."""
+        if self.size == 1:
+            return values[0]
+        mine: list[Any] = [None]
+        dist.scatter_object_list(mine, None if values is None else list(values), src=0, group=self._group)
+        return mine[0]
 
 
 def _text(error: BaseException) -> str:

@@ -31,12 +31,15 @@ def check(path: str | PathLike[str], layout: Layout) -> Iterator[str]:
     header = opened.header
     files = len({info.file for info in header.values()})
     yield (f"{path}: {config.model_type}, {len(header):,} tensors in {files:,} file{'s' * (files > 1)}, "
-           f"{_bytes(sum(info.nbytes for info in header.values()))}")  # fmt: skip
+           f"{format_bytes(sum(info.nbytes for info in header.values()))}")  # fmt: skip
     for dtype, (tensors, size) in sorted(dtype_counts(header).items(), key=lambda entry: -entry[1][1]):
-        yield f"  {str(dtype).removeprefix('torch.'):14} {tensors:>9,} tensors {_bytes(size):>10}"
+        yield f"  {str(dtype).removeprefix('torch.'):14} {tensors:>9,} tensors {format_bytes(size):>10}"
     read, held = _largest_share(config, opened, layout)
     yield (f"a rank of pp {layout.pp}, dp {layout.dp}, ep {layout.ep} (two stages each, in a V) reads at most "
-           f"{_bytes(read)} and holds at most {held:,} parameters")  # fmt: skip
+           f"{format_bytes(read)} and holds at most {held:,} parameters, {format_bytes(2 * held)} in bf16")  # fmt: skip
+    if config.tie_word_embeddings and layout.dp * layout.ep > 1:
+        raise ValueError(f"{path}: tied embeddings cannot be shared by data- or expert-parallel ranks (dp {layout.dp}, "
+                         f"ep {layout.ep}); it can be loaded with pp alone")  # fmt: skip
     yield "it can be loaded"
 
 
@@ -94,7 +97,8 @@ def parse_size(text: str) -> int:
     return int(float(found[1]) * _UNITS[found[2].upper()])
 
 
-def _bytes(size: int) -> str:
+def format_bytes(size: int) -> str:
+    """1500 -> "1.5 KB"."""
     for unit in ("TB", "GB", "MB", "KB"):
         if size >= _UNITS[unit]:
             return f"{size / _UNITS[unit]:.1f} {unit}"

@@ -17,17 +17,17 @@ An action that fails goes on without computing and takes part in its communicati
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.autograd import Variable
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 
+from dualpipe.pipeline.passage import Passage, Record, Rng, as_leaf, detached, needs_grad, without_grad
 from dualpipe.pipeline.segments import (
     Communicate,
     Compute,
@@ -51,92 +51,6 @@ def walk(tasks: Iterable[Task]) -> None:
         task = running.popleft()
         if next(task, _DONE) is not _DONE:
             running.append(task)
-
-
-@dataclass
-class Record:
-    """What the backward of a segment needs: of a compute segment the leaves that it read and where its graph ends."""
-
-    leaves: dict[str, Tensor] = field(default_factory=dict)
-    roots: dict[str, GradientEdge] = field(default_factory=dict)
-    kept: dict[str, Any] = field(default_factory=dict)  # to run it again, but for what is made again before it
-    rng: Rng | None = None
-    context: Any = None  # of a communication
-    differentiable: tuple[bool, ...] = ()  # which of a communication's inputs have a gradient
-
-
-class Passage:
-    """One micro-batch on its way through a stage. After a failure `error` is set and only communications go on.
-
-    inputs: the names in the carry whose gradients the stage before expects; those of others go where they came from.
-    """
-
-    def __init__(
-        self,
-        carry: Mapping[str, Any],
-        *,
-        inputs: Names = (),
-        error: BaseException | None = None,
-        broken: bool = False,
-    ) -> None:
-        self.carry = dict(carry)
-        wanted = {name: t for name, t in carry.items() if _needs_grad(t)}
-        self.inputs = {name: (t.shape, t.dtype, t.device) for name, t in wanted.items() if name in inputs}
-        self.outside = {name: t for name, t in wanted.items() if name not in inputs}
-        self.results: Names = ()  # those that need a gradient, once the forward is through
-        self.records: list[Record] = []
-        self.gradients: dict[str, Tensor] = {}
-        self.error = error
-        self.broken = broken  # whether a communication failed, so that the others cannot be met any more
-
-    def attempt(self, work: Callable[[], Any]) -> Any:
-        """The result of `work`, or None once anything has failed."""
-        if self.error is not None:
-            return None
-        try:
-            return work()
-        except BaseException as error:
-            self.error = error
-            return None
-
-    def communicate(self, start: Callable[..., Pending], *arguments: Any) -> Generator[Pending, None, tuple | None]:
-        """Start a communication, let others compute, and return what was received; None if it failed.
-
-        One that cannot be started with what there is, is started with nothing. After one that fails on its way with the
-        backend's error, a RuntimeError, no other is started: they could only end by its timeout.
-        """
-        if self.broken:
-            return None
-        pending = self.attempt(lambda: start(*arguments)) if arguments[-1] is not None else None
-        try:
-            if pending is None:
-                pending = start(*arguments[:-1], None)
-            yield pending
-            pending.advance()
-            return pending.wait()
-        except GeneratorExit:
-            raise
-        except BaseException as error:
-            self.error, self.broken = self.error or error, isinstance(error, RuntimeError)
-            return None
-
-    def add_gradient(self, name: str, gradient: Tensor | None) -> None:
-        """Gradients of a tensor that was read more than once add up, in the order of the backward."""
-        if gradient is not None:
-            earlier = self.gradients.get(name)
-            self.gradients[name] = gradient if earlier is None else earlier + gradient
-
-    def input_gradients(self) -> list[Tensor]:
-        """Of the stage's inputs that need one, in their order; zeros where nothing depends on them."""
-        found = [(self.gradients.pop(name, None), like) for name, like in self.inputs.items()]
-        for name, tensor in self.outside.items():  # of the caller: inputs of the first stage, labels
-            if (gradient := self.gradients.get(name)) is not None:
-                torch.autograd.backward(tensor, gradient)
-        self.gradients.clear()
-        return [
-            torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient
-            for gradient, (shape, dtype, device) in found
-        ]
 
 
 class SegmentedStage:
@@ -172,30 +86,30 @@ class SegmentedStage:
                 yield from self._exchange(segment, passage, record)
             for name in passage.carry.keys() - needed:
                 del passage.carry[name]
-        passage.results = tuple(name for name in self._results if _needs_grad(passage.carry.get(name)))
+        passage.results = tuple(name for name in self._results if needs_grad(passage.carry.get(name)))
 
     def _keep(self, number: int, carry: Mapping[str, Any], record: Record) -> None:
-        record.kept = {name: _detached(carry[name]) for name in self._kept.get(number, ())}
+        record.kept = {name: detached(carry[name]) for name in self._kept.get(number, ())}
 
     def _compute(self, segment: Compute, carry: dict[str, Any], record: Record) -> None:
         grad = torch.is_grad_enabled()
-        leaves = {name: _detached(carry[name]) for name in segment.reads}  # one, however often it is read
+        leaves = {name: detached(carry[name]) for name in segment.reads}  # one, however often it is read
         inputs = tuple(leaves[name] for name in segment.reads)
         if grad and segment.recompute:
             record.rng = Rng.now(inputs)
             with torch.no_grad():
                 results = as_results(segment, segment.fn(*inputs))
             # Whether they really depend on a parameter or an input shows when they are computed again.
-            results = [_leaf(r, True) for r in results]
+            results = [as_leaf(r, True) for r in results]
         else:
             results = as_results(segment, segment.fn(*inputs))
             if grad:
                 _book(segment, inputs, results, record)
-        carry.update({name: _detached(value) for name, value in zip(segment.writes, results)})
+        carry.update({name: detached(value) for name, value in zip(segment.writes, results)})
 
     def _exchange(self, segment: Communicate, passage: Passage, record: Record) -> Task:
         inputs = passage.attempt(partial(_gathered, segment, passage.carry))
-        record.differentiable = tuple(_needs_grad(passage.carry.get(name)) for name in segment.reads)
+        record.differentiable = tuple(needs_grad(passage.carry.get(name)) for name in segment.reads)
         received = yield from passage.communicate(segment.communication.forward, inputs)
         if received is not None:
             record.context = received[1]
@@ -203,7 +117,7 @@ class SegmentedStage:
 
     def _take(self, segment: Communicate, carry: dict[str, Any], received: tuple[Any, ...], wanted: bool) -> None:
         for name, value in zip(segment.writes, as_results(segment, received)):
-            carry[name] = _leaf(value, wanted and torch.is_grad_enabled())
+            carry[name] = as_leaf(value, wanted and torch.is_grad_enabled())
 
     # -- backward
 
@@ -273,12 +187,12 @@ class SegmentedStage:
             passage.attempt(partial(self._take, segment, carry, received[0], any(record.differentiable)))
 
     def _compute_again(self, segment: Compute, carry: dict[str, Any], record: Record, run: BackwardRun) -> None:
-        leaves = {name: _detached(carry[name]) for name in segment.reads}  # its own, as in its forward
+        leaves = {name: detached(carry[name]) for name in segment.reads}  # its own, as in its forward
         inputs = tuple(leaves[name] for name in segment.reads)
         with self._autocast_again(), run.recompute(), record.rng.replay():
             results = as_results(segment, segment.fn(*inputs))
         _book(segment, inputs, results, record)
-        carry.update({name: _detached(value) for name, value in zip(segment.writes, results)})
+        carry.update({name: detached(value) for name, value in zip(segment.writes, results)})
 
     def _autocast_again(self) -> AbstractContextManager:
         return nullcontext() if self._autocast is None else torch.autocast(self._autocast)
@@ -302,63 +216,16 @@ def weight_gradients(passage: Passage, pieces: Sequence[Callable[[], None]], tur
             yield None
 
 
-@dataclass(frozen=True)
-class Rng:
-    """The state of the random number generators that a segment may use."""
-
-    cpu: Tensor
-    device: torch.device | None
-    state: Tensor | None
-
-    @staticmethod
-    def now(inputs: Iterable[Any]) -> Rng:
-        """On the CPU, and on the CUDA device of the inputs."""
-        device = next((t.device for t in inputs if _is_tensor(t) and t.is_cuda), None)
-        return Rng(torch.get_rng_state(), device, None if device is None else torch.cuda.get_rng_state(device))
-
-    @contextmanager
-    def replay(self) -> Iterator[None]:
-        """Draw the same numbers again inside; afterwards everything goes on as if nothing had been drawn."""
-        with torch.random.fork_rng([] if self.device is None else [self.device]):
-            torch.set_rng_state(self.cpu)
-            if self.device is not None:
-                torch.cuda.set_rng_state(self.state, self.device)
-            yield
-
-
 # -- helpers
 
 
 def _book(segment: Compute, inputs: Sequence[Any], results: Sequence[Any], record: Record) -> None:
-    record.leaves = {name: t for name, t in zip(segment.reads, inputs) if _needs_grad(t)}
-    record.roots = {name: get_gradient_edge(t) for name, t in zip(segment.writes, results) if _needs_grad(t)}
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor)
-
-
-def _needs_grad(value: Any) -> bool:
-    return _is_tensor(value) and value.requires_grad
-
-
-def _detached(value: Any) -> Any:
-    """A leaf that shares the memory."""
-    return value.detach().requires_grad_(value.requires_grad) if _is_tensor(value) else value
+    record.leaves = {name: t for name, t in zip(segment.reads, inputs) if needs_grad(t)}
+    record.roots = {name: get_gradient_edge(t) for name, t in zip(segment.writes, results) if needs_grad(t)}
 
 
 def _gathered(segment: Communicate, carry: Mapping[str, Any]) -> tuple[Any, ...]:
-    return tuple(_without_grad(carry[name]) for name in segment.reads)
-
-
-def _without_grad(value: Any) -> Any:
-    return value.detach() if _is_tensor(value) else value
-
-
-def _leaf(value: Any, wanted: bool) -> Any:
-    if not _is_tensor(value):
-        return value
-    return value.detach().requires_grad_(wanted and (value.is_floating_point() or value.is_complex()))
+    return tuple(without_grad(carry[name]) for name in segment.reads)
 
 
 def _started_then(start: Callable[..., Pending], then: Callable[[], None]) -> Callable[..., Pending]:

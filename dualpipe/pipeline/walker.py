@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from dualpipe.pipeline.errors import UpstreamFailed
-from dualpipe.pipeline.overlap import BackwardRun, Passage, SegmentedStage, Task, walk, weight_gradients
+from dualpipe.pipeline.overlap import BackwardRun, SegmentedStage, Task, walk, weight_gradients
+from dualpipe.pipeline.passage import Passage
 from dualpipe.pipeline.segments import Names
 from dualpipe.pipeline.weight_grad_store import WeightGradStore
 

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dualpipe import Pipeline
-from dualpipe.checkpoint import save_hf
+from dualpipe.checkpoint import native_random, save_hf
+from dualpipe.models import HubConfig, read_config
 from dualpipe.models.sizes import flops_per_token
 from dualpipe.nn.accumulate import local
 from dualpipe.schedule import Schedule, build
@@ -25,6 +26,7 @@ from dualpipe.train.metrics import METRICS, MetricsWriter, StepMetrics, make_fol
 from dualpipe.train.model import DTYPES, Model, build_model, micro_batch_loss, read_model_config
 from dualpipe.train.optimizer import Optimizer, clip_by_global_norm, learning_rate
 from dualpipe.train.report import save_loss_curve, save_schedule
+from dualpipe.train.resume import Saver
 from dualpipe.train.routers import build_routers
 from dualpipe.train.tokens import Splits, unigram_loss
 
@@ -45,6 +47,7 @@ class Run:
     def __init__(self, config: Config, job: Job) -> None:
         self.config, self.job = config, job
         train, parallel = config.train, config.parallel
+        native_random.derive(train.seed, 0, job.rank)
         self.schedule: Schedule = build(parallel.schedule, parallel.pp, train.num_chunks)
         self.model: Model = build_model(
             read_model_config(config), self.schedule, job.rank_along("pp"), seed=train.seed,
@@ -53,7 +56,8 @@ class Run:
             from_hf=config.init.from_hf,
         )  # fmt: skip
         self.folder = Path(config.output.dir)
-        job.first_rank(partial(_check_new, config.export.to_hf))  # before the work of hours
+        if config.export.to_hf:
+            job.first_rank(partial(_check_export, config, self.model.config))  # before the work of hours
         self.splits = self._open_data()
         self.batch_size = train.micro_batch_size * train.num_chunks * parallel.replicas
         self.loader = Loader(
@@ -88,35 +92,38 @@ class Run:
 
     def train(self) -> None:
         """All steps, with evaluations, then the pictures and, where wanted, the model in Hugging Face's form."""
-        self._train()
+        with Saver(self.config, self.job, self.model, self.optimizer, self.routers, self.loader) as saver:
+            self._train(saver)
         export, init = self.config.export.to_hf, self.config.init.from_hf
         if export:
             save_hf(self.model.stages, export, self.job.mesh, self.model.plan, source=init or None)
             if self.job.rank == 0:
                 print(f"the model: {export}")
 
-    def _train(self) -> None:
+    def _train(self, saver: Saver) -> None:
+        done = saver.resume(print if self.job.rank == 0 else lambda text: None)
         held_out, vocabulary = self._evaluation_batches(), self.model.config.vocab_size
         parameters = self._count_parameters()
         if not self.model.has_last or self.job.replica:
-            self._steps(held_out, None)
+            self._steps(done, held_out, None, saver)
             return
-        with MetricsWriter(self.folder, total_steps=self.config.train.steps) as writer:
+        with MetricsWriter(self.folder, total_steps=self.config.train.steps, start_step=done) as writer:
             unigram = unigram_loss(*self.splits, vocabulary) if self.splits.held_out.num_tokens else None
             writer.say(self._describe(parameters))
             if unigram is not None:
                 writer.say(f"a unigram model of the same text has a held-out loss of {unigram:.4f} nats per token")
-            self._steps(held_out, writer)
+            self._steps(done, held_out, writer, saver)
         print(self._finish(unigram))
 
-    def _steps(self, held_out: list[list[int]], writer: MetricsWriter | None) -> None:
+    def _steps(self, start: int, held_out: list[list[int]], writer: MetricsWriter | None, saver: Saver) -> None:
         train, batches = self.config.train, iter(self.loader)
-        for done in range(1, train.steps + 1):
+        for done in range(start + 1, train.steps + 1):
             metrics = self._step(done - 1, batches)
             due = done == train.steps or (train.eval_interval and done % train.eval_interval == 0)
             eval_loss = self._evaluate(held_out) if held_out and due else None
             if writer is not None:
                 writer.write(StepMetrics(**metrics, eval_loss=eval_loss))
+            saver.save(done)
 
     def _step(self, step: int, batches: Iterator[Batch]) -> dict[str, float]:
         start = time.perf_counter()
@@ -229,6 +236,15 @@ class Run:
         return f"metrics: {metrics} (TensorBoard: {board})\nloss curve: {curve}\nschedule: {picture}"
 
 
-def _check_new(directory: str) -> None:
-    if directory and Path(directory).exists() and (not Path(directory).is_dir() or any(Path(directory).iterdir())):
-        raise ValueError(f"export.to_hf = {directory!r} exists and is not empty; give a directory to make")
+def _check_export(config: Config, model: HubConfig) -> None:
+    """Refuse what `save_hf` would refuse at the end."""
+    target, source = Path(config.export.to_hf), config.init.from_hf
+    if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
+        raise ValueError(f"export.to_hf = {str(target)!r} exists and is not empty; give a directory to make")
+    if source and read_config(source) != model:
+        raise ValueError(f"export.to_hf takes config.json from init.from_hf = {source!r}, but model.config says "
+                         "another model; change the config.json there and leave out model.config")  # fmt: skip
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"export.to_hf = {str(target)!r} cannot be made: {error.strerror}") from error

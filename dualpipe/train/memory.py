@@ -25,7 +25,7 @@ from dualpipe.models.stages import RECOMPUTE, Recompute
 from dualpipe.nn import GroupedLinear
 from dualpipe.schedule import Costs, Schedule, build, simulate
 from dualpipe.train.config import Config
-from dualpipe.train.model import DTYPES
+from dualpipe.train.model import DTYPES, check_tied
 
 MOMENTS = 2 * 4  # bytes of AdamW's for a parameter
 
@@ -52,6 +52,9 @@ def estimate(config: Config, model: HubConfig) -> list[RankMemory]:
     Raises ValueError for a model that cannot be cut so.
     """
     p = config.parallel
+    if model.num_experts % p.ep:
+        raise ValueError(f"parallel.ep = {p.ep} does not divide the model's {model.num_experts} experts")
+    check_tied(model, max(1, p.dp) * p.ep)
     schedule = build(p.schedule, p.pp, config.train.num_chunks)
     with torch.device("meta"):
         stages = build_stages(model, schedule.num_stages, layers_per_stage=p.layers_per_stage)

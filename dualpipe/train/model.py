@@ -70,9 +70,7 @@ def build_model(
             "them on two; use a V-shaped schedule (dualpipev, zbv)"
         )
     sharded = mesh is not None and dense_mesh(mesh).size() > 1
-    if config.tie_word_embeddings and sharded:
-        raise ValueError("tie_word_embeddings needs the embedding and the head in one FSDP2 unit, which two stages "
-                         "cannot be; set it to false in the model's config.json, or parallel.dp = ep = 1")  # fmt: skip
+    check_tied(config, dense_mesh(mesh).size() if sharded else 1)
     try:
         stages = build_on_meta(lambda: build_stages(config, schedule.num_stages, numbers, layers_per_stage))
     except ValueError as error:
@@ -96,6 +94,13 @@ def build_model(
         for stage in stages:
             materialize(stage, device, plan, seed=seed)
     return Model(config, tuple(stages), plan, first, last)
+
+
+def check_tied(config: HubConfig, replicas: int) -> None:
+    """Raise ValueError for tied embeddings in parameters that several ranks share."""
+    if config.tie_word_embeddings and replicas > 1:
+        raise ValueError("tie_word_embeddings needs the embedding and the head in one FSDP2 unit, which two stages "
+                         "cannot be; set it to false in the model's config.json, or parallel.dp = ep = 1")  # fmt: skip
 
 
 def build_whole(config: HubConfig, *, seed: int, dtype: torch.dtype, device: torch.device) -> nn.Module:

@@ -76,6 +76,28 @@ class Optimizer:
         for parameter in self.parameters:
             parameter.grad = None
 
+    def state_tensors(self) -> dict[nn.Parameter, dict[str, Tensor]]:
+        """What a checkpoint holds of each parameter, sharing memory: "master", its values in at least float32, which is
+        the parameter itself where that is no narrower, and AdamW's "step", "exp_avg" and "exp_avg_sq".
+
+        What AdamW would make at its first step is made here. After loading into these call `round_parameters`.
+        """
+        found = {}
+        for parameter, master in zip(self.parameters, self._masters):
+            state = self._adamw.state[master]
+            if not state:
+                state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
+                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(master), torch.zeros_like(master)
+            found[parameter] = {"master": master, **state}
+        return found
+
+    @torch.no_grad()
+    def round_parameters(self) -> None:
+        """Give the parameters the values of their masters."""
+        for parameter, master in zip(self.parameters, self._masters):
+            if parameter is not master:
+                parameter.copy_(master)
+
     def state_dict(self) -> dict[str, Any]:
         """AdamW's state and the masters of parameters that are not fp32."""
         masters = [m for p, m in zip(self.parameters, self._masters) if p is not m]

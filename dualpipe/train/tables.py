@@ -203,6 +203,33 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True)
+class CheckpointConfig:
+    """[checkpoint]: saving the whole state of a run, and going on from it."""
+
+    dir: str = ""
+    """where checkpoints are; without, `checkpoints` in output.dir"""
+    interval: int = 0
+    """steps from one to the next; the last step is saved too; 0: none are"""
+    mode: Literal["sync", "async", "off"] = "async"
+    """async: training goes on while it is written, after a copy to host memory"""
+    writer: Literal["thread", "process"] = "thread"
+    """of async: a process of its own does not slow training down, and takes memory and seconds to start"""
+    keep_last: int = 3
+    """so many stay; 0: all"""
+    keep_every: int = 0
+    """and those of steps that are a multiple of this; 0: no others"""
+    resume: str = "auto"
+    """auto: go on from the newest in `dir` that is whole; never; or the path of one, or of a directory of them"""
+    allow: tuple[str, ...] = ()
+    """names, with * and ?, of tensors that a checkpoint may lack, have besides, or have in another shape or dtype"""
+
+    def __post_init__(self) -> None:
+        for name in ("interval", "keep_last", "keep_every"):
+            _require(getattr(self, name) >= 0, f"checkpoint.{name}", getattr(self, name), "must not be negative")
+        _require(bool(self.resume), "checkpoint.resume", self.resume, 'give "auto", "never" or a path')
+
+
+@dataclass(frozen=True)
 class OutputConfig:
     """[output]: where results go."""
 
@@ -225,6 +252,7 @@ class Config:
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     router: RouterConfig = field(default_factory=RouterConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     output: OutputConfig = field(default_factory=OutputConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
 

@@ -20,7 +20,7 @@ from dualpipe.nn import cross_entropy_loss
 from dualpipe.nn.init import local_part
 from dualpipe.parallel.materialize import build_on_meta
 from dualpipe.parallel.precision import DTypePolicy, Rule, resolve_dtypes
-from hub import read_all, rewrite, save_family, save_qwen, stages_on_meta
+from hub import FAMILIES, read_all, rewrite, save_family, save_qwen, stages_on_meta
 from ranks import run_ranks
 
 LAYOUTS = [(2, 1, 1), (1, 2, 1), (2, 1, 2), (1, 2, 2)]
@@ -64,7 +64,26 @@ def assert_same(actual, expected):
 def test_loaded_is_transformers(tmp_path, tied, shard_size):
     theirs = save_qwen(tmp_path, shard_size, tie_word_embeddings=tied)
     assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (shard_size != "1GB")
-    ours, _ = whole(tmp_path)
+    assert_trains_alike(whole(tmp_path)[0], theirs)
+
+
+@pytest.mark.parametrize("changes", [{"num_experts_per_tok": 1, "norm_topk_prob": False},
+                                     {"mlp_only_layers": [0, 1, 2, 3]}, {"decoder_sparse_step": 2},
+                                     {"attention_bias": True, "num_hidden_layers": 1, "mlp_only_layers": []}],
+                         ids=["one expert", "dense", "every second", "one layer"])  # fmt: skip
+def test_odd_models_loaded_are_transformers(tmp_path, changes):
+    theirs = save_qwen(tmp_path, **changes)
+    assert_trains_alike(whole(tmp_path)[0], theirs)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_other_families_loaded_are_transformers(tmp_path, family):
+    theirs = save_family(tmp_path, family)
+    assert_trains_alike(whole(tmp_path)[0], theirs)
+
+
+def assert_trains_alike(ours, theirs):
+    """The same logits, loss and gradients."""
     for actual, expected in zip(logits_and_loss(ours, 61), logits_and_loss(theirs, 61)):
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
     gradients = {name: param.grad for name, param in ours.named_parameters()}
@@ -300,7 +319,7 @@ def test_layouts(tmp_path, shape):
     assert_same(read_all(target), read_all(source))
 
 
-@pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_layouts_of_other_families(tmp_path, family):
     """Experts that are transposed on the hub; a buffer that every rank has, and one writes."""
     source, target = str(tmp_path / "source"), str(tmp_path / "target")
@@ -311,7 +330,7 @@ def test_layouts_of_other_families(tmp_path, family):
     assert_same(AutoModelForCausalLM.from_pretrained(target).state_dict(), theirs.state_dict())
 
 
-@pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_other_families_without_a_source(tmp_path, family):
     """The configuration that is written says all that transformers needs for the same logits."""
     theirs = save_family(tmp_path / "source", family)

@@ -10,7 +10,8 @@ from dualpipe.models.activations import activation_bytes
 from dualpipe.models.stages import Recompute
 from dualpipe.parallel.expert import ExpertParallel
 from dualpipe.parallel.mesh import build_mesh
-from dualpipe.pipeline.overlap import Passage, SegmentedStage, walk
+from dualpipe.pipeline.overlap import SegmentedStage, walk
+from dualpipe.pipeline.passage import Passage
 from ranks import run_ranks
 
 CONFIG = Qwen3MoeConfig(

@@ -1,5 +1,6 @@
 """Training that starts from a Hugging Face checkpoint and leaves with one."""
 
+import json
 import math
 from functools import partial
 
@@ -79,13 +80,17 @@ def test_what_is_kept_in_float32_comes_out_in_float32(run_folder, train):
         (["--init.from_hf", "small"], "the checkpoint does not fit the model (qwen3_moe):"),
         (["--init.from_hf", "small", "--model.config", "", "--train.dtype", "bf16"], "holds torch.float32"),
         (["--export.to_hf", "text"], "export.to_hf = 'text' exists and is not empty"),
+        (["--export.to_hf", "run.toml/out"], "export.to_hf = 'run.toml/out' cannot be made"),
+        (["--init.from_hf", "small", "--model.config", "small/one.json", "--export.to_hf", "new"],
+         "export.to_hf takes config.json from init.from_hf = 'small', but model.config says another model"),
         (["--model.config", ""], "there is no model; give model.config"),
         (["--parallel.layers_per_stage", "2", "2", "1"], "layers_per_stage must be 2 numbers that add up to 4"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_said_once_before_anything_is_trained(run_folder, monkeypatch, capsys, options, message):
     if not (run_folder / "small").exists():
-        save_qwen(run_folder / "small", **SIZES)
+        config = save_qwen(run_folder / "small", **SIZES).config.to_dict()
+        (run_folder / "small" / "one.json").write_text(json.dumps(config | {"num_experts_per_tok": 1}))
     monkeypatch.chdir(run_folder)
     assert cli.main(["train", "run.toml", "--output.dir", "none", *ALONE, *options]) == 2
     error = capsys.readouterr().err

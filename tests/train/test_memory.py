@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -76,6 +77,11 @@ def test_the_command_prints_a_line_for_each_rank(capsys):
     assert len(lines) == 4 and lines[-1].startswith("at most")
 
 
+def test_a_layout_that_the_experts_do_not_fit_is_refused(capsys):
+    assert main(["memory", str(EXAMPLES / "qwen3-30b-a3b.toml"), "--parallel.ep", "3"]) == 2
+    assert "parallel.ep = 3 does not divide the model's 128 experts" in capsys.readouterr().err
+
+
 def test_recomputation_and_more_ranks_take_less():
     def total(*options: str) -> int:
         config = load_config(EXAMPLES / "qwen3-30b-a3b.toml", options)
@@ -84,3 +90,12 @@ def test_recomputation_and_more_ranks_take_less():
     plain = total()
     assert total("--memory.recompute", "layer", "dispatch") < total("--memory.recompute", "layer") < plain
     assert total("--parallel.dp", "2") < plain < total("--train.micro_batch_size", "2")
+
+
+def test_tied_embeddings_over_shared_parameters_are_refused(tmp_path):
+    model = json.loads((EXAMPLES / "tiny-cpu" / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    options = ["--model.config", str(tmp_path / "config.json"), "--parallel.ep", "2"]
+    config = load_config(EXAMPLES / "tiny-cpu.toml", options)
+    with pytest.raises(ValueError, match="tie_word_embeddings needs"):
+        estimate(config, read_config(config.model.config))

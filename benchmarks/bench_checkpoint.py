@@ -1,0 +1,239 @@
+"""What do checkpoints cost? Bandwidth next to `torch.save` and `dd`, time that training is blocked, and host memory.
+
+Ranks are CPU processes joined by gloo, each with its own share of float32 tensors, written to one directory. Medians
+over rounds, from a barrier to the slowest rank; what is compared is timed in turn, and so under the same load.
+
+    dd            all the bytes, in one stream of zeros, flushed (conv=fsync): what the disk takes
+    torch.save    each rank its tensors into one file, flushed; torch.load (weights_only) reads it back
+    save, load    ours; load reads everything twice, as it first verifies the checksums. Files are in the page cache
+    blocked       until save_async returns, next to a copy of the share in memory; the first has new memory to touch
+    beside        how fast a loop of Python runs on the rank while its checkpoint is written, over the same loop alone;
+                  with as many free cores as ranks and writers, it is the interpreter that a thread takes from training
+    memory        the most that a save adds to what the rank and its writer hold, over the rank's share
+
+    python benchmarks/bench_checkpoint.py [--ranks 2] [--mb 200] [--rounds 5] [--dir DIR] [--json] [--save]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing as mp
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dualpipe.checkpoint import Checkpoints, load
+from dualpipe.parallel.mesh import build_mesh
+
+SMALL = 100  # tensors of 4 KB, beside large ones
+GOALS = {  # at least (>=) or at most (<=)
+    "save / torch.save": (">=", 0.4), "load / torch.load": (">=", 0.2),  # both also make checksums, at 1.5 GB/s a core
+    "thread: blocked / copy": ("<=", 3.0), "thread: memory / share": ("<=", 1.1),
+    "process: blocked / copy": ("<=", 3.0), "process: memory / share": ("<=", 1.1),
+}  # fmt: skip
+
+
+def make_state(rank: int, megabytes: int) -> dict[str, torch.Tensor]:
+    sizes = [1024] * SMALL + [2**20] * (megabytes * 10**6 // 2**22)
+    return {f"{rank}.{number}": torch.randn(size) for number, size in enumerate(sizes)}
+
+
+def timed(call: Callable[[], Any]) -> float:
+    """Seconds of the slowest rank."""
+    dist.barrier()
+    start = time.perf_counter()
+    call()
+    slowest = torch.tensor(time.perf_counter() - start)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return slowest.item()
+
+
+def medians(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
+    """Of each call, the first time of which does not count."""
+    times = [{name: timed(call) for name, call in calls.items()} for _ in range(rounds + 1)]
+    return {name: statistics.median(row[name] for row in times[1:]) for name in calls}
+
+
+def torch_save(state: dict[str, torch.Tensor], path: Path) -> None:
+    with open(path, "wb") as out:
+        torch.save(state, out)
+        out.flush()
+        os.fsync(out.fileno())
+
+
+def dd(path: Path, size: int) -> None:
+    count = -(-size // 2**22)
+    command = ["dd", "if=/dev/zero", f"of={path}", "bs=4M", f"count={count}", "conv=fsync"]
+    subprocess.run(command, check=True, capture_output=True)
+
+
+class Memory:
+    """Watches how much this process and its writer hold: the rank's pages, and what the writer has of its own."""
+
+    def __init__(self, writer: int | None) -> None:
+        self._writer, self._done, self.most = writer, threading.Event(), 0
+        self.before = self._now()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+
+    def added(self) -> int:
+        self._done.set()
+        self._thread.join()
+        return self.most - self.before
+
+    def _watch(self) -> None:
+        while not self._done.wait(0.002):
+            self.most = max(self.most, self._now())
+
+    def _now(self) -> int:
+        own = field("self", "VmRSS")
+        return own + (field(self._writer, "RssAnon") if self._writer else 0)
+
+
+def field(pid: int | str, name: str) -> int:
+    """Bytes of a line of /proc/PID/status."""
+    with open(f"/proc/{pid}/status") as lines:
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+
+
+def loops_until(done: Callable[[], bool]) -> float:
+    """Turns a second of a loop of Python, until `done`, which is asked seldom."""
+    count, start, numbers = 0, time.perf_counter(), list(range(100))
+    while True:
+        for _ in range(200):
+            sum(numbers)
+        count += 200
+        if done():
+            return count / (time.perf_counter() - start)
+
+
+def measure_async(folder: Path, mesh: Any, kind: str, state: dict[str, torch.Tensor], rounds: int) -> dict[str, float]:
+    with Checkpoints(folder / kind, mesh, kind=kind, keep_last=1) as checkpoints:
+        if kind == "process":  # which starts with the first save; with one of nothing, that memory is still new
+            checkpoints.save_async({}, step=0)
+            checkpoints.wait()
+        memory = Memory(checkpoints._process._process.pid if kind == "process" else None)
+        first = timed(lambda: checkpoints.save_async(state, step=1))
+        checkpoints.wait()
+        found = {"first_s": first, "memory_bytes": float(memory.added())}
+        blocked, total, beside = [], [], []
+        for step in range(2, 2 + rounds):
+            deadline = time.perf_counter() + 0.3
+            alone = loops_until(lambda limit=deadline: time.perf_counter() > limit)
+            start = time.perf_counter()
+            blocked.append(timed(lambda at=step: checkpoints.save_async(state, step=at)))
+            beside.append(loops_until(checkpoints._pending.done) / alone)
+            total.append(time.perf_counter() - start)
+        return found | {"blocked_s": statistics.median(blocked), "total_s": statistics.median(total),
+                        "beside": statistics.median(beside)}  # fmt: skip
+
+
+def measure(rank: int, world: int, megabytes: int, rounds: int, folder: Path, results: Any) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    mesh = build_mesh(world, 1, 1, torch.device("cpu"))
+    state, again = make_state(rank, megabytes), make_state(rank, megabytes)
+    share = sum(tensor.nbytes for tensor in state.values())
+    row: dict[str, Any] = {"ranks": world, "share_bytes": share, "bytes": share * world}
+    with Checkpoints(folder / "sync", mesh, keep_last=1) as checkpoints:
+        row |= medians({
+            "dd_s": lambda: dd(folder / "dd", share * world) if rank == 0 else None,
+            "torch_save_s": lambda: torch_save(state, folder / f"{rank}.pt"),
+            "save_s": lambda: checkpoints.save(state, step=1),
+        }, rounds)  # fmt: skip
+    row |= medians({
+        "torch_load_s": lambda: torch.load(folder / f"{rank}.pt", weights_only=True),
+        "load_s": lambda: load(folder / "sync", again, mesh=mesh),
+        "copy_s": lambda: [again[name].copy_(tensor) for name, tensor in state.items()],
+    }, rounds)  # fmt: skip
+    assert all(torch.equal(state[name], again[name]) for name in state)
+    again.clear()
+    for kind in ("thread", "process"):
+        row[kind] = measure_async(folder, mesh, kind, state, rounds)
+    if rank == 0:
+        results.put(row)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run(world: int, megabytes: int, rounds: int, directory: str | None) -> dict[str, Any]:
+    context = mp.get_context("spawn")
+    results = context.Queue()
+    folder = Path(tempfile.mkdtemp(prefix="bench-checkpoint-", dir=directory))
+    try:
+        args = (world, megabytes, rounds, folder, results)
+        processes = [context.Process(target=measure, args=(rank, *args)) for rank in range(world)]
+        for process in processes:
+            process.start()
+        row = results.get(timeout=3600)
+        for process in processes:
+            process.join()
+    finally:
+        shutil.rmtree(folder)
+    return row
+
+
+def ratios(row: dict[str, Any]) -> dict[str, float]:
+    found = {
+        "save / torch.save": row["torch_save_s"] / row["save_s"], "save / dd": row["dd_s"] / row["save_s"],
+        "load / torch.load": row["torch_load_s"] / row["load_s"],
+    }  # fmt: skip
+    for kind in ("thread", "process"):
+        found[f"{kind}: blocked / copy"] = row[kind]["blocked_s"] / row["copy_s"]
+        found[f"{kind}: memory / share"] = row[kind]["memory_bytes"] / row["share_bytes"]
+    return found
+
+
+def table(row: dict[str, Any]) -> str:
+    lines = [f"{row['ranks']} ranks with {row['share_bytes'] / 1e6:.0f} MB each"]
+    for name in ("dd", "torch_save", "save", "torch_load", "load"):
+        seconds = row[f"{name}_s"]
+        lines.append(f"{name.replace('_', '.'):>12} {seconds:7.3f} s {row['bytes'] / seconds / 1e6:8.0f} MB/s")
+    lines.append(f"{'copy':>12} {row['copy_s']:7.3f} s")
+    for kind in ("thread", "process"):
+        r = row[kind]
+        lines += [f"{kind:>12} {r['blocked_s']:7.3f} s blocked (first {r['first_s']:.3f} s) of {r['total_s']:.3f} s",
+                  f"{'':>12} Python beside it at {r['beside']:.2f} of its speed; {r['memory_bytes'] / 1e6:+.0f} MB"]
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--mb", type=int, default=200, help="of each rank")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--dir", help="a directory on the disk to measure; default the system's for temporary files")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/bench_checkpoint.json")
+    args = parser.parse_args()
+    row = run(args.ranks, args.mb, args.rounds, args.dir)
+    row["ratios"] = ratios(row)
+    machine = {"cpus": os.cpu_count(), "machine": platform.machine(), "python": platform.python_version()}
+    report = {"date": str(date.today()), "torch": torch.__version__, **machine, "row": row}
+    print(json.dumps(report, indent=1) if args.json else table(row))
+    met = {name: row["ratios"][name] >= goal if sign == ">=" else row["ratios"][name] <= goal
+           for name, (sign, goal) in GOALS.items()}  # fmt: skip
+    for name, ratio in () if args.json else row["ratios"].items():
+        goal = f"  goal {' '.join(map(str, GOALS[name]))}: {'met' if met[name] else 'MISSED'}" if name in GOALS else ""
+        print(f"{name:>24} {ratio:6.2f}{goal}")
+    if args.save:
+        path = Path(__file__).parent / "results" / "bench_checkpoint.json"
+        path.write_text(json.dumps(report, indent=1) + "\n")
+    return 0 if all(met.values()) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

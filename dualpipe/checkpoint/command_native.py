@@ -1,0 +1,94 @@
+"""`dualpipe checkpoint`: which checkpoints a directory has, whether they are whole, and what is in one."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from math import prod
+from os import PathLike
+from pathlib import Path
+
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from dualpipe.checkpoint.command import format_bytes
+from dualpipe.checkpoint.hub_files import raise_for
+from dualpipe.checkpoint.native_folder import Found, Manifest, find, verify, verify_files, verify_metadata
+from dualpipe.checkpoint.native_state import OPTIMIZER
+from dualpipe.checkpoint.native_store import read_metadata
+from dualpipe.parallel.mesh import DIMENSIONS
+from dualpipe.parallel.sharding import short_name
+
+
+def ls(path: str | PathLike[str]) -> Iterator[str]:
+    """A line for each checkpoint, newest first, and for what is unfinished. Checks sizes; reads no tensors."""
+    found = _found(path)
+    yield f"{'step':>10}  {'saved at':25}  {'size':>9}  {'layout':22}  {'dtypes':15}  state"
+    for folder, manifest in found.committed:
+        wrong = verify_files(folder, manifest, manifest.files, hashes=False) or verify_metadata(folder, manifest)
+        stored = {} if wrong else _stored(folder, manifest)
+        dtypes = ", ".join(sorted({short_name(entry.properties.dtype) for entry in stored.values()}))
+        state, size = f"DAMAGED: {wrong[0]}" if wrong else "complete", format_bytes(manifest.size)
+        yield f"{manifest.step:>10}  {manifest.saved_at:25}  {size:>9}  {_layout(manifest):22}  {dtypes:15}  {state}"
+    for problem in found.damaged.values():
+        yield f"{'-':>10}  DAMAGED: {problem}"
+    for unfinished in sorted(Path(path).glob(".tmp-step-*")):
+        yield f"{'-':>10}  not complete: {unfinished} is being written, or was left by a job that died"
+
+
+def check(path: str | PathLike[str]) -> Iterator[str]:
+    """Read every byte of a checkpoint, or of all in a directory; at the end raises ValueError for what is wrong."""
+    found = _found(path)
+    problems = [*found.damaged.values()]
+    for each in found.committed:
+        wrong = verify(each.path)
+        problems += wrong
+        yield f"{each.path}: " + ("DAMAGED" if wrong else f"complete, {format_bytes(each.manifest.size)} verified")
+    raise_for("what cannot be loaded:", problems)
+
+
+def show(path: str | PathLike[str]) -> Iterator[str]:
+    """What is in a checkpoint, of a directory in the newest. Reads no tensors."""
+    found = _found(path)
+    raise_for(f"{path}:", [] if found.committed else found.damaged.values())
+    path, manifest = found.committed[0]
+    stored = _stored(path, manifest)
+    yield f"{path}: step {manifest.step}, saved at {manifest.saved_at}, {format_bytes(manifest.size)}"
+    yield f"layout: {_layout(manifest)} ({manifest.layout['world']} ranks)"
+    yield "versions: " + ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
+    for title, tensors in _parts(stored).items():
+        counts = Counter(short_name(entry.properties.dtype) for entry in tensors)
+        dtypes = ", ".join(f"{count:,} {dtype}" for dtype, count in counts.most_common())
+        elements = sum(prod(entry.size) for entry in tensors)
+        yield f"{title}: {len(tensors):,} tensors ({dtypes}), {elements:,} elements"
+    for title, used in (("extra", manifest.extra), ("config", manifest.config)):
+        if used is not None:
+            yield f"{title}: {json.dumps(used)}"
+    for name, entry in sorted(stored.items()):
+        if not name.startswith(OPTIMIZER):
+            uses = ", ".join(f"{use} {dtype}" for use, dtype in manifest.dtypes.get(name, {}).items())
+            dtype = short_name(entry.properties.dtype)
+            yield f"  {name}  {tuple(entry.size)}  {dtype}" + (f"  ({uses})" if uses else "")
+
+
+def _found(path: str | PathLike[str]) -> Found:
+    found = find(path)
+    if not found.committed and not found.damaged:
+        raise ValueError(f"{path} has no checkpoints; give the directory that a run saves to, or one checkpoint in it")
+    return found
+
+
+def _stored(path: Path, manifest: Manifest) -> dict[str, TensorStorageMetadata]:
+    return read_metadata(path, manifest.files.keys()).state_dict_metadata
+
+
+def _layout(manifest: Manifest) -> str:
+    return ", ".join(f"{name} {manifest.layout[name]}" for name in DIMENSIONS)
+
+
+def _parts(stored: dict[str, TensorStorageMetadata]) -> dict[str, list[TensorStorageMetadata]]:
+    """Of the model and of the optimizer."""
+    parts: dict[str, list[TensorStorageMetadata]] = {"model": [], "optimizer": []}
+    for name, entry in stored.items():
+        parts["optimizer" if name.startswith(OPTIMIZER) else "model"].append(entry)
+    return parts

@@ -1,0 +1,75 @@
+"""`dualpipe hf import` and `export`: between Hugging Face's form and this library's checkpoints, in one process.
+
+The whole model is in host memory, in float32. Larger ones come and go by `dualpipe train --init.from_hf` and
+`--export.to_hf`, where each rank has its part.
+"""
+
+from __future__ import annotations
+
+from os import PathLike
+from pathlib import Path
+
+import torch
+
+from dualpipe.checkpoint.hf import load_hf
+from dualpipe.checkpoint.hf_save import save_hf
+from dualpipe.checkpoint.native_folder import Checkpoint, is_checkpoint, latest, read_manifest
+from dualpipe.checkpoint.native_load import load
+from dualpipe.checkpoint.native_save import save
+from dualpipe.checkpoint.native_state import training_state
+from dualpipe.models import HubConfig, Stage, build_stages, config_from_dict, read_config
+from dualpipe.parallel.materialize import build_on_meta, materialize
+from dualpipe.parallel.precision import DTypePlan, DTypePolicy, resolve_dtypes
+from dualpipe.parallel.sharding import short_name
+
+_NAMES = {short_name(dtype): dtype for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64)}
+
+
+def import_hf(source: str | PathLike[str], directory: str | PathLike[str]) -> Path:
+    """Write a Hugging Face checkpoint as step 0 of a run; returns its path. Raises ValueError as `load_hf` does."""
+    config = read_config(source)
+    stages = _stages(config)
+    plan = _plan(stages, torch.float32)
+    load_hf(stages, source, None, plan)
+    return save(directory, training_state(stages), step=0, plan=plan, config={"model": config.to_dict()})
+
+
+def export_checkpoint(
+    source: str | PathLike[str], target: str | PathLike[str], dtype: torch.dtype, max_shard_bytes: int
+) -> None:  # fmt: skip
+    """Write a checkpoint of a run, or the newest in a directory of them, in Hugging Face's form.
+
+    Tensors are in `dtype`, but for those that the run kept in float32 while it computed in less. Raises ValueError for
+    a checkpoint that does not say what model it is of, and for a target that exists.
+    """
+    path, manifest = _opened(Path(source))
+    if not isinstance(manifest.config, dict) or "model" not in manifest.config:
+        raise ValueError(f"{path} does not say what model it is of; it was not saved by `dualpipe train`")
+    config = config_from_dict(manifest.config["model"])
+    stages = _stages(config)
+    for stage in stages:
+        materialize(stage, "cpu", _plan(stages, torch.float32))
+    load(path, training_state(stages), allow=("optimizer/*", "routers/*"))
+    kept = {name: _NAMES.get(of["save"]) or getattr(torch, of["save"]) for name, of in manifest.dtypes.items()}
+    save_hf(stages, target, None, _plan(stages, dtype, kept), max_shard_bytes=max_shard_bytes)
+
+
+def is_of_a_run(path: str | PathLike[str]) -> bool:
+    """Whether it is a checkpoint of this library, or a directory of them."""
+    path = Path(path)
+    return path.is_dir() and (is_checkpoint(path) or latest(path) is not None)
+
+
+def _opened(path: Path) -> Checkpoint:
+    newest = path if is_checkpoint(path) else latest(path)
+    if newest is None:
+        raise ValueError(f"{path} has no checkpoint")
+    return Checkpoint(newest, read_manifest(newest))
+
+
+def _stages(config: HubConfig) -> list[Stage]:
+    return build_on_meta(lambda: build_stages(config, 1))
+
+
+def _plan(stages: list[Stage], dtype: torch.dtype, kept: dict[str, torch.dtype] | None = None) -> DTypePlan:
+    return resolve_dtypes(stages, DTypePolicy(dtype, torch.float32, dtype), kept, sharded=False)

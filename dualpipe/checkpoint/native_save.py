@@ -1,0 +1,300 @@
+"""Saving checkpoints of a run: at once, or in the background while training goes on.
+
+    with Checkpoints("run/checkpoints", mesh, keep_last=3) as checkpoints:
+        ...
+        checkpoints.save_async(training_state(stages, optimizer), step=step, plan=plan, extra={"loader": ...})
+
+Every rank calls the same methods in the same order. What fails on one rank raises on all; a rank that died is noticed
+by the others when their connection to it breaks, or after `timeout`. See `native_folder` for what is on disk, and
+`native_state` for what is in it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import warnings
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from os import PathLike
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.device_mesh import DeviceMesh
+
+import dualpipe
+from dualpipe.checkpoint.agree import Ranks
+from dualpipe.checkpoint.hub_files import raise_for
+from dualpipe.checkpoint.native_folder import Manifest, begin, commit, lock, retire, scan
+from dualpipe.checkpoint.native_random import capture
+from dualpipe.checkpoint.native_staging import HostMemory, Place
+from dualpipe.checkpoint.native_state import Part, parts_of
+from dualpipe.checkpoint.native_store import (
+    FileInfo,
+    Written,
+    global_plan,
+    hashed_file,
+    local_plan,
+    write_metadata,
+    write_parts,
+)
+from dualpipe.checkpoint.native_writer import WriterProcess
+from dualpipe.parallel.mesh import DIMENSIONS
+from dualpipe.parallel.precision import DTypePlan
+from dualpipe.parallel.sharding import short_name
+
+Write = Callable[[Path, SavePlan], Written]
+
+
+class Checkpoints:
+    """Saves into one directory, and holds what is in flight.
+
+    kind: what writes in the background. "thread" needs nothing more, and takes the interpreter from training for some
+        of the time that it writes. "process" leaves the interpreter alone, for another process with torch in it on
+        every rank (some 400 MB, most of it shared by the ranks of a machine, and seconds to start, at the first save).
+        Both block training for the copy to host memory; benchmarks/bench_checkpoint.py measures them.
+    keep_last, keep_every: which checkpoints stay: the last so many, and those of steps that are multiples. None: all.
+    timeout: after which a rank that waits for another gives up; longer than a save takes.
+    """
+
+    def __init__(
+        self, directory: str | PathLike[str], mesh: DeviceMesh | None = None, *,
+        kind: Literal["thread", "process"] = "thread", keep_last: int | None = None, keep_every: int | None = None,
+        timeout: timedelta = timedelta(minutes=30),
+    ) -> None:  # fmt: skip
+        """Collective over `mesh` (from `build_mesh`; None: this process alone); in the main thread.
+
+        Raises ValueError on all ranks for a directory that cannot be written to, or that another job saves to.
+        """
+        if kind not in ("thread", "process"):
+            raise ValueError(f"checkpoints are written by a 'thread' or a 'process'; got {kind!r}")
+        for name, number in (("keep_last", keep_last), ("keep_every", keep_every)):
+            if number is not None and number < 1:
+                raise ValueError(f"{name} must be at least 1, or None to keep all; got {number}")
+        self.directory = Path(directory)
+        self._kind, self._keep = kind, (keep_last, keep_every)
+        self._layout = layout_of(mesh)
+        # The background talks while training does, so never in a group of training's; gloo, as it sends no tensors.
+        self._group = None if self._layout["world"] == 1 else dist.new_group(backend="gloo", timeout=timeout)
+        self._ranks = Ranks(mesh, self._group)
+        self._memory, self._process = HostMemory(shared=kind == "process"), None
+        self._executor = ThreadPoolExecutor(1, "checkpoint")
+        self._pending: Future[Path] | None = None
+        self._pending_step = 0
+        self._lock = self._ranks.agree(lambda: lock(self.directory) if self._ranks.rank == 0 else None)
+
+    # -- saving
+
+    def save(self, state: Mapping[str, Tensor], *, step: int, plan: DTypePlan | None = None, config: Any = None,
+             extra: Any = None) -> Path:  # fmt: skip
+        """Write a checkpoint and return its path, on the disk and committed.
+
+        state: this rank's tensors by name, from `training_state`; what several ranks hold is written once.
+        step: the number of optimizer steps behind it. An earlier checkpoint of the same step is replaced.
+        plan: recorded; what it saves in float32 is checked to be stored so.
+        config, extra: of rank 0, anything that JSON can hold: the run's configuration; scheduler, loader position.
+
+        Raises on all ranks: ValueError for arguments; RuntimeError (OSError if there is one rank only) where it could
+        not be written, or for an earlier one that failed in the background. What was committed before stays.
+        """
+        self.wait()
+
+        def prepare() -> tuple[dict[str, Part], _Job]:
+            return parts_of(state), _job(step, plan, config, extra)
+
+        parts, job = self._agreed(step, prepare)
+        return self._write(job, parts, lambda folder, planned: write_parts(folder, planned, parts))
+
+    def save_async(self, state: Mapping[str, Tensor], *, step: int, plan: DTypePlan | None = None, config: Any = None,
+                   extra: Any = None) -> None:  # fmt: skip
+        """As `save`, but return as soon as the tensors are copied to host memory: they may change then.
+
+        Waits for the save before it, if that is still being written, and raises what has failed there.
+        """
+        self.wait()
+
+        def prepare() -> tuple[dict[str, Place], _Job]:
+            places = self._memory.copy(parts_of(state))
+            if self._kind == "process" and (self._process is None or not self._process.alive):
+                self._process = WriterProcess()
+            return places, _job(step, plan, config, extra)
+
+        places, job = self._agreed(step, prepare)
+        self._pending_step = step
+        self._pending = self._executor.submit(self._write_copy, job, places)
+
+    def wait(self) -> Path | None:
+        """Wait until nothing is in flight; the path of what was, None where nothing was.
+
+        Raises RuntimeError on all ranks if it was not saved; once, so that a run may go on and save again.
+        """
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return None
+        try:
+            return pending.result()
+        except Exception as error:
+            raise RuntimeError(f"the checkpoint of step {self._pending_step} was not saved: {error}") from error
+
+    def close(self) -> None:
+        """Wait, then give everything back: call it at the end of the run. Raises as `wait` does."""
+        try:
+            self.wait()
+        finally:
+            self._executor.shutdown()
+            if self._process is not None:
+                self._process.close()
+            self._memory.close()
+            if self._lock is not None:
+                os.close(self._lock)
+            if self._group is not None:
+                dist.destroy_process_group(self._group)
+            self._process = self._lock = self._group = None
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+                 ) -> None:  # fmt: skip
+        try:
+            self.close()
+        except Exception as failure:
+            if error is None:
+                raise
+            error.add_note(f"and: {failure}")
+
+    # -- on every rank
+
+    def _agreed(self, step: int, prepare: Callable[[], Any]) -> Any:
+        """What `prepare` gives here, once it has worked on all ranks, with the same step."""
+        prepared: list[Any] = []
+        steps = set(self._ranks.gather(lambda: (prepared.append(prepare()), step)[1]))
+        if len(steps) > 1:
+            raise ValueError(f"all ranks must save the same step; got {sorted(steps)}")
+        return prepared[0]
+
+    def _write_copy(self, job: _Job, places: dict[str, Place]) -> Path:
+        parts = self._memory.parts(places)
+
+        def write(folder: Path, planned: SavePlan) -> Written:
+            if self._process is not None:
+                return self._process.write(folder, planned, self._memory, places)
+            return write_parts(folder, planned, parts)
+
+        return self._write(job, parts, write)
+
+    def _write(self, job: _Job, parts: Mapping[str, Part], write: Write) -> Path:
+        """Plan together, write apart, and have rank 0 commit when all have written."""
+        ranks = self._ranks
+        folder = ranks.first(lambda: begin(self.directory, job.step))
+        try:
+            planned, metadata = self._plan(folder, parts)
+
+            def work() -> Written:
+                written = write(folder, planned)
+                name = f"rank-{ranks.rank:05}.json"
+                with hashed_file(folder / name, written.files) as out:
+                    out.write(json.dumps({"random": job.random}).encode())
+                return written
+
+            written = ranks.agree(work)
+            names = {item.index.fqn for item in planned.items}
+            dtypes = {name: dtypes for name, dtypes in job.dtypes.items() if name in names}
+            all_written = ranks.collect((written, dtypes))
+            return ranks.first(lambda: self._finish(folder, job, metadata, all_written))
+        except BaseException:
+            if ranks.rank == 0:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+    def _plan(self, folder: Path, parts: Mapping[str, Part]) -> tuple[SavePlan, Metadata | None]:
+        """What this rank writes; on rank 0 also what all do."""
+        plans = self._ranks.collect(self._ranks.agree(lambda: local_plan(parts)))
+        planned, metadata = self._ranks.agree(lambda: global_plan(folder, plans) if plans is not None else (None, None))
+        return self._ranks.hand_out(planned), metadata
+
+    # -- rank 0 alone
+
+    def _finish(
+        self, folder: Path, job: _Job, metadata: Metadata, written: list[tuple[Written, dict[str, Any]]]
+    ) -> Path:  # fmt: skip
+        files: dict[str, FileInfo] = {}
+        dtypes: dict[str, dict[str, str]] = {}
+        for rank_written, rank_dtypes in written:
+            files |= rank_written.files
+            dtypes |= rank_dtypes
+        files |= write_metadata(folder, metadata, [rank_written.results for rank_written, _ in written])
+        raise_for("what the dtype plan saves in float32 must be stored so:", _narrowed(metadata, dtypes))
+        older = scan(self.directory).committed
+        path = commit(folder, Manifest(
+            step=job.step, sequence=older[0].manifest.sequence + 1 if older else 0,
+            saved_at=datetime.now(UTC).isoformat(timespec="seconds"), layout=self._layout, versions=_versions(),
+            dtypes=dtypes, config=job.config, extra=job.extra, files=dict(sorted(files.items())),
+        ))  # fmt: skip
+        try:
+            return retire(path, *self._keep)
+        except OSError as error:
+            warnings.warn(f"{path} is saved, but older ones could not be tidied up: {error}", stacklevel=2)
+            return path
+
+
+def save(directory: str | PathLike[str], state: Mapping[str, Tensor], *, step: int, mesh: DeviceMesh | None = None,
+         plan: DTypePlan | None = None, config: Any = None, extra: Any = None) -> Path:  # fmt: skip
+    """Write one checkpoint into a directory, as `Checkpoints.save` does."""
+    with Checkpoints(directory, mesh) as checkpoints:
+        return checkpoints.save(state, step=step, plan=plan, config=config, extra=extra)
+
+
+def layout_of(mesh: DeviceMesh | None) -> dict[str, int]:
+    """Sizes by name: "world", "pp", "dp", "ep"."""
+    sizes = dict.fromkeys(DIMENSIONS, 1) if mesh is None else {name: mesh[name].size() for name in DIMENSIONS}
+    return {"world": 1 if mesh is None else mesh.size(), **sizes}
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What a checkpoint holds beside tensors, as it was when saving began."""
+
+    step: int
+    random: dict[str, Any]
+    dtypes: dict[str, dict[str, str]]
+    config: Any
+    extra: Any
+
+
+def _job(step: int, plan: DTypePlan | None, config: Any, extra: Any) -> _Job:
+    if not isinstance(step, int) or step < 0:
+        raise ValueError(f"step must be a number of optimizer steps, 0 or more; got {step!r}")
+    dtypes = {} if plan is None else {
+        name: {use: short_name(getattr(of, use)) for use in ("storage", "compute", "save")}
+        for name, of in plan.tensors.items()
+    }  # fmt: skip
+    return _Job(step, capture(), dtypes, _as_json("config", config), _as_json("extra", extra))
+
+
+def _as_json(what: str, value: Any) -> Any:
+    """A copy of its own, as it will be read."""
+    try:
+        return json.loads(json.dumps(value))
+    except TypeError as error:
+        raise ValueError(f"{what} must be what JSON can hold, as numbers, texts, lists and dicts: {error}") from None
+
+
+def _narrowed(metadata: Metadata, dtypes: Mapping[str, Mapping[str, str]]) -> list[str]:
+    stored = {name: entry.properties.dtype for name, entry in metadata.state_dict_metadata.items()}
+    return [f"{name} is stored in {short_name(stored[name])}" for name, of in dtypes.items()
+            if of["save"] == "fp32" and torch.promote_types(stored[name], torch.float32) != stored[name]]  # fmt: skip
+
+
+def _versions() -> dict[str, str]:
+    return {"dualpipe": dualpipe.__version__, "torch": torch.__version__, "python": platform.python_version()}

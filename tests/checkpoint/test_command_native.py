@@ -1,0 +1,53 @@
+"""`dualpipe checkpoint ls | verify | show`: the lines of text."""
+
+import pytest
+import torch
+
+from dualpipe.checkpoint import save
+from dualpipe.checkpoint.command_native import check, ls, show
+from native import Trainee
+
+
+@pytest.fixture
+def two(tmp_path):
+    trainee = Trainee((1, 1, 1))
+    for step in (1, 2):
+        save(tmp_path, trainee.state, step=step, plan=trainee.plan, config={"lr": 1}, extra={"loader": [3]})
+    return tmp_path
+
+
+def test_a_sound_directory(two):
+    head, *rows = ls(two)
+    assert head.split() == ["step", "saved", "at", "size", "layout", "dtypes", "state"]
+    assert [row.split()[0] for row in rows] == ["2", "1"]
+    assert all("pp 1, dp 1, ep 1" in row and " fp32 " in row and row.endswith("complete") for row in rows)
+    assert len(list(ls(two / "step-00000001"))) == 2
+    assert [line.split(", ")[0] for line in check(two)] == [f"{two}/step-0000000{n}: complete" for n in (2, 1)]
+    lines = list(show(two))
+    assert lines[0].startswith(f"{two}/step-00000002: step 2, saved at 20")
+    assert lines[1] == "layout: pp 1, dp 1, ep 1 (1 ranks)" and f"torch {torch.__version__}" in lines[2]
+    assert any(line.startswith("optimizer: ") and "fp32" in line for line in lines)
+    assert 'extra: {"loader": [3]}' in lines and 'config: {"lr": 1}' in lines
+    assert "  norm.weight  (32,)  fp32  (storage bf16, compute bf16, save bf16)" in lines
+
+
+def test_damage_and_what_is_unfinished(two):
+    (two / "step-00000002" / "__0_0.distcp").write_text("")
+    (two / ".tmp-step-00000003-ab").mkdir()
+    rows = list(ls(two))
+    assert "DAMAGED: " in rows[1] and "has 0 bytes" in rows[1]
+    assert "not complete: " in rows[3] and ".tmp-step-00000003-ab" in rows[3]
+    lines = check(two)
+    assert next(lines) == f"{two}/step-00000002: DAMAGED" and "complete" in next(lines)
+    with pytest.raises(ValueError, match=r"what cannot be loaded:\n .*__0_0\.distcp has 0 bytes"):
+        next(lines)
+    (two / "step-00000001" / "manifest.json").unlink()
+    assert any("step-00000001 has no manifest.json" in row for row in ls(two))
+    with pytest.raises(ValueError, match="no complete checkpoint"):
+        list(show(two / "step-00000001"))
+
+
+@pytest.mark.parametrize("command", [ls, check, show])
+def test_nothing_there(tmp_path, command):
+    with pytest.raises(ValueError, match="has no checkpoints; give the directory"):
+        list(command(tmp_path))

@@ -1,0 +1,403 @@
+"""Checkpoints of one process: contents, retention, what does not fit, and damage of every kind."""
+
+import copy
+import json
+import os
+import pickle
+import random
+import warnings
+from hashlib import sha256
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+
+from dualpipe.checkpoint import Checkpoints, latest, load, save, training_state, verify
+from dualpipe.checkpoint.native_folder import read_manifest, scan
+from dualpipe.train.optimizer import Optimizer
+from native import Trainee
+
+FILES = ["__0_0.distcp", ".metadata", "rank-00000.json", "manifest.json"]
+
+
+def state_of(step):
+    """Tensors full of `step`, in several dtypes and shapes; one is a view of a larger one."""
+    wide = torch.full((4, 6), float(step))
+    return {"a.weight": wide[:, 1:3], "b.weight": torch.full((7,), step, dtype=torch.bfloat16),
+            "count": torch.tensor(step), "scalar": torch.tensor(float(step))}  # fmt: skip
+
+
+def steps_in(directory):
+    return sorted(checkpoint.manifest.step for checkpoint in scan(directory).committed)
+
+
+def is_step(state, step):
+    expected = state_of(step)
+    return all(torch.equal(state[name], expected[name]) and state[name].dtype is expected[name].dtype
+               for name in expected)  # fmt: skip
+
+
+@pytest.fixture
+def two(tmp_path):
+    """A directory with steps 1 and 2."""
+    for step in (1, 2):
+        save(tmp_path, state_of(step), step=step)
+    return tmp_path
+
+
+# -- contents
+
+
+def test_everything_comes_back(tmp_path):
+    trainee = Trainee((1, 1, 1))
+    trainee.fill(3)
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    path = save(tmp_path, trainee.state, step=12, plan=trainee.plan, config={"lr": 0.1}, extra={"loader": [4, 5]})
+    numbers = random.random(), np.random.rand(), torch.rand(1).item()
+    trainee.wreck()
+    loaded = load(tmp_path, trainee.state)
+    trainee.optimizer.round_parameters()
+    assert not trainee.wrong(3)
+    assert (random.random(), np.random.rand(), torch.rand(1).item()) == numbers
+    assert loaded.path == path == latest(tmp_path) and (tmp_path / "latest").read_text() == "step-00000012\n"
+    assert loaded.random_restored and not loaded.damaged and not loaded.allowed
+    manifest = loaded.manifest
+    assert (manifest.step, manifest.config, manifest.extra) == (12, {"lr": 0.1}, {"loader": [4, 5]})
+    assert manifest.versions["torch"] == torch.__version__
+    assert manifest.layout == {"world": 1, "pp": 1, "dp": 1, "ep": 1}
+    assert manifest.dtypes["norm.weight"] == {"storage": "bf16", "compute": "bf16", "save": "bf16"}
+    assert set(manifest.files) | {"manifest.json"} == {file.name for file in path.iterdir()} == set(FILES)
+
+
+def test_training_goes_on_as_if_nothing_had_happened(tmp_path):
+    def make():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)).bfloat16()
+        return model, Optimizer([model], lr=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+
+    def steps(model, optimizer, count):
+        for step in range(count):
+            model(torch.ones(2, 4, dtype=torch.bfloat16) * step).square().sum().backward()
+            optimizer.step(0.01)
+            optimizer.zero_grad()
+
+    model, optimizer = make()
+    steps(model, optimizer, 3)
+    save(tmp_path, training_state([model], optimizer), step=3)
+    steps(model, optimizer, 4)
+    again, other = make()
+    load(tmp_path, training_state([again], other))
+    other.round_parameters()
+    steps(again, other, 4)
+    expected = training_state([model], optimizer)
+    for name, tensor in training_state([again], other).items():
+        assert torch.equal(tensor, expected[name]), name
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), again.parameters()))
+
+
+def test_tied_parameters_are_stored_once(tmp_path):
+    trainee = Trainee((1, 1, 1), tie_word_embeddings=True)
+    assert "embed_tokens.weight" in trainee.state and "lm_head.weight" not in trainee.state
+
+
+def test_what_the_plan_saves_in_float32_must_be_stored_so(tmp_path):
+    trainee = Trainee((1, 1, 1), dtype=torch.float32)
+    name = "layers.1.mlp.gate.e_score_correction_bias"
+    with pytest.raises(ValueError, match=rf"stored so:\n  {name} is stored in bf16$"):
+        save(tmp_path, trainee.state | {name: trainee.state[name].bfloat16()}, step=1, plan=trainee.plan)
+    assert latest(tmp_path) is None and not list(tmp_path.glob(".tmp-*"))
+
+
+def test_torch_reads_it(two):
+    metadata = FileSystemReader(two / "step-00000002").read_metadata()
+    assert metadata.state_dict_metadata["a.weight"].size == (4, 2)
+
+
+@pytest.mark.parametrize("arguments, message", [
+    ({"step": -1}, "step must be a number"), ({"step": 3, "extra": {1, 2}}, "extra must be what JSON can hold"),
+    ({"step": 3, "config": Path()}, "config must be what JSON can hold"),
+])  # fmt: skip
+def test_wrong_arguments(two, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        save(two, state_of(3), **arguments)
+    assert steps_in(two) == [1, 2]
+
+
+# -- retention and commits
+
+
+@pytest.mark.parametrize("keep_last, keep_every, kept", [
+    (None, None, [1, 2, 3, 4, 5, 6, 7]), (1, None, [7]), (2, None, [6, 7]), (2, 3, [3, 6, 7]), (1, 2, [2, 4, 6, 7]),
+])  # fmt: skip
+def test_retention(tmp_path, keep_last, keep_every, kept):
+    with Checkpoints(tmp_path, keep_last=keep_last, keep_every=keep_every) as checkpoints:
+        for step in range(1, 8):
+            checkpoints.save(state_of(step), step=step)
+    assert steps_in(tmp_path) == kept
+    assert {path.name for path in tmp_path.iterdir()} == {f"step-{s:08}" for s in kept} | {"latest", ".lock"}
+
+
+def test_the_newest_is_the_last_committed(tmp_path):
+    """A run that went back to step 1 goes on from there, however far another had come."""
+    with Checkpoints(tmp_path, keep_last=2) as checkpoints:
+        for step in (1, 9, 2):
+            checkpoints.save(state_of(step), step=step)
+    assert latest(tmp_path).name == "step-00000002" and steps_in(tmp_path) == [2, 9]
+
+
+def test_the_same_step_again(two):
+    (two / "step-00000001" / "manifest.json").unlink()
+    for step in (1, 2):
+        assert save(two, state_of(step + 10), step=step) == two / f"step-{step:08}"
+    assert steps_in(two) == [1, 2] and len(list(two.glob("step-*"))) == 2
+    state = state_of(0)
+    load(two, state)
+    assert is_step(state, 12)
+
+
+def test_what_dead_jobs_left_is_removed(two):
+    for name in (".tmp-step-00000003-ab", ".del-step-00000000-cd"):
+        (two / name).mkdir()
+        (two / name / "__0_0.distcp").write_text("half")
+    (two / "of mine").mkdir()
+    assert steps_in(two) == [1, 2]
+    save(two, state_of(3), step=3)
+    assert {path.name for path in two.iterdir() if not path.name.startswith("step")} == {"of mine", "latest", ".lock"}
+
+
+def test_one_job_at_a_time(tmp_path):
+    with Checkpoints(tmp_path), pytest.raises(ValueError, match="another job saves to"):
+        Checkpoints(tmp_path)
+    Checkpoints(tmp_path).close()
+
+
+def test_a_file_in_place_of_the_directory(tmp_path):
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file", tmp_path / "file" / "in it"):
+        with pytest.raises(ValueError, match="checkpoints cannot be saved to"):
+            Checkpoints(path)
+    with pytest.raises(ValueError, match="is a file"):
+        latest(tmp_path / "file")
+
+
+def test_a_directory_that_refuses(two, monkeypatch):
+    """As root may write anywhere, by a system call that fails."""
+    def refuse(self, *arguments, **more):
+        raise PermissionError(13, "Permission denied", str(self))
+
+    with Checkpoints(two) as checkpoints, monkeypatch.context() as patch:
+        patch.setattr(Path, "mkdir", refuse)
+        with pytest.raises(PermissionError):
+            checkpoints.save(state_of(3), step=3)
+        checkpoints.save_async(state_of(4), step=4)
+        with pytest.raises(RuntimeError, match=r"step 4 was not saved: .*Permission denied"):
+            checkpoints.wait()
+    assert load(two, state_of(0)).manifest.step == 2
+
+
+@pytest.mark.parametrize("at", ["write_metadata", "commit", "retire"])
+def test_a_disk_that_fails_on_the_way(two, monkeypatch, at):
+    def fail(*arguments):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(f"dualpipe.checkpoint.native_save.{at}", fail)
+        if at == "retire":  # committed already
+            with pytest.warns(UserWarning, match="is saved, but"):
+                save(two, state_of(3), step=3)
+        else:
+            with pytest.raises(OSError, match="No space left"):
+                save(two, state_of(3), step=3)
+    assert steps_in(two) == ([1, 2, 3] if at == "retire" else [1, 2])
+    assert not list(two.glob(".tmp-*"))
+
+
+# -- what does not fit
+
+
+def test_every_difference_at_once_and_nothing_touched(two):
+    model = {"a.weight": torch.zeros(4, 3), "b.weight": torch.zeros(7), "b.weigth": torch.zeros(1),
+             "scalar": torch.zeros(())}  # fmt: skip
+    before = copy.deepcopy(model)
+    with pytest.raises(ValueError) as caught:
+        load(two, model)
+    assert str(caught.value).split("\n  ")[1:] == [
+        "a.weight has shape (4, 2) in the checkpoint, (4, 3) in the model",
+        "b.weight is bf16 in the checkpoint, fp32 in the model",
+        "b.weigth is missing from the checkpoint; the nearest name is b.weight",
+        "count is in the checkpoint only",
+    ]
+    assert all(torch.equal(model[name], before[name]) for name in model)
+
+
+def test_allowed_differences(two):
+    model = {"a.weight": torch.zeros(4, 3), "b.weight": torch.zeros(7), "new": torch.zeros(1),
+             "scalar": torch.zeros(())}  # fmt: skip
+    with pytest.raises(ValueError, match=r"`allow`:\n  count is in the checkpoint only$"):
+        load(two, model, allow=["*.weight", "new"])
+    with pytest.warns(UserWarning):
+        loaded = load(two, model, allow=["*.weight", "new", "c?unt"])
+    assert len(loaded.allowed) == 4
+    assert torch.equal(model["b.weight"], torch.full((7,), 2.0)) and model["scalar"] == 2
+    assert not model["a.weight"].any() and not model["new"].any()
+
+
+def test_a_checkpoint_of_another_model(tmp_path):
+    trainee = Trainee((1, 1, 1))
+    save(tmp_path, trainee.state, step=1)
+    other = Trainee((1, 1, 1), num_hidden_layers=4, hidden_size=16)
+    other.fill(5)
+    with pytest.raises(ValueError, match=r"layers\.4.*in the checkpoint only") as caught:
+        load(tmp_path, other.state)
+    assert "norm.weight has shape (32,) in the checkpoint, (16,) in the model" in str(caught.value)
+    assert not other.wrong(5)
+
+
+# -- damage
+
+
+def truncate(file):
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def empty(file):
+    os.truncate(file, 0)
+
+
+def flip(file, at=None, bit=0):
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2 if at is None else at] ^= 1 << bit
+    file.write_bytes(content)
+
+
+def link_out(file):
+    outside = file.parents[2] / f"{file.parents[1].name} outside"
+    outside.write_bytes(file.read_bytes())
+    file.unlink()
+    file.symlink_to(outside)
+
+
+@pytest.mark.parametrize("damage", [truncate, empty, flip, Path.unlink, link_out])
+@pytest.mark.parametrize("name", FILES)
+def test_damage_of_any_file(two, name, damage):
+    damage(two / "step-00000002" / name)
+    assert verify(two / "step-00000002") and not verify(two / "step-00000001")
+    state = state_of(0)
+    with pytest.raises(ValueError, match=f"step-00000002.*{name}" if name != "manifest.json" else "manifest"):
+        load(two / "step-00000002", state)
+    assert is_step(state, 0)
+    with pytest.warns(UserWarning, match="step-00000002"):
+        loaded = load(two, state)
+    assert loaded.manifest.step == 1 and is_step(state, 1) and len(loaded.damaged) == 1
+    (two / "step-00000001" / "rank-00000.json").unlink()
+    with pytest.raises(ValueError, match="has no checkpoint that is whole"):
+        load(two, state)
+    assert is_step(state, 1)
+
+
+def test_no_flipped_bit_is_loaded(two):
+    generator = random.Random(0)
+    path = two / "step-00000002"
+    for name in FILES:
+        sound = (path / name).read_bytes()
+        for _ in range(40):
+            flip(path / name, generator.randrange(len(sound)), generator.randrange(8))
+            state = state_of(0)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                step = load(two, state).manifest.step
+            assert is_step(state, step) and (step == 1 or name == "manifest.json")  # between two tokens nothing is lost
+            (path / name).write_bytes(sound)
+
+
+def test_latest_and_load_where_there_is_nothing(tmp_path):
+    assert latest(tmp_path) is None and latest(tmp_path / "none") is None
+    with pytest.raises(ValueError, match="there is none at all"):
+        load(tmp_path, state_of(0))
+    save(tmp_path, state_of(1), step=1)
+    (tmp_path / "latest").write_text("step-00000077\n")
+    assert latest(tmp_path).name == "step-00000001"
+    (tmp_path / "step-00000001" / "manifest.json").unlink()
+    with pytest.raises(ValueError, match="no complete checkpoint"):  # not None: a run would start anew
+        latest(tmp_path)
+
+
+def test_a_link_in_place_of_a_checkpoint(two, tmp_path_factory):
+    outside = save(tmp_path_factory.mktemp("outside"), state_of(3), step=3)
+    (two / "step-00000003").symlink_to(outside)
+    with pytest.warns(UserWarning, match="is a link out of its directory"):
+        assert load(two, state_of(0)).manifest.step == 2
+    (two / "mine").symlink_to(outside)  # one that the caller names
+    assert load(two / "mine", state_of(0)).manifest.step == 3
+
+
+# -- files that are made to do harm: with checksums that are right
+
+
+def forge(path, name, content, **changes):
+    (path / name).write_bytes(content)
+    manifest = json.loads((path / "manifest.json").read_text())["manifest"] | changes
+    manifest["files"][name] = [len(content), sha256(content).hexdigest()]
+    digest = sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+    (path / "manifest.json").write_text(json.dumps({"sha256": digest, "manifest": manifest}))
+
+
+class Harm:
+    def __init__(self, file):
+        self.file = file
+
+    def __reduce__(self):
+        return os.system, (f"touch '{self.file}'",)
+
+
+def metadata_with(path, change):
+    metadata = FileSystemReader(path).read_metadata()
+    change(metadata)
+    return pickle.dumps(metadata)
+
+
+@pytest.mark.parametrize("make, message", [
+    (lambda path, harm: pickle.dumps(harm), "asks for posix.system"),
+    (lambda path, harm: b"cos\nsystem\n(S'true'\ntR.", "asks for os.system"),
+    (lambda path, harm: b"ctorch.distributed.checkpoint.metadata\nos.system\n(S'true'\ntR.", "asks for"),
+    (lambda path, harm: b"ctorch.distributed.checkpoint.metadata\nos\n.", "asks for"),
+    (lambda path, harm: b"ctorch\nload\n.", "asks for torch.load"),
+    (lambda path, harm: pickle.dumps([1]), "holds no description"),
+    (lambda path, harm: metadata_with(path, lambda m: m.state_dict_metadata.update(
+        count=BytesStorageMetadata())), "'count' is no tensor but a pickle"),
+    (lambda path, harm: metadata_with(path, lambda m: [setattr(place, "relative_path", "../../secret")
+        for place in m.storage_data.values()]), "'../../secret', none of its files"),
+])  # fmt: skip
+def test_metadata_that_would_do_harm(two, tmp_path, make, message):
+    path, harm = two / "step-00000002", tmp_path / "harmed"
+    forge(path, ".metadata", make(path, Harm(harm)))
+    with pytest.raises(ValueError, match=message):
+        load(path, state_of(0))
+    assert message.replace("\\", "") in verify(path)[0]
+    with pytest.warns(UserWarning, match="step-00000002"):
+        assert load(two, state_of(0)).manifest.step == 1
+    assert not harm.exists()
+
+
+def test_a_tensor_that_would_do_harm(two, tmp_path):
+    path, harm = two / "step-00000002", tmp_path / "harmed"
+    content = bytearray((path / "__0_0.distcp").read_bytes())
+    evil = pickle.dumps(Harm(harm), protocol=2)
+    for place in FileSystemReader(path).read_metadata().storage_data.values():
+        content[place.offset : place.offset + len(evil)] = evil
+    forge(path, "__0_0.distcp", bytes(content))
+    with pytest.raises(Exception, match=r"(?i)weights.only"):
+        load(path, state_of(0))
+    assert not harm.exists()
+
+
+@pytest.mark.parametrize("name", ["../outside", "/etc/hostname", "..", "a/b"])
+def test_a_manifest_that_leads_out(two, name):
+    path = two / "step-00000002"
+    forge(path, ".metadata", (path / ".metadata").read_bytes(), files={name: [0, ""]})
+    with pytest.raises(ValueError, match="not the plain name of a file; refused"):
+        read_manifest(path)

@@ -1,0 +1,242 @@
+"""Saving in the background: isolated from training, one at a time, and no failure is lost."""
+
+import errno
+import os
+import resource
+import subprocess
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from dualpipe.checkpoint import Checkpoints, latest, load, native_save, save, verify
+from dualpipe.checkpoint.native_staging import HostMemory
+from dualpipe.checkpoint.native_state import parts_of
+from dualpipe.parallel.mesh import build_mesh, dense_mesh
+from ranks import run_ranks
+
+
+def state_of(value, size=1000):
+    return {"weight": torch.full((size, 3), float(value)), "bias": torch.full((5,), value, dtype=torch.bfloat16)}
+
+
+def stored(path, size=1000):
+    state = state_of(0, size)
+    load(path, state)
+    assert not verify(path)
+    return {name: tensor.flatten()[0].item() for name, tensor in state.items()}
+
+
+@pytest.mark.parametrize("kind", ["thread", "process"])
+def test_isolated_from_what_changes_afterwards(tmp_path, kind):
+    state, extra = state_of(1), {"position": [1]}
+    with Checkpoints(tmp_path, kind=kind) as checkpoints:
+        for value in (1, 2, 3):  # the memory is used again
+            checkpoints.save_async(state, step=value, extra=extra)
+            torch.rand(3)
+            for tensor in state.values():
+                tensor.fill_(value + 1)
+            extra["position"][0] = value + 1
+        assert checkpoints.wait() == tmp_path / "step-00000003"
+        assert checkpoints.wait() is None
+    for value in (1, 2, 3):
+        path = tmp_path / f"step-{value:08}"
+        assert stored(path) == {"weight": value, "bias": value}
+        assert load(path, state_of(0)).manifest.extra == {"position": [value]}
+
+
+def test_one_copy_in_views_no_larger_than_their_tensors():
+    wide = torch.arange(24.0).view(4, 6)
+    state = {"view": wide[:, 1:3], "none": torch.zeros(0, 3), "number": torch.tensor(2.0), "flag": torch.tensor(True)}
+    memory = HostMemory(shared=True)
+    for _ in range(2):
+        parts = memory.parts(memory.copy(parts_of(state)))
+        for name, part in parts.items():
+            assert torch.equal(part.tensor, state[name]) and part.tensor.dtype is state[name].dtype
+            assert part.tensor.untyped_storage().nbytes() == part.tensor.nbytes
+    assert memory.size == 3 * 64
+    memory.close()
+
+
+@pytest.mark.parametrize("how", ["save", "save_async"])
+def test_the_second_waits(tmp_path, monkeypatch, how):
+    release, order = threading.Event(), []
+    write = native_save.write_parts
+
+    def slowly(*arguments):
+        release.wait(10)
+        order.append("written")
+        return write(*arguments)
+
+    with Checkpoints(tmp_path) as checkpoints:
+        with monkeypatch.context() as patch:
+            patch.setattr(native_save, "write_parts", slowly)
+            checkpoints.save_async(state_of(1), step=1)
+            order.append("returned")
+            threading.Timer(0.3, release.set).start()
+            start = time.monotonic()
+            getattr(checkpoints, how)(state_of(2), step=2)
+            assert time.monotonic() - start > 0.2
+        order.append("second")
+    assert order[:2] == ["returned", "written"]
+    assert stored(tmp_path / "step-00000001")["weight"] == 1
+    assert stored(tmp_path / "step-00000002")["weight"] == 2
+
+
+def test_a_failure_is_raised_once_at_the_next_save_or_at_the_end(tmp_path, monkeypatch):
+    def fail(*arguments):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(state_of(1), step=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(native_save, "write_parts", fail)
+        for next_call in (lambda: checkpoints.save(state_of(3), step=3), checkpoints.wait, checkpoints.close):
+            checkpoints.save_async(state_of(2), step=2)
+            with pytest.raises(RuntimeError, match=r"step 2 was not saved: .*No space left"):
+                next_call()
+    assert latest(tmp_path).name == "step-00000001" and not list(tmp_path.glob(".tmp-*"))
+    with pytest.raises(KeyError) as caught, Checkpoints(tmp_path) as checkpoints:
+        with monkeypatch.context() as patch:
+            patch.setattr(native_save, "write_parts", fail)
+            checkpoints.save_async(state_of(2), step=2)
+            checkpoints._pending.exception(10)
+        raise KeyError("of the run")
+    assert "step 2 was not saved" in caught.value.__notes__[0]
+
+
+def test_a_writer_that_is_killed_is_reported_and_replaced(tmp_path):
+    with Checkpoints(tmp_path, kind="process") as checkpoints:
+        checkpoints.save_async(state_of(1), step=1)
+        checkpoints.wait()
+        writer = checkpoints._process._process
+        writer.kill()
+        writer.wait()
+        checkpoints.save_async(state_of(2), step=2)  # finds it dead: starts another
+        checkpoints.wait()
+        other = checkpoints._process._process
+        assert other.pid != writer.pid
+        os.kill(other.pid, 19)  # SIGSTOP: it dies while it should write
+        checkpoints.save_async(state_of(3, 100_000), step=3)
+        other.kill()
+        with pytest.raises(RuntimeError, match=r"step 3 was not saved: .*has died"):
+            checkpoints.wait()
+    assert stored(latest(tmp_path))["weight"] == 2
+
+
+# -- ranks
+
+
+def fill_a_disk(rank, folder, kind):
+    """Rank 1 cannot write more than 100 KB into a file."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000 if rank == 1 else resource.RLIM_INFINITY, -1))
+    mesh, raised = build_mesh(2, 1, 1, torch.device("cpu")), []
+    with Checkpoints(folder, mesh, kind=kind) as checkpoints:
+        checkpoints.save({f"{rank}": torch.ones(10)}, step=1)
+        big = {f"{rank}": torch.ones(100_000)}
+        calls = [lambda: checkpoints.save(big, step=2),
+                 lambda: (checkpoints.save_async(big, step=3), checkpoints.wait())]  # fmt: skip
+        for call in calls if kind == "thread" else calls[1:]:
+            try:
+                call()
+            except RuntimeError as error:
+                raised.append(str(error))
+        checkpoints.save_async({f"{rank}": torch.full((10,), 2.0)}, step=4)
+    return raised
+
+
+@pytest.mark.parametrize("kind", ["thread", "process"])
+def test_a_file_that_cannot_grow_on_one_rank(tmp_path, kind):
+    first, second = run_ranks(fill_a_disk, 2, str(tmp_path), kind)
+    assert first == second and len(first) == (2 if kind == "thread" else 1)
+    assert all("rank 1: " in text and "File too large" in text for text in first)
+    assert sorted(path.name for path in tmp_path.glob("*step*")) == ["step-00000001", "step-00000004"]
+    assert not verify(latest(tmp_path))
+
+
+def test_a_full_disk(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", disk], capture_output=True).returncode:
+        pytest.skip("no file system can be mounted here")
+    try:
+        with Checkpoints(disk / "checkpoints") as checkpoints:
+            checkpoints.save(state_of(1, 50_000), step=1)
+            for step in (2, 3):  # 0.6 MB fits once more: the first goes only when the next is there
+                checkpoints.save(state_of(step, 50_000), step=step)
+            with pytest.raises(OSError, match="No space left"):
+                checkpoints.save(state_of(4, 50_000), step=4)
+            checkpoints.save_async(state_of(5, 50_000), step=5)
+            with pytest.raises(RuntimeError, match=r"step 5 was not saved: .*No space left"):
+                checkpoints.wait()
+            checkpoints.save(state_of(6, 10), step=6)
+        assert stored(disk / "checkpoints" / "step-00000003", 50_000)["weight"] == 3
+        assert stored(latest(disk / "checkpoints"), 10)["weight"] == 6
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+def damaged_for_all(rank, folder, whole):
+    mesh = build_mesh(1, 2, 1, torch.device("cpu"))
+    wide = distribute_tensor(torch.zeros(1000, 3), dense_mesh(mesh), [Shard(0)])
+    state = {"weight": wide, "bias": torch.zeros(5, dtype=torch.bfloat16)}
+    raised = ""
+    try:
+        loaded = load(folder, state, mesh=mesh)
+    except ValueError as error:
+        raised = str(error)
+    assert isinstance(wide, DTensor)
+    return raised, (loaded.manifest.step, loaded.damaged) if not raised else None, wide.to_local()[0, 0].item()
+
+
+def test_ranks_agree_on_what_is_damaged(tmp_path):
+    for step in (1, 2):
+        save(tmp_path, state_of(step), step=step)
+    (tmp_path / "step-00000002" / "rank-00000.json").write_text("{}")  # read by rank 1 alone
+    results = run_ranks(damaged_for_all, 2, str(tmp_path), True)
+    assert results[0] == results[1] and results[0][1][0] == 1 and results[0][2] == 1
+    assert "rank-00000.json has 2 bytes" in results[0][1][1][0]
+    (tmp_path / "step-00000001" / "__0_0.distcp").write_text("")
+    results = run_ranks(damaged_for_all, 2, str(tmp_path), False)
+    assert results[0] == results[1] and "no checkpoint that is whole" in results[0][0] and results[0][2] == 0
+
+
+def beside_training(rank, folder):
+    """Collectives of training go on while a save is in flight, in another order on each rank."""
+    mesh = build_mesh(2, 1, 1, torch.device("cpu"))
+    with Checkpoints(folder, mesh) as checkpoints:
+        for step in range(5):
+            checkpoints.save_async({f"{rank}": torch.full((100_000,), float(step))}, step=step)
+            for _ in range(30):
+                total = torch.ones(1)
+                dist.all_reduce(total)
+                assert total == 2
+    return True
+
+
+def test_collectives_of_training_are_not_disturbed(tmp_path):
+    assert run_ranks(beside_training, 2, str(tmp_path)) == [True, True]
+    assert len(list(tmp_path.glob("step-*"))) == 5 and not verify(latest(tmp_path))
+
+
+def one_is_gone(rank, folder):
+    mesh = build_mesh(2, 1, 1, torch.device("cpu"))
+    checkpoints = Checkpoints(folder, mesh, timeout=timedelta(seconds=3))
+    checkpoints.save({f"{rank}": torch.ones(3)}, step=1)
+    if rank == 1:
+        time.sleep(6)  # alive, but never comes
+        os._exit(0)
+    start = time.monotonic()
+    with pytest.raises(RuntimeError):
+        checkpoints.save({f"{rank}": torch.ones(3)}, step=2)
+    return time.monotonic() - start
+
+
+def test_a_rank_that_does_not_come_is_noticed(tmp_path):
+    waited, _ = run_ranks(one_is_gone, 2, str(tmp_path), check=False)
+    assert 2 < waited < 6
+    assert latest(tmp_path).name == "step-00000001" and not verify(latest(tmp_path))

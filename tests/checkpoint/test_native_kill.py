@@ -1,0 +1,112 @@
+"""SIGKILL at random moments while checkpoints are written: what was committed stays whole, and the next run goes on."""
+
+import json
+import os
+import random
+import subprocess
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from dualpipe.checkpoint import Checkpoints, latest, load, verify
+from dualpipe.checkpoint.native_folder import scan
+from dualpipe.parallel.mesh import build_mesh, dense_mesh
+from ranks import run_ranks
+
+ROWS = 200_000  # 2.4 MB on each rank, so that a good part of the time is spent in each phase
+HOW = ["sync", "thread", "process"]
+
+
+def state_on(mesh):
+    """Sharded, the same on both, and in either alone."""
+    sharded = distribute_tensor(torch.zeros(ROWS, 4), dense_mesh(mesh), [Shard(0)])
+    own = torch.zeros(ROWS)
+    return {"sharded": sharded, "same": torch.zeros(ROWS), f"own.{dist.get_rank()}": own}
+
+
+def save_until_killed(rank, folder, how, victims, delay):
+    """Go on from the newest checkpoint and save every step; `victims` are killed `delay` s after the first save."""
+    mesh = build_mesh(1, 2, 1, torch.device("cpu"))
+    state, step = state_on(mesh), 0
+    kind = "process" if how == "process" else "thread"
+    with Checkpoints(folder, mesh, kind=kind, keep_last=2, timeout=timedelta(seconds=10)) as checkpoints:
+        if latest(folder) is not None:
+            step = load(folder, state, mesh=mesh).manifest.step
+            for tensor in state.values():
+                assert torch.equal(tensor, torch.full_like(tensor, float(step)))
+        pids = [None, None]
+        for attempt in range(1000):
+            step += 1
+            for tensor in state.values():
+                tensor.fill_(float(step))
+            save = checkpoints.save if how == "sync" else checkpoints.save_async
+            save(state, step=step)
+            if attempt == 0:
+                checkpoints.wait()
+                dist.all_gather_object(pids, (os.getpid(), how == "process" and checkpoints._process._process.pid))
+                if rank == 0:
+                    Path(folder, "writers.json").write_text(json.dumps([writer for _, writer in pids]))
+                    targets = " ".join(str(pids[victim][0]) for victim in victims)
+                    subprocess.Popen(["sh", "-c", f"sleep {delay:.3f}; kill -9 {targets}"])
+    return step
+
+
+def whole_state():
+    return {"sharded": torch.zeros(ROWS, 4), "same": torch.zeros(ROWS), "own.0": torch.zeros(ROWS),
+            "own.1": torch.zeros(ROWS)}  # fmt: skip
+
+
+def kill(folder, how, victims, delay):
+    """One run that is killed: (its newest step, whether it left something half done); fails unless that is whole."""
+    outcome = run_ranks(save_until_killed, 2, str(folder), how, victims, delay, check=False, timeout=120)
+    for rank, result in enumerate(outcome):
+        assert isinstance(result, ChildProcessError if rank in victims else RuntimeError), result
+    for writer in json.loads((folder / "writers.json").read_text()) if how == "process" else ():
+        wait_until_gone(writer)
+    for path in folder.glob("step-*"):
+        assert not verify(path), path
+    assert not scan(folder).damaged
+    state = whole_state()
+    loaded = load(folder, state)
+    assert loaded.path == latest(folder) and not loaded.damaged
+    for name, tensor in state.items():
+        assert torch.equal(tensor, torch.full_like(tensor, float(loaded.manifest.step))), name
+    return loaded.manifest.step, bool(list(folder.glob(".*-step*")))
+
+
+def wait_until_gone(pid):
+    for _ in range(100):
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z":
+                return
+        except FileNotFoundError:
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"the writer {pid} lives on")
+
+
+def kill_often(folder, how, times):
+    generator, before, halves = random.Random(how), 0, 0
+    for attempt in range(times):
+        victims = [(0,), (1,), (0, 1)][attempt % 3]
+        step, half = kill(folder, how, victims, generator.uniform(0, 0.4))
+        assert step > before  # the run before was resumed from
+        before, halves = step, halves + half
+    return halves
+
+
+@pytest.mark.parametrize("how, times", [("sync", 5), ("thread", 5), ("process", 2)])
+def test_killed_a_dozen_times(tmp_path, how, times):
+    assert kill_often(tmp_path, how, times) or how == "process"  # some hit the writing itself
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("how", HOW)
+def test_killed_many_times(tmp_path, how):
+    assert kill_often(tmp_path, how, 30) > 5

@@ -1,0 +1,128 @@
+"""A checkpoint of any layout is loaded in any other, bit for bit."""
+
+from math import prod
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dualpipe.checkpoint import Checkpoints, latest, load, verify
+from dualpipe.checkpoint.native_folder import read_manifest
+from dualpipe.checkpoint.native_store import read_metadata
+from native import Trainee
+from ranks import run_ranks
+
+LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (1, 2, 2)]
+FAST = [(1, 1, 1), (2, 1, 2), (1, 2, 2)]
+
+
+def write(rank, folder, shape, how):
+    trainee = Trainee(shape)
+    trainee.fill(7)
+    torch.manual_seed(100 + rank)
+    kind = "process" if how == "process" else "thread"
+    with Checkpoints(folder, trainee.mesh, kind=kind) as checkpoints:
+        if how == "sync":
+            checkpoints.save(trainee.state, step=3, plan=trainee.plan, extra={"loader": [1, 2]})
+        else:
+            checkpoints.save_async(trainee.state, step=3, plan=trainee.plan, extra={"loader": [1, 2]})
+            trainee.wreck()
+    return torch.rand(1).item()
+
+
+def read(rank, folders, shape):
+    found = {}
+    trainee = Trainee(shape)
+    for saved, folder in folders.items():
+        trainee.wreck()
+        loaded = load(folder, trainee.state, mesh=trainee.mesh)
+        trainee.optimizer.round_parameters()
+        assert (loaded.manifest.step, loaded.manifest.extra) == (3, {"loader": [1, 2]})
+        assert loaded.random_restored == (saved == shape)
+        found[saved] = trainee.wrong(7), torch.rand(1).item()
+    return found
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Makes the checkpoint of a layout when it is first asked for: (its directory, the next random number by rank)."""
+    made = {}
+
+    def get(shape, how="sync"):
+        if (shape, how) not in made:
+            folder = tmp_path_factory.mktemp("layout") / "checkpoints"
+            made[shape, how] = str(folder), run_ranks(write, prod(shape), str(folder), shape, how)
+        return made[shape, how]
+
+    return get
+
+
+def check(saved, sources, target, how="sync"):
+    folders = {shape: saved(shape, how)[0] for shape in sources}
+    for rank, found in enumerate(run_ranks(read, prod(target), folders, target)):
+        for shape in sources:
+            wrong, number = found[shape]
+            assert not wrong, (shape, target)
+            if shape == target:  # the random numbers go on
+                assert number == saved(shape, how)[1][rank]
+    if len(folders) > 1 and prod(target) > 1:  # derived: other ones on each rank
+        numbers = [found[shape][1] for shape in sources if shape != target][:1]
+        assert len(set(numbers)) == len(numbers)
+
+
+@pytest.mark.parametrize("target", FAST, ids=str)
+def test_some_pairs(saved, target):
+    check(saved, FAST, target)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", LAYOUTS, ids=str)
+def test_every_pair(saved, target):
+    check(saved, LAYOUTS, target)
+
+
+@pytest.mark.parametrize("how", ["thread", "process"])
+def test_saved_in_the_background(saved, how):
+    check(saved, [(2, 1, 2)], (1, 2, 2), how)
+
+
+def test_the_files_do_not_depend_on_the_layout(saved):
+    described = []
+    for shape in FAST:
+        path = latest(saved(shape)[0])
+        assert not verify(path)
+        manifest = read_manifest(path)
+        stored = read_metadata(path, manifest.files).state_dict_metadata
+        described.append({name: (entry.size, entry.properties.dtype) for name, entry in stored.items()})
+        assert {dtype for _, dtype in described[-1].values()} == {torch.float32}
+        bytes_stored = sum(prod(size) * 4 for size, _ in described[-1].values())
+        tensors = sum(info.size for name, info in manifest.files.items() if name.endswith(".distcp"))
+        assert tensors < bytes_stored + 3000 * sum(len(e.chunks) for e in stored.values())  # nothing is stored twice
+        assert manifest.layout == dict(zip(("pp", "dp", "ep"), shape), world=prod(shape))
+        assert manifest.dtypes["norm.weight"]["save"] == "bf16"
+    assert described[0] == described[1] == described[2]
+    assert sum(name.startswith("optimizer/") for name in described[0]) > 100
+
+
+def mismatch(rank, folder):
+    trainee = Trainee((2, 1, 1))
+    trainee.fill(7)
+    problems = []
+    with Checkpoints(folder, trainee.mesh) as checkpoints:
+        for state, step in ((trainee.state, rank), ({"twice": torch.zeros(2 + rank)}, 1), ({}, "x" if rank else 1)):
+            try:
+                checkpoints.save(state, step=step)
+            except ValueError as error:
+                problems.append(str(error))
+        checkpoints.save(trainee.state, step=5)
+        dist.barrier()
+    return problems
+
+
+def test_what_fails_on_one_rank_raises_on_all(tmp_path):
+    first, second = run_ranks(mismatch, 2, str(tmp_path))
+    assert first == second
+    assert "the same step; got [0, 1]" in first[0]
+    assert "twice is fp32 (3,) on rank 1, and another" in first[1]
+    assert "rank 1: step must be a number" in first[2]
+    assert latest(tmp_path).name == "step-00000005" and not list(tmp_path.glob(".tmp*"))

@@ -1,0 +1,69 @@
+"""A small sharded model with its optimizer whose every tensor has values that its name alone decides."""
+
+from __future__ import annotations
+
+import torch
+
+from dualpipe.checkpoint import training_state
+from dualpipe.checkpoint.native_state import parts_of
+from dualpipe.models import config_from_dict
+from dualpipe.nn.init import seeded_normal_
+from dualpipe.parallel.mesh import build_mesh
+from dualpipe.schedule import build
+from dualpipe.train.model import build_model
+from dualpipe.train.optimizer import Optimizer
+
+# Five layers of two kinds over two or four stages; 6 experts, which four ranks do not share evenly; buffers in float32.
+CONFIG = {
+    "model_type": "deepseek_v3", "vocab_size": 61, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 5,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 12, "kv_lora_rank": 10, "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 8, "v_head_dim": 5, "n_routed_experts": 6, "n_shared_experts": 2, "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1,
+    "num_nextn_predict_layers": 0,
+}  # fmt: skip
+
+
+class Trainee:
+    """This rank's stages in a layout (pp, dp, ep), their optimizer and what a checkpoint holds of them."""
+
+    def __init__(self, shape, *, dtype=torch.bfloat16, **changes):
+        self.mesh = None if shape == (1, 1, 1) else build_mesh(*shape, torch.device("cpu"))
+        rank = 0 if self.mesh is None else self.mesh["pp"].get_local_rank()
+        self.model = build_model(
+            config_from_dict(CONFIG | changes), build("dualpipev", shape[0], 2 * shape[0]), rank, seed=0, dtype=dtype,
+            device=torch.device("cpu"), mesh=self.mesh,
+        )  # fmt: skip
+        self.optimizer = Optimizer(self.model.stages, lr=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+        self.plan = self.model.plan
+        self.state = training_state(self.model.stages, self.optimizer)
+
+    def fill(self, seed):
+        """Values by name; no two tensors alike."""
+        for name, tensor in self.state.items():
+            seeded_normal_(tensor, std=1.0, seed=seed, name=name)
+        self.optimizer.round_parameters()
+
+    def wreck(self):
+        """Values that nothing should have afterwards."""
+        for part in parts_of(self.state).values():
+            part.tensor.fill_(float("nan"))
+        for parameter in self.optimizer.parameters:
+            parameter.detach().fill_(float("nan"))
+
+    def wrong(self, seed):
+        """Names of tensors that are not, bit for bit, what `fill(seed)` makes."""
+        names = {id(t): name for stage in self.model.stages for name, t in stage.state_dict(keep_vars=True).items()}
+        found = {name: part.tensor.clone() for name, part in parts_of(self.state).items()}
+        parameters = {names[id(p)]: p for p in self.optimizer.parameters}
+        held = {name: part.tensor.clone() for name, part in parts_of(parameters).items()}
+        dtypes = {name: tensor.dtype for name, tensor in self.state.items()}
+        self.fill(seed)
+        expected = {name: part.tensor for name, part in parts_of(self.state).items()}
+        rounded = {name: part.tensor for name, part in parts_of(parameters).items()}
+        wrong = [name for name in expected if not _same(found[name], expected[name])]
+        wrong += [f"parameter {name}" for name in rounded if not _same(held[name], rounded[name])]
+        return wrong + [name for name, dtype in dtypes.items() if dtype is not torch.float32]
+
+
+def _same(actual, expected):
+    return actual.dtype is expected.dtype and torch.equal(actual, expected)
