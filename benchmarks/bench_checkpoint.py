@@ -40,7 +40,7 @@ from dualpipe.parallel.mesh import build_mesh
 
 SMALL = 100  # tensors of 4 KB, beside large ones
 GOALS = {  # at least (>=) or at most (<=)
-    "save / torch.save": (">=", 0.4), "load / torch.load": (">=", 0.2),  # both also make checksums, at 1.5 GB/s a core
+    "save / torch.save": (">=", 0.3), "load / torch.load": (">=", 0.2),  # both also make checksums, at 1.5 GB/s a core
     "thread: blocked / copy": ("<=", 3.0), "thread: memory / share": ("<=", 1.1),
     "process: blocked / copy": ("<=", 3.0), "process: memory / share": ("<=", 1.1),
 }  # fmt: skip
@@ -205,8 +205,10 @@ def table(row: dict[str, Any]) -> str:
     lines.append(f"{'copy':>12} {row['copy_s']:7.3f} s")
     for kind in ("thread", "process"):
         r = row[kind]
-        lines += [f"{kind:>12} {r['blocked_s']:7.3f} s blocked (first {r['first_s']:.3f} s) of {r['total_s']:.3f} s",
-                  f"{'':>12} Python beside it at {r['beside']:.2f} of its speed; {r['memory_bytes'] / 1e6:+.0f} MB"]
+        lines += [
+            f"{kind:>12} {r['blocked_s']:7.3f} s blocked (first {r['first_s']:.3f} s) of {r['total_s']:.3f} s",
+            f"{'':>12} Python beside it at {r['beside']:.2f} of its speed; {r['memory_bytes'] / 1e6:+.0f} MB",
+        ]
     return "\n".join(lines)
 
 

@@ -65,7 +65,8 @@ def load(path: str | PathLike[str], state: Mapping[str, Tensor], *, mesh: Device
     ranks.agree(lambda: read_parts(checkpoint.path, metadata, fitting))
     restored = ranks.agree(lambda: _restore_random(checkpoint, layout_of(mesh), ranks.rank, seed))
     if ranks.rank == 0:
-        for line in (*damaged, *allowed):
+        differing = [f"{len(allowed)} differences that are allowed, the first: {allowed[0]}"] if allowed else []
+        for line in (*damaged, *differing):
             warnings.warn(f"loading {checkpoint.path}: {line}", stacklevel=2)
     return Loaded(*checkpoint, restored, damaged, allowed)
 
@@ -165,5 +166,3 @@ def _restore_random(checkpoint: Checkpoint, layout: dict[str, int], rank: int, s
     else:
         native_random.derive(seed, checkpoint.manifest.step, rank)
     return same
-
-

@@ -35,9 +35,7 @@ class WriterProcess:
         command = [sys.executable, "-P", "-c", f"from {__name__} import main; main()"]
         with theirs:
             arguments = [str(theirs.fileno()), str(os.getpid())]
-            self._process = subprocess.Popen(
-                command + arguments, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
-            )
+            self._process = subprocess.Popen(command + arguments, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
         self._connection = Connection(ours.detach())
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from dualpipe.checkpoint import training_state
+from dualpipe.checkpoint.native_folder import scan
 from dualpipe.checkpoint.native_state import parts_of
 from dualpipe.models import config_from_dict
 from dualpipe.nn.init import seeded_normal_
@@ -67,3 +68,23 @@ class Trainee:
 
 def _same(actual, expected):
     return actual.dtype is expected.dtype and torch.equal(actual, expected)
+
+
+FILES = ["__0_0.distcp", ".metadata", "rank-00000.json", "manifest.json"]  # of a checkpoint of one process
+
+
+def state_of(step):
+    """Tensors full of `step`, in several dtypes and shapes; one is a view of a larger one."""
+    wide = torch.full((4, 6), float(step))
+    return {"a.weight": wide[:, 1:3], "b.weight": torch.full((7,), step, dtype=torch.bfloat16),
+            "count": torch.tensor(step), "scalar": torch.tensor(float(step))}  # fmt: skip
+
+
+def steps_in(directory):
+    return sorted(checkpoint.manifest.step for checkpoint in scan(directory).committed)
+
+
+def is_step(state, step):
+    expected = state_of(step)
+    return all(torch.equal(state[name], expected[name]) and state[name].dtype is expected[name].dtype
+               for name in expected)  # fmt: skip
