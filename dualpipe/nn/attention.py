@@ -16,16 +16,16 @@ dimension of queries and keys, V of values.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
 from dualpipe.nn.rotary import Rotary
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 
 class Context:
@@ -72,12 +72,9 @@ class Context:
     def blocks(self, window: int | None = None) -> BlockMask:
         """The same for FlexAttention: which blocks of keys a block of queries sees, in full or in part."""
         if window not in self._blocks:
-            # A tensor: a number would be compiled in, once for each window.
-            reach = torch.full((), self.length if window is None else window, device=self.device)
-            batch = None if self.documents_BS is None else len(self.documents_BS)
-            make = create_block_mask if self.device.type == "cpu" else _compiled(create_block_mask)
-            mask = _visibility(reach, self.documents_BS)
-            self._blocks[window] = make(mask, batch, None, self.length, self.length, device=self.device)
+            from dualpipe.nn import flex
+
+            self._blocks[window] = flex.make_blocks(self.length, window, self.documents_BS, self.device)
         return self._blocks[window]
 
 
@@ -123,52 +120,15 @@ def attend(
     if plain:
         grouped = q_BASD.shape[1] != k_BGSD.shape[1]  # fewer of torch's kernels do it
         return F.scaled_dot_product_attention(q_BASD, k_BGSD, v_BGSV, is_causal=True, enable_gqa=grouped, scale=scale)
-    return _compiled(attention_flex)(q_BASD, k_BGSD, v_BGSV, context.blocks(window), scale, sinks_A)
+    from dualpipe.nn import flex  # not at the top: it brings the compiler, half a second of every start
+
+    return flex.compiled(flex.attention_flex)(q_BASD, k_BGSD, v_BGSV, context.blocks(window), scale, sinks_A)
 
 
 def _has_kernel(q: Tensor, v: Tensor, plain: bool) -> bool:
     """FlexAttention multiplies tiles of at least 16 dimensions, and nothing fused has float64."""
     wide_enough = plain or min(q.shape[-1], v.shape[-1]) >= 16
     return q.device.type == "cuda" and v.dtype is not torch.float64 and wide_enough
-
-
-def attention_flex(
-    q_BASD: Tensor, k_BGSD: Tensor, v_BGSV: Tensor, blocks: BlockMask, scale: float, sinks_A: Tensor | None
-) -> Tensor:
-    """`attend` by FlexAttention (Dong et al., arXiv:2412.05496); to be compiled, so that the scores are not written.
-
-    A sink s adds e^s to the softmax's denominator Z = e^lse, so it scales the result by Z / (Z + e^s), which is
-    sigmoid(lse - s).
-    """
-    common = {"block_mask": blocks, "scale": scale, "enable_gqa": True}
-    if sinks_A is None:
-        return flex_attention(q_BASD, k_BGSD, v_BGSV, **common)
-    y_BASV, aux = flex_attention(q_BASD, k_BGSD, v_BGSV, **common, return_aux=AuxRequest(lse=True))
-    return apply_sinks(y_BASV, aux.lse, sinks_A)
-
-
-def apply_sinks(y_BASV: Tensor, lse_BAS: Tensor, sinks_A: Tensor) -> Tensor:
-    """What attention without sinks and its log-sum-exp become with them, in the dtype of the former."""
-    share_BAS = torch.sigmoid(lse_BAS - sinks_A.to(lse_BAS.dtype).unsqueeze(-1))
-    return (y_BASV * share_BAS.unsqueeze(-1)).to(y_BASV.dtype)
-
-
-def _visibility(reach: Tensor, documents_BS: Tensor | None) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """Whether a query sees a key, as FlexAttention asks it: by number of row, head, query and key."""
-
-    def near(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (key <= query) & (key > query - reach)
-
-    def near_in_document(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return near(row, head, query, key) & (documents_BS[row, query] == documents_BS[row, key])
-
-    return near if documents_BS is None else near_in_document
-
-
-@cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """One for the process: what is compiled once serves all layers, stages and micro-batches of the same sizes."""
-    return torch.compile(function)
 
 
 def attention_reference(

@@ -36,7 +36,9 @@ class Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """(..., H) -> (..., N)."""
         if torch.compiler.is_compiling():
-            return _uncompiled(self, x)
+            from dualpipe.nn.uncompiled import linear  # not at the top: it brings the compiler
+
+            return linear(self, x)
         weight, bias = self.weight, self.bias
         if not weight.is_leaf or (bias is not None and not bias.is_leaf):  # computed from others: pruning, weight norm
             return F.linear(x, weight, bias)
@@ -45,15 +47,6 @@ class Linear(nn.Linear):
             dtype = torch.get_autocast_dtype(x.device.type)
             x = x.to(dtype)
         return _Linear.apply(x, weight, bias, dtype)
-
-
-@torch.compiler.disable
-def _uncompiled(linear: Linear, x: Tensor) -> Tensor:
-    """A compiler must not trace the backward: whether to defer is asked each time.
-
-    It is kept out from the first line on, since it would look at each size of weight anew, up to its limit of eight.
-    """
-    return Linear.forward(linear, x)  # not that of a subclass, which has called this one
 
 
 class _Linear(torch.autograd.Function):

@@ -19,7 +19,6 @@ from typing import IO, Self
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from torch.utils.tensorboard import SummaryWriter
 
 METRICS = "metrics.jsonl"
 
@@ -61,6 +60,8 @@ class MetricsWriter:
 
     def __init__(self, folder: Path, *, total_steps: int, start_step: int = 0, console: Console | None = None) -> None:
         """`start_step`: steps already done. Lines that an earlier run left for later steps are kept in another file."""
+        from torch.utils.tensorboard import SummaryWriter  # for the one rank that writes
+
         make_folder(folder)
         self._file = _open_lines(folder / METRICS, start_step)
         self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=start_step + 1)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-
 from dualpipe.schedule import Schedule, simulate, to_svg
 from dualpipe.train.metrics import read_metrics
 
 
 def save_loss_curve(metrics: Path, picture: Path, *, unigram: float | None) -> None:
     """Draw training and held-out loss of a metrics.jsonl as PNG, with the loss of a unigram model as a line."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # half a second, for the one rank that draws
+    from matplotlib.figure import Figure
+
     rows = read_metrics(metrics)
     held_out = [(row["step"], row["eval_loss"]) for row in rows if row.get("eval_loss") is not None]
     figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")

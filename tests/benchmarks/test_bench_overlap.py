@@ -48,6 +48,7 @@ def test_writes_costs_for_the_schedule_command(tmp_path, capsys):
     assert [row["work"] for row in rows][:5] == ["F", "B", "I", "W", "F&F"] and len(rows) == 13
 
 
+@pytest.mark.slow
 def test_between_real_ranks(tmp_path, capsys):
     launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
     result = run_script("--device", "cpu", "--repeats", "1", "--group", "--costs", str(tmp_path), launcher=launcher)

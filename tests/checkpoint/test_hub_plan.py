@@ -73,7 +73,7 @@ def overlap(a, b):
     return all(max(p.start, q.start) < min(p.stop, q.stop) for p, q in zip(a, b))
 
 
-@pytest.mark.parametrize("config", [BIG, V3], ids=["qwen3-235b", "deepseek-v3"])
+@pytest.mark.parametrize("config", [pytest.param(BIG, marks=pytest.mark.slow), V3], ids=["qwen3-235b", "deepseek-v3"])
 def test_the_ranks_of_a_stage_read_everything_once(config):
     layout, header = Layout(16, 8, 8), header_of(config)
     read = defaultdict(list)

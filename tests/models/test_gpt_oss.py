@@ -345,8 +345,9 @@ def layout(rank: int, shape: tuple[int, int, int], schedule: str, packed: bool) 
 
 @pytest.mark.parametrize(
     ("shape", "schedule", "packed"),
-    [((2, 1, 1), "dualpipev", False), ((2, 1, 2), "dualpipev", False), ((2, 1, 2), "1f1b", False),
-     ((2, 1, 1), "dualpipev", True), ((2, 1, 2), "dualpipev", True)], ids=str,
+    [((2, 1, 1), "dualpipev", False), pytest.param((2, 1, 2), "dualpipev", False, marks=pytest.mark.slow),
+     ((2, 1, 2), "1f1b", False), pytest.param((2, 1, 1), "dualpipev", True, marks=pytest.mark.slow),
+     ((2, 1, 2), "dualpipev", True)], ids=str,
 )  # fmt: skip
 def test_pipelined_equals_the_whole_model(shape, schedule, packed):
     pp, dp, ep = shape

@@ -274,7 +274,7 @@ def broken_once(rank: int, shape: tuple[int, int, int], where: str) -> list[tupl
     mesh = build_mesh(*shape, torch.device("cpu"))
     common = {"seed": 0, "dtype": torch.float64, "device": torch.device("cpu")}
     stage_rank, pp = mesh["pp"].get_local_rank(), shape[0]
-    recompute = () if where == "forward" and pp > 1 else ("dispatch",)
+    recompute = ("dispatch",)
     model = build_model(CONFIG, build("dualpipev", pp, 4), stage_rank, mesh=mesh, recompute=recompute, **common)
     whole = build_whole(CONFIG, **common)
     tokens = torch.randint(CONFIG.vocab_size, (4, 8), generator=torch.Generator().manual_seed(2))
@@ -321,7 +321,7 @@ def broken_once(rank: int, shape: tuple[int, int, int], where: str) -> list[tupl
 
 
 @pytest.mark.parametrize("where", ["forward", "backward", "again"])
-@pytest.mark.parametrize("shape", [(2, 1, 2), (1, 1, 4)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 1, 2), pytest.param((1, 1, 4), marks=pytest.mark.slow)], ids=str)
 def test_a_failure_beside_tokens_in_flight_raises_everywhere_and_the_next_step_is_right(shape, where):
     for found in run_ranks(broken_once, 4, shape, where, timeout=90, group_timeout=20):
         for message, error in found:
@@ -356,8 +356,7 @@ def losses_of_training(rank: int, overlap: bool, recompute: tuple[str, ...]) -> 
 def test_losses_of_a_training_are_the_same_bits_however_it_is_run():
     expected = run_ranks(losses_of_training, 4, True, ())
     assert expected[0][0] != expected[0][-1]
-    for overlap, recompute in ((False, ()), (True, ("layer",)), (False, ("experts", "norms")),
-                               (True, ("layer", "dispatch"))):  # fmt: skip
+    for overlap, recompute in ((False, ()), (False, ("experts", "norms")), (True, ("layer", "dispatch"))):
         assert run_ranks(losses_of_training, 4, overlap, recompute) == expected
 
 

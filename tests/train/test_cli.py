@@ -77,7 +77,7 @@ def test_bf16(trained, run_folder, dualpipe):
     assert losses(run_folder, "bf16") == pytest.approx(losses(run_folder, "out"), rel=0.02)
 
 
-@pytest.mark.parametrize("pp", [2, 1])
+@pytest.mark.parametrize("pp", [pytest.param(2, marks=pytest.mark.slow), 1])
 def test_data_parallelism_gives_the_losses_of_twice_the_micro_batches(trained, run_folder, dualpipe, pp):
     out = f"dp{pp}"
     options = ("--parallel.dp", "2", "--parallel.pp", str(pp), "--train.num_chunks", "2", "--output.dir", out)
@@ -104,7 +104,7 @@ def test_loads_are_reported_without_any_option(trained, run_folder):
     assert "balance_loss" not in (run_folder / "out/metrics.jsonl").read_text()
 
 
-@pytest.mark.parametrize("level", ["sequence", "global"])
+@pytest.mark.parametrize("level", [pytest.param("sequence", marks=pytest.mark.slow), "global"])
 def test_router_losses_do_not_depend_on_the_layout(trained, run_folder, dualpipe, level):
     terms = ("--router.balance", "0.5", "--router.balance_level", level, "--router.z_loss", "0.1")
     layouts = {
@@ -145,6 +145,7 @@ def test_a_bias_update_without_a_bias(run_folder, dualpipe):
 # -- parity
 
 
+@pytest.mark.slow  # tests/train/test_parity.py has the same without the command
 def test_parity_of_two_pipelines(run_folder, dualpipe):
     good = dualpipe(run_folder, "parity", "run.toml", "--pp", "2", "--dp", "2", "--worst", "2")
     assert good.returncode == 0, good.stderr

@@ -114,6 +114,7 @@ def test_documents_apart_are_the_same_in_two_layouts_and_not_the_same_as_joined(
     assert joined[0] == pytest.approx(losses[0], abs=0.05) and joined != pytest.approx(losses, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_another_cut_trains_the_same(train):
     assert train("cut", "--parallel.layers_per_stage", "0", "2", "1", "1") == pytest.approx(train("even"), rel=1e-5)
 

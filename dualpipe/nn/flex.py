@@ -1,0 +1,62 @@
+"""Attention by FlexAttention (Dong et al., arXiv:2412.05496), for windows, documents and sinks on CUDA.
+
+Dimension letters as in `attention`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
+
+
+def make_blocks(length: int, window: int | None, documents_BS: Tensor | None, device: torch.device) -> BlockMask:
+    """Which blocks of keys a block of queries sees, in full or in part."""
+    # A tensor: a number would be compiled in, once for each window.
+    reach = torch.full((), length if window is None else window, device=device)
+    batch = None if documents_BS is None else len(documents_BS)
+    make = create_block_mask if device.type == "cpu" else compiled(create_block_mask)
+    return make(_visibility(reach, documents_BS), batch, None, length, length, device=device)
+
+
+def attention_flex(
+    q_BASD: Tensor, k_BGSD: Tensor, v_BGSV: Tensor, blocks: BlockMask, scale: float, sinks_A: Tensor | None
+) -> Tensor:
+    """`attend`; to be compiled, so that the scores are not written.
+
+    A sink s adds e^s to the softmax's denominator Z = e^lse, so it scales the result by Z / (Z + e^s), which is
+    sigmoid(lse - s).
+    """
+    common = {"block_mask": blocks, "scale": scale, "enable_gqa": True}
+    if sinks_A is None:
+        return flex_attention(q_BASD, k_BGSD, v_BGSV, **common)
+    y_BASV, aux = flex_attention(q_BASD, k_BGSD, v_BGSV, **common, return_aux=AuxRequest(lse=True))
+    return apply_sinks(y_BASV, aux.lse, sinks_A)
+
+
+def apply_sinks(y_BASV: Tensor, lse_BAS: Tensor, sinks_A: Tensor) -> Tensor:
+    """What attention without sinks and its log-sum-exp become with them, in the dtype of the former."""
+    share_BAS = torch.sigmoid(lse_BAS - sinks_A.to(lse_BAS.dtype).unsqueeze(-1))
+    return (y_BASV * share_BAS.unsqueeze(-1)).to(y_BASV.dtype)
+
+
+def _visibility(reach: Tensor, documents_BS: Tensor | None) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """Whether a query sees a key, as FlexAttention asks it: by number of row, head, query and key."""
+
+    def near(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key <= query) & (key > query - reach)
+
+    def near_in_document(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return near(row, head, query, key) & (documents_BS[row, query] == documents_BS[row, key])
+
+    return near if documents_BS is None else near_in_document
+
+
+@cache
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """One for the process: what is compiled once serves all layers, stages and micro-batches of the same sizes."""
+    return torch.compile(function)
