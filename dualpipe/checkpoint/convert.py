@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
-from dualpipe.checkpoint.hf import load_hf
+from dualpipe.checkpoint.hf import hub_dtypes, load_hf
 from dualpipe.checkpoint.hf_save import save_hf
-from dualpipe.checkpoint.native_folder import Checkpoint, is_checkpoint, latest, read_manifest
+from dualpipe.checkpoint.native_folder import find, is_checkpoint, latest, scan
 from dualpipe.checkpoint.native_load import load
 from dualpipe.checkpoint.native_save import save
 from dualpipe.checkpoint.native_state import training_state
@@ -26,11 +26,19 @@ _NAMES = {short_name(dtype): dtype for dtype in (torch.bfloat16, torch.float16, 
 
 
 def import_hf(source: str | PathLike[str], directory: str | PathLike[str]) -> Path:
-    """Write a Hugging Face checkpoint as step 0 of a run; returns its path. Raises ValueError as `load_hf` does."""
+    """Write a Hugging Face checkpoint as step 0 of a run; returns its path.
+
+    Raises ValueError as `load_hf` does, and for the directory of a run that is further: it would start again from these
+    weights, and delete its own in time.
+    """
+    found = scan(directory)
+    if found.damaged or any(each.manifest.step for each in found.committed):
+        raise ValueError(f"{directory} has checkpoints of a run; give a new directory")
     config = read_config(source)
     stages = _stages(config)
-    plan = _plan(stages, torch.float32)
-    load_hf(stages, source, None, plan)
+    load_hf(stages, source, None, _plan(stages, torch.float32))
+    # Recorded for an export: what the source keeps in float32 among narrower tensors stays so.
+    plan = _plan(stages, torch.bfloat16, hub_dtypes(source, config))
     return save(directory, training_state(stages), step=0, plan=plan, config={"model": config.to_dict()})
 
 
@@ -42,7 +50,10 @@ def export_checkpoint(
     Tensors are in `dtype`, but for those that the run kept in float32 while it computed in less. Raises ValueError for
     a checkpoint that does not say what model it is of, and for a target that exists.
     """
-    path, manifest = _opened(Path(source))
+    found = find(source)
+    if not found.committed:
+        raise ValueError(f"{source} has no checkpoint that is whole")
+    path, manifest = found.committed[0]
     if not isinstance(manifest.config, dict) or "model" not in manifest.config:
         raise ValueError(f"{path} does not say what model it is of; it was not saved by `dualpipe train`")
     config = config_from_dict(manifest.config["model"])
@@ -58,13 +69,6 @@ def is_of_a_run(path: str | PathLike[str]) -> bool:
     """Whether it is a checkpoint of this library, or a directory of them."""
     path = Path(path)
     return path.is_dir() and (is_checkpoint(path) or latest(path) is not None)
-
-
-def _opened(path: Path) -> Checkpoint:
-    newest = path if is_checkpoint(path) else latest(path)
-    if newest is None:
-        raise ValueError(f"{path} has no checkpoint")
-    return Checkpoint(newest, read_manifest(newest))
 
 
 def _stages(config: HubConfig) -> list[Stage]:

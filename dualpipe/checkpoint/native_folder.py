@@ -122,7 +122,13 @@ def latest(directory: str | PathLike[str]) -> Path | None:
 
 def read_manifest(path: str | PathLike[str]) -> Manifest:
     """What the checkpoint at `path` is; raises ValueError where that cannot be told."""
-    path = Path(path)
+    try:
+        return _read_manifest(Path(path))
+    except OSError as error:  # of the disk, or of permissions
+        raise ValueError(f"{path} cannot be read: {error}") from error
+
+
+def _read_manifest(path: Path) -> Manifest:
     if path.is_symlink() and path.resolve().parent != path.parent.resolve():
         raise ValueError(f"{path} is a link out of its directory; give {path.resolve()} if that is meant")
     file = path / MANIFEST
@@ -212,7 +218,7 @@ def lock(directory: Path) -> int | None:
 def begin(directory: Path, step: int) -> Path:
     """Remove what dead jobs left, and make the temporary directory of a new checkpoint."""
     for path in directory.iterdir():
-        if path.name.startswith((".tmp-", ".del-")):
+        if path.name.startswith((".tmp-step-", ".del-step-")):
             _remove(path)
     folder = directory / f".tmp-{name_of(step)}-{secrets.token_hex(4)}"
     folder.mkdir()
@@ -248,6 +254,7 @@ def retire(path: Path, keep_last: int | None, keep_every: int | None) -> Path:
     others = [each for each in older if each.manifest.step != newest.manifest.step]
     spare = [] if keep_last is None else others[keep_last - 1 :]
     plain = directory / name_of(newest.manifest.step)
+    _name_latest(path)  # before what it named is deleted
     for each in replaced + spare:
         if each in replaced or not keep_every or each.manifest.step % keep_every:
             _delete(each.path)
@@ -255,12 +262,16 @@ def retire(path: Path, keep_last: int | None, keep_every: int | None) -> Path:
         _delete(plain)
     if path != plain and not os.path.lexists(plain):
         path = path.rename(plain)
-    temporary = directory / f".tmp-{LATEST}"
+        _name_latest(path)
+    return path
+
+
+def _name_latest(path: Path) -> None:
+    temporary = path.parent / f".tmp-{LATEST}"
     temporary.write_text(f"{path.name}\n")
     sync(temporary)
-    os.replace(temporary, directory / LATEST)
-    sync(directory)
-    return path
+    os.replace(temporary, path.parent / LATEST)
+    sync(path.parent)
 
 
 def name_of(step: int) -> str:

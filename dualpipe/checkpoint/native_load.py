@@ -42,13 +42,14 @@ class Loaded(NamedTuple):
 
 
 def load(path: str | PathLike[str], state: Mapping[str, Tensor], *, mesh: DeviceMesh | None = None,
-         allow: Sequence[str] = (), seed: int = 0) -> Loaded:  # fmt: skip
+         allow: Sequence[str] = (), allow_at_start: Sequence[str] = (), seed: int = 0) -> Loaded:  # fmt: skip
     """Fill `state` (from `training_state`) in place and restore this rank's random state. Collective over `mesh`.
 
     path: a checkpoint, or a directory of them: then the one that was committed last and is undamaged. That newer ones
         were passed over is warned about, and said in the result.
     allow: globs of names that may be missing on either side or have another shape, which leaves the tensor as it is,
         or have another dtype, which casts it.
+    allow_at_start: the same, for a checkpoint of step 0 alone, which `import_hf` makes.
     seed: what the random state is derived from if it was saved in another layout.
 
     Raises on all ranks:
@@ -59,7 +60,8 @@ def load(path: str | PathLike[str], state: Mapping[str, Tensor], *, mesh: Device
     ranks = Ranks(mesh)
     parts = ranks.agree(lambda: parts_of(state))
     checkpoint, metadata, damaged = _newest(Path(path), ranks)
-    allowed = _compare(ranks, checkpoint.path, metadata, parts, allow)
+    globs = (*allow, *(() if checkpoint.manifest.step else allow_at_start))
+    allowed = _compare(ranks, checkpoint.path, metadata, parts, globs)
     stored = metadata.state_dict_metadata
     fitting = {name: part for name, part in parts.items() if name in stored and stored[name].size == part.shape}
     ranks.agree(lambda: read_parts(checkpoint.path, metadata, fitting))

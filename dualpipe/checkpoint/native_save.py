@@ -18,6 +18,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from os import PathLike
@@ -138,9 +139,10 @@ class Checkpoints:
 
         Raises RuntimeError on all ranks if it was not saved; once, so that a run may go on and save again.
         """
-        pending, self._pending = self._pending, None
-        if pending is None:
+        if self._pending is None:
             return None
+        wait_for([self._pending])  # an interrupt leaves it pending: its memory and its directory are still in use
+        pending, self._pending = self._pending, None
         try:
             return pending.result()
         except Exception as error:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
-import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -37,6 +36,7 @@ class HostMemory:
         self.descriptor = -1
         self.size = 0
         self._shared, self._map = shared, None
+        self._unpin: Callable[[], None] | None = None
 
     @torch.no_grad()
     def copy(self, parts: Mapping[str, Part]) -> dict[str, Place]:
@@ -50,7 +50,7 @@ class HostMemory:
                 os.ftruncate(self.descriptor, size)
             self._map, self.size = mmap.mmap(self.descriptor, size), size  # of this process alone with -1
             if on_gpu:
-                _pin(self._map, size)
+                self._unpin = _pin(self._map, size)
         for name, copied in view(self._map, places).items():
             copied.tensor.copy_(parts[name].tensor, non_blocking=True)
         if on_gpu:
@@ -63,6 +63,9 @@ class HostMemory:
 
     def close(self) -> None:
         """Give the memory back, once nothing uses it."""
+        if self._unpin is not None:
+            self._unpin()  # while it is still mapped
+            self._unpin = None
         if self.descriptor >= 0:
             os.close(self.descriptor)
         self.descriptor, self._map, self.size = -1, None, 0
@@ -87,9 +90,9 @@ def _lay_out(parts: Mapping[str, Part]) -> tuple[dict[str, Place], int]:
     return places, max(end, _ALIGNMENT)
 
 
-def _pin(memory: mmap.mmap, size: int) -> None:
-    """Have the GPU copy into `memory` directly, until it is given back."""
+def _pin(memory: mmap.mmap, size: int) -> Callable[[], None]:
+    """Have the GPU copy into `memory` directly, until what is returned is called."""
     address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
     runtime = torch.cuda.cudart()
     torch.cuda.check_error(int(runtime.cudaHostRegister(address, size, 0)))
-    weakref.finalize(memory, runtime.cudaHostUnregister, address)
+    return lambda: runtime.cudaHostUnregister(address)

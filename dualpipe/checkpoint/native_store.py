@@ -132,7 +132,8 @@ class _SavePlanner(DefaultSavePlanner):
 
 class _Writer(FileSystemWriter):
     def __init__(self, folder: Path) -> None:
-        super().__init__(folder, sync_files=False)  # done by the files themselves
+        # Flushed by the files themselves; no copies ahead, for which torch would open the first GPU in every writer.
+        super().__init__(folder, sync_files=False, per_thread_copy_ahead=0)
         self.fs = _Files()
 
     def write_data(self, plan: SavePlan, planner: DefaultSavePlanner) -> Future[list[WriteResult]]:

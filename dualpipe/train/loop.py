@@ -94,11 +94,14 @@ class Run:
         """All steps, with evaluations, then the pictures and, where wanted, the model in Hugging Face's form."""
         with Saver(self.config, self.job, self.model, self.optimizer, self.routers, self.loader) as saver:
             self._train(saver)
-        export, init = self.config.export.to_hf, self.config.init.from_hf
-        if export:
-            save_hf(self.model.stages, export, self.job.mesh, self.model.plan, source=init or None)
+            self._export()  # also where the last checkpoint could not be written, which is said at the end
+
+    def _export(self) -> None:
+        target, source = self.config.export.to_hf, self.config.init.from_hf
+        if target:
+            save_hf(self.model.stages, target, self.job.mesh, self.model.plan, source=source or None)
             if self.job.rank == 0:
-                print(f"the model: {export}")
+                print(f"the model: {target}")
 
     def _train(self, saver: Saver) -> None:
         done = saver.resume(print if self.job.rank == 0 else lambda text: None)

@@ -17,7 +17,6 @@ from typing import Any, Self
 from torch import Tensor
 
 from dualpipe.checkpoint import Checkpoints, Loaded, latest, load, training_state
-from dualpipe.checkpoint.native_folder import is_checkpoint, read_manifest
 from dualpipe.nn.router_set import RouterSet
 from dualpipe.train.data import Loader
 from dualpipe.train.job import Job
@@ -55,10 +54,10 @@ class Saver:
         path = self._source()
         if path is None:
             return 0
-        allow = self._config.checkpoint.allow
-        if self._job.first_rank(lambda: _is_imported(Path(path))):
-            allow = (*allow, *NOT_IMPORTED)
-        loaded = load(path, self._state(), mesh=self._job.mesh, allow=allow, seed=self._config.train.seed)
+        loaded = load(
+            path, self._state(), mesh=self._job.mesh, allow=self._settings.allow, allow_at_start=NOT_IMPORTED,
+            seed=self._config.train.seed,
+        )  # fmt: skip
         self._optimizer.round_parameters()
         if loaded.manifest.step:
             self._loader.load_state_dict(loaded.manifest.extra["loader"])
@@ -85,7 +84,7 @@ class Saver:
 
     def _source(self) -> str | Path | None:
         resume = self._settings.resume
-        if resume == "never" or (resume == "auto" and self._checkpoints is None):
+        if resume == "never":
             return None
         if resume != "auto":
             return resume
@@ -99,12 +98,6 @@ class Saver:
         saved = " x ".join(f"{name} {layout[name]}" for name in ("pp", "dp", "ep"))
         random = "" if loaded.random_restored else "; random numbers start anew, as the layout is another"
         say(f"resuming from {loaded.path}, after step {loaded.manifest.step}, saved by {saved}{random}")
-
-
-def _is_imported(path: Path) -> bool:
-    """Whether the newest checkpoint at `path` is of no step yet."""
-    newest = path if is_checkpoint(path) else latest(path)
-    return newest is not None and read_manifest(newest).step == 0
 
 
 def describe(config: Config, model: Model) -> dict[str, Any]:

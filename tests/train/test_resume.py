@@ -15,7 +15,7 @@ from dualpipe import cli
 from dualpipe.checkpoint import latest
 from dualpipe.checkpoint.native_folder import read_manifest
 from dualpipe.train.metrics import read_metrics
-from hub import save_qwen
+from hub import read_all, rewrite, save_qwen
 
 ALONE = ["--parallel.pp", "1"]
 LAYOUTS = {
@@ -177,3 +177,27 @@ def test_from_hugging_face_to_a_run_and_back(run_folder, monkeypatch, capsys):
     assert cli.main(["hf", "export", "a/checkpoints", "exported", "--dtype", "fp32"]) == 0
     ours, theirs = (load_file(run_folder / path / "model.safetensors") for path in ("exported", "a/hf"))
     assert all(torch.equal(theirs[name], tensor) for name, tensor in ours.items())
+
+
+def test_importing_into_a_run_is_refused_and_float32_among_bfloat16_survives(run_folder, half_way, monkeypatch, capsys):
+    monkeypatch.chdir(run_folder)
+    save_qwen(run_folder / "mixed", dtype=torch.bfloat16, vocab_size=257)
+    tensors = read_all(run_folder / "mixed")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].float() + 1e-4
+    rewrite(run_folder / "mixed", tensors)
+    assert cli.main(["hf", "import", "mixed", "half/checkpoints"]) == 2
+    assert "half/checkpoints has checkpoints of a run; give a new directory" in capsys.readouterr().err
+    assert cli.main(["hf", "import", "mixed", "mixed-imported"]) == 0
+    assert cli.main(["hf", "export", "mixed-imported", "mixed-again"]) == 0
+    again = read_all(run_folder / "mixed-again")
+    assert {name for name, tensor in again.items() if tensor.dtype is torch.float32} == {"model.norm.weight"}
+    assert all(torch.equal(again[name], tensor) for name, tensor in tensors.items())
+
+
+def test_an_imported_checkpoint_is_gone_on_from_without_saving_any(run_folder, monkeypatch, capsys):
+    monkeypatch.chdir(run_folder)
+    save_qwen(run_folder / "plain", vocab_size=257)
+    assert cli.main(["hf", "import", "plain", "auto/checkpoints"]) == 0
+    run = ["train", "run.toml", *ALONE, "--model.config", "plain/config.json", "--train.steps", "1"]
+    assert cli.main([*run, "--output.dir", "auto"]) == 0
+    assert "resuming from auto/checkpoints/step-00000000, after step 0" in capsys.readouterr().out
