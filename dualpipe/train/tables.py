@@ -213,7 +213,7 @@ class CheckpointConfig:
     mode: Literal["sync", "async", "off"] = "async"
     """async: training goes on while it is written, after a copy to host memory"""
     writer: Literal["thread", "process"] = "thread"
-    """of async: a process of its own does not slow training down, and takes memory and seconds to start"""
+    """of async: a thread takes turns with training in one interpreter; a process takes memory and seconds to start"""
     keep_last: int = 3
     """so many stay; 0: all"""
     keep_every: int = 0
