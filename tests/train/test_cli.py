@@ -128,6 +128,7 @@ def test_router_losses_do_not_depend_on_the_layout(trained, run_folder, dualpipe
     assert z[0] == pytest.approx(math.log(4) ** 2, rel=0.05) and z[-1] < z[0]
 
 
+@pytest.mark.slow
 def test_balanced_routing(run_folder, dualpipe):
     options = ("--router.balanced", "True", "--parallel.dp", "2", "--parallel.pp", "1", "--train.steps", "2")
     done = dualpipe(run_folder, "train", "run.toml", *options, "--output.dir", "balanced")
@@ -152,6 +153,7 @@ def test_parity_of_two_pipelines(run_folder, dualpipe):
     assert "parity passed: all" in good.stdout
 
 
+@pytest.mark.slow
 def test_tied_embeddings_cannot_be_sharded_over_two_stages(run_folder, dualpipe):
     tied = run_folder / "tied.json"
     tied.write_text(json.dumps({**json.loads((run_folder / "config.json").read_text()), "tie_word_embeddings": True}))
