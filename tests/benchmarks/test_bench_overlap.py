@@ -39,6 +39,7 @@ def check_costs(path, capsys):
     assert "dualpipev" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_writes_costs_for_the_schedule_command(tmp_path, capsys):
     result = run_script("--device", "cpu", "--repeats", "2", "--costs", str(tmp_path), "--save", str(tmp_path))
     assert result.returncode in (0, 1) and "FAILED" not in result.stdout, result.stdout + result.stderr

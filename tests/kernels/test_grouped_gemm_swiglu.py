@@ -15,7 +15,7 @@ from row_kernels import far_apart, no_synchronisation, poisoned_memory  # noqa: 
 MODULE = importlib.import_module("dualpipe.kernels.grouped_gemm")
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 DTYPES = [torch.float16, torch.float32, torch.bfloat16, torch.float64]
-SIZES = [(5, 7), (8, 12), (40, 72), (16, 24), (72, 1)][: 3 if INTERPRET else 5]  # H, I
+SIZES = [(5, 7), (8, 12), (40, 72), (16, 24), (72, 1)][: 2 if INTERPRET else 5]  # H, I
 FORMS = {"halves": False, "pairs": True}
 TOLERANCE = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}  # rounded twice
 

@@ -225,10 +225,11 @@ def test_parity_with_recomputation(device, recompute):
 
 STREAMS = ["links", "all_to_all", "beside", "compute"]
 ALL_RANKS = [Delays(**{stream: EACH}) for stream in STREAMS]
+ON_CPU = [pytest.param(d, marks=[pytest.mark.slow] if d.compute or d.links else []) for d in ALL_RANKS]
 ONE_RANK = [pytest.param(replace(d, rank=rank), marks=pytest.mark.slow) for d, rank in product(ALL_RANKS, (0, 3))]
 
 
-@pytest.mark.parametrize("delays", [*ALL_RANKS, *ONE_RANK], ids=str)
+@pytest.mark.parametrize("delays", [*ON_CPU, *ONE_RANK], ids=str)
 def test_a_late_stream_changes_no_bit(device, delays):
     it = problem(True, 4, 2)
     expected, late = (run_threads(step, 4, it, 2, 2, True, device=device, delays=d) for d in (None, delays))

@@ -57,6 +57,7 @@ def test_metrics_have_a_line_per_step(trained, run_folder):
     assert rows[-1]["eval_loss"] < rows[0]["loss"]
 
 
+@pytest.mark.slow
 def test_torchrun_another_schedule_and_no_evaluation_give_the_same_losses(trained, run_folder, dualpipe):
     options = ("--parallel.schedule", "1f1b", "--train.eval_batches", "0", "--output.dir", "torchrun")
     done = dualpipe(run_folder, "train", "run.toml", *options, command=TORCHRUN)
@@ -88,6 +89,7 @@ def test_data_parallelism_gives_the_losses_of_twice_the_micro_batches(trained, r
     assert [line for line in done.stdout.splitlines() if line.startswith("step 5/5")], "one rank reports"
 
 
+@pytest.mark.slow
 def test_data_parallelism_in_bf16_keeps_fp32_weights(trained, run_folder, dualpipe):
     options = ("--parallel.dp", "2", "--parallel.pp", "1", "--train.dtype", "bf16", "--train.num_chunks", "2")
     done = dualpipe(run_folder, "train", "run.toml", *options, "--output.dir", "dp-bf16")
@@ -104,7 +106,8 @@ def test_loads_are_reported_without_any_option(trained, run_folder):
     assert "balance_loss" not in (run_folder / "out/metrics.jsonl").read_text()
 
 
-@pytest.mark.parametrize("level", [pytest.param("sequence", marks=pytest.mark.slow), "global"])
+@pytest.mark.slow  # tests/train/test_parity.py has the gradients of the same
+@pytest.mark.parametrize("level", ["sequence", "global"])
 def test_router_losses_do_not_depend_on_the_layout(trained, run_folder, dualpipe, level):
     terms = ("--router.balance", "0.5", "--router.balance_level", level, "--router.z_loss", "0.1")
     layouts = {

@@ -57,6 +57,7 @@ def test_in_and_out_in_two_layouts(run_folder, train):
     assert (run_folder / "a" / "tokenizer.json").read_text() == "{}"
 
 
+@pytest.mark.slow
 def test_what_is_kept_in_float32_comes_out_in_float32(run_folder, train):
     """DeepSeek-V3 in bfloat16, over two pipelines that share the experts, with biases that the router updates."""
     model = save_family(run_folder / "deepseek", "deepseek_v3", vocab_size=257)

@@ -27,7 +27,7 @@ def _wait_for_nobody(rank, dimension, port):
         os._exit(0)
 
 
-@pytest.mark.parametrize("dimension", ["pp", "dp"])
+@pytest.mark.parametrize("dimension", ["pp", pytest.param("dp", marks=pytest.mark.slow)])
 def test_the_timeout_holds_in_the_groups_of_the_mesh(dimension, free_port):
     results = run_ranks(_wait_for_nobody, 4, dimension, free_port, check=False, timeout=40)
     assert 2 < results[0] < 10 and 2 < results[3] < 10, results
