@@ -61,14 +61,7 @@ class GptOssConfig(HubConfig):
     initializer_range: float = 0.02
 
     def __post_init__(self) -> None:
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(f"num_attention_heads ({self.num_attention_heads}) must be a multiple of "
-                             f"num_key_value_heads ({self.num_key_value_heads})")  # fmt: skip
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim must be even for the rotary embedding; got {self.head_dim}")
-        if not 1 <= self.num_experts_per_tok <= self.num_experts:
-            raise ValueError(f"num_experts_per_tok must be 1 to num_experts ({self.num_experts}); "
-                             f"got {self.num_experts_per_tok}")  # fmt: skip
+        self.check_heads_and_experts()
         if len(self.layer_types) != self.num_hidden_layers or not set(self.layer_types) <= set(_KINDS):
             raise ValueError(f"layer_types must name {' or '.join(_KINDS)} for each of the {self.num_hidden_layers} "
                              f"layers; got {list(self.layer_types)}")  # fmt: skip

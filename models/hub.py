@@ -130,6 +130,17 @@ class HubConfig:
         return {"architectures": [architecture], "model_type": self.model_type, **self._fixed, **values,
                 "rope_parameters": rope}  # fmt: skip
 
+    def check_heads_and_experts(self) -> None:
+        """Raise `ValueError` for sizes of grouped-query attention and of the router that do not fit together."""
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(f"num_attention_heads ({self.num_attention_heads}) must be a multiple of "
+                             f"num_key_value_heads ({self.num_key_value_heads})")  # fmt: skip
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim must be even for the rotary embedding; got {self.head_dim}")
+        if not 1 <= self.num_experts_per_tok <= self.num_experts:
+            raise ValueError(f"num_experts_per_tok must be 1 to num_experts ({self.num_experts}); "
+                             f"got {self.num_experts_per_tok}")  # fmt: skip
+
     @property
     def rotary(self) -> Rotary:
         """The rotary embedding of a head."""

@@ -30,6 +30,7 @@ from dualpipe.checkpoint.hf import config_of, stage_tensors
 from dualpipe.checkpoint.hub_files import CONFIG, INDEX, file_within, read_json
 from dualpipe.checkpoint.hub_layout import NewTensor, Piece, ShardFile, index_of, lay_out, new_tensors, writers, writes
 from dualpipe.checkpoint.hub_plan import model_tensors, shapes_of
+from dualpipe.checkpoint.native_folder import sync
 from dualpipe.models import HubConfig, config_from_dict
 from dualpipe.nn.init import local_part
 from dualpipe.parallel.materialize import Sliceable
@@ -73,10 +74,11 @@ def save_hf(
     config = ranks.agree(lambda: config_of(stages))
 
     def prepare() -> tuple[dict[str, Sliceable], list[Piece]]:
-        tensors = {name: local_part(tensor) for name, tensor in _sharded_tensors(stages).items()}
-        pieces = [Piece(name, tuple(whole.shape), plan.of(name).save, tuple((p.start, p.stop) for p in part))
-                  for name, whole in _sharded_tensors(stages).items() for part in [tensors[name][1]]]  # fmt: skip
-        return {name: local for name, (local, _) in tensors.items()}, pieces
+        tensors = _sharded_tensors(stages)
+        parts = {name: local_part(tensor) for name, tensor in tensors.items()}
+        pieces = [Piece(name, tuple(whole.shape), plan.of(name).save, tuple((p.start, p.stop) for p in parts[name][1]))
+                  for name, whole in tensors.items()]  # fmt: skip
+        return {name: local for name, (local, _) in parts.items()}, pieces
 
     local, pieces = ranks.agree(prepare)
     held = ranks.gather(lambda: pieces)
@@ -219,15 +221,7 @@ def _finish(folder: Path, target: Path, job: _Job) -> None:
     if len(job.files) > 1:
         _write_json(folder / INDEX, index_of(job.files, job.tensors))
     for path in folder.iterdir():
-        _sync(path)
-    _sync(folder)
+        sync(path)
+    sync(folder)
     os.rename(folder, target)  # onto an empty directory too
-    _sync(target.parent)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync(target.parent)
