@@ -4,9 +4,10 @@ from dualpipe.checkpoint.hf import hub_dtypes, load_hf
 from dualpipe.checkpoint.hf_save import save_hf
 from dualpipe.checkpoint.native_folder import latest, verify
 from dualpipe.checkpoint.native_load import Loaded, load
-from dualpipe.checkpoint.native_save import Checkpoints, save
+from dualpipe.checkpoint.native_save import CheckpointError, Checkpoints, save
 from dualpipe.checkpoint.native_state import training_state
 
 __all__ = [
-    "Checkpoints", "Loaded", "hub_dtypes", "latest", "load", "load_hf", "save", "save_hf", "training_state", "verify",
+    "CheckpointError", "Checkpoints", "Loaded", "hub_dtypes", "latest", "load", "load_hf", "save", "save_hf",
+    "training_state", "verify",
 ]  # fmt: skip

@@ -14,7 +14,6 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from dualpipe.checkpoint.command import format_bytes
 from dualpipe.checkpoint.hub_files import raise_for
 from dualpipe.checkpoint.native_folder import Found, Manifest, find, verify, verify_files, verify_metadata
-from dualpipe.checkpoint.native_state import OPTIMIZER
 from dualpipe.checkpoint.native_store import read_metadata
 from dualpipe.parallel.mesh import DIMENSIONS
 from dualpipe.parallel.sharding import short_name
@@ -65,7 +64,7 @@ def show(path: str | PathLike[str]) -> Iterator[str]:
         if used is not None:
             yield f"{title}: {json.dumps(used)}"
     for name, entry in sorted(stored.items()):
-        if not name.startswith(OPTIMIZER):
+        if "/" not in name:
             uses = ", ".join(f"{use} {dtype}" for use, dtype in manifest.dtypes.get(name, {}).items())
             dtype = short_name(entry.properties.dtype)
             yield f"  {name}  {tuple(entry.size)}  {dtype}" + (f"  ({uses})" if uses else "")
@@ -87,8 +86,8 @@ def _layout(manifest: Manifest) -> str:
 
 
 def _parts(stored: dict[str, TensorStorageMetadata]) -> dict[str, list[TensorStorageMetadata]]:
-    """Of the model and of the optimizer."""
-    parts: dict[str, list[TensorStorageMetadata]] = {"model": [], "optimizer": []}
+    """Of the model, and by what stands before the first "/" of other names: "optimizer", "routers"."""
+    parts: dict[str, list[TensorStorageMetadata]] = {"model": []}
     for name, entry in stored.items():
-        parts["optimizer" if name.startswith(OPTIMIZER) else "model"].append(entry)
+        parts.setdefault(name.split("/")[0] if "/" in name else "model", []).append(entry)
     return parts

@@ -20,9 +20,7 @@ from dualpipe.checkpoint.native_state import training_state
 from dualpipe.models import HubConfig, Stage, build_stages, config_from_dict, read_config
 from dualpipe.parallel.materialize import build_on_meta, materialize
 from dualpipe.parallel.precision import DTypePlan, DTypePolicy, resolve_dtypes
-from dualpipe.parallel.sharding import short_name
-
-_NAMES = {short_name(dtype): dtype for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64)}
+from dualpipe.parallel.sharding import dtype_of
 
 
 def import_hf(source: str | PathLike[str], directory: str | PathLike[str]) -> Path:
@@ -61,7 +59,7 @@ def export_checkpoint(
     for stage in stages:
         materialize(stage, "cpu", _plan(stages, torch.float32))
     load(path, training_state(stages), allow=("optimizer/*", "routers/*"))
-    kept = {name: _NAMES.get(of["save"]) or getattr(torch, of["save"]) for name, of in manifest.dtypes.items()}
+    kept = {name: dtype_of(of["save"]) for name, of in manifest.dtypes.items()}
     save_hf(stages, target, None, _plan(stages, dtype, kept), max_shard_bytes=max_shard_bytes)
 
 

@@ -26,6 +26,7 @@ import re
 import secrets
 import shutil
 import stat
+import time
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -195,24 +196,39 @@ def _digest(body: Any) -> str:
 # -- saving; rank 0 alone
 
 
-def lock(directory: Path) -> int | None:
+def lock(directory: Path, patience: float = 10.0) -> int | None:
     """Make the directory and become the one job that saves there: a descriptor to close when done, None where the file
-    system has no locks. The system frees it when the process dies. Raises ValueError where another job has it."""
+    system has no locks. The system frees it when the process dies; one that was just killed may take a moment, so this
+    tries for `patience` seconds. Raises ValueError where another job has it."""
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        _make(directory)
         descriptor = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as error:
         raise ValueError(f"checkpoints cannot be saved to {directory}: {error}") from error
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(descriptor)
-        if isinstance(error, BlockingIOError):
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return descriptor
+        except BlockingIOError:
+            if time.monotonic() < deadline:
+                time.sleep(0.1)
+                continue
+            os.close(descriptor)
             raise ValueError(f"another job saves to {directory}; end it, or give each a directory") from None
-        if error.errno not in _NO_LOCKS:
-            raise
-        return None
-    return descriptor
+        except OSError as error:
+            os.close(descriptor)
+            if error.errno not in _NO_LOCKS:
+                raise
+            return None
+
+
+def _make(directory: Path) -> None:
+    """With its parents; their new names are on the disk then, as without them what is in it would be lost."""
+    missing = [path for path in (directory, *directory.parents) if not path.exists()]
+    directory.mkdir(parents=True, exist_ok=True)
+    for path in missing:
+        sync(path.parent)
 
 
 def begin(directory: Path, step: int) -> Path:

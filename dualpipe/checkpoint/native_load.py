@@ -66,10 +66,8 @@ def load(path: str | PathLike[str], state: Mapping[str, Tensor], *, mesh: Device
     fitting = {name: part for name, part in parts.items() if name in stored and stored[name].size == part.shape}
     ranks.agree(lambda: read_parts(checkpoint.path, metadata, fitting))
     restored = ranks.agree(lambda: _restore_random(checkpoint, layout_of(mesh), ranks.rank, seed))
-    if ranks.rank == 0:
-        differing = [f"{len(allowed)} differences that are allowed, the first: {allowed[0]}"] if allowed else []
-        for line in (*damaged, *differing):
-            warnings.warn(f"loading {checkpoint.path}: {line}", stacklevel=2)
+    for line in damaged if ranks.rank == 0 else ():
+        warnings.warn(f"loading {checkpoint.path}: {line}", stacklevel=2)
     return Loaded(*checkpoint, restored, damaged, allowed)
 
 

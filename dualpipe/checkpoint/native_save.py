@@ -16,9 +16,10 @@ import os
 import platform
 import shutil
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from os import PathLike
@@ -46,6 +47,7 @@ from dualpipe.checkpoint.native_store import (
     global_plan,
     hashed_file,
     local_plan,
+    read_metadata,
     write_metadata,
     write_parts,
 )
@@ -55,6 +57,10 @@ from dualpipe.parallel.precision import DTypePlan
 from dualpipe.parallel.sharding import short_name
 
 Write = Callable[[Path, SavePlan], Written]
+
+
+class CheckpointError(OSError):
+    """A checkpoint was not saved; those that were committed before are as they were."""
 
 
 class Checkpoints:
@@ -105,16 +111,17 @@ class Checkpoints:
         plan: recorded; what it saves in float32 is checked to be stored so.
         config, extra: of rank 0, anything that JSON can hold: the run's configuration; scheduler, loader position.
 
-        Raises on all ranks: ValueError for arguments; RuntimeError (OSError if there is one rank only) where it could
-        not be written, or for an earlier one that failed in the background. What was committed before stays.
+        Raises on all ranks: ValueError for arguments; CheckpointError where it could not be written, or for an earlier
+        one that failed in the background.
         """
         self.wait()
 
         def prepare() -> tuple[dict[str, Part], _Job]:
             return parts_of(state), _job(step, plan, config, extra)
 
-        parts, job = self._agreed(step, prepare)
-        return self._write(job, parts, lambda folder, planned: write_parts(folder, planned, parts))
+        with _reported(step):
+            parts, job = self._agreed(step, prepare)
+            return self._write(job, parts, lambda folder, planned: write_parts(folder, planned, parts))
 
     def save_async(self, state: Mapping[str, Tensor], *, step: int, plan: DTypePlan | None = None, config: Any = None,
                    extra: Any = None) -> None:  # fmt: skip
@@ -130,23 +137,22 @@ class Checkpoints:
                 self._process = WriterProcess()
             return places, _job(step, plan, config, extra)
 
-        places, job = self._agreed(step, prepare)
+        with _reported(step):
+            places, job = self._agreed(step, prepare)
         self._pending_step = step
         self._pending = self._executor.submit(self._write_copy, job, places)
 
     def wait(self) -> Path | None:
         """Wait until nothing is in flight; the path of what was, None where nothing was.
 
-        Raises RuntimeError on all ranks if it was not saved; once, so that a run may go on and save again.
+        Raises on all ranks what `save` would have; once, so that a run may go on and save again.
         """
         if self._pending is None:
             return None
         wait_for([self._pending])  # an interrupt leaves it pending: its memory and its directory are still in use
         pending, self._pending = self._pending, None
-        try:
+        with _reported(self._pending_step):
             return pending.result()
-        except Exception as error:
-            raise RuntimeError(f"the checkpoint of step {self._pending_step} was not saved: {error}") from error
 
     def close(self) -> None:
         """Wait, then give everything back: call it at the end of the run. Raises as `wait` does."""
@@ -236,7 +242,8 @@ class Checkpoints:
             files |= rank_written.files
             dtypes |= rank_dtypes
         files |= write_metadata(folder, metadata, [rank_written.results for rank_written, _ in written])
-        raise_for("what the dtype plan saves in float32 must be stored so:", _narrowed(metadata, dtypes))
+        on_disk = read_metadata(folder, files.keys())
+        raise_for("what the dtype plan saves in float32 must be stored so:", _narrowed(on_disk, dtypes))
         older = scan(self.directory).committed
         path = commit(folder, Manifest(
             step=job.step, sequence=older[0].manifest.sequence + 1 if older else 0,
@@ -261,6 +268,16 @@ def layout_of(mesh: DeviceMesh | None) -> dict[str, int]:
     """Sizes by name: "world", "pp", "dp", "ep"."""
     sizes = dict.fromkeys(DIMENSIONS, 1) if mesh is None else {name: mesh[name].size() for name in DIMENSIONS}
     return {"world": 1 if mesh is None else mesh.size(), **sizes}
+
+
+@contextmanager
+def _reported(step: int) -> Iterator[None]:
+    try:
+        yield
+    except ValueError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"the checkpoint of step {step} was not saved: {error}") from error
 
 
 @dataclass(frozen=True)

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import os
-import pickle
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.filesystem import FileSystem
@@ -43,9 +41,9 @@ from torch.futures import Future
 
 from dualpipe.checkpoint.hub_files import raise_for
 from dualpipe.checkpoint.native_state import Part
+from dualpipe.parallel.description import METADATA, read_description
 from dualpipe.parallel.sharding import short_name
 
-METADATA = ".metadata"
 _LARGE = 2**18  # bytes from which hashing in another thread, at 1.5 GB/s, takes longer than to ask for it
 
 
@@ -216,15 +214,8 @@ class HashedStream:
 def read_metadata(folder: Path, files: Collection[str]) -> Metadata:
     """`.metadata` of a checkpoint with these files. Raises ValueError for what no checkpoint of ours can hold."""
     path = folder / METADATA
-    try:
-        with open(path, "rb") as file:
-            found = _Unpickler(file).load()
-    except Exception as error:  # a damaged pickle raises anything
-        raise ValueError(f"{path} cannot be read: {error}") from error
-    stored = found.state_dict_metadata if isinstance(found, Metadata) else None
-    if not isinstance(stored, dict) or not isinstance(found.storage_data, dict):
-        raise ValueError(f"{path} holds no description of tensors")
-    for name, entry in stored.items():
+    found = read_description(path)
+    for name, entry in found.state_dict_metadata.items():
         if not isinstance(entry, TensorStorageMetadata):
             raise ValueError(f"{path}: {name!r} is no tensor but a pickle; refused")
     for index, place in found.storage_data.items():
@@ -255,26 +246,3 @@ class _LoadPlanner(DefaultLoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: Any) -> None:  # torch's would unpickle
         raise AssertionError(f"{read_item.dest_index.fqn} is no tensor")
-
-
-class _Unpickler(pickle.Unpickler):
-    """Makes nothing but the plain records that `.metadata` consists of."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        found = _ALLOWED.get((module, name))
-        if found is None and module == Metadata.__module__ and "." not in name:
-            record = getattr(torch.distributed.checkpoint.metadata, name, None)
-            found = record if isinstance(record, type) and record.__module__ == module else None
-        if found is None and module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            found = getattr(torch, name)
-        if found is None:
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is no part of a checkpoint; refused")
-        return found
-
-
-_ALLOWED: dict[tuple[str, str], Callable[..., Any]] = {
-    ("torch", "Size"): torch.Size,
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): torch.distributed.checkpoint.filesystem._StorageInfo,
-    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
-    ("collections", "OrderedDict"): dict,
-}

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import safe_open
 from torch import nn
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.fsdp import FSDPModule
 
+from dualpipe.parallel.description import METADATA, read_description
 from dualpipe.parallel.sharding import short_name
 
 if TYPE_CHECKING:
@@ -43,7 +43,8 @@ def assert_contract(
     Storage is checked always. `run`, a forward or a whole step of the module, is called once; while it runs, each
     module's parameters and buffers are compared with their compute dtype, and what gradients accumulate in with the
     reduce dtype. Gradients that are there afterwards are checked too. `checkpoint` is a distributed checkpoint, which
-    has storage dtypes, or an export as safetensors or the dtypes by name, which have the save dtypes.
+    has storage dtypes or the float32 masters of trained parameters, or an export as safetensors or the dtypes by name,
+    which have the save dtypes.
 
     Raises:
         ContractError: something differs, or no parameter was seen in a forward.
@@ -69,8 +70,8 @@ def checkpoint_dtypes(path: str | PathLike[str]) -> dict[str, torch.dtype]:
         ValueError: there is none of these at `path`, or a tensor has a dtype that torch lacks.
     """
     path = Path(path)
-    if (path / ".metadata").is_file():
-        entries = FileSystemReader(path).read_metadata().state_dict_metadata
+    if (path / METADATA).is_file():
+        entries = read_description(path / METADATA).state_dict_metadata
         return {name: entry.properties.dtype for name, entry in entries.items() if hasattr(entry, "properties")}
     files = [path] if path.suffix == ".safetensors" and path.is_file() else sorted(path.glob("*.safetensors"))
     if not files:
@@ -150,8 +151,11 @@ def _on_disk(module: nn.Module, plan: DTypePlan, checkpoint: Any) -> Iterator[st
             names.setdefault(id(tensor), []).append(name)
     for tied in names.values():
         expected = plan.of(tied[0]).storage if distributed else plan.of(tied[0]).save
+        is_trained = distributed and kept[tied[0]].requires_grad
+        master = torch.promote_types(expected, torch.float32) if is_trained else expected
         present = [name for name in tied if name in found]
         for name in present:
-            yield from _differs(name, "is on disk in", found[name], expected)
+            if found[name] is not master:
+                yield from _differs(name, "is on disk in", found[name], expected)
         if not present:
             yield f"{tied[0]}: is not in the checkpoint"

@@ -84,10 +84,21 @@ def frozen_modules(root: nn.Module) -> set[nn.Module]:
     return frozen
 
 
+_SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
+
+
 def short_name(dtype: torch.dtype) -> str:
     """torch.bfloat16 -> 'bf16'."""
     name = str(dtype).removeprefix("torch.")
-    return {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}.get(name, name)
+    return _SHORT.get(name, name)
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """'bf16' -> torch.bfloat16; raises ValueError where there is none of that name."""
+    found = getattr(torch, {short: long for long, short in _SHORT.items()}.get(name, name), None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"torch has no dtype {name!r}")
+    return found
 
 
 # -- cutting

@@ -23,7 +23,8 @@ from dualpipe.train.tables import BYTES, STDLIB, Config, InitConfig, ModelConfig
 def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> Config:
     """Read the TOML file `path` and apply command-line `overrides` (`--table.field value`).
 
-    Relative paths in the file are relative to the file, those in `overrides` and `output.dir` to the working directory.
+    Relative paths of what a run starts with, as in [model] and [data], are relative to the file; those in [output],
+    [checkpoint] and [export], and those in `overrides`, to the working directory.
 
     Raises:
         ValueError: the file is missing or no TOML, a table, key or option does not exist (the message names the

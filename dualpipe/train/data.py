@@ -78,9 +78,10 @@ class Loader:
             raise ValueError(f"the loader's state is of another run: {what}; use the same data, sizes and seed")
         self.step = int(state["step"])
 
-    def _identity(self) -> dict[str, int]:
+    def _identity(self) -> dict[str, Any]:
         return {
-            "num_windows": self.num_windows, "window": self._window, "batch_size": self._batch_size, "seed": self._seed,
+            "data": self._stream.fingerprint, "num_windows": self.num_windows, "window": self._window,
+            "batch_size": self._batch_size, "seed": self._seed,
         }  # fmt: skip
 
 

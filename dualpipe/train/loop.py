@@ -26,7 +26,7 @@ from dualpipe.train.metrics import METRICS, MetricsWriter, StepMetrics, make_fol
 from dualpipe.train.model import DTYPES, Model, build_model, micro_batch_loss, read_model_config
 from dualpipe.train.optimizer import Optimizer, clip_by_global_norm, learning_rate
 from dualpipe.train.report import save_loss_curve, save_schedule
-from dualpipe.train.resume import Saver
+from dualpipe.train.resume import Saver, State
 from dualpipe.train.routers import build_routers
 from dualpipe.train.tokens import Splits, unigram_loss
 
@@ -35,8 +35,12 @@ def train(config: Config, info: RankInfo) -> int:
     """Train as rank `info` of the job; returns the exit status 0, raises on failure."""
     config = fit_world(config, info.world_size)
     p = config.parallel
-    with join(info, device=p.device, timeout=p.timeout, pp=p.pp, dp=p.dp, ep=p.ep) as job:
-        Run(config, job).train()
+    say = print if info.rank == 0 else lambda text: None
+    with (
+        join(info, device=p.device, timeout=p.timeout, pp=p.pp, dp=p.dp, ep=p.ep) as job,
+        Saver(config, job, say) as saver,
+    ):
+        Run(config, job, saver).train()
     return 0
 
 
@@ -44,8 +48,8 @@ class Run:
     """Everything that one rank needs to train. The rank of the last stage knows the loss and writes the metrics; of
     several pipelines (`parallel.dp` and `ep`) that of the first."""
 
-    def __init__(self, config: Config, job: Job) -> None:
-        self.config, self.job = config, job
+    def __init__(self, config: Config, job: Job, saver: Saver) -> None:
+        self.config, self.job, self.saver = config, job, saver
         train, parallel = config.train, config.parallel
         native_random.derive(train.seed, 0, job.rank)
         self.schedule: Schedule = build(parallel.schedule, parallel.pp, train.num_chunks)
@@ -53,7 +57,7 @@ class Run:
             read_model_config(config), self.schedule, job.rank_along("pp"), seed=train.seed,
             dtype=DTYPES[train.dtype], device=job.device, mesh=job.mesh, recompute=config.memory.recompute,
             layers_per_stage=parallel.layers_per_stage, compiled=train.compile,
-            from_hf=config.init.from_hf,
+            from_hf=config.init.from_hf if saver.source is None else "", stored=saver.source_dtypes,
         )  # fmt: skip
         self.folder = Path(config.output.dir)
         if config.export.to_hf:
@@ -71,6 +75,7 @@ class Run:
             self.model.stages, process_group=job.group_along("pp"), schedule=parallel.schedule, overlap=parallel.overlap
         )
         self.routers = build_routers(config, self.model.stages, group=job.group, device=job.device)
+        self.state = State(self.model, self.optimizer, self.routers, self.loader)
         self.criterion = micro_batch_loss(train.num_chunks)
         self.flops_per_token = flops_per_token(self.model.config, train.sequence_length).both
 
@@ -92,9 +97,8 @@ class Run:
 
     def train(self) -> None:
         """All steps, with evaluations, then the pictures and, where wanted, the model in Hugging Face's form."""
-        with Saver(self.config, self.job, self.model, self.optimizer, self.routers, self.loader) as saver:
-            self._train(saver)
-            self._export()  # also where the last checkpoint could not be written, which is said at the end
+        self._train()
+        self._export()  # also where the last checkpoint could not be written, which is said at the end
 
     def _export(self) -> None:
         target, source = self.config.export.to_hf, self.config.init.from_hf
@@ -103,22 +107,22 @@ class Run:
             if self.job.rank == 0:
                 print(f"the model: {target}")
 
-    def _train(self, saver: Saver) -> None:
-        done = saver.resume(print if self.job.rank == 0 else lambda text: None)
+    def _train(self) -> None:
+        done = self.saver.resume(self.state)
         held_out, vocabulary = self._evaluation_batches(), self.model.config.vocab_size
         parameters = self._count_parameters()
         if not self.model.has_last or self.job.replica:
-            self._steps(done, held_out, None, saver)
+            self._steps(done, held_out, None)
             return
         with MetricsWriter(self.folder, total_steps=self.config.train.steps, start_step=done) as writer:
             unigram = unigram_loss(*self.splits, vocabulary) if self.splits.held_out.num_tokens else None
             writer.say(self._describe(parameters))
             if unigram is not None:
                 writer.say(f"a unigram model of the same text has a held-out loss of {unigram:.4f} nats per token")
-            self._steps(done, held_out, writer, saver)
+            self._steps(done, held_out, writer)
         print(self._finish(unigram))
 
-    def _steps(self, start: int, held_out: list[list[int]], writer: MetricsWriter | None, saver: Saver) -> None:
+    def _steps(self, start: int, held_out: list[list[int]], writer: MetricsWriter | None) -> None:
         train, batches = self.config.train, iter(self.loader)
         for done in range(start + 1, train.steps + 1):
             metrics = self._step(done - 1, batches)
@@ -126,7 +130,7 @@ class Run:
             eval_loss = self._evaluate(held_out) if held_out and due else None
             if writer is not None:
                 writer.write(StepMetrics(**metrics, eval_loss=eval_loss))
-            saver.save(done)
+            self.saver.save(self.state, done)
 
     def _step(self, step: int, batches: Iterator[Batch]) -> dict[str, float]:
         start = time.perf_counter()

@@ -10,6 +10,7 @@ import json
 import math
 import os
 import resource
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -170,15 +171,14 @@ def memory_bytes(device: torch.device) -> int:
 
 
 def _open_lines(path: Path, start_step: int) -> IO[str]:
-    """Open for appending; a file with lines of steps that will now be run is moved aside, its earlier lines kept."""
+    """Open for appending; a file with lines of steps that will now be run is kept too, under another name."""
     earlier = read_metrics(path) if path.exists() else []
-    if not earlier:
-        return path.open("w", encoding="utf-8")
     keep = [row for row in earlier if row["step"] <= start_step]
     if len(keep) < len(earlier):
-        path.rename(_unused_name(path))
-    with path.open("w", encoding="utf-8") as file:
-        file.writelines(json_line(row) for row in keep)
+        shutil.copyfile(path, _unused_name(path))
+    temporary = path.with_name(f".{path.name}")  # beside it, so that a crash now loses nothing
+    temporary.write_text("".join(map(json_line, keep)), encoding="utf-8")
+    os.replace(temporary, path)
     return path.open("a", encoding="utf-8")
 
 

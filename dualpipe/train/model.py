@@ -49,7 +49,7 @@ def read_model_config(config: Config) -> HubConfig:
 def build_model(
     config: HubConfig, schedule: Schedule, rank: int, *, seed: int, dtype: torch.dtype, device: torch.device,
     mesh: DeviceMesh | None = None, recompute: Sequence[str] = (), layers_per_stage: Sequence[int] = (),
-    compiled: bool = False, from_hf: str = "",
+    compiled: bool = False, from_hf: str = "", stored: Mapping[str, torch.dtype] | None = None,
 ) -> Model:  # fmt: skip
     """Build the stages of pipeline rank `rank`. The weights depend on `seed` only, not on how the model is cut.
 
@@ -59,6 +59,7 @@ def build_model(
     layers_per_stage: instead of stages that cost about the same.
     compiled: norms, attention and dense MLPs go through torch.compile.
     from_hf: a directory with a Hugging Face checkpoint, whose weights are taken instead. Collective over `mesh`.
+    stored: dtypes in the checkpoint that will be loaded into it, by name: what is float32 among narrower ones stays so.
     mesh: from `build_mesh`. Where it has several pipelines, they share the parameters' storage: those are stored in at
     least float32 and computed with in `dtype`. Without, they are stored in `dtype`.
     """
@@ -79,12 +80,16 @@ def build_model(
         stage.recompute = Recompute(recompute)
         if compiled:
             stage.compile_dense()
-    known = Ranks(mesh).first(lambda: hub_dtypes(from_hf, config)) if from_hf else None
-    narrowest = min(known.values(), key=lambda found: found.itemsize) if known else dtype
-    if not sharded and torch.promote_types(dtype, narrowest) != dtype:
-        raise ValueError(f"{from_hf} holds {narrowest}, which ranks that share no storage would have to round to "
-                         f"{dtype}; use parallel.dp or ep > 1, train.dtype = \"fp32\", or first write it again by "
-                         "`dualpipe hf export --dtype bf16`")  # fmt: skip
+    known = None
+    if from_hf:
+        known = Ranks(mesh).first(lambda: hub_dtypes(from_hf, config))
+        narrowest = min(known.values(), key=lambda found: found.itemsize)
+        if not sharded and torch.promote_types(dtype, narrowest) != dtype:
+            raise ValueError(f"{from_hf} holds {narrowest}, which ranks that share no storage would have to round to "
+                             f"{dtype}; use parallel.dp or ep > 1, train.dtype = \"fp32\", or first write it again by "
+                             "`dualpipe hf export --dtype bf16`")  # fmt: skip
+    elif stored and any(name in stored for stage in stages for name, _ in stage.named_parameters()):
+        known = stored
     plan = plan_dtypes(stages, dtype, sharded=sharded, source_dtypes=known)
     for stage in stages:
         _shard(stage, plan, mesh if sharded else None)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -97,20 +97,6 @@ class Optimizer:
         for parameter, master in zip(self.parameters, self._masters):
             if parameter is not master:
                 parameter.copy_(master)
-
-    def state_dict(self) -> dict[str, Any]:
-        """AdamW's state and the masters of parameters that are not fp32."""
-        masters = [m for p, m in zip(self.parameters, self._masters) if p is not m]
-        return {"adamw": self._adamw.state_dict(), "masters": masters}
-
-    @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
-        self._adamw.load_state_dict(state["adamw"])
-        pairs = [(p, m) for p, m in zip(self.parameters, self._masters) if p is not m]
-        for (parameter, master), saved in zip(pairs, state["masters"], strict=True):
-            master.copy_(saved)
-            parameter.copy_(master)
 
 
 def _master(parameter: nn.Parameter) -> Tensor:

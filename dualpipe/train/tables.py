@@ -207,7 +207,7 @@ class CheckpointConfig:
     """[checkpoint]: saving the whole state of a run, and going on from it."""
 
     dir: str = ""
-    """where checkpoints are; without, `checkpoints` in output.dir"""
+    """where checkpoints are, relative to the working directory; without, `checkpoints` in output.dir"""
     interval: int = 0
     """steps from one to the next; the last step is saved too; 0: none are"""
     mode: Literal["sync", "async", "off"] = "async"
@@ -221,7 +221,8 @@ class CheckpointConfig:
     resume: str = "auto"
     """auto: go on from the newest in `dir` that is whole; never; or the path of one, or of a directory of them"""
     allow: tuple[str, ...] = ()
-    """names, with * and ?, of tensors that a checkpoint may lack, have besides, or have in another shape or dtype"""
+    """names, with * and ?, of tensors that a checkpoint may lack, have besides, or have in another shape or dtype; with
+    "loader" the data may be others, or come in another order"""
 
     def __post_init__(self) -> None:
         for name in ("interval", "keep_last", "keep_every"):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -69,6 +71,12 @@ class TokenStream:
     def num_documents(self) -> int:
         """Number of documents in the stream."""
         return len(self._numbers)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of the tokenizer, and the content and order of the documents."""
+        hashes = self.packed.documents["hash"][self._numbers].tobytes()
+        return hashlib.sha256(self.packed.tokenizer.encode() + hashes).hexdigest()[:16]
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Tokens [start, stop) of the stream as int64."""

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from dualpipe.checkpoint import Checkpoints, latest, load, verify
+from dualpipe.checkpoint import CheckpointError, Checkpoints, latest, load, verify
 from dualpipe.checkpoint.native_folder import scan
 from dualpipe.parallel.mesh import build_mesh, dense_mesh
 from ranks import run_ranks
@@ -65,7 +65,7 @@ def kill(folder, how, victims, delay):
     """One run that is killed: (its newest step, whether it left something half done); fails unless that is whole."""
     outcome = run_ranks(save_until_killed, 2, str(folder), how, victims, delay, check=False, timeout=120)
     for rank, result in enumerate(outcome):
-        assert isinstance(result, ChildProcessError if rank in victims else RuntimeError), result
+        assert isinstance(result, ChildProcessError if rank in victims else (CheckpointError, RuntimeError)), result
     for writer in json.loads((folder / "writers.json").read_text()) if how == "process" else ():
         wait_until_gone(writer)
     for path in folder.glob("step-*"):

@@ -342,24 +342,51 @@ def test_given_an_exported_checkpoint_then_its_dtypes_on_disk_are_the_save_dtype
 
 
 def save_distributed(rank, path):
-    import torch.distributed.checkpoint as dcp
     from torch.distributed.device_mesh import init_device_mesh
 
-    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
-    plan = resolve_dtypes(model, policy(("1", FP32)))
-    shard(model, init_device_mesh("cpu", (2,)), plan)
-    dcp.save(model.state_dict(), checkpoint_id=path)
-    assert_contract(model, plan, checkpoint=path)
-    wrong = resolve_dtypes(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)).to(BF16), policy(("1", FP32)))
+    from dualpipe.checkpoint import save, training_state
+    from dualpipe.parallel.mesh import build_mesh
+    from dualpipe.train.optimizer import Optimizer
+
+    def model(dtype=FP32):
+        return nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.BatchNorm1d(4)).to(dtype)
+
+    sharded = model()
+    plan = resolve_dtypes(sharded, policy(("1", FP32)))
+    shard(sharded, init_device_mesh("cpu", (2,)), plan)
+    path = save(path, training_state([sharded]), step=1, mesh=build_mesh(1, 2, 1, torch.device("cpu")), plan=plan)
+    assert_contract(sharded, plan, checkpoint=path)
+
+    narrow = model(BF16)  # its parameters may be on disk as float32 masters, its buffers not
+    other = resolve_dtypes(narrow, policy())
+    messages = []
+    for optimizer in (None, Optimizer([narrow], lr=0.1, betas=(0.9, 0.9), eps=1e-8, weight_decay=0.0)):
+        state = training_state([narrow], optimizer)
+        saved = save(f"{path}-{optimizer is None}-{rank}", state, step=1)
+        assert_contract(narrow, other, checkpoint=saved)
+        try:
+            assert_contract(sharded, plan, checkpoint=saved)
+        except ContractError as error:
+            messages.append(str(error))
     try:
-        assert_contract(model, wrong, checkpoint=path)
+        assert_contract(narrow, other, checkpoint=path)
     except ContractError as error:
-        return str(error)
+        messages.append(str(error))
+    return messages
 
 
-def test_given_a_distributed_checkpoint_then_its_dtypes_on_disk_are_the_storage_dtypes(tmp_path):
-    (message, _) = run_ranks(save_distributed, 2, str(tmp_path / "step"))
-    assert "0.weight: is on disk in fp32, planned bf16" in message and "1.weight" not in message
+def test_given_a_distributed_checkpoint_then_it_has_storage_dtypes_or_masters(tmp_path):
+    (parameters, buffers, wide), other = run_ranks(save_distributed, 2, str(tmp_path / "step"))
+    assert [parameters, buffers, wide] == other
+    assert "1.weight: is on disk in bf16, planned fp32" in parameters
+    assert "2.running_mean: is on disk in bf16, planned fp32" in buffers and "weight" not in buffers
+    assert "2.running_mean: is on disk in fp32, planned bf16" in wide and "weight" not in wide
+
+
+def test_given_a_distributed_checkpoint_that_would_run_code_then_it_is_refused(tmp_path):
+    (tmp_path / ".metadata").write_bytes(b"cos\nsystem\n(S'touch harmed'\ntR.")
+    with pytest.raises(ValueError, match=r"asks for os\.system"):
+        checkpoint_dtypes(tmp_path)
 
 
 # -- printing

@@ -267,6 +267,18 @@ def test_resume(many):
         make_loader(many, seed=1).load_state_dict(half.state_dict())
 
 
+def test_other_data_is_noticed(many, tmp_path):
+    """As many windows, but one document has other words."""
+    half = make_loader(many).state_dict()
+    text = tmp_path / "many" / "007"
+    text.write_bytes(text.read_bytes().upper())
+    pack(find_sources([tmp_path / "many"]), ByteTokenizer(), tmp_path / "other")
+    loader = make_loader(tmp_path / "other")
+    assert loader.num_windows == half["num_windows"]
+    with pytest.raises(ValueError, match=r"of another run: data '\w+' \(now '\w+'\); use"):
+        loader.load_state_dict(half)
+
+
 def test_too_little_text(many, texts):
     with pytest.raises(ValueError, match=r"the text has .* tokens, but a sequence needs .* = 100001"):
         make_loader(many, sequence_length=100000)

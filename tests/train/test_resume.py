@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import shutil
 import signal
 import time
@@ -12,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from dualpipe import cli
-from dualpipe.checkpoint import latest
+from dualpipe.checkpoint import latest, native_save
 from dualpipe.checkpoint.native_folder import read_manifest
 from dualpipe.train.metrics import read_metrics
 from hub import read_all, rewrite, save_qwen
@@ -39,24 +40,28 @@ def contents(folder, out):
 
 
 def killed_after(start, folder, out, step, *options):
-    """Start a run and `kill -9` its launcher once the checkpoint of `step` is committed; no rank lives on."""
+    """Start a run and `kill -9` its launcher once the checkpoint of `step` is committed; nothing of it lives on."""
     process = start(folder, "train", "run.toml", "--output.dir", out, *options)
     deadline = time.monotonic() + 90
     while not (folder / out / "checkpoints" / f"step-{step:08}" / "manifest.json").exists():
         assert process.poll() is None, process.stderr.read()
         assert time.monotonic() < deadline, "no checkpoint"
         time.sleep(0.02)
-    ranks = children(process.pid)
-    assert len(ranks) >= 2
+    below = descendants(process.pid)
+    assert len(below) >= (4 if "process" in options else 2), "the ranks, and their writers"
     os.kill(process.pid, signal.SIGKILL)  # the launcher alone
     process.wait()
-    while any(is_alive(rank) for rank in ranks):
-        assert time.monotonic() < deadline + 10, "ranks outlive the launcher"
+    while any(is_alive(pid) for pid in below):
+        assert time.monotonic() < deadline + 10, "ranks or writers outlive the launcher"
         time.sleep(0.05)
 
 
-def children(pid):
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+def descendants(pid):
+    found = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        for child in (task / "children").read_text().split():
+            found += [int(child), *descendants(child)]
+    return found
 
 
 def is_alive(pid):
@@ -79,18 +84,41 @@ def check_resume(dualpipe, start_dualpipe, folder, name, steps, kill_at, *option
     assert contents(folder, f"{name}-killed") == contents(folder, f"{name}-straight")
 
 
-@pytest.mark.parametrize("mode", ["async", pytest.param("sync", marks=pytest.mark.slow)])
-def test_a_killed_run_goes_on_bit_for_bit(run_folder, dualpipe, start_dualpipe, mode):
-    check_resume(dualpipe, start_dualpipe, run_folder, mode, 7, 3, "--checkpoint.mode", mode,
+@pytest.mark.parametrize("mode, writer", [
+    ("async", "thread"), *(pytest.param(*how, marks=pytest.mark.slow) for how in (("async", "process"), ("sync", "-"))),
+])  # fmt: skip
+def test_a_killed_run_goes_on_bit_for_bit(run_folder, dualpipe, start_dualpipe, mode, writer):
+    check_resume(dualpipe, start_dualpipe, run_folder, f"{mode}-{writer}", 7, 3, "--checkpoint.mode", mode,
+                 *(("--checkpoint.writer", writer) if mode == "async" else ()),
                  "--router.balance", "0.1", "--router.balance_level", "global")  # fmt: skip
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("options", LAYOUTS.values(), ids=LAYOUTS)
-def test_a_killed_run_goes_on_bit_for_bit_in_every_layout(run_folder, dualpipe, start_dualpipe, options, dtype):
-    name = "-".join((dtype, *options)).replace("--", "")
-    check_resume(dualpipe, start_dualpipe, run_folder, name, 20, 8, "--train.dtype", dtype, *options)
+def test_a_run_that_is_killed_again_and_again_goes_on_bit_for_bit(run_folder, dualpipe, start_dualpipe, options):
+    """At random moments while it trains, and writes every step; every third time while it starts or resumes."""
+    name = f"often-{options[0].strip('-') if options else 'pp2'}"
+    common = ["--train.steps", "120", "--checkpoint.interval", "1", *options]
+    straight = dualpipe(run_folder, "train", "run.toml", "--output.dir", f"{name}-straight", *common, timeout=300)
+    assert straight.returncode == 0, straight.stderr
+    generator, out = random.Random(name), f"{name}-killed"
+    for kill in range(9):
+        before = latest(run_folder / out / "checkpoints")
+        process = start_dualpipe(run_folder, "train", "run.toml", "--output.dir", out, *common)
+        while kill % 3 < 2 and latest(run_folder / out / "checkpoints") == before:
+            assert process.poll() is None, process.stderr.read()
+            time.sleep(0.05)
+        time.sleep(generator.uniform(0, 1 if kill % 3 < 2 else 8))
+        assert process.poll() is None, "it came to its end before it was killed"
+        below = descendants(process.pid)
+        os.kill(below[-1] if kill % 2 and below else process.pid, signal.SIGKILL)  # one rank, or the launcher
+        assert process.wait(60)
+        assert kill % 3 == 2 or latest(run_folder / out / "checkpoints") != before
+    rest = dualpipe(run_folder, "train", "run.toml", "--output.dir", out, *common, timeout=300)
+    assert rest.returncode == 0, rest.stderr
+    assert losses(run_folder, out) == losses(run_folder, f"{name}-straight")
+    assert contents(run_folder, out) == contents(run_folder, f"{name}-straight")
 
 
 @pytest.fixture(scope="module")
@@ -146,6 +174,42 @@ def test_what_cannot_be_resumed_is_said_once(run_folder, half_way, monkeypatch, 
     assert message in error and error.count("error: ") == 1
 
 
+def test_what_has_changed_is_said(run_folder, half_way, monkeypatch, capsys):
+    monkeypatch.chdir(run_folder)
+    resume = ["train", "run.toml", "--output.dir", "changed", *half_way[0], *ALONE]
+    resume += ["--checkpoint.resume", "half/checkpoints", "--optimizer.lr", "0.002", "--train.seed", "5"]
+    assert cli.main(resume) == 2
+    assert "seed 0 (now 5)" in (error := capsys.readouterr().err) and "name 'loader' in checkpoint.allow" in error
+    assert cli.main([*resume, "--checkpoint.allow", "loader"]) == 0
+    text = capsys.readouterr().out
+    assert "settings that have changed since: parallel.pp 2 -> 1, train.seed 0 -> 5, optimizer.lr" in text
+    assert "the batches are others, as allowed" in text
+    assert [row["step"] for row in read_metrics(run_folder / "changed" / "metrics.jsonl")] == [5, 6, 7, 8]
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("failing, status, kept", [
+    ([2], 0, [1, 3, 4]), ([2, 3], 1, [1]), ([1, 3], 0, [2, 4]), ([4], 1, [1, 2, 3]),
+])  # fmt: skip
+def test_one_checkpoint_may_fail(run_folder, monkeypatch, capsys, tmp_path, mode, failing, status, kept):
+    def write(folder, plan, parts):
+        if int(folder.name.split("-")[2]) in failing:
+            raise OSError(28, "No space left on device")
+        return write_parts(folder, plan, parts)
+
+    write_parts = native_save.write_parts
+    monkeypatch.setattr(native_save, "write_parts", write)
+    monkeypatch.chdir(run_folder)
+    out = tmp_path / "out"
+    run = ["train", "run.toml", *ALONE, "--train.steps", "4", "--checkpoint.interval", "1", "--checkpoint.mode", mode]
+    assert cli.main([*run, "--output.dir", str(out), "--checkpoint.keep_last", "0"]) == status
+    text, error = capsys.readouterr()
+    assert [int(path.name[5:]) for path in sorted((out / "checkpoints").glob("step-*"))] == kept
+    assert text.count("WARNING: no checkpoint was written") == len(failing) - status
+    assert ("No space left" in error) == bool(status)
+    assert len(losses(out.parent, "out")) == (3 if (mode, failing) == ("sync", [2, 3]) else 4)
+
+
 def test_a_finished_run_has_nothing_left_to_do_unless_it_never_resumes(run_folder, monkeypatch, capsys):
     monkeypatch.chdir(run_folder)
     run = ["train", "run.toml", *ALONE, "--checkpoint.interval", "2", "--output.dir", "again"]
@@ -192,6 +256,27 @@ def test_importing_into_a_run_is_refused_and_float32_among_bfloat16_survives(run
     again = read_all(run_folder / "mixed-again")
     assert {name for name, tensor in again.items() if tensor.dtype is torch.float32} == {"model.norm.weight"}
     assert all(torch.equal(again[name], tensor) for name, tensor in tensors.items())
+    run = ["train", "run.toml", *ALONE, "--model.config", "mixed/config.json", "--train.dtype", "bf16"]
+    for steps in ("1", "2"):  # from the import, then from the run's own
+        source = "mixed-imported" if steps == "1" else "auto"
+        assert cli.main([*run, "--train.steps", steps, "--optimizer.schedule", "wsd", "--output.dir", "mixed-a",
+                         "--checkpoint.interval", "1", "--checkpoint.resume", source]) == 0  # fmt: skip
+    assert cli.main([*run, "--train.steps", "2", "--optimizer.schedule", "wsd", "--output.dir", "mixed-b",
+                     "--init.from_hf", "mixed"]) == 0  # fmt: skip
+    assert losses(run_folder, "mixed-a") == losses(run_folder, "mixed-b")
+
+
+def test_the_source_of_the_weights_is_not_read_again(run_folder, monkeypatch, capsys):
+    monkeypatch.chdir(run_folder)
+    save_qwen(run_folder / "gone", vocab_size=257)
+    run = ["train", "run.toml", *ALONE, "--model.config", "gone/config.json", "--init.from_hf", "gone",
+           "--checkpoint.interval", "1", "--output.dir", "went"]  # fmt: skip
+    assert cli.main([*run, "--train.steps", "1"]) == 0
+    for file in (run_folder / "gone").glob("*.safetensors"):
+        file.unlink()
+    assert cli.main([*run, "--train.steps", "2"]) == 0
+    assert len(losses(run_folder, "went")) == 2
+    assert cli.main([*run, "--train.steps", "2", "--checkpoint.resume", "never"]) == 2
 
 
 def test_an_imported_checkpoint_is_gone_on_from_without_saving_any(run_folder, monkeypatch, capsys):
