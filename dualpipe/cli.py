@@ -5,7 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 from dualpipe import __version__
 
@@ -18,7 +21,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     args = _parser().parse_args(arguments)
     try:
-        return args.run(args)
+        with _plain_warnings():
+            return args.run(args)
     except BrokenPipeError:  # the reader of our output has gone (`dualpipe schedule | head`)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
@@ -27,6 +31,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2 if isinstance(error, ValueError) else 1
     except KeyboardInterrupt:
         return 130
+
+
+@contextmanager
+def _plain_warnings() -> Iterator[None]:
+    """What this library warns about is for who runs it, without the line of code."""
+    ordinary, here = warnings.formatwarning, os.path.dirname(__file__)
+
+    def formatted(message: Warning | str, category: type[Warning], filename: str, *place: Any) -> str:
+        ours = category is UserWarning and filename.startswith(here)
+        return f"warning: {message}\n" if ours else ordinary(message, category, filename, *place)
+
+    warnings.formatwarning = formatted
+    try:
+        yield
+    finally:
+        warnings.formatwarning = ordinary
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -22,7 +23,7 @@ class Ranks:
     def __init__(self, mesh: DeviceMesh | None, group: dist.ProcessGroup | None = None) -> None:
         self.size = 1 if mesh is None else dist.get_world_size()
         self.rank = 0 if self.size == 1 else dist.get_rank()
-        self._group = group
+        self._group, self._cut_short = group, False
         if mesh is not None and mesh.size() != self.size:
             raise ValueError(f"the mesh has {mesh.size()} of {self.size} ranks; pass the whole one, from build_mesh")
 
@@ -41,7 +42,8 @@ class Ranks:
             error = raised
         outcomes: list[Any] = [None] * self.size
         mine = None if error is None else (isinstance(error, ValueError), _text(error))
-        dist.all_gather_object(outcomes, (mine, value), group=self._group)
+        with self._exchange():
+            dist.all_gather_object(outcomes, (mine, value), group=self._group)
         if error is not None and not isinstance(error, Exception):
             raise error
         failed = {rank: failure for rank, (failure, _) in enumerate(outcomes) if failure is not None}
@@ -61,7 +63,8 @@ class Ranks:
         result = self.agree(lambda: work() if self.rank == 0 else None)
         if self.size > 1:
             shared = [result]
-            dist.broadcast_object_list(shared, src=0, group=self._group)
+            with self._exchange():
+                dist.broadcast_object_list(shared, src=0, group=self._group)
             result = shared[0]
         return result
 
@@ -70,7 +73,8 @@ class Ranks:
         if self.size == 1:
             return [value]
         values: list[Any] | None = [None] * self.size if self.rank == 0 else None
-        dist.gather_object(value, values, dst=0, group=self._group)
+        with self._exchange():
+            dist.gather_object(value, values, dst=0, group=self._group)
         return values
 
     def hand_out(self, values: Sequence[T] | None) -> T:
@@ -78,8 +82,19 @@ class Ranks:
         if self.size == 1:
             return values[0]
         mine: list[Any] = [None]
-        dist.scatter_object_list(mine, None if values is None else list(values), src=0, group=self._group)
+        with self._exchange():
+            dist.scatter_object_list(mine, None if values is None else list(values), src=0, group=self._group)
         return mine[0]
+
+    @contextmanager
+    def _exchange(self) -> Iterator[None]:
+        """After one that did not come to its end the next would take its messages for others."""
+        if self._cut_short:
+            raise RuntimeError("an earlier exchange between the ranks was cut short, by an interrupt, a timeout or the "
+                               "loss of a rank; they can agree on nothing any more")  # fmt: skip
+        self._cut_short = True
+        yield
+        self._cut_short = False
 
 
 def _text(error: BaseException) -> str:

@@ -9,12 +9,20 @@ from math import prod
 from os import PathLike
 from pathlib import Path
 
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
 from dualpipe.checkpoint.command import format_bytes
 from dualpipe.checkpoint.hub_files import raise_for
-from dualpipe.checkpoint.native_folder import Found, Manifest, find, verify, verify_files, verify_metadata
-from dualpipe.checkpoint.native_store import read_metadata
+from dualpipe.checkpoint.native_folder import (
+    Checkpoint,
+    Found,
+    Manifest,
+    find,
+    is_still_there,
+    none_at,
+    stored_in,
+    verify,
+    verify_files,
+)
+from dualpipe.parallel.description import StoredTensor
 from dualpipe.parallel.mesh import DIMENSIONS
 from dualpipe.parallel.sharding import short_name
 
@@ -23,10 +31,11 @@ def ls(path: str | PathLike[str]) -> Iterator[str]:
     """A line for each checkpoint, newest first, and for what is unfinished. Checks sizes; reads no tensors."""
     found = _found(path)
     yield f"{'step':>10}  {'saved at':25}  {'size':>9}  {'layout':22}  {'dtypes':15}  state"
-    for folder, manifest in found.committed:
-        wrong = verify_files(folder, manifest, manifest.files, hashes=False) or verify_metadata(folder, manifest)
-        stored = {} if wrong else _stored(folder, manifest)
-        dtypes = ", ".join(sorted({short_name(entry.properties.dtype) for entry in stored.values()}))
+    for checkpoint in found.committed:
+        (_, manifest), (stored, wrong) = checkpoint, _stored(checkpoint)
+        if wrong and not is_still_there(checkpoint):
+            continue  # deleted meanwhile, by the job that saves here
+        dtypes = ", ".join(sorted({short_name(entry.dtype) for entry in stored.values()}))
         state, size = f"DAMAGED: {wrong[0]}" if wrong else "complete", format_bytes(manifest.size)
         yield f"{manifest.step:>10}  {manifest.saved_at:25}  {size:>9}  {_layout(manifest):22}  {dtypes:15}  {state}"
     for problem in found.damaged.values():
@@ -41,6 +50,9 @@ def check(path: str | PathLike[str]) -> Iterator[str]:
     problems = [*found.damaged.values()]
     for each in found.committed:
         wrong = verify(each.path)
+        if wrong and not is_still_there(each):
+            yield f"{each.path}: deleted meanwhile"
+            continue
         problems += wrong
         yield f"{each.path}: " + ("DAMAGED" if wrong else f"complete, {format_bytes(each.manifest.size)} verified")
     raise_for("what cannot be loaded:", problems)
@@ -51,14 +63,15 @@ def show(path: str | PathLike[str]) -> Iterator[str]:
     found = _found(path)
     raise_for(f"{path}:", [] if found.committed else found.damaged.values())
     path, manifest = found.committed[0]
-    stored = _stored(path, manifest)
+    stored, wrong = _stored(found.committed[0])
+    raise_for(f"{path}:", wrong)
     yield f"{path}: step {manifest.step}, saved at {manifest.saved_at}, {format_bytes(manifest.size)}"
     yield f"layout: {_layout(manifest)} ({manifest.layout['world']} ranks)"
     yield "versions: " + ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
     for title, tensors in _parts(stored).items():
-        counts = Counter(short_name(entry.properties.dtype) for entry in tensors)
+        counts = Counter(short_name(entry.dtype) for entry in tensors)
         dtypes = ", ".join(f"{count:,} {dtype}" for dtype, count in counts.most_common())
-        elements = sum(prod(entry.size) for entry in tensors)
+        elements = sum(prod(entry.shape) for entry in tensors)
         yield f"{title}: {len(tensors):,} tensors ({dtypes}), {elements:,} elements"
     for title, used in (("extra", manifest.extra), ("config", manifest.config)):
         if used is not None:
@@ -66,28 +79,30 @@ def show(path: str | PathLike[str]) -> Iterator[str]:
     for name, entry in sorted(stored.items()):
         if "/" not in name:
             uses = ", ".join(f"{use} {dtype}" for use, dtype in manifest.dtypes.get(name, {}).items())
-            dtype = short_name(entry.properties.dtype)
-            yield f"  {name}  {tuple(entry.size)}  {dtype}" + (f"  ({uses})" if uses else "")
+            dtype = short_name(entry.dtype)
+            yield f"  {name}  {entry.shape}  {dtype}" + (f"  ({uses})" if uses else "")
 
 
 def _found(path: str | PathLike[str]) -> Found:
     found = find(path)
     if not found.committed and not found.damaged:
-        raise ValueError(f"{path} has no checkpoints; give the directory that a run saves to, or one checkpoint in it")
+        raise ValueError(none_at(path))
     return found
 
 
-def _stored(path: Path, manifest: Manifest) -> dict[str, TensorStorageMetadata]:
-    return read_metadata(path, manifest.files.keys()).state_dict_metadata
+def _stored(checkpoint: Checkpoint) -> tuple[dict[str, StoredTensor], list[str]]:
+    """What tensors there are, or what can be seen to be wrong without reading them."""
+    wrong = verify_files(*checkpoint, checkpoint.manifest.files, hashes=False)
+    return ({}, wrong) if wrong else stored_in(checkpoint)
 
 
 def _layout(manifest: Manifest) -> str:
     return ", ".join(f"{name} {manifest.layout[name]}" for name in DIMENSIONS)
 
 
-def _parts(stored: dict[str, TensorStorageMetadata]) -> dict[str, list[TensorStorageMetadata]]:
+def _parts(stored: dict[str, StoredTensor]) -> dict[str, list[StoredTensor]]:
     """Of the model, and by what stands before the first "/" of other names: "optimizer", "routers"."""
-    parts: dict[str, list[TensorStorageMetadata]] = {"model": []}
+    parts: dict[str, list[StoredTensor]] = {"model": []}
     for name, entry in stored.items():
         parts.setdefault(name.split("/")[0] if "/" in name else "model", []).append(entry)
     return parts

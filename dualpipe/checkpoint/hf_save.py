@@ -30,7 +30,7 @@ from dualpipe.checkpoint.hf import config_of, stage_tensors
 from dualpipe.checkpoint.hub_files import CONFIG, INDEX, file_within, read_json
 from dualpipe.checkpoint.hub_layout import NewTensor, Piece, ShardFile, index_of, lay_out, new_tensors, writers, writes
 from dualpipe.checkpoint.hub_plan import model_tensors, shapes_of
-from dualpipe.checkpoint.native_folder import sync
+from dualpipe.checkpoint.native_commit import sync
 from dualpipe.models import HubConfig, config_from_dict
 from dualpipe.nn.init import local_part
 from dualpipe.parallel.materialize import Sliceable

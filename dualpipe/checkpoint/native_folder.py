@@ -1,7 +1,8 @@
-"""A directory of checkpoints on disk: what is in it, what of it is whole, and how a new one gets in.
+"""A directory of checkpoints on disk: what is in it, and what of it is whole.
 
     step-00000100/            a committed checkpoint: complete from the moment it has this name
-        __0_0.distcp ...      the tensors, a file of each rank that wrote any; .metadata says where each lies
+        __0_0.distcp ...      the tensors, a file of each rank that wrote any
+        tensors.json          where each tensor lies; .metadata says it again, for torch's readers
         rank-00000.json ...   the random state of each rank
         manifest.json         step, layout, versions, ..., and size and checksum of every other file
     latest                    the name of the newest, for people and scripts; `latest()` looks for itself
@@ -9,36 +10,32 @@
     .del-step-00000050-a0...  being deleted
     .lock                     held by rank 0 of the one job that may save here, as long as it lives
 
-A checkpoint is written under a temporary name, flushed, and renamed; only then are others deleted, each renamed first.
-So at any moment a name that begins with "step-" is that of a whole checkpoint, and what begins with ".tmp-" or ".del-"
-belongs to the holder of the lock, or to nobody. The newest is the one that was committed last, not that of the highest
-step: `sequence` counts.
+At any moment a name that begins with "step-" is that of a whole checkpoint, and what begins with ".tmp-" or ".del-"
+belongs to the holder of the lock, or to nobody; see `native_commit`. The newest is the one that was committed last, not
+that of the highest step: `sequence` counts.
 """
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import hashlib
 import json
 import os
 import re
-import secrets
-import shutil
 import stat
-import time
-import warnings
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dualpipe.checkpoint.native_store import FileInfo, hashed_file, read_metadata
+from dualpipe.checkpoint.native_read import read_stored
+from dualpipe.checkpoint.native_store import FileInfo
+from dualpipe.parallel.description import StoredTensor
+from dualpipe.parallel.mesh import DIMENSIONS
 
 MANIFEST, LATEST = "manifest.json", "latest"
 _NAME = re.compile(r"step-(\d{8,})(?:\.\d+)?")
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+_TRIES = 100  # of a reader, beside a job that deletes old checkpoints while new ones come
 
 
 @dataclass(frozen=True)
@@ -79,20 +76,38 @@ class Found(NamedTuple):
 
 
 def scan(directory: str | PathLike[str]) -> Found:
-    """What is in a directory of checkpoints; raises ValueError where it is something else, nothing where it is not."""
+    """What is in a directory of checkpoints, nothing if it does not exist. Raises ValueError where that is unknown."""
     directory = Path(directory)
-    if not directory.exists():
-        return Found([], {})
+    try:
+        if not directory.exists():
+            return Found([], {})
+    except OSError as error:
+        raise ValueError(f"{directory} cannot be read: {error}") from error
     if not directory.is_dir():
         raise ValueError(f"{directory} is a file; give the directory that holds the checkpoints")
-    committed, damaged = [], {}
-    for path in sorted(directory.iterdir(), reverse=True):
-        if _NAME.fullmatch(path.name):
-            try:
-                committed.append(Checkpoint(path, read_manifest(path)))
-            except ValueError as error:
+    for _ in range(_TRIES):
+        found, gone = _scan(directory)
+        if not gone:
+            break
+    return found
+
+
+def _scan(directory: Path) -> tuple[Found, bool]:
+    """And whether one was deleted meanwhile: then there is a newer one, perhaps since after the names were listed."""
+    committed, damaged, gone = [], {}, False
+    try:
+        paths = sorted((path for path in directory.iterdir() if _NAME.fullmatch(path.name)), reverse=True)
+    except OSError as error:
+        raise ValueError(f"{directory} cannot be read: {error}") from error
+    for path in paths:
+        try:
+            committed.append(Checkpoint(path, read_manifest(path)))
+        except ValueError as error:
+            if os.path.lexists(path):
                 damaged[path] = str(error)
-    return Found(sorted(committed, key=lambda each: -each.manifest.sequence), damaged)
+            else:
+                gone = True
+    return Found(sorted(committed, key=lambda each: -each.manifest.sequence), damaged), gone
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -107,6 +122,23 @@ def find(path: str | PathLike[str]) -> Found:
         return scan(path)
     path = path.resolve()  # a link that the caller names is meant
     return Found([Checkpoint(path, read_manifest(path))], {})
+
+
+def is_still_there(checkpoint: Checkpoint) -> bool:
+    """Whether it was neither deleted nor replaced by another of its step."""
+    try:
+        return read_manifest(checkpoint.path).sequence == checkpoint.manifest.sequence
+    except ValueError:
+        return os.path.lexists(checkpoint.path)  # damaged
+
+
+def none_at(path: str | PathLike[str]) -> str:
+    """Why there is no checkpoint at `path`, in words."""
+    if not os.path.lexists(path):
+        return f"{path} does not exist"
+    inside = Path(path) / "checkpoints"
+    hint = f"give {inside}" if inside.is_dir() else "give the directory that a run saves to, or one checkpoint in it"
+    return f"{path} has no checkpoints; {hint}"
 
 
 def latest(directory: str | PathLike[str]) -> Path | None:
@@ -138,24 +170,43 @@ def _read_manifest(path: Path) -> Manifest:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         body = content["manifest"]
-        if content["sha256"] != _digest(body):
+        if content["sha256"] != digest_of(body):
             raise ValueError("it does not have the checksum that it names")
         files = {name: FileInfo(*info) for name, info in body["files"].items()}
         manifest = Manifest(**body | {"files": files})
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        _check_types(manifest)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{file} is damaged: {type(error).__name__}: {error}") from error
-    if wrong := [name for name in files if Path(name).name != name or name in ("", ".", "..", MANIFEST)]:
+    if wrong := [name for name in files if not _is_plain(name)]:
         raise ValueError(f"{file} lists {wrong[0]!r}, which is not the plain name of a file; refused")
     return manifest
+
+
+def _check_types(manifest: Manifest) -> None:
+    """Raise ValueError for what would not be understood where it is used."""
+    layout, files = manifest.layout, manifest.files.values()
+    if layout.keys() != {"world", *DIMENSIONS}:
+        raise ValueError(f"the layout is {layout}")
+    numbers = [manifest.step, manifest.sequence, *layout.values(), *(info.size for info in files)]
+    if any(type(number) is not int or number < 0 for number in numbers):
+        raise ValueError("a step, a size or the layout is not a number")
+    texts = [manifest.saved_at, *manifest.versions.values(), *(info.sha256 for info in files),
+             *(dtype for of in manifest.dtypes.values() for dtype in of.values())]  # fmt: skip
+    if any(type(text) is not str for text in texts):
+        raise ValueError("a time, a version, a checksum or a dtype is not a text")
+
+
+def _is_plain(name: str) -> bool:
+    return Path(name).name == name and name.isprintable() and name not in ("", ".", "..", MANIFEST)
 
 
 def verify(path: str | PathLike[str]) -> list[str]:
     """What is wrong with the checkpoint at `path`, a line for each; reads every byte. Nothing: it can be loaded."""
     try:
-        manifest = read_manifest(path)
+        checkpoint = Checkpoint(Path(path), read_manifest(path))
     except ValueError as error:
         return [str(error)]
-    return verify_files(Path(path), manifest, sorted(manifest.files)) or verify_metadata(Path(path), manifest)
+    return verify_files(*checkpoint, sorted(checkpoint.manifest.files)) or stored_in(checkpoint)[1]
 
 
 def verify_files(path: Path, manifest: Manifest, names: Iterable[str], *, hashes: bool = True) -> list[str]:
@@ -163,13 +214,12 @@ def verify_files(path: Path, manifest: Manifest, names: Iterable[str], *, hashes
     return [f"{path / name} {wrong}" for name in names for wrong in _wrong(path / name, manifest.files[name], hashes)]
 
 
-def verify_metadata(path: Path, manifest: Manifest) -> list[str]:
-    """What is wrong with the description of the tensors."""
+def stored_in(checkpoint: Checkpoint) -> tuple[dict[str, StoredTensor], list[str]]:
+    """The tensors of a checkpoint by name, or what is wrong with their description."""
     try:
-        read_metadata(path, manifest.files.keys())
-    except ValueError as error:
-        return [str(error)]
-    return []
+        return read_stored(checkpoint.path, checkpoint.manifest.files.keys()), []
+    except (OSError, ValueError) as error:
+        return {}, [str(error)]
 
 
 def _wrong(file: Path, said: FileInfo, hashes: bool) -> Iterator[str]:
@@ -189,134 +239,11 @@ def _wrong(file: Path, said: FileInfo, hashes: bool) -> Iterator[str]:
         yield f"cannot be read: {error}"
 
 
-def _digest(body: Any) -> str:
+def digest_of(body: Any) -> str:
+    """The checksum that a manifest has of itself."""
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
-# -- saving; rank 0 alone
-
-
-def lock(directory: Path, patience: float = 10.0) -> int | None:
-    """Make the directory and become the one job that saves there: a descriptor to close when done, None where the file
-    system has no locks. The system frees it when the process dies; one that was just killed may take a moment, so this
-    tries for `patience` seconds. Raises ValueError where another job has it."""
-    try:
-        _make(directory)
-        descriptor = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
-    except OSError as error:
-        raise ValueError(f"checkpoints cannot be saved to {directory}: {error}") from error
-    deadline = time.monotonic() + patience
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return descriptor
-        except BlockingIOError:
-            if time.monotonic() < deadline:
-                time.sleep(0.1)
-                continue
-            os.close(descriptor)
-            raise ValueError(f"another job saves to {directory}; end it, or give each a directory") from None
-        except OSError as error:
-            os.close(descriptor)
-            if error.errno not in _NO_LOCKS:
-                raise
-            return None
-
-
-def _make(directory: Path) -> None:
-    """With its parents; their new names are on the disk then, as without them what is in it would be lost."""
-    missing = [path for path in (directory, *directory.parents) if not path.exists()]
-    directory.mkdir(parents=True, exist_ok=True)
-    for path in missing:
-        sync(path.parent)
-
-
-def begin(directory: Path, step: int) -> Path:
-    """Remove what dead jobs left, and make the temporary directory of a new checkpoint."""
-    for path in directory.iterdir():
-        if path.name.startswith((".tmp-step-", ".del-step-")):
-            _remove(path)
-    folder = directory / f".tmp-{name_of(step)}-{secrets.token_hex(4)}"
-    folder.mkdir()
-    return folder
-
-
-def commit(folder: Path, manifest: Manifest) -> Path:
-    """Make a complete temporary directory the newest checkpoint; what goes before stays, another of its step too."""
-    body = asdict(manifest)
-    with hashed_file(folder / MANIFEST, {}) as out:
-        out.write(json.dumps({"sha256": _digest(body), "manifest": body}, indent=1).encode())
-    sync(folder)
-    path = folder.parent / name_of(manifest.step)
-    for number in range(1, 1000):
-        if not os.path.lexists(path):
-            break
-        path = folder.parent / f"{name_of(manifest.step)}.{number}"
-    os.rename(folder, path)
-    sync(folder.parent)
-    return path
-
-
-def retire(path: Path, keep_last: int | None, keep_every: int | None) -> Path:
-    """After `path` was committed: delete what it replaces and what need not be kept, and name it as the latest.
-
-    Returns the path that it has then: without a suffix, once another of its step is gone. What cannot be deleted is
-    warned about.
-    """
-    directory, found = path.parent, scan(path.parent)
-    newest, *older = found.committed
-    assert newest.path == path, (newest.path, path)
-    replaced = [each for each in older if each.manifest.step == newest.manifest.step]
-    others = [each for each in older if each.manifest.step != newest.manifest.step]
-    spare = [] if keep_last is None else others[keep_last - 1 :]
-    plain = directory / name_of(newest.manifest.step)
-    _name_latest(path)  # before what it named is deleted
-    for each in replaced + spare:
-        if each in replaced or not keep_every or each.manifest.step % keep_every:
-            _delete(each.path)
-    if plain in found.damaged:
-        _delete(plain)
-    if path != plain and not os.path.lexists(plain):
-        path = path.rename(plain)
-        _name_latest(path)
-    return path
-
-
-def _name_latest(path: Path) -> None:
-    temporary = path.parent / f".tmp-{LATEST}"
-    temporary.write_text(f"{path.name}\n")
-    sync(temporary)
-    os.replace(temporary, path.parent / LATEST)
-    sync(path.parent)
-
-
 def name_of(step: int) -> str:
+    """Of the directory of a checkpoint."""
     return f"step-{step:08}"
-
-
-def sync(path: Path) -> None:
-    """Have the system write a file, or the names in a directory, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _delete(path: Path) -> None:
-    """By another name first, so that a half is never taken for a whole."""
-    gone = path.parent / f".del-{path.name}-{secrets.token_hex(4)}"
-    try:
-        os.rename(path, gone)
-        sync(path.parent)
-    except OSError as error:
-        warnings.warn(f"the old checkpoint {path} cannot be deleted: {error}", stacklevel=2)
-        return
-    _remove(gone)
-
-
-def _remove(path: Path) -> None:
-    try:
-        path.unlink() if path.is_symlink() or not path.is_dir() else shutil.rmtree(path)
-    except OSError as error:
-        warnings.warn(f"{path} cannot be deleted: {error}", stacklevel=2)

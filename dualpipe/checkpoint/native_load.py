@@ -9,26 +9,36 @@ from __future__ import annotations
 import difflib
 import json
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from os import PathLike
 from pathlib import Path
 from typing import NamedTuple
 
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.device_mesh import DeviceMesh
 
 from dualpipe.checkpoint import native_random
 from dualpipe.checkpoint.agree import Ranks
 from dualpipe.checkpoint.hub_files import raise_for
-from dualpipe.checkpoint.native_folder import Checkpoint, Manifest, find, verify_files
+from dualpipe.checkpoint.native_folder import (
+    Checkpoint,
+    Found,
+    Manifest,
+    find,
+    is_still_there,
+    none_at,
+    stored_in,
+    verify_files,
+)
+from dualpipe.checkpoint.native_read import read_parts
 from dualpipe.checkpoint.native_save import layout_of
 from dualpipe.checkpoint.native_state import Part, parts_of
-from dualpipe.checkpoint.native_store import read_metadata, read_parts
+from dualpipe.parallel.description import StoredTensor
 from dualpipe.parallel.sharding import short_name
 
-_NEAREST = 20  # of so many names is the nearest looked for, which takes a while
+_NEAREST, _MANY = 20, 2000  # of so many names is the nearest looked for, among so many, which takes a while
+_TRIES = 20  # to read beside a job that deletes old checkpoints while new ones come
 
 
 class Loaded(NamedTuple):
@@ -37,7 +47,7 @@ class Loaded(NamedTuple):
     path: Path
     manifest: Manifest  # step, config, extra, layout, dtypes, versions
     random_restored: bool  # else it was derived from seed, step and rank, as the layout is another
-    damaged: tuple[str, ...]  # what is wrong with the newer checkpoints that were passed over
+    damaged: dict[Path, str]  # what is wrong with those that were passed over
     allowed: tuple[str, ...]  # the differences that `allow` named
 
 
@@ -46,7 +56,7 @@ def load(path: str | PathLike[str], state: Mapping[str, Tensor], *, mesh: Device
     """Fill `state` (from `training_state`) in place and restore this rank's random state. Collective over `mesh`.
 
     path: a checkpoint, or a directory of them: then the one that was committed last and is undamaged. That newer ones
-        were passed over is warned about, and said in the result.
+        were passed over is warned about, and said in the result. Another job may save there, and delete old ones.
     allow: globs of names that may be missing on either side or have another shape, which leaves the tensor as it is,
         or have another dtype, which casts it.
     allow_at_start: the same, for a checkpoint of step 0 alone, which `import_hf` makes.
@@ -57,41 +67,58 @@ def load(path: str | PathLike[str], state: Mapping[str, Tensor], *, mesh: Device
             dtypes that differ.
         RuntimeError: reading failed after all that, as when a disk fails. The tensors are not usable then.
     """
-    ranks = Ranks(mesh)
-    parts = ranks.agree(lambda: parts_of(state))
-    checkpoint, metadata, damaged = _newest(Path(path), ranks)
+    ranks, path = Ranks(mesh), Path(path)
+    parts = ranks.agree(lambda: _writable(parts_of(state)))
+    for attempt in range(_TRIES):
+        found = ranks.first(lambda: find(path))
+        try:
+            return _load(path, found, parts, ranks, layout_of(mesh), allow, allow_at_start, seed)
+        except (ValueError, RuntimeError, OSError):  # on all ranks
+            if attempt == _TRIES - 1 or ranks.first(lambda found=found: all(map(is_still_there, found.committed))):
+                raise
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _load(
+    path: Path, found: Found, parts: Mapping[str, Part], ranks: Ranks, layout: dict[str, int], allow: Sequence[str],
+    allow_at_start: Sequence[str], seed: int,
+) -> Loaded:  # fmt: skip
+    checkpoint, stored, damaged = _newest(path, found, ranks)
     globs = (*allow, *(() if checkpoint.manifest.step else allow_at_start))
-    allowed = _compare(ranks, checkpoint.path, metadata, parts, globs)
-    stored = metadata.state_dict_metadata
-    fitting = {name: part for name, part in parts.items() if name in stored and stored[name].size == part.shape}
-    ranks.agree(lambda: read_parts(checkpoint.path, metadata, fitting))
-    restored = ranks.agree(lambda: _restore_random(checkpoint, layout_of(mesh), ranks.rank, seed))
-    for line in damaged if ranks.rank == 0 else ():
-        warnings.warn(f"loading {checkpoint.path}: {line}", stacklevel=2)
+    allowed = _compare(ranks, checkpoint.path, stored, parts, globs)
+    fitting = {name: part for name, part in parts.items() if name in stored and stored[name].shape == part.shape}
+    ranks.agree(lambda: read_parts(checkpoint.path, stored, fitting))
+    restored = ranks.agree(lambda: _restore_random(checkpoint, layout, ranks.rank, seed))
+    for line in damaged.values() if ranks.rank == 0 else ():
+        warnings.warn(f"passed over for {checkpoint.path}: {line}", stacklevel=3)
     return Loaded(*checkpoint, restored, damaged, allowed)
+
+
+def _writable(parts: dict[str, Part]) -> dict[str, Part]:
+    for name, part in parts.items():
+        if any(stride == 0 and size > 1 for stride, size in zip(part.tensor.stride(), part.tensor.shape)):
+            raise ValueError(f"{name} is expanded: its elements share memory, so it cannot be loaded into")
+    return parts
 
 
 # -- which one
 
 
-def _newest(path: Path, ranks: Ranks) -> tuple[Checkpoint, Metadata, tuple[str, ...]]:
-    """The first candidate that is whole, what it holds, and what is wrong with those before it."""
-    candidates, wrong = ranks.first(lambda: _candidates(path))
-    for candidate in candidates:
+def _newest(
+    path: Path, found: Found, ranks: Ranks
+) -> tuple[Checkpoint, dict[str, StoredTensor], dict[Path, str]]:  # fmt: skip
+    """The first candidate that is whole, what it holds, and what is wrong with those that should come before it."""
+    wrong: dict[Path, str] = {}
+    for candidate in found.committed:
         problems = _problems(candidate, ranks)
         if not problems:
-            metadata, problems = ranks.first(lambda c=candidate: _metadata(c))
+            stored, problems = ranks.first(lambda c=candidate: stored_in(c))
         if not problems:
-            return candidate, metadata, tuple(wrong)
-        wrong += problems
-    raise_for(f"{path} has no checkpoint that is whole:", wrong or ["there is none at all"])
-    raise AssertionError("raise_for raises for any problem")
-
-
-def _candidates(path: Path) -> tuple[list[Checkpoint], list[str]]:
-    """What could be loaded, best first, and what is wrong with others that have the name of a checkpoint."""
-    found = find(path)
-    return found.committed, [*found.damaged.values()]
+            newer = {each: what for each, what in found.damaged.items() if each.name > candidate.path.name}
+            return candidate, stored, wrong | newer
+        wrong[candidate.path] = "; ".join(problems)
+    raise_for(f"{path} has no checkpoint that is whole:", [*wrong.values(), *found.damaged.values()])
+    raise ValueError(ranks.first(lambda: none_at(path)))
 
 
 def _problems(checkpoint: Checkpoint, ranks: Ranks) -> list[str]:
@@ -101,29 +128,22 @@ def _problems(checkpoint: Checkpoint, ranks: Ranks) -> list[str]:
     return [problem for problems in found for problem in problems]
 
 
-def _metadata(checkpoint: Checkpoint) -> tuple[Metadata | None, list[str]]:
-    try:
-        return read_metadata(checkpoint.path, checkpoint.manifest.files.keys()), []
-    except ValueError as error:
-        return None, [str(error)]
-
-
 # -- whether it fits
 
 
 def _compare(
-    ranks: Ranks, path: Path, metadata: Metadata, parts: Mapping[str, Part], allow: Sequence[str]
+    ranks: Ranks, path: Path, stored: Mapping[str, StoredTensor], parts: Mapping[str, Part], allow: Sequence[str]
 ) -> tuple[str, ...]:  # fmt: skip
     """The differences that are allowed, the same on all ranks; raises ValueError for all others."""
-    stored = sorted(metadata.state_dict_metadata)
-    known = sum(1 << place for place, name in enumerate(stored) if name in parts)  # small, to be sent to all
+    names = sorted(stored)
+    known = sum(1 << place for place, name in enumerate(names) if name in parts)  # small, to be sent to all
     differ, missing, known_anywhere = {}, set(), 0
-    for rank_differ, rank_missing, rank_known in ranks.gather(lambda: (*_differences(metadata, parts), known)):
+    for rank_differ, rank_missing, rank_known in ranks.gather(lambda: (*_differences(stored, parts), known)):
         differ |= rank_differ
         missing |= rank_missing
         known_anywhere |= rank_known
-    unexpected = {name for place, name in enumerate(stored) if not known_anywhere >> place & 1}
-    differ |= dict(_named(missing, "is missing from the checkpoint", unexpected, stored))
+    unexpected = {name for place, name in enumerate(names) if not known_anywhere >> place & 1}
+    differ |= dict(_named(missing, "is missing from the checkpoint", unexpected, names))
     differ |= dict(_named(unexpected, "is in the checkpoint only", missing, ()))
     allowed = {name for name in differ if any(fnmatchcase(name, pattern) for pattern in allow)}
     lines = {name: f"{name} {difference}" for name, difference in sorted(differ.items())}
@@ -132,25 +152,29 @@ def _compare(
     return tuple(line for name, line in lines.items() if name in allowed)
 
 
-def _differences(metadata: Metadata, parts: Mapping[str, Part]) -> tuple[dict[str, str], set[str]]:
+def _differences(
+    stored: Mapping[str, StoredTensor], parts: Mapping[str, Part]
+) -> tuple[dict[str, str], set[str]]:  # fmt: skip
     """Of this rank's tensors: what is otherwise in the checkpoint, and what is not there."""
     differ, missing = {}, set()
     for name, part in parts.items():
-        entry = metadata.state_dict_metadata.get(name)
+        entry = stored.get(name)
         if entry is None:
             missing.add(name)
-        elif entry.size != part.shape:
-            differ[name] = f"has shape {tuple(entry.size)} in the checkpoint, {tuple(part.shape)} in the model"
-        elif (dtype := entry.properties.dtype) != part.tensor.dtype:
+        elif entry.shape != part.shape:
+            differ[name] = f"has shape {entry.shape} in the checkpoint, {tuple(part.shape)} in the model"
+        elif (dtype := entry.dtype) != part.tensor.dtype:
             differ[name] = f"is {short_name(dtype)} in the checkpoint, {short_name(part.tensor.dtype)} in the model"
     return differ, missing
 
 
-def _named(names: Iterable[str], what: str, others: Iterable[str], rest: Iterable[str]) -> Iterator[tuple[str, str]]:
+def _named(
+    names: Iterable[str], what: str, others: Collection[str], rest: Collection[str]
+) -> Iterator[tuple[str, str]]:  # fmt: skip
     """Each name with what is said of it, the first ones with the nearest of the others, or else of the rest."""
     for number, name in enumerate(sorted(names)):
         near = []
-        if number < _NEAREST:
+        if number < _NEAREST and len(others) < _MANY:
             near = difflib.get_close_matches(name, others, 1) or difflib.get_close_matches(name, rest, 1)
         yield name, what + (f"; the nearest name is {near[0]}" if near else "")
 

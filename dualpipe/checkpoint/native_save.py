@@ -12,11 +12,9 @@ by the others when their connection to it breaks, or after `timeout`. See `nativ
 from __future__ import annotations
 
 import json
-import os
 import platform
 import shutil
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import contextmanager
@@ -25,7 +23,7 @@ from datetime import UTC, datetime, timedelta
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -37,8 +35,10 @@ from torch.distributed.device_mesh import DeviceMesh
 import dualpipe
 from dualpipe.checkpoint.agree import Ranks
 from dualpipe.checkpoint.hub_files import raise_for
-from dualpipe.checkpoint.native_folder import Manifest, begin, commit, lock, retire, scan
+from dualpipe.checkpoint.native_commit import Directory
+from dualpipe.checkpoint.native_folder import Manifest
 from dualpipe.checkpoint.native_random import capture
+from dualpipe.checkpoint.native_read import read_stored
 from dualpipe.checkpoint.native_staging import HostMemory, Place
 from dualpipe.checkpoint.native_state import Part, parts_of
 from dualpipe.checkpoint.native_store import (
@@ -47,11 +47,11 @@ from dualpipe.checkpoint.native_store import (
     global_plan,
     hashed_file,
     local_plan,
-    read_metadata,
-    write_metadata,
+    write_description,
     write_parts,
 )
 from dualpipe.checkpoint.native_writer import WriterProcess
+from dualpipe.parallel.description import StoredTensor
 from dualpipe.parallel.mesh import DIMENSIONS
 from dualpipe.parallel.precision import DTypePlan
 from dualpipe.parallel.sharding import short_name
@@ -86,10 +86,10 @@ class Checkpoints:
         if kind not in ("thread", "process"):
             raise ValueError(f"checkpoints are written by a 'thread' or a 'process'; got {kind!r}")
         for name, number in (("keep_last", keep_last), ("keep_every", keep_every)):
-            if number is not None and number < 1:
+            if number is not None and (not isinstance(number, int) or number < 1):
                 raise ValueError(f"{name} must be at least 1, or None to keep all; got {number}")
-        self.directory = Path(directory)
-        self._kind, self._keep = kind, (keep_last, keep_every)
+        self.directory = Path(directory).absolute()
+        self._kind, self._timeout, self._planned = kind, timeout.total_seconds(), None
         self._layout = layout_of(mesh)
         # The background talks while training does, so never in a group of training's; gloo, as it sends no tensors.
         self._group = None if self._layout["world"] == 1 else dist.new_group(backend="gloo", timeout=timeout)
@@ -98,7 +98,10 @@ class Checkpoints:
         self._executor = ThreadPoolExecutor(1, "checkpoint")
         self._pending: Future[Path] | None = None
         self._pending_step = 0
-        self._lock = self._ranks.agree(lambda: lock(self.directory) if self._ranks.rank == 0 else None)
+        self._is_open = True
+        self._target = self._ranks.agree(
+            lambda: Directory(self.directory, keep_last, keep_every) if self._ranks.rank == 0 else None
+        )
 
     # -- saving
 
@@ -117,9 +120,10 @@ class Checkpoints:
         self.wait()
 
         def prepare() -> tuple[dict[str, Part], _Job]:
+            self._must_be_open()
             return parts_of(state), _job(step, plan, config, extra)
 
-        with _reported(step):
+        with self._reported(step):
             parts, job = self._agreed(step, prepare)
             return self._write(job, parts, lambda folder, planned: write_parts(folder, planned, parts))
 
@@ -127,17 +131,21 @@ class Checkpoints:
                    extra: Any = None) -> None:  # fmt: skip
         """As `save`, but return as soon as the tensors are copied to host memory: they may change then.
 
-        Waits for the save before it, if that is still being written, and raises what has failed there.
+        Waits for the save before it, if that is still being written, and raises what has failed there; then nothing is
+        saved by this call, as with `save`: call it again, or `wait` first. Call it in a thread that lives as long as
+        this object: the system ends a writer process together with the thread that has started it.
         """
         self.wait()
+        self._executor.submit(int).result()  # an interrupt may have hidden one from `wait`
 
         def prepare() -> tuple[dict[str, Place], _Job]:
+            self._must_be_open()
             places = self._memory.copy(parts_of(state))
             if self._kind == "process" and (self._process is None or not self._process.alive):
-                self._process = WriterProcess()
+                self._process = WriterProcess(self._timeout)
             return places, _job(step, plan, config, extra)
 
-        with _reported(step):
+        with self._reported(step):
             places, job = self._agreed(step, prepare)
         self._pending_step = step
         self._pending = self._executor.submit(self._write_copy, job, places)
@@ -151,7 +159,7 @@ class Checkpoints:
             return None
         wait_for([self._pending])  # an interrupt leaves it pending: its memory and its directory are still in use
         pending, self._pending = self._pending, None
-        with _reported(self._pending_step):
+        with self._reported(self._pending_step):
             return pending.result()
 
     def close(self) -> None:
@@ -163,11 +171,17 @@ class Checkpoints:
             if self._process is not None:
                 self._process.close()
             self._memory.close()
-            if self._lock is not None:
-                os.close(self._lock)
+            if self._target is not None:
+                self._target.close()
             if self._group is not None:
                 dist.destroy_process_group(self._group)
-            self._process = self._lock = self._group = None
+            self._process = self._target = self._group = None
+            self._is_open = False
+
+    def ignore(self, damaged: Iterable[Path]) -> None:
+        """Do not count these checkpoints, such as `Loaded.damaged`, among the last that are kept."""
+        if self._target is not None:
+            self._target.ignore(damaged)
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -182,6 +196,16 @@ class Checkpoints:
             error.add_note(f"and: {failure}")
 
     # -- on every rank
+
+    @contextmanager
+    def _reported(self, step: int) -> Iterator[None]:
+        try:
+            yield
+        except ValueError:
+            raise
+        except Exception as error:
+            what = f"the checkpoint of step {step} was not saved to {self.directory}"
+            raise CheckpointError(f"{what}: {error}") from error
 
     def _agreed(self, step: int, prepare: Callable[[], Any]) -> Any:
         """What `prepare` gives here, once it has worked on all ranks, with the same step."""
@@ -204,7 +228,7 @@ class Checkpoints:
     def _write(self, job: _Job, parts: Mapping[str, Part], write: Write) -> Path:
         """Plan together, write apart, and have rank 0 commit when all have written."""
         ranks = self._ranks
-        folder = ranks.first(lambda: begin(self.directory, job.step))
+        folder = ranks.first(lambda: self._target.begin(job.step))
         try:
             planned, metadata = self._plan(folder, parts)
 
@@ -226,10 +250,19 @@ class Checkpoints:
             raise
 
     def _plan(self, folder: Path, parts: Mapping[str, Part]) -> tuple[SavePlan, Metadata | None]:
-        """What this rank writes; on rank 0 also what all do."""
-        plans = self._ranks.collect(self._ranks.agree(lambda: local_plan(parts)))
-        planned, metadata = self._ranks.agree(lambda: global_plan(folder, plans) if plans is not None else (None, None))
-        return self._ranks.hand_out(planned), metadata
+        """What this rank writes; on rank 0 also what all do. As for the save before, where all have the same parts."""
+        had = {name: (part.shape, part.offsets, part.tensor.shape, part.tensor.dtype) for name, part in parts.items()}
+        if not all(self._ranks.gather(lambda: self._planned is not None and self._planned.had == had)):
+            plans = self._ranks.collect(self._ranks.agree(lambda: local_plan(parts)))
+            planned, metadata = self._ranks.agree(
+                lambda: global_plan(folder, plans) if plans is not None else (None, None)
+            )
+            self._planned = _Planned(had, self._ranks.hand_out(planned), metadata)
+        return self._planned.own, self._planned.all
+
+    def _must_be_open(self) -> None:
+        if not self._is_open:
+            raise ValueError("these checkpoints are closed; make new ones to save more")
 
     # -- rank 0 alone
 
@@ -241,20 +274,13 @@ class Checkpoints:
         for rank_written, rank_dtypes in written:
             files |= rank_written.files
             dtypes |= rank_dtypes
-        files |= write_metadata(folder, metadata, [rank_written.results for rank_written, _ in written])
-        on_disk = read_metadata(folder, files.keys())
+        files |= write_description(folder, metadata, [rank_written.results for rank_written, _ in written])
+        on_disk = read_stored(folder, files.keys())
         raise_for("what the dtype plan saves in float32 must be stored so:", _narrowed(on_disk, dtypes))
-        older = scan(self.directory).committed
-        path = commit(folder, Manifest(
-            step=job.step, sequence=older[0].manifest.sequence + 1 if older else 0,
-            saved_at=datetime.now(UTC).isoformat(timespec="seconds"), layout=self._layout, versions=_versions(),
-            dtypes=dtypes, config=job.config, extra=job.extra, files=dict(sorted(files.items())),
+        return self._target.commit(folder, Manifest(
+            step=job.step, sequence=0, saved_at=datetime.now(UTC).isoformat(timespec="seconds"), layout=self._layout,
+            versions=_versions(), dtypes=dtypes, config=job.config, extra=job.extra, files=dict(sorted(files.items())),
         ))  # fmt: skip
-        try:
-            return retire(path, *self._keep)
-        except OSError as error:
-            warnings.warn(f"{path} is saved, but older ones could not be tidied up: {error}", stacklevel=2)
-            return path
 
 
 def save(directory: str | PathLike[str], state: Mapping[str, Tensor], *, step: int, mesh: DeviceMesh | None = None,
@@ -270,14 +296,10 @@ def layout_of(mesh: DeviceMesh | None) -> dict[str, int]:
     return {"world": 1 if mesh is None else mesh.size(), **sizes}
 
 
-@contextmanager
-def _reported(step: int) -> Iterator[None]:
-    try:
-        yield
-    except ValueError:
-        raise
-    except Exception as error:
-        raise CheckpointError(f"the checkpoint of step {step} was not saved: {error}") from error
+class _Planned(NamedTuple):
+    had: dict[str, tuple[Any, ...]]  # of each part what the plan depends on
+    own: SavePlan
+    all: Metadata | None  # on rank 0
 
 
 @dataclass(frozen=True)
@@ -292,7 +314,7 @@ class _Job:
 
 
 def _job(step: int, plan: DTypePlan | None, config: Any, extra: Any) -> _Job:
-    if not isinstance(step, int) or step < 0:
+    if type(step) is not int or step < 0:
         raise ValueError(f"step must be a number of optimizer steps, 0 or more; got {step!r}")
     dtypes = {} if plan is None else {
         name: {use: short_name(getattr(of, use)) for use in ("storage", "compute", "save")}
@@ -309,10 +331,10 @@ def _as_json(what: str, value: Any) -> Any:
         raise ValueError(f"{what} must be what JSON can hold, as numbers, texts, lists and dicts: {error}") from None
 
 
-def _narrowed(metadata: Metadata, dtypes: Mapping[str, Mapping[str, str]]) -> list[str]:
-    stored = {name: entry.properties.dtype for name, entry in metadata.state_dict_metadata.items()}
-    return [f"{name} is stored in {short_name(stored[name])}" for name, of in dtypes.items()
-            if of["save"] == "fp32" and torch.promote_types(stored[name], torch.float32) != stored[name]]  # fmt: skip
+def _narrowed(stored: Mapping[str, StoredTensor], dtypes: Mapping[str, Mapping[str, str]]) -> list[str]:
+    return [f"{name} is stored in {short_name(stored[name].dtype)}" for name, of in dtypes.items()
+            if of["save"] == "fp32" and torch.promote_types(stored[name].dtype, torch.float32) != stored[name].dtype
+            ]  # fmt: skip
 
 
 def _versions() -> dict[str, str]:

@@ -68,11 +68,15 @@ class Part(NamedTuple):
 
 
 def parts_of(state: Mapping[str, Tensor]) -> dict[str, Part]:
-    """This rank's parts, sharing memory; raises ValueError for one that is only a summand of the whole."""
+    """This rank's parts, sharing memory; raises ValueError for what cannot be stored."""
     parts = {}
     for name, tensor in state.items():
+        if not isinstance(name, str):
+            raise ValueError(f"{name!r} is a {type(name).__name__}; the names of tensors must be texts")
         if isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements):
             raise ValueError(f"{name} is a sum that is not yet reduced ({tensor.placements}); redistribute it first")
         local, place = local_part(tensor)
+        if type(local.detach()) is not Tensor:
+            raise ValueError(f"{name} is a {type(local).__name__}; only plain tensors can be stored")
         parts[name] = Part(torch.Size(tensor.shape), torch.Size([each.start for each in place]), local)
     return parts

@@ -1,15 +1,15 @@
-"""Writing and reading tensors with the planners and files of `torch.distributed.checkpoint`.
+"""Writing tensors with the planners and files of `torch.distributed.checkpoint`.
 
-A rank's tensors go into one file, what several ranks hold is written by one of them, and `.metadata` says where
-everything lies; `torch.distributed.checkpoint` can read such a directory too. Added here: a checksum of every file,
-made while it is written, and reading that runs no code. `.metadata` is a pickle, which torch loads as it is.
+A rank's tensors go into one file, what several ranks hold is written by one of them, and `tensors.json` says where
+everything lies, as does `.metadata`, for torch's readers. Added here: a checksum of every file, made while it is
+written, and that a tensor must be whole.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from math import prod
@@ -17,31 +17,22 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     StorageMeta,
     TensorProperties,
-    TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    ReadItem,
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from dualpipe.checkpoint.hub_files import raise_for
 from dualpipe.checkpoint.native_state import Part
-from dualpipe.parallel.description import METADATA, read_description
+from dualpipe.parallel.description import TENSORS, StoredChunk, StoredTensor, gaps_in, to_json
 from dualpipe.parallel.sharding import short_name
 
 _LARGE = 2**18  # bytes from which hashing in another thread, at 1.5 GB/s, takes longer than to ask for it
@@ -61,8 +52,6 @@ class Written(NamedTuple):
     files: dict[str, FileInfo]
 
 
-# -- writing
-
 
 def local_plan(parts: Mapping[str, Part]) -> SavePlan:
     """What this rank could write; shards without elements are nobody's."""
@@ -75,6 +64,8 @@ def global_plan(folder: Path, plans: list[SavePlan]) -> tuple[list[SavePlan], Me
     raise_for("all ranks must have the same tensors:", _disagreements(plans))
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     plans, metadata = planner.create_global_plan(plans)
+    raise_for("all ranks together must have all of every tensor; a mesh that spans them must be given, and saving be "
+              "called on each:", gaps_in(_described(metadata)))  # fmt: skip
     return _Writer(folder).prepare_global_plan(plans), metadata
 
 
@@ -95,17 +86,40 @@ def write_parts(folder: Path, plan: SavePlan, parts: Mapping[str, Part]) -> Writ
     try:
         return Written(writer.write_data(plan, _SavePlanner(parts)).wait(), writer.fs.files)
     except Exception as error:
-        cause: BaseException | None = error  # torch's archive, cut short, complains of its own position
-        while cause is not None and not isinstance(cause, OSError):
-            cause = cause.__context__
-        raise cause or error from None
+        raise _cause(error) from None
 
 
-def write_metadata(folder: Path, metadata: Metadata, results: list[list[WriteResult]]) -> dict[str, FileInfo]:
+def _cause(error: BaseException) -> BaseException:
+    """What the disk or an interrupt said: torch's archive, cut short, complains of its own position."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) or not isinstance(cause, Exception):
+            return cause
+        cause = cause.__context__
+    return error
+
+
+def write_description(folder: Path, metadata: Metadata, results: list[list[WriteResult]]) -> dict[str, FileInfo]:
     """Write where everything lies, flushed to the disk; on one rank, with what all have written."""
     writer = _Writer(folder)
     writer.finish(metadata, results)
+    with writer.fs.create_stream(folder / TENSORS, "wb") as out:
+        out.write(to_json(_described(metadata)).encode())
     return writer.fs.files
+
+
+def _described(metadata: Metadata) -> dict[str, StoredTensor]:
+    """Before anything is written, chunks lie nowhere yet."""
+    nowhere, places = _StorageInfo("", 0, 0), metadata.storage_data or {}
+    described = {}
+    for name, entry in metadata.state_dict_metadata.items():
+        chunks = []
+        for chunk in entry.chunks:
+            place = places.get(MetadataIndex(name, chunk.offsets), nowhere)
+            chunks.append(StoredChunk(tuple(chunk.offsets), tuple(chunk.sizes), place.relative_path, place.offset,
+                                      place.length))  # fmt: skip
+        described[name] = StoredTensor(entry.properties.dtype, tuple(entry.size), tuple(chunks))
+    return described
 
 
 def _write_item(name: str, part: Part) -> WriteItem:
@@ -191,7 +205,12 @@ class HashedStream:
     @contextmanager
     def _hashed(self, data: bytes | memoryview) -> Iterator[None]:
         """Hash while something else is done; `data` is the caller's, and gone when that is over."""
-        hashing = self._hashing.submit(self.digest.update, data)
+        try:
+            hashing = self._hashing.submit(self.digest.update, data)
+        except RuntimeError:  # the interpreter is shutting down, and lets no more threads work
+            self.digest.update(data)
+            yield
+            return
         try:
             yield
         finally:
@@ -206,43 +225,3 @@ class HashedStream:
             self._out.flush()
             os.fsync(self._out.fileno())
             self._out.close()
-
-
-# -- reading
-
-
-def read_metadata(folder: Path, files: Collection[str]) -> Metadata:
-    """`.metadata` of a checkpoint with these files. Raises ValueError for what no checkpoint of ours can hold."""
-    path = folder / METADATA
-    found = read_description(path)
-    for name, entry in found.state_dict_metadata.items():
-        if not isinstance(entry, TensorStorageMetadata):
-            raise ValueError(f"{path}: {name!r} is no tensor but a pickle; refused")
-    for index, place in found.storage_data.items():
-        if place.relative_path not in files or getattr(place, "transform_descriptors", None):
-            raise ValueError(f"{path}: {index.fqn!r} lies in {place.relative_path!r}, none of its files; refused")
-    return found
-
-
-def read_parts(folder: Path, metadata: Metadata, parts: Mapping[str, Part]) -> None:
-    """Fill the parts of this rank, whatever parts were written. Shapes must fit; other dtypes are cast."""
-    reader = FileSystemReader(folder)
-    reader.set_up_storage_reader(metadata, is_coordinator=False)
-    items: list[ReadItem] = []
-    for name, part in parts.items():
-        if part.tensor.numel():
-            chunk = ChunkStorageMetadata(part.offsets, part.tensor.shape)
-            items += create_read_items_for_chunk_list(name, metadata.state_dict_metadata[name], [chunk])
-    reader.read_data(LoadPlan(items), _LoadPlanner(parts)).wait()
-
-
-class _LoadPlanner(DefaultLoadPlanner):
-    def __init__(self, parts: Mapping[str, Part]) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._parts = parts
-
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        return self._parts[index.fqn].tensor
-
-    def load_bytes(self, read_item: ReadItem, value: Any) -> None:  # torch's would unpickle
-        raise AssertionError(f"{read_item.dest_index.fqn} is no tensor")

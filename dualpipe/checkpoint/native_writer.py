@@ -6,14 +6,14 @@ rank: what would be written afterwards, nobody could commit.
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
@@ -25,17 +25,17 @@ from dualpipe.checkpoint.native_store import Written, write_parts
 
 
 class WriterProcess:
-    """Writes from host memory without holding this process's interpreter. Make it in the main thread.
+    """Writes from host memory without holding this process's interpreter.
 
-    The system ends it together with the thread that has made it.
+    The system ends it together with the thread that has made it. timeout: seconds after which it is taken to hang.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, timeout: float) -> None:
+        self._timeout = timeout
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-P", "-c", f"from {__name__} import main; main()"]
-        with theirs:
-            arguments = [str(theirs.fileno()), str(os.getpid())]
-            self._process = subprocess.Popen(command + arguments, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        command = [sys.executable, "-P", "-c", _START, str(os.getpid()), str(theirs.fileno())]
+        with theirs, _without_interrupts():
+            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
         self._connection = Connection(ours.detach())
 
     @property
@@ -47,7 +47,13 @@ class WriterProcess:
         try:
             self._connection.send((folder, plan, memory.size, dict(places)))
             send_handle(self._connection, memory.descriptor, self._process.pid)
+            if not self._connection.poll(self._timeout):
+                self.close()
+                raise TimeoutError(f"the process that writes checkpoints gave no answer for {self._timeout:.0f} s; the "
+                                   "next save starts another")  # fmt: skip
             outcome = self._connection.recv()
+        except TimeoutError:
+            raise
         except (EOFError, OSError) as error:
             raise RuntimeError(f"the process that writes checkpoints has died (exit status {self._process.wait()}); "
                                "the next save starts another") from error  # fmt: skip
@@ -79,12 +85,21 @@ def serve(connection: Connection) -> None:
         connection.send(outcome)
 
 
-def main() -> None:
-    """Serve the rank that has started this process."""
-    if sys.platform == "linux":
-        set_parent_death_signal = 1  # PR_SET_PDEATHSIG of <sys/prctl.h>
-        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the rank
-    descriptor, parent = map(int, sys.argv[1:])
-    if os.getppid() == parent:  # or it had died before the signal was asked for
-        serve(Connection(descriptor))
+@contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """A process that is started here never gets Ctrl-C, which is for the rank: it inherits what is blocked."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+# Before torch is imported, which takes seconds.
+_START = f"""import sys
+from dualpipe.lifetime import die_with
+die_with(int(sys.argv[1]))
+from multiprocessing.connection import Connection
+from {__name__} import serve
+serve(Connection(int(sys.argv[2])))
+"""

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import safe_open
 from torch import nn
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.fsdp import FSDPModule
 
-from dualpipe.parallel.description import METADATA, read_description
+from dualpipe.parallel.description import TENSORS, read_description
 from dualpipe.parallel.sharding import short_name
 
 if TYPE_CHECKING:
@@ -25,6 +26,9 @@ SAFETENSORS_DTYPES = {
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
 }  # fmt: skip
+
+
+METADATA = ".metadata"  # of torch.distributed.checkpoint, which every distributed checkpoint has
 
 
 class ContractError(AssertionError):
@@ -66,12 +70,16 @@ def assert_contract(
 def checkpoint_dtypes(path: str | PathLike[str]) -> dict[str, torch.dtype]:
     """The dtype of every tensor in a safetensors file, a folder of them, or a distributed checkpoint, without loading.
 
+    What `torch.distributed.checkpoint` wrote by itself is described by a pickle: of that read only what you trust.
+
     Raises:
         ValueError: there is none of these at `path`, or a tensor has a dtype that torch lacks.
     """
     path = Path(path)
+    if (path / TENSORS).is_file():
+        return {name: tensor.dtype for name, tensor in read_description(path / TENSORS).items()}
     if (path / METADATA).is_file():
-        entries = read_description(path / METADATA).state_dict_metadata
+        entries = FileSystemReader(path).read_metadata().state_dict_metadata
         return {name: entry.properties.dtype for name, entry in entries.items() if hasattr(entry, "properties")}
     files = [path] if path.suffix == ".safetensors" and path.is_file() else sorted(path.glob("*.safetensors"))
     if not files:
@@ -142,7 +150,7 @@ def _look(prefix: str, plan: DTypePlan, seen: set[str], wrong: list[str], module
 
 
 def _on_disk(module: nn.Module, plan: DTypePlan, checkpoint: Any) -> Iterator[str]:
-    distributed = not isinstance(checkpoint, Mapping) and (Path(checkpoint) / ".metadata").is_file()
+    distributed = not isinstance(checkpoint, Mapping) and (Path(checkpoint) / METADATA).is_file()
     found = checkpoint if isinstance(checkpoint, Mapping) else checkpoint_dtypes(checkpoint)
     kept = module.state_dict(keep_vars=True)
     names: dict[int, list[str]] = {}

@@ -1,56 +1,78 @@
-"""Reading what a distributed checkpoint says of its tensors, without running code of it.
+"""Which tensors a checkpoint of this library has, and where they lie in its files: `tensors.json`.
 
-`.metadata` of `torch.distributed.checkpoint` is a pickle, which torch loads as it is: whoever made the file could have
-anything run. Here nothing is made but the plain records that such a description consists of.
+torch's own description, `.metadata`, is a pickle, which can run anything when it is read. That is written beside this
+one, for torch's readers, and never read here.
 """
 
 from __future__ import annotations
 
-import pickle
-from collections.abc import Callable
+import json
+from collections.abc import Mapping
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint import filesystem
-from torch.distributed.checkpoint import metadata as records
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-METADATA = ".metadata"
+from dualpipe.parallel.sharding import dtype_of, short_name
+
+TENSORS = "tensors.json"
 
 
-def read_description(path: Path) -> Metadata:
-    """What the file `path`, the `.metadata` of a checkpoint, says; raises ValueError for anything else."""
+class StoredChunk(NamedTuple):
+    """A part of a tensor, and the bytes that hold it."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    start: int
+    length: int
+
+
+class StoredTensor(NamedTuple):
+    """A tensor, whole in its chunks."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    chunks: tuple[StoredChunk, ...]
+
+
+def to_json(tensors: Mapping[str, StoredTensor]) -> str:
+    """What `read_description` reads."""
+    return json.dumps({name: [short_name(each.dtype), each.shape, each.chunks] for name, each in tensors.items()})
+
+
+def read_description(path: Path) -> dict[str, StoredTensor]:
+    """The tensors by name, of the file `path`; raises ValueError for anything that is not sound."""
     try:
-        with open(path, "rb") as file:
-            found = _Unpickler(file).load()
-    except Exception as error:  # a damaged pickle raises anything
+        tensors = {name: _tensor(*entry) for name, entry in json.loads(path.read_text(encoding="utf-8")).items()}
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
-    stored = found.state_dict_metadata if isinstance(found, Metadata) else None
-    if not isinstance(stored, dict) or not isinstance(found.storage_data, dict):
-        raise ValueError(f"{path} holds no description of tensors")
-    for index, place in found.storage_data.items():
-        if not isinstance(index, MetadataIndex) or not isinstance(place, filesystem._StorageInfo):
-            raise ValueError(f"{path} does not say of {index!r} where it lies")
-    return found
+    if gaps := gaps_in(tensors):
+        raise ValueError(f"{path}: {gaps[0]}")
+    return tensors
 
 
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        found = _ALLOWED.get((module, name))
-        if found is None and module == Metadata.__module__ and "." not in name:
-            record = getattr(records, name, None)
-            found = record if isinstance(record, type) and record.__module__ == module else None
-        if found is None and module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            found = getattr(torch, name)
-        if found is None:
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is no part of a checkpoint; refused")
-        return found
+def gaps_in(tensors: Mapping[str, StoredTensor]) -> list[str]:
+    """A line for each tensor whose chunks do not make up the whole. Chunks are taken not to overlap."""
+    return [f"{name} is not whole: its parts have {stored} of {prod(each.shape)} elements"
+            for name, each in tensors.items()
+            if (stored := sum(prod(chunk.sizes) for chunk in each.chunks)) != prod(each.shape)]  # fmt: skip
 
 
-_ALLOWED: dict[tuple[str, str], Callable[..., Any]] = {
-    ("torch", "Size"): torch.Size,
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): filesystem._StorageInfo,
-    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
-    ("collections", "OrderedDict"): dict,
-}
+def _tensor(dtype: Any, shape: Any, chunks: Any) -> StoredTensor:
+    shape = _numbers(shape)
+    return StoredTensor(dtype_of(dtype), shape, tuple(_chunk(shape, *chunk) for chunk in chunks))
+
+
+def _chunk(shape: tuple[int, ...], offsets: Any, sizes: Any, file: Any, start: Any, length: Any) -> StoredChunk:
+    offsets, sizes = _numbers(offsets), _numbers(sizes)
+    if any(offset + size > whole for offset, size, whole in zip(offsets, sizes, shape, strict=True)):
+        raise ValueError(f"a part at {offsets} of sizes {sizes} is not inside a tensor of shape {shape}")
+    return StoredChunk(offsets, sizes, str(file), *_numbers([start, length]))
+
+
+def _numbers(values: Any) -> tuple[int, ...]:
+    if not isinstance(values, list) or any(type(value) is not int or value < 0 for value in values):
+        raise ValueError(f"{values!r} are not numbers of elements or bytes")
+    return tuple(values)

@@ -95,7 +95,7 @@ def short_name(dtype: torch.dtype) -> str:
 
 def dtype_of(name: str) -> torch.dtype:
     """'bf16' -> torch.bfloat16; raises ValueError where there is none of that name."""
-    found = getattr(torch, {short: long for long, short in _SHORT.items()}.get(name, name), None)
+    found = getattr(torch, {short: long for long, short in _SHORT.items()}.get(name, str(name)), None)
     if not isinstance(found, torch.dtype):
         raise ValueError(f"torch has no dtype {name!r}")
     return found

@@ -6,7 +6,6 @@ torch, so that the launching process stays small and starts its ranks at once.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
@@ -22,6 +21,9 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from dualpipe.lifetime import die_with
+
+LAUNCHER = "DUALPIPE_LAUNCHER"  # its process
 ERROR_FILE = "DUALPIPE_ERROR_FILE"  # where a rank leaves its error for the process that started it
 USER_ERROR = 2  # exit status of what the user can put right: a ValueError
 POLL_SECONDS = 0.05
@@ -134,6 +136,7 @@ def _environments(world_size: int, errors: Sequence[Path]) -> list[dict[str, str
     shared = {
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
         "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size),
+        LAUNCHER: str(os.getpid()),
     }  # fmt: skip
     threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}  # else every rank takes all cores
     return [
@@ -201,9 +204,7 @@ def _follow_launcher() -> None:
     if ERROR_FILE not in os.environ:
         return
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if sys.platform == "linux":
-        set_parent_death_signal = 1  # PR_SET_PDEATHSIG of <sys/prctl.h>
-        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+    die_with(int(os.environ[LAUNCHER]))
 
 
 def _fail(error: BaseException, rank: int) -> int:

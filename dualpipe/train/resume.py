@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from dualpipe.checkpoint import CheckpointError, Checkpoints, Loaded, load, training_state
-from dualpipe.checkpoint.native_folder import find
+from dualpipe.checkpoint.hub_files import raise_for
+from dualpipe.checkpoint.native_folder import find, none_at
 from dualpipe.nn.router_set import RouterSet
 from dualpipe.parallel.sharding import dtype_of
 from dualpipe.train.data import Loader
@@ -59,6 +60,7 @@ class Saver:
         self._config, self._job, self._say = config, job, say
         self._settings = settings = config.checkpoint
         self._failed = False
+        self._last: CheckpointError | None = None  # of the last step, which is raised after an export
         self._checkpoints = None
         directory = Path(settings.dir or Path(config.output.dir) / "checkpoints")
         if settings.mode != "off" and settings.interval:  # first, so that no other job saves there any more
@@ -67,10 +69,12 @@ class Saver:
                 keep_every=settings.keep_every or None, timeout=timedelta(seconds=config.parallel.timeout),
             )  # fmt: skip
         try:
-            self.source, self.source_dtypes = job.first_rank(lambda: _find_source(settings.resume, directory))
+            self.source, self.source_dtypes, notes = job.first_rank(lambda: _find_source(settings.resume, directory))
         except BaseException as error:
             self.__exit__(type(error), error, None)
             raise
+        for line in notes:
+            say(line)
 
     def resume(self, state: State) -> int:
         """Go on from the source where there is one; the steps that are done.
@@ -85,27 +89,32 @@ class Saver:
             seed=self._config.train.seed,
         )  # fmt: skip
         state.optimizer.round_parameters()
+        step, steps = loaded.manifest.step, self._config.train.steps
         for line in (_origin(loaded), *self._differences(loaded, state)):
             self._say(line)
-        if loaded.manifest.step:
+        if step >= steps:
+            self._say(f"nothing is left to do: train.steps = {steps}")
+        if step:
             self._resume_loader(loaded, state.loader)
-        return loaded.manifest.step
+        if self._checkpoints is not None:
+            self._checkpoints.ignore(loaded.damaged)
+        return step
 
     def save(self, state: State, step: int) -> None:
         """Where it is time to.
 
-        One checkpoint that cannot be written is said and training goes on; the error of a second in a row is raised, as
-        is that of the last.
+        One checkpoint that cannot be written is said and training goes on; the error of a second in a row is raised. So
+        is that of the last, when this is left: all that is wanted of the run besides has been done then.
         """
         settings, is_last = self._settings, step == self._config.train.steps
         if self._checkpoints is None or (step % settings.interval and not is_last):
             return
-        self._tolerate(self._checkpoints.wait)
         save = self._checkpoints.save if settings.mode == "sync" else self._checkpoints.save_async
+        self._tolerate(self._checkpoints.wait, is_final=False, is_last_step=is_last)
         self._tolerate(
             lambda: save(state.tensors(), step=step, plan=state.model.plan, config=describe(self._config, state.model),
                          extra={"loader": state.loader.state_dict()}),
-            last=is_last,
+            is_final=is_last, is_last_step=is_last,
         )  # fmt: skip
 
     def __enter__(self) -> Self:
@@ -116,16 +125,24 @@ class Saver:
     ) -> None:  # fmt: skip
         if self._checkpoints is not None:
             self._checkpoints.__exit__(kind, error, trace)
+        if error is None and self._last is not None:
+            raise self._last
+        if error is None and self._checkpoints is not None:
+            self._say(f"checkpoints: {self._checkpoints.directory}")
 
-    def _tolerate(self, write: Callable[[], Path | None], last: bool = False) -> None:
+    def _tolerate(self, write: Callable[[], Path | None], *, is_final: bool, is_last_step: bool) -> None:
+        """is_final: nothing is saved after it."""
         try:
             if write() is not None:
                 self._failed = False
         except CheckpointError as error:
-            if self._failed or last:
+            if is_final:
+                self._last = error
+            elif self._failed and not is_last_step:
                 raise
-            self._failed = True
-            self._say(f"WARNING: no checkpoint was written; training goes on, and ends if the next fails too: {error}")
+            else:
+                self._failed = True
+                self._say(f"WARNING: {error}; training goes on, but ends if the next one is not saved either")
 
     def _resume_loader(self, loaded: Loaded, loader: Loader) -> None:
         position = (loaded.manifest.extra or {}).get("loader", {})
@@ -152,18 +169,27 @@ def describe(config: Config, model: Model) -> dict[str, Any]:
     return {"run": dataclasses.asdict(config), "model": model.config.to_dict()}
 
 
-def _find_source(resume: str, directory: Path) -> tuple[Path | None, dict[str, torch.dtype]]:
-    """What to go on from, and the dtypes that its tensors are to have in an export."""
+def _find_source(resume: str, own: Path) -> tuple[Path | None, dict[str, torch.dtype], list[str]]:
+    """What to go on from, the dtypes that its tensors are to have in an export, and what must be said.
+
+    A run that began with the checkpoint of another goes on from its own, where it has saved one: so a job that is
+    started again with the same command goes on.
+    """
     if resume == "never":
-        return None, {}
-    path = directory if resume == "auto" else Path(resume)
-    found = find(path)
+        return None, {}, []
+    path, found, notes = own, find(own), []
+    if resume != "auto":
+        is_inside = own.resolve() in (Path(resume).resolve(), *Path(resume).resolve().parents)
+        if (found.committed or found.damaged) and not is_inside:
+            notes = [f"{own} has checkpoints of this run; checkpoint.resume = {resume!r} is where it began"]
+        else:
+            path, found = Path(resume), find(resume)
+            if not found.committed and not found.damaged:
+                raise ValueError(f"checkpoint.resume: {none_at(path)}")
     if not found.committed:
-        if resume == "auto" and not found.damaged:
-            return None, {}
-        raise ValueError("\n  ".join([f"{path} has no checkpoint that is whole:",
-                                      *(found.damaged.values() or ["there is none at all"])]))  # fmt: skip
-    return path, {name: dtype_of(of["save"]) for name, of in found.committed[0].manifest.dtypes.items()}
+        raise_for(f"{path} has no checkpoint that is whole:", found.damaged.values())
+        return None, {}, []
+    return path, {name: dtype_of(of["save"]) for name, of in found.committed[0].manifest.dtypes.items()}, notes
 
 
 def _origin(loaded: Loaded) -> str:

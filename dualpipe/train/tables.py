@@ -219,7 +219,8 @@ class CheckpointConfig:
     keep_every: int = 0
     """and those of steps that are a multiple of this; 0: no others"""
     resume: str = "auto"
-    """auto: go on from the newest in `dir` that is whole; never; or the path of one, or of a directory of them"""
+    """auto: go on from the newest in `dir` that is whole; never; or the path of one, or of a directory of them, to
+    begin with where `dir` has none yet"""
     allow: tuple[str, ...] = ()
     """names, with * and ?, of tensors that a checkpoint may lack, have besides, or have in another shape or dtype; with
     "loader" the data may be others, or come in another order"""

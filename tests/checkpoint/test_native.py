@@ -1,7 +1,9 @@
 """Checkpoints of one process: contents, retention, commits, and what does not fit."""
 
 import copy
+import os
 import random
+import signal
 import threading
 import time
 from pathlib import Path
@@ -12,8 +14,9 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 
-from dualpipe.checkpoint import CheckpointError, Checkpoints, latest, load, save, training_state
-from dualpipe.checkpoint.native_folder import lock
+from dualpipe.checkpoint import CheckpointError, Checkpoints, latest, load, save, training_state, verify
+from dualpipe.checkpoint.command_native import check, ls
+from dualpipe.checkpoint.native_commit import Directory
 from dualpipe.train.optimizer import Optimizer
 from native import FILES, Trainee, is_step, state_of, steps_in
 
@@ -89,6 +92,43 @@ def test_what_the_plan_saves_in_float32_must_be_stored_so(tmp_path):
     assert latest(tmp_path) is None and not list(tmp_path.glob(".tmp-*"))
 
 
+def test_what_cannot_be_stored_is_refused(tmp_path):
+    class Odd(torch.Tensor):
+        pass
+
+    twice = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    for make, message in (
+        (lambda: {3: torch.zeros(1)}, "3 is a int; the names"),
+        (lambda: {"odd": Odd([1.0])}, "odd is a Odd; only plain tensors"),
+        (lambda: training_state(twice), "two stages have a tensor called 'weight'"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            save(tmp_path, make(), step=1)
+    save(tmp_path, {"a": torch.ones(3)}, step=1)
+    with pytest.raises(ValueError, match="a is expanded"):
+        load(tmp_path, {"a": torch.zeros(1).expand(3)})
+
+
+def test_everything_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    done, fsync, rename = [], os.fsync, os.rename
+
+    def flushed(descriptor):
+        done.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        fsync(descriptor)
+
+    def renamed(source, target):
+        done.append(f"-> {Path(target).name}")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", flushed)
+    monkeypatch.setattr(os, "rename", renamed)
+    save(tmp_path / "new" / "er", state_of(1), step=1)
+    at = done.index("-> step-00000001")
+    assert {tmp_path.name, "new"} <= set(done[:at]) and "er" in done[at:]
+    written = {".metadata.tmp" if name == ".metadata" else name for name in FILES}
+    assert written <= set(done[:at]) and done[at - 1].startswith(".tmp-step-00000001")
+
+
 def test_torch_reads_it(two):
     metadata = FileSystemReader(two / "step-00000002").read_metadata()
     assert metadata.state_dict_metadata["a.weight"].size == (4, 2)
@@ -136,6 +176,97 @@ def test_the_same_step_again(two):
     assert is_step(state, 12)
 
 
+def test_what_is_damaged_is_not_counted(tmp_path):
+    with Checkpoints(tmp_path) as checkpoints:
+        for step in range(1, 5):
+            checkpoints.save(state_of(step), step=step)
+    (tmp_path / "step-00000004" / "tensors.json").unlink()  # can be seen from its size; this one not:
+    (tmp_path / "step-00000003" / "rank-00000.json").write_bytes(
+        b" " * (tmp_path / "step-00000003" / "rank-00000.json").stat().st_size
+    )
+    with pytest.warns(UserWarning, match="passed over"):
+        loaded = load(tmp_path, state_of(0))
+    assert loaded.manifest.step == 2 and [path.name[-1] for path in loaded.damaged] == ["4", "3"]
+    with Checkpoints(tmp_path, keep_last=2) as checkpoints:
+        checkpoints.ignore(loaded.damaged)
+        checkpoints.save(state_of(5), step=5)
+        assert steps_in(tmp_path) == [2, 3, 4, 5]  # two of them whole
+        checkpoints.save(state_of(4), step=4)
+        assert steps_in(tmp_path) == [3, 4, 5] and not verify(tmp_path / "step-00000004")
+
+
+def test_manifests_that_cannot_be_read_for_a_moment_do_not_change_what_is_newest(tmp_path, monkeypatch):
+    def refuse(*arguments, **more):
+        raise OSError(5, "Input/output error")
+
+    with Checkpoints(tmp_path, keep_last=2) as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.save(state_of(step), step=step)
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "read_text", refuse)
+            with pytest.raises(CheckpointError, match="Input/output"):
+                checkpoints.save(state_of(4), step=4)
+        checkpoints.save(state_of(5), step=5)
+        assert latest(tmp_path).name == "step-00000005" and steps_in(tmp_path) == [3, 5]
+
+
+def test_the_directory_is_the_same_wherever_the_process_goes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with Checkpoints("mine") as checkpoints:
+        checkpoints.save(state_of(1), step=1)
+        (tmp_path / "elsewhere").mkdir()
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        checkpoints.save(state_of(2), step=2)
+    assert steps_in(tmp_path / "mine") == [1, 2] and not list((tmp_path / "elsewhere").iterdir())
+    with pytest.raises(ValueError, match="are closed"):
+        checkpoints.save(state_of(3), step=3)
+
+
+def test_a_child_of_the_process_does_not_hold_the_directory(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    child = os.fork()
+    if not child:
+        time.sleep(60)
+        os._exit(0)
+    try:
+        checkpoints.close()
+        Directory(tmp_path, None, None, patience=0.0).close()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+@pytest.mark.parametrize("steps", ["others", "the same"])
+def test_readers_beside_a_job_that_deletes(tmp_path, steps):
+    """A whole checkpoint is always there, so `load`, `latest` and the commands must always find one."""
+    save(tmp_path, state_of(1), step=1)
+    done = threading.Event()
+
+    def write():
+        with Checkpoints(tmp_path, keep_last=1) as checkpoints:
+            number = 1
+            while not done.is_set():
+                number += 1
+                checkpoints.save(state_of(number), step=number if steps == "others" else 1)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        deadline, before = time.monotonic() + 4, 0
+        while time.monotonic() < deadline:
+            state = state_of(0)
+            loaded = load(tmp_path, state)
+            assert not loaded.damaged and loaded.manifest.sequence >= before
+            assert is_step(state, int(state["count"]))
+            before = loaded.manifest.sequence
+            assert latest(tmp_path) is not None and list(check(tmp_path))
+            assert not any("DAMAGED" in line for line in ls(tmp_path))
+        assert before > 5
+    finally:
+        done.set()
+        writer.join()
+
+
 def test_what_dead_jobs_left_is_removed(two):
     for name in (".tmp-step-00000003-ab", ".del-step-00000000-cd"):
         (two / name).mkdir()
@@ -148,7 +279,7 @@ def test_what_dead_jobs_left_is_removed(two):
 
 def test_one_job_at_a_time(tmp_path):
     with Checkpoints(tmp_path / "new" / "folder"), pytest.raises(ValueError, match="another job saves to"):
-        lock(tmp_path / "new" / "folder", patience=0.2)
+        Directory(tmp_path / "new" / "folder", None, None, patience=0.2)
     Checkpoints(tmp_path / "new" / "folder").close()
 
 
@@ -177,28 +308,30 @@ def test_a_directory_that_refuses(two, monkeypatch):
 
     with Checkpoints(two) as checkpoints, monkeypatch.context() as patch:
         patch.setattr(Path, "mkdir", refuse)
-        with pytest.raises(CheckpointError, match=r"step 3 was not saved: .*Permission denied"):
+        with pytest.raises(CheckpointError, match=r"step 3 was not saved to .*Permission denied"):
             checkpoints.save(state_of(3), step=3)
         checkpoints.save_async(state_of(4), step=4)
-        with pytest.raises(CheckpointError, match=r"step 4 was not saved: .*Permission denied"):
+        with pytest.raises(CheckpointError, match=r"step 4 was not saved to .*Permission denied"):
             checkpoints.wait()
     assert load(two, state_of(0)).manifest.step == 2
 
 
-@pytest.mark.parametrize("at", ["write_metadata", "commit", "retire"])
+@pytest.mark.parametrize(
+    "at", ["native_save.write_description", "native_commit.os.rename", "native_commit.Directory._tidy"]
+)
 def test_a_disk_that_fails_on_the_way(two, monkeypatch, at):
     def fail(*arguments):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(f"dualpipe.checkpoint.native_save.{at}", fail)
-        if at == "retire":  # committed already
+        patch.setattr(f"dualpipe.checkpoint.{at}", fail)
+        if "_tidy" in at:  # committed already
             with pytest.warns(UserWarning, match="is saved, but"):
                 save(two, state_of(3), step=3)
         else:
-            with pytest.raises(CheckpointError, match=r"step 3 was not saved: .*No space left"):
+            with pytest.raises(CheckpointError, match=r"step 3 was not saved to .*No space left"):
                 save(two, state_of(3), step=3)
-    assert steps_in(two) == ([1, 2, 3] if at == "retire" else [1, 2])
+    assert steps_in(two) == ([1, 2, 3] if "_tidy" in at else [1, 2])
     assert not list(two.glob(".tmp-*"))
 
 
@@ -218,7 +351,7 @@ def test_a_manifest_that_the_disk_refuses_stops_no_save(two, monkeypatch):
 def test_a_name_of_the_latest_that_cannot_be_written_is_only_warned_about(two):
     (two / "latest").unlink()
     (two / "latest").mkdir()
-    with pytest.warns(UserWarning, match="is saved, but older ones could not be tidied up"):
+    with pytest.warns(UserWarning, match="latest cannot be written"):
         assert save(two, state_of(3), step=3).name == "step-00000003"
     assert load(two, state_of(0)).manifest.step == 3
 

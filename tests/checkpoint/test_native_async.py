@@ -5,20 +5,25 @@ import os
 import resource
 import signal
 import subprocess
+import sys
 import threading
 import time
+from concurrent.futures import Future
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
-from dualpipe.checkpoint import CheckpointError, Checkpoints, latest, load, native_save, save, verify
+from dualpipe.checkpoint import CheckpointError, Checkpoints, latest, load, native_save, native_store, save, verify
 from dualpipe.checkpoint.native_staging import HostMemory
 from dualpipe.checkpoint.native_state import parts_of
 from dualpipe.parallel.mesh import build_mesh, dense_mesh
 from ranks import run_ranks
+
+DONE = Future()
+DONE.set_result(0)
 
 
 def state_of(value, size=1000):
@@ -38,12 +43,14 @@ def test_isolated_from_what_changes_afterwards(tmp_path, kind):
     with Checkpoints(tmp_path, kind=kind) as checkpoints:
         for value in (1, 2, 3):  # the memory is used again
             checkpoints.save_async(state, step=value, extra=extra)
-            torch.rand(3)
+            following = torch.rand(3)
             for tensor in state.values():
                 tensor.fill_(value + 1)
             extra["position"][0] = value + 1
         assert checkpoints.wait() == tmp_path / "step-00000003"
         assert checkpoints.wait() is None
+    load(tmp_path, state_of(0))
+    assert torch.equal(torch.rand(3), following)  # the random state too is that of the moment
     for value in (1, 2, 3):
         path = tmp_path / f"step-{value:08}"
         assert stored(path) == {"weight": value, "bias": value}
@@ -102,6 +109,68 @@ def test_an_interrupt_leaves_what_is_in_flight_alone(tmp_path, monkeypatch):
         assert stored(tmp_path / f"step-{step:08}")["weight"] == step
 
 
+def test_an_interrupt_that_hides_a_save_leaves_it_alone(tmp_path, monkeypatch):
+    release, write = threading.Event(), native_save.write_parts
+    monkeypatch.setattr(native_save, "write_parts", lambda *given: (release.wait(10), write(*given))[1])
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save_async({}, step=0)
+        release.set()
+        checkpoints.wait()
+        release.clear()
+
+        def submitted(*given, submit=checkpoints._executor.submit):
+            submit(*given)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoints._executor, "submit", lambda *given: submitted(*given) if given[1:] else DONE)
+            with pytest.raises(KeyboardInterrupt):
+                checkpoints.save_async(state_of(1), step=1)
+        threading.Timer(0.2, release.set).start()
+        checkpoints.save_async(state_of(2), step=2)
+    for step in (1, 2):
+        assert stored(tmp_path / f"step-{step:08}")["weight"] == step
+
+
+def test_an_interrupt_of_a_save_is_one(tmp_path, monkeypatch):
+    def interrupt(*arguments):
+        raise KeyboardInterrupt
+
+    with Checkpoints(tmp_path) as checkpoints:
+        with monkeypatch.context() as patch:
+            patch.setattr(native_store.HashedStream, "write", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                checkpoints.save(state_of(1), step=1)
+        checkpoints.save(state_of(2), step=2)
+    assert [path.name for path in tmp_path.glob("*step*")] == ["step-00000002"]
+
+
+UNCLOSED = """
+import sys, torch
+from dualpipe.checkpoint import Checkpoints
+checkpoints = Checkpoints(sys.argv[1], kind=sys.argv[2])
+checkpoints.save_async({"weight": torch.ones(20_000_000)}, step=1)
+"""
+
+
+@pytest.mark.parametrize("kind", ["thread", "process"])
+def test_the_end_of_the_process_waits_for_a_save(tmp_path, kind):
+    subprocess.run([sys.executable, "-P", "-c", UNCLOSED, str(tmp_path), kind], check=True, timeout=60)
+    assert not verify(tmp_path / "step-00000001")
+
+
+def test_only_what_has_changed_is_planned_again(tmp_path, monkeypatch):
+    calls, plan = [], native_save.global_plan
+    monkeypatch.setattr(native_save, "global_plan", lambda *given: (calls.append(given), plan(*given))[1])
+    with Checkpoints(tmp_path) as checkpoints:
+        for step, size in enumerate([10, 10, 20, 20, 10]):
+            checkpoints.save_async(state_of(step, size), step=step)
+        checkpoints.save(state_of(5, 10), step=5)
+    assert len(calls) == 3
+    for step, size in enumerate([10, 10, 20, 20, 10, 10]):
+        assert stored(tmp_path / f"step-{step:08}", size) == {"weight": step, "bias": step}
+
+
 def test_a_failure_is_raised_once_at_the_next_save_or_at_the_end(tmp_path, monkeypatch):
     def fail(*arguments):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -112,7 +181,7 @@ def test_a_failure_is_raised_once_at_the_next_save_or_at_the_end(tmp_path, monke
         patch.setattr(native_save, "write_parts", fail)
         for next_call in (lambda: checkpoints.save(state_of(3), step=3), checkpoints.wait, checkpoints.close):
             checkpoints.save_async(state_of(2), step=2)
-            with pytest.raises(CheckpointError, match=r"step 2 was not saved: .*No space left"):
+            with pytest.raises(CheckpointError, match=r"step 2 was not saved to .*No space left"):
                 next_call()
     assert latest(tmp_path).name == "step-00000001" and not list(tmp_path.glob(".tmp-*"))
     with pytest.raises(KeyError) as caught, Checkpoints(tmp_path) as checkpoints:
@@ -121,7 +190,7 @@ def test_a_failure_is_raised_once_at_the_next_save_or_at_the_end(tmp_path, monke
             checkpoints.save_async(state_of(2), step=2)
             checkpoints._pending.exception(10)
         raise KeyError("of the run")
-    assert "step 2 was not saved" in caught.value.__notes__[0]
+    assert "step 2 was not saved to" in caught.value.__notes__[0]
 
 
 def test_a_writer_that_is_killed_is_reported_and_replaced(tmp_path):
@@ -138,12 +207,95 @@ def test_a_writer_that_is_killed_is_reported_and_replaced(tmp_path):
         os.kill(other.pid, 19)  # SIGSTOP: it dies while it should write
         checkpoints.save_async(state_of(3, 100_000), step=3)
         other.kill()
-        with pytest.raises(CheckpointError, match=r"step 3 was not saved: .*has died"):
+        with pytest.raises(CheckpointError, match=r"step 3 was not saved to .*has died"):
             checkpoints.wait()
     assert stored(latest(tmp_path))["weight"] == 2
 
 
+def test_a_writer_does_not_hear_ctrl_c(tmp_path):
+    with Checkpoints(tmp_path, kind="process") as checkpoints:
+        for step in (1, 2):
+            checkpoints.save_async(state_of(step), step=step)
+            checkpoints._process._process.send_signal(signal.SIGINT)  # at first while it still imports torch
+            checkpoints.wait()
+    assert stored(latest(tmp_path))["weight"] == 2
+
+
+def test_a_writer_that_hangs_is_given_up(tmp_path):
+    with Checkpoints(tmp_path, kind="process", timeout=timedelta(seconds=5)) as checkpoints:
+        checkpoints.save_async(state_of(1), step=1)
+        checkpoints.wait()
+        checkpoints._timeout = checkpoints._process._timeout = 1.0
+        checkpoints._process._process.send_signal(signal.SIGSTOP)
+        checkpoints.save_async(state_of(2), step=2)
+        with pytest.raises(CheckpointError, match="gave no answer for 1 s"):
+            checkpoints.wait()
+        checkpoints._timeout = 60.0
+        checkpoints.save_async(state_of(3), step=3)
+    assert stored(latest(tmp_path))["weight"] == 3
+
+
 # -- ranks
+
+
+def save_a_half(rank, folder):
+    """One rank saves its share without the others, then both without saying that they belong together."""
+    mesh = build_mesh(1, 2, 1, torch.device("cpu"))
+    half = distribute_tensor(torch.arange(8.0), dense_mesh(mesh), [Shard(0)])
+    messages = []
+    for alone in (0, 1):
+        if rank == alone:
+            try:
+                save(folder, {"half": half}, step=1)
+            except ValueError as error:
+                messages.append(str(error))
+        dist.barrier()
+    total = half + half
+    partial = DTensor.from_local(torch.ones(2), dense_mesh(mesh), [Partial()])
+    try:
+        save(folder, {"sum": partial}, step=1, mesh=mesh)
+    except ValueError as error:
+        messages.append(str(error))
+    save(folder, {"half": total}, step=2, mesh=mesh)
+    return messages
+
+
+def test_half_a_tensor_is_not_saved(tmp_path):
+    for messages in run_ranks(save_a_half, 2, str(tmp_path)):
+        assert "half is not whole: its parts have 4 of 8 elements" in messages[0]
+        assert "sum is a sum that is not yet reduced" in messages[1]
+    assert [path.name for path in tmp_path.glob("*step*")] == ["step-00000002"]
+
+
+def cut_short(rank, folder):
+    mesh = build_mesh(2, 1, 1, torch.device("cpu"))
+    state, messages = {f"{rank}": torch.ones(3)}, []
+    with Checkpoints(folder, mesh, timeout=timedelta(seconds=3)) as checkpoints:
+        checkpoints.save(state, step=1)
+        gather, calls = dist.all_gather_object, []
+
+        def interrupted(*given, **more):
+            calls.append(given)
+            if len(calls) == 3:
+                raise KeyboardInterrupt
+            gather(*given, **more)
+
+        if rank == 1:
+            dist.all_gather_object = interrupted
+        for step in (2, 3):
+            try:
+                checkpoints.save(state, step=step)
+            except BaseException as error:
+                messages.append(f"{type(error).__name__}: {error}")
+        dist.all_gather_object = gather
+    return messages
+
+
+def test_ranks_that_an_interrupt_has_parted_say_so(tmp_path):
+    first, second = run_ranks(cut_short, 2, str(tmp_path))
+    assert first[0].startswith("CheckpointError") and second[0].startswith("KeyboardInterrupt")
+    assert "was cut short, by an interrupt" in first[1] and "was cut short, by an interrupt" in second[1]
+    assert [path.name for path in tmp_path.glob("*step*")] == ["step-00000001"]
 
 
 def fill_a_disk(rank, folder, kind):
@@ -183,10 +335,10 @@ def test_a_full_disk(tmp_path):
             checkpoints.save(state_of(1, 50_000), step=1)
             for step in (2, 3):  # 0.6 MB fits once more: the first goes only when the next is there
                 checkpoints.save(state_of(step, 50_000), step=step)
-            with pytest.raises(CheckpointError, match=r"step 4 was not saved: .*No space left"):
+            with pytest.raises(CheckpointError, match=r"step 4 was not saved to .*No space left"):
                 checkpoints.save(state_of(4, 50_000), step=4)
             checkpoints.save_async(state_of(5, 50_000), step=5)
-            with pytest.raises(CheckpointError, match=r"step 5 was not saved: .*No space left"):
+            with pytest.raises(CheckpointError, match=r"step 5 was not saved to .*No space left"):
                 checkpoints.wait()
             checkpoints.save(state_of(6, 10), step=6)
         assert stored(disk / "checkpoints" / "step-00000003", 50_000)["weight"] == 3
@@ -195,7 +347,7 @@ def test_a_full_disk(tmp_path):
         subprocess.run(["umount", disk], check=True)
 
 
-def damaged_for_all(rank, folder, whole):
+def damaged_for_all(rank, folder):
     mesh = build_mesh(1, 2, 1, torch.device("cpu"))
     wide = distribute_tensor(torch.zeros(1000, 3), dense_mesh(mesh), [Shard(0)])
     state = {"weight": wide, "bias": torch.zeros(5, dtype=torch.bfloat16)}
@@ -205,23 +357,24 @@ def damaged_for_all(rank, folder, whole):
     except ValueError as error:
         raised = str(error)
     assert isinstance(wide, DTensor)
-    return raised, (loaded.manifest.step, loaded.damaged) if not raised else None, wide.to_local()[0, 0].item()
+    found = None if raised else (loaded.manifest.step, [*loaded.damaged.values()])
+    return raised, found, wide.to_local()[0, 0].item()
 
 
 def test_ranks_agree_on_what_is_damaged(tmp_path):
     for step in (1, 2):
         save(tmp_path, state_of(step), step=step)
     (tmp_path / "step-00000002" / "rank-00000.json").write_text("{}")  # read by rank 1 alone
-    results = run_ranks(damaged_for_all, 2, str(tmp_path), True)
+    results = run_ranks(damaged_for_all, 2, str(tmp_path))
     assert results[0] == results[1] and results[0][1][0] == 1 and results[0][2] == 1
     assert "rank-00000.json has 2 bytes" in results[0][1][1][0]
     (tmp_path / "step-00000001" / "__0_0.distcp").write_text("")
-    results = run_ranks(damaged_for_all, 2, str(tmp_path), False)
+    results = run_ranks(damaged_for_all, 2, str(tmp_path))
     assert results[0] == results[1] and "no checkpoint that is whole" in results[0][0] and results[0][2] == 0
 
 
 def beside_training(rank, folder):
-    """Collectives of training go on while a save is in flight, in another order on each rank."""
+    """Collectives of training go on while a save is in flight."""
     mesh = build_mesh(2, 1, 1, torch.device("cpu"))
     with Checkpoints(folder, mesh) as checkpoints:
         for step in range(5):

@@ -4,16 +4,19 @@ import json
 import os
 import pickle
 import random
+import re
 import warnings
 from hashlib import sha256
 from pathlib import Path
 
 import pytest
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+import torch
 
 from dualpipe.checkpoint import latest, load, save, verify
+from dualpipe.checkpoint.command_native import check, ls, show
 from dualpipe.checkpoint.native_folder import read_manifest
+from dualpipe.parallel import checkpoint_dtypes
+from dualpipe.parallel.sharding import dtype_of
 from native import FILES, is_step, state_of
 
 
@@ -81,8 +84,10 @@ def test_no_flipped_bit_is_loaded(two):
 
 def test_latest_and_load_where_there_is_nothing(tmp_path):
     assert latest(tmp_path) is None and latest(tmp_path / "none") is None
-    with pytest.raises(ValueError, match="there is none at all"):
-        load(tmp_path, state_of(0))
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    for path, message in (("none", "does not exist"), ("run", "give .*checkpoints$"), ("", "has no checkpoints; give")):
+        with pytest.raises(ValueError, match=message):
+            load(tmp_path / path, state_of(0))
     save(tmp_path, state_of(1), step=1)
     (tmp_path / "latest").write_text("step-00000077\n")
     assert latest(tmp_path).name == "step-00000001"
@@ -119,50 +124,118 @@ class Harm:
         return os.system, (f"touch '{self.file}'",)
 
 
-def metadata_with(path, change):
-    metadata = FileSystemReader(path).read_metadata()
-    change(metadata)
-    return pickle.dumps(metadata)
-
-
-@pytest.mark.parametrize("make, message", [
-    (lambda path, harm: pickle.dumps(harm), "asks for posix.system"),
-    (lambda path, harm: b"cos\nsystem\n(S'true'\ntR.", "asks for os.system"),
-    (lambda path, harm: b"ctorch.distributed.checkpoint.metadata\nos.system\n(S'true'\ntR.", "asks for"),
-    (lambda path, harm: b"ctorch.distributed.checkpoint.metadata\nos\n.", "asks for"),
-    (lambda path, harm: b"ctorch\nload\n.", "asks for torch.load"),
-    (lambda path, harm: pickle.dumps([1]), "holds no description"),
-    (lambda path, harm: metadata_with(path, lambda m: m.state_dict_metadata.update(
-        count=BytesStorageMetadata())), "'count' is no tensor but a pickle"),
-    (lambda path, harm: metadata_with(path, lambda m: [setattr(place, "relative_path", "../../secret")
-        for place in m.storage_data.values()]), "'../../secret', none of its files"),
-])  # fmt: skip
-def test_metadata_that_would_do_harm(two, tmp_path, make, message):
+@pytest.mark.parametrize("content", [lambda harm: pickle.dumps(harm), lambda harm: b"cos\nsystem\n(S'true'\ntR."])
+def test_torchs_description_is_never_read(two, tmp_path, content):
     path, harm = two / "step-00000002", tmp_path / "harmed"
-    forge(path, ".metadata", make(path, Harm(harm)))
-    with pytest.raises(ValueError, match=message):
-        load(path, state_of(0))
-    assert message.replace("\\", "") in verify(path)[0]
-    with pytest.warns(UserWarning, match="step-00000002"):
-        assert load(two, state_of(0)).manifest.step == 1
+    forge(path, ".metadata", content(Harm(harm)))
+    assert not verify(path) and load(two, state_of(0)).manifest.step == 2
+    assert len([*ls(two), *check(two), *show(two)]) > 8 and checkpoint_dtypes(path)["count"] is torch.int64
     assert not harm.exists()
+
+
+def described(path):
+    return json.loads((path / "tensors.json").read_text())
+
+
+def changed(*keys, to):
+    """Of the description, what lies at `keys`."""
+
+    def change(content):
+        inner = content
+        for key in keys[:-1]:
+            inner = inner[key]
+        inner[keys[-1]] = to(inner[keys[-1]]) if callable(to) else to
+        return content
+
+    return change
+
+
+A, B, CHUNK = "a.weight", "b.weight", ("b.weight", 2, 0)
+
+
+@pytest.mark.parametrize("change, message", [
+    (changed(A, 2, to=[]), "a.weight is not whole: its parts have 0 of 8 elements"),
+    (changed(A, 2, to=None), "cannot be read"), (changed(A, to=None), "cannot be read"),
+    (changed(A, 2, to=lambda chunks: chunks * 2), "16 of 8 elements"),
+    (changed(*CHUNK, 1, to=[3]), "b.weight is not whole: its parts have 3 of 7 elements"),
+    (changed(*CHUNK, 0, to=[1]), "not inside a tensor of shape"), (changed(*CHUNK, 0, to=[-1]), "not numbers"),
+    (changed(*CHUNK, 0, to=[0, 0]), "cannot be read"), (changed(*CHUNK, 3, to=-5), "not numbers"),
+    (changed(*CHUNK, 3, to=True), "not numbers"), (changed(*CHUNK, 4, to=1.5), "not numbers"),
+    (changed(*CHUNK, 2, to="../../secret"), "none of its files; refused"), (changed(*CHUNK, 2, to=7), "none of its"),
+    (changed(A, 1, to=[4, 3]), "8 of 12 elements"), (changed(A, 1, to="42"), "not numbers"),
+    (changed(A, 0, to="load"), "torch has no dtype 'load'"), (changed(A, 0, to=[]), "cannot be read|no dtype"),
+    (lambda content: [content], "cannot be read"), (lambda content: "x" * 9, "cannot be read"),
+    (lambda content: None, "cannot be read"),
+])  # fmt: skip
+def test_a_description_that_is_not_sound(two, change, message):
+    path = two / "step-00000002"
+    forge(path, "tensors.json", json.dumps(change(described(path))).encode())
+    state = state_of(0)
+    assert re.search(message, verify(path)[0])
+    with pytest.raises(ValueError, match=message):
+        load(path, state)
+    assert is_step(state, 0)
+    with pytest.warns(UserWarning, match="step-00000002"):
+        assert load(two, state).manifest.step == 1
+    assert is_step(state, 1)
+    with pytest.raises(ValueError, match=message):
+        list(show(path))
+
+
+def test_a_file_that_holds_something_else_than_is_said(two):
+    path = two / "step-00000002"
+    for dtype in ("fp16", "int16"):  # of as many bytes
+        forge(path, "tensors.json", json.dumps(changed(B, 0, to=dtype)(described(path))).encode())
+        with pytest.raises(RuntimeError, match="does not hold torch"):
+            load(path, state_of(0) | {B: torch.zeros(7, dtype=dtype_of(dtype))})
+
+
+def test_a_fifo_in_place_of_a_file_stops_nobody(two):
+    path = two / "step-00000002" / "tensors.json"
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(ValueError, match="is not a plain file"):
+        list(show(two / "step-00000002"))
+    assert verify(two / "step-00000002") and any("DAMAGED" in line for line in ls(two))
 
 
 def test_a_tensor_that_would_do_harm(two, tmp_path):
     path, harm = two / "step-00000002", tmp_path / "harmed"
     content = bytearray((path / "__0_0.distcp").read_bytes())
     evil = pickle.dumps(Harm(harm), protocol=2)
-    for place in FileSystemReader(path).read_metadata().storage_data.values():
-        content[place.offset : place.offset + len(evil)] = evil
+    for _, _, ((_, _, _, start, _),) in described(path).values():
+        content[start : start + len(evil)] = evil
     forge(path, "__0_0.distcp", bytes(content))
     with pytest.raises(Exception, match=r"(?i)weights.only"):
         load(path, state_of(0))
     assert not harm.exists()
 
 
-@pytest.mark.parametrize("name", ["../outside", "/etc/hostname", "..", "a/b"])
+@pytest.mark.parametrize("name", ["../outside", "/etc/hostname", "..", "a/b", "a\0b", "\ud800"])
 def test_a_manifest_that_leads_out(two, name):
     path = two / "step-00000002"
-    forge(path, ".metadata", (path / ".metadata").read_bytes(), files={name: [0, ""]})
+    forge(path, ".metadata", b"", files={name: [0, ""]})
     with pytest.raises(ValueError, match="not the plain name of a file; refused"):
         read_manifest(path)
+
+
+@pytest.mark.parametrize("changes", [
+    {"sequence": None}, {"sequence": "9"}, {"step": -1}, {"step": True}, {"layout": {}}, {"layout": None},
+    {"layout": {"world": 1, "pp": 1, "dp": 1, "ep": "1"}}, {"dtypes": {"a": {"save": 3}}}, {"dtypes": []},
+    {"versions": None}, {"saved_at": 5}, {"more": 1}, {"files": {"a": [-1, ""]}}, {"files": {"a": [1]}}, {"files": 3},
+])  # fmt: skip
+def test_a_manifest_of_odd_types_hides_no_other(two, changes):
+    path = two / "step-00000002"
+    manifest = json.loads((path / "manifest.json").read_text())["manifest"] | changes
+    digest = sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+    (path / "manifest.json").write_text(json.dumps({"sha256": digest, "manifest": manifest}))
+    assert "is damaged" in verify(path)[0] and latest(two).name == "step-00000001"
+    with pytest.warns(UserWarning, match="step-00000002"):
+        assert load(two, state_of(0)).manifest.step == 1
+    save(two, state_of(3), step=3)
+    assert latest(two).name == "step-00000003"
+
+
+def test_a_manifest_of_deep_nesting_hides_no_other(two):
+    (two / "step-00000002" / "manifest.json").write_text("[" * 100_000 + "]" * 100_000)
+    assert latest(two).name == "step-00000001"

@@ -383,10 +383,11 @@ def test_given_a_distributed_checkpoint_then_it_has_storage_dtypes_or_masters(tm
     assert "2.running_mean: is on disk in fp32, planned bf16" in wide and "weight" not in wide
 
 
-def test_given_a_distributed_checkpoint_that_would_run_code_then_it_is_refused(tmp_path):
-    (tmp_path / ".metadata").write_bytes(b"cos\nsystem\n(S'touch harmed'\ntR.")
-    with pytest.raises(ValueError, match=r"asks for os\.system"):
-        checkpoint_dtypes(tmp_path)
+def test_given_a_checkpoint_of_torchs_own_then_its_dtypes_are_found(tmp_path):
+    import torch.distributed.checkpoint as dcp
+
+    dcp.save({"a": torch.zeros(2, dtype=BF16), "b": {"c": torch.zeros(1)}}, checkpoint_id=tmp_path, no_dist=True)
+    assert checkpoint_dtypes(tmp_path) == {"a": BF16, "b.c": FP32}
 
 
 # -- printing

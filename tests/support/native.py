@@ -70,7 +70,8 @@ def _same(actual, expected):
     return actual.dtype is expected.dtype and torch.equal(actual, expected)
 
 
-FILES = ["__0_0.distcp", ".metadata", "rank-00000.json", "manifest.json"]  # of a checkpoint of one process
+# Of a checkpoint of one process.
+FILES = ["__0_0.distcp", ".metadata", "tensors.json", "rank-00000.json", "manifest.json"]
 
 
 def state_of(step):

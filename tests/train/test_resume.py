@@ -1,5 +1,6 @@
 """Runs that are killed and go on, bit for bit; in the same layout, and in others."""
 
+import contextlib
 import json
 import os
 import random
@@ -69,6 +70,30 @@ def is_alive(pid):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+@pytest.mark.parametrize("delay", [0, 0.1, 0.4])
+def test_no_rank_outlives_a_launcher_that_is_killed_while_they_start(run_folder, start_dualpipe, delay):
+    out = f"orphans-{delay}"
+    process = start_dualpipe(run_folder, "train", "run.toml", "--output.dir", out, "--train.steps", "100000")
+    while not (below := descendants(process.pid)):
+        time.sleep(0.002)
+    time.sleep(delay)
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 10
+    while any(map(is_alive, below)) or processes_of(out):
+        assert time.monotonic() < deadline, "ranks outlive the launcher"
+        time.sleep(0.05)
+
+
+def processes_of(out):
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if out.encode() in (folder / "cmdline").read_bytes() and is_alive(folder.name):
+                found.append(folder.name)
+    return found
 
 
 def check_resume(dualpipe, start_dualpipe, folder, name, steps, kill_at, *options):
@@ -189,7 +214,7 @@ def test_what_has_changed_is_said(run_folder, half_way, monkeypatch, capsys):
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 @pytest.mark.parametrize("failing, status, kept", [
-    ([2], 0, [1, 3, 4]), ([2, 3], 1, [1]), ([1, 3], 0, [2, 4]), ([4], 1, [1, 2, 3]),
+    ([2], 0, [1, 3, 4, 5]), ([2, 3], 1, [1]), ([1, 3], 0, [2, 4, 5]), ([4], 0, [1, 2, 3, 5]), ([5], 1, [1, 2, 3, 4]),
 ])  # fmt: skip
 def test_one_checkpoint_may_fail(run_folder, monkeypatch, capsys, tmp_path, mode, failing, status, kept):
     def write(folder, plan, parts):
@@ -201,13 +226,16 @@ def test_one_checkpoint_may_fail(run_folder, monkeypatch, capsys, tmp_path, mode
     monkeypatch.setattr(native_save, "write_parts", write)
     monkeypatch.chdir(run_folder)
     out = tmp_path / "out"
-    run = ["train", "run.toml", *ALONE, "--train.steps", "4", "--checkpoint.interval", "1", "--checkpoint.mode", mode]
+    run = ["train", "run.toml", *ALONE, "--train.steps", "5", "--checkpoint.interval", "1", "--checkpoint.mode", mode]
+    run += ["--export.to_hf", str(tmp_path / "hf")]
     assert cli.main([*run, "--output.dir", str(out), "--checkpoint.keep_last", "0"]) == status
     text, error = capsys.readouterr()
     assert [int(path.name[5:]) for path in sorted((out / "checkpoints").glob("step-*"))] == kept
-    assert text.count("WARNING: no checkpoint was written") == len(failing) - status
-    assert ("No space left" in error) == bool(status)
-    assert len(losses(out.parent, "out")) == (3 if (mode, failing) == ("sync", [2, 3]) else 4)
+    assert text.count("WARNING: the checkpoint of step") == len(failing) - status
+    assert error == ("" if not status else f"error: the checkpoint of step {failing[-1]} was not saved to "
+                                           f"{out / 'checkpoints'}: [Errno 28] No space left on device\n")  # fmt: skip
+    assert len(losses(out.parent, "out")) == (5 if failing != [2, 3] else 3 if mode == "sync" else 4)
+    assert (tmp_path / "hf" / "model.safetensors").exists() == (failing != [2, 3])
 
 
 def test_a_finished_run_has_nothing_left_to_do_unless_it_never_resumes(run_folder, monkeypatch, capsys):
@@ -222,6 +250,38 @@ def test_a_finished_run_has_nothing_left_to_do_unless_it_never_resumes(run_folde
     assert cli.main([*run, "--train.steps", "2", "--checkpoint.resume", "never"]) == 0
     assert losses(run_folder, "again") == first
     assert "step 1/2" in capsys.readouterr().out
+
+
+def test_a_run_that_began_elsewhere_goes_on_from_its_own(run_folder, half_way, monkeypatch, capsys):
+    monkeypatch.chdir(run_folder)
+    begin = ["train", "run.toml", *half_way[0], *ALONE, "--output.dir", "branch", "--checkpoint.interval", "1"]
+    begin += ["--checkpoint.resume", "half/checkpoints"]
+    assert cli.main([*begin, "--train.steps", "6"]) == 0
+    capsys.readouterr()
+    assert cli.main([*begin, "--train.steps", "7"]) == 0
+    text = capsys.readouterr().out
+    assert "after step 6" in text and "checkpoint.resume = 'half/checkpoints' is where it began" in text
+    back = str(run_folder / "branch" / "checkpoints" / "step-00000005")  # of its own: back to there
+    assert cli.main([*begin[:-1], back, "--train.steps", "6"]) == 0
+    assert f"resuming from {back}" in capsys.readouterr().out
+    assert cli.main([*begin[:-1], "branch/checkpoints", "--train.steps", "2"]) == 0
+    assert "nothing is left to do: train.steps = 2" in capsys.readouterr().out
+
+
+def test_what_was_passed_over_is_said_in_a_line(run_folder, dualpipe, monkeypatch, capsys):
+    monkeypatch.chdir(run_folder)
+    run = ["train", "run.toml", *ALONE, "--output.dir", "damaged", "--checkpoint.interval", "1", "--train.steps", "2"]
+    assert cli.main(run) == 0
+    newest = run_folder / "damaged" / "checkpoints" / "step-00000002"
+    os.truncate(newest / "__0_0.distcp", 5)
+    capsys.readouterr()
+    exported = dualpipe(run_folder, "hf", "export", "damaged/checkpoints", "damaged/hf")
+    assert exported.returncode == 0 and exported.stderr.count("\n") == 1
+    assert exported.stderr.startswith("warning: passed over for damaged/checkpoints/step-00000001: damaged/checkpoints")
+    with pytest.warns(UserWarning, match="passed over for"):
+        assert cli.main(run) == 0
+    assert "after step 1" in capsys.readouterr().out
+    assert cli.main(["checkpoint", "verify", "damaged/checkpoints"]) == 0, "it was replaced"
 
 
 def test_from_hugging_face_to_a_run_and_back(run_folder, monkeypatch, capsys):
