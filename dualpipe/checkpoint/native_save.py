@@ -98,10 +98,14 @@ class Checkpoints:
         self._executor = ThreadPoolExecutor(1, "checkpoint")
         self._pending: Future[Path] | None = None
         self._pending_step = 0
-        self._is_open = True
-        self._target = self._ranks.agree(
-            lambda: Directory(self.directory, keep_last, keep_every) if self._ranks.rank == 0 else None
-        )
+        self._is_open, self._target = True, None
+        try:
+            self._target = self._ranks.agree(
+                lambda: Directory(self.directory, keep_last, keep_every) if self._ranks.rank == 0 else None
+            )
+        except BaseException:
+            self.close()
+            raise
 
     # -- saving
 
@@ -117,10 +121,9 @@ class Checkpoints:
         Raises on all ranks: ValueError for arguments; CheckpointError where it could not be written, or for an earlier
         one that failed in the background.
         """
-        self.wait()
+        self._settle()
 
         def prepare() -> tuple[dict[str, Part], _Job]:
-            self._must_be_open()
             return parts_of(state), _job(step, plan, config, extra)
 
         with self._reported(step):
@@ -135,11 +138,9 @@ class Checkpoints:
         saved by this call, as with `save`: call it again, or `wait` first. Call it in a thread that lives as long as
         this object: the system ends a writer process together with the thread that has started it.
         """
-        self.wait()
-        self._executor.submit(int).result()  # an interrupt may have hidden one from `wait`
+        self._settle()
 
         def prepare() -> tuple[dict[str, Place], _Job]:
-            self._must_be_open()
             places = self._memory.copy(parts_of(state))
             if self._kind == "process" and (self._process is None or not self._process.alive):
                 self._process = WriterProcess(self._timeout)
@@ -196,6 +197,13 @@ class Checkpoints:
             error.add_note(f"and: {failure}")
 
     # -- on every rank
+
+    def _settle(self) -> None:
+        """Nothing is in flight afterwards."""
+        if not self._is_open:
+            raise ValueError("these checkpoints are closed; make new ones to save more")
+        self.wait()
+        self._executor.submit(int).result()  # an interrupt may have hidden one from `wait`
 
     @contextmanager
     def _reported(self, step: int) -> Iterator[None]:
@@ -259,10 +267,6 @@ class Checkpoints:
             )
             self._planned = _Planned(had, self._ranks.hand_out(planned), metadata)
         return self._planned.own, self._planned.all
-
-    def _must_be_open(self) -> None:
-        if not self._is_open:
-            raise ValueError("these checkpoints are closed; make new ones to save more")
 
     # -- rank 0 alone
 

@@ -218,8 +218,9 @@ def test_the_directory_is_the_same_wherever_the_process_goes(tmp_path, monkeypat
         monkeypatch.chdir(tmp_path / "elsewhere")
         checkpoints.save(state_of(2), step=2)
     assert steps_in(tmp_path / "mine") == [1, 2] and not list((tmp_path / "elsewhere").iterdir())
-    with pytest.raises(ValueError, match="are closed"):
-        checkpoints.save(state_of(3), step=3)
+    for save_again in (checkpoints.save, checkpoints.save_async):
+        with pytest.raises(ValueError, match="are closed"):
+            save_again(state_of(3), step=3)
 
 
 def test_a_child_of_the_process_does_not_hold_the_directory(tmp_path):

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import Future
 from datetime import timedelta
 
 import pytest
@@ -21,9 +20,6 @@ from dualpipe.checkpoint.native_staging import HostMemory
 from dualpipe.checkpoint.native_state import parts_of
 from dualpipe.parallel.mesh import build_mesh, dense_mesh
 from ranks import run_ranks
-
-DONE = Future()
-DONE.set_result(0)
 
 
 def state_of(value, size=1000):
@@ -109,25 +105,25 @@ def test_an_interrupt_leaves_what_is_in_flight_alone(tmp_path, monkeypatch):
         assert stored(tmp_path / f"step-{step:08}")["weight"] == step
 
 
-def test_an_interrupt_that_hides_a_save_leaves_it_alone(tmp_path, monkeypatch):
+@pytest.mark.parametrize("how", ["save", "save_async"])
+def test_an_interrupt_that_hides_a_save_leaves_it_alone(tmp_path, monkeypatch, how):
     release, write = threading.Event(), native_save.write_parts
     monkeypatch.setattr(native_save, "write_parts", lambda *given: (release.wait(10), write(*given))[1])
     with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save_async({}, step=0)
-        release.set()
-        checkpoints.wait()
-        release.clear()
+        submit = checkpoints._executor.submit
 
-        def submitted(*given, submit=checkpoints._executor.submit):
-            submit(*given)
-            raise KeyboardInterrupt
+        def interrupted(work, *given):
+            submitted = submit(work, *given)
+            if given:  # a checkpoint, which is handed over already
+                raise KeyboardInterrupt
+            return submitted
 
         with monkeypatch.context() as patch:
-            patch.setattr(checkpoints._executor, "submit", lambda *given: submitted(*given) if given[1:] else DONE)
+            patch.setattr(checkpoints._executor, "submit", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 checkpoints.save_async(state_of(1), step=1)
         threading.Timer(0.2, release.set).start()
-        checkpoints.save_async(state_of(2), step=2)
+        getattr(checkpoints, how)(state_of(2), step=2)
     for step in (1, 2):
         assert stored(tmp_path / f"step-{step:08}")["weight"] == step
 
