@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (ValueError, FloatingPointError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print("\n".join([f"error: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
     except KeyboardInterrupt:
         return 130
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 @contextmanager
 def _plain_warnings() -> Iterator[None]:
     """What this library warns about is for who runs it, without the line of code."""
-    ordinary, here = warnings.formatwarning, os.path.dirname(__file__)
+    ordinary, here = warnings.formatwarning, os.path.dirname(__file__) + os.sep
 
     def formatted(message: Warning | str, category: type[Warning], filename: str, *place: Any) -> str:
         ours = category is UserWarning and filename.startswith(here)

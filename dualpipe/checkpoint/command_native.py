@@ -29,7 +29,8 @@ from dualpipe.parallel.sharding import short_name
 
 def ls(path: str | PathLike[str]) -> Iterator[str]:
     """A line for each checkpoint, newest first, and for what is unfinished. Checks sizes; reads no tensors."""
-    found = _found(path)
+    unfinished = sorted(Path(path).glob(".tmp-step-*"))
+    found = find(path) if unfinished else _found(path)
     yield f"{'step':>10}  {'saved at':25}  {'size':>9}  {'layout':22}  {'dtypes':15}  state"
     for checkpoint in found.committed:
         (_, manifest), (stored, wrong) = checkpoint, _stored(checkpoint)
@@ -40,8 +41,8 @@ def ls(path: str | PathLike[str]) -> Iterator[str]:
         yield f"{manifest.step:>10}  {manifest.saved_at:25}  {size:>9}  {_layout(manifest):22}  {dtypes:15}  {state}"
     for problem in found.damaged.values():
         yield f"{'-':>10}  DAMAGED: {problem}"
-    for unfinished in sorted(Path(path).glob(".tmp-step-*")):
-        yield f"{'-':>10}  not complete: {unfinished} is being written, or was left by a job that died"
+    for folder in unfinished:
+        yield f"{'-':>10}  not complete: {folder} is being written, or was left by a job that died"
 
 
 def check(path: str | PathLike[str]) -> Iterator[str]:
@@ -60,11 +61,8 @@ def check(path: str | PathLike[str]) -> Iterator[str]:
 
 def show(path: str | PathLike[str]) -> Iterator[str]:
     """What is in a checkpoint, of a directory in the newest. Reads no tensors."""
-    found = _found(path)
-    raise_for(f"{path}:", [] if found.committed else found.damaged.values())
-    path, manifest = found.committed[0]
-    stored, wrong = _stored(found.committed[0])
-    raise_for(f"{path}:", wrong)
+    checkpoint, stored = _newest(path)
+    path, manifest = checkpoint
     yield f"{path}: step {manifest.step}, saved at {manifest.saved_at}, {format_bytes(manifest.size)}"
     yield f"layout: {_layout(manifest)} ({manifest.layout['world']} ranks)"
     yield "versions: " + ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
@@ -81,6 +79,17 @@ def show(path: str | PathLike[str]) -> Iterator[str]:
             uses = ", ".join(f"{use} {dtype}" for use, dtype in manifest.dtypes.get(name, {}).items())
             dtype = short_name(entry.dtype)
             yield f"  {name}  {entry.shape}  {dtype}" + (f"  ({uses})" if uses else "")
+
+
+def _newest(path: str | PathLike[str]) -> tuple[Checkpoint, dict[str, StoredTensor]]:
+    """Raises ValueError where that is damaged."""
+    while True:
+        found = _found(path)
+        raise_for(f"{path}:", [] if found.committed else found.damaged.values())
+        stored, wrong = _stored(found.committed[0])
+        if not wrong or is_still_there(found.committed[0]):  # else a job that saves here has deleted it
+            raise_for(f"{found.committed[0].path}:", wrong)
+            return found.committed[0], stored
 
 
 def _found(path: str | PathLike[str]) -> Found:

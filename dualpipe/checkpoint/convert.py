@@ -6,26 +6,16 @@ The whole model is in host memory, in float32. Larger ones come and go by `dualp
 
 from __future__ import annotations
 
-import warnings
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from dualpipe.checkpoint.hf import hub_dtypes, load_hf
 from dualpipe.checkpoint.hf_save import save_hf
 from dualpipe.checkpoint.hub_files import CONFIG, raise_for
-from dualpipe.checkpoint.native_folder import (
-    Checkpoint,
-    Found,
-    find,
-    is_checkpoint,
-    is_still_there,
-    latest,
-    none_at,
-    scan,
-    verify,
-)
+from dualpipe.checkpoint.native_folder import Checkpoint, find, is_checkpoint, latest, none_at, scan
 from dualpipe.checkpoint.native_load import load
 from dualpipe.checkpoint.native_save import save
 from dualpipe.checkpoint.native_state import training_state
@@ -60,35 +50,26 @@ def export_checkpoint(
     Tensors are in `dtype`, but for those that the run kept in float32 while it computed in less. Raises ValueError for
     a checkpoint that does not say what model it is of, and for a target that exists.
     """
-    path, manifest = _whole(source)
-    if not isinstance(manifest.config, dict) or "model" not in manifest.config:
-        raise ValueError(f"{path} does not say what model it is of; it was not saved by `dualpipe train`")
-    config = config_from_dict(manifest.config["model"])
-    stages = _stages(config)
+    found = find(source)
+    if not found.committed:
+        raise_for(f"{source} has no checkpoint that is whole:", found.damaged.values())
+        raise ValueError(none_at(source))
+    model = _model_of(found.committed[0])
+    stages = _stages(config_from_dict(model))
     for stage in stages:
         materialize(stage, "cpu", _plan(stages, torch.float32))
-    load(path, training_state(stages), allow=("optimizer/*", "routers/*"))
-    kept = {name: dtype_of(of["save"]) for name, of in manifest.dtypes.items()}
+    loaded = load(source, training_state(stages), allow=("optimizer/*", "routers/*"))
+    if _model_of(Checkpoint(loaded.path, loaded.manifest)) != model:
+        raise ValueError(f"{loaded.path} is of another model than {found.committed[0].path}; give one of them")
+    kept = {name: dtype_of(of["save"]) for name, of in loaded.manifest.dtypes.items()}
     save_hf(stages, target, None, _plan(stages, dtype, kept), max_shard_bytes=max_shard_bytes)
 
 
-def _whole(source: str | PathLike[str]) -> Checkpoint:
-    """The newest that is not damaged; another job may save there, and delete old ones."""
-    found = find(source)
-    wrong: list[str] = []
-    while found.committed:
-        newest = found.committed[0]
-        if not (problems := verify(newest.path)):
-            for line in wrong:
-                warnings.warn(f"passed over for {newest.path}: {line}", stacklevel=3)
-            return newest
-        if is_still_there(newest):
-            wrong += problems
-            found = Found(found.committed[1:], found.damaged)
-        else:
-            found = find(source)
-    raise_for(f"{source} has no checkpoint that is whole:", [*wrong, *found.damaged.values()])
-    raise ValueError(none_at(source))
+def _model_of(checkpoint: Checkpoint) -> dict[str, Any]:
+    path, manifest = checkpoint
+    if not isinstance(manifest.config, dict) or "model" not in manifest.config:
+        raise ValueError(f"{path} does not say what model it is of; it was not saved by `dualpipe train`")
+    return manifest.config["model"]
 
 
 def is_of_a_run(path: str | PathLike[str]) -> bool:

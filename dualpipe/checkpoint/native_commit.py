@@ -18,7 +18,17 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from dualpipe.checkpoint.native_folder import LATEST, MANIFEST, Manifest, digest_of, name_of, scan, verify_files
+from dualpipe.checkpoint.native_folder import (
+    FORMAT,
+    LATEST,
+    MANIFEST,
+    Manifest,
+    digest_of,
+    name_of,
+    scan,
+    step_of,
+    verify_files,
+)
 from dualpipe.checkpoint.native_store import hashed_file
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -42,15 +52,19 @@ class Directory:
         was just killed may take a moment.
         """
         self.path, self._keep_last, self._keep_every = path, keep_last, keep_every
+        self._lock = None
         try:
             _make(path)
             self._lock = _lock(path, patience)
-            begin = path / f".tmp-{name_of(0)}-{secrets.token_hex(4)}"
-            begin.mkdir()
-            begin.rmdir()
-        except OSError as error:
-            raise ValueError(f"checkpoints cannot be saved to {path}: {error}") from error
-        found = scan(path).committed
+            probe = path / f".tmp-{name_of(0)}-{secrets.token_hex(4)}"
+            probe.mkdir()
+            probe.rmdir()
+            found = scan(path).committed
+        except BaseException as error:
+            self.close()
+            if isinstance(error, OSError):
+                raise ValueError(f"checkpoints cannot be saved to {path}: {error}") from error
+            raise
         self._sequence = found[0].manifest.sequence if found else -1
         self._committed = [_Committed(each.path, each.manifest.step) for each in reversed(found)
                            if not verify_files(*each, each.manifest.files, hashes=False)]  # fmt: skip
@@ -64,8 +78,8 @@ class Directory:
 
     def ignore(self, damaged: Iterable[Path]) -> None:
         """Do not count these among the last that stay. Each goes when another of its step comes."""
-        gone = {path.absolute() for path in damaged}
-        self._committed = [each for each in self._committed if each.path.absolute() not in gone]
+        gone = {path.resolve() for path in damaged}
+        self._committed = [each for each in self._committed if each.path.resolve() not in gone]
 
     def begin(self, step: int) -> Path:
         """Remove what dead jobs left, and make the temporary directory of a new checkpoint."""
@@ -84,10 +98,11 @@ class Directory:
         self._sequence += 1
         body = dataclasses.asdict(dataclasses.replace(manifest, sequence=self._sequence))
         with hashed_file(folder / MANIFEST, {}) as out:
-            out.write(json.dumps({"sha256": digest_of(body), "manifest": body}, indent=1).encode())
+            out.write(json.dumps({"format": FORMAT, "sha256": digest_of(body), "manifest": body}, indent=1).encode())
         sync(folder)
         path = self._unused(manifest.step)
         os.rename(folder, path)
+        self._committed.append(_Committed(path, manifest.step))
         sync(self.path)
         try:
             return self._tidy(path, manifest.step)
@@ -105,26 +120,35 @@ class Directory:
 
     def _tidy(self, path: Path, step: int) -> Path:
         """After `path` was committed; returns the path that it has then: without a suffix, once the other is gone."""
-        older = [each for each in self._committed if each.path.exists()]
-        self._committed = [*older, _Committed(path, step)]
+        self._committed = [each for each in self._committed if each.path.exists()]
         self._name_latest(path)  # before what it named is deleted
-        replaced = [each for each in older if each.step == step]
+        *older, _ = self._committed
         others = [each for each in older if each.step != step]
         spare = others[: max(0, len(others) - self._keep_last + 1)] if self._keep_last else []
-        spare = [each for each in spare if not self._keep_every or each.step % self._keep_every]
-        for each in replaced + spare:
-            if _delete(each.path):
-                self._committed.remove(each)
+        for each in spare:
+            if not self._keep_every or each.step % self._keep_every:
+                self._delete(each.path)
+        for each in self.path.glob(f"{name_of(step)}*"):  # whole or damaged
+            if each != path and step_of(each) == step:
+                self._delete(each)
         plain = self.path / name_of(step)
-        if path == plain:
-            return path
-        if os.path.lexists(plain) and all(each.path != plain for each in self._committed):
-            _delete(plain)  # damaged
-        if not os.path.lexists(plain):
+        if path != plain and not os.path.lexists(plain):
             path = path.rename(plain)
             self._committed[-1] = _Committed(path, step)
-        self._name_latest(path)
+            self._name_latest(path)
         return path
+
+    def _delete(self, path: Path) -> None:
+        """By another name first, so that a half is never taken for a whole."""
+        gone = path.parent / f".del-{path.name}-{secrets.token_hex(4)}"
+        try:
+            os.rename(path, gone)
+            sync(path.parent)
+        except OSError as error:
+            warnings.warn(f"the old checkpoint {path} cannot be deleted: {error}", stacklevel=2)
+            return
+        self._committed = [each for each in self._committed if each.path != path]
+        _remove(gone)
 
     def _name_latest(self, path: Path) -> None:
         """In the file "latest". If the disk is too full even for that, there is none until the next time."""
@@ -175,20 +199,8 @@ def _lock(directory: Path, patience: float) -> int | None:
             os.close(descriptor)
             if error.errno not in _NO_LOCKS:
                 raise
+            warnings.warn(f"{directory} is on a file system without locks: let no other job save there", stacklevel=2)
             return None
-
-
-def _delete(path: Path) -> bool:
-    """By another name first, so that a half is never taken for a whole. False where that cannot be."""
-    gone = path.parent / f".del-{path.name}-{secrets.token_hex(4)}"
-    try:
-        os.rename(path, gone)
-        sync(path.parent)
-    except OSError as error:
-        warnings.warn(f"the old checkpoint {path} cannot be deleted: {error}", stacklevel=2)
-        return False
-    _remove(gone)
-    return True
 
 
 def _remove(path: Path) -> None:

@@ -33,6 +33,7 @@ from dualpipe.checkpoint.native_store import FileInfo
 from dualpipe.parallel.description import StoredTensor
 from dualpipe.parallel.mesh import DIMENSIONS
 
+FORMAT = 1  # of all that is described here
 MANIFEST, LATEST = "manifest.json", "latest"
 _NAME = re.compile(r"step-(\d{8,})(?:\.\d+)?")
 _TRIES = 100  # of a reader, beside a job that deletes old checkpoints while new ones come
@@ -107,7 +108,8 @@ def _scan(directory: Path) -> tuple[Found, bool]:
                 damaged[path] = str(error)
             else:
                 gone = True
-    return Found(sorted(committed, key=lambda each: -each.manifest.sequence), damaged), gone
+    committed.sort(key=lambda each: (each.manifest.sequence, each.manifest.saved_at), reverse=True)
+    return Found(committed, damaged), gone
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -169,6 +171,8 @@ def _read_manifest(path: Path) -> Manifest:
         raise ValueError(f"{path} has no {MANIFEST}, so it is no complete checkpoint")
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
+        if content["format"] != FORMAT:
+            raise ValueError(f"it has format {content['format']!r}, which this release does not read")
         body = content["manifest"]
         if content["sha256"] != digest_of(body):
             raise ValueError("it does not have the checksum that it names")
@@ -242,6 +246,12 @@ def _wrong(file: Path, said: FileInfo, hashes: bool) -> Iterator[str]:
 def digest_of(body: Any) -> str:
     """The checksum that a manifest has of itself."""
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def step_of(path: Path) -> int:
+    """That the name of a checkpoint says; -1 for other names."""
+    found = _NAME.fullmatch(path.name)
+    return int(found[1]) if found else -1
 
 
 def name_of(step: int) -> str:

@@ -28,6 +28,7 @@ from dualpipe.checkpoint.native_folder import (
     find,
     is_still_there,
     none_at,
+    step_of,
     stored_in,
     verify_files,
 )
@@ -69,13 +70,18 @@ def load(path: str | PathLike[str], state: Mapping[str, Tensor], *, mesh: Device
     """
     ranks, path = Ranks(mesh), Path(path)
     parts = ranks.agree(lambda: _writable(parts_of(state)))
+    found, touched = Found([], {}), False
     for attempt in range(_TRIES):
-        found = ranks.first(lambda: find(path))
         try:
+            found = ranks.first(lambda: find(path))
             return _load(path, found, parts, ranks, layout_of(mesh), allow, allow_at_start, seed)
-        except (ValueError, RuntimeError, OSError):  # on all ranks
-            if attempt == _TRIES - 1 or ranks.first(lambda found=found: all(map(is_still_there, found.committed))):
-                raise
+        except (ValueError, RuntimeError, OSError) as error:  # on all ranks
+            touched = touched or not isinstance(error, ValueError)
+            if attempt < _TRIES - 1 and not ranks.first(lambda seen=found: all(map(is_still_there, seen.committed))):
+                continue
+            if touched and isinstance(error, ValueError):
+                raise RuntimeError(f"{error}; the tensors are not usable, as reading had begun") from error
+            raise
     raise AssertionError("the last attempt returns or raises")
 
 
@@ -87,8 +93,12 @@ def _load(
     globs = (*allow, *(() if checkpoint.manifest.step else allow_at_start))
     allowed = _compare(ranks, checkpoint.path, stored, parts, globs)
     fitting = {name: part for name, part in parts.items() if name in stored and stored[name].shape == part.shape}
-    ranks.agree(lambda: read_parts(checkpoint.path, stored, fitting))
-    restored = ranks.agree(lambda: _restore_random(checkpoint, layout, ranks.rank, seed))
+    try:
+        ranks.agree(lambda: read_parts(checkpoint.path, stored, fitting))
+        restored = ranks.agree(lambda: _restore_random(checkpoint, layout, ranks.rank, seed))
+    except (ValueError, OSError) as error:
+        raise RuntimeError(f"{checkpoint.path} could not be read to its end: {error}") from error
+    _must_be_there(ranks, checkpoint)
     for line in damaged.values() if ranks.rank == 0 else ():
         warnings.warn(f"passed over for {checkpoint.path}: {line}", stacklevel=3)
     return Loaded(*checkpoint, restored, damaged, allowed)
@@ -114,11 +124,18 @@ def _newest(
         if not problems:
             stored, problems = ranks.first(lambda c=candidate: stored_in(c))
         if not problems:
-            newer = {each: what for each, what in found.damaged.items() if each.name > candidate.path.name}
+            newer = {each: what for each, what in found.damaged.items() if step_of(each) > candidate.manifest.step}
             return candidate, stored, wrong | newer
+        _must_be_there(ranks, candidate)
         wrong[candidate.path] = "; ".join(problems)
     raise_for(f"{path} has no checkpoint that is whole:", [*wrong.values(), *found.damaged.values()])
     raise ValueError(ranks.first(lambda: none_at(path)))
+
+
+def _must_be_there(ranks: Ranks, checkpoint: Checkpoint) -> None:
+    """Raise RuntimeError where a job that saves there has deleted or replaced it; there are newer ones then."""
+    if not ranks.first(lambda: is_still_there(checkpoint)):
+        raise RuntimeError(f"{checkpoint.path} was deleted or replaced while it was read")
 
 
 def _problems(checkpoint: Checkpoint, ranks: Ranks) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
@@ -26,7 +27,7 @@ def read_stored(folder: Path, files: Collection[str]) -> dict[str, StoredTensor]
 def read_parts(folder: Path, stored: Mapping[str, StoredTensor], parts: Mapping[str, Part]) -> None:
     """Fill the parts of this rank. Shapes must be those stored; other dtypes are cast.
 
-    Raises RuntimeError, or pickle.UnpicklingError, where a file does not hold what its description says.
+    Raises RuntimeError where a file does not hold what its description says.
     """
     by_file: dict[str, list[tuple[StoredChunk, torch.dtype, Part]]] = {}
     for name, part in parts.items():
@@ -37,12 +38,21 @@ def read_parts(folder: Path, stored: Mapping[str, StoredTensor], parts: Mapping[
         with open(folder / file, "rb") as stream:
             for chunk, dtype, part in sorted(wanted, key=lambda each: each[0].start):
                 view = _create_file_view(stream, chunk.start, chunk.length)
-                tensor = torch.load(view, map_location="cpu", weights_only=True)
+                try:
+                    tensor = torch.load(view, map_location="cpu", weights_only=True)
+                except pickle.UnpicklingError as error:
+                    raise RuntimeError(f"{folder / file} at {chunk.start}: {error}") from error
                 if not isinstance(tensor, Tensor) or (tensor.dtype, tuple(tensor.shape)) != (dtype, chunk.sizes):
                     raise RuntimeError(f"{folder / file} does not hold {dtype} {chunk.sizes} at {chunk.start}, as it "
                                        "should")  # fmt: skip
                 source, target = _overlap(chunk, part)
                 part.tensor[target].copy_(tensor[source])
+
+
+def stored_dtype(file: Path, start: int, length: int) -> torch.dtype:
+    """Of the tensor that lies there, by its own header."""
+    with open(file, "rb") as stream:
+        return torch.load(_create_file_view(stream, start, length), map_location="meta", weights_only=True).dtype
 
 
 def _overlap(chunk: StoredChunk, part: Part) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:

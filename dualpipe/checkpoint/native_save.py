@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.device_mesh import DeviceMesh
 
 import dualpipe
@@ -38,7 +39,7 @@ from dualpipe.checkpoint.hub_files import raise_for
 from dualpipe.checkpoint.native_commit import Directory
 from dualpipe.checkpoint.native_folder import Manifest
 from dualpipe.checkpoint.native_random import capture
-from dualpipe.checkpoint.native_read import read_stored
+from dualpipe.checkpoint.native_read import stored_dtype
 from dualpipe.checkpoint.native_staging import HostMemory, Place
 from dualpipe.checkpoint.native_state import Part, parts_of
 from dualpipe.checkpoint.native_store import (
@@ -51,7 +52,6 @@ from dualpipe.checkpoint.native_store import (
     write_parts,
 )
 from dualpipe.checkpoint.native_writer import WriterProcess
-from dualpipe.parallel.description import StoredTensor
 from dualpipe.parallel.mesh import DIMENSIONS
 from dualpipe.parallel.precision import DTypePlan
 from dualpipe.parallel.sharding import short_name
@@ -143,7 +143,7 @@ class Checkpoints:
         def prepare() -> tuple[dict[str, Place], _Job]:
             places = self._memory.copy(parts_of(state))
             if self._kind == "process" and (self._process is None or not self._process.alive):
-                self._process = WriterProcess(self._timeout)
+                self._process = WriterProcess(0.8 * self._timeout)  # before the others give this rank up
             return places, _job(step, plan, config, extra)
 
         with self._reported(step):
@@ -242,6 +242,8 @@ class Checkpoints:
 
             def work() -> Written:
                 written = write(folder, planned)
+                raise_for("what the dtype plan saves in float32 must be stored so:",
+                          _narrowed(folder, written.results, job.dtypes))  # fmt: skip
                 name = f"rank-{ranks.rank:05}.json"
                 with hashed_file(folder / name, written.files) as out:
                     out.write(json.dumps({"random": job.random}).encode())
@@ -279,8 +281,6 @@ class Checkpoints:
             files |= rank_written.files
             dtypes |= rank_dtypes
         files |= write_description(folder, metadata, [rank_written.results for rank_written, _ in written])
-        on_disk = read_stored(folder, files.keys())
-        raise_for("what the dtype plan saves in float32 must be stored so:", _narrowed(on_disk, dtypes))
         return self._target.commit(folder, Manifest(
             step=job.step, sequence=0, saved_at=datetime.now(UTC).isoformat(timespec="seconds"), layout=self._layout,
             versions=_versions(), dtypes=dtypes, config=job.config, extra=job.extra, files=dict(sorted(files.items())),
@@ -335,10 +335,13 @@ def _as_json(what: str, value: Any) -> Any:
         raise ValueError(f"{what} must be what JSON can hold, as numbers, texts, lists and dicts: {error}") from None
 
 
-def _narrowed(stored: Mapping[str, StoredTensor], dtypes: Mapping[str, Mapping[str, str]]) -> list[str]:
-    return [f"{name} is stored in {short_name(stored[name].dtype)}" for name, of in dtypes.items()
-            if of["save"] == "fp32" and torch.promote_types(stored[name].dtype, torch.float32) != stored[name].dtype
-            ]  # fmt: skip
+def _narrowed(folder: Path, results: list[WriteResult], dtypes: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
+    """What a rank has written in less than the plan asks for, by the headers on the disk."""
+    for name, place in ((result.index.fqn, result.storage_data) for result in results):
+        if dtypes.get(name, {}).get("save") == "fp32":
+            dtype = stored_dtype(folder / place.relative_path, place.offset, place.length)
+            if torch.promote_types(dtype, torch.float32) != dtype:
+                yield f"{name} is stored in {short_name(dtype)}"
 
 
 def _versions() -> dict[str, str]:

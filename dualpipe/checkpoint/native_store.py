@@ -52,7 +52,6 @@ class Written(NamedTuple):
     files: dict[str, FileInfo]
 
 
-
 def local_plan(parts: Mapping[str, Part]) -> SavePlan:
     """What this rank could write; shards without elements are nobody's."""
     return SavePlan([_write_item(name, part) for name, part in parts.items()

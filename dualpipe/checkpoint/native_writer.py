@@ -40,6 +40,7 @@ class WriterProcess:
 
     @property
     def alive(self) -> bool:
+        """Whether it can be asked to write."""
         return self._process.poll() is None
 
     def write(self, folder: Path, plan: SavePlan, memory: HostMemory, places: Mapping[str, Place]) -> Written:

@@ -28,8 +28,7 @@ SAFETENSORS_DTYPES = {
 }  # fmt: skip
 
 
-METADATA = ".metadata"  # of torch.distributed.checkpoint, which every distributed checkpoint has
-
+METADATA = ".metadata"  # of torch.distributed.checkpoint
 
 class ContractError(AssertionError):
     """A tensor is not what the plan says; the message names all of them."""
@@ -78,10 +77,10 @@ def checkpoint_dtypes(path: str | PathLike[str]) -> dict[str, torch.dtype]:
     path = Path(path)
     if (path / TENSORS).is_file():
         return {name: tensor.dtype for name, tensor in read_description(path / TENSORS).items()}
-    if (path / METADATA).is_file():
+    files = [path] if path.suffix == ".safetensors" and path.is_file() else sorted(path.glob("*.safetensors"))
+    if not files and (path / METADATA).is_file():
         entries = FileSystemReader(path).read_metadata().state_dict_metadata
         return {name: entry.properties.dtype for name, entry in entries.items() if hasattr(entry, "properties")}
-    files = [path] if path.suffix == ".safetensors" and path.is_file() else sorted(path.glob("*.safetensors"))
     if not files:
         raise ValueError(f"{path} is no safetensors file, folder of them, or distributed checkpoint")
     dtypes: dict[str, torch.dtype] = {}
@@ -93,6 +92,7 @@ def checkpoint_dtypes(path: str | PathLike[str]) -> dict[str, torch.dtype]:
 
 
 def torch_dtype(code: str, name: str) -> torch.dtype:
+    """Of a code of safetensors, for the tensor `name`; raises ValueError for one that torch lacks."""
     if code not in SAFETENSORS_DTYPES:
         raise ValueError(f"{name} is stored as {code}, which is none of {', '.join(SAFETENSORS_DTYPES)}")
     return SAFETENSORS_DTYPES[code]

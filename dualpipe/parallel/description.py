@@ -1,13 +1,13 @@
 """Which tensors a checkpoint of this library has, and where they lie in its files: `tensors.json`.
 
 torch's own description, `.metadata`, is a pickle, which can run anything when it is read. That is written beside this
-one, for torch's readers, and never read here.
+one, for torch's readers; no checkpoint is loaded by it here.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -57,7 +57,12 @@ def gaps_in(tensors: Mapping[str, StoredTensor]) -> list[str]:
     """A line for each tensor whose chunks do not make up the whole. Chunks are taken not to overlap."""
     return [f"{name} is not whole: its parts have {stored} of {prod(each.shape)} elements"
             for name, each in tensors.items()
-            if (stored := sum(prod(chunk.sizes) for chunk in each.chunks)) != prod(each.shape)]  # fmt: skip
+            if (stored := _elements(each.chunks)) != prod(each.shape)]  # fmt: skip
+
+
+def _elements(chunks: Iterable[StoredChunk]) -> int:
+    """Several that begin at the same place count once."""
+    return sum(prod(sizes) for sizes in {chunk.offsets: chunk.sizes for chunk in chunks}.values())
 
 
 def _tensor(dtype: Any, shape: Any, chunks: Any) -> StoredTensor:

@@ -211,7 +211,7 @@ def _fail(error: BaseException, rank: int) -> int:
     """Report `error` to the launcher, or on stderr where there is none; return the exit status."""
     status = USER_ERROR if isinstance(error, ValueError) else 1
     if isinstance(error, ValueError | FloatingPointError | OSError):
-        text = f"error: {error}"
+        text = "\n".join([f"error: {error}", *getattr(error, "__notes__", ())])
     else:
         text = "".join(traceback.format_exception(error)) + f"error: rank {rank}: {type(error).__name__}: {error}"
     if not _tell_launcher(text, status):

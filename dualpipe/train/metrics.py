@@ -174,7 +174,7 @@ def _open_lines(path: Path, start_step: int) -> IO[str]:
     """Open for appending; a file with lines of steps that will now be run is kept too, under another name."""
     earlier = read_metrics(path) if path.exists() else []
     keep = [row for row in earlier if row["step"] <= start_step]
-    if len(keep) < len(earlier):
+    if path.exists() and len(keep) < len(path.read_bytes().splitlines()):
         shutil.copyfile(path, _unused_name(path))
     temporary = path.with_name(f".{path.name}")  # beside it, so that a crash now loses nothing
     temporary.write_text("".join(map(json_line, keep)), encoding="utf-8")

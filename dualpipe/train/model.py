@@ -80,16 +80,9 @@ def build_model(
         stage.recompute = Recompute(recompute)
         if compiled:
             stage.compile_dense()
-    known = None
-    if from_hf:
-        known = Ranks(mesh).first(lambda: hub_dtypes(from_hf, config))
-        narrowest = min(known.values(), key=lambda found: found.itemsize)
-        if not sharded and torch.promote_types(dtype, narrowest) != dtype:
-            raise ValueError(f"{from_hf} holds {narrowest}, which ranks that share no storage would have to round to "
-                             f"{dtype}; use parallel.dp or ep > 1, train.dtype = \"fp32\", or first write it again by "
-                             "`dualpipe hf export --dtype bf16`")  # fmt: skip
-    elif stored and any(name in stored for stage in stages for name, _ in stage.named_parameters()):
-        known = stored
+    known = stored if not from_hf else _hub_dtypes(from_hf, config, mesh, None if sharded else dtype)
+    if known and not any(name in known for stage in stages for name, _ in stage.named_parameters()):
+        known = None  # of another model, which is said when it is loaded
     plan = plan_dtypes(stages, dtype, sharded=sharded, source_dtypes=known)
     for stage in stages:
         _shard(stage, plan, mesh if sharded else None)
@@ -99,6 +92,19 @@ def build_model(
         for stage in stages:
             materialize(stage, device, plan, seed=seed)
     return Model(config, tuple(stages), plan, first, last)
+
+
+def _hub_dtypes(
+    path: str, config: HubConfig, mesh: DeviceMesh | None, storage: torch.dtype | None
+) -> dict[str, torch.dtype]:  # fmt: skip
+    """What the checkpoint holds; raises ValueError where all of it would have to be rounded to be stored."""
+    known = Ranks(mesh).first(lambda: hub_dtypes(path, config))
+    narrowest = min(known.values(), key=lambda found: found.itemsize)
+    if storage is not None and torch.promote_types(storage, narrowest) != storage:
+        raise ValueError(f"{path} holds {narrowest}, which ranks that share no storage would have to round to "
+                         f"{storage}; use parallel.dp or ep > 1, train.dtype = \"fp32\", or first write it again by "
+                         "`dualpipe hf export --dtype bf16`")  # fmt: skip
+    return known
 
 
 def check_tied(config: HubConfig, replicas: int) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
-from fnmatch import fnmatchcase
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -31,6 +30,7 @@ from dualpipe.train.tables import Config
 
 # A checkpoint that `dualpipe hf import` made has step 0, and none of these yet.
 NOT_IMPORTED = ("optimizer/*", "routers/*")
+_TIMEOUT = timedelta(minutes=30)  # a rank with little to write waits for the one with most
 _LOADER = "loader"  # in checkpoint.allow
 _NOT_COMPARED = ("output", "checkpoint", "export", "init")  # tables that do not change what is computed
 
@@ -53,6 +53,7 @@ class Saver:
 
     say: prints a line, of one rank.
     source: the checkpoint, or directory of them, to go on from; None: a new run.
+    source_dtypes: what its tensors are to have in an export, by name.
     """
 
     def __init__(self, config: Config, job: Job, say: Callable[[str], None]) -> None:
@@ -66,7 +67,8 @@ class Saver:
         if settings.mode != "off" and settings.interval:  # first, so that no other job saves there any more
             self._checkpoints = Checkpoints(
                 directory, job.mesh, kind=settings.writer, keep_last=settings.keep_last or None,
-                keep_every=settings.keep_every or None, timeout=timedelta(seconds=config.parallel.timeout),
+                keep_every=settings.keep_every or None,
+                timeout=max(_TIMEOUT, timedelta(seconds=config.parallel.timeout)),
             )  # fmt: skip
         try:
             self.source, self.source_dtypes, notes = job.first_rank(lambda: _find_source(settings.resume, directory))
@@ -125,8 +127,10 @@ class Saver:
     ) -> None:  # fmt: skip
         if self._checkpoints is not None:
             self._checkpoints.__exit__(kind, error, trace)
-        if error is None and self._last is not None:
-            raise self._last
+        if self._last is not None:
+            if error is None:
+                raise self._last
+            error.add_note(f"and: {self._last}")
         if error is None and self._checkpoints is not None:
             self._say(f"checkpoints: {self._checkpoints.directory}")
 
@@ -142,14 +146,15 @@ class Saver:
                 raise
             else:
                 self._failed = True
-                self._say(f"WARNING: {error}; training goes on, but ends if the next one is not saved either")
+                rest = "" if is_last_step else "; training goes on, but ends if the next one is not saved either"
+                self._say(f"WARNING: {error}{rest}")
 
     def _resume_loader(self, loaded: Loaded, loader: Loader) -> None:
         position = (loaded.manifest.extra or {}).get("loader", {})
         try:
             loader.load_state_dict(position)
         except ValueError as error:
-            if not any(fnmatchcase(_LOADER, pattern) for pattern in self._settings.allow):
+            if _LOADER not in self._settings.allow:
                 raise ValueError(f"{loaded.path}: {error}; or name {_LOADER!r} in checkpoint.allow") from error
             loader.step = loaded.manifest.step
             self._say(f"the batches are others, as allowed: {error}")
@@ -172,24 +177,35 @@ def describe(config: Config, model: Model) -> dict[str, Any]:
 def _find_source(resume: str, own: Path) -> tuple[Path | None, dict[str, torch.dtype], list[str]]:
     """What to go on from, the dtypes that its tensors are to have in an export, and what must be said.
 
-    A run that began with the checkpoint of another goes on from its own, where it has saved one: so a job that is
+    A run that began with a checkpoint of another one goes on from its own, once it has saved any: so a job that is
     started again with the same command goes on.
     """
     if resume == "never":
         return None, {}, []
     path, found, notes = own, find(own), []
-    if resume != "auto":
-        is_inside = own.resolve() in (Path(resume).resolve(), *Path(resume).resolve().parents)
-        if (found.committed or found.damaged) and not is_inside:
-            notes = [f"{own} has checkpoints of this run; checkpoint.resume = {resume!r} is where it began"]
-        else:
+    if resume != "auto" and own.resolve() in (Path(resume).resolve(), *Path(resume).resolve().parents):
+        path, found = Path(resume), find(resume)
+    elif resume != "auto":
+        if not found.committed and not found.damaged:
             path, found = Path(resume), find(resume)
-            if not found.committed and not found.damaged:
-                raise ValueError(f"checkpoint.resume: {none_at(path)}")
+        elif found.committed and not _began_with(resume, found.committed[0].manifest.config):
+            raise ValueError(f"{own} has checkpoints of a run that did not begin with checkpoint.resume = {resume!r}; "
+                             'give another output.dir, or checkpoint.resume = "auto" to go on from there')  # fmt: skip
+        else:
+            notes = [f"checkpoint.resume = {resume!r} is where this run began; it goes on from its own checkpoints"]
     if not found.committed:
         raise_for(f"{path} has no checkpoint that is whole:", found.damaged.values())
+        if resume != "auto":
+            raise ValueError(f"checkpoint.resume: {none_at(path)}")
         return None, {}, []
     return path, {name: dtype_of(of["save"]) for name, of in found.committed[0].manifest.dtypes.items()}, notes
+
+
+def _began_with(resume: str, config: object) -> bool:
+    try:
+        return Path(config["run"]["checkpoint"]["resume"]).resolve() == Path(resume).resolve()
+    except (TypeError, KeyError):  # not saved by a run
+        return False
 
 
 def _origin(loaded: Loaded) -> str:

@@ -3,6 +3,7 @@
 import copy
 import os
 import random
+import shutil
 import signal
 import threading
 import time
@@ -14,8 +15,18 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 
-from dualpipe.checkpoint import CheckpointError, Checkpoints, latest, load, save, training_state, verify
-from dualpipe.checkpoint.command_native import check, ls
+from dualpipe.checkpoint import (
+    CheckpointError,
+    Checkpoints,
+    latest,
+    load,
+    native_commit,
+    native_load,
+    save,
+    training_state,
+    verify,
+)
+from dualpipe.checkpoint.command_native import check, ls, show
 from dualpipe.checkpoint.native_commit import Directory
 from dualpipe.train.optimizer import Optimizer
 from native import FILES, Trainee, is_step, state_of, steps_in
@@ -200,14 +211,12 @@ def test_manifests_that_cannot_be_read_for_a_moment_do_not_change_what_is_newest
         raise OSError(5, "Input/output error")
 
     with Checkpoints(tmp_path, keep_last=2) as checkpoints:
-        for step in (1, 2, 3):
+        for step in (1, 2, 3, 2):
             checkpoints.save(state_of(step), step=step)
         with monkeypatch.context() as patch:
             patch.setattr(Path, "read_text", refuse)
-            with pytest.raises(CheckpointError, match="Input/output"):
-                checkpoints.save(state_of(4), step=4)
-        checkpoints.save(state_of(5), step=5)
-        assert latest(tmp_path).name == "step-00000005" and steps_in(tmp_path) == [3, 5]
+            checkpoints.save(state_of(1), step=1)
+        assert latest(tmp_path).name == "step-00000001" and steps_in(tmp_path) == [1, 2]
 
 
 def test_the_directory_is_the_same_wherever_the_process_goes(tmp_path, monkeypatch):
@@ -237,35 +246,82 @@ def test_a_child_of_the_process_does_not_hold_the_directory(tmp_path):
         os.waitpid(child, 0)
 
 
-@pytest.mark.parametrize("steps", ["others", "the same"])
-def test_readers_beside_a_job_that_deletes(tmp_path, steps):
-    """A whole checkpoint is always there, so `load`, `latest` and the commands must always find one."""
-    save(tmp_path, state_of(1), step=1)
-    done = threading.Event()
+@pytest.mark.parametrize("keep_every", [None, 5, "the same step"])
+def test_readers_beside_a_job_that_deletes(tmp_path, keep_every):
+    """A whole checkpoint is always there, so `load`, `latest` and the commands must always find one, and the newest."""
+    done, newest = threading.Event(), [1]
+    same = keep_every == "the same step"
 
     def write():
-        with Checkpoints(tmp_path, keep_last=1) as checkpoints:
-            number = 1
+        with Checkpoints(tmp_path, keep_last=1, keep_every=None if same else keep_every) as checkpoints:
             while not done.is_set():
-                number += 1
-                checkpoints.save(state_of(number), step=number if steps == "others" else 1)
+                number = newest[0] + 1
+                checkpoints.save(state_of(number), step=1 if same else number, extra=number)
+                newest[0] = number
 
+    save(tmp_path, state_of(1), step=1, extra=1)
     writer = threading.Thread(target=write)
     writer.start()
     try:
-        deadline, before = time.monotonic() + 2, 0
+        deadline = time.monotonic() + 2
         while time.monotonic() < deadline:
-            state = state_of(0)
+            state, before = state_of(0), newest[0]
             loaded = load(tmp_path, state)
-            assert not loaded.damaged and loaded.manifest.sequence >= before
-            assert is_step(state, int(state["count"]))
-            before = loaded.manifest.sequence
-            assert latest(tmp_path) is not None and list(check(tmp_path))
+            assert not loaded.damaged and loaded.manifest.extra >= before
+            assert is_step(state, loaded.manifest.extra)
+            assert latest(tmp_path) is not None and list(check(tmp_path)) and list(show(tmp_path))
             assert not any("DAMAGED" in line for line in ls(tmp_path))
-        assert before > 5
+        assert newest[0] > 5
     finally:
         done.set()
         writer.join()
+
+
+def test_a_checkpoint_that_is_replaced_while_it_is_read_is_read_again(two, monkeypatch):
+    def replaced(path, stored, parts):
+        read(path, stored, parts)
+        if not again:
+            again.append(save(two, state_of(7), step=2, extra="again"))
+
+    again, read = [], native_load.read_parts
+    monkeypatch.setattr(native_load, "read_parts", replaced)
+    state = state_of(0)
+    assert load(two, state).manifest.extra == "again" and is_step(state, 7)
+
+
+def test_a_checkpoint_that_goes_while_it_is_read_is_no_mistake_of_the_caller(two, monkeypatch):
+    def gone(path, stored, parts):
+        read(path, stored, {"a.weight": parts["a.weight"]})
+        shutil.rmtree(path)
+        raise FileNotFoundError(path)
+
+    read = native_load.read_parts
+    monkeypatch.setattr(native_load, "read_parts", gone)
+    with pytest.raises(RuntimeError, match="the tensors are not usable, as reading had begun"):
+        load(two / "step-00000002", state_of(0))
+
+
+def test_a_directory_that_could_not_be_taken_is_free(two, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(native_commit, "scan", lambda path: exec("raise OSError(5, 'Input/output error')"))
+        with pytest.raises(ValueError, match=r"checkpoints cannot be saved to .*Input/output"):
+            Checkpoints(two)
+    Directory(two, None, None, patience=0.0).close()
+
+
+def test_one_that_was_renamed_but_not_flushed_is_not_forgotten(tmp_path, monkeypatch):
+    def fail(path):
+        if path == tmp_path:
+            raise OSError(5, "Input/output error")
+
+    with Checkpoints(tmp_path, keep_last=1) as checkpoints:
+        checkpoints.save(state_of(1), step=1)
+        with monkeypatch.context() as patch:
+            patch.setattr(native_commit, "sync", fail)
+            with pytest.raises(CheckpointError, match="Input/output"):
+                checkpoints.save(state_of(2), step=2)
+        checkpoints.save(state_of(3), step=3)
+    assert steps_in(tmp_path) == [3]
 
 
 def test_what_dead_jobs_left_is_removed(two):

@@ -113,7 +113,7 @@ def forge(path, name, content, **changes):
     manifest = json.loads((path / "manifest.json").read_text())["manifest"] | changes
     manifest["files"][name] = [len(content), sha256(content).hexdigest()]
     digest = sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-    (path / "manifest.json").write_text(json.dumps({"sha256": digest, "manifest": manifest}))
+    (path / "manifest.json").write_text(json.dumps({"format": 1, "sha256": digest, "manifest": manifest}))
 
 
 class Harm:
@@ -156,7 +156,7 @@ A, B, CHUNK = "a.weight", "b.weight", ("b.weight", 2, 0)
 @pytest.mark.parametrize("change, message", [
     (changed(A, 2, to=[]), "a.weight is not whole: its parts have 0 of 8 elements"),
     (changed(A, 2, to=None), "cannot be read"), (changed(A, to=None), "cannot be read"),
-    (changed(A, 2, to=lambda chunks: chunks * 2), "16 of 8 elements"),
+    (changed(A, 2, to=lambda chunks: [*chunks, [[0, 0], [4, 1], *chunks[0][2:]]]), "4 of 8 elements"),
     (changed(*CHUNK, 1, to=[3]), "b.weight is not whole: its parts have 3 of 7 elements"),
     (changed(*CHUNK, 0, to=[1]), "not inside a tensor of shape"), (changed(*CHUNK, 0, to=[-1]), "not numbers"),
     (changed(*CHUNK, 0, to=[0, 0]), "cannot be read"), (changed(*CHUNK, 3, to=-5), "not numbers"),
@@ -228,12 +228,18 @@ def test_a_manifest_of_odd_types_hides_no_other(two, changes):
     path = two / "step-00000002"
     manifest = json.loads((path / "manifest.json").read_text())["manifest"] | changes
     digest = sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-    (path / "manifest.json").write_text(json.dumps({"sha256": digest, "manifest": manifest}))
+    (path / "manifest.json").write_text(json.dumps({"format": 1, "sha256": digest, "manifest": manifest}))
     assert "is damaged" in verify(path)[0] and latest(two).name == "step-00000001"
     with pytest.warns(UserWarning, match="step-00000002"):
         assert load(two, state_of(0)).manifest.step == 1
     save(two, state_of(3), step=3)
     assert latest(two).name == "step-00000003"
+
+
+def test_a_format_of_later_is_named(two):
+    path = two / "step-00000002" / "manifest.json"
+    path.write_text(path.read_text().replace('"format": 1', '"format": 2'))
+    assert "it has format 2, which this release does not read" in verify(path.parent)[0]
 
 
 def test_a_manifest_of_deep_nesting_hides_no_other(two):

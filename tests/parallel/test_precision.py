@@ -388,6 +388,9 @@ def test_given_a_checkpoint_of_torchs_own_then_its_dtypes_are_found(tmp_path):
 
     dcp.save({"a": torch.zeros(2, dtype=BF16), "b": {"c": torch.zeros(1)}}, checkpoint_id=tmp_path, no_dist=True)
     assert checkpoint_dtypes(tmp_path) == {"a": BF16, "b.c": FP32}
+    (tmp_path / ".metadata").write_bytes(b"cos\nsystem\n(S'false'\ntR.")  # would run something; another file is there
+    save_file({"c": torch.zeros(1)}, tmp_path / "model.safetensors")
+    assert checkpoint_dtypes(tmp_path) == {"c": FP32}
 
 
 # -- printing

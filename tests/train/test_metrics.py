@@ -76,6 +76,14 @@ def test_resuming_continues_after_the_last_kept_step(tmp_path):
     assert [r["step"] for r in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
 
 
+def test_lines_behind_one_that_cannot_be_read_are_kept_in_another_file(tmp_path):
+    text = "".join(map(json_line, ({"step": 1}, {"step": 2}))) + "{broken\n" + json_line({"step": 4})
+    (tmp_path / "metrics.jsonl").write_text(text)
+    write(tmp_path, [metrics(3)], start_step=2)
+    assert [r["step"] for r in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+    assert (tmp_path / "metrics.1.jsonl").read_text() == text
+
+
 def test_a_line_cut_short_is_dropped(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(json_line({"step": 1}) + '{"step": 2, "lo')
     assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1}]

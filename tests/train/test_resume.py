@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from safetensors.torch import load_file
 from dualpipe import cli
 from dualpipe.checkpoint import latest, native_save
 from dualpipe.checkpoint.native_folder import read_manifest
+from dualpipe.train.loop import Run
 from dualpipe.train.metrics import read_metrics
 from hub import read_all, rewrite, save_qwen
 
@@ -183,7 +185,8 @@ def test_another_layout_goes_on_with_the_same_losses(run_folder, dualpipe, half_
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--checkpoint.resume", "nothing"], "nothing"),
+        (["--checkpoint.resume", "nothing"], "checkpoint.resume: nothing does not exist"),
+        (["--checkpoint.resume", "half"], "half has no checkpoints; give half/checkpoints"),
         (["--checkpoint.resume", "half/checkpoints", "--train.sequence_length", "8"], "the loader's state is of"),
         (["--checkpoint.resume", "half/checkpoints", "--model.config", "wider.json"], "layers.0.mlp.gate.weight"),
         (["--checkpoint.interval", "-1"], "checkpoint.interval = -1: must not be negative"),
@@ -238,6 +241,39 @@ def test_one_checkpoint_may_fail(run_folder, monkeypatch, capsys, tmp_path, mode
     assert (tmp_path / "hf" / "model.safetensors").exists() == (failing != [2, 3])
 
 
+def test_ranks_agree_on_what_could_not_be_written(run_folder, dualpipe):
+    """No file may have more than 100 KB."""
+    limited = ("bash", "-c", 'ulimit -f 100; exec "$@"', "-", sys.executable, "-m", "dualpipe")
+    run = ["train", "run.toml", "--output.dir", "limited", "--checkpoint.interval", "1", "--train.steps", "9"]
+    done = dualpipe(run_folder, *run, command=limited)
+    assert done.returncode == 1 and done.stdout.count("WARNING: the checkpoint of step 1 was not saved") == 1
+    folder = (run_folder / "limited" / "checkpoints").resolve()
+    assert done.stderr == (f"error: the checkpoint of step 2 was not saved to {folder}: rank 0, 1: OSError: [Errno 27] "
+                           "File too large\n")  # fmt: skip
+    assert len(losses(run_folder, "limited")) == 3 and [path.name for path in folder.iterdir()] == [".lock"]
+
+
+@pytest.mark.parametrize("broken", ["_step", "_export"])
+def test_what_was_not_saved_is_said_with_what_ended_the_run(run_folder, monkeypatch, capsys, tmp_path, broken):
+    def fail(*arguments):
+        raise OSError(28, "No space left on device")
+
+    def diverge(self, *arguments):
+        if broken == "_export" or arguments[0] == 2:
+            raise FloatingPointError("the end")
+        return step(self, *arguments)
+
+    step = Run._step
+    monkeypatch.setattr(native_save, "write_parts", fail)
+    monkeypatch.setattr(Run, broken, diverge)
+    monkeypatch.chdir(run_folder)
+    run = ["train", "run.toml", *ALONE, "--checkpoint.interval", "2", "--output.dir", str(tmp_path)]
+    mode = ["--checkpoint.mode", "async"] if broken == "_step" else ["--checkpoint.mode", "sync"]
+    assert cli.main([*run, *mode, "--train.steps", "3" if broken == "_step" else "2"]) == 1
+    error = capsys.readouterr().err.splitlines()
+    assert error[0] == "error: the end" and error[1].startswith("and: the checkpoint of step 2 was not saved")
+
+
 def test_a_finished_run_has_nothing_left_to_do_unless_it_never_resumes(run_folder, monkeypatch, capsys):
     monkeypatch.chdir(run_folder)
     run = ["train", "run.toml", *ALONE, "--checkpoint.interval", "2", "--output.dir", "again"]
@@ -260,7 +296,9 @@ def test_a_run_that_began_elsewhere_goes_on_from_its_own(run_folder, half_way, m
     capsys.readouterr()
     assert cli.main([*begin, "--train.steps", "7"]) == 0
     text = capsys.readouterr().out
-    assert "after step 6" in text and "checkpoint.resume = 'half/checkpoints' is where it began" in text
+    assert "after step 6" in text and "checkpoint.resume = 'half/checkpoints' is where this run began" in text
+    assert cli.main([*begin, "--checkpoint.resume", "half", "--train.steps", "7"]) == 2
+    assert "of a run that did not begin with checkpoint.resume = 'half'; give another" in capsys.readouterr().err
     back = str(run_folder / "branch" / "checkpoints" / "step-00000005")  # of its own: back to there
     assert cli.main([*begin[:-1], back, "--train.steps", "6"]) == 0
     assert f"resuming from {back}" in capsys.readouterr().out
