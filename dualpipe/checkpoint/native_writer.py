@@ -74,7 +74,7 @@ def serve(connection: Connection) -> None:
     while True:
         try:
             folder, plan, size, places = connection.recv()
-        except EOFError:
+        except (EOFError, ConnectionError):
             return
         descriptor = recv_handle(connection)
         try:

@@ -34,7 +34,7 @@ def save_until_killed(rank, folder, how, victims, delay):
     mesh = build_mesh(1, 2, 1, torch.device("cpu"))
     state, step = state_on(mesh), 0
     kind = "process" if how == "process" else "thread"
-    with Checkpoints(folder, mesh, kind=kind, keep_last=2, timeout=timedelta(seconds=10)) as checkpoints:
+    with Checkpoints(folder, mesh, kind=kind, keep_last=2, timeout=timedelta(seconds=40)) as checkpoints:
         if latest(folder) is not None:
             step = load(folder, state, mesh=mesh).manifest.step
             for tensor in state.values():
