@@ -91,7 +91,15 @@ def test_the_second_waits(tmp_path, monkeypatch, how):
     assert stored(tmp_path / "step-00000002")["weight"] == 2
 
 
-def test_an_interrupt_leaves_what_is_in_flight_alone(tmp_path, monkeypatch):
+@pytest.fixture
+def interruptible():
+    """Ctrl-C is ignored in a shell's background jobs, and so in what they start."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_leaves_what_is_in_flight_alone(tmp_path, monkeypatch, interruptible):
     release, write = threading.Event(), native_save.write_parts
     monkeypatch.setattr(native_save, "write_parts", lambda *given: (release.wait(10), write(*given))[1])
     with Checkpoints(tmp_path) as checkpoints:
