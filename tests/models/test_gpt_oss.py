@@ -123,6 +123,7 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_is():
     config, exact = tiny(**changes), hf_model(changes, torch.float32)
     expected, expected_loss = train(exact, config)
     rounded, model = hf_model(changes, torch.bfloat16), whole(config, dtype=torch.bfloat16)
+    rounded.load_state_dict(exact.state_dict())  # torch 2.11 draws other numbers in bfloat16
     model.load_state_dict(ours(config, model.state_dict(), rounded.state_dict()))
     errors = []
     for each in (model, rounded):
