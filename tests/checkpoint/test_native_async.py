@@ -328,7 +328,7 @@ def fill_a_disk(rank, folder, kind):
     return raised
 
 
-@pytest.mark.parametrize("kind", ["thread", "process"])
+@pytest.mark.parametrize("kind", ["thread", pytest.param("process", marks=pytest.mark.slow)])
 def test_a_file_that_cannot_grow_on_one_rank(tmp_path, kind):
     first, second = run_ranks(fill_a_disk, 2, str(tmp_path), kind)
     assert first == second and len(first) == (2 if kind == "thread" else 1)

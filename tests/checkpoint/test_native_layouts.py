@@ -13,7 +13,7 @@ from native import Trainee
 from ranks import run_ranks
 
 LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (1, 2, 2)]
-FAST = [(1, 1, 1), (2, 1, 2), (1, 2, 2)]
+FAST = [(1, 1, 1), (2, 1, 2), (1, 2, 2)]  # saved in each, and loaded in the first two
 
 
 def write(rank, folder, shape, how):
@@ -70,7 +70,7 @@ def check(saved, sources, target, how="sync"):
             assert len(set(numbers)) == len(numbers), "each rank derives its own"
 
 
-@pytest.mark.parametrize("target", FAST, ids=str)
+@pytest.mark.parametrize("target", FAST[:2], ids=str)
 def test_some_pairs(saved, target):
     check(saved, FAST, target)
 
