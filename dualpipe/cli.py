@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from dualpipe import __version__
+from dualpipe.errors import PLAIN, error_line, exit_status
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -26,9 +27,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output has gone (`dualpipe schedule | head`)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except (ValueError, FloatingPointError, OSError) as error:
-        print("\n".join([f"error: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
-        return 2 if isinstance(error, ValueError) else 1
+    except PLAIN as error:
+        print(error_line(error), file=sys.stderr)
+        return exit_status(error)
     except KeyboardInterrupt:
         return 130
 

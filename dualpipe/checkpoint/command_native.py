@@ -17,7 +17,7 @@ from dualpipe.checkpoint.native_folder import (
     Manifest,
     find,
     is_still_there,
-    none_at,
+    none_whole,
     stored_in,
     verify,
     verify_files,
@@ -85,7 +85,8 @@ def _newest(path: str | PathLike[str]) -> tuple[Checkpoint, dict[str, StoredTens
     """Raises ValueError where that is damaged."""
     while True:
         found = _found(path)
-        raise_for(f"{path}:", [] if found.committed else found.damaged.values())
+        if not found.committed:
+            none_whole(path, found.damaged.values())
         stored, wrong = _stored(found.committed[0])
         if not wrong or is_still_there(found.committed[0]):  # else a job that saves here has deleted it
             raise_for(f"{found.committed[0].path}:", wrong)
@@ -95,7 +96,7 @@ def _newest(path: str | PathLike[str]) -> tuple[Checkpoint, dict[str, StoredTens
 def _found(path: str | PathLike[str]) -> Found:
     found = find(path)
     if not found.committed and not found.damaged:
-        raise ValueError(none_at(path))
+        none_whole(path, ())
     return found
 
 

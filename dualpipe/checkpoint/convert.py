@@ -14,8 +14,8 @@ import torch
 
 from dualpipe.checkpoint.hf import hub_dtypes, load_hf
 from dualpipe.checkpoint.hf_save import save_hf
-from dualpipe.checkpoint.hub_files import CONFIG, raise_for
-from dualpipe.checkpoint.native_folder import Checkpoint, find, is_checkpoint, latest, none_at, scan
+from dualpipe.checkpoint.hub_files import CONFIG
+from dualpipe.checkpoint.native_folder import Checkpoint, find, is_checkpoint, latest, none_whole, scan
 from dualpipe.checkpoint.native_load import load
 from dualpipe.checkpoint.native_save import save
 from dualpipe.checkpoint.native_state import training_state
@@ -52,8 +52,7 @@ def export_checkpoint(
     """
     found = find(source)
     if not found.committed:
-        raise_for(f"{source} has no checkpoint that is whole:", found.damaged.values())
-        raise ValueError(none_at(source))
+        none_whole(source, found.damaged.values())
     model = _model_of(found.committed[0])
     stages = _stages(config_from_dict(model))
     for stage in stages:

@@ -26,8 +26,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
+from dualpipe.checkpoint.hub_files import raise_for
 from dualpipe.checkpoint.native_read import read_stored
 from dualpipe.checkpoint.native_store import FileInfo
 from dualpipe.parallel.description import StoredTensor
@@ -134,13 +135,14 @@ def is_still_there(checkpoint: Checkpoint) -> bool:
         return os.path.lexists(checkpoint.path)  # damaged
 
 
-def none_at(path: str | PathLike[str]) -> str:
-    """Why there is no checkpoint at `path`, in words."""
+def none_whole(path: str | PathLike[str], damaged: Iterable[str]) -> NoReturn:
+    """Raise ValueError: of all that is at `path` each is damaged, or else why there is nothing."""
+    raise_for(f"{path} has no checkpoint that is whole:", damaged)
     if not os.path.lexists(path):
-        return f"{path} does not exist"
+        raise ValueError(f"{path} does not exist")
     inside = Path(path) / "checkpoints"
     hint = f"give {inside}" if inside.is_dir() else "give the directory that a run saves to, or one checkpoint in it"
-    return f"{path} has no checkpoints; {hint}"
+    raise ValueError(f"{path} has no checkpoints; {hint}")
 
 
 def latest(directory: str | PathLike[str]) -> Path | None:
@@ -151,7 +153,7 @@ def latest(directory: str | PathLike[str]) -> Path | None:
     """
     found = scan(directory)
     if not found.committed and found.damaged:
-        raise ValueError("\n  ".join([f"{directory} has no checkpoint that is whole:", *found.damaged.values()]))
+        none_whole(directory, found.damaged.values())
     return found.committed[0].path if found.committed else None
 
 

@@ -27,7 +27,7 @@ from dualpipe.checkpoint.native_folder import (
     Manifest,
     find,
     is_still_there,
-    none_at,
+    none_whole,
     step_of,
     stored_in,
     verify_files,
@@ -128,8 +128,7 @@ def _newest(
             return candidate, stored, wrong | newer
         _must_be_there(ranks, candidate)
         wrong[candidate.path] = "; ".join(problems)
-    raise_for(f"{path} has no checkpoint that is whole:", [*wrong.values(), *found.damaged.values()])
-    raise ValueError(ranks.first(lambda: none_at(path)))
+    none_whole(path, [*wrong.values(), *found.damaged.values()])
 
 
 def _must_be_there(ranks: Ranks, checkpoint: Checkpoint) -> None:

@@ -192,6 +192,7 @@ class HashedStream:
         self.flush = out.flush
 
     def write(self, data: bytes | memoryview) -> int:
+        """Append `data`, and hash it meanwhile where that takes long; returns its length."""
         if len(data) < _LARGE:
             self.digest.update(data)
             written = self._out.write(data)
@@ -216,6 +217,7 @@ class HashedStream:
             hashing.result()
 
     def tell(self) -> int:
+        """Bytes written."""
         return self._size
 
     def close(self) -> None:

@@ -21,11 +21,11 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from dualpipe.errors import PLAIN, error_line, exit_status
 from dualpipe.lifetime import die_with
 
 LAUNCHER = "DUALPIPE_LAUNCHER"  # its process
 ERROR_FILE = "DUALPIPE_ERROR_FILE"  # where a rank leaves its error for the process that started it
-USER_ERROR = 2  # exit status of what the user can put right: a ValueError
 POLL_SECONDS = 0.05
 GRACE_SECONDS = 5.0  # between SIGTERM and SIGKILL
 
@@ -209,9 +209,9 @@ def _follow_launcher() -> None:
 
 def _fail(error: BaseException, rank: int) -> int:
     """Report `error` to the launcher, or on stderr where there is none; return the exit status."""
-    status = USER_ERROR if isinstance(error, ValueError) else 1
-    if isinstance(error, ValueError | FloatingPointError | OSError):
-        text = "\n".join([f"error: {error}", *getattr(error, "__notes__", ())])
+    status = exit_status(error)
+    if isinstance(error, PLAIN):
+        text = error_line(error)
     else:
         text = "".join(traceback.format_exception(error)) + f"error: rank {rank}: {type(error).__name__}: {error}"
     if not _tell_launcher(text, status):

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from dualpipe.checkpoint import CheckpointError, Checkpoints, Loaded, load, training_state
-from dualpipe.checkpoint.hub_files import raise_for
-from dualpipe.checkpoint.native_folder import find, none_at
+from dualpipe.checkpoint.native_folder import find, none_whole
 from dualpipe.nn.router_set import RouterSet
 from dualpipe.parallel.sharding import dtype_of
 from dualpipe.train.data import Loader
@@ -183,10 +182,9 @@ def _find_source(resume: str, own: Path) -> tuple[Path | None, dict[str, torch.d
     if resume == "never":
         return None, {}, []
     path, found, notes = own, find(own), []
-    if resume != "auto" and own.resolve() in (Path(resume).resolve(), *Path(resume).resolve().parents):
-        path, found = Path(resume), find(resume)
-    elif resume != "auto":
-        if not found.committed and not found.damaged:
+    if resume != "auto":
+        goes_back = own.resolve() in (Path(resume).resolve(), *Path(resume).resolve().parents)
+        if goes_back or not (found.committed or found.damaged):
             path, found = Path(resume), find(resume)
         elif found.committed and not _began_with(resume, found.committed[0].manifest.config):
             raise ValueError(f"{own} has checkpoints of a run that did not begin with checkpoint.resume = {resume!r}; "
@@ -194,10 +192,12 @@ def _find_source(resume: str, own: Path) -> tuple[Path | None, dict[str, torch.d
         else:
             notes = [f"checkpoint.resume = {resume!r} is where this run began; it goes on from its own checkpoints"]
     if not found.committed:
-        raise_for(f"{path} has no checkpoint that is whole:", found.damaged.values())
-        if resume != "auto":
-            raise ValueError(f"checkpoint.resume: {none_at(path)}")
-        return None, {}, []
+        if resume == "auto" and not found.damaged:
+            return None, {}, []
+        try:
+            none_whole(path, found.damaged.values())
+        except ValueError as error:
+            raise ValueError(f"checkpoint.resume: {error}") from error
     return path, {name: dtype_of(of["save"]) for name, of in found.committed[0].manifest.dtypes.items()}, notes
 
 
