@@ -1,6 +1,6 @@
 # make train | test | test-all | lint | bench | clean
 # PYTHON=python3.12 chooses an interpreter (for a new .venv: `make clean` first), TORCH=2.15.0 another release of torch
-# (in an environment of its own).
+# (in an environment of its own), WORKERS=1 how many tests run at once.
 PYTHON ?= python3
 TORCH  ?=
 VENV   ?= .venv$(if $(TORCH),-$(TORCH))
@@ -8,8 +8,9 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
 # -P keeps the repository's root off sys.path, where kernels/ would shadow the Hugging Face package. Modules, because a
-# tool that comes with an interpreter's own packages has no script in $(BIN).
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -P -m pytest
+# tool that comes with an interpreter's own packages has no script in $(BIN). One worker to a core: tests wait a lot.
+WORKERS ?= auto
+PYTEST  := OMP_NUM_THREADS=1 $(BIN)/python -P -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist worksteal
 
 .PHONY: train test test-all lint bench clean
 

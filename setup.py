@@ -12,7 +12,9 @@ EXTRAS = {
     "train": ["tyro>=1.0", "rich>=13", "tensorboard>=2.16", "tokenizers>=0.20", "matplotlib>=3.8"],
     "viz": ["matplotlib>=3.8"],
 }
-EXTRAS["test"] = [*EXTRAS["train"], "pytest>=8", "pytest-timeout>=2.3", "transformers>=5.0", "ruff>=0.9"]
+EXTRAS["test"] = [
+    *EXTRAS["train"], "pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "transformers>=5.0", "ruff>=0.9",
+]  # fmt: skip
 REQUIRES = ["torch>=2.11", "triton; platform_system == 'Linux'", "einops>=0.8", "safetensors>=0.4", "numpy>=1.26"]
 
 setup(

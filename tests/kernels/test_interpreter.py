@@ -6,7 +6,6 @@ Triton reads TRITON_INTERPRET when it is imported, and a process that interprets
 import os
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -40,17 +39,9 @@ def interpreted(file, marks, timeout):
     return subprocess.run(command, cwd=HERE.parents[1], env=env, capture_output=True, text=True)
 
 
-@pytest.fixture(scope="module")
-def results():
-    """All files, two at a time: each runs in one thread of its own."""
-    with ThreadPoolExecutor(2) as pool:
-        yield {file: pool.submit(interpreted, file, "not gpu and not slow", timeout=300) for file in FILES}
-
-
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("file", FILES)
-def test_interpreted(file, results):
-    result = results[file].result()
+def test_interpreted(file):
+    result = interpreted(file, "not gpu and not slow", timeout=300)
     assert result.returncode == 0, result.stdout[-5000:] + result.stderr[-1000:]
 
 

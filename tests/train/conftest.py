@@ -4,10 +4,11 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from command import Command
 
 MODEL = {
     "model_type": "qwen3_moe", "vocab_size": 257, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2,
@@ -59,12 +60,13 @@ def run_folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def dualpipe():
-    """Run `dualpipe *arguments` in `folder` and return the finished process."""
+def dualpipe(start_dualpipe):
+    """Run `dualpipe *arguments` in `folder` and return the finished process. The rest as for `start_dualpipe`."""
 
-    def run(folder, *arguments, command=(sys.executable, "-m", "dualpipe"), environment=None, timeout=90):
-        return subprocess.run([*command, *arguments], cwd=folder, env=clean_environment(environment),
-                              capture_output=True, text=True, timeout=timeout)  # fmt: skip
+    def run(folder, *arguments, command=None, environment=None, timeout=90):
+        process = start_dualpipe(folder, *arguments, command=command, environment=environment)
+        out, err = process.communicate(timeout)
+        return subprocess.CompletedProcess(arguments, process.returncode, out, err)
 
     return run
 
@@ -77,17 +79,22 @@ def clean_environment(extra=None):
 
 @pytest.fixture(scope="session")
 def start_dualpipe():
-    """Start `dualpipe *arguments` in `folder` and return the running process; it is killed after the test."""
+    """Start `dualpipe *arguments` in `folder` and return the running process; it is killed after the tests.
+
+    command: what to start in new interpreters instead of forking (see command.py), such as `COMMAND`.
+    """
     started = []
 
-    def start(folder, *arguments):
-        process = subprocess.Popen(
-            [sys.executable, "-m", "dualpipe", *arguments], cwd=folder, env=clean_environment(), text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored in a shell's background jobs
-        )  # fmt: skip
-        started.append(process)
-        return process
+    def start(folder, *arguments, command=None, environment=None):
+        env = clean_environment(environment)
+        if command is None:
+            started.append(Command(folder, arguments, env))
+        else:
+            started.append(subprocess.Popen(
+                [*command, *arguments], cwd=folder, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored in a shell's background jobs
+            ))  # fmt: skip
+        return started[-1]
 
     yield start
     for process in started:

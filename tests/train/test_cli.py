@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from command import COMMAND
 from dualpipe import __version__, cli
 
 ROOT = Path(cli.__file__).parents[1]
@@ -30,7 +31,7 @@ def column(folder, out, name):
 
 @pytest.fixture(scope="module")
 def trained(run_folder, dualpipe):
-    return dualpipe(run_folder, "train", "run.toml")
+    return dualpipe(run_folder, "train", "run.toml", command=COMMAND)
 
 
 def test_train_starts_its_ranks_and_reports(trained, run_folder):
@@ -265,8 +266,8 @@ if os.environ.get("RANK") == "1":
 
 def test_a_rank_that_raises_brings_all_down_with_its_cause(run_folder, dualpipe, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(BREAK_RANK_1)
-    environment = {"PYTHONPATH": str(tmp_path)}
-    done = dualpipe(run_folder, "train", "run.toml", "--output.dir", "broken", environment=environment, timeout=40)
+    done = dualpipe(run_folder, "train", "run.toml", "--output.dir", "broken", command=COMMAND, timeout=40,
+                    environment={"PYTHONPATH": str(tmp_path)})  # fmt: skip
     assert done.returncode == 1
     assert "Traceback" in done.stderr
     assert done.stderr.splitlines()[-1] == "error: rank 1: RuntimeError: the cause"

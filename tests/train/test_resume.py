@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from command import COMMAND
 from dualpipe import cli
 from dualpipe.checkpoint import latest, native_save
 from dualpipe.checkpoint.native_folder import read_manifest
@@ -77,7 +78,8 @@ def is_alive(pid):
 @pytest.mark.parametrize("delay", [0, 0.1, 0.4])
 def test_no_rank_outlives_a_launcher_that_is_killed_while_they_start(run_folder, start_dualpipe, delay):
     out = f"orphans-{delay}"
-    process = start_dualpipe(run_folder, "train", "run.toml", "--output.dir", out, "--train.steps", "100000")
+    process = start_dualpipe(run_folder, "train", "run.toml", "--output.dir", out, "--train.steps", "100000",
+                             command=COMMAND)  # fmt: skip
     while not (below := descendants(process.pid)):
         time.sleep(0.002)
     time.sleep(delay)
