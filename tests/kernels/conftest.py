@@ -10,7 +10,6 @@ import torch
 
 from dualpipe.kernels.backend import INTERPRET
 
-
 # Of an operator rather than of its kernel: the run on the reference has the same.
 OF_OPERATORS = ("registration", "registered", "compiles", "second_derivative")
 

@@ -165,4 +165,4 @@ def two_pipelines(rank, world, own_groups):
 
 @pytest.mark.parametrize("own_groups", [False, True])
 def test_two_pipelines_in_one_process(own_groups):
-    assert max(run_ranks(two_pipelines, 4, 4, own_groups)) < TOLERANCE[torch.float64]
+    assert max(run_ranks(two_pipelines, 4, 4, own_groups, fresh=own_groups)) < TOLERANCE[torch.float64]

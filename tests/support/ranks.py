@@ -6,10 +6,13 @@ and name, because test modules are not importable by name.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import faulthandler
 import importlib.util
 import multiprocessing as mp
 import os
+import pickle
 import sys
 import tempfile
 import time
@@ -17,7 +20,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 PRELOAD = [
     "torch", "torch.distributed", "torch._dynamo", "dualpipe.train.loop", "dualpipe.train.parity", "dualpipe.cli",
@@ -37,88 +40,133 @@ def server() -> mp.context.ForkServerContext:
 
 
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60, group_timeout: float = 30,
-              check: bool = True) -> list[Any]:  # fmt: skip
+              check: bool = True, fresh: bool = False) -> list[Any]:  # fmt: skip
     """Call `fn(rank, *args)` on `world_size` processes with a default gloo group; return their results by rank.
 
     With `check`, a rank that raised fails the caller with all tracebacks. Without, its entry is the exception (with the
     traceback text as its only argument where it does not pickle), and a rank that died is a `ChildProcessError`.
     Ranks that are not done within `timeout` seconds print their stacks and are killed, and `TimeoutError` is raised.
     `group_timeout` (s) is the timeout of the process group.
+
+    Processes are used again by later calls, unless something failed: what torch does once in each takes a second of CPU.
+    `fresh` is for an `fn` that needs one of its own: that does not leave it as it was, or looks at all of its memory.
     """
-    ctx = server()
-    with tempfile.TemporaryDirectory() as folder:
-        store = os.path.join(folder, "store")
-        target = (fn.__code__.co_filename, fn.__qualname__)
-        pipes, processes = [], []
-        for rank in range(world_size):
-            receiver, sender = ctx.Pipe(duplex=False)
-            process = ctx.Process(
-                target=_rank_main, args=(rank, world_size, store, target, args, group_timeout, timeout, sender)
-            )
-            process.start()
-            sender.close()
-            pipes.append(receiver)
-            processes.append(process)
-        try:
-            results = _collect(pipes, processes, time.monotonic() + timeout)
-        finally:
-            for process in processes:
-                if process.is_alive():
-                    process.kill()
-                process.join()
+    ranks = [_pool.pop() if _pool and not fresh else _Rank() for _ in range(world_size)]
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            target = (fn.__code__.co_filename, fn.__qualname__)
+            for number, rank in enumerate(ranks):
+                rank.start(Job(number, world_size, f"{folder}/store", target, args, group_timeout, timeout, fresh))
+            deadline = time.monotonic() + timeout
+            results = [rank.result(number, deadline) for number, rank in enumerate(ranks)]
+        if not fresh and all(ok for ok, _ in results):
+            _pool.extend(reversed(ranks))
+            ranks = []
+    finally:
+        for rank in ranks:
+            rank.end()
     failures = [f"rank {r}: {value[1]}" for r, (ok, value) in enumerate(results) if not ok]
     if check and failures:
         raise AssertionError("\n".join(failures))
     return [value if ok else value[0] for ok, value in results]
 
 
-def _collect(pipes: list, processes: list, deadline: float) -> list[tuple[bool, Any]]:
-    results = []
-    for rank, (pipe, process) in enumerate(zip(pipes, processes)):
-        if not pipe.poll(max(0.0, deadline - time.monotonic())):
-            raise TimeoutError(f"rank {rank} did not finish in time; its stack is on stderr")
+class Job(NamedTuple):
+    """What one rank does. See `run_ranks`."""
+
+    rank: int
+    world_size: int
+    store: str
+    target: tuple[str, str]  # file and name of the function
+    args: tuple[Any, ...]
+    group_timeout: float
+    timeout: float
+    fresh: bool
+
+
+class _Rank:
+    """A process that does jobs."""
+
+    def __init__(self) -> None:
+        self._pipe, other = server().Pipe()
+        self._process = server().Process(target=_serve, args=(other,))
+        self._process.start()
+        other.close()
+
+    def start(self, job: Job) -> None:
+        self._pipe.send(job)
+
+    def result(self, number: int, deadline: float) -> tuple[bool, Any]:
+        if not self._pipe.poll(max(0.0, deadline - time.monotonic())):
+            raise TimeoutError(f"rank {number} did not finish in time; its stack is on stderr")
         try:
-            results.append(pipe.recv())
-        except EOFError:
-            process.join()
-            error = ChildProcessError(f"rank {rank} died with exit code {process.exitcode}")
-            results.append((False, (error, str(error))))
-    return results
+            return self._pipe.recv()
+        except (EOFError, ConnectionResetError):
+            self._process.join()
+            error = ChildProcessError(f"rank {number} died with exit code {self._process.exitcode}")
+            return False, (error, str(error))
+
+    def end(self) -> None:
+        if self._process.is_alive():
+            self._process.kill()
+        self._process.join()
+        self._pipe.close()
 
 
-def _rank_main(rank, world_size, store, target, args, group_timeout, timeout, sender) -> None:
+_pool: list[_Rank] = []  # that wait for a job
+
+
+@atexit.register
+def _end_pool() -> None:
+    """Before multiprocessing waits for all processes."""
+    for rank in _pool:
+        rank.end()
+
+
+def _serve(pipe) -> None:
     import torch
-    import torch.distributed as dist
 
-    faulthandler.dump_traceback_later(max(1.0, timeout - 2), exit=False)
     torch.set_num_threads(1)
-    torch.manual_seed(0)
-    try:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size,
-            timeout=timedelta(seconds=group_timeout),
-        )  # fmt: skip
-        result = (True, _load(*target)(rank, *args))
-    except BaseException as error:
-        text = traceback.format_exc()
-        result = (False, (error, text))
-        try:
-            import pickle
-
-            pickle.loads(pickle.dumps(error))
-        except Exception:
-            result = (False, (RuntimeError(text), text))
-    sender.send(result)
-    sender.close()
-    faulthandler.cancel_dump_traceback_later()
+    with contextlib.suppress(EOFError):
+        while True:
+            job = pipe.recv()
+            pipe.send(_do(job))
+            if job.fresh:
+                break
     # Leave without the destructors of a group that a test may have broken on purpose; rank 0 keeps no store to serve.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
 
 
+def _do(job: Job) -> tuple[bool, Any]:
+    import torch
+    import torch.distributed as dist
+
+    faulthandler.dump_traceback_later(max(1.0, job.timeout - 2), exit=False)
+    torch.manual_seed(0)
+    try:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{job.store}", rank=job.rank, world_size=job.world_size,
+            timeout=timedelta(seconds=job.group_timeout),
+        )  # fmt: skip
+        result = (True, _load(*job.target)(job.rank, *job.args))
+        if not job.fresh and dist.is_initialized():
+            dist.destroy_process_group()
+        return result
+    except BaseException as error:
+        text = traceback.format_exc()
+        try:
+            pickle.loads(pickle.dumps(error))
+        except Exception:
+            error = RuntimeError(text)
+        return False, (error, text)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
 def _load(path: str, qualname: str) -> Callable[..., Any]:
-    name = "_ranks_" + Path(path).stem
+    name = "_ranks_" + "_".join(Path(path).with_suffix("").parts[-2:])  # files of two folders may have one name
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)
         module = sys.modules[name] = importlib.util.module_from_spec(spec)
