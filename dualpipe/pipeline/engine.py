@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.profiler import record_function
 
+from dualpipe.parallel.clipping import clip_grad_norm_
 from dualpipe.parallel.fsdp import ParametersStep, StageParameters, check_apart, process_groups
 from dualpipe.pipeline.arguments import (
     Batch,
@@ -85,7 +86,7 @@ class Pipeline(nn.Module):
         members = [list(mapping).index(r) for r in identity] if valid else identity  # invalid: enough to say so
         self.rank = members.index(process_group.rank()) if process_group else 0
         self.batch_dim = batch_dim
-        self._schedule = schedule
+        self._group, self._schedule = process_group, schedule
         self._programs: dict[int, tuple[Program, Program]] = {}
         self._transport = Transport(process_group, members, self.rank)
         stages = [m for m in _listed(modules) if isinstance(m, nn.Module)]
@@ -99,13 +100,15 @@ class Pipeline(nn.Module):
             agreed = [built.name, crc32(repr(built).encode()), self.device.type, batch_dim, list(mapping)]
             hooked, takes = overlaps_by_itself(self.module), Takes.union(self._takes)
             overlaps = (has_communication(filter(None, self._segments())) or hooked) and overlap
-            return built, [agreed, overlaps, takes._replace(hooked=hooked)]
+            double = any(p.dtype is torch.float64 for p in self.module.parameters())
+            return built, [agreed, overlaps, takes._replace(hooked=hooked), double]
 
-        def conclude(ranks: list[Any]) -> tuple[bool, Takes]:
+        def conclude(ranks: list[Any]) -> tuple[bool, Takes, torch.dtype]:
             same("(schedule, its checksum, device, batch_dim, rank_mapping)", [agreed for agreed, *_ in ranks])
-            return any(overlaps for _, overlaps, _ in ranks), Takes.union(Takes(*takes) for *_, takes in ranks)
+            taken = Takes.union(Takes(*takes) for _, _, takes, _ in ranks)
+            return any(r[1] for r in ranks), taken, torch.float64 if any(r[3] for r in ranks) else torch.float32
 
-        built, (self._pairs, self._taken) = self._consensus.reach(ValueError, check, conclude)
+        built, (self._pairs, self._taken, self._norm_dtype) = self._consensus.reach(ValueError, check, conclude)
         self._consensus.compare_replicas()
         self._placement, self._stages = built.placement, built.rank_stages(self.rank)
         self._transport.connect(streams(built), self.device)
@@ -190,6 +193,23 @@ class Pipeline(nn.Module):
             self._discard()
             raise
         return result
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:  # fmt: skip
+        """`torch.nn.utils.clip_grad_norm_` for the model of all ranks; every rank must call it, after a step.
+
+        The norm is that of the gradients of all stages, and of parameters that are sharded over data- or expert-
+        parallel ranks (DTensors) of all parts; what is tied or replicated counts once. Plain parameters are taken to
+        have the same gradients in all data-parallel pipelines. The host waits for nothing before the scaling is queued.
+
+        Returns the norm before as a scalar, the same on every rank. Raises ValueError where norm_type is not above 0 or
+        max_norm below 0; with `error_if_nonfinite` RuntimeError for a norm that is not finite, gradients untouched.
+        """
+        return clip_grad_norm_(
+            self.parameters(), max_norm, norm_type, error_if_nonfinite, group=self._group, device=self.device,
+            dtype=self._norm_dtype,
+        )  # fmt: skip
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As of any module; gradients that steps with `sync=False` keep are dropped too."""
