@@ -21,6 +21,7 @@ from torch.profiler import record_function
 
 from dualpipe.parallel.clipping import clip_grad_norm_
 from dualpipe.parallel.fsdp import ParametersStep, StageParameters, check_apart, process_groups
+from dualpipe.parallel.reduced import check_ranks, check_stages
 from dualpipe.pipeline.arguments import (
     Batch,
     Call,
@@ -58,6 +59,8 @@ class Pipeline(nn.Module):
     schedule: a name for `dualpipe.schedule.build`, or a `Schedule`, which fixes the number of micro-batches.
     batch_dim: the dimension along which inputs, labels and outputs are split into micro-batches.
     overlap: whether the two actions of a pair run in turn, where stages have `segments()`; the results are the same.
+    unreduced: trainable parameters, or modules, whose gradients you reduce over data-parallel ranks yourself: names as
+        in their stage, with wildcards. Needed only beside others that FSDP2 has.
 
     Stages, or parts of them, that were given to FSDP2's `fully_shard` before are driven by the pipeline: gathered once
     a step, gradients accumulated in the policy's `reduce_dtype` and reduced when the stage is done. All data-parallel
@@ -75,6 +78,7 @@ class Pipeline(nn.Module):
         batch_dim: int = 0,
         rank_mapping: Sequence[int] | None = None,
         overlap: bool = True,
+        unreduced: Sequence[str] = (),
     ) -> None:
         super().__init__()
         if process_group is None and dist.is_initialized():
@@ -100,12 +104,14 @@ class Pipeline(nn.Module):
             agreed = [built.name, crc32(repr(built).encode()), self.device.type, batch_dim, list(mapping)]
             hooked, takes = overlaps_by_itself(self.module), Takes.union(self._takes)
             overlaps = (has_communication(filter(None, self._segments())) or hooked) and overlap
+            reduced = check_stages(self.module, self._parameters_of, unreduced)
             double = any(p.dtype is torch.float64 for p in self.module.parameters())
-            return built, [agreed, overlaps, takes._replace(hooked=hooked), double]
+            return built, [agreed, overlaps, takes._replace(hooked=hooked), double, reduced]
 
         def conclude(ranks: list[Any]) -> tuple[bool, Takes, torch.dtype]:
             same("(schedule, its checksum, device, batch_dim, rank_mapping)", [agreed for agreed, *_ in ranks])
-            taken = Takes.union(Takes(*takes) for _, _, takes, _ in ranks)
+            check_ranks([reduced for *_, reduced in ranks])
+            taken = Takes.union(Takes(*takes) for _, _, takes, *_ in ranks)
             return any(r[1] for r in ranks), taken, torch.float64 if any(r[3] for r in ranks) else torch.float32
 
         built, (self._pairs, self._taken, self._norm_dtype) = self._consensus.reach(ValueError, check, conclude)
@@ -120,6 +126,10 @@ class Pipeline(nn.Module):
         if not isinstance(modules, LISTS) or not all(isinstance(module, nn.Module) for module in modules):
             kinds = [type(m).__name__ for m in modules] if isinstance(modules, list | tuple) else type(modules).__name__
             raise ValueError(f"modules must be a tuple of nn.Modules, got {kinds}")
+        if len(set(modules)) < len(modules):
+            names = [type(module).__name__ for module in modules]
+            raise ValueError(f"one module is given twice in {names}; give each stage a module of its own, which may "
+                             "share Parameters with another")  # fmt: skip
         self.module = nn.ModuleList(modules)
         self._parameters_of = [StageParameters(module) for module in self.module]
         check_apart(self._parameters_of)
@@ -329,6 +339,7 @@ class DualPipeV(Pipeline):
         *,
         schedule: str | Schedule = "dualpipev",
         overlap: bool = True,
+        unreduced: Sequence[str] = (),
     ) -> None:
         super().__init__(
             modules,
@@ -337,6 +348,7 @@ class DualPipeV(Pipeline):
             batch_dim=batch_dim,
             rank_mapping=rank_mapping,
             overlap=overlap,
+            unreduced=unreduced,
         )
 
     def _build(self, num_microbatches: int) -> Schedule:
