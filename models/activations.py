@@ -48,7 +48,7 @@ def activation_bytes(
     mode = FakeTensorMode()
     with mode:
         stage = _in_dtype(Stage(config, layers, first=first, last=False), dtype)
-    stage.recompute = Recompute(recompute)
+    stage.recompute = Recompute(recompute, config.num_hidden_layers)
     for layer in stage.layers.values():
         if isinstance(layer.mlp, SparseMLP) and ep > 1:
             layer.mlp.dispatcher = _Even(layer.mlp.gate, ep)

@@ -21,17 +21,18 @@ from torch.profiler import record_function
 
 from dualpipe.parallel.clipping import clip_grad_norm_
 from dualpipe.parallel.fsdp import ParametersStep, StageParameters, check_apart, process_groups
-from dualpipe.parallel.reduced import check_ranks, check_stages
+from dualpipe.parallel.reduced import check_stages
 from dualpipe.pipeline.arguments import (
     Batch,
     Call,
+    Construction,
     StepArguments,
     agree,
     common_device,
     given,
     is_permutation,
-    same,
     split,
+    tied_ends,
 )
 from dualpipe.pipeline.consensus import Consensus
 from dualpipe.pipeline.errors import PipelineError
@@ -97,24 +98,24 @@ class Pipeline(nn.Module):
         replicas = Replicas(process_groups(stages, communication_groups(stages)))
         self._consensus = Consensus(self._transport, replicas)
 
-        def check() -> tuple[Schedule, list[Any]]:
+        def check() -> tuple[Schedule, Construction]:
             if not valid:
                 raise ValueError(f"rank_mapping must be a permutation of 0..{self.num_ranks - 1}, got {rank_mapping}")
             built = self._check_construction(modules)
-            agreed = [built.name, crc32(repr(built).encode()), self.device.type, batch_dim, list(mapping)]
+            first, last = (self.module[i] if built.placement[i] == self.rank else None for i in (0, -1))
             hooked, takes = overlaps_by_itself(self.module), Takes.union(self._takes)
-            overlaps = (has_communication(filter(None, self._segments())) or hooked) and overlap
-            reduced = check_stages(self.module, self._parameters_of, unreduced)
-            double = any(p.dtype is torch.float64 for p in self.module.parameters())
-            return built, [agreed, overlaps, takes._replace(hooked=hooked), double, reduced]
+            return built, Construction(
+                [built.name, crc32(repr(built).encode()), self.device.type, batch_dim, list(mapping)],
+                (has_communication(filter(None, self._segments())) or hooked) and overlap,
+                takes._replace(hooked=hooked),
+                any(p.dtype is torch.float64 for p in self.module.parameters()),
+                tied_ends(first, last),
+                check_stages(self.module, self._parameters_of, unreduced),
+            )
 
-        def conclude(ranks: list[Any]) -> tuple[bool, Takes, torch.dtype]:
-            same("(schedule, its checksum, device, batch_dim, rank_mapping)", [agreed for agreed, *_ in ranks])
-            check_ranks([reduced for *_, reduced in ranks])
-            taken = Takes.union(Takes(*takes) for _, _, takes, *_ in ranks)
-            return any(r[1] for r in ranks), taken, torch.float64 if any(r[3] for r in ranks) else torch.float32
-
-        built, (self._pairs, self._taken, self._norm_dtype) = self._consensus.reach(ValueError, check, conclude)
+        built, (self._pairs, self._taken, self._norm_dtype) = self._consensus.reach(
+            ValueError, check, lambda ranks: Construction.conclude(list(starmap(Construction, ranks)))
+        )
         self._consensus.compare_replicas()
         self._placement, self._stages = built.placement, built.rank_stages(self.rank)
         self._transport.connect(streams(built), self.device)
