@@ -67,7 +67,7 @@ def unpack_record(buffer: Tensor) -> Any:
 
 def empty_record() -> Tensor:
     """A buffer to receive a record into."""
-    return torch.empty(RECORD_BYTES, dtype=torch.uint8)
+    return torch.empty(RECORD_BYTES, dtype=torch.uint8, device="cpu")
 
 
 class Transport:
