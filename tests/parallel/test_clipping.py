@@ -11,10 +11,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dualpipe import DualPipeV
+from dualpipe import DualPipeV, Pipeline
 from dualpipe.models import Qwen3MoeConfig
 from dualpipe.parallel.clipping import clip_grad_norm_
 from dualpipe.parallel.mesh import build_mesh, dense_mesh
@@ -268,3 +269,42 @@ def relayed(rank: int) -> list[tuple[float, float]]:
 def test_ranks_without_parameters_or_gradients():
     for found in run_ranks(relayed, 3):
         assert max(map(max, found)) < 1e-10
+
+
+# -- beside a loss scale
+
+
+def scaled(rank: int) -> tuple[list, list, bool]:
+    """Three steps with a loss scale, of which the second overflows on the rank that has no loss."""
+    numbers = stages_of_rank("1f1b", 2, rank)
+    stages = make_stages(2)
+    pipe = Pipeline([stages[i] for i in numbers], schedule="1f1b")
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    scaler = ShardedGradScaler("cpu", init_scale=8.0, growth_interval=100)
+    x = torch.randn(4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    scales, norms = [], []
+    for step in range(3):
+        scaler.scale(torch.zeros(()))  # on ranks without a loss nothing else would make the scale
+        loss = lambda out, y: scaler.scale(F.mse_loss(out, y))  # noqa: E731
+        pipe.step(x, num_chunks=2, criterion=loss, labels=x)
+        if step == 1 and rank == 0:
+            next(pipe.parameters()).grad[0] = math.inf
+        before = [p.detach().clone() for p in pipe.parameters()]
+        scaler.unscale_(optimizer)
+        norms.append(pipe.clip_grad_norm_(1e6).item())
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        moved = any(not torch.equal(p, q) for p, q in zip(pipe.parameters(), before))
+        scales.append((scaler.get_scale(), moved))
+    plain = make_stages(2)
+    for part in x.chunk(2):
+        F.mse_loss(nn.Sequential(*plain)(part), part).backward()
+    expected = torch.linalg.vector_norm(flat(nn.ModuleList(plain).parameters())).item()
+    return scales, norms, norms[0] == pytest.approx(expected, rel=1e-10)
+
+
+def test_ranks_without_a_loss_share_the_scale_and_skip_the_same_steps():
+    for scales, norms, right in run_ranks(scaled, 2):
+        assert scales == [(8.0, True), (4.0, False), (4.0, True)] and right
+        assert norms[1] == math.inf and math.isfinite(norms[2])
