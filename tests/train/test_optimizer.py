@@ -4,6 +4,10 @@ import pytest
 import torch
 from torch import nn
 
+from dualpipe import Pipeline
+from dualpipe.train.config import load_config
+from dualpipe.train.launch import RankInfo
+from dualpipe.train.loop import train
 from dualpipe.train.optimizer import Optimizer, learning_rate
 
 ADAMW = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
@@ -84,3 +88,20 @@ def test_tied_parameters_are_updated_once():
     a, b = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
     b.weight = a.weight
     assert len(Optimizer([a, b], **ADAMW).parameters) == 1
+
+
+def test_a_norm_that_is_not_finite_ends_the_training_with_the_parameters_as_they_were(run_toml, tmp_path, monkeypatch):
+    clip, before = Pipeline.clip_grad_norm_, []
+
+    def poisoned(self, max_norm):
+        before.append([(p, p.detach().clone()) for p in self.parameters()])
+        if len(before) == 2:
+            next(self.parameters()).grad.view(-1)[0] = float("nan")
+        return clip(self, max_norm)
+
+    monkeypatch.setattr(Pipeline, "clip_grad_norm_", poisoned)
+    config = load_config(run_toml, ["--parallel.pp", "1", "--output.dir", str(tmp_path / "out")])
+    with pytest.raises(FloatingPointError, match=r"the gradient norm is nan at step 2; lower optimizer\.lr"):
+        train(config, RankInfo(0, 1, 0, 1))
+    assert all(torch.equal(p, value) for p, value in before[1])
+    assert not all(torch.equal(p, value) for p, value in before[0])
