@@ -17,6 +17,8 @@ _EXPORTS = {
     "Action": "dualpipe.schedule",
     "Schedule": "dualpipe.schedule",
     "ScheduleError": "dualpipe.schedule",
+    "set_p2p_tensor_dtype": "dualpipe.utils",
+    "set_p2p_tensor_shapes": "dualpipe.utils",
 }
 __all__ = ["__version__", *_EXPORTS]
 

@@ -46,9 +46,9 @@ def activation_bytes(
     of expert-parallel ranks, over which tokens are taken to be spread evenly.
     """
     mode = FakeTensorMode()
-    with mode:
+    with mode, torch.device("cpu"):
         stage = _in_dtype(Stage(config, layers, first=first, last=False), dtype)
-    stage.recompute = Recompute(recompute)
+    stage.recompute = Recompute(recompute, config.num_hidden_layers)
     for layer in stage.layers.values():
         if isinstance(layer.mlp, SparseMLP) and ep > 1:
             layer.mlp.dispatcher = _Even(layer.mlp.gate, ep)
@@ -74,13 +74,14 @@ class _Even:
 
     def plan(self, x_TH: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> tuple[Tensor, Tensor, Any]:
         rows = round(len(x_TH) * self._copies)
-        token_R = torch.zeros(rows, dtype=torch.int64)
+        token_R = torch.zeros(rows, dtype=torch.int64, device=x_TH.device)
         received = Received(experts_TK.index_select(0, token_R).int(), self._experts, experts_TK.numel(), None)
         return x_TH.index_select(0, token_R), weights_TK.index_select(0, token_R), received
 
     def finish(self, rows: Tensor, plan: Received) -> Tensor:
         tokens = plan.pairs // plan.ids.shape[1]
-        return rows.new_zeros(tokens, rows.shape[1]).index_add(0, torch.zeros(len(rows), dtype=torch.int64), rows)
+        token_R = torch.zeros(len(rows), dtype=torch.int64, device=rows.device)
+        return rows.new_zeros(tokens, rows.shape[1]).index_add(0, token_R, rows)
 
 
 class _Arrived(Done):
@@ -121,8 +122,8 @@ def _kept(stage: Stage, mode: FakeTensorMode, batch: int, length: int, dtype: to
 
     with mode:
         hidden = (batch, length, stage.config.hidden_size)
-        tokens = torch.zeros(batch, length, dtype=torch.int64)
-        x = tokens if stage.first else torch.empty(hidden, dtype=dtype, requires_grad=True)
+        tokens = torch.zeros(batch, length, dtype=torch.int64, device="cpu")
+        x = tokens if stage.first else torch.empty(hidden, dtype=dtype, device="cpu", requires_grad=True)
         passage = Passage({"x": x, "positions": None})
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             walk([SegmentedStage(stage.segments(), ("x",), ("x",)).forward(passage)])

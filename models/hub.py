@@ -12,7 +12,6 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar, Self, get_args, get_origin, get_type_hints
 
-import torch
 from torch import Tensor
 
 from dualpipe.nn.rotary import Rotary, Yarn
@@ -244,7 +243,7 @@ def _assembled(layouts: list[list[Part]], shape: Sequence[int], hub: Mapping[str
     parts = next((parts for parts in layouts if all(part.name in hub for part in parts)), None)
     if parts is None:
         raise ValueError(f"{layouts[0][0].name} is missing")
-    ours = torch.empty(*shape, dtype=hub[parts[0].name].dtype)
+    ours = hub[parts[0].name].new_empty(*shape)
     for part in parts:
         tensor = hub[part.name]
         into = ours[part.where]

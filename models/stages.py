@@ -17,10 +17,12 @@ class Recompute:
     Rules are "attention", "experts" (or the dense MLP), "norms" or "layer" (all of these), of all layers or, as
     "experts:0-7", of some. What other ranks sent to the experts is kept, unless the rule is "dispatch": routing and
     experts again, and the tokens sent again in between. "none" stands for no rule.
+
+    num_layers: of the model, where it is known. Raises ValueError for rules that there are not, or of no such layers.
     """
 
-    def __init__(self, rules: Iterable[str] = ()) -> None:
-        self._rules = [_parse(rule) for rule in rules if rule != "none"]
+    def __init__(self, rules: Iterable[str] = (), num_layers: int | None = None) -> None:
+        self._rules = [_parse(rule, num_layers) for rule in rules if rule != "none"]
 
     def __call__(self, part: str, layer: int) -> bool:
         """Whether a part of a layer is computed again."""
@@ -28,13 +30,18 @@ class Recompute:
         return any(kind in kinds and layer in layers for kind, layers in self._rules)
 
 
-def _parse(rule: str) -> tuple[str, range]:
+def _parse(rule: str, num_layers: int | None) -> tuple[str, range]:
     found = re.fullmatch(r"(\w+)(?::(\d+)(?:-(\d+))?)?", rule)
     if found is None or found[1] not in RECOMPUTE:
         raise ValueError(f"cannot recompute {rule!r}; say none, or any of {', '.join(RECOMPUTE)}, with layers where it "
                          "is not for all of them, such as experts:0-7")  # fmt: skip
-    first, last = found[2], found[3] or found[2]
-    return found[1], range(10**6) if first is None else range(int(first), int(last) + 1)
+    if found[2] is None:
+        return found[1], range(10**6)
+    first, last = int(found[2]), int(found[3] or found[2])
+    if last < first or (num_layers is not None and last >= num_layers):
+        known = "layers are counted from 0" if num_layers is None else f"the model has layers 0 to {num_layers - 1}"
+        raise ValueError(f"cannot recompute {rule!r}: {known}; name the first and the last, such as experts:0-7")
+    return found[1], range(first, last + 1)
 
 
 def split_layers(

@@ -120,11 +120,11 @@ class HubTensor:
             if isinstance(stored, Plain) and not block.part.transposed and list(raw[0].shape) == sizes:
                 return raw[0]
             if out is None:
-                out = torch.empty(sizes, dtype=self._origin.value_dtype)
+                out = torch.empty(sizes, dtype=self._origin.value_dtype, device="cpu")
             into = out[block.into]
             into = into[(0,) * (into.ndim - len(block.at))]  # without the dimensions that the hub's tensor lacks
             stored.decode(raw, block.at, into.mT if block.part.transposed else into)
-        return torch.empty(sizes, dtype=self._origin.value_dtype) if out is None else out
+        return torch.empty(sizes, dtype=self._origin.value_dtype, device="cpu") if out is None else out
 
 
 def hub_tensors(origins: Mapping[str, Origin], reader: Reader) -> dict[str, HubTensor]:

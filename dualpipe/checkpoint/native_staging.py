@@ -78,7 +78,7 @@ def view(memory: mmap.mmap, places: Mapping[str, Place]) -> dict[str, Part]:
 
 def _tensor(memory: mmap.mmap, place: Place) -> Tensor:
     if not (count := place.local_shape.numel()):
-        return torch.empty(place.local_shape, dtype=place.dtype)
+        return torch.empty(place.local_shape, dtype=place.dtype, device="cpu")
     return torch.frombuffer(memory, dtype=place.dtype, count=count, offset=place.start).view(place.local_shape)
 
 

@@ -97,7 +97,7 @@ class Mxfp4:
             for index in range(out.shape[0]):
                 self.decode((blocks[index], scales[index]), at[1:], out[index])
             return
-        pairs = torch.tensor([(_E2M1[byte & 15], _E2M1[byte >> 4]) for byte in range(256)])
+        pairs = torch.tensor([(_E2M1[byte & 15], _E2M1[byte >> 4]) for byte in range(256)], device="cpu")
         values_NGV = pairs[blocks.int()].flatten(-2)
         factors_NG = scales.view(torch.uint8).contiguous().view(torch.float8_e8m0fnu).float()
         values_NH = (values_NGV * factors_NG.unsqueeze(-1)).flatten(-2)

@@ -39,6 +39,13 @@ def add_grad(param: Tensor, grad: Tensor) -> None:
         param.grad = as_grad_dtype(param, grad) + accumulator
 
 
+def has_hooks(weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether somebody has hooks on these parameters, which only a gradient that goes through autograd passes."""
+    if weight._backward_hooks or weight._post_accumulate_grad_hooks:
+        return True
+    return bias is not None and bool(bias._backward_hooks or bias._post_accumulate_grad_hooks)
+
+
 def as_grad_dtype(param: Tensor, grad: Tensor) -> Tensor:
     """`grad` in the dtype that `param.grad` must have; a `grad_dtype` of None allows any."""
     dtype = param.grad_dtype

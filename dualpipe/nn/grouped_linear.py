@@ -28,7 +28,7 @@ from dualpipe.kernels import (
     grouped_gemm_wgrad,
 )
 from dualpipe.kernels.swiglu import swiglu_backward, swiglu_form
-from dualpipe.nn.accumulate import accumulates_apart, accumulation_dtype, add_grad, as_grad_of, local
+from dualpipe.nn.accumulate import accumulates_apart, accumulation_dtype, add_grad, as_grad_of, has_hooks, local
 from dualpipe.pipeline.weight_grad_store import WeightGradStore
 
 
@@ -108,7 +108,10 @@ class GroupedSwiGLU(GroupedLinear):
 
 
 def _autocast(x: Tensor) -> tuple[Tensor, torch.dtype | None]:
-    """`x` and the dtype that autocast wants the parameters in, if any."""
+    """`x` and the dtype that autocast wants the parameters in, if any; ValueError under torch.func."""
+    if torch._C._are_functorch_transforms_active():
+        raise ValueError("torch.func does not go through GroupedLinear, whose kernels have a backward for autograd "
+                         "alone; use torch.autograd.grad, or experts that are nn.Linear")  # fmt: skip
     if not torch.is_autocast_enabled(x.device.type) or x.dtype is torch.float64:
         return x, None
     dtype = torch.get_autocast_dtype(x.device.type)
@@ -194,7 +197,7 @@ def _grads(
     weight, bias = ctx.weight if need_weight else None, ctx.bias if need_bias else None
     store = WeightGradStore.current()
     straight = store.active and (accumulates_apart(weight) or accumulates_apart(bias))
-    if (need_weight or need_bias) and (store.deferring or straight):
+    if (need_weight or need_bias) and (store.deferring or straight) and not has_hooks(ctx.weight, ctx.bias):
         add = partial(_add_grads, weight, bias, dy, None if x is None else x.detach(), ctx.rows)
         store.put(add)
         return dx, None, None

@@ -31,13 +31,14 @@ def seeded_normal_(param: Tensor, *, std: float, seed: int, name: str) -> None:
     if local.numel() == 0:
         return
     if param.ndim == 0:
-        local.copy_(torch.empty(()).normal_(0, std, generator=generator))
+        local.copy_(torch.empty((), dtype=torch.float32, device="cpu").normal_(0, std, generator=generator))
         return
     rows, columns = part[0], part[1:]
     for start, stop in _blocks(param.shape[0], prod(param.shape[1:])):
         if start >= rows.stop:
             break
-        block = torch.empty(stop - start, *param.shape[1:], dtype=torch.float32).normal_(0, std, generator=generator)
+        block = torch.empty(stop - start, *param.shape[1:], dtype=torch.float32, device="cpu")
+        block.normal_(0, std, generator=generator)
         first, last = max(start, rows.start), min(stop, rows.stop)
         if first < last:
             local[first - rows.start : last - rows.start].copy_(block[first - start : last - start][:, *columns])

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from dualpipe.nn.accumulate import accumulation_dtype, add_grad
+from dualpipe.nn.accumulate import accumulation_dtype, add_grad, has_hooks
 from dualpipe.pipeline.weight_grad_store import WeightGradStore
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -27,8 +27,8 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 class Linear(nn.Linear):
     """`nn.Linear` that defers its weight and bias gradients while the running `WeightGradStore` does.
 
-    Where nothing is deferred, gradients go through autograd as those of `nn.Linear`, and are bitwise the same. A
-    deferred gradient is added to `.grad` directly: hooks on the parameter do not see it.
+    Where nothing is deferred, gradients go through autograd as those of `nn.Linear`, and are bitwise the same. Those of
+    a parameter with hooks (`register_hook`, `register_post_accumulate_grad_hook`) are not deferred, so that hooks run.
     """
 
     makes_accumulators = True  # of the dtype that `grad_dtype` says
@@ -40,13 +40,18 @@ class Linear(nn.Linear):
 
             return linear(self, x)
         weight, bias = self.weight, self.bias
-        if not weight.is_leaf or (bias is not None and not bias.is_leaf):  # computed from others: pruning, weight norm
+        if _computed(weight, bias):
             return F.linear(x, weight, bias)
         dtype = None
         if torch.is_autocast_enabled(x.device.type) and x.dtype is not torch.float64:  # autocast leaves float64 alone
             dtype = torch.get_autocast_dtype(x.device.type)
             x = x.to(dtype)
         return _Linear.apply(x, weight, bias, dtype)
+
+
+def _computed(weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether the parameters come from others, by pruning or weight norm, or torch.func replaces or batches them."""
+    return not weight.is_leaf or (bias is not None and not bias.is_leaf) or torch._C._are_functorch_transforms_active()
 
 
 class _Linear(torch.autograd.Function):
@@ -70,7 +75,7 @@ class _Linear(torch.autograd.Function):
         if not (need_weight or need_bias):
             return dx, None, None, None
         store = WeightGradStore.current()
-        if not store.deferring:
+        if not store.deferring or has_hooks(ctx.weight, ctx.bias):
             dw = _weight_grad(ctx.weight, dy, x) if need_weight else None
             return dx, dw, _bias_grad(ctx.bias, dy) if need_bias else None, None
         _refuse_create_graph()
@@ -125,8 +130,7 @@ def wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dty
 
     x is kept for the backward as it came: half of what it multiplies, for bfloat16.
     """
-    computed = not weight.is_leaf or (bias is not None and not bias.is_leaf)  # as in Linear
-    return (_multiply_wide if computed else _WideLinear.apply)(x, weight, bias, dtype)
+    return (_multiply_wide if _computed(weight, bias) else _WideLinear.apply)(x, weight, bias, dtype)
 
 
 class _WideLinear(torch.autograd.Function):
@@ -143,7 +147,7 @@ class _WideLinear(torch.autograd.Function):
         need_x, need_weight, need_bias, _ = ctx.needs_input_grad
         dx = dy.mm(weight.to(dy.dtype)).to(x.dtype) if need_x else None
         store = WeightGradStore.current()
-        if not store.deferring:
+        if not store.deferring or has_hooks(ctx.weight, ctx.bias):
             dw = _weight_grad(ctx.weight, dy, x.to(dy.dtype)) if need_weight else None
             return dx, dw, _bias_grad(ctx.bias, dy) if need_bias else None, None
         params = ctx.weight if need_weight else None, ctx.bias if need_bias else None

@@ -131,7 +131,8 @@ class Counts:
             each = [1] * wire.size
             self._host, self._work = both, wire.all_to_all.start(both[1], both[0], each, each)
             if wire.after(self._work) is not None:
-                self._host = torch.empty(both.shape, dtype=both.dtype, pin_memory=True).copy_(both, non_blocking=True)
+                self._host = torch.empty(both.shape, dtype=both.dtype, device="cpu", pin_memory=True)
+                self._host.copy_(both, non_blocking=True)
                 self._copied = torch.cuda.current_stream(wire.device).record_event()
 
     def read(self) -> list[list[list[int]]]:

@@ -51,6 +51,13 @@ class StageParameters:
         """Whether FSDP2 has any part of this stage."""
         return bool(self._units)
 
+    def places(self) -> Iterator[tuple[nn.Module, str]]:
+        """Where the parameters that FSDP2 has are: module and name in it."""
+        for fsdp_param in self._fsdp_params():
+            info = _private(fsdp_param, "_module_info")
+            yield info.module, info.param_name
+            yield from zip(info.shared_modules, info.shared_param_names)
+
     # -- a step
 
     def gather(self) -> None:

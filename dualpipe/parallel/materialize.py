@@ -53,7 +53,7 @@ def build_on_meta(fn: Callable[[], T]) -> T:
     """
     handle = register_module_parameter_registration_hook(_to_meta)
     try:
-        with _LargeOnMeta():
+        with torch.device("cpu"), _LargeOnMeta():  # whatever the caller's default device is
             return fn()
     finally:
         handle.remove()

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from dualpipe.parallel.reduced import check_ranks
 from dualpipe.pipeline.segments import Segment
 from dualpipe.pipeline.side import Takes, checked_side
 
@@ -57,6 +58,29 @@ class StepArguments(NamedTuple):
     label_size: int | None
 
 
+class Construction(NamedTuple):
+    """What a rank tells the others when it builds its pipeline. Travels as JSON."""
+
+    agreed: list[Any]
+    overlaps: bool
+    takes: Takes
+    double: bool  # whether any parameter is float64
+    tied: list[bool]  # as of `tied_ends`
+    reduced: tuple[bool, list[str]]  # as of `check_stages`
+
+    @staticmethod
+    def conclude(ranks: Sequence[Construction]) -> tuple[bool, Takes, torch.dtype]:
+        """Whether pairs run in turn, what the stages take, the dtype of norms; ValueError where ranks do not fit."""
+        same("(schedule, its checksum, device, batch_dim, rank_mapping)", [r.agreed for r in ranks])
+        check_ranks([r.reduced for r in ranks])
+        if all(any(ends) for ends in zip(*(r.tied for r in ranks))):
+            raise ValueError("tie_word_embeddings is set, but the first and the last stage are on two ranks and would "
+                             "train two weights; use a V-shaped schedule (dualpipev, zbv), or set it to False in their "
+                             "config")  # fmt: skip
+        takes = Takes.union(Takes(*r.takes) for r in ranks)
+        return any(r.overlaps for r in ranks), takes, torch.float64 if any(r.double for r in ranks) else torch.float32
+
+
 def is_permutation(mapping: Any, size: int) -> bool:
     """Whether `mapping` holds each of 0..size-1 once."""
     try:
@@ -72,6 +96,18 @@ def common_device(modules: Iterable[nn.Module]) -> torch.device | None:
     if len(devices) > 1 or any(d.type == "meta" for d in devices):
         raise ValueError(f"all stages of a rank must be on one real device, found {sorted(map(str, devices))}")
     return devices.pop() if devices else None
+
+
+def tied_ends(first: nn.Module | None, last: nn.Module | None) -> list[bool]:
+    """Whether the first stage, and the last, have a config of the kind of transformers' that ties their weights; each
+    None where it is on another rank. ValueError where both are here and share no Parameter."""
+    ends = [bool(getattr(getattr(end, "config", None), "tie_word_embeddings", False)) for end in (first, last)]
+    if first is last or None in (first, last) or not all(ends):
+        return ends if None in (first, last) else [False, False]
+    if not set(first.parameters()) & set(last.parameters()):
+        raise ValueError("tie_word_embeddings is set, but the first and the last stage share no Parameter and would "
+                         "train two weights; give one the other's, or set it to False in their config")  # fmt: skip
+    return [False, False]
 
 
 def checked_num_chunks(num_chunks: Any) -> int:

@@ -10,6 +10,11 @@ from dualpipe.pipeline.transport import Replicas, Transport
 
 ERROR_CHARACTERS = 1200  # of an error's text that travel to the other ranks
 
+_REMEDIES = {  # for errors of torch that say nothing of a pipeline
+    "leaf Variable that requires grad": " A stage must not begin with an operation in place: its input is a leaf, from "
+    "which the stage before gets its gradient. Write x = x + 1 instead of x += 1.",
+}
+
 T, U = TypeVar("T"), TypeVar("U")
 
 
@@ -104,4 +109,5 @@ def _text(error: BaseException) -> str:
         text = str(error)
     except Exception as raised:
         text = f"(its text raised {type(raised).__name__})"
+    text += next((remedy for phrase, remedy in _REMEDIES.items() if phrase in text), "")
     return text if type(error) is ValueError else f"{type(error).__name__}: {text}"

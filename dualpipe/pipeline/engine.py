@@ -19,17 +19,20 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.profiler import record_function
 
+from dualpipe.parallel.clipping import clip_grad_norm_
 from dualpipe.parallel.fsdp import ParametersStep, StageParameters, check_apart, process_groups
+from dualpipe.parallel.reduced import check_stages
 from dualpipe.pipeline.arguments import (
     Batch,
     Call,
+    Construction,
     StepArguments,
     agree,
     common_device,
     given,
     is_permutation,
-    same,
     split,
+    tied_ends,
 )
 from dualpipe.pipeline.consensus import Consensus
 from dualpipe.pipeline.errors import PipelineError
@@ -57,6 +60,8 @@ class Pipeline(nn.Module):
     schedule: a name for `dualpipe.schedule.build`, or a `Schedule`, which fixes the number of micro-batches.
     batch_dim: the dimension along which inputs, labels and outputs are split into micro-batches.
     overlap: whether the two actions of a pair run in turn, where stages have `segments()`; the results are the same.
+    unreduced: trainable parameters, or modules, whose gradients you reduce over data-parallel ranks yourself: names as
+        in their stage, with wildcards. Needed only beside others that FSDP2 has.
 
     Stages, or parts of them, that were given to FSDP2's `fully_shard` before are driven by the pipeline: gathered once
     a step, gradients accumulated in the policy's `reduce_dtype` and reduced when the stage is done. All data-parallel
@@ -74,6 +79,7 @@ class Pipeline(nn.Module):
         batch_dim: int = 0,
         rank_mapping: Sequence[int] | None = None,
         overlap: bool = True,
+        unreduced: Sequence[str] = (),
     ) -> None:
         super().__init__()
         if process_group is None and dist.is_initialized():
@@ -85,27 +91,31 @@ class Pipeline(nn.Module):
         members = [list(mapping).index(r) for r in identity] if valid else identity  # invalid: enough to say so
         self.rank = members.index(process_group.rank()) if process_group else 0
         self.batch_dim = batch_dim
-        self._schedule = schedule
+        self._group, self._schedule = process_group, schedule
         self._programs: dict[int, tuple[Program, Program]] = {}
         self._transport = Transport(process_group, members, self.rank)
         stages = [m for m in _listed(modules) if isinstance(m, nn.Module)]
         replicas = Replicas(process_groups(stages, communication_groups(stages)))
         self._consensus = Consensus(self._transport, replicas)
 
-        def check() -> tuple[Schedule, list[Any]]:
+        def check() -> tuple[Schedule, Construction]:
             if not valid:
                 raise ValueError(f"rank_mapping must be a permutation of 0..{self.num_ranks - 1}, got {rank_mapping}")
             built = self._check_construction(modules)
-            agreed = [built.name, crc32(repr(built).encode()), self.device.type, batch_dim, list(mapping)]
+            first, last = (self.module[i] if built.placement[i] == self.rank else None for i in (0, -1))
             hooked, takes = overlaps_by_itself(self.module), Takes.union(self._takes)
-            overlaps = (has_communication(filter(None, self._segments())) or hooked) and overlap
-            return built, [agreed, overlaps, takes._replace(hooked=hooked)]
+            return built, Construction(
+                [built.name, crc32(repr(built).encode()), self.device.type, batch_dim, list(mapping)],
+                (has_communication(filter(None, self._segments())) or hooked) and overlap,
+                takes._replace(hooked=hooked),
+                any(p.dtype is torch.float64 for p in self.module.parameters()),
+                tied_ends(first, last),
+                check_stages(self.module, self._parameters_of, unreduced),
+            )
 
-        def conclude(ranks: list[Any]) -> tuple[bool, Takes]:
-            same("(schedule, its checksum, device, batch_dim, rank_mapping)", [agreed for agreed, *_ in ranks])
-            return any(overlaps for _, overlaps, _ in ranks), Takes.union(Takes(*takes) for *_, takes in ranks)
-
-        built, (self._pairs, self._taken) = self._consensus.reach(ValueError, check, conclude)
+        built, (self._pairs, self._taken, self._norm_dtype) = self._consensus.reach(
+            ValueError, check, lambda ranks: Construction.conclude(list(starmap(Construction, ranks)))
+        )
         self._consensus.compare_replicas()
         self._placement, self._stages = built.placement, built.rank_stages(self.rank)
         self._transport.connect(streams(built), self.device)
@@ -117,6 +127,10 @@ class Pipeline(nn.Module):
         if not isinstance(modules, LISTS) or not all(isinstance(module, nn.Module) for module in modules):
             kinds = [type(m).__name__ for m in modules] if isinstance(modules, list | tuple) else type(modules).__name__
             raise ValueError(f"modules must be a tuple of nn.Modules, got {kinds}")
+        if len(set(modules)) < len(modules):
+            names = [type(module).__name__ for module in modules]
+            raise ValueError(f"one module is given twice in {names}; give each stage a module of its own, which may "
+                             "share Parameters with another")  # fmt: skip
         self.module = nn.ModuleList(modules)
         self._parameters_of = [StageParameters(module) for module in self.module]
         check_apart(self._parameters_of)
@@ -190,6 +204,23 @@ class Pipeline(nn.Module):
             self._discard()
             raise
         return result
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:  # fmt: skip
+        """`torch.nn.utils.clip_grad_norm_` for the model of all ranks; every rank must call it, after a step.
+
+        The norm is that of the gradients of all stages, and of parameters that are sharded over data- or expert-
+        parallel ranks (DTensors) of all parts; what is tied or replicated counts once. Plain parameters are taken to
+        have the same gradients in all data-parallel pipelines. The host waits for nothing before the scaling is queued.
+
+        Returns the norm before as a scalar, the same on every rank. Raises ValueError where norm_type is not above 0 or
+        max_norm below 0; with `error_if_nonfinite` RuntimeError for a norm that is not finite, gradients untouched.
+        """
+        return clip_grad_norm_(
+            self.parameters(), max_norm, norm_type, error_if_nonfinite, group=self._group, device=self.device,
+            dtype=self._norm_dtype,
+        )  # fmt: skip
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As of any module; gradients that steps with `sync=False` keep are dropped too."""
@@ -309,6 +340,7 @@ class DualPipeV(Pipeline):
         *,
         schedule: str | Schedule = "dualpipev",
         overlap: bool = True,
+        unreduced: Sequence[str] = (),
     ) -> None:
         super().__init__(
             modules,
@@ -317,6 +349,7 @@ class DualPipeV(Pipeline):
             batch_dim=batch_dim,
             rank_mapping=rank_mapping,
             overlap=overlap,
+            unreduced=unreduced,
         )
 
     def _build(self, num_microbatches: int) -> Schedule:

@@ -128,6 +128,7 @@ class Interpreter:
         if action.kind == "F":
             if action.stage < self._last_stage:
                 slot = action.stage + 1, action.microbatch
+                self._traffic.hand_over(*slot, result)
                 self._activations[slot] = self._side.arrive(slot, tuple(map(_leaf, result)))
         elif action.kind != "W" and action.stage > 0:
             self._gradients[action.stage - 1, action.microbatch] = result
@@ -272,7 +273,8 @@ class Interpreter:
         stage, microbatch = slot
         if "loss" in carry:
             self.losses[microbatch] = _checked_loss(carry["loss"])
-        outputs = _as_tuple(tuple(carry[name] for name in self._walker.stages[stage].outputs if name in carry))
+        found = tuple(carry[name] for name in self._walker.stages[stage].outputs if name in carry)
+        outputs = found and _as_tuple(found)  # of the last stage, nothing where the criterion alone reads them
         if stage == self._last_stage and self._batch.keep_outputs:
             self.outputs[microbatch] = tuple(t.detach() for t in outputs)
         return outputs
@@ -312,6 +314,9 @@ def _as_tuple(outputs: object) -> tuple[Tensor, ...]:
     if not isinstance(outputs, tuple | list) or not all(isinstance(t, Tensor) for t in outputs):
         kinds = [type(t).__name__ for t in outputs] if isinstance(outputs, tuple | list) else type(outputs).__name__
         raise ValueError(f"a stage must return a tensor or a tuple of tensors, not {kinds}")
+    if not outputs:
+        raise ValueError("a stage must return a tensor or a tuple of tensors, not an empty one; return what it was "
+                         "given where it has nothing to add")  # fmt: skip
     return tuple(outputs)
 
 

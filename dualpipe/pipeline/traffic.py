@@ -148,7 +148,7 @@ class Traffic:
         if tensors is None:
             tensors = [meta.empty(self._device).zero_() for meta in boundary.expects(message) or ()]
         elif message.kind == "F":
-            _check(message, tensors, boundary.forward)
+            _check(message.stage, message.microbatch, tensors, boundary.forward)
         stream.sent += 1
         if len(stream.in_flight) == SENDS_IN_FLIGHT:
             _wait(stream.in_flight.popleft())
@@ -157,6 +157,14 @@ class Traffic:
                 ready = tensor.detach().contiguous().resolve_conj().resolve_neg()
                 works.append((stream.link.send(ready), ready))
         stream.in_flight.append(works)
+
+    def hand_over(self, stage: int, microbatch: int, tensors: Sequence[Tensor]) -> None:
+        """Hold an output that stays on this rank, for `stage`, to the same: ValueError where it differs from that of an
+        earlier micro-batch of its size, as one does that is detached."""
+        boundary = self._boundaries[stage, microbatch < self._num_larger]
+        if not boundary.agreed:
+            boundary.agree(tuple(map(TensorMeta.of, tensors)))
+        _check(stage, microbatch, tensors, boundary.forward)
 
     def finish(self) -> None:
         """Wait for all sends."""
@@ -241,7 +249,7 @@ def _check_sendable(message: Message, tensors: Sequence[Tensor], device: torch.d
             )
 
 
-def _check(message: Message, tensors: Sequence[Tensor], signature: Signature | None) -> None:
+def _check(stage: int, microbatch: int, tensors: Sequence[Tensor], signature: Signature | None) -> None:
     agreed = signature or ()
     if len(tensors) == len(agreed) and all(
         t.shape == m.shape and t.dtype is m.dtype and t.requires_grad is m.requires_grad
@@ -249,7 +257,7 @@ def _check(message: Message, tensors: Sequence[Tensor], signature: Signature | N
     ):
         return
     raise ValueError(
-        f"the output for stage {message.stage} changed within the step: micro-batch {message.microbatch} gives "
+        f"the output for stage {stage} changed within the step: micro-batch {microbatch} gives "
         f"({', '.join(str(TensorMeta.of(t)) for t in tensors)}), an earlier one gave "
         f"({', '.join(map(str, agreed))}), side inputs included. Micro-batches of one size must give outputs of one "
         "shape and dtype"

@@ -67,7 +67,7 @@ def unpack_record(buffer: Tensor) -> Any:
 
 def empty_record() -> Tensor:
     """A buffer to receive a record into."""
-    return torch.empty(RECORD_BYTES, dtype=torch.uint8)
+    return torch.empty(RECORD_BYTES, dtype=torch.uint8, device="cpu")
 
 
 class Transport:
@@ -129,6 +129,8 @@ class Transport:
             # A communicator made lazily in the middle of a step can deadlock; everybody goes through the sorted links.
             probe = torch.zeros(1, device=device)
             (link.send(probe) if self.rank == src else link.receive(probe)).wait()
+        if self.size > 1:
+            dist.all_reduce(torch.zeros(1, device=device), group=self._group)  # that of norms, likewise
 
     def data(self, stream: Stream) -> Link:
         """The link for the boundary tensors of a stream that starts or ends at this rank."""

@@ -107,7 +107,8 @@ def join(info: RankInfo, *, device: str, timeout: float, pp: int, dp: int = 1, e
         backend, rank=info.rank, world_size=info.world_size, timeout=timedelta(seconds=timeout),
         device_id=chosen if chosen.type == "cuda" else None,
     )  # fmt: skip
-    dist.all_reduce(torch.zeros(1))  # a rank that fails before all have met would have the others log a broken store
+    # A rank that fails before all have met would have the others log a broken store.
+    dist.all_reduce(torch.zeros(1, device="cpu"))
     mesh = build_mesh(pp, dp, ep, chosen, timeout=timedelta(seconds=timeout))
     yield Job(info.rank, info.world_size, chosen, dist.group.WORLD, mesh)
     dist.destroy_process_group()  # after an error the process leaves without: destroying would wait for the others

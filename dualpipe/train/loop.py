@@ -24,7 +24,7 @@ from dualpipe.train.job import Job, join
 from dualpipe.train.launch import RankInfo
 from dualpipe.train.metrics import METRICS, MetricsWriter, StepMetrics, make_folder, memory_bytes
 from dualpipe.train.model import DTYPES, Model, build_model, micro_batch_loss, read_model_config
-from dualpipe.train.optimizer import Optimizer, clip_by_global_norm, learning_rate
+from dualpipe.train.optimizer import Optimizer, learning_rate
 from dualpipe.train.report import save_loss_curve, save_schedule
 from dualpipe.train.resume import Saver, State
 from dualpipe.train.routers import build_routers
@@ -136,9 +136,9 @@ class Run:
         start = time.perf_counter()
         with self.routers.step():
             loss = self._forward_backward(next(batches))
-        values = self._read(loss)
-        norm = clip_by_global_norm(self.optimizer.parameters, self.config.optimizer.clip_norm, self.job.group)
-        if not math.isfinite(norm):
+        norm = self.pipeline.clip_grad_norm_(self.config.optimizer.clip_norm or math.inf)
+        values = self._read(loss, norm)
+        if not math.isfinite(norm := values["grad_norm"]):
             raise FloatingPointError(
                 f"the gradient norm is {norm} at step {step + 1}; lower optimizer.lr, lengthen optimizer.warmup_steps, "
                 "or check the data"
@@ -149,7 +149,7 @@ class Run:
         tokens = self.batch_size * self.config.train.sequence_length
         tokens_per_second = tokens / (time.perf_counter() - start)
         return {
-            **values, "step": step + 1, "grad_norm": norm, "lr": lr, "tokens_per_second": tokens_per_second,
+            **values, "step": step + 1, "lr": lr, "tokens_per_second": tokens_per_second,
             "tflops_per_rank": tokens_per_second * self.flops_per_token / 1e12 / self.job.world_size,
             "memory_bytes": memory_bytes(self.job.device),
         }  # fmt: skip
@@ -173,11 +173,11 @@ class Run:
             dist.all_reduce(loss, group=group)
         return loss / self.config.parallel.replicas
 
-    def _read(self, loss: Tensor | None) -> dict[str, float]:
-        """The loss and the routers' metrics, fetched from the device at once; NaN for a loss that is elsewhere."""
+    def _read(self, loss: Tensor | None, norm: Tensor) -> dict[str, float]:
+        """The norm, the loss and the routers' metrics, fetched from the device at once; NaN for a loss elsewhere."""
         if loss is None:
-            return {"loss": math.nan}
-        values = {"loss": loss} | self.routers.metrics()
+            return {"loss": math.nan, "grad_norm": norm.item()}
+        values = {"loss": loss, "grad_norm": norm} | self.routers.metrics()
         return dict(zip(values, torch.stack([value.double() for value in values.values()]).tolist()))
 
     def _own_rows(self, batch: Batch) -> Batch:

@@ -95,7 +95,8 @@ def _parameters(stages: nn.Module) -> tuple[int, int]:
 
 def _activations(config: Config, model: HubConfig, stage: Stage, known: dict[object, int]) -> int:
     """`known`: those of stages with the same kinds of layers, so that each is counted once."""
-    layers, recompute = list(map(int, stage.layers)), Recompute(config.memory.recompute)
+    layers = list(map(int, stage.layers))
+    recompute = Recompute(config.memory.recompute, model.num_hidden_layers)
     kinds = [(str(layer), layer.self_attn.window, *(recompute(part, int(index)) for part in RECOMPUTE))
              for index, layer in stage.layers.items()]  # fmt: skip
     key = stage.first, tuple(kinds)

@@ -77,7 +77,7 @@ def build_model(
     except ValueError as error:
         raise ValueError(f"parallel.pp = {schedule.num_ranks} with schedule {schedule.name!r}: {error}") from error
     for stage in stages:
-        stage.recompute = Recompute(recompute)
+        stage.recompute = Recompute(recompute, config.num_hidden_layers)
         if compiled:
             stage.compile_dense()
     known = stored if not from_hf else _hub_dtypes(from_hf, config, mesh, None if sharded else dtype)

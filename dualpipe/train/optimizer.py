@@ -1,4 +1,4 @@
-"""AdamW over a rank's parameters, the learning rate as a function of the step, and the global gradient norm.
+"""AdamW over a rank's parameters, and the learning rate as a function of the step.
 
 bf16: parameters are bf16, their `.grad` is fp32 (torch's `grad_dtype`), and the optimizer updates fp32 masters that are
 rounded into the parameters after each step. Small updates are not lost that way, and nothing computes under autocast.
@@ -11,11 +11,7 @@ from collections.abc import Iterable
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-
-from dualpipe.nn.accumulate import local
 
 
 def learning_rate(
@@ -104,38 +100,3 @@ def _master(parameter: nn.Parameter) -> Tensor:
         return parameter
     parameter.grad_dtype = torch.float32
     return parameter.detach().float()
-
-
-@torch.no_grad()
-def clip_by_global_norm(
-    parameters: Iterable[Tensor], max_norm: float, group: dist.ProcessGroup | None = None
-) -> float:  # fmt: skip
-    """Scale the gradients of all ranks so that their joint norm is at most `max_norm`; return the norm before.
-
-    The norm is that of the whole model: the squares of every rank in `group` are added (None: this rank has it all). A
-    parameter that is given twice counts once, as do the copies of a DTensor. `max_norm` 0 does not clip; a norm that is
-    not finite is returned as it is, with the gradients untouched.
-    """
-    unique = list(dict.fromkeys(parameters))
-    by_copies: dict[int, list[Tensor]] = {}
-    for parameter in unique:
-        if parameter.grad is not None:
-            by_copies.setdefault(_copies(parameter.grad), []).append(local(parameter.grad))
-    device = unique[0].device if unique else torch.device("cpu")
-    square = torch.zeros((), dtype=torch.float64, device=device)
-    for copies, gradients in by_copies.items():
-        square += torch.nn.utils.get_total_norm(gradients).double() ** 2 / copies
-    if group is not None:
-        dist.all_reduce(square, group=group)
-    norm = math.sqrt(square.item())
-    if max_norm and max_norm < norm < math.inf:
-        for gradients in by_copies.values():
-            torch._foreach_mul_(gradients, max_norm / norm)
-    return norm
-
-
-def _copies(grad: Tensor) -> int:
-    """How many ranks hold the same part of a gradient."""
-    if not isinstance(grad, DTensor):
-        return 1
-    return math.prod(size for size, placed in zip(grad.device_mesh.shape, grad.placements) if placed.is_replicate())

@@ -178,7 +178,7 @@ def _random_problem(config: Config, vocab_size: int, device: torch.device) -> Pr
     generator = torch.Generator().manual_seed(train.seed)
     num_chunks = train.num_chunks * config.parallel.replicas
     shape = (train.micro_batch_size * num_chunks, train.sequence_length + 1)
-    rows = torch.randint(vocab_size, shape, generator=generator).to(device)
+    rows = torch.randint(vocab_size, shape, generator=generator, device="cpu").to(device)
     return Problem(rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), num_chunks)
 
 

@@ -408,6 +408,15 @@ def test_an_unknown_part_to_recompute_is_refused(rule):
         Recompute([rule])
 
 
+@pytest.mark.parametrize("rule", ["experts:0-9", "layer:4", "norms:3-2"])
+def test_layers_that_the_model_has_not_are_refused(rule):
+    with pytest.raises(ValueError, match=rf"cannot recompute '{rule}': the model has layers 0 to 3; name the first"):
+        Recompute([rule], 4)
+    assert Recompute(["experts:0-3", "layer:3"], 4)("experts", 3)
+    with pytest.raises(ValueError, match="layers are counted from 0"):
+        Recompute(["norms:3-2"])
+
+
 def test_what_is_recomputed():
     rules = Recompute(["attention", "experts:2-3", "layer:7"])
     assert [[rules(part, layer) for layer in (0, 2, 3, 7)] for part in ("attention", "experts", "norms", "layer")] == [

@@ -346,3 +346,33 @@ def test_a_compiler_keeps_out_of_linears_which_defer_as_without_it():
                 store.run("I")
     assert counter.frame_count == 0
     assert_same_grads(ours, plain)
+
+
+def test_hooks_of_parameters_see_gradients_that_would_be_deferred():
+    plain, ours = pair()
+    x, dy, seen = torch.randn(5, 6), torch.randn(5, 4), {"plain": [], "ours": []}
+    for name, layer in (("plain", plain), ("ours", ours)):
+        layer.weight.register_hook(lambda grad: 2 * grad)
+        layer.bias.register_post_accumulate_grad_hook(lambda p, seen=seen[name]: seen.append(p.grad.clone()))
+    store = WeightGradStore()
+    backward(plain, x, dy)
+    backward(ours, x, dy, store)
+    assert store.pending() == {"I": 0}
+    assert len(seen["ours"]) == 1 and torch.equal(seen["ours"][0], seen["plain"][0])
+    assert_same_grads(ours, plain)
+
+
+def test_torch_func_goes_through():
+    plain, ours = pair()
+    x, params = torch.randn(3, 5, 6), dict(plain.named_parameters())
+
+    def loss(layer, params, x):
+        return torch.func.functional_call(layer, params, (x,)).square().sum()
+
+    for layer in (plain, ours):
+        assert torch.equal(torch.func.vmap(layer)(x), plain(x))
+    per_sample = [torch.func.vmap(torch.func.grad(lambda p, x, layer=layer: loss(layer, p, x)), (None, 0))(params, x)
+                  for layer in (plain, ours)]  # fmt: skip
+    jacobians = [torch.func.jacrev(layer)(x[0]) for layer in (plain, ours)]
+    torch.testing.assert_close(per_sample[1], per_sample[0], rtol=0, atol=0)
+    torch.testing.assert_close(jacobians[1], jacobians[0], rtol=0, atol=0)

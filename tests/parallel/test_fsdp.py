@@ -71,7 +71,8 @@ def parity(rank: int, pp: int, name: str, shard: str, microbatches: int) -> floa
     expected = make_stages(num_stages(name, pp))
     numbers = stages_of_rank(name, pp, stage_rank)
     stages = [SHARD[shard](copy.deepcopy(expected[i]), mesh["dp"]) for i in numbers]
-    pipe = Pipeline(stages, process_group=mesh["pp"].get_group(), schedule=name)
+    own = ("norm",) if shard == "children" else ()
+    pipe = Pipeline(stages, process_group=mesh["pp"].get_group(), schedule=name, unreduced=own)
     x, y = batch(microbatches, replicas)
     mine = slice(replica * 2 * microbatches, (replica + 1) * 2 * microbatches)
     worst = 0.0
@@ -684,7 +685,7 @@ def foreign(rank: int) -> bool:
     stage = Stage()
     stage.extra = nn.Parameter(distribute_tensor(torch.ones(4, dtype=torch.float64), mesh, [Shard(0)]))
     shard_children(stage, mesh)
-    pipe = Pipeline([stage], process_group=torch.distributed.new_subgroups(1)[0])
+    pipe = Pipeline([stage], process_group=torch.distributed.new_subgroups(1)[0], unreduced="norm")
     x, y = batch(1, 1)
     pipe.step(x, num_chunks=1, criterion=F.mse_loss, labels=(y,))
     return stage.extra.grad is None and stage.up.weight.grad is not None

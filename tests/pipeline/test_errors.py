@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -129,6 +130,9 @@ def construction_mistakes(rank, world):
         "mapping": lambda: DualPipeV(stages, rank_mapping=[0, 0] if one else [0, 1]),
         "no mapping": lambda: DualPipeV(stages, rank_mapping=3 if one else None),
         "no modules": lambda: DualPipeV(None if one else stages),
+        "twice": lambda: DualPipeV(stages[:1] * 2 if one else stages),
+        "tied": lambda: Pipeline(with_config(stages[:1], True)),
+        "tied in a V": lambda: DualPipeV(with_config(make_stages(2), True)),
         "batch_dim": lambda: DualPipeV(stages, batch_dim=rank),
         "mappings": lambda: DualPipeV(stages, rank_mapping=[1, 0] if one else [0, 1]),
         "ranks": lambda: DualPipeV(stages, schedule=build("dualpipev", 3, 6)),
@@ -139,6 +143,12 @@ def construction_mistakes(rank, world):
     args, kwargs = good_arguments(rank)
     told["fixed"] = caught(lambda: fixed.step(*args, **kwargs))[:2]
     return told
+
+
+def with_config(stages, tied):
+    for stage in stages:
+        stage.config = SimpleNamespace(tie_word_embeddings=tied)
+    return stages
 
 
 def without_last_step(schedule):
@@ -153,6 +163,9 @@ def test_construction_mistakes_raise_on_every_rank():
         "modules": "rank 1 has 1 modules, but schedule 'dualpipev' gives it 2 stages",
         "types": "rank 1: modules must be a tuple of nn.Modules, got ['Stage', 'NoneType']",
         "no modules": "rank 1: modules must be a tuple of nn.Modules, got NoneType",
+        "twice": "rank 1: one module is given twice in ['Stage', 'Stage']; give each stage a module of its own",
+        "tied": "tie_word_embeddings is set, but the first and the last stage are on two ranks and would train two",
+        "tied in a V": "rank 0: tie_word_embeddings is set, but the first and the last stage share no Parameter",
         "no mapping": "rank 1: rank_mapping must be a permutation of 0..1, got 3",
         "batch_dim": "ranks disagree about (schedule",
         "device": "rank 1: all stages of a rank must be on one real device, found ['cpu', 'meta']",
@@ -276,6 +289,7 @@ class Odd(Stage):
         return {
             "good": out,
             "none": None,
+            "empty": (),
             "dict": {"x": out},
             "mixed": (out, 3),
             "sparse": (out, torch.eye(3).to_sparse()),
@@ -283,6 +297,7 @@ class Odd(Stage):
             "many": (out,) * 400,
             "shape": out if self.calls < 3 else out[:, :4],
             "dtype": out if self.calls < 3 else out.float(),
+            "detached": out if self.calls < 3 else out.detach(),
         }[self.mode]
 
 
@@ -290,7 +305,7 @@ def odd_outputs(rank, world):
     pipe, _ = build_pipe(rank, world, Odd)
     args, kwargs = good_arguments(rank)
     told = {}
-    for mode in ("none", "dict", "mixed", "sparse", "meta", "many", "shape", "dtype"):
+    for mode in ("none", "empty", "dict", "mixed", "sparse", "meta", "many", "shape", "dtype", "detached"):
         if rank == 0:
             pipe.module[0].mode, pipe.module[0].calls = mode, 0
         told[mode] = caught(lambda: pipe.step(*args, **kwargs))[:2]
@@ -308,6 +323,57 @@ def test_outputs_that_cannot_cross_ranks():
         assert "exceeds the 8192 that travel" in told["many"][1]
         assert "changed within the step" in told["shape"][1] and "float64[2, 4]" in told["shape"][1]
         assert "changed within the step" in told["dtype"][1] and "float32[2, 8]" in told["dtype"][1]
+        assert "micro-batch 2 gives (float64[2, 8] without grad)" in told["detached"][1]
+        assert "not an empty one; return what it was given" in told["empty"][1]
+
+
+@pytest.mark.parametrize("mode, text", [
+    ("detached", "0F2 (forward of stage 0, micro-batch 2): the output for stage 1 changed within the step: micro-batch "
+     "2 gives (float64[2, 8] without grad), an earlier one gave (float64[2, 8])"),
+    ("shape", "micro-batch 2 gives (float64[2, 4])"),
+    ("empty", "not an empty one"),
+])  # fmt: skip
+def test_outputs_that_stay_on_their_rank_are_held_to_the_same(mode, text):
+    pipe, _ = build_pipe(0, 1, Odd)
+    args, kwargs = good_arguments(0)
+    pipe.module[0].mode = mode
+    kind, told, _ = caught(lambda: pipe.step(*args, **kwargs))
+    assert kind == "PipelineError" and text in told, told
+    pipe.module[0].mode = "good"
+    assert_works(pipe, 0, 1)
+
+
+def test_stages_that_are_detached_in_every_micro_batch_are_not_refused():
+    pipe, _ = build_pipe(0, 1, Odd)
+    args, kwargs = good_arguments(0)
+    pipe.module[0].mode, pipe.module[0].calls = "detached", 3
+    pipe.step(*args, **kwargs)
+    assert pipe.module[0].up.weight.grad is None and pipe.module[1].up.weight.grad is not None
+
+
+class InPlace(Stage):
+    def forward(self, x):
+        return super().forward(x.mul_(2.0))
+
+
+def in_place(rank, world):
+    pipe, _ = build_pipe(rank, world, InPlace)
+    args, kwargs = good_arguments(rank)
+    return caught(lambda: pipe.step(*args, **kwargs))[:2]
+
+
+def test_a_stage_that_begins_in_place_is_told_what_to_do():
+    for kind, text in run_ranks(in_place, WORLD, WORLD):
+        assert kind == "PipelineError" and "must not begin with an operation in place" in text
+        assert "Write x = x + 1 instead of x += 1" in text
+
+
+def test_ends_that_say_that_they_are_tied_and_are():
+    stages = with_config(make_stages(2), True)
+    stages[1].down.weight = stages[0].down.weight
+    DualPipeV(stages)
+    DualPipeV(with_config(make_stages(2), False))
+    Pipeline(with_config(make_stages(1), True))
 
 
 class Speechless(Exception):

@@ -4,10 +4,12 @@ import gc
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
 from dualpipe import DualPipeV, Pipeline, WeightGradStore
+from dualpipe.pipeline import transport
 from ranks import run_ranks
 from toys import Stage, gradient_error, make_stages, reference, relative_error, use_own_groups
 
@@ -174,6 +176,23 @@ class Uneven(Stage):
         self.calls = getattr(self, "calls", 0) + 1
         out = super().forward(x)
         return out if self.calls % 2 else (out, out)
+
+
+def timeouts(rank):
+    """Of every group that a pipeline makes for itself: of a link each, and one beside a group for host records."""
+    use_own_groups()
+    stages = make_stages(4)
+    pipe = DualPipeV((stages[rank], stages[3 - rank]))
+    groups = [link.group for link in pipe._transport._data.values()]
+    assert len({id(group) for group in (*groups, dist.group.WORLD)}) == 5, "two links in each direction"
+    groups += [transport._beside(dist.group.WORLD)]
+    return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
+
+
+def test_the_groups_of_a_pipeline_have_the_timeout_of_the_callers():
+    """torch would give them its own, of half an hour: a rank that hangs would not be noticed before."""
+    for found in run_ranks(timeouts, 2, group_timeout=17):
+        assert found == [17.0] * 5
 
 
 def uneven_outputs(rank, world):

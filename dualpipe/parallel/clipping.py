@@ -1,0 +1,134 @@
+"""The norm of a whole model's gradients over the ranks that hold its parts, and scaling them by it.
+
+    norms of this rank's gradients, by the groups that their parameters are sharded over
+      -> reduced over these groups: what all data-parallel and expert-parallel ranks of a stage hold
+      -> added up, reduced over the pipeline: the norm of the model, the same on every rank
+
+Which reductions there are follows from the parameters and not from the gradients, which a rank may lack. Everything
+stays on the device: the scaling is queued before the host can know the norm.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from math import inf, isinf
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+
+from dualpipe.nn.accumulate import local
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    *,
+    group: ProcessGroup | None = None,
+    device: torch.device,
+    dtype: torch.dtype = torch.float64,
+) -> Tensor:
+    """As `torch.nn.utils.clip_grad_norm_`, with the norm over all ranks of `group` and of the parameters' meshes.
+
+    A parameter that is given twice counts once, and so do the copies of a DTensor that is replicated. A plain parameter
+    counts once for each rank of `group` (None: this rank alone) that has it. `max_norm` infinite: nothing is scaled.
+
+    Returns the norm before, a scalar of `dtype` on `device`, the same on every rank. Collective; raises ValueError for
+    norms that there are not, and with `error_if_nonfinite` RuntimeError, on every rank, where the norm is infinite or
+    NaN: gradients are then as they were.
+    """
+    max_norm, norm_type = float(max_norm), float(norm_type)
+    if not norm_type > 0 or not max_norm >= 0:
+        raise ValueError(f"norm_type must be above 0 and max_norm at least 0, got norm_type = {norm_type} and "
+                         f"max_norm = {max_norm}")  # fmt: skip
+    to_measure: defaultdict[tuple[ProcessGroup, ...], list[Tensor]] = defaultdict(list)
+    to_scale: list[Tensor] = []
+    for parameter in dict.fromkeys(parameters):
+        measured = to_measure[_sharded_over(parameter)]
+        if parameter.grad is not None:
+            if parameter.grad.is_sparse:  # has no norm, its values have one
+                parameter.grad = parameter.grad.coalesce()
+            measured.append(_placed_as(parameter, parameter.grad))
+            to_scale.append(_values(parameter.grad))
+    total = _Total(norm_type, device)
+    for groups, gradients in to_measure.items():
+        total.add(gradients, groups)
+    norm = total.reduced(() if group is None else (group,))
+    if max_norm < inf:
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch has it
+        if error_if_nonfinite:
+            scale = torch.where(norm.isfinite(), scale, 1.0)
+        for own, gradients in _by_dtype(to_scale):
+            torch._foreach_mul_(gradients, scale.to(torch.promote_types(own, torch.float32)))
+    if error_if_nonfinite and not norm.isfinite():
+        raise RuntimeError(f"the norm of the gradients is {norm.item()}, so they were not clipped; without "
+                           "error_if_nonfinite they are scaled all the same")  # fmt: skip
+    return norm.to(dtype)
+
+
+class _Total:
+    """A norm that is added up from parts, in float64: the sum of powers; of the infinity norm the maximum, and whether
+    any part is NaN, which a maximum over ranks would lose."""
+
+    def __init__(self, norm_type: float, device: torch.device) -> None:
+        self._type, self._device = norm_type, device
+        self._operation = dist.ReduceOp.MAX if isinf(norm_type) else dist.ReduceOp.SUM
+        self._parts: list[Tensor] = []
+
+    def add(self, gradients: Sequence[Tensor], groups: Sequence[ProcessGroup]) -> None:
+        """The norm of these gradients and of those that the other ranks of the groups add at the same time."""
+        norms = []
+        for dtype, tensors in _by_dtype([g for g in gradients if g.numel()]):
+            norms += torch._foreach_norm(tensors, self._type, dtype=torch.promote_types(dtype, torch.float32))
+        if not norms:
+            part = torch.zeros(2, dtype=torch.float64, device=self._device)
+        else:
+            found = torch.stack([norm.double() for norm in norms])
+            found = found.max() if isinf(self._type) else found.pow(self._type).sum()
+            part = torch.stack([found, found.isnan().double()])
+        self._parts.append(self._reduce(part, groups))
+
+    def reduced(self, groups: Sequence[ProcessGroup]) -> Tensor:
+        """The norm of everything that all ranks of the groups have added."""
+        parts = torch.stack([torch.zeros(2, dtype=torch.float64, device=self._device), *self._parts])
+        value, bad = self._reduce(parts.amax(0) if isinf(self._type) else parts.sum(0), groups)
+        norm = value if isinf(self._type) else value.pow(1 / self._type)
+        return torch.where(bad > 0, torch.nan, norm)
+
+    def _reduce(self, part: Tensor, groups: Sequence[ProcessGroup]) -> Tensor:
+        for group in groups:
+            if group.size() > 1:
+                dist.all_reduce(part, self._operation, group=group)
+        return part
+
+
+def _sharded_over(parameter: Tensor) -> tuple[ProcessGroup, ...]:
+    """The groups whose ranks hold different parts of a parameter."""
+    if not isinstance(parameter, DTensor):
+        return ()
+    mesh = parameter.device_mesh
+    return tuple(mesh.get_group(i) for i, placed in enumerate(parameter.placements) if not placed.is_replicate())
+
+
+def _placed_as(parameter: Tensor, grad: Tensor) -> Tensor:
+    """This rank's part of a gradient, cut as its parameter is; a DTensor's may be left as sums that are to be made."""
+    if isinstance(grad, DTensor) and grad.placements != parameter.placements:
+        grad = grad.redistribute(placements=parameter.placements)
+    return _values(grad)
+
+
+def _values(grad: Tensor) -> Tensor:
+    return grad._values() if grad.is_sparse else local(grad)
+
+
+def _by_dtype(tensors: Iterable[Tensor]) -> Iterable[tuple[torch.dtype, list[Tensor]]]:
+    found: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        found.setdefault(tensor.dtype, []).append(tensor)
+    return found.items()

@@ -1,0 +1,92 @@
+"""A stage whose gradients would differ from one data-parallel rank to the next is refused, on every rank, by name."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from dualpipe import DualPipeV, Pipeline
+from ranks import run_ranks
+from toys import Stage
+
+
+def told(make) -> str:
+    try:
+        make()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def in_part(mesh, **options) -> Stage:
+    stage = Stage(**options)
+    fully_shard(stage.up, mesh=mesh)
+    fully_shard(stage.down, mesh=mesh)
+    return stage
+
+
+def with_parameter(mesh, placements=None, ignored=False) -> nn.Module:
+    """A sharded stage with one more parameter: a DTensor placed so, or one that FSDP2 is told to ignore."""
+    stage = in_part(mesh)
+    stage.norm.requires_grad_(False)
+    stage.extra = nn.Parameter(torch.ones(4))
+    if placements is not None:
+        stage.extra = nn.Parameter(distribute_tensor(torch.ones(4), mesh, placements))
+    if ignored:
+        fully_shard(stage, mesh=mesh, ignored_params={stage.extra})
+    return stage
+
+
+def constructions(rank: int) -> dict[str, str]:
+    """What each says, on two pipelines of two ranks; only the second rank of each is wrong where it is `Stage()`."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    alone = init_device_mesh("cpu", (4, 1), mesh_dim_names=("rest", "one"))["one"]
+    dp, group = mesh["dp"], mesh["pp"].get_group()
+    wrong = mesh["pp"].get_local_rank() == 1
+
+    def build(stage: nn.Module, **options) -> str:
+        return told(lambda: Pipeline([stage], process_group=group, **options))
+
+    inside = nn.Sequential(Stage(), DistributedDataParallel(Stage(), process_group=dp.get_group()))
+    first_fsdp = FullyShardedDataParallel(Stage(), process_group=dp.get_group(), device_id=torch.device("cpu"))
+    return {
+        "ddp": build(DistributedDataParallel(Stage(), process_group=dp.get_group()) if wrong else Stage()),
+        "ddp inside": build(inside if wrong else Stage()),
+        "fsdp1": build(first_fsdp if wrong else Stage()),
+        "in part": build(in_part(dp) if wrong else fully_shard(Stage(), mesh=dp)),
+        "in part, by pattern": build(in_part(dp), unreduced=("n*",)),
+        "in part, by module": build(in_part(dp), unreduced="norm"),
+        "in part, not all": build(in_part(dp), unreduced=["norm.bias", "nothing"]),
+        "frozen": build(with_parameter(dp, [Shard(0)])),
+        "replicated": build(with_parameter(dp, [Replicate()])),
+        "ignored": build(with_parameter(dp, ignored=True)),
+        "another rank's": build(Stage() if wrong else fully_shard(Stage(), mesh=dp)),
+        "another rank's, named": build(Stage() if wrong else fully_shard(Stage(), mesh=dp), unreduced="*"),
+        "another stage": told(lambda: DualPipeV([fully_shard(Stage(), mesh=dp), Stage()], process_group=group)),
+        "nothing to reduce": told(lambda: DualPipeV([fully_shard(Stage(), mesh=alone), Stage()], process_group=group)),
+        "no sharding": build(Stage()),
+    }
+
+
+def test_gradients_that_nobody_reduces():
+    expected = {
+        "ddp": "rank 1: module 0 of this rank is a DistributedDataParallel, which does not reduce",
+        "ddp inside": "rank 1: module 0 of this rank has a DistributedDataParallel, 1, which does not reduce",
+        "fsdp1": "rank 1: module 0 of this rank is a FullyShardedDataParallel, which does not reduce",
+        "in part": "rank 1: module 0 of this rank is sharded in part, but not norm.weight, norm.bias; gradients would",
+        "in part, not all": "sharded in part, but not norm.weight; gradients would",
+        "replicated": "sharded in part, but not extra;",
+        "ignored": "sharded in part, but not extra;",
+        "another rank's": "some stages are sharded, but not the one with norm.weight, norm.bias, up.weight; gradients",
+        "another stage": "some stages are sharded, but not the one with norm.weight, norm.bias, up.weight",
+    }
+    for found in run_ranks(constructions, 4, group_timeout=20):
+        assert {name for name, text in found.items() if text} == set(expected)
+        for name, text in expected.items():
+            assert text in found[name] and "\n" not in found[name], found[name]
+            assert "dualpipe.parallel.shard or torch's fully_shard" in found[name]
+            assert ("name them in unreduced" in found[name]) != ("does not reduce" in found[name])
