@@ -173,15 +173,16 @@ def _add_dtypes(commands: argparse._SubParsersAction) -> None:
 
 
 def _dtypes(args: argparse.Namespace) -> int:
-    from dualpipe.models import build_stages
-    from dualpipe.parallel.materialize import build_on_meta
-    from dualpipe.train.config import load_config
-    from dualpipe.train.model import DTYPES, plan_dtypes, read_model_config
+    from dualpipe.train.config import fit_world, load_config
+    from dualpipe.train.model import plan_run, read_model_config
+    from dualpipe.train.resume import find_source
 
     config = load_config(args.config, args.overrides)
-    model_config = read_model_config(config)
-    stages = build_on_meta(lambda: build_stages(model_config, 1))
-    print(plan_dtypes(stages, DTYPES[config.train.dtype], sharded=config.parallel.dp * config.parallel.ep > 1).table())
+    config = fit_world(config, config.parallel.world_size)
+    source, recorded, _ = find_source(config)
+    print(plan_run(config, read_model_config(config), recorded).table())
+    p, start = config.parallel, source or config.init.from_hf
+    print(f"for pp {p.pp}, dp {p.dp}, ep {p.ep}{f', from {start}' if start else ''}", file=sys.stderr)
     return 0
 
 
