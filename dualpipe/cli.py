@@ -136,7 +136,8 @@ def _add_parity_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pp", type=int, metavar="N", help="pipeline ranks (default: the file's parallel.pp)")
     parser.add_argument("--dp", type=int, metavar="N", help="data-parallel ranks (default: the file's)")
     parser.add_argument("--ep", type=int, metavar="N", help="expert-parallel ranks (default: the file's)")
-    parser.add_argument("--dtype", choices=("float64", "float32"), default="float64", help="default: float64")
+    parser.add_argument("--dtype", choices=("float64", "float32", "bf16"), default="float64",
+                        help="default: float64; bf16 is compared with float64, by tolerances that are derived")
     parser.add_argument(
         "--tolerance", type=float, metavar="X", help="relative error allowed (default: 1e-10, float32 1e-5)"
     )
