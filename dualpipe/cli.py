@@ -136,7 +136,8 @@ def _add_parity_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pp", type=int, metavar="N", help="pipeline ranks (default: the file's parallel.pp)")
     parser.add_argument("--dp", type=int, metavar="N", help="data-parallel ranks (default: the file's)")
     parser.add_argument("--ep", type=int, metavar="N", help="expert-parallel ranks (default: the file's)")
-    parser.add_argument("--dtype", choices=("float64", "float32"), default="float64", help="default: float64")
+    parser.add_argument("--dtype", choices=("float64", "float32", "bf16"), default="float64",
+                        help="default: float64; bf16 is compared with float64, by tolerances that are derived")
     parser.add_argument(
         "--tolerance", type=float, metavar="X", help="relative error allowed (default: 1e-10, float32 1e-5)"
     )
@@ -173,15 +174,16 @@ def _add_dtypes(commands: argparse._SubParsersAction) -> None:
 
 
 def _dtypes(args: argparse.Namespace) -> int:
-    from dualpipe.models import build_stages
-    from dualpipe.parallel.materialize import build_on_meta
-    from dualpipe.train.config import load_config
-    from dualpipe.train.model import DTYPES, plan_dtypes, read_model_config
+    from dualpipe.train.config import fit_world, load_config
+    from dualpipe.train.model import plan_run, read_model_config
+    from dualpipe.train.resume import find_source
 
     config = load_config(args.config, args.overrides)
-    model_config = read_model_config(config)
-    stages = build_on_meta(lambda: build_stages(model_config, 1))
-    print(plan_dtypes(stages, DTYPES[config.train.dtype], sharded=config.parallel.dp * config.parallel.ep > 1).table())
+    config = fit_world(config, config.parallel.world_size)
+    source, recorded, _ = find_source(config)
+    print(plan_run(config, read_model_config(config), recorded).table())
+    p, start = config.parallel, source or config.init.from_hf
+    print(f"for pp {p.pp}, dp {p.dp}, ep {p.ep}{f', from {start}' if start else ''}", file=sys.stderr)
     return 0
 
 

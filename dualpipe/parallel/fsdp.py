@@ -78,9 +78,7 @@ class StageParameters:
         handles, self._gathering = self._gathering, []
         for handle in handles:
             handle.wait()
-        for param, dtype in self._unsharded():
-            if param.requires_grad and param.grad_dtype is not dtype:
-                _convert(param, dtype)
+        self._fold()
 
     def prepare(self) -> None:
         """Give every parameter whose accumulator is of another dtype than its own one to add to: zeros.
@@ -102,7 +100,7 @@ class StageParameters:
             self._set_idle()
 
     def reduce(self) -> None:
-        """Fold what is not in the accumulators, start the reductions, free the gathered parameters.
+        """Fold what is not in `reduce_dtype`, start the reductions, free the gathered parameters.
 
         Every trainable parameter takes part, with zeros where it has no gradient: on another rank it may have one, and
         a rank that failed must not keep the others waiting.
@@ -123,7 +121,6 @@ class StageParameters:
     def release(self) -> None:
         """Free the gathered parameters; gradients stay in their accumulators, for a later step to reduce."""
         self.wait()
-        self._fold()
         for unit in self._units:
             unit.reshard()
 
@@ -155,9 +152,12 @@ class StageParameters:
         self.discard()
 
     def discard(self) -> None:
-        """Drop gradients that wait in accumulators for a later step to reduce them."""
+        """Drop gradients that wait for a later step to reduce them."""
         for param, _ in self._unsharded():
             param.grad = None
+        for fsdp_param in self._fsdp_params():
+            if hasattr(fsdp_param, "accumulate_unsharded_grad_if_needed"):  # before torch 2.15, it has another place
+                fsdp_param.unsharded_accumulated_grad = None
 
     # -- FSDP2
 
@@ -204,13 +204,14 @@ class StageParameters:
                 yield param, own or _private(fsdp_param, "mp_policy").reduce_dtype or param.dtype
 
     def _fold(self) -> None:
-        """Add what FSDP2 of torch before 2.15 has put into an accumulator of its own, in backwards outside of steps."""
-        for fsdp_param in self._fsdp_params():
-            if hasattr(fsdp_param, "accumulate_unsharded_grad_if_needed"):
-                earlier, fsdp_param.unsharded_accumulated_grad = fsdp_param.unsharded_accumulated_grad, None
-                param = fsdp_param.unsharded_param
-                if earlier is not None:
-                    param.grad = earlier.to(param.grad_dtype) if param.grad is None else param.grad.add_(earlier)
+        """Have all gradients in `reduce_dtype`, as a reduce-scatter takes one dtype: also those of backwards outside of
+        steps, and of code that assigned one in the parameter's dtype. FSDP2 adds what it has put elsewhere itself."""
+        for param, dtype in self._unsharded():
+            if param.requires_grad and param.grad_dtype is not dtype:
+                grad, param.grad = param.grad, None
+                param.grad_dtype = dtype
+                if grad is not None:
+                    param.grad = grad.to(dtype)
 
 
 class ParametersStep:
@@ -298,14 +299,6 @@ def process_groups(stages: Iterable[nn.Module], others: Iterable[ProcessGroup] =
         groups.setdefault(tuple(dist.get_process_group_ranks(group)), group)
     ranks = [set(r) for r in groups]
     return [group for r, group in groups.items() if len(r) > 1 and not any(set(r) < other for other in ranks)]
-
-
-def _convert(param: Tensor, dtype: torch.dtype) -> None:
-    """Have the gradient in `dtype` from now on, with what there is of it."""
-    grad, param.grad = param.grad, None
-    param.grad_dtype = dtype
-    if grad is not None:
-        param.grad = grad.to(dtype)
 
 
 def _units(stage: nn.Module) -> list[FSDPModule]:

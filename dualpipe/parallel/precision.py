@@ -7,14 +7,17 @@
 
 A tensor has a storage dtype (the parameter that the optimizer updates), a compute dtype (what a forward sees), the
 dtype its gradient is accumulated and reduced in, and a save dtype (what an export for other libraries writes). The plan
-of a whole model serves each of its stages, whose names are those of the whole.
+of a whole model serves each of its stages, whose names are those of the whole. docs/dtypes.md has an example.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import difflib
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +33,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Rule:
-    """Tensors that match `pattern` compute in `dtype`.
+    """Tensors that match `pattern` compute in `dtype`, are stored in `storage`, and so on; what is None is left open.
 
     The pattern is matched segment by segment: `*` alone stands for one or more whole segments, `?_norm` for part of
     one. It names tensors, or a module and so every tensor inside. `gate` never matches `gate_up_proj`.
@@ -40,18 +43,32 @@ class Rule:
     """
 
     pattern: str
-    dtype: torch.dtype
+    dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
+    storage: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+    save: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         if not self.pattern or not all(self.pattern.split(".")):
             raise ValueError(f"a rule's pattern is segments joined by dots, such as '*.A_log'; got {self.pattern!r}")
-        for dtype in (self.dtype, self.output_dtype or self.dtype):
+        if not self.given:
+            raise ValueError(f"rule {self.pattern!r} names no dtype; give it one to compute in")
+        for dtype in self.given.values():
             _require_floating(dtype, f"rule {self.pattern!r}")
+
+    @property
+    def given(self) -> dict[str, torch.dtype]:
+        """The dtypes that it names, by field."""
+        named = {name: getattr(self, name) for name in _DECIDED}
+        return {name: dtype for name, dtype in named.items() if dtype is not None}
 
     def matches(self, name: str) -> bool:
         """Whether the pattern matches the fully qualified name, or that of a module around it."""
         return _matches(self.pattern.split("."), name.split("."))
+
+
+_DECIDED = ("dtype", "output_dtype", "storage", "reduce", "save")
 
 
 def _matches(pattern: Sequence[str], name: Sequence[str]) -> bool:
@@ -95,13 +112,15 @@ class DTypePolicy:
 
 @dataclass(frozen=True)
 class TensorDTypes:
-    """The dtypes of one tensor and why. `output` is what its module returns, where a rule names it."""
+    """The dtypes of one tensor and why. `output` is what its module returns, and `reduce` what its gradient is
+    accumulated in, where a rule names them."""
 
     storage: torch.dtype
     compute: torch.dtype
     save: torch.dtype
     reason: str
     output: torch.dtype | None = None
+    reduce: torch.dtype | None = None
 
 
 @dataclass(frozen=True)
@@ -119,7 +138,8 @@ class DTypePlan:
 
     def reduce_dtype(self, name: str) -> torch.dtype:
         """The dtype in which the gradient of a tensor is accumulated and reduced."""
-        return self.policy.reduce_dtype_of(self.of(name).compute)
+        dtypes = self.of(name)
+        return dtypes.reduce or self.policy.reduce_dtype_of(dtypes.compute)
 
     def table(self) -> str:
         """The plan as text; layers that agree share a line: `layers.0-47.mlp.gate.weight`."""
@@ -168,6 +188,13 @@ class _Found:
     pin: str | None = None
 
 
+class _Decided(NamedTuple):
+    """What rules say of one tensor; nothing where none matches."""
+
+    reason: str
+    dtypes: Mapping[str, torch.dtype]  # by the rules' fields
+
+
 def resolve_dtypes(
     model: nn.Module | Sequence[nn.Module],
     policy: DTypePolicy,
@@ -181,18 +208,27 @@ def resolve_dtypes(
     the meta device. The dtype that it was built with is the one requested. `source_dtypes` are those in the checkpoint
     that will be loaded, by the model's names (see `checkpoint_dtypes`).
 
-    What decides the compute dtype, the first that applies: a rule of the policy; `keep_fp32`, a class attribute of the
-    model or of any module in it, globs relative to that module; float32 in a checkpoint that also has narrower
-    floating-point tensors; the policy. Storage is `promote_types(checkpoint, requested)`, widened to the compute dtype.
-    Modules without a trainable parameter are stored in their compute dtype, buffers included; other buffers keep the
-    dtype that they have, because nothing casts them in a forward. Integers and booleans are left alone.
+    What decides the compute dtype, the first that applies:
+
+    1. a rule of the policy;
+    2. `keep_fp32`, an attribute of the model or of any module in it: globs as in rules, relative to that module;
+    3. transformers' `_keep_in_fp32_modules_strict`, where less than float32 is computed in, and
+       `_keep_in_fp32_modules`, where float16 is; regular expressions, found anywhere in a name, as they are there;
+    4. float32 in a checkpoint that also has narrower floating-point tensors;
+    5. the policy.
+
+    Storage is `promote_types(checkpoint, requested)`, widened to the compute dtype; gradients are reduced in at least
+    the compute dtype; what is computed in is saved. A rule may say otherwise of each. Modules without a trainable
+    parameter are stored in their compute dtype, buffers included; other buffers keep the dtype that they have, because
+    nothing casts them in a forward. Integers and booleans are left alone.
 
     Raises:
-        ValueError: a rule matches nothing; two rules disagree on a tensor; no name of `source_dtypes` is in the model;
-            or FSDP2 could not keep the dtypes apart (not checked where `sharded` is false).
+        ValueError: a rule matches nothing, stores a tensor in less than it computes in, or disagrees with another on
+            one; no name of `source_dtypes` is in the model; or FSDP2 could not keep the dtypes apart (not checked
+            where `sharded` is false).
     """
     modules = (model,) if isinstance(model, nn.Module) else tuple(model)
-    found = _find(modules)
+    found = _find(modules, policy.param_dtype)
     rules = _match_rules(found, policy.rules)
     sources = _match_sources(found, source_dtypes)
     narrow = any(dtype.is_floating_point and dtype.itemsize < 4 for dtype in (source_dtypes or {}).values())
@@ -205,7 +241,7 @@ def resolve_dtypes(
     return plan
 
 
-def _find(modules: Iterable[nn.Module]) -> list[_Found]:
+def _find(modules: Iterable[nn.Module], base: torch.dtype) -> list[_Found]:
     found: dict[int, _Found] = {}
     for root in modules:
         frozen = frozen_modules(root)
@@ -217,43 +253,75 @@ def _find(modules: Iterable[nn.Module]) -> list[_Found]:
                 item.names.append(f"{prefix}.{key}" if prefix else key)
                 scalar = tensor.dim() == 0 and not item.buffer and not tensor.requires_grad
                 item.frozen = item.frozen or module in frozen or scalar
-        _find_pins(root, found)
+        _find_pins(root, found, base)
     return list(found.values())
 
 
-def _find_pins(root: nn.Module, found: Mapping[int, _Found]) -> None:
+def _find_pins(root: nn.Module, found: Mapping[int, _Found], base: torch.dtype) -> None:
     for module in root.modules():
-        pins = getattr(type(module), "keep_fp32", ())
-        owner = f"{type(module).__name__}.keep_fp32"
-        if isinstance(pins, str):
-            raise ValueError(f"{owner} must be a tuple of globs; got the string {pins!r}")
         inside = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
-        for pin in pins:
+        for pin, matches in _pins(module, base):
             for name, tensor in inside:
-                if _matches(pin.split("."), name.split(".")):
-                    found[id(tensor)].pin = f"{owner} {pin!r}"
+                if matches(name):
+                    found[id(tensor)].pin = pin
 
 
-def _match_rules(found: Iterable[_Found], rules: Sequence[Rule]) -> list[Rule | None]:
-    used, chosen = set(), []
+def _pins(module: nn.Module, base: torch.dtype) -> Iterator[tuple[str, Callable[[str], object]]]:
+    """What a module says of tensors in it: in words, and what tells by a name relative to it."""
+    half = base in (torch.float16, torch.bfloat16)
+    for attribute, applies in (
+        ("_keep_in_fp32_modules", base is torch.float16), ("_keep_in_fp32_modules_strict", half), ("keep_fp32", True),
+    ):  # fmt: skip
+        pins, owner = getattr(module, attribute, None) or (), f"{type(module).__name__}.{attribute}"
+        if not isinstance(pins, tuple | list | set | frozenset) or not all(isinstance(pin, str) for pin in pins):
+            raise ValueError(f"{owner} must be a tuple, list or set of names; got {pins!r}")
+        for pin in pins if isinstance(pins, tuple | list) else sorted(pins):
+            if attribute == "keep_fp32":
+                yield f"{owner} {pin!r}", Rule(pin, torch.float32).matches
+            elif applies:  # transformers.core_model_loading.build_glob_alternation
+                yield f"{owner} {pin!r}", re.compile(pin.replace("*", ".*")).search
+
+
+def _match_rules(found: Iterable[_Found], rules: Sequence[Rule]) -> list[_Decided]:
+    """For each tensor, what all rules that match it say together."""
+    used: set[Rule] = set()
+    chosen = []
     for item in found:
         floating = item.tensor.is_floating_point()
         matching = [rule for rule in rules if floating and any(map(rule.matches, item.names))]
         used.update(matching)
-        chosen.append(matching[0] if matching else None)
-        for other in matching[1:]:
-            if (other.dtype, other.output_dtype) != (matching[0].dtype, matching[0].output_dtype):
-                raise ValueError(f"rules disagree on {' = '.join(item.names)}: {_say(matching[0])} and {_say(other)}; "
-                                 "make one of the patterns narrower")  # fmt: skip
-    if unused := [_say(rule) for rule in rules if rule not in used]:
-        raise ValueError(f"no floating-point tensor of the model matches {', '.join(unused)}; a pattern is matched "
-                         "by whole segments from the start of a name; for 'gate' anywhere, say '*.gate'")  # fmt: skip
+        said: dict[str, torch.dtype] = {}
+        for rule in matching:
+            for name, dtype in rule.given.items():
+                if said.setdefault(name, dtype) is not dtype:
+                    both = " and ".join(map(_say, matching))
+                    raise ValueError(f"rules disagree on {' = '.join(item.names)}: {both}; make one of the patterns "
+                                     "narrower")  # fmt: skip
+        patterns = ", ".join(dict.fromkeys(repr(rule.pattern) for rule in matching))
+        chosen.append(_Decided(f"rule {patterns}" if matching else "", said))
+    if unused := [rule for rule in rules if rule not in used]:
+        names = [name for item in found if item.tensor.is_floating_point() for name in item.names]
+        raise ValueError("no floating-point tensor of the model matches "
+                         + "; ".join(f"{_say(rule)}, nearest: {_nearest(rule.pattern, names)}" for rule in unused)
+                         + "; a pattern is matched by whole segments from the start of a name")  # fmt: skip
     return chosen
 
 
 def _say(rule: Rule) -> str:
-    output = f" returning {short_name(rule.output_dtype)}" if rule.output_dtype else ""
-    return f"{rule.pattern!r} ({short_name(rule.dtype)}{output})"
+    words = {"dtype": "", "output_dtype": "returning ", "storage": "stored in ", "reduce": "reduced in ",
+             "save": "saved in "}  # fmt: skip
+    return f"{rule.pattern!r} ({' '.join(words[name] + short_name(dtype) for name, dtype in rule.given.items())})"
+
+
+def _nearest(pattern: str, names: Iterable[str]) -> str:
+    """Patterns like this one that match: of tensors and modules, with and without what is before them."""
+    candidates: dict[str, None] = {}
+    for segments in {tuple("*" if part.isdigit() else part for part in name.split(".")): None for name in names}:
+        for end in range(1, len(segments) + 1):
+            candidates[".".join(segments[:end])] = None
+            for start in (start for start in range(1, end) if segments[start] != "*"):
+                candidates[".".join(("*", *segments[start:end]))] = None
+    return ", ".join(map(repr, difflib.get_close_matches(pattern, candidates, n=3, cutoff=0.0)))
 
 
 def _match_sources(
@@ -268,15 +336,16 @@ def _match_sources(
 
 
 def _decide(
-    item: _Found, policy: DTypePolicy, rule: Rule | None, source: torch.dtype | None, narrow: bool
+    item: _Found, policy: DTypePolicy, rule: _Decided, source: torch.dtype | None, narrow: bool
 ) -> TensorDTypes:
     own, base = item.tensor.dtype, policy.param_dtype
     if not own.is_floating_point:
         return TensorDTypes(own, own, own, "not floating point")
-    loaded = _promote(source, own)
+    loaded, by_rule = _promote(source, own), rule.dtypes
     kept = item.buffer and not item.frozen
-    if rule:
-        compute, reason = rule.dtype, f"rule {rule.pattern!r}"
+    as_computed = item.frozen or item.buffer  # stored in its compute dtype
+    if asked := by_rule.get("dtype", by_rule.get("storage") if as_computed else None):
+        compute, reason = asked, rule.reason
     elif item.pin:
         compute, reason = torch.promote_types(loaded if kept else base, torch.float32), item.pin
     elif narrow and source is not None and source.is_floating_point and source.itemsize >= 4:
@@ -285,9 +354,17 @@ def _decide(
         compute, reason = loaded, "a buffer, not cast"
     else:
         compute, reason = base, "policy"
-    storage = compute if item.frozen or item.buffer else torch.promote_types(loaded, compute)
-    return TensorDTypes(storage, compute, compute, f"{reason}; frozen" if item.frozen else reason,
-                        rule.output_dtype if rule else None)  # fmt: skip
+    if rule.reason not in ("", reason):
+        reason = f"{reason}; {rule.reason}"
+    storage = compute if as_computed else torch.promote_types(loaded, compute)
+    if (asked := by_rule.get("storage", storage)) is not storage:
+        if as_computed or torch.promote_types(asked, compute) is not asked:
+            what = "a buffer or frozen, and is stored as it computes" if as_computed else "to compute in more than that"
+            raise ValueError(f"{item.names[0]} is {what}, {short_name(compute)}, but {rule.reason} stores it in "
+                             f"{short_name(asked)}; give both the same dtype")  # fmt: skip
+        storage = asked
+    return TensorDTypes(storage, compute, by_rule.get("save", compute), f"{reason}; frozen" if item.frozen else reason,
+                        by_rule.get("output_dtype"), by_rule.get("reduce"))  # fmt: skip
 
 
 def _promote(source: torch.dtype | None, requested: torch.dtype) -> torch.dtype:

@@ -1,7 +1,7 @@
 """Sharding a module as its dtype plan says: FSDP2 units of one dtype each, and casts where dtypes meet.
 
     host      the module itself, an element of its outermost ModuleList or ModuleDict (a layer), or a frozen tower
-    unit      parameters of one key (storage, compute, expert or dense) in a host, gathered and reduced together
+    unit      parameters of one key (storage, compute, reduce, expert or dense) in a host, gathered and reduced together
     cast      what goes into a module that owns parameters has their compute dtype, where its host mixes dtypes
 
 FSDP2 gathers a unit in one dtype and reduces it in one; its assertion about that comes in the first forward, and says
@@ -35,6 +35,7 @@ class Key(NamedTuple):
 
     storage: torch.dtype
     compute: torch.dtype
+    reduce: torch.dtype
     expert: bool  # already sharded over the expert-parallel ranks
 
 
@@ -200,7 +201,8 @@ class _Planner:
             if param.dim() == 0 and param.requires_grad:
                 raise ValueError(f"{full} is a scalar, which FSDP2 cannot shard: give it the shape (1,)")
             if param.dim() > 0:
-                keys.setdefault(Key(dtypes.storage, dtypes.compute, isinstance(param, DTensor)), full)
+                key = Key(dtypes.storage, dtypes.compute, self.plan.reduce_dtype(full), isinstance(param, DTensor))
+                keys.setdefault(key, full)
         if len(keys) > 1:
             found = ", ".join(f"{full} ({_describe(key)})" for key, full in keys.items())
             raise ValueError(f"{self.names[module] or 'the module'} ({type(module).__name__}) directly owns parameters "
@@ -241,7 +243,8 @@ class _Planner:
 def _describe(key: Key | None) -> str:
     if key is None:
         return "none"
-    return f"{short_name(key.storage)} computing in {short_name(key.compute)}{', expert' if key.expert else ''}"
+    storage, compute, reduce = map(short_name, key[:3])
+    return f"{storage} computing in {compute}, reduced in {reduce}{', expert' if key.expert else ''}"
 
 
 def _join_tied(root: nn.Module, units: list[Unit]) -> list[Unit]:
@@ -305,7 +308,7 @@ def shard(
     for unit in layout.units:
         managed = [m for outer in unit.modules for m in outer.modules() if m not in taken]
         taken.update(managed)
-        reduce = plan.policy.reduce_dtype_of(unit.key.compute) if unit.key else None
+        reduce = unit.key.reduce if unit.key else None
         if mesh is not None:
             _fully_shard(unit, mesh, dense, expert_mesh, reduce)
         if reduce is not None:

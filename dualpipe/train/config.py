@@ -17,7 +17,7 @@ import typing
 from pathlib import Path
 from typing import Any, Literal
 
-from dualpipe.train.tables import BYTES, STDLIB, Config, InitConfig, ModelConfig
+from dualpipe.train.tables import BYTES, STDLIB, Config, DTypeRule, DTypesConfig, InitConfig, ModelConfig
 
 
 def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> Config:
@@ -51,10 +51,18 @@ def apply_overrides(config: Config, overrides: typing.Sequence[str]) -> Config:
     import tyro
 
     _check_option_names(overrides)
-    messages = io.StringIO()
+    messages, as_text = io.StringIO(), tyro.constructors.ConstructorRegistry()
+
+    @as_text.primitive_rule
+    def dtype_rule(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec | None:
+        return None if info.type is not DTypeRule else tyro.constructors.PrimitiveConstructorSpec(
+            nargs=1, metavar="PATTERN,FIELD=DTYPE,...", instance_from_str=lambda text: text[0],  # parsed below
+            is_instance=lambda value: isinstance(value, DTypeRule), str_from_instance=lambda rule: [str(rule)],
+        )  # fmt: skip
+
     try:
-        with contextlib.redirect_stderr(messages):
-            return tyro.cli(
+        with contextlib.redirect_stderr(messages), as_text:
+            changed = tyro.cli(
                 tyro.conf.FlagConversionOff[Config], default=config, args=list(overrides), prog="dualpipe train CONFIG",
                 description="Every field of the TOML file can be given here as well.", use_underscores=True,
             )  # fmt: skip
@@ -62,6 +70,8 @@ def apply_overrides(config: Config, overrides: typing.Sequence[str]) -> Config:
         if not stop.code:  # --help
             raise
         raise ValueError(_plain_message(messages.getvalue())) from None
+    rules = tuple(rule if isinstance(rule, DTypeRule) else DTypeRule.parse(rule) for rule in changed.dtypes.rules)
+    return dataclasses.replace(changed, dtypes=DTypesConfig(rules))
 
 
 def fit_world(config: Config, world_size: int) -> Config:
@@ -116,10 +126,11 @@ def _value(kind: Any, value: object, *, where: str) -> Any:
     if origin is Literal and value in arguments:
         return value
     if origin is tuple and arguments[-1] is Ellipsis and isinstance(value, list):
-        return tuple(_value(arguments[0], v, where=where) for v in value)
+        make = _table if dataclasses.is_dataclass(arguments[0]) else _value
+        return tuple(make(arguments[0], v, where=where) for v in value)
     if origin is tuple and isinstance(value, list) and len(value) == len(arguments):
         return tuple(_value(k, v, where=where) for k, v in zip(arguments, value))
-    if origin is types.UnionType:
+    if origin in (types.UnionType, typing.Union):
         return _value(arguments[0], value, where=where)  # TOML has no null: a given value is of the first kind
     if kind is float and type(value) is int:
         return float(value)
@@ -132,6 +143,8 @@ def _describe(kind: Any) -> str:
     arguments = typing.get_args(kind)
     if typing.get_origin(kind) is Literal:
         return "one of " + ", ".join(repr(a) for a in arguments)
+    if dataclasses.is_dataclass(kind):
+        return "a table"
     if arguments and arguments[-1] is Ellipsis:
         return f"a list, each {_describe(arguments[0])}"
     if typing.get_origin(kind) is tuple:

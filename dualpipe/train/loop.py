@@ -23,7 +23,7 @@ from dualpipe.train.data import Batch, Loader, evaluation_batches, open_splits, 
 from dualpipe.train.job import Job, join
 from dualpipe.train.launch import RankInfo
 from dualpipe.train.metrics import METRICS, MetricsWriter, StepMetrics, make_folder, memory_bytes
-from dualpipe.train.model import DTYPES, Model, build_model, micro_batch_loss, read_model_config
+from dualpipe.train.model import DTYPES, Model, build_model, micro_batch_loss, plan_run, read_model_config
 from dualpipe.train.optimizer import Optimizer, learning_rate
 from dualpipe.train.report import save_loss_curve, save_schedule
 from dualpipe.train.resume import Saver, State
@@ -53,11 +53,13 @@ class Run:
         train, parallel = config.train, config.parallel
         native_random.derive(train.seed, 0, job.rank)
         self.schedule: Schedule = build(parallel.schedule, parallel.pp, train.num_chunks)
+        model_config = read_model_config(config)
+        plan = plan_run(config, model_config, saver.source_dtypes, job.mesh)
         self.model: Model = build_model(
-            read_model_config(config), self.schedule, job.rank_along("pp"), seed=train.seed,
+            model_config, self.schedule, job.rank_along("pp"), seed=train.seed,
             dtype=DTYPES[train.dtype], device=job.device, mesh=job.mesh, recompute=config.memory.recompute,
             layers_per_stage=parallel.layers_per_stage, compiled=train.compile,
-            from_hf=config.init.from_hf if saver.source is None else "", stored=saver.source_dtypes,
+            from_hf=config.init.from_hf if saver.source is None else "", plan=plan,
         )  # fmt: skip
         self.folder = Path(config.output.dir)
         if config.export.to_hf:

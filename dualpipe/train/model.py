@@ -17,7 +17,8 @@ from dualpipe.nn import cross_entropy_loss
 from dualpipe.parallel.expert import ExpertParallel, shard_experts
 from dualpipe.parallel.materialize import build_on_meta, materialize
 from dualpipe.parallel.mesh import dense_mesh
-from dualpipe.parallel.precision import DTypePlan, DTypePolicy, resolve_dtypes, shard
+from dualpipe.parallel.precision import DTypePlan, DTypePolicy, Rule, resolve_dtypes, shard
+from dualpipe.parallel.sharding import dtype_of
 from dualpipe.schedule import Schedule
 from dualpipe.train.tables import Config
 
@@ -46,10 +47,56 @@ def read_model_config(config: Config) -> HubConfig:
         raise ValueError(f"{'model.config' if config.model.config else 'init.from_hf'}: {error}") from error
 
 
+def plan_run(
+    config: Config, model: HubConfig, recorded: Mapping[str, torch.dtype] | None, mesh: DeviceMesh | None = None
+) -> DTypePlan:  # fmt: skip
+    """The plan of a run whose parallel.dp is known: what `dualpipe train` does and `dualpipe dtypes` prints.
+
+    recorded: what the checkpoint that is gone on from says, see `plan_model`; None where there is none.
+    """
+    return plan_model(
+        model, DTYPES[config.train.dtype], replicas=config.parallel.replicas, rules=rules_of(config),
+        recorded=recorded, from_hf=config.init.from_hf if recorded is None else "", mesh=mesh,
+    )  # fmt: skip
+
+
+def rules_of(config: Config) -> list[Rule]:
+    """What [dtypes] asks for."""
+    return [
+        Rule(rule.pattern, *(name and dtype_of(name) for name in
+             (rule.compute, rule.output, rule.storage, rule.reduce, rule.save)))
+        for rule in config.dtypes.rules
+    ]  # fmt: skip
+
+
+def plan_model(
+    config: HubConfig, dtype: torch.dtype, *, replicas: int, rules: Sequence[Rule] = (), from_hf: str = "",
+    recorded: Mapping[str, torch.dtype] | None = None, mesh: DeviceMesh | None = None,
+) -> DTypePlan:  # fmt: skip
+    """The plan of the whole model, of which each rank has a part: it computes in `dtype` and accumulates gradients in
+    at least float32. Collective over `mesh` where `from_hf` is given.
+
+    Parameters that several replicas share are stored in at least float32; others in `dtype`, and the optimizer keeps
+    float32 masters.
+
+    recorded, from_hf: the dtypes in the checkpoint that will be loaded, by name, or a directory with a Hugging Face
+    checkpoint: what is float32 among narrower ones stays so.
+
+    Raises ValueError as `resolve_dtypes` does, and for a Hugging Face checkpoint that would have to be rounded.
+    """
+    wide = torch.promote_types(dtype, torch.float32)
+    (whole,) = build_on_meta(lambda: build_stages(config, 1))
+    whole.to(dtype=wide if replicas > 1 else dtype)
+    known = _hub_dtypes(from_hf, config, mesh, None if replicas > 1 else dtype) if from_hf else recorded
+    if known and not any(name in known for name, _ in whole.named_parameters()):
+        known = None  # of another model, which is said when it is loaded
+    return resolve_dtypes(whole, DTypePolicy(dtype, wide, dtype, rules), known)
+
+
 def build_model(
     config: HubConfig, schedule: Schedule, rank: int, *, seed: int, dtype: torch.dtype, device: torch.device,
     mesh: DeviceMesh | None = None, recompute: Sequence[str] = (), layers_per_stage: Sequence[int] = (),
-    compiled: bool = False, from_hf: str = "", stored: Mapping[str, torch.dtype] | None = None,
+    compiled: bool = False, from_hf: str = "", plan: DTypePlan | None = None,
 ) -> Model:  # fmt: skip
     """Build the stages of pipeline rank `rank`. The weights depend on `seed` only, not on how the model is cut.
 
@@ -59,7 +106,7 @@ def build_model(
     layers_per_stage: instead of stages that cost about the same.
     compiled: norms, attention and dense MLPs go through torch.compile.
     from_hf: a directory with a Hugging Face checkpoint, whose weights are taken instead. Collective over `mesh`.
-    stored: dtypes in the checkpoint that will be loaded into it, by name: what is float32 among narrower ones stays so.
+    plan: of the whole model, from `plan_model`; without, the one that it makes for these arguments.
     mesh: from `build_mesh`. Where it has several pipelines, they share the parameters' storage: those are stored in at
     least float32 and computed with in `dtype`. Without, they are stored in `dtype`.
     """
@@ -70,8 +117,9 @@ def build_model(
             f"tie_word_embeddings needs the first and the last stage on one rank, but schedule {schedule.name!r} puts "
             "them on two; use a V-shaped schedule (dualpipev, zbv)"
         )
-    sharded = mesh is not None and dense_mesh(mesh).size() > 1
-    check_tied(config, dense_mesh(mesh).size() if sharded else 1)
+    replicas = dense_mesh(mesh).size() if mesh is not None else 1
+    check_tied(config, replicas)
+    plan = plan or plan_model(config, dtype, replicas=replicas, from_hf=from_hf, mesh=mesh)
     try:
         stages = build_on_meta(lambda: build_stages(config, schedule.num_stages, numbers, layers_per_stage))
     except ValueError as error:
@@ -80,12 +128,8 @@ def build_model(
         stage.recompute = Recompute(recompute, config.num_hidden_layers)
         if compiled:
             stage.compile_dense()
-    known = stored if not from_hf else _hub_dtypes(from_hf, config, mesh, None if sharded else dtype)
-    if known and not any(name in known for stage in stages for name, _ in stage.named_parameters()):
-        known = None  # of another model, which is said when it is loaded
-    plan = plan_dtypes(stages, dtype, sharded=sharded, source_dtypes=known)
     for stage in stages:
-        _shard(stage, plan, mesh if sharded else None)
+        _shard(stage, plan, mesh if replicas > 1 else None)
     if from_hf:
         load_hf(stages, from_hf, mesh, plan, device=device)
     else:
@@ -114,30 +158,21 @@ def check_tied(config: HubConfig, replicas: int) -> None:
                          "cannot be; set it to false in the model's config.json, or parallel.dp = ep = 1")  # fmt: skip
 
 
-def build_whole(config: HubConfig, *, seed: int, dtype: torch.dtype, device: torch.device) -> nn.Module:
+def build_whole(
+    config: HubConfig, *, seed: int, dtype: torch.dtype, device: torch.device, plan: DTypePlan | None = None
+) -> nn.Module:  # fmt: skip
     """The unpipelined model, with the same weights."""
     (stage,) = build_on_meta(lambda: build_stages(config, 1))
-    plan = plan_dtypes([stage], dtype, sharded=False)
+    plan = plan or plan_model(config, dtype, replicas=1)
     _shard(stage, plan, None)
     materialize(stage, device, plan, seed=seed)
     return stage
 
 
-def plan_dtypes(
-    stages: list[nn.Module], dtype: torch.dtype, *, sharded: bool,
-    source_dtypes: Mapping[str, torch.dtype] | None = None,
-) -> DTypePlan:  # fmt: skip
-    """The plan of a model that computes in `dtype` and accumulates gradients in at least float32.
-
-    Sharded parameters are stored in at least float32; others in `dtype`, and the optimizer keeps float32 masters.
-    """
-    wide = torch.promote_types(dtype, torch.float32)
-    nn.ModuleList(stages).to(dtype=wide if sharded else dtype)  # together, so that a tied weight stays one
-    return resolve_dtypes(stages, DTypePolicy(dtype, wide, dtype), source_dtypes)
-
-
 def _shard(stage: nn.Module, plan: DTypePlan, mesh: DeviceMesh | None) -> None:
-    """Over the data- and expert-parallel ranks of `mesh`, and have experts find each other there."""
+    """Over the data- and expert-parallel ranks of `mesh`, and have experts find each other there. Still on meta."""
+    for name, parameter in stage.named_parameters():
+        parameter.data = parameter.data.to(plan.of(name).storage)
     if mesh is None:
         shard(stage, None, plan)
         return

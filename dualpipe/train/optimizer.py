@@ -61,7 +61,7 @@ class Optimizer:
             group["lr"] = lr
         pairs = [(p, m) for p, m in zip(self.parameters, self._masters) if p is not m]
         for parameter, master in pairs:
-            master.grad = parameter.grad
+            master.grad = None if parameter.grad is None else parameter.grad.to(master.dtype)
         self._adamw.step()
         for parameter, master in pairs:
             master.grad = None
@@ -98,5 +98,6 @@ class Optimizer:
 def _master(parameter: nn.Parameter) -> Tensor:
     if parameter.dtype not in (torch.bfloat16, torch.float16):
         return parameter
-    parameter.grad_dtype = torch.float32
+    if not isinstance(parameter, DTensor):  # FSDP2 hands out reduced gradients in the parameter's own dtype
+        parameter.grad_dtype = torch.float32
     return parameter.detach().float()

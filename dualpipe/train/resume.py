@@ -52,7 +52,7 @@ class Saver:
 
     say: prints a line, of one rank.
     source: the checkpoint, or directory of them, to go on from; None: a new run.
-    source_dtypes: what its tensors are to have in an export, by name.
+    source_dtypes: what its tensors were computed in, by name; None: a new run.
     """
 
     def __init__(self, config: Config, job: Job, say: Callable[[str], None]) -> None:
@@ -62,7 +62,7 @@ class Saver:
         self._failed = False
         self._last: CheckpointError | None = None  # of the last step, which is raised after an export
         self._checkpoints = None
-        directory = Path(settings.dir or Path(config.output.dir) / "checkpoints")
+        directory = _directory(config)
         if settings.mode != "off" and settings.interval:  # first, so that no other job saves there any more
             self._checkpoints = Checkpoints(
                 directory, job.mesh, kind=settings.writer, keep_last=settings.keep_last or None,
@@ -70,7 +70,7 @@ class Saver:
                 timeout=max(_TIMEOUT, timedelta(seconds=config.parallel.timeout)),
             )  # fmt: skip
         try:
-            self.source, self.source_dtypes, notes = job.first_rank(lambda: _find_source(settings.resume, directory))
+            self.source, self.source_dtypes, notes = job.first_rank(lambda: find_source(config))
         except BaseException as error:
             self.__exit__(type(error), error, None)
             raise
@@ -173,14 +173,19 @@ def describe(config: Config, model: Model) -> dict[str, Any]:
     return {"run": dataclasses.asdict(config), "model": model.config.to_dict()}
 
 
-def _find_source(resume: str, own: Path) -> tuple[Path | None, dict[str, torch.dtype], list[str]]:
-    """What to go on from, the dtypes that its tensors are to have in an export, and what must be said.
+def _directory(config: Config) -> Path:
+    return Path(config.checkpoint.dir or Path(config.output.dir) / "checkpoints")
+
+
+def find_source(config: Config) -> tuple[Path | None, dict[str, torch.dtype] | None, list[str]]:
+    """What to go on from, the dtypes that its tensors were computed in, and what must be said; None: a new run.
 
     A run that began with a checkpoint of another one goes on from its own, once it has saved any: so a job that is
     started again with the same command goes on.
     """
+    resume, own = config.checkpoint.resume, _directory(config)
     if resume == "never":
-        return None, {}, []
+        return None, None, []
     path, found, notes = own, find(own), []
     if resume != "auto":
         goes_back = own.resolve() in (Path(resume).resolve(), *Path(resume).resolve().parents)
@@ -193,12 +198,12 @@ def _find_source(resume: str, own: Path) -> tuple[Path | None, dict[str, torch.d
             notes = [f"checkpoint.resume = {resume!r} is where this run began; it goes on from its own checkpoints"]
     if not found.committed:
         if resume == "auto" and not found.damaged:
-            return None, {}, []
+            return None, None, []
         try:
             none_whole(path, found.damaged.values())
         except ValueError as error:
             raise ValueError(f"checkpoint.resume: {error}") from error
-    return path, {name: dtype_of(of["save"]) for name, of in found.committed[0].manifest.dtypes.items()}, notes
+    return path, {name: dtype_of(of["compute"]) for name, of in found.committed[0].manifest.dtypes.items()}, notes
 
 
 def _began_with(resume: str, config: object) -> bool:

@@ -7,7 +7,8 @@ A table's own `__post_init__` refuses values that can never work; what depends o
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import fields as dataclass_fields
+from typing import Literal, get_args
 
 STDLIB = "stdlib"  # [data] path: the source code of Python's own standard library
 BYTES = "bytes"  # [data] tokenizer: one token per byte
@@ -133,6 +134,57 @@ class TrainConfig:
             _require(getattr(self, name) >= 0, f"train.{name}", getattr(self, name), "must not be negative")
 
 
+DTypeName = Literal["fp32", "bf16", "fp16", "fp64"]
+
+
+@dataclass(frozen=True)
+class DTypeRule:
+    """An element of dtypes.rules: what holds of the tensors that `pattern` matches; fields left out are not changed."""
+
+    pattern: str = ""
+    """segments joined by dots, of a tensor's name or of a module's: *.mlp.gate; "*" is any number of whole segments"""
+    storage: DTypeName | None = None
+    """of the parameter that the optimizer updates"""
+    compute: DTypeName | None = None
+    """of what a forward sees"""
+    reduce: DTypeName | None = None
+    """of the buffer that gradients accumulate and are reduced in"""
+    save: DTypeName | None = None
+    """of the tensor in an export"""
+    output: DTypeName | None = None
+    """of what a module returns that computes in another dtype than those around it"""
+
+    def __post_init__(self) -> None:
+        _require(any((self.storage, self.compute, self.reduce, self.save, self.output)), "dtypes.rules", self.pattern,
+                 "a rule needs a pattern and at least one of storage, compute, reduce, save, output")  # fmt: skip
+        _require(all(self.pattern.split(".")), "dtypes.rules: pattern", self.pattern,
+                 "give segments joined by dots, such as *.mlp.gate")  # fmt: skip
+
+    @classmethod
+    def parse(cls, text: str) -> DTypeRule:
+        """The rule "PATTERN,FIELD=DTYPE,...", as it is given on a command line."""
+        pattern, *fields = text.split(",")
+        named = dict(each.partition("=")[::2] for each in fields)
+        names = [each.name for each in dataclass_fields(cls)][1:]
+        known = all(name in names and dtype in get_args(DTypeName) for name, dtype in named.items())
+        _require(known, "dtypes.rules", text, f"give PATTERN,FIELD=DTYPE,..., where a field is one of "
+                 f"{', '.join(names)}, and a dtype one of {', '.join(get_args(DTypeName))}")  # fmt: skip
+        return cls(pattern, **named)
+
+    def __str__(self) -> str:
+        """As `parse` takes it."""
+        given = ((each.name, getattr(self, each.name)) for each in dataclass_fields(self)[1:])
+        return ",".join([self.pattern, *(f"{name}={dtype}" for name, dtype in given if dtype)])
+
+
+@dataclass(frozen=True)
+class DTypesConfig:
+    """[dtypes]: exceptions from train.dtype, by the names that `dualpipe dtypes CONFIG` prints."""
+
+    rules: tuple[DTypeRule, ...] = ()
+    """of tensors, as [[dtypes.rules]] in the TOML; on the command line each is PATTERN,FIELD=DTYPE,..."""
+
+
 @dataclass(frozen=True)
 class MemoryConfig:
     """[memory]: what is computed again instead of kept."""
@@ -251,6 +303,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    dtypes: DTypesConfig = field(default_factory=DTypesConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     router: RouterConfig = field(default_factory=RouterConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)

@@ -99,6 +99,7 @@ def test_gradients_are_the_mean_over_the_global_batch(pp, world, name, microbatc
 
 # -- the accumulators
 
+NEWER = hasattr(FSDPModule, "finalize_backward")  # torch 2.15
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
@@ -199,7 +200,11 @@ def fsdp2_alone(rank: int) -> str:
     stage(torch.ones(2, 4)).sum().backward()
     (group,) = fsdp._param_groups(stage)
     weight = group.fsdp_params[0]
-    weight.unsharded_accumulated_grad, weight.unsharded_param.grad = None, torch.ones(4, 4, dtype=torch.bfloat16)
+    if NEWER:
+        weight.unsharded_param.grad, weight.unsharded_param.grad_dtype = None, None
+    else:
+        weight.unsharded_accumulated_grad = None
+    weight.unsharded_param.grad = torch.ones(4, 4, dtype=torch.bfloat16)
     stage.set_requires_gradient_sync(True)
     try:
         group.post_backward()
@@ -208,11 +213,10 @@ def fsdp2_alone(rank: int) -> str:
     return ""
 
 
-@pytest.mark.skipif(hasattr(FSDPModule, "finalize_backward"), reason="FSDP2 of torch 2.15 converts it")
 def test_fsdp2_alone_refuses_a_weight_gradient_that_comes_last():
-    """Why there is a fold: given what torch's own pipeline does, FSDP2 stops at the reduce-scatter."""
+    """Why there is a fold: given what torch's own pipeline does, FSDP2 before 2.15 stops at the reduce-scatter."""
     for message in run_ranks(fsdp2_alone, 2):
-        assert "expects uniform gradient dtype" in message
+        assert message == "" if NEWER else "expects uniform gradient dtype" in message
 
 
 def gradient_bytes(rank: int) -> tuple[int, int, int]:
@@ -286,6 +290,104 @@ def test_unsharded_modules_accumulate_by_the_same_mechanism():
     assert len(found) == 7, "the unused one too"
     for dtype, error in found:
         assert dtype is torch.float32 and error < 1e-6
+
+
+# -- gradients that were left elsewhere, or in the parameters' dtype
+
+LEFT, STEP, MICROBATCHES = 256.0, 1.0, 4  # in bfloat16, 256 + 1 is 256
+
+
+class Scaled(nn.Module):
+    """x * weight + bias, which begins as x: every gradient of a micro-batch is 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(WIDTH)), nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x):
+        return x * self.weight + self.bias
+
+
+class LeavesNarrow(torch.autograd.Function):
+    """x * weight, with a deferred gradient of the weight that puts bfloat16 in the place of whatever is there."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x)
+        ctx.weight = weight
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, dy):
+        (x,), w = ctx.saved_tensors, ctx.weight
+
+        def closure():
+            total = (dy * x).sum(0) if w.grad is None else w.grad + (dy * x).sum(0)
+            w.grad, w.grad_dtype = None, None  # any
+            w.grad = total.to(w.dtype)
+
+        WeightGradStore.current().put(closure)
+        return dy * w.detach(), None
+
+
+class Narrow(Scaled):
+    def forward(self, x):
+        return LeavesNarrow.apply(x, self.weight) + self.bias
+
+
+def backward_by_fsdp2(stage: nn.Module, x: Tensor) -> None:
+    """Outside of a step: FSDP2 keeps the gradient, for a reduction to come, where this torch release does."""
+    stage.set_requires_gradient_sync(False)
+    (LEFT * stage(x).float()).sum().backward()
+
+
+def backward_by_hand(stage: nn.Module, x: Tensor) -> None:
+    """Of gathered parameters, without FSDP2's hooks."""
+    stage.unshard()
+    (LEFT * type(stage).forward(stage, x).float()).sum().backward()
+
+
+def left(rank: int) -> dict[str, tuple]:
+    """What each parameter's reduced gradient is, in which dtype, after gradients that were there before a step."""
+    mesh, alone = init_device_mesh("cpu", (2,)), torch.distributed.new_subgroups(1)[0]
+    x, found = torch.ones(MICROBATCHES, WIDTH, dtype=torch.bfloat16), {}
+
+    def step(pipe: DualPipeV, **options) -> None:
+        pipe.step(x, num_chunks=MICROBATCHES, criterion=lambda a, _: a.float().sum(), labels=(x,), **options)
+
+    def check(name: str, stages: list[nn.Module]) -> None:
+        found[name] = tuple((p.grad.dtype, set(full(p.grad).tolist())) for s in stages for p in s.parameters())
+
+    def built(kind: type[Scaled]) -> tuple[list[nn.Module], DualPipeV]:
+        stages = [fully_shard(kind(), mesh=mesh, mp_policy=BF16) for _ in range(2)]
+        return stages, DualPipeV(stages, process_group=alone)
+
+    for backward in (backward_by_fsdp2, backward_by_hand):
+        for dropped in (False, True):
+            stages, pipe = built(Scaled)
+            for when in ("before the first step", "between steps"):
+                for stage in stages:
+                    backward(stage, x[:1])
+                if dropped:
+                    pipe.zero_grad()
+                step(pipe)
+                check(f"{backward.__name__}, {when}, {'dropped by zero_grad' if dropped else 'then a step'}", stages)
+                pipe.zero_grad()
+    stages, pipe = built(Narrow)
+    for sync in (False, True):
+        step(pipe, sync=sync)
+    check("left in bfloat16 by the last closure of two steps", stages)
+    return found
+
+
+def test_gradients_left_elsewhere_or_in_bf16_are_added_in_fp32_and_reduced_with_the_others():
+    steps = {"then a step": LEFT + MICROBATCHES * STEP, "dropped by zero_grad": MICROBATCHES * STEP,
+             "left in bfloat16 by the last closure of two steps": 2 * MICROBATCHES * STEP}  # fmt: skip
+    for found in run_ranks(left, 2):
+        assert len(found) == 9
+        for name, gradients in found.items():
+            expected = (torch.float32, {steps[name.split(", ")[-1]]})
+            assert gradients == (expected,) * 4, name
 
 
 # -- what FSDP2 is told to do, and when

@@ -20,6 +20,7 @@ from dualpipe.parallel import (
     resolve_dtypes,
     shard,
 )
+from hub import FAMILIES
 from ranks import run_ranks
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
@@ -186,6 +187,86 @@ def test_given_a_pin_that_is_a_string_then_it_is_refused():
 
     with pytest.raises(ValueError, match=r"Wrong.keep_fp32 must be a tuple"):
         resolve(Wrong(2, 2), policy())
+    for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
+        module = nn.Linear(2, 2)
+        setattr(module, attribute, "weight")
+        with pytest.raises(ValueError, match=f"Linear.{attribute} must be a tuple, list or set of names; got 'weight'"):
+            resolve(module, policy())
+
+
+# -- pins of transformers
+
+
+@pytest.mark.parametrize("kind", [tuple, list, set])
+def test_given_transformers_pins_then_they_are_found_anywhere_in_a_name_and_a_rule_comes_first(kind):
+    model = Model()
+    model.layers[0]._keep_in_fp32_modules_strict = kind(["up_proj", "decay*log"])  # of an instance, as after post_init
+    model._keep_in_fp32_modules = kind(["head"])
+    plan = resolve(model, policy(("layers.0.gate_up_proj", FP64)))
+    assert computing_in(plan, FP32) >= {f"layers.{i}.decay.A_log" for i in (0, 1)}
+    assert plan.of("layers.0.gate_up_proj.weight").reason == "rule 'layers.0.gate_up_proj'"
+    assert plan.of("layers.1.gate_up_proj.weight").compute is BF16, "of another instance"
+    assert plan.of("head.weight").compute is BF16, "only of float16"
+    plan = resolve(model, policy(param=torch.float16))
+    assert plan.of("head.weight").reason == "Model._keep_in_fp32_modules 'head'"
+    assert plan.of("layers.0.gate_up_proj.weight").reason == "Mixer._keep_in_fp32_modules_strict 'up_proj'"
+    assert resolve(model, policy(param=FP64)).of("layers.0.gate_up_proj.weight").compute is FP64
+
+
+@pytest.mark.parametrize("model_type", ["gpt_oss", "deepseek_v3", "ernie4_5_moe"])
+def test_given_a_model_of_transformers_then_the_plan_computes_in_what_it_loads(tmp_path, model_type):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = FAMILIES.get(model_type) or FAMILIES["gpt_oss"] | {"moe_num_experts": 4, "moe_k": 2}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **sizes))
+    model.save_pretrained(tmp_path)
+    for dtype in (BF16, torch.float16):
+        plan = resolve(model, policy(param=dtype))
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+        pinned = {name for name, tensor in loaded.state_dict().items() if tensor.dtype is FP32}
+        assert {plan.of(name).compute for name in pinned} <= {FP32}
+        assert computing_in(plan, FP32) & {name for name, _ in loaded.named_parameters()} <= pinned
+        assert pinned or (model_type, dtype) == ("gpt_oss", BF16)
+
+
+# -- what a rule may say besides
+
+
+def test_given_a_rule_then_each_dtype_is_decided_by_itself():
+    rules = (Rule("head", save=FP32), Rule("head.weight", reduce=FP64), Rule("embed", storage=BF16),
+             Rule("layers.0.gate", FP32, storage=FP64), Rule("*.running", storage=FP64))  # fmt: skip
+    plan = resolve(Model(), policy(*rules))
+    assert plan.of("head.weight") == TensorDTypes(
+        FP32, BF16, FP32, "policy; rule 'head', 'head.weight'", reduce=FP64
+    )  # fmt: skip
+    assert plan.reduce_dtype("head.weight") is FP64 and plan.reduce_dtype("embed.weight") is FP32
+    assert plan.of("embed.weight") == TensorDTypes(BF16, BF16, BF16, "policy; rule 'embed'")
+    assert plan.of("layers.0.gate.bias") == TensorDTypes(FP64, FP32, FP32, "rule 'layers.0.gate'")
+    assert plan.of("layers.1.running") == TensorDTypes(FP64, FP64, FP64, "rule '*.running'")
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ([Rule("head", FP32, storage=BF16)], "head.weight is to compute in more than that, fp32, but rule"),
+        ([Rule("*.running", FP32, storage=BF16)], "a buffer or frozen, and is stored as it computes, fp32, but rule"),
+        ([Rule("head", save=FP32), Rule("*", save=BF16)], r"rules disagree on embed|rules disagree on head.weight: "
+         r"'head' \(saved in fp32\) and '\*' \(saved in bf16\)"),
+    ],
+)  # fmt: skip
+def test_given_a_rule_that_contradicts_then_it_is_refused(rules, message):
+    with pytest.raises(ValueError, match=message):
+        resolve(Model(), policy(*rules))
+    with pytest.raises(ValueError, match="names no dtype"):
+        Rule("head")
+
+
+def test_given_a_pattern_that_matches_nothing_then_the_nearest_that_do_are_named():
+    for pattern, nearest in (("gate", "'*.gate'"), ("layers.*.gat.bias", "'layers.*.gate.bias'"), ("Head", "'head'")):
+        with pytest.raises(ValueError, match="matches") as error:
+            resolve(Model(), policy((pattern, FP32)))
+        assert f"{pattern!r} (fp32), nearest: {nearest}" in str(error.value)
+        resolve(Model(), policy((nearest.strip("'"), FP32)))
 
 
 def test_given_names_of_another_library_then_source_dtypes_are_refused():

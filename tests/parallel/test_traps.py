@@ -1,6 +1,6 @@
 """What FSDP2 does by itself where the pipeline, the plan and the optimizer do something else: why they do.
 
-Each test shows the failure on its own. Where a torch release no longer has it, the test says so and skips.
+Each test shows the failure on its own. Where a torch release no longer has it, the test says what that does instead.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from dualpipe.parallel.clipping import clip_grad_norm_
 from ranks import run_ranks
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+NEWER = hasattr(FSDPModule, "finalize_backward")  # torch 2.15
 
 
 def error_of(attempt) -> str:
@@ -47,29 +48,40 @@ def accumulated_twice(rank: int) -> list[float]:
     stage.set_reshard_after_backward(False)
     stage(torch.ones(1, 4)).sum().backward()
     (param,) = (p for group in fsdp._param_groups(stage) for p in group.fsdp_params)
+    if NEWER:
+        before = param.unsharded_param.grad.sum().item()
+        stage(torch.ones(1, 4)).sum().backward()
+        return [before, param.unsharded_param.grad.sum().item()]
     before = param.unsharded_accumulated_grad.sum().item()
     param.unsharded_param.grad = torch.ones(4, 4, dtype=torch.bfloat16)
     param.to_accumulated_grad_if_needed()
     return [before, param.unsharded_accumulated_grad.sum().item()]
 
 
-@pytest.mark.skipif(hasattr(FSDPModule, "finalize_backward"), reason="torch 2.15 has no accumulator of its own")
 def test_given_a_second_gradient_then_fsdp2s_accumulator_is_replaced():
-    """Adding is another call, which must come first; ours is `.grad`, to which everything adds."""
-    for before, after in run_ranks(accumulated_twice, 2):
-        assert before == after == 16.0, "the first gradient is lost"
+    """Adding is another call, which must come first; ours is `.grad`, to which everything adds. So is torch 2.15's."""
+    for found in run_ranks(accumulated_twice, 2):
+        assert found == ([16.0, 32.0] if NEWER else [16.0, 16.0])
+
+
+class Mixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(4, 4), nn.Linear(4, 4).bfloat16()
+
+    def forward(self, x):
+        return self.narrow(self.wide(x).bfloat16())
 
 
 def mixed_storage(rank: int) -> str:
-    stage = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).bfloat16())
-    fully_shard(stage, mesh=init_device_mesh("cpu", (2,)))
-    return error_of(lambda: stage(torch.ones(2, 4)))
+    stage = fully_shard(Mixed(), mesh=init_device_mesh("cpu", (2,)))
+    return error_of(lambda: stage(torch.ones(2, 4)).sum().backward())
 
 
 def test_given_parameters_of_two_dtypes_then_the_first_forward_fails():
-    """Not so in torch 2.15, which groups them; `resolve_dtypes` groups them, or refuses, before anything is sharded."""
+    """`resolve_dtypes` groups them, or refuses, before anything is sharded."""
     for message in run_ranks(mixed_storage, 2):
-        assert "expects uniform original parameter dtype" in message or hasattr(FSDPModule, "finalize_backward")
+        assert "expects uniform original parameter dtype" in message
 
 
 def other_meshes(rank: int) -> tuple[str, str, float]:
@@ -131,4 +143,4 @@ def cast_late(rank: int) -> tuple[str, str]:
 def test_given_a_cast_after_the_first_forward_then_fsdp2_does_not_follow():
     for early, late in run_ranks(cast_late, 2):
         assert early == "torch.bfloat16"
-        assert late != "torch.bfloat16" or hasattr(FSDPModule, "finalize_backward")
+        assert late.startswith("RuntimeError: Expected out tensor to have dtype")

@@ -7,11 +7,16 @@ import re
 import pytest
 import torch
 
-from dualpipe.nn import Router
-from dualpipe.train import model, parity
-from dualpipe.train.config import load_config
+from dualpipe.nn import Router, linear
+from dualpipe.nn.accumulate import add_grad
+from dualpipe.parallel.mesh import build_mesh
+from dualpipe.train import model, parity, parity_bf16
+from dualpipe.train.config import fit_world, load_config
+from dualpipe.train.job import Job
 from dualpipe.train.launch import RankInfo
 from dualpipe.train.parity import difference
+from hub import FAMILIES
+from ranks import run_ranks
 
 ALONE = RankInfo(0, 1, 0, 1)
 
@@ -173,6 +178,81 @@ def test_an_error_in_a_zero_gradient_fails_from_a_few_eps_on(one_expert, monkeyp
     for share, failed in ((0.2 * eps, 0), (3 * eps, 1)):
         monkeypatch.setattr(parity, "pipelined_step", added(share)(right))
         assert run(one_expert / "run.toml", dtype=dtype) == failed
+
+
+# -- bfloat16
+
+
+def test_bf16_passes_and_prints_both_errors(run_toml, capsys):
+    assert run(run_toml, *TERMS, "--router.balance_level", "global", dtype="bf16") == 0
+    out = capsys.readouterr().out
+    errors = re.search(r"([\d.e-]+) pipelined, ([\d.e-]+) unpipelined: ([\d.]+) times", out)
+    pipelined, unpipelined, times = errors.groups()
+    assert 1e-3 < float(pipelined) < 0.05 and float(unpipelined) == pytest.approx(float(pipelined), rel=0.5)
+    assert float(times) == pytest.approx(1, abs=0.5) and "parity passed: all 50 within" in out
+    with pytest.raises(ValueError, match=r"--tolerance 0.1: that of bf16 is derived"):
+        run(run_toml, dtype="bf16", tolerance=0.1)
+
+
+def rounded_sums(monkeypatch):
+    """Weight gradients are accumulated in bfloat16, in buffers that are float32."""
+
+    def add(param, grad):
+        add_grad(param, grad)
+        param.grad.copy_(param.grad.bfloat16())
+
+    monkeypatch.setattr(linear, "add_grad", add)
+
+
+def one_lost(monkeypatch):
+    """One weight's gradient of one of four micro-batches."""
+    right, weight_grad, calls = parity.pipelined_step, linear._weight_grad, []
+
+    def losing(weight, dy, x):
+        calls.append(weight.shape)
+        return weight_grad(weight, dy, x) * (calls.count((32, 32)) != 5)
+
+    def step(*arguments):
+        monkeypatch.setattr(linear, "_weight_grad", losing)
+        losses = right(*arguments)
+        monkeypatch.setattr(linear, "_weight_grad", weight_grad)
+        return losses
+
+    monkeypatch.setattr(parity, "pipelined_step", step)
+
+
+def all_lost(monkeypatch):
+    """Of all micro-batches."""
+    monkeypatch.setattr(parity, "pipelined_step", missing_gradient(parity.pipelined_step))
+
+
+@pytest.mark.parametrize("planted", [rounded_sums, one_lost, all_lost])
+def test_bf16_fails_where_a_gradient_is_lost_or_accumulated_in_bf16(run_toml, capsys, monkeypatch, planted):
+    planted(monkeypatch)
+    assert run(run_toml, dtype="bf16") == 1
+    failed = re.sub(r"\s+", " ", capsys.readouterr().out).split("parity FAILED: ")[1]
+    assert "weight is not the sum of its micro-batches' gradients" in failed
+    assert ("times as far from float64" in failed) == (planted is not rounded_sums)
+
+
+def bf16_on_ranks(rank, toml, runs):
+    """The exit status of each run, by all ranks."""
+    statuses, cpu, group = [], torch.device("cpu"), torch.distributed.group.WORLD
+    for options in runs:
+        config = fit_world(load_config(toml, options), 4)
+        job = Job(rank, 4, cpu, group, build_mesh(config.parallel.pp, config.parallel.dp, config.parallel.ep, cpu))
+        statuses.append(parity_bf16.report(config, job, worst=3))
+    return statuses
+
+
+def test_bf16_of_every_family_over_fsdp2_and_expert_parallel_ranks(run_toml):
+    """FSDP2 over two ranks, with experts over two, of one pipeline; and of two with experts over two."""
+    runs = [["--parallel.pp", "2", "--parallel.ep", "2", *TERMS]]
+    for family in ("gpt_oss", "deepseek_v2", "deepseek_v3"):
+        (run_toml.parent / f"{family}.json").write_text(json.dumps(FAMILIES[family] | {"model_type": family}))
+        runs.append(["--parallel.pp", "1", "--parallel.dp", "2", "--parallel.ep", "2", "--train.num_chunks", "3",
+                     "--model.config", str(run_toml.parent / f"{family}.json")])  # fmt: skip
+    assert run_ranks(bf16_on_ranks, 4, str(run_toml), runs, timeout=120) == [[0] * len(runs)] * 4
 
 
 def test_difference():

@@ -1,0 +1,217 @@
+"""`dualpipe parity --dtype bf16`: are gradients of the pipelined bfloat16 model as good as the unpipelined one's?
+
+A sum that is cut differently is rounded differently, so the two models differ by percents and neither is right. What
+can be asked all the same:
+
+    rounding       against a float64 model with the same weights, the errors of all gradients together are at most 1.5
+                   times those of the unpipelined bfloat16 model, and those of one tensor 2.5 times. Measured over seeds
+                   and layouts: 0.7 to 1.2 times, and up to 1.9. One rounding of the tensor itself, 2^-9, is let pass.
+    accumulation   the gradient of the step is the sum of those of its micro-batches, each stepped by itself and added
+                   in float64. A micro-batch has the same bits in both, so they differ by the additions alone: each
+                   rounds by 2^-24 of what is added, and there are one for a micro-batch and two for a replica.
+
+The first sees what is wrong in every micro-batch; the second, a thousand times as sharp, what goes wrong between them:
+a gradient that is lost, or accumulated in bfloat16. Routes are fixed, as with router.balanced: a choice of experts that
+rounding turns would move everything behind it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+from dualpipe import Pipeline
+from dualpipe.nn.accumulate import local
+from dualpipe.nn.router_set import RouterSet
+from dualpipe.parallel.precision import DTypePlan
+from dualpipe.schedule import build
+from dualpipe.train import parity
+from dualpipe.train.config import Config
+from dualpipe.train.job import Job
+from dualpipe.train.model import (
+    Model,
+    build_model,
+    build_whole,
+    micro_batch_loss,
+    plan_model,
+    read_model_config,
+    rules_of,
+)
+from dualpipe.train.routers import build_routers
+
+TOGETHER, SINGLE = 1.5, 2.5  # times the unpipelined model's error
+BF16 = torch.bfloat16
+
+
+class Rounding(NamedTuple):
+    """How far a tensor is from float64: errors and the norm of what they are errors of."""
+
+    name: str
+    shape: tuple[int, ...]
+    norm: float
+    pipelined: float
+    unpipelined: float
+
+    @property
+    def excess(self) -> float:
+        """The pipelined error over the unpipelined, or over one rounding; NaN for NaN."""
+        return self.pipelined / (max(self.unpipelined, 2**-9 * self.norm) or 1.0)
+
+
+class Accumulation(NamedTuple):
+    """How far a rank's part of a gradient is from the sum of its micro-batches', relative, and how far it may be."""
+
+    name: str
+    relative: float
+    allowed: float
+
+
+def report(config: Config, job: Job, worst: int) -> int:
+    """Compare, print on rank 0, and return its exit status: 1 where a bound is exceeded."""
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)  # attention's backward: the same bits twice
+    try:
+        found = compare(config, job)
+    finally:
+        torch.use_deterministic_algorithms(deterministic)
+    rounding, accumulation = (parity._collect(each, job) for each in found)
+    if job.rank:
+        return 0
+    p = config.parallel
+    _print(rounding, accumulation, worst, f"{p.schedule}, pp {p.pp}, dp {p.dp}, ep {p.ep}, bf16")
+    gradients = [each for each in rounding if "loss" not in each.name]
+    norm, ours, own = (math.hypot(*column) for column in zip(*(each[2:] for each in gradients)))
+    largest = max(rounding, key=lambda each: parity._badness(each.excess))
+    last = max(accumulation, key=lambda each: parity._badness(each.relative / each.allowed))
+    failed = [f"{each.name} is {each.excess:.2f} times as far from float64" for each in (largest,)
+              if not each.excess <= SINGLE]  # fmt: skip
+    failed += [] if ours <= TOGETHER * own else ["all gradients together are further from float64"]
+    failed += [f"{each.name} is not the sum of its micro-batches' gradients" for each in (last,)
+               if not each.relative <= each.allowed]  # fmt: skip
+    print(f"error of all gradients together, relative to float64: {ours / norm:.2e} pipelined, {own / norm:.2e} "
+          f"unpipelined: {ours / own:.2f} times (allowed: {TOGETHER}), of a tensor up to {largest.excess:.2f} "
+          f"({SINGLE})\nerror of accumulation: up to {last.relative:.1e} (allowed: {last.allowed:.1e})")  # fmt: skip
+    print(f"parity FAILED: {'; '.join(failed)}" if failed else f"parity passed: all {len(rounding)} within")
+    return 1 if failed else 0
+
+
+def compare(config: Config, job: Job) -> tuple[list[Rounding], list[Accumulation]]:
+    """One step against float64 and against its micro-batches; complete when all ranks' are put together."""
+    config = dataclasses.replace(config, router=dataclasses.replace(config.router, balanced=True))
+    model_config, p, train = read_model_config(config), config.parallel, config.train
+    common = {"seed": train.seed, "device": job.device}
+    rules = rules_of(config)
+    unstored = [dataclasses.replace(rule, storage=None) for rule in rules if rule.given.keys() != {"storage"}]
+    plan = plan_model(model_config, BF16, replicas=p.replicas, rules=rules)
+    model = build_model(
+        model_config, build(p.schedule, p.pp, train.num_chunks), job.rank_along("pp"), dtype=BF16, mesh=job.mesh,
+        recompute=config.memory.recompute, layers_per_stage=p.layers_per_stage, plan=plan, **common,
+    )  # fmt: skip
+    pipeline = Pipeline(model.stages, process_group=job.group_along("pp"), schedule=p.schedule, overlap=p.overlap)
+    routers = build_routers(config, model.stages, group=job.group, device=job.device)
+    problem = parity._random_problem(config, model_config.vocab_size, job.device)
+    part = problem.part(job.replica, p.replicas)
+    for _ in range(parity._steps_of(config)):
+        pipeline.zero_grad()
+        with routers.step():
+            loss = parity.pipelined_step(model, pipeline, part)
+    found = {name: parity._gradient(param).cpu() for name, param in _parameters(model.stages).items()}
+    metrics = _losses(routers)
+    kept = {name: _local_gradient(param).clone() for name, param in _parameters(model.stages).items()}
+    with routers.step():
+        accumulation = _accumulation(kept, model, pipeline, part, p.replicas)
+
+    # One whole model after the other, and of each what this rank compares: two would not fit where one does.
+    def run(whole: nn.Module) -> dict[str, Tensor]:
+        of_whole = build_routers(config, [whole], group=None, device=job.device, whole=True)
+        for _ in range(parity._steps_of(config)):
+            whole.zero_grad()
+            with of_whole.step():
+                losses = parity.unpipelined_step(whole, problem).tensor_split(p.replicas)[job.replica] * p.replicas
+        gradients = {name: param.grad.cpu() for name, param in _parameters([whole]).items() if name in found}
+        return gradients | _losses(of_whole) | {"loss": losses.cpu()}
+
+    whole = build_whole(model_config, dtype=BF16, plan=plan_model(model_config, BF16, replicas=1, rules=unstored),
+                        **common)  # fmt: skip
+    unpipelined, state = run(whole), {name: tensor.cpu() for name, tensor in whole.state_dict().items()}
+    del whole
+    exact_model = build_whole(model_config, dtype=torch.float64, **common)
+    exact_model.load_state_dict(state)
+    exact = run(exact_model)
+    if job.replica:  # pipeline 0 has the same gradients
+        found.clear()
+    if job.rank == 0:  # metrics are the same on all ranks
+        found |= metrics
+    if loss is not None and job.replica == 0:
+        found["loss"] = loss.cpu()
+    return [_rounding(name, found[name], unpipelined[name], exact[name]) for name in found], accumulation
+
+
+def _rounding(name: str, pipelined: Tensor, unpipelined: Tensor, exact: Tensor) -> Rounding:
+    errors = (float((value.double() - exact).norm()) for value in (pipelined, unpipelined))
+    return Rounding(name, tuple(exact.shape), float(exact.norm()), *errors)
+
+
+def _parameters(stages: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
+    return {name: param for stage in stages for name, param in stage.named_parameters() if param.requires_grad}
+
+
+def _local_gradient(param: nn.Parameter) -> Tensor:
+    return torch.zeros_like(local(param.detach())) if param.grad is None else local(param.grad)
+
+
+def _losses(routers: RouterSet) -> dict[str, Tensor]:
+    return {name: value.cpu() for name, value in routers.metrics().items() if name.endswith("_loss")}
+
+
+def _accumulation(
+    found: dict[str, Tensor], model: Model, pipeline: Pipeline, problem: parity.Problem, replicas: int
+) -> list[Accumulation]:  # fmt: skip
+    """This rank's part of the gradients of a step against the sum of its micro-batches'."""
+    count = problem.num_chunks
+    sums = {name: torch.zeros_like(grad, dtype=torch.float64) for name, grad in found.items()}
+    sizes = {name: torch.zeros_like(total) for name, total in sums.items()}
+    for tokens, targets in zip(problem.tokens.tensor_split(count), problem.targets.tensor_split(count)):
+        pipeline.zero_grad()
+        pipeline.step(
+            *((tokens,) if model.has_first else ()), num_chunks=1,
+            criterion=micro_batch_loss(count) if model.has_last else None, labels=(targets,) if model.has_last else (),
+        )  # fmt: skip
+        for name, param in _parameters(model.stages).items():
+            gradient = _local_gradient(param).double()
+            sums[name] += gradient
+            sizes[name] += gradient.abs()
+    unit = partial(_unit_roundoff, model.plan, sharded=replicas > 1)
+    return [
+        Accumulation(name, float((grad - sums[name]).norm() / (sizes[name].norm() or 1.0)),
+                     (count + 2 * replicas) * unit(name))
+        for name, grad in found.items()
+    ]  # fmt: skip
+
+
+def _unit_roundoff(plan: DTypePlan, name: str, *, sharded: bool) -> float:
+    """Of the dtype that gradients accumulate in, or of the narrower one that FSDP2 hands them out in."""
+    dtypes = [plan.reduce_dtype(name), *([plan.of(name).storage] if sharded else [])]
+    return max(torch.finfo(dtype).eps for dtype in dtypes) / 2
+
+
+def _print(rounding: list[Rounding], accumulation: list[Accumulation], worst: int, title: str) -> None:
+    table = Table(title=f"Largest errors against float64 ({title})")
+    for column in ("tensor", "shape", "pipelined", "unpipelined", "accumulation"):
+        table.add_column(column, justify="right" if column not in ("tensor", "shape") else "left", overflow="fold")
+    added: dict[str, float] = {}
+    for each in accumulation:
+        added[each.name] = max(added.get(each.name, 0.0), each.relative)
+    for each in sorted(rounding, key=lambda each: parity._badness(each.excess), reverse=True)[:worst]:
+        errors = (f"{error / (each.norm or 1.0):.2e}" for error in (each.pipelined, each.unpipelined))
+        of_sum = f"{added[each.name]:.2e}" if each.name in added else "-"
+        table.add_row(each.name, str(each.shape), *errors, of_sum)
+    Console().print(table)

@@ -1,0 +1,234 @@
+"""`dualpipe dtypes` prints the plan that `dualpipe train` runs: held against the tensors that it makes."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dualpipe import cli
+from dualpipe.parallel import DTypePlan, DTypePolicy, TensorDTypes, assert_contract, checkpoint_dtypes
+from dualpipe.parallel.contract import ContractError
+from dualpipe.parallel.mesh import build_mesh
+from dualpipe.parallel.sharding import dtype_of
+from dualpipe.train.config import fit_world, load_config
+from dualpipe.train.job import Job
+from dualpipe.train.loop import Run
+from dualpipe.train.resume import Saver
+from hub import FAMILIES, TINY, read_all, rewrite, save_qwen
+from ranks import run_ranks
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = sorted((ROOT / "examples").glob("*.toml"))
+BF16, FP32 = torch.bfloat16, torch.float32
+SMALL = ["--parallel.device", "cpu", "--train.steps", "1", "--train.sequence_length", "8", "--train.num_chunks", "4",
+         "--train.micro_batch_size", "1", "--train.eval_interval", "0", "--train.eval_batches", "0"]  # fmt: skip
+
+
+@pytest.fixture
+def printed(capsys):
+    """The plan that `dualpipe dtypes *arguments` prints, as text and as far as it can be read."""
+
+    def run(*arguments):
+        capsys.readouterr()
+        assert cli.main(["dtypes", *map(str, arguments)]) == 0, capsys.readouterr().err
+        text = capsys.readouterr().out
+        return text, read(text)
+
+    return run
+
+
+def read(text):
+    tensors = {}
+    for line in text.splitlines()[1:]:
+        name, storage, compute, reduce, save, reason = line.split(maxsplit=5)
+        dtypes = TensorDTypes(dtype_of(storage), dtype_of(compute), dtype_of(save), reason,
+                              reduce=None if reduce == "-" else dtype_of(reduce))  # fmt: skip
+        layers = re.search(r"(?<=\.)\d[\d,-]*(?=\.)", name)
+        for part in layers[0].split(",") if layers else [None]:
+            first, _, last = (part or "0").partition("-")
+            for layer in range(int(first), int(last or first) + 1):
+                tensors[name if part is None else name.replace(layers[0], str(layer), 1)] = dtypes
+    return DTypePlan(DTypePolicy(BF16, FP32, BF16), tensors)
+
+
+def trained(toml, options, plan):
+    """Train a step on this rank and compare with the plan; the names that the rank has."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    config = fit_world(load_config(toml, options), world)
+    p = config.parallel
+    cpu, mesh = torch.device("cpu"), None
+    if world > 1:
+        mesh = build_mesh(p.pp, p.dp, p.ep, cpu)
+    job = Job(dist.get_rank() if mesh else 0, world, cpu, dist.group.WORLD if mesh else None, mesh)
+    with Saver(config, job, lambda line: None) as saver:
+        run = Run(config, job, saver)
+        saver.resume(run.state)
+        stages = run.model.stages
+        assert_contract(stages, plan, run=lambda: run._step(0, iter(run.loader)))
+        return [name for stage in stages for name in stage.state_dict()]
+
+
+def trained_as(rank, *arguments):
+    return trained(*arguments)
+
+
+def all_trained(rank, runs):
+    """For each (toml, options, plan), the names of all ranks, or what differs on this one."""
+    found = []
+    for toml, options, plan in runs:
+        try:
+            names = trained(toml, options, plan)
+        except ContractError as error:
+            return f"{toml} {options}: {error}"
+        everywhere = [[]] * dist.get_world_size()
+        dist.all_gather_object(everywhere, names)
+        found.append(sorted({name for names in everywhere for name in names}))
+    return found
+
+
+def shrunken(config, folder):
+    """The same model in small: its families' features, but not their sizes."""
+    values = json.loads((ROOT / "examples" / config).read_text())
+    small = {"qwen3_moe": TINY | {"mlp_only_layers": values.get("mlp_only_layers")}, **FAMILIES}[values["model_type"]]
+    layers, depth = values["num_hidden_layers"], small["num_hidden_layers"]
+    values = {key: value[:depth] if isinstance(value, list) and len(value) == layers else value
+              for key, value in values.items()} | small | {"vocab_size": 257}  # fmt: skip
+    for key in ("quantization_config", "experts_per_token"):
+        values.pop(key, None)
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(values))
+    return folder / "config.json"
+
+
+RULES = ["--dtypes.rules", "*.mlp.gate,compute=fp32", "lm_head,reduce=bf16,save=fp32", "embed_tokens,storage=bf16",
+         "*.o_proj,compute=fp32,output=bf16"]  # fmt: skip
+
+
+def test_the_printed_plan_is_that_of_the_tensors_that_train_makes(tmp_path, printed):
+    """Every example, with its own dtypes and recomputation, at pp 2 x ep 2; one of them with rules as well."""
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text("the cat sat on the mat. " * 200)
+    runs = []
+    for toml in EXAMPLES:
+        config = re.search(r'^config = "(.*)"', toml.read_text(), re.M)[1]
+        options = ["--model.config", str(shrunken(config, tmp_path / toml.stem)), "--data.path", str(tmp_path / "text"),
+                   "--data.validation_fraction", "0", "--output.dir", str(tmp_path / "out"), "--parallel.pp", "2",
+                   "--parallel.ep", "2", *SMALL]  # fmt: skip
+        rules = [*RULES, "--train.dtype", "bf16"] if toml.stem == "tiny-cpu" else []
+        both = [options, options + rules] if rules else [options]
+        runs += [(str(toml), each, printed(toml, *each)[1]) for each in both]
+    assert len(runs) == 9
+    for found in run_ranks(all_trained, 4, runs, timeout=120):
+        assert [*map(len, found)] == [len(plan.tensors) for _, _, plan in runs], found
+        assert all(set(names) == plan.tensors.keys() for names, (_, _, plan) in zip(found, runs))
+    ruled = runs[-1][2]
+    assert ruled.of("layers.2.mlp.gate.weight").compute is FP32
+    assert (ruled.reduce_dtype("lm_head.weight"), ruled.of("lm_head.weight").save) == (BF16, FP32)
+    assert ruled.of("embed_tokens.weight").storage is BF16
+
+
+# -- checkpoints with float32 parts
+
+
+def mixed_checkpoint(folder):
+    """A bfloat16 checkpoint whose router of layer 1, and one head, are float32."""
+    save_qwen(folder, dtype=BF16, vocab_size=257)
+    tensors = read_all(folder)
+    for name in ("model.layers.1.mlp.gate.weight", "lm_head.weight"):
+        tensors[name] = tensors[name].float()
+    rewrite(folder, tensors)
+    return folder
+
+
+def test_what_a_checkpoint_keeps_in_float32_is_printed_computed_and_resumed(run_folder, tmp_path, printed, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    options = ["--model.config", "", "--init.from_hf", str(mixed_checkpoint(tmp_path / "hub")), "--train.dtype", "bf16",
+               "--data.path", str(run_folder / "text"), "--parallel.pp", "1", *SMALL]  # fmt: skip
+    rules = ["--dtypes.rules", "layers.2.input_layernorm,compute=fp32", "layers.3.mlp.gate,save=fp32"]
+    toml, fp32 = run_folder / "run.toml", {"layers.1.mlp.gate.weight", "lm_head.weight"}
+
+    def kept(plan, what):
+        return {name for name, dtypes in plan.tensors.items() if getattr(dtypes, what) is FP32}
+
+    text, plan = printed(toml, *options, "--parallel.ep", "2")
+    assert kept(plan, "compute") == fp32 and kept(plan, "storage") == plan.tensors.keys()
+    assert "layers.1.mlp.gate.weight" in text and "fp32 in a lower-precision checkpoint" in text
+    assert all(map(len, run_ranks(trained_as, 2, str(toml), [*options, "--parallel.ep", "2"], plan)))
+    text, plan = printed(toml, *options)
+    assert kept(plan, "storage") == fp32, "one replica stores what it computes in"
+    assert len(trained(str(toml), options, plan)) == len(plan.tensors)
+
+    # A run with rules saves a checkpoint. It goes on in the dtypes that it had, without the rules too.
+    saves = ["--checkpoint.interval", "1", "--export.to_hf", "exported"]
+    assert cli.main(["train", str(toml), *options, *rules, *saves]) == 0
+    exported = kept_on_disk(tmp_path / "exported")
+    assert exported == {"model.layers.1.mlp.gate.weight", "model.layers.2.input_layernorm.weight", "lm_head.weight",
+                        "model.layers.3.mlp.gate.weight"}  # fmt: skip
+    with_rules, without = printed(toml, *options, *rules)[1], printed(toml, *options)[1]
+    assert kept(with_rules, "compute") == kept(without, "compute") == fp32 | {"layers.2.input_layernorm.weight"}
+    assert "layers.3.mlp.gate.weight" in kept(with_rules, "save") - kept(without, "save")
+    assert kept(printed(toml, *options, "--checkpoint.resume", "never")[1], "compute") == fp32
+    assert len(trained(str(toml), options, without)) == len(without.tensors)
+
+
+def kept_on_disk(folder):
+    dtypes = checkpoint_dtypes(folder)
+    assert set(dtypes.values()) == {BF16, FP32}
+    return {name for name, dtype in dtypes.items() if dtype is FP32}
+
+
+# -- rules, and their document
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--dtypes.rules", "*.mlp.gat,compute=fp32"], "matches '*.mlp.gat' (fp32), nearest: '*.mlp.gate'"),
+        (["--dtypes.rules", "*.mlp.gate,comput=fp32"], "give PATTERN,FIELD=DTYPE,..., where a field is one of storage"),
+        (["--dtypes.rules", "lm_head"], "a rule needs a pattern and at least one of storage, compute"),
+        (["--dtypes.rules", "lm_head,storage=bf16", "--train.dtype", "fp32"], "to compute in more than that, fp32"),
+        (["--dtypes.rules", "lm_head,storage=fp32", "--train.dtype", "bf16"], "which only a sharded module can"),
+        (["--dtypes.rules", "lm_head,save=fp32", "*,save=bf16"], "rules disagree on lm_head.weight: 'lm_head' (saved"),
+    ],
+)  # fmt: skip
+def test_a_rule_that_cannot_be_is_one_line(run_folder, monkeypatch, capsys, options, message):
+    monkeypatch.chdir(run_folder)
+    assert cli.main(["train", "run.toml", "--output.dir", "none", "--parallel.pp", "1", *SMALL, *options]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_a_rule_for_another_ranks_stage_is_none_of_its_business(run_folder, tmp_path, printed):
+    """Each of these matches on one of two pipeline ranks only."""
+    options = ["--dtypes.rules", "lm_head,compute=fp32", "layers.1.mlp.gate,compute=fp32", "--train.dtype", "bf16",
+               "--output.dir", str(tmp_path), *SMALL]  # fmt: skip
+    plan = printed(run_folder / "run.toml", *options)[1]
+    first, second = run_ranks(trained_as, 2, str(run_folder / "run.toml"), options, plan)
+    assert sorted(first + second) == sorted(plan.tensors)
+
+
+def test_the_document_shows_what_is_printed(printed, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    text = (ROOT / "docs" / "dtypes.md").read_text()
+    program, = re.findall(r"```python\n(.*?)```", text, re.S)
+    of_program, of_command = re.findall(r"```text\n(.*?)```", text, re.S)
+    exec(compile(program, "docs/dtypes.md", "exec"), {"__name__": "document"})
+    assert capsys.readouterr().out == of_program
+    command, = re.findall(r"^    dualpipe dtypes (.*)", text, re.M)
+    arguments = shlex.split(command)
+    assert printed(*arguments, "--checkpoint.resume", "never")[0] == of_command
+    rules = re.search(r"```toml\n(.*?)```", text, re.S)[1]
+    assert load_config_of(rules) == load_config(arguments[0], arguments[1:]).dtypes
+
+
+def load_config_of(toml):
+    import tomllib
+
+    from dualpipe.train.config import _table
+    from dualpipe.train.tables import DTypesConfig
+
+    return _table(DTypesConfig, tomllib.loads(toml)["dtypes"], where="document")
