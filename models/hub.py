@@ -6,6 +6,7 @@ Dimension letters: E experts, I expert intermediate, H hidden.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from os import PathLike
@@ -31,6 +32,9 @@ _YARN = {
     "beta_slow": "beta_slow", "attention_factor": "attention_factor", "mscale": "mscale",
     "mscale_all_dim": "mscale_all_dim", "truncate": "truncate",
 }  # fmt: skip
+
+# config.json's names for how many layers for multi-token prediction (MTP) are behind the others.
+MTP_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
 
 _POSITIVE = ("rope_theta", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
 
@@ -161,9 +165,20 @@ class HubConfig:
             return [[whole(name, shape)]]
         return [[whole("model.embed_tokens.weight" if name == "lm_head.weight" else f"model.{name}", shape)]]
 
+    @property
+    def carried_layers(self) -> range:
+        """Layers that are on the hub and not here, those for multi-token prediction: `save_hf` takes them along."""
+        return range(0)
+
+    def carried_layer(self, name: str) -> int | None:
+        """Which one of these layers a tensor on the hub belongs to; None for all others."""
+        found = re.match(r"model\.layers\.(\d+)\.", name)
+        return int(found[1]) if found is not None and int(found[1]) in self.carried_layers else None
+
     def ignored_on_hub(self, name: str) -> bool:
         """Whether a checkpoint may have this tensor although the model does not."""
-        return name.endswith("rotary_emb.inv_freq") or (self.tie_word_embeddings and name == "lm_head.weight")
+        tied = self.tie_word_embeddings and name == "lm_head.weight"
+        return tied or name.endswith("rotary_emb.inv_freq") or self.carried_layer(name) is not None
 
 
 def _fits(value: Any, kind: Any, least: int) -> bool:

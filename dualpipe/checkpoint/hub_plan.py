@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import torch
 
-from dualpipe.checkpoint.hub_files import Header, raise_for
+from dualpipe.checkpoint.hub_files import Header, TensorInfo, raise_for
 from dualpipe.checkpoint.quantized import At, Mxfp4, Stored, find_stored
 from dualpipe.models import HubConfig, build_stages
 from dualpipe.models.hub import Part
@@ -287,6 +287,17 @@ def check_header(config: HubConfig, header: Header, block: tuple[int, int] | Non
     unexpected = [name for name in header if name not in search.used and not config.ignored_on_hub(_plain(name))]
     raise_for(f"the checkpoint does not fit the model ({config.model_type}):", search.problems(header, unexpected))
     return search.found
+
+
+def carried(config: HubConfig, header: Header) -> dict[str, TensorInfo]:
+    """What an export takes along of a checkpoint as it is: the layers for multi-token prediction that it announces.
+
+    If one of them is missing, none behind it: config.json can say only how many there are.
+    """
+    layer_of = {name: config.carried_layer(name) for name in header}
+    layers = config.carried_layers
+    stop = next((layer for layer in layers if layer not in layer_of.values()), layers.stop)
+    return {name: header[name] for name, layer in layer_of.items() if layer is not None and layer < stop}
 
 
 def shapes_of(tensors: Mapping[str, OurTensor]) -> dict[str, tuple[int, ...]]:
