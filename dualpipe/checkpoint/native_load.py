@@ -113,9 +113,9 @@ def _read_groups(
     path: Path, stored: Mapping[str, StoredTensor], fitting: Mapping[str, Part], states: Mapping[str, ParameterState]
 ) -> None:
     """Of torch's optimizers the hyperparameters, which must fit the groups before anything is changed."""
-    names = [f"{name}/{VALUES}" for name in states]
-    read_parts(path, stored, {name: fitting[name] for name in names if name in fitting})
-    check_groups(states)
+    if values := {name: part for name in states if (part := fitting.get(f"{name}/{VALUES}")) is not None}:
+        read_parts(path, stored, {f"{name}/{VALUES}": part for name, part in values.items()})
+        check_groups(states)
 
 
 def _writable(parts: dict[str, Part]) -> dict[str, Part]:

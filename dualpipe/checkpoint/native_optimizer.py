@@ -55,6 +55,7 @@ class ParameterState:
 
     def place(self, stored: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
         """What a checkpoint with these tensors of the parameter is to be read into. The values are always wanted."""
+        self._read = {}
         self._placed = {key: self._like(key, entry) for key, entry in stored.items()}
         return {VALUES: torch.empty(0, dtype=torch.uint8)} | self._placed
 
