@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
+from reprlib import repr as brief
 from typing import Any
 
 from dualpipe.models.decoder import Stage, build_stages
 from dualpipe.models.deepseek import DeepseekV2Config, DeepseekV3Config
 from dualpipe.models.gpt_oss import GptOssConfig
-from dualpipe.models.hub import HubConfig
+from dualpipe.models.hub import HubConfig, parse_json
 from dualpipe.models.qwen3_moe import Qwen3MoeConfig
 from dualpipe.models.stages import split_layers
 
@@ -33,7 +33,7 @@ def read_config(path: str | PathLike[str]) -> HubConfig:
     if not path.is_file():
         raise ValueError(f"there is no file {path}; give the path of a hub-style config.json")
     try:
-        return config_from_dict(json.loads(path.read_text(encoding="utf-8")))
+        return config_from_dict(parse_json(path.read_text(encoding="utf-8")))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
@@ -44,5 +44,6 @@ def config_from_dict(hub: Mapping[str, Any]) -> HubConfig:
         raise ValueError(f"a JSON object is needed, got {type(hub).__name__}")
     family = next((found for name, found in FAMILIES.items() if name == hub.get("model_type")), None)
     if family is None:
-        raise ValueError(f"model_type {hub.get('model_type')!r} is not one of those supported: {', '.join(FAMILIES)}")
+        given = brief(hub.get("model_type"))
+        raise ValueError(f"model_type {given} is not one of those supported: {', '.join(FAMILIES)}")
     return family.from_dict(hub)

@@ -25,7 +25,8 @@ def run_document(rank, folder, runs):
         os.chdir(f"{folder}/{name}")
         seen = {"__name__": "__main__"}
         exec(compile(text.replace("32, 30", f"32, {count}"), str(DOCUMENT), "exec"), seen)
-        results.append((seen["held_out"], seen["norm"].item(), [local(p).detach().numpy().tobytes() for p in seen["decayed"]]))
+        held = [local(p).detach().numpy().tobytes() for p in seen["decayed"]]
+        results.append((seen["held_out"], seen["norm"].item(), held))
         dist.barrier()
     return results
 

@@ -106,7 +106,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_changed(tmp_path):
     save(tmp_path / "sgd", training_state([module], optimizer), step=1)
     fresh = model()
     joined, before = torch.optim.SGD(fresh.parameters(), lr=5.0), copy.deepcopy(fresh.state_dict())
-    with pytest.raises(ValueError, match=r"\.bias and .*\.weight are in one group of the optimizer, .* different initial_lr, lr:"):
+    with pytest.raises(ValueError, match=r"\.bias and .*\.weight are in one group .* different initial_lr, lr:"):
         load(tmp_path / "sgd", training_state([fresh], joined))
     assert all(torch.equal(tensor, before[name]) for name, tensor in fresh.state_dict().items())
     assert joined.param_groups[0]["lr"] == 5.0 and not joined.state
