@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from dualpipe.checkpoint import Checkpoints, latest, load, save, training_state
+from dualpipe.checkpoint import Checkpoints, load, save, training_state
 from dualpipe.checkpoint.command_native import show
 from dualpipe.checkpoint.native_folder import read_manifest
 from dualpipe.checkpoint.native_read import read_stored
@@ -203,6 +203,17 @@ def four(rank, folder):
     fill(stages, optimizer)
     with Checkpoints(f"{folder}/hsdp", mesh) as checkpoints:
         checkpoints.save(training_state(stages, optimizer), step=1)
+        rows = torch.arange(5.0).view(5, 1)  # a state of another shape, as optimizers that keep sums of rows have
+        own = optimizer.state[stages[0][0].weight]
+        own["rows"] = distribute_tensor(rows, mesh, [Replicate(), Shard(0)])
+        checkpoints.save_async(training_state(stages, optimizer), step=2)
+        checkpoints.wait()
+        own["rows"] = torch.zeros(3, 1)
+        said["state"] = refusal(lambda: checkpoints.save(training_state(stages, optimizer), step=3))
+    fresh = [fully_shard(sequential(), mesh=mesh)]
+    other = sgd(fresh)
+    load(f"{folder}/hsdp", training_state(fresh, other), mesh=mesh)
+    said["rows"] = torch.equal(other.state[fresh[0][0].weight]["rows"].full_tensor(), rows)
     plain, twice = [sequential(rank)], [sequential(rank)]
     for name, p in list(twice[0].named_parameters()):
         module, _, own = name.rpartition(".")
@@ -211,7 +222,7 @@ def four(rank, folder):
     fresh = [fully_shard(sequential(), mesh=mesh)]
     for kind, each in (("plain", plain), ("replicated", twice), ("hsdp", fresh)):
         other = sgd(each)
-        load(f"{folder}/hsdp", training_state(each, other), mesh=mesh)
+        load(f"{folder}/hsdp/step-00000001", training_state(each, other), mesh=mesh)
         said[kind] = wrong(each, other)
         if kind != "hsdp":
             with Checkpoints(f"{folder}/{kind}", mesh) as checkpoints:
@@ -232,17 +243,18 @@ def test_on_four_ranks(tmp_path):
         assert "0.weight has other values on rank 2" in said["ranks"] and "numbers of the stages" in said["ranks"]
         assert "numbers of 4 stages, the model by those of 2" in said["one"] and "same stages alone" in said["one"]
         assert "has other values on rank 1" in said["apart"] and "the mesh has 2 of 4 ranks" in said["part"]
+        assert "keeps 'rows', a plain tensor (3, 1), of a sharded" in said["state"] and said["rows"]
         assert said["v"] == said["plain"] == said["replicated"] == said["hsdp"] == []
     wanted = sum(p.numel() for p in sequential().parameters()) * 2 * 4
     for kind in ("hsdp", "plain", "replicated"):  # once, in whatever form, and to be loaded by one process
-        path = latest(tmp_path / kind)
+        path = tmp_path / kind / "step-00000001"
         sizes = [prod(chunk.sizes) * entry.dtype.itemsize for name, entry in
                  read_stored(path, read_manifest(path).files).items() if not name.endswith("/values")
                  for chunk in entry.chunks]  # fmt: skip
         assert sum(sizes) == wanted and len(sizes) == (16 if kind == "hsdp" else 8)
         alone = [sequential(1)]
         optimizer = sgd(alone, lr=7.0)
-        loaded = load(tmp_path / kind, training_state(alone, optimizer))
+        loaded = load(path, training_state(alone, optimizer))
         assert not wrong(alone, optimizer) and optimizer.param_groups[0]["lr"] == 0.5
         assert not loaded.random_restored and loaded.manifest.layout["shard"] == 2
     assert "replicate 2, shard 2" in next(line for line in show(tmp_path / "hsdp") if line.startswith("layout"))
