@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 from dualpipe.models.decoder import Stage, build_stages
 from dualpipe.models.deepseek import DeepseekV2Config, DeepseekV3Config
 from dualpipe.models.gpt_oss import GptOssConfig
-from dualpipe.models.hub import HubConfig, parse_json
+from dualpipe.models.hub import HubConfig
 from dualpipe.models.qwen3_moe import Qwen3MoeConfig
 from dualpipe.models.stages import split_layers
 
@@ -33,8 +34,8 @@ def read_config(path: str | PathLike[str]) -> HubConfig:
     if not path.is_file():
         raise ValueError(f"there is no file {path}; give the path of a hub-style config.json")
     try:
-        return config_from_dict(parse_json(path.read_text(encoding="utf-8")))
-    except ValueError as error:
+        return config_from_dict(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, RecursionError) as error:  # nested too deeply
         raise ValueError(f"{path}: {error}") from error
 
 

@@ -87,7 +87,7 @@ class HubConfig:
     @classmethod
     def from_json(cls, path: str | PathLike[str]) -> Self:
         """Read a hub `config.json`; raises `ValueError` for what is not supported."""
-        return cls.from_dict(parse_json(Path(path).read_text(encoding="utf-8")))
+        return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
 
     @classmethod
     def from_dict(cls, hub: Mapping[str, Any]) -> Self:
@@ -262,14 +262,6 @@ def rope_fields(hub: Mapping[str, Any]) -> dict[str, Any]:
     if missing := [key for key in ("factor", "original_max_position_embeddings") if key not in scaling]:
         raise ValueError(f"rope_type 'yarn' needs {' and '.join(missing)}")
     return {"rope_theta": theta, "yarn": Yarn(**{_YARN[key]: value for key, value in scaling.items()})}
-
-
-def parse_json(text: str) -> Any:
-    """Raises `ValueError`, which `json.loads` does not for what is nested too deeply."""
-    try:
-        return json.loads(text)
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply to be a configuration") from error
 
 
 def from_hub(config: HubConfig, shapes: Mapping[str, Sequence[int]], hub: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -18,7 +18,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from dualpipe.models.hub import parse_json
 from dualpipe.parallel.contract import torch_dtype
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -53,8 +52,8 @@ def read_json(folder: str | PathLike[str], name: str) -> dict[str, Any]:
     """A JSON object in a file of the checkpoint; raises `ValueError` where it is missing or something else."""
     path = file_within(folder, name)
     try:
-        content = parse_json(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:  # nested too deeply
         raise ValueError(f"{path} is no JSON: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold a JSON object; it holds a {type(content).__name__}")
