@@ -200,8 +200,12 @@ def _memory(args: argparse.Namespace) -> int:
     from dualpipe.train.model import read_model_config
 
     config = load_config(args.config, args.overrides)
-    for line in table(estimate(config, read_model_config(config))):
+    model = read_model_config(config)
+    for line in table(estimate(config, model)):
         print(line)
+    if layers := len(model.carried_layers):
+        print(f"{layers} layer{'s' * (layers > 1)} for multi-token prediction: not trained, so nothing is needed; an "
+              "export carries what its source has")  # fmt: skip
     return 0
 
 
@@ -243,10 +247,14 @@ def _add_hf(commands: argparse._SubParsersAction) -> None:
     text = "write a run's checkpoint, or again one of Hugging Face's, in Hugging Face's form, dequantized"
     export = sub.add_parser("export", help=text, description=text, allow_abbrev=False)
     export.add_argument(
-        "source", metavar="SRC", help="a checkpoint, the directory of a run's, or one with config.json and safetensors"
+        "path", metavar="SRC", help="a checkpoint, the directory of a run's, or one with config.json and safetensors"
     )
     export.add_argument("target", metavar="OUT", help="the directory to make")
     export.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16", help="default: bf16")
+    export.add_argument(
+        "--source", metavar="CHECKPOINT", help="what a run's model was made from: its config.json, tokenizer and "
+        "layers for multi-token prediction go along",
+    )  # fmt: skip
     export.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a file's tensors (default: 5GB)")
     export.set_defaults(run=_hf_export)
 
@@ -273,7 +281,12 @@ def _hf_export(args: argparse.Namespace) -> int:
     from dualpipe.checkpoint.convert import export_checkpoint, is_of_a_run
     from dualpipe.train.model import DTYPES
 
-    write = export_checkpoint if is_of_a_run(args.source) else export
-    write(args.source, args.target, DTYPES[args.dtype], parse_size(args.max_shard_size))
+    how = (args.path, args.target, DTYPES[args.dtype], parse_size(args.max_shard_size))
+    if is_of_a_run(args.path):
+        export_checkpoint(*how, args.source)
+    elif args.source is not None:
+        raise ValueError(f"--source is for a run's checkpoint; {args.path} is one of Hugging Face's, its own source")
+    else:
+        export(*how)
     print(f"{args.target}: written")
     return 0

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
+from reprlib import repr as brief
 from typing import Any
 
 from dualpipe.models.decoder import Stage, build_stages
@@ -34,7 +35,7 @@ def read_config(path: str | PathLike[str]) -> HubConfig:
         raise ValueError(f"there is no file {path}; give the path of a hub-style config.json")
     try:
         return config_from_dict(json.loads(path.read_text(encoding="utf-8")))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # nested too deeply
         raise ValueError(f"{path}: {error}") from error
 
 
@@ -44,5 +45,6 @@ def config_from_dict(hub: Mapping[str, Any]) -> HubConfig:
         raise ValueError(f"a JSON object is needed, got {type(hub).__name__}")
     family = next((found for name, found in FAMILIES.items() if name == hub.get("model_type")), None)
     if family is None:
-        raise ValueError(f"model_type {hub.get('model_type')!r} is not one of those supported: {', '.join(FAMILIES)}")
+        given = brief(hub.get("model_type"))
+        raise ValueError(f"model_type {given} is not one of those supported: {', '.join(FAMILIES)}")
     return family.from_dict(hub)

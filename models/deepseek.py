@@ -9,16 +9,15 @@ queries and keys, V of values.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from dualpipe.models.decoder import DenseMLP, Experts, Layer, SparseMLP
-from dualpipe.models.hub import HubConfig, Part, swiglu_expert_layouts
+from dualpipe.models.hub import MTP_LAYERS, HubConfig, Part, swiglu_expert_layouts
 from dualpipe.nn import Linear, RMSNorm, Router
 from dualpipe.nn.attention import Context, attend
 from dualpipe.nn.rotary import Yarn, apply_rotary, apply_rotary_interleaved, yarn_mscale
@@ -166,13 +165,19 @@ class DeepseekV3Config(DeepseekConfig):
     first_k_dense_replace: int = 3
     routed_scaling_factor: float = 2.5
     norm_topk_prob: bool = True
-    num_nextn_predict_layers: int = 1  # layers for multi-token prediction behind the others: on the hub, not here
+    num_nextn_predict_layers: int = field(default=1, compare=False)  # on the hub, not here: see `carried_layers`
 
     @classmethod
     def _translated(cls, values: dict[str, Any]) -> dict[str, Any]:
-        if "num_mtp_layers" in values:  # the newer name
-            values["num_nextn_predict_layers"] = values.pop("num_mtp_layers")
+        name, newer = MTP_LAYERS
+        if newer in values:
+            values[name] = values.pop(newer)
         return super()._translated(values)
+
+    @property
+    def carried_layers(self) -> range:
+        """See `HubConfig`."""
+        return range(self.num_hidden_layers, self.num_hidden_layers + self.num_nextn_predict_layers)
 
     def gate(self, device: str | None = None) -> Router:
         """The router of a layer."""
@@ -182,12 +187,6 @@ class DeepseekV3Config(DeepseekConfig):
             n_group=self.n_group or 1, topk_group=self.topk_group or 1, group_best=2, correction_bias=True,
             wide_logits=True, device=device,
         )  # fmt: skip
-
-    def ignored_on_hub(self, name: str) -> bool:
-        """See `HubConfig`."""
-        layer = re.match(r"model\.layers\.(\d+)\.", name)
-        predicting = range(self.num_hidden_layers, self.num_hidden_layers + self.num_nextn_predict_layers)
-        return super().ignored_on_hub(name) or (layer is not None and int(layer[1]) in predicting)
 
 
 class Attention(nn.Module):

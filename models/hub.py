@@ -6,10 +6,12 @@ Dimension letters: E experts, I expert intermediate, H hidden.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from os import PathLike
 from pathlib import Path
+from reprlib import repr as brief
 from typing import Any, ClassVar, Self, get_args, get_origin, get_type_hints
 
 from torch import Tensor
@@ -31,7 +33,21 @@ _YARN = {
     "mscale_all_dim": "mscale_all_dim", "truncate": "truncate",
 }  # fmt: skip
 
-_POSITIVE = ("rope_theta", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
+# config.json's names for how many layers for multi-token prediction (MTP) are behind the others.
+MTP_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
+
+# Of what is more than in any model, some would be built for hours before it fails. Of sizes without a name here 2^20.
+_MOST = {
+    "num_hidden_layers": 1000, **dict.fromkeys(MTP_LAYERS, 1000), "vocab_size": 2**24, "sliding_window": 2**31,
+    "num_experts": 2**13, "n_routed_experts": 2**13, "n_shared_experts": 2**13, "num_attention_heads": 2**13,
+    "num_key_value_heads": 2**13,
+}  # fmt: skip
+# What parameters of the rotary embedding are above.
+_LEAST = {
+    "rope_theta": 0, "factor": 0, "original_max_position_embeddings": 0, "beta_fast": 0, "beta_slow": 0,
+    "attention_factor": 0, "mscale": -1, "mscale_all_dim": -1,
+}  # fmt: skip
+_LARGEST = 1e30  # of all numbers that are no sizes
 
 
 @dataclass(frozen=True)
@@ -85,10 +101,10 @@ class HubConfig:
         known = {field.name: field for field in fields(cls)}
         if values.get("model_type", cls.model_type) != cls.model_type:
             raise ValueError(f"model_type must be {cls.model_type!r}; got {values['model_type']!r}")
-        wrong = [f"{key}={values[key]!r} (only {only!r})" for key, only in cls._fixed.items()
+        wrong = [f"{key}={brief(values[key])} (only {only!r})" for key, only in cls._fixed.items()
                  if values.get(key, only) != only]  # fmt: skip
         unknown = values.keys() - known.keys() - _IGNORED - cls._ignored - cls._fixed.keys()
-        wrong += [f"{key}={values[key]!r} (unknown)" for key in sorted(unknown)]
+        wrong += [f"{key}={brief(values[key])} (unknown)" for key in sorted(unknown)]
         if wrong:
             raise ValueError(f"options that {cls.model_type} does not support here: {', '.join(wrong)}")
         required = [name for name, field in known.items() if field.default is MISSING]
@@ -99,10 +115,14 @@ class HubConfig:
 
     @classmethod
     def _check_values(cls, values: Mapping[str, Any]) -> None:
-        """Refuse types other than the fields', and sizes below 1 where there must be some."""
+        """Refuse types other than the fields', sizes below 1 where there must be some, and absurd ones."""
         kinds = get_type_hints(cls)
-        wrong = [f"{field.name}={values[field.name]!r}" for field in fields(cls) if field.name in values
-                 and not _fits(values[field.name], kinds[field.name], least=field.default is MISSING)]  # fmt: skip
+        given = {field.name: values[field.name] for field in fields(cls) if field.name in values}
+        required = {field.name for field in fields(cls) if field.default is MISSING}
+        wrong = [f"{name}={brief(value)}" for name, value in given.items()
+                 if not _fits(value, kinds[name], least=name in required)]  # fmt: skip
+        wrong += [f"{name}={brief(value)} (at most {most})" for name, value in given.items()
+                  if type(value) is int and kinds[name] is not float and value > (most := _MOST.get(name, 2**20))]
         if wrong:
             raise ValueError(f"values of the wrong type or size: {', '.join(wrong)}")
 
@@ -160,9 +180,20 @@ class HubConfig:
             return [[whole(name, shape)]]
         return [[whole("model.embed_tokens.weight" if name == "lm_head.weight" else f"model.{name}", shape)]]
 
+    @property
+    def carried_layers(self) -> range:
+        """Layers that are on the hub and not here, those for multi-token prediction: `save_hf` takes them along."""
+        return range(0)
+
+    def carried_layer(self, name: str) -> int | None:
+        """Which one of these layers a tensor on the hub belongs to; None for all others."""
+        found = re.match(r"model\.layers\.(\d+)\.", name)
+        return int(found[1]) if found is not None and int(found[1]) in self.carried_layers else None
+
     def ignored_on_hub(self, name: str) -> bool:
         """Whether a checkpoint may have this tensor although the model does not."""
-        return name.endswith("rotary_emb.inv_freq") or (self.tie_word_embeddings and name == "lm_head.weight")
+        tied = self.tie_word_embeddings and name == "lm_head.weight"
+        return tied or name.endswith("rotary_emb.inv_freq") or self.carried_layer(name) is not None
 
 
 def _fits(value: Any, kind: Any, least: int) -> bool:
@@ -172,9 +203,9 @@ def _fits(value: Any, kind: Any, least: int) -> bool:
         return isinstance(value, tuple) and all(_fits(each, inside[0], 0) for each in value)
     if inside:  # a union
         return any(_fits(value, each, 0) for each in inside)
-    if type(value) is int and kind in (int, float):
-        return value >= least
-    return type(value) is kind
+    if type(value) in (int, float) and kind is float:
+        return least <= value < _LARGEST  # neither NaN
+    return type(value) is kind and (kind is not int or value >= least)
 
 
 def whole(name: str, shape: Sequence[int]) -> Part:
@@ -210,22 +241,23 @@ def rope_fields(hub: Mapping[str, Any]) -> dict[str, Any]:
     """
     scaling = hub.get("rope_parameters") or hub.get("rope_scaling") or {}
     if not isinstance(scaling, Mapping):
-        raise ValueError(f"rope_parameters or rope_scaling must be a JSON object; got {scaling!r}")
+        raise ValueError(f"rope_parameters or rope_scaling must be a JSON object; got {brief(scaling)}")
     scaling = {key: value for key, value in scaling.items() if value is not None}
-    if wrong := [f"{key}={value!r}" for key, value in scaling.items() if key in _POSITIVE
-                 and not (type(value) in (int, float) and value > 0)]:  # fmt: skip
-        raise ValueError(f"rope parameters that must be positive numbers: {', '.join(wrong)}")
     kind = scaling.pop("rope_type", scaling.pop("type", "default"))
     scaling.pop("type", None)
-    theta = float(scaling.pop("rope_theta", hub.get("rope_theta", 10_000.0)))
+    scaling.setdefault("rope_theta", hub.get("rope_theta", 10_000.0))
+    if kind == "yarn" and "max_position_embeddings" in hub:
+        scaling.setdefault("original_max_position_embeddings", hub["max_position_embeddings"])
+    if wrong := [f"{key}={brief(value)}" for key, value in scaling.items() if key in _LEAST
+                 and not (type(value) in (int, float) and _LEAST[key] < value < _LARGEST)]:  # fmt: skip
+        raise ValueError(f"rope parameters that must be positive numbers: {', '.join(wrong)}")
+    theta = float(scaling.pop("rope_theta"))
     if kind == "default" and not scaling:
         return {"rope_theta": theta}
     if kind != "yarn" or (extra := sorted(scaling.keys() - _YARN.keys())):
         extra = sorted(scaling) if kind != "yarn" else extra
-        raise ValueError(f"rope_type {kind!r} with {extra} is not supported; only 'default' with rope_theta, and "
+        raise ValueError(f"rope_type {brief(kind)} with {extra} is not supported; only 'default' with rope_theta, and "
                          f"'yarn' with {', '.join(_YARN)}")  # fmt: skip
-    if "original_max_position_embeddings" not in scaling and "max_position_embeddings" in hub:
-        scaling["original_max_position_embeddings"] = hub["max_position_embeddings"]
     if missing := [key for key in ("factor", "original_max_position_embeddings") if key not in scaling]:
         raise ValueError(f"rope_type 'yarn' needs {' and '.join(missing)}")
     return {"rope_theta": theta, "yarn": Yarn(**{_YARN[key]: value for key, value in scaling.items()})}

@@ -14,7 +14,7 @@ from dualpipe.checkpoint.hf import Opened, hub_tensors, open_hf
 from dualpipe.checkpoint.hf_save import write_model
 from dualpipe.checkpoint.hub_files import Reader, TensorInfo
 from dualpipe.checkpoint.hub_layout import Piece
-from dualpipe.checkpoint.hub_plan import Layout, plan_reads, rank_tensors
+from dualpipe.checkpoint.hub_plan import Layout, carried, plan_reads, rank_tensors
 from dualpipe.models import HubConfig, build_stages, read_config
 from dualpipe.parallel.precision import DTypePolicy, resolve_dtypes
 
@@ -34,6 +34,12 @@ def check(path: str | PathLike[str], layout: Layout) -> Iterator[str]:
            f"{format_bytes(sum(info.nbytes for info in header.values()))}")  # fmt: skip
     for dtype, (tensors, size) in sorted(dtype_counts(header).items(), key=lambda entry: -entry[1][1]):
         yield f"  {str(dtype).removeprefix('torch.'):14} {tensors:>9,} tensors {format_bytes(size):>10}"
+    if layers := len(config.carried_layers):
+        kept = carried(config, header)
+        found = len({config.carried_layer(name) for name in kept})
+        size = format_bytes(sum(info.nbytes for info in kept.values()))
+        yield (f"{found} of {layers} layer{'s' * (layers > 1)} for multi-token prediction, {len(kept):,} tensors, "
+               f"{size}: not trained; an export carries them as they are")  # fmt: skip
     read, held = _largest_share(config, opened, layout)
     yield (f"a rank of pp {layout.pp}, dp {layout.dp}, ep {layout.ep} (two stages each, in a V) reads at most "
            f"{format_bytes(read)} and holds at most {held:,} parameters, {format_bytes(2 * held)} in bf16")  # fmt: skip

@@ -23,7 +23,6 @@ from dualpipe.checkpoint.native_folder import (
     verify_files,
 )
 from dualpipe.parallel.description import StoredTensor
-from dualpipe.parallel.mesh import DIMENSIONS
 from dualpipe.parallel.sharding import short_name
 
 
@@ -107,7 +106,7 @@ def _stored(checkpoint: Checkpoint) -> tuple[dict[str, StoredTensor], list[str]]
 
 
 def _layout(manifest: Manifest) -> str:
-    return ", ".join(f"{name} {manifest.layout[name]}" for name in DIMENSIONS)
+    return ", ".join(f"{name} {size}" for name, size in manifest.layout.items() if name != "world")
 
 
 def _parts(stored: dict[str, StoredTensor]) -> dict[str, list[StoredTensor]]:

@@ -43,12 +43,14 @@ def import_hf(source: str | PathLike[str], directory: str | PathLike[str]) -> Pa
 
 
 def export_checkpoint(
-    source: str | PathLike[str], target: str | PathLike[str], dtype: torch.dtype, max_shard_bytes: int
+    source: str | PathLike[str], target: str | PathLike[str], dtype: torch.dtype, max_shard_bytes: int,
+    hub: str | PathLike[str] | None = None,
 ) -> None:  # fmt: skip
     """Write a checkpoint of a run, or the newest in a directory of them, in Hugging Face's form.
 
-    Tensors are in `dtype`, but for those that the run kept in float32 while it computed in less. Raises ValueError for
-    a checkpoint that does not say what model it is of, and for a target that exists.
+    Tensors are in `dtype`, but for those that the run kept in float32 while it computed in less. `hub`: what the model
+    was made from, the `source` of `save_hf`; it is not recorded, so that nothing outside of it is read. Raises
+    ValueError for a checkpoint that does not say what model it is of, and for a target that exists.
     """
     found = find(source)
     if not found.committed:
@@ -61,7 +63,7 @@ def export_checkpoint(
     if _model_of(Checkpoint(loaded.path, loaded.manifest)) != model:
         raise ValueError(f"{loaded.path} is of another model than {found.committed[0].path}; give one of them")
     kept = {name: dtype_of(of["save"]) for name, of in loaded.manifest.dtypes.items()}
-    save_hf(stages, target, None, _plan(stages, dtype, kept), max_shard_bytes=max_shard_bytes)
+    save_hf(stages, target, None, _plan(stages, dtype, kept), source=hub, max_shard_bytes=max_shard_bytes)
 
 
 def _model_of(checkpoint: Checkpoint) -> dict[str, Any]:

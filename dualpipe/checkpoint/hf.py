@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dualpipe.checkpoint.agree import Ranks
-from dualpipe.checkpoint.hub_files import CONFIG, Reader, TensorInfo, raise_for, read_header, read_json
+from dualpipe.checkpoint.hub_files import CONFIG, Reader, TensorInfo, read_header, read_json
 from dualpipe.checkpoint.hub_plan import Origin, check_header, find_origins
 from dualpipe.checkpoint.quantized import At, Plain, fp8_block
 from dualpipe.models import HubConfig
@@ -56,9 +56,9 @@ def load_hf(
     `device`: default the mesh's, or the CPU; `param_device` as for `materialize`.
 
     Raises, on every rank:
-        ValueError: before anything is changed, with a line for each: files that are missing, cut short, no safetensors
-            or outside the directory; tensors that are missing, unexpected, misshapen or lack their scales; values that
-            the plan's dtype would round. A checkpoint of another model type.
+        ValueError: before anything is changed: files that are missing, cut short, no safetensors or outside the
+            directory; tensors that are missing, unexpected, misshapen, integers or lack their scales; values that the
+            plan's dtype would round. A checkpoint of another model type.
         RuntimeError: reading failed on some rank after all that, as when a disk fails. The stages are not usable then:
             what was not read is NaN.
     """
@@ -135,7 +135,7 @@ def hub_tensors(origins: Mapping[str, Origin], reader: Reader) -> dict[str, HubT
 def _source(stage: nn.Module, opened: Opened, reader: Reader) -> dict[str, HubTensor]:
     shapes = {name: tensor.shape for name, tensor in stage_tensors(stage).items()}
     search = find_origins(stage.config, shapes, *opened)
-    raise_for("the checkpoint does not fit the stage:", search.problems(opened.header))
+    search.check("the checkpoint does not fit the stage", opened.header)
     return hub_tensors(search.found, reader)
 
 

@@ -53,7 +53,7 @@ def read_json(folder: str | PathLike[str], name: str) -> dict[str, Any]:
     path = file_within(folder, name)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # nested too deeply
         raise ValueError(f"{path} is no JSON: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold a JSON object; it holds a {type(content).__name__}")

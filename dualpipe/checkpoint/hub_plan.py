@@ -23,14 +23,14 @@ from typing import NamedTuple
 
 import torch
 
-from dualpipe.checkpoint.hub_files import Header, raise_for
+from dualpipe.checkpoint.hub_files import Header, TensorInfo
 from dualpipe.checkpoint.quantized import At, Mxfp4, Stored, find_stored
 from dualpipe.models import HubConfig, build_stages
 from dualpipe.models.hub import Part
 from dualpipe.nn import GroupedLinear
 from dualpipe.schedule.placement import v_placement
 
-_NEAREST = 20  # missing names for which similar ones are looked for: each takes milliseconds in a large checkpoint
+_NAMED = 3  # tensors of each kind that are wrong
 
 
 class Layout(NamedTuple):
@@ -206,7 +206,7 @@ def plan_reads(
     if config.tie_word_embeddings and "embed_tokens.weight" in tensors:
         tensors.pop("lm_head.weight", None)
     search = find_origins(config, {name: shape for name, (shape, _) in tensors.items()}, header, block)
-    raise_for("the checkpoint does not fit the model:", search.problems(header))
+    search.check("the checkpoint does not fit the model", header)
     return [r for name, (_, part) in tensors.items() for *_, reads in search.found[name].reads(part) for r in reads]
 
 
@@ -222,13 +222,22 @@ class Search:
     wrong: dict[str, str]  # misshapen, or stored in a way that cannot be read
     used: set[str]
 
-    def problems(self, header: Header, unexpected: Collection[str] = ()) -> Iterator[str]:
-        """A line for each, missing names with the most similar that are there, first of those that nobody wants."""
-        for index, name in enumerate(self.missing):
-            near = get_close_matches(name, unexpected or header, n=1) if index < _NEAREST else []
-            yield f"{name}: missing{f'; the nearest is {near[0]}' if near else ''}"
-        yield from self.wrong.values()
-        yield from (f"{name}: unexpected, the model has no such tensor" for name in unexpected)
+    def check(self, what: str, header: Header, unexpected: Collection[str] = ()) -> None:
+        """Raise one ValueError for all that is wrong, if anything is: the first ones of each kind and how many more.
+
+        Missing names come with the most similar ones that are there, first of those that nobody wants.
+        """
+        first = []
+        for name in list(self.missing)[:_NAMED]:
+            near = get_close_matches(name, unexpected or header, n=1)
+            first.append(f"{name}: missing" + (f", the nearest is {near[0]}" if near else ""))
+        first += list(self.wrong.values())[:_NAMED]
+        first += [f"{name}: unexpected, the model has no such tensor" for name in list(unexpected)[:_NAMED]]
+        if first:
+            more = len(self.missing) + len(self.wrong) + len(unexpected) - len(first)
+            first += [f"and {more:,} more"] if more else []
+            raise ValueError(f"{what}: {'; '.join(first)} (is this checkpoint complete, and its config.json the one "
+                             "that it was written with?)")  # fmt: skip
 
 
 def find_origins(
@@ -270,6 +279,9 @@ def _resolved(
     if part.transposed and isinstance(stored, Mxfp4):  # whose blocks have inputs last, as ours do
         *experts, rows, columns = part.shape
         part = Part(part.name, (*experts, columns, rows), part.where)
+    if not stored.dtype.is_floating_point:
+        search.wrong[part.name] = f"{part.name}: {stored.dtype}, which parameters in floating point would round"
+        return None
     if stored.shape != part.shape:
         search.wrong[part.name] = f"{part.name}: {stored.shape} in the checkpoint, {part.shape} in the model"
         return None
@@ -280,13 +292,23 @@ def check_header(config: HubConfig, header: Header, block: tuple[int, int] | Non
     """Where every tensor of the model is.
 
     Raises:
-        ValueError: with a line for each tensor that is missing, unexpected or misshapen, or stored in a way that cannot
-            be read.
+        ValueError: for tensors that are missing, unexpected or misshapen, or stored in a way that cannot be read.
     """
     search = find_origins(config, shapes_of(model_tensors(config)), header, block)
     unexpected = [name for name in header if name not in search.used and not config.ignored_on_hub(_plain(name))]
-    raise_for(f"the checkpoint does not fit the model ({config.model_type}):", search.problems(header, unexpected))
+    search.check(f"the checkpoint does not fit the model ({config.model_type})", header, unexpected)
     return search.found
+
+
+def carried(config: HubConfig, header: Header) -> dict[str, TensorInfo]:
+    """What an export takes along of a checkpoint as it is: the layers for multi-token prediction that it announces.
+
+    If one of them is missing, none behind it: config.json can say only how many there are.
+    """
+    layer_of = {name: config.carried_layer(name) for name in header}
+    layers = config.carried_layers
+    stop = next((layer for layer in layers if layer not in layer_of.values()), layers.stop)
+    return {name: header[name] for name, layer in layer_of.items() if layer is not None and layer < stop}
 
 
 def shapes_of(tensors: Mapping[str, OurTensor]) -> dict[str, tuple[int, ...]]:

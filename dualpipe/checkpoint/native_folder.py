@@ -47,7 +47,7 @@ class Manifest:
     step: int
     sequence: int  # of two in one directory, the one that was committed later has the higher
     saved_at: str
-    layout: dict[str, int]  # "world", "pp", "dp" and "ep"
+    layout: dict[str, int]  # "world", "pp", "dp" and "ep", and dimensions of a mesh of the user's own
     versions: dict[str, str]
     dtypes: dict[str, dict[str, str]]  # of the plan, by name: "storage", "compute" and "save"
     config: Any
@@ -191,7 +191,7 @@ def _read_manifest(path: Path) -> Manifest:
 def _check_types(manifest: Manifest) -> None:
     """Raise ValueError for what would not be understood where it is used."""
     layout, files = manifest.layout, manifest.files.values()
-    if layout.keys() != {"world", *DIMENSIONS}:
+    if not layout.keys() >= {"world", *DIMENSIONS}:
         raise ValueError(f"the layout is {layout}")
     numbers = [manifest.step, manifest.sequence, *layout.values(), *(info.size for info in files)]
     if any(type(number) is not int or number < 0 for number in numbers):

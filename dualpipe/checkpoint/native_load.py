@@ -15,7 +15,6 @@ from os import PathLike
 from pathlib import Path
 from typing import NamedTuple
 
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from dualpipe.checkpoint import native_random
@@ -32,9 +31,10 @@ from dualpipe.checkpoint.native_folder import (
     stored_in,
     verify_files,
 )
+from dualpipe.checkpoint.native_optimizer import VALUES, ParameterState, check_groups
 from dualpipe.checkpoint.native_read import read_parts
 from dualpipe.checkpoint.native_save import layout_of
-from dualpipe.checkpoint.native_state import Part, parts_of
+from dualpipe.checkpoint.native_state import Part, State, numbered, parts_of, placed, states_in
 from dualpipe.parallel.description import StoredTensor
 from dualpipe.parallel.sharding import short_name
 
@@ -52,7 +52,7 @@ class Loaded(NamedTuple):
     allowed: tuple[str, ...]  # the differences that `allow` named
 
 
-def load(path: str | PathLike[str], state: Mapping[str, Tensor], *, mesh: DeviceMesh | None = None,
+def load(path: str | PathLike[str], state: State, *, mesh: DeviceMesh | None = None,
          allow: Sequence[str] = (), allow_at_start: Sequence[str] = (), seed: int = 0) -> Loaded:  # fmt: skip
     """Fill `state` (from `training_state`) in place and restore this rank's random state. Collective over `mesh`.
 
@@ -69,12 +69,12 @@ def load(path: str | PathLike[str], state: Mapping[str, Tensor], *, mesh: Device
         RuntimeError: reading failed after all that, as when a disk fails. The tensors are not usable then.
     """
     ranks, path = Ranks(mesh), Path(path)
-    parts = ranks.agree(lambda: _writable(parts_of(state)))
+    ranks.agree(lambda: _writable(parts_of(state)))
     found, touched = Found([], {}), False
     for attempt in range(_TRIES):
         try:
             found = ranks.first(lambda: find(path))
-            return _load(path, found, parts, ranks, layout_of(mesh), allow, allow_at_start, seed)
+            return _load(path, found, state, ranks, layout_of(mesh), allow, allow_at_start, seed)
         except (ValueError, RuntimeError, OSError) as error:  # on all ranks
             touched = touched or not isinstance(error, ValueError)
             if attempt < _TRIES - 1 and not ranks.first(lambda seen=found: all(map(is_still_there, seen.committed))):
@@ -86,15 +86,20 @@ def load(path: str | PathLike[str], state: Mapping[str, Tensor], *, mesh: Device
 
 
 def _load(
-    path: Path, found: Found, parts: Mapping[str, Part], ranks: Ranks, layout: dict[str, int], allow: Sequence[str],
+    path: Path, found: Found, state: State, ranks: Ranks, layout: dict[str, int], allow: Sequence[str],
     allow_at_start: Sequence[str], seed: int,
 ) -> Loaded:  # fmt: skip
     checkpoint, stored, damaged = _newest(path, found, ranks)
+    parts = ranks.agree(lambda: parts_of(placed(state, stored)))
     globs = (*allow, *(() if checkpoint.manifest.step else allow_at_start))
     allowed = _compare(ranks, checkpoint.path, stored, parts, globs)
     fitting = {name: part for name, part in parts.items() if name in stored and stored[name].shape == part.shape}
+    states = states_in(state)
+    ranks.agree(lambda: _read_groups(checkpoint.path, stored, fitting, states))
     try:
         ranks.agree(lambda: read_parts(checkpoint.path, stored, fitting))
+        for each in states.values():
+            each.restore()
         restored = ranks.agree(lambda: _restore_random(checkpoint, layout, ranks.rank, seed))
     except (ValueError, OSError) as error:
         raise RuntimeError(f"{checkpoint.path} could not be read to its end: {error}") from error
@@ -102,6 +107,15 @@ def _load(
     for line in damaged.values() if ranks.rank == 0 else ():
         warnings.warn(f"passed over for {checkpoint.path}: {line}", stacklevel=3)
     return Loaded(*checkpoint, restored, damaged, allowed)
+
+
+def _read_groups(
+    path: Path, stored: Mapping[str, StoredTensor], fitting: Mapping[str, Part], states: Mapping[str, ParameterState]
+) -> None:
+    """Of torch's optimizers the hyperparameters, which must fit the groups before anything is changed."""
+    if values := {name: part for name in states if (part := fitting.get(f"{name}/{VALUES}")) is not None}:
+        read_parts(path, stored, {f"{name}/{VALUES}": part for name, part in values.items()})
+        check_groups(states)
 
 
 def _writable(parts: dict[str, Part]) -> dict[str, Part]:
@@ -162,6 +176,10 @@ def _compare(
     differ |= dict(_named(missing, "is missing from the checkpoint", unexpected, names))
     differ |= dict(_named(unexpected, "is in the checkpoint only", missing, ()))
     allowed = {name for name in differ if any(fnmatchcase(name, pattern) for pattern in allow)}
+    had, have = numbered(names), set().union(*ranks.gather(lambda: numbered(parts)))
+    if had != have:
+        raise ValueError(f"{path} has names by the numbers of {len(had)} stages, the model by those of {len(have)}: "
+                         "such a checkpoint can be loaded into a pipeline of the same stages alone")  # fmt: skip
     lines = {name: f"{name} {difference}" for name, difference in sorted(differ.items())}
     raise_for(f"{path} does not fit the model; name what may differ in `allow`:",
               [line for name, line in lines.items() if name not in allowed])  # fmt: skip

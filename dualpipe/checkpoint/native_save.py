@@ -27,7 +27,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
@@ -38,10 +37,11 @@ from dualpipe.checkpoint.agree import Ranks
 from dualpipe.checkpoint.hub_files import raise_for
 from dualpipe.checkpoint.native_commit import Directory
 from dualpipe.checkpoint.native_folder import Manifest
+from dualpipe.checkpoint.native_optimizer import as_number
 from dualpipe.checkpoint.native_random import capture
 from dualpipe.checkpoint.native_read import stored_dtype
 from dualpipe.checkpoint.native_staging import HostMemory, Place
-from dualpipe.checkpoint.native_state import Part, parts_of
+from dualpipe.checkpoint.native_state import Part, State, parts_of
 from dualpipe.checkpoint.native_store import (
     FileInfo,
     Written,
@@ -91,6 +91,9 @@ class Checkpoints:
         self.directory = Path(directory).absolute()
         self._kind, self._timeout, self._planned = kind, timeout.total_seconds(), None
         self._layout = layout_of(mesh)
+        # Which ranks have the same stages, only "pp" tells. Without it, all that have a tensor must have the same.
+        is_named = "pp" in ((mesh and mesh.mesh_dim_names) or ())
+        self._stages = mesh["pp"].get_local_rank() if is_named else 0 if mesh is None else mesh.get_rank()
         # The background talks while training does, so never in a group of training's; gloo, as it sends no tensors.
         self._group = None if self._layout["world"] == 1 else dist.new_group(backend="gloo", timeout=timeout)
         self._ranks = Ranks(mesh, self._group)
@@ -109,7 +112,7 @@ class Checkpoints:
 
     # -- saving
 
-    def save(self, state: Mapping[str, Tensor], *, step: int, plan: DTypePlan | None = None, config: Any = None,
+    def save(self, state: State, *, step: int, plan: DTypePlan | None = None, config: Any = None,
              extra: Any = None) -> Path:  # fmt: skip
         """Write a checkpoint and return its path, on the disk and committed.
 
@@ -130,7 +133,7 @@ class Checkpoints:
             parts, job = self._agreed(step, prepare)
             return self._write(job, parts, lambda folder, planned: write_parts(folder, planned, parts))
 
-    def save_async(self, state: Mapping[str, Tensor], *, step: int, plan: DTypePlan | None = None, config: Any = None,
+    def save_async(self, state: State, *, step: int, plan: DTypePlan | None = None, config: Any = None,
                    extra: Any = None) -> None:  # fmt: skip
         """As `save`, but return as soon as the tensors are copied to host memory: they may change then.
 
@@ -263,7 +266,7 @@ class Checkpoints:
         """What this rank writes; on rank 0 also what all do. As for the save before, where all have the same parts."""
         had = {name: (part.shape, part.offsets, part.tensor.shape, part.tensor.dtype) for name, part in parts.items()}
         if not all(self._ranks.gather(lambda: self._planned is not None and self._planned.had == had)):
-            plans = self._ranks.collect(self._ranks.agree(lambda: local_plan(parts)))
+            plans = self._ranks.collect(self._ranks.agree(lambda: local_plan(parts, self._stages)))
             planned, metadata = self._ranks.agree(
                 lambda: global_plan(folder, plans) if plans is not None else (None, None)
             )
@@ -287,7 +290,7 @@ class Checkpoints:
         ))  # fmt: skip
 
 
-def save(directory: str | PathLike[str], state: Mapping[str, Tensor], *, step: int, mesh: DeviceMesh | None = None,
+def save(directory: str | PathLike[str], state: State, *, step: int, mesh: DeviceMesh | None = None,
          plan: DTypePlan | None = None, config: Any = None, extra: Any = None) -> Path:  # fmt: skip
     """Write one checkpoint into a directory, as `Checkpoints.save` does."""
     with Checkpoints(directory, mesh) as checkpoints:
@@ -295,9 +298,9 @@ def save(directory: str | PathLike[str], state: Mapping[str, Tensor], *, step: i
 
 
 def layout_of(mesh: DeviceMesh | None) -> dict[str, int]:
-    """Sizes by name: "world", "pp", "dp", "ep"."""
-    sizes = dict.fromkeys(DIMENSIONS, 1) if mesh is None else {name: mesh[name].size() for name in DIMENSIONS}
-    return {"world": 1 if mesh is None else mesh.size(), **sizes}
+    """Sizes by name: "world", "pp", "dp", "ep", and those of other dimensions that a mesh of one's own has."""
+    own = {} if mesh is None else dict(zip(mesh.mesh_dim_names or (), mesh.shape))
+    return {"world": 1 if mesh is None else mesh.size(), **dict.fromkeys(DIMENSIONS, 1), **own}
 
 
 class _Planned(NamedTuple):
@@ -330,7 +333,7 @@ def _job(step: int, plan: DTypePlan | None, config: Any, extra: Any) -> _Job:
 def _as_json(what: str, value: Any) -> Any:
     """A copy of its own, as it will be read."""
     try:
-        return json.loads(json.dumps(value))
+        return json.loads(json.dumps(value, default=as_number))
     except TypeError as error:
         raise ValueError(f"{what} must be what JSON can hold, as numbers, texts, lists and dicts: {error}") from None
 

@@ -7,6 +7,7 @@ written, and that a tensor must be whole.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
 from collections.abc import Iterator, Mapping
@@ -16,6 +17,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
@@ -31,10 +33,11 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from dualpipe.checkpoint.hub_files import raise_for
-from dualpipe.checkpoint.native_state import Part
+from dualpipe.checkpoint.native_state import REPEATED, Part
 from dualpipe.parallel.description import TENSORS, StoredChunk, StoredTensor, gaps_in, to_json
 from dualpipe.parallel.sharding import short_name
 
+_SAMPLE = 64  # elements of a part
 _LARGE = 2**18  # bytes from which hashing in another thread, at 1.5 GB/s, takes longer than to ask for it
 
 
@@ -52,10 +55,20 @@ class Written(NamedTuple):
     files: dict[str, FileInfo]
 
 
-def local_plan(parts: Mapping[str, Part]) -> SavePlan:
-    """What this rank could write; shards without elements are nobody's."""
-    return SavePlan([_write_item(name, part) for name, part in parts.items()
+class Sample(NamedTuple):
+    """Which stages a rank has, and the first elements of its parts, to tell copies from different tensors."""
+
+    stages: int
+    values: dict[str, bytes]
+
+
+def local_plan(parts: Mapping[str, Part], stages: int) -> SavePlan:
+    """What this rank could write; shards without elements are nobody's. `stages`: ranks with the same have the same."""
+    plan = SavePlan([_write_item(name, part) for name, part in parts.items()
                      if part.tensor.numel() or not prod(part.shape)])  # fmt: skip
+    values = {name: bytes(part.tensor.reshape(-1)[:_SAMPLE].cpu().view(torch.uint8).tolist())
+              for name, part in parts.items()}  # fmt: skip
+    return dataclasses.replace(plan, planner_data=Sample(stages, values))
 
 
 def global_plan(folder: Path, plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
@@ -71,8 +84,13 @@ def global_plan(folder: Path, plans: list[SavePlan]) -> tuple[list[SavePlan], Me
 def _disagreements(plans: list[SavePlan]) -> Iterator[str]:
     """torch keeps one of several with the same place, and does not compare them."""
     known: dict[str | MetadataIndex, tuple[Any, ...]] = {}
+    seen: dict[MetadataIndex, tuple[int, bytes]] = {}
     for rank, plan in enumerate(plans):
         for item in plan.items:
+            stages, value = plan.planner_data.stages, plan.planner_data.values[item.index.fqn]
+            first = seen.setdefault(item.index, (stages, value))
+            if first[0] != stages and first[1] != value:
+                yield f"{item.index.fqn} has other values on rank {rank} than in an earlier one's stages; {REPEATED}"
             name, tensor = item.index.fqn, item.tensor_data
             whole, part = (tensor.properties.dtype, tuple(tensor.size)), (name, tuple(tensor.chunk.sizes))
             if known.setdefault(name, whole) != whole or known.setdefault(item.index, part) != part:

@@ -7,7 +7,8 @@ one, for torch's readers; no checkpoint is loaded by it here.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
+from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -54,15 +55,29 @@ def read_description(path: Path) -> dict[str, StoredTensor]:
 
 
 def gaps_in(tensors: Mapping[str, StoredTensor]) -> list[str]:
-    """A line for each tensor whose chunks do not make up the whole. Chunks are taken not to overlap."""
-    return [f"{name} is not whole: its parts have {stored} of {prod(each.shape)} elements"
-            for name, each in tensors.items()
-            if (stored := _elements(each.chunks)) != prod(each.shape)]  # fmt: skip
+    """A line for each tensor whose chunks do not make up the whole; several that begin at the same place are one."""
+    lines = []
+    for name, each in tensors.items():
+        parts = list({chunk.offsets: chunk for chunk in each.chunks}.values())
+        if (stored := sum(prod(part.sizes) for part in parts)) != prod(each.shape):
+            lines.append(f"{name} is not whole: its parts have {stored} of {prod(each.shape)} elements")
+        elif _overlap(parts):
+            lines.append(f"{name} is not whole: some of its parts overlap")
+    return lines
 
 
-def _elements(chunks: Iterable[StoredChunk]) -> int:
-    """Several that begin at the same place count once."""
-    return sum(prod(sizes) for sizes in {chunk.offsets: chunk.sizes for chunk in chunks}.values())
+def _overlap(parts: Sequence[StoredChunk]) -> bool:
+    """Whether two parts share a cell of the grid that all their edges make."""
+    bounds = [[(start, start + size) for start, size in zip(part.offsets, part.sizes)] for part in parts]
+    places = [{edge: place for place, edge in enumerate(sorted({edge for pair in along for edge in pair}))}
+              for along in zip(*bounds)]  # fmt: skip
+    seen: set[tuple[int, ...]] = set()
+    for part in bounds:
+        for cell in product(*(range(at[start], at[stop]) for at, (start, stop) in zip(places, part))):
+            if cell in seen:
+                return True
+            seen.add(cell)
+    return False
 
 
 def _tensor(dtype: Any, shape: Any, chunks: Any) -> StoredTensor:

@@ -1,6 +1,8 @@
 """Broken checkpoints and failing ranks: one clear error on every rank, nothing half-loaded, nothing left behind."""
 
+import fcntl
 import json
+import os
 import re
 import shutil
 import struct
@@ -161,8 +163,8 @@ BROKEN = {
     overlapping: "cannot be opened as safetensors",
     misshapen: "model.norm.weight: (33,) in the checkpoint, (32,) in the model",
     padded_vocabulary: "model.embed_tokens.weight: (64, 32) in the checkpoint, (61, 32) in the model",
-    renamed: "model.norm.weight: missing; the nearest is model.final_norm.weight",
-    integers: "norm.weight: values in torch.int32 would be rounded to torch.float32",
+    renamed: "model.norm.weight: missing, the nearest is model.final_norm.weight",
+    integers: "model.norm.weight: torch.int32, which parameters in floating point would round",
     fp8_alone: "lm_head.weight is torch.float8_e4m3fn, and its scales lm_head.weight_scale_inv are missing",
     nothing: "has no file config.json",
     no_folder: "there is no directory",
@@ -300,16 +302,41 @@ def test_failing_writes_leave_nothing(tmp_path):
     expected = [
         ("ValueError", "occupied exists already"), ("ValueError", "file exists already"),
         ("RuntimeError", "rank 0: "), ("ValueError", "max_shard_bytes must be at least 1; got 0"),
-        ("RuntimeError", "rank 1: OSError: [Errno 28] No space left"), ("RuntimeError", "rank 1: KeyboardInterrupt"),
+        ("RuntimeError", f"rank 1: OSError: [Errno 28] No space left on device: '{folder}/.new."),
+        ("RuntimeError", "rank 1: KeyboardInterrupt"),
         ("RuntimeError", "rank 0: OSError: [Errno 28] No space left"), ("", ""), ("", ""),
     ]  # fmt: skip
     for index, (kind, text) in enumerate(expected):
         assert first[index].startswith(kind) and text in first[index], first[index]
         assert second[index] == ("KeyboardInterrupt: " if index == 5 else first[index])
+    assert first[4].endswith("partial/model.safetensors'")
     assert left == ["empty", "file", "occupied"]
     assert sorted(path.name for path in folder.iterdir()) == ["empty", "file", "new", "occupied"]
     assert [path.name for path in (folder / "occupied").iterdir()] == ["precious"]
     assert read_all(folder / "new").keys() == read_all(tmp_path / "source").keys()
+
+
+def killed(rank, source, target):
+    stages, mesh, plan = stages_on_meta(source)
+    load_hf(stages, source, mesh, plan)
+    hf_save._write_all = lambda *arguments: os._exit(9)
+    save_hf(stages, target, mesh, plan)
+
+
+def test_what_a_killed_writer_left_goes_and_another_ones_stays(tmp_path):
+    source, out = tmp_path / "source", tmp_path / "out"
+    save_qwen(source)
+    run_ranks(killed, 1, str(source), str(out / "a[b]"), check=False)
+    (left,) = out.iterdir()
+    other, alien = out / ".a[b].0123abcd.partial", out / ".ab.0123abcd.partial"
+    other.mkdir(), alien.mkdir()
+    writing = os.open(other, os.O_RDONLY)
+    fcntl.flock(writing, fcntl.LOCK_EX)
+    stages, mesh, plan = stages_on_meta(source)
+    load_hf(stages, source, mesh, plan)
+    save_hf(stages, out / "a[b]", mesh, plan)
+    assert left.name.endswith(".partial") and set(out.iterdir()) == {out / "a[b]", other, alien}
+    os.close(writing)
 
 
 def test_stages_that_nobody_has(tmp_path):

@@ -233,7 +233,7 @@ def test_a_writer_does_not_hear_ctrl_c(tmp_path):
 
 
 def test_a_writer_that_hangs_is_given_up(tmp_path):
-    with Checkpoints(tmp_path, kind="process", timeout=timedelta(seconds=5)) as checkpoints:
+    with Checkpoints(tmp_path, kind="process", timeout=timedelta(seconds=60)) as checkpoints:
         checkpoints.save_async(state_of(1), step=1)
         checkpoints.wait()
         checkpoints._timeout = checkpoints._process._timeout = 1.0

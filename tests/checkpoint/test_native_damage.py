@@ -157,6 +157,8 @@ A, B, CHUNK = "a.weight", "b.weight", ("b.weight", 2, 0)
     (changed(A, 2, to=[]), "a.weight is not whole: its parts have 0 of 8 elements"),
     (changed(A, 2, to=None), "cannot be read"), (changed(A, to=None), "cannot be read"),
     (changed(A, 2, to=lambda chunks: [*chunks, [[0, 0], [4, 1], *chunks[0][2:]]]), "4 of 8 elements"),
+    (changed(A, 2, to=lambda chunks: [[[0, 0], [3, 2], *chunks[0][2:]], [[2, 0], [2, 1], *chunks[0][2:]]]),
+     "a.weight is not whole: some of its parts overlap"),
     (changed(*CHUNK, 1, to=[3]), "b.weight is not whole: its parts have 3 of 7 elements"),
     (changed(*CHUNK, 0, to=[1]), "not inside a tensor of shape"), (changed(*CHUNK, 0, to=[-1]), "not numbers"),
     (changed(*CHUNK, 0, to=[0, 0]), "cannot be read"), (changed(*CHUNK, 3, to=-5), "not numbers"),

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from dualpipe import cli
 from dualpipe.train.metrics import read_metrics
-from hub import save_family, save_qwen
+from hub import read_all, rewrite, save_family, save_qwen
 
 SIZES = {"vocab_size": 257, "num_attention_heads": 2, "num_key_value_heads": 1}
 
@@ -72,6 +72,21 @@ def test_what_is_kept_in_float32_comes_out_in_float32(run_folder, train):
             assert after.dtype is torch.float32
             assert ((after - before) / 0.01).round().abs().max() in range(1, 6)
     assert {param.dtype for param in trained.parameters()} == {torch.bfloat16}
+
+
+def test_layers_that_are_not_trained_are_carried_also_by_a_run_that_goes_on(run_folder, train):
+    save_family(run_folder / "v3", "deepseek_v3", vocab_size=257)
+    mtp = {"model.layers.4.eh_proj.weight": torch.randn(32, 64).to(torch.float8_e4m3fn),
+           "model.layers.4.eh_proj.weight_scale_inv": torch.ones(1, 1)}  # fmt: skip
+    rewrite(run_folder / "v3", read_all(run_folder / "v3") | mtp, num_nextn_predict_layers=1)
+    for steps in ("1", "2"):
+        train("mtp", *from_and_to("v3", f"v3-{steps}"), *ALONE, "--train.steps", steps, "--checkpoint.interval", "1",
+              "--train.eval_batches", "0")  # fmt: skip
+        exported = read_all(run_folder / f"v3-{steps}")
+        for name, tensor in mtp.items():
+            assert exported[name].dtype is tensor.dtype
+            assert torch.equal(exported[name].view(torch.uint8), tensor.view(torch.uint8))
+        assert json.loads((run_folder / f"v3-{steps}" / "config.json").read_text())["num_nextn_predict_layers"] == 1
 
 
 @pytest.mark.parametrize(
