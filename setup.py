@@ -11,8 +11,11 @@ PACKAGE_DIR = {"dualpipe": "dualpipe", "dualpipe.kernels": "kernels", "dualpipe.
 EXTRAS = {
     "train": ["tyro>=1.0", "rich>=13", "tensorboard>=2.16", "tokenizers>=0.20", "matplotlib>=3.8"],
     "viz": ["matplotlib>=3.8"],
+    "data": ["zstandard>=0.22", "pyarrow>=16"],
 }
-EXTRAS["test"] = [*EXTRAS["train"], "pytest>=8", "pytest-timeout>=2.3", "transformers>=5.0", "ruff>=0.9"]
+EXTRAS["test"] = [
+    *EXTRAS["train"], *EXTRAS["data"], "pytest>=8", "pytest-timeout>=2.3", "transformers>=5.0", "ruff>=0.9",
+]  # fmt: skip
 REQUIRES = ["torch>=2.11", "triton; platform_system == 'Linux'", "einops>=0.8", "safetensors>=0.4", "numpy>=1.26"]
 
 setup(

@@ -1,10 +1,13 @@
 """Packing text, reading it back, splitting it, and the order of the batches."""
 
+import itertools
 import json
+import operator
 import shutil
 
 import numpy as np
 import pytest
+import torch
 
 from dualpipe.train.data import Loader, evaluation_batches, open_splits, packed_directory, read_windows
 from dualpipe.train.pack import find_sources, pack, stdlib_sources
@@ -20,7 +23,7 @@ def texts(tmp_path):
     folder = tmp_path / "texts"
     (folder / "sub").mkdir(parents=True)
     (folder / "b.txt").write_bytes(b"bee")
-    (folder / "a.txt").write_bytes(b"a\xff\x00")
+    (folder / "a.txt").write_bytes(b"a\xff\x01")
     (folder / "sub" / "c.txt").write_bytes(b"sea")
     (folder / "empty.txt").write_bytes(b"")
     (folder / ".hidden").write_bytes(b"no")
@@ -55,7 +58,7 @@ def stream_of(path):
 def test_pack_bytes_in_order(texts, tmp_path):
     packed = pack(find_sources([texts]), ByteTokenizer(), tmp_path / "out")
     assert (packed.documents, packed.tokens) == (3, 12)
-    expected = [*b"a\xff\x00", END, *b"bee", END, *b"sea", END]
+    expected = [*b"a\xff\x01", END, *b"bee", END, *b"sea", END]
     assert stream_of(tmp_path / "out") == expected
     index = json.loads((tmp_path / "out/index.json").read_text())
     assert (index["dtype"], index["vocab_size"], index["tokens"]) == ("uint16", 257, 12)
@@ -189,7 +192,7 @@ def test_no_split_and_an_impossible_one(many, texts, tmp_path):
     train, held_out = split_documents(PackedTokens(many), 0.0)
     assert (train.num_documents, held_out.num_documents) == (200, 0)
     pack(find_sources([texts / "b.txt"]), ByteTokenizer(), tmp_path / "one")
-    with pytest.raises(ValueError, match=r"validation_fraction = 0\.1 holds out 0 of 1 documents"):
+    with pytest.raises(ValueError, match=r"validation_fraction = 0\.1 holds out none of the 4 tokens"):
         split_documents(PackedTokens(tmp_path / "one"), 0.1)
     splits = open_splits(many, tmp_path / "one", 0.5)
     assert (splits.train.num_documents, splits.held_out.num_tokens) == (200, 4)
@@ -225,17 +228,18 @@ def test_positions_start_anew_with_each_document_and_each_sequence(many):
     assert batch.positions.shape == batch.tokens.shape and (batch.positions[0].numpy() == whole[:20]).all()
 
 
-def test_an_epoch_reads_every_window_once(many):
+def test_every_epoch_reads_every_window_once_in_an_order_of_its_own(many):
     loader = make_loader(many)
     stream = all_documents(PackedTokens(many))
     windows = {tuple(stream.read(w * 11, w * 11 + 11).tolist()) for w in range(loader.num_windows)}
-    rows = [(*t, y[-1]) for step in range(loader.num_windows // 6 + 1)
+    count = loader.num_windows
+    assert len(windows) == count > 100 and count % 6, "an epoch ends within a batch"
+    rows = [(*t, y[-1]) for step in range(3 * count // 6 + 1)
             for t, y, _ in zip(*(x.tolist() for x in loader.batch(step)))]  # fmt: skip
-    epoch = rows[: loader.num_windows]
-    assert set(epoch) == windows
-    assert epoch != sorted(epoch)
-    second = [loader._order(1).tolist(), loader._order(0).tolist()]
-    assert second[0] != second[1] and sorted(second[0]) == sorted(second[1])
+    epochs = [rows[epoch * count : (epoch + 1) * count] for epoch in range(3)]
+    assert all(set(epoch) == windows for epoch in epochs)
+    for one, other in itertools.combinations([sorted(windows), *epochs], 2):
+        assert sum(map(operator.eq, one, other)) < 10, "orders have nothing in common"
 
 
 def test_targets_are_tokens_shifted(many):
@@ -253,16 +257,18 @@ def test_batches_are_a_function_of_step_and_seed(many):
 
 
 def test_resume(many):
-    one = make_loader(many)
-    straight = [b.tokens for b, _ in zip(one, range(9))]
-    half = make_loader(many)
-    for _ in zip(range(4), half):
-        pass
-    resumed = make_loader(many)
-    resumed.load_state_dict(json.loads(json.dumps(half.state_dict())))
-    assert resumed.step == 4
-    for expected, batch in zip(straight[4:], resumed):
-        assert (batch.tokens == expected).all()
+    with make_loader(many).batches(9) as batches:
+        straight = [batch.tokens for batch in batches]
+    half, resumed = make_loader(many), make_loader(many)
+    with half.batches(9) as batches:
+        for _ in range(4):
+            next(batches)
+        state = json.loads(json.dumps(half.state_dict()))
+    assert state["step"] == half.step == 4, "those that were taken"
+    resumed.load_state_dict(state)
+    with resumed.batches(9) as batches:
+        rest = [batch.tokens for batch in batches]
+    assert torch.equal(torch.stack(rest), torch.stack(straight[4:])) and resumed.step == 9
     with pytest.raises(ValueError, match=r"of another run: seed 0 \(now 1\)"):
         make_loader(many, seed=1).load_state_dict(half.state_dict())
 
