@@ -20,7 +20,7 @@ import shutil
 import struct
 import sysconfig
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -73,10 +73,11 @@ def find_sources(paths: Iterable[str | Path]) -> list[Source]:
     return sources
 
 
-def _walk(folder: Path) -> list[Source]:
+def _walk(folder: Path, left_out: Collection[str] = ()) -> list[Source]:
     found = []
     for root, folders, files in os.walk(folder, onerror=_refuse_folder):
-        folders[:] = [name for name in folders if not name.startswith(".") and not Path(root, name, DOCUMENTS).exists()]
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in left_out
+                      and not Path(root, name, DOCUMENTS).exists()]  # fmt: skip
         for name in files:
             path = Path(root, name)
             if not name.startswith(".") and path.is_file():
@@ -90,10 +91,8 @@ def _refuse_folder(error: OSError) -> None:
 
 def stdlib_sources() -> list[Source]:
     """The source files of Python's own standard library, which every machine has."""
-    folder = sysconfig.get_path("stdlib")
-    return [
-        s for s in _walk(Path(folder)) if s.name.endswith(".py") and NOT_STDLIB.isdisjoint(s.name.split("/")[:-1])
-    ]
+    found = _walk(Path(sysconfig.get_path("stdlib")), NOT_STDLIB)
+    return [source for source in found if source.name.endswith(".py")]
 
 
 def pack(

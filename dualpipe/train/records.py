@@ -12,8 +12,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-PIECE = 1 << 16  # bytes that are read at a time
-ROWS = 256  # of a Parquet file, decoded at a time
+PIECE = 1 << 12  # bytes of zstd that are decompressed at a time: some 10 KB of text
+ROWS = 256  # of a Parquet file that are decoded at a time
 
 # What compressed files have, and where. Other binary files are known by a NUL byte.
 MAGIC = (
@@ -129,12 +129,15 @@ def _decompress_zstd(path: Path) -> Iterator[bytes]:
 
 
 def _lines(pieces: Iterable[bytes]) -> Iterator[bytes]:
-    rest = b""
+    begun = []
     for piece in pieces:
-        *lines, rest = (rest + piece).split(b"\n")
-        yield from lines
-    if rest:
-        yield rest
+        *ends, rest = piece.split(b"\n")
+        for end in ends:
+            yield b"".join((*begun, end))
+            begun.clear()
+        begun.append(rest)
+    if last := b"".join(begun):
+        yield last
 
 
 def _texts_of_lines(lines: Iterable[bytes], text_key: str) -> Iterator[bytes]:
@@ -151,7 +154,7 @@ def _texts_of_lines(lines: Iterable[bytes], text_key: str) -> Iterator[bytes]:
 
 def _read_parquet(path: Path, text_key: str) -> Iterator[bytes]:
     parquet = _package(".parquet", path)
-    with parquet.ParquetFile(path, buffer_size=PIECE) as file:
+    with parquet.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20) as file:  # else it keeps all it reads
         _check_key(text_key, file.schema_arrow.names)
         for batch in file.iter_batches(ROWS, columns=[text_key], use_threads=False):
             for value in batch.column(0):
