@@ -122,8 +122,9 @@ def pack(
         temporary.chmod(0o755)  # mkdtemp lets only the owner in
         _replace(temporary, out)
     except OSError as error:  # in reading they are ValueErrors
-        file = out if temporary is None else str(error.filename).replace(str(temporary), str(out))
-        raise ValueError(f"{file} cannot be written: {error.strerror}; choose another place") from error
+        file = Path(error.filename or out)
+        shown = out / file.name if file.parent == temporary else out
+        raise ValueError(f"{shown} cannot be written: {error.strerror}; choose another place") from error
     finally:
         if temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -178,7 +179,8 @@ def _write(
     if not len(packed):
         raise ValueError(f"there is no text to pack: {len(sources)} files were found and all are empty")
     with _create(folder / DOCUMENTS) as file:
-        np.save(file, packed)
+        np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(packed))
+        file.write(packed.data)  # np.save says nothing where the disk is full
     total = int(packed["length"].sum())
     _write_index(folder, tokenizer, dtype, writer.files, largest=largest, documents=len(packed), tokens=total)
     return Packed(folder, len(packed), total)
