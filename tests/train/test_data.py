@@ -4,15 +4,18 @@ import itertools
 import json
 import operator
 import shutil
+import threading
 
 import numpy as np
 import pytest
 import torch
 
-from dualpipe.train.data import Loader, evaluation_batches, open_splits, packed_directory, read_windows
+from dualpipe.train import data
+from dualpipe.train.data import Loader, evaluation_batches, open_splits, packed_directory, read_ahead, read_windows
 from dualpipe.train.pack import find_sources, pack, stdlib_sources
+from dualpipe.train.tables import DataConfig
 from dualpipe.train.tokenizer import ByteTokenizer, FileTokenizer, load_tokenizer
-from dualpipe.train.tokens import PackedTokens, all_documents, split_documents, unigram_loss
+from dualpipe.train.tokens import PackedTokens, TokenStream, all_documents, split_documents, unigram_loss
 from ranks import run_ranks
 
 END = ByteTokenizer.end_of_document
@@ -203,6 +206,56 @@ def test_no_split_and_an_impossible_one(many, texts, tmp_path):
         open_splits(many, tmp_path / "other", 0.5)
 
 
+def check_last_tokens(packed, fraction):
+    """The last of all tokens are held out, the same each time; returns how many documents are on each side."""
+    whole, splits = all_documents(packed), split_documents(packed, fraction)
+    count = int(whole.num_tokens * fraction)
+    assert [stream.num_tokens for stream in splits] == [whole.num_tokens - count, count]
+    text = np.concatenate([stream.read(0, stream.num_tokens) for stream in splits])
+    assert (text == whole.read(0, whole.num_tokens)).all()
+    for stream, start in zip(splits, (0, whole.num_tokens - count)):
+        positions = stream.positions(0, stream.num_tokens)
+        assert (positions == whole.positions(start, start + stream.num_tokens)).all()
+        middle = stream.num_tokens // 2
+        assert (stream.read(middle, stream.num_tokens) == stream.read(0, stream.num_tokens)[middle:]).all()
+    again, other = split_documents(packed, fraction), split_documents(packed, fraction / 2)
+    assert again.train.fingerprint == splits.train.fingerprint != other.train.fingerprint != whole.fingerprint
+    return [stream.num_documents for stream in splits]
+
+
+def test_a_single_file_is_held_out_by_its_last_tokens(tmp_path):
+    """Whether a hash of its content would hold it out, and leave nothing to train on, or not."""
+    seen = set()
+    for i in range(40):
+        (tmp_path / "input.txt").write_text(f"{i:999}")
+        pack(find_sources([tmp_path / "input.txt"]), ByteTokenizer(), tmp_path / "out")
+        packed = PackedTokens(tmp_path / "out")
+        seen.add(bool(packed.documents["hash"][0] < 2**62))
+        assert check_last_tokens(packed, 0.25) == [1, 1]
+        if len(seen) == 2:
+            break
+    assert len(seen) == 2
+    splits = open_splits(tmp_path / "out", None, DataConfig().validation_fraction)
+    assert [stream.num_tokens for stream in splits] == [980, 20]
+
+
+@pytest.mark.parametrize("hashed", [0, 2**64 - 1])
+def test_so_are_a_few_files_of_which_a_hash_holds_out_none_or_all(tmp_path, hashed):
+    for i, size in enumerate((9, 19, 39, 9)):  # 80 tokens with the ends
+        (tmp_path / f"{i}.txt").write_bytes(b"%d" % i * size)
+    pack(find_sources([tmp_path]), ByteTokenizer(), tmp_path / "out", shard_tokens=25)
+    packed = PackedTokens(tmp_path / "out")
+    packed.documents["hash"] = hashed
+    assert check_last_tokens(packed, 0.5) == [3, 2], "within the third"
+    assert check_last_tokens(packed, 0.625) == [2, 2], "between two"
+    assert check_last_tokens(packed, 0.05) == [4, 1], "within the last"
+    assert check_last_tokens(packed, 0.95) == [1, 4], "within the first"
+
+
+def test_streams_of_whole_documents_have_the_fingerprints_that_checkpoints_have(many):
+    assert split_documents(PackedTokens(many), 0.2).train.fingerprint == "c771769c856f97cd"
+
+
 def test_stream_reads_across_documents_and_shards(many):
     packed = PackedTokens(many)
     assert len(list(many.glob("*.bin"))) > 3
@@ -271,6 +324,62 @@ def test_resume(many):
     assert torch.equal(torch.stack(rest), torch.stack(straight[4:])) and resumed.step == 9
     with pytest.raises(ValueError, match=r"of another run: seed 0 \(now 1\)"):
         make_loader(many, seed=1).load_state_dict(half.state_dict())
+
+
+def test_a_rank_reads_its_rows_only(many):
+    stream, read = all_documents(PackedTokens(many)), []
+    whole = make_loader(many).batch(70)
+    for rows in (range(2, 4), range(5, 6), range(0)):
+        loader = Loader(stream, sequence_length=10, batch_size=6, seed=0, rows=rows)
+        stream.read = lambda *span: (read.append(span), TokenStream.read(stream, *span))[1]
+        batch = loader.batch(70)
+        assert all(torch.equal(part, all_rows[rows.start : rows.stop]) for part, all_rows in zip(batch, whole))
+        assert batch.tokens.shape == (len(rows), 10) and len(read) == len(rows)
+        assert loader.state_dict() == make_loader(many).state_dict(), "of the global batch, in any layout"
+        windows = list(range(20, 26))
+        with data.read_batches(stream, [windows], sequence_length=10, rows=rows) as batches:
+            (batch,) = batches
+        expected = read_windows(stream, windows, 11).tokens[rows.start : rows.stop]
+        assert torch.equal(batch.tokens, expected)
+        read.clear()
+
+
+def test_one_is_read_ahead_in_a_thread_that_ends():
+    read, done = [], threading.Semaphore(0)
+
+    def times_ten(key):
+        assert threading.current_thread() is not threading.main_thread()
+        read.append(key)
+        done.release()
+        return key * 10
+
+    with read_ahead(times_ten, range(100)) as results:
+        assert not read, "nothing before it is wanted"
+        assert next(results) == 0
+        assert done.acquire(timeout=10) and done.acquire(timeout=10), "the next is read while this one is used"
+        assert next(results) == 10
+    assert read in ([0, 1], [0, 1, 2]), "one ahead of what was taken, and no more after leaving"
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("read_ahead")]
+    with read_ahead(times_ten, range(3)) as results:
+        assert list(results) == [0, 10, 20]
+    with read_ahead(times_ten, []) as results:
+        assert list(results) == []
+
+
+def test_an_error_of_the_thread_is_raised_where_its_batch_is_due(many):
+    def broken(start, stop):
+        if reads.count(None) == 12:
+            raise OSError(5, "Input/output error")
+        reads.append(None)
+        return TokenStream.read(loader._stream, start, stop)
+
+    loader, reads = make_loader(many), []
+    loader._stream.read = broken
+    with pytest.raises(OSError, match="Input/output error"), loader.batches(9) as batches:
+        for taken, _ in enumerate(batches, 1):
+            assert loader.step == taken <= 2, "12 rows are two batches"
+    assert loader.step == 2
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("read_ahead")]
 
 
 def test_other_data_is_noticed(many, tmp_path):
