@@ -52,7 +52,7 @@ def documents(path: Path, text_key: str) -> Iterator[Document]:
     except (ValueError, OSError, EOFError, RecursionError, zlib.error) as error:  # what damaged files raise
         raise ValueError(f"cannot read record {number + 1} of {path}: {error}") from error
     if empty:
-        warnings.warn(f"{path}: {empty} empty records are left out, the first is record {first_empty}", stacklevel=1)
+        warnings.warn(f"{path}: empty records are left out: {empty}, the first is record {first_empty}", stacklevel=1)
 
 
 def check_readable(path: Path) -> None:

@@ -174,12 +174,12 @@ def test_empty_records_are_left_out_and_said(tmp_path, kind):
     path = write(tmp_path / f"a{kind}", ["one", "", "three", ""])
     with pytest.warns(UserWarning) as said:
         assert packed_texts([path], tmp_path / "out") == ["one", "three"]
-    assert [str(w.message) for w in said] == [f"{path}: 2 empty records are left out, the first is record 2"]
+    assert [str(w.message) for w in said] == [f"{path}: empty records are left out: 2, the first is record 2"]
     with pytest.warns(UserWarning):
         refuses(write(tmp_path / f"b{kind}", ["", ""]), tmp_path / "none", "there is no text to pack")
     if kind == ".jsonl":
         path.write_bytes(lines_of(["one"]) + b"  \n" + lines_of(["three"]))
-        with pytest.warns(UserWarning, match="1 empty records are left out, the first is record 2"):
+        with pytest.warns(UserWarning, match="empty records are left out: 1, the first is record 2"):
             assert packed_texts([path], tmp_path / "out") == ["one", "three"]
 
 
