@@ -107,9 +107,11 @@ def _add_data(commands: argparse._SubParsersAction) -> None:
     pack = parser.add_subparsers(required=True, metavar="COMMAND").add_parser(
         "pack", help="tokenise text into memory-mapped shards", allow_abbrev=False
     )
-    pack.add_argument("paths", nargs="+", metavar="PATH", help='files, folders, or "stdlib" (Python\'s own source)')
+    text = 'files or folders of text, .jsonl[.gz|.zst] or .parquet, or "stdlib" (Python\'s own source)'
+    pack.add_argument("paths", nargs="+", metavar="PATH", help=text)
     pack.add_argument("--tokenizer", default="bytes", metavar="bytes|FILE.json", help="default: bytes")
     pack.add_argument("--end-of-document", metavar="TOKEN", help="the tokenizer's token that closes a document")
+    pack.add_argument("--text-key", default="text", metavar="KEY", help="of the text of a record; default: text")
     pack.add_argument("--out", required=True, metavar="DIR", help="the packed directory to make")
     pack.set_defaults(run=_pack)
 
@@ -119,7 +121,8 @@ def _pack(args: argparse.Namespace) -> int:
     from dualpipe.train.tokenizer import load_tokenizer
 
     sources = [s for path in args.paths for s in (stdlib_sources() if path == "stdlib" else find_sources([path]))]
-    packed = pack(sources, load_tokenizer(args.tokenizer, args.end_of_document), args.out)
+    tokenizer = load_tokenizer(args.tokenizer, args.end_of_document)
+    packed = pack(sources, tokenizer, args.out, text_key=args.text_key)
     print(f"{packed.path}: {packed.tokens:,} tokens in {packed.documents:,} documents")
     return 0
 

@@ -1,25 +1,31 @@
 """From a `[data]` path to batches: packing on first use, and a loader whose order depends on the seed alone.
 
-B sequences of the global batch, T tokens of a sequence.
+B sequences that a rank reads of the global batch, T tokens of a sequence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
 from dualpipe.train.pack import DOCUMENTS, INDEX, Source, find_sources, fingerprint, pack, stdlib_sources
+from dualpipe.train.tables import TEXT_KEY
 from dualpipe.train.tokenizer import load_tokenizer
 from dualpipe.train.tokens import PackedTokens, Splits, TokenStream, all_documents, split_documents
 
+K = TypeVar("K")
+V = TypeVar("V")
+
 
 class Batch(NamedTuple):
-    """One global batch: `targets` are `tokens` shifted by one."""
+    """A global batch, or a rank's rows of it: `targets` are `tokens` shifted by one."""
 
     tokens: torch.Tensor  # (B, T) int64
     targets: torch.Tensor  # (B, T) int64
@@ -32,12 +38,17 @@ class Loader:
     Windows do not overlap; what is left at the end of the stream is not used. Batch `step` is a pure function of the
     stream, the sizes and the seed, so that it does not matter how many ranks there are or where a run was resumed.
 
+    batch_size: sequences of the global batch. rows: those of them that are read here; without, all.
+
     Raises:
         ValueError: the stream is shorter than one window.
     """
 
-    def __init__(self, stream: TokenStream, *, sequence_length: int, batch_size: int, seed: int) -> None:
+    def __init__(
+        self, stream: TokenStream, *, sequence_length: int, batch_size: int, seed: int, rows: range | None = None
+    ) -> None:  # fmt: skip
         self._stream, self._window, self._batch_size, self._seed = stream, sequence_length + 1, batch_size, seed
+        self._rows = range(batch_size) if rows is None else rows
         self.num_windows = stream.num_tokens // self._window
         if not self.num_windows:
             raise ValueError(
@@ -49,14 +60,21 @@ class Loader:
 
     def batch(self, step: int) -> Batch:
         """The batch of training step `step`, counted from 0."""
-        numbers = range(step * self._batch_size, (step + 1) * self._batch_size)
+        numbers = [step * self._batch_size + row for row in self._rows]
         windows = [self._order(n // self.num_windows)[n % self.num_windows] for n in numbers]
         return read_windows(self._stream, windows, self._window)
 
-    def __iter__(self) -> Iterator[Batch]:
-        while True:
-            self.step += 1
-            yield self.batch(self.step - 1)
+    @contextmanager
+    def batches(self, stop: int) -> Iterator[Iterator[Batch]]:
+        """For a `with`: the batches from `step` to before `stop`, read ahead. `step` counts those that were taken."""
+
+        def counted() -> Iterator[Batch]:
+            for batch in ahead:
+                self.step += 1
+                yield batch
+
+        with read_ahead(self.batch, range(self.step, stop)) as ahead:
+            yield counted()
 
     def _epoch_order(self, epoch: int) -> np.ndarray:
         return np.random.default_rng([self._seed, epoch]).permutation(self.num_windows)
@@ -85,12 +103,41 @@ class Loader:
         }  # fmt: skip
 
 
-def read_windows(stream: TokenStream, windows: list[int], window: int) -> Batch:
+@contextmanager
+def read_ahead(read: Callable[[K], V], keys: Iterable[K]) -> Iterator[Iterator[V]]:
+    """For a `with`: `read(key)` for each of `keys`, in order. While one is used, a thread reads the next.
+
+    What `read` raises is raised where its result would have been taken. Leaving waits for a `read` that has begun.
+    """
+
+    def results() -> Iterator[V]:
+        pending = []
+        for key in keys:
+            pending.append(thread.submit(read, key))
+            if len(pending) > 1:
+                yield pending.pop(0).result()
+        for last in pending:
+            yield last.result()
+
+    with ThreadPoolExecutor(1, thread_name_prefix="read_ahead") as thread:
+        yield results()
+
+
+def read_windows(stream: TokenStream, windows: Sequence[int], window: int) -> Batch:
     """The batch made of the given windows of `window` tokens."""
-    spans = [(int(w) * window, (int(w) + 1) * window) for w in windows]
-    rows = torch.from_numpy(np.stack([stream.read(*span) for span in spans]))
-    positions = torch.from_numpy(np.stack([stream.positions(*span) for span in spans]))
-    return Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), positions[:, :-1].contiguous())
+    rows, positions = np.empty((2, len(windows), window), dtype=np.int64)
+    for row, number in enumerate(windows):
+        span = int(number) * window, (int(number) + 1) * window
+        rows[row], positions[row] = stream.read(*span), stream.positions(*span)
+    parts = rows[:, :-1], rows[:, 1:], positions[:, :-1]
+    return Batch(*(torch.from_numpy(part.copy()) for part in parts))
+
+
+def read_batches(
+    stream: TokenStream, batches: Iterable[Sequence[int]], *, sequence_length: int, rows: range
+) -> AbstractContextManager[Iterator[Batch]]:  # fmt: skip
+    """For a `with`: these rows of each of `batches`, which are given by their windows; read ahead."""
+    return read_ahead(lambda batch: read_windows(stream, [batch[row] for row in rows], sequence_length + 1), batches)
 
 
 def evaluation_batches(stream: TokenStream, *, sequence_length: int, batch_size: int, limit: int) -> list[list[int]]:
@@ -110,19 +157,19 @@ def evaluation_batches(stream: TokenStream, *, sequence_length: int, batch_size:
     return [rows.tolist() for rows in spread.reshape(count, batch_size)] if count else []
 
 
-def packed_directory(path: str, *, tokenizer: str, cache: Path) -> Path:
+def packed_directory(path: str, *, tokenizer: str, cache: Path, text_key: str = TEXT_KEY) -> Path:
     """The packed directory of a `[data]` path, which is made below `cache` where the path is text.
 
-    `path` is a packed directory, a file or folder of text, or "stdlib".
+    `path` is a packed directory, a file or folder of text or records, or "stdlib".
     """
     folder = Path(path)
     if folder.is_dir() and any((folder / name).exists() for name in (INDEX, DOCUMENTS)):
         return folder
     sources = _text_sources(path)
     loaded = load_tokenizer(tokenizer)
-    target = cache / f"data-{fingerprint(sources, loaded)}"
+    target = cache / f"data-{fingerprint(sources, loaded, text_key)}"
     if not (target / INDEX).exists():
-        pack(sources, loaded, target)
+        pack(sources, loaded, target, text_key=text_key)
     return target
 
 

@@ -19,7 +19,7 @@ from dualpipe.models.sizes import flops_per_token
 from dualpipe.nn.accumulate import local
 from dualpipe.schedule import Schedule, build
 from dualpipe.train.config import Config, fit_world
-from dualpipe.train.data import Batch, Loader, evaluation_batches, open_splits, packed_directory, read_windows
+from dualpipe.train.data import Batch, Loader, evaluation_batches, open_splits, packed_directory, read_batches
 from dualpipe.train.job import Job, join
 from dualpipe.train.launch import RankInfo
 from dualpipe.train.metrics import METRICS, MetricsWriter, StepMetrics, make_folder, memory_bytes
@@ -66,9 +66,11 @@ class Run:
             job.first_rank(partial(_check_export, config, self.model.config))  # before the work of hours
         self.splits = self._open_data()
         self.batch_size = train.micro_batch_size * train.num_chunks * parallel.replicas
+        self.rows = self._own_rows()
         self.loader = Loader(
-            self.splits.train, sequence_length=train.sequence_length, batch_size=self.batch_size, seed=train.seed
-        )
+            self.splits.train, sequence_length=train.sequence_length, batch_size=self.batch_size, seed=train.seed,
+            rows=self.rows,
+        )  # fmt: skip
         o = config.optimizer
         self.optimizer = Optimizer(
             self.model.stages, lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay
@@ -88,7 +90,8 @@ class Run:
         def prepare() -> tuple[Path, Path | None]:
             make_folder(cache)
             paths = (data.path, data.validation_path)
-            return tuple(p and packed_directory(p, tokenizer=data.tokenizer, cache=cache) for p in paths)
+            how = {"tokenizer": data.tokenizer, "text_key": data.text_key, "cache": cache}
+            return tuple(p and packed_directory(p, **how) for p in paths)
 
         splits = open_splits(*self.job.first_rank(prepare), data.validation_fraction)
         for stream in splits:
@@ -125,14 +128,15 @@ class Run:
         print(self._finish(unigram))
 
     def _steps(self, start: int, held_out: list[list[int]], writer: MetricsWriter | None) -> None:
-        train, batches = self.config.train, iter(self.loader)
-        for done in range(start + 1, train.steps + 1):
-            metrics = self._step(done - 1, batches)
-            due = done == train.steps or (train.eval_interval and done % train.eval_interval == 0)
-            eval_loss = self._evaluate(held_out) if held_out and due else None
-            if writer is not None:
-                writer.write(StepMetrics(**metrics, eval_loss=eval_loss))
-            self.saver.save(self.state, done)
+        train = self.config.train
+        with self.loader.batches(train.steps) as batches:
+            for done in range(start + 1, train.steps + 1):
+                metrics = self._step(done - 1, batches)
+                due = done == train.steps or (train.eval_interval and done % train.eval_interval == 0)
+                eval_loss = self._evaluate(held_out) if held_out and due else None
+                if writer is not None:
+                    writer.write(StepMetrics(**metrics, eval_loss=eval_loss))
+                self.saver.save(self.state, done)
 
     def _step(self, step: int, batches: Iterator[Batch]) -> dict[str, float]:
         start = time.perf_counter()
@@ -159,7 +163,6 @@ class Run:
     def _forward_backward(self, batch: Batch) -> Tensor | None:
         """Run the pipeline once; the mean loss of all pipelines on the ranks of the last stage, None elsewhere."""
         device = self.job.device
-        batch = self._own_rows(batch)
         inputs = (batch.tokens.to(device),) if self.model.has_first else ()
         labels = (batch.targets.to(device),) if self.model.has_last else ()
         criterion = self.criterion if self.model.has_last else None
@@ -182,9 +185,10 @@ class Run:
         values = {"loss": loss, "grad_norm": norm} | self.routers.metrics()
         return dict(zip(values, torch.stack([value.double() for value in values.values()]).tolist()))
 
-    def _own_rows(self, batch: Batch) -> Batch:
-        """The sequences that this pipeline trains on."""
-        return Batch(*(rows.tensor_split(self.config.parallel.replicas)[self.job.replica] for rows in batch))
+    def _own_rows(self) -> range:
+        """The sequences of the global batch that this pipeline trains on; none on ranks between its ends."""
+        own = self.batch_size // self.config.parallel.replicas if self.model.has_first or self.model.has_last else 0
+        return range(own * self.job.replica, own * (self.job.replica + 1))
 
     def _learning_rate(self, step: int) -> float:
         o = self.config.optimizer
@@ -207,10 +211,11 @@ class Run:
     @torch.no_grad()
     def _evaluate(self, batches: list[list[int]]) -> float:
         """Mean loss over the held-out batches (NaN on ranks without the last stage)."""
-        window = self.config.train.sequence_length + 1
+        length = self.config.train.sequence_length
         for stage in self.model.stages:
             stage.eval()
-        losses = [self._forward_backward(read_windows(self.splits.held_out, rows, window)) for rows in batches]
+        with read_batches(self.splits.held_out, batches, sequence_length=length, rows=self.rows) as ahead:
+            losses = [self._forward_backward(batch) for batch in ahead]
         for stage in self.model.stages:
             stage.train()
         return math.nan if losses[0] is None else torch.stack(losses).mean().item()

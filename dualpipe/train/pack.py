@@ -6,8 +6,9 @@ A packed directory holds
     tokens-00000.bin    token ids, uint16 or uint32, document after document, each closed by the end-of-document id
     documents.npy       one record per document: shard, offset and length in tokens, 64-bit hash of the content
 
-A document lies in one shard. Everything is written under a temporary name next to the target and renamed when complete,
-so a directory that exists is whole; `tokens.py` checks that it still is when it reads it.
+Documents are the files, or their records (`records.py`). A document lies in one shard. Everything is written under a
+temporary name next to the target and renamed when complete, so a directory that exists is whole; `tokens.py` checks
+that it still is when it reads it.
 """
 
 from __future__ import annotations
@@ -16,14 +17,19 @@ import hashlib
 import json
 import os
 import shutil
+import struct
 import sysconfig
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from types import TracebackType
+from typing import BinaryIO, NamedTuple, Self
 
 import numpy as np
 
+from dualpipe.train.records import check_readable, documents
+from dualpipe.train.tables import TEXT_KEY
 from dualpipe.train.tokenizer import Tokenizer
 
 FORMAT = "dualpipe tokens 1"
@@ -67,10 +73,11 @@ def find_sources(paths: Iterable[str | Path]) -> list[Source]:
     return sources
 
 
-def _walk(folder: Path) -> list[Source]:
+def _walk(folder: Path, left_out: Collection[str] = ()) -> list[Source]:
     found = []
-    for root, folders, files in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith(".") and not Path(root, name, DOCUMENTS).exists()]
+    for root, folders, files in os.walk(folder, onerror=_refuse_folder):
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in left_out
+                      and not Path(root, name, DOCUMENTS).exists()]  # fmt: skip
         for name in files:
             path = Path(root, name)
             if not name.startswith(".") and path.is_file():
@@ -78,42 +85,55 @@ def _walk(folder: Path) -> list[Source]:
     return sorted(found, key=lambda source: source.name)
 
 
+def _refuse_folder(error: OSError) -> None:
+    raise ValueError(f"cannot read {error.filename}: {error.strerror}") from error
+
+
 def stdlib_sources() -> list[Source]:
     """The source files of Python's own standard library, which every machine has."""
-    folder = sysconfig.get_path("stdlib")
-    return [
-        s for s in _walk(Path(folder)) if s.name.endswith(".py") and NOT_STDLIB.isdisjoint(s.name.split("/")[:-1])
-    ]
+    found = _walk(Path(sysconfig.get_path("stdlib")), NOT_STDLIB)
+    return [source for source in found if source.name.endswith(".py")]
 
 
-def pack(sources: Sequence[Source], tokenizer: Tokenizer, out: str | Path, shard_tokens: int = SHARD_TOKENS) -> Packed:
-    """Tokenise `sources` (one document each; empty files are skipped) into the packed directory `out`.
+def pack(
+    sources: Sequence[Source], tokenizer: Tokenizer, out: str | Path, *, text_key: str = TEXT_KEY,
+    shard_tokens: int = SHARD_TOKENS,
+) -> Packed:  # fmt: skip
+    """Tokenise the documents of `sources` into the packed directory `out`; empty ones are left out.
 
-    A packed directory that is already there is replaced once the new one is complete.
+    A packed directory that is already there is replaced once the new one is complete. Whatever ends this before leaves
+    what was there.
+
+    text_key: what the text of a record is called, in files that have records.
 
     Raises:
-        ValueError: there is nothing to pack, a file cannot be read or tokenised, or `out` cannot be made or is
-            something else.
+        ValueError: there is nothing to pack, a file cannot be read or tokenised, or `out` is something else or cannot
+            be written, as where the disk is full.
     """
     out = Path(out)
     _check_replaceable(out)
+    for source in sources:
+        check_readable(source.path)
+    temporary = None
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
-    except OSError as error:
-        raise ValueError(f"{out} cannot be written: {error.strerror}; choose another place") from error
-    try:
-        packed = _write(sources, tokenizer, temporary, shard_tokens)
+        packed = _write(sources, tokenizer, temporary, shard_tokens, text_key)
         temporary.chmod(0o755)  # mkdtemp lets only the owner in
         _replace(temporary, out)
+    except OSError as error:  # in reading they are ValueErrors
+        file = Path(error.filename or out)
+        shown = out / file.name if file.parent == temporary else out
+        raise ValueError(f"{shown} cannot be written: {error.strerror}; choose another place") from error
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
     return packed._replace(path=out)
 
 
-def fingerprint(sources: Sequence[Source], tokenizer: Tokenizer) -> str:
+def fingerprint(sources: Sequence[Source], tokenizer: Tokenizer, text_key: str = TEXT_KEY) -> str:
     """A short name for what packing `sources` would give, from names, sizes and times, without reading them."""
-    digest = hashlib.sha256(f"{FORMAT}\n{tokenizer.identity}\n".encode())
+    digest = hashlib.sha256(f"{FORMAT}\n{tokenizer.identity}\n{text_key}\n".encode())
     for source in sources:
         stat = source.path.stat()
         digest.update(f"{source.path.resolve()}\0{source.name}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
@@ -133,33 +153,37 @@ def _check_replaceable(out: Path) -> None:
 
 
 def _replace(temporary: Path, out: Path) -> None:
-    if out.exists():
-        old = temporary.with_name(temporary.name + ".old")
-        out.rename(old)
-        temporary.rename(out)
-        shutil.rmtree(old)
-    else:
-        temporary.rename(out)
-
-
-def _write(sources: Sequence[Source], tokenizer: Tokenizer, folder: Path, shard_tokens: int) -> Packed:
-    dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
-    writer = _ShardWriter(folder, dtype, shard_tokens)
-    largest = tokenizer.end_of_document
+    old = temporary.with_name(temporary.name + ".old")
     try:
-        for text, tokens in _encoded(sources, tokenizer):
+        if out.exists():
+            out.rename(old)
+        temporary.rename(out)
+    except BaseException:
+        if old.exists() and not out.exists():
+            old.rename(out)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _write(
+    sources: Sequence[Source], tokenizer: Tokenizer, folder: Path, shard_tokens: int, text_key: str
+) -> Packed:  # fmt: skip
+    dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
+    largest = tokenizer.end_of_document
+    with _ShardWriter(folder, dtype, shard_tokens) as writer:
+        for text, tokens in _encoded(sources, tokenizer, text_key):
             largest = max(largest, int(tokens.max(initial=0)))
             closed = np.append(tokens.astype(dtype), dtype.type(tokenizer.end_of_document))
             writer.add(closed, int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little"))
-    finally:
-        writer.close()
-    if not writer.documents:
+    packed = np.frombuffer(writer.documents, dtype=DOCUMENT_TYPE)
+    if not len(packed):
         raise ValueError(f"there is no text to pack: {len(sources)} files were found and all are empty")
-    documents = np.array(writer.documents, dtype=DOCUMENT_TYPE)
-    np.save(folder / DOCUMENTS, documents)
-    total = int(documents["length"].sum())
-    _write_index(folder, tokenizer, dtype, writer.files, largest=largest, documents=len(documents), tokens=total)
-    return Packed(folder, len(documents), total)
+    with _create(folder / DOCUMENTS) as file:
+        np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(packed))
+        file.write(packed.data)  # np.save says nothing where the disk is full
+    total = int(packed["length"].sum())
+    _write_index(folder, tokenizer, dtype, writer.files, largest=largest, documents=len(packed), tokens=total)
+    return Packed(folder, len(packed), total)
 
 
 def _write_index(
@@ -170,46 +194,60 @@ def _write_index(
         "end_of_document": tokenizer.end_of_document, **counts,
         "document_index": file_record(folder / DOCUMENTS), "shards": [file_record(path) for path in shards],
     }  # fmt: skip
-    (folder / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+    with _create(folder / INDEX) as file:
+        file.write((json.dumps(index, indent=1) + "\n").encode())
 
 
-def _encoded(sources: Sequence[Source], tokenizer: Tokenizer) -> Iterator[tuple[bytes, np.ndarray]]:
+@contextmanager
+def _create(path: Path) -> Iterator[BinaryIO]:
+    """A new file, which is on the disk when it is left; an OSError until then names it."""
+    try:
+        with path.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        error.filename = str(path)
+        raise
+
+
+def _encoded(sources: Sequence[Source], tokenizer: Tokenizer, text_key: str) -> Iterator[tuple[bytes, np.ndarray]]:
     for source in sources:
-        try:
-            text = source.path.read_bytes()
-            if text:
-                yield text, tokenizer.encode(text)
-        except OSError as error:
-            raise ValueError(f"cannot read {source.path}: {error.strerror}") from error
-        except ValueError as error:
-            raise ValueError(f"cannot tokenise {source.path}: {error}") from error
+        for document in documents(source.path, text_key):
+            try:
+                tokens = tokenizer.encode(document.text)
+            except ValueError as error:
+                raise ValueError(f"cannot tokenise {document.where}: {error}") from error
+            yield document.text, tokens
 
 
 class _ShardWriter:
-    """Appends documents to the current shard and opens the next where one is full."""
+    """Appends documents to the current shard and opens the next where one is full; leaving it closes the last."""
 
     def __init__(self, folder: Path, dtype: np.dtype, shard_tokens: int) -> None:
         self._folder, self._dtype, self._limit = folder, dtype, shard_tokens
+        self._current = ExitStack()
         self._file: BinaryIO | None = None
         self._filled = 0
         self.files: list[Path] = []
-        self.documents: list[tuple[int, int, int, int]] = []
+        self.documents = bytearray()  # of DOCUMENT_TYPE: 28 bytes each, where there may be billions
 
     def add(self, tokens: np.ndarray, content_hash: int) -> None:
         if self._file is None or self._filled >= self._limit:
             self._open_next()
-        self.documents.append((len(self.files) - 1, self._filled, len(tokens), content_hash))
+        self.documents += struct.pack("<IQQQ", len(self.files) - 1, self._filled, len(tokens), content_hash)
         self._file.write(tokens.tobytes())
         self._filled += len(tokens)
 
     def _open_next(self) -> None:
-        self.close()
+        self._current.close()
         self.files.append(self._folder / f"tokens-{len(self.files):05d}.bin")
-        self._file, self._filled = self.files[-1].open("wb"), 0
+        self._file, self._filled = self._current.enter_context(_create(self.files[-1])), 0
 
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self._file.close()
-            self._file = None
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:  # fmt: skip
+        self._current.__exit__(kind, error, trace)

@@ -12,6 +12,7 @@ from typing import Literal, get_args
 
 STDLIB = "stdlib"  # [data] path: the source code of Python's own standard library
 BYTES = "bytes"  # [data] tokenizer: one token per byte
+TEXT_KEY = "text"  # [data] text_key
 
 
 def _require(condition: bool, name: str, value: object, remedy: str) -> None:
@@ -49,11 +50,15 @@ class DataConfig:
     """[data]: where the tokens come from."""
 
     path: str = STDLIB
-    """a directory made by `dualpipe data pack`, a file or folder of text, or "stdlib" (Python's own source code)"""
+    """a directory made by `dualpipe data pack`, a file or folder of text or records (.jsonl, .jsonl.gz, .jsonl.zst,
+    .parquet), or "stdlib" (Python's own source code)"""
     tokenizer: str = BYTES
     """"bytes", or the path of a `tokenizers` JSON file; not used where path is packed already"""
+    text_key: str = TEXT_KEY
+    """what the text of a record is called, in files that have records"""
     validation_fraction: float = 0.02
-    """share of the documents that is held out for evaluation (chosen by a hash of their content)"""
+    """share of the documents that is held out for evaluation, chosen by a hash of their content; where that is none of
+    them, or all, as with a single file: share of the tokens, the last ones"""
     validation_path: str | None = None
     """other data to evaluate on; then nothing is held out of `path`"""
     separate_documents: bool = False
@@ -62,6 +67,7 @@ class DataConfig:
     def __post_init__(self) -> None:
         _require(bool(self.path), "data.path", self.path, 'give a packed directory, a folder of text, or "stdlib"')
         _require(bool(self.tokenizer), "data.tokenizer", self.tokenizer, 'give "bytes" or the path of a tokenizer.json')
+        _require(bool(self.text_key), "data.text_key", self.text_key, "give the key of a record's text")
         fraction = self.validation_fraction
         _require(0 <= fraction < 1, "data.validation_fraction", fraction, "must be at least 0 and less than 1")
 

@@ -56,11 +56,16 @@ class PackedTokens:
 class TokenStream:
     """Some of the documents of a packed directory, read as one long sequence."""
 
-    def __init__(self, packed: PackedTokens, documents: np.ndarray) -> None:
-        """`documents`: numbers of the documents, ascending."""
+    def __init__(
+        self, packed: PackedTokens, documents: np.ndarray, *, skip: int = 0, num_tokens: int | None = None
+    ) -> None:  # fmt: skip
+        """`documents`: numbers of the documents, ascending. `skip`: tokens left out at the start of the first.
+        `num_tokens`: of the stream, where it ends before the last document does."""
         self.packed = packed
-        self._numbers = documents
-        self._ends = np.cumsum(packed.documents["length"][documents], dtype=np.int64)
+        self._numbers, self._skip = documents, skip
+        ends = np.cumsum(packed.documents["length"][documents], dtype=np.int64) - skip
+        self._is_cut = skip > 0 or (num_tokens is not None and num_tokens < ends[-1])
+        self._ends = ends if num_tokens is None else np.minimum(ends, num_tokens)
 
     @property
     def num_tokens(self) -> int:
@@ -74,9 +79,10 @@ class TokenStream:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of the tokenizer, and the content and order of the documents."""
+        """Of the tokenizer, the content and order of the documents, and where they are cut."""
         hashes = self.packed.documents["hash"][self._numbers].tobytes()
-        return hashlib.sha256(self.packed.tokenizer.encode() + hashes).hexdigest()[:16]
+        cut = f"{self._skip}:{self.num_tokens}" if self._is_cut else ""
+        return hashlib.sha256(self.packed.tokenizer.encode() + hashes + cut.encode()).hexdigest()[:16]
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Tokens [start, stop) of the stream as int64."""
@@ -84,7 +90,7 @@ class TokenStream:
         position = start
         index = int(np.searchsorted(self._ends, start, side="right"))
         while position < stop:
-            begin = int(self._ends[index - 1]) if index else 0
+            begin = int(self._ends[index - 1]) if index else -self._skip
             end = min(stop, int(self._ends[index]))
             piece = self.packed.read_document(int(self._numbers[index]), position - begin, end - begin)
             out[position - start : end - start] = piece
@@ -113,18 +119,35 @@ def all_documents(packed: PackedTokens) -> TokenStream:
 def split_documents(packed: PackedTokens, fraction: float) -> Splits:
     """Hold out about `fraction` of the documents, chosen by a hash of their content.
 
-    The choice depends on nothing else: it is the same in every run, and a copy of a document is on the same side.
+    The choice depends on nothing else: it is the same in every run, and a copy of a document is on the same side. Where
+    it leaves one side without a document, as of a single file, the last `fraction` of all tokens is held out instead.
+
+    Raises:
+        ValueError: that is not one token.
     """
     threshold = np.uint64(min(int(fraction * 2.0**64), 2**64 - 1))
     held_out = packed.documents["hash"] < threshold
     splits = Splits(*(TokenStream(packed, np.flatnonzero(mask)) for mask in (~held_out, held_out)))
     if fraction and not (splits.train.num_documents and splits.held_out.num_documents):
-        count, held = len(packed.documents), splits.held_out.num_documents
-        raise ValueError(
-            f"data.validation_fraction = {fraction} holds out {held} of {count} documents in {packed.path}; choose "
-            "another fraction, split the text into more files, or give data.validation_path"
-        )
+        return _hold_out_last(packed, fraction)
     return splits
+
+
+def _hold_out_last(packed: PackedTokens, fraction: float) -> Splits:
+    lengths = packed.documents["length"].astype(np.int64)
+    ends = np.cumsum(lengths)
+    total, held_out = int(ends[-1]), int(ends[-1] * fraction)
+    if not held_out:
+        raise ValueError(
+            f"data.validation_fraction = {fraction} holds out none of the {total} tokens in {packed.path}; choose a "
+            "larger fraction, give more text, or give data.validation_path"
+        )
+    cut = total - held_out
+    last, first = np.searchsorted(ends, cut), np.searchsorted(ends, cut, side="right")  # the same unless between two
+    return Splits(
+        TokenStream(packed, np.arange(last + 1), num_tokens=cut),
+        TokenStream(packed, np.arange(first, len(ends)), skip=cut - int(ends[first] - lengths[first])),
+    )
 
 
 def unigram_loss(train: TokenStream, held_out: TokenStream, vocab_size: int, max_tokens: int = 1 << 26) -> float:

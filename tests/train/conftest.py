@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 from pathlib import Path
 
@@ -57,6 +58,13 @@ def run_toml(tmp_path):
 def run_folder(tmp_path_factory):
     """A folder with run.toml, shared by the tests of a module."""
     return write_files(tmp_path_factory.mktemp("run")).parent
+
+
+@pytest.fixture
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
 
 
 @pytest.fixture(scope="session")

@@ -325,7 +325,7 @@ def test_data_pack(run_toml, capsys):
 
 def test_train_from_packed_data_on_one_rank(run_toml, capsys):
     folder = run_toml.parent
-    (folder / "text/tiny.txt").write_bytes(bytes(range(256)))
+    (folder / "text/tiny.txt").write_bytes(bytes(range(1, 256)))
     cli.main(["data", "pack", str(folder / "text"), "--out", str(folder / "packed")])
     options = ["--data.path", str(folder / "packed"), "--parallel.pp", "1", "--output.dir", str(folder / "out"),
                "--train.steps", "2", "--data.validation_fraction", "0"]  # fmt: skip

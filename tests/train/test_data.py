@@ -1,15 +1,21 @@
 """Packing text, reading it back, splitting it, and the order of the batches."""
 
+import itertools
 import json
+import operator
 import shutil
+import threading
 
 import numpy as np
 import pytest
+import torch
 
-from dualpipe.train.data import Loader, evaluation_batches, open_splits, packed_directory, read_windows
+from dualpipe.train import data
+from dualpipe.train.data import Loader, evaluation_batches, open_splits, packed_directory, read_ahead, read_windows
 from dualpipe.train.pack import find_sources, pack, stdlib_sources
+from dualpipe.train.tables import DataConfig
 from dualpipe.train.tokenizer import ByteTokenizer, FileTokenizer, load_tokenizer
-from dualpipe.train.tokens import PackedTokens, all_documents, split_documents, unigram_loss
+from dualpipe.train.tokens import PackedTokens, TokenStream, all_documents, split_documents, unigram_loss
 from ranks import run_ranks
 
 END = ByteTokenizer.end_of_document
@@ -20,7 +26,7 @@ def texts(tmp_path):
     folder = tmp_path / "texts"
     (folder / "sub").mkdir(parents=True)
     (folder / "b.txt").write_bytes(b"bee")
-    (folder / "a.txt").write_bytes(b"a\xff\x00")
+    (folder / "a.txt").write_bytes(b"a\xff\x01")
     (folder / "sub" / "c.txt").write_bytes(b"sea")
     (folder / "empty.txt").write_bytes(b"")
     (folder / ".hidden").write_bytes(b"no")
@@ -55,7 +61,7 @@ def stream_of(path):
 def test_pack_bytes_in_order(texts, tmp_path):
     packed = pack(find_sources([texts]), ByteTokenizer(), tmp_path / "out")
     assert (packed.documents, packed.tokens) == (3, 12)
-    expected = [*b"a\xff\x00", END, *b"bee", END, *b"sea", END]
+    expected = [*b"a\xff\x01", END, *b"bee", END, *b"sea", END]
     assert stream_of(tmp_path / "out") == expected
     index = json.loads((tmp_path / "out/index.json").read_text())
     assert (index["dtype"], index["vocab_size"], index["tokens"]) == ("uint16", 257, 12)
@@ -189,7 +195,7 @@ def test_no_split_and_an_impossible_one(many, texts, tmp_path):
     train, held_out = split_documents(PackedTokens(many), 0.0)
     assert (train.num_documents, held_out.num_documents) == (200, 0)
     pack(find_sources([texts / "b.txt"]), ByteTokenizer(), tmp_path / "one")
-    with pytest.raises(ValueError, match=r"validation_fraction = 0\.1 holds out 0 of 1 documents"):
+    with pytest.raises(ValueError, match=r"validation_fraction = 0\.1 holds out none of the 4 tokens"):
         split_documents(PackedTokens(tmp_path / "one"), 0.1)
     splits = open_splits(many, tmp_path / "one", 0.5)
     assert (splits.train.num_documents, splits.held_out.num_tokens) == (200, 4)
@@ -198,6 +204,56 @@ def test_no_split_and_an_impossible_one(many, texts, tmp_path):
     pack(find_sources([texts / "b.txt"]), other, tmp_path / "other")
     with pytest.raises(ValueError, match=r"was packed with the tokenizer 'bytes', .* with 'another'"):
         open_splits(many, tmp_path / "other", 0.5)
+
+
+def check_last_tokens(packed, fraction):
+    """The last of all tokens are held out, the same each time; returns how many documents are on each side."""
+    whole, splits = all_documents(packed), split_documents(packed, fraction)
+    count = int(whole.num_tokens * fraction)
+    assert [stream.num_tokens for stream in splits] == [whole.num_tokens - count, count]
+    text = np.concatenate([stream.read(0, stream.num_tokens) for stream in splits])
+    assert (text == whole.read(0, whole.num_tokens)).all()
+    for stream, start in zip(splits, (0, whole.num_tokens - count)):
+        positions = stream.positions(0, stream.num_tokens)
+        assert (positions == whole.positions(start, start + stream.num_tokens)).all()
+        middle = stream.num_tokens // 2
+        assert (stream.read(middle, stream.num_tokens) == stream.read(0, stream.num_tokens)[middle:]).all()
+    again, other = split_documents(packed, fraction), split_documents(packed, fraction / 2)
+    assert again.train.fingerprint == splits.train.fingerprint != other.train.fingerprint != whole.fingerprint
+    return [stream.num_documents for stream in splits]
+
+
+def test_a_single_file_is_held_out_by_its_last_tokens(tmp_path):
+    """Whether a hash of its content would hold it out, and leave nothing to train on, or not."""
+    seen = set()
+    for i in range(40):
+        (tmp_path / "input.txt").write_text(f"{i:999}")
+        pack(find_sources([tmp_path / "input.txt"]), ByteTokenizer(), tmp_path / "out")
+        packed = PackedTokens(tmp_path / "out")
+        seen.add(bool(packed.documents["hash"][0] < 2**62))
+        assert check_last_tokens(packed, 0.25) == [1, 1]
+        if len(seen) == 2:
+            break
+    assert len(seen) == 2
+    splits = open_splits(tmp_path / "out", None, DataConfig().validation_fraction)
+    assert [stream.num_tokens for stream in splits] == [980, 20]
+
+
+@pytest.mark.parametrize("hashed", [0, 2**64 - 1])
+def test_so_are_a_few_files_of_which_a_hash_holds_out_none_or_all(tmp_path, hashed):
+    for i, size in enumerate((9, 19, 39, 9)):  # 80 tokens with the ends
+        (tmp_path / f"{i}.txt").write_bytes(b"%d" % i * size)
+    pack(find_sources([tmp_path]), ByteTokenizer(), tmp_path / "out", shard_tokens=25)
+    packed = PackedTokens(tmp_path / "out")
+    packed.documents["hash"] = hashed
+    assert check_last_tokens(packed, 0.5) == [3, 2], "within the third"
+    assert check_last_tokens(packed, 0.625) == [2, 2], "between two"
+    assert check_last_tokens(packed, 0.05) == [4, 1], "within the last"
+    assert check_last_tokens(packed, 0.95) == [1, 4], "within the first"
+
+
+def test_streams_of_whole_documents_have_the_fingerprints_that_checkpoints_have(many):
+    assert split_documents(PackedTokens(many), 0.2).train.fingerprint == "c771769c856f97cd"
 
 
 def test_stream_reads_across_documents_and_shards(many):
@@ -225,17 +281,18 @@ def test_positions_start_anew_with_each_document_and_each_sequence(many):
     assert batch.positions.shape == batch.tokens.shape and (batch.positions[0].numpy() == whole[:20]).all()
 
 
-def test_an_epoch_reads_every_window_once(many):
+def test_every_epoch_reads_every_window_once_in_an_order_of_its_own(many):
     loader = make_loader(many)
     stream = all_documents(PackedTokens(many))
     windows = {tuple(stream.read(w * 11, w * 11 + 11).tolist()) for w in range(loader.num_windows)}
-    rows = [(*t, y[-1]) for step in range(loader.num_windows // 6 + 1)
+    count = loader.num_windows
+    assert len(windows) == count > 100 and count % 6, "an epoch ends within a batch"
+    rows = [(*t, y[-1]) for step in range(3 * count // 6 + 1)
             for t, y, _ in zip(*(x.tolist() for x in loader.batch(step)))]  # fmt: skip
-    epoch = rows[: loader.num_windows]
-    assert set(epoch) == windows
-    assert epoch != sorted(epoch)
-    second = [loader._order(1).tolist(), loader._order(0).tolist()]
-    assert second[0] != second[1] and sorted(second[0]) == sorted(second[1])
+    epochs = [rows[epoch * count : (epoch + 1) * count] for epoch in range(3)]
+    assert all(set(epoch) == windows for epoch in epochs)
+    for one, other in itertools.combinations([sorted(windows), *epochs], 2):
+        assert sum(map(operator.eq, one, other)) < 10, "orders have nothing in common"
 
 
 def test_targets_are_tokens_shifted(many):
@@ -253,18 +310,76 @@ def test_batches_are_a_function_of_step_and_seed(many):
 
 
 def test_resume(many):
-    one = make_loader(many)
-    straight = [b.tokens for b, _ in zip(one, range(9))]
-    half = make_loader(many)
-    for _ in zip(range(4), half):
-        pass
-    resumed = make_loader(many)
-    resumed.load_state_dict(json.loads(json.dumps(half.state_dict())))
-    assert resumed.step == 4
-    for expected, batch in zip(straight[4:], resumed):
-        assert (batch.tokens == expected).all()
+    with make_loader(many).batches(9) as batches:
+        straight = [batch.tokens for batch in batches]
+    half, resumed = make_loader(many), make_loader(many)
+    with half.batches(9) as batches:
+        for _ in range(4):
+            next(batches)
+        state = json.loads(json.dumps(half.state_dict()))
+    assert state["step"] == half.step == 4, "those that were taken"
+    resumed.load_state_dict(state)
+    with resumed.batches(9) as batches:
+        rest = [batch.tokens for batch in batches]
+    assert torch.equal(torch.stack(rest), torch.stack(straight[4:])) and resumed.step == 9
     with pytest.raises(ValueError, match=r"of another run: seed 0 \(now 1\)"):
         make_loader(many, seed=1).load_state_dict(half.state_dict())
+
+
+def test_a_rank_reads_its_rows_only(many):
+    stream, read = all_documents(PackedTokens(many)), []
+    whole = make_loader(many).batch(70)
+    for rows in (range(2, 4), range(5, 6), range(0)):
+        loader = Loader(stream, sequence_length=10, batch_size=6, seed=0, rows=rows)
+        stream.read = lambda *span: (read.append(span), TokenStream.read(stream, *span))[1]
+        batch = loader.batch(70)
+        assert all(torch.equal(part, all_rows[rows.start : rows.stop]) for part, all_rows in zip(batch, whole))
+        assert batch.tokens.shape == (len(rows), 10) and len(read) == len(rows)
+        assert loader.state_dict() == make_loader(many).state_dict(), "of the global batch, in any layout"
+        windows = list(range(20, 26))
+        with data.read_batches(stream, [windows], sequence_length=10, rows=rows) as batches:
+            (batch,) = batches
+        expected = read_windows(stream, windows, 11).tokens[rows.start : rows.stop]
+        assert torch.equal(batch.tokens, expected)
+        read.clear()
+
+
+def test_one_is_read_ahead_in_a_thread_that_ends():
+    read, done = [], threading.Semaphore(0)
+
+    def times_ten(key):
+        assert threading.current_thread() is not threading.main_thread()
+        read.append(key)
+        done.release()
+        return key * 10
+
+    with read_ahead(times_ten, range(100)) as results:
+        assert not read, "nothing before it is wanted"
+        assert next(results) == 0
+        assert done.acquire(timeout=10) and done.acquire(timeout=10), "the next is read while this one is used"
+        assert next(results) == 10
+    assert read in ([0, 1], [0, 1, 2]), "one ahead of what was taken, and no more after leaving"
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("read_ahead")]
+    with read_ahead(times_ten, range(3)) as results:
+        assert list(results) == [0, 10, 20]
+    with read_ahead(times_ten, []) as results:
+        assert list(results) == []
+
+
+def test_an_error_of_the_thread_is_raised_where_its_batch_is_due(many):
+    def broken(start, stop):
+        if reads.count(None) == 12:
+            raise OSError(5, "Input/output error")
+        reads.append(None)
+        return TokenStream.read(loader._stream, start, stop)
+
+    loader, reads = make_loader(many), []
+    loader._stream.read = broken
+    with pytest.raises(OSError, match="Input/output error"), loader.batches(9) as batches:
+        for taken, _ in enumerate(batches, 1):
+            assert loader.step == taken <= 2, "12 rows are two batches"
+    assert loader.step == 2
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("read_ahead")]
 
 
 def test_other_data_is_noticed(many, tmp_path):

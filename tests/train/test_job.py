@@ -31,12 +31,3 @@ def _wait_for_nobody(rank, dimension, port):
 def test_the_timeout_holds_in_the_groups_of_the_mesh(dimension, free_port):
     results = run_ranks(_wait_for_nobody, 4, dimension, free_port, check=False, timeout=40)
     assert 2 < results[0] < 10 and 2 < results[3] < 10, results
-
-
-@pytest.fixture
-def free_port():
-    import socket
-
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]

@@ -1,0 +1,241 @@
+"""Files of records: what is read of them, what is refused and how; and in how much memory."""
+
+import bz2
+import gzip
+import json
+import lzma
+import random
+import sys
+import tracemalloc
+
+import pyarrow as pa
+import pytest
+import zstandard
+from pyarrow import parquet
+
+from dualpipe import cli
+from dualpipe.train import records
+from dualpipe.train.data import packed_directory
+from dualpipe.train.pack import find_sources, pack
+from dualpipe.train.tokenizer import ByteTokenizer
+from dualpipe.train.tokens import PackedTokens, all_documents
+
+END = ByteTokenizer.end_of_document
+TEXTS = ["one", 'two\nlines and "quotes"', "drei \u00e4\u4e09\0", "four" * 500]
+KINDS = [".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet"]
+
+
+def lines_of(texts, key="text"):
+    return "".join(json.dumps({"id": i, key: text}) + "\n" for i, text in enumerate(texts)).encode()
+
+
+def write(path, content):
+    """A file of the kind that its name says; `content` is bytes, or texts of records."""
+    if path.name.endswith(".parquet"):
+        table = pa.table({"id": range(len(content)), "text": content})
+        parquet.write_table(table, path, row_group_size=2)
+        return path
+    content = content if isinstance(content, bytes) else lines_of(content)
+    if path.name.endswith(".gz"):
+        content = gzip.compress(content)
+    if path.name.endswith(".zst"):
+        half = len(content) // 2  # two frames, as of a parallel compressor
+        content = zstandard.compress(content[:half]) + zstandard.compress(content[half:])
+    path.write_bytes(content)
+    return path
+
+
+def packed_texts(paths, out, **options):
+    pack(find_sources(paths), ByteTokenizer(), out, **options)
+    stream = all_documents(PackedTokens(out))
+    texts, document = [], []
+    for token in stream.read(0, stream.num_tokens).tolist():
+        if token == END:
+            texts.append(bytes(document).decode())
+            document = []
+        else:
+            document.append(token)
+    return texts
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_record_is_a_document(tmp_path, kind, monkeypatch):
+    monkeypatch.setattr(records, "PIECE", 7)  # pieces end within lines, and within frames
+    monkeypatch.setattr(records, "ROWS", 3)
+    path = write(tmp_path / f"a{kind}", TEXTS)
+    assert packed_texts([path], tmp_path / "out") == TEXTS
+    assert packed_texts([path.rename(tmp_path / f"A{kind.upper()}")], tmp_path / "upper") == TEXTS
+
+
+def test_kinds_mix_and_the_last_line_needs_no_end(tmp_path):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "c.txt").write_text("plain")
+    (folder / "b.jsonl").write_bytes("\ufeff".encode() + lines_of(["with a BOM", "open end"]).rstrip())
+    write(folder / "d.jsonl.gz", ["zipped"])
+    write(folder / "a.parquet", ["columnar", "and so on"])
+    assert packed_texts([folder], tmp_path / "out") == [
+        "columnar", "and so on", "with a BOM", "open end", "plain", "zipped",
+    ]  # fmt: skip
+
+
+def test_another_key(tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_bytes(lines_of(TEXTS[:2], "content"))
+    run = ["data", "pack", str(tmp_path / "a.jsonl"), "--out", str(tmp_path / "out")]
+    assert cli.main(run) == 2
+    said = capsys.readouterr().err
+    assert said == (f"error: cannot read record 1 of {tmp_path / 'a.jsonl'}: it has no 'text', but 'id', 'content'; "
+                    "name the key of the text with --text-key or data.text_key\n")  # fmt: skip
+    assert not (tmp_path / "out").exists()
+    assert cli.main([*run, "--text-key", "content"]) == 0
+    assert "in 2 documents" in capsys.readouterr().out
+    table = pa.table({"text": ["a"], "content": ["b"]})
+    parquet.write_table(table, tmp_path / "b.parquet")
+    assert packed_texts([tmp_path / "b.parquet"], tmp_path / "out", text_key="content") == ["b"]
+
+
+def test_what_train_packed_is_used_again_for_the_same_content_and_key(tmp_path):
+    def packed(**how):
+        return packed_directory(str(path), tokenizer="bytes", cache=tmp_path / "cache", **how)
+
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"".join(json.dumps({"text": text, "other": text.upper()}).encode() + b"\n" for text in "abc"))
+    first = packed()
+    stamp = (first / "index.json").stat().st_mtime_ns
+    assert packed() == packed(text_key="text") == first and (first / "index.json").stat().st_mtime_ns == stamp
+    other = packed(text_key="other")
+    assert other != first
+    streams = [all_documents(PackedTokens(folder)) for folder in (first, other)]
+    assert [bytes(stream.read(0, 1).tolist()) for stream in streams] == [b"a", b"A"]
+    assert streams[0].fingerprint != streams[1].fingerprint
+    path.write_bytes(path.read_bytes() + b'{"text": "d", "other": "D"}\n')
+    assert packed() != first
+
+
+JSON = {
+    b'{"text": 5}': "its 'text' is not a string but of type int",
+    b'{"text": null}': "its 'text' is not a string but of type NoneType",
+    b"{}": "it has no 'text', but nothing; name the key",
+    b'"text"': "it is not a JSON object but of type str",
+    b'{"text": "a"': "it is not valid JSON (Expecting ',' delimiter",
+    b"[" * 100_000: "it is not valid JSON (",
+    b'{"text": "\xff"}': "it is not valid JSON ('utf-8' codec can't decode",
+    b'{"text": "\\ud800"}': "'utf-8' codec can't encode character",
+}
+
+
+@pytest.mark.parametrize("kind", KINDS[:3])
+def test_a_bad_record_is_named(tmp_path, kind):
+    path = tmp_path / f"bad{kind}"
+    for bad, message in JSON.items():
+        write(path, lines_of(["fine", "good"]) + bad + b"\n" + lines_of(["last"]))
+        refuses(path, tmp_path / "out", f"cannot read record 3 of {path}: {message}")
+
+
+def refuses(path, out, message):
+    with pytest.raises(ValueError) as refused:
+        pack(find_sources([path]), ByteTokenizer(), out)
+    assert str(refused.value).startswith(message), refused.value
+    assert "\n" not in str(refused.value)
+    assert not out.exists() and not list(out.parent.glob(f".{out.name}*"))
+
+
+def test_bad_parquet_is_named(tmp_path):
+    path = tmp_path / "bad.parquet"
+    parquet.write_table(pa.table({"text": ["a", "b", None, "c"]}), path)
+    refuses(path, tmp_path / "out", f"cannot read record 3 of {path}: its 'text' is not a string but of type NoneType")
+    parquet.write_table(pa.table({"text": [1, 2]}), path)
+    refuses(path, tmp_path / "out", f"cannot read record 1 of {path}: its 'text' is not a string but of type int")
+    parquet.write_table(pa.table({"id": [1], "body": ["x"]}), path)
+    refuses(path, tmp_path / "out", f"cannot read record 1 of {path}: it has no 'text', but 'id', 'body'; name the key")
+    write(path, TEXTS * 100)
+    path.write_bytes(path.read_bytes()[:-50])
+    refuses(path, tmp_path / "out", f"cannot read record 1 of {path}: ")
+    path.write_bytes(b"")
+    refuses(path, tmp_path / "out", f"cannot read record 1 of {path}: ")
+
+
+@pytest.mark.parametrize("kind", [".jsonl.gz", ".jsonl.zst"])
+def test_damaged_files_are_named_and_never_taken_for_whole(tmp_path, kind):
+    path = write(tmp_path / f"bad{kind}", lines_of([f"x{i}" for i in range(3000)]))
+    whole = path.read_bytes()
+    for size in (len(whole) - 3, len(whole) * 3 // 4, 30):
+        path.write_bytes(whole[:size])
+        refuses(path, tmp_path / "out", "cannot read record ")
+    middle = len(whole) // 2 + 100
+    path.write_bytes(whole[:middle] + bytes(200) + whole[middle + 200 :])
+    refuses(path, tmp_path / "out", "cannot read record ")
+    path.write_bytes(b'{"text": "not compressed"}\n' * 9)
+    refuses(path, tmp_path / "out", f"cannot read record 1 of {path}: ")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_empty_records_are_left_out_and_said(tmp_path, kind):
+    path = write(tmp_path / f"a{kind}", ["one", "", "three", ""])
+    with pytest.warns(UserWarning) as said:
+        assert packed_texts([path], tmp_path / "out") == ["one", "three"]
+    assert [str(w.message) for w in said] == [f"{path}: empty records are left out: 2, the first is record 2"]
+    with pytest.warns(UserWarning):
+        refuses(write(tmp_path / f"b{kind}", ["", ""]), tmp_path / "none", "there is no text to pack")
+    if kind == ".jsonl":
+        path.write_bytes(lines_of(["one"]) + b"  \n" + lines_of(["three"]))
+        with pytest.warns(UserWarning, match="empty records are left out: 1, the first is record 2"):
+            assert packed_texts([path], tmp_path / "out") == ["one", "three"]
+
+
+BINARY = {
+    "a.txt.gz": (gzip.compress(b"text"), "is a gzip file; unpack it, or give records in files that are called .jsonl,"),
+    "a.txt.zst": (zstandard.compress(b"text"), "is a zstd file"),
+    "a.bz2": (bz2.compress(b"text"), "is a bzip2 file"),
+    "a.txt.xz": (lzma.compress(b"text"), "is a xz file"),
+    "a.zip": (b"PK\x03\x04....", "is a zip file"),
+    "a.tar": (b"name" + b"." * 253 + b"ustar", "is a tar file"),
+    "a.pq": (b"PAR1....", "is a Parquet file"),
+    "a.jsonl": (gzip.compress(b"{}"), "is a gzip file"),
+    "a.png": (b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", "is not text: it has NUL bytes"),
+    "utf16.txt": ("text".encode("utf-16"), "is not text: it has NUL bytes; leave it out, or convert it to UTF-8"),
+    "late.txt": (b"x" * 100_000 + b"\0", "is not text: it has NUL bytes"),
+}  # fmt: skip
+
+
+def test_other_compressed_and_binary_files_are_refused_by_name(tmp_path):
+    for name, (content, message) in BINARY.items():
+        path = tmp_path / name
+        path.write_bytes(content)
+        refuses(path, tmp_path / "out", f"{path} {message}")
+
+
+def test_binary_files_and_missing_packages_are_found_before_anything_is_tokenised(tmp_path, monkeypatch):
+    class Never(ByteTokenizer):
+        def encode(self, text):
+            raise AssertionError("tokenised")
+
+    (tmp_path / "a.txt").write_text("fine")
+    for name, package in (("z.bin", None), ("z.jsonl.zst", "zstandard"), ("z.parquet", "pyarrow")):
+        late = tmp_path / name
+        late.write_bytes(b"\0")
+        with monkeypatch.context() as patch, pytest.raises(ValueError) as refused:
+            if package:
+                patch.setitem(sys.modules, package, None)
+                patch.setitem(sys.modules, f"{package}.parquet", None)
+            pack(find_sources([tmp_path / "a.txt", late]), Never(), tmp_path / "out")
+        if package:
+            assert str(refused.value) == f"{late} needs the package {package}: pip install 'dualpipe[data]'"
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_records_are_read_one_by_one(tmp_path, kind, monkeypatch):
+    """8 MB of text, 8 KB each, of which no more than a few are in memory, be it Python's or pyarrow's."""
+    monkeypatch.setattr(records, "ROWS", 16)
+    path = write(tmp_path / f"large{kind}", [random.Random(i).randbytes(4000).hex() for i in range(1000)])
+    before = pa.total_allocated_bytes()
+    tracemalloc.start()
+    count, of_arrow = 0, []
+    for document in records.documents(path, "text"):
+        count += len(document.text)
+        of_arrow.append(pa.total_allocated_bytes() - before)
+    peak = tracemalloc.get_traced_memory()[1] + max(of_arrow)
+    tracemalloc.stop()
+    assert count == 8_000_000
+    assert peak < 2e6, peak

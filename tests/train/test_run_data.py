@@ -1,0 +1,73 @@
+"""What runs make of their data: a single file, files of records, and which rank reads what and when."""
+
+import gzip
+import json
+import os
+import re
+import threading
+
+import torch.distributed as dist
+
+from dualpipe import cli
+from dualpipe.train.config import load_config
+from dualpipe.train.data import Loader, evaluation_batches
+from dualpipe.train.launch import RankInfo
+from dualpipe.train.loop import train
+from dualpipe.train.metrics import read_metrics
+from dualpipe.train.tokens import PackedTokens, TokenStream, split_documents
+from ranks import run_ranks
+
+
+def test_a_single_file_of_records_trains_with_the_default_validation_fraction(run_toml, capsys):
+    """nanoGPT's habit; and a run goes on only where the same tokens are held out."""
+    folder = run_toml.parent
+    record = {"body": "the quick brown fox jumps over the lazy dog. " * 300}
+    (folder / "one.jsonl.gz").write_bytes(gzip.compress(json.dumps(record).encode()))
+    text = re.sub("validation_fraction.*", 'text_key = "body"', run_toml.read_text())
+    run_toml.write_text(text.replace('"text"', '"one.jsonl.gz"', 1))
+    run = ["train", str(run_toml), "--parallel.pp", "1", "--output.dir", str(folder / "out")]
+    run += ["--checkpoint.interval", "1"]
+    assert cli.main([*run, "--train.steps", "2"]) == 0
+    said = capsys.readouterr().out
+    assert "data: 13,231 tokens in 1 documents to train on, 270 in 1 held out" in said
+    assert "a unigram model of the same text has a held-out loss of " in said
+    assert read_metrics(folder / "out" / "metrics.jsonl")[-1]["eval_loss"] > 0
+    assert cli.main([*run, "--train.steps", "3", "--data.validation_fraction", "0.03"]) == 2
+    assert "the loader's state is of another run: data '" in capsys.readouterr().err
+    assert cli.main([*run, "--train.steps", "3"]) == 0
+    assert cli.main([*run, "--data.text_key", "text", "--checkpoint.resume", "never"]) == 2
+    assert "it has no 'text', but 'body'; name the key" in capsys.readouterr().err
+
+
+def _train(rank, folder, port):
+    """The windows that this rank read, each with the name of the thread that did."""
+
+    def read(self, start, stop):
+        if stop - start == 17:  # not those of the unigram model
+            seen.append((self.num_documents, start, threading.current_thread().name.partition("_0")[0]))
+        return read_tokens(self, start, stop)
+
+    dist.destroy_process_group()
+    seen, read_tokens, TokenStream.read = [], TokenStream.read, read
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.chdir(folder)
+    train(load_config("run.toml", ["--train.steps", "3", "--parallel.dp", "2"]), RankInfo(rank, 4, rank, 4))
+    return seen
+
+
+def test_ranks_read_their_own_rows_in_a_thread_and_those_between_the_ends_nothing(run_toml, free_port):
+    folder = run_toml.parent
+    seen = run_ranks(_train, 4, str(folder), free_port)
+    assert seen[2] == seen[3] == [], "the ranks with the middle of the V"
+    assert {thread for rank in seen[:2] for _, _, thread in rank} == {"read_ahead"}
+    (packed,) = folder.glob("out/data-*")
+    text, held_out = split_documents(PackedTokens(packed), 0.2)
+    loader = Loader(text, sequence_length=16, batch_size=16, seed=0)
+    evaluated = evaluation_batches(held_out, sequence_length=16, batch_size=16, limit=2)
+    for rank in range(2):
+        own = slice(8 * rank, 8 * rank + 8)
+        windows = [int(loader._order(0)[n]) for step in range(3) for n in range(16 * step, 16 * step + 16)[own]]
+        read = [start // 17 for documents, start, _ in seen[rank] if documents == text.num_documents]
+        assert read == windows
+        read = [start // 17 for documents, start, _ in seen[rank] if documents == held_out.num_documents]
+        assert read == [window for _ in range(2) for batch in evaluated for window in batch[own]]
