@@ -1,0 +1,54 @@
+"""The Python in README.md and docs/ passes type checkers, with no names but those in support/given.pyi besides."""
+
+import json
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+
+
+@pytest.fixture(scope="module")
+def blocks(tmp_path_factory):
+    """A folder with every block as a file that starts with what is given, and the packages as a wheel lays them out."""
+    folder = tmp_path_factory.mktemp("blocks")
+    for document in DOCUMENTS:
+        for number, block in enumerate(re.findall(r"^```python\n(.*?)^```", document.read_text(), re.M | re.S)):
+            (folder / f"{document.stem}_{number}.py").write_text(f"from given import *\n{block}")
+    (folder / "lib/dualpipe").mkdir(parents=True)
+    for part in (*(ROOT / "dualpipe").iterdir(), ROOT / "kernels", ROOT / "models"):
+        (folder / "lib/dualpipe" / part.name).symlink_to(part)
+    (folder / "lib/given.pyi").symlink_to(ROOT / "tests/support/given.pyi")
+    (folder / "README_wrong.py").write_text("from given import *\nDualPipeV((stage_a,), num_chunks=8)\n")
+    settings = {"extraPaths": [str(folder / "lib")], "pythonVersion": "3.11", "typeCheckingMode": "standard"}
+    (folder / "pyrightconfig.json").write_text(json.dumps(settings))
+    return folder
+
+
+def files_with_errors(report):
+    return {Path(found[1]).name for found in re.finditer(r"^\s*(\S+\.py):\d+.*\berror:", report, re.M)}
+
+
+def check(tool, folder, *arguments, environment=None):
+    if find_spec(tool) is None:
+        pytest.skip(f"{tool} is not installed")
+    files = sorted(path.name for path in folder.glob("*.py"))
+    assert {"README_0.py", "README_1.py", "README_2.py", "models_1.py"} <= set(files)
+    done = subprocess.run([sys.executable, "-P", "-m", tool, *arguments, *files], cwd=folder, env=environment,
+                          capture_output=True, text=True)  # fmt: skip
+    assert files_with_errors(done.stdout) == {"README_wrong.py"}, done.stdout + done.stderr
+
+
+def test_pyright(blocks):
+    check("pyright", blocks, "--pythonpath", sys.executable)
+
+
+@pytest.mark.slow  # mypy reads all of torch first
+def test_mypy(blocks, monkeypatch):
+    monkeypatch.setenv("MYPYPATH", str(blocks / "lib"))
+    check("mypy", blocks, "--check-untyped-defs", "--follow-imports=silent", "--cache-dir", str(blocks / "cache"))
