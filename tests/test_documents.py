@@ -30,6 +30,18 @@ def blocks(tmp_path_factory):
     return folder
 
 
+@pytest.mark.parametrize("document", [*DOCUMENTS, ROOT / "CONTRIBUTING.md"], ids=lambda path: path.name)
+def test_links_lead_to_what_they_name(document):
+    text = document.read_text()
+    links = [target for target in re.findall(r"\]\(([^)]+)\)", text) if "://" not in target]
+    assert [target for target in links if not (document.parent / target).exists()] == []
+    named = re.findall(r"`(\w+)`\s+in\s+\[`[^`]+`\]\(([^)]+)\)", text)
+    assert [(name, file) for name, file in named if name not in (document.parent / file).read_text()] == []
+    folders = "dualpipe|kernels|models|tests|examples|benchmarks|docs"
+    paths = re.findall(rf"(?:^|[\s`])((?:{folders})/[\w./-]*\w/?)(?=[\s`,;:)]|$)", text)
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
 def files_with_errors(report):
     return {Path(found[1]).name for found in re.finditer(r"^\s*(\S+\.py):\d+.*\berror:", report, re.M)}
 
