@@ -1,5 +1,6 @@
 """The Python in README.md and docs/ passes type checkers, with no names but those in support/given.pyi besides."""
 
+import ast
 import json
 import re
 import subprocess
@@ -10,21 +11,63 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+GIVEN = ROOT / "tests/support/given.pyi"
 DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+
+
+class Reads(ast.NodeVisitor):
+    """The names that code reads before it binds them, in `names`; what functions read counts last."""
+
+    def __init__(self, tree):
+        self.bound, self.names, self.functions = set(), set(), []
+        self.visit(tree)
+        for function in self.functions:
+            self.generic_visit(function)
+
+    def visit_Name(self, node):
+        if isinstance(node.ctx, ast.Store):
+            self.bound.add(node.id)
+        elif node.id not in self.bound:
+            self.names.add(node.id)
+
+    def visit_Assign(self, node):
+        for part in (node.value, *node.targets):
+            self.visit(part)
+
+    def visit_For(self, node):
+        for part in (node.iter, node.target, *node.body):
+            self.visit(part)
+
+    def visit_FunctionDef(self, node):
+        self.bound.add(node.name)
+        self.functions.append(node)
+
+    def visit_ClassDef(self, node):
+        self.bound.add(node.name)
+        self.generic_visit(node)
+
+    def visit_alias(self, node):
+        self.bound.add(node.asname or node.name)
+
+
+def taken_as_given(block):
+    return Reads(ast.parse(block)).names & Reads(ast.parse(GIVEN.read_text())).bound
 
 
 @pytest.fixture(scope="module")
 def blocks(tmp_path_factory):
-    """A folder with every block as a file that starts with what is given, and the packages as a wheel lays them out."""
+    """A folder with every block as a file behind what it takes as given, and the packages as a wheel lays them out."""
     folder = tmp_path_factory.mktemp("blocks")
     for document in DOCUMENTS:
         for number, block in enumerate(re.findall(r"^```python\n(.*?)^```", document.read_text(), re.M | re.S)):
-            (folder / f"{document.stem}_{number}.py").write_text(f"from given import *\n{block}")
+            given = ", ".join(sorted(taken_as_given(block)))
+            start = f"from given import {given}\n" if given else "\n"
+            (folder / f"{document.stem}_{number}.py").write_text(start + block)
     (folder / "lib/dualpipe").mkdir(parents=True)
     for part in (*(ROOT / "dualpipe").iterdir(), ROOT / "kernels", ROOT / "models"):
         (folder / "lib/dualpipe" / part.name).symlink_to(part)
-    (folder / "lib/given.pyi").symlink_to(ROOT / "tests/support/given.pyi")
-    (folder / "README_wrong.py").write_text("from given import *\nDualPipeV((stage_a,), num_chunks=8)\n")
+    (folder / "lib/given.pyi").symlink_to(GIVEN)
+    (folder / "README_wrong.py").write_text("from given import stage_a, DualPipeV\nDualPipeV((stage_a,), chunks=8)\n")
     settings = {"extraPaths": [str(folder / "lib")], "pythonVersion": "3.11", "typeCheckingMode": "standard"}
     (folder / "pyrightconfig.json").write_text(json.dumps(settings))
     return folder

@@ -1,6 +1,6 @@
 """What the examples in README.md and docs/ take as given: a user's own model, data and set-up."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch as torch
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ stage_b: nn.Module
 stages: Sequence[nn.Module]
 x: Tensor
 y: Tensor
+batches: Iterable[tuple[Tensor, Tensor]]
 loss_fn: Callable[[Tensor, Tensor], Tensor]
 mesh: DeviceMesh
 config: HubConfig
