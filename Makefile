@@ -14,7 +14,7 @@ PYTEST  := OMP_NUM_THREADS=1 $(BIN)/python -P -m pytest --numprocesses $(WORKERS
 
 .PHONY: train test test-all lint bench clean
 
-$(READY): setup.py setup.sh constraints.txt
+$(READY): pyproject.toml setup.py setup.sh constraints.txt
 	PYTHON=$(PYTHON) TORCH=$(TORCH) VENV=$(VENV) bash setup.sh
 	touch $@
 

@@ -4,6 +4,11 @@ Names are loaded on first use, so that `import dualpipe.schedule` stays free of 
 """
 
 from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # what `__getattr__` below finds, for type checkers and editors
+    from dualpipe.pipeline import Communicate, Compute, DualPipeV, Pipeline, PipelineError, WeightGradStore
+    from dualpipe.schedule import Action, Schedule, ScheduleError
 
 __version__ = "0.1.0"
 
@@ -20,7 +25,10 @@ _EXPORTS = {
     "set_p2p_tensor_dtype": "dualpipe.utils",
     "set_p2p_tensor_shapes": "dualpipe.utils",
 }
-__all__ = ["__version__", *_EXPORTS]
+__all__ = [
+    "Action", "Communicate", "Compute", "DualPipeV", "Pipeline", "PipelineError", "Schedule", "ScheduleError",
+    "WeightGradStore", "__version__",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> object:

@@ -63,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_memory(commands)
     _add_checkpoint(commands)
     _add_hf(commands)
+    _add_doctor(commands)
     return parser
 
 
@@ -293,3 +294,15 @@ def _hf_export(args: argparse.Namespace) -> int:
         export(*how)
     print(f"{args.target}: written")
     return 0
+
+
+def _add_doctor(commands: argparse._SubParsersAction) -> None:
+    text = "say what is installed here, and what of it will be used or missed; exit status 1 if training cannot run"
+    parser = commands.add_parser("doctor", help=text, description=text, allow_abbrev=False)
+    parser.set_defaults(run=_doctor)
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from dualpipe.doctor import run
+
+    return run()

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 
 from dualpipe.models.decoder import DenseMLP, Experts, Layer, SparseMLP
@@ -214,21 +215,18 @@ class Attention(nn.Module):
     def forward(self, x_BSH: Tensor, context: Context) -> Tensor:
         """(B, S, H) -> (B, S, H)."""
         latent_BSC, k_BSP = self.kv_a_proj_with_mqa(x_BSH).split((self.latent_dim, self.rope_dim), dim=-1)
-        kv_BASX = self._by_head(self.kv_b_proj(self.kv_a_layernorm(latent_BSC)))
+        kv_BASX = rearrange(self.kv_b_proj(self.kv_a_layernorm(latent_BSC)), "B S (A X) -> B A S X", A=self.num_heads)
         k_BASN, v_BASV = kv_BASX.split((self.nope_dim, self.v_dim), dim=-1)
-        q_BASN, q_BASP = self._by_head(self._queries(x_BSH)).split((self.nope_dim, self.rope_dim), dim=-1)
+        q_BASD = rearrange(self._queries(x_BSH), "B S (A D) -> B A S D", A=self.num_heads)
+        q_BASN, q_BASP = q_BASD.split((self.nope_dim, self.rope_dim), dim=-1)
         q_BASP, k_B1SP = (self.rotate(x, *context.tables(x.dtype)) for x in (q_BASP, k_BSP.unsqueeze(1)))
         q_BASD = torch.cat((q_BASN, q_BASP), dim=-1)
         k_BASD = torch.cat((k_BASN, k_B1SP.expand_as(q_BASP)), dim=-1)
         y_BASV = attend(q_BASD, k_BASD, v_BASV, context, scale=self.scale)
-        return self.o_proj(y_BASV.transpose(1, 2).flatten(2))
+        return self.o_proj(rearrange(y_BASV, "B A S V -> B S (A V)"))
 
     def _queries(self, x_BSH: Tensor) -> Tensor:
         """(B, S, H) -> (B, S, A * D)."""
         if hasattr(self, "q_proj"):
             return self.q_proj(x_BSH)
         return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_BSH)))
-
-    def _by_head(self, x: Tensor) -> Tensor:
-        """(B, S, A * X) -> (B, A, S, X)."""
-        return x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 
 from dualpipe.models.decoder import Layer, SparseMLP
@@ -124,13 +125,14 @@ class Attention(nn.Module):
 
     def forward(self, x_BSH: Tensor, context: Context) -> Tensor:
         """(B, S, H) -> (B, S, H)."""
-        projections = (self.q_proj, self.k_proj, self.v_proj)
-        q_BASD, k_BGSD, v_BGSD = (p(x_BSH).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for p in projections)
+        # One by one: a loop that calls them cannot be traced past the first, and nothing here would be compiled.
+        projected = self.q_proj(x_BSH), self.k_proj(x_BSH), self.v_proj(x_BSH)
+        q_BASD, k_BGSD, v_BGSD = (rearrange(x, "B S (A D) -> B A S D", D=self.head_dim) for x in projected)
         q_BASD, k_BGSD = (apply_rotary(x, *context.tables(x.dtype)) for x in (q_BASD, k_BGSD))
         y_BASD = attend(
             q_BASD, k_BGSD, v_BGSD, context, scale=self.head_dim**-0.5, window=self.window, sinks_A=self.sinks
         )
-        return self.o_proj(y_BASD.transpose(1, 2).flatten(2))
+        return self.o_proj(rearrange(y_BASD, "B A S D -> B S (A D)"))
 
 
 class Experts(nn.Module):

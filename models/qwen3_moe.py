@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from einops import rearrange
 from torch import Tensor, nn
 
 from dualpipe.models.decoder import DenseMLP, Experts, Layer, SparseMLP
@@ -98,10 +99,10 @@ class Attention(nn.Module):
 
     def forward(self, x_BSH: Tensor, context: Context) -> Tensor:
         """(B, S, H) -> (B, S, H)."""
-        heads = (-1, self.head_dim)
-        q_BASD = self.q_norm(self.q_proj(x_BSH).unflatten(-1, heads)).transpose(1, 2)
-        k_BGSD = self.k_norm(self.k_proj(x_BSH).unflatten(-1, heads)).transpose(1, 2)
-        v_BGSD = self.v_proj(x_BSH).unflatten(-1, heads).transpose(1, 2)
+        # One by one: a loop that calls them cannot be traced past the first, and nothing here would be compiled.
+        projected = self.q_proj(x_BSH), self.k_proj(x_BSH), self.v_proj(x_BSH)
+        q_BSAD, k_BSGD, v_BSGD = (rearrange(x, "B S (A D) -> B S A D", D=self.head_dim) for x in projected)
+        q_BASD, k_BGSD, v_BGSD = (x.transpose(1, 2) for x in (self.q_norm(q_BSAD), self.k_norm(k_BSGD), v_BSGD))
         q_BASD, k_BGSD = (apply_rotary(x, *context.tables(x.dtype)) for x in (q_BASD, k_BGSD))
         y_BASD = attend(q_BASD, k_BGSD, v_BGSD, context, scale=self.head_dim**-0.5)
-        return self.o_proj(y_BASD.transpose(1, 2).flatten(2))
+        return self.o_proj(rearrange(y_BASD, "B A S D -> B S (A D)"))

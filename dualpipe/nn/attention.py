@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor
 
 from dualpipe.nn.rotary import Rotary
@@ -142,13 +143,13 @@ def attention_reference(
     sinks_A: Tensor | None = None,
 ) -> Tensor:
     """`attend` as it is written down: scores of the dtype of q, the softmax in at least float32."""
-    q_BGRSD = q_BASD.unflatten(1, (k_BGSD.shape[1], -1))
+    q_BGRSD = rearrange(q_BASD, "B (G R) S D -> B G R S D", G=k_BGSD.shape[1])
     scores = q_BGRSD @ k_BGSD.unsqueeze(2).mT * scale  # (B, G, R, S, S)
     wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
     seen = context.visible(window)
     wide = wide.masked_fill(~(seen if seen.dim() == 2 else seen[:, None, None]), -torch.inf)
     if sinks_A is not None:
-        sinks = sinks_A.to(wide.dtype).view(1, *q_BGRSD.shape[1:3], 1, 1)
+        sinks = rearrange(sinks_A.to(wide.dtype), "(G R) -> 1 G R 1 1", G=k_BGSD.shape[1])
         wide = torch.cat((wide, sinks.expand(*wide.shape[:-1], 1)), -1)
     probs = wide.softmax(-1)[..., : seen.shape[-1]].to(v_BGSV.dtype)
-    return (probs @ v_BGSV.unsqueeze(2)).flatten(1, 2)
+    return rearrange(probs @ v_BGSV.unsqueeze(2), "B G R S V -> B (G R) S V")

@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 
@@ -93,4 +94,4 @@ def apply_rotary_interleaved(x_BASD: Tensor, cos: Tensor, sin: Tensor) -> Tensor
 
     Queries and keys come out in the same order, so their products do not depend on it.
     """
-    return apply_rotary(x_BASD.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2), cos, sin)
+    return apply_rotary(rearrange(x_BASD, "B A S (pairs two) -> B A S (two pairs)", two=2), cos, sin)

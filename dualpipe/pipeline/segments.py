@@ -74,8 +74,8 @@ class Compute:
     """
 
     fn: Callable[..., Any]
-    reads: Names
-    writes: Names
+    reads: Names | str
+    writes: Names | str
     recompute: bool = False
 
     def __post_init__(self) -> None:
@@ -91,8 +91,8 @@ class Communicate:
     """
 
     communication: Communication
-    reads: Names
-    writes: Names
+    reads: Names | str
+    writes: Names | str
     recompute: bool = False
 
     def __post_init__(self) -> None:

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Iterator
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -244,10 +245,12 @@ class Run:
 
     def _finish(self, unigram: float | None) -> str:
         metrics, curve, picture = (self.folder / name for name in (METRICS, "loss.png", "schedule.svg"))
-        save_loss_curve(metrics, curve, unigram=unigram)
+        board = f" (TensorBoard: {self.folder / 'tensorboard'})" if find_spec("tensorboard") else ""
+        said = [f"metrics: {metrics}{board}"]
+        if save_loss_curve(metrics, curve, unigram=unigram):
+            said.append(f"loss curve: {curve}")
         save_schedule(self.schedule, picture)
-        board = self.folder / "tensorboard"
-        return f"metrics: {metrics} (TensorBoard: {board})\nloss curve: {curve}\nschedule: {picture}"
+        return "\n".join([*said, f"schedule: {picture}"])
 
 
 def _check_export(config: Config, model: HubConfig) -> None:

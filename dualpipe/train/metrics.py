@@ -13,6 +13,7 @@ import resource
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
@@ -22,6 +23,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 METRICS = "metrics.jsonl"
+PICTURES = {"tensorboard": "no TensorBoard events", "matplotlib": "no picture of the loss"}  # what it costs to lack one
 
 
 @dataclass(frozen=True)
@@ -61,12 +63,17 @@ class MetricsWriter:
 
     def __init__(self, folder: Path, *, total_steps: int, start_step: int = 0, console: Console | None = None) -> None:
         """`start_step`: steps already done. Lines that an earlier run left for later steps are kept in another file."""
-        from torch.utils.tensorboard import SummaryWriter  # for the one rank that writes
-
         make_folder(folder)
         self._file = _open_lines(folder / METRICS, start_step)
-        self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=start_step + 1)
         self._display = _Display(console or Console(highlight=False, soft_wrap=True), total_steps, start_step)
+        self._board = None
+        missing = {package: cost for package, cost in PICTURES.items() if find_spec(package) is None}
+        if missing:
+            self.say(f"{', '.join(missing.values())}: pip install {' '.join(missing)} (or 'dualpipe[viz]')")
+        if "tensorboard" not in missing:
+            from torch.utils.tensorboard import SummaryWriter  # for the one rank that writes
+
+            self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=start_step + 1)
 
     def write(self, metrics: StepMetrics) -> None:
         """Record one step, at once and flushed."""
@@ -74,7 +81,7 @@ class MetricsWriter:
         self._file.write(json_line(values))
         self._file.flush()
         for name, value in values.items():
-            if name != "step":
+            if self._board is not None and name != "step":
                 self._board.add_scalar(name, value, metrics.step)
         self._display.update(metrics)
 
@@ -90,7 +97,8 @@ class MetricsWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:  # fmt: skip
         self._display.stop()
-        self._board.close()
+        if self._board is not None:
+            self._board.close()
         self._file.close()
 
 

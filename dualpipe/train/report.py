@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 from dualpipe.schedule import Schedule, simulate, to_svg
 from dualpipe.train.metrics import read_metrics
 
 
-def save_loss_curve(metrics: Path, picture: Path, *, unigram: float | None) -> None:
-    """Draw training and held-out loss of a metrics.jsonl as PNG, with the loss of a unigram model as a line."""
+def save_loss_curve(metrics: Path, picture: Path, *, unigram: float | None) -> bool:
+    """Draw training and held-out loss of a metrics.jsonl as PNG, with the loss of a unigram model as a line.
+
+    Returns False where there is no matplotlib to draw with.
+    """
+    if find_spec("matplotlib") is None:
+        return False
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # half a second, for the one rank that draws
     from matplotlib.figure import Figure
 
@@ -27,6 +33,7 @@ def save_loss_curve(metrics: Path, picture: Path, *, unigram: float | None) -> N
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
     figure.savefig(picture)
+    return True
 
 
 def save_schedule(schedule: Schedule, picture: Path) -> None:

@@ -6,7 +6,6 @@ from functools import partial
 
 import pytest
 import torch
-from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM
 
 from dualpipe import cli
@@ -138,9 +137,13 @@ def test_another_cut_trains_the_same(train):
 def test_compiled_parts_train_the_same(run_folder, train, monkeypatch):
     few = [*ALONE, "--train.steps", "2", "--train.eval_batches", "0", "--train.eval_interval", "0"]
     losses = train("plain", *few)
-    # Without code generation, which takes a minute here: what is traced and where it breaks is the same.
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    counters.clear()
+    graphs = []
+
+    def record(graph, inputs):  # without code generation, which takes a minute here: what is traced is the same
+        graphs.append({str(getattr(node.target, "__name__", node.target)) for node in graph.graph.nodes})
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=record))
     assert train("compiled", *few, "--train.compile", "True") == pytest.approx(losses, rel=1e-5)
-    assert counters["stats"]["unique_graphs"] > 3
+    assert any({"cat", "softmax"} <= names for names in graphs), "from the rotary embedding to the values in one piece"
     assert all(row["tflops_per_rank"] > 0 for row in read_metrics(run_folder / "compiled" / "metrics.jsonl"))

@@ -1,7 +1,12 @@
 """Who this process is under torchrun and SLURM, and what the launcher says when a rank fails."""
 
 import json
+import os
+import signal
+import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -126,3 +131,57 @@ def test_a_device_for_every_rank(monkeypatch):
         choose_device(info, "cuda")
     monkeypatch.setenv("SLURM_GPUS_PER_TASK", "1")  # every rank sees its own GPU as the only one
     assert str(choose_device(info, "auto")) == "cuda:0"
+
+
+# -- examples/slurm.sbatch
+
+SBATCH = Path(__file__).parents[2] / "examples" / "slurm.sbatch"
+
+
+def start_batch_script(folder, *arguments, srun="true"):
+    """Start the script as SLURM would on the nodes n7 and n8; its `srun` leaves what it was given, then runs `srun`."""
+    tools = {
+        "scontrol": 'echo "$@" >> calls; [ "$1" != show ] || printf "n7\\nn8\\n"',
+        "srun": f'printf "%s\\n" "$@" > arguments; env > part; mv part environment; {srun}',
+    }
+    for name, script in tools.items():
+        (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+        (folder / name).chmod(0o755)
+    job = {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "123456", "SLURM_JOB_NODELIST": "n[7-8]",
+           "SLURM_CPUS_PER_TASK": "6", "SLURM_PROCID": "0", "SLURM_NTASKS": "16"}  # fmt: skip
+    return subprocess.Popen(["bash", SBATCH, *arguments], cwd=folder, env=job)
+
+
+def test_the_batch_script_sets_what_the_ranks_read(tmp_path):
+    assert start_batch_script(tmp_path, "run.toml", "--train.steps", "a b").wait(20) == 0
+    srun = (tmp_path / "arguments").read_text().splitlines()
+    command = ["--kill-on-bad-exit=1", "--cpus-per-task=6", "dualpipe", "train", "run.toml", "--train.steps", "a b"]
+    assert srun == command
+    found = dict(line.split("=", 1) for line in (tmp_path / "environment").read_text().splitlines())
+    task = {"SLURM_PROCID": "9", "SLURM_STEP_NUM_TASKS": "16", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_NODES": "2"}
+    assert rank_from_environment(found | task) == RankInfo(9, 16, 1, 8), "what srun sets in a task"
+    assert found["MASTER_ADDR"] == "n7"
+    assert {"MASTER_PORT": found.pop("MASTER_PORT")} == slurm_rendezvous(found), "as it would be without"
+    asked = dict(line.removeprefix("#SBATCH --").split("=", 1) if "=" in line else (line, "")
+                 for line in SBATCH.read_text().splitlines() if line.startswith("#SBATCH"))  # fmt: skip
+    assert asked["ntasks-per-node"] == asked["gpus-per-node"], "a task for each GPU"
+    assert "#SBATCH --requeue" in asked
+
+
+def test_the_batch_script_ends_as_srun_and_goes_back_into_the_queue(tmp_path):
+    assert start_batch_script(tmp_path, "run.toml", srun="exit 7").wait(20) == 7
+    (tmp_path / "environment").unlink()
+    job = start_batch_script(tmp_path, "run.toml", srun="while [ ! -e done ]; do sleep 0.02; done; exit 3")
+    wait_for(tmp_path / "environment")
+    job.send_signal(signal.SIGUSR1)
+    wait_for(tmp_path / "calls", "requeue 123456")
+    assert job.poll() is None, "until SLURM ends it"
+    (tmp_path / "done").touch()
+    assert job.wait(20) == 3
+
+
+def wait_for(path, text=""):
+    deadline = time.monotonic() + 20
+    while not (path.exists() and text in path.read_text()):
+        assert time.monotonic() < deadline, f"{path} with {text!r}"
+        time.sleep(0.01)

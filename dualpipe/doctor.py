@@ -1,0 +1,146 @@
+"""`dualpipe doctor`: what is installed here, and what of it this library will use or miss.
+
+Imports nothing at the top that may be missing or broken.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterator
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import ModuleType
+from typing import Literal, NamedTuple
+
+from dualpipe import __version__
+
+REQUIRED = ("einops", "numpy", "rich", "safetensors", "tokenizers", "tyro")
+OPTIONAL = {
+    "triton": "the kernels are their PyTorch references",
+    "tensorboard": "training writes no TensorBoard events",
+    "matplotlib": "training draws no picture of the loss",
+    "pyarrow": ".parquet is not read",
+    "zstandard": ".jsonl.zst is not read",
+    "transformers": "nothing in training; the tests compare with its models",
+}
+
+
+class Finding(NamedTuple):
+    """What there is, or what it costs that it is not there; "error": `dualpipe train` cannot run."""
+
+    state: Literal["ok", "missing", "error"]
+    text: str
+
+
+def run() -> int:
+    """Print a line for each finding; the exit status is 1 where one is an error."""
+    failed = 0
+    for finding in examine():
+        print(f"{finding.state:<8} {finding.text}", flush=True)
+        failed |= finding.state == "error"
+    return failed
+
+
+def examine() -> Iterator[Finding]:
+    """Everything there is to say, the most basic first."""
+    yield Finding("ok", f"python {platform.python_version()}, dualpipe {__version__} in {Path(__file__).parent}")
+    yield from _packages()
+    try:
+        import torch
+
+        old = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 11)
+    except Exception as error:  # a broken build raises anything; what it says is what is to be known
+        yield Finding("error", f"torch cannot be imported ({type(error).__name__}: {error}): no training")
+        return
+    yield Finding("error" if old else "ok", f"torch {torch.__version__}{', but 2.11 is needed' if old else ''}")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    yield from _devices(torch, count) if count else _no_devices(torch)
+    compiler = shutil.which(os.environ.get("CC", "cc"))
+    used = "Triton's kernels and --train.compile" if count else "--train.compile"
+    yield Finding("ok", f"C compiler {compiler}") if compiler else Finding("missing", f"C compiler: no {used}; set CC")
+    yield _gloo(torch)
+    if count > 1:
+        yield from _links(torch, count)
+
+
+def _packages() -> Iterator[Finding]:
+    found: dict[str, str] = {}
+    for name in (*REQUIRED, *OPTIONAL):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            cost = OPTIONAL.get(name)
+            yield Finding("missing" if cost else "error", f"{name}: {cost or 'no training'}; pip install {name}")
+    yield Finding("ok", ", ".join(" ".join(item) for item in found.items()))
+
+
+def _devices(torch: ModuleType, count: int) -> Iterator[Finding]:
+    for device in range(count):
+        found = torch.cuda.get_device_properties(device)
+        text = f"cuda:{device} {found.name}, sm_{found.major}{found.minor}, {found.total_memory / 2**30:.0f} GiB"
+        old = found.major < 8
+        yield Finding("missing" if old else "ok", text + (": too old for bf16 and Triton's kernels" if old else ""))
+
+
+def _no_devices(torch: ModuleType) -> Iterator[Finding]:
+    cause = "torch is built without CUDA" if torch.version.cuda is None else "torch sees none"
+    driver = ", though nvidia-smi is here" if shutil.which("nvidia-smi") else ""
+    yield Finding("missing", f"CUDA devices: {cause}{driver}; training runs on {os.cpu_count()} CPU cores, with gloo")
+
+
+def _gloo(torch: ModuleType) -> Finding:
+    """The address that gloo gives to other ranks: of GLOO_SOCKET_IFNAME, otherwise what the host's name means."""
+    if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
+        return Finding("error", "gloo: this build of torch has none; only one rank can train")
+    names = [name for _, name in socket.if_nameindex()]
+    if wanted := os.environ.get("GLOO_SOCKET_IFNAME"):
+        if set(wanted.split(",")) <= set(names):
+            return Finding("ok", f"gloo on {wanted} (GLOO_SOCKET_IFNAME)")
+        return Finding("error", f"gloo: GLOO_SOCKET_IFNAME={wanted} is none of {', '.join(names)}")
+    host, address = socket.gethostname(), "127.0.0.1"
+    with suppress(OSError):
+        address = socket.gethostbyname(host)
+    if address.startswith("127."):
+        text = f"gloo between machines: {host} means {address} here; set GLOO_SOCKET_IFNAME, one of {', '.join(names)}"
+        return Finding("missing", text)
+    return Finding("ok", f"gloo on {address} ({host}); GLOO_SOCKET_IFNAME chooses another interface")
+
+
+def _links(torch: ModuleType, count: int) -> Iterator[Finding]:
+    """What several devices need to train together: NCCL, links between them, a fabric between nodes."""
+    if torch.distributed.is_nccl_available():
+        yield Finding("ok", f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}")
+    else:
+        yield Finding("error", "NCCL: this build of torch has none; GPUs cannot train together")
+    pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
+    apart = [f"cuda:{a} to {b}" for a, b in pairs if not torch.cuda.can_device_access_peer(a, b)]
+    if apart:
+        yield Finding("missing", f"peer access from {', '.join(apart[:4])}{', ...' * (len(apart) > 4)}: "
+                      "what they send goes through host memory")  # fmt: skip
+    else:
+        yield Finding("ok", f"peer access between all {count} devices")
+    kinds = _topology()
+    if kinds and all(kind.startswith("NV") for kind in kinds):
+        yield Finding("ok", f"NVLink between all devices ({', '.join(sorted(kinds))})")
+    else:
+        seen = f" ({', '.join(sorted(kinds))} in nvidia-smi's words)" if kinds else ": nvidia-smi says nothing of it"
+        yield Finding("missing", f"NVLink between all devices{seen}; experts' all-to-all is slower by far over PCIe")
+    fabric = Path("/sys/class/infiniband")
+    cards = sorted(path.name for path in fabric.iterdir()) if fabric.is_dir() else []
+    text = f"InfiniBand or RoCE: {', '.join(cards) or 'none; between nodes NCCL uses sockets'}"
+    yield Finding("ok" if cards else "missing", text)
+
+
+def _topology() -> set[str]:
+    """The kinds of links between devices in `nvidia-smi topo -m` (NV18, PIX, SYS, ...); empty where it does not run."""
+    try:
+        done = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=2)
+    except (OSError, subprocess.TimeoutExpired):
+        return set()
+    rows = [line.split() for line in done.stdout.splitlines() if line.startswith("GPU")]
+    return {kind for row in rows for kind in row[1 : len(rows) + 1]} - {"X"}

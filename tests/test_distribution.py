@@ -1,0 +1,111 @@
+"""The sdist and the wheel: what is in them, what they say of themselves, and that they run by what they ask for."""
+
+import subprocess
+import sys
+import tarfile
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+
+import dualpipe
+from plain_install import hide_undeclared
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = ("benchmarks", "docs", "dualpipe", "examples", "kernels", "models", "tests")
+FILES = (
+    "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "MANIFEST.in", "Makefile", "README.md", "constraints.txt",
+    "pyproject.toml", "setup.py", "setup.sh",
+)  # fmt: skip
+BUILD = "import sys, setuptools.build_meta as b; print(getattr(b, sys.argv[1])(sys.argv[2]))"
+
+
+def sources():
+    """What there is to ship, relative to the root."""
+    found = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.is_file()]
+    return {str(p.relative_to(ROOT)) for p in found if p.suffix != ".pyc"} | set(FILES)
+
+
+def build(kind, tree, folder):
+    """Build as `python -m build` and pip do, but without a network."""
+    command = [sys.executable, "-P", "-c", BUILD, f"build_{kind}", folder]
+    done = subprocess.run(command, cwd=tree, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return folder / done.stdout.splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """The unpacked sdist, and the wheel that is built from it."""
+    folder = tmp_path_factory.mktemp("distributions")
+    for name in sources():
+        (folder / "copy" / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "copy" / name).write_bytes((ROOT / name).read_bytes())
+    sdist = build("sdist", folder / "copy", folder)
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder, filter="data")
+    tree = folder / sdist.name.removesuffix(".tar.gz")
+    return tree, build("wheel", tree, folder)
+
+
+def test_the_sdist_has_all_sources(built):
+    tree, _ = built
+    assert {name for name in sources() if not (tree / name).is_file()} == set()
+
+
+def test_the_wheel_has_the_packages_and_nothing_else(built):
+    _, wheel = built
+    where = {"dualpipe": "dualpipe", "kernels": "dualpipe/kernels", "models": "dualpipe/models"}
+    split = [name.partition("/") for name in sources()]
+    expected = {f"{where[top]}/{rest}" for top, _, rest in split if top in where}
+    found = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    assert found == expected
+    assert "dualpipe/py.typed" in found
+
+
+def test_the_metadata_is_complete(built):
+    _, wheel = built
+    archive = zipfile.ZipFile(wheel)
+    info = f"dualpipe-{dualpipe.__version__}.dist-info"
+    said = Parser().parsestr(archive.read(f"{info}/METADATA").decode())
+    assert said["Version"] == dualpipe.__version__ and said["Requires-Python"] == ">=3.11"
+    assert said["License-Expression"] == "MIT" and said["License-File"] == "LICENSE"
+    assert said["Description-Content-Type"] == "text/markdown" and said.get_payload().startswith("# dualpipe\n")
+    assert said["Summary"] and said["Author"] and said["Keywords"] and said.get_all("Project-URL")
+    assert "Typing :: Typed" in said.get_all("Classifier")
+    assert f"{info}/licenses/LICENSE" in archive.namelist()
+    assert "dualpipe = dualpipe.cli:main" in archive.read(f"{info}/entry_points.txt").decode()
+    needs = [line for line in said.get_all("Requires-Dist") if "extra ==" not in line]
+    for name in ("torch", "einops", "safetensors", "numpy", "rich", "tyro", "tokenizers"):
+        assert any(line.startswith(f"{name}>=") for line in needs), name
+    extras = {name: sorted(line.partition(">=")[0] for line in said.get_all("Requires-Dist")
+                           if line.endswith(f'extra == "{name}"')) for name in ("viz", "train")}  # fmt: skip
+    assert extras["viz"] == ["matplotlib", "tensorboard"]
+    assert extras["train"] == ['dualpipe[viz]; extra == "train"'], "the name that it had"
+
+
+@pytest.mark.slow
+def test_an_installed_wheel_trains_and_passes_the_tests_of_the_sdist(built, tmp_path):
+    tree, wheel = built
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
+    python = tmp_path / "venv/bin/python"
+    purelib = subprocess.run([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
+                             check=True, capture_output=True, text=True).stdout.strip()  # fmt: skip
+    lent = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
+    Path(purelib, "lent.pth").write_text("\n".join(lent))  # its packages, but not what its .pth files make importable
+    install = [sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel]
+    subprocess.run(install, check=True, capture_output=True)
+
+    hide_undeclared(Path(purelib))
+    options = ["--data.path", "docs", "--data.validation_fraction", "0", "--train.steps", "2"]
+    command = [tmp_path / "venv/bin/dualpipe", "train", "examples/tiny-cpu.toml", *options]
+    done = subprocess.run(command, cwd=tree, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "step 2/2" in done.stdout and "pip install tensorboard matplotlib" in done.stdout
+    Path(purelib, "sitecustomize.py").unlink()
+
+    files = ["tests/schedule/test_torch_csv.py", "tests/train/test_config.py", "tests/models/test_activations.py"]
+    command = [python, "-P", "-m", "pytest", "-q", "-m", "not slow", *files]
+    done = subprocess.run(command, cwd=tree, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout

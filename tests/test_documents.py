@@ -1,0 +1,109 @@
+"""The Python in README.md and docs/ passes type checkers, with no names but those in support/given.pyi besides."""
+
+import ast
+import json
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+GIVEN = ROOT / "tests/support/given.pyi"
+DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+
+
+class Reads(ast.NodeVisitor):
+    """The names that code reads before it binds them, in `names`; what functions read counts last."""
+
+    def __init__(self, tree):
+        self.bound, self.names, self.functions = set(), set(), []
+        self.visit(tree)
+        for function in self.functions:
+            self.generic_visit(function)
+
+    def visit_Name(self, node):
+        if isinstance(node.ctx, ast.Store):
+            self.bound.add(node.id)
+        elif node.id not in self.bound:
+            self.names.add(node.id)
+
+    def visit_Assign(self, node):
+        for part in (node.value, *node.targets):
+            self.visit(part)
+
+    def visit_For(self, node):
+        for part in (node.iter, node.target, *node.body):
+            self.visit(part)
+
+    def visit_FunctionDef(self, node):
+        self.bound.add(node.name)
+        self.functions.append(node)
+
+    def visit_ClassDef(self, node):
+        self.bound.add(node.name)
+        self.generic_visit(node)
+
+    def visit_alias(self, node):
+        self.bound.add(node.asname or node.name)
+
+
+def taken_as_given(block):
+    return Reads(ast.parse(block)).names & Reads(ast.parse(GIVEN.read_text())).bound
+
+
+@pytest.fixture(scope="module")
+def blocks(tmp_path_factory):
+    """A folder with every block as a file behind what it takes as given, and the packages as a wheel lays them out."""
+    folder = tmp_path_factory.mktemp("blocks")
+    for document in DOCUMENTS:
+        for number, block in enumerate(re.findall(r"^```python\n(.*?)^```", document.read_text(), re.M | re.S)):
+            given = ", ".join(sorted(taken_as_given(block)))
+            start = f"from given import {given}\n" if given else "\n"
+            (folder / f"{document.stem}_{number}.py").write_text(start + block)
+    (folder / "lib/dualpipe").mkdir(parents=True)
+    for part in (*(ROOT / "dualpipe").iterdir(), ROOT / "kernels", ROOT / "models"):
+        (folder / "lib/dualpipe" / part.name).symlink_to(part)
+    (folder / "lib/given.pyi").symlink_to(GIVEN)
+    (folder / "README_wrong.py").write_text("from given import stage_a, DualPipeV\nDualPipeV((stage_a,), chunks=8)\n")
+    settings = {"extraPaths": [str(folder / "lib")], "pythonVersion": "3.11", "typeCheckingMode": "standard"}
+    (folder / "pyrightconfig.json").write_text(json.dumps(settings))
+    return folder
+
+
+@pytest.mark.parametrize("document", [*DOCUMENTS, ROOT / "CONTRIBUTING.md"], ids=lambda path: path.name)
+def test_links_lead_to_what_they_name(document):
+    text = document.read_text()
+    links = [target for target in re.findall(r"\]\(([^)]+)\)", text) if "://" not in target]
+    assert [target for target in links if not (document.parent / target).exists()] == []
+    named = re.findall(r"`(\w+)`\s+in\s+\[`[^`]+`\]\(([^)]+)\)", text)
+    assert [(name, file) for name, file in named if name not in (document.parent / file).read_text()] == []
+    folders = "dualpipe|kernels|models|tests|examples|benchmarks|docs"
+    paths = re.findall(rf"(?:^|[\s`])((?:{folders})/[\w./-]*\w/?)(?=[\s`,;:)]|$)", text)
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+def files_with_errors(report):
+    return {Path(found[1]).name for found in re.finditer(r"^\s*(\S+\.py):\d+.*\berror:", report, re.M)}
+
+
+def check(tool, folder, *arguments, environment=None):
+    if find_spec(tool) is None:
+        pytest.skip(f"{tool} is not installed")
+    files = sorted(path.name for path in folder.glob("*.py"))
+    assert {"README_0.py", "README_1.py", "README_2.py", "models_1.py"} <= set(files)
+    done = subprocess.run([sys.executable, "-P", "-m", tool, *arguments, *files], cwd=folder, env=environment,
+                          capture_output=True, text=True)  # fmt: skip
+    assert files_with_errors(done.stdout) == {"README_wrong.py"}, done.stdout + done.stderr
+
+
+def test_pyright(blocks):
+    check("pyright", blocks, "--pythonpath", sys.executable)
+
+
+@pytest.mark.slow  # mypy reads all of torch first
+def test_mypy(blocks, monkeypatch):
+    monkeypatch.setenv("MYPYPATH", str(blocks / "lib"))
+    check("mypy", blocks, "--check-untyped-defs", "--follow-imports=silent", "--cache-dir", str(blocks / "cache"))

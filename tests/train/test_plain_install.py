@@ -1,0 +1,35 @@
+"""Training with nothing installed but what a plain `pip install` brings: no matplotlib and no tensorboard."""
+
+import sys
+
+import pytest
+
+from plain_install import hide_undeclared
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """The environment in which the rest is hidden."""
+    folder = tmp_path_factory.mktemp("plain")
+    hide_undeclared(folder)
+    return {"PYTHONPATH": str(folder)}
+
+
+def test_what_is_not_asked_for_is_hidden(plain, tmp_path, dualpipe):
+    names = ("pytest", "matplotlib", "tensorboard", "rich")
+    code = f"import importlib.util as u; print([n for n in {names} if u.find_spec(n)])"
+    done = dualpipe(tmp_path, command=(sys.executable, "-c", code), environment=plain)
+    assert done.stdout == "['rich']\n"
+
+
+def test_a_plain_install_trains_and_says_in_a_line_what_is_missing(plain, run_folder, dualpipe):
+    options = ("--parallel.pp", "1", "--train.steps", "2", "--output.dir", "plain", "--export.to_hf", "plain-hf")
+    done = dualpipe(run_folder, "train", "run.toml", *options, environment=plain)
+    assert done.returncode == 0, done.stderr
+    said = "no TensorBoard events, no picture of the loss: pip install tensorboard matplotlib (or 'dualpipe[viz]')"
+    assert [line for line in done.stdout.splitlines() if "pip install" in line] == [said]
+    assert "tensorboard" not in done.stderr and "matplotlib" not in done.stderr
+    last = ["metrics: plain/metrics.jsonl", "schedule: plain/schedule.svg", "the model: plain-hf"]
+    assert done.stdout.splitlines()[-3:] == last
+    written = {path.name for path in (run_folder / "plain").iterdir()}
+    assert {"metrics.jsonl", "schedule.svg"} <= written and not {"loss.png", "tensorboard"} & written
