@@ -99,7 +99,7 @@ def _train(args: argparse.Namespace) -> int:
 
         return train(config, info)
 
-    return run_on_ranks(["train", args.config, *args.overrides], config.parallel.world_size, body)
+    return run_on_ranks(["train", args.config, *args.overrides], config.parallel, body)
 
 
 def _add_data(commands: argparse._SubParsersAction) -> None:
@@ -162,7 +162,7 @@ def _parity(args: argparse.Namespace) -> int:
 
         return check(config, info, dtype=args.dtype, tolerance=args.tolerance, worst=args.worst)
 
-    return run_on_ranks(["parity", *options, args.config, *overrides], config.parallel.world_size, body)
+    return run_on_ranks(["parity", *options, args.config, *overrides], config.parallel, body)
 
 
 def _add_dtypes(commands: argparse._SubParsersAction) -> None:

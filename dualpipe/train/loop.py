@@ -33,14 +33,11 @@ from dualpipe.train.tokens import Splits, unigram_loss
 
 def train(config: Config, info: RankInfo) -> int:
     """Train as rank `info` of the job; returns the exit status 0, raises on failure."""
-    config = fit_world(config, info.world_size)
-    p = config.parallel
     say = print if info.rank == 0 else lambda text: None
-    with (
-        join(info, device=p.device, timeout=p.timeout, pp=p.pp, dp=p.dp, ep=p.ep) as job,
-        Saver(config, job, say) as saver,
-    ):
-        Run(config, job, saver).train()
+    with join(config, info) as job:
+        config = fit_world(config, job.world_size)
+        with Saver(config, job, say) as saver:
+            Run(config, job, saver).train()
     return 0
 
 

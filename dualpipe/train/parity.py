@@ -53,11 +53,11 @@ class Problem(NamedTuple):
 
 def check(config: Config, info: RankInfo, *, dtype: str, tolerance: float | None, worst: int) -> int:
     """Compare as rank `info`; rank 0 prints the table and returns 1 where a difference exceeds the tolerance."""
-    config = fit_world(config, info.world_size)
     allowed = TOLERANCES[dtype] if tolerance is None else tolerance
-    p = config.parallel
-    with join(info, device=p.device, timeout=p.timeout, pp=p.pp, dp=p.dp, ep=p.ep) as job:
+    with join(config, info) as job:
+        config = fit_world(config, job.world_size)
         differences = compare(config, job, getattr(torch, dtype))
+    p = config.parallel
     if job.rank != 0:
         return 0
     failed = [d for d in differences if not d.relative <= allowed]  # NaN fails

@@ -62,7 +62,7 @@ class Saver:
         self._failed = False
         self._last: CheckpointError | None = None  # of the last step, which is raised after an export
         self._checkpoints = None
-        directory = Path(settings.dir or Path(config.output.dir) / "checkpoints")
+        directory = config.checkpoint_directory
         if settings.mode != "off" and settings.interval:  # first, so that no other job saves there any more
             self._checkpoints = Checkpoints(
                 directory, job.mesh, kind=settings.writer, keep_last=settings.keep_last or None,

@@ -7,6 +7,7 @@ A table's own `__post_init__` refuses values that can never work; what depends o
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 STDLIB = "stdlib"  # [data] path: the source code of Python's own standard library
@@ -262,3 +263,8 @@ class Config:
     def model_path(self) -> str:
         """Of the model's config.json, or of the directory that holds it."""
         return self.model.config or self.init.from_hf
+
+    @property
+    def checkpoint_directory(self) -> Path:
+        """Where the run's checkpoints are."""
+        return Path(self.checkpoint.dir or Path(self.output.dir) / "checkpoints")
