@@ -23,7 +23,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
     try:
         with _plain_warnings():
-            return args.run(args)
+            status = args.run(args)
+            sys.stdout.flush()
+            return status
     except BrokenPipeError:  # the reader of our output has gone (`dualpipe schedule | head`)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

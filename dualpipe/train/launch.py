@@ -16,6 +16,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -115,8 +116,9 @@ def run_on_ranks(arguments: Sequence[str], layout: ParallelConfig, body: Callabl
             _tell_launcher("", status)
     except BaseException as error:
         status = _fail(error, info.rank)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with suppress(OSError):  # nobody may be reading any more
+        sys.stdout.flush()
+        sys.stderr.flush()
     if info.world_size > 1:
         # Not through the destructors of process groups: after a failure they wait for the others, and after success
         # torch 2.11 was once seen to abort in them.

@@ -1,4 +1,4 @@
-"""How many ranks one machine can serve, and the commands that start a job on as many machines as it needs.
+"""How many ranks one machine can serve, the commands that start a job on several, and how fast a GPU can be.
 
 Imports torch only to refuse, where a second does not matter and its count of GPUs is the one that holds.
 """
@@ -9,6 +9,15 @@ import os
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+# 10^12 operations per second in dense bf16 products, of NVIDIA's data sheets (half of what they give "with sparsity").
+# The first row whose words are all in the device's name counts.
+_PEAKS = {
+    ("GB300",): 2500, ("GB200",): 2500, ("B300",): 2250, ("B200",): 2250,
+    ("GH200",): 989, ("H200", "NVL"): 835, ("H200",): 989, ("H20",): 148,
+    ("H100", "PCIe"): 756, ("H100", "NVL"): 835, ("H100",): 989, ("H800", "PCIe"): 756, ("H800",): 989,
+    ("A100",): 312, ("A800",): 312, ("L40S",): 362, ("A10",): 125, ("L4",): 121,
+}  # fmt: skip
 
 RANKS_PER_CORE = 4  # of CPU ranks: for tests and lessons
 _USUAL_GPUS = 8  # of a node, where this machine has none
@@ -64,3 +73,9 @@ def _visible_gpus(environment: Mapping[str, str]) -> int:
     files = len(list(Path("/dev").glob("nvidia[0-9]*")))
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     return files if visible is None else min(files, len([name for name in visible.split(",") if name.strip()]))
+
+
+def peak_tflops(device_name: str) -> float | None:
+    """10^12 operations per second that a GPU of this name can do in dense bf16 products; None for an unknown one."""
+    words = set(device_name.replace("-", " ").split())
+    return next((float(peak) for row, peak in _PEAKS.items() if words.issuperset(row)), None)

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -21,6 +20,7 @@ from dualpipe import Pipeline
 from dualpipe.nn.router_set import RouterSet
 from dualpipe.schedule import build
 from dualpipe.train.config import Config, fit_world
+from dualpipe.train.console import Console, say
 from dualpipe.train.job import Job, join
 from dualpipe.train.launch import RankInfo
 from dualpipe.train.model import Model, build_model, build_whole, micro_batch_loss, read_model_config
@@ -64,7 +64,7 @@ def check(config: Config, info: RankInfo, *, dtype: str, tolerance: float | None
     ranks = f"pp {p.pp}, dp {p.dp}, ep {p.ep}"
     _print(differences, worst, title=f"{p.schedule}, {ranks}, {dtype}")
     verdict = f"{len(failed)} of {len(differences)} differ by more than" if failed else f"all {len(differences)} within"
-    print(f"parity {'FAILED' if failed else 'passed'}: {verdict} {allowed:g} relative")
+    say(f"parity {'FAILED' if failed else 'passed'}: {verdict} {allowed:g} relative")
     return 1 if failed else 0
 
 

@@ -31,7 +31,7 @@ from dualpipe.train.tables import Config
 NOT_IMPORTED = ("optimizer/*", "routers/*")
 _TIMEOUT = timedelta(minutes=30)  # a rank with little to write waits for the one with most
 _LOADER = "loader"  # in checkpoint.allow
-_NOT_COMPARED = ("output", "checkpoint", "export", "init")  # tables that do not change what is computed
+_NOT_COMPARED = ("output", "metrics", "checkpoint", "export", "init")  # tables that do not change what is computed
 
 
 class State(NamedTuple):
