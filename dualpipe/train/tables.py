@@ -282,8 +282,10 @@ class Config:
         for table in fields(self):
             for name, value in vars(getattr(self, table.name)).items():
                 for number in value if isinstance(value, tuple) else (value,):
-                    good = not isinstance(number, (int, float)) or (math.isfinite(number) and abs(number) < 2**63)
-                    _require(good, f"{table.name}.{name}", value, "give a finite number that fits 64 bits")
+                    good = math.isfinite(number) if isinstance(number, float) else True
+                    _require(good, f"{table.name}.{name}", value, "must be finite")
+                    good = abs(number) < 2**63 if isinstance(number, int) else True
+                    _require(good, f"{table.name}.{name}", value, "must fit 64 bits")
 
     @property
     def model_path(self) -> str:

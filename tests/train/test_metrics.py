@@ -5,6 +5,7 @@ import json
 import math
 import os
 import shutil
+import time
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -169,7 +170,9 @@ def test_weights_and_biases_offline(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_SILENT", "true")
     write(tmp_path, [metrics(1), metrics(2)], wandb="my-project", settings={"seed": 17})
     (file,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
-    content = file.read_bytes()
+    deadline = time.monotonic() + 20
+    while b"my-project" not in (content := file.read_bytes()) and time.monotonic() < deadline:
+        time.sleep(0.05)  # its own process writes
     assert b"tokens_per_second" in content and b"my-project" in content and b"seed" in content
 
 
