@@ -58,13 +58,13 @@ def agree(store: dist.Store, info: RankInfo, prepare: Callable[[dict[str, Any]],
     """
     settings: dict[str, Any] = {}
     prepared = error = None
+    said = ""
     try:
         prepared = prepare(settings)
     except Exception as raised:  # told to the others before it is raised here
-        error = raised
-    said = f"{error}" if error is None or isinstance(error, ValueError) else repr(error)
+        error, said = raised, str(raised) if isinstance(raised, ValueError) else repr(raised)
     try:
-        wrong = _compare(store, info, {"settings": settings, "error": error and said}, timeout)
+        wrong = _compare(store, info, {"settings": settings, "error": said}, timeout)
     except dist.DistError as lost:
         raise TimeoutError(f"rank {info.rank} lost rank 0, or waited {timeout.total_seconds():g} s for it, while all "
                            "ranks compared their settings; see what rank 0 printed") from lost  # fmt: skip
@@ -99,11 +99,13 @@ def run_settings(config: Config) -> Iterator[tuple[str, Any]]:
 @cache
 def _source_digest() -> str:
     """Of every Python file that is imported as `dualpipe`."""
-    digest = hashlib.sha256()
+    files = {}  # by name: of an installed package the last two are in the first, of the repository they are not
     for package in ("dualpipe", "dualpipe.kernels", "dualpipe.models"):
         folder = Path(find_spec(package).submodule_search_locations[0])
-        for path in sorted(folder.rglob("*.py")):
-            digest.update(f"{package}/{path.relative_to(folder)}\0".encode() + path.read_bytes() + b"\0")
+        files |= {Path(*package.split("."), path.relative_to(folder)): path for path in folder.rglob("*.py")}
+    digest = hashlib.sha256()
+    for name, path in sorted(files.items()):
+        digest.update(f"{name}\0".encode() + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 
 
