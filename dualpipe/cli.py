@@ -23,7 +23,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
     try:
         with _plain_warnings():
-            return args.run(args)
+            status = args.run(args)
+            sys.stdout.flush()
+            return status
     except BrokenPipeError:  # the reader of our output has gone (`dualpipe schedule | head`)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
@@ -100,7 +102,7 @@ def _train(args: argparse.Namespace) -> int:
 
         return train(config, info)
 
-    return run_on_ranks(["train", args.config, *args.overrides], config.parallel.world_size, body)
+    return run_on_ranks(["train", args.config, *args.overrides], config.parallel, body)
 
 
 def _add_data(commands: argparse._SubParsersAction) -> None:
@@ -167,7 +169,7 @@ def _parity(args: argparse.Namespace) -> int:
 
         return check(config, info, dtype=args.dtype, tolerance=args.tolerance, worst=args.worst)
 
-    return run_on_ranks(["parity", *options, args.config, *overrides], config.parallel.world_size, body)
+    return run_on_ranks(["parity", *options, args.config, *overrides], config.parallel, body)
 
 
 def _add_dtypes(commands: argparse._SubParsersAction) -> None:

@@ -6,18 +6,16 @@ A checkpoint is written under a temporary name, flushed, and renamed; only then 
 from __future__ import annotations
 
 import dataclasses
-import errno
-import fcntl
 import json
 import os
 import secrets
 import shutil
-import time
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+from dualpipe.checkpoint.lock import lock, unlock
 from dualpipe.checkpoint.native_folder import (
     FORMAT,
     LATEST,
@@ -30,8 +28,6 @@ from dualpipe.checkpoint.native_folder import (
     verify_files,
 )
 from dualpipe.checkpoint.native_store import hashed_file
-
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 class _Committed(NamedTuple):
@@ -55,7 +51,7 @@ class Directory:
         self._lock = None
         try:
             _make(path)
-            self._lock = _lock(path, patience)
+            self._lock = lock(path / ".lock", patience)
             probe = path / f".tmp-{name_of(0)}-{secrets.token_hex(4)}"
             probe.mkdir()
             probe.rmdir()
@@ -71,9 +67,7 @@ class Directory:
 
     def close(self) -> None:
         """Let other jobs save here."""
-        if self._lock is not None:
-            fcntl.flock(self._lock, fcntl.LOCK_UN)  # a child of this process may hold the descriptor too
-            os.close(self._lock)
+        unlock(self._lock)
         self._lock = None
 
     def ignore(self, damaged: Iterable[Path]) -> None:
@@ -180,27 +174,6 @@ def _make(directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     for path in missing:
         sync(path.parent)
-
-
-def _lock(directory: Path, patience: float) -> int | None:
-    """A descriptor that holds it, None where the file system has no locks."""
-    descriptor, deadline = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT, 0o666), time.monotonic() + patience
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return descriptor
-        except BlockingIOError:
-            if time.monotonic() < deadline:
-                time.sleep(0.1)
-                continue
-            os.close(descriptor)
-            raise ValueError(f"another job saves to {directory}; end it, or give each a directory") from None
-        except OSError as error:
-            os.close(descriptor)
-            if error.errno not in _NO_LOCKS:
-                raise
-            warnings.warn(f"{directory} is on a file system without locks: let no other job save there", stacklevel=2)
-            return None
 
 
 def _remove(path: Path) -> None:

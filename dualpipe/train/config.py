@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import difflib
 import io
+import re
 import tomllib
 import types
 import typing
@@ -163,7 +164,12 @@ def _check_option_names(overrides: typing.Sequence[str]) -> None:
 
 
 def _plain_message(boxed: str) -> str:
-    """tyro's message without its frame: the lines above the rule, joined."""
-    lines = [line.strip("│ ") for line in boxed.splitlines() if not line.startswith(("╭", "╰"))]
-    head = lines[: next((i for i, line in enumerate(lines) if line.startswith("──")), len(lines))]
-    return " ".join(line for line in head if line) or boxed.strip()
+    """tyro's message without its frame, of which there is one in ASCII too: the lines between the first two rules."""
+    parts = [[]]
+    for line in boxed.splitlines():
+        if re.search("[─-]{3}", line):
+            parts.append([])
+        else:
+            parts[-1].append(line.strip("│| "))
+    text = " ".join(line for line in parts[1 if len(parts) > 1 else 0] if line) or boxed.strip()
+    return re.sub(r"^Error parsing \w+: (?=\w+\.)", "", text)  # of a table, whose message names the field

@@ -7,14 +7,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from dualpipe.parallel.mesh import build_mesh, dense_mesh
+from dualpipe.train.config import Config, fit_world
 from dualpipe.train.launch import RankInfo
+from dualpipe.train.rendezvous import agree, connect, run_settings
+from dualpipe.train.tables import ParallelConfig
 
 T = TypeVar("T")
 
@@ -71,44 +74,62 @@ class Job:
 
 
 def choose_device(info: RankInfo, wanted: str) -> torch.device:
-    """The device of this rank: "cpu", "cuda", or "auto" for CUDA where each rank of the machine can have its own.
+    """The device of this rank: "cpu", "cuda", or "auto" for CUDA where torch finds any CUDA device.
 
     Raises:
-        ValueError: "cuda" was asked for, and there are fewer devices than ranks.
+        ValueError: this machine has fewer CUDA devices than ranks. "auto" does not take the CPU then: a job that was
+            meant for GPUs would go on a hundred times slower, or with some of its ranks on CPU.
     """
     devices = torch.cuda.device_count() if wanted != "cpu" and torch.cuda.is_available() else 0
     if devices == 1 and os.environ.get("SLURM_GPUS_PER_TASK") == "1":  # every rank sees its own as the only one
         return torch.device("cuda", 0)
     if devices >= info.local_world_size:
         return torch.device("cuda", info.local_rank)
-    if wanted == "cuda":
+    if wanted == "cuda" or devices:
         raise ValueError(
-            f"parallel.device = 'cuda', but torch finds {devices} CUDA devices here for {info.local_world_size} ranks; "
-            "set it to 'cpu' or 'auto', or start fewer ranks"
+            f"parallel.device = {wanted!r}, but torch finds {devices} CUDA devices here for {info.local_world_size} "
+            "ranks; start fewer ranks, or set parallel.device = 'cpu'"
         )
     return torch.device("cpu")
 
 
 @contextmanager
-def join(info: RankInfo, *, device: str, timeout: float, pp: int, dp: int = 1, ep: int = 1) -> Iterator[Job]:
+def join(config: Config, info: RankInfo) -> Iterator[Job]:
     """Join the job's other ranks (gloo, and NCCL where the ranks have CUDA devices) for the length of a `with` block.
 
-    pp, dp, ep: the ranks along each dimension of the mesh.
-    timeout: seconds after which a rank that waits for another one gives up.
+    Raises ValueError, on all ranks, where they were not started with the same settings, `config` does not fit their
+    number, or one has no device; see `rendezvous.agree`.
     """
-    chosen = choose_device(info, device)
+
+    def fit() -> tuple[ParallelConfig, torch.device]:
+        parallel = fit_world(config, info.world_size).parallel
+        return parallel, choose_device(info, parallel.device)
+
+    def prepare(settings: dict[str, Any]) -> tuple[ParallelConfig, torch.device]:
+        settings["number of ranks"] = info.world_size
+        settings.update(run_settings(config))
+        fitted = fit()
+        settings["kind of device"] = fitted[1].type
+        return fitted
+
+    timeout = timedelta(seconds=config.parallel.timeout)
+    store = None
+    if info.world_size == 1:
+        parallel, chosen = fit()
+    else:
+        store = connect(info, timeout)
+        parallel, chosen = agree(store, info, prepare, timeout)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
-    if info.world_size == 1:
+    if store is None:
         yield Job(0, 1, chosen, None)
         return
-    backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
     dist.init_process_group(
-        backend, rank=info.rank, world_size=info.world_size, timeout=timedelta(seconds=timeout),
-        device_id=chosen if chosen.type == "cuda" else None,
+        "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo", store=store, rank=info.rank,
+        world_size=info.world_size, timeout=timeout, device_id=chosen if chosen.type == "cuda" else None,
     )  # fmt: skip
     # A rank that fails before all have met would have the others log a broken store.
     dist.all_reduce(torch.zeros(1, device="cpu"))
-    mesh = build_mesh(pp, dp, ep, chosen, timeout=timedelta(seconds=timeout))
+    mesh = build_mesh(parallel.pp, parallel.dp, parallel.ep, chosen, timeout=timeout)
     yield Job(info.rank, info.world_size, chosen, dist.group.WORLD, mesh)
     dist.destroy_process_group()  # after an error the process leaves without: destroying would wait for the others

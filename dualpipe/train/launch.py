@@ -16,6 +16,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -23,6 +24,8 @@ from typing import NoReturn
 
 from dualpipe.errors import PLAIN, error_line, exit_status
 from dualpipe.lifetime import die_with
+from dualpipe.train.machine import check_machine
+from dualpipe.train.tables import ParallelConfig
 
 LAUNCHER = "DUALPIPE_LAUNCHER"  # its process
 ERROR_FILE = "DUALPIPE_ERROR_FILE"  # where a rank leaves its error for the process that started it
@@ -44,16 +47,30 @@ def rank_from_environment(environment: Mapping[str, str]) -> RankInfo | None:
     """This process's place as torchrun or SLURM (`srun` with several tasks) tells it; None where neither started it.
 
     A batch script that SLURM runs is no task of `srun`, though it too has SLURM_PROCID = 0 and the job's SLURM_NTASKS.
+
+    Raises ValueError for half of torchrun's variables, for what is no number, and for a rank that cannot be.
     """
-    e = environment
-    if "RANK" in e and "WORLD_SIZE" in e:
-        world = int(e["WORLD_SIZE"])
-        local = int(e.get("LOCAL_RANK", e["RANK"]))
-        return RankInfo(int(e["RANK"]), world, local, int(e.get("LOCAL_WORLD_SIZE", world)))
-    if "SLURM_PROCID" in e and int(e.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
-        world, nodes = int(e["SLURM_STEP_NUM_TASKS"]), int(e.get("SLURM_STEP_NUM_NODES", 1))
-        return RankInfo(int(e["SLURM_PROCID"]), world, int(e.get("SLURM_LOCALID", 0)), -(-world // nodes))
-    return None
+
+    def number(name: str, default: object = "") -> int:
+        text = environment.get(name, f"{default}")
+        if not text.isdecimal():
+            raise ValueError(f"{name} = {text!r} must be a number from 0; start the job by torchrun, or set RANK and "
+                             "WORLD_SIZE, both, on every rank")  # fmt: skip
+        return int(text)
+
+    if "RANK" in environment or "WORLD_SIZE" in environment:
+        rank, world = number("RANK"), number("WORLD_SIZE")
+        info = RankInfo(rank, world, number("LOCAL_RANK", rank), number("LOCAL_WORLD_SIZE", world))
+    elif "SLURM_PROCID" in environment and number("SLURM_STEP_NUM_TASKS", 1) > 1:
+        world, nodes = number("SLURM_STEP_NUM_TASKS"), number("SLURM_STEP_NUM_NODES", 1)
+        info = RankInfo(number("SLURM_PROCID"), world, number("SLURM_LOCALID", 0), -(-world // max(1, nodes)))
+    else:
+        return None
+    if info.rank >= info.world_size or info.local_rank >= info.local_world_size:
+        raise ValueError(f"rank {info.rank} of {info.world_size}, on its machine {info.local_rank} of "
+                         f"{info.local_world_size}, cannot be: ranks count from 0; see RANK, WORLD_SIZE, LOCAL_RANK "
+                         "and LOCAL_WORLD_SIZE")  # fmt: skip
+    return info
 
 
 def slurm_rendezvous(environment: Mapping[str, str]) -> dict[str, str]:
@@ -77,14 +94,17 @@ def _first_host(nodes: str) -> str:
         raise ValueError(f"cannot tell the first node of SLURM_STEP_NODELIST = {nodes!r}; set MASTER_ADDR") from error
 
 
-def run_on_ranks(arguments: Sequence[str], world_size: int, body: Callable[[RankInfo], int]) -> int:
-    """Run `body` as one of `world_size` ranks and return its exit status; start the ranks where nobody has.
+def run_on_ranks(arguments: Sequence[str], layout: ParallelConfig, body: Callable[[RankInfo], int]) -> int:
+    """Run `body` as one of the ranks of `layout` and return its exit status; start the ranks where nobody has.
 
     arguments: the command line after `dualpipe` that leads a new process back here.
+
+    Raises ValueError for more ranks than this machine can serve.
     """
     info = rank_from_environment(os.environ)
-    if info is None and world_size > 1:
-        return start_ranks(arguments, world_size)
+    if info is None and layout.world_size > 1:
+        check_machine(arguments, layout.world_size, layout.device)
+        return start_ranks(arguments, layout.world_size)
     if info is None:
         return body(RankInfo(0, 1, 0, 1))
     if "RANK" not in os.environ:
@@ -96,8 +116,9 @@ def run_on_ranks(arguments: Sequence[str], world_size: int, body: Callable[[Rank
             _tell_launcher("", status)
     except BaseException as error:
         status = _fail(error, info.rank)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with suppress(OSError):  # nobody may be reading any more
+        sys.stdout.flush()
+        sys.stderr.flush()
     if info.world_size > 1:
         # Not through the destructors of process groups: after a failure they wait for the others, and after success
         # torch 2.11 was once seen to abort in them.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,34 +16,54 @@ from torch import Tensor
 
 from dualpipe import Pipeline
 from dualpipe.checkpoint import native_random, save_hf
+from dualpipe.checkpoint.lock import lock, unlock
 from dualpipe.models import HubConfig, read_config
 from dualpipe.models.sizes import flops_per_token
 from dualpipe.nn.accumulate import local
 from dualpipe.schedule import Schedule, build
 from dualpipe.train.config import Config, fit_world
+from dualpipe.train.console import say, warn
 from dualpipe.train.data import Batch, Loader, evaluation_batches, open_splits, packed_directory, read_batches
 from dualpipe.train.job import Job, join
 from dualpipe.train.launch import RankInfo
-from dualpipe.train.metrics import METRICS, MetricsWriter, StepMetrics, make_folder, memory_bytes
+from dualpipe.train.machine import peak_tflops
+from dualpipe.train.metrics import METRICS, MetricsWriter, StepMetrics, memory_bytes
 from dualpipe.train.model import DTYPES, Model, build_model, micro_batch_loss, plan_run, read_model_config
 from dualpipe.train.optimizer import Optimizer, learning_rate
 from dualpipe.train.report import save_loss_curve, save_schedule
-from dualpipe.train.resume import Saver, State
-from dualpipe.train.routers import build_routers
+from dualpipe.train.resume import Saver, State, describe
+from dualpipe.train.routers import CollapseWatch, build_routers
 from dualpipe.train.tokens import Splits, unigram_loss
 
 
 def train(config: Config, info: RankInfo) -> int:
     """Train as rank `info` of the job; returns the exit status 0, raises on failure."""
-    config = fit_world(config, info.world_size)
-    p = config.parallel
-    say = print if info.rank == 0 else lambda text: None
-    with (
-        join(info, device=p.device, timeout=p.timeout, pp=p.pp, dp=p.dp, ep=p.ep) as job,
-        Saver(config, job, say) as saver,
-    ):
-        Run(config, job, saver).train()
+    with join(config, info) as job:
+        config = fit_world(config, job.world_size)
+        with _hold(Path(config.output.dir), job), Saver(config, job, say if job.rank == 0 else str) as saver:
+            Run(config, job, saver).train()
     return 0
+
+
+@contextmanager
+def _hold(folder: Path, job: Job) -> Iterator[None]:
+    """Make the output directory and let no other job write to it; ValueError, on all ranks, where that cannot be."""
+    held = []
+
+    def take() -> None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            held.append(lock(folder / ".metrics.lock", patience=10.0))
+        except OSError as error:
+            cannot = f"cannot be {'written to' if folder.is_dir() else 'made'}: {error.strerror}"
+            raise ValueError(f"output.dir = {str(folder)!r} {cannot}; choose another") from error
+
+    job.first_rank(take)
+    try:
+        yield
+    finally:
+        for descriptor in held:
+            unlock(descriptor)
 
 
 class Run:
@@ -83,13 +104,17 @@ class Run:
         self.state = State(self.model, self.optimizer, self.routers, self.loader)
         self.criterion = micro_batch_loss(train.num_chunks)
         self.flops_per_token = flops_per_token(self.model.config, train.sequence_length).both
+        name = torch.cuda.get_device_name(job.device) if job.device.type == "cuda" else ""
+        self.peak_tflops = peak_tflops(name) if train.dtype == "bf16" else None
+        self.collapse = CollapseWatch(self.model.config.num_experts, self.model.config.num_experts_per_tok)
+        self.reports = self.model.has_last and not job.replica
+        self.done = 0
 
     def _open_data(self) -> Splits:
         data = self.config.data
         cache = self.folder
 
         def prepare() -> tuple[Path, Path | None]:
-            make_folder(cache)
             paths = (data.path, data.validation_path)
             how = {"tokenizer": data.tokenizer, "text_key": data.text_key, "cache": cache}
             return tuple(p and packed_directory(p, **how) for p in paths)
@@ -102,42 +127,61 @@ class Run:
     # -- training
 
     def train(self) -> None:
-        """All steps, with evaluations, then the pictures and, where wanted, the model in Hugging Face's form."""
-        self._train()
-        self._export()  # also where the last checkpoint could not be written, which is said at the end
+        """All steps, with evaluations, then, where wanted, the model in Hugging Face's form, and the pictures."""
+        try:
+            unigram = self._train()
+            self._export()  # also where the last checkpoint could not be written, which is said at the end
+        except OSError as error:
+            if error.errno is None:  # a text of ours
+                raise
+            place = f"{error.strerror} (rank {self.job.rank}, after step {self.done})"
+            raise OSError(error.errno, place, error.filename) from error
+        if self.reports:
+            self._draw(unigram)
 
     def _export(self) -> None:
         target, source = self.config.export.to_hf, self.config.init.from_hf
         if target:
             save_hf(self.model.stages, target, self.job.mesh, self.model.plan, source=source or None)
             if self.job.rank == 0:
-                print(f"the model: {target}")
+                say(f"the model: {target}")
 
-    def _train(self) -> None:
-        done = self.saver.resume(self.state)
-        held_out, vocabulary = self._evaluation_batches(), self.model.config.vocab_size
+    def _train(self) -> float | None:
+        """All steps; what a unigram model of the held-out text would reach, where it is known and reported."""
+        self.done = self.saver.resume(self.state)
+        train, held_out = self.config.train, self._evaluation_batches()
         parameters = self._count_parameters()
-        if not self.model.has_last or self.job.replica:
-            self._steps(done, held_out, None)
-            return
-        with MetricsWriter(self.folder, total_steps=self.config.train.steps, start_step=done) as writer:
-            unigram = unigram_loss(*self.splits, vocabulary) if self.splits.held_out.num_tokens else None
+        if not self.reports:
+            self._steps(held_out, None)
+            return None
+        unigram = None
+        if self.splits.held_out.num_tokens:
+            unigram = unigram_loss(*self.splits, self.model.config.vocab_size)
+        with MetricsWriter(
+            self.folder, total_steps=train.steps, start_step=self.done, log_interval=train.log_interval,
+            wandb=self.config.metrics.wandb, settings=describe(self.config, self.model),
+        ) as writer:  # fmt: skip
             writer.say(self._describe(parameters))
             if unigram is not None:
                 writer.say(f"a unigram model of the same text has a held-out loss of {unigram:.4f} nats per token")
-            self._steps(done, held_out, writer)
-        print(self._finish(unigram))
+            if train.compile and self.done < train.steps:
+                writer.say(f"step {self.done + 1} takes longer: it compiles norms, attention and dense MLPs")
+            self._steps(held_out, writer)
+        return unigram
 
-    def _steps(self, start: int, held_out: list[list[int]], writer: MetricsWriter | None) -> None:
+    def _steps(self, held_out: list[list[int]], writer: MetricsWriter | None) -> None:
         train = self.config.train
         with self.loader.batches(train.steps) as batches:
-            for done in range(start + 1, train.steps + 1):
-                metrics = self._step(done - 1, batches)
-                due = done == train.steps or (train.eval_interval and done % train.eval_interval == 0)
+            while self.done < train.steps:
+                metrics = self._step(self.done, batches)
+                self.done += 1
+                due = self.done == train.steps or (train.eval_interval and self.done % train.eval_interval == 0)
                 eval_loss = self._evaluate(held_out) if held_out and due else None
                 if writer is not None:
                     writer.write(StepMetrics(**metrics, eval_loss=eval_loss))
-                self.saver.save(self.state, done)
+                    if warning := self.collapse.warning(metrics.get("load_max_over_mean")):
+                        writer.say(warning)
+                self.saver.save(self.state, self.done)
 
     def _step(self, step: int, batches: Iterator[Batch]) -> dict[str, float]:
         start = time.perf_counter()
@@ -155,9 +199,10 @@ class Run:
         self.optimizer.zero_grad()
         tokens = self.batch_size * self.config.train.sequence_length
         tokens_per_second = tokens / (time.perf_counter() - start)
+        tflops = tokens_per_second * self.flops_per_token / 1e12 / self.job.world_size
         return {
             **values, "step": step + 1, "lr": lr, "tokens_per_second": tokens_per_second,
-            "tflops_per_rank": tokens_per_second * self.flops_per_token / 1e12 / self.job.world_size,
+            "tflops_per_rank": tflops, "mfu": self.peak_tflops and tflops / self.peak_tflops,
             "memory_bytes": memory_bytes(self.job.device),
         }  # fmt: skip
 
@@ -240,17 +285,25 @@ class Run:
             f"{self.model.config.model_type}: {parameters:,} parameters in {schedule.num_stages} stages on {ranks}, "
             f"schedule {schedule.name}, {self.config.train.dtype}\n"
             f"data: {splits.train.num_tokens:,} tokens in {splits.train.num_documents:,} documents to train on, "
-            f"{splits.held_out.num_tokens:,} in {splits.held_out.num_documents:,} held out"
+            f"{splits.held_out.num_tokens:,} in {splits.held_out.num_documents:,} held out\n"
+            "load_max_over_mean in the metrics: 1 where all experts get as many tokens, "
+            f"{self.collapse.limit:g} (experts / top_k) where one gets every token"
         )
 
-    def _finish(self, unigram: float | None) -> str:
+    def _draw(self, unigram: float | None) -> None:
+        """The pictures, and where everything is."""
         metrics, curve, picture = (self.folder / name for name in (METRICS, "loss.png", "schedule.svg"))
         board = f" (TensorBoard: {self.folder / 'tensorboard'})" if find_spec("tensorboard") else ""
-        said = [f"metrics: {metrics}{board}"]
-        if save_loss_curve(metrics, curve, unigram=unigram):
-            said.append(f"loss curve: {curve}")
-        save_schedule(self.schedule, picture)
-        return "\n".join([*said, f"schedule: {picture}"])
+        say(f"metrics: {metrics}{board}")
+        for name, path, draw in (("loss curve", curve, partial(save_loss_curve, metrics, curve, unigram=unigram)),
+                                 ("schedule", picture, partial(save_schedule, self.schedule, picture))):  # fmt: skip
+            try:
+                drawn = draw()
+            except Exception as error:  # matplotlib's too: the run is done, and no picture is worth its exit status
+                warn(f"{path} cannot be drawn: {error}")
+            else:
+                if drawn:
+                    say(f"{name}: {path}")
 
 
 def _check_export(config: Config, model: HubConfig) -> None:

@@ -12,25 +12,27 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 
 def learning_rate(
-    step: int, *, peak: float, total_steps: int, warmup_steps: int = 0, schedule: Literal["cosine", "wsd"] = "cosine",
-    min_ratio: float = 0.1, decay_fraction: float = 0.2,
+    step: int, *, peak: float, total_steps: int, warmup_steps: int = 0,
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine", min_ratio: float = 0.1,
+    decay_fraction: float = 0.2,
 ) -> float:  # fmt: skip
     """The learning rate of `step`, counted from 0.
 
-    Linear warm-up that reaches `peak` at step `warmup_steps`, then "cosine": half a cosine; or "wsd": constant, then
-    linear over the last `decay_fraction` of all steps. Both reach `min_ratio * peak` at the last step.
+    Linear warm-up that reaches `peak` at step `warmup_steps`, then "cosine": half a cosine; "linear"; or "wsd":
+    constant, then linear over the last `decay_fraction` of all steps. These reach `min_ratio * peak` at the last step;
+    "constant" stays at `peak`.
     """
     if step < warmup_steps:
         return peak * (step + 1) / (warmup_steps + 1)
-    if schedule == "cosine":
-        progress = _progress(step, warmup_steps, total_steps - 1)
-        share = 0.5 * (1.0 + math.cos(math.pi * progress))
-    else:
-        decay_steps = round(decay_fraction * total_steps)
-        share = 1.0 - _progress(step, max(warmup_steps, total_steps - 1 - decay_steps), total_steps - 1)
+    if schedule == "constant":
+        return peak
+    decay_steps = round(decay_fraction * total_steps) if schedule == "wsd" else total_steps
+    progress = _progress(step, max(warmup_steps, total_steps - 1 - decay_steps), total_steps - 1)
+    share = 0.5 * (1.0 + math.cos(math.pi * progress)) if schedule == "cosine" else 1.0 - progress
     return peak * (min_ratio + (1.0 - min_ratio) * share)
 
 

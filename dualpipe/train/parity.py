@@ -13,7 +13,6 @@ from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -22,6 +21,7 @@ from dualpipe import Pipeline
 from dualpipe.nn.router_set import RouterSet
 from dualpipe.schedule import build
 from dualpipe.train.config import Config, fit_world
+from dualpipe.train.console import Console, say
 from dualpipe.train.job import Job, join
 from dualpipe.train.launch import RankInfo
 from dualpipe.train.model import Model, build_model, build_whole, micro_batch_loss, read_model_config
@@ -57,24 +57,23 @@ class Problem(NamedTuple):
 
 def check(config: Config, info: RankInfo, *, dtype: str, tolerance: float | None, worst: int) -> int:
     """Compare as rank `info`; rank 0 prints the table and returns 1 where a difference exceeds the tolerance."""
-    config = fit_world(config, info.world_size)
-    p = config.parallel
     if dtype == "bf16" and tolerance is not None:
         raise ValueError(f"--tolerance {tolerance:g}: that of bf16 is derived; leave it out, or compare in float32")
-    with join(info, device=p.device, timeout=p.timeout, pp=p.pp, dp=p.dp, ep=p.ep) as job:
+    with join(config, info) as job:
+        config = fit_world(config, job.world_size)
         if dtype == "bf16":
             from dualpipe.train.parity_bf16 import report
 
             return report(config, job, worst)
         differences = compare(config, job, getattr(torch, dtype))
-    allowed = TOLERANCES[dtype] if tolerance is None else tolerance
+    p, allowed = config.parallel, TOLERANCES[dtype] if tolerance is None else tolerance
     if job.rank != 0:
         return 0
     failed = [d for d in differences if not d.relative <= allowed]  # NaN fails
     ranks = f"pp {p.pp}, dp {p.dp}, ep {p.ep}"
     _print(differences, worst, title=f"{p.schedule}, {ranks}, {dtype}")
     verdict = f"{len(failed)} of {len(differences)} differ by more than" if failed else f"all {len(differences)} within"
-    print(f"parity {'FAILED' if failed else 'passed'}: {verdict} {allowed:g} relative")
+    say(f"parity {'FAILED' if failed else 'passed'}: {verdict} {allowed:g} relative")
     return 1 if failed else 0
 
 

@@ -36,6 +36,7 @@ def save_loss_curve(metrics: Path, picture: Path, *, unigram: float | None) -> b
     return True
 
 
-def save_schedule(schedule: Schedule, picture: Path) -> None:
-    """Draw a schedule, timed with unit costs, as SVG."""
+def save_schedule(schedule: Schedule, picture: Path) -> bool:
+    """Draw a schedule, timed with unit costs, as SVG; that needs nothing but Python."""
     picture.write_text(to_svg(simulate(schedule)), encoding="utf-8")
+    return True

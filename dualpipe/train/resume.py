@@ -31,7 +31,7 @@ from dualpipe.train.tables import Config
 NOT_IMPORTED = ("optimizer/*", "routers/*")
 _TIMEOUT = timedelta(minutes=30)  # a rank with little to write waits for the one with most
 _LOADER = "loader"  # in checkpoint.allow
-_NOT_COMPARED = ("output", "checkpoint", "export", "init")  # tables that do not change what is computed
+_NOT_COMPARED = ("output", "metrics", "checkpoint", "export", "init")  # tables that do not change what is computed
 
 
 class State(NamedTuple):
@@ -62,7 +62,7 @@ class Saver:
         self._failed = False
         self._last: CheckpointError | None = None  # of the last step, which is raised after an export
         self._checkpoints = None
-        directory = _directory(config)
+        directory = config.checkpoint_directory
         if settings.mode != "off" and settings.interval:  # first, so that no other job saves there any more
             self._checkpoints = Checkpoints(
                 directory, job.mesh, kind=settings.writer, keep_last=settings.keep_last or None,
@@ -173,17 +173,13 @@ def describe(config: Config, model: Model) -> dict[str, Any]:
     return {"run": dataclasses.asdict(config), "model": model.config.to_dict()}
 
 
-def _directory(config: Config) -> Path:
-    return Path(config.checkpoint.dir or Path(config.output.dir) / "checkpoints")
-
-
 def find_source(config: Config) -> tuple[Path | None, dict[str, torch.dtype] | None, list[str]]:
     """What to go on from, the dtypes that its tensors were computed in, and what must be said; None: a new run.
 
     A run that began with a checkpoint of another one goes on from its own, once it has saved any: so a job that is
     started again with the same command goes on.
     """
-    resume, own = config.checkpoint.resume, _directory(config)
+    resume, own = config.checkpoint.resume, config.checkpoint_directory
     if resume == "never":
         return None, None, []
     path, found, notes = own, find(own), []

@@ -13,6 +13,8 @@ from dualpipe.nn.router_set import RouterSet
 from dualpipe.nn.routes import random_like_stride
 from dualpipe.train.config import Config
 
+_NEAR, _PATIENCE = 0.9, 50  # of the limit; in steps: routers that start at the limit have left it by then
+
 
 def build_routers(
     config: Config, stages: Sequence[nn.Module], *, group: dist.ProcessGroup | None, device: torch.device,
@@ -31,6 +33,27 @@ def build_routers(
         balanced_stride=r.balanced_stride or _stride(stages, config.parallel.ep), group=None if whole else group,
         replicas=1 if whole else replicas, device=device,
     )  # fmt: skip
+
+
+class CollapseWatch:
+    """Notices when one expert of some layer keeps getting nearly every token.
+
+    limit: `load_max_over_mean` where it gets all; 1 is even.
+    """
+
+    def __init__(self, num_experts: int, top_k: int) -> None:
+        self.limit = num_experts / top_k
+        self._steps = 0  # near the limit, in a row
+
+    def warning(self, load_max_over_mean: float | None) -> str:
+        """What is to be said after one more step: a text once in a collapse, else nothing."""
+        near = self.limit > 1 and (load_max_over_mean or 0) >= _NEAR * self.limit
+        self._steps = self._steps + 1 if near else 0
+        if self._steps != _PATIENCE:
+            return ""
+        return (f"WARNING: for {_PATIENCE} steps one expert of some layer got nearly every token (load_max_over_mean "
+                f"{load_max_over_mean:.2f}, at most {self.limit:g}): its router has collapsed; raise router.balance, "
+                "to 0.01 for a start")  # fmt: skip
 
 
 def _stride(stages: Sequence[nn.Module], ranks: int) -> int:

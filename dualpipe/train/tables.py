@@ -6,8 +6,10 @@ A table's own `__post_init__` refuses values that can never work; what depends o
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from dataclasses import fields as dataclass_fields
+import math
+from dataclasses import dataclass, field, fields
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Literal, get_args
 
 STDLIB = "stdlib"  # [data] path: the source code of Python's own standard library
@@ -97,7 +99,7 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         for name, least in (("pp", 1), ("dp", 0), ("ep", 1)):
             _require(getattr(self, name) >= least, f"parallel.{name}", getattr(self, name), f"must be at least {least}")
-        _require(self.timeout > 0, "parallel.timeout", self.timeout, "must be positive (seconds)")
+        _require(0 < self.timeout <= 1e9, "parallel.timeout", self.timeout, "must be positive (seconds), up to 1e9")
 
     @property
     def replicas(self) -> int:
@@ -132,9 +134,11 @@ class TrainConfig:
     """steps between evaluations on held-out data; 0 evaluates at the end only"""
     eval_batches: int = 8
     """global batches of an evaluation; 0 never evaluates"""
+    log_interval: int = 1
+    """every so many steps one is printed and written to the metrics; evaluated ones, and the last, always are"""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "sequence_length", "micro_batch_size", "num_chunks"):
+        for name in ("steps", "sequence_length", "micro_batch_size", "num_chunks", "log_interval"):
             _require(getattr(self, name) >= 1, f"train.{name}", getattr(self, name), "must be at least 1")
         for name in ("seed", "eval_interval", "eval_batches"):
             _require(getattr(self, name) >= 0, f"train.{name}", getattr(self, name), "must not be negative")
@@ -169,9 +173,9 @@ class DTypeRule:
     @classmethod
     def parse(cls, text: str) -> DTypeRule:
         """The rule "PATTERN,FIELD=DTYPE,...", as it is given on a command line."""
-        pattern, *fields = text.split(",")
-        named = dict(each.partition("=")[::2] for each in fields)
-        names = [each.name for each in dataclass_fields(cls)][1:]
+        pattern, *named = text.split(",")
+        named = dict(each.partition("=")[::2] for each in named)
+        names = [each.name for each in fields(cls)][1:]
         known = all(name in names and dtype in get_args(DTypeName) for name, dtype in named.items())
         _require(known, "dtypes.rules", text, f"give PATTERN,FIELD=DTYPE,..., where a field is one of "
                  f"{', '.join(names)}, and a dtype one of {', '.join(get_args(DTypeName))}")  # fmt: skip
@@ -179,7 +183,7 @@ class DTypeRule:
 
     def __str__(self) -> str:
         """As `parse` takes it."""
-        given = ((each.name, getattr(self, each.name)) for each in dataclass_fields(self)[1:])
+        given = ((each.name, getattr(self, each.name)) for each in fields(self)[1:])
         return ",".join([self.pattern, *(f"{name}={dtype}" for name, dtype in given if dtype)])
 
 
@@ -240,10 +244,10 @@ class OptimizerConfig:
     """on matrices only: norms, biases and other vectors are not decayed"""
     warmup_steps: int = 0
     """steps of linear warm-up"""
-    schedule: Literal["cosine", "wsd"] = "cosine"
-    """after the warm-up: a half cosine, or stable and then a linear decay (wsd)"""
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """after the warm-up: a half cosine, a linear decay, the peak, or stable and then a linear decay (wsd)"""
     min_lr_ratio: float = 0.1
-    """the last step's learning rate as a share of the peak"""
+    """the last step's learning rate as a share of the peak, but for "constant\""""
     decay_fraction: float = 0.2
     """wsd: share of all steps in which the learning rate decays"""
     clip_norm: float = 1.0
@@ -301,6 +305,20 @@ class OutputConfig:
 
 
 @dataclass(frozen=True)
+class MetricsConfig:
+    """[metrics]: where else they go, besides metrics.jsonl and TensorBoard events in output.dir."""
+
+    wandb: str = ""
+    """a project at Weights & Biases, by the package wandb; with WANDB_MODE=offline a folder in output.dir"""
+
+    def __post_init__(self) -> None:
+        spec = find_spec("wandb") if self.wandb else None
+        there = not self.wandb or (spec is not None and spec.origin is not None)  # a mere folder has no origin
+        remedy = "the package wandb is not installed; `pip install wandb`, or leave this out"
+        _require(there, "metrics.wandb", self.wandb, remedy)
+
+
+@dataclass(frozen=True)
 class Config:
     """All tables of a run."""
 
@@ -315,9 +333,24 @@ class Config:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     output: OutputConfig = field(default_factory=OutputConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
+
+    def __post_init__(self) -> None:
+        for table in fields(self):
+            for name, value in vars(getattr(self, table.name)).items():
+                for number in value if isinstance(value, tuple) else (value,):
+                    good = math.isfinite(number) if isinstance(number, float) else True
+                    _require(good, f"{table.name}.{name}", value, "must be finite")
+                    good = abs(number) < 2**63 if isinstance(number, int) else True
+                    _require(good, f"{table.name}.{name}", value, "must fit 64 bits")
 
     @property
     def model_path(self) -> str:
         """Of the model's config.json, or of the directory that holds it."""
         return self.model.config or self.init.from_hf
+
+    @property
+    def checkpoint_directory(self) -> Path:
+        """Where the run's checkpoints are."""
+        return Path(self.checkpoint.dir or Path(self.output.dir) / "checkpoints")

@@ -48,7 +48,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
     Ranks that are not done within `timeout` seconds print their stacks and are killed, and `TimeoutError` is raised.
     `group_timeout` (s) is the timeout of the process group.
 
-    Processes are used again by later calls, unless something failed: what torch does once in each takes a second of CPU.
+    Processes are used again by later calls, unless something failed: what torch does once in each takes a second.
     `fresh` is for an `fn` that needs one of its own: that does not leave it as it was, or looks at all of its memory.
     """
     ranks = [_pool.pop() if _pool and not fresh else _Rank() for _ in range(world_size)]

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from command import COMMAND
 from dualpipe import __version__, cli
@@ -179,7 +180,8 @@ def test_parity_on_two_ranks(run_folder, dualpipe):
     ("options", "message"),
     [
         (["--train.stepz", "3"], "error: unknown option '--train.stepz'; the nearest valid name is '--train.steps'"),
-        (["--parallel.ep", "0"], "parallel.ep = 0: must be at least 1"),
+        (["--parallel.ep", "0"], "error: parallel.ep = 0: must be at least 1"),
+        (["--optimizer.lr", "inf"], "error: optimizer.lr = inf: must be finite"),
     ],
 )
 def test_bad_options(run_toml, capsys, options, message):
@@ -233,6 +235,92 @@ def test_an_output_folder_that_cannot_be_made(run_toml, capsys):
     out = str(run_toml.with_name("file") / "out")
     assert cli.main(["train", str(run_toml), "--parallel.pp", "1", "--output.dir", out]) == 2
     assert f"error: output.dir = '{out}' cannot be made: Not a directory" in capsys.readouterr().err
+
+
+# -- results that diagnostics do not cost
+
+
+@pytest.fixture
+def train_alone(run_toml, monkeypatch):
+    """Run `dualpipe train` in this process, on one rank, with these options besides."""
+    monkeypatch.chdir(run_toml.parent)
+    return lambda *options: cli.main(["train", "run.toml", "--parallel.pp", "1", "--train.steps", "2", *options])
+
+
+def test_the_model_is_exported_whatever_becomes_of_the_metrics(train_alone, capsys):
+    Path("out/metrics.jsonl").mkdir(parents=True)
+    Path("out/schedule.svg").mkdir()
+    assert train_alone("--export.to_hf", "hf") == 0
+    assert Path("hf/model.safetensors").stat().st_size > 0 or list(Path("hf").glob("*.safetensors"))
+    out, err = capsys.readouterr()
+    assert "metrics.jsonl cannot be written: [Errno 21] Is a directory" in err
+    assert "out/loss.png cannot be drawn: " in err and "out/schedule.svg cannot be drawn: " in err
+    assert err.count("\n") == 3 and "step 2/2" in out
+
+
+def test_an_error_of_the_disk_names_file_rank_and_step(train_alone, capsys, monkeypatch):
+    def full(*arguments, **options):
+        raise OSError(28, "No space left on device", "hf/model.safetensors")
+
+    monkeypatch.setattr("dualpipe.train.loop.save_hf", full)
+    assert train_alone("--export.to_hf", "hf") == 1
+    message = "error: [Errno 28] No space left on device (rank 0, after step 2): 'hf/model.safetensors'\n"
+    assert capsys.readouterr().err == message
+    assert not Path("out/loss.png").exists(), "the export comes first"
+
+
+def test_an_output_directory_is_for_one_job(train_alone, capsys, monkeypatch):
+    import dualpipe.train.loop as loop
+    from dualpipe.checkpoint.lock import lock, unlock
+
+    monkeypatch.setattr(loop, "lock", lambda file, patience: lock(file, 0))
+    Path("out").mkdir()
+    other = lock(Path("out/.metrics.lock"), 0)
+    assert train_alone() == 2
+    assert capsys.readouterr().err == "error: another job saves to out; end it, or give each a directory\n"
+    unlock(other)
+    assert train_alone() == 0, "the lock is free again"
+    assert train_alone() == 0, "and after a job has ended"
+
+
+def test_training_goes_on_when_nobody_reads_it(train_alone, capsys, monkeypatch):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as stdout:
+        monkeypatch.setattr("sys.stdout", stdout)
+        assert train_alone() == 0
+    assert len(losses(Path(), "out")) == 2
+    err = capsys.readouterr().err
+    assert "what is printed is lost from here on: nobody reads it any more" in err and err.count("\n") == 1
+
+
+def test_a_command_whose_reader_has_gone_ends_without_a_word(run_toml, capsys, monkeypatch):
+    for command in (["dtypes", str(run_toml)], ["schedule", "--ranks", "2", "--microbatches", "4"]):
+        reader, writer = os.pipe()
+        os.close(reader)
+        with os.fdopen(writer, "w") as stdout:
+            monkeypatch.setattr("sys.stdout", stdout)
+            assert cli.main(command) == 1
+            stdout.flush()  # as the interpreter does at its end
+        assert capsys.readouterr().err == ""
+
+
+def test_a_collapsed_router_is_said_once(train_alone, capsys, monkeypatch):
+    monkeypatch.setattr("dualpipe.train.routers._PATIENCE", 3)
+    monkeypatch.setattr("dualpipe.nn.balance.RouterStatistics.max_over_mean", property(lambda self: torch.tensor(1.95)))
+    assert train_alone("--train.steps", "5") == 0
+    out = capsys.readouterr().out
+    assert "load_max_over_mean in the metrics: 1 where all experts get as many tokens, 2 (experts / top_k) where" in out
+    message = "WARNING: for 3 steps one expert of some layer got nearly every token (load_max_over_mean 1.95, at most"
+    assert out.count("WARNING") == 1 and message in out
+    assert out.index("step 3/5") < out.index(message) < out.index("step 4/5")
+
+
+def test_compiling_is_announced(train_alone, capsys, monkeypatch):
+    monkeypatch.setattr("dualpipe.models.decoder.Stage.compile_dense", lambda self: None)
+    assert train_alone("--train.compile", "True") == 0
+    out = capsys.readouterr().out
+    assert "step 1 takes longer: it compiles norms, attention and dense MLPs\nstep 1/2" in out
 
 
 def test_a_wrong_number_of_ranks_under_torchrun(run_folder, dualpipe):

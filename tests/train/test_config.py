@@ -104,6 +104,47 @@ def test_refuses_bad_options(toml, options, message):
         load_config(toml(), options)
 
 
+@pytest.mark.parametrize(
+    ("option", "values", "name"),
+    [
+        ("--optimizer.lr", ["inf"], "^(.*: )?optimizer.lr = inf: must be finite"),
+        ("--optimizer.eps", ["inf"], "optimizer.eps = inf"),
+        ("--optimizer.weight_decay", ["inf"], "optimizer.weight_decay = inf"),
+        ("--optimizer.clip_norm", ["inf"], "optimizer.clip_norm = inf"),
+        ("--router.balance", ["inf"], "router.balance = inf"),
+        ("--train.seed", ["1" + 30 * "0"], "train.seed = 10+: must fit 64 bits"),
+    ],
+)
+def test_numbers_are_finite_everywhere(toml, option, values, name):
+    with pytest.raises(ValueError, match=name):
+        load_config(toml(), [option, *values])
+    table, field = option[2:].split(".")
+    text = GOOD.replace("lr = 1\n", "") if option == "--optimizer.lr" else GOOD
+    line = f"{field} = {values[0]}"
+    text = text.replace(f"[{table}]", f"[{table}]\n{line}") if f"[{table}]" in text else f"{text}[{table}]\n{line}\n"
+    with pytest.raises(ValueError, match=name):
+        load_config(toml(text))
+
+
+@pytest.mark.parametrize("value", ["inf", "nan", "-inf", "1e10"])
+def test_a_timeout_that_no_clock_has(toml, value):
+    with pytest.raises(ValueError, match=f"parallel.timeout = {float(value)}: must be positive"):
+        load_config(toml(), [f"--parallel.timeout={value}"])
+
+
+def test_a_missing_optional_package_is_named(toml, monkeypatch, tmp_path):
+    import importlib.util
+
+    monkeypatch.setattr("dualpipe.train.tables.find_spec", lambda name: None)
+    message = "metrics.wandb = 'project': the package wandb is not installed; `pip install wandb`"
+    with pytest.raises(ValueError, match=message):
+        load_config(toml(), ["--metrics.wandb", "project"])
+    folder = importlib.util.spec_from_loader("wandb", None, is_package=True)  # of a folder that happens to be called so
+    monkeypatch.setattr("dualpipe.train.tables.find_spec", lambda name: folder)
+    with pytest.raises(ValueError, match=message):
+        load_config(toml(), ["--metrics.wandb", "project"])
+
+
 def test_a_file_that_is_not_text(tmp_path):
     (tmp_path / "run.toml").write_bytes(b"\xff\xfe")
     with pytest.raises(ValueError, match=r"run.toml is not valid TOML: .*utf-8"):

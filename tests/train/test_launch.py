@@ -20,6 +20,24 @@ def test_torchrun_environment():
     assert rank_from_environment(e) == RankInfo(5, 8, 1, 4)
 
 
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK = 'x' must be a number from 0; start the job by torchrun"),
+        ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK = '-1' must be a number from 0"),
+        ({"RANK": "0"}, "WORLD_SIZE = '' must be a number from 0"),
+        ({"WORLD_SIZE": "2"}, "RANK = '' must be a number from 0"),
+        ({"RANK": "0", "WORLD_SIZE": "two"}, "WORLD_SIZE = 'two' must be a number"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "rank 2 of 2, on its machine 2 of 2, cannot be: ranks count from 0"),
+        ({"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"}, "2 of 2, cannot be"),
+        ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "?"}, r"SLURM_STEP_NUM_TASKS = '\?' must be a number"),
+    ],
+)
+def test_an_environment_that_names_no_rank(environment, message):
+    with pytest.raises(ValueError, match=message):
+        rank_from_environment(environment)
+
+
 def test_slurm_environment():
     e = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_NODES": "2"}
     assert rank_from_environment(e) == RankInfo(5, 8, 1, 4)
@@ -119,16 +137,17 @@ with open("{tmp_path}/rank" + os.environ["RANK"], "w") as file:
 
 
 def test_a_device_for_every_rank(monkeypatch):
-    """Given a number of GPUs, then each rank has its own, or all run on CPU, or asking for GPUs is refused."""
+    """Given a number of GPUs, then each rank has its own, or too few are refused; "auto" takes the CPU without any."""
     info = RankInfo(rank=1, world_size=2, local_rank=1, local_world_size=2)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    cases = [(2, "auto", "cuda:1"), (2, "cuda", "cuda:1"), (1, "auto", "cpu"), (2, "cpu", "cpu")]
+    cases = [(2, "auto", "cuda:1"), (2, "cuda", "cuda:1"), (0, "auto", "cpu"), (2, "cpu", "cpu"), (1, "cpu", "cpu")]
     for count, wanted, expected in cases:
         monkeypatch.setattr("torch.cuda.device_count", lambda count=count: count)
         assert str(choose_device(info, wanted)) == expected
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    with pytest.raises(ValueError, match="1 CUDA devices here for 2 ranks"):
-        choose_device(info, "cuda")
+    for wanted in ("cuda", "auto"):
+        with pytest.raises(ValueError, match=f"'{wanted}', but torch finds 1 CUDA devices here for 2 ranks; start few"):
+            choose_device(info, wanted)
     monkeypatch.setenv("SLURM_GPUS_PER_TASK", "1")  # every rank sees its own GPU as the only one
     assert str(choose_device(info, "auto")) == "cuda:0"
 

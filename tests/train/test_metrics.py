@@ -3,11 +3,18 @@
 import io
 import json
 import math
+import os
+import shutil
+import time
+from datetime import UTC, datetime, timedelta
 
 import pytest
 import torch
 from rich.console import Console
 
+from dualpipe.train.console import Console as RunConsole
+from dualpipe.train.console import say
+from dualpipe.train.machine import peak_tflops
 from dualpipe.train.metrics import MetricsWriter, StepMetrics, json_line, memory_bytes, read_metrics
 
 
@@ -30,6 +37,8 @@ def write(folder, rows, **options):
 def test_a_line_per_step(tmp_path):
     text = write(tmp_path, [metrics(1), metrics(2, eval_loss=1.75, load_max_over_mean=1.5, dropped=0.0)])
     rows = read_metrics(tmp_path / "metrics.jsonl")
+    age = datetime.now(UTC) - datetime.fromisoformat(rows[0].pop("time"))
+    assert timedelta(0) <= age < timedelta(minutes=5)
     assert rows[0] == {
         "step": 1, "loss": 2.0, "grad_norm": 0.5, "lr": 1e-3, "tokens_per_second": 100.0, "tflops_per_rank": 2.0,
         "memory_bytes": 2**20,
@@ -54,6 +63,132 @@ def test_a_terminal_gets_a_live_line_of_80_columns(tmp_path):
     shown = text.getvalue()
     assert "before" in shown and "step 9999: loss 10.5000  held-out loss 1.5000" in shown
     assert "9999/9999" in shown and "loss 10.5000  99,999 tokens/s  grad norm 12.50  9,999 MiB" in shown
+
+
+@pytest.mark.parametrize("width", [70, 40, 20])
+def test_a_narrow_terminal_keeps_the_step(tmp_path, width):
+    text = io.StringIO()
+    console = Console(file=text, force_terminal=True, width=width, color_system=None)
+    with MetricsWriter(tmp_path, total_steps=99999, console=console) as writer:
+        writer.write(metrics(98765))
+    lines = text.getvalue().replace("\r", "\n").split("\n")
+    assert any("98765/99999 loss" in line for line in lines), lines
+
+
+def test_every_so_many_steps_are_written(tmp_path):
+    rows = [metrics(step, eval_loss=1.0 if step == 5 else None) for step in range(1, 10)]
+    text = io.StringIO()
+    with MetricsWriter(tmp_path, total_steps=9, console=Console(file=text, soft_wrap=True), log_interval=4) as writer:
+        for row in rows:
+            writer.write(row)
+    assert [r["step"] for r in read_metrics(tmp_path / "metrics.jsonl")] == [4, 5, 8, 9], "and what has an evaluation"
+    assert [line.split()[1] for line in text.getvalue().splitlines()] == ["4/9", "5/9", "8/9", "9/9"]
+
+
+# -- what cannot be written
+
+
+def test_metrics_that_cannot_be_written_are_said_once_and_tried_again(tmp_path, capsys):
+    path = tmp_path / "metrics.jsonl"
+    with MetricsWriter(tmp_path, total_steps=9) as writer:
+        writer.write(metrics(1))
+        path.unlink()
+        writer.write(metrics(2))
+        assert [r["step"] for r in read_metrics(path)] == [2], "a file that was removed is there again"
+        path.rename(tmp_path / "before")
+        path.symlink_to("/dev/full")
+        writer.write(metrics(3))
+        writer.write(metrics(4))
+        path.unlink()
+        (tmp_path / "before").rename(path)
+        with path.open("a") as file:
+            file.write('{"step": 4, "lo')  # as a disk leaves it that is full in the middle of a line
+        writer.write(metrics(5))
+    assert [r["step"] for r in read_metrics(path)] == [2, 5]
+    message = f"WARNING: {path} cannot be written at step 3: No space left on device; training goes on, and tries again"
+    err = capsys.readouterr().err
+    assert err.startswith(message) and err.count("\n") == 1
+
+
+def test_training_outlives_its_output_folder(tmp_path, capsys):
+    with MetricsWriter(tmp_path / "out", total_steps=9) as writer:
+        writer.write(metrics(1))
+        shutil.rmtree(tmp_path / "out")
+        writer.write(metrics(2))
+        writer.write(metrics(3))
+    err = capsys.readouterr().err.splitlines()
+    assert len(err) == 2, err
+    assert "metrics.jsonl cannot be written at step 2: No such file or directory" in err[0]
+    assert "TensorBoard cannot be written: [Errno 2] No such file or directory: " in err[1]
+
+
+def test_a_missing_tensorboard_is_one_line(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "tensorboard.compat.proto.event_pb2", None)
+    write(tmp_path, [metrics(1), metrics(2)])
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 2
+    err = capsys.readouterr().err
+    assert "TensorBoard cannot be written" in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("console", [None, "rich"])
+def test_a_reader_that_has_gone_is_said_once(capsys, monkeypatch, console):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as stdout:
+        monkeypatch.setattr("sys.stdout", stdout)
+        console = console and RunConsole(file=stdout)
+        for _ in range(3):
+            say("a line", console)
+    err = capsys.readouterr().err
+    assert err.startswith("WARNING: what is printed is lost from here on: nobody reads it any more; the run goes on")
+    assert err.count("\n") == 1
+
+
+# -- several runs in one folder
+
+
+def test_two_runs_keep_their_curves_apart(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    def curve(name):
+        events = EventAccumulator(str(tmp_path / name))
+        events.Reload()
+        return [(event.step, event.value) for event in events.Scalars("loss")]
+
+    write(tmp_path, [metrics(s, loss=1.0) for s in (1, 2, 3)])
+    write(tmp_path, [metrics(s, loss=2.0) for s in (1, 2)])
+    assert curve("tensorboard.1") == [(1, 1.0), (2, 1.0), (3, 1.0)]
+    assert curve("tensorboard") == [(1, 2.0), (2, 2.0)]
+    write(tmp_path, [metrics(s, loss=3.0) for s in (2, 3)], start_step=1)
+    assert curve("tensorboard") == [(1, 2.0), (2, 3.0), (3, 3.0)], "a run that goes on"
+    assert not (tmp_path / "tensorboard.2").exists()
+
+
+def test_weights_and_biases_offline(tmp_path, monkeypatch):
+    pytest.importorskip("wandb", reason="the optional package wandb is not installed")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    write(tmp_path, [metrics(1), metrics(2)], wandb="my-project", settings={"seed": 17})
+    (file,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
+    deadline = time.monotonic() + 20
+    while b"my-project" not in (content := file.read_bytes()) and time.monotonic() < deadline:
+        time.sleep(0.05)  # its own process writes
+    assert b"tokens_per_second" in content and b"my-project" in content and b"seed" in content
+
+
+# -- numbers
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H200", 989), ("NVIDIA GH200 480GB", 989), ("NVIDIA H20", 148), ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756), ("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA GB200", 2500), ("NVIDIA B200", 2250),
+        ("NVIDIA A10", 125), ("NVIDIA GeForce RTX 3060", None), ("", None),
+    ],
+)  # fmt: skip
+def test_peaks_of_devices(name, peak):
+    assert peak_tflops(name) == peak
 
 
 def test_a_number_that_is_not_finite_is_null():

@@ -27,7 +27,16 @@ def test_wsd():
     assert rates == pytest.approx([0.5, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25, 0.0])
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "wsd"])
+def test_linear_and_constant():
+    def rates(schedule):
+        return [learning_rate(s, peak=1.0, total_steps=7, warmup_steps=2, schedule=schedule, min_ratio=0.2)
+                for s in range(7)]  # fmt: skip
+
+    assert rates("linear") == pytest.approx([1 / 3, 2 / 3, 1, 0.8, 0.6, 0.4, 0.2])
+    assert rates("constant") == pytest.approx([1 / 3, 2 / 3, 1, 1, 1, 1, 1])
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "wsd", "linear", "constant"])
 @pytest.mark.parametrize(("total", "warmup"), [(1, 0), (1, 5), (2, 2), (5, 5), (3, 0)])
 def test_short_runs_have_finite_positive_rates(schedule, total, warmup):
     for step in range(total):

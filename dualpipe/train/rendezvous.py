@@ -1,0 +1,181 @@
+"""Where the ranks of a job meet first: before there is any group, they compare what they were started with.
+
+Ranks that train on with other seeds, learning rates or models than the rest do not fail; they spoil the result. So each
+leaves a digest of its settings in the store that MASTER_ADDR and MASTER_PORT name, and rank 0 compares; only where they
+differ are the settings themselves exchanged, one copy of each kind: a job of thousands of ranks sends 64 bytes a rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from datetime import timedelta
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from dualpipe import __version__
+from dualpipe.train.launch import RankInfo
+from dualpipe.train.tables import Config
+
+_SHOWN, _CHARACTERS = 8, 80  # fields of a difference, and of each value
+_PATIENCE = timedelta(seconds=30)  # of rank 0, which has the store, for others to read why the job ends
+_MAY_DIFFER = ("model.config", "output.dir")  # paths on each node
+
+T = TypeVar("T")
+
+
+def connect(info: RankInfo, timeout: timedelta) -> dist.Store:
+    """The store of the job, on rank 0's machine; ValueError where MASTER_ADDR and MASTER_PORT lead to none."""
+    address, port = (os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
+    if not address or not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise ValueError(f"MASTER_ADDR = {address!r} and MASTER_PORT = {port!r} must be rank 0's host and a free port "
+                         "there, 1 to 65535; set them on every rank, or start the job by torchrun")  # fmt: skip
+    hosts_store = info.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else torchrun does
+    try:
+        return dist.TCPStore(address, int(port), info.world_size, hosts_store, timeout, False, multi_tenant=True)
+    except dist.DistError as error:
+        line = str(error).partition("\n")[0]
+        raise ValueError(f"rank {info.rank} cannot meet the others at MASTER_ADDR:MASTER_PORT = {address}:{port}; give "
+                         f"rank 0's host and a port that is free there, the same on every rank ({line})") from error
+
+
+def agree(store: dist.Store, info: RankInfo, prepare: Callable[[dict[str, Any]], T], timeout: timedelta) -> T:
+    """Do `prepare` on every rank, compare their settings, and return what it gave here.
+
+    prepare: puts what must be the same on all ranks (values as in JSON) into the given dictionary.
+
+    Raises ValueError, with the same text on every rank, where settings differ (fields, ranks, values) or `prepare`
+    raised it on some rank; TimeoutError where ranks do not come.
+    """
+    settings: dict[str, Any] = {}
+    prepared = error = None
+    said = ""
+    try:
+        prepared = prepare(settings)
+    except Exception as raised:  # told to the others before it is raised here
+        error, said = raised, str(raised) if isinstance(raised, ValueError) else repr(raised)
+    try:
+        wrong = _compare(store, info, {"settings": settings, "error": said}, timeout)
+    except dist.DistError as lost:
+        raise TimeoutError(f"rank {info.rank} lost rank 0, or waited {timeout.total_seconds():g} s for it, while all "
+                           "ranks compared their settings; see what rank 0 printed") from lost  # fmt: skip
+    if error is not None and not isinstance(error, ValueError):
+        raise error
+    if wrong:
+        raise ValueError(wrong) from error
+    return prepared
+
+
+def run_settings(config: Config) -> Iterator[tuple[str, Any]]:
+    """What makes two ranks part of the same run, by name: their configuration, the model's, and the code.
+
+    What may differ from node to node is left out: the path of the model's config.json, whose content is compared, and
+    output.dir, unless checkpoints, which all ranks write, are in it.
+    """
+    from dualpipe.train.model import read_model_config
+
+    for table, fields in asdict(config).items():
+        for name, value in fields.items():
+            if f"{table}.{name}" not in _MAY_DIFFER:
+                yield f"{table}.{name}", value
+    if config.checkpoint.interval:
+        yield "the directory of checkpoints", str(config.checkpoint_directory)
+    yield "version of torch", str(torch.__version__)
+    yield "version of dualpipe", __version__
+    yield "sources of dualpipe (digest)", _source_digest()
+    for name, value in read_model_config(config).to_dict().items():
+        yield f"the model's {name}", value
+
+
+@cache
+def _source_digest() -> str:
+    """Of every Python file that is imported as `dualpipe`."""
+    files = {}  # by name: of an installed package the last two are in the first, of the repository they are not
+    for package in ("dualpipe", "dualpipe.kernels", "dualpipe.models"):
+        folder = Path(find_spec(package).submodule_search_locations[0])
+        files |= {Path(*package.split("."), path.relative_to(folder)): path for path in folder.rglob("*.py")}
+    digest = hashlib.sha256()
+    for name, path in sorted(files.items()):
+        digest.update(f"{name}\0".encode() + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def _compare(store: dist.Store, info: RankInfo, record: dict[str, Any], timeout: timedelta) -> str:
+    """What is wrong on any rank, the same text on all; empty where nothing is."""
+    text = json.dumps(record, sort_keys=True, default=str)
+    store.set(f"settings/digest/{info.rank}", hashlib.sha256(text.encode()).hexdigest())
+    kinds: dict[str, list[int]] = {}  # digest -> ranks
+    if info.rank == 0:
+        for rank, digest in enumerate(_digests(store, info.world_size, timeout)):
+            kinds.setdefault(digest, []).append(rank)
+        differ = len(kinds) > 1 or record["error"]
+        store.set("settings/asked", json.dumps([ranks[0] for ranks in kinds.values()] if differ else []))
+    asked = json.loads(store.get("settings/asked"))
+    if not asked:
+        return ""
+    if info.rank in asked:
+        store.set(f"settings/record/{info.rank}", text)
+    if info.rank == 0:
+        found = {tuple(ranks): json.loads(store.get(f"settings/record/{ranks[0]}")) for ranks in kinds.values()}
+        store.set("settings/wrong", "; ".join(_differences(found)))
+    wrong = store.get("settings/wrong").decode()
+    store.set(f"settings/read/{info.rank}", "")
+    if info.rank == 0:
+        with suppress(dist.DistError):
+            store.wait([f"settings/read/{rank}" for rank in range(info.world_size)], _PATIENCE)
+    return wrong
+
+
+def _digests(store: dist.Store, world_size: int, timeout: timedelta) -> list[str]:
+    keys = [f"settings/digest/{rank}" for rank in range(world_size)]
+    try:
+        return [digest.decode() for digest in store.multi_get(keys)]
+    except dist.DistError as error:
+        missing = _ranges([rank for rank, key in enumerate(keys) if not store.check([key])])
+        raise TimeoutError(f"rank 0 waited {timeout.total_seconds():g} s for {missing} of {world_size}; they were not "
+                           "started or have failed: see what they printed") from error  # fmt: skip
+
+
+def _differences(found: Mapping[tuple[int, ...], Mapping[str, Any]]) -> Iterator[str]:
+    """found: the record of each kind of ranks."""
+    names = list(dict.fromkeys(name for record in found.values() for name in record["settings"]))
+    different = []
+    for name in names:
+        ranks_of: dict[str, list[int]] = {}
+        for ranks, record in found.items():
+            if name in record["settings"]:  # not where an error came before it
+                ranks_of.setdefault(repr(record["settings"][name])[:_CHARACTERS], []).extend(ranks)
+        if len(ranks_of) > 1:
+            values = ", ".join(f"{value} on {_ranges(sorted(ranks))}" for value, ranks in ranks_of.items())
+            different.append(f"{name} is {values}")
+    if different:
+        more = f" (and {len(different) - _SHOWN} more)" if len(different) > _SHOWN else ""
+        yield (f"the ranks were started with different settings: {', '.join(different[:_SHOWN])}{more}; start all with "
+               "the same command, files and versions")  # fmt: skip
+    errors: dict[str, list[int]] = {}
+    for ranks, record in found.items():
+        if record["error"]:
+            errors.setdefault(record["error"], []).extend(ranks)
+    everywhere = sum(map(len, found)) if len(errors) == 1 else 0
+    for error, ranks in errors.items():
+        yield error if len(ranks) == everywhere else f"{_ranges(sorted(ranks))}: {error}"
+
+
+def _ranges(ranks: Sequence[int]) -> str:
+    """[0, 1, 2, 5] -> "ranks 0-2, 5"."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1][1:] = [rank]
+        else:
+            runs.append([rank])
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join('-'.join(map(str, run)) for run in runs)}"
