@@ -295,7 +295,7 @@ def test_training_goes_on_when_nobody_reads_it(train_alone, capsys, monkeypatch)
 
 
 def test_a_command_whose_reader_has_gone_ends_without_a_word(run_toml, capsys, monkeypatch):
-    for command in (["dtypes", str(run_toml)], ["schedule", "--ranks", "2", "--microbatches", "4"]):
+    for command in (["memory", str(run_toml)], ["schedule", "--ranks", "2", "--microbatches", "4"]):
         reader, writer = os.pipe()
         os.close(reader)
         with os.fdopen(writer, "w") as stdout:
