@@ -151,7 +151,7 @@ def todays_layer(experts, x, weights, choices):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", set(CASES) - {"with nobody", "only nobody"})
+@pytest.mark.parametrize("case", [case for case in CASES if "nobody" not in case])
 def test_alone_a_rank_computes_the_same_bits_as_without_a_dispatcher(case, dtype):
     results = []
     for layer in (functools.partial(expert_parallel_mlp, ExpertParallel(E).dispatcher()), todays_layer):
