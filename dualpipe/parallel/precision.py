@@ -212,8 +212,8 @@ def resolve_dtypes(
 
     1. a rule of the policy;
     2. `keep_fp32`, an attribute of the model or of any module in it: globs as in rules, relative to that module;
-    3. transformers' `_keep_in_fp32_modules_strict`, where less than float32 is computed in, and
-       `_keep_in_fp32_modules`, where float16 is; regular expressions, found anywhere in a name, as they are there;
+    3. transformers' `_keep_in_fp32_modules` and `_keep_in_fp32_modules_strict`, where less than float32 is computed in:
+       regular expressions, found anywhere in a name, as they are there (which heeds the first in float16 only);
     4. float32 in a checkpoint that also has narrower floating-point tensors;
     5. the policy.
 
@@ -268,17 +268,14 @@ def _find_pins(root: nn.Module, found: Mapping[int, _Found], base: torch.dtype) 
 
 def _pins(module: nn.Module, base: torch.dtype) -> Iterator[tuple[str, Callable[[str], object]]]:
     """What a module says of tensors in it: in words, and what tells by a name relative to it."""
-    half = base in (torch.float16, torch.bfloat16)
-    for attribute, applies in (
-        ("_keep_in_fp32_modules", base is torch.float16), ("_keep_in_fp32_modules_strict", half), ("keep_fp32", True),
-    ):  # fmt: skip
+    for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict", "keep_fp32"):
         pins, owner = getattr(module, attribute, None) or (), f"{type(module).__name__}.{attribute}"
         if not isinstance(pins, tuple | list | set | frozenset) or not all(isinstance(pin, str) for pin in pins):
             raise ValueError(f"{owner} must be a tuple, list or set of names; got {pins!r}")
         for pin in pins if isinstance(pins, tuple | list) else sorted(pins):
             if attribute == "keep_fp32":
                 yield f"{owner} {pin!r}", Rule(pin, torch.float32).matches
-            elif applies:  # transformers.core_model_loading.build_glob_alternation
+            elif base in (torch.float16, torch.bfloat16):  # transformers.core_model_loading.build_glob_alternation
                 yield f"{owner} {pin!r}", re.compile(pin.replace("*", ".*")).search
 
 

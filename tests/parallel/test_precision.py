@@ -206,7 +206,7 @@ def test_given_transformers_pins_then_they_are_found_anywhere_in_a_name_and_a_ru
     assert computing_in(plan, FP32) >= {f"layers.{i}.decay.A_log" for i in (0, 1)}
     assert plan.of("layers.0.gate_up_proj.weight").reason == "rule 'layers.0.gate_up_proj'"
     assert plan.of("layers.1.gate_up_proj.weight").compute is BF16, "of another instance"
-    assert plan.of("head.weight").compute is BF16, "only of float16"
+    assert plan.of("head.weight").reason == "Model._keep_in_fp32_modules 'head'"
     plan = resolve(model, policy(param=torch.float16))
     assert plan.of("head.weight").reason == "Model._keep_in_fp32_modules 'head'"
     assert plan.of("layers.0.gate_up_proj.weight").reason == "Mixer._keep_in_fp32_modules_strict 'up_proj'"
@@ -214,19 +214,21 @@ def test_given_transformers_pins_then_they_are_found_anywhere_in_a_name_and_a_ru
 
 
 @pytest.mark.parametrize("model_type", ["gpt_oss", "deepseek_v3", "ernie4_5_moe"])
-def test_given_a_model_of_transformers_then_the_plan_computes_in_what_it_loads(tmp_path, model_type):
+def test_given_a_model_of_transformers_then_both_of_its_lists_are_pinned(tmp_path, model_type):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     sizes = FAMILIES.get(model_type) or FAMILIES["gpt_oss"] | {"moe_num_experts": 4, "moe_k": 2}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **sizes))
     model.save_pretrained(tmp_path)
+    pinned = {}
     for dtype in (BF16, torch.float16):
-        plan = resolve(model, policy(param=dtype))
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
-        pinned = {name for name, tensor in loaded.state_dict().items() if tensor.dtype is FP32}
-        assert {plan.of(name).compute for name in pinned} <= {FP32}
-        assert computing_in(plan, FP32) & {name for name, _ in loaded.named_parameters()} <= pinned
-        assert pinned or (model_type, dtype) == ("gpt_oss", BF16)
+        pinned[dtype] = {name for name, tensor in loaded.state_dict().items() if tensor.dtype is FP32}
+    parameters = {name for name, _ in model.named_parameters()}
+    for dtype in pinned:
+        computed = computing_in(resolve(model, policy(param=dtype)), FP32)
+        assert pinned[torch.float16] and pinned[torch.float16] & parameters == computed & parameters
+        assert pinned[dtype] <= computed
 
 
 # -- what a rule may say besides
