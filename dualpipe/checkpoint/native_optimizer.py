@@ -51,13 +51,13 @@ class ParameterState:
         except (TypeError, ValueError) as error:
             raise ValueError(f"an optimizer can keep tensors, and what JSON can hold: {error}") from error
         text += b" " * (-len(text) % _PADDED)  # so that another learning rate has the same size, which is planned for
-        return found | {VALUES: torch.tensor(list(text), dtype=torch.uint8)}
+        return found | {VALUES: torch.tensor(list(text), dtype=torch.uint8, device="cpu")}
 
     def place(self, stored: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
         """What a checkpoint with these tensors of the parameter is to be read into. The values are always wanted."""
         self._read = {}
         self._placed = {key: self._like(key, entry) for key, entry in stored.items()}
-        return {VALUES: torch.empty(0, dtype=torch.uint8)} | self._placed
+        return {VALUES: torch.empty(0, dtype=torch.uint8, device="cpu")} | self._placed
 
     def _like(self, key: str, entry: StoredTensor) -> Tensor:
         now, parameter = self._state.get(self._parameter, {}).get(key), self._parameter

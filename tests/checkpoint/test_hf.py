@@ -305,7 +305,7 @@ def load_and_save(rank, source, target, shape):
 def test_layouts(tmp_path, shape):
     source, target, alone = (str(tmp_path / name) for name in ("source", "target", "alone"))
     save_qwen(source, vocab_size=59)  # uneven shards
-    results = run_ranks(load_and_save, prod(shape), source, target, shape)
+    results = run_ranks(load_and_save, prod(shape), source, target, shape, reuse=True)
     header, config = read_header(source), read_config(source)
     for rank, (wrong, read) in enumerate(results):
         assert not wrong
@@ -324,7 +324,7 @@ def test_layouts_of_other_families(tmp_path, family):
     """Experts that are transposed on the hub; a buffer that every rank has, and one writes."""
     source, target = str(tmp_path / "source"), str(tmp_path / "target")
     theirs = save_family(source, family, max_shard_size="40KB")
-    for wrong, _ in run_ranks(load_and_save, 4, source, target, (1, 2, 2)):
+    for wrong, _ in run_ranks(load_and_save, 4, source, target, (1, 2, 2), reuse=True):
         assert not wrong
     assert_same(read_all(target), read_all(source))
     assert_same(AutoModelForCausalLM.from_pretrained(target).state_dict(), theirs.state_dict())
@@ -344,7 +344,7 @@ def test_other_families_without_a_source(tmp_path, family):
 
 def test_half_of_the_experts_each(tmp_path):
     save_qwen(tmp_path / "source")
-    results = run_ranks(load_and_save, 2, str(tmp_path / "source"), str(tmp_path / "target"), (1, 1, 2))
+    results = run_ranks(load_and_save, 2, str(tmp_path / "source"), str(tmp_path / "target"), (1, 1, 2), reuse=True)
     header = read_header(tmp_path / "source")
     experts = sum(info.nbytes for name, info in header.items() if ".experts." in name)
     dense = sum(info.nbytes for name, info in header.items() if ".experts." not in name)

@@ -51,7 +51,7 @@ def saved(tmp_path_factory):
     def get(shape, how="sync"):
         if (shape, how) not in made:
             folder = tmp_path_factory.mktemp("layout") / "checkpoints"
-            made[shape, how] = str(folder), run_ranks(write, prod(shape), str(folder), shape, how)
+            made[shape, how] = str(folder), run_ranks(write, prod(shape), str(folder), shape, how, reuse=True)
         return made[shape, how]
 
     return get
@@ -59,7 +59,7 @@ def saved(tmp_path_factory):
 
 def check(saved, sources, target, how="sync"):
     folders = {shape: saved(shape, how)[0] for shape in sources}
-    results = run_ranks(read, prod(target), folders, target)
+    results = run_ranks(read, prod(target), folders, target, reuse=True)
     for shape in sources:
         for found in results:
             assert not found[shape][0], (shape, target)

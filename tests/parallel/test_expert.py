@@ -135,7 +135,7 @@ def parity(rank, names, cases):
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_results_and_all_gradients_equal_those_of_one_process(ranks, dtype):
-    for errors in run_ranks(parity, ranks, [dtype], list(CASES)):
+    for errors in run_ranks(parity, ranks, [dtype], list(CASES), reuse=True):
         wrong = {key: value for key, value in errors.items() if not value <= TOLERANCE[dtype]}
         assert not wrong
 
@@ -311,7 +311,7 @@ def counted(rank, dtype, weights_dtype):
     ("dtype", "weights"), [(torch.float64, torch.float64), (torch.bfloat16, torch.float32)], ids=str
 )
 def test_the_counted_bytes_are_those_of_deduplicated_dispatch(dtype, weights):
-    for counted_bytes, formula in run_ranks(counted, 4, dtype, weights):
+    for counted_bytes, formula in run_ranks(counted, 4, dtype, weights, reuse=True):
         assert counted_bytes == formula > 0
 
 
@@ -392,7 +392,7 @@ def under_fsdp(rank, dp, ep):
 
 @pytest.mark.parametrize(("dp", "ep"), [(2, 2), (1, 4), (4, 1)])
 def test_gradients_under_fsdp_are_the_mean_over_the_global_batch(dp, ep):
-    for worst, placements in run_ranks(under_fsdp, 4, dp, ep):
+    for worst, placements in run_ranks(under_fsdp, 4, dp, ep, reuse=True):
         assert worst < 1e-6, placements
 
 

@@ -121,7 +121,7 @@ def check(shape, schedule="dualpipev", overlap=True, recompute=(), skewed=False,
     pp, dp, ep = shape
     arguments = (shape, schedule, overlap, recompute, skewed, dtype)
     allowed = {torch.float64: 1e-10, torch.float32: 1e-5}[dtype]
-    for gradients, losses in run_ranks(layout, pp * dp * ep, *arguments):
+    for gradients, losses in run_ranks(layout, pp * dp * ep, *arguments, reuse=True):
         assert gradients < allowed and losses < allowed
 
 
@@ -188,7 +188,7 @@ def test_bfloat16_with_two_experts_is_rounded_as_in_the_whole_model(shape):
     rank, with nothing to sum. So activations have the same bits, and gradients differ by the order of float32 sums:
     1e-7. A gradient that was accumulated or reduced in bfloat16 would be 5e-3 away.
     """
-    for gradients, losses in run_ranks(with_two_experts, math.prod(shape), shape):
+    for gradients, losses in run_ranks(with_two_experts, math.prod(shape), shape, reuse=True):
         assert gradients < 1e-5 and losses == 0
 
 
@@ -202,7 +202,7 @@ def test_bfloat16_with_three_experts_is_as_near_to_float64_as_the_whole_model_is
     times as far from float64, and single ones (16 numbers) up to 1.9 times. One micro-batch of five missing is 45 %.
     """
     errors = {}
-    for found in run_ranks(with_three_experts, math.prod(shape), shape):
+    for found in run_ranks(with_three_experts, math.prod(shape), shape, reuse=True):
         errors |= found
     for name, (_, pipelined, whole) in errors.items():
         assert pipelined <= 2.5 * whole, name
@@ -262,7 +262,7 @@ def deduplicated_bytes(chosen: list[dict], rank: int, *, again: bool) -> int:
     ("shape", "recompute"), [((2, 1, 2), ("layer",)), ((1, 1, 4), ()), ((2, 1, 2), ("dispatch",))], ids=str
 )
 def test_the_bytes_of_a_step_are_those_of_deduplicated_dispatch(shape, recompute):
-    for sent, expected in run_ranks(counted, math.prod(shape), shape, recompute):
+    for sent, expected in run_ranks(counted, math.prod(shape), shape, recompute, reuse=True):
         assert sent == expected > 0
 
 
@@ -354,10 +354,10 @@ def losses_of_training(rank: int, overlap: bool, recompute: tuple[str, ...]) -> 
 
 
 def test_losses_of_a_training_are_the_same_bits_however_it_is_run():
-    expected = run_ranks(losses_of_training, 4, True, ())
+    expected = run_ranks(losses_of_training, 4, True, (), reuse=True)
     assert expected[0][0] != expected[0][-1]
     for overlap, recompute in ((False, ()), (False, ("experts", "norms")), (True, ("layer", "dispatch"))):
-        assert run_ranks(losses_of_training, 4, overlap, recompute) == expected
+        assert run_ranks(losses_of_training, 4, overlap, recompute, reuse=True) == expected
 
 
 def norms_in_float32(rank: int) -> tuple[set, set]:

@@ -63,7 +63,7 @@ def many_tensors(rank, world, own_groups):
 @pytest.mark.parametrize("own_groups", [False, True])
 def test_tuples_of_any_dtypes_with_tensors_that_need_no_gradient(own_groups):
     # 1e-6: a float32 scalar is among what flows backward.
-    assert max(run_ranks(many_tensors, 2, 2, own_groups, fresh=own_groups)) < 1e-6
+    assert max(run_ranks(many_tensors, 2, 2, own_groups)) < 1e-6
 
 
 class Aliases(nn.Module):

@@ -65,13 +65,13 @@ def all_sizes(rank, world, names, dtype):
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_every_schedule_and_number_of_microbatches(world):
-    for worst in run_ranks(all_sizes, world, world, SCHEDULES, torch.float64, timeout=200):
+    for worst in run_ranks(all_sizes, world, world, SCHEDULES, torch.float64, timeout=200, reuse=True):
         assert {k: v for k, v in worst.items() if v > TOLERANCE[torch.float64]} == {}
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_single_precision(world):
-    for worst in run_ranks(all_sizes, world, world, ["dualpipev"], torch.float32, timeout=200):
+    for worst in run_ranks(all_sizes, world, world, ["dualpipev"], torch.float32, timeout=200, reuse=True):
         assert {k: v for k, v in worst.items() if v > TOLERANCE[torch.float32]} == {}
 
 
@@ -81,7 +81,7 @@ def splits(rank, world):
 
 
 def test_uneven_batches_along_any_dimension():
-    for worst in run_ranks(splits, 2, 2):
+    for worst in run_ranks(splits, 2, 2, reuse=True):
         assert {k: v for k, v in worst.items() if v > TOLERANCE[torch.float64]} == {}
 
 
@@ -96,7 +96,7 @@ def bitwise(rank, world, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_bitwise_where_the_order_of_additions_is_the_same(world, dtype):
-    for worst in run_ranks(bitwise, world, world, dtype):
+    for worst in run_ranks(bitwise, world, world, dtype, reuse=True):
         assert {k: v for k, v in worst.items() if v != 0.0} == {}
 
 
@@ -121,7 +121,7 @@ def many_steps(rank, world):
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_steps_of_different_sizes_accumulate(world):
-    assert max(run_ranks(many_steps, world, world)) < TOLERANCE[torch.float64]
+    assert max(run_ranks(many_steps, world, world, reuse=True)) < TOLERANCE[torch.float64]
 
 
 def mapped(rank, world):
@@ -165,4 +165,4 @@ def two_pipelines(rank, world, own_groups):
 
 @pytest.mark.parametrize("own_groups", [False, True])
 def test_two_pipelines_in_one_process(own_groups):
-    assert max(run_ranks(two_pipelines, 4, 4, own_groups, fresh=own_groups)) < TOLERANCE[torch.float64]
+    assert max(run_ranks(two_pipelines, 4, 4, own_groups)) < TOLERANCE[torch.float64]

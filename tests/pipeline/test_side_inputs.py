@@ -189,7 +189,7 @@ def matrix(rank, world):
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_gradients_losses_and_outputs(world):
-    for worst in run_ranks(matrix, world, world, timeout=120):
+    for worst in run_ranks(matrix, world, world, timeout=120, reuse=True):
         assert {case: error for case, error in worst.items() if not error < 1e-10} == {}
 
 
@@ -199,7 +199,7 @@ def bytes_only(rank, world):
 
 
 def test_links_that_send_bytes():
-    assert max(run_ranks(bytes_only, 2, 2, fresh=True)) < 1e-10
+    assert max(run_ranks(bytes_only, 2, 2)) < 1e-10
 
 
 def test_no_process_group():
@@ -242,7 +242,7 @@ def given_or_not(rank, world):
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_what_is_not_given_is_none_in_the_carry(world):
-    assert max(run_ranks(given_or_not, world, world)) < 1e-10
+    assert max(run_ranks(given_or_not, world, world, reuse=True)) < 1e-10
 
 
 def test_a_name_that_no_one_writes_is_still_refused():

@@ -40,7 +40,7 @@ def server() -> mp.context.ForkServerContext:
 
 
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60, group_timeout: float = 30,
-              check: bool = True, fresh: bool = False) -> list[Any]:  # fmt: skip
+              check: bool = True, reuse: bool = False) -> list[Any]:  # fmt: skip
     """Call `fn(rank, *args)` on `world_size` processes with a default gloo group; return their results by rank.
 
     With `check`, a rank that raised fails the caller with all tracebacks. Without, its entry is the exception (with the
@@ -48,23 +48,21 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
     Ranks that are not done within `timeout` seconds print their stacks and are killed, and `TimeoutError` is raised.
     `group_timeout` (s) is the timeout of the process group.
 
-    Processes are used again by later calls, unless something failed: what torch does once in each takes a second.
-    `fresh` is for an `fn` that needs one of its own: that does not leave it as it was, or looks at all of its memory.
+
+    reuse: take a world that other such calls have used, and leave it to the next, unless something fails: what torch
+    does once in each process takes a second of CPU. For an `fn` that leaves its process and the default group as they
+    were. The group stays, because torch keeps meshes that are equal to later ones, with the names of their groups.
     """
-    ranks = [_pool.pop() if _pool and not fresh else _Rank() for _ in range(world_size)]
+    world = _worlds.pop(world_size, None) if reuse else None
+    world = world or _World(world_size)
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            target = (fn.__code__.co_filename, fn.__qualname__)
-            for number, rank in enumerate(ranks):
-                rank.start(Job(number, world_size, f"{folder}/store", target, args, group_timeout, timeout, fresh))
-            deadline = time.monotonic() + timeout
-            results = [rank.result(number, deadline) for number, rank in enumerate(ranks)]
-        if not fresh and all(ok for ok, _ in results):
-            _pool.extend(reversed(ranks))
-            ranks = []
+        target = (fn.__code__.co_filename, fn.__qualname__)
+        results = world.run(target, args, group_timeout=group_timeout, timeout=timeout, reuse=reuse)
+        if reuse and all(ok for ok, _ in results) and world.jobs < _JOBS:
+            _worlds[world_size] = world
     finally:
-        for rank in ranks:
-            rank.end()
+        if _worlds.get(world_size) is not world:
+            world.end()
     failures = [f"rank {r}: {value[1]}" for r, (ok, value) in enumerate(results) if not ok]
     if check and failures:
         raise AssertionError("\n".join(failures))
@@ -81,7 +79,7 @@ class Job(NamedTuple):
     args: tuple[Any, ...]
     group_timeout: float
     timeout: float
-    fresh: bool
+    reuse: bool
 
 
 class _Rank:
@@ -113,14 +111,37 @@ class _Rank:
         self._pipe.close()
 
 
-_pool: list[_Rank] = []  # that wait for a job
+class _World:
+    """The ranks of a job, and where they meet."""
+
+    def __init__(self, size: int) -> None:
+        self._folder = tempfile.TemporaryDirectory()  # groups that later jobs make meet there too
+        self._ranks = [_Rank() for _ in range(size)]
+        self.jobs = 0
+
+    def run(self, target, args, *, group_timeout, timeout, reuse) -> list[tuple[bool, Any]]:
+        self.jobs += 1
+        for number, rank in enumerate(self._ranks):
+            store = f"{self._folder.name}/store"
+            rank.start(Job(number, len(self._ranks), store, target, args, group_timeout, timeout, reuse))
+        deadline = time.monotonic() + timeout
+        return [rank.result(number, deadline) for number, rank in enumerate(self._ranks)]
+
+    def end(self) -> None:
+        for rank in self._ranks:
+            rank.end()
+        self._folder.cleanup()
+
+
+_JOBS = 20  # of a world: groups and meshes that jobs have made stay in its processes
+_worlds: dict[int, _World] = {}  # that wait for a job, by their size
 
 
 @atexit.register
-def _end_pool() -> None:
+def _end_worlds() -> None:
     """Before multiprocessing waits for all processes."""
-    for rank in _pool:
-        rank.end()
+    for world in _worlds.values():
+        world.end()
 
 
 def _serve(pipe) -> None:
@@ -131,7 +152,7 @@ def _serve(pipe) -> None:
         while True:
             job = pipe.recv()
             pipe.send(_do(job))
-            if job.fresh:
+            if not job.reuse:
                 break
     # Leave without the destructors of a group that a test may have broken on purpose; rank 0 keeps no store to serve.
     sys.stdout.flush()
@@ -146,14 +167,12 @@ def _do(job: Job) -> tuple[bool, Any]:
     faulthandler.dump_traceback_later(max(1.0, job.timeout - 2), exit=False)
     torch.manual_seed(0)
     try:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{job.store}", rank=job.rank, world_size=job.world_size,
-            timeout=timedelta(seconds=job.group_timeout),
-        )  # fmt: skip
-        result = (True, _load(*job.target)(job.rank, *job.args))
-        if not job.fresh and dist.is_initialized():
-            dist.destroy_process_group()
-        return result
+        if not dist.is_initialized():
+            dist.init_process_group(
+                "gloo", init_method=f"file://{job.store}", rank=job.rank, world_size=job.world_size,
+                timeout=timedelta(seconds=job.group_timeout),
+            )  # fmt: skip
+        return True, _load(*job.target)(job.rank, *job.args)
     except BaseException as error:
         text = traceback.format_exc()
         try:

@@ -57,7 +57,7 @@ def reference(
 
 
 def use_own_groups() -> None:
-    """Give every link a process group and send bytes, as with NCCL, in this process, which must be fresh."""
+    """Give every link a process group and send bytes, as with NCCL. For the process that calls it."""
     connect = Transport.connect
     Transport.connect = lambda self, streams, device: connect(self, streams, device, own_groups=True)
 

@@ -64,7 +64,7 @@ def test_parameters_are_as_many_bytes_as_ranks_hold(layout):
     path = str(EXAMPLES / "tiny-cpu.toml")
     config = load_config(path, options)
     expected = estimate(config, read_config(config.model.config))
-    for pp_rank, stored, gathered in run_ranks(held, 4, path, options):
+    for pp_rank, stored, gathered in run_ranks(held, 4, path, options, reuse=True):
         assert expected[pp_rank].parameters == pytest.approx(stored, rel=0.01)
         assert expected[pp_rank].gathered == gathered
 

@@ -4,6 +4,7 @@ import sys
 
 import pytest
 
+from command import COMMAND
 from plain_install import hide_undeclared
 
 
@@ -24,7 +25,7 @@ def test_what_is_not_asked_for_is_hidden(plain, tmp_path, dualpipe):
 
 def test_a_plain_install_trains_and_says_in_a_line_what_is_missing(plain, run_folder, dualpipe):
     options = ("--parallel.pp", "1", "--train.steps", "2", "--output.dir", "plain", "--export.to_hf", "plain-hf")
-    done = dualpipe(run_folder, "train", "run.toml", *options, environment=plain)
+    done = dualpipe(run_folder, "train", "run.toml", *options, environment=plain, command=COMMAND)
     assert done.returncode == 0, done.stderr
     said = "no TensorBoard events, no picture of the loss: pip install tensorboard matplotlib (or 'dualpipe[viz]')"
     assert [line for line in done.stdout.splitlines() if "pip install" in line] == [said]
