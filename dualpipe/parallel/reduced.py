@@ -40,7 +40,7 @@ def check_stages(
                                  f"{_REMEDY} instead")  # fmt: skip
         ranks = _ranks(its)
         missed = [name for name in _unsharded(stage, its, ranks) if not _named(name, unreduced)]
-        if its.sharded and missed:
+        if len(ranks) > 1 and missed:
             raise ValueError(f"module {number} of this rank is sharded in part, but not {_some(missed)}; {_told()}")
         plain += missed
         sizes.add(len(ranks))

@@ -221,7 +221,7 @@ def four(rank, folder):
     fill(stages, optimizer)
     with Checkpoints(f"{folder}/hsdp", mesh) as checkpoints:
         checkpoints.save(training_state(stages, optimizer), step=1)
-        rows = torch.arange(float(WIDTH)).view(WIDTH, 1)  # a state of another shape, as optimizers that keep sums of rows have
+        rows = torch.arange(float(WIDTH)).view(WIDTH, 1)  # another shape: sums of rows
         own = optimizer.state[stages[0][0].weight]
         own["rows"] = distribute_tensor(rows, mesh, [Replicate(), Shard(0)])
         checkpoints.save_async(training_state(stages, optimizer), step=2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.distributed._composable import replicate_with_fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -41,6 +42,12 @@ def with_parameter(mesh, placements=None, ignored=False) -> nn.Module:
     return stage
 
 
+def given_to_replicate(mesh) -> nn.Module:
+    stage = Stage()
+    replicate_with_fsdp.replicate(stage, mesh=mesh)
+    return stage
+
+
 def constructions(rank: int) -> dict[str, str]:
     """What each says, on two pipelines of two ranks; only the second rank of each is wrong where it is `Stage()`."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
@@ -68,6 +75,8 @@ def constructions(rank: int) -> dict[str, str]:
         "another rank's, named": build(Stage() if wrong else fully_shard(Stage(), mesh=dp), unreduced="*"),
         "another stage": told(lambda: DualPipeV([fully_shard(Stage(), mesh=dp), Stage()], process_group=group)),
         "nothing to reduce": told(lambda: DualPipeV([fully_shard(Stage(), mesh=alone), Stage()], process_group=group)),
+        "in part, on one rank": build(in_part(alone)),
+        "replicate": build(given_to_replicate(dp)),
         "no sharding": build(Stage()),
     }
 
@@ -85,6 +94,7 @@ def test_gradients_that_nobody_reduces():
         "another stage": "some stages are sharded, but not the one with norm.weight, norm.bias, up.weight",
     }
     for found in run_ranks(constructions, 4, group_timeout=20):
+        assert "was given to torch's replicate, which a pipeline cannot drive; use fully_shard" in found.pop("replicate")
         assert {name for name, text in found.items() if text} == set(expected)
         for name, text in expected.items():
             assert text in found[name] and "\n" not in found[name], found[name]

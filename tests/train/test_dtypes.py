@@ -68,7 +68,8 @@ def trained(toml, options, plan):
         run = Run(config, job, saver)
         saver.resume(run.state)
         stages = run.model.stages
-        assert_contract(stages, plan, run=lambda: run._step(0, iter(run.loader)))
+        with run.loader.batches(run.loader.step + 1) as batches:
+            assert_contract(stages, plan, run=lambda: run._step(0, batches))
         return [name for stage in stages for name in stage.state_dict()]
 
 
