@@ -271,9 +271,9 @@ def _find_pins(roots: Iterable[nn.Module], found: Mapping[int, _Found], base: to
                     found[id(tensor)].pin = str(pin)
             unused[pin] = [] if matching else unused.get(pin, list(inside))
     for pin, names in unused.items():
-        if names and pin.attribute == "keep_fp32":  # transformers' lists name what only some models of a class have
-            raise ValueError(f"no tensor of the model matches {pin}, nearest: {_nearest(pin.pattern, names)}; a "
-                             "pattern is matched by whole segments from the start of a name in that module")  # fmt: skip
+        if names and pin.attribute == "keep_fp32":  # transformers' lists name what some models of a class lack
+            raise ValueError(f"no tensor of the model matches {pin}, nearest: {_nearest(pin.pattern, names)}; "
+                             "a pattern is matched by whole segments from the start of a name in that module")
 
 
 def _slots(module: nn.Module) -> dict[str, Tensor | None]:
