@@ -42,6 +42,15 @@ def with_parameter(mesh, placements=None, ignored=False) -> nn.Module:
     return stage
 
 
+def experts(mesh) -> nn.Module:
+    """A stage of parameters that are all apart on the ranks of a mesh."""
+    stage = Stage()
+    for module in (stage.norm, stage.up, stage.down):
+        for name, p in list(module.named_parameters()):
+            setattr(module, name, nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(0)])))
+    return stage
+
+
 def given_to_replicate(mesh) -> nn.Module:
     stage = Stage()
     replicate_with_fsdp.replicate(stage, mesh=mesh)
@@ -75,6 +84,10 @@ def constructions(rank: int) -> dict[str, str]:
         "another rank's, named": build(Stage() if wrong else fully_shard(Stage(), mesh=dp), unreduced="*"),
         "another stage": told(lambda: DualPipeV([fully_shard(Stage(), mesh=dp), Stage()], process_group=group)),
         "nothing to reduce": told(lambda: DualPipeV([fully_shard(Stage(), mesh=alone), Stage()], process_group=group)),
+        "apart on fewer ranks": told(
+            lambda: DualPipeV([fully_shard(Stage(), mesh=dp), experts(alone)], process_group=group)
+        ),
+        "apart on all": told(lambda: DualPipeV([fully_shard(Stage(), mesh=dp), experts(dp)], process_group=group)),
         "in part, on one rank": build(in_part(alone)),
         "replicate": build(given_to_replicate(dp)),
         "no sharding": build(Stage()),
@@ -91,6 +104,7 @@ def test_gradients_that_nobody_reduces():
         "replicated": "sharded in part, but not extra;",
         "ignored": "sharded in part, but not extra;",
         "another rank's": "some stages are sharded, but not the one with norm.weight, norm.bias, up.weight; gradients",
+        "apart on fewer ranks": "some stages are sharded, but not the one with norm.weight, norm.bias, up.weight",
         "another stage": "some stages are sharded, but not the one with norm.weight, norm.bias, up.weight",
     }
     for found in run_ranks(constructions, 4, group_timeout=20):
