@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from reprlib import repr as brief
 from typing import Any
 
 import torch
@@ -39,6 +40,9 @@ class ParameterState:
     def tensors(self) -> dict[str, Tensor]:
         """By their keys, sharing memory. Raises ValueError for what another process could not make sense of."""
         state = self._state.get(self._parameter, {})
+        if wrong := [key for key in state if not isinstance(key, str) or "/" in key or key == VALUES]:
+            raise ValueError(f"an optimizer's state must have texts as keys, without a '/' and not {VALUES!r}; it has "
+                             f"{wrong[0]!r}")  # fmt: skip
         found = {key: value for key, value in state.items() if isinstance(value, Tensor)}
         for key, tensor in found.items():
             if isinstance(self._parameter, DTensor) and not isinstance(tensor, DTensor) and tensor.dim():
@@ -63,7 +67,7 @@ class ParameterState:
         now, parameter = self._state.get(self._parameter, {}).get(key), self._parameter
         if isinstance(now, Tensor) and (tuple(now.shape), now.dtype) == (entry.shape, entry.dtype):
             return now
-        if entry.shape and entry.shape == tuple(parameter.shape):
+        if key != VALUES and entry.shape and entry.shape == tuple(parameter.shape):
             return torch.empty_like(parameter, dtype=entry.dtype, requires_grad=False)
         # torch keeps counts of steps on the host, unless a kernel reads them.
         on_device = bool(entry.shape) or self._group.get("capturable") or self._group.get("fused")
@@ -135,4 +139,4 @@ def as_number(value: Any) -> Any:
     """Such as a learning rate in a tensor."""
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.item()
-    raise TypeError(f"{value!r} is a {type(value).__name__}")
+    raise TypeError(f"{brief(value)} is a {type(value).__name__}")

@@ -178,6 +178,9 @@ class StageParameters:
 
     def _check(self) -> None:
         for root in self._roots:
+            if any(kind.__name__ == "ReplicateModule" for kind in type(root).__mro__):  # which is private
+                raise ValueError("a module was given to torch's replicate, which a pipeline cannot drive; use "
+                                 "fully_shard with a mesh of (ranks, 1)")  # fmt: skip
             if len(_private(_state(root), "_modules")) > 1:
                 raise ValueError("fully_shard was given several modules together that are in no larger unit of their "
                                  "stage; call fully_shard on the stage itself as well")  # fmt: skip

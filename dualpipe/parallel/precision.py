@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -211,7 +212,8 @@ def resolve_dtypes(
     What decides the compute dtype, the first that applies:
 
     1. a rule of the policy;
-    2. `keep_fp32`, an attribute of the model or of any module in it: globs as in rules, relative to that module;
+    2. `keep_fp32`, an attribute of the model or of any module in it: globs as in rules, relative to that module; each
+       must match in a module of its class, if only a parameter that is None;
     3. transformers' `_keep_in_fp32_modules` and `_keep_in_fp32_modules_strict`, where less than float32 is computed in:
        regular expressions, found anywhere in a name, as they are there (which heeds the first in float16 only);
     4. float32 in a checkpoint that also has narrower floating-point tensors;
@@ -223,9 +225,9 @@ def resolve_dtypes(
     nothing casts them in a forward. Integers and booleans are left alone.
 
     Raises:
-        ValueError: a rule matches nothing, stores a tensor in less than it computes in, or disagrees with another on
-            one; no name of `source_dtypes` is in the model; or FSDP2 could not keep the dtypes apart (not checked
-            where `sharded` is false).
+        ValueError: a rule or `keep_fp32` matches nothing; a rule stores a tensor in less than it computes in, or
+            disagrees with another on one; no name of `source_dtypes` is in the model; or FSDP2 could not keep the
+            dtypes apart (not checked where `sharded` is false).
     """
     modules = (model,) if isinstance(model, nn.Module) else tuple(model)
     found = _find(modules, policy.param_dtype)
@@ -241,7 +243,7 @@ def resolve_dtypes(
     return plan
 
 
-def _find(modules: Iterable[nn.Module], base: torch.dtype) -> list[_Found]:
+def _find(modules: Sequence[nn.Module], base: torch.dtype) -> list[_Found]:
     found: dict[int, _Found] = {}
     for root in modules:
         frozen = frozen_modules(root)
@@ -253,30 +255,62 @@ def _find(modules: Iterable[nn.Module], base: torch.dtype) -> list[_Found]:
                 item.names.append(f"{prefix}.{key}" if prefix else key)
                 scalar = tensor.dim() == 0 and not item.buffer and not tensor.requires_grad
                 item.frozen = item.frozen or module in frozen or scalar
-        _find_pins(root, found, base)
+    _find_pins(modules, found, base)
     return list(found.values())
 
 
-def _find_pins(root: nn.Module, found: Mapping[int, _Found], base: torch.dtype) -> None:
-    for module in root.modules():
-        inside = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
-        for pin, matches in _pins(module, base):
-            for name, tensor in inside:
-                if matches(name):
-                    found[id(tensor)].pin = pin
+def _find_pins(roots: Iterable[nn.Module], found: Mapping[int, _Found], base: torch.dtype) -> None:
+    unused: dict[_Pin, list[str]] = {}  # and the names that there were
+    for module in chain.from_iterable(root.modules() for root in roots):
+        pins = list(_pins(module, base))
+        inside = _slots(module) if pins else {}
+        for pin in pins:
+            matching = [name for name in inside if pin.matches(name)]
+            for tensor in map(inside.get, matching):
+                if tensor is not None:
+                    found[id(tensor)].pin = str(pin)
+            unused[pin] = [] if matching else unused.get(pin, list(inside))
+    for pin, names in unused.items():
+        if names and pin.attribute == "keep_fp32":  # transformers' lists name what some models of a class lack
+            raise ValueError(f"no tensor of the model matches {pin}, nearest: {_nearest(pin.pattern, names)}; "
+                             "a pattern is matched by whole segments from the start of a name in that module")
 
 
-def _pins(module: nn.Module, base: torch.dtype) -> Iterator[tuple[str, Callable[[str], object]]]:
-    """What a module says of tensors in it: in words, and what tells by a name relative to it."""
+def _slots(module: nn.Module) -> dict[str, Tensor | None]:
+    """Every tensor in a module by its names in it, and None where there could be one, such as a bias."""
+    return {
+        f"{prefix}.{key}".lstrip("."): tensor
+        for prefix, inner in module.named_modules(remove_duplicate=False)
+        for key, tensor in [*inner._parameters.items(), *inner._buffers.items()]
+    }
+
+
+class _Pin(NamedTuple):
+    """What a class of modules says of tensors in them."""
+
+    owner: str
+    attribute: str
+    pattern: str
+
+    def __str__(self) -> str:
+        return f"{self.owner}.{self.attribute} {self.pattern!r}"
+
+    def matches(self, name: str) -> bool:
+        if self.attribute == "keep_fp32":
+            return _matches(self.pattern.split("."), name.split("."))
+        pattern = self.pattern.replace("*", ".*")  # transformers.core_model_loading.build_glob_alternation
+        return re.search(pattern, name) is not None
+
+
+def _pins(module: nn.Module, base: torch.dtype) -> Iterator[_Pin]:
+    owner = type(module).__name__
     for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict", "keep_fp32"):
-        pins, owner = getattr(module, attribute, None) or (), f"{type(module).__name__}.{attribute}"
+        pins = getattr(module, attribute, None) or ()
         if not isinstance(pins, tuple | list | set | frozenset) or not all(isinstance(pin, str) for pin in pins):
-            raise ValueError(f"{owner} must be a tuple, list or set of names; got {pins!r}")
-        for pin in pins if isinstance(pins, tuple | list) else sorted(pins):
-            if attribute == "keep_fp32":
-                yield f"{owner} {pin!r}", Rule(pin, torch.float32).matches
-            elif base in (torch.float16, torch.bfloat16):  # transformers.core_model_loading.build_glob_alternation
-                yield f"{owner} {pin!r}", re.compile(pin.replace("*", ".*")).search
+            raise ValueError(f"{owner}.{attribute} must be a tuple, list or set of names; got {pins!r}")
+        if attribute == "keep_fp32" or base in (torch.float16, torch.bfloat16):
+            for pin in pins if isinstance(pins, tuple | list) else sorted(pins):
+                yield _Pin(owner, attribute, pin)
 
 
 def _match_rules(found: Iterable[_Found], rules: Sequence[Rule]) -> list[_Decided]:

@@ -31,20 +31,18 @@ def check_stages(
     reduce. Raises ValueError for a stage that reduces in another way, or is sharded in part and does not name the rest.
     """
     unreduced = (unreduced,) if isinstance(unreduced, str) else tuple(unreduced)
-    plain, sizes = [], {1}
+    plain, ranks = [], set().union(*map(_ranks, parameters))
     for number, (stage, its) in enumerate(zip(stages, parameters)):
         for name, module in stage.named_modules():
             if isinstance(module, DistributedDataParallel | FullyShardedDataParallel):
                 raise ValueError(f"module {number} of this rank {'has' if name else 'is'} a {type(module).__name__}"
                                  f"{name and f', {name}'}, which does not reduce the gradients of a pipeline's step: "
                                  f"{_REMEDY} instead")  # fmt: skip
-        ranks = _ranks(its)
         missed = [name for name in _unsharded(stage, its, ranks) if not _named(name, unreduced)]
-        if its.sharded and missed:
+        if its.sharded and len(ranks) > 1 and missed:
             raise ValueError(f"module {number} of this rank is sharded in part, but not {_some(missed)}; {_told()}")
         plain += missed
-        sizes.add(len(ranks))
-    return max(sizes) > 1, plain[:_SHOWN]
+    return len(ranks) > 1, plain[:_SHOWN]
 
 
 def check_ranks(ranks: Sequence[tuple[bool, list[str]]]) -> None:

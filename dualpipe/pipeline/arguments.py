@@ -65,7 +65,7 @@ class Construction(NamedTuple):
     overlaps: bool
     takes: Takes
     double: bool  # whether any parameter is float64
-    tied: list[bool]  # as of `tied_ends`
+    tied: list[list[list[int]]]  # as of `tied_ends`
     reduced: tuple[bool, list[str]]  # as of `check_stages`
 
     @staticmethod
@@ -73,7 +73,8 @@ class Construction(NamedTuple):
         """Whether pairs run in turn, what the stages take, the dtype of norms; ValueError where ranks do not fit."""
         same("(schedule, its checksum, device, batch_dim, rank_mapping)", [r.agreed for r in ranks])
         check_ranks([r.reduced for r in ranks])
-        if all(any(ends) for ends in zip(*(r.tied for r in ranks))):
+        embeddings, last = (list(chain.from_iterable(ends)) for ends in zip(*(r.tied for r in ranks)))
+        if any(shape in last for shape in embeddings):
             raise ValueError("tie_word_embeddings is set, but the first and the last stage are on two ranks and would "
                              "train two weights; use a V-shaped schedule (dualpipev, zbv), or set it to False in their "
                              "config")  # fmt: skip
@@ -98,16 +99,24 @@ def common_device(modules: Iterable[nn.Module]) -> torch.device | None:
     return devices.pop() if devices else None
 
 
-def tied_ends(first: nn.Module | None, last: nn.Module | None) -> list[bool]:
-    """Whether the first stage, and the last, have a config of the kind of transformers' that ties their weights; each
-    None where it is on another rank. ValueError where both are here and share no Parameter."""
-    ends = [bool(getattr(getattr(end, "config", None), "tie_word_embeddings", False)) for end in (first, last)]
-    if first is last or None in (first, last) or not all(ends):
-        return ends if None in (first, last) else [False, False]
-    if not set(first.parameters()) & set(last.parameters()):
+def tied_ends(first: nn.Module | None, last: nn.Module | None) -> list[list[list[int]]]:
+    """Shapes of the first stage's embeddings and of the last one's matrices, where a config like one of transformers'
+    ties them; none of a stage on another rank (None). ValueError where both are here, with weights of one shape, and
+    share no Parameter."""
+    ends = [[m.weight for m in first.modules() if isinstance(m, nn.Embedding)] if _ties(first) else [],
+            [p for p in last.parameters() if p.dim() == 2] if _ties(last) else []]  # fmt: skip
+    embeddings, matrices = ([list(shape) for shape in dict.fromkeys(w.shape for w in weights)] for weights in ends)
+    if first is None or last is None:
+        return [embeddings, matrices]
+    shared = first is last or set(first.parameters()) & set(last.parameters())
+    if not shared and any(shape in matrices for shape in embeddings):
         raise ValueError("tie_word_embeddings is set, but the first and the last stage share no Parameter and would "
                          "train two weights; give one the other's, or set it to False in their config")  # fmt: skip
-    return [False, False]
+    return [[], []]
+
+
+def _ties(stage: nn.Module | None) -> bool:
+    return bool(getattr(getattr(stage, "config", None), "tie_word_embeddings", False))
 
 
 def checked_num_chunks(num_chunks: Any) -> int:

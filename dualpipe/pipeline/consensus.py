@@ -12,7 +12,7 @@ ERROR_CHARACTERS = 1200  # of an error's text that travel to the other ranks
 
 _REMEDIES = {  # for errors of torch that say nothing of a pipeline
     "leaf Variable that requires grad": " A stage must not begin with an operation in place: its input is a leaf, from "
-    "which the stage before gets its gradient. Write x = x + 1 instead of x += 1.",
+    "which the stage before gets its gradient, and so are parameters. Write x = x + 1 instead of x += 1.",
 }
 
 T, U = TypeVar("T"), TypeVar("U")

@@ -121,6 +121,20 @@ def test_what_does_not_fit_is_refused_before_anything_is_changed(tmp_path):
     optimizer.state[module["last"].weight]["object"] = object()
     with pytest.raises(ValueError, match=r"what JSON can hold: .* is a object"):
         save(tmp_path / "object", training_state([module], optimizer), step=2)
+    for key in ("values", "a/b", 3):  # names in the checkpoint that mean something else, or no names
+        optimizer.state[module["last"].weight] = {key: torch.ones(3)}
+        with pytest.raises(ValueError, match=f"texts as keys, without a '/' and not 'values'; it has {key!r}"):
+            save(tmp_path / "key", training_state([module], optimizer), step=2)
+
+
+def test_an_optimizer_that_keeps_lists_of_tensors_is_refused_in_a_line(tmp_path):
+    module = model()
+    optimizer = torch.optim.LBFGS(module.parameters())
+    state = optimizer.state[next(module.parameters())]
+    state["old_dirs"] = [torch.ones(40, 40)]
+    with pytest.raises(ValueError, match=r"what JSON can hold: .* is a Tensor$") as refused:
+        save(tmp_path, training_state([module], optimizer), step=1)
+    assert "\n" not in str(refused.value)
 
 
 # -- several ranks
@@ -160,9 +174,12 @@ def sgd(stages, lr=0.5):
     return torch.optim.SGD([p for stage in stages for p in stage.parameters()], lr=lr, momentum=0.9)
 
 
+WIDTH = 256  # as many elements as the values of a group have bytes, which must not be taken for a state like the bias
+
+
 def sequential(rank=0):
     torch.manual_seed(rank)
-    return nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 6))
+    return nn.Sequential(nn.Linear(6, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 6))
 
 
 def refusal(action):
@@ -204,7 +221,7 @@ def four(rank, folder):
     fill(stages, optimizer)
     with Checkpoints(f"{folder}/hsdp", mesh) as checkpoints:
         checkpoints.save(training_state(stages, optimizer), step=1)
-        rows = torch.arange(5.0).view(5, 1)  # a state of another shape, as optimizers that keep sums of rows have
+        rows = torch.arange(float(WIDTH)).view(WIDTH, 1)  # another shape: sums of rows
         own = optimizer.state[stages[0][0].weight]
         own["rows"] = distribute_tensor(rows, mesh, [Replicate(), Shard(0)])
         checkpoints.save_async(training_state(stages, optimizer), step=2)

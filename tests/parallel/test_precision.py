@@ -181,6 +181,26 @@ def test_given_buffers_and_integers_then_only_frozen_modules_cast_them():
     assert {plan.of(f"layers.{i}.steps").storage for i in (0, 1)} == {torch.int64}
 
 
+def test_given_a_pin_that_matches_nothing_then_it_is_refused_unless_a_parameter_is_left_out():
+    class Gate(nn.Linear):
+        keep_fp32 = ("bias",)
+
+    class Block(nn.Module):
+        keep_fp32 = ("gate.weigth",)
+
+        def __init__(self, bias):
+            super().__init__()
+            self.gate = Gate(2, 2, bias=bias)
+
+    with pytest.raises(ValueError, match=r"matches Block.keep_fp32 'gate.weigth', nearest: 'gate.weight'") as refused:
+        resolve(nn.Sequential(Block(True)), policy())
+    assert "\n" not in str(refused.value)
+    Block.keep_fp32 = ("gate.weight",)
+    plan = resolve(nn.ModuleList([Block(False), Block(True)]), policy())
+    assert plan.of("1.gate.bias").reason == "Gate.keep_fp32 'bias'" and "0.gate.bias" not in plan.tensors
+    assert resolve(Block(False), policy()).of("gate.weight").reason == "Block.keep_fp32 'gate.weight'"
+
+
 def test_given_a_pin_that_is_a_string_then_it_is_refused():
     class Wrong(nn.Linear):
         keep_fp32 = "weight"

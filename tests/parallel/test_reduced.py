@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.distributed._composable import replicate_with_fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -41,6 +42,21 @@ def with_parameter(mesh, placements=None, ignored=False) -> nn.Module:
     return stage
 
 
+def experts(mesh) -> nn.Module:
+    """A stage of parameters that are all apart on the ranks of a mesh."""
+    stage = Stage()
+    for module in (stage.norm, stage.up, stage.down):
+        for name, p in list(module.named_parameters()):
+            setattr(module, name, nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(0)])))
+    return stage
+
+
+def given_to_replicate(mesh) -> nn.Module:
+    stage = Stage()
+    replicate_with_fsdp.replicate(stage, mesh=mesh)
+    return stage
+
+
 def constructions(rank: int) -> dict[str, str]:
     """What each says, on two pipelines of two ranks; only the second rank of each is wrong where it is `Stage()`."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
@@ -68,6 +84,12 @@ def constructions(rank: int) -> dict[str, str]:
         "another rank's, named": build(Stage() if wrong else fully_shard(Stage(), mesh=dp), unreduced="*"),
         "another stage": told(lambda: DualPipeV([fully_shard(Stage(), mesh=dp), Stage()], process_group=group)),
         "nothing to reduce": told(lambda: DualPipeV([fully_shard(Stage(), mesh=alone), Stage()], process_group=group)),
+        "apart on fewer ranks": told(
+            lambda: DualPipeV([fully_shard(Stage(), mesh=dp), experts(alone)], process_group=group)
+        ),
+        "apart on all": told(lambda: DualPipeV([fully_shard(Stage(), mesh=dp), experts(dp)], process_group=group)),
+        "in part, on one rank": build(in_part(alone)),
+        "replicate": build(given_to_replicate(dp)),
         "no sharding": build(Stage()),
     }
 
@@ -82,9 +104,11 @@ def test_gradients_that_nobody_reduces():
         "replicated": "sharded in part, but not extra;",
         "ignored": "sharded in part, but not extra;",
         "another rank's": "some stages are sharded, but not the one with norm.weight, norm.bias, up.weight; gradients",
+        "apart on fewer ranks": "some stages are sharded, but not the one with norm.weight, norm.bias, up.weight",
         "another stage": "some stages are sharded, but not the one with norm.weight, norm.bias, up.weight",
     }
     for found in run_ranks(constructions, 4, group_timeout=20):
+        assert "was given to torch's replicate, which a pipeline cannot drive; use" in found.pop("replicate")
         assert {name for name, text in found.items() if text} == set(expected)
         for name, text in expected.items():
             assert text in found[name] and "\n" not in found[name], found[name]

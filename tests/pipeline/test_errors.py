@@ -131,8 +131,9 @@ def construction_mistakes(rank, world):
         "no mapping": lambda: DualPipeV(stages, rank_mapping=3 if one else None),
         "no modules": lambda: DualPipeV(None if one else stages),
         "twice": lambda: DualPipeV(stages[:1] * 2 if one else stages),
-        "tied": lambda: Pipeline(with_config(stages[:1], True)),
+        "tied": lambda: Pipeline(with_config(make_stages(1), True, rank=rank)),
         "tied in a V": lambda: DualPipeV(with_config(make_stages(2), True)),
+        "no head": lambda: Pipeline(with_config(make_stages(1), True, 3, rank)),  # as transformers' before 5 say
         "batch_dim": lambda: DualPipeV(stages, batch_dim=rank),
         "mappings": lambda: DualPipeV(stages, rank_mapping=[1, 0] if one else [0, 1]),
         "ranks": lambda: DualPipeV(stages, schedule=build("dualpipev", 3, 6)),
@@ -145,9 +146,12 @@ def construction_mistakes(rank, world):
     return told
 
 
-def with_config(stages, tied):
-    for stage in stages:
-        stage.config = SimpleNamespace(tie_word_embeddings=tied)
+def with_config(stages, tied, vocab_size=16, rank=None):
+    """The first with an embedding of 16 words, the last with a head of `vocab_size`, where `rank` is one of two."""
+    for number, stage in enumerate(stages if rank is None else [None] * rank + stages):
+        if stage is not None:
+            stage.config = SimpleNamespace(tie_word_embeddings=tied)
+            stage.ends = nn.Linear(4, vocab_size) if number else nn.Embedding(16, 4)
     return stages
 
 
@@ -179,6 +183,7 @@ def test_construction_mistakes_raise_on_every_rank():
         "fixed": "is for 3 micro-batches, got 5",
     }
     for told in run_ranks(construction_mistakes, WORLD, WORLD):
+        assert told.pop("no head") == ("nothing", "")
         for name, text in expected.items():
             assert told[name][0] == "ValueError" and text in told[name][1], (name, told[name])
 
@@ -369,8 +374,9 @@ def test_a_stage_that_begins_in_place_is_told_what_to_do():
 
 
 def test_ends_that_say_that_they_are_tied_and_are():
+    DualPipeV(with_config(make_stages(2), True, 3))
     stages = with_config(make_stages(2), True)
-    stages[1].down.weight = stages[0].down.weight
+    stages[1].ends.weight = stages[0].ends.weight
     DualPipeV(stages)
     DualPipeV(with_config(make_stages(2), False))
     Pipeline(with_config(make_stages(1), True))
