@@ -76,6 +76,8 @@ def _visible_gpus(environment: Mapping[str, str]) -> int:
 
 
 def peak_tflops(device_name: str) -> float | None:
-    """10^12 operations per second that a GPU of this name can do in dense bf16 products; None for an unknown one."""
+    """10^12 operations per second that a GPU of this name can do in dense bf16 products; None for an
+    unknown one, or a part of one."""
     words = set(device_name.replace("-", " ").split())
-    return next((float(peak) for row, peak in _PEAKS.items() if words.issuperset(row)), None)
+    whole = "MIG" not in words
+    return next((float(peak) for row, peak in _PEAKS.items() if whole and words.issuperset(row)), None)
