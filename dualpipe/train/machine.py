@@ -42,7 +42,7 @@ def check_machine(arguments: Sequence[str], world_size: int, device: str) -> Non
         reason = f"{world_size} ranks need as many GPUs, and this machine has {gpus}"
     else:
         reason = f"{world_size} ranks are more than {RANKS_PER_CORE} for each of this machine's {cores} cores"
-    remedy = ", or set parallel.device = 'cpu'" if gpus and world_size <= RANKS_PER_CORE * cores else ""
+    remedy = ", or set parallel.device = 'cpu'" if world_size <= RANKS_PER_CORE * cores else ""
     error = ValueError(f"{reason}; lower parallel.pp, dp or ep{remedy}, or start them on several machines:")
     for line in start_commands(arguments, world_size, gpus=0 if device == "cpu" else gpus or _USUAL_GPUS, cores=cores):
         error.add_note(line)
