@@ -183,7 +183,7 @@ def json_line(values: Mapping[str, object]) -> str:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a `metrics.jsonl`, but for those that a crash or a full disk cut short, and others than of a step."""
+    """The steps of a `metrics.jsonl`, but for lines that a crash or a full disk cut short, or that are damaged."""
     rows = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         with suppress(json.JSONDecodeError):
