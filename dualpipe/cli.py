@@ -92,10 +92,9 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
 
 
 def _train(args: argparse.Namespace) -> int:
-    from dualpipe.train.config import load_config
     from dualpipe.train.launch import run_on_ranks
 
-    config = load_config(args.config, args.overrides)
+    config = _load_everywhere(args.config, args.overrides)
 
     def body(info: object) -> int:
         from dualpipe.train.loop import train
@@ -103,6 +102,23 @@ def _train(args: argparse.Namespace) -> int:
         return train(config, info)
 
     return run_on_ranks(["train", args.config, *args.overrides], config.parallel, body)
+
+
+def _load_everywhere(path: str, overrides: Sequence[str]) -> Any:
+    """The configuration. Where it is wrong on this rank alone, the others are told instead of waiting for it."""
+    from dualpipe.train.config import load_config
+    from dualpipe.train.launch import rank_from_environment, set_rendezvous
+
+    try:
+        return load_config(path, overrides)
+    except ValueError as error:
+        info = rank_from_environment(os.environ)
+        if info is not None and info.world_size > 1:
+            from dualpipe.train.rendezvous import tell_others
+
+            set_rendezvous()
+            tell_others(info, error)
+        raise
 
 
 def _add_data(commands: argparse._SubParsersAction) -> None:
@@ -151,7 +167,6 @@ def _add_parity_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _parity(args: argparse.Namespace) -> int:
-    from dualpipe.train.config import load_config
     from dualpipe.train.launch import run_on_ranks
 
     after_config = argparse.ArgumentParser(prog="dualpipe parity CONFIG", allow_abbrev=False, add_help=False)
@@ -160,7 +175,7 @@ def _parity(args: argparse.Namespace) -> int:
     for name in ("pp", "dp", "ep"):
         if getattr(args, name) is not None:
             overrides = [*overrides, f"--parallel.{name}", str(getattr(args, name))]
-    config = load_config(args.config, overrides)
+    config = _load_everywhere(args.config, overrides)
     options = ["--dtype", args.dtype, "--worst", str(args.worst)]
     options += [] if args.tolerance is None else ["--tolerance", str(args.tolerance)]
 

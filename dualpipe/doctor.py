@@ -26,6 +26,7 @@ OPTIONAL = {
     "matplotlib": "training draws no picture of the loss",
     "pyarrow": ".parquet is not read",
     "zstandard": ".jsonl.zst is not read",
+    "wandb": "--metrics.wandb is refused",
     "transformers": "nothing in training; the tests compare with its models",
 }
 

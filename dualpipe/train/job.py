@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -73,22 +72,26 @@ class Job:
         return result
 
 
-def choose_device(info: RankInfo, wanted: str) -> torch.device:
+def choose_device(info: RankInfo, wanted: str, is_free: Callable[[str], bool]) -> torch.device:
     """The device of this rank: "cpu", "cuda", or "auto" for CUDA where torch finds any CUDA device.
+
+    is_free: whether no other rank has asked for the CUDA device of this name. A launcher may show every rank its own
+    as the only one (SLURM's --gpus-per-task, CUDA_VISIBLE_DEVICES=$LOCAL_RANK, a container for each).
 
     Raises:
         ValueError: this machine has fewer CUDA devices than ranks. "auto" does not take the CPU then: a job that was
             meant for GPUs would go on a hundred times slower, or with some of its ranks on CPU.
     """
     devices = torch.cuda.device_count() if wanted != "cpu" and torch.cuda.is_available() else 0
-    if devices == 1 and os.environ.get("SLURM_GPUS_PER_TASK") == "1":  # every rank sees its own as the only one
-        return torch.device("cuda", 0)
     if devices >= info.local_world_size:
         return torch.device("cuda", info.local_rank)
+    if devices == 1 and is_free(str(torch.cuda.get_device_properties(0).uuid)):
+        return torch.device("cuda", 0)
     if wanted == "cuda" or devices:
         raise ValueError(
             f"parallel.device = {wanted!r}, but torch finds {devices} CUDA devices here for {info.local_world_size} "
-            "ranks; start fewer ranks, or set parallel.device = 'cpu'"
+            "ranks; start fewer ranks, set parallel.device = 'cpu', or, where they are on several machines, set "
+            "LOCAL_RANK and LOCAL_WORLD_SIZE"
         )
     return torch.device("cpu")
 
@@ -103,7 +106,9 @@ def join(config: Config, info: RankInfo) -> Iterator[Job]:
 
     def fit() -> tuple[ParallelConfig, torch.device]:
         parallel = fit_world(config, info.world_size).parallel
-        return parallel, choose_device(info, parallel.device)
+        return parallel, choose_device(
+            info, parallel.device, lambda device: store is None or store.add(f"device {device}", 1) == 1
+        )
 
     def prepare(settings: dict[str, Any]) -> tuple[ParallelConfig, torch.device]:
         settings["number of ranks"] = info.world_size
@@ -113,12 +118,8 @@ def join(config: Config, info: RankInfo) -> Iterator[Job]:
         return fitted
 
     timeout = timedelta(seconds=config.parallel.timeout)
-    store = None
-    if info.world_size == 1:
-        parallel, chosen = fit()
-    else:
-        store = connect(info, timeout)
-        parallel, chosen = agree(store, info, prepare, timeout)
+    store = connect(info, timeout) if info.world_size > 1 else None
+    parallel, chosen = fit() if store is None else agree(store, info, prepare, timeout)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     if store is None:

@@ -73,6 +73,12 @@ def rank_from_environment(environment: Mapping[str, str]) -> RankInfo | None:
     return info
 
 
+def set_rendezvous() -> None:
+    """MASTER_ADDR and MASTER_PORT of a rank that SLURM started."""
+    if "RANK" not in os.environ:
+        os.environ.update(slurm_rendezvous(os.environ))
+
+
 def slurm_rendezvous(environment: Mapping[str, str]) -> dict[str, str]:
     """MASTER_ADDR and MASTER_PORT where they are not set: the step's first node, a port made of the job's number."""
     found = {}
@@ -107,8 +113,7 @@ def run_on_ranks(arguments: Sequence[str], layout: ParallelConfig, body: Callabl
         return start_ranks(arguments, layout.world_size)
     if info is None:
         return body(RankInfo(0, 1, 0, 1))
-    if "RANK" not in os.environ:
-        os.environ.update(slurm_rendezvous(os.environ))
+    set_rendezvous()
     _follow_launcher()
     try:
         status = body(info)

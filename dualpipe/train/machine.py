@@ -42,7 +42,7 @@ def check_machine(arguments: Sequence[str], world_size: int, device: str) -> Non
         reason = f"{world_size} ranks need as many GPUs, and this machine has {gpus}"
     else:
         reason = f"{world_size} ranks are more than {RANKS_PER_CORE} for each of this machine's {cores} cores"
-    remedy = ", or set parallel.device = 'cpu'" if gpus and world_size <= RANKS_PER_CORE * cores else ""
+    remedy = ", or set parallel.device = 'cpu'" if world_size <= RANKS_PER_CORE * cores else ""
     error = ValueError(f"{reason}; lower parallel.pp, dp or ep{remedy}, or start them on several machines:")
     for line in start_commands(arguments, world_size, gpus=0 if device == "cpu" else gpus or _USUAL_GPUS, cores=cores):
         error.add_note(line)
@@ -76,6 +76,8 @@ def _visible_gpus(environment: Mapping[str, str]) -> int:
 
 
 def peak_tflops(device_name: str) -> float | None:
-    """10^12 operations per second that a GPU of this name can do in dense bf16 products; None for an unknown one."""
+    """10^12 operations per second that a GPU of this name can do in dense bf16 products; None for an
+    unknown one, or a part of one."""
     words = set(device_name.replace("-", " ").split())
-    return next((float(peak) for row, peak in _PEAKS.items() if words.issuperset(row)), None)
+    whole = "MIG" not in words
+    return next((float(peak) for row, peak in _PEAKS.items() if whole and words.issuperset(row)), None)

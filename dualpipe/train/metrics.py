@@ -183,12 +183,12 @@ def json_line(values: Mapping[str, object]) -> str:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a `metrics.jsonl`, but for those that a crash or a full disk cut short."""
+    """The steps of a `metrics.jsonl`, but for lines that a crash or a full disk cut short, or that are damaged."""
     rows = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         with suppress(json.JSONDecodeError):
             rows.append(json.loads(line))
-    return rows
+    return [row for row in rows if isinstance(row, dict) and "step" in row]
 
 
 def memory_bytes(device: torch.device) -> int:

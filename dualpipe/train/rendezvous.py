@@ -27,7 +27,7 @@ from dualpipe.train.launch import RankInfo
 from dualpipe.train.tables import Config
 
 _SHOWN, _CHARACTERS = 8, 80  # fields of a difference, and of each value
-_PATIENCE = timedelta(seconds=30)  # of rank 0, which has the store, for others to read why the job ends
+_PATIENCE = timedelta(seconds=30)  # of a job that ends, for others to come and read why
 _MAY_DIFFER = ("model.config", "output.dir")  # paths on each node
 
 T = TypeVar("T")
@@ -40,8 +40,10 @@ def connect(info: RankInfo, timeout: timedelta) -> dist.Store:
         raise ValueError(f"MASTER_ADDR = {address!r} and MASTER_PORT = {port!r} must be rank 0's host and a free port "
                          "there, 1 to 65535; set them on every rank, or start the job by torchrun")  # fmt: skip
     hosts_store = info.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else torchrun does
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store still has what the last one wrote
     try:
-        return dist.TCPStore(address, int(port), info.world_size, hosts_store, timeout, False, multi_tenant=True)
+        store = dist.TCPStore(address, int(port), info.world_size, hosts_store, timeout, False, multi_tenant=True)
+        return dist.PrefixStore(f"attempt {attempt}", store)
     except dist.DistError as error:
         line = str(error).partition("\n")[0]
         raise ValueError(f"rank {info.rank} cannot meet the others at MASTER_ADDR:MASTER_PORT = {address}:{port}; give "
@@ -75,6 +77,16 @@ def agree(store: dist.Store, info: RankInfo, prepare: Callable[[dict[str, Any]],
     return prepared
 
 
+def tell_others(info: RankInfo, error: ValueError) -> None:
+    """Have the other ranks raise `error` too, which kept this one from knowing its settings. Waits 30 s at most."""
+
+    def fail(settings: dict[str, Any]) -> None:
+        raise error
+
+    with suppress(ValueError, TimeoutError):  # it is raised here in any case
+        agree(connect(info, _PATIENCE), info, fail, _PATIENCE)
+
+
 def run_settings(config: Config) -> Iterator[tuple[str, Any]]:
     """What makes two ranks part of the same run, by name: their configuration, the model's, and the code.
 
@@ -87,7 +99,7 @@ def run_settings(config: Config) -> Iterator[tuple[str, Any]]:
         for name, value in fields.items():
             if f"{table}.{name}" not in _MAY_DIFFER:
                 yield f"{table}.{name}", value
-    if config.checkpoint.interval:
+    if config.checkpoint.interval and config.checkpoint.mode != "off":
         yield "the directory of checkpoints", str(config.checkpoint_directory)
     yield "version of torch", str(torch.__version__)
     yield "version of dualpipe", __version__

@@ -72,7 +72,12 @@ class FileTokenizer:
 
 def load_tokenizer(name: str, end_of_document: str | None = None) -> Tokenizer:
     """`name` is "bytes" or the path of a `tokenizers` JSON file."""
-    return ByteTokenizer() if name == "bytes" else FileTokenizer(name, end_of_document)
+    if name != "bytes":
+        return FileTokenizer(name, end_of_document)
+    if end_of_document is not None:
+        raise ValueError(f"--end-of-document {end_of_document!r}: bytes have their own; leave it out, or give the "
+                         "path of a tokenizer.json")  # fmt: skip
+    return ByteTokenizer()
 
 
 def _read(path: Path) -> bytes:

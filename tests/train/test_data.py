@@ -129,6 +129,8 @@ def test_tokenizers_file(tmp_path):
     pack(find_sources([tmp_path / "t.txt"]), tokenizer, tmp_path / "out")
     assert stream_of(tmp_path / "out") == [1, 2, 1, 0, 70000]
     assert json.loads((tmp_path / "out/index.json").read_text())["dtype"] == "uint32"
+    with pytest.raises(ValueError, match="--end-of-document 'x': bytes have their own"):
+        load_tokenizer("bytes", "x")
     with pytest.raises(ValueError, match="no token 'x'; name its end-of-document token"):
         FileTokenizer(tmp_path / "tok.json", end_of_document="x")
     with pytest.raises(ValueError, match="is not a tokenizer"):

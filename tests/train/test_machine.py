@@ -34,7 +34,7 @@ def gpus(monkeypatch):
         (2, "auto", 1, 1, "2 ranks need as many GPUs, and this machine has 1; .*, or set parallel.device = 'cpu'"),
         (2, "auto", 1, 0, None),  # a torch without CUDA
         (2, "auto", 1, 2, None),  # device files are not all that there is
-        (2, "cuda", 0, 0, "2 ranks need as many GPUs, and this machine has 0"),
+        (2, "cuda", 0, 0, "2 ranks need as many GPUs, and this machine has 0; .*, or set parallel.device = 'cpu'"),
     ],
 )
 def test_what_is_refused(gpus, world_size, device, files, torch_finds, refused):

@@ -182,9 +182,10 @@ def test_weights_and_biases_offline(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "peak"),
     [
-        ("NVIDIA H200", 989), ("NVIDIA GH200 480GB", 989), ("NVIDIA H20", 148), ("NVIDIA H100 80GB HBM3", 989),
-        ("NVIDIA H100 PCIe", 756), ("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA GB200", 2500), ("NVIDIA B200", 2250),
-        ("NVIDIA A10", 125), ("NVIDIA GeForce RTX 3060", None), ("", None),
+        ("NVIDIA H200", 989), ("NVIDIA H200 MIG 1g.18gb", None), ("NVIDIA GH200 480GB", 989), ("NVIDIA H20", 148),
+        ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA GB200", 2500), ("NVIDIA B200", 2250), ("NVIDIA A10", 125), ("NVIDIA GeForce RTX 3060", None),
+        ("", None),
     ],
 )  # fmt: skip
 def test_peaks_of_devices(name, peak):
@@ -222,6 +223,14 @@ def test_lines_behind_one_that_cannot_be_read_are_kept_in_another_file(tmp_path)
 def test_a_line_cut_short_is_dropped(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(json_line({"step": 1}) + '{"step": 2, "lo')
     assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1}]
+
+
+def test_a_damaged_file_costs_the_next_run_nothing(tmp_path):
+    damaged = b'5\n{"a": 1}\n\xff\0\n'
+    (tmp_path / "metrics.jsonl").write_bytes(damaged)
+    write(tmp_path, [metrics(1)])
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1]
+    assert (tmp_path / "metrics.1.jsonl").read_bytes() == damaged
 
 
 def test_memory_of_this_process():

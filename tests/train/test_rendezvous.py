@@ -6,10 +6,12 @@ import socket
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from dualpipe import cli
 from dualpipe.train import rendezvous
 from dualpipe.train.config import load_config
 from dualpipe.train.job import join
@@ -130,6 +132,64 @@ def test_ranks_that_do_not_come_are_named():
     errors, _ = agree_in_threads(lambda rank, settings: settings.update(a=1), 4, seconds=0.5, absent=(1, 3))
     assert all(isinstance(error, TimeoutError) for error in errors), errors
     assert "waited 0.5 s for ranks 1, 3 of 4; they were not started or have failed" in str(errors[0])
+
+
+def test_a_rank_that_cannot_read_its_settings_tells_the_others(monkeypatch, capsys):
+    """What only its node refuses, as where there is no such file; else they would wait for it for minutes."""
+    port = str(free_ports(1)[0])
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    info, patience = RankInfo(0, 2, 0, 2), timedelta(seconds=20)
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(lambda: agree(connect(info, patience), info, lambda settings: None, patience))
+        assert cli.main(["train", "none.toml"]) == 2
+        assert "cannot read the config none.toml" in capsys.readouterr().err
+        with pytest.raises(ValueError, match=r"rank 1: cannot read the config none\.toml"):
+            other.result()
+
+
+def test_ranks_that_see_one_device_each_do_not_share_it(run_toml, monkeypatch):
+    """Whether a launcher shows every rank a device of its own is known by the devices' names alone."""
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=names.pop()))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: 1 / 0)  # as far as it gets here
+    config = changed(load_config(run_toml), "parallel.device", "auto")
+
+    def start(rank):
+        with pytest.raises((ValueError, ZeroDivisionError)) as raised, join(config, RankInfo(rank, 2, rank, 2)):
+            pass
+        return str(raised.value)
+
+    refused = "but torch finds 1 CUDA devices here for 2 ranks"
+    names = []
+    for found, expected in ((["a", "b"], "division by zero"), (["a", "a"], refused)):
+        names[:] = found
+        monkeypatch.setenv("MASTER_PORT", str(free_ports(1)[0]))
+        with ThreadPoolExecutor(2) as pool:
+            assert all(expected in said for said in pool.map(start, range(2)))
+
+
+def test_a_restart_by_torchrun_meets_anew(monkeypatch):
+    """torchrun's store outlives the ranks: what the last attempt wrote there must not be read by the next."""
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_ports(1)[0]))
+    info, patience = RankInfo(0, 2, 0, 2), timedelta(seconds=20)
+    for attempt in "01":
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
+        store = connect(info, patience)  # of the process: the second is the first's
+        assert not store.check(["key"])
+        store.set("key", "value")
+        kept = store  # noqa: F841 - the server lives as long
+
+
+def test_directories_may_differ_where_nothing_is_saved(run_toml):
+    config = changed(load_config(run_toml), "checkpoint.interval", 1)
+    assert "the directory of checkpoints" in dict(rendezvous.run_settings(config))
+    assert "the directory of checkpoints" not in dict(
+        rendezvous.run_settings(changed(config, "checkpoint.mode", "off"))
+    )
 
 
 def test_versions_and_sources_are_compared(run_toml, monkeypatch, tmp_path):
