@@ -16,6 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NoReturn
@@ -28,10 +29,14 @@ COMMAND = (sys.executable, "-m", "dualpipe")  # in an interpreter of its own
 class Command:
     """A running `dualpipe *arguments`: the part of `subprocess.Popen` that tests use, with text streams."""
 
-    def __init__(self, folder: Path, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, folder: Path, arguments: Sequence[str], environment: Mapping[str, str], before: str = ""
+    ) -> None:  # fmt: skip
+        """before: Python for the launcher and each rank to run first."""
         pipes = [server().Pipe(duplex=False) for _ in range(2)]
         self._process = server().Process(
-            target=_launch, args=(str(folder), list(map(str, arguments)), dict(environment), *(w for _, w in pipes))
+            target=_launch,
+            args=(str(folder), list(map(str, arguments)), dict(environment), before, *(w for _, w in pipes)),
         )
         self._process.start()
         self.pid = self._process.pid
@@ -80,14 +85,14 @@ class Command:
 class _Rank:
     """A forked rank: what `launch` uses of `subprocess.Popen`."""
 
-    def __init__(self, command: Sequence[str], env: Mapping[str, str]) -> None:
+    def __init__(self, before: str, command: Sequence[str], env: Mapping[str, str]) -> None:
         assert list(command[:4]) == [sys.executable, "-P", "-m", "dualpipe"], command
         sys.stdout.flush()
         sys.stderr.flush()
         self.returncode: int | None = None
         self.pid = os.fork()
         if self.pid == 0:
-            _run(command[4:], env)
+            _run(command[4:], env, before)
 
     def poll(self) -> int | None:
         if self.returncode is None:
@@ -114,19 +119,19 @@ class _Rank:
         self.send_signal(signal.SIGKILL)
 
 
-def _launch(folder: str, arguments: list[str], environment: dict[str, str], out, err) -> NoReturn:
+def _launch(folder: str, arguments: list[str], environment: dict[str, str], before: str, out, err) -> NoReturn:
     from dualpipe.train import launch
 
-    launch.subprocess = SimpleNamespace(**vars(subprocess) | {"Popen": _Rank})
+    launch.subprocess = SimpleNamespace(**vars(subprocess) | {"Popen": partial(_Rank, before)})
     os.chdir(folder)
     os.dup2(out.fileno(), 1)
     os.dup2(err.fileno(), 2)
     out.close()
     err.close()
-    _run(arguments, environment)
+    _run(arguments, environment, before)
 
 
-def _run(arguments: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
+def _run(arguments: Sequence[str], environment: Mapping[str, str], before: str) -> NoReturn:
     """Run the command in this process as a new interpreter would, and leave with its status."""
     import numpy as np
     import torch
@@ -142,6 +147,7 @@ def _run(arguments: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
         torch.set_num_threads(1)
         for seed in (random.seed, np.random.seed, torch.seed):  # as different in each as in an interpreter of its own
             seed()
+        exec(before, {})
         status = cli.main(arguments)
     except SystemExit as left:
         status = left.code or 0

@@ -71,8 +71,8 @@ def free_port():
 def dualpipe(start_dualpipe):
     """Run `dualpipe *arguments` in `folder` and return the finished process. The rest as for `start_dualpipe`."""
 
-    def run(folder, *arguments, command=None, environment=None, timeout=90):
-        process = start_dualpipe(folder, *arguments, command=command, environment=environment)
+    def run(folder, *arguments, timeout=90, **how):
+        process = start_dualpipe(folder, *arguments, **how)
         out, err = process.communicate(timeout)
         return subprocess.CompletedProcess(arguments, process.returncode, out, err)
 
@@ -89,14 +89,15 @@ def clean_environment(extra=None):
 def start_dualpipe():
     """Start `dualpipe *arguments` in `folder` and return the running process; it is killed after the tests.
 
+    before: Python for the launcher and each rank to run first.
     command: what to start in new interpreters instead of forking (see command.py), such as `COMMAND`.
     """
     started = []
 
-    def start(folder, *arguments, command=None, environment=None):
+    def start(folder, *arguments, before="", command=None, environment=None):
         env = clean_environment(environment)
         if command is None:
-            started.append(Command(folder, arguments, env))
+            started.append(Command(folder, arguments, env, before))
         else:
             started.append(subprocess.Popen(
                 [*command, *arguments], cwd=folder, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,

@@ -342,20 +342,18 @@ def test_a_loss_that_explodes(run_folder, dualpipe):
 BREAK_RANK_1 = """
 import os
 if os.environ.get("RANK") == "1":
-    import dualpipe.train.optimizer as optimizer
-    good = optimizer.learning_rate
+    import dualpipe.train.loop as loop
+    good = loop.learning_rate
     def broken(step, **settings):
         if step == 2:
             raise RuntimeError("the cause")
         return good(step, **settings)
-    optimizer.learning_rate = broken
+    loop.learning_rate = broken
 """
 
 
-def test_a_rank_that_raises_brings_all_down_with_its_cause(run_folder, dualpipe, tmp_path):
-    (tmp_path / "sitecustomize.py").write_text(BREAK_RANK_1)
-    done = dualpipe(run_folder, "train", "run.toml", "--output.dir", "broken", command=COMMAND, timeout=40,
-                    environment={"PYTHONPATH": str(tmp_path)})  # fmt: skip
+def test_a_rank_that_raises_brings_all_down_with_its_cause(run_folder, dualpipe):
+    done = dualpipe(run_folder, "train", "run.toml", "--output.dir", "broken", before=BREAK_RANK_1, timeout=40)
     assert done.returncode == 1
     assert "Traceback" in done.stderr
     assert done.stderr.splitlines()[-1] == "error: rank 1: RuntimeError: the cause"

@@ -6,7 +6,6 @@ import os
 import random
 import shutil
 import signal
-import sys
 import time
 from pathlib import Path
 
@@ -245,9 +244,9 @@ def test_one_checkpoint_may_fail(run_folder, monkeypatch, capsys, tmp_path, mode
 
 def test_ranks_agree_on_what_could_not_be_written(run_folder, dualpipe):
     """No file may have more than 100 KB."""
-    limited = ("bash", "-c", 'ulimit -f 100; exec "$@"', "-", sys.executable, "-m", "dualpipe")
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (100 * 1024, 100 * 1024))"
     run = ["train", "run.toml", "--output.dir", "limited", "--checkpoint.interval", "1", "--train.steps", "9"]
-    done = dualpipe(run_folder, *run, command=limited)
+    done = dualpipe(run_folder, *run, before=limit)
     assert done.returncode == 1 and done.stdout.count("WARNING: the checkpoint of step 1 was not saved") == 1
     folder = (run_folder / "limited" / "checkpoints").resolve()
     assert done.stderr == (f"error: the checkpoint of step 2 was not saved to {folder}: rank 0, 1: OSError: [Errno 27] "
