@@ -69,7 +69,7 @@ def test_every_schedule_and_number_of_microbatches(world):
         assert {k: v for k, v in worst.items() if v > TOLERANCE[torch.float64]} == {}
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_single_precision(world):
     for worst in run_ranks(all_sizes, world, world, ["dualpipev"], torch.float32, timeout=200, reuse=True):
         assert {k: v for k, v in worst.items() if v > TOLERANCE[torch.float32]} == {}

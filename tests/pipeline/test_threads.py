@@ -212,7 +212,9 @@ def check(device: str, is_qwen: bool, pp: int, ep: int, overlap: bool, delays: D
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("pp, ep", LAYOUTS)
+@pytest.mark.parametrize("pp, ep", [
+    pytest.param(*layout, marks=pytest.mark.slow if layout == (1, 4) else []) for layout in LAYOUTS
+])  # fmt: skip
 @pytest.mark.parametrize("is_qwen", [False, True], ids=["swapping", "qwen"])
 def test_parity(device, is_qwen, pp, ep, overlap):
     check(device, is_qwen, pp, ep, overlap)
