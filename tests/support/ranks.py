@@ -6,7 +6,6 @@ and name, because test modules are not importable by name.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import faulthandler
 import importlib.util
@@ -19,6 +18,7 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import util
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -137,11 +137,12 @@ _JOBS = 20  # of a world: groups and meshes that jobs have made stay in its proc
 _worlds: dict[int, _World] = {}  # that wait for a job, by their size
 
 
-@atexit.register
 def _end_worlds() -> None:
-    """Before multiprocessing waits for all processes."""
     for world in _worlds.values():
         world.end()
+
+
+util.Finalize(None, _end_worlds, exitpriority=0)  # at exit, before multiprocessing waits for all processes
 
 
 def _serve(pipe) -> None:
