@@ -43,7 +43,7 @@ GOALS = {  # at least (>=) or at most (<=)
     "save / torch.save": (">=", 0.3), "load / torch.load": (">=", 0.2),  # both also make checksums, at 1.5 GB/s a core
     "thread: blocked / copy": ("<=", 3.0), "thread: memory / share": ("<=", 1.1),
     "process: blocked / copy": ("<=", 3.0), "process: memory / share": ("<=", 1.1),
-}  # fmt: skip
+}
 
 
 def make_state(rank: int, megabytes: int) -> dict[str, torch.Tensor]:
@@ -138,7 +138,7 @@ def measure_async(folder: Path, mesh: Any, kind: str, state: dict[str, torch.Ten
             beside.append(loops_until(checkpoints._pending.done) / alone)
             total.append(time.perf_counter() - start)
         return found | {"blocked_s": statistics.median(blocked), "total_s": statistics.median(total),
-                        "beside": statistics.median(beside)}  # fmt: skip
+                        "beside": statistics.median(beside)}
 
 
 def measure(rank: int, world: int, megabytes: int, rounds: int, folder: Path, results: Any) -> None:
@@ -153,12 +153,12 @@ def measure(rank: int, world: int, megabytes: int, rounds: int, folder: Path, re
             "dd_s": lambda: dd(folder / "dd", share * world) if rank == 0 else None,
             "torch_save_s": lambda: torch_save(state, folder / f"{rank}.pt"),
             "save_s": lambda: checkpoints.save(state, step=1),
-        }, rounds)  # fmt: skip
+        }, rounds)
     row |= medians({
         "torch_load_s": lambda: torch.load(folder / f"{rank}.pt", weights_only=True),
         "load_s": lambda: load(folder / "sync", again, mesh=mesh),
         "copy_s": lambda: [again[name].copy_(tensor) for name, tensor in state.items()],
-    }, rounds)  # fmt: skip
+    }, rounds)
     assert all(torch.equal(state[name], again[name]) for name in state)
     again.clear()
     for kind in ("thread", "process"):
@@ -190,7 +190,7 @@ def ratios(row: dict[str, Any]) -> dict[str, float]:
     found = {
         "save / torch.save": row["torch_save_s"] / row["save_s"], "save / dd": row["dd_s"] / row["save_s"],
         "load / torch.load": row["torch_load_s"] / row["load_s"],
-    }  # fmt: skip
+    }
     for kind in ("thread", "process"):
         found[f"{kind}: blocked / copy"] = row[kind]["blocked_s"] / row["copy_s"]
         found[f"{kind}: memory / share"] = row[kind]["memory_bytes"] / row["share_bytes"]
@@ -227,7 +227,7 @@ def main() -> int:
     report = {"date": str(date.today()), "torch": torch.__version__, **machine, "row": row}
     print(json.dumps(report, indent=1) if args.json else table(row))
     met = {name: row["ratios"][name] >= goal if sign == ">=" else row["ratios"][name] <= goal
-           for name, (sign, goal) in GOALS.items()}  # fmt: skip
+           for name, (sign, goal) in GOALS.items()}
     for name, ratio in () if args.json else row["ratios"].items():
         goal = f"  goal {' '.join(map(str, GOALS[name]))}: {'met' if met[name] else 'MISSED'}" if name in GOALS else ""
         print(f"{name:>24} {ratio:6.2f}{goal}")

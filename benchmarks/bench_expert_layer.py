@@ -273,7 +273,7 @@ BENCH = Bench(
         Goal("fused not slower than unfused", "x unfused", 1.0),
         Goal("never slower than PyTorch's operations around F.grouped_mm", "x grouped_mm", 1.0),
     ),
-)  # fmt: skip
+)
 
 if __name__ == "__main__":
     sys.exit(run_bench(BENCH))

@@ -240,7 +240,7 @@ BENCH = Bench(
         Goal("never slower than F.grouped_mm", "x grouped_mm", 1.0),
         Goal("never slower than a loop of cuBLAS calls", "x cublas", 1.0),
     ),
-)  # fmt: skip
+)
 
 if __name__ == "__main__":
     sys.exit(run_bench(BENCH))

@@ -216,13 +216,13 @@ def schedule_of_all() -> tuple[Schedule, dict[str, str]]:
 
 def make_stage(
     model: Model, heads: tuple[int, int, int], local_experts: int, layers: int, device: torch.device
-) -> Stage:  # fmt: skip
+) -> Stage:
     """`layers` layers with this rank's experts; bfloat16 with float32 gradients, as in training, or on CPU float32."""
     config = Qwen3MoeConfig(
         vocab_size=1, hidden_size=model.hidden, num_hidden_layers=layers, num_attention_heads=heads[0],
         num_key_value_heads=heads[1], head_dim=heads[2], num_experts=model.experts, num_experts_per_tok=model.top_k,
         moe_intermediate_size=model.intermediate, norm_topk_prob=True,
-    )  # fmt: skip
+    )
     with torch.device("meta"):
         stage = Stage(config, range(layers), first=False, last=False)
         for layer in stage.layers.values():
@@ -290,7 +290,7 @@ def measure(options: Options, machine: Machine, model: str, tokens: int) -> Iter
 def side_by_side(
     run: Callable[[ExpertParallel], dict[str, float]], free: ExpertParallel, real: ExpertParallel, mirror: Mirror,
     options: Options,
-) -> tuple[dict[str, float], dict[str, float]]:  # fmt: skip
+) -> tuple[dict[str, float], dict[str, float]]:
     """Median milliseconds of each work with communication that takes no time, and with that which is asked for."""
     for _ in range(2):
         run(free)  # the first calls compile
@@ -319,7 +319,7 @@ def rows_of(computing: dict[str, float], given: dict[str, float]) -> Iterator[Ro
             "work": "&".join(work), "ms": given[work], "alone ms": alone, "communication ms": communication,
             "hidden": None if work == "W" else (alone - given[work]) / communication,
             "of alone": given[work] / alone, "x alone": alone / given[work],
-        }  # fmt: skip
+        }
 
 
 def write_costs(path: Path, ms: dict[str, float]) -> None:
@@ -347,7 +347,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: tiny sizes")
     parser.add_argument("--group", action="store_true", help="between the ranks of torchrun instead of modelled ones")
     parser.add_argument("--costs", nargs="?", type=Path, const=RESULTS, metavar="FOLDER",
-                        help="write overlap_MODEL_TOKENS.json there, by default under benchmarks/results/")  # fmt: skip
+                        help="write overlap_MODEL_TOKENS.json there, by default under benchmarks/results/")
     parser.add_argument("--quick", action="store_true", help="only 16384 tokens")
     add_save(parser, "overlap")
     args = parser.parse_args()
@@ -378,7 +378,7 @@ def settings(args: argparse.Namespace) -> list[Row]:
 GOALS = (
     Goal("F&B at most 0.75 of F + B with communication unhidden", "x alone", 1 / 0.75,
          lambda row: row["work"] == "F&B"),
-)  # fmt: skip
+)
 
 
 def main() -> int:
@@ -390,7 +390,7 @@ def main() -> int:
     options = Options(
         args.ranks if group is None else group.size, args.share, args.stand_in, args.layers, args.repeats, args.costs,
         group, process_group,
-    )  # fmt: skip
+    )
     torch.manual_seed(0)
     bench = Bench(__doc__, "overlap", settings(args), {}, partial(measure, options), GOALS)
     machine = Machine(device, copy_gb_per_s=float("nan"), dense_tflops=float("nan"))
@@ -400,7 +400,7 @@ def main() -> int:
     if args.save:
         how = {"share": None if args.group else args.share, "stand_in": "group" if args.group else args.stand_in}
         save("overlap", outcome.rows, args.save, **how, ranks=options.ranks, layers=args.layers,
-             failures=outcome.failures, skipped=outcome.skipped)  # fmt: skip
+             failures=outcome.failures, skipped=outcome.skipped)
     status = report(GOALS, outcome)
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -99,7 +99,7 @@ BENCH = Bench(
              lambda row: "combine" in row["what"] and row["tokens"] >= 4096),
         Goal("never slower than PyTorch's operations", "torch", 1.0),
     ),
-)  # fmt: skip
+)
 
 if __name__ == "__main__":
     sys.exit(run_bench(BENCH))

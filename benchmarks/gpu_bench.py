@@ -86,7 +86,7 @@ def run_bench(bench: Bench) -> int:
     machine = Machine(device, copy_gb_per_s(device), dense_tflops(device))
     rates = {"copy_gb_per_s": machine.copy_gb_per_s, "dense_tflops": machine.dense_tflops}
     print(f"{torch.cuda.get_device_name()}: a copy moves {machine.copy_gb_per_s:.0f} GB/s, a dense product of 8192^3 "
-          f"runs at {machine.dense_tflops:.0f} TFLOP/s", flush=True)  # fmt: skip
+          f"runs at {machine.dense_tflops:.0f} TFLOP/s", flush=True)
     outcome = run_settings(bench, chosen(bench, args), machine, args.minutes)
     if args.save:
         saved = {"failures": outcome.failures, "skipped": outcome.skipped}
@@ -107,7 +107,7 @@ def parse(bench: Bench) -> argparse.Namespace:
 
 def add_save(parser: argparse.ArgumentParser, name: str) -> None:
     parser.add_argument("--save", nargs="?", type=Path, const=RESULTS, metavar="FOLDER",
-                        help=f"write {name}.json there, without a folder under benchmarks/results/")  # fmt: skip
+                        help=f"write {name}.json there, without a folder under benchmarks/results/")
 
 
 def chosen(bench: Bench, args: argparse.Namespace) -> list[Row]:
@@ -272,7 +272,7 @@ def check_close(name: str, actual: Tensor, expected: Tensor, tolerance: float) -
     error, worst = relative_errors(actual, expected)
     if not (error <= tolerance and worst <= WORST_ROW * tolerance):  # NaN too
         raise RuntimeError(f"{name}: relative error {error:.3g}, of the worst row {worst:.3g}, exceeds {tolerance:.3g} "
-                           f"or {WORST_ROW} times that; not timed")  # fmt: skip
+                           f"or {WORST_ROW} times that; not timed")
 
 
 # ------------------------------------------------------------------------------------------------------------- results

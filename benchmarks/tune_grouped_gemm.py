@@ -277,7 +277,7 @@ def print_survivors(args: argparse.Namespace, pool: Executor) -> None:
     for arch, shape_class in product(args.arch, args.classes):
         kept, dropped = survivors(shape_class, arch, pool)
         print(f"sm_{arch} {shape_class}: {len(kept)} survive, {len(dropped)} of {len(candidates(shape_class, arch))} "
-              "candidates dropped")  # fmt: skip
+              "candidates dropped")
         for config in kept:
             print(f"    {source(config)}")
         for config, why in dropped.items():

@@ -28,7 +28,7 @@ _EXPORTS = {
 __all__ = [
     "Action", "Communicate", "Compute", "DualPipeV", "Pipeline", "PipelineError", "Schedule", "ScheduleError",
     "WeightGradStore", "__version__",
-]  # fmt: skip
+]
 
 
 def __getattr__(name: str) -> object:

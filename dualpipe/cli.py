@@ -87,7 +87,7 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
     overrides = parser.add_argument(
         "overrides", nargs=argparse.REMAINDER, metavar="--TABLE.FIELD VALUE",
         help="settings that replace those of the file; `CONFIG --help` lists them all",
-    )  # fmt: skip
+    )
     overrides.required = False  # Python 3.11 calls them missing where CONFIG is
 
 
@@ -226,7 +226,7 @@ def _memory(args: argparse.Namespace) -> int:
         print(line)
     if layers := len(model.carried_layers):
         print(f"{layers} layer{'s' * (layers > 1)} for multi-token prediction: not trained, so nothing is needed; an "
-              "export carries what its source has")  # fmt: skip
+              "export carries what its source has")
     return 0
 
 
@@ -275,7 +275,7 @@ def _add_hf(commands: argparse._SubParsersAction) -> None:
     export.add_argument(
         "--source", metavar="CHECKPOINT", help="what a run's model was made from: its config.json, tokenizer and "
         "layers for multi-token prediction go along",
-    )  # fmt: skip
+    )
     export.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a file's tensors (default: 5GB)")
     export.set_defaults(run=_hf_export)
 

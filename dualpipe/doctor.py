@@ -122,7 +122,7 @@ def _links(torch: ModuleType, count: int) -> Iterator[Finding]:
     apart = [f"cuda:{a} to {b}" for a, b in pairs if not torch.cuda.can_device_access_peer(a, b)]
     if apart:
         yield Finding("missing", f"peer access from {', '.join(apart[:4])}{', ...' * (len(apart) > 4)}: "
-                      "what they send goes through host memory")  # fmt: skip
+                      "what they send goes through host memory")
     else:
         yield Finding("ok", f"peer access between all {count} devices")
     kinds = _topology()

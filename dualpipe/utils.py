@@ -16,7 +16,7 @@ from torch import Tensor
 from dualpipe.pipeline.weight_grad_store import WeightGradStore as _Store
 
 warnings.warn("dualpipe.utils is there for code written for DeepSeek's DualPipe; use "
-              "dualpipe.WeightGradStore.current()", DeprecationWarning, stacklevel=2)  # fmt: skip
+              "dualpipe.WeightGradStore.current()", DeprecationWarning, stacklevel=2)
 
 
 class _Class(type):
@@ -70,4 +70,4 @@ def set_p2p_tensor_dtype(dtype: torch.dtype) -> None:
 
 def _needless(name: str) -> None:
     warnings.warn(f"{name} is not needed: the ranks agree on shapes and dtypes in each step; leave it out",
-                  DeprecationWarning, stacklevel=3)  # fmt: skip
+                  DeprecationWarning, stacklevel=3)

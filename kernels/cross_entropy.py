@@ -118,7 +118,7 @@ def _launch_forward(logits: Tensor, labels: Tensor, ignore_index: int, loss: Ten
     _forward_kernel[(tokens,)](
         logits, labels.contiguous(), loss, stats, vocabulary, logits.stride(0), ignore_index,
         COMPUTE=tl_dtype(loss.dtype), BLOCK_V=block, num_warps=warps,
-    )  # fmt: skip
+    )
 
 
 def _launch_backward(
@@ -130,7 +130,7 @@ def _launch_backward(
     _backward_kernel[tokens, triton.cdiv(vocabulary, block)](
         logits, labels.contiguous(), stats, scale, grad, vocabulary, logits.stride(0), grad.stride(0), ignore_index,
         COMPUTE=tl_dtype(stats.dtype), BLOCK_V=block, num_warps=warps,
-    )  # fmt: skip
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------- public
@@ -168,17 +168,17 @@ def cross_entropy(
 def _check(logits: Tensor, labels: Tensor, reduction: str, in_place: bool, denominator: Tensor | float | None) -> None:
     if logits.dim() != 2 or not logits.is_floating_point() or (logits.shape[1] == 0 and logits.shape[0] > 0):
         raise ValueError(f"logits must be a floating-point (T, V) with V of at least 1: flatten other dimensions; got "
-                         f"{logits.dtype} of shape {tuple(logits.shape)}")  # fmt: skip
+                         f"{logits.dtype} of shape {tuple(logits.shape)}")
     if labels.shape != logits.shape[:1] or labels.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"labels must be int32 or int64 of shape ({logits.shape[0]},), one for each row of logits; "
-                         f"got {labels.dtype} of shape {tuple(labels.shape)}")  # fmt: skip
+                         f"got {labels.dtype} of shape {tuple(labels.shape)}")
     if labels.device != logits.device:
         raise ValueError(f"logits and labels must be on one device; got {logits.device} and {labels.device}")
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction must be 'mean' or 'sum'; got {reduction!r}")
     if in_place and not (has_dense_rows(logits) and (logits.stride(0) >= logits.shape[1] or logits.shape[0] < 2)):
         raise ValueError(f"in_place needs rows of neighbouring elements that do not overlap; got strides "
-                         f"{logits.stride()}: pass logits.contiguous(), or in_place=False")  # fmt: skip
+                         f"{logits.stride()}: pass logits.contiguous(), or in_place=False")
     _check_denominator(denominator, reduction, logits.device)
 
 
@@ -188,7 +188,7 @@ def _check_denominator(denominator: Tensor | float | None, reduction: str, devic
     if isinstance(denominator, Tensor):
         if denominator.numel() != 1 or denominator.device != device:
             raise ValueError(f"denominator must be a number or a tensor with one element on {device}; got shape "
-                             f"{tuple(denominator.shape)} on {denominator.device}")  # fmt: skip
+                             f"{tuple(denominator.shape)} on {denominator.device}")
         if denominator.requires_grad:
             raise ValueError("the denominator gets no gradient; pass denominator.detach()")
 
@@ -229,7 +229,7 @@ def _check_label_range(labels: Tensor, vocabulary: int, ignore_index: int) -> No
     wrong = (labels != ignore_index) & ((labels < 0) | (labels >= vocabulary))
     if wrong.any():
         raise ValueError(f"labels must be between 0 and {vocabulary - 1}, or ignore_index={ignore_index}; "
-                         f"got {labels[wrong][0].item()}")  # fmt: skip
+                         f"got {labels[wrong][0].item()}")
 
 
 @torch.library.custom_op("dualpipe::cross_entropy_backward", mutates_args=())
@@ -279,7 +279,7 @@ def _backward(ctx: Any, d_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]
 
 def _refuse_second_derivative(ctx: Any, *grads: Tensor) -> None:
     raise NotImplementedError("cross_entropy can be differentiated once only; for a second derivative "
-                              "(create_graph=True) use torch.nn.functional.cross_entropy")  # fmt: skip
+                              "(create_graph=True) use torch.nn.functional.cross_entropy")
 
 
 _cross_entropy.register_autograd(_backward, setup_context=_setup_context)

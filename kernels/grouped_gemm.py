@@ -177,7 +177,7 @@ def _store_rows(y, bias, part, expert, rows, end, col, col_end, C):
 
 @triton.jit
 def _store_activated(h, weight, gate, up, rows, end, col, width, COMPUTE: tl.constexpr, ALPHA: tl.constexpr,
-                     LIMIT: tl.constexpr, CLAMPED: tl.constexpr):  # fmt: skip
+                     LIMIT: tl.constexpr, CLAMPED: tl.constexpr):
     """Write swiglu of some columns, as `dualpipe.kernels.swiglu` computes it."""
     gate, s, u = activate(gate.to(COMPUTE), up.to(COMPUTE), ALPHA, LIMIT, CLAMPED)
     part = u * gate * s
@@ -235,7 +235,7 @@ def _load_rows(
 
 @triton.jit
 def _store_columns(out, part, expert, row, col, N, H, out_e, out_n, out_h, ACCUMULATE: tl.constexpr,
-                   DESCRIPTOR: tl.constexpr):  # fmt: skip
+                   DESCRIPTOR: tl.constexpr):
     """Write or add some columns of a tile of the weight gradient."""
     if DESCRIPTOR:  # the copy engine adds: nothing is read into registers
         out.atomic_add([expert, row, col], part.reshape(1, part.shape[0], part.shape[1]))
@@ -384,13 +384,13 @@ def _row_shape(a: Tensor, w: Tensor, y: Tensor) -> str:
 def _start_rows(
     shape: str, a: Tensor, w: Tensor, y: Tensor, offs: Tensor, bias: Tensor | None, gather: Tensor | None,
     forward: bool, h: Tensor | None = None, swiglu: Swiglu | None = None,
-) -> None:  # fmt: skip
+) -> None:
     config = row_configs(architecture(a.device))[shape]
     (rows, cols), depth, experts = y.shape, a.shape[1], w.shape[0]
     a_descriptor = gather is None and _half(a) and _takes_descriptor(a)
     w_descriptor = _half(w) and _takes_descriptor(w)
     constants = _rows_constants(config, forward, a_descriptor, w_descriptor, _aligned(a, w, y), depth, experts,
-                                a.dtype, swiglu)  # fmt: skip
+                                a.dtype, swiglu)
     w_strides = w.stride() if forward else (w.stride(0), w.stride(2), w.stride(1))
     if constants["SWIGLU"] == "halves":
         w = w.unflatten(1, (2, cols // 2))
@@ -424,7 +424,7 @@ def _w_block(config: GemmConfig, forward: bool, swiglu: Swiglu | None) -> list[i
 def _rows_constants(
     config: GemmConfig, forward: bool, a_descriptor: bool, w_descriptor: bool, aligned: bool, depth: int, experts: int,
     dtype: torch.dtype, swiglu: Swiglu | None,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     return {
         "FORWARD": forward,
         "A_DESCRIPTOR": a_descriptor,
@@ -512,7 +512,7 @@ def _(x: Tensor, w: Tensor, offs: Tensor, bias: Tensor | None, gather: Tensor | 
 def _grouped_gemm_swiglu(
     x: Tensor, w: Tensor, offs: Tensor, bias: Tensor | None, gather: Tensor | None, weight: Tensor | None,
     clamped: bool, alpha: float, limit: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """(h, gate_up)."""
     check_values(offs, (x if gather is None else gather).shape[0], gather, x.shape[0])
     if use_triton(x):
@@ -525,7 +525,7 @@ def _grouped_gemm_swiglu(
 def _(
     x: Tensor, w: Tensor, offs: Tensor, bias: Tensor | None, gather: Tensor | None, weight: Tensor | None,
     clamped: bool, alpha: float, limit: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     rows = (x if gather is None else gather).shape[0]
     return x.new_empty(rows, w.shape[1] // 2), x.new_empty(rows, w.shape[1])
 
@@ -628,7 +628,7 @@ def grouped_gemm_wgrad(
     check_one_device(out, dy)
     check_gather(gather, x)
     check_sizes(("rows of dy", dy.shape[0]), ("rows of x", x.shape[0]) if gather is None else
-                 ("rows of gather", gather.shape[0]))  # fmt: skip
+                 ("rows of gather", gather.shape[0]))
     if out.shape[1:] != (dy.shape[1], x.shape[1]):
         raise ValueError(f"out must have shape (E, {dy.shape[1]}, {x.shape[1]}) for dy and x; got {tuple(out.shape)}")
     if any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape)):

@@ -17,7 +17,7 @@ def check_product(x: Tensor, w: Tensor, offs: Tensor, bias: Tensor | None, gathe
     check_gather(gather, x)
     if bias is not None and (bias.shape, bias.dtype, bias.device) != (w.shape[:2], x.dtype, x.device):
         raise ValueError(f"bias must have shape {tuple(w.shape[:2])}, one row for each expert, in {x.dtype} on "
-                         f"{x.device}; got {tuple(bias.shape)}, {bias.dtype} on {bias.device}")  # fmt: skip
+                         f"{x.device}; got {tuple(bias.shape)}, {bias.dtype} on {bias.device}")
 
 
 def check_operands(*, offs: Tensor, **operands: tuple[Tensor, int]) -> None:
@@ -34,7 +34,7 @@ def check_tensors(**operands: tuple[Tensor, int]) -> None:
     for name, (operand, dim) in operands.items():
         if operand.dim() != dim or not operand.is_floating_point():
             raise ValueError(f"{name} must be a floating-point tensor of {dim} dimensions; got {operand.dtype} of "
-                             f"shape {tuple(operand.shape)}")  # fmt: skip
+                             f"shape {tuple(operand.shape)}")
 
 
 def check_one_device(*tensors: Tensor) -> None:
@@ -59,7 +59,7 @@ def check_gather(gather: Tensor | None, x: Tensor) -> None:
         return
     if gather.dim() != 1 or gather.dtype not in (torch.int32, torch.int64) or gather.device != x.device:
         raise ValueError(f"gather must be (M,) int32 or int64 on {x.device}; got {tuple(gather.shape)} {gather.dtype} "
-                         f"on {gather.device}")  # fmt: skip
+                         f"on {gather.device}")
 
 
 def check_values(offs: Tensor, rows: int, gather: Tensor | None = None, gathered_rows: int = 0) -> None:

@@ -86,7 +86,7 @@ def _weight_specs(name: str, config: GemmConfig, arch: int) -> Iterator[CompileS
 def _rows_spec(
     name: str, config: GemmConfig, dtype: str, forward: bool, *, sizes: str, a: bool, w: bool, gather: bool = False,
     swiglu: Swiglu | None = None,
-) -> CompileSpec:  # fmt: skip
+) -> CompileSpec:
     """`a`, `w`: through a descriptor; `gather`: with bias, and the weight of `swiglu`, too."""
     torch_dtype = _DTYPES[dtype]
     constants = _rows_constants(config, forward, a, w, sizes != "odd", config.depth, EXPERTS, torch_dtype, swiglu)
@@ -120,7 +120,7 @@ def _rows_spec(
 def _weight_spec(
     name: str, config: GemmConfig, dtype: str, out: str, add: bool, *, sizes: str, dy: bool, x: bool,
     gather: bool = False, out_descriptor: bool = True,
-) -> CompileSpec:  # fmt: skip
+) -> CompileSpec:
     """`dy`, `x`: through a descriptor; `out`: its dtype, added to through a descriptor where possible and wanted."""
     reduce = out_descriptor and dy and add and out == "fp32"
     ones = () if sizes == "odd" else ("dy_n", "x_h", "out_h")

@@ -233,13 +233,13 @@ def _launch_sort(
     _place_kernel[(blocks,)](
         experts, ends, counts, order, inverse, gather, rows, blocks, num_experts, top_k,
         ROWS=_SORT_ROWS, CHUNK=_SORT_CHUNK, num_warps=4,
-    )  # fmt: skip
+    )
     return ends[:num_experts, -1].contiguous()
 
 
 def _launch_sum(
     rows: Tensor, weights: Tensor | None, inverse: Tensor, offs: Tensor, top_k: int, out: Tensor
-) -> None:  # fmt: skip
+) -> None:
     tokens, hidden = out.shape
     rows, tile = with_dense_rows(rows), _tile(_shape_class(hidden), rows.dtype)
     _sum_kernel[triton.cdiv(tokens, tile.block_t), triton.cdiv(hidden, tile.block_h)](
@@ -247,7 +247,7 @@ def _launch_sum(
         rows.stride(0), top_k,
         HAS_WEIGHTS=weights is not None, COMPUTE=tl_dtype(compute_dtype(rows, weights)),
         BLOCK_T=tile.block_t, BLOCK_H=tile.block_h, UNROLL=tile.unroll, num_warps=tile.warps,
-    )  # fmt: skip
+    )
 
 
 def _launch_spread(
@@ -268,7 +268,7 @@ def _launch_spread(
         x if d_weights is None else d_weights, tokens, offs.shape[0], hidden, x.stride(0), rows.stride(0), top_k,
         HAS_WEIGHTS=weights is not None, COMPUTE=tl_dtype(compute_dtype(x, weights)),
         BLOCK_T=tile.block_t, BLOCK_H=tile.block_h, num_warps=tile.warps,
-    )  # fmt: skip
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------- public
@@ -296,7 +296,7 @@ def sort_tokens(expert_idx: Tensor, num_experts: int) -> SortedTokens:
     """
     if expert_idx.dim() != 2 or expert_idx.dtype not in (torch.int32, torch.int64) or expert_idx.shape[1] < 1:
         raise ValueError(f"expert_idx must be int32 or int64 of shape (T, K), K experts for each of T tokens; got "
-                         f"{expert_idx.dtype} of shape {tuple(expert_idx.shape)}")  # fmt: skip
+                         f"{expert_idx.dtype} of shape {tuple(expert_idx.shape)}")
     if num_experts < 1:
         raise ValueError(f"num_experts must be at least 1; got {num_experts}")
     if expert_idx.numel() >= 2**31:
@@ -313,7 +313,7 @@ def dispatch_tokens(x: Tensor, tokens: SortedTokens, top_k: int) -> Tensor:
     _check_rows("x", x, tokens.inverse, top_k)
     if x.shape[0] * top_k != tokens.inverse.shape[0]:
         raise ValueError(f"x must have one row for each of {tokens.inverse.shape[0]} / {top_k} sorted tokens; "
-                         f"got {x.shape[0]}")  # fmt: skip
+                         f"got {x.shape[0]}")
     return _dispatch_tokens(x, tokens.inverse, tokens.offs, top_k, tokens.order.shape[0])
 
 
@@ -329,10 +329,10 @@ def combine_tokens(y: Tensor, weights: Tensor | None, tokens: SortedTokens, *, t
     if weights is not None:
         if weights.dim() != 2 or not weights.is_floating_point() or weights.device != y.device:
             raise ValueError(f"weights must be a floating-point (T, K) on {y.device}; got {weights.dtype} of shape "
-                             f"{tuple(weights.shape)} on {weights.device}")  # fmt: skip
+                             f"{tuple(weights.shape)} on {weights.device}")
         if top_k not in (None, weights.shape[1]) or weights.numel() != tokens.inverse.shape[0]:
             raise ValueError(f"weights must have one element for each of {tokens.inverse.shape[0]} rows and top_k "
-                             f"columns; got shape {tuple(weights.shape)}, top_k {top_k}")  # fmt: skip
+                             f"columns; got shape {tuple(weights.shape)}, top_k {top_k}")
         top_k = weights.shape[1]
     _check_rows("y", y, tokens.inverse, top_k)
     if y.shape[0] != tokens.order.shape[0]:
@@ -343,7 +343,7 @@ def combine_tokens(y: Tensor, weights: Tensor | None, tokens: SortedTokens, *, t
 def _check_rows(name: str, x: Tensor, inverse: Tensor, top_k: int) -> None:
     if x.dim() != 2 or not x.is_floating_point() or x.device != inverse.device:
         raise ValueError(f"{name} must be a floating-point matrix on {inverse.device}, as the sorted tokens are; got "
-                         f"{x.dtype} of shape {tuple(x.shape)} on {x.device}")  # fmt: skip
+                         f"{x.dtype} of shape {tuple(x.shape)} on {x.device}")
     if top_k < 1 or inverse.shape[0] % top_k:
         raise ValueError(f"top_k must be at least 1 and divide the {inverse.shape[0]} sorted rows; got {top_k}")
 
@@ -446,7 +446,7 @@ def _combine_backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
 
 def _refuse_second_derivative(ctx: Any, *grads: Tensor) -> None:
     raise NotImplementedError("combine_tokens with weights can be differentiated once only; for a second derivative "
-                              "(create_graph=True) use dualpipe.kernels.routing.combine_tokens_reference")  # fmt: skip
+                              "(create_graph=True) use dualpipe.kernels.routing.combine_tokens_reference")
 
 
 _dispatch_tokens.register_autograd(_dispatch_backward, setup_context=_dispatch_setup)
@@ -461,7 +461,7 @@ def sort_tokens_reference(expert_idx: Tensor, num_experts: int) -> tuple[Tensor,
     chosen = expert_idx.flatten()
     if wrong := ((chosen < -1) | (chosen >= num_experts)).nonzero().flatten().tolist():
         raise ValueError(f"experts must be between 0 and {num_experts - 1}, or -1 for none; "
-                         f"got {chosen[wrong[0]].item()}")  # fmt: skip
+                         f"got {chosen[wrong[0]].item()}")
     chosen = chosen.where(chosen >= 0, num_experts)  # nobody comes last
     order = torch.argsort(chosen, stable=True)
     inverse = torch.empty_like(order, dtype=torch.int32)

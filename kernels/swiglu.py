@@ -180,7 +180,7 @@ def launch_swiglu(
         CLAMPED=clamped, ALPHA=alpha, LIMIT=limit, HAS_WEIGHT=weight is not None,
         COMPUTE=tl_dtype(compute_dtype(gate_up, weight)),
         BLOCK_M=config.block_m, BLOCK_I=config.block_i, num_warps=config.num_warps,
-    )  # fmt: skip
+    )
 
 
 def _launch_backward(
@@ -204,7 +204,7 @@ def _launch_backward(
         CLAMPED=clamped, ALPHA=alpha, LIMIT=limit, HAS_WEIGHT=weight is not None,
         COMPUTE=tl_dtype(compute_dtype(gate_up, weight)),
         BLOCK_M=config.block_m, BLOCK_I=config.block_i, num_warps=config.num_warps,
-    )  # fmt: skip
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------- public
@@ -251,7 +251,7 @@ def swiglu_form(clamped: bool, alpha: float, limit: float) -> tuple[bool, float,
 def _check(gate_up: Tensor, weight: Tensor | None) -> None:
     if gate_up.dim() != 2 or gate_up.shape[1] % 2 or not gate_up.is_floating_point():
         raise ValueError(f"gate_up must be a floating-point (M, 2I): gate and up of each row, flattened to two "
-                         f"dimensions; got {gate_up.dtype} of shape {tuple(gate_up.shape)}")  # fmt: skip
+                         f"dimensions; got {gate_up.dtype} of shape {tuple(gate_up.shape)}")
     check_weight(weight, gate_up.shape[0], gate_up.device)
 
 
@@ -261,7 +261,7 @@ def check_weight(weight: Tensor | None, rows: int, device: torch.device) -> None
         return
     if weight.shape != (rows,) or not weight.is_floating_point():
         raise ValueError(f"weight must be floating-point of shape ({rows},), one for each row; got {weight.dtype} of "
-                         f"shape {tuple(weight.shape)}")  # fmt: skip
+                         f"shape {tuple(weight.shape)}")
     if weight.device != device:
         raise ValueError(f"weight must be on one device with the rows, {device}; got {weight.device}")
 
@@ -319,7 +319,7 @@ def _backward(ctx: Any, dh: Tensor) -> tuple[Tensor | None, ...]:
 
 def _refuse_second_derivative(ctx: Any, *grads: Tensor) -> None:
     raise NotImplementedError("swiglu can be differentiated once only; for a second derivative (create_graph=True) use "
-                              "dualpipe.kernels.swiglu.swiglu_reference")  # fmt: skip
+                              "dualpipe.kernels.swiglu.swiglu_reference")
 
 
 _swiglu.register_autograd(_backward, setup_context=_setup_context)
@@ -370,13 +370,13 @@ def compile_specs(arch: int) -> Iterator[CompileSpec]:
     for dtype, shape, odd, clamped, weighted, kernel in product(
         ("bf16", "fp32"), _CONFIGS, (False, True), (False, True), (False, True),
         (_forward_kernel, _backward_kernel),
-    ):  # fmt: skip
+    ):
         config = _config(shape, torch.bfloat16 if dtype == "bf16" else torch.float32)
         names = [name for name in kernel.arg_names if name == "M" or not name.isupper()]
         words = ["swiglu", "forward" if kernel is _forward_kernel else "backward", dtype, shape]
         words += [word for word, said in (("clamped", clamped), ("weighted", weighted), ("odd", odd)) if said]
         constexprs = {"CLAMPED": clamped, "ALPHA": 1.702, "LIMIT": 7.0, "HAS_WEIGHT": weighted, "COMPUTE": tl.float32,
-                      "BLOCK_M": config.block_m, "BLOCK_I": config.block_i}  # fmt: skip
+                      "BLOCK_M": config.block_m, "BLOCK_I": config.block_i}
         yield CompileSpec(
             ".".join(words),
             kernel,

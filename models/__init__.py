@@ -19,7 +19,7 @@ from dualpipe.models.stages import split_layers
 __all__ = [
     "DeepseekV2Config", "DeepseekV3Config", "GptOssConfig", "HubConfig", "Qwen3MoeConfig", "Stage", "build_stages",
     "config_from_dict", "read_config", "split_layers",
-]  # fmt: skip
+]
 
 FAMILIES = {family.model_type: family for family in (Qwen3MoeConfig, DeepseekV2Config, DeepseekV3Config, GptOssConfig)}
 

@@ -58,7 +58,7 @@ def activation_bytes(
     per_token += sum(
         _of_attention(layer.self_attn, dtype)
         for index, layer in stage.layers.items() if not stage.recompute("attention", int(index))
-    )  # fmt: skip
+    )
     return round(per_token * batch * sequence_length)
 
 

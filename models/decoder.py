@@ -84,7 +84,7 @@ class SparseMLP(nn.Module):
         ]
         if hasattr(self, "shared_experts"):
             found += [Compute(self.shared_experts, "normed", "shared", recompute("experts")),
-                      Compute(torch.add, ("y", "shared"), "y", recompute("layer"))]  # fmt: skip
+                      Compute(torch.add, ("y", "shared"), "y", recompute("layer"))]
         return [*found, _residual(recompute)]
 
     def _route(self, x_BSH: Tensor) -> tuple[Tensor, Tensor, Any]:
@@ -241,7 +241,7 @@ class Stage(nn.Module):
 def _tied_weight(embedding: nn.Embedding | None) -> nn.Parameter:
     if embedding is None:
         raise ValueError("tie_word_embeddings: the last stage shares the weight of the first; build both in one call "
-                         "of build_stages, or pass the first stage's embed_tokens as embedding")  # fmt: skip
+                         "of build_stages, or pass the first stage's embed_tokens as embedding")
     return embedding.weight
 
 

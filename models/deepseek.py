@@ -34,11 +34,11 @@ class DeepseekConfig(HubConfig):
         "aux_loss_alpha", "seq_aux",  # losses of the training, which a router's `step` says
         "ep_size", "pretraining_tp",  # how DeepSeek's code spreads the same mathematics
         "head_dim", "qk_head_dim",  # P and D, which transformers writes besides
-    })  # fmt: skip
+    })
     _fixed: ClassVar[Mapping[str, Any]] = {
         "hidden_act": "silu", "attention_dropout": 0.0, "mlp_bias": False, "moe_layer_freq": 1,
         "output_router_logits": False,
-    }  # fmt: skip
+    }
     _nullable: ClassVar[frozenset[str]] = frozenset({"q_lora_rank", "n_shared_experts", "n_group", "topk_group"})
 
     vocab_size: int
@@ -72,7 +72,7 @@ class DeepseekConfig(HubConfig):
             raise ValueError(f"qk_rope_head_dim must be even and at least 2; got {self.qk_rope_head_dim}")
         if self.q_lora_rank is not None and self.q_lora_rank < 1:
             raise ValueError(f"q_lora_rank must be at least 1, or null for queries without a latent; "
-                             f"got {self.q_lora_rank}")  # fmt: skip
+                             f"got {self.q_lora_rank}")
         if self.first_k_dense_replace < self.num_hidden_layers:
             self.gate("meta")  # raises ValueError for sizes that do not fit together
 
@@ -81,7 +81,7 @@ class DeepseekConfig(HubConfig):
         heads = values.get("num_attention_heads")
         if heads is not None and (given := values.pop("num_key_value_heads", heads)) != heads:
             raise ValueError(f"num_key_value_heads must be num_attention_heads ({heads}), all heads' keys and values "
-                             f"being made from one latent; got {given}")  # fmt: skip
+                             f"being made from one latent; got {given}")
         return values
 
     @property
@@ -133,7 +133,7 @@ class DeepseekV2Config(DeepseekConfig):
     model_type: ClassVar[str] = "deepseek_v2"
     _fixed: ClassVar[Mapping[str, Any]] = DeepseekConfig._fixed | {
         "scoring_func": "softmax", "norm_topk_prob": False, "rope_interleave": True,
-    }  # fmt: skip
+    }
 
     topk_method: str = "greedy"
 
@@ -149,7 +149,7 @@ class DeepseekV2Config(DeepseekConfig):
             self.hidden_size, self.n_routed_experts, self.num_experts_per_tok,
             routed_scaling_factor=self.routed_scaling_factor, n_group=(grouped and self.n_group) or 1,
             topk_group=(grouped and self.topk_group) or 1, wide_logits=True, device=device,
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +159,7 @@ class DeepseekV3Config(DeepseekConfig):
     model_type: ClassVar[str] = "deepseek_v3"
     _fixed: ClassVar[Mapping[str, Any]] = DeepseekConfig._fixed | {
         "scoring_func": "sigmoid", "topk_method": "noaux_tc",
-    }  # fmt: skip
+    }
 
     n_group: int | None = 8
     topk_group: int | None = 4
@@ -187,7 +187,7 @@ class DeepseekV3Config(DeepseekConfig):
             norm_topk_prob=self.norm_topk_prob, routed_scaling_factor=self.routed_scaling_factor,
             n_group=self.n_group or 1, topk_group=self.topk_group or 1, group_best=2, correction_bias=True,
             wide_logits=True, device=device,
-        )  # fmt: skip
+        )
 
 
 class Attention(nn.Module):

@@ -27,7 +27,7 @@ _ROPE = {
     "rope_theta": 150_000.0,
     "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
                      "original_max_position_embeddings": 4096},
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class GptOssConfig(HubConfig):
     _ignored: ClassVar[frozenset[str]] = frozenset({"initial_context_length", "quantization_config"})
     _fixed: ClassVar[Mapping[str, Any]] = {
         "hidden_act": "silu", "attention_dropout": 0.0, "output_router_logits": False,
-    }  # fmt: skip
+    }
 
     vocab_size: int
     hidden_size: int
@@ -65,7 +65,7 @@ class GptOssConfig(HubConfig):
         self.check_heads_and_experts()
         if len(self.layer_types) != self.num_hidden_layers or not set(self.layer_types) <= set(_KINDS):
             raise ValueError(f"layer_types must name {' or '.join(_KINDS)} for each of the {self.num_hidden_layers} "
-                             f"layers; got {list(self.layer_types)}")  # fmt: skip
+                             f"layers; got {list(self.layer_types)}")
         if _KINDS[0] in self.layer_types and self.sliding_window < 1:
             raise ValueError(f"sliding_window must be at least 1 for layers of {_KINDS[0]}; got {self.sliding_window}")
 
@@ -79,7 +79,7 @@ class GptOssConfig(HubConfig):
         for theirs, ours in (("num_local_experts", "num_experts"), ("experts_per_token", "num_experts_per_tok")):
             if theirs in values and values.setdefault(ours, values[theirs]) != values[theirs]:
                 raise ValueError(f"{theirs} ({values[theirs]}) and {ours} ({values[ours]}) are the same thing; "
-                                 "give one of them")  # fmt: skip
+                                 "give one of them")
             values.pop(theirs, None)
         alternating = [_KINDS[index % 2] for index in range(values.get("num_hidden_layers", 0))]
         values["layer_types"] = tuple(values.get("layer_types", alternating))

@@ -25,13 +25,13 @@ _IGNORED = {
     "id2label", "is_encoder_decoder", "label2id", "max_position_embeddings", "model_type", "name_or_path",
     "output_attentions", "output_hidden_states", "pad_token_id", "problem_type", "quantization_config", "return_dict",
     "rope_parameters", "rope_scaling", "router_aux_loss_coef", "torch_dtype", "transformers_version", "use_cache",
-}  # fmt: skip
+}
 # The hub's names of a `Yarn`'s fields.
 _YARN = {
     "factor": "factor", "original_max_position_embeddings": "original_length", "beta_fast": "beta_fast",
     "beta_slow": "beta_slow", "attention_factor": "attention_factor", "mscale": "mscale",
     "mscale_all_dim": "mscale_all_dim", "truncate": "truncate",
-}  # fmt: skip
+}
 
 # config.json's names for how many layers for multi-token prediction (MTP) are behind the others.
 MTP_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
@@ -41,12 +41,12 @@ _MOST = {
     "num_hidden_layers": 1000, **dict.fromkeys(MTP_LAYERS, 1000), "vocab_size": 2**24, "sliding_window": 2**31,
     "num_experts": 2**13, "n_routed_experts": 2**13, "n_shared_experts": 2**13, "num_attention_heads": 2**13,
     "num_key_value_heads": 2**13,
-}  # fmt: skip
+}
 # What parameters of the rotary embedding are above.
 _LEAST = {
     "rope_theta": 0, "factor": 0, "original_max_position_embeddings": 0, "beta_fast": 0, "beta_slow": 0,
     "attention_factor": 0, "mscale": -1, "mscale_all_dim": -1,
-}  # fmt: skip
+}
 _LARGEST = 1e30  # of all numbers that are no sizes
 
 
@@ -95,14 +95,14 @@ class HubConfig:
         Raises `ValueError` naming every option that is unknown or not supported, or every missing size.
         """
         values = {key: tuple(value) if isinstance(value, list) else value for key, value in hub.items()
-                  if value is not None or key in cls._nullable}  # fmt: skip
+                  if value is not None or key in cls._nullable}
         cls._check_values(values)
         values = cls._translated(values | rope_fields(values))
         known = {field.name: field for field in fields(cls)}
         if values.get("model_type", cls.model_type) != cls.model_type:
             raise ValueError(f"model_type must be {cls.model_type!r}; got {values['model_type']!r}")
         wrong = [f"{key}={brief(values[key])} (only {only!r})" for key, only in cls._fixed.items()
-                 if values.get(key, only) != only]  # fmt: skip
+                 if values.get(key, only) != only]
         unknown = values.keys() - known.keys() - _IGNORED - cls._ignored - cls._fixed.keys()
         wrong += [f"{key}={brief(values[key])} (unknown)" for key in sorted(unknown)]
         if wrong:
@@ -120,7 +120,7 @@ class HubConfig:
         given = {field.name: values[field.name] for field in fields(cls) if field.name in values}
         required = {field.name for field in fields(cls) if field.default is MISSING}
         wrong = [f"{name}={brief(value)}" for name, value in given.items()
-                 if not _fits(value, kinds[name], least=name in required)]  # fmt: skip
+                 if not _fits(value, kinds[name], least=name in required)]
         wrong += [f"{name}={brief(value)} (at most {most})" for name, value in given.items()
                   if type(value) is int and kinds[name] is not float and value > (most := _MOST.get(name, 2**20))]
         if wrong:
@@ -147,18 +147,18 @@ class HubConfig:
         values.setdefault("num_key_value_heads", values["num_attention_heads"])
         architecture = type(self).__name__.removesuffix("Config") + "ForCausalLM"
         return {"architectures": [architecture], "model_type": self.model_type, **self._fixed, **values,
-                "rope_parameters": rope}  # fmt: skip
+                "rope_parameters": rope}
 
     def check_heads_and_experts(self) -> None:
         """Raise `ValueError` for sizes of grouped-query attention and of the router that do not fit together."""
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(f"num_attention_heads ({self.num_attention_heads}) must be a multiple of "
-                             f"num_key_value_heads ({self.num_key_value_heads})")  # fmt: skip
+                             f"num_key_value_heads ({self.num_key_value_heads})")
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even for the rotary embedding; got {self.head_dim}")
         if not 1 <= self.num_experts_per_tok <= self.num_experts:
             raise ValueError(f"num_experts_per_tok must be 1 to num_experts ({self.num_experts}); "
-                             f"got {self.num_experts_per_tok}")  # fmt: skip
+                             f"got {self.num_experts_per_tok}")
 
     @property
     def rotary(self) -> Rotary:
@@ -225,12 +225,12 @@ def swiglu_expert_layouts(name: str, shape: Sequence[int]) -> list[list[Part]] |
     prefix, projection = f"model.{prefix}{found}", rest.removesuffix(".weight")
     experts, rows, columns = shape
     bounds = {"gate_up_proj": {"gate_proj": (0, rows // 2), "up_proj": (rows // 2, rows)},
-              "down_proj": {"down_proj": (0, rows)}}[projection]  # fmt: skip
+              "down_proj": {"down_proj": (0, rows)}}[projection]
     apart = [
         Part(f"{prefix}{e}.{single}.weight", (stop - start, columns),
              (slice(e, e + 1), slice(start, stop), slice(0, columns)))
         for e in range(experts) for single, (start, stop) in bounds.items()
-    ]  # fmt: skip
+    ]
     return [apart, [whole(f"{prefix}{projection}", shape)]]
 
 
@@ -249,7 +249,7 @@ def rope_fields(hub: Mapping[str, Any]) -> dict[str, Any]:
     if kind == "yarn" and "max_position_embeddings" in hub:
         scaling.setdefault("original_max_position_embeddings", hub["max_position_embeddings"])
     if wrong := [f"{key}={brief(value)}" for key, value in scaling.items() if key in _LEAST
-                 and not (type(value) in (int, float) and _LEAST[key] < value < _LARGEST)]:  # fmt: skip
+                 and not (type(value) in (int, float) and _LEAST[key] < value < _LARGEST)]:
         raise ValueError(f"rope parameters that must be positive numbers: {', '.join(wrong)}")
     theta = float(scaling.pop("rope_theta"))
     if kind == "default" and not scaling:
@@ -257,7 +257,7 @@ def rope_fields(hub: Mapping[str, Any]) -> dict[str, Any]:
     if kind != "yarn" or (extra := sorted(scaling.keys() - _YARN.keys())):
         extra = sorted(scaling) if kind != "yarn" else extra
         raise ValueError(f"rope_type {brief(kind)} with {extra} is not supported; only 'default' with rope_theta, and "
-                         f"'yarn' with {', '.join(_YARN)}")  # fmt: skip
+                         f"'yarn' with {', '.join(_YARN)}")
     if missing := [key for key in ("factor", "original_max_position_embeddings") if key not in scaling]:
         raise ValueError(f"rope_type 'yarn' needs {' and '.join(missing)}")
     return {"rope_theta": theta, "yarn": Yarn(**{_YARN[key]: value for key, value in scaling.items()})}

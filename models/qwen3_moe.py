@@ -27,7 +27,7 @@ class Qwen3MoeConfig(HubConfig):
     _ignored: ClassVar[frozenset[str]] = frozenset({"max_window_layers", "sliding_window"})  # of one that is off
     _fixed: ClassVar[Mapping[str, Any]] = {
         "hidden_act": "silu", "use_sliding_window": False, "attention_dropout": 0.0, "output_router_logits": False,
-    }  # fmt: skip
+    }
 
     vocab_size: int
     hidden_size: int

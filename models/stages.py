@@ -34,7 +34,7 @@ def _parse(rule: str, num_layers: int | None) -> tuple[str, range]:
     found = re.fullmatch(r"(\w+)(?::(\d+)(?:-(\d+))?)?", rule)
     if found is None or found[1] not in RECOMPUTE:
         raise ValueError(f"cannot recompute {rule!r}; say none, or any of {', '.join(RECOMPUTE)}, with layers where it "
-                         "is not for all of them, such as experts:0-7")  # fmt: skip
+                         "is not for all of them, such as experts:0-7")
     if found[2] is None:
         return found[1], range(10**6)
     first, last = int(found[2]), int(found[3] or found[2])
@@ -62,7 +62,7 @@ def split_layers(
     counts = list(layers_per_stage or ()) or _even(costs, num_stages, head)
     if len(counts) != num_stages or sum(counts) != len(costs) or min(counts) < 0 or 0 in counts[1:-1]:
         raise ValueError(f"layers_per_stage must be {num_stages} numbers that add up to {len(costs)}, only the first "
-                         f"and the last may be 0; got {counts}")  # fmt: skip
+                         f"and the last may be 0; got {counts}")
     ends = list(accumulate(counts))
     return [range(end - count, end) for end, count in zip(ends, counts)]
 
@@ -96,5 +96,5 @@ def _best_cuts(
             min((join(best[start][0], cost(stage, start, stop)), [*best[start][1], stop - start])
                 for start in range(stop + 1))
             for stop in range(num_layers + 1)
-        ]  # fmt: skip
+        ]
     return best[-1]

@@ -44,7 +44,7 @@ def unnamed(source: str) -> list[int]:
         call.lineno for call in calls
         if called[call] in {f"torch.{name}" for name in FACTORIES}
         and not any(keyword.arg in ("device", None) for keyword in call.keywords)
-    ]  # fmt: skip
+    ]
 
 
 def test_the_rule_finds_what_it_should():
@@ -81,7 +81,7 @@ def trained(rank: int, shape: tuple[int, int, int], elsewhere: bool, folder: str
 
     def step() -> list[float]:
         loss, _ = pipe.step(rows if it.model.has_first else None, num_chunks=4, labels=rows,
-                            criterion=lambda logits, y: logits.logsumexp(-1).mean())  # fmt: skip
+                            criterion=lambda logits, y: logits.logsumexp(-1).mean())
         norm = pipe.clip_grad_norm_(1.0)
         it.optimizer.step(0.1)
         it.optimizer.zero_grad()
@@ -98,7 +98,7 @@ def trained(rank: int, shape: tuple[int, int, int], elsewhere: bool, folder: str
 @pytest.mark.parametrize("shape", [(2, 1, 1), (2, 1, 2)], ids=str)
 def test_pipeline_sharding_and_checkpoints(tmp_path, shape):
     plain, other = (run_ranks(trained, math.prod(shape), shape, elsewhere, str(tmp_path / str(elsewhere)))
-                    for elsewhere in (False, True))  # fmt: skip
+                    for elsewhere in (False, True))
     for expected, found in zip(plain, other):
         assert found[:3] == expected[:3] and found[1] == found[2] != found[0]
         assert found[3] == ("meta" if shape[2] == 1 else "cpu")  # this file is not of ours
@@ -130,7 +130,7 @@ interval = 1
 def trainer(rank: int, device: str, folder: str) -> list[tuple]:
     torch.set_default_device(device)
     config = load_config(Path(folder) / "run.toml", ["--output.dir", f"{folder}/{device}",
-                                                     "--export.to_hf", f"{folder}/{device}-hub"])  # fmt: skip
+                                                     "--export.to_hf", f"{folder}/{device}-hub"])
     train(config, RankInfo(0, 1, 0, 1))
     lines = (Path(folder) / device / "metrics.jsonl").read_text().splitlines()
     return [(line["loss"], line["grad_norm"], line["eval_loss"]) for line in map(json.loads, lines)]

@@ -17,7 +17,7 @@ FOLDERS = ("benchmarks", "docs", "dualpipe", "examples", "kernels", "models", "t
 FILES = (
     "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "MANIFEST.in", "Makefile", "README.md", "constraints.txt",
     "pyproject.toml", "setup.py", "setup.sh",
-)  # fmt: skip
+)
 BUILD = "import sys, setuptools.build_meta as b; print(getattr(b, sys.argv[1])(sys.argv[2]))"
 
 
@@ -80,7 +80,7 @@ def test_the_metadata_is_complete(built):
     for name in ("torch", "einops", "safetensors", "numpy", "rich", "tyro", "tokenizers"):
         assert any(line.startswith(f"{name}>=") for line in needs), name
     extras = {name: sorted(line.partition(">=")[0] for line in said.get_all("Requires-Dist")
-                           if line.endswith(f'extra == "{name}"')) for name in ("viz", "train")}  # fmt: skip
+                           if line.endswith(f'extra == "{name}"')) for name in ("viz", "train")}
     assert extras["viz"] == ["matplotlib", "tensorboard"]
     assert extras["train"] == ['dualpipe[viz]; extra == "train"'], "the name that it had"
 
@@ -91,7 +91,7 @@ def test_an_installed_wheel_trains_and_passes_the_tests_of_the_sdist(built, tmp_
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
     python = tmp_path / "venv/bin/python"
     purelib = subprocess.run([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
-                             check=True, capture_output=True, text=True).stdout.strip()  # fmt: skip
+                             check=True, capture_output=True, text=True).stdout.strip()
     lent = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
     Path(purelib, "lent.pth").write_text("\n".join(lent))  # its packages, but not what its .pth files make importable
     install = [sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel]

@@ -48,7 +48,7 @@ def test_two_devices(two_devices, monkeypatch, capsys):
     assert found["error"] == []
     for text in ("cuda:0 NVIDIA H200, sm_90, 141 GiB", "cuda:1 NVIDIA H200, sm_90, 141 GiB", "NCCL 2.28.3",
                  "peer access between all 2 devices", "NVLink between all devices (NV18)",
-                 "gloo on lo (GLOO_SOCKET_IFNAME)", f"torch {torch.__version__}"):  # fmt: skip
+                 "gloo on lo (GLOO_SOCKET_IFNAME)", f"torch {torch.__version__}"):
         assert text in found["ok"], text
     assert not any("NVLink" in text or "CUDA" in text for text in found["missing"])
 
@@ -96,7 +96,7 @@ def test_no_device_no_compiler_and_a_package_missing(monkeypatch, capsys):
 def test_a_torch_that_cannot_be_imported(tmp_path):
     (tmp_path / "torch.py").write_text("raise OSError('libcudart.so.13: cannot open shared object file')")
     done = subprocess.run([sys.executable, "-P", "-m", "dualpipe", "doctor"], capture_output=True, text=True,
-                          env={**os.environ, "PYTHONPATH": str(tmp_path)})  # fmt: skip
+                          env={**os.environ, "PYTHONPATH": str(tmp_path)})
     assert done.returncode == 1 and done.stderr == ""
     assert done.stdout.splitlines()[-1] == (
         "error    torch cannot be imported (OSError: libcudart.so.13: cannot open shared object file): no training"

@@ -95,7 +95,7 @@ def check(tool, folder, *arguments, environment=None):
     files = sorted(path.name for path in folder.glob("*.py"))
     assert {"README_0.py", "README_1.py", "README_2.py", "models_1.py"} <= set(files)
     done = subprocess.run([sys.executable, "-P", "-m", tool, *arguments, *files], cwd=folder, env=environment,
-                          capture_output=True, text=True)  # fmt: skip
+                          capture_output=True, text=True)
     assert files_with_errors(done.stdout) == {"README_wrong.py"}, done.stdout + done.stderr
 
 

@@ -10,4 +10,4 @@ from dualpipe.checkpoint.native_state import training_state
 __all__ = [
     "CheckpointError", "Checkpoints", "Loaded", "hub_dtypes", "latest", "load", "load_hf", "save", "save_hf",
     "training_state", "verify",
-]  # fmt: skip
+]

@@ -91,7 +91,7 @@ class Ranks:
         """After one that did not come to its end the next would take its messages for others."""
         if self._cut_short:
             raise RuntimeError("an earlier exchange between the ranks was cut short, by an interrupt, a timeout or the "
-                               "loss of a rank; they can agree on nothing any more")  # fmt: skip
+                               "loss of a rank; they can agree on nothing any more")
         self._cut_short = True
         yield
         self._cut_short = False

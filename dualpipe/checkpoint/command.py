@@ -31,7 +31,7 @@ def check(path: str | PathLike[str], layout: Layout) -> Iterator[str]:
     header = opened.header
     files = len({info.file for info in header.values()})
     yield (f"{path}: {config.model_type}, {len(header):,} tensors in {files:,} file{'s' * (files > 1)}, "
-           f"{format_bytes(sum(info.nbytes for info in header.values()))}")  # fmt: skip
+           f"{format_bytes(sum(info.nbytes for info in header.values()))}")
     for dtype, (tensors, size) in sorted(dtype_counts(header).items(), key=lambda entry: -entry[1][1]):
         yield f"  {str(dtype).removeprefix('torch.'):14} {tensors:>9,} tensors {format_bytes(size):>10}"
     if layers := len(config.carried_layers):
@@ -39,13 +39,13 @@ def check(path: str | PathLike[str], layout: Layout) -> Iterator[str]:
         found = len({config.carried_layer(name) for name in kept})
         size = format_bytes(sum(info.nbytes for info in kept.values()))
         yield (f"{found} of {layers} layer{'s' * (layers > 1)} for multi-token prediction, {len(kept):,} tensors, "
-               f"{size}: not trained; an export carries them as they are")  # fmt: skip
+               f"{size}: not trained; an export carries them as they are")
     read, held = _largest_share(config, opened, layout)
     yield (f"a rank of pp {layout.pp}, dp {layout.dp}, ep {layout.ep} (two stages each, in a V) reads at most "
-           f"{format_bytes(read)} and holds at most {held:,} parameters, {format_bytes(2 * held)} in bf16")  # fmt: skip
+           f"{format_bytes(read)} and holds at most {held:,} parameters, {format_bytes(2 * held)} in bf16")
     if config.tie_word_embeddings and layout.dp * layout.ep > 1:
         raise ValueError(f"{path}: tied embeddings cannot be shared by data- or expert-parallel ranks (dp {layout.dp}, "
-                         f"ep {layout.ep}); it can be loaded with pp alone")  # fmt: skip
+                         f"ep {layout.ep}); it can be loaded with pp alone")
     yield "it can be loaded"
 
 
@@ -77,7 +77,7 @@ def _largest_share(config: HubConfig, opened: Opened, layout: Layout) -> tuple[i
 
 def export(
     source: str | PathLike[str], target: str | PathLike[str], dtype: torch.dtype, max_shard_bytes: int
-) -> None:  # fmt: skip
+) -> None:
     """Write a checkpoint again, in `dtype` and one canonical layout: dequantized, experts apart where the family's are.
 
     What is float32 among narrower tensors stays so. One tensor at a time is in memory. Raises `ValueError` for a
@@ -90,7 +90,7 @@ def export(
     policy = DTypePolicy(dtype, torch.float32, dtype)
     plan = resolve_dtypes(stages, policy, {name: o.dtype for name, o in origins.items()}, sharded=False)
     pieces = [Piece(name, origin.shape, plan.of(name).save, tuple((0, size) for size in origin.shape))
-              for name, origin in origins.items()]  # fmt: skip
+              for name, origin in origins.items()]
     tensors = hub_tensors(origins, Reader(source, opened.header))
     write_model(Ranks(None), config, [pieces], tensors, target, dtype, source, max_shard_bytes)
 

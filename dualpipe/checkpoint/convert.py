@@ -45,7 +45,7 @@ def import_hf(source: str | PathLike[str], directory: str | PathLike[str]) -> Pa
 def export_checkpoint(
     source: str | PathLike[str], target: str | PathLike[str], dtype: torch.dtype, max_shard_bytes: int,
     hub: str | PathLike[str] | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Write a checkpoint of a run, or the newest in a directory of them, in Hugging Face's form.
 
     Tensors are in `dtype`, but for those that the run kept in float32 while it computed in less. `hub`: what the model

@@ -152,7 +152,7 @@ def config_of(stages: Sequence[nn.Module]) -> HubConfig:
     configs = [stage.config for stage in stages if isinstance(getattr(stage, "config", None), HubConfig)]
     if not stages or len(configs) < len(stages) or any(config != configs[0] for config in configs):
         raise ValueError("stages must be some of one model, from build_stages; got "
-                         f"{[type(stage).__name__ for stage in stages]}")  # fmt: skip
+                         f"{[type(stage).__name__ for stage in stages]}")
     return configs[0]
 
 

@@ -56,7 +56,7 @@ MAX_SHARD_BYTES = 5 * 10**9
 CARRIED = (
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json",
-)  # fmt: skip
+)
 _OF_FILES = {"quantization_config", "auto_map", "torch_dtype", "dtype"}  # in config.json: of the source's files alone
 
 
@@ -94,7 +94,7 @@ def save_hf(
         tensors = _sharded_tensors(stages)
         parts = {name: local_part(tensor) for name, tensor in tensors.items()}
         pieces = [Piece(name, tuple(whole.shape), plan.of(name).save, tuple((p.start, p.stop) for p in parts[name][1]))
-                  for name, whole in tensors.items()]  # fmt: skip
+                  for name, whole in tensors.items()]
         return {name: local for name, (local, _) in parts.items()}, pieces
 
     local, pieces = ranks.agree(prepare)
@@ -135,7 +135,7 @@ def write_model(
             del shapes["lm_head.weight"]
         if missing := [name for name in shapes if name not in dtypes]:
             raise ValueError(f"no rank holds {', '.join(missing[:10])}{' ...' if missing[10:] else ''}; pass the mesh, "
-                             "and all stages of every rank")  # fmt: skip
+                             "and all stages of every rank")
         tensors = new_tensors(config, shapes, dtypes)
         tensors += [NewTensor(name, info.shape, info.dtype) for name, info in kept.items()]
         return _Job(tensors, lay_out(tensors, max_shard_bytes)), own
@@ -193,7 +193,7 @@ def _lock(folder: Path) -> tuple[int, bool]:
 def _prepare(
     folder: Path, files: Sequence[ShardFile], config: HubConfig, dtype: torch.dtype,
     source: str | PathLike[str] | None, kept: Header,
-) -> None:  # fmt: skip
+) -> None:
     """Fill it with all files, of which only the tensors and the index are still missing."""
     content = _config_json(config, dtype, source, kept)
     _write_json(folder / CONFIG, content)
@@ -216,14 +216,14 @@ def _carried_tensors(source: str | PathLike[str]) -> dict[str, TensorInfo]:
 
 def _config_json(
     config: HubConfig, dtype: torch.dtype, source: str | PathLike[str] | None, kept: Header
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     content = config.to_dict() if source is None else read_json(source, CONFIG)
     if source is not None and (other := config_from_dict(content)) != config:
         theirs, ours = (asdict(each) for each in (other, config))
         differ = ", ".join(f"{key}: {theirs.get(key)} there, {value} in the model" for key, value in ours.items()
-                           if theirs.get(key) != value)  # fmt: skip
+                           if theirs.get(key) != value)
         raise ValueError(f"{source} is of another model ({differ or other.model_type}); give the one that the model "
-                         "was made from, or none")  # fmt: skip
+                         "was made from, or none")
     content = {key: value for key, value in content.items() if key not in _OF_FILES}
     described = config_from_dict(content)
     layers = len({described.carried_layer(name) for name in kept})
@@ -234,7 +234,7 @@ def _config_json(
                 f"config.json says {key} = {layers} instead of {content[key]}: layers for multi-token prediction are "
                 f"not trained here, only carried, and {lacks}; the source is the checkpoint that the model was made "
                 "from (init.from_hf, or `dualpipe hf export --source`)", stacklevel=2,
-            )  # fmt: skip
+            )
             content[key] = layers
     return content | {"dtype": str(dtype).removeprefix("torch.")}
 

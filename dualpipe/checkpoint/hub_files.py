@@ -104,7 +104,7 @@ def read_header(folder: str | PathLike[str]) -> dict[str, TensorInfo]:
         problems += [f"{name} is in both {header[name].file} and {file}" for name in shard if name in header]
         header |= shard
     problems += [f"{name} is not in {file}, where {INDEX} says it is" for name, file in mapped.items()
-                 if str(file) not in lost and (name not in header or header[name].file != file)]  # fmt: skip
+                 if str(file) not in lost and (name not in header or header[name].file != file)]
     raise_for(f"{folder} cannot be read:", problems)
     return header
 
@@ -113,7 +113,7 @@ def _read_shard(path: Path) -> dict[str, TensorInfo]:
     tensors = _open(path)
     found = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118  (not a mapping)
     return {name: TensorInfo(path.name, torch_dtype(part.get_dtype(), name), tuple(part.get_shape()))
-            for name, part in found.items()}  # fmt: skip
+            for name, part in found.items()}
 
 
 def _open(path: Path) -> safe_open:

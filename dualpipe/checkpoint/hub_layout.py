@@ -46,7 +46,7 @@ class ShardFile(NamedTuple):
 
 def new_tensors(
     config: HubConfig, shapes: Mapping[str, Sequence[int]], dtypes: Mapping[str, torch.dtype]
-) -> list[NewTensor]:  # fmt: skip
+) -> list[NewTensor]:
     """The hub's tensors of a model, in its order, in the dtypes of ours that they are part of; without a tied head."""
     found: dict[str, NewTensor] = {}
     for name, shape in shapes.items():
@@ -129,7 +129,7 @@ def writers(config: HubConfig, held: Sequence[Sequence[Piece]]) -> list[list[Pie
             first = first_of.setdefault(hub, piece)
             if (piece.shape, piece.dtype) != (first.shape, first.dtype):
                 raise ValueError(f"{piece.name} is {piece.shape} {piece.dtype} on one rank, {first.shape} "
-                                 f"{first.dtype} on another; resolve one plan for the whole model")  # fmt: skip
+                                 f"{first.dtype} on another; resolve one plan for the whole model")
             if (hub, piece.part) not in chosen:
                 chosen.add((hub, piece.part))
                 result[rank].append(piece)
@@ -137,7 +137,7 @@ def writers(config: HubConfig, held: Sequence[Sequence[Piece]]) -> list[list[Pie
     for hub, count in counts.items():
         if count != prod(first_of[hub].shape):
             raise ValueError(f"{first_of[hub].name}: the ranks hold {count} of {prod(first_of[hub].shape)} elements; "
-                             "pass the mesh, and all stages of every rank")  # fmt: skip
+                             "pass the mesh, and all stages of every rank")
     return result
 
 
@@ -155,7 +155,7 @@ def writes(config: HubConfig, piece: Piece) -> Iterator[Write]:
     """Where a piece goes."""
     for block in blocks(config.hub_layouts(piece.name, piece.shape)[0], piece.at):
         yield Write(block.part.name, block.into, block.part.transposed, runs(block.part.shape, block.at),
-                    block.part.shape)  # fmt: skip
+                    block.part.shape)
 
 
 def runs(shape: Sequence[int], at: At) -> list[int]:
@@ -168,4 +168,4 @@ def runs(shape: Sequence[int], at: At) -> list[int]:
     outer = at[: partial[-1]] if partial else ()  # within the last dimension that is cut, a part is contiguous
     base = sum(part.start * stride for part, stride in zip(at[len(outer) :], strides[len(outer) :]))
     return [base + sum(index * stride for index, stride in zip(indices, strides))
-            for indices in product(*(range(part.start, part.stop) for part in outer))]  # fmt: skip
+            for indices in product(*(range(part.start, part.stop) for part in outer))]

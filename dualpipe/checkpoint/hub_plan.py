@@ -70,7 +70,7 @@ class OurTensor(NamedTuple):
 @lru_cache(maxsize=16)  # the ranks of one pipeline place have the same, and cutting many layers well takes a second
 def model_tensors(
     config: HubConfig, num_stages: int = 1, only: tuple[int, ...] | None = None
-) -> Mapping[str, OurTensor]:  # fmt: skip
+) -> Mapping[str, OurTensor]:
     """All tensors of a model, or those of some of its stages. Nothing is allocated."""
     with torch.device("meta"):
         stages = build_stages(config, num_stages, only=only)
@@ -78,7 +78,7 @@ def model_tensors(
     for stage in stages:
         params = dict(stage.named_parameters(remove_duplicate=False))
         experts = {f"{path}.{name}" for path, module in stage.named_modules() if isinstance(module, GroupedLinear)
-                   for name, _ in module.named_parameters(recurse=False)}  # fmt: skip
+                   for name, _ in module.named_parameters(recurse=False)}
         for name, tensor in stage.state_dict(keep_vars=True).items():
             kind = Kind.EXPERTS if name in experts else Kind.DENSE if name in params else Kind.BUFFER
             found[name] = OurTensor(tuple(tensor.shape), kind)
@@ -237,7 +237,7 @@ class Search:
             more = len(self.missing) + len(self.wrong) + len(unexpected) - len(first)
             first += [f"and {more:,} more"] if more else []
             raise ValueError(f"{what}: {'; '.join(first)} (is this checkpoint complete, and its config.json the one "
-                             "that it was written with?)")  # fmt: skip
+                             "that it was written with?)")
 
 
 def find_origins(
@@ -265,7 +265,7 @@ def _present(part: Part, header: Header) -> bool:
 
 def _resolved(
     part: Part, header: Header, block: tuple[int, int] | None, search: Search
-) -> tuple[Part, Stored] | None:  # fmt: skip
+) -> tuple[Part, Stored] | None:
     """How it is stored, and `transposed` as it applies to that."""
     search.used.update((part.name, f"{part.name}_scale_inv", *Mxfp4(part.name, ()).names))
     try:

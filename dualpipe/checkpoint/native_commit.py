@@ -63,7 +63,7 @@ class Directory:
             raise
         self._sequence = found[0].manifest.sequence if found else -1
         self._committed = [_Committed(each.path, each.manifest.step) for each in reversed(found)
-                           if not verify_files(*each, each.manifest.files, hashes=False)]  # fmt: skip
+                           if not verify_files(*each, each.manifest.files, hashes=False)]
 
     def close(self) -> None:
         """Let other jobs save here."""

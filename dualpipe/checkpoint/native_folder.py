@@ -197,7 +197,7 @@ def _check_types(manifest: Manifest) -> None:
     if any(type(number) is not int or number < 0 for number in numbers):
         raise ValueError("a step, a size or the layout is not a number")
     texts = [manifest.saved_at, *manifest.versions.values(), *(info.sha256 for info in files),
-             *(dtype for of in manifest.dtypes.values() for dtype in of.values())]  # fmt: skip
+             *(dtype for of in manifest.dtypes.values() for dtype in of.values())]
     if any(type(text) is not str for text in texts):
         raise ValueError("a time, a version, a checksum or a dtype is not a text")
 

@@ -53,7 +53,7 @@ class Loaded(NamedTuple):
 
 
 def load(path: str | PathLike[str], state: State, *, mesh: DeviceMesh | None = None,
-         allow: Sequence[str] = (), allow_at_start: Sequence[str] = (), seed: int = 0) -> Loaded:  # fmt: skip
+         allow: Sequence[str] = (), allow_at_start: Sequence[str] = (), seed: int = 0) -> Loaded:
     """Fill `state` (from `training_state`) in place and restore this rank's random state. Collective over `mesh`.
 
     path: a checkpoint, or a directory of them: then the one that was committed last and is undamaged. That newer ones
@@ -88,7 +88,7 @@ def load(path: str | PathLike[str], state: State, *, mesh: DeviceMesh | None = N
 def _load(
     path: Path, found: Found, state: State, ranks: Ranks, layout: dict[str, int], allow: Sequence[str],
     allow_at_start: Sequence[str], seed: int,
-) -> Loaded:  # fmt: skip
+) -> Loaded:
     checkpoint, stored, damaged = _newest(path, found, ranks)
     parts = ranks.agree(lambda: parts_of(placed(state, stored)))
     globs = (*allow, *(() if checkpoint.manifest.step else allow_at_start))
@@ -130,7 +130,7 @@ def _writable(parts: dict[str, Part]) -> dict[str, Part]:
 
 def _newest(
     path: Path, found: Found, ranks: Ranks
-) -> tuple[Checkpoint, dict[str, StoredTensor], dict[Path, str]]:  # fmt: skip
+) -> tuple[Checkpoint, dict[str, StoredTensor], dict[Path, str]]:
     """The first candidate that is whole, what it holds, and what is wrong with those that should come before it."""
     wrong: dict[Path, str] = {}
     for candidate in found.committed:
@@ -163,7 +163,7 @@ def _problems(checkpoint: Checkpoint, ranks: Ranks) -> list[str]:
 
 def _compare(
     ranks: Ranks, path: Path, stored: Mapping[str, StoredTensor], parts: Mapping[str, Part], allow: Sequence[str]
-) -> tuple[str, ...]:  # fmt: skip
+) -> tuple[str, ...]:
     """The differences that are allowed, the same on all ranks; raises ValueError for all others."""
     names = sorted(stored)
     known = sum(1 << place for place, name in enumerate(names) if name in parts)  # small, to be sent to all
@@ -179,16 +179,16 @@ def _compare(
     had, have = numbered(names), set().union(*ranks.gather(lambda: numbered(parts)))
     if had != have:
         raise ValueError(f"{path} has names by the numbers of {len(had)} stages, the model by those of {len(have)}: "
-                         "such a checkpoint can be loaded into a pipeline of the same stages alone")  # fmt: skip
+                         "such a checkpoint can be loaded into a pipeline of the same stages alone")
     lines = {name: f"{name} {difference}" for name, difference in sorted(differ.items())}
     raise_for(f"{path} does not fit the model; name what may differ in `allow`:",
-              [line for name, line in lines.items() if name not in allowed])  # fmt: skip
+              [line for name, line in lines.items() if name not in allowed])
     return tuple(line for name, line in lines.items() if name in allowed)
 
 
 def _differences(
     stored: Mapping[str, StoredTensor], parts: Mapping[str, Part]
-) -> tuple[dict[str, str], set[str]]:  # fmt: skip
+) -> tuple[dict[str, str], set[str]]:
     """Of this rank's tensors: what is otherwise in the checkpoint, and what is not there."""
     differ, missing = {}, set()
     for name, part in parts.items():
@@ -204,7 +204,7 @@ def _differences(
 
 def _named(
     names: Iterable[str], what: str, others: Collection[str], rest: Collection[str]
-) -> Iterator[tuple[str, str]]:  # fmt: skip
+) -> Iterator[tuple[str, str]]:
     """Each name with what is said of it, the first ones with the nearest of the others, or else of the rest."""
     for number, name in enumerate(sorted(names)):
         near = []

@@ -42,14 +42,14 @@ class ParameterState:
         state = self._state.get(self._parameter, {})
         if wrong := [key for key in state if not isinstance(key, str) or "/" in key or key == VALUES]:
             raise ValueError(f"an optimizer's state must have texts as keys, without a '/' and not {VALUES!r}; it has "
-                             f"{wrong[0]!r}")  # fmt: skip
+                             f"{wrong[0]!r}")
         found = {key: value for key, value in state.items() if isinstance(value, Tensor)}
         for key, tensor in found.items():
             if isinstance(self._parameter, DTensor) and not isinstance(tensor, DTensor) and tensor.dim():
                 raise ValueError(f"an optimizer keeps {key!r}, a plain tensor {tuple(tensor.shape)}, of a sharded "
-                                 "parameter, so where it belongs is not known; it must be a DTensor")  # fmt: skip
+                                 "parameter, so where it belongs is not known; it must be a DTensor")
         values = {"state": {key: value for key, value in state.items() if key not in found},
-                  "group": {key: value for key, value in self._group.items() if key not in _SWITCHES}}  # fmt: skip
+                  "group": {key: value for key, value in self._group.items() if key not in _SWITCHES}}
         try:
             text = json.dumps(values, default=as_number).encode()
         except (TypeError, ValueError) as error:
@@ -118,19 +118,19 @@ def check_groups(states: Mapping[str, ParameterState]) -> None:
         if values != found[1]:
             differ = [key for key in values.keys() | found[1].keys() if values.get(key) != found[1].get(key)]
             raise ValueError(f"{name} and {other} are in one group of the optimizer, but were saved with different "
-                             f"{', '.join(sorted(differ))}: group the parameters as they were")  # fmt: skip
+                             f"{', '.join(sorted(differ))}: group the parameters as they were")
 
 
 def parameter_states(
     optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]
-) -> dict[str, ParameterState]:  # fmt: skip
+) -> dict[str, ParameterState]:
     """By the names of its parameters; raises ValueError for one without a name."""
     found = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter not in names:
                 raise ValueError(f"the optimizer has a parameter {tuple(parameter.shape)} that is in none of the "
-                                 "stages: give all modules that it updates")  # fmt: skip
+                                 "stages: give all modules that it updates")
             found[names[parameter]] = ParameterState(optimizer, group, parameter)
     return found
 

@@ -17,7 +17,7 @@ def capture() -> dict[str, Any]:
     state = {
         "python": random.getstate(), "torch": _text(torch.get_rng_state()),
         "numpy": [name, keys.tolist(), position, has_gauss, gauss],
-    }  # fmt: skip
+    }
     return state | ({"cuda": _text(torch.cuda.get_rng_state())} if torch.cuda.is_initialized() else {})
 
 

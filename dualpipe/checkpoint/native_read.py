@@ -44,7 +44,7 @@ def read_parts(folder: Path, stored: Mapping[str, StoredTensor], parts: Mapping[
                     raise RuntimeError(f"{folder / file} at {chunk.start}: {error}") from error
                 if not isinstance(tensor, Tensor) or (tensor.dtype, tuple(tensor.shape)) != (dtype, chunk.sizes):
                     raise RuntimeError(f"{folder / file} does not hold {dtype} {chunk.sizes} at {chunk.start}, as it "
-                                       "should")  # fmt: skip
+                                       "should")
                 source, target = _overlap(chunk, part)
                 part.tensor[target].copy_(tensor[source])
 

@@ -78,7 +78,7 @@ class Checkpoints:
         self, directory: str | PathLike[str], mesh: DeviceMesh | None = None, *,
         kind: Literal["thread", "process"] = "thread", keep_last: int | None = None, keep_every: int | None = None,
         timeout: timedelta = timedelta(minutes=30),
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Collective over `mesh` (from `build_mesh`; None: this process alone); in the main thread.
 
         Raises ValueError on all ranks for a directory that cannot be written to, or that another job saves to.
@@ -113,7 +113,7 @@ class Checkpoints:
     # -- saving
 
     def save(self, state: State, *, step: int, plan: DTypePlan | None = None, config: Any = None,
-             extra: Any = None) -> Path:  # fmt: skip
+             extra: Any = None) -> Path:
         """Write a checkpoint and return its path, on the disk and committed.
 
         state: this rank's tensors by name, from `training_state`; what several ranks hold is written once.
@@ -134,7 +134,7 @@ class Checkpoints:
             return self._write(job, parts, lambda folder, planned: write_parts(folder, planned, parts))
 
     def save_async(self, state: State, *, step: int, plan: DTypePlan | None = None, config: Any = None,
-                   extra: Any = None) -> None:  # fmt: skip
+                   extra: Any = None) -> None:
         """As `save`, but return as soon as the tensors are copied to host memory: they may change then.
 
         Waits for the save before it, if that is still being written, and raises what has failed there; then nothing is
@@ -191,7 +191,7 @@ class Checkpoints:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-                 ) -> None:  # fmt: skip
+                 ) -> None:
         try:
             self.close()
         except Exception as failure:
@@ -246,7 +246,7 @@ class Checkpoints:
             def work() -> Written:
                 written = write(folder, planned)
                 raise_for("what the dtype plan saves in float32 must be stored so:",
-                          _narrowed(folder, written.results, job.dtypes))  # fmt: skip
+                          _narrowed(folder, written.results, job.dtypes))
                 name = f"rank-{ranks.rank:05}.json"
                 with hashed_file(folder / name, written.files) as out:
                     out.write(json.dumps({"random": job.random}).encode())
@@ -277,7 +277,7 @@ class Checkpoints:
 
     def _finish(
         self, folder: Path, job: _Job, metadata: Metadata, written: list[tuple[Written, dict[str, Any]]]
-    ) -> Path:  # fmt: skip
+    ) -> Path:
         files: dict[str, FileInfo] = {}
         dtypes: dict[str, dict[str, str]] = {}
         for rank_written, rank_dtypes in written:
@@ -287,11 +287,11 @@ class Checkpoints:
         return self._target.commit(folder, Manifest(
             step=job.step, sequence=0, saved_at=datetime.now(UTC).isoformat(timespec="seconds"), layout=self._layout,
             versions=_versions(), dtypes=dtypes, config=job.config, extra=job.extra, files=dict(sorted(files.items())),
-        ))  # fmt: skip
+        ))
 
 
 def save(directory: str | PathLike[str], state: State, *, step: int, mesh: DeviceMesh | None = None,
-         plan: DTypePlan | None = None, config: Any = None, extra: Any = None) -> Path:  # fmt: skip
+         plan: DTypePlan | None = None, config: Any = None, extra: Any = None) -> Path:
     """Write one checkpoint into a directory, as `Checkpoints.save` does."""
     with Checkpoints(directory, mesh) as checkpoints:
         return checkpoints.save(state, step=step, plan=plan, config=config, extra=extra)
@@ -326,7 +326,7 @@ def _job(step: int, plan: DTypePlan | None, config: Any, extra: Any) -> _Job:
     dtypes = {} if plan is None else {
         name: {use: short_name(getattr(of, use)) for use in ("storage", "compute", "save")}
         for name, of in plan.tensors.items()
-    }  # fmt: skip
+    }
     return _Job(step, capture(), dtypes, _as_json("config", config), _as_json("extra", extra))
 
 

@@ -44,7 +44,7 @@ class OptimizerTensors(Protocol):
 def training_state(
     stages: Sequence[nn.Module], optimizer: OptimizerTensors | torch.optim.Optimizer | None = None, *,
     numbers: Sequence[int] | None = None,
-) -> dict[str, Tensor | ParameterState]:  # fmt: skip
+) -> dict[str, Tensor | ParameterState]:
     """The tensors of this rank's stages (ascending) and their optimizer by name, sharing memory: what `save` takes.
 
     And what `load` fills in place. Any `torch.optim.Optimizer` will do, before its first step too; parameters are then

@@ -65,9 +65,9 @@ class Sample(NamedTuple):
 def local_plan(parts: Mapping[str, Part], stages: int) -> SavePlan:
     """What this rank could write; shards without elements are nobody's. `stages`: ranks with the same have the same."""
     plan = SavePlan([_write_item(name, part) for name, part in parts.items()
-                     if part.tensor.numel() or not prod(part.shape)])  # fmt: skip
+                     if part.tensor.numel() or not prod(part.shape)])
     values = {name: bytes(part.tensor.reshape(-1)[:_SAMPLE].cpu().view(torch.uint8).tolist())
-              for name, part in parts.items()}  # fmt: skip
+              for name, part in parts.items()}
     return dataclasses.replace(plan, planner_data=Sample(stages, values))
 
 
@@ -77,7 +77,7 @@ def global_plan(folder: Path, plans: list[SavePlan]) -> tuple[list[SavePlan], Me
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     plans, metadata = planner.create_global_plan(plans)
     raise_for("all ranks together must have all of every tensor; a mesh that spans them must be given, and saving be "
-              "called on each:", gaps_in(_described(metadata)))  # fmt: skip
+              "called on each:", gaps_in(_described(metadata)))
     return _Writer(folder).prepare_global_plan(plans), metadata
 
 
@@ -134,7 +134,7 @@ def _described(metadata: Metadata) -> dict[str, StoredTensor]:
         for chunk in entry.chunks:
             place = places.get(MetadataIndex(name, chunk.offsets), nowhere)
             chunks.append(StoredChunk(tuple(chunk.offsets), tuple(chunk.sizes), place.relative_path, place.offset,
-                                      place.length))  # fmt: skip
+                                      place.length))
         described[name] = StoredTensor(entry.properties.dtype, tuple(entry.size), tuple(chunks))
     return described
 

@@ -51,13 +51,13 @@ class WriterProcess:
             if not self._connection.poll(self._timeout):
                 self.close()
                 raise TimeoutError(f"the process that writes checkpoints gave no answer for {self._timeout:.0f} s; the "
-                                   "next save starts another")  # fmt: skip
+                                   "next save starts another")
             outcome = self._connection.recv()
         except TimeoutError:
             raise
         except (EOFError, OSError) as error:
             raise RuntimeError(f"the process that writes checkpoints has died (exit status {self._process.wait()}); "
-                               "the next save starts another") from error  # fmt: skip
+                               "the next save starts another") from error
         if isinstance(outcome, str):
             raise RuntimeError(outcome)
         return outcome

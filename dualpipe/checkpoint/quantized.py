@@ -160,7 +160,7 @@ def fp8_block(hub: Mapping[str, Any]) -> tuple[int, int] | None:
         return None
     if method != "fp8":
         raise ValueError(f"quantization_config: quant_method {method!r} is not supported; only mxfp4, and fp8 with "
-                         "weight_block_size: take a checkpoint in bfloat16")  # fmt: skip
+                         "weight_block_size: take a checkpoint in bfloat16")
     if not (isinstance(block, Sequence) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block)):
         raise ValueError(f"quantization_config: fp8 needs a weight_block_size such as [128, 128]; got {block!r}")
     return tuple(block)
@@ -182,7 +182,7 @@ def find_stored(header: Header, name: str, block: tuple[int, int] | None) -> Sto
         raise ValueError(f"{name} is {info.dtype}, and its scales {scales} are missing")
     if block is None:
         raise ValueError(f"{name} is {info.dtype}; config.json does not say how, in a quantization_config with "
-                         "quant_method fp8 and weight_block_size")  # fmt: skip
+                         "quant_method fp8 and weight_block_size")
     if info.dtype is not torch.float8_e4m3fn or len(info.shape) < 2:
         raise ValueError(f"{name} is {info.dtype} {info.shape}; only torch.float8_e4m3fn matrices are supported")
     _require_shape(header, scales, (*info.shape[:-2], *(-(-n // size) for n, size in zip(info.shape[-2:], block))))

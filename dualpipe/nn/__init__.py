@@ -10,4 +10,4 @@ from dualpipe.nn.router_set import RouterSet
 __all__ = [
     "GroupedLinear", "GroupedSwiGLU", "Linear", "RMSNorm", "Router", "RouterSet", "cross_entropy_loss",
     "defer_weight_grads",
-]  # fmt: skip
+]

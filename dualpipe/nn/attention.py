@@ -88,9 +88,9 @@ def packed_positions(cu_seqlens: Tensor, batch: int, length: int) -> Tensor:
     """
     numbers = torch.arange(batch * length, device=cu_seqlens.device)
     if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2 or (cu_seqlens.diff() < 0).any() or (
-        cu_seqlens[0] != 0 or cu_seqlens[-1] != batch * length):  # fmt: skip
+        cu_seqlens[0] != 0 or cu_seqlens[-1] != batch * length):
         raise ValueError(f"cu_seqlens must rise from 0 to the number of tokens, {batch * length}; "
-                         f"got {cu_seqlens.tolist()}")  # fmt: skip
+                         f"got {cu_seqlens.tolist()}")
     first = torch.searchsorted(cu_seqlens.to(numbers.dtype), numbers, right=True) - 1
     return (numbers - cu_seqlens[first]).view(batch, length)
 

@@ -124,7 +124,7 @@ class RouterStatistics:
 
 def reduce_statistics(
     statistics: Sequence[RouterStatistics], group: dist.ProcessGroup, *, replicas: int | None = None
-) -> None:  # fmt: skip
+) -> None:
     """Loads summed, losses averaged over the ranks of `group`, in place, in one all-reduce.
 
     Every rank gives those of the same routers in the same order. replicas: on how many of the ranks each router ran (on
@@ -168,13 +168,13 @@ class RouterStep:
             raise ValueError(f"level must be 'microbatch', 'sequence' or 'global'; got {self.level!r}")
         if self.balance and self.level == "global" and self.load_E is None:
             raise ValueError("level 'global' needs load_E, the loads of the last global batch; "
-                             "give torch.zeros(num_experts) in the first step")  # fmt: skip
+                             "give torch.zeros(num_experts) in the first step")
 
 
 def add_losses(
     step: RouterStep, weights_TK: Tensor, experts_TK: Tensor, logits_TE: Tensor, probs: Callable[[], Tensor],
     sequences: int | None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """`weights_TK`, whose backward starts that of the losses and counts.
 
     probs: gives the probabilities (T, E), where they are needed; sequences: in the tokens, None where nobody knows.
@@ -207,7 +207,7 @@ def _parts(step: RouterStep, experts_TK: Tensor, sequences: int | None) -> Tenso
         return experts_TK.reshape(1, -1)
     if sequences is None:
         raise ValueError("level 'sequence' needs x as (B, S, H), to know the sequences; got (T, H) with "
-                         f"T = {len(experts_TK)}")  # fmt: skip
+                         f"T = {len(experts_TK)}")
     return experts_TK.reshape(sequences, experts_TK.numel() // max(sequences, 1))
 
 
@@ -225,7 +225,7 @@ class _AddLosses(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, weights_TK: Tensor, loss: Tensor, statistics: RouterStatistics | None, counts: Tensor | None
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         ctx.statistics, ctx.counts, ctx.seed = statistics, counts, loss.new_ones(())
         return weights_TK.view_as(weights_TK)
 

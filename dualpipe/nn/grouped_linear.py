@@ -111,7 +111,7 @@ def _autocast(x: Tensor) -> tuple[Tensor, torch.dtype | None]:
     """`x` and the dtype that autocast wants the parameters in, if any; ValueError under torch.func."""
     if torch._C._are_functorch_transforms_active():
         raise ValueError("torch.func does not go through GroupedLinear, whose kernels have a backward for autograd "
-                         "alone; use torch.autograd.grad, or experts that are nn.Linear")  # fmt: skip
+                         "alone; use torch.autograd.grad, or experts that are nn.Linear")
     if not torch.is_autocast_enabled(x.device.type) or x.dtype is torch.float64:
         return x, None
     dtype = torch.get_autocast_dtype(x.device.type)
@@ -164,7 +164,7 @@ class _GroupedSwiGLU(torch.autograd.Function):
         h, gate_up = grouped_gemm_swiglu(
             x, used_weight, _ends(rows), bias=used_bias, gather=_gather(rows), weight=scale,
             clamped=clamped, alpha=alpha, limit=limit,
-        )  # fmt: skip
+        )
         _keep(ctx, weight, bias, rows, x, used_weight, gate_up, scale)
         return h
 
@@ -179,7 +179,7 @@ class _GroupedSwiGLU(torch.autograd.Function):
 def _keep(
     ctx: Any, weight: Tensor, bias: Tensor | None, rows: Tensor | SortedTokens, x: Tensor, used_weight: Tensor,
     *others: Tensor | None,
-) -> None:  # fmt: skip
+) -> None:
     """What `_grads` needs; the parameters themselves, because saved tensors may come back as copies."""
     need_x, need_weight, *_ = ctx.needs_input_grad
     ctx.weight, ctx.bias, ctx.rows = weight, bias, rows
@@ -242,7 +242,7 @@ def _top_k(x: Tensor, tokens: SortedTokens) -> int:
     top_k = max(1, choices // max(1, x.shape[0]))
     if x.shape[0] * top_k != choices:
         raise ValueError(f"x must have one row for each token, and the {choices} sorted rows be a multiple of them; "
-                         f"got {x.shape[0]}")  # fmt: skip
+                         f"got {x.shape[0]}")
     return top_k
 
 

@@ -29,7 +29,7 @@ def cross_entropy_loss(
     """
     if logits.shape[:-1] != labels.shape:
         raise ValueError(f"labels must have the shape {tuple(logits.shape[:-1])} of logits without the vocabulary; "
-                         f"got {tuple(labels.shape)}")  # fmt: skip
+                         f"got {tuple(labels.shape)}")
     return cross_entropy(
         logits.flatten(0, -2),
         labels.flatten(),

@@ -36,7 +36,7 @@ from dualpipe.nn.routes import BalancedRoutes, Choice, Routes
 __all__ = [
     "BalancedRoutes", "Choice", "Level", "Router", "RouterStatistics", "RouterStep", "Routes", "Score", "balance_loss",
     "count_load", "reduce_statistics", "z_loss",
-]  # fmt: skip
+]
 
 Score = Literal["softmax", "sigmoid", "softmax_topk"]
 
@@ -117,7 +117,7 @@ class Router(Linear):
             raise ValueError(f"load_E must have the shape {tuple(bias_E.shape)}; got {tuple(load_E.shape)}")
         if bias_E.dtype.itemsize < 4:
             raise ValueError(f"e_score_correction_bias is {bias_E.dtype}, which loses updates of {rate}; keep it in "
-                             "float32 when casting the model, as a dtype plan does")  # fmt: skip
+                             "float32 when casting the model, as a dtype plan does")
         bias_E.add_((load_E.sum() - load_E * len(load_E)).sign(), alpha=rate)  # exact: no mean is rounded
 
     def extra_repr(self) -> str:
@@ -147,7 +147,7 @@ class Router(Linear):
         experts_TK = self.choice(own_TK, self.out_features)
         if experts_TK.shape != own_TK.shape:
             raise ValueError(f"the router's choice gave experts of shape {tuple(experts_TK.shape)} for (T, K) = "
-                             f"{tuple(own_TK.shape)}; replay the batch, cut as it was recorded")  # fmt: skip
+                             f"{tuple(own_TK.shape)}; replay the batch, cut as it was recorded")
         return experts_TK
 
     def _within_best_groups(self, scores_TE: Tensor) -> Tensor:
@@ -185,4 +185,4 @@ def _check_sizes(experts: int, top_k: int, score: str, n_group: int, topk_group:
         raise ValueError(f"group_best must be 1 to the size of a group ({size}); got {group_best}")
     if not 1 <= top_k <= topk_group * size:
         raise ValueError(f"top_k must be 1 to the {topk_group * size} experts of topk_group ({topk_group}) groups of "
-                         f"{size}; got {top_k}")  # fmt: skip
+                         f"{size}; got {top_k}")

@@ -66,7 +66,7 @@ class RouterSet:
         kinds = _collect_kinds(self._here, group, replicas)
         if bias_update_rate and not any(kind.has_bias for kind in kinds.values()):
             raise ValueError(f"bias_update_rate is {bias_update_rate}, but no router of this model has a correction "
-                             "bias; set it to 0")  # fmt: skip
+                             "bias; set it to 0")
         self.statistics = {name: RouterStatistics(kind.num_experts, device=device) for name, kind in kinds.items()}
         """of the last step, by the router's name: those of the whole model, in the same order on all ranks"""
         self._make_step = partial(RouterStep, num_chunks, balance, level, z=z)
@@ -127,7 +127,7 @@ class RouterSet:
 
 def _collect_kinds(
     here: list[tuple[str, Router]], group: dist.ProcessGroup | None, replicas: int
-) -> dict[str, _Kind]:  # fmt: skip
+) -> dict[str, _Kind]:
     """The kind of every router of the model, by name."""
     own = [(name, _Kind(router.out_features, router.e_score_correction_bias is not None)) for name, router in here]
     gathered = [own]
@@ -140,5 +140,5 @@ def _collect_kinds(
     for name in kinds:
         if (found := names.count(name)) != replicas:
             raise ValueError(f"all ranks together have {found} routers named {name!r}, but replicas is {replicas}; "
-                             "give every layer a name of its own, the same on each replica")  # fmt: skip
+                             "give every layer a name of its own, the same on each replica")
     return kinds

@@ -36,7 +36,7 @@ class BalancedRoutes:
         """ValueError for a stride that leaves experts out."""
         if math.gcd(self.stride, num_experts) != 1:
             raise ValueError(f"stride {self.stride} and the number of experts {num_experts} have a divisor in common, "
-                             "so some experts would get nothing; take 1, or another odd number")  # fmt: skip
+                             "so some experts would get nothing; take 1, or another odd number")
 
     def __call__(self, experts_TK: Tensor, num_experts: int) -> Tensor:
         self.check(num_experts)
@@ -124,7 +124,7 @@ class Routes:
             if found >= self.num_microbatches:
                 raise ValueError(f"layer {layer!r} was run more than num_microbatches = {self.num_microbatches} times; "
                                  "make a new choice for each step, or say which micro-batch it is by "
-                                 "`with routes.at(number):`")  # fmt: skip
+                                 "`with routes.at(number):`")
             return found
 
         return number

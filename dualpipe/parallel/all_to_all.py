@@ -29,7 +29,7 @@ class AllToAll(Protocol):
 
     def start(
         self, received: Tensor, sent: Tensor, received_rows: Sequence[int], sent_rows: Sequence[int]
-    ) -> dist.Work:  # fmt: skip
+    ) -> dist.Work:
         """Send `sent_rows[r]` rows to each rank r, one after the other in `sent`; `received` likewise by source.
 
         The tensors are contiguous and of one dtype. On CUDA it comes after what the current stream has been given, and
@@ -47,7 +47,7 @@ class GroupAllToAll:
 
     def start(
         self, received: Tensor, sent: Tensor, received_rows: Sequence[int], sent_rows: Sequence[int]
-    ) -> dist.Work:  # fmt: skip
+    ) -> dist.Work:
         """See `AllToAll`."""
         return dist.all_to_all_single(
             received, sent, list(received_rows), list(sent_rows), group=self.group, async_op=True
@@ -70,7 +70,7 @@ def agreed_sizes(sent: list[list[int]], received: list[list[int]]) -> Sizes:
     told = {tuple(record[2:]) for record in (*sent, *received)} - {(0, 0, 0)}  # nothing from a rank without inputs
     if len(told) > 1:
         raise ValueError(f"the ranks' rows consist of different numbers of bytes (hidden state, weights, choices): "
-                         f"{sorted(told)}; give the layer the same sizes and dtypes everywhere")  # fmt: skip
+                         f"{sorted(told)}; give the layer the same sizes and dtypes everywhere")
     counts = (tuple(record[0] for record in records) for records in (sent, received))
     return Sizes(*counts, *(told.pop() if told else (0, 0, 0)))
 
@@ -120,7 +120,7 @@ class Counts:
 
     def __init__(
         self, wire: Wire, counts: Tensor | None, row: tuple[int, int, int], made: torch.cuda.Event | None
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._copied: torch.cuda.Event | None = None
         with wire.beside(made, *(() if counts is None else (counts,))):
             both = torch.zeros(2, wire.size, 5, dtype=torch.int64, device=wire.device)  # sent, received

@@ -46,7 +46,7 @@ def clip_grad_norm_(
     max_norm, norm_type = float(max_norm), float(norm_type)
     if not norm_type > 0 or not max_norm >= 0:
         raise ValueError(f"norm_type must be above 0 and max_norm at least 0, got norm_type = {norm_type} and "
-                         f"max_norm = {max_norm}")  # fmt: skip
+                         f"max_norm = {max_norm}")
     to_measure: defaultdict[tuple[ProcessGroup, ...], list[Tensor]] = defaultdict(list)
     to_scale: list[Tensor] = []
     for parameter in dict.fromkeys(parameters):
@@ -68,7 +68,7 @@ def clip_grad_norm_(
             torch._foreach_mul_(gradients, scale.to(torch.promote_types(own, torch.float32)))
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(f"the norm of the gradients is {norm.item()}, so they were not clipped; without "
-                           "error_if_nonfinite they are scaled all the same")  # fmt: skip
+                           "error_if_nonfinite they are scaled all the same")
     return norm.to(dtype)
 
 

@@ -70,7 +70,7 @@ def _overlap(parts: Sequence[StoredChunk]) -> bool:
     """Whether two parts share a cell of the grid that all their edges make."""
     bounds = [[(start, start + size) for start, size in zip(part.offsets, part.sizes)] for part in parts]
     places = [{edge: place for place, edge in enumerate(sorted({edge for pair in along for edge in pair}))}
-              for along in zip(*bounds)]  # fmt: skip
+              for along in zip(*bounds)]
     seen: set[tuple[int, ...]] = set()
     for part in bounds:
         for cell in product(*(range(at[start], at[stop]) for at, (start, stop) in zip(places, part))):

@@ -146,13 +146,13 @@ class AllToAllDispatcher:
 
     def _check(self, x_TH: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> None:
         if not (x_TH.dim() == weights_TK.dim() == 2 and experts_TK.shape == weights_TK.shape == (
-            x_TH.shape[0], weights_TK.shape[1])):  # fmt: skip
+            x_TH.shape[0], weights_TK.shape[1])):
             raise ValueError(f"tokens (T, H), weights (T, K) and experts (T, K) are needed; got {tuple(x_TH.shape)}, "
-                             f"{tuple(weights_TK.shape)} and {tuple(experts_TK.shape)}")  # fmt: skip
+                             f"{tuple(weights_TK.shape)} and {tuple(experts_TK.shape)}")
         experts = self._local * self._ranks
         if experts_TK.device.type == "cpu" and ((experts_TK < -1) | (experts_TK >= experts)).any():
             raise ValueError(f"experts must be between 0 and {experts - 1}, or -1 for none; "
-                             f"got {experts_TK.min()} to {experts_TK.max()}")  # fmt: skip
+                             f"got {experts_TK.min()} to {experts_TK.max()}")
 
 
 def _distinct(ranks_TK: Tensor, of_rank_TKG: Tensor) -> Tensor:
@@ -281,14 +281,14 @@ class _Combine:
         sizes = self._sizes(received)
         if rows is not None and (rows.shape[0], row_bytes_of(rows)) != (sum(sizes.received), sizes.row):
             raise ValueError(f"combine takes one row of {sizes.row} bytes for each of {sum(sizes.received)} received "
-                             f"ones; got {tuple(rows.shape)} in {rows.dtype}: keep shape and dtype")  # fmt: skip
+                             f"ones; got {tuple(rows.shape)} in {rows.dtype}: keep shape and dtype")
         flight, dtype = Flight(self._wire, self._wire.mark()), None if rows is None else rows.dtype
         flight.add(rows, sizes.row, sizes.received, sizes.sent)
         return Landing(flight, (dtype,), (sizes, dtype))
 
     def backward(
         self, context: tuple[Sizes, torch.dtype | None], gradients: tuple[Tensor | None] | None
-    ) -> Pending:  # fmt: skip
+    ) -> Pending:
         (sizes, dtype), (d_rows,) = context, gradients or (None,)
         flight = Flight(self._wire, self._wire.mark())
         flight.add(d_rows, sizes.row, sizes.sent, sizes.received)

@@ -45,7 +45,7 @@ from dualpipe.parallel.mesh import divisors
 from dualpipe.pipeline.segments import Communication
 
 __all__ = ["AllToAll", "Dispatcher", "ExpertParallel", "GroupAllToAll", "Plan", "Received", "expert_parallel_mlp",
-           "run_experts", "shard_experts"]  # fmt: skip
+           "run_experts", "shard_experts"]
 
 
 class ExpertParallel:
@@ -166,5 +166,5 @@ def _share(what: str, experts: int, ranks: int) -> int:
     if experts < 1 or experts % ranks:
         possible = ", ".join(map(str, divisors(experts)))
         raise ValueError(f"{what}: {experts} experts cannot be divided evenly among {ranks} expert-parallel ranks; "
-                         f"possible numbers of ranks: {possible}")  # fmt: skip
+                         f"possible numbers of ranks: {possible}")
     return experts // ranks

@@ -180,14 +180,14 @@ class StageParameters:
         for root in self._roots:
             if any(kind.__name__ == "ReplicateModule" for kind in type(root).__mro__):  # which is private
                 raise ValueError("a module was given to torch's replicate, which a pipeline cannot drive; use "
-                                 "fully_shard with a mesh of (ranks, 1)")  # fmt: skip
+                                 "fully_shard with a mesh of (ranks, 1)")
             if len(_private(_state(root), "_modules")) > 1:
                 raise ValueError("fully_shard was given several modules together that are in no larger unit of their "
-                                 "stage; call fully_shard on the stage itself as well")  # fmt: skip
+                                 "stage; call fully_shard on the stage itself as well")
         for group in self._groups():
             if isinstance(_private(group, "offload_policy"), CPUOffloadPolicy):
                 raise ValueError("FSDP2's CPU offload is not supported under a pipeline, which keeps parameters "
-                                 "gathered for a whole step; leave offload_policy out")  # fmt: skip
+                                 "gathered for a whole step; leave offload_policy out")
 
     def _groups(self) -> Iterator[Any]:
         """All parameter groups, in the order of a backward."""
@@ -288,7 +288,7 @@ def check_apart(stages: Sequence[StageParameters]) -> None:
         states = [_state(unit) for unit in stage._units]
         if any(state is other for state in states for other in seen):
             raise ValueError("fully_shard was given modules of two stages together, which are gathered and reduced "
-                             "at different times; shard each stage by itself, sharing no parameter")  # fmt: skip
+                             "at different times; shard each stage by itself, sharing no parameter")
         seen += states
 
 

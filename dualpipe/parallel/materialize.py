@@ -165,7 +165,7 @@ def _check_arguments(module: nn.Module, seed: int | None, source: object) -> Non
         raise ValueError(f"both seed ({seed}) and source are given; choose what fills the parameters")
     if seed is not None and not hasattr(module, "init_weights"):
         raise ValueError(f"{type(module).__name__} has no init_weights(seed); write one with "
-                         "dualpipe.nn.init.seeded_normal_, or pass source instead of seed")  # fmt: skip
+                         "dualpipe.nn.init.seeded_normal_, or pass source instead of seed")
 
 
 # -- buffers
@@ -208,13 +208,13 @@ def _buffer_problems(
             if not same or not _is_on(new, device):
                 yield (f"{name}: recompute_buffers returns {tuple(new.shape)} {new.dtype} on {new.device}; the buffer "
                        f"is {tuple(old.shape)} {old.dtype}, wanted on {device}; make them agree "
-                       "(module.to(dtype) casts buffers, torch.set_default_dtype while building does not)")  # fmt: skip
+                       "(module.to(dtype) casts buffers, torch.set_default_dtype while building does not)")
         elif not persistent:
             yield (f"{name}: not persistent, so in no checkpoint, and {owner} does not declare how to recompute it; "
-                   "give it recompute_buffers(device), or register the buffer as persistent")  # fmt: skip
+                   "give it recompute_buffers(device), or register the buffer as persistent")
         elif old.device.type == "meta" and not keep_meta:
             yield (f"{name}: on meta, so without a value to keep; build with build_on_meta instead of a meta device, "
-                   f"give {owner} recompute_buffers(device), or load a checkpoint")  # fmt: skip
+                   f"give {owner} recompute_buffers(device), or load a checkpoint")
 
 
 # -- parameters
@@ -279,7 +279,7 @@ def _entries(module: nn.Module) -> list[tuple[Tensor, list[str]]]:
 
 def _source_problems(
     module: nn.Module, plan: DTypePlan, source: Mapping[str, Sliceable], frozen: set[int]
-) -> Iterator[str]:  # fmt: skip
+) -> Iterator[str]:
     entries = _entries(module)
     known = {name for _, names in entries for name in names}
     for tensor, names in entries:
@@ -318,7 +318,7 @@ def _frozen(module: nn.Module) -> set[int]:
 def _dtype_problem(name: str, dtype: torch.dtype, storage: torch.dtype, frozen: bool) -> Iterator[str]:
     if _loses_values(dtype, storage) and not frozen:
         yield (f"{name}: values in {dtype} would be rounded to {storage}; cast them first, or tell resolve_dtypes of "
-               "them by source_dtypes")  # fmt: skip
+               "them by source_dtypes")
 
 
 def _moved(tensor: Tensor, storage: torch.dtype, device: torch.device) -> Tensor:

@@ -22,7 +22,7 @@ DIMENSIONS = ("pp", "dp", "ep")
 
 def build_mesh(
     pp: int, dp: int | None, ep: int, device: torch.device, *, timeout: timedelta | None = None
-) -> DeviceMesh:  # fmt: skip
+) -> DeviceMesh:
     """The mesh over all ranks of the default process group, each of its groups used once.
 
     A communicator that is made in the middle of a step, in another order on each rank, can deadlock; so all are made
@@ -54,7 +54,7 @@ def mesh_sizes(ranks: int, pp: int, dp: int | None, ep: int) -> tuple[int, int, 
     rest, unfit = divmod(ranks, pp * ep)
     if unfit or dp not in (None, rest):
         raise ValueError(f"{_product(given)} does not fit {ranks} ranks: pp * dp * ep must be {ranks}. Possible: "
-                         f"{'; '.join(_possible(ranks, given))}; or start another number of ranks")  # fmt: skip
+                         f"{'; '.join(_possible(ranks, given))}; or start another number of ranks")
     return pp, rest, ep
 
 

@@ -29,7 +29,7 @@ from dualpipe.parallel.sharding import boundary_dtype, frozen_modules, plan_unit
 __all__ = [
     "ContractError", "DTypePlan", "DTypePolicy", "Rule", "TensorDTypes", "assert_contract", "boundary_dtype",
     "checkpoint_dtypes", "resolve_dtypes", "shard",
-]  # fmt: skip
+]
 
 
 @dataclass(frozen=True)
@@ -327,20 +327,20 @@ def _match_rules(found: Iterable[_Found], rules: Sequence[Rule]) -> list[_Decide
                 if said.setdefault(name, dtype) is not dtype:
                     both = " and ".join(map(_say, matching))
                     raise ValueError(f"rules disagree on {' = '.join(item.names)}: {both}; make one of the patterns "
-                                     "narrower")  # fmt: skip
+                                     "narrower")
         patterns = ", ".join(dict.fromkeys(repr(rule.pattern) for rule in matching))
         chosen.append(_Decided(f"rule {patterns}" if matching else "", said))
     if unused := [rule for rule in rules if rule not in used]:
         names = [name for item in found if item.tensor.is_floating_point() for name in item.names]
         raise ValueError("no floating-point tensor of the model matches "
                          + "; ".join(f"{_say(rule)}, nearest: {_nearest(rule.pattern, names)}" for rule in unused)
-                         + "; a pattern is matched by whole segments from the start of a name")  # fmt: skip
+                         + "; a pattern is matched by whole segments from the start of a name")
     return chosen
 
 
 def _say(rule: Rule) -> str:
     words = {"dtype": "", "output_dtype": "returning ", "storage": "stored in ", "reduce": "reduced in ",
-             "save": "saved in "}  # fmt: skip
+             "save": "saved in "}
     return f"{rule.pattern!r} ({' '.join(words[name] + short_name(dtype) for name, dtype in rule.given.items())})"
 
 
@@ -357,12 +357,12 @@ def _nearest(pattern: str, names: Iterable[str]) -> str:
 
 def _match_sources(
     found: Sequence[_Found], sources: Mapping[str, torch.dtype] | None
-) -> list[torch.dtype | None]:  # fmt: skip
+) -> list[torch.dtype | None]:
     matched = [next((sources[name] for name in item.names if name in sources), None) if sources else None
-               for item in found]  # fmt: skip
+               for item in found]
     if sources and not any(matched):
         raise ValueError(f"no name of source_dtypes is in the model; it has {next(iter(sources))!r}, the model "
-                         f"{found[0].names[0] if found else 'nothing'!r}: convert the checkpoint's names")  # fmt: skip
+                         f"{found[0].names[0] if found else 'nothing'!r}: convert the checkpoint's names")
     return matched
 
 
@@ -392,10 +392,10 @@ def _decide(
         if as_computed or torch.promote_types(asked, compute) is not asked:
             what = "a buffer or frozen, and is stored as it computes" if as_computed else "to compute in more than that"
             raise ValueError(f"{item.names[0]} is {what}, {short_name(compute)}, but {rule.reason} stores it in "
-                             f"{short_name(asked)}; give both the same dtype")  # fmt: skip
+                             f"{short_name(asked)}; give both the same dtype")
         storage = asked
     return TensorDTypes(storage, compute, by_rule.get("save", compute), f"{reason}; frozen" if item.frozen else reason,
-                        by_rule.get("output_dtype"), by_rule.get("reduce"))  # fmt: skip
+                        by_rule.get("output_dtype"), by_rule.get("reduce"))
 
 
 def _promote(source: torch.dtype | None, requested: torch.dtype) -> torch.dtype:

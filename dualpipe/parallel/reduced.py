@@ -37,7 +37,7 @@ def check_stages(
             if isinstance(module, DistributedDataParallel | FullyShardedDataParallel):
                 raise ValueError(f"module {number} of this rank {'has' if name else 'is'} a {type(module).__name__}"
                                  f"{name and f', {name}'}, which does not reduce the gradients of a pipeline's step: "
-                                 f"{_REMEDY} instead")  # fmt: skip
+                                 f"{_REMEDY} instead")
         missed = [name for name in _unsharded(stage, its, ranks) if not _named(name, unreduced)]
         if its.sharded and len(ranks) > 1 and missed:
             raise ValueError(f"module {number} of this rank is sharded in part, but not {_some(missed)}; {_told()}")
@@ -54,7 +54,7 @@ def check_ranks(ranks: Sequence[tuple[bool, list[str]]]) -> None:
 
 def _told() -> str:
     return (f"gradients would differ from one data-parallel rank to the next: {_REMEDY}, or, where you reduce them "
-            "yourself, name them in unreduced")  # fmt: skip
+            "yourself, name them in unreduced")
 
 
 def _some(names: Sequence[str]) -> str:

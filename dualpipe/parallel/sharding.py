@@ -150,7 +150,7 @@ class _Planner:
                 raise ValueError(f"{self.names[child]} ({type(child).__name__}) has no forward, so its parameters, "
                                  f"{_describe(own)}, cannot be gathered apart from those around it, "
                                  f"{_describe(main)}: give both the same dtype, or move them to a module "
-                                 "that has one")  # fmt: skip
+                                 "that has one")
             elif _has_forward(child) and len(self.keys[child]) == 1 and not self._hosts_inside(child, layered):
                 (key,) = self.keys[child]
                 if key != main:
@@ -207,7 +207,7 @@ class _Planner:
             found = ", ".join(f"{full} ({_describe(key)})" for key, full in keys.items())
             raise ValueError(f"{self.names[module] or 'the module'} ({type(module).__name__}) directly owns parameters "
                              f"that FSDP2 cannot keep apart: {found}; give them the same dtypes with a rule or pin, or "
-                             "move some to a submodule")  # fmt: skip
+                             "move some to a submodule")
         return next(iter(keys), None)
 
     # -- casts
@@ -264,7 +264,7 @@ def _join_tied(root: nn.Module, units: list[Unit]) -> list[Unit]:
             again = set(tied) & {module for unit in joined for module in unit.modules}
             if again or any(child is not module for module in tied for child in module.modules()):
                 raise ValueError(f"{[type(module).__name__ for module in tied]} share a parameter across units and "
-                                 "have others besides: tie modules that own nothing else")  # fmt: skip
+                                 "have others besides: tie modules that own nothing else")
             joined.append(Unit(tied, unit_of[tied[0]].key))
     taken = {module for unit in joined for module in unit.modules}
     rest = [replace(unit, modules=tuple(m for m in unit.modules if m not in taken)) for unit in units]
@@ -329,29 +329,29 @@ def boundary_dtype(policy: DTypePolicy, explicit: torch.dtype | None = None) -> 
     if not explicit.is_floating_point:
         raise ValueError(f"output_dtype must be a floating-point dtype; got {explicit}")
     warnings.warn(f"the module returns {short_name(explicit)}, not the policy's output_dtype "
-                  f"{short_name(policy.output_dtype)}", stacklevel=3)  # fmt: skip
+                  f"{short_name(policy.output_dtype)}", stacklevel=3)
     return explicit
 
 
 def _check_meshes(
     module: nn.Module, mesh: DeviceMesh | None, plan: DTypePlan, expert_mesh: DeviceMesh | None
-) -> None:  # fmt: skip
+) -> None:
     for name, param in module.named_parameters():
         dtypes = plan.of(name)
         if mesh is None and dtypes.storage is not dtypes.compute:
             raise ValueError(f"{name} is stored in {short_name(dtypes.storage)} and computes in "
                              f"{short_name(dtypes.compute)}, which only a sharded module can: shard it over a mesh (of "
-                             "one rank, if there is no other), or build it in its compute dtype")  # fmt: skip
+                             "one rank, if there is no other), or build it in its compute dtype")
         if not isinstance(param, DTensor):
             continue
         if not all(isinstance(placement, Shard) for placement in param.placements):
             raise ValueError(f"{name} is a DTensor placed {param.placements}; its gradient would not be reduced over "
-                             "the ranks that it is replicated on: make it a plain parameter")  # fmt: skip
+                             "the ranks that it is replicated on: make it a plain parameter")
         ep = param.device_mesh.size()
         sizes = [None if m is None else m.size() for m in (mesh, expert_mesh)]
         if None in sizes or sizes[1] * ep != sizes[0]:
             raise ValueError(f"{name} is sharded over {ep} expert-parallel ranks: expert_mesh must be given, and mesh "
-                             f"have {ep} times its ranks; their sizes are {sizes[1]} and {sizes[0]}")  # fmt: skip
+                             f"have {ep} times its ranks; their sizes are {sizes[1]} and {sizes[0]}")
 
 
 def _two_dimensional(mesh: DeviceMesh) -> DeviceMesh:
@@ -373,7 +373,7 @@ def _store(module: nn.Module, plan: DTypePlan) -> None:
                 continue
             if param.requires_grad and torch.promote_types(param.dtype, storage) is not storage:
                 raise ValueError(f"{full} is {short_name(param.dtype)} and trainable, but the plan stores it in "
-                                 f"{short_name(storage)}: resolve the plan for a model built the same way")  # fmt: skip
+                                 f"{short_name(storage)}: resolve the plan for a model built the same way")
             if isinstance(param, DTensor):  # its data is not assignable
                 setattr(owner, name, nn.Parameter(param.detach().to(storage), requires_grad=param.requires_grad))
             else:

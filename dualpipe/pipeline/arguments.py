@@ -77,7 +77,7 @@ class Construction(NamedTuple):
         if any(shape in last for shape in embeddings):
             raise ValueError("tie_word_embeddings is set, but the first and the last stage are on two ranks and would "
                              "train two weights; use a V-shaped schedule (dualpipev, zbv), or set it to False in their "
-                             "config")  # fmt: skip
+                             "config")
         takes = Takes.union(Takes(*r.takes) for r in ranks)
         return any(r.overlaps for r in ranks), takes, torch.float64 if any(r.double for r in ranks) else torch.float32
 
@@ -104,14 +104,14 @@ def tied_ends(first: nn.Module | None, last: nn.Module | None) -> list[list[list
     ties them; none of a stage on another rank (None). ValueError where both are here, with weights of one shape, and
     share no Parameter."""
     ends = [[m.weight for m in first.modules() if isinstance(m, nn.Embedding)] if _ties(first) else [],
-            [p for p in last.parameters() if p.dim() == 2] if _ties(last) else []]  # fmt: skip
+            [p for p in last.parameters() if p.dim() == 2] if _ties(last) else []]
     embeddings, matrices = ([list(shape) for shape in dict.fromkeys(w.shape for w in weights)] for weights in ends)
     if first is None or last is None:
         return [embeddings, matrices]
     shared = first is last or set(first.parameters()) & set(last.parameters())
     if not shared and any(shape in matrices for shape in embeddings):
         raise ValueError("tie_word_embeddings is set, but the first and the last stage share no Parameter and would "
-                         "train two weights; give one the other's, or set it to False in their config")  # fmt: skip
+                         "train two weights; give one the other's, or set it to False in their config")
     return [[], []]
 
 

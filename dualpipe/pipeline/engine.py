@@ -130,7 +130,7 @@ class Pipeline(nn.Module):
         if len(set(modules)) < len(modules):
             names = [type(module).__name__ for module in modules]
             raise ValueError(f"one module is given twice in {names}; give each stage a module of its own, which may "
-                             "share Parameters with another")  # fmt: skip
+                             "share Parameters with another")
         self.module = nn.ModuleList(modules)
         self._parameters_of = [StageParameters(module) for module in self.module]
         check_apart(self._parameters_of)
@@ -207,7 +207,7 @@ class Pipeline(nn.Module):
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """`torch.nn.utils.clip_grad_norm_` for the model of all ranks; every rank must call it, after a step.
 
         The norm is that of the gradients of all stages, and of parameters that are sharded over data- or expert-
@@ -220,7 +220,7 @@ class Pipeline(nn.Module):
         return clip_grad_norm_(
             self.parameters(), max_norm, norm_type, error_if_nonfinite, group=self._group, device=self.device,
             dtype=self._norm_dtype,
-        )  # fmt: skip
+        )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As of any module; gradients that steps with `sync=False` keep are dropped too."""

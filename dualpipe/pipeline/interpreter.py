@@ -247,7 +247,7 @@ class Interpreter:
         jobs = [self._job(action, len(actions), error) for action in actions]
         # Backwards first: the first segment of a stage hides more than the last, by up to a tenth of a pair's time.
         self._walker.walk([j for a, j in zip(actions, jobs) if a.kind in "BI"] +
-                          [j for a, j in zip(actions, jobs) if a.kind not in "BI"])  # fmt: skip
+                          [j for a, j in zip(actions, jobs) if a.kind not in "BI"])
         return jobs
 
     def _job(self, action: Action, count: int, error: BaseException | None) -> Job:
@@ -292,7 +292,7 @@ class Interpreter:
             outputs0, loss0 = type(module0).overlapped_forward_backward(
                 module0, list(inputs0), criterion, list(labels),
                 module1, saved.loss, outputs1, tuple(self._gradients.pop(slot1, ())),
-            )  # fmt: skip
+            )
         return self._keep(slot0, leaves0, _as_tuple(outputs0), loss0), _input_gradients(saved)
 
 
@@ -316,7 +316,7 @@ def _as_tuple(outputs: object) -> tuple[Tensor, ...]:
         raise ValueError(f"a stage must return a tensor or a tuple of tensors, not {kinds}")
     if not outputs:
         raise ValueError("a stage must return a tensor or a tuple of tensors, not an empty one; return what it was "
-                         "given where it has nothing to add")  # fmt: skip
+                         "given where it has nothing to add")
     return tuple(outputs)
 
 

@@ -62,7 +62,7 @@ class SegmentedStage:
 
     def __init__(
         self, segments: Sequence[Segment], outputs: Names, results: Names, autocast: str | None = None
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._segments, self._autocast, self.outputs = merged(segments, results), autocast, outputs
         self._results = results
         self.communications = sum(isinstance(segment, Communicate) for segment in segments)
@@ -158,7 +158,7 @@ class SegmentedStage:
     def _give_back(self, segment: Communicate, record: Record, passage: Passage, gradients: Sequence[Any]) -> None:
         if len(gradients) != len(segment.reads):
             raise ValueError(f"the backward of a communication gave {len(gradients)} gradients for what it reads, "
-                             f"{segment.reads}; None stands for one that is not needed")  # fmt: skip
+                             f"{segment.reads}; None stands for one that is not needed")
         for name, needed, gradient in zip(segment.reads, record.differentiable, gradients):
             if needed:
                 passage.add_gradient(name, gradient)

@@ -152,7 +152,7 @@ def checked(segments: Sequence[Segment], side: Iterable[str] = ()) -> list[Segme
         if missing := [n for n in segment.reads if n not in known and not _is_boundary(n)]:
             raise ValueError(f"segment {number} reads {missing}, which no segment before it writes; known are "
                              f"{sorted(known)} and the inputs of the stage; a side input must be a parameter of "
-                             "its forward")  # fmt: skip
+                             "its forward")
         if reserved := [n for n in segment.writes if _is_of_criterion(n)]:
             raise ValueError(f"segment {number} writes {reserved}, names that the pipeline uses; choose others")
         known |= set(segment.writes)
@@ -166,7 +166,7 @@ def _check_sent_again(segments: Sequence[Segment]) -> None:
             beside = [segments[n].recompute for n in (number - 1, number + 1) if 0 <= n < len(segments)]
             if beside != [True, True] or not hasattr(segment.communication, "again"):
                 raise ValueError(f"segment {number} is a communication with recompute: it must be between two segments "
-                                 "that are recomputed, and have an `again`")  # fmt: skip
+                                 "that are recomputed, and have an `again`")
 
 
 def has_communication(lists: Iterable[Sequence[Segment]]) -> bool:

@@ -77,7 +77,7 @@ def checked_side(side: Any) -> dict[str, Tensor]:
             raise ValueError(f"side input {name!r} must be dense, got {tensor.layout}")
         if tensor.requires_grad:
             raise ValueError(f"side input {name!r} requires grad, but none flows back to it; detach it or make it an "
-                             "input, which the stages hand on")  # fmt: skip
+                             "input, which the stages hand on")
     return found
 
 

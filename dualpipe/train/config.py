@@ -41,7 +41,7 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> Confi
     config = apply_overrides(_anchor_paths(_table(Config, tables, where=str(path)), path.parent), overrides)
     if not config.model_path:
         raise ValueError(f"{path}: there is no model; give model.config, the path of a hub-style config.json, or "
-                         "init.from_hf, a directory with a checkpoint")  # fmt: skip
+                         "init.from_hf, a directory with a checkpoint")
     return config
 
 
@@ -59,14 +59,14 @@ def apply_overrides(config: Config, overrides: typing.Sequence[str]) -> Config:
         return None if info.type is not DTypeRule else tyro.constructors.PrimitiveConstructorSpec(
             nargs=1, metavar="PATTERN,FIELD=DTYPE,...", instance_from_str=lambda text: text[0],  # parsed below
             is_instance=lambda value: isinstance(value, DTypeRule), str_from_instance=lambda rule: [str(rule)],
-        )  # fmt: skip
+        )
 
     try:
         with contextlib.redirect_stderr(messages), as_text:
             changed = tyro.cli(
                 tyro.conf.FlagConversionOff[Config], default=config, args=list(overrides), prog="dualpipe train CONFIG",
                 description="Every field of the TOML file can be given here as well.", use_underscores=True,
-            )  # fmt: skip
+            )
     except SystemExit as stop:
         if not stop.code:  # --help
             raise

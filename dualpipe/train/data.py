@@ -46,7 +46,7 @@ class Loader:
 
     def __init__(
         self, stream: TokenStream, *, sequence_length: int, batch_size: int, seed: int, rows: range | None = None
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._stream, self._window, self._batch_size, self._seed = stream, sequence_length + 1, batch_size, seed
         self._rows = range(batch_size) if rows is None else rows
         self.num_windows = stream.num_tokens // self._window
@@ -90,7 +90,7 @@ class Loader:
             ValueError: the data, the sizes or the seed are others, and the order would not be the same.
         """
         different = [f"{key} {state.get(key)!r} (now {value!r})" for key, value in self._identity().items()
-                     if state.get(key) != value]  # fmt: skip
+                     if state.get(key) != value]
         if different:
             what = ", ".join(different)
             raise ValueError(f"the loader's state is of another run: {what}; use the same data, sizes and seed")
@@ -100,7 +100,7 @@ class Loader:
         return {
             "data": self._stream.fingerprint, "num_windows": self.num_windows, "window": self._window,
             "batch_size": self._batch_size, "seed": self._seed,
-        }  # fmt: skip
+        }
 
 
 @contextmanager
@@ -135,7 +135,7 @@ def read_windows(stream: TokenStream, windows: Sequence[int], window: int) -> Ba
 
 def read_batches(
     stream: TokenStream, batches: Iterable[Sequence[int]], *, sequence_length: int, rows: range
-) -> AbstractContextManager[Iterator[Batch]]:  # fmt: skip
+) -> AbstractContextManager[Iterator[Batch]]:
     """For a `with`: these rows of each of `batches`, which are given by their windows; read ahead."""
     return read_ahead(lambda batch: read_windows(stream, [batch[row] for row in rows], sequence_length + 1), batches)
 

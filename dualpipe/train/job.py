@@ -128,7 +128,7 @@ def join(config: Config, info: RankInfo) -> Iterator[Job]:
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo", store=store, rank=info.rank,
         world_size=info.world_size, timeout=timeout, device_id=chosen if chosen.type == "cuda" else None,
-    )  # fmt: skip
+    )
     # A rank that fails before all have met would have the others log a broken store.
     dist.all_reduce(torch.zeros(1, device="cpu"))
     mesh = build_mesh(parallel.pp, parallel.dp, parallel.ep, chosen, timeout=timeout)

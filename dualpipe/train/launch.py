@@ -55,7 +55,7 @@ def rank_from_environment(environment: Mapping[str, str]) -> RankInfo | None:
         text = environment.get(name, f"{default}")
         if not text.isdecimal():
             raise ValueError(f"{name} = {text!r} must be a number from 0; start the job by torchrun, or set RANK and "
-                             "WORLD_SIZE, both, on every rank")  # fmt: skip
+                             "WORLD_SIZE, both, on every rank")
         return int(text)
 
     if "RANK" in environment or "WORLD_SIZE" in environment:
@@ -69,7 +69,7 @@ def rank_from_environment(environment: Mapping[str, str]) -> RankInfo | None:
     if info.rank >= info.world_size or info.local_rank >= info.local_world_size:
         raise ValueError(f"rank {info.rank} of {info.world_size}, on its machine {info.local_rank} of "
                          f"{info.local_world_size}, cannot be: ranks count from 0; see RANK, WORLD_SIZE, LOCAL_RANK "
-                         "and LOCAL_WORLD_SIZE")  # fmt: skip
+                         "and LOCAL_WORLD_SIZE")
     return info
 
 
@@ -163,7 +163,7 @@ def _environments(world_size: int, errors: Sequence[Path]) -> list[dict[str, str
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
         "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size),
         LAUNCHER: str(os.getpid()),
-    }  # fmt: skip
+    }
     threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}  # else every rank takes all cores
     return [
         {**os.environ, **threads, **shared, "RANK": str(r), "LOCAL_RANK": str(r), ERROR_FILE: str(errors[r])}

@@ -82,7 +82,7 @@ class Run:
             dtype=DTYPES[train.dtype], device=job.device, mesh=job.mesh, recompute=config.memory.recompute,
             layers_per_stage=parallel.layers_per_stage, compiled=train.compile,
             from_hf=config.init.from_hf if saver.source is None else "", plan=plan,
-        )  # fmt: skip
+        )
         self.folder = Path(config.output.dir)
         if config.export.to_hf:
             job.first_rank(partial(_check_export, config, self.model.config))  # before the work of hours
@@ -92,7 +92,7 @@ class Run:
         self.loader = Loader(
             self.splits.train, sequence_length=train.sequence_length, batch_size=self.batch_size, seed=train.seed,
             rows=self.rows,
-        )  # fmt: skip
+        )
         o = config.optimizer
         self.optimizer = Optimizer(
             self.model.stages, lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay
@@ -160,7 +160,7 @@ class Run:
         with MetricsWriter(
             self.folder, total_steps=train.steps, start_step=self.done, log_interval=train.log_interval,
             wandb=self.config.metrics.wandb, settings=describe(self.config, self.model),
-        ) as writer:  # fmt: skip
+        ) as writer:
             writer.say(self._describe(parameters))
             if unigram is not None:
                 writer.say(f"a unigram model of the same text has a held-out loss of {unigram:.4f} nats per token")
@@ -204,7 +204,7 @@ class Run:
             **values, "step": step + 1, "lr": lr, "tokens_per_second": tokens_per_second,
             "tflops_per_rank": tflops, "mfu": self.peak_tflops and tflops / self.peak_tflops,
             "memory_bytes": memory_bytes(self.job.device),
-        }  # fmt: skip
+        }
 
     def _forward_backward(self, batch: Batch) -> Tensor | None:
         """Run the pipeline once; the mean loss of all pipelines on the ranks of the last stage, None elsewhere."""
@@ -216,7 +216,7 @@ class Run:
         losses, _ = self.pipeline.step(
             *inputs, num_chunks=self.config.train.num_chunks, criterion=criterion, labels=labels,
             side={"positions": batch.positions.to(device)} if apart else None,
-        )  # fmt: skip
+        )
         if losses is None:
             return None
         loss = losses.sum().float()
@@ -241,7 +241,7 @@ class Run:
         return learning_rate(
             step, peak=o.lr, total_steps=self.config.train.steps, warmup_steps=o.warmup_steps, schedule=o.schedule,
             min_ratio=o.min_lr_ratio, decay_fraction=o.decay_fraction,
-        )  # fmt: skip
+        )
 
     # -- evaluation
 
@@ -252,7 +252,7 @@ class Run:
         return evaluation_batches(
             self.splits.held_out, sequence_length=train.sequence_length, batch_size=self.batch_size,
             limit=train.eval_batches,
-        )  # fmt: skip
+        )
 
     @torch.no_grad()
     def _evaluate(self, batches: list[list[int]]) -> float:
@@ -296,7 +296,7 @@ class Run:
         board = f" (TensorBoard: {self.folder / 'tensorboard'})" if find_spec("tensorboard") else ""
         say(f"metrics: {metrics}{board}")
         for name, path, draw in (("loss curve", curve, partial(save_loss_curve, metrics, curve, unigram=unigram)),
-                                 ("schedule", picture, partial(save_schedule, self.schedule, picture))):  # fmt: skip
+                                 ("schedule", picture, partial(save_schedule, self.schedule, picture))):
             try:
                 drawn = draw()
             except Exception as error:  # matplotlib's too: the run is done, and no picture is worth its exit status
@@ -313,7 +313,7 @@ def _check_export(config: Config, model: HubConfig) -> None:
         raise ValueError(f"export.to_hf = {str(target)!r} exists and is not empty; give a directory to make")
     if source and read_config(source) != model:
         raise ValueError(f"export.to_hf takes config.json from init.from_hf = {source!r}, but model.config says "
-                         "another model; change the config.json there and leave out model.config")  # fmt: skip
+                         "another model; change the config.json there and leave out model.config")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -17,7 +17,7 @@ _PEAKS = {
     ("GH200",): 989, ("H200", "NVL"): 835, ("H200",): 989, ("H20",): 148,
     ("H100", "PCIe"): 756, ("H100", "NVL"): 835, ("H100",): 989, ("H800", "PCIe"): 756, ("H800",): 989,
     ("A100",): 312, ("A800",): 312, ("L40S",): 362, ("A10",): 125, ("L4",): 121,
-}  # fmt: skip
+}
 
 RANKS_PER_CORE = 4  # of CPU ranks: for tests and lessons
 _USUAL_GPUS = 8  # of a node, where this machine has none

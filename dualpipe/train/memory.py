@@ -65,7 +65,7 @@ def estimate(config: Config, model: HubConfig) -> list[RankMemory]:
 def _of_rank(
     config: Config, model: HubConfig, schedule: Schedule, stages: Sequence[Stage], rank: int, peak: int,
     known: dict[object, int],
-) -> RankMemory:  # fmt: skip
+) -> RankMemory:
     p, train = config.parallel, config.train
     mine = [stages[number] for number in schedule.rank_stages(rank)]
     narrow, dp, ep = DTYPES[train.dtype].itemsize, max(1, p.dp), p.ep
@@ -98,14 +98,14 @@ def _activations(config: Config, model: HubConfig, stage: Stage, known: dict[obj
     layers = list(map(int, stage.layers))
     recompute = Recompute(config.memory.recompute, model.num_hidden_layers)
     kinds = [(str(layer), layer.self_attn.window, *(recompute(part, int(index)) for part in RECOMPUTE))
-             for index, layer in stage.layers.items()]  # fmt: skip
+             for index, layer in stage.layers.items()]
     key = stage.first, tuple(kinds)
     if key not in known:
         known[key] = activation_bytes(
             model, range(layers[0], layers[-1] + 1) if layers else range(0), first=stage.first,
             batch=config.train.micro_batch_size, sequence_length=config.train.sequence_length,
             dtype=DTYPES[config.train.dtype], recompute=config.memory.recompute, ep=config.parallel.ep,
-        )  # fmt: skip
+        )
     return known[key]
 
 

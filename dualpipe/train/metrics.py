@@ -77,7 +77,7 @@ class MetricsWriter:
     def __init__(
         self, folder: Path, *, total_steps: int, start_step: int = 0, console: Console | None = None,
         log_interval: int = 1, wandb: str = "", settings: Mapping[str, object] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """start_step: steps already done. Lines that an earlier run left for later steps are kept in another file.
         log_interval: the steps between those that are written; with an evaluation, and the last, a step always is.
         wandb: the project at Weights & Biases, or nothing; settings: what it is told of the run.
@@ -117,7 +117,7 @@ class MetricsWriter:
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._display.stop()
         for name, output in list(self._outputs.items()):
             self._attempt(name, output.close)
@@ -228,7 +228,7 @@ class _Lines:
         except OSError as error:
             if not self._warned:
                 warn(f"{self._path} cannot be written at step {step}: {error.strerror or error}; training goes on, and "
-                     "tries again with each line")  # fmt: skip
+                     "tries again with each line")
             self._torn = self._warned = True
 
     def close(self) -> None:

@@ -49,7 +49,7 @@ def read_model_config(config: Config) -> HubConfig:
 
 def plan_run(
     config: Config, model: HubConfig, recorded: Mapping[str, torch.dtype] | None, mesh: DeviceMesh | None = None
-) -> DTypePlan:  # fmt: skip
+) -> DTypePlan:
     """The plan of a run whose parallel.dp is known: what `dualpipe train` does and `dualpipe dtypes` prints.
 
     recorded: what the checkpoint that is gone on from says, see `plan_model`; None where there is none.
@@ -57,7 +57,7 @@ def plan_run(
     return plan_model(
         model, DTYPES[config.train.dtype], replicas=config.parallel.replicas, rules=rules_of(config),
         recorded=recorded, from_hf=config.init.from_hf if recorded is None else "", mesh=mesh,
-    )  # fmt: skip
+    )
 
 
 def rules_of(config: Config) -> list[Rule]:
@@ -66,13 +66,13 @@ def rules_of(config: Config) -> list[Rule]:
         Rule(rule.pattern, *(name and dtype_of(name) for name in
              (rule.compute, rule.output, rule.storage, rule.reduce, rule.save)))
         for rule in config.dtypes.rules
-    ]  # fmt: skip
+    ]
 
 
 def plan_model(
     config: HubConfig, dtype: torch.dtype, *, replicas: int, rules: Sequence[Rule] = (), from_hf: str = "",
     recorded: Mapping[str, torch.dtype] | None = None, mesh: DeviceMesh | None = None,
-) -> DTypePlan:  # fmt: skip
+) -> DTypePlan:
     """The plan of the whole model, of which each rank has a part: it computes in `dtype` and accumulates gradients in
     at least float32. Collective over `mesh` where `from_hf` is given.
 
@@ -97,7 +97,7 @@ def build_model(
     config: HubConfig, schedule: Schedule, rank: int, *, seed: int, dtype: torch.dtype, device: torch.device,
     mesh: DeviceMesh | None = None, recompute: Sequence[str] = (), layers_per_stage: Sequence[int] = (),
     compiled: bool = False, from_hf: str = "", plan: DTypePlan | None = None,
-) -> Model:  # fmt: skip
+) -> Model:
     """Build the stages of pipeline rank `rank`. The weights depend on `seed` only, not on how the model is cut.
 
     Raises ValueError for a model that cannot be cut so, and on all ranks of `mesh` for a checkpoint that does not fit.
@@ -140,14 +140,14 @@ def build_model(
 
 def _hub_dtypes(
     path: str, config: HubConfig, mesh: DeviceMesh | None, storage: torch.dtype | None
-) -> dict[str, torch.dtype]:  # fmt: skip
+) -> dict[str, torch.dtype]:
     """What the checkpoint holds; raises ValueError where all of it would have to be rounded to be stored."""
     known = Ranks(mesh).first(lambda: hub_dtypes(path, config))
     narrowest = min(known.values(), key=lambda found: found.itemsize)
     if storage is not None and torch.promote_types(storage, narrowest) != storage:
         raise ValueError(f"{path} holds {narrowest}, which ranks that share no storage would have to round to "
                          f"{storage}; use parallel.dp or ep > 1, train.dtype = \"fp32\", or first write it again by "
-                         "`dualpipe hf export --dtype bf16`")  # fmt: skip
+                         "`dualpipe hf export --dtype bf16`")
     return known
 
 
@@ -155,12 +155,12 @@ def check_tied(config: HubConfig, replicas: int) -> None:
     """Raise ValueError for tied embeddings in parameters that several ranks share."""
     if config.tie_word_embeddings and replicas > 1:
         raise ValueError("tie_word_embeddings needs the embedding and the head in one FSDP2 unit, which two stages "
-                         "cannot be; set it to false in the model's config.json, or parallel.dp = ep = 1")  # fmt: skip
+                         "cannot be; set it to false in the model's config.json, or parallel.dp = ep = 1")
 
 
 def build_whole(
     config: HubConfig, *, seed: int, dtype: torch.dtype, device: torch.device, plan: DTypePlan | None = None
-) -> nn.Module:  # fmt: skip
+) -> nn.Module:
     """The unpipelined model, with the same weights."""
     (stage,) = build_on_meta(lambda: build_stages(config, 1))
     plan = plan or plan_model(config, dtype, replicas=1)

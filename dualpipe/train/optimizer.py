@@ -19,7 +19,7 @@ def learning_rate(
     step: int, *, peak: float, total_steps: int, warmup_steps: int = 0,
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine", min_ratio: float = 0.1,
     decay_fraction: float = 0.2,
-) -> float:  # fmt: skip
+) -> float:
     """The learning rate of `step`, counted from 0.
 
     Linear warm-up that reaches `peak` at step `warmup_steps`, then "cosine": half a cosine; "linear"; or "wsd":

@@ -77,7 +77,7 @@ def _walk(folder: Path, left_out: Collection[str] = ()) -> list[Source]:
     found = []
     for root, folders, files in os.walk(folder, onerror=_refuse_folder):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in left_out
-                      and not Path(root, name, DOCUMENTS).exists()]  # fmt: skip
+                      and not Path(root, name, DOCUMENTS).exists()]
         for name in files:
             path = Path(root, name)
             if not name.startswith(".") and path.is_file():
@@ -98,7 +98,7 @@ def stdlib_sources() -> list[Source]:
 def pack(
     sources: Sequence[Source], tokenizer: Tokenizer, out: str | Path, *, text_key: str = TEXT_KEY,
     shard_tokens: int = SHARD_TOKENS,
-) -> Packed:  # fmt: skip
+) -> Packed:
     """Tokenise the documents of `sources` into the packed directory `out`; empty ones are left out.
 
     A packed directory that is already there is replaced once the new one is complete. Whatever ends this before leaves
@@ -167,7 +167,7 @@ def _replace(temporary: Path, out: Path) -> None:
 
 def _write(
     sources: Sequence[Source], tokenizer: Tokenizer, folder: Path, shard_tokens: int, text_key: str
-) -> Packed:  # fmt: skip
+) -> Packed:
     dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
     largest = tokenizer.end_of_document
     with _ShardWriter(folder, dtype, shard_tokens) as writer:
@@ -188,12 +188,12 @@ def _write(
 
 def _write_index(
     folder: Path, tokenizer: Tokenizer, dtype: np.dtype, shards: Sequence[Path], **counts: int
-) -> None:  # fmt: skip
+) -> None:
     index = {
         "format": FORMAT, "tokenizer": tokenizer.identity, "vocab_size": tokenizer.vocab_size, "dtype": dtype.name,
         "end_of_document": tokenizer.end_of_document, **counts,
         "document_index": file_record(folder / DOCUMENTS), "shards": [file_record(path) for path in shards],
-    }  # fmt: skip
+    }
     with _create(folder / INDEX) as file:
         file.write((json.dumps(index, indent=1) + "\n").encode())
 
@@ -249,5 +249,5 @@ class _ShardWriter:
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._current.__exit__(kind, error, trace)

@@ -87,7 +87,7 @@ def compare(config: Config, job: Job, dtype: torch.dtype) -> list[Difference]:
     model = build_model(
         model_config, schedule, job.rank_along("pp"), mesh=job.mesh, recompute=config.memory.recompute,
         layers_per_stage=parallel.layers_per_stage, **common,
-    )  # fmt: skip
+    )
     whole = build_whole(model_config, **common)
     problem = _random_problem(config, model_config.vocab_size, job.device)
     pipeline = Pipeline(

@@ -92,13 +92,13 @@ def report(config: Config, job: Job, worst: int) -> int:
     largest = max(rounding, key=lambda each: parity._badness(each.excess))
     last = max(accumulation, key=lambda each: parity._badness(each.relative / each.allowed))
     failed = [f"{each.name} is {each.excess:.2f} times as far from float64" for each in (largest,)
-              if not each.excess <= SINGLE]  # fmt: skip
+              if not each.excess <= SINGLE]
     failed += [] if ours <= TOGETHER * own else ["all gradients together are further from float64"]
     failed += [f"{each.name} is not the sum of its micro-batches' gradients" for each in (last,)
-               if not each.relative <= each.allowed]  # fmt: skip
+               if not each.relative <= each.allowed]
     print(f"error of all gradients together, relative to float64: {ours / norm:.2e} pipelined, {own / norm:.2e} "
           f"unpipelined: {ours / own:.2f} times (allowed: {TOGETHER}), of a tensor up to {largest.excess:.2f} "
-          f"({SINGLE})\nerror of accumulation: up to {last.relative:.1e} (allowed: {last.allowed:.1e})")  # fmt: skip
+          f"({SINGLE})\nerror of accumulation: up to {last.relative:.1e} (allowed: {last.allowed:.1e})")
     print(f"parity FAILED: {'; '.join(failed)}" if failed else f"parity passed: all {len(rounding)} within")
     return 1 if failed else 0
 
@@ -114,7 +114,7 @@ def compare(config: Config, job: Job) -> tuple[list[Rounding], list[Accumulation
     model = build_model(
         model_config, build(p.schedule, p.pp, train.num_chunks), job.rank_along("pp"), dtype=BF16, mesh=job.mesh,
         recompute=config.memory.recompute, layers_per_stage=p.layers_per_stage, plan=plan, **common,
-    )  # fmt: skip
+    )
     pipeline = Pipeline(model.stages, process_group=job.group_along("pp"), schedule=p.schedule, overlap=p.overlap)
     routers = build_routers(config, model.stages, group=job.group, device=job.device)
     problem = parity._random_problem(config, model_config.vocab_size, job.device)
@@ -140,7 +140,7 @@ def compare(config: Config, job: Job) -> tuple[list[Rounding], list[Accumulation
         return gradients | _losses(of_whole) | {"loss": losses.cpu()}
 
     whole = build_whole(model_config, dtype=BF16, plan=plan_model(model_config, BF16, replicas=1, rules=unstored),
-                        **common)  # fmt: skip
+                        **common)
     unpipelined, state = run(whole), {name: tensor.cpu() for name, tensor in whole.state_dict().items()}
     del whole
     exact_model = build_whole(model_config, dtype=torch.float64, **common)
@@ -174,7 +174,7 @@ def _losses(routers: RouterSet) -> dict[str, Tensor]:
 
 def _accumulation(
     found: dict[str, Tensor], model: Model, pipeline: Pipeline, problem: parity.Problem, replicas: int
-) -> list[Accumulation]:  # fmt: skip
+) -> list[Accumulation]:
     """This rank's part of the gradients of a step against the sum of its micro-batches'."""
     count = problem.num_chunks
     sums = {name: torch.zeros_like(grad, dtype=torch.float64) for name, grad in found.items()}
@@ -184,7 +184,7 @@ def _accumulation(
         pipeline.step(
             *((tokens,) if model.has_first else ()), num_chunks=1,
             criterion=micro_batch_loss(count) if model.has_last else None, labels=(targets,) if model.has_last else (),
-        )  # fmt: skip
+        )
         for name, param in _parameters(model.stages).items():
             gradient = _local_gradient(param).double()
             sums[name] += gradient
@@ -194,7 +194,7 @@ def _accumulation(
         Accumulation(name, float((grad - sums[name]).norm() / (sizes[name].norm() or 1.0)),
                      (count + 2 * replicas) * unit(name))
         for name, grad in found.items()
-    ]  # fmt: skip
+    ]
 
 
 def _unit_roundoff(plan: DTypePlan, name: str, *, sharded: bool) -> float:

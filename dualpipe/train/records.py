@@ -19,7 +19,7 @@ ROWS = 256  # of a Parquet file that are decoded at a time
 MAGIC = (
     ("gzip", 0, b"\x1f\x8b"), ("zstd", 0, b"\x28\xb5\x2f\xfd"), ("bzip2", 4, b"1AY&SY"), ("xz", 0, b"\xfd7zXZ\0"),
     ("zip", 0, b"PK\x03\x04"), ("tar", 257, b"ustar"), ("Parquet", 0, b"PAR1"),
-)  # fmt: skip
+)
 
 
 class Document(NamedTuple):
@@ -90,7 +90,7 @@ def _refuse_binary(path: Path, content: bytes) -> None:
     for name, offset, magic in MAGIC:
         if content.startswith(magic, offset):
             raise ValueError(f"{path} is a {name} file; unpack it, or give records in files that are called "
-                             f"{', '.join(READERS)}")  # fmt: skip
+                             f"{', '.join(READERS)}")
     if b"\0" in content:
         raise ValueError(f"{path} is not text: it has NUL bytes; leave it out, or convert it to UTF-8")
 
@@ -164,7 +164,7 @@ def _read_parquet(path: Path, text_key: str) -> Iterator[bytes]:
 def _check_key(text_key: str, keys: Iterable[str]) -> None:
     if text_key not in keys:
         raise ValueError(f"it has no {text_key!r}, but {', '.join(map(repr, keys)) or 'nothing'}; name the key of the "
-                         "text with --text-key or data.text_key")  # fmt: skip
+                         "text with --text-key or data.text_key")
 
 
 def _encoded(value: Any, text_key: str) -> bytes:

@@ -38,7 +38,7 @@ def connect(info: RankInfo, timeout: timedelta) -> dist.Store:
     address, port = (os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
     if not address or not port.isdecimal() or not 0 < int(port) < 2**16:
         raise ValueError(f"MASTER_ADDR = {address!r} and MASTER_PORT = {port!r} must be rank 0's host and a free port "
-                         "there, 1 to 65535; set them on every rank, or start the job by torchrun")  # fmt: skip
+                         "there, 1 to 65535; set them on every rank, or start the job by torchrun")
     hosts_store = info.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else torchrun does
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store still has what the last one wrote
     try:
@@ -69,7 +69,7 @@ def agree(store: dist.Store, info: RankInfo, prepare: Callable[[dict[str, Any]],
         wrong = _compare(store, info, {"settings": settings, "error": said}, timeout)
     except dist.DistError as lost:
         raise TimeoutError(f"rank {info.rank} lost rank 0, or waited {timeout.total_seconds():g} s for it, while all "
-                           "ranks compared their settings; see what rank 0 printed") from lost  # fmt: skip
+                           "ranks compared their settings; see what rank 0 printed") from lost
     if error is not None and not isinstance(error, ValueError):
         raise error
     if wrong:
@@ -154,7 +154,7 @@ def _digests(store: dist.Store, world_size: int, timeout: timedelta) -> list[str
     except dist.DistError as error:
         missing = _ranges([rank for rank, key in enumerate(keys) if not store.check([key])])
         raise TimeoutError(f"rank 0 waited {timeout.total_seconds():g} s for {missing} of {world_size}; they were not "
-                           "started or have failed: see what they printed") from error  # fmt: skip
+                           "started or have failed: see what they printed") from error
 
 
 def _differences(found: Mapping[tuple[int, ...], Mapping[str, Any]]) -> Iterator[str]:
@@ -172,7 +172,7 @@ def _differences(found: Mapping[tuple[int, ...], Mapping[str, Any]]) -> Iterator
     if different:
         more = f" (and {len(different) - _SHOWN} more)" if len(different) > _SHOWN else ""
         yield (f"the ranks were started with different settings: {', '.join(different[:_SHOWN])}{more}; start all with "
-               "the same command, files and versions")  # fmt: skip
+               "the same command, files and versions")
     errors: dict[str, list[int]] = {}
     for ranks, record in found.items():
         if record["error"]:

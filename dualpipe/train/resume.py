@@ -68,7 +68,7 @@ class Saver:
                 directory, job.mesh, kind=settings.writer, keep_last=settings.keep_last or None,
                 keep_every=settings.keep_every or None,
                 timeout=max(_TIMEOUT, timedelta(seconds=config.parallel.timeout)),
-            )  # fmt: skip
+            )
         try:
             self.source, self.source_dtypes, notes = job.first_rank(lambda: find_source(config))
         except BaseException as error:
@@ -88,7 +88,7 @@ class Saver:
         loaded = load(
             self.source, state.tensors(), mesh=self._job.mesh, allow=self._settings.allow, allow_at_start=NOT_IMPORTED,
             seed=self._config.train.seed,
-        )  # fmt: skip
+        )
         state.optimizer.round_parameters()
         step, steps = loaded.manifest.step, self._config.train.steps
         for line in (_origin(loaded), *self._differences(loaded, state)):
@@ -116,14 +116,14 @@ class Saver:
             lambda: save(state.tensors(), step=step, plan=state.model.plan, config=describe(self._config, state.model),
                          extra={"loader": state.loader.state_dict()}),
             is_final=is_last, is_last_step=is_last,
-        )  # fmt: skip
+        )
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:  # fmt: skip
+    ) -> None:
         if self._checkpoints is not None:
             self._checkpoints.__exit__(kind, error, trace)
         if self._last is not None:
@@ -189,7 +189,7 @@ def find_source(config: Config) -> tuple[Path | None, dict[str, torch.dtype] | N
             path, found = Path(resume), find(resume)
         elif found.committed and not _began_with(resume, found.committed[0].manifest.config):
             raise ValueError(f"{own} has checkpoints of a run that did not begin with checkpoint.resume = {resume!r}; "
-                             'give another output.dir, or checkpoint.resume = "auto" to go on from there')  # fmt: skip
+                             'give another output.dir, or checkpoint.resume = "auto" to go on from there')
         else:
             notes = [f"checkpoint.resume = {resume!r} is where this run began; it goes on from its own checkpoints"]
     if not found.committed:

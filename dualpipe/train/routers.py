@@ -19,7 +19,7 @@ _NEAR, _PATIENCE = 0.9, 50  # of the limit; in steps: routers that start at the 
 def build_routers(
     config: Config, stages: Sequence[nn.Module], *, group: dist.ProcessGroup | None, device: torch.device,
     whole: bool = False,
-) -> RouterSet:  # fmt: skip
+) -> RouterSet:
     """The routers in `stages`, set to what `config.router` says. Collective over `group`.
 
     whole: `stages` are the whole model, alone on this rank, which runs the micro-batches of all pipelines.
@@ -32,7 +32,7 @@ def build_routers(
         level=r.balance_level, z=r.z_loss, bias_update_rate=r.bias_update_rate, balanced=r.balanced,
         balanced_stride=r.balanced_stride or _stride(stages, config.parallel.ep), group=None if whole else group,
         replicas=1 if whole else replicas, device=device,
-    )  # fmt: skip
+    )
 
 
 class CollapseWatch:
@@ -53,7 +53,7 @@ class CollapseWatch:
             return ""
         return (f"WARNING: for {_PATIENCE} steps one expert of some layer got nearly every token (load_max_over_mean "
                 f"{load_max_over_mean:.2f}, at most {self.limit:g}): its router has collapsed; raise router.balance, "
-                "to 0.01 for a start")  # fmt: skip
+                "to 0.01 for a start")
 
 
 def _stride(stages: Sequence[nn.Module], ranks: int) -> int:

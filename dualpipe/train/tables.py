@@ -166,9 +166,9 @@ class DTypeRule:
 
     def __post_init__(self) -> None:
         _require(any((self.storage, self.compute, self.reduce, self.save, self.output)), "dtypes.rules", self.pattern,
-                 "a rule needs a pattern and at least one of storage, compute, reduce, save, output")  # fmt: skip
+                 "a rule needs a pattern and at least one of storage, compute, reduce, save, output")
         _require(all(self.pattern.split(".")), "dtypes.rules: pattern", self.pattern,
-                 "give segments joined by dots, such as *.mlp.gate")  # fmt: skip
+                 "give segments joined by dots, such as *.mlp.gate")
 
     @classmethod
     def parse(cls, text: str) -> DTypeRule:
@@ -178,7 +178,7 @@ class DTypeRule:
         names = [each.name for each in fields(cls)][1:]
         known = all(name in names and dtype in get_args(DTypeName) for name, dtype in named.items())
         _require(known, "dtypes.rules", text, f"give PATTERN,FIELD=DTYPE,..., where a field is one of "
-                 f"{', '.join(names)}, and a dtype one of {', '.join(get_args(DTypeName))}")  # fmt: skip
+                 f"{', '.join(names)}, and a dtype one of {', '.join(get_args(DTypeName))}")
         return cls(pattern, **named)
 
     def __str__(self) -> str:
@@ -227,7 +227,7 @@ class RouterConfig:
             _require(getattr(self, name) >= 0, f"router.{name}", getattr(self, name), "must not be negative")
         stride = self.balanced_stride
         _require(stride >= 0, "router.balanced_stride", stride, "give 0, or a number without a divisor in common with "
-                 "the model's number of experts")  # fmt: skip
+                 "the model's number of experts")
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ def load_tokenizer(name: str, end_of_document: str | None = None) -> Tokenizer:
         return FileTokenizer(name, end_of_document)
     if end_of_document is not None:
         raise ValueError(f"--end-of-document {end_of_document!r}: bytes have their own; leave it out, or give the "
-                         "path of a tokenizer.json")  # fmt: skip
+                         "path of a tokenizer.json")
     return ByteTokenizer()
 
 

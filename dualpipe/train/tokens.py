@@ -58,7 +58,7 @@ class TokenStream:
 
     def __init__(
         self, packed: PackedTokens, documents: np.ndarray, *, skip: int = 0, num_tokens: int | None = None
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`documents`: numbers of the documents, ascending. `skip`: tokens left out at the start of the first.
         `num_tokens`: of the stream, where it ends before the last document does."""
         self.packed = packed

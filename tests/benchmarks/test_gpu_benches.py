@@ -199,7 +199,7 @@ def test_choices_are_different_experts(script, skewed):
 def test_every_combination(script):
     assert script("expert_shapes").every(a=(1, 2), b="xy") == [
         {"a": 1, "b": "x"}, {"a": 1, "b": "y"}, {"a": 2, "b": "x"}, {"a": 2, "b": "y"}
-    ]  # fmt: skip
+    ]
 
 
 # ------------------------------------------------------------------------------------------------------------ on a GPU

@@ -35,7 +35,7 @@ def rates(config, *values):
 
 def test_the_best_geometric_mean_wins(tuner):
     rows = [*rates("steady", 100.0, 100.0), *rates("uneven", 180.0, 50.0), *rates("failed", 300.0, None),
-            *rates("unfinished", 300.0)]  # fmt: skip
+            *rates("unfinished", 300.0)]
     means = tuner.mean_rates(rows)
     assert list(means) == ["steady", "uneven"]
     assert means["uneven"] == pytest.approx(math.sqrt(180 * 50))

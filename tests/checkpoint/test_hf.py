@@ -70,7 +70,7 @@ def test_loaded_is_transformers(tmp_path, tied, shard_size):
 @pytest.mark.parametrize("changes", [{"num_experts_per_tok": 1, "norm_topk_prob": False},
                                      {"mlp_only_layers": [0, 1, 2, 3]}, {"decoder_sparse_step": 2},
                                      {"attention_bias": True, "num_hidden_layers": 1, "mlp_only_layers": []}],
-                         ids=["one expert", "dense", "every second", "one layer"])  # fmt: skip
+                         ids=["one expert", "dense", "every second", "one layer"])
 def test_odd_models_loaded_are_transformers(tmp_path, changes):
     theirs = save_qwen(tmp_path, **changes)
     assert_trains_alike(whole(tmp_path)[0], theirs)
@@ -261,7 +261,7 @@ def test_mxfp4_gpt_oss_is_transformers(tmp_path):
 
 
 @pytest.mark.parametrize("extra", [{}, {"rope_parameters": {
-    "rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 128}}])  # fmt: skip
+    "rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 128}}])
 def test_a_configuration_survives(tmp_path, extra):
     from transformers import AutoConfig
 

@@ -90,7 +90,7 @@ def other_family(folder):
 def twice(folder):
     first, second = (read_shard(shard(folder, number)) for number in (1, 2))
     save_file(second | {"model.norm.weight": torch.zeros(32)} | {k: first[k] for k in list(first)[:1]},
-              shard(folder), metadata={"format": "pt"})  # fmt: skip
+              shard(folder), metadata={"format": "pt"})
 
 
 def read_shard(path):
@@ -243,7 +243,7 @@ def test_one_rank_fails(tmp_path):
     first, second = run_ranks(load_apart, 2, str(tmp_path / "good"), str(tmp_path / "bad"))
     for (error, untouched), (same, also), message in zip(first, second, (
         "ValueError: rank 1: .*not the same for all ranks.*cannot be opened", "ValueError: rank 1: stages must be",
-        "RuntimeError: rank 1: OSError: the disk is gone"), strict=True):  # fmt: skip
+        "RuntimeError: rank 1: OSError: the disk is gone"), strict=True):
         assert error == same
         assert re.match(message, error, re.DOTALL), error
         assert (untouched and also) == ("disk" not in message)
@@ -305,7 +305,7 @@ def test_failing_writes_leave_nothing(tmp_path):
         ("RuntimeError", f"rank 1: OSError: [Errno 28] No space left on device: '{folder}/.new."),
         ("RuntimeError", "rank 1: KeyboardInterrupt"),
         ("RuntimeError", "rank 0: OSError: [Errno 28] No space left"), ("", ""), ("", ""),
-    ]  # fmt: skip
+    ]
     for index, (kind, text) in enumerate(expected):
         assert first[index].startswith(kind) and text in first[index], first[index]
         assert second[index] == ("KeyboardInterrupt: " if index == 5 else first[index])

@@ -11,7 +11,7 @@ BF16, F32 = torch.bfloat16, torch.float32
 CONFIG = Qwen3MoeConfig(
     vocab_size=8, hidden_size=4, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1, head_dim=4,
     num_experts=4, num_experts_per_tok=1, moe_intermediate_size=6,
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("shape, at, expected", [
@@ -21,7 +21,7 @@ CONFIG = Qwen3MoeConfig(
     ((2, 3, 4), ((1, 2), (0, 3), (2, 4)), [14, 18, 22]),
     ((2, 3), ((0, 2), (0, 3)), [0]),
     ((), (), [0]),
-])  # fmt: skip
+])
 def test_runs(shape, at, expected):
     part = tuple(slice(*bounds) for bounds in at)
     assert runs(shape, part) == expected
@@ -34,12 +34,12 @@ def test_runs(shape, at, expected):
 def test_files_are_filled_in_turn(tmp_path):
     """a (40 bytes) and b (6) are one file, c alone is too large for any, d begins the next."""
     tensors = [NewTensor("a", (10,), F32), NewTensor("b", (3,), BF16), NewTensor("c", (100,), F32),
-               NewTensor("d", (1,), BF16), NewTensor("e", (2,), F32)]  # fmt: skip
+               NewTensor("d", (1,), BF16), NewTensor("e", (2,), F32)]
     files = lay_out(tensors, 50)
     assert [(file.name, list(file.starts)) for file in files] == [
         ("model-00001-of-00003.safetensors", ["a", "b"]), ("model-00002-of-00003.safetensors", ["c"]),
         ("model-00003-of-00003.safetensors", ["e", "d"]),  # wide ones first, so that they are aligned
-    ]  # fmt: skip
+    ]
     for file in files:
         path = tmp_path / file.name
         path.write_bytes(file.head + bytes(file.size - len(file.head)))

@@ -19,7 +19,7 @@ from dualpipe.checkpoint.hub_plan import (
     model_tensors,
     plan_reads,
     rank_tensors,
-)  # fmt: skip
+)
 from dualpipe.models import DeepseekV3Config, Qwen3MoeConfig, config_from_dict
 from dualpipe.models.hub import Part
 from dualpipe.nn.init import local_part
@@ -29,13 +29,13 @@ from ranks import run_ranks
 BIG = Qwen3MoeConfig(
     vocab_size=151936, hidden_size=4096, num_hidden_layers=94, num_attention_heads=64, num_key_value_heads=4,
     head_dim=128, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=1536,
-)  # fmt: skip
+)
 V3 = DeepseekV3Config(
     vocab_size=129280, hidden_size=7168, num_hidden_layers=61, num_attention_heads=128, q_lora_rank=1536,
     kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, intermediate_size=18432,
     moe_intermediate_size=2048, n_routed_experts=256, n_shared_experts=1, num_experts_per_tok=8, n_group=8,
     topk_group=4, first_k_dense_replace=3, routed_scaling_factor=2.5, norm_topk_prob=True,
-)  # fmt: skip
+)
 
 
 def held_by_rank(rank, folder, shape):
@@ -110,7 +110,7 @@ def test_example_of_the_module():
     config = Qwen3MoeConfig(
         vocab_size=8, hidden_size=4, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1, head_dim=4,
         num_experts=4, num_experts_per_tok=1, moe_intermediate_size=6,
-    )  # fmt: skip
+    )
     reads = plan_reads(header_of(config), config, Layout(1, 2, 2), 1)
     gate_up = [(name.split("experts.")[1], at) for name, at in reads if "experts" in name and "down" not in name]
     everything = (slice(0, 6), slice(0, 4))
@@ -192,7 +192,7 @@ GPT_OSS = {
     "model_type": "gpt_oss", "vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2,
     "intermediate_size": 32, "sliding_window": 8,
-}  # fmt: skip
+}
 
 
 def test_mxfp4_is_not_transposed_though_the_bfloat16_tensor_is():
@@ -202,16 +202,16 @@ def test_mxfp4_is_not_transposed_though_the_bfloat16_tensor_is():
     assert plain[fused].shape == (4, 64, 64)
     shapes = {name: (4, 64, 64)}
     (((block, _, reads)),) = find_origins(config, shapes, plain, None).found[name].reads(
-        (slice(2, 4), slice(0, 16), slice(0, 64)))  # fmt: skip
+        (slice(2, 4), slice(0, 16), slice(0, 64)))
     assert block.part.transposed
     assert reads == [(fused, (slice(2, 4), slice(0, 64), slice(0, 16)))]
     packed = {f"{fused}_blocks": TensorInfo("f", torch.uint8, (4, 64, 2, 16)),
-              f"{fused}_scales": TensorInfo("f", torch.uint8, (4, 64, 2))}  # fmt: skip
+              f"{fused}_scales": TensorInfo("f", torch.uint8, (4, 64, 2))}
     (((block, _, reads)),) = find_origins(config, shapes, packed, None).found[name].reads(
-        (slice(2, 4), slice(0, 16), slice(0, 64)))  # fmt: skip
+        (slice(2, 4), slice(0, 16), slice(0, 64)))
     assert not block.part.transposed
     assert reads == [(f"{fused}_blocks", (slice(2, 4), slice(0, 16), slice(0, 2), slice(0, 16))),
-                     (f"{fused}_scales", (slice(2, 4), slice(0, 16), slice(0, 2)))]  # fmt: skip
+                     (f"{fused}_scales", (slice(2, 4), slice(0, 16), slice(0, 2)))]
 
 
 def test_nothing_is_allocated_for_a_model_of_671_billion():

@@ -53,9 +53,9 @@ def announced(tmp_path_factory):
     tensors |= {"model.layers.4.enorm.weight": noise.view(torch.bfloat16), "model.layers.4.count": torch.tensor(7),
                 "model.layers.4.shared_head.head.weight": torch.rand(61, 32, generator=generator).half(),
                 "model.layers.5.mask": torch.tensor([True, False, True]), "model.layers.5.none": torch.zeros(0, 3),
-                "model.layers.5.e8": torch.arange(5, dtype=torch.uint8).view(torch.float8_e8m0fnu)}  # fmt: skip
+                "model.layers.5.e8": torch.arange(5, dtype=torch.uint8).view(torch.float8_e8m0fnu)}
     rewrite(folder, tensors, num_nextn_predict_layers=2,
-            quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})  # fmt: skip
+            quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
     (folder / "tokenizer.json").write_text("{}")
     return folder
 

@@ -112,7 +112,7 @@ def test_what_cannot_be_stored_is_refused(tmp_path):
         (lambda: {3: torch.zeros(1)}, "3 is a int; the names"),
         (lambda: {"odd": Odd([1.0])}, "odd is a Odd; only plain tensors"),
         (lambda: training_state(twice), "two stages have a tensor called 'weight'"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(ValueError, match=message):
             save(tmp_path, make(), step=1)
     save(tmp_path, {"a": torch.ones(3)}, step=1)
@@ -148,7 +148,7 @@ def test_torch_reads_it(two):
 @pytest.mark.parametrize("arguments, message", [
     ({"step": -1}, "step must be a number"), ({"step": 3, "extra": {1, 2}}, "extra must be what JSON can hold"),
     ({"step": 3, "config": Path()}, "config must be what JSON can hold"),
-])  # fmt: skip
+])
 def test_wrong_arguments(two, arguments, message):
     with pytest.raises(ValueError, match=message):
         save(two, state_of(3), **arguments)
@@ -160,7 +160,7 @@ def test_wrong_arguments(two, arguments, message):
 
 @pytest.mark.parametrize("keep_last, keep_every, kept", [
     (None, None, [1, 2, 3, 4, 5, 6, 7]), (1, None, [7]), (2, None, [6, 7]), (2, 3, [3, 6, 7]), (1, 2, [2, 4, 6, 7]),
-])  # fmt: skip
+])
 def test_retention(tmp_path, keep_last, keep_every, kept):
     with Checkpoints(tmp_path, keep_last=keep_last, keep_every=keep_every) as checkpoints:
         for step in range(1, 8):
@@ -418,7 +418,7 @@ def test_a_name_of_the_latest_that_cannot_be_written_is_only_warned_about(two):
 
 def test_every_difference_at_once_and_nothing_touched(two):
     model = {"a.weight": torch.zeros(4, 3), "b.weight": torch.zeros(7), "b.weigth": torch.zeros(1),
-             "scalar": torch.zeros(())}  # fmt: skip
+             "scalar": torch.zeros(())}
     before = copy.deepcopy(model)
     with pytest.raises(ValueError) as caught:
         load(two, model)
@@ -433,7 +433,7 @@ def test_every_difference_at_once_and_nothing_touched(two):
 
 def test_allowed_differences(two):
     model = {"a.weight": torch.zeros(4, 3), "b.weight": torch.zeros(7), "new": torch.zeros(1),
-             "scalar": torch.zeros(())}  # fmt: skip
+             "scalar": torch.zeros(())}
     with pytest.raises(ValueError, match=r"`allow`:\n  count is in the checkpoint only$"):
         load(two, model, allow=["*.weight", "new"])
     loaded = load(two, model, allow=["*.weight", "new", "c?unt"])

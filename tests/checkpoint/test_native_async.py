@@ -318,7 +318,7 @@ def fill_a_disk(rank, folder, kind):
         checkpoints.save({f"{rank}": torch.ones(10)}, step=1)
         big = {f"{rank}": torch.ones(100_000)}
         calls = [lambda: checkpoints.save(big, step=2),
-                 lambda: (checkpoints.save_async(big, step=3), checkpoints.wait())]  # fmt: skip
+                 lambda: (checkpoints.save_async(big, step=3), checkpoints.wait())]
         for call in calls if kind == "thread" else calls[1:]:
             try:
                 call()

@@ -168,7 +168,7 @@ A, B, CHUNK = "a.weight", "b.weight", ("b.weight", 2, 0)
     (changed(A, 0, to="load"), "torch has no dtype 'load'"), (changed(A, 0, to=[]), "cannot be read|no dtype"),
     (lambda content: [content], "cannot be read"), (lambda content: "x" * 9, "cannot be read"),
     (lambda content: None, "cannot be read"),
-])  # fmt: skip
+])
 def test_a_description_that_is_not_sound(two, change, message):
     path = two / "step-00000002"
     forge(path, "tensors.json", json.dumps(change(described(path))).encode())
@@ -225,7 +225,7 @@ def test_a_manifest_that_leads_out(two, name):
     {"sequence": None}, {"sequence": "9"}, {"step": -1}, {"step": True}, {"layout": {}}, {"layout": None},
     {"layout": {"world": 1, "pp": 1, "dp": 1, "ep": "1"}}, {"dtypes": {"a": {"save": 3}}}, {"dtypes": []},
     {"versions": None}, {"saved_at": 5}, {"more": 1}, {"files": {"a": [-1, ""]}}, {"files": {"a": [1]}}, {"files": 3},
-])  # fmt: skip
+])
 def test_a_manifest_of_odd_types_hides_no_other(two, changes):
     path = two / "step-00000002"
     manifest = json.loads((path / "manifest.json").read_text())["manifest"] | changes

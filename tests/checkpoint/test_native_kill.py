@@ -58,7 +58,7 @@ def save_until_killed(rank, folder, how, victims, delay):
 
 def whole_state():
     return {"sharded": torch.zeros(ROWS, 4), "same": torch.zeros(ROWS), "own.0": torch.zeros(ROWS),
-            "own.1": torch.zeros(ROWS)}  # fmt: skip
+            "own.1": torch.zeros(ROWS)}
 
 
 def kill(folder, how, victims, delay):

@@ -145,7 +145,7 @@ def filled(tensor, name):
     whole = torch.arange(float(tensor.numel())).view(tensor.shape) + len(name) + sum(map(ord, name)) / 7
     with torch.no_grad():
         tensor.copy_(distribute_tensor(whole, tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor)
-                     else whole)  # fmt: skip
+                     else whole)
 
 
 def fill(stages, optimizer, tag=""):
@@ -167,7 +167,7 @@ def wrong(stages, optimizer, tag=""):
     found = held()
     fill(stages, optimizer, tag)
     return [index for index, (actual, expected) in enumerate(zip(found, held(), strict=True))
-            if actual[0] != expected[0] or not torch.equal(actual[1], expected[1])]  # fmt: skip
+            if actual[0] != expected[0] or not torch.equal(actual[1], expected[1])]
 
 
 def sgd(stages, lr=0.5):
@@ -268,7 +268,7 @@ def test_on_four_ranks(tmp_path):
         path = tmp_path / kind / "step-00000001"
         sizes = [prod(chunk.sizes) * entry.dtype.itemsize for name, entry in
                  read_stored(path, read_manifest(path).files).items() if not name.endswith("/values")
-                 for chunk in entry.chunks]  # fmt: skip
+                 for chunk in entry.chunks]
         assert sum(sizes) == wanted and len(sizes) == (16 if kind == "hsdp" else 8)
         alone = [sequential(1)]
         optimizer = sgd(alone, lr=7.0)

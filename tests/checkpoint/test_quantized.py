@@ -9,7 +9,7 @@ from dualpipe.checkpoint.quantized import Fp8, Mxfp4, Plain, find_stored, fp8_bl
 
 WHOLE = (slice(0, 3), slice(0, 10), slice(0, 96))
 PARTS = [WHOLE, (slice(1, 2), slice(0, 10), slice(0, 96)), (slice(0, 3), slice(3, 7), slice(32, 64)),
-         (slice(2, 3), slice(9, 10), slice(31, 65)), (slice(0, 3), slice(4, 4), slice(5, 9))]  # fmt: skip
+         (slice(2, 3), slice(9, 10), slice(31, 65)), (slice(0, 3), slice(4, 4), slice(5, 9))]
 
 
 def mxfp4(seed=0):
@@ -62,7 +62,7 @@ def test_fp8_is_a_plain_loop(scale_dtype):
     stored, files = Fp8("w", (3, 10, 13), (4, 8)), {"w": weight, "w_scale_inv": scales}
     whole = tuple(slice(0, size) for size in weight.shape)
     for part in [whole, (slice(1, 3), slice(3, 9), slice(7, 9)), (slice(0, 1), slice(8, 10), slice(9, 13)),
-                 (slice(0, 3), slice(5, 6), slice(0, 8)), (slice(0, 3), slice(5, 5), slice(0, 8))]:  # fmt: skip
+                 (slice(0, 3), slice(5, 6), slice(0, 8)), (slice(0, 3), slice(5, 5), slice(0, 8))]:
         assert torch.equal(decode(stored, files, part, torch.float32), expected[part])
     # Rounded once, from float32.
     assert torch.equal(decode(stored, files, whole, torch.bfloat16), expected.bfloat16())
@@ -96,7 +96,7 @@ def test_stored_forms_are_found():
     ({"w_blocks": (U8, (2, 1, 8)), "w_scales": (U8, (2, 1))}, None, "w_blocks must be torch.uint8"),
     ({"w_blocks": (U8, (2, 1, 16)), "w_scales": (U8, (2, 2))}, None, r"w_scales is \(2, 2\)"),
     ({"w_blocks": (U8, (2, 1, 16)), "w_scales": (F32, (2, 1))}, None, "w_scales must be torch.uint8"),
-])  # fmt: skip
+])
 def test_incomplete_forms_are_refused(tensors, block, message):
     with pytest.raises(ValueError, match=message):
         find_stored(header(**tensors), "w", block)

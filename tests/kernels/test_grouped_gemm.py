@@ -34,7 +34,7 @@ def make(counts, hidden, out, dtype, device, extra=2):
     generator = torch.Generator().manual_seed(0)
     experts, rows = len(counts), sum(counts)
     x, dy, w = (torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
-                for shape in ((rows + extra, hidden), (rows + extra, out), (experts, out, hidden)))  # fmt: skip
+                for shape in ((rows + extra, hidden), (rows + extra, out), (experts, out, hidden)))
     x[rows:], dy[rows:] = float("nan"), float("nan")
     return x.to(device), dy.to(device), w.to(device), ends(counts, device)
 
@@ -230,7 +230,7 @@ def test_views_work(dtype, device, chip):
     x_view, w_view = x.t().contiguous().t(), w.transpose(1, 2).contiguous().transpose(1, 2)
     torch.testing.assert_close(grouped_gemm(x_view, w_view, offs), grouped_gemm(x, w, offs))
     torch.testing.assert_close(grouped_gemm(x[:, 3:], w[:, :, 3:], offs),
-                               grouped_gemm(x[:, 3:].contiguous(), w[:, :, 3:].contiguous(), offs))  # fmt: skip
+                               grouped_gemm(x[:, 3:].contiguous(), w[:, :, 3:].contiguous(), offs))
     ones = torch.ones((), device=device).to(dtype).expand(5, 8)  # what sum().backward() hands over
     torch.testing.assert_close(grouped_gemm_dgrad(ones, w, offs), grouped_gemm_dgrad(ones.contiguous(), w, offs))
     plain, view = torch.zeros_like(w), torch.zeros_like(w.transpose(1, 2)).transpose(1, 2)
@@ -241,7 +241,7 @@ def test_views_work(dtype, device, chip):
     apart = (t.repeat_interleave(2, 0)[::2] for t in (offs, gather, bias))
     offs_view, gather_view, bias_view = apart
     torch.testing.assert_close(grouped_gemm(x, w, offs_view, bias=bias_view, gather=gather_view),
-                               grouped_gemm(x, w, offs, bias=bias, gather=gather))  # fmt: skip
+                               grouped_gemm(x, w, offs, bias=bias, gather=gather))
 
 
 def test_more_than_two_billion_elements(tmp_path):
@@ -308,7 +308,7 @@ CALLS = {
     ),
 }
 TAKES = {"gemm": {"x", "w", "offs", "bias", "gather"}, "dgrad": {"dy", "w", "offs"},
-         "wgrad": {"x", "dy", "w", "offs", "gather"}}  # fmt: skip
+         "wgrad": {"x", "dy", "w", "offs", "gather"}}
 
 
 @pytest.mark.gpu
@@ -340,7 +340,7 @@ def operands(device="cpu"):
     """Some that fit."""
     offs = torch.tensor([2, 5], dtype=torch.int32, device=device)
     return {"x": torch.zeros(5, 4, device=device), "dy": torch.zeros(5, 6, device=device),
-            "w": torch.zeros(2, 6, 4, device=device), "offs": offs}  # fmt: skip
+            "w": torch.zeros(2, 6, 4, device=device), "offs": offs}
 
 
 BAD = {

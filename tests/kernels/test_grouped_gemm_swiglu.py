@@ -56,7 +56,7 @@ def check(x, w, offs, bias, weight, clamped, gather=None):
     h, gate_up = grouped_gemm_swiglu(x, w, offs, bias=bias, gather=gather, weight=weight, clamped=clamped)
     assert h.dtype is gate_up.dtype is x.dtype
     assert (h.shape, gate_up.shape) == ((len(gather if gather is not None else x), w.shape[1] // 2),
-                                        (len(gather if gather is not None else x), w.shape[1]))  # fmt: skip
+                                        (len(gather if gather is not None else x), w.shape[1]))
     apart = grouped_gemm(x, w, offs, bias=bias, gather=gather)
     assert same(gate_up[:rows], apart[:rows])
     assert same(h[:rows], (clamped_swiglu if clamped else swiglu)(apart, weight)[:rows])
@@ -90,7 +90,7 @@ def test_weight_bias_and_gather(hidden, width, dtype, clamped, device, chip):
     gather = torch.tensor([3, 0, 0, 1, 2, 10**6, -1], device=device)  # unused ones are not looked at
     for options in ({"bias": bias}, {"weight": weight}, {"gather": gather}, {"bias": bias, "weight": weight},
                     {"bias": bias, "weight": weight.float(), "gather": gather.clamp(0, 10**6).int()},
-                    {"bias": None, "weight": weight.double()}):  # fmt: skip
+                    {"bias": None, "weight": weight.double()}):
         check(x, w, offs, **({"bias": None, "weight": None} | options), clamped=clamped)
 
 
@@ -117,7 +117,7 @@ def test_borders_of_tiles(counts, width, dtype, clamped, device, chip):
      (80, [300], 136, None, True, False), (90, [3], 12, None, False, False), (90, [3], 7, None, False, True),
      (100, [300], 40, None, False, False), (90, [3], 16, torch.float32, False, True),
      (90, [3], 16, torch.float64, False, False)],
-)  # fmt: skip
+)
 def test_one_kernel_where_the_table_says_so(arch, counts, width, weight, clamped, fused, monkeypatch):
     apart, launch = [], MODULE.launch_swiglu
     monkeypatch.setattr(MODULE, "launch_swiglu", lambda *operands: [apart.append(True), launch(*operands)])

@@ -31,7 +31,7 @@ def unsorted(rows, device):
     """Rows that are in order already, all of one expert."""
     return SortedTokens(*(torch.arange(rows, dtype=torch.int32, device=device),) * 2,
                         torch.tensor([rows], dtype=torch.int32, device=device),
-                        torch.zeros(rows, dtype=torch.int32, device=device))  # fmt: skip
+                        torch.zeros(rows, dtype=torch.int32, device=device))
 
 
 def check_sorted(expert_idx, num_experts):

@@ -86,7 +86,7 @@ def test_strides(form, device):
     every_second = weight.repeat_interleave(2)[::2]
     for x, w, d in ((spaced[:, 3:23], weight, dh), (turned, every_second, dh.t().contiguous().t()),
                     (gate_up.flip(0).flip(0), weight, dh[:1].expand(6, -1)),
-                    (gate_up, weight, dh[:, :1].expand(-1, 10))):  # fmt: skip
+                    (gate_up, weight, dh[:, :1].expand(-1, 10))):
         check(form, x, w, d)
 
 

@@ -49,7 +49,7 @@ def test_worked_example():
     found = tiles([2, 2, 9], 9, col_tiles=2, tile_rows=4, group=8)
     assert [(e, row, col) for e, row, _, col in found] == [
         (0, 0, 0), (0, 0, 1), (2, 2, 0), (2, 6, 0), (2, 2, 1), (2, 6, 1)
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from ranks import run_ranks
 CONFIG = Qwen3MoeConfig(
     vocab_size=61, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
     num_experts=16, num_experts_per_tok=4, moe_intermediate_size=24, mlp_only_layers=(1,), intermediate_size=40,
-)  # fmt: skip
+)
 LAYERS = range(3)
 BATCH, LENGTH = 4, 128
 
@@ -52,7 +52,7 @@ def kept(rank: int, recompute: tuple[str, ...], ep: int, first: bool) -> int:
     return sum(
         tensor.untyped_storage().nbytes() for key, tensor in found.items()
         if key not in own and tensor.untyped_storage().nbytes() not in scores
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("recompute", [(), ("experts",), ("norms", "attention:0"), ("layer",)], ids=str)
@@ -60,7 +60,7 @@ def kept(rank: int, recompute: tuple[str, ...], ep: int, first: bool) -> int:
 def test_a_stage_keeps_what_is_counted(recompute, first):
     real = kept(0, recompute, 1, first)
     counted = activation_bytes(CONFIG, LAYERS, batch=BATCH, sequence_length=LENGTH, first=first, dtype=torch.float32,
-                               recompute=recompute)  # fmt: skip
+                               recompute=recompute)
     again = Recompute(recompute)
     # By layer and token: a float32 for each of 4 heads more, and 2 heads of keys and values of 16 less.
     by_formula = sum(4 * 4 - 2 * (16 + 16) * 4 for layer in LAYERS if not again("attention", layer)) * BATCH * LENGTH
@@ -73,7 +73,7 @@ def test_expert_parallel_ranks_keep_about_what_is_counted(recompute):
     """Tokens of a router without training go to almost as many ranks as those of random choices."""
     real = sum(run_ranks(kept, 2, recompute, 2, False, reuse=True)) / 2
     counted = activation_bytes(CONFIG, LAYERS, batch=BATCH, sequence_length=LENGTH, dtype=torch.float32,
-                               recompute=recompute, ep=2)  # fmt: skip
+                               recompute=recompute, ep=2)
     again = Recompute(recompute)
     by_formula = sum(4 * 4 - 2 * (16 + 16) * 4 for layer in LAYERS if not again("attention", layer)) * BATCH * LENGTH
     assert counted - by_formula == pytest.approx(real, rel=0.02)

@@ -34,7 +34,7 @@ SHARED = {
     "num_key_value_heads": 4, "q_lora_rank": 12, "kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 8,
     "v_head_dim": 5, "n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 3,
     "moe_intermediate_size": 24, "first_k_dense_replace": 1, "initializer_range": 0.2, "rms_norm_eps": 1e-5,
-}  # fmt: skip
+}
 TINY = {
     "v2": SHARED | {"model_type": "deepseek_v2", "topk_method": "greedy", "routed_scaling_factor": 1.5},
     "v3": SHARED | {"model_type": "deepseek_v3", "n_group": 4, "topk_group": 2, "num_nextn_predict_layers": 0},
@@ -86,7 +86,7 @@ VARIANTS = {
         "halves rotated": {"rope_interleave": False},
         "halves rotated, yarn": {"rope_interleave": False} | stretched(mscale=1.0, mscale_all_dim=1.0),
     },
-}  # fmt: skip
+}
 CASES = {f"{version}, {name}": (version, changes) for version, of in VARIANTS.items() for name, changes in of.items()}
 versions = pytest.mark.parametrize("version", TINY)
 cases = pytest.mark.parametrize(("version", "changes"), CASES.values(), ids=CASES)
@@ -269,7 +269,7 @@ def pipelined(rank, version, shape):
         *((tokens[mine],) if model.has_first else ()), num_chunks=MICRO_BATCHES,
         criterion=micro_batch_loss(MICRO_BATCHES) if model.has_last else None,
         labels=(targets[mine],) if model.has_last else (),
-    )  # fmt: skip
+    )
     criterion, losses = micro_batch_loss(MICRO_BATCHES * replicas), []
     for xs, ys in zip(tokens.split(2), targets.split(2)):
         one = criterion(reference(xs), ys)
@@ -294,9 +294,9 @@ def test_pipelined_equals_the_whole_model(version, shape):
 @versions
 def test_config_from_both_hub_forms(version, tmp_path):
     yarn = {"factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 0.707, "mscale_all_dim": 0.707,
-            "original_max_position_embeddings": 4096}  # fmt: skip
+            "original_max_position_embeddings": 4096}
     others = {"aux_loss_alpha": 0.001, "seq_aux": True, "ep_size": 1, "pretraining_tp": 1, "moe_layer_freq": 1,
-              "attention_dropout": 0.0, "hidden_act": "silu", "torch_dtype": "bfloat16"}  # fmt: skip
+              "attention_dropout": 0.0, "hidden_act": "silu", "torch_dtype": "bfloat16"}
     older = TINY[version] | others | {"rope_theta": 500, "rope_scaling": yarn | {"type": "yarn"}}
     newer = hf_config(version, {"rope_parameters": yarn | {"rope_type": "yarn", "rope_theta": 500}})
     newer.save_pretrained(tmp_path)
@@ -346,7 +346,7 @@ REFUSED = {
     "top_k must be 1 to the .* experts.*; got 9": {"num_experts_per_tok": 9},
     "wrong type or size: num_experts_per_tok=0$": {"num_experts_per_tok": 0},
     "lacks kv_lora_rank, num_experts_per_tok": {"kv_lora_rank": None, "num_experts_per_tok": None},
-}  # fmt: skip
+}
 REFUSED_V2 = {
     "norm_topk_prob=True \\(only False\\)": {"norm_topk_prob": True},
     "rope_interleave=False": {"rope_interleave": False},
@@ -367,7 +367,7 @@ REFUSED_V3 = {
     ("version", "message", "changes"),
     [*(("v2", *pair) for pair in (REFUSED | REFUSED_V2).items()),
      *(("v3", *pair) for pair in (REFUSED | REFUSED_V3).items())],
-)  # fmt: skip
+)
 def test_unsupported_options_are_named(version, message, changes):
     with pytest.raises(ValueError, match=message):
         FAMILIES[version].from_dict(TINY[version] | changes)
@@ -399,7 +399,7 @@ def hub_shapes(config):
     hidden, heads, rope = config.hidden_size, config.num_attention_heads, config.qk_rope_head_dim
     latent, queries = config.kv_lora_rank, heads * (config.qk_nope_head_dim + rope)
     shapes = {"model.embed_tokens.weight": (config.vocab_size, hidden), "model.norm.weight": (hidden,),
-              "lm_head.weight": (config.vocab_size, hidden)}  # fmt: skip
+              "lm_head.weight": (config.vocab_size, hidden)}
 
     def mlp(prefix, width):
         for projection in ("gate_proj", "up_proj"):
@@ -412,12 +412,12 @@ def hub_shapes(config):
             "kv_a_proj_with_mqa": (latent + rope, hidden), "kv_a_layernorm": (latent,),
             "kv_b_proj": (heads * (config.qk_nope_head_dim + config.v_head_dim), latent),
             "o_proj": (hidden, heads * config.v_head_dim),
-        }  # fmt: skip
+        }
         if config.q_lora_rank is None:
             attention["q_proj"] = (queries, hidden)
         else:
             attention |= {"q_a_proj": (config.q_lora_rank, hidden), "q_a_layernorm": (config.q_lora_rank,),
-                          "q_b_proj": (queries, config.q_lora_rank)}  # fmt: skip
+                          "q_b_proj": (queries, config.q_lora_rank)}
         shapes |= {f"{prefix}.self_attn.{name}.weight": shape for name, shape in attention.items()}
         shapes |= {f"{prefix}.{norm}_layernorm.weight": (hidden,) for norm in ("input", "post_attention")}
         if layer < config.first_k_dense_replace:

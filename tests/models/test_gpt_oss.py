@@ -29,12 +29,12 @@ from ranks import run_ranks
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "models"
 YARN = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
-        "original_max_position_embeddings": 4096}  # fmt: skip
+        "original_max_position_embeddings": 4096}
 TINY = {
     "vocab_size": 61, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 4,
     "initializer_range": 0.2, "rope_parameters": YARN | {"rope_theta": 150_000.0},
-}  # fmt: skip
+}
 ONLY = {kind: {"layer_types": [f"{kind}_attention"] * 3} for kind in ("full", "sliding")}
 VARIANTS = {
     "in turn, grouped-query": {},
@@ -214,7 +214,7 @@ def test_config_from_both_hub_forms(tmp_path):
         "rope_theta": 150000, "rope_scaling": YARN, "model_type": "gpt_oss", "experts_per_token": 2,
         "swiglu_limit": 7.0, "initial_context_length": 4096, "quantization_config": {"quant_method": "mxfp4"},
         "router_aux_loss_coef": 0.9,
-    }  # fmt: skip
+    }
     HFConfig(**TINY).save_pretrained(tmp_path)
     (tmp_path / "older.json").write_text(json.dumps(older))
     expected = GptOssConfig(
@@ -222,7 +222,7 @@ def test_config_from_both_hub_forms(tmp_path):
         num_experts=6, num_experts_per_tok=2, intermediate_size=24, sliding_window=4, initializer_range=0.2,
         layer_types=("sliding_attention", "full_attention", "sliding_attention"),
         yarn=Yarn(32.0, 4096, 32.0, 1.0, truncate=False),
-    )  # fmt: skip
+    )
     assert GptOssConfig.from_json(tmp_path / "config.json") == expected
     assert GptOssConfig.from_json(tmp_path / "older.json") == expected
     for missing in ({"num_experts_per_tok"}, {"rope_theta", "rope_scaling"}, {"rope_scaling"}):
@@ -247,7 +247,7 @@ REFUSED = {
     "got \\['linear_attention'": {"layer_types": ["linear_attention"] * 3},
     "sliding_window must be at least 1": {"sliding_window": None},
     "lacks vocab_size, head_dim": {"vocab_size": None, "head_dim": None},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("message", REFUSED)
@@ -333,7 +333,7 @@ def layout(rank: int, shape: tuple[int, int, int], schedule: str, packed: bool) 
         criterion=micro_batch_loss(MICRO_BATCHES) if model.has_last else None,
         labels=(targets[mine],) if model.has_last else (),
         side={"positions": positions[mine]} if packed and model.has_first else None,
-    )  # fmt: skip
+    )
     criterion, losses = micro_batch_loss(MICRO_BATCHES * replicas), []
     for xs, ys, places in zip(tokens.split(2), targets.split(2), positions.split(2)):
         one = criterion(unpipelined(xs, places if packed else None), ys)
@@ -349,7 +349,7 @@ def layout(rank: int, shape: tuple[int, int, int], schedule: str, packed: bool) 
     [((2, 1, 1), "dualpipev", False), pytest.param((2, 1, 2), "dualpipev", False, marks=pytest.mark.slow),
      ((2, 1, 2), "1f1b", False), pytest.param((2, 1, 1), "dualpipev", True, marks=pytest.mark.slow),
      ((2, 1, 2), "dualpipev", True)], ids=str,
-)  # fmt: skip
+)
 def test_pipelined_equals_the_whole_model(shape, schedule, packed):
     pp, dp, ep = shape
     for gradients, losses in run_ranks(layout, pp * dp * ep, shape, schedule, packed, reuse=True):

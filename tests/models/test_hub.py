@@ -21,7 +21,7 @@ ABSURD = [
     *({"rope_parameters": YARN | {key: value}} for value in (float("inf"), float("nan"), -2.0, 10**400, "1")
       for key in (*YARN, "beta_fast", "attention_factor", "mscale") if key != "rope_type"),
     {"initializer_range": float("nan")}, {"unknown": [[[[[[[1] * 100] * 100] * 9]]]]},
-]  # fmt: skip
+]
 EXPERTS = {"qwen3_moe": "num_experts", "gpt_oss": "num_local_experts"}
 
 
@@ -43,7 +43,7 @@ def test_absurd_values(family, tmp_path):
 def test_other_numbers_are_still_taken(tmp_path):
     path = tmp_path / "config.json"
     for changes in ({"rope_theta": 10_000_000}, {"rms_norm_eps": 1e-12}, {"vocab_size": 2**20 + 1},
-                    {"rope_parameters": YARN | {"mscale": 0, "mscale_all_dim": 0.0, "rope_theta": 10**7}}):  # fmt: skip
+                    {"rope_parameters": YARN | {"mscale": 0, "mscale_all_dim": 0.0, "rope_theta": 10**7}}):
         path.write_text(json.dumps(CONFIGS["qwen3_moe"] | changes))
         read_config(path)
 

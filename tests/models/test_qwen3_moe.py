@@ -27,7 +27,7 @@ TINY = {
     "vocab_size": 61, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
     "norm_topk_prob": True, "initializer_range": 0.2,
-}  # fmt: skip
+}
 VARIANTS = {
     "grouped-query": {},
     "multi-head, unnormalised": {"num_key_value_heads": 4, "norm_topk_prob": False},
@@ -43,7 +43,7 @@ VARIANTS = {
     "stretched, all said": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 8.0,
                                                 "original_max_position_embeddings": 512, "beta_fast": 16.0,
                                                 "beta_slow": 2.0, "attention_factor": 1.5, "truncate": False}},
-}  # fmt: skip
+}
 
 
 def tiny(**changes):
@@ -280,7 +280,7 @@ def test_meta_device_needs_no_buffer():
         (8, 4, [2, 2, 2, 2]), (6, 4, [1, 2, 2, 1]), (5, 4, [1, 2, 1, 1]), (7, 4, [2, 2, 2, 1]), (3, 2, [2, 1]),
         (2, 4, [0, 1, 1, 0]), (3, 4, [1, 1, 1, 0]), (0, 2, [0, 0]), (48, 16, [3] * 16), (5, 1, [5]), (0, 1, [0]),
     ],
-)  # fmt: skip
+)
 def test_layers_split_evenly_and_lighter_at_the_ends(layers, stages, sizes):
     cuts = split_layers(layers, stages)
     assert [len(cut) for cut in cuts] == sizes
@@ -295,7 +295,7 @@ def test_impossible_splits_are_refused(layers, stages):
 
 def test_config_from_both_hub_forms(tmp_path):
     older = TINY | {"rope_theta": 5e5, "rope_scaling": None, "torch_dtype": "bfloat16", "model_type": "qwen3_moe",
-                    "architectures": ["Qwen3MoeForCausalLM"], "sliding_window": None, "hidden_act": "silu"}  # fmt: skip
+                    "architectures": ["Qwen3MoeForCausalLM"], "sliding_window": None, "hidden_act": "silu"}
     newer = HFConfig(**TINY, rope_parameters={"rope_type": "default", "rope_theta": 5e5})
     newer.save_pretrained(tmp_path)
     (tmp_path / "older.json").write_text(json.dumps(older))
@@ -329,7 +329,7 @@ REFUSED = {
     "must be a JSON object; got 'yarn'": {"rope_parameters": "yarn"},
     "must be positive numbers: rope_theta='1', factor=0$": {"rope_parameters": {"rope_theta": "1", "factor": 0}},
     "wrong type or size: yarn={}": {"yarn": {}},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("message", REFUSED)
@@ -421,5 +421,5 @@ def test_what_is_recomputed():
     rules = Recompute(["attention", "experts:2-3", "layer:7"])
     assert [[rules(part, layer) for layer in (0, 2, 3, 7)] for part in ("attention", "experts", "norms", "layer")] == [
         [True, True, True, True], [False, True, True, True], [False, False, False, True], [False, False, False, True],
-    ]  # fmt: skip
+    ]
     assert not Recompute(["none"])("attention", 0)

@@ -15,22 +15,22 @@ QWEN3 = {
     "model_type": "qwen3_moe", "vocab_size": 61, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 3,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2,
     "moe_intermediate_size": 24, "mlp_only_layers": [1], "norm_topk_prob": True,
-}  # fmt: skip
+}
 DEEPSEEK_V2 = {
     "model_type": "deepseek_v2", "vocab_size": 61, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 3,
     "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": None, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
     "qk_rope_head_dim": 4, "v_head_dim": 12, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 2,
     "moe_intermediate_size": 24, "first_k_dense_replace": 1, "topk_method": "greedy", "n_group": 1, "topk_group": 1,
-}  # fmt: skip
+}
 DEEPSEEK_V3 = {
     **DEEPSEEK_V2, "model_type": "deepseek_v3", "q_lora_rank": 20, "n_group": 4, "topk_group": 2,
     "topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True,
-}  # fmt: skip
+}
 GPT_OSS = {
     "model_type": "gpt_oss", "vocab_size": 61, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 6,
     "num_experts_per_tok": 2, "sliding_window": 8,
-}  # fmt: skip
+}
 FAMILIES = {hub["model_type"]: hub for hub in (QWEN3, DEEPSEEK_V2, DEEPSEEK_V3, GPT_OSS)}
 
 

@@ -265,7 +265,7 @@ def poisoned_memory():
 @pytest.mark.parametrize("deferred", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("module", [GroupedLinear(3, 8, 8, bias=True), GroupedSwiGLU(3, 8, 8, bias=True)],
-                         ids=lambda m: type(m).__name__)  # fmt: skip
+                         ids=lambda m: type(m).__name__)
 def test_rows_of_nobody_change_nothing(module, dtype, deferred):
     """Neither what they hold, nor whether they exist."""
     choices = torch.tensor([[0, -1, 2], [-1, 2, -1], [-1, -1, -1]])

@@ -372,7 +372,7 @@ def test_torch_func_goes_through():
     for layer in (plain, ours):
         assert torch.equal(torch.func.vmap(layer)(x), plain(x))
     per_sample = [torch.func.vmap(torch.func.grad(lambda p, x, layer=layer: loss(layer, p, x)), (None, 0))(params, x)
-                  for layer in (plain, ours)]  # fmt: skip
+                  for layer in (plain, ours)]
     jacobians = [torch.func.jacrev(layer)(x[0]) for layer in (plain, ours)]
     torch.testing.assert_close(per_sample[1], per_sample[0], rtol=0, atol=0)
     torch.testing.assert_close(jacobians[1], jacobians[0], rtol=0, atol=0)

@@ -34,7 +34,7 @@ from ranks import run_ranks
 
 H, E = 16, 12
 V3 = dict(score="sigmoid", norm_topk_prob=True, routed_scaling_factor=2.5, n_group=4, topk_group=2, group_best=2,
-          correction_bias=True, wide_logits=True)  # fmt: skip
+          correction_bias=True, wide_logits=True)
 OPTIONS = {
     "softmax": {},
     "normalised": dict(norm_topk_prob=True),
@@ -67,7 +67,7 @@ def over_experts(weights_TK, experts_TK, experts=E):
 
 def hf_config(**changes):
     sizes = dict(num_experts=E, num_local_experts=E, hidden_size=H, num_experts_per_tok=3, norm_topk_prob=False,
-                 routed_scaling_factor=1.0, n_group=1, topk_group=1, topk_method="greedy")  # fmt: skip
+                 routed_scaling_factor=1.0, n_group=1, topk_group=1, topk_method="greedy")
     return SimpleNamespace(**sizes | changes)
 
 
@@ -82,7 +82,7 @@ FAMILIES = {
                     dict(n_group=4, topk_group=2, norm_topk_prob=True, routed_scaling_factor=2.5), V3),
     "deepseek-v3, one group": (DeepseekV3TopkRouter, {}, dict(score="sigmoid", correction_bias=True, wide_logits=True)),
     "gpt-oss": (GptOssTopKRouter, {}, dict(score="softmax_topk", bias=True)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -25,7 +25,7 @@ from ranks import run_ranks
 CONFIG = Qwen3MoeConfig(
     vocab_size=64, hidden_size=32, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1, head_dim=16,
     num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True,
-)  # fmt: skip
+)
 MICRO_BATCHES, REPLICAS = 16, 2
 
 

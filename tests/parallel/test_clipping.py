@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 CONFIG = Qwen3MoeConfig(
     vocab_size=61, hidden_size=16, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
     num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8, norm_topk_prob=True, initializer_range=0.3,
-)  # fmt: skip
+)
 NORMS = [(0.1, 2.0), (0.01, math.inf), (0.5, 1.0), (0.1, 3.5), (1e6, 2.0), (math.inf, 2.0), (0.0, 2.0)]
 
 
@@ -261,7 +261,7 @@ def relayed(rank: int) -> list[tuple[float, float]]:
         norm = pipe.clip_grad_norm_(max_norm, norm_type)
         reference = nn.utils.clip_grad_norm_(nn.ModuleList(expected).parameters(), max_norm, norm_type)
         errors = [relative_error(p.grad, q.grad) for i in numbers
-                  for p, q in zip(stages[i].parameters(), expected[i].parameters())]  # fmt: skip
+                  for p, q in zip(stages[i].parameters(), expected[i].parameters())]
         found.append((abs(norm.item() / reference.item() - 1), max(errors, default=0.0)))
     return found
 

@@ -261,7 +261,7 @@ def two_at_once(rank):
         combining.append((plan, dispatcher.combine.forward(back)))
     results = [(plan, advance(combine)[0][0]) for plan, combine in combining]
     return max(error(dispatcher.finish(*result[::-1]), want)
-               for i, (result, want) in enumerate(zip(results, wanted)) if (rank, i) != (1, 0))  # fmt: skip
+               for i, (result, want) in enumerate(zip(results, wanted)) if (rank, i) != (1, 0))
 
 
 def test_given_two_dispatches_under_way_then_each_combine_answers_its_own():

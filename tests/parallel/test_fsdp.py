@@ -382,7 +382,7 @@ def left(rank: int) -> dict[str, tuple]:
 
 def test_gradients_left_elsewhere_or_in_bf16_are_added_in_fp32_and_reduced_with_the_others():
     steps = {"then a step": LEFT + MICROBATCHES * STEP, "dropped by zero_grad": MICROBATCHES * STEP,
-             "left in bfloat16 by the last closure of two steps": 2 * MICROBATCHES * STEP}  # fmt: skip
+             "left in bfloat16 by the last closure of two steps": 2 * MICROBATCHES * STEP}
     for found in run_ranks(left, 2):
         assert len(found) == 9
         for name, gradients in found.items():
@@ -626,7 +626,7 @@ def several_groups(stage: nn.Module, mesh: DeviceMesh) -> nn.Module:
     hybrid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     other = _fsdp_common.HSDPMeshInfo(hybrid, shard_mesh_dim=1, replicate_mesh_dim=0)
     return fully_shard(stage, mesh=mesh, shard_placement_fn=lambda p: (
-        _fsdp_common.ShardPlacementResult(Shard(0), other) if p.dim() == 1 else None))  # fmt: skip
+        _fsdp_common.ShardPlacementResult(Shard(0), other) if p.dim() == 1 else None))
 
 
 def other_units(rank: int, layout: str) -> float:
@@ -756,7 +756,7 @@ def policies(rank: int) -> list[tuple[str, set, set]]:
     mesh = init_device_mesh("cpu", (2,))
     found = []
     for options in ({}, {"param_dtype": torch.bfloat16}, {"reduce_dtype": torch.float32},
-                    {"param_dtype": torch.bfloat16, "output_dtype": torch.float32}):  # fmt: skip
+                    {"param_dtype": torch.bfloat16, "output_dtype": torch.float32}):
         policy = MixedPrecisionPolicy(**options)
         stages = [shard_whole(Stage(dtype=torch.float32), mesh, mp_policy=policy) for _ in range(2)]
         pipe = DualPipeV(stages, process_group=torch.distributed.new_subgroups(1)[0])
@@ -815,7 +815,7 @@ def refused(rank: int) -> list[str]:
     fully_shard(late.module[0], mesh=mesh)
     x = torch.ones(1, WIDTH, dtype=torch.float64)
     for attempt in (lambda: Pipeline([fully_shard(a, mesh=mesh), fully_shard(b, mesh=mesh)], schedule="zbv"),
-                    lambda: late.step(x, num_chunks=1, criterion=F.mse_loss, labels=(x,))):  # fmt: skip
+                    lambda: late.step(x, num_chunks=1, criterion=F.mse_loss, labels=(x,))):
         try:
             attempt()
         except (ValueError, PipelineError) as error:
@@ -824,7 +824,7 @@ def refused(rank: int) -> list[str]:
     try:
         with patch.object(_fsdp_state.FSDPState, "_lazy_init", new_callable=PropertyMock, side_effect=AttributeError):
             pipe.step(torch.ones(1, WIDTH, dtype=torch.float64), num_chunks=1, criterion=F.mse_loss,
-                      labels=(torch.ones(1, WIDTH, dtype=torch.float64),))  # fmt: skip
+                      labels=(torch.ones(1, WIDTH, dtype=torch.float64),))
     except PipelineError as error:
         messages.append(str(error))
     return messages

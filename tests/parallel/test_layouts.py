@@ -32,7 +32,7 @@ CONFIG = Qwen3MoeConfig(
     vocab_size=61, hidden_size=16, num_hidden_layers=5, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
     num_experts=8, num_experts_per_tok=3, moe_intermediate_size=8, norm_topk_prob=True, mlp_only_layers=(1,),
     intermediate_size=24, initializer_range=0.3,
-)  # fmt: skip
+)
 LAYOUTS = [(2, 1, 2), (1, 2, 2), (2, 2, 1), (1, 1, 4), (2, 1, 1)]
 MICRO_BATCHES = 5
 
@@ -62,7 +62,7 @@ def run_both(
     shape: tuple[int, int, int], *, schedule: str = "dualpipev", overlap: bool = True,
     recompute: tuple[str, ...] = (), choice: Choice | None = None, dtype: torch.dtype = torch.float64,
     config: Qwen3MoeConfig = CONFIG, exact: bool = False,
-) -> Both:  # fmt: skip
+) -> Both:
     """The pipelined and sharded model, and a whole one in `dtype`; with `exact` the same weights in float64 as well."""
     mesh = build_mesh(*shape, torch.device("cpu"))
     replicas, replica = dense_mesh(mesh).size(), dense_mesh(mesh).get_local_rank()
@@ -84,7 +84,7 @@ def run_both(
         *((tokens[mine],) if model.has_first else ()), num_chunks=MICRO_BATCHES,
         criterion=micro_batch_loss(MICRO_BATCHES) if model.has_last else None,
         labels=(targets[mine],) if model.has_last else (),
-    )  # fmt: skip
+    )
     expected = []
     for whole in wholes:
         set_routers(whole, MICRO_BATCHES * replicas, choice)
@@ -111,7 +111,7 @@ def worst(both: Both) -> tuple[float, float]:
 def layout(
     rank: int, shape: tuple[int, int, int], schedule: str, overlap: bool, recompute: tuple[str, ...], skewed: bool,
     dtype: torch.dtype,
-) -> tuple[float, float]:  # fmt: skip
+) -> tuple[float, float]:
     choice = to_the_first if skewed else None
     both = run_both(shape, schedule=schedule, overlap=overlap, recompute=recompute, choice=choice, dtype=dtype)
     return worst(both)
@@ -128,7 +128,7 @@ def check(shape, schedule="dualpipev", overlap=True, recompute=(), skewed=False,
 @pytest.mark.parametrize("shape, dtype", [
     *((shape, torch.float64) for shape in LAYOUTS), (LAYOUTS[0], torch.float32),
     *(pytest.param(shape, torch.float32, marks=pytest.mark.slow) for shape in LAYOUTS[1:]),
-], ids=str)  # fmt: skip
+], ids=str)
 def test_overlapped(shape, dtype):
     check(shape, dtype=dtype)
 
@@ -151,7 +151,7 @@ def test_other_schedules_in_float32(schedule):
 MATRIX = list(itertools.product(
     LAYOUTS, ["dualpipev", "1f1b"], [True, False], [(), ("attention", "experts:0-2", "dispatch:3")],
     [True, False],
-))  # fmt: skip
+))
 
 
 @pytest.mark.slow
@@ -237,7 +237,7 @@ def counted(rank: int, shape: tuple[int, int, int], recompute: tuple[str, ...]) 
         *((tokens,) if model.has_first else ()), num_chunks=MICRO_BATCHES,
         criterion=micro_batch_loss(MICRO_BATCHES) if model.has_last else None,
         labels=(tokens,) if model.has_last else (),
-    )  # fmt: skip
+    )
     chosen = [{}] * ranks
     dist.all_gather_object(chosen, routes.experts, group=mesh["ep"].get_group())
     return experts.sent_bytes, deduplicated_bytes(chosen, mesh["ep"].get_local_rank(), again="dispatch" in recompute)
@@ -301,7 +301,7 @@ def broken_once(rank: int, shape: tuple[int, int, int], where: str) -> list[tupl
         pipe.step(
             *((tokens,) if model.has_first else ()), num_chunks=4,
             criterion=micro_batch_loss(4) if model.has_last else None, labels=(tokens,) if model.has_last else (),
-        )  # fmt: skip
+        )
 
     for part in tokens.split(1):
         micro_batch_loss(4)(whole(part), part).backward()
@@ -339,7 +339,7 @@ def losses_of_training(rank: int, overlap: bool, recompute: tuple[str, ...]) -> 
     model = build_model(
         CONFIG, schedule, mesh["pp"].get_local_rank(), mesh=mesh, recompute=recompute, seed=0, dtype=torch.bfloat16,
         device=torch.device("cpu"),
-    )  # fmt: skip
+    )
     pipe = Pipeline(model.stages, process_group=mesh["pp"].get_group(), schedule="dualpipev", overlap=overlap)
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
     generator = torch.Generator().manual_seed(dense_mesh(mesh).get_local_rank())
@@ -350,7 +350,7 @@ def losses_of_training(rank: int, overlap: bool, recompute: tuple[str, ...]) -> 
             *((rows[:, :-1],) if model.has_first else ()), num_chunks=MICRO_BATCHES,
             criterion=micro_batch_loss(MICRO_BATCHES) if model.has_last else None,
             labels=(rows[:, 1:].contiguous(),) if model.has_last else (),
-        )  # fmt: skip
+        )
         losses.append(None if loss is None else loss.tolist())
         optimizer.step()
         optimizer.zero_grad()
@@ -371,7 +371,7 @@ def norms_in_float32(rank: int) -> tuple[set, set]:
     shard_experts(stage, mesh["ep"])
     stage.use_expert_parallelism(ExpertParallel(CONFIG.num_experts, mesh["ep"]))
     rules = [Rule("layers.*.input_layernorm", torch.float32), Rule("layers.*.post_attention_layernorm", torch.float32),
-             Rule("layers.*.mlp.gate", torch.float32)]  # fmt: skip
+             Rule("layers.*.mlp.gate", torch.float32)]
     plan = resolve_dtypes([stage], DTypePolicy(torch.bfloat16, torch.float32, torch.float32, rules))
     shard(stage, dense_mesh(mesh), plan, expert_mesh=mesh["dp"])
     materialize(stage, "cpu", plan, seed=0)

@@ -125,7 +125,7 @@ def place_experts(toy, mesh):
         local = torch.empty(torch.empty(whole.shape, device="meta").chunk(size)[rank].shape, device="meta")
         sharded = DTensor.from_local(
             local, mesh, (Shard(0),), run_check=False, shape=whole.shape, stride=whole.stride()
-        )  # fmt: skip
+        )
         layer.experts = nn.Parameter(sharded)
 
 
@@ -240,7 +240,7 @@ def test_given_a_seed_then_every_layout_holds_the_values_and_dtypes_of_the_unsha
 QWEN = Qwen3MoeConfig(
     vocab_size=37, hidden_size=8, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1, head_dim=4,
     num_experts=5, num_experts_per_tok=2, moe_intermediate_size=6, tie_word_embeddings=True,
-)  # fmt: skip
+)
 
 
 def qwen_stages(rank):
@@ -448,7 +448,7 @@ def test_given_dtensor_parameters_then_buffers_go_to_the_device_with_their_own_d
     expected = {
         "scale": ("meta", torch.float64), "steps": ("meta", torch.int64),
         "layers.0.rotary.inv_freq": ("meta", F32), "layers.1.rotary.inv_freq": ("meta", F32),
-    }  # fmt: skip
+    }
     for buffers, params in run_ranks(sharded_buffers, world, world, reuse=True):
         assert buffers == expected and params == {(DTensor, "cpu")}
 
@@ -739,7 +739,7 @@ def test_given_what_is_on_meta_elsewhere_or_uninitialised_then_each_is_named(wor
         assert both == on_meta + [f"{name} is on cpu, not on meta" for name in buffers]
         assert [re.match(r"(\S+) was never filled, or holds NaN", line)[1] for line in unfilled] == [
             "embed.weight", "steps",
-        ]  # fmt: skip
+        ]
         assert elsewhere == [f"{name} is on cpu, not on cuda" for name in names + buffers]
 
 

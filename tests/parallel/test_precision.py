@@ -27,7 +27,7 @@ BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 CONFIG = Qwen3MoeConfig(
     vocab_size=16, hidden_size=16, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
     num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, norm_topk_prob=True,
-)  # fmt: skip
+)
 
 
 class Mixer(nn.Module):
@@ -256,11 +256,11 @@ def test_given_a_model_of_transformers_then_both_of_its_lists_are_pinned(tmp_pat
 
 def test_given_a_rule_then_each_dtype_is_decided_by_itself():
     rules = (Rule("head", save=FP32), Rule("head.weight", reduce=FP64), Rule("embed", storage=BF16),
-             Rule("layers.0.gate", FP32, storage=FP64), Rule("*.running", storage=FP64))  # fmt: skip
+             Rule("layers.0.gate", FP32, storage=FP64), Rule("*.running", storage=FP64))
     plan = resolve(Model(), policy(*rules))
     assert plan.of("head.weight") == TensorDTypes(
         FP32, BF16, FP32, "policy; rule 'head', 'head.weight'", reduce=FP64
-    )  # fmt: skip
+    )
     assert plan.reduce_dtype("head.weight") is FP64 and plan.reduce_dtype("embed.weight") is FP32
     assert plan.of("embed.weight") == TensorDTypes(BF16, BF16, BF16, "policy; rule 'embed'")
     assert plan.of("layers.0.gate.bias") == TensorDTypes(FP64, FP32, FP32, "rule 'layers.0.gate'")
@@ -275,7 +275,7 @@ def test_given_a_rule_then_each_dtype_is_decided_by_itself():
         ([Rule("head", save=FP32), Rule("*", save=BF16)], r"rules disagree on embed|rules disagree on head.weight: "
          r"'head' \(saved in fp32\) and '\*' \(saved in bf16\)"),
     ],
-)  # fmt: skip
+)
 def test_given_a_rule_that_contradicts_then_it_is_refused(rules, message):
     with pytest.raises(ValueError, match=message):
         resolve(Model(), policy(*rules))

@@ -201,12 +201,12 @@ def test_given_parameters_stored_in_two_dtypes_then_fsdp2_alone_fails_and_shard_
 CONFIG = Qwen3MoeConfig(
     vocab_size=32, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
     num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, norm_topk_prob=True,
-)  # fmt: skip
+)
 # Attention mixes what these two return with the values, which are bf16.
 QWEN_PINS = (
     Rule("layers.*.mlp.gate.weight", FP32), Rule("*.*_layernorm", FP32), Rule("norm", FP32),
     Rule("*.self_attn.?_norm", FP32, output_dtype=BF16),
-)  # fmt: skip
+)
 
 
 def qwen(rank):
@@ -501,7 +501,7 @@ def test_given_a_frozen_tower_then_it_is_a_unit_in_the_compute_dtype_except_for_
         assert "dtype" in trap, "the trap: the fp32 buffer promotes what the head is given"
         assert unit
         assert stored == {"proj.weight": BF16, "proj.bias": BF16, "scale.weight": FP32, "temperature": BF16,
-                          "positions": FP32, "offset": BF16}  # fmt: skip
+                          "positions": FP32, "offset": BF16}
         assert seen["tower.scale"] == (FP32, FP32) and seen["tower"] == (BF16, BF16) and seen["head"] == (BF16, BF16)
 
 

@@ -159,7 +159,7 @@ def without_last_step(schedule):
     return Schedule(
         "cut", schedule.num_ranks, schedule.num_stages, schedule.num_microbatches,
         tuple(steps[:-1] if r == 0 else steps for r, steps in enumerate(schedule.ranks)),
-    )  # fmt: skip
+    )
 
 
 def test_construction_mistakes_raise_on_every_rank():
@@ -225,7 +225,7 @@ class Fragile(nn.Module):
 
 
 FAILURES = [(rank, half, what, count) for rank in (0, 1, 2) for half in (0, 1) for what in ("forward", "backward")
-            for count in (0, 3)] + [(rank, 1, "weight", count) for rank in (0, 1, 2) for count in (0, 2)]  # fmt: skip
+            for count in (0, 3)] + [(rank, 1, "weight", count) for rank in (0, 1, 2) for count in (0, 2)]
 
 
 def failing_stage(rank, world):
@@ -337,7 +337,7 @@ def test_outputs_that_cannot_cross_ranks():
      "2 gives (float64[2, 8] without grad), an earlier one gave (float64[2, 8])"),
     ("shape", "micro-batch 2 gives (float64[2, 4])"),
     ("empty", "not an empty one"),
-])  # fmt: skip
+])
 def test_outputs_that_stay_on_their_rank_are_held_to_the_same(mode, text):
     pipe, _ = build_pipe(0, 1, Odd)
     args, kwargs = good_arguments(0)

@@ -246,7 +246,7 @@ class Probe(Stage):
         alive = {
             t.untyped_storage().data_ptr() for t in gc.get_objects()
             if isinstance(t, torch.Tensor) and t.shape == (ROWS, WIDTH) and t.untyped_storage().nbytes() == x.nbytes
-        }  # fmt: skip
+        }
         self.most = max(self.most, len(alive))
         return x + self.down(torch.tanh(self.up(x)))  # keeps nothing of this shape but its input
 

@@ -25,7 +25,7 @@ def merge_random_pairs(schedule: Schedule, seed: int) -> Schedule:
                     candidate = Schedule(
                         "by hand", schedule.num_ranks, schedule.num_stages, schedule.num_microbatches,
                         tuple(map(tuple, [*ranks[:rank], merged, *ranks[rank + 1 :]])), schedule.placement,
-                    )  # fmt: skip
+                    )
                     validate(candidate)
                     steps[:] = merged
                 except ScheduleError:
@@ -34,7 +34,7 @@ def merge_random_pairs(schedule: Schedule, seed: int) -> Schedule:
     return Schedule(
         "by hand", schedule.num_ranks, schedule.num_stages, schedule.num_microbatches,
         tuple(map(tuple, ranks)), schedule.placement,
-    )  # fmt: skip
+    )
 
 
 def kinds_of_pairs(schedule):
@@ -50,7 +50,7 @@ def run_schedule(rank, schedule):
     loss, _ = pipe.step(
         x if 0 in own else None, num_chunks=schedule.num_microbatches, criterion=F.mse_loss if last else None,
         labels=(y,) if last else (),
-    )  # fmt: skip
+    )
     losses, _ = reference(expected, x, y, schedule.num_microbatches)
     assert (loss is not None) == last and (loss is None or relative_error(loss, losses) < 1e-10)
     return max((gradient_error(stages[s], expected[s]) for s in own), default=0.0)
@@ -100,7 +100,7 @@ class Hooked(Stage):
     @classmethod
     def overlapped_forward_backward(
         cls, module0, inputs0, criterion0, labels0, module1, loss1, outputs1, output_grads1
-    ):  # fmt: skip
+    ):
         Hooked.pairs += 1
         outputs0 = module0(*inputs0)
         loss0 = criterion0(outputs0, *labels0) if criterion0 is not None else None
@@ -123,7 +123,7 @@ def hooked(rank, world, name):
     loss, outputs = pipe.step(
         x if rank == 0 else None, num_chunks=chunks, criterion=F.mse_loss, labels=(y,) if rank == 0 else (),
         return_outputs=True,
-    )  # fmt: skip
+    )
     losses, joined = reference(expected, x, y, chunks)
     if rank == 0:
         assert torch.equal(loss, losses) and torch.equal(outputs, joined)

@@ -128,7 +128,7 @@ def parity(rank: int, name: str, pp: int, microbatches: int, recompute: tuple, o
 @pytest.mark.parametrize("recompute", [(), ("before", "after"), ALL], ids=str)
 @pytest.mark.parametrize("name, pp, microbatches", [
     ("dualpipev", 1, 3), ("dualpipev", 2, 7), ("zbv", 2, 5), ("1f1b", 2, 3), ("interleaved_1f1b", 2, 4),
-])  # fmt: skip
+])
 def test_gradients_and_losses(name, pp, microbatches, recompute, overlap):
     for gradients, losses in run_ranks(parity, pp, name, pp, microbatches, recompute, overlap, reuse=True):
         assert gradients < 1e-10 and losses < 1e-12
@@ -158,7 +158,7 @@ def test_a_walk_computes_on_one_side_while_the_other_communicates():
     walk(tasks)
     expected = []
     for turn in (["before 0", "forward"], ["advance", "wait", "after 0", "before 1", "forward"],
-                 ["advance", "wait", "after 1"]):  # fmt: skip
+                 ["advance", "wait", "after 1"]):
         expected += [f"{side} {entry}" for side in "ab" for entry in turn]
     # `after 0` and `before 1` are two segments with no communication between them: one turn.
     assert log == expected
@@ -257,7 +257,7 @@ def timed(kinds: str, communication: float) -> float:
 
 @pytest.mark.parametrize("kinds, computes, communications", [
     ("FB", 3, 2), ("FI", 2, 2), ("FF", 2, 2), ("II", 2, 2), ("BB", 4, 2), ("FW", 2, 1), ("IW", 2, 1), ("B", 2, 1),
-])  # fmt: skip
+])
 def test_a_pair_takes_the_longer_of_computing_and_communicating(kinds, computes, communications):
     """In compute segments of one unit; a communication takes as long as what there is to hide it behind."""
     compute = computes * (LAYERS + 1) * UNIT
@@ -300,7 +300,7 @@ def training(rank: int, overlap: bool, recompute: tuple, p: float) -> list:
 
 @pytest.mark.parametrize("overlap, recompute", [
     (False, ()), (True, ("before",)), (False, ("before", "after")), (True, ALL), (False, ALL),
-])  # fmt: skip
+])
 def test_losses_are_the_same_bits_with_and_without_overlap_and_recomputation(overlap, recompute):
     plain = run_ranks(training, 2, True, (), 0.0, reuse=True)
     assert run_ranks(training, 2, overlap, recompute, 0.0, reuse=True) == plain
@@ -353,7 +353,7 @@ class Rereading(Layered):
         found = [Compute(self.first, "x", ("h", "rows"), marked)]
         for i, written in enumerate(("rows", "x")):
             found += [Communicate(Rolled(self.log), "rows", "rows", marked),
-                      Compute(partial(self.read, i), ("h", "rows"), written, marked)]  # fmt: skip
+                      Compute(partial(self.read, i), ("h", "rows"), written, marked)]
         return found
 
 
@@ -624,7 +624,7 @@ TWO = {
                           through("e"), Compute(lambda e, x1: e + s.b(x1), ("e", "x1"), "x")],
                lambda s, x0, x1: (s.a(x0).roll(1, 0) ** 2).roll(1, 0) + s.b(x1)),
     ],
-}  # fmt: skip
+}
 
 
 def several_tensors(rank: int) -> float:
@@ -677,7 +677,7 @@ def test_inputs_and_labels_that_require_gradients_get_them():
     (lambda s: [Compute(s.a, "x", "d"), Communicate(Rolled([]), "d", "d", True), Compute(s.b, "d", "x", True)],
      "segment 1 is a communication with recompute: it must be between"),
     (lambda s: 1 / 0, "division"),
-])  # fmt: skip
+])
 def test_segments_that_cannot_be_run_are_refused_at_once(segments, message):
     with pytest.raises(ValueError, match=message):
         Pipeline([Listed(segments)])

@@ -272,7 +272,7 @@ class Signatures(nn.Module):
 @pytest.mark.parametrize("name, names, every", [
     ("first_only", (), False), ("some", ("positions", "mask"), False), ("behind_several", ("positions",), False),
     ("all_of_them", (), True), ("by_place", ("mask",), False), ("reserved", ("positions",), False),
-])  # fmt: skip
+])
 def test_what_a_forward_takes(name, names, every):
     module = Signatures()
     module.forward = getattr(module, name)

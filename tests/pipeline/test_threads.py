@@ -102,7 +102,7 @@ CONFIG = Qwen3MoeConfig(
     vocab_size=61, hidden_size=16, num_hidden_layers=8, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
     num_experts=8, num_experts_per_tok=3, moe_intermediate_size=8, norm_topk_prob=True, mlp_only_layers=(1,),
     intermediate_size=24, initializer_range=0.3,
-)  # fmt: skip
+)
 
 
 def qwen(count: int) -> list[nn.Module]:
@@ -196,7 +196,7 @@ def gathered(results: Sequence[Result], ep: int) -> dict[str, Tensor]:
 
 
 def check(device: str, is_qwen: bool, pp: int, ep: int, overlap: bool, delays: Delays | None = None,
-          recompute: Sequence[str] = ()) -> None:  # fmt: skip
+          recompute: Sequence[str] = ()) -> None:
     it = problem(is_qwen, 2 * pp, ep)
     results = run_threads(step, pp * ep, it, pp, ep, overlap, recompute, device=device, delays=delays)
     losses, gradients = reference(it)
@@ -214,7 +214,7 @@ def check(device: str, is_qwen: bool, pp: int, ep: int, overlap: bool, delays: D
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("pp, ep", [
     pytest.param(*layout, marks=pytest.mark.slow if layout == (1, 4) else []) for layout in LAYOUTS
-])  # fmt: skip
+])
 @pytest.mark.parametrize("is_qwen", [False, True], ids=["swapping", "qwen"])
 def test_parity(device, is_qwen, pp, ep, overlap):
     check(device, is_qwen, pp, ep, overlap)
@@ -341,5 +341,5 @@ def test_rows_go_where_they_should_and_not_before_they_are_waited_for(device):
     assert [received for _, received in results] == [
         [100.0, 200.0, 201.0], [0.0, 101.0, 102.0, 202.0, 203.0, 204.0],
         [1.0, 2.0, 103.0, 104.0, 105.0, 205.0, 206.0, 207.0, 208.0],
-    ]  # fmt: skip
+    ]
     assert any(all(map(math.isnan, early)) for early, _ in results)

@@ -112,8 +112,8 @@ def empty_step(rng, ranks):
 ALL = [
     drop, duplicate, move_to_any_rank, move_within_rank, swap_neighbours, swap_any_two, swap_actions, change_kind,
     change_stage, change_microbatch, split_pair, merge_neighbours, turn_pair, split_backward, join_backward, empty_step,
-]  # fmt: skip
+]
 ALWAYS_WRONG = {drop, duplicate, empty_step, change_stage, change_microbatch}
 OFTEN_RIGHT = {
     move_within_rank, swap_neighbours, split_pair, merge_neighbours, turn_pair, split_backward, join_backward,
-}  # fmt: skip
+}

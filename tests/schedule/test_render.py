@@ -66,7 +66,7 @@ def test_svg_pair_shares_a_cell_in_two_colours():
     title = (
         "forward of micro-batch 7, stage 0 overlapped with backward of micro-batch 3, stage 7\n"
         "rank 0, 17 to 20"
-    )  # fmt: skip
+    )
     _, upper, seven, lower, three, frame = steps[title]
     assert (seven.text, three.text, frame.get("class")) == ("7", "3", "o")
     assert upper.get("fill") != lower.get("fill")

@@ -31,7 +31,7 @@ class Command:
 
     def __init__(
         self, folder: Path, arguments: Sequence[str], environment: Mapping[str, str], before: str = ""
-    ) -> None:  # fmt: skip
+    ) -> None:
         """before: Python for the launcher and each rank to run first."""
         pipes = [server().Pipe(duplex=False) for _ in range(2)]
         self._process = server().Process(

@@ -23,7 +23,7 @@ TINY = {
     "vocab_size": 61, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
     "norm_topk_prob": True, "initializer_range": 0.2, "mlp_only_layers": [0],
-}  # fmt: skip
+}
 
 
 def save_qwen(folder, max_shard_size="40KB", dtype=torch.float32, **changes):
@@ -58,7 +58,7 @@ FAMILIES = {
         "moe_intermediate_size": 24, "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2,
         "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "num_key_value_heads": 4,
     },
-}  # fmt: skip
+}
 
 
 def save_family(folder, model_type, vocab_size=61, **options):

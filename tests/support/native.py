@@ -21,7 +21,7 @@ CONFIG = {
     "qk_rope_head_dim": 8, "v_head_dim": 5, "n_routed_experts": 6, "n_shared_experts": 2, "num_experts_per_tok": 3,
     "moe_intermediate_size": 24, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1,
     "num_nextn_predict_layers": 0,
-}  # fmt: skip
+}
 
 
 class Trainee:
@@ -33,7 +33,7 @@ class Trainee:
         self.model = build_model(
             config_from_dict(CONFIG | changes), build("dualpipev", shape[0], 2 * shape[0]), rank, seed=0, dtype=dtype,
             device=torch.device("cpu"), mesh=self.mesh,
-        )  # fmt: skip
+        )
         self.optimizer = Optimizer(self.model.stages, lr=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
         self.plan = self.model.plan
         self.state = training_state(self.model.stages, self.optimizer)
@@ -78,7 +78,7 @@ def state_of(step):
     """Tensors full of `step`, in several dtypes and shapes; one is a view of a larger one."""
     wide = torch.full((4, 6), float(step))
     return {"a.weight": wide[:, 1:3], "b.weight": torch.full((7,), step, dtype=torch.bfloat16),
-            "count": torch.tensor(step), "scalar": torch.tensor(float(step))}  # fmt: skip
+            "count": torch.tensor(step), "scalar": torch.tensor(float(step))}
 
 
 def steps_in(directory):
@@ -88,4 +88,4 @@ def steps_in(directory):
 def is_step(state, step):
     expected = state_of(step)
     return all(torch.equal(state[name], expected[name]) and state[name].dtype is expected[name].dtype
-               for name in expected)  # fmt: skip
+               for name in expected)

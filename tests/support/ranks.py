@@ -29,7 +29,7 @@ PRELOAD = [
     "tyro._backends._tyro_backend",
     *(f"tyro.constructors._struct_spec_{kind}" for kind in ("attrs", "dataclass", "flax", "msgspec", "pydantic")),
     *(f"transformers.models.{name}.modeling_{name}" for name in ("qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss")),
-]  # fmt: skip
+]
 
 
 def server() -> mp.context.ForkServerContext:
@@ -40,7 +40,7 @@ def server() -> mp.context.ForkServerContext:
 
 
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60, group_timeout: float = 30,
-              check: bool = True, reuse: bool = False) -> list[Any]:  # fmt: skip
+              check: bool = True, reuse: bool = False) -> list[Any]:
     """Call `fn(rank, *args)` on `world_size` processes with a default gloo group; return their results by rank.
 
     With `check`, a rank that raised fails the caller with all tracebacks. Without, its entry is the exception (with the
@@ -172,7 +172,7 @@ def _do(job: Job) -> tuple[bool, Any]:
             dist.init_process_group(
                 "gloo", init_method=f"file://{job.store}", rank=job.rank, world_size=job.world_size,
                 timeout=timedelta(seconds=job.group_timeout),
-            )  # fmt: skip
+            )
         return True, _load(*job.target)(job.rank, *job.args)
     except BaseException as error:
         text = traceback.format_exc()

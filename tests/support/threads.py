@@ -262,7 +262,7 @@ class ThreadAllToAll:
 
     def start(
         self, received: Tensor, sent: Tensor, received_rows: Sequence[int], sent_rows: Sequence[int]
-    ) -> Works:  # fmt: skip
+    ) -> Works:
         world, own = self._of.world, self._of.number
         pause(world.delays.of("beside", own), self.device)
         _spoil(received)
@@ -293,7 +293,7 @@ def _spoil(tensor: Tensor) -> None:
 def run_threads(
     fn: Callable[..., Any], size: int, *args: Any, device: str | torch.device = "cpu", delays: Delays | None = None,
     timeout: float = 30,
-) -> list[Any]:  # fmt: skip
+) -> list[Any]:
     """Call `fn(rank, *args)` in `size` threads; return their results by rank, or raise the first error.
 
     timeout: seconds that a rank waits for another. Random numbers and everything else that belongs to the process are

@@ -15,7 +15,7 @@ MODEL = {
     "model_type": "qwen3_moe", "vocab_size": 257, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2,
     "num_key_value_heads": 1, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
     "norm_topk_prob": True,
-}  # fmt: skip
+}
 RUN = """
 [model]
 config = "config.json"
@@ -102,7 +102,7 @@ def start_dualpipe():
             started.append(subprocess.Popen(
                 [*command, *arguments], cwd=folder, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                 preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored in a shell's background jobs
-            ))  # fmt: skip
+            ))
         return started[-1]
 
     yield start

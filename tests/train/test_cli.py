@@ -414,7 +414,7 @@ def test_train_from_packed_data_on_one_rank(run_toml, capsys):
     (folder / "text/tiny.txt").write_bytes(bytes(range(1, 256)))
     cli.main(["data", "pack", str(folder / "text"), "--out", str(folder / "packed")])
     options = ["--data.path", str(folder / "packed"), "--parallel.pp", "1", "--output.dir", str(folder / "out"),
-               "--train.steps", "2", "--data.validation_fraction", "0"]  # fmt: skip
+               "--train.steps", "2", "--data.validation_fraction", "0"]
     assert cli.main(["train", str(run_toml), *options]) == 0
     assert "unigram" not in capsys.readouterr().out, "nothing is held out to evaluate it on"
     assert len(losses(folder, "out")) == 2

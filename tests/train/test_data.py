@@ -290,7 +290,7 @@ def test_every_epoch_reads_every_window_once_in_an_order_of_its_own(many):
     count = loader.num_windows
     assert len(windows) == count > 100 and count % 6, "an epoch ends within a batch"
     rows = [(*t, y[-1]) for step in range(3 * count // 6 + 1)
-            for t, y, _ in zip(*(x.tolist() for x in loader.batch(step)))]  # fmt: skip
+            for t, y, _ in zip(*(x.tolist() for x in loader.batch(step)))]
     epochs = [rows[epoch * count : (epoch + 1) * count] for epoch in range(3)]
     assert all(set(epoch) == windows for epoch in epochs)
     for one, other in itertools.combinations([sorted(windows), *epochs], 2):

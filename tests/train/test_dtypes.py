@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.toml"))
 BF16, FP32 = torch.bfloat16, torch.float32
 SMALL = ["--parallel.device", "cpu", "--train.steps", "1", "--train.sequence_length", "8", "--train.num_chunks", "4",
-         "--train.micro_batch_size", "1", "--train.eval_interval", "0", "--train.eval_batches", "0"]  # fmt: skip
+         "--train.micro_batch_size", "1", "--train.eval_interval", "0", "--train.eval_batches", "0"]
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def read(text):
     for line in text.splitlines()[1:]:
         name, storage, compute, reduce, save, reason = line.split(maxsplit=5)
         dtypes = TensorDTypes(dtype_of(storage), dtype_of(compute), dtype_of(save), reason,
-                              reduce=None if reduce == "-" else dtype_of(reduce))  # fmt: skip
+                              reduce=None if reduce == "-" else dtype_of(reduce))
         layers = re.search(r"(?<=\.)\d[\d,-]*(?=\.)", name)
         for part in layers[0].split(",") if layers else [None]:
             first, _, last = (part or "0").partition("-")
@@ -97,7 +97,7 @@ def shrunken(config, folder):
     small = {"qwen3_moe": TINY | {"mlp_only_layers": values.get("mlp_only_layers")}, **FAMILIES}[values["model_type"]]
     layers, depth = values["num_hidden_layers"], small["num_hidden_layers"]
     values = {key: value[:depth] if isinstance(value, list) and len(value) == layers else value
-              for key, value in values.items()} | small | {"vocab_size": 257}  # fmt: skip
+              for key, value in values.items()} | small | {"vocab_size": 257}
     for key in ("quantization_config", "experts_per_token"):
         values.pop(key, None)
     folder.mkdir()
@@ -106,7 +106,7 @@ def shrunken(config, folder):
 
 
 RULES = ["--dtypes.rules", "*.mlp.gate,compute=fp32", "lm_head,reduce=bf16,save=fp32", "embed_tokens,storage=bf16",
-         "*.o_proj,compute=fp32,output=bf16"]  # fmt: skip
+         "*.o_proj,compute=fp32,output=bf16"]
 
 
 def test_the_printed_plan_is_that_of_the_tensors_that_train_makes(tmp_path, printed):
@@ -118,7 +118,7 @@ def test_the_printed_plan_is_that_of_the_tensors_that_train_makes(tmp_path, prin
         config = re.search(r'^config = "(.*)"', toml.read_text(), re.M)[1]
         options = ["--model.config", str(shrunken(config, tmp_path / toml.stem)), "--data.path", str(tmp_path / "text"),
                    "--data.validation_fraction", "0", "--output.dir", str(tmp_path / "out"), "--parallel.pp", "2",
-                   "--parallel.ep", "2", *SMALL]  # fmt: skip
+                   "--parallel.ep", "2", *SMALL]
         rules = [*RULES, "--train.dtype", "bf16"] if toml.stem == "tiny-cpu" else []
         both = [options, options + rules] if rules else [options]
         runs += [(str(toml), each, printed(toml, *each)[1]) for each in both]
@@ -148,7 +148,7 @@ def mixed_checkpoint(folder):
 def test_what_a_checkpoint_keeps_in_float32_is_printed_computed_and_resumed(run_folder, tmp_path, printed, monkeypatch):
     monkeypatch.chdir(tmp_path)
     options = ["--model.config", "", "--init.from_hf", str(mixed_checkpoint(tmp_path / "hub")), "--train.dtype", "bf16",
-               "--data.path", str(run_folder / "text"), "--parallel.pp", "1", *SMALL]  # fmt: skip
+               "--data.path", str(run_folder / "text"), "--parallel.pp", "1", *SMALL]
     rules = ["--dtypes.rules", "layers.2.input_layernorm,compute=fp32", "layers.3.mlp.gate,save=fp32"]
     toml, fp32 = run_folder / "run.toml", {"layers.1.mlp.gate.weight", "lm_head.weight"}
 
@@ -168,7 +168,7 @@ def test_what_a_checkpoint_keeps_in_float32_is_printed_computed_and_resumed(run_
     assert cli.main(["train", str(toml), *options, *rules, *saves]) == 0
     exported = kept_on_disk(tmp_path / "exported")
     assert exported == {"model.layers.1.mlp.gate.weight", "model.layers.2.input_layernorm.weight", "lm_head.weight",
-                        "model.layers.3.mlp.gate.weight"}  # fmt: skip
+                        "model.layers.3.mlp.gate.weight"}
     with_rules, without = printed(toml, *options, *rules)[1], printed(toml, *options)[1]
     assert kept(with_rules, "compute") == kept(without, "compute") == fp32 | {"layers.2.input_layernorm.weight"}
     assert "layers.3.mlp.gate.weight" in kept(with_rules, "save") - kept(without, "save")
@@ -195,7 +195,7 @@ def kept_on_disk(folder):
         (["--dtypes.rules", "lm_head,storage=fp32", "--train.dtype", "bf16"], "which only a sharded module can"),
         (["--dtypes.rules", "lm_head,save=fp32", "*,save=bf16"], "rules disagree on lm_head.weight: 'lm_head' (saved"),
     ],
-)  # fmt: skip
+)
 def test_a_rule_that_cannot_be_is_one_line(run_folder, monkeypatch, capsys, options, message):
     monkeypatch.chdir(run_folder)
     assert cli.main(["train", "run.toml", "--output.dir", "none", "--parallel.pp", "1", *SMALL, *options]) == 2
@@ -206,7 +206,7 @@ def test_a_rule_that_cannot_be_is_one_line(run_folder, monkeypatch, capsys, opti
 def test_a_rule_for_another_ranks_stage_is_none_of_its_business(run_folder, tmp_path, printed):
     """Each of these matches on one of two pipeline ranks only."""
     options = ["--dtypes.rules", "lm_head,compute=fp32", "layers.1.mlp.gate,compute=fp32", "--train.dtype", "bf16",
-               "--output.dir", str(tmp_path), *SMALL]  # fmt: skip
+               "--output.dir", str(tmp_path), *SMALL]
     plan = printed(run_folder / "run.toml", *options)[1]
     first, second = run_ranks(trained_as, 2, str(run_folder / "run.toml"), options, plan)
     assert sorted(first + second) == sorted(plan.tensors)

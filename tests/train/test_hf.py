@@ -61,7 +61,7 @@ def test_what_is_kept_in_float32_comes_out_in_float32(run_folder, train):
     """DeepSeek-V3 in bfloat16, over two pipelines that share the experts, with biases that the router updates."""
     model = save_family(run_folder / "deepseek", "deepseek_v3", vocab_size=257)
     losses = train("deepseek-metrics", *from_and_to("deepseek", "deepseek-out"), "--parallel.ep", "2",
-                   "--train.dtype", "bf16", "--router.bias_update_rate", "0.01")  # fmt: skip
+                   "--train.dtype", "bf16", "--router.bias_update_rate", "0.01")
     assert losses[0] == pytest.approx(math.log(257), abs=0.1)
     trained = AutoModelForCausalLM.from_pretrained(run_folder / "deepseek-out", dtype="auto")
     biases = dict(trained.named_buffers())
@@ -76,11 +76,11 @@ def test_what_is_kept_in_float32_comes_out_in_float32(run_folder, train):
 def test_layers_that_are_not_trained_are_carried_also_by_a_run_that_goes_on(run_folder, train):
     save_family(run_folder / "v3", "deepseek_v3", vocab_size=257)
     mtp = {"model.layers.4.eh_proj.weight": torch.randn(32, 64).to(torch.float8_e4m3fn),
-           "model.layers.4.eh_proj.weight_scale_inv": torch.ones(1, 1)}  # fmt: skip
+           "model.layers.4.eh_proj.weight_scale_inv": torch.ones(1, 1)}
     rewrite(run_folder / "v3", read_all(run_folder / "v3") | mtp, num_nextn_predict_layers=1)
     for steps in ("1", "2"):
         train("mtp", *from_and_to("v3", f"v3-{steps}"), *ALONE, "--train.steps", steps, "--checkpoint.interval", "1",
-              "--train.eval_batches", "0")  # fmt: skip
+              "--train.eval_batches", "0")
         exported = read_all(run_folder / f"v3-{steps}")
         for name, tensor in mtp.items():
             assert exported[name].dtype is tensor.dtype
@@ -101,7 +101,7 @@ def test_layers_that_are_not_trained_are_carried_also_by_a_run_that_goes_on(run_
         (["--model.config", ""], "there is no model; give model.config"),
         (["--parallel.layers_per_stage", "2", "2", "1"], "layers_per_stage must be 2 numbers that add up to 4"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_is_said_once_before_anything_is_trained(run_folder, monkeypatch, capsys, options, message):
     if not (run_folder / "small").exists():
         config = save_qwen(run_folder / "small", **SIZES).config.to_dict()

@@ -168,7 +168,7 @@ def start_batch_script(folder, *arguments, srun="true"):
         (folder / name).write_text(f"#!/bin/sh\n{script}\n")
         (folder / name).chmod(0o755)
     job = {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "123456", "SLURM_JOB_NODELIST": "n[7-8]",
-           "SLURM_CPUS_PER_TASK": "6", "SLURM_PROCID": "0", "SLURM_NTASKS": "16"}  # fmt: skip
+           "SLURM_CPUS_PER_TASK": "6", "SLURM_PROCID": "0", "SLURM_NTASKS": "16"}
     return subprocess.Popen(["bash", SBATCH, *arguments], cwd=folder, env=job)
 
 
@@ -183,7 +183,7 @@ def test_the_batch_script_sets_what_the_ranks_read(tmp_path):
     assert found["MASTER_ADDR"] == "n7"
     assert {"MASTER_PORT": found.pop("MASTER_PORT")} == slurm_rendezvous(found), "as it would be without"
     asked = dict(line.removeprefix("#SBATCH --").split("=", 1) if "=" in line else (line, "")
-                 for line in SBATCH.read_text().splitlines() if line.startswith("#SBATCH"))  # fmt: skip
+                 for line in SBATCH.read_text().splitlines() if line.startswith("#SBATCH"))
     assert asked["ntasks-per-node"] == asked["gpus-per-node"], "a task for each GPU"
     assert "#SBATCH --requeue" in asked
 

@@ -55,7 +55,7 @@ def held(rank: int, path: str, options: list[str]) -> tuple[int, int, int]:
     model = build_model(
         read_config(config.model.config), build(p.schedule, p.pp, config.train.num_chunks), mesh["pp"].get_local_rank(),
         seed=0, dtype=torch.bfloat16, device=torch.device("cpu"), mesh=mesh,
-    )  # fmt: skip
+    )
     params = [param for stage in model.stages for param in stage.parameters()]
     gathered = sum(param.numel() // (p.ep if param.dim() == 3 else 1) for param in params) * 2
     return mesh["pp"].get_local_rank(), sum(local(p).numel() * local(p).itemsize for p in params), gathered
@@ -78,7 +78,7 @@ def test_the_command_prints_a_line_for_each_rank(capsys):
     assert main(["memory", str(EXAMPLES / "tiny-cpu.toml"), "--parallel.pp", "2"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["rank", "parameters", "optimizer", "gathered", "gradients", "activations", "logits",
-                                "total"]  # fmt: skip
+                                "total"]
     assert len(lines) == 4 and lines[-1].startswith("at most")
 
 

@@ -42,7 +42,7 @@ def test_a_line_per_step(tmp_path):
     assert rows[0] == {
         "step": 1, "loss": 2.0, "grad_norm": 0.5, "lr": 1e-3, "tokens_per_second": 100.0, "tflops_per_rank": 2.0,
         "memory_bytes": 2**20,
-    }  # fmt: skip
+    }
     assert rows[1]["eval_loss"] == 1.75
     assert (rows[1]["load_max_over_mean"], rows[1]["dropped"]) == (1.5, 0)
     lines = text.splitlines()
@@ -56,7 +56,7 @@ def test_a_terminal_gets_a_live_line_of_80_columns(tmp_path):
     text = io.StringIO()
     console = Console(file=text, force_terminal=True, width=80, color_system=None)
     row = StepMetrics(9999, 10.5, grad_norm=12.5, lr=1e-3, tokens_per_second=99_999.0, tflops_per_rank=2.0,
-                      memory_bytes=9999 * 2**20, eval_loss=1.5)  # fmt: skip
+                      memory_bytes=9999 * 2**20, eval_loss=1.5)
     with MetricsWriter(tmp_path, total_steps=9999, console=console) as writer:
         writer.say("before")
         writer.write(row)
@@ -187,7 +187,7 @@ def test_weights_and_biases_offline(tmp_path, monkeypatch):
         ("NVIDIA GB200", 2500), ("NVIDIA B200", 2250), ("NVIDIA A10", 125), ("NVIDIA GeForce RTX 3060", None),
         ("", None),
     ],
-)  # fmt: skip
+)
 def test_peaks_of_devices(name, peak):
     assert peak_tflops(name) == peak
 

@@ -23,14 +23,14 @@ def test_cosine():
 
 def test_wsd():
     rates = [learning_rate(s, peak=1.0, total_steps=10, warmup_steps=1, schedule="wsd", min_ratio=0.0,
-                           decay_fraction=0.4) for s in range(10)]  # fmt: skip
+                           decay_fraction=0.4) for s in range(10)]
     assert rates == pytest.approx([0.5, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25, 0.0])
 
 
 def test_linear_and_constant():
     def rates(schedule):
         return [learning_rate(s, peak=1.0, total_steps=7, warmup_steps=2, schedule=schedule, min_ratio=0.2)
-                for s in range(7)]  # fmt: skip
+                for s in range(7)]
 
     assert rates("linear") == pytest.approx([1 / 3, 2 / 3, 1, 0.8, 0.6, 0.4, 0.2])
     assert rates("constant") == pytest.approx([1 / 3, 2 / 3, 1, 1, 1, 1, 1])

@@ -38,7 +38,7 @@ def contents(folder):
 @pytest.mark.parametrize("sizes, file", [
     ([60, 4000, 60], "tokens-00001.bin"), ([300_000], "tokens-00000.bin"), ([1] * 100, "documents.npy"),
     ([60] * 3, "index.json"),
-])  # fmt: skip
+])
 def test_a_full_disk_is_a_line_that_names_the_file(tmp_path, text, capsys, monkeypatch, sizes, file):
     """Where a write fails, and where only closing does; with something packed there, and with nothing."""
     monkeypatch.setitem(pack.__kwdefaults__, "shard_tokens", 50)

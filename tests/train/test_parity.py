@@ -251,7 +251,7 @@ def test_bf16_of_every_family_over_fsdp2_and_expert_parallel_ranks(run_toml):
     for family in ("gpt_oss", "deepseek_v2", "deepseek_v3"):
         (run_toml.parent / f"{family}.json").write_text(json.dumps(FAMILIES[family] | {"model_type": family}))
         runs.append(["--parallel.pp", "1", "--parallel.dp", "2", "--parallel.ep", "2", "--train.num_chunks", "3",
-                     "--model.config", str(run_toml.parent / f"{family}.json")])  # fmt: skip
+                     "--model.config", str(run_toml.parent / f"{family}.json")])
     assert run_ranks(bf16_on_ranks, 4, str(run_toml), runs, timeout=120) == [[0] * len(runs)] * 4
 
 

@@ -76,7 +76,7 @@ def test_kinds_mix_and_the_last_line_needs_no_end(tmp_path):
     write(folder / "a.parquet", ["columnar", "and so on"])
     assert packed_texts([folder], tmp_path / "out") == [
         "columnar", "and so on", "with a BOM", "open end", "plain", "zipped",
-    ]  # fmt: skip
+    ]
 
 
 def test_another_key(tmp_path, capsys):
@@ -85,7 +85,7 @@ def test_another_key(tmp_path, capsys):
     assert cli.main(run) == 2
     said = capsys.readouterr().err
     assert said == (f"error: cannot read record 1 of {tmp_path / 'a.jsonl'}: it has no 'text', but 'id', 'content'; "
-                    "name the key of the text with --text-key or data.text_key\n")  # fmt: skip
+                    "name the key of the text with --text-key or data.text_key\n")
     assert not (tmp_path / "out").exists()
     assert cli.main([*run, "--text-key", "content"]) == 0
     assert "in 2 documents" in capsys.readouterr().out
@@ -195,7 +195,7 @@ BINARY = {
     "a.png": (b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", "is not text: it has NUL bytes"),
     "utf16.txt": ("text".encode("utf-16"), "is not text: it has NUL bytes; leave it out, or convert it to UTF-8"),
     "late.txt": (b"x" * 100_000 + b"\0", "is not text: it has NUL bytes"),
-}  # fmt: skip
+}
 
 
 def test_other_compressed_and_binary_files_are_refused_by_name(tmp_path):

@@ -71,7 +71,7 @@ def test_ranks_with_different_settings_do_not_join(run_toml):
         (folder / f"{name}.json").write_text(json.dumps(model | change))
     config = changed(changed(load_config(run_toml), "checkpoint.interval", 1), "checkpoint.dir", "a")
     odd = [changed(config, name, str(folder / value) if name == "model.config" else value)
-           for name, value, _ in DIFFERENT]  # fmt: skip
+           for name, value, _ in DIFFERENT]
     said = run_ranks(_join, 2, [(config, each, port) for each, port in zip(odd, free_ports(len(odd)))])
     for (name, value, expected), texts in zip(DIFFERENT, zip(*said)):
         assert len(set(texts)) == 1, f"{name} = {value}: not the same on every rank"

@@ -26,7 +26,7 @@ LAYOUTS = {
     "pp2": [],
     "pp2-dp2": ["--parallel.dp", "2", "--train.num_chunks", "2"],
     "pp2-ep2": ["--parallel.ep", "2", "--train.num_chunks", "2"],
-}  # fmt: skip
+}
 
 
 def losses(folder, out):
@@ -78,7 +78,7 @@ def is_alive(pid):
 def test_no_rank_outlives_a_launcher_that_is_killed_while_they_start(run_folder, start_dualpipe, delay):
     out = f"orphans-{delay}"
     process = start_dualpipe(run_folder, "train", "run.toml", "--output.dir", out, "--train.steps", "100000",
-                             command=COMMAND)  # fmt: skip
+                             command=COMMAND)
     while not (below := descendants(process.pid)):
         time.sleep(0.002)
     time.sleep(delay)
@@ -114,11 +114,11 @@ def check_resume(dualpipe, start_dualpipe, folder, name, steps, kill_at, *option
 
 @pytest.mark.parametrize("mode, writer", [
     ("async", "thread"), *(pytest.param(*how, marks=pytest.mark.slow) for how in (("async", "process"), ("sync", "-"))),
-])  # fmt: skip
+])
 def test_a_killed_run_goes_on_bit_for_bit(run_folder, dualpipe, start_dualpipe, mode, writer):
     check_resume(dualpipe, start_dualpipe, run_folder, f"{mode}-{writer}", 7, 3, "--checkpoint.mode", mode,
                  *(("--checkpoint.writer", writer) if mode == "async" else ()),
-                 "--router.balance", "0.1", "--router.balance_level", "global")  # fmt: skip
+                 "--router.balance", "0.1", "--router.balance_level", "global")
 
 
 @pytest.mark.slow
@@ -193,7 +193,7 @@ def test_another_layout_goes_on_with_the_same_losses(run_folder, dualpipe, half_
         (["--checkpoint.interval", "-1"], "checkpoint.interval = -1: must not be negative"),
         (["--checkpoint.mode", "later"], "--checkpoint.mode"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_resumed_is_said_once(run_folder, half_way, monkeypatch, capsys, options, message):
     model = json.loads((run_folder / "config.json").read_text())
     (run_folder / "wider.json").write_text(json.dumps({**model, "num_experts": 8}))
@@ -219,7 +219,7 @@ def test_what_has_changed_is_said(run_folder, half_way, monkeypatch, capsys):
 @pytest.mark.parametrize("mode", ["sync", "async"])
 @pytest.mark.parametrize("failing, status, kept", [
     ([2], 0, [1, 3, 4, 5]), ([2, 3], 1, [1]), ([1, 3], 0, [2, 4, 5]), ([4], 0, [1, 2, 3, 5]), ([5], 1, [1, 2, 3, 4]),
-])  # fmt: skip
+])
 def test_one_checkpoint_may_fail(run_folder, monkeypatch, capsys, tmp_path, mode, failing, status, kept):
     def write(folder, plan, parts):
         if int(folder.name.split("-")[2]) in failing:
@@ -237,7 +237,7 @@ def test_one_checkpoint_may_fail(run_folder, monkeypatch, capsys, tmp_path, mode
     assert [int(path.name[5:]) for path in sorted((out / "checkpoints").glob("step-*"))] == kept
     assert text.count("WARNING: the checkpoint of step") == len(failing) - status
     assert error == ("" if not status else f"error: the checkpoint of step {failing[-1]} was not saved to "
-                                           f"{out / 'checkpoints'}: [Errno 28] No space left on device\n")  # fmt: skip
+                                           f"{out / 'checkpoints'}: [Errno 28] No space left on device\n")
     assert len(losses(out.parent, "out")) == (5 if failing != [2, 3] else 3 if mode == "sync" else 4)
     assert (tmp_path / "hf" / "model.safetensors").exists() == (failing != [2, 3])
 
@@ -250,7 +250,7 @@ def test_ranks_agree_on_what_could_not_be_written(run_folder, dualpipe):
     assert done.returncode == 1 and done.stdout.count("WARNING: the checkpoint of step 1 was not saved") == 1
     folder = (run_folder / "limited" / "checkpoints").resolve()
     assert done.stderr == (f"error: the checkpoint of step 2 was not saved to {folder}: rank 0, 1: OSError: [Errno 27] "
-                           "File too large\n")  # fmt: skip
+                           "File too large\n")
     assert len(losses(run_folder, "limited")) == 3 and [path.name for path in folder.iterdir()] == [".lock"]
 
 
@@ -329,12 +329,12 @@ def test_from_hugging_face_to_a_run_and_back(run_folder, monkeypatch, capsys):
     assert cli.main(["hf", "import", "hub", "imported"]) == 0
     assert cli.main(["hf", "export", "imported", "same", "--dtype", "fp32"]) == 0
     before, after = ({name: tensor for file in (run_folder / out).glob("*.safetensors")
-                      for name, tensor in load_file(file).items()} for out in ("hub", "same"))  # fmt: skip
+                      for name, tensor in load_file(file).items()} for out in ("hub", "same"))
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], tensor) for name, tensor in after.items())
     run = ["train", "run.toml", *ALONE, "--model.config", "hub/config.json", "--train.steps", "2"]
     assert cli.main([*run, "--output.dir", "a", "--checkpoint.resume", "imported", "--export.to_hf", "a/hf",
-                     "--checkpoint.interval", "2"]) == 0  # fmt: skip
+                     "--checkpoint.interval", "2"]) == 0
     assert cli.main([*run, "--output.dir", "b", "--init.from_hf", "hub"]) == 0
     assert losses(run_folder, "a") == losses(run_folder, "b")
     assert cli.main(["hf", "export", "a/checkpoints", "exported", "--dtype", "fp32"]) == 0
@@ -359,9 +359,9 @@ def test_importing_into_a_run_is_refused_and_float32_among_bfloat16_survives(run
     for steps in ("1", "2"):  # from the import, then from the run's own
         source = "mixed-imported" if steps == "1" else "auto"
         assert cli.main([*run, "--train.steps", steps, "--optimizer.schedule", "wsd", "--output.dir", "mixed-a",
-                         "--checkpoint.interval", "1", "--checkpoint.resume", source]) == 0  # fmt: skip
+                         "--checkpoint.interval", "1", "--checkpoint.resume", source]) == 0
     assert cli.main([*run, "--train.steps", "2", "--optimizer.schedule", "wsd", "--output.dir", "mixed-b",
-                     "--init.from_hf", "mixed"]) == 0  # fmt: skip
+                     "--init.from_hf", "mixed"]) == 0
     assert losses(run_folder, "mixed-a") == losses(run_folder, "mixed-b")
 
 
@@ -369,7 +369,7 @@ def test_the_source_of_the_weights_is_not_read_again(run_folder, monkeypatch, ca
     monkeypatch.chdir(run_folder)
     save_qwen(run_folder / "gone", vocab_size=257)
     run = ["train", "run.toml", *ALONE, "--model.config", "gone/config.json", "--init.from_hf", "gone",
-           "--checkpoint.interval", "1", "--output.dir", "went"]  # fmt: skip
+           "--checkpoint.interval", "1", "--output.dir", "went"]
     assert cli.main([*run, "--train.steps", "1"]) == 0
     for file in (run_folder / "gone").glob("*.safetensors"):
         file.unlink()
