@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dualpipe.checkpoint import CheckpointError, Checkpoints, Loaded, load, training_state
-from dualpipe.checkpoint.native_folder import find, none_whole
+from dualpipe.checkpoint.directory import find, none_whole
 from dualpipe.dtypes import dtype_of
 from dualpipe.nn.router_set import RouterSet
 from dualpipe.train.data import Loader

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from dualpipe.checkpoint import CheckpointError, Checkpoints, latest, load, verify
-from dualpipe.checkpoint.native_folder import scan
+from dualpipe.checkpoint.directory import scan
 from dualpipe.parallel.mesh import build_mesh, dense_mesh
 from ranks import run_ranks
 

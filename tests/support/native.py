@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from dualpipe.checkpoint import training_state
-from dualpipe.checkpoint.native_folder import scan
-from dualpipe.checkpoint.native_state import parts_of
+from dualpipe.checkpoint.directory import scan
+from dualpipe.checkpoint.state import parts_of
 from dualpipe.models import config_from_dict
 from dualpipe.nn.init import seeded_normal_
 from dualpipe.parallel.mesh import build_mesh
@@ -71,7 +71,7 @@ def _same(actual, expected):
 
 
 # Of a checkpoint of one process.
-FILES = ["__0_0.distcp", ".metadata", "tensors.json", "rank-00000.json", "manifest.json"]
+FILES = ["rank-00000.safetensors", "tensors.json", "manifest.json"]
 
 
 def state_of(step):

@@ -5,8 +5,8 @@
         checkpoints.save_async(training_state(stages, optimizer), step=step, plan=plan, extra={"loader": ...})
 
 Every rank calls the same methods in the same order. What fails on one rank raises on all; a rank that died is noticed
-by the others when their connection to it breaks, or after `timeout`. See `native_folder` for what is on disk, and
-`native_state` for what is in it.
+by the others when their connection to it breaks, or after `timeout`. See `directory` for what is on disk, and `state`
+for what is in it.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from __future__ import annotations
 import json
 import platform
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from math import prod
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
@@ -27,36 +28,24 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan
-from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.device_mesh import DeviceMesh
 
 import dualpipe
+from dualpipe.checkpoint.directory import Directory
 from dualpipe.checkpoint.hub_files import raise_for
-from dualpipe.checkpoint.native_commit import Directory
-from dualpipe.checkpoint.native_folder import Manifest
-from dualpipe.checkpoint.native_optimizer import as_number
-from dualpipe.checkpoint.native_random import capture
-from dualpipe.checkpoint.native_read import stored_dtype
-from dualpipe.checkpoint.native_staging import HostMemory, Place
-from dualpipe.checkpoint.native_state import Part, State, parts_of
-from dualpipe.checkpoint.native_store import (
-    FileInfo,
-    Written,
-    global_plan,
-    hashed_file,
-    local_plan,
-    write_description,
-    write_parts,
-)
-from dualpipe.checkpoint.native_writer import WriterProcess
+from dualpipe.checkpoint.manifest import RANDOM, Manifest, StoredTensor, file_of, gaps_in
+from dualpipe.checkpoint.staging import HostMemory
+from dualpipe.checkpoint.state import REPEATED, Part, State, as_number, capture_random, parts_of
+from dualpipe.checkpoint.tensors import Box, NewFile, bytes_of, lay_out, read_header, storable
+from dualpipe.checkpoint.writer import WriterProcess, pieces
 from dualpipe.dtypes import short_name
+from dualpipe.files import CHECKSUMS, Written, write_files
 from dualpipe.parallel.mesh import DIMENSIONS
 from dualpipe.parallel.precision import DTypePlan
 from dualpipe.ranks import RankSync
 
-Write = Callable[[Path, SavePlan], Written]
+MAX_FILE_BYTES = 2**34  # of tensors in a file
+_SAMPLE = 64  # elements of a part
 
 
 class CheckpointError(OSError):
@@ -67,17 +56,17 @@ class Checkpoints:
     """Saves into one directory, and holds what is in flight.
 
     kind: what writes in the background. Both block training for the copy to host memory (15 ms for 200 MB on a CPU).
-        "thread" needs nothing more, but takes turns with training in one interpreter: beside a loop of pure Python it
-        needs 5.7 s for 200 MB. "process" needs 1.2 s, and another process with torch in it on every rank (some 400 MB,
-        most of it shared by the ranks of a machine; seconds to start, while the first save is in flight).
+        "thread" needs nothing more, but takes turns with training in one interpreter; "process" is another one on
+        every rank (20 MB).
     keep_last, keep_every: which checkpoints stay: the last so many, and those of steps that are multiples. None: all.
+    checksum: of the files. SHA-256 takes as long as writing them, which XXH3 does not, and withstands more than damage.
     timeout: after which a rank that waits for another gives up; longer than a save takes.
     """
 
     def __init__(
         self, directory: str | PathLike[str], mesh: DeviceMesh | None = None, *,
         kind: Literal["thread", "process"] = "thread", keep_last: int | None = None, keep_every: int | None = None,
-        timeout: timedelta = timedelta(minutes=30),
+        checksum: Literal["xxh3_128", "sha256"] = "xxh3_128", timeout: timedelta = timedelta(minutes=30),
     ) -> None:
         """Collective over `mesh` (from `build_mesh`; None: this process alone); in the main thread.
 
@@ -85,11 +74,13 @@ class Checkpoints:
         """
         if kind not in ("thread", "process"):
             raise ValueError(f"checkpoints are written by a 'thread' or a 'process'; got {kind!r}")
+        if checksum not in CHECKSUMS:
+            raise ValueError(f"checksum must be one of {', '.join(CHECKSUMS)}; got {checksum!r}")
         for name, number in (("keep_last", keep_last), ("keep_every", keep_every)):
             if number is not None and (not isinstance(number, int) or number < 1):
                 raise ValueError(f"{name} must be at least 1, or None to keep all; got {number}")
         self.directory = Path(directory).absolute()
-        self._kind, self._timeout, self._planned = kind, timeout.total_seconds(), None
+        self._kind, self._checksum, self._timeout = kind, checksum, timeout.total_seconds()
         self._layout = layout_of(mesh)
         # Which ranks have the same stages, only "pp" tells. Without it, all that have a tensor must have the same.
         is_named = "pp" in ((mesh and mesh.mesh_dim_names) or ())
@@ -97,6 +88,7 @@ class Checkpoints:
         # The background talks while training does, so never in a group of training's; gloo, as it sends no tensors.
         self._group = None if self._layout["world"] == 1 else dist.new_group(backend="gloo", timeout=timeout)
         self._ranks = RankSync.of_mesh(mesh, self._group)
+        self._planned: _Planned | None = None
         self._memory, self._process = HostMemory(shared=kind == "process"), None
         self._executor = ThreadPoolExecutor(1, "checkpoint")
         self._pending: Future[Path] | None = None
@@ -125,13 +117,10 @@ class Checkpoints:
         one that failed in the background.
         """
         self._settle()
-
-        def prepare() -> tuple[dict[str, Part], _Job]:
-            return parts_of(state), _job(step, plan, config, extra)
-
         with self._reported(step):
-            parts, job = self._agreed(step, prepare)
-            return self._write(job, parts, lambda folder, planned: write_parts(folder, planned, parts))
+            job, files, parts = self._prepare(state, step, plan, config, extra)
+            content = {file.name: file.pieces(lambda name: storable(parts[name].tensor)) for file in files}
+            return self._write(job, lambda folder: write_files(folder, content, self._checksum))
 
     def save_async(self, state: State, *, step: int, plan: DTypePlan | None = None, config: Any = None,
                    extra: Any = None) -> None:
@@ -142,17 +131,11 @@ class Checkpoints:
         this object: the system ends a writer process together with the thread that has started it.
         """
         self._settle()
-
-        def prepare() -> tuple[dict[str, Place], _Job]:
-            places = self._memory.copy(parts_of(state))
-            if self._kind == "process" and (self._process is None or not self._process.alive):
-                self._process = WriterProcess(0.8 * self._timeout)  # before the others give this rank up
-            return places, _job(step, plan, config, extra)
-
         with self._reported(step):
-            places, job = self._agreed(step, prepare)
+            job, files, parts = self._prepare(state, step, plan, config, extra)
+            write = self._ranks.agree(lambda: self._stage(files, parts))
         self._pending_step = step
-        self._pending = self._executor.submit(self._write_copy, job, places)
+        self._pending = self._executor.submit(self._write, job, write)
 
     def wait(self) -> Path | None:
         """Wait until nothing is in flight; the path of what was, None where nothing was.
@@ -218,76 +201,80 @@ class Checkpoints:
             what = f"the checkpoint of step {step} was not saved to {self.directory}"
             raise CheckpointError(f"{what}: {error}") from error
 
-    def _agreed(self, step: int, prepare: Callable[[], Any]) -> Any:
-        """What `prepare` gives here, once it has worked on all ranks, with the same step."""
-        prepared: list[Any] = []
-        steps = set(self._ranks.gather(lambda: (prepared.append(prepare()), step)[1]))
-        if len(steps) > 1:
-            raise ValueError(f"all ranks must save the same step; got {sorted(steps)}")
-        return prepared[0]
-
-    def _write_copy(self, job: _Job, places: dict[str, Place]) -> Path:
-        parts = self._memory.parts(places)
-
-        def write(folder: Path, planned: SavePlan) -> Written:
-            if self._process is not None:
-                return self._process.write(folder, planned, self._memory, places)
-            return write_parts(folder, planned, parts)
-
-        return self._write(job, parts, write)
-
-    def _write(self, job: _Job, parts: Mapping[str, Part], write: Write) -> Path:
-        """Plan together, write apart, and have rank 0 commit when all have written."""
+    def _prepare(
+        self, state: State, step: int, plan: DTypePlan | None, config: Any, extra: Any
+    ) -> tuple[_Job, list[NewFile], dict[str, Part]]:
+        """What this rank is to write. Planned together, or as for the save before, where all have the same parts."""
         ranks = self._ranks
+
+        def examine() -> tuple[_Job, dict[str, Part], dict[str, _Offer]]:
+            parts = parts_of(state)
+            return _job(step, plan, config, extra), parts, _offers(parts)
+
+        examined: list[tuple[_Job, dict[str, Part], dict[str, _Offer]]] = []
+
+        def compare() -> tuple[int, bool]:
+            examined.append(examine())
+            return step, self._planned is not None and self._planned.offers == examined[0][2]
+
+        found = ranks.gather(compare)
+        job, parts, offers = examined[0]
+        if len(steps := {step for step, _ in found}) > 1:
+            raise ValueError(f"all ranks must save the same step; got {sorted(steps)}")
+        if self._planned is None or not all(is_as_before for _, is_as_before in found):
+            all_offers = ranks.collect(ranks.agree(lambda: (self._stages, offers, _samples(parts))))
+            names, stored = ranks.agree(lambda: plan_files(all_offers) if all_offers is not None else (None, {}))
+            self._planned = _Planned(offers, ranks.hand_out(names), stored)
+        own = {name: storable(parts[name].tensor) for name in self._planned.names}
+        files = lay_out(
+            {name: (tensor.dtype, tensor.shape) for name, tensor in own.items()}, MAX_FILE_BYTES,
+            lambda number, _: file_of(ranks.rank, number), {RANDOM: json.dumps(job.random)},
+        )
+        return job, files, parts
+
+    def _stage(self, files: Sequence[NewFile], parts: Mapping[str, Part]) -> Callable[[Path], dict[str, Written]]:
+        """Copy the parts, and return what writes the copy into a folder."""
+        memory, checksum = self._memory, self._checksum
+        images = memory.fill(files, parts)
+        if self._kind == "thread":
+            return lambda folder: write_files(folder, pieces(memory.map, images), checksum)
+        if self._process is None or not self._process.alive:
+            self._process = WriterProcess(0.8 * self._timeout)  # before the others give this rank up
+        process = self._process
+        return lambda folder: process.write(folder, images, checksum, memory.descriptor, memory.size)
+
+    def _write(self, job: _Job, write: Callable[[Path], dict[str, Written]]) -> Path:
+        """Write apart, and have rank 0 commit when all have written."""
+        ranks, planned = self._ranks, self._planned
         folder = ranks.first(lambda: self._target.begin(job.step))
         try:
-            planned, metadata = self._plan(folder, parts)
 
-            def work() -> Written:
-                written = write(folder, planned)
+            def work() -> dict[str, Written]:
+                written = write(folder)
                 raise_for("what the dtype plan saves in float32 must be stored so:",
-                          _narrowed(folder, written.results, job.dtypes))
-                name = f"rank-{ranks.rank:05}.json"
-                with hashed_file(folder / name, written.files) as out:
-                    out.write(json.dumps({"random": job.random}).encode())
+                          [line for file in written for line in _narrowed(folder / file, job.dtypes)])
                 return written
 
             written = ranks.agree(work)
-            names = {item.index.fqn for item in planned.items}
-            dtypes = {name: dtypes for name, dtypes in job.dtypes.items() if name in names}
-            all_written = ranks.collect((written, dtypes))
-            return ranks.first(lambda: self._finish(folder, job, metadata, all_written))
+            dtypes = {name: job.dtypes[name] for name in planned.names if name in job.dtypes}
+            everything = ranks.collect((written, dtypes))
+            return ranks.first(lambda: self._target.commit(folder, self._manifest(job, everything), planned.stored))
         except BaseException:
             if ranks.rank == 0:
                 shutil.rmtree(folder, ignore_errors=True)
             raise
 
-    def _plan(self, folder: Path, parts: Mapping[str, Part]) -> tuple[SavePlan, Metadata | None]:
-        """What this rank writes; on rank 0 also what all do. As for the save before, where all have the same parts."""
-        had = {name: (part.shape, part.offsets, part.tensor.shape, part.tensor.dtype) for name, part in parts.items()}
-        if not all(self._ranks.gather(lambda: self._planned is not None and self._planned.had == had)):
-            plans = self._ranks.collect(self._ranks.agree(lambda: local_plan(parts, self._stages)))
-            planned, metadata = self._ranks.agree(
-                lambda: global_plan(folder, plans) if plans is not None else (None, None)
-            )
-            self._planned = _Planned(had, self._ranks.hand_out(planned), metadata)
-        return self._planned.own, self._planned.all
-
-    # -- rank 0 alone
-
-    def _finish(
-        self, folder: Path, job: _Job, metadata: Metadata, written: list[tuple[Written, dict[str, Any]]]
-    ) -> Path:
-        files: dict[str, FileInfo] = {}
+    def _manifest(self, job: _Job, everything: Iterable[tuple[dict[str, Written], dict[str, Any]]]) -> Manifest:
+        files: dict[str, Written] = {}
         dtypes: dict[str, dict[str, str]] = {}
-        for rank_written, rank_dtypes in written:
-            files |= rank_written.files
+        for written, rank_dtypes in everything:
+            files |= written
             dtypes |= rank_dtypes
-        files |= write_description(folder, metadata, [rank_written.results for rank_written, _ in written])
-        return self._target.commit(folder, Manifest(
+        return Manifest(
             step=job.step, sequence=0, saved_at=datetime.now(UTC).isoformat(timespec="seconds"), layout=self._layout,
-            versions=_versions(), dtypes=dtypes, config=job.config, extra=job.extra, files=dict(sorted(files.items())),
-        ))
+            own_dimensions=[name for name in self._layout if name not in ("world", *DIMENSIONS)], versions=_versions(),
+            dtypes=dtypes, config=job.config, extra=job.extra, checksum=self._checksum, files=files,
+        )
 
 
 def save(directory: str | PathLike[str], state: State, *, step: int, mesh: DeviceMesh | None = None,
@@ -303,10 +290,69 @@ def layout_of(mesh: DeviceMesh | None) -> dict[str, int]:
     return {"world": 1 if mesh is None else mesh.size(), **dict.fromkeys(DIMENSIONS, 1), **own}
 
 
+# -- who writes what
+
+
+class _Offer(NamedTuple):
+    """What a rank could write of a tensor."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    box: Box
+
+
 class _Planned(NamedTuple):
-    had: dict[str, tuple[Any, ...]]  # of each part what the plan depends on
-    own: SavePlan
-    all: Metadata | None  # on rank 0
+    offers: dict[str, _Offer]  # of this rank, which the plan depends on
+    names: list[str]  # that this rank writes
+    stored: dict[str, StoredTensor]  # on rank 0, what all write
+
+
+def _offers(parts: Mapping[str, Part]) -> dict[str, _Offer]:
+    return {name: _Offer(part.tensor.dtype, part.shape, part.box) for name, part in parts.items()}
+
+
+def _samples(parts: Mapping[str, Part]) -> dict[str, bytes]:
+    """The first elements of each part, to tell copies from different tensors."""
+    return {name: bytes(bytes_of(part.tensor.reshape(-1)[:_SAMPLE].cpu())) for name, part in parts.items()}
+
+
+def plan_files(
+    offers: Sequence[tuple[int, Mapping[str, _Offer], Mapping[str, bytes]]]
+) -> tuple[list[list[str]], dict[str, StoredTensor]]:
+    """The names that each rank writes, and who has which box; of several that hold the same one, that with least does.
+
+    offers: of each rank a number of its stages, which ranks with the same stages share, what it has, and samples of it.
+    Raises ValueError where ranks disagree on a tensor, or its parts overlap or leave a gap.
+    """
+    stored: dict[str, StoredTensor] = {}
+    holders: dict[tuple[str, Box], list[int]] = {}
+    wrong = []
+    for rank, (stages, offered, samples) in enumerate(offers):
+        for name, (dtype, shape, box) in offered.items():
+            if not box.numel and prod(shape):
+                continue  # a shard without elements is nobody's
+            first = stored.setdefault(name, StoredTensor(dtype, shape, {}))
+            holding = holders.setdefault((name, box), [])
+            holding.append(rank)
+            other_stages, _, other_samples = offers[holding[0]]
+            if other_stages != stages and other_samples[name] != samples[name]:
+                wrong.append(f"{name} has other values on rank {rank} than in an earlier one's stages; {REPEATED}")
+            if (first.dtype, first.shape) != (dtype, shape):
+                wrong.append(f"{name} is {short_name(dtype)} {shape} on rank {rank}, and another on an earlier one")
+    raise_for("all ranks must have the same tensors:", wrong)
+    names: list[list[str]] = [[] for _ in offers]
+    filled = [0] * len(offers)
+    for (name, box), ranks in sorted(holders.items(), key=lambda item: len(item[1]) > 1):  # what one alone has first
+        writer = min(ranks, key=filled.__getitem__)
+        filled[writer] += box.numel * stored[name].dtype.itemsize
+        names[writer].append(name)
+        stored[name].boxes[box] = writer
+    raise_for("all ranks together must have all of every tensor; a mesh that spans them must be given, and saving be "
+              "called on each:", gaps_in(stored))
+    return names, stored
+
+
+# -- what is beside the tensors
 
 
 @dataclass(frozen=True)
@@ -327,7 +373,7 @@ def _job(step: int, plan: DTypePlan | None, config: Any, extra: Any) -> _Job:
         name: {use: short_name(getattr(of, use)) for use in ("storage", "compute", "save")}
         for name, of in plan.tensors.items()
     }
-    return _Job(step, capture(), dtypes, _as_json("config", config), _as_json("extra", extra))
+    return _Job(step, capture_random(), dtypes, _as_json("config", config), _as_json("extra", extra))
 
 
 def _as_json(what: str, value: Any) -> Any:
@@ -338,13 +384,12 @@ def _as_json(what: str, value: Any) -> Any:
         raise ValueError(f"{what} must be what JSON can hold, as numbers, texts, lists and dicts: {error}") from None
 
 
-def _narrowed(folder: Path, results: list[WriteResult], dtypes: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
-    """What a rank has written in less than the plan asks for, by the headers on the disk."""
-    for name, place in ((result.index.fqn, result.storage_data) for result in results):
-        if dtypes.get(name, {}).get("save") == "fp32":
-            dtype = stored_dtype(folder / place.relative_path, place.offset, place.length)
-            if torch.promote_types(dtype, torch.float32) != dtype:
-                yield f"{name} is stored in {short_name(dtype)}"
+def _narrowed(file: Path, dtypes: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
+    """What is in a file in less than the plan asks for, by its header on the disk."""
+    for name, tensor in read_header(file)[0].items():
+        is_whole = torch.promote_types(tensor.dtype, torch.float32) == tensor.dtype
+        if dtypes.get(name, {}).get("save") == "fp32" and not is_whole:
+            yield f"{name} is stored in {short_name(tensor.dtype)}"
 
 
 def _versions() -> dict[str, str]:

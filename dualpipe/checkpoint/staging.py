@@ -1,0 +1,69 @@
+"""A rank's files in host memory, as they will be on the disk: what is written while training goes on.
+
+The memory is kept for the next save: one copy of what the rank writes, never two. To be shared with another process it
+is an anonymous file, given away by its descriptor; no limit on /dev/shm applies to that.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+
+import torch
+
+from dualpipe.checkpoint.state import Part
+from dualpipe.checkpoint.tensors import NewFile, storable
+from dualpipe.checkpoint.writer import Images
+from dualpipe.device import pin, synchronize
+
+_PAGE = 2**16  # bytes; a file begins at a multiple, so any dtype is aligned in it, and the next header may be longer
+
+
+class HostMemory:
+    """Holds the files of one save, the last that was made. `shared`: with another process, by `descriptor`."""
+
+    def __init__(self, *, shared: bool) -> None:
+        self.descriptor = -1
+        self.size = 0
+        self.map: mmap.mmap | None = None
+        self._shared = shared
+        self._unpin: Callable[[], None] | None = None
+
+    @torch.no_grad()
+    def fill(self, files: Sequence[NewFile], parts: Mapping[str, Part]) -> Images:
+        """Make the files of these parts over what was here; done when it returns, so that the parts may change."""
+        images, end = {}, 0
+        for file in files:
+            images[file.name] = slice(end, end + file.size)
+            end += -(-file.size // _PAGE) * _PAGE
+        on_gpu = any(part.tensor.is_cuda for part in parts.values())
+        if self.map is None or end > self.size:
+            self.close()
+            if self._shared:
+                self.descriptor = os.memfd_create("checkpoint")
+                os.ftruncate(self.descriptor, end)
+            self.map, self.size = mmap.mmap(self.descriptor, end), end  # of this process alone with -1
+            if on_gpu:  # which then copies into it directly
+                self._unpin = pin(torch.frombuffer(self.map, dtype=torch.uint8))
+        for file in files:
+            start = images[file.name].start
+            self.map[start : start + len(file.head)] = file.head
+            for name, header in file.tensors.items():
+                if count := prod(header.shape):
+                    place = start + header.start
+                    copied = torch.frombuffer(self.map, dtype=header.dtype, count=count, offset=place)
+                    copied.view(header.shape).copy_(storable(parts[name].tensor), non_blocking=True)
+        if on_gpu:
+            synchronize()
+        return images
+
+    def close(self) -> None:
+        """Give the memory back, once nothing uses it."""
+        if self._unpin is not None:
+            self._unpin()  # while it is still mapped
+            self._unpin = None
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+        self.descriptor, self.map, self.size = -1, None, 0
