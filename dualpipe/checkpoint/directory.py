@@ -58,37 +58,28 @@ class Found(NamedTuple):
 def scan(directory: str | PathLike[str]) -> Found:
     """What is in a directory of checkpoints, nothing if it does not exist. Raises ValueError where that is unknown."""
     directory = Path(directory)
-    try:
-        if not directory.exists():
-            return Found([], {})
-    except OSError as error:
-        raise ValueError(f"{directory} cannot be read: {error}") from error
-    if not directory.is_dir():
-        raise ValueError(f"{directory} is a file; give the directory that holds the checkpoints")
     for _ in range(_TRIES):
-        found, gone = _scan(directory)
+        committed, damaged, gone = [], {}, False
+        try:
+            if not directory.exists():
+                return Found([], {})
+            if not directory.is_dir():
+                raise ValueError(f"{directory} is a file; give the directory that holds the checkpoints")
+            paths = sorted((path for path in directory.iterdir() if _NAME.fullmatch(path.name)), reverse=True)
+        except OSError as error:
+            raise ValueError(f"{directory} cannot be read: {error}") from error
+        for path in paths:
+            try:
+                committed.append(Checkpoint(path, read_manifest(path)))
+            except ValueError as error:
+                if os.path.lexists(path):
+                    damaged[path] = str(error)
+                else:  # deleted meanwhile: then there is a newer one, perhaps since after the names were listed
+                    gone = True
         if not gone:
             break
-    return found
-
-
-def _scan(directory: Path) -> tuple[Found, bool]:
-    """And whether one was deleted meanwhile: then there is a newer one, perhaps since after the names were listed."""
-    committed, damaged, gone = [], {}, False
-    try:
-        paths = sorted((path for path in directory.iterdir() if _NAME.fullmatch(path.name)), reverse=True)
-    except OSError as error:
-        raise ValueError(f"{directory} cannot be read: {error}") from error
-    for path in paths:
-        try:
-            committed.append(Checkpoint(path, read_manifest(path)))
-        except ValueError as error:
-            if os.path.lexists(path):
-                damaged[path] = str(error)
-            else:
-                gone = True
     committed.sort(key=lambda each: (each.manifest.sequence, each.manifest.saved_at), reverse=True)
-    return Found(committed, damaged), gone
+    return Found(committed, damaged)
 
 
 def is_checkpoint(path: Path) -> bool:

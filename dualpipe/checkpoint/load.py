@@ -10,6 +10,7 @@ import json
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from itertools import count, groupby, takewhile
 from os import PathLike
 from pathlib import Path
@@ -77,7 +78,7 @@ def load(path: str | PathLike[str], state: State, *, mesh: DeviceMesh | None = N
             return _load(path, found, state, ranks, layout_of(mesh), allow, allow_at_start, seed)
         except (ValueError, RuntimeError, OSError) as error:  # on all ranks
             touched = touched or not isinstance(error, ValueError)
-            if attempt < _TRIES - 1 and not ranks.first(lambda seen=found: all(map(is_still_there, seen.committed))):
+            if attempt < _TRIES - 1 and not ranks.first(partial(all, map(is_still_there, found.committed))):
                 continue
             if touched and isinstance(error, ValueError):
                 raise RuntimeError(f"{error}; the tensors are not usable, as reading had begun") from error
@@ -180,9 +181,9 @@ def _newest(
     wrong: dict[Path, str] = {}
     for candidate in found.committed:
         share = sorted(candidate.manifest.files)[ranks.rank :: ranks.size]  # every rank reads some
-        problems = [line for lines in ranks.gather(lambda c=candidate, s=share: verify_files(c, s)) for line in lines]
+        problems = [line for lines in ranks.gather(partial(verify_files, candidate, share)) for line in lines]
         if not problems:
-            stored, problems = ranks.first(lambda c=candidate: stored_in(c))
+            stored, problems = ranks.first(partial(stored_in, candidate))
         if not problems:
             newer = {each: what for each, what in found.damaged.items() if step_of(each) > candidate.manifest.step}
             return candidate, stored, wrong | newer
@@ -193,7 +194,7 @@ def _newest(
 
 def _must_be_there(ranks: RankSync, checkpoint: Checkpoint) -> None:
     """Raise RuntimeError where a job that saves there has deleted or replaced it; there are newer ones then."""
-    if not ranks.first(lambda: is_still_there(checkpoint)):
+    if not ranks.first(partial(is_still_there, checkpoint)):
         raise RuntimeError(f"{checkpoint.path} was deleted or replaced while it was read")
 
 

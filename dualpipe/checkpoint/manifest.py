@@ -80,20 +80,18 @@ def file_of(rank: int, number: int = 0) -> str:
 
 def read_manifest(path: str | PathLike[str]) -> Manifest:
     """What the checkpoint at `path` is; raises ValueError where that cannot be told."""
+    path = Path(path)
+    file = path / MANIFEST
     try:
-        return _read_manifest(Path(path))
+        if path.is_symlink() and path.resolve().parent != path.parent.resolve():
+            raise ValueError(f"{path} is a link out of its directory; give {path.resolve()} if that is meant")
+        if not file.is_file() or file.is_symlink():
+            raise ValueError(f"{path} has no {MANIFEST}, so it is no complete checkpoint")
+        text = file.read_text(encoding="utf-8", errors="replace")  # which its checksum then tells
     except OSError as error:  # of the disk, or of permissions
         raise ValueError(f"{path} cannot be read: {error}") from error
-
-
-def _read_manifest(path: Path) -> Manifest:
-    if path.is_symlink() and path.resolve().parent != path.parent.resolve():
-        raise ValueError(f"{path} is a link out of its directory; give {path.resolve()} if that is meant")
-    file = path / MANIFEST
-    if not file.is_file() or file.is_symlink():
-        raise ValueError(f"{path} has no {MANIFEST}, so it is no complete checkpoint")
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(text)
         if content["format"] != FORMAT:
             raise ValueError(f"it has format {content['format']!r}, which this release does not read")
         body = content["manifest"]
@@ -104,8 +102,9 @@ def _read_manifest(path: Path) -> Manifest:
         _check_types(manifest)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{file} is damaged: {type(error).__name__}: {error}") from error
-    if wrong := [name for name in files if not _is_plain(name)]:
-        raise ValueError(f"{file} lists {wrong[0]!r}, which is not the plain name of a file; refused")
+    for name in files:
+        if Path(name).name != name or not name.isprintable() or name in ("", ".", "..", MANIFEST):
+            raise ValueError(f"{file} lists {name!r}, which is not the plain name of a file; refused")
     if unknown := manifest.layout.keys() - {"world", *DIMENSIONS, *manifest.own_dimensions}:
         raise ValueError(f"{file}: the layout has a dimension {min(unknown)!r}, which this release does not know; load "
                          f"it with the one that saved it, {manifest.versions.get('dualpipe')}")
@@ -124,10 +123,6 @@ def _check_types(manifest: Manifest) -> None:
              *(info.checksum for info in files), *(dtype for of in manifest.dtypes.values() for dtype in of.values())]
     if any(type(text) is not str for text in texts):
         raise ValueError("a time, a version, a checksum, a dimension or a dtype is not a text")
-
-
-def _is_plain(name: str) -> bool:
-    return Path(name).name == name and name.isprintable() and name not in ("", ".", "..", MANIFEST)
 
 
 def _digest_of(body: Any) -> str:

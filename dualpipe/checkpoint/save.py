@@ -14,13 +14,13 @@ from __future__ import annotations
 import json
 import platform
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import signal
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from math import prod
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
@@ -28,16 +28,18 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import dualpipe
 from dualpipe.checkpoint.directory import Directory
 from dualpipe.checkpoint.hub_files import raise_for
-from dualpipe.checkpoint.manifest import RANDOM, Manifest, StoredTensor, file_of, gaps_in
+from dualpipe.checkpoint.manifest import RANDOM, Manifest, file_of
+from dualpipe.checkpoint.plan import Planned, offers_of, plan_together
 from dualpipe.checkpoint.staging import HostMemory
-from dualpipe.checkpoint.state import REPEATED, Part, State, as_number, capture_random, parts_of
-from dualpipe.checkpoint.tensors import Box, NewFile, bytes_of, lay_out, read_header, storable
-from dualpipe.checkpoint.writer import WriterProcess, pieces
+from dualpipe.checkpoint.state import State, as_number, capture_random, parts_of
+from dualpipe.checkpoint.tensors import NewFile, lay_out, read_header, storable
+from dualpipe.checkpoint.writer import write_in_process
 from dualpipe.dtypes import short_name
 from dualpipe.files import CHECKSUMS, Written, write_files
 from dualpipe.parallel.mesh import DIMENSIONS
@@ -45,7 +47,6 @@ from dualpipe.parallel.precision import DTypePlan
 from dualpipe.ranks import RankSync
 
 MAX_FILE_BYTES = 2**34  # of tensors in a file
-_SAMPLE = 64  # elements of a part
 
 
 class CheckpointError(OSError):
@@ -56,8 +57,8 @@ class Checkpoints:
     """Saves into one directory, and holds what is in flight.
 
     kind: what writes in the background. Both block training for the copy to host memory (15 ms for 200 MB on a CPU).
-        "thread" needs nothing more, but takes turns with training in one interpreter; "process" is another one on
-        every rank (20 MB).
+        "thread" needs nothing more, but takes turns with training in one interpreter; "process" starts another one for
+        each save (0.1 s, 20 MB).
     keep_last, keep_every: which checkpoints stay: the last so many, and those of steps that are multiples. None: all.
     checksum: of the files. SHA-256 takes as long as writing them, which XXH3 does not, and withstands more than damage.
     timeout: after which a rank that waits for another gives up; longer than a save takes.
@@ -84,16 +85,19 @@ class Checkpoints:
         self._layout = layout_of(mesh)
         # Which ranks have the same stages, only "pp" tells. Without it, all that have a tensor must have the same.
         is_named = "pp" in ((mesh and mesh.mesh_dim_names) or ())
-        self._stages = mesh["pp"].get_local_rank() if is_named else 0 if mesh is None else mesh.get_rank()
+        self._stages = 0 if mesh is None else mesh["pp"].get_local_rank() if is_named else mesh.get_rank()
         # The background talks while training does, so never in a group of training's; gloo, as it sends no tensors.
         self._group = None if self._layout["world"] == 1 else dist.new_group(backend="gloo", timeout=timeout)
         self._ranks = RankSync.of_mesh(mesh, self._group)
-        self._planned: _Planned | None = None
-        self._memory, self._process = HostMemory(shared=kind == "process"), None
-        self._executor = ThreadPoolExecutor(1, "checkpoint")
+        self._planned: Planned | None = None
+        self._memory = HostMemory(shared=kind == "process")
+        # Ctrl-C is for the rank: a process that this thread starts inherits what the thread has blocked.
+        blocked = signal.SIG_BLOCK, {signal.SIGINT}
+        self._executor = ThreadPoolExecutor(1, "checkpoint", signal.pthread_sigmask, blocked)
         self._pending: Future[Path] | None = None
         self._pending_step = 0
-        self._is_open, self._target = True, None
+        self._is_open = True
+        self._target: Any = None  # a Directory, on rank 0
         try:
             self._target = self._ranks.agree(
                 lambda: Directory(self.directory, keep_last, keep_every) if self._ranks.rank == 0 else None
@@ -118,24 +122,23 @@ class Checkpoints:
         """
         self._settle()
         with self._reported(step):
-            job, files, parts = self._prepare(state, step, plan, config, extra)
-            content = {file.name: file.pieces(lambda name: storable(parts[name].tensor)) for file in files}
-            return self._write(job, lambda folder: write_files(folder, content, self._checksum))
+            prepared = self._prepare(state, lambda: _job(step, plan, config, extra), step)
+            content = {file.name: file.pieces(prepared.tensors.__getitem__) for file in prepared.files}
+            return self._write(prepared, lambda folder: write_files(folder, content, self._checksum))
 
     def save_async(self, state: State, *, step: int, plan: DTypePlan | None = None, config: Any = None,
                    extra: Any = None) -> None:
         """As `save`, but return as soon as the tensors are copied to host memory: they may change then.
 
         Waits for the save before it, if that is still being written, and raises what has failed there; then nothing is
-        saved by this call, as with `save`: call it again, or `wait` first. Call it in a thread that lives as long as
-        this object: the system ends a writer process together with the thread that has started it.
+        saved by this call, as with `save`: call it again, or `wait` first.
         """
         self._settle()
         with self._reported(step):
-            job, files, parts = self._prepare(state, step, plan, config, extra)
-            write = self._ranks.agree(lambda: self._stage(files, parts))
+            prepared = self._prepare(state, lambda: _job(step, plan, config, extra), step)
+            write = self._ranks.agree(lambda: self._stage(prepared))
         self._pending_step = step
-        self._pending = self._executor.submit(self._write, job, write)
+        self._pending = self._executor.submit(self._write, prepared, write)
 
     def wait(self) -> Path | None:
         """Wait until nothing is in flight; the path of what was, None where nothing was.
@@ -155,14 +158,12 @@ class Checkpoints:
             self.wait()
         finally:
             self._executor.shutdown()
-            if self._process is not None:
-                self._process.close()
             self._memory.close()
             if self._target is not None:
                 self._target.close()
             if self._group is not None:
                 dist.destroy_process_group(self._group)
-            self._process = self._target = self._group = None
+            self._target = self._group = None
             self._is_open = False
 
     def ignore(self, damaged: Iterable[Path]) -> None:
@@ -201,51 +202,40 @@ class Checkpoints:
             what = f"the checkpoint of step {step} was not saved to {self.directory}"
             raise CheckpointError(f"{what}: {error}") from error
 
-    def _prepare(
-        self, state: State, step: int, plan: DTypePlan | None, config: Any, extra: Any
-    ) -> tuple[_Job, list[NewFile], dict[str, Part]]:
+    def _prepare(self, state: State, job: Callable[[], _Job], step: int) -> _Prepared:
         """What this rank is to write. Planned together, or as for the save before, where all have the same parts."""
-        ranks = self._ranks
+        ranks, prepared = self._ranks, []
 
-        def examine() -> tuple[_Job, dict[str, Part], dict[str, _Offer]]:
+        def prepare() -> tuple[int, bool]:
             parts = parts_of(state)
-            return _job(step, plan, config, extra), parts, _offers(parts)
+            prepared.append((job(), parts))
+            return step, self._planned is not None and self._planned.offers == offers_of(parts)
 
-        examined: list[tuple[_Job, dict[str, Part], dict[str, _Offer]]] = []
-
-        def compare() -> tuple[int, bool]:
-            examined.append(examine())
-            return step, self._planned is not None and self._planned.offers == examined[0][2]
-
-        found = ranks.gather(compare)
-        job, parts, offers = examined[0]
+        found = ranks.gather(prepare)
         if len(steps := {step for step, _ in found}) > 1:
             raise ValueError(f"all ranks must save the same step; got {sorted(steps)}")
-        if self._planned is None or not all(is_as_before for _, is_as_before in found):
-            all_offers = ranks.collect(ranks.agree(lambda: (self._stages, offers, _samples(parts))))
-            names, stored = ranks.agree(lambda: plan_files(all_offers) if all_offers is not None else (None, {}))
-            self._planned = _Planned(offers, ranks.hand_out(names), stored)
-        own = {name: storable(parts[name].tensor) for name in self._planned.names}
+        (now, parts), planned = prepared[0], self._planned
+        if planned is None or not all(is_as_planned for _, is_as_planned in found):
+            planned = self._planned = plan_together(ranks, self._stages, parts)
+        tensors = {name: storable(parts[name].tensor) for name in planned.names}
         files = lay_out(
-            {name: (tensor.dtype, tensor.shape) for name, tensor in own.items()}, MAX_FILE_BYTES,
-            lambda number, _: file_of(ranks.rank, number), {RANDOM: json.dumps(job.random)},
+            {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}, MAX_FILE_BYTES,
+            lambda number, _: file_of(ranks.rank, number), {RANDOM: json.dumps(now.random)},
         )
-        return job, files, parts
+        return _Prepared(now, planned, files, tensors)
 
-    def _stage(self, files: Sequence[NewFile], parts: Mapping[str, Part]) -> Callable[[Path], dict[str, Written]]:
-        """Copy the parts, and return what writes the copy into a folder."""
+    def _stage(self, prepared: _Prepared) -> Callable[[Path], dict[str, Written]]:
+        """Copy the tensors, and return what writes the copy into a folder."""
         memory, checksum = self._memory, self._checksum
-        images = memory.fill(files, parts)
+        places = memory.fill(prepared.files, prepared.tensors)
         if self._kind == "thread":
-            return lambda folder: write_files(folder, pieces(memory.map, images), checksum)
-        if self._process is None or not self._process.alive:
-            self._process = WriterProcess(0.8 * self._timeout)  # before the others give this rank up
-        process = self._process
-        return lambda folder: process.write(folder, images, checksum, memory.descriptor, memory.size)
+            return lambda folder: write_files(folder, memory.pieces(places), checksum)
+        timeout = 0.8 * self._timeout  # before the others give this rank up
+        return lambda folder: write_in_process(folder, places, checksum, memory.descriptor, timeout)
 
-    def _write(self, job: _Job, write: Callable[[Path], dict[str, Written]]) -> Path:
+    def _write(self, prepared: _Prepared, write: Callable[[Path], dict[str, Written]]) -> Path:
         """Write apart, and have rank 0 commit when all have written."""
-        ranks, planned = self._ranks, self._planned
+        ranks, (job, planned, *_) = self._ranks, prepared
         folder = ranks.first(lambda: self._target.begin(job.step))
         try:
 
@@ -256,18 +246,18 @@ class Checkpoints:
                 return written
 
             written = ranks.agree(work)
-            dtypes = {name: job.dtypes[name] for name in planned.names if name in job.dtypes}
-            everything = ranks.collect((written, dtypes))
-            return ranks.first(lambda: self._target.commit(folder, self._manifest(job, everything), planned.stored))
+            all_written = ranks.collect((written, {name: job.dtypes[name] for name in planned.names
+                                                   if name in job.dtypes}))
+            return ranks.first(lambda: self._target.commit(folder, self._manifest(job, all_written), planned.stored))
         except BaseException:
             if ranks.rank == 0:
                 shutil.rmtree(folder, ignore_errors=True)
             raise
 
-    def _manifest(self, job: _Job, everything: Iterable[tuple[dict[str, Written], dict[str, Any]]]) -> Manifest:
+    def _manifest(self, job: _Job, all_written: list[tuple[dict[str, Written], dict[str, Any]]] | None) -> Manifest:
         files: dict[str, Written] = {}
         dtypes: dict[str, dict[str, str]] = {}
-        for written, rank_dtypes in everything:
+        for written, rank_dtypes in all_written or ():
             files |= written
             dtypes |= rank_dtypes
         return Manifest(
@@ -290,68 +280,6 @@ def layout_of(mesh: DeviceMesh | None) -> dict[str, int]:
     return {"world": 1 if mesh is None else mesh.size(), **dict.fromkeys(DIMENSIONS, 1), **own}
 
 
-# -- who writes what
-
-
-class _Offer(NamedTuple):
-    """What a rank could write of a tensor."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    box: Box
-
-
-class _Planned(NamedTuple):
-    offers: dict[str, _Offer]  # of this rank, which the plan depends on
-    names: list[str]  # that this rank writes
-    stored: dict[str, StoredTensor]  # on rank 0, what all write
-
-
-def _offers(parts: Mapping[str, Part]) -> dict[str, _Offer]:
-    return {name: _Offer(part.tensor.dtype, part.shape, part.box) for name, part in parts.items()}
-
-
-def _samples(parts: Mapping[str, Part]) -> dict[str, bytes]:
-    """The first elements of each part, to tell copies from different tensors."""
-    return {name: bytes(bytes_of(part.tensor.reshape(-1)[:_SAMPLE].cpu())) for name, part in parts.items()}
-
-
-def plan_files(
-    offers: Sequence[tuple[int, Mapping[str, _Offer], Mapping[str, bytes]]]
-) -> tuple[list[list[str]], dict[str, StoredTensor]]:
-    """The names that each rank writes, and who has which box; of several that hold the same one, that with least does.
-
-    offers: of each rank a number of its stages, which ranks with the same stages share, what it has, and samples of it.
-    Raises ValueError where ranks disagree on a tensor, or its parts overlap or leave a gap.
-    """
-    stored: dict[str, StoredTensor] = {}
-    holders: dict[tuple[str, Box], list[int]] = {}
-    wrong = []
-    for rank, (stages, offered, samples) in enumerate(offers):
-        for name, (dtype, shape, box) in offered.items():
-            if not box.numel and prod(shape):
-                continue  # a shard without elements is nobody's
-            first = stored.setdefault(name, StoredTensor(dtype, shape, {}))
-            holding = holders.setdefault((name, box), [])
-            holding.append(rank)
-            other_stages, _, other_samples = offers[holding[0]]
-            if other_stages != stages and other_samples[name] != samples[name]:
-                wrong.append(f"{name} has other values on rank {rank} than in an earlier one's stages; {REPEATED}")
-            if (first.dtype, first.shape) != (dtype, shape):
-                wrong.append(f"{name} is {short_name(dtype)} {shape} on rank {rank}, and another on an earlier one")
-    raise_for("all ranks must have the same tensors:", wrong)
-    names: list[list[str]] = [[] for _ in offers]
-    filled = [0] * len(offers)
-    for (name, box), ranks in sorted(holders.items(), key=lambda item: len(item[1]) > 1):  # what one alone has first
-        writer = min(ranks, key=filled.__getitem__)
-        filled[writer] += box.numel * stored[name].dtype.itemsize
-        names[writer].append(name)
-        stored[name].boxes[box] = writer
-    raise_for("all ranks together must have all of every tensor; a mesh that spans them must be given, and saving be "
-              "called on each:", gaps_in(stored))
-    return names, stored
-
-
 # -- what is beside the tensors
 
 
@@ -364,6 +292,15 @@ class _Job:
     dtypes: dict[str, dict[str, str]]
     config: Any
     extra: Any
+
+
+class _Prepared(NamedTuple):
+    """What a rank writes."""
+
+    job: _Job
+    planned: Planned
+    files: list[NewFile]
+    tensors: dict[str, Tensor]  # that are in them
 
 
 def _job(step: int, plan: DTypePlan | None, config: Any, extra: Any) -> _Job:

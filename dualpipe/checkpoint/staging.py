@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from math import prod
 
 import torch
+from torch import Tensor
 
-from dualpipe.checkpoint.state import Part
-from dualpipe.checkpoint.tensors import NewFile, storable
-from dualpipe.checkpoint.writer import Images
+from dualpipe.checkpoint.tensors import NewFile
+from dualpipe.checkpoint.writer import Places, pieces
 from dualpipe.device import pin, synchronize
 
 _PAGE = 2**16  # bytes; a file begins at a multiple, so any dtype is aligned in it, and the next header may be longer
@@ -26,38 +26,41 @@ class HostMemory:
 
     def __init__(self, *, shared: bool) -> None:
         self.descriptor = -1
-        self.size = 0
-        self.map: mmap.mmap | None = None
-        self._shared = shared
+        self._shared, self._size = shared, 0
+        self._map: mmap.mmap | None = None
         self._unpin: Callable[[], None] | None = None
 
     @torch.no_grad()
-    def fill(self, files: Sequence[NewFile], parts: Mapping[str, Part]) -> Images:
-        """Make the files of these parts over what was here; done when it returns, so that the parts may change."""
-        images, end = {}, 0
+    def fill(self, files: Sequence[NewFile], tensors: Mapping[str, Tensor]) -> Places:
+        """Make these files over what was here; done when it returns, so that the tensors may change."""
+        places, end = {}, 0
         for file in files:
-            images[file.name] = slice(end, end + file.size)
+            places[file.name] = end, end + file.size
             end += -(-file.size // _PAGE) * _PAGE
-        on_gpu = any(part.tensor.is_cuda for part in parts.values())
-        if self.map is None or end > self.size:
+        on_gpu = any(tensor.is_cuda for tensor in tensors.values())
+        if self._map is None or end > self._size:
             self.close()
             if self._shared:
                 self.descriptor = os.memfd_create("checkpoint")
                 os.ftruncate(self.descriptor, end)
-            self.map, self.size = mmap.mmap(self.descriptor, end), end  # of this process alone with -1
+            self._map, self._size = mmap.mmap(self.descriptor, end), end  # of this process alone with -1
             if on_gpu:  # which then copies into it directly
-                self._unpin = pin(torch.frombuffer(self.map, dtype=torch.uint8))
+                self._unpin = pin(torch.frombuffer(self._map, dtype=torch.uint8))
         for file in files:
-            start = images[file.name].start
-            self.map[start : start + len(file.head)] = file.head
+            start, _ = places[file.name]
+            self._map[start : start + len(file.head)] = file.head
             for name, header in file.tensors.items():
                 if count := prod(header.shape):
-                    place = start + header.start
-                    copied = torch.frombuffer(self.map, dtype=header.dtype, count=count, offset=place)
-                    copied.view(header.shape).copy_(storable(parts[name].tensor), non_blocking=True)
+                    copied = torch.frombuffer(self._map, dtype=header.dtype, count=count, offset=start + header.start)
+                    copied.view(header.shape).copy_(tensors[name], non_blocking=True)
         if on_gpu:
             synchronize()
-        return images
+        return places
+
+    def pieces(self, places: Places) -> dict[str, list[memoryview]]:
+        """The bytes of each file, for `write_files`."""
+        assert self._map is not None
+        return pieces(self._map, places)
 
     def close(self) -> None:
         """Give the memory back, once nothing uses it."""
@@ -66,4 +69,4 @@ class HostMemory:
             self._unpin = None
         if self.descriptor >= 0:
             os.close(self.descriptor)
-        self.descriptor, self.map, self.size = -1, None, 0
+        self.descriptor, self._map, self._size = -1, None, 0

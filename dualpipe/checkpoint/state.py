@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from dualpipe.checkpoint.manifest import StoredTensor
 from dualpipe.checkpoint.tensors import Box
 from dualpipe.device import random_state, set_random_state
 from dualpipe.nn.init import local_part
@@ -38,15 +39,6 @@ _NUMBERED = re.compile(rf"(?:{OPTIMIZER})?stage-(\d+)\.")
 _PADDED = 256  # bytes of the values, or a multiple
 # Of an optimizer's group how it computes, not what. Those of the optimizer that is loaded into stay.
 _SWITCHES = ("params", "foreach", "fused", "capturable", "differentiable")
-
-
-class Stored(Protocol):
-    """What a checkpoint says of a tensor that it holds."""
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
 
 
 class OptimizerTensors(Protocol):
@@ -95,13 +87,13 @@ class ParameterState:
         text += b" " * (-len(text) % _PADDED)  # so that another learning rate has the same size, which is planned for
         return found | {VALUES: torch.tensor(list(text), dtype=torch.uint8, device="cpu")}
 
-    def place(self, stored: Mapping[str, Stored]) -> dict[str, Tensor]:
+    def place(self, stored: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
         """What a checkpoint with these tensors of the parameter is to be read into. The values are always wanted."""
         self._read = {}
         self._placed = {key: self._like(key, entry) for key, entry in stored.items()}
         return {VALUES: torch.empty(0, dtype=torch.uint8, device="cpu")} | self._placed
 
-    def _like(self, key: str, entry: Stored) -> Tensor:
+    def _like(self, key: str, entry: StoredTensor) -> Tensor:
         now, parameter = self._state.get(self._parameter, {}).get(key), self._parameter
         if isinstance(now, Tensor) and (tuple(now.shape), now.dtype) == (entry.shape, entry.dtype):
             return now
@@ -166,7 +158,9 @@ def training_state(
     """
     if numbers is not None and len(numbers) != len(stages):
         raise ValueError(f"numbers must be those of the {len(stages)} stages given; got {list(numbers)}")
-    ours = {} if optimizer is None or isinstance(optimizer, torch.optim.Optimizer) else optimizer.state_tensors()
+    ours: Mapping[Any, Mapping[str, Tensor]] = {}
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        ours = optimizer.state_tensors()
     found: dict[str, Tensor | ParameterState] = {}
     names: dict[Tensor, str] = {}
     for index, stage in enumerate(stages):
@@ -181,12 +175,13 @@ def training_state(
             names[tensor] = name
             own = dict(ours.get(tensor, {}))
             found |= {name: own.pop("master", tensor)} | {f"{OPTIMIZER}{name}/{key}": each for key, each in own.items()}
-    for group in optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else ():
-        for parameter in group["params"]:
-            if parameter not in names:
-                raise ValueError(f"the optimizer has a parameter {tuple(parameter.shape)} that is in none of the "
-                                 "stages: give all modules that it updates")
-            found[OPTIMIZER + names[parameter]] = ParameterState(optimizer, group, parameter)
+    if isinstance(optimizer, torch.optim.Optimizer):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter not in names:
+                    raise ValueError(f"the optimizer has a parameter {tuple(parameter.shape)} that is in none of the "
+                                     "stages: give all modules that it updates")
+                found[OPTIMIZER + names[parameter]] = ParameterState(optimizer, group, parameter)
     return found
 
 
@@ -224,12 +219,12 @@ class Part(NamedTuple):
     tensor: Tensor
 
 
-def parts_of(state: State, stored: Mapping[str, Stored] | None = None) -> dict[str, Part]:
+def parts_of(state: State, stored: Mapping[str, StoredTensor] | None = None) -> dict[str, Part]:
     """This rank's parts, sharing memory; raises ValueError for what cannot be stored.
 
     stored: what a checkpoint has that is to be read into them; None: they are to be saved.
     """
-    own: dict[str, dict[str, Stored]] = {}
+    own: dict[str, dict[str, StoredTensor]] = {}
     for name, entry in (stored or {}).items():
         parameter, _, key = name.rpartition("/")
         own.setdefault(parameter, {})[key] = entry
@@ -263,10 +258,10 @@ def as_number(value: Any) -> Any:
 
 def capture_random() -> dict[str, Any]:
     """The state of Python's, NumPy's and torch's global generators, and the current GPU's, as JSON can hold it."""
-    name, keys, position, has_gauss, gauss = np.random.get_state()
+    name, keys, *rest = np.random.get_state()
     state = {
         "python": random.getstate(), "torch": _text(torch.get_rng_state()),
-        "numpy": [name, keys.tolist(), position, has_gauss, gauss],
+        "numpy": [name, np.asarray(keys).tolist(), *rest],
     }
     cuda = random_state()
     return state if cuda is None else state | {"cuda": _text(cuda)}

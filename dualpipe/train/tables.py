@@ -276,6 +276,8 @@ class CheckpointConfig:
     """async: training goes on while it is written, after a copy to host memory"""
     writer: Literal["thread", "process"] = "thread"
     """of async: a thread takes turns with training in one interpreter; a process takes memory and seconds to start"""
+    checksum: Literal["xxh3_128", "sha256"] = "xxh3_128"
+    """of each file, verified before it is loaded; sha256 takes as long as writing does"""
     keep_last: int = 3
     """so many stay; 0: all"""
     keep_every: int = 0

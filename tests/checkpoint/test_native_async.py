@@ -20,10 +20,9 @@ from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from dualpipe import files
 from dualpipe.checkpoint import CheckpointError, Checkpoints, latest, load, save, verify
 from dualpipe.checkpoint.staging import HostMemory
-from dualpipe.checkpoint.state import parts_of
 from dualpipe.checkpoint.tensors import lay_out
-from dualpipe.checkpoint.writer import pieces
 from dualpipe.parallel.mesh import build_mesh, dense_mesh
+from native import is_gone, writer_of, writers_of
 from ranks import run_ranks
 
 saving = importlib.import_module("dualpipe.checkpoint.save")  # the name in the package is the function
@@ -67,11 +66,11 @@ def test_one_copy_as_it_will_be_on_the_disk(tmp_path):
     memory = HostMemory(shared=True)
     for attempt in range(2):
         laid_out = lay_out(kinds, 10**6, f"{attempt}.{{}}.safetensors".format, {})
-        images = memory.fill(laid_out, parts_of(state))
+        places = memory.fill(laid_out, state)
         state["view"] += 100  # which the copy is not
-        files.write_files(tmp_path, pieces(memory.map, images))
+        files.write_files(tmp_path, memory.pieces(places))
         state["view"] -= 100
-        assert memory.size == 2**16
+        assert os.fstat(memory.descriptor).st_size == 2**16
         found = [load_file(path) for path in sorted(tmp_path.glob(f"{attempt}.*"))]
         assert len(found) == 1 and found[0].keys() == state.keys()
         assert all(torch.equal(found[0][name], state[name]) for name in state)
@@ -187,8 +186,8 @@ def test_the_end_of_the_process_waits_for_a_save(tmp_path, kind):
 
 
 def test_only_what_has_changed_is_planned_again(tmp_path, monkeypatch):
-    calls, plan = [], saving.plan_files
-    monkeypatch.setattr(saving, "plan_files", lambda *given: (calls.append(given), plan(*given))[1])
+    calls, plan = [], saving.plan_together
+    monkeypatch.setattr(saving, "plan_together", lambda *given: (calls.append(given), plan(*given))[1])
     with Checkpoints(tmp_path) as checkpoints:
         for step, size in enumerate([10, 10, 20, 20, 10]):
             checkpoints.save_async(state_of(step, size), step=step)
@@ -222,44 +221,52 @@ def test_a_failure_is_raised_once_at_the_next_save_or_at_the_end(tmp_path, monke
 
 def test_a_writer_that_is_killed_is_reported_and_replaced(tmp_path):
     with Checkpoints(tmp_path, kind="process") as checkpoints:
-        checkpoints.save_async(state_of(1), step=1)
+        for step in (1, 2):
+            checkpoints.save_async(state_of(step, 2_000_000), step=step)
+            os.kill(writer_of(os.getpid()), signal.SIGKILL)
+            with pytest.raises(CheckpointError, match=rf"step {step} was not saved to .*has died \(exit status -9\)"):
+                checkpoints.wait()
+        checkpoints.save_async(state_of(3), step=3)
         checkpoints.wait()
-        writer = checkpoints._process._process
-        writer.kill()
-        writer.wait()
-        checkpoints.save_async(state_of(2), step=2)  # finds it dead: starts another
-        checkpoints.wait()
-        other = checkpoints._process._process
-        assert other.pid != writer.pid
-        os.kill(other.pid, 19)  # SIGSTOP: it dies while it should write
-        checkpoints.save_async(state_of(3, 100_000), step=3)
-        other.kill()
-        with pytest.raises(CheckpointError, match=r"step 3 was not saved to .*has died"):
-            checkpoints.wait()
-    assert stored(latest(tmp_path))["weight"] == 2
+    assert [path.name for path in tmp_path.glob("*step*")] == ["step-00000003"] and not writers_of(os.getpid())
+    assert stored(latest(tmp_path))["weight"] == 3
 
 
 def test_a_writer_does_not_hear_ctrl_c(tmp_path):
     with Checkpoints(tmp_path, kind="process") as checkpoints:
         for step in (1, 2):
             checkpoints.save_async(state_of(step), step=step)
-            checkpoints._process._process.send_signal(signal.SIGINT)  # at first while it still imports torch
+            os.kill(writer_of(os.getpid()), signal.SIGINT)  # while it still starts
             checkpoints.wait()
     assert stored(latest(tmp_path))["weight"] == 2
 
 
 def test_a_writer_that_hangs_is_given_up(tmp_path):
     with Checkpoints(tmp_path, kind="process", timeout=timedelta(seconds=60)) as checkpoints:
-        checkpoints.save_async(state_of(1), step=1)
-        checkpoints.wait()
-        checkpoints._timeout = checkpoints._process._timeout = 1.0
-        checkpoints._process._process.send_signal(signal.SIGSTOP)
+        checkpoints._timeout = 2.0
         checkpoints.save_async(state_of(2), step=2)
-        with pytest.raises(CheckpointError, match="gave no answer for 1 s"):
+        os.kill(writer_of(os.getpid()), signal.SIGSTOP)
+        with pytest.raises(CheckpointError, match="gave no answer for 2 s"):
             checkpoints.wait()
+        assert not writers_of(os.getpid())
         checkpoints._timeout = 60.0
         checkpoints.save_async(state_of(3), step=3)
     assert stored(latest(tmp_path))["weight"] == 3
+
+
+def test_a_writer_dies_with_its_rank(tmp_path):
+    code = UNCLOSED + "import os, time; time.sleep(60)"
+    rank = subprocess.Popen([sys.executable, "-P", "-c", code, str(tmp_path), "process"])
+    try:
+        writer = writer_of(rank.pid)
+    finally:
+        rank.kill()
+        rank.wait()
+    deadline = time.monotonic() + 30
+    while not is_gone(writer):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert latest(tmp_path) is None
 
 
 # -- ranks
