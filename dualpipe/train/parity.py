@@ -235,8 +235,8 @@ def worst_of(found: Iterable[T], measure: Callable[[T], float], count: int) -> l
 
 def _print(differences: list[Difference], worst: int, *, title: str) -> None:
     table = Table(title=f"Largest differences from the unpipelined model ({title})")
-    for column, justify in (("tensor", "left"), ("shape", "left"), ("max abs", "right"), ("relative", "right")):
-        table.add_column(column, justify=justify, overflow="fold")
+    for column in ("tensor", "shape", "max abs", "relative"):
+        table.add_column(column, justify="left" if column in ("tensor", "shape") else "right", overflow="fold")
     for d in worst_of(differences, lambda d: d.relative, worst):
         table.add_row(d.name, str(d.shape), f"{d.max_abs:.2e}", f"{d.relative:.2e}")
     Console().print(table)

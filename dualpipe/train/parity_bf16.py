@@ -106,16 +106,16 @@ def compare(config: Config, job: Job) -> tuple[list[Rounding], list[Accumulation
     # One whole model after the other, and of each what this rank compares: two would not fit where one does.
     def run(whole: nn.Module) -> dict[str, Tensor]:
         losses, of_routers = p.run_whole(whole)
-        gradients = {name: param.grad for name, param in _parameters([whole]).items() if name in names}
+        gradients = {name: gradient_of(param) for name, param in _parameters([whole]).items() if name in names}
         return {name: value.cpu() for name, value in (gradients | of_routers | {"loss": losses}).items()}
 
-    common = {"seed": config.train.seed, "device": job.device}
+    make_whole = partial(build_whole, model_config, seed=config.train.seed, device=job.device)
     unstored = [dataclasses.replace(rule, storage=None) for rule in rules if rule.given.keys() != {"storage"}]
     plan = plan_model(model_config, BF16, replicas=1, rules=unstored)
-    whole = build_whole(model_config, dtype=BF16, plan=plan, **common)
+    whole = make_whole(dtype=BF16, plan=plan)
     unpipelined, state = run(whole), {name: tensor.cpu() for name, tensor in whole.state_dict().items()}
     del whole
-    exact_model = build_whole(model_config, dtype=torch.float64, **common)
+    exact_model = make_whole(dtype=torch.float64)
     exact_model.load_state_dict(state)
     exact = run(exact_model)
     if job.replica:  # pipeline 0 has the same gradients
@@ -167,7 +167,7 @@ def _accumulation(p: Pipelined) -> list[Accumulation]:
 
 
 def _unit_roundoff(plan: DTypePlan, name: str, *, sharded: bool) -> float:
-    """The unit roundoff of the dtype that gradients accumulate in, or of a narrower one that FSDP2 hands them out in."""
+    """The largest of the dtype that gradients accumulate in and of the one that FSDP2 hands them out in."""
     dtypes = [plan.reduce_dtype(name), *([plan.of(name).storage] if sharded else [])]
     return max(torch.finfo(dtype).eps for dtype in dtypes) / 2
 
@@ -177,8 +177,8 @@ def _print(rounding: list[Rounding], accumulation: list[Accumulation], worst: in
     for column in ("tensor", "shape", "pipelined", "unpipelined", "accumulation"):
         table.add_column(column, justify="right" if column not in ("tensor", "shape") else "left", overflow="fold")
     added: dict[str, float] = {}
-    for each in accumulation:
-        added[each.name] = max(added.get(each.name, 0.0), each.relative)
+    for name, relative, _ in accumulation:
+        added[name] = max(added.get(name, 0.0), relative)
     for each in worst_of(rounding, lambda each: each.excess, worst):
         errors = (f"{error / (each.norm or 1.0):.2e}" for error in (each.pipelined, each.unpipelined))
         of_sum = f"{added[each.name]:.2e}" if each.name in added else "-"
