@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dualpipe import Pipeline
-from dualpipe.checkpoint import native_random
+from dualpipe.checkpoint import native_random, save_hf
 from dualpipe.checkpoint.lock import lock, unlock
 from dualpipe.device import model_name
 from dualpipe.models import HubConfig, read_config
@@ -23,6 +23,7 @@ from dualpipe.models.sizes import flops_per_token
 from dualpipe.nn.accumulate import local
 from dualpipe.schedule import Schedule, build
 from dualpipe.train.config import Config, fit_world
+from dualpipe.train.console import say
 from dualpipe.train.data import Batch, Loader, evaluation_batches, open_splits, packed_directory, read_batches
 from dualpipe.train.job import Job, join
 from dualpipe.train.launch import RankInfo
