@@ -1,0 +1,170 @@
+"""What the library gives to streams, events and memory of a device is in order, on a pretend one (tests/support).
+
+Values are right whatever the order here, since a pretend device runs everything at once; they are for the other tests.
+Here a missing wait, memory given back too early, and a wait of the host that is not listed are what fails.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dualpipe import Communicate, Compute, Pipeline
+from dualpipe.models import Qwen3MoeConfig, build_stages
+from dualpipe.models.stages import Recompute
+from dualpipe.nn import GroupedLinear, defer_weight_grads
+from dualpipe.parallel.expert import ExpertParallel
+from dualpipe.train.model import micro_batch_loss
+from pretend_cuda import PretendCuda, pretend_cuda
+from threads import Rank, run_threads
+from toys import stages_of_rank
+
+MICRO_BATCHES, ROWS, WIDTH = 4, 2, 8
+CONFIG = Qwen3MoeConfig(
+    vocab_size=61, hidden_size=16, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
+    num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8, norm_topk_prob=True, mlp_only_layers=(1,),
+    intermediate_size=24, initializer_range=0.3,
+)
+
+
+@contextmanager
+def watched_steps(strict: bool = True) -> Iterator[PretendCuda]:
+    """A pretend device on which the waits of the host within steps of pipelines are counted."""
+    step = Pipeline.step
+    with pretend_cuda(strict) as device:
+
+        def watched(*args, **kwargs):
+            with device.watched():
+                return step(*args, **kwargs)
+
+        with mock.patch.object(Pipeline, "step", watched):
+            yield device
+
+
+# -- ranks as threads
+
+
+class Exchange:
+    """Part g of a rank's rows goes to rank g, whose part of the same number comes back; its own backward."""
+
+    group = None
+
+    def __init__(self, all_to_all) -> None:
+        self.all_to_all = all_to_all
+
+    def forward(self, inputs: tuple[Tensor] | None) -> Exchanged:
+        rows = torch.zeros(ROWS, WIDTH, device=self.all_to_all.device) if inputs is None else inputs[0].contiguous()
+        return Exchanged(self.all_to_all, rows)
+
+    def backward(self, context: None, gradients: tuple[Tensor] | None) -> Exchanged:
+        return self.forward(gradients)
+
+
+class Exchanged:
+    def __init__(self, all_to_all, rows: Tensor) -> None:
+        self.rows, self.received = rows, torch.empty_like(rows)  # kept until it is through
+        each = [len(rows) // all_to_all.size] * all_to_all.size
+        self.work = all_to_all.start(self.received, rows, each, each)
+
+    def advance(self) -> None:
+        pass
+
+    def wait(self) -> tuple[tuple[Tensor], None]:
+        self.work.wait()
+        return (self.received,), None
+
+
+class Toy(nn.Module):
+    """(T, width) -> (T, width): a linear, and one on rows of other ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.recompute = lambda part, layer: False
+        self.exchange = None
+
+    def segments(self) -> list:
+        again = self.recompute("layer", 0)
+        return [
+            Compute(self.up, "x", "rows", again),
+            Communicate(self.exchange, "rows", "rows"),
+            Compute(torch.tanh, "rows", "rows", again),
+            Communicate(self.exchange, "rows", "rows"),
+            Compute(lambda x, rows: x + self.down(rows), ("x", "rows"), "x"),
+        ]
+
+
+def toys(count: int) -> list[nn.Module]:
+    return [defer_weight_grads(Toy()) for _ in range(count)]
+
+
+def qwen(count: int) -> list[nn.Module]:
+    stages = build_stages(CONFIG, count)
+    for stage in stages:
+        stage.init_weights(seed=0)
+    return stages
+
+
+def connect(stage: nn.Module, all_to_all) -> None:
+    """Give a stage its communication; leave this rank its experts."""
+    if isinstance(stage, Toy):
+        stage.exchange = Exchange(all_to_all)
+        return
+    for layer in stage.modules():
+        if isinstance(layer, GroupedLinear):
+            layer.weight = nn.Parameter(layer.weight.detach().chunk(all_to_all.size)[all_to_all.rank].clone())
+    stage.use_expert_parallelism(ExpertParallel(CONFIG.num_experts, all_to_all))
+
+
+def steps(rank: Rank, make, pp: int, ep: int, overlap: bool, recompute: Sequence[str] = ()) -> None:
+    """Two steps, with an update of the parameters in between."""
+    mine, replica = divmod(rank.number, ep)
+    all_to_all = rank.all_to_all(f"ep of {mine}", [mine * ep + e for e in range(ep)])
+    stages = [make(2 * pp)[number].to(rank.device) for number in stages_of_rank("dualpipev", pp, mine)]
+    for stage in stages:
+        stage.recompute = Recompute(recompute)
+        connect(stage, all_to_all)
+    group = rank.group(f"pp of {replica}", [p * ep + replica for p in range(pp)])
+    pipe = Pipeline(stages, process_group=group, schedule="dualpipev", overlap=overlap)
+    if make is qwen:
+        x = torch.randint(CONFIG.vocab_size, (ROWS * MICRO_BATCHES, 9))
+        x, y, criterion = x[:, :-1], x[:, 1:].contiguous(), micro_batch_loss(MICRO_BATCHES)
+    else:
+        (x, y), criterion = torch.randn(2, ROWS * MICRO_BATCHES, WIDTH), F.mse_loss
+    x, y = x.to(rank.device), y.to(rank.device)
+    for _ in range(2):  # the second one uses the first one's memory again
+        pipe.step(x, num_chunks=MICRO_BATCHES, criterion=criterion, labels=(y,))
+        with torch.no_grad():
+            for parameter in pipe.parameters():
+                parameter.sub_(parameter.grad, alpha=1e-3)
+        pipe.zero_grad()
+
+
+# The only wait of the host in a step: for how many rows come, in a forward, once for each layer with experts and
+# micro-batch. Where they are dispatched again the numbers are known.
+COUNTS = "Event.synchronize in dualpipe/parallel/all_to_all.py: Counts.read"
+LAYERS = 3
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_toy_stages(overlap):
+    with watched_steps() as device:
+        run_threads(steps, 4, toys, 2, 2, overlap, device="cuda")
+    assert device.report(waits={}) == []
+    assert device.launches > 1000
+
+
+@pytest.mark.parametrize("overlap, recompute", [
+    (True, ()), (False, ()), (True, ("layer",)), (True, ("layer", "dispatch")),
+])
+def test_qwen3_moe(overlap, recompute):
+    with watched_steps() as device:
+        run_threads(steps, 4, qwen, 2, 2, overlap, recompute, device="cuda")
+    assert device.report(waits={COUNTS: 2 * 2 * LAYERS * MICRO_BATCHES}) == []
