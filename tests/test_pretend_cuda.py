@@ -6,8 +6,8 @@ Here a missing wait, memory given back too early, and a wait of the host that is
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from unittest import mock
 
@@ -21,8 +21,13 @@ from dualpipe.models import Qwen3MoeConfig, build_stages
 from dualpipe.models.stages import Recompute
 from dualpipe.nn import GroupedLinear, defer_weight_grads
 from dualpipe.parallel.expert import ExpertParallel
-from dualpipe.train.model import micro_batch_loss
+from dualpipe.parallel.mesh import build_mesh
+from dualpipe.schedule import build
+from dualpipe.train.model import build_model, micro_batch_loss
+from dualpipe.train.optimizer import Optimizer
 from pretend_cuda import PretendCuda, pretend_cuda
+from pretend_nccl import pretend_nccl
+from ranks import run_ranks
 from threads import Rank, run_threads
 from toys import stages_of_rank
 
@@ -168,3 +173,41 @@ def test_qwen3_moe(overlap, recompute):
     with watched_steps() as device:
         run_threads(steps, 4, qwen, 2, 2, overlap, recompute, device="cuda")
     assert device.report(waits={COUNTS: 2 * 2 * LAYERS * MICRO_BATCHES}) == []
+
+
+# -- ranks as processes: the library's own groups, FSDP2
+
+
+def trained(rank: int, shape: tuple[int, int, int], dtype: torch.dtype) -> tuple[list[str], int]:
+    """Two steps of training with pp, dp and ep ranks; the faults, and the operators given to the device."""
+    cuda = torch.device("cuda", 0)
+    with watched_steps(strict=False) as device, pretend_nccl(device):
+        mesh = build_mesh(*shape, cuda)
+        plan = build("dualpipev", shape[0], MICRO_BATCHES)
+        model = build_model(CONFIG, plan, mesh["pp"].get_local_rank(), seed=0, dtype=dtype, device=cuda, mesh=mesh)
+        pipe = Pipeline(model.stages, process_group=mesh["pp"].get_group(), schedule="dualpipev")
+        optimizer = Optimizer(model.stages, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+        rows = torch.randint(CONFIG.vocab_size, (ROWS * MICRO_BATCHES, 9)).to(cuda)
+        for _ in range(2):
+            pipe.step(
+                *((rows[:, :-1],) if model.has_first else ()), num_chunks=MICRO_BATCHES,
+                criterion=micro_batch_loss(MICRO_BATCHES) if model.has_last else None,
+                labels=(rows[:, 1:].contiguous(),) if model.has_last else (),
+            )
+            with device.watched():
+                pipe.clip_grad_norm_(1.0)
+                optimizer.step(1e-3)
+                optimizer.zero_grad()
+    pp, _, ep = shape
+    counts = 2 * LAYERS * MICRO_BATCHES // pp if ep > 1 else 0
+    return device.report(waits={COUNTS: counts}), device.launches
+
+
+@pytest.mark.parametrize("shape, dtype", [
+    ((2, 1, 1), torch.float32), ((1, 1, 2), torch.float32), ((1, 2, 1), torch.float32), ((2, 2, 1), torch.float32),
+    ((2, 1, 2), torch.bfloat16),
+], ids=str)
+def test_processes(shape, dtype):
+    for faults, launches in run_ranks(trained, math.prod(shape), shape, dtype, timeout=120):
+        assert faults == []
+        assert launches > 1000

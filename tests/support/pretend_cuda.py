@@ -256,9 +256,9 @@ class PretendCuda:
     # -- memory
 
     def block(self, tensor: Tensor) -> Block | None:
-        """That of a marked tensor; of a DTensor, of its own part."""
+        """That of a marked tensor."""
         self._bury()
-        return self._blocks.get(getattr(tensor, "_local_tensor", tensor).untyped_storage()._cdata)
+        return self._blocks.get(_local(tensor).untyped_storage()._cdata)
 
     def holds(self, tensor: Tensor) -> bool:
         block = self.block(tensor)
@@ -266,7 +266,7 @@ class PretendCuda:
 
     def mark(self, tensor: Tensor, kind: str) -> None:
         """Have it on the device, made on the current stream, or in pinned memory."""
-        storage = tensor.untyped_storage()
+        storage = _local(tensor).untyped_storage()
         block = Block(kind, self.current_stream().line, 0, self._where())
         key = storage._cdata
         self._blocks[key] = block
@@ -325,6 +325,7 @@ class PretendCuda:
 
     def access(self, tensor: Tensor, write: bool, line: Timeline, what: str) -> None:
         """Note what `line` does with a tensor, and hold it against what was noted before."""
+        tensor = _local(tensor)
         block = self.block(tensor)
         if block is None or tensor.numel() == 0:
             return
@@ -416,6 +417,11 @@ class PretendCuda:
             self.host_waits(name, self.launch(name, [tensor], []).clock)
         elif block is not None:
             self.launch(name, [tensor], [], self.host())
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Of a DTensor, its own part."""
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 _schemas: dict[Any, list[tuple[str, bool]]] = {}
