@@ -6,7 +6,11 @@ Here a missing wait, memory given back too early, and a wait of the host that is
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import json
 import math
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from unittest import mock
@@ -16,12 +20,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dualpipe import Communicate, Compute, Pipeline
+from dualpipe import Communicate, Compute, Pipeline, cli
 from dualpipe.models import Qwen3MoeConfig, build_stages
 from dualpipe.models.stages import Recompute
-from dualpipe.nn import GroupedLinear, defer_weight_grads
+from dualpipe.nn import GroupedLinear, Router, defer_weight_grads
 from dualpipe.parallel.expert import ExpertParallel
 from dualpipe.parallel.mesh import build_mesh
+from dualpipe.pipeline import PipelineError
 from dualpipe.schedule import build
 from dualpipe.train.model import build_model, micro_batch_loss
 from dualpipe.train.optimizer import Optimizer
@@ -178,8 +183,8 @@ def test_qwen3_moe(overlap, recompute):
 # -- ranks as processes: the library's own groups, FSDP2
 
 
-def trained(rank: int, shape: tuple[int, int, int], dtype: torch.dtype) -> tuple[list[str], int]:
-    """Two steps of training with pp, dp and ep ranks; the faults, and the operators given to the device."""
+def trained(rank: int, shape: tuple[int, int, int], dtype: torch.dtype, fails: bool = False) -> list[str]:
+    """Two steps of training with pp, dp and ep ranks; the faults. fails: rank 0 fails in its first step."""
     cuda = torch.device("cuda", 0)
     with watched_steps(strict=False) as device, pretend_nccl(device):
         mesh = build_mesh(*shape, cuda)
@@ -188,19 +193,35 @@ def trained(rank: int, shape: tuple[int, int, int], dtype: torch.dtype) -> tuple
         pipe = Pipeline(model.stages, process_group=mesh["pp"].get_group(), schedule="dualpipev")
         optimizer = Optimizer(model.stages, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
         rows = torch.randint(CONFIG.vocab_size, (ROWS * MICRO_BATCHES, 9)).to(cuda)
-        for _ in range(2):
-            pipe.step(
-                *((rows[:, :-1],) if model.has_first else ()), num_chunks=MICRO_BATCHES,
-                criterion=micro_batch_loss(MICRO_BATCHES) if model.has_last else None,
-                labels=(rows[:, 1:].contiguous(),) if model.has_last else (),
-            )
+        for number in range(2):
+            batch = {"criterion": micro_batch_loss(MICRO_BATCHES), "labels": (rows[:, 1:].contiguous(),)}
+            inputs = (rows[:, :-1],) if model.has_first else ()
+            if fails and rank == number == 0:
+                batch["criterion"] = failing_criterion()
+            try:
+                pipe.step(*inputs, num_chunks=MICRO_BATCHES, **batch if model.has_last else {})
+            except PipelineError:
+                assert fails and number == 0
             with device.watched():
-                pipe.clip_grad_norm_(1.0)
-                optimizer.step(1e-3)
+                if not fails or number:
+                    pipe.clip_grad_norm_(1.0)
+                    optimizer.step(1e-3)
                 optimizer.zero_grad()
-    pp, _, ep = shape
-    counts = 2 * LAYERS * MICRO_BATCHES // pp if ep > 1 else 0
-    return device.report(waits={COUNTS: counts}), device.launches
+    with_experts = sum(isinstance(module, Router) for stage in model.stages for module in stage.modules())
+    counts = 2 * MICRO_BATCHES * with_experts if mesh["ep"].size() > 1 else 0
+    assert device.launches > 1000
+    return device.report(waits={COUNTS: counts})
+
+
+def failing_criterion():
+    loss, calls = micro_batch_loss(MICRO_BATCHES), iter(range(MICRO_BATCHES))
+
+    def criterion(*args):
+        if next(calls) == 2:
+            raise KeyError("out of luck")
+        return loss(*args)
+
+    return criterion
 
 
 @pytest.mark.parametrize("shape, dtype", [
@@ -208,6 +229,69 @@ def trained(rank: int, shape: tuple[int, int, int], dtype: torch.dtype) -> tuple
     ((2, 1, 2), torch.bfloat16),
 ], ids=str)
 def test_processes(shape, dtype):
-    for faults, launches in run_ranks(trained, math.prod(shape), shape, dtype, timeout=120):
-        assert faults == []
-        assert launches > 1000
+    assert run_ranks(trained, math.prod(shape), shape, dtype, reuse=True) == [[]] * math.prod(shape)
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 1), (2, 1, 2), (1, 2, 1)], ids=str)
+def test_a_step_that_fails_and_the_one_after_it(shape):
+    assert run_ranks(trained, math.prod(shape), shape, torch.float32, True, reuse=True) == [[]] * math.prod(shape)
+
+
+# -- training
+
+RUN = """
+[model]
+config = "config.json"
+[data]
+path = "text"
+validation_fraction = 0.2
+[parallel]
+device = "cuda"
+[train]
+sequence_length = 16
+micro_batch_size = 2
+num_chunks = 4
+eval_interval = 0
+eval_batches = 1
+[checkpoint]
+interval = 2
+[output]
+dir = "out"
+"""
+
+
+def dualpipe_train(rank: int, folder: str, *arguments: str) -> list[PretendCuda]:
+    """`dualpipe train` here; waits of the host are counted from the first step of the pipeline on."""
+    step = Pipeline.step
+    one = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    with pretend_cuda() as device, mock.patch.dict(os.environ, one), contextlib.chdir(folder):
+
+        def first_step(*args, **kwargs):
+            device.of_thread.watched = True
+            return step(*args, **kwargs)
+
+        with mock.patch.object(Pipeline, "step", first_step):
+            assert cli.main(["train", "run.toml", *arguments]) == 0
+    assert device.launches > 1000
+    return [device.faults, device.waits]
+
+
+# In training the host waits for tokens and targets to be copied (those of the first step are not counted); for the loss, the norm and
+# the routers' metrics, once a step; for the mean of an evaluation; and for the copy of what a checkpoint holds.
+FORWARD = "copy in dualpipe/train/loop.py: Run._forward_backward"
+READ = "tolist in dualpipe/train/loop.py: Run._read"
+EVALUATE = "_local_scalar_dense in dualpipe/train/loop.py: Run._evaluate"
+SAVE = "synchronize in dualpipe/checkpoint/native_staging.py: HostMemory.copy"
+
+
+def test_training_with_checkpoints(tmp_path):
+    (tmp_path / "text").write_text("the cat sat on the mat and the dog did not. " * 200)
+    model = {"model_type": "qwen3_moe", **dataclasses.asdict(CONFIG), "vocab_size": 257}
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    (tmp_path / "run.toml").write_text(RUN)
+    [[faults, waits]] = run_ranks(dualpipe_train, 1, str(tmp_path), "--train.steps", "2")
+    assert not faults
+    assert waits == {FORWARD: 2 * 2, READ: 2, EVALUATE: 1, SAVE: 1}
+    [[faults, waits]] = run_ranks(dualpipe_train, 1, str(tmp_path), "--train.steps", "3")  # from the checkpoint
+    assert not faults
+    assert waits == {FORWARD: 2 * 1, READ: 1, EVALUATE: 1, SAVE: 1}

@@ -41,6 +41,7 @@ import threading
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import reduce
 from operator import or_
@@ -176,6 +177,7 @@ class PretendCuda:
         self.lock = threading.RLock()
         self._lines: list[Timeline] = []
         self._blocks: dict[int, Block] = {}  # by storage
+        self._pinned: dict[int, Block] = {}  # by address: memory of the host that was registered with the device
         self._dead: deque[tuple[int, Block, Timeline]] = deque()  # storages that are gone, and who let go of them
         self._lost: dict[int, dict[int, Access]] = {}  # by stream, what may still use its memory, by timeline
         self._labels: dict[CodeType, str | None] = {}
@@ -258,7 +260,11 @@ class PretendCuda:
     def block(self, tensor: Tensor) -> Block | None:
         """That of a marked tensor."""
         self._bury()
-        return self._blocks.get(_local(tensor).untyped_storage()._cdata)
+        found = self._blocks.get(_local(tensor).untyped_storage()._cdata)
+        if found is None and self._pinned:
+            address = tensor.data_ptr()
+            found = next((b for start, b in self._pinned.items() if start <= address < start + b.nbytes), None)
+        return found
 
     def holds(self, tensor: Tensor) -> bool:
         block = self.block(tensor)
@@ -273,6 +279,10 @@ class PretendCuda:
         block.reference = weakref.ref(storage, lambda _: self._dead.append((key, block, self.host())))
         if kind == "device":
             self._allocate(block, storage.nbytes())
+
+    def pin(self, address: int, nbytes: int, flags: int) -> int:
+        self._pinned[address] = Block("pinned", self.host(), nbytes, self._where())
+        return 0
 
     def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         """Before `storage.resize_(nbytes)`, by which FSDP2 gives memory back and takes other."""
@@ -329,9 +339,8 @@ class PretendCuda:
         block = self.block(tensor)
         if block is None or tensor.numel() == 0:
             return
-        size = tensor.element_size()
-        low = tensor.storage_offset() * size
-        high = low + size * (1 + sum((n - 1) * s for n, s in zip(tensor.size(), tensor.stride())))
+        low = tensor.data_ptr()
+        high = low + tensor.element_size() * (1 + sum((n - 1) * s for n, s in zip(tensor.size(), tensor.stride())))
         new, kept = Access(line, line.clock[line.number], write, low, high, what), []
         for old in block.accesses:
             ordered = old.before(line.clock)
@@ -530,7 +539,7 @@ def the_device() -> PretendCuda:
 def _replaced(device: PretendCuda) -> dict[str, Any]:
     """What stands for the functions and types of torch.cuda."""
     properties = SimpleNamespace(multi_processor_count=132, major=9, minor=0, name="pretend", total_memory=2**36)
-    runtime = SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0)
+    runtime = SimpleNamespace(cudaHostRegister=device.pin, cudaHostUnregister=device._pinned.pop)
     return dict(
         Stream=Stream, Event=Event, stream=device.stream, set_stream=device.set_stream, synchronize=device.synchronize,
         current_stream=device.current_stream, default_stream=lambda *_: device.streams[0],
@@ -549,18 +558,30 @@ def _replaced(device: PretendCuda) -> dict[str, Any]:
 def pretend_cuda(strict: bool = True) -> Iterator[PretendCuda]:
     """Have torch.cuda be a pretend device with its book in what this yields; see the top of this file."""
     device = PretendCuda(strict)
-    start, resize = threading.Thread.start, torch.UntypedStorage.resize_
+    start, submit, resize = threading.Thread.start, ThreadPoolExecutor.submit, torch.UntypedStorage.resize_
+
+    def handed_over(work: Callable) -> Callable:
+        """What another thread is to do, knowing what this one knows by now."""
+        known = device.host().clock.copy()
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            device.host().clock |= known
+            return work(*args, **kwargs)
+
+        return run
 
     def start_thread(thread: threading.Thread) -> None:
-        run, known = thread.run, device.host().clock.copy()
+        work = handed_over(thread.run)
 
-        def run_on_device() -> None:
+        def run() -> None:
             with _Operators(device), _Functions(device):
-                device.host().clock |= known
-                run()
+                work()
 
-        thread.run = run_on_device
+        thread.run = run
         start(thread)
+
+    def submit_work(executor: ThreadPoolExecutor, work: Callable, *args: Any, **kwargs: Any) -> Future:
+        return submit(executor, handed_over(work), *args, **kwargs)
 
     def resize_storage(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
         device.resize(storage, size)
@@ -576,6 +597,7 @@ def pretend_cuda(strict: bool = True) -> Iterator[PretendCuda]:
         stack.enter_context(mock.patch.object(Tensor, "record_stream", record_stream))
         stack.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", resize_storage))
         stack.enter_context(mock.patch.object(threading.Thread, "start", start_thread))
+        stack.enter_context(mock.patch.object(ThreadPoolExecutor, "submit", submit_work))
         _devices.append(device)
         stack.callback(_devices.pop)
         Stream()  # the default one
