@@ -5,20 +5,20 @@
             pipe.step(...)
     assert device.report(waits={...}) == []
 
-Every operator runs at once on CPU memory, so values are right whatever the order; what is checked is the order that the
-program asked for. A stream, and each thread of the host, is a timeline of numbered accesses with a vector clock: the last
-access of each timeline that comes before its own next one. Events carry the clock of the stream that recorded them to
-those that wait; and what a thread gives to a stream comes after all that the thread has waited for. Nothing else orders
-two accesses. Those of each storage are kept, by bytes, as long as they matter: two that overlap, one of them a write, of
+Every operator runs at once on CPU memory, so values are right whatever the order; what is checked is the order that was
+asked for. A stream, and each thread of the host, is a timeline of numbered accesses with a vector clock: the last access
+of each timeline that comes before its own next one. Events carry the clock of the stream that recorded them to those
+that wait; and what a thread gives to a stream comes after all that the thread has waited for. Nothing else orders two
+accesses. Those of each storage are kept, by bytes, as long as they matter: two that overlap, one of them a write, of
 which neither is in the clock of the other, are a race.
 
     main, side = torch.cuda.current_stream(), torch.cuda.Stream()
-    x = torch.zeros(4, device="cuda")       # main 1 writes 16 bytes                 clock of main: {main: 1}
+    x = torch.zeros(4, device="cuda")   # main 1 writes 16 bytes              clock of main: {main: 1}
     with torch.cuda.stream(side):
-        y = x + 1                           # side 1 reads them: a race, for the     clock of side: {side: 1} has no main
-        side.wait_stream(main)              #                                        clock of side: {side: 1, main: 1}
-        z = x + 1                           # side 2 reads them, after main 1        clock of side: {side: 2, main: 1}
-    del x                                   # free: the clock of main, whose memory it is, has no side 2
+        y = x + 1                       # side 1 reads them: a race, for the  clock of side: {side: 1} has no main 1
+        side.wait_stream(main)          #                                     clock of side: {side: 1, main: 1}
+        z = x + 1                       # side 2 reads them, after main 1     clock of side: {side: 2, main: 1}
+    del x                               # free: the clock of main, whose memory it is, has no side 2
 
 Faults, by their first word:
 
@@ -37,16 +37,17 @@ memory the allocator hands out again, time.
 
 from __future__ import annotations
 
-import itertools
 import sys
 import threading
 import weakref
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import cache, reduce
-from operator import or_
+from functools import cache
+from itertools import count as numbers
+from itertools import islice
 from pathlib import Path
+from traceback import walk_stack
 from types import CodeType, SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
@@ -62,11 +63,12 @@ ROOT, SUPPORT = (f"{Path(__file__).parents[up]}/" for up in (2, 0))
 PASSED_BY = (SUPPORT, f"{ROOT}.", f"{ROOT}dualpipe/device.py")  # what happens there is told of the callers
 Clock = Counter[int]  # accesses by timeline; the union of two clocks is what comes after both
 
-WAITING = {"nonzero", "_local_scalar_dense", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount",
-           "equal", "histc"}
+WAITING = {"nonzero", "_local_scalar_dense", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "equal",
+           "bincount", "histc"}
 INDEXING = {"index", "index_put", "index_put_", "_unsafe_index", "_index_put_impl_"}
 UNWRITTEN = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"}
 LIKE = ("new_", "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like")  # read no values
+RESIZE = torch.UntypedStorage.resize_
 _devices: list[PretendCuda] = []  # the last one is pretended at the moment
 
 
@@ -77,7 +79,7 @@ def the_device() -> PretendCuda:
 class Timeline:
     """torch.cuda.Stream, and a thread of the host. clock: what its next access comes after."""
 
-    numbers = itertools.count()
+    numbers = numbers()
 
     def __init__(self, device: Any = None, priority: int = 0, kind: str = "stream") -> None:
         self.number, self.clock, self.device = next(self.numbers), Clock(), CUDA
@@ -165,7 +167,6 @@ class PretendCuda:
         self._blocks: dict[int, Block] = {}  # by storage
         self._dead: deque[tuple[int, Block, Timeline]] = deque()  # storages that are gone, and the thread they went in
         self._lost: dict[int, list[Access]] = {}  # by stream, who may still use memory that was given back to it
-        self._labels: dict[CodeType, str | None] = {}
 
     def report(self, waits: Mapping[str, int]) -> list[str]:
         """All faults, each with how often; `waits`: those of the host that there should be."""
@@ -192,33 +193,21 @@ class PretendCuda:
         return mock.patch.object(self.of_thread, "stream", stream or self.current_stream())
 
     def order(self, line: Timeline, clock: Clock) -> None:
-        """What this thread gives to `line` from now on comes after `clock`, and after what the thread has waited for."""
+        """What this thread gives to `line` from now on comes after `clock` and all that the thread has waited for."""
         with self._lock:
             line.clock |= self.of_thread.host.clock | clock
 
     def host_waits(self, what: str, clock: Clock) -> None:
         with self._lock:
             if self.of_thread.watched:
-                self.waits[f"{what} in {self._where(1, '')}"] += 1
+                self.waits[f"{what} in {_where(1, '')}"] += 1
             self.of_thread.host.clock |= clock
 
     def synchronize(self, device: Any = None) -> None:
         """This thread waits, and will tell the others."""
-        self.host_waits("synchronize", reduce(or_, [line.clock for line in self.lines]))
+        self.host_waits("synchronize", Clock({line.number: line.clock[line.number] for line in self.lines}))
         for line in self.lines:
             line.clock |= self.of_thread.host.clock
-
-    def _where(self, count: int = 3, line: str = ", line {}") -> str:
-        """The innermost functions of the project, or of its tests where it has none."""
-        frame, found = sys._getframe(1), []
-        while frame is not None and len(found) < count:
-            if (code := frame.f_code) not in self._labels:
-                ours = code.co_filename.startswith(ROOT) and not code.co_filename.startswith(PASSED_BY)
-                self._labels[code] = f"{code.co_filename.removeprefix(ROOT)}: {code.co_qualname}" if ours else None
-            if (label := self._labels[code]) is not None:
-                found.append(label + line.format(frame.f_lineno))
-            frame = frame.f_back
-        return " < ".join(found)
 
     # -- memory
 
@@ -238,23 +227,24 @@ class PretendCuda:
     def mark(self, tensor: Tensor, kind: str) -> None:
         """Have its memory be "device", made on the current stream, or "pinned"."""
         storage = _local(tensor).untyped_storage()
-        key, block = storage._cdata, Block(kind, self.current_stream(), 0, self._where())
+        key, block = storage._cdata, Block(kind, self.current_stream(), 0, _where())
         self._blocks[key] = block
         weakref.finalize(storage, lambda: self._dead.append((key, block, self.of_thread.host))).atexit = False
         if kind == "device":
             self._allocate(block, storage.nbytes())
 
     def pin(self, address: int, nbytes: int, flags: int) -> int:
-        self.pinned[address] = Block("pinned", self.of_thread.host, nbytes, self._where())
+        self.pinned[address] = Block("pinned", self.of_thread.host, nbytes, _where())
         return 0
 
-    def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+    def resize(self, storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
         """As FSDP2 gives the memory of gathered parameters back and takes other."""
         block = self._blocks.get(storage._cdata)
         if block is not None and block.kind == "device":
             self._give_back(block, self.of_thread.host)
-            block.line, block.where, block.recorded = self.current_stream(), self._where(), set()
+            block.line, block.where, block.recorded = self.current_stream(), _where(), set()
             self._allocate(block, nbytes)
+        return RESIZE(storage, nbytes)
 
     def _allocate(self, block: Block, nbytes: int) -> None:
         """The allocator waits for nobody: it may be the memory of what was given back on this stream."""
@@ -312,7 +302,7 @@ class PretendCuda:
         with self._lock:
             self.order(line, Clock({line.number: line.clock[line.number] + 1}))
             self.launches += 1
-            what = f"{name} at {self._where()}"
+            what = f"{name} at {_where()}"
             for tensors, write in ((reads, False), (writes, True)):
                 for tensor in tensors:
                     self._access(tensor, write, line, what)
@@ -350,7 +340,7 @@ class PretendCuda:
         if name in INDEXING:
             waits = bool(on_host) or any(t.dtype in (torch.bool, torch.uint8) for t in reads[1:])
         elif on_host:
-            self.faults[f"device: {name} with tensors of both devices at {self._where()}"] += 1
+            self.faults[f"device: {name} with tensors of both devices at {_where()}"] += 1
         made = [t for t in tree_leaves(out) if isinstance(t, Tensor) and self.block(t) is None]
         for tensor in made:
             self.mark(tensor, "device")
@@ -369,6 +359,19 @@ class PretendCuda:
             self.host_waits(name, self.launch(name, [tensor], []))
         elif self.kind(tensor) == "pinned":
             self.launch(name, [tensor], [], self.of_thread.host)
+
+
+@cache
+def _label(code: CodeType) -> str:
+    """The name of a function of the project or of its tests."""
+    ours = code.co_filename.startswith(ROOT) and not code.co_filename.startswith(PASSED_BY)
+    return f"{code.co_filename.removeprefix(ROOT)}: {code.co_qualname}" if ours else ""
+
+
+def _where(count: int = 3, line: str = ", line {}") -> str:
+    """The innermost functions that have a label."""
+    frames = walk_stack(sys._getframe(1))
+    return " < ".join(islice((label + line.format(at) for f, at in frames if (label := _label(f.f_code))), count))
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -397,11 +400,11 @@ class _Functions(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs, name, device = dict(kwargs or {}), getattr(func, "__name__", ""), the_device()
-        if name == "__get__" and (attribute := getattr(func.__self__, "__name__", "")) in ("device", "is_cuda", "is_cpu"):
+        if name == "__get__" and getattr(func.__self__, "__name__", "") in ("device", "is_cuda", "is_cpu"):
             on_device = device.kind(args[0]) == "device"
-            if attribute == "device":
+            if func.__self__.__name__ == "device":
                 return CUDA if on_device else func(*args)
-            return on_device == (attribute == "is_cuda")
+            return on_device == (func.__self__.__name__ == "is_cuda")
         if name in ("to", "cuda", "cpu") and isinstance(args[0], Tensor):
             return self._to(args[0], *(args[1:] if name == "to" else (CUDA if name == "cuda" else CPU,)), **kwargs)
         if name in ("tolist", "numpy", "__array__"):
@@ -430,19 +433,17 @@ class _Functions(TorchFunctionMode):
                     if name in ("tensor", "as_tensor"):
                         device.host_waits("values from the host", after)
 
-    def _to(self, tensor: Tensor, *args: Any, copy: bool = False, memory_format: Any = None, **kwargs: Any) -> Tensor:
-        device = the_device()
-        own, options = device.kind(tensor), {} if memory_format is None else {"memory_format": memory_format}
+    def _to(self, tensor: Tensor, *args: Any, copy: bool = False, **kwargs: Any) -> Tensor:
+        device, own = the_device(), the_device().kind(tensor)
         if args and isinstance(args[0], Tensor):
-            args = (args[0].device, args[0].dtype, *args[1:])
+            args = (CUDA if device.kind(args[0]) == "device" else args[0].device, args[0].dtype, *args[1:])
         place, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
-        if place is not None and place.type == "meta":
-            return Tensor.to(tensor, place, dtype or tensor.dtype, **options)
-        if place is None or (place.type == "cuda") == (own == "device"):
-            return Tensor.to(tensor, dtype or tensor.dtype, copy=copy, **options)
-        transfer = "host" if own == "device" else "device", non_blocking
+        crosses = place is not None and place.type != "meta" and (place.type == "cuda") != (own == "device")
+        if place is None or place.type == "cuda":
+            place = tensor.device
+        transfer = ("host" if own == "device" else "device", non_blocking) if crosses else None
         with mock.patch.object(device.of_thread, "transfer", transfer):
-            return Tensor.to(tensor, dtype or tensor.dtype, copy=True, **options)
+            return Tensor.to(tensor, place, dtype or tensor.dtype, copy=copy or crosses)
 
 
 _LIBRARY = torch.library.Library("aten", "IMPL")
@@ -451,7 +452,7 @@ _LIBRARY.impl("mm.dtype", lambda a, b, dtype: torch.mm(a.to(dtype), b.to(dtype))
 
 def _replacements(device: PretendCuda) -> Iterator[tuple[Any, str, Any]]:
     """(owner, name, what stands for it)"""
-    start, resize = threading.Thread.start, torch.UntypedStorage.resize_
+    start = threading.Thread.start
 
     def start_thread(thread: threading.Thread) -> None:
         run, known = thread.run, device.of_thread.host.clock.copy()
@@ -463,10 +464,6 @@ def _replacements(device: PretendCuda) -> Iterator[tuple[Any, str, Any]]:
 
         thread.run = run_on_device
         start(thread)
-
-    def resize_storage(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
-        device.resize(storage, size)
-        return resize(storage, size)
 
     properties = SimpleNamespace(multi_processor_count=132, major=9, minor=0, name="pretend", total_memory=2**36)
     runtime = SimpleNamespace(cudaHostRegister=device.pin, cudaHostUnregister=device.pinned.pop)
@@ -483,7 +480,7 @@ def _replacements(device: PretendCuda) -> Iterator[tuple[Any, str, Any]]:
     yield from ((torch.cuda, name, function) for name, function in functions.items())
     yield torch.cuda.nvtx, "range", lambda *_: nullcontext()
     yield Tensor, "record_stream", lambda tensor, stream: device.block(tensor).recorded.add(stream.number)
-    yield torch.UntypedStorage, "resize_", resize_storage
+    yield torch.UntypedStorage, "resize_", lambda storage, nbytes: device.resize(storage, nbytes)
     yield threading.Thread, "start", start_thread
 
 
