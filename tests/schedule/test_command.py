@@ -92,7 +92,10 @@ def test_costs_in_text_and_json(tmp_path):
     assert parse_costs(str(file)) == Costs(F=2, FB=4, pairs=base.pairs, per_stage={7: own})
 
 
-@pytest.mark.parametrize("content", ["[1]", "{", '{"per_stage": 3}', '{"per_stage": {"a": {}}}', '{"F": [1]}'])
+@pytest.mark.parametrize(
+    "content",
+    ["[1]", "{", '{"per_stage": 3}', '{"per_stage": {"0": 3}}', '{"per_stage": {"a": {}}}', '{"F": [1]}'],
+)
 def test_wrong_json_is_status_2(tmp_path, capsys, content):
     file = tmp_path / "costs.json"
     file.write_text(content)

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from dualpipe.schedule import Action, Costs, Schedule, build, simulate, to_svg, to_text
-from dualpipe.schedule.completion import completed
+from dualpipe.schedule.messages import completed
 
 
 def steps(text: str) -> tuple:

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 from dualpipe.schedule import Action, Costs, Schedule, build, simulate, to_svg, to_text
-from dualpipe.schedule.render import table
+from dualpipe.schedule.draw import table
 
 SVG = "{http://www.w3.org/2000/svg}"
 

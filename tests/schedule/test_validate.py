@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dualpipe.schedule import Action, Schedule, ScheduleError, build, validate
-from dualpipe.schedule.messages import all_messages, rank_messages, sending_order
+from dualpipe.schedule.messages import all_messages
 from dualpipe.schedule.validate import independent
 
 
@@ -158,24 +158,25 @@ def test_pairs_that_are_independent():
 def test_activations_and_gradients_are_streams_apart():
     """DeepSeek's order on 4 ranks: rank 1 takes a gradient before an activation that rank 0 has sent earlier."""
     deepseek = build("dualpipev", 4, 8)
-    sent = [str(m) for step in rank_messages(deepseek, 0) for m in step.outgoing if m.dst == 1]
-    taken = [str(m) for step in rank_messages(deepseek, 1) for m in step.incoming if m.src == 0]
+    messages = all_messages(deepseek)
+    sent = [str(m) for step in messages[0] for m in step.outgoing if m.dst == 1]
+    taken = [str(m) for step in messages[1] for m in step.incoming if m.src == 0]
     assert sorted(sent) == sorted(taken)
     first = next(i for i, (a, b) in enumerate(zip(sent, taken)) if a != b)
     assert sent[first] == "activation of micro-batch 6 for stage 1 (rank 0 to 1)"
     assert taken[first] == "gradient of micro-batch 0 for stage 6 (rank 0 to 1)"
-    for stream, messages in sending_order(deepseek).items():
-        steps = rank_messages(deepseek, stream[1])
-        assert [m for step in steps for m in step.incoming if m.stream == stream] == messages
+    streams = {m.stream for steps in messages for step in steps for m in step.outgoing}
+    assert len(streams) == 12  # over three borders, both ways, of activations and of gradients
+    for stream in streams:
+        sent_here = [m for step in messages[stream[0]] for m in step.outgoing if m.stream == stream]
+        assert sent_here == [m for step in messages[stream[1]] for m in step.incoming if m.stream == stream]
 
 
 def test_a_step_takes_its_messages_as_they_are_sent():
     """Rank 1 has its pair of forwards the other way round than rank 0, whose order counts."""
     turned = schedule("0F0 0F1 0B0 0B1", "1F1&1F0 1B0 1B1", microbatches=2)
     validate(turned)
-    first = rank_messages(turned, 1)[0]
-    assert [m.microbatch for m in first.incoming] == [0, 1]
-    assert all_messages(turned)[1][0] == first
+    assert [m.microbatch for m in all_messages(turned)[1][0].incoming] == [0, 1]
 
 
 def plain(schedule: Schedule) -> list[list[list[list]]]:
