@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from dualpipe.nn import defer_weight_grads
-from dualpipe.pipeline.weight_grad_store import WeightGradStore
+from dualpipe.nn.deferral import WeightGradStore
 
 LAYERS = 16
 SIZES = {"small": (8, 16, 32), "realistic": (512, 512, 1024)}  # rows, hidden, intermediate

@@ -59,8 +59,10 @@ def examine() -> Iterator[Finding]:
         yield Finding("error", f"torch cannot be imported ({type(error).__name__}: {error}): no training")
         return
     yield Finding("error" if old else "ok", f"torch {torch.__version__}{', but 2.11 is needed' if old else ''}")
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    yield from _devices(torch, count) if count else _no_devices(torch)
+    from dualpipe import device as cuda
+
+    count = cuda.count()
+    yield from _devices(count) if count else _no_devices(torch)
     compiler = shutil.which(os.environ.get("CC", "cc"))
     used = "Triton's kernels and --train.compile" if count else "--train.compile"
     yield Finding("ok", f"C compiler {compiler}") if compiler else Finding("missing", f"C compiler: no {used}; set CC")
@@ -80,9 +82,11 @@ def _packages() -> Iterator[Finding]:
     yield Finding("ok", ", ".join(" ".join(item) for item in found.items()))
 
 
-def _devices(torch: ModuleType, count: int) -> Iterator[Finding]:
+def _devices(count: int) -> Iterator[Finding]:
+    from dualpipe import device as cuda
+
     for device in range(count):
-        found = torch.cuda.get_device_properties(device)
+        found = cuda.properties(device)
         text = f"cuda:{device} {found.name}, sm_{found.major}{found.minor}, {found.total_memory / 2**30:.0f} GiB"
         old = found.major < 8
         yield Finding("missing" if old else "ok", text + (": too old for bf16 and Triton's kernels" if old else ""))
@@ -114,12 +118,14 @@ def _gloo(torch: ModuleType) -> Finding:
 
 def _links(torch: ModuleType, count: int) -> Iterator[Finding]:
     """What several devices need to train together: NCCL, links between them, a fabric between nodes."""
+    from dualpipe import device as cuda
+
     if torch.distributed.is_nccl_available():
-        yield Finding("ok", f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}")
+        yield Finding("ok", f"NCCL {'.'.join(map(str, cuda.nccl_version()))}")
     else:
         yield Finding("error", "NCCL: this build of torch has none; GPUs cannot train together")
     pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
-    apart = [f"cuda:{a} to {b}" for a, b in pairs if not torch.cuda.can_device_access_peer(a, b)]
+    apart = [f"cuda:{a} to {b}" for a, b in pairs if not cuda.reaches(a, b)]
     if apart:
         yield Finding("missing", f"peer access from {', '.join(apart[:4])}{', ...' * (len(apart) > 4)}: "
                       "what they send goes through host memory")

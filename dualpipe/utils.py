@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from dualpipe.pipeline.weight_grad_store import WeightGradStore as _Store
+from dualpipe.nn.deferral import WeightGradStore as _Store
 
 warnings.warn("dualpipe.utils is there for code written for DeepSeek's DualPipe; use "
               "dualpipe.WeightGradStore.current()", DeprecationWarning, stacklevel=2)

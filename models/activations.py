@@ -21,10 +21,10 @@ from dualpipe.models.decoder import SparseMLP, Stage
 from dualpipe.models.hub import HubConfig
 from dualpipe.models.stages import Recompute
 from dualpipe.nn import Router
+from dualpipe.nn.segments import Pending
 from dualpipe.parallel.dispatch import Done, Received
 from dualpipe.pipeline.overlap import SegmentedStage, walk
 from dualpipe.pipeline.passage import Passage
-from dualpipe.pipeline.segments import Pending
 
 _PROBE = 64  # tokens of the shorter run
 

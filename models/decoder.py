@@ -25,8 +25,8 @@ from dualpipe.nn import GroupedLinear, GroupedSwiGLU, Linear, RMSNorm, Router
 from dualpipe.nn.attention import Context
 from dualpipe.nn.init import seeded_normal_
 from dualpipe.nn.routing import SortedTokens
+from dualpipe.nn.segments import Communicate, Compute, Segment
 from dualpipe.parallel.expert import Dispatcher, ExpertParallel, expert_parallel_mlp, run_experts
-from dualpipe.pipeline.segments import Communicate, Compute, Segment
 
 _TYPICAL_LENGTH = 4096  # of a sequence, where the costs of layers are weighed against that of the head
 

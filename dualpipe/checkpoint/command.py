@@ -9,7 +9,6 @@ from os import PathLike
 
 import torch
 
-from dualpipe.checkpoint.agree import Ranks
 from dualpipe.checkpoint.hf import Opened, hub_tensors, open_hf
 from dualpipe.checkpoint.hf_save import write_model
 from dualpipe.checkpoint.hub_files import Reader, TensorInfo
@@ -17,6 +16,7 @@ from dualpipe.checkpoint.hub_layout import Piece
 from dualpipe.checkpoint.hub_plan import Layout, carried, plan_reads, rank_tensors
 from dualpipe.models import HubConfig, build_stages, read_config
 from dualpipe.parallel.precision import DTypePolicy, resolve_dtypes
+from dualpipe.ranks import RankSync
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -92,7 +92,7 @@ def export(
     pieces = [Piece(name, origin.shape, plan.of(name).save, tuple((0, size) for size in origin.shape))
               for name, origin in origins.items()]
     tensors = hub_tensors(origins, Reader(source, opened.header))
-    write_model(Ranks(None), config, [pieces], tensors, target, dtype, source, max_shard_bytes)
+    write_model(RankSync(None), config, [pieces], tensors, target, dtype, source, max_shard_bytes)
 
 
 def parse_size(text: str) -> int:

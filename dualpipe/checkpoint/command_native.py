@@ -22,8 +22,8 @@ from dualpipe.checkpoint.native_folder import (
     verify,
     verify_files,
 )
+from dualpipe.dtypes import short_name
 from dualpipe.parallel.description import StoredTensor
-from dualpipe.parallel.sharding import short_name
 
 
 def ls(path: str | PathLike[str]) -> Iterator[str]:

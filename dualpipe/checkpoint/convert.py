@@ -19,10 +19,10 @@ from dualpipe.checkpoint.native_folder import Checkpoint, find, is_checkpoint, l
 from dualpipe.checkpoint.native_load import load
 from dualpipe.checkpoint.native_save import save
 from dualpipe.checkpoint.native_state import training_state
+from dualpipe.dtypes import dtype_of
 from dualpipe.models import HubConfig, Stage, build_stages, config_from_dict, read_config
 from dualpipe.parallel.materialize import build_on_meta, materialize
 from dualpipe.parallel.precision import DTypePlan, DTypePolicy, resolve_dtypes
-from dualpipe.parallel.sharding import dtype_of
 
 
 def import_hf(source: str | PathLike[str], directory: str | PathLike[str]) -> Path:

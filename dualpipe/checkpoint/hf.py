@@ -20,13 +20,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from dualpipe.checkpoint.agree import Ranks
 from dualpipe.checkpoint.hub_files import CONFIG, Reader, TensorInfo, read_header, read_json
 from dualpipe.checkpoint.hub_plan import Origin, check_header, find_origins
 from dualpipe.checkpoint.quantized import At, Plain, fp8_block
 from dualpipe.models import HubConfig
 from dualpipe.parallel.materialize import check_materialize, materialize
 from dualpipe.parallel.precision import DTypePlan
+from dualpipe.ranks import RankSync
 
 
 class Opened(NamedTuple):
@@ -62,7 +62,7 @@ def load_hf(
         RuntimeError: reading failed on some rank after all that, as when a disk fails. The stages are not usable then:
             what was not read is NaN.
     """
-    ranks = Ranks(mesh)
+    ranks = RankSync.of_mesh(mesh)
     device = _device(mesh) if device is None else device
     config = ranks.agree(lambda: config_of(stages))
     opened = ranks.first(lambda: open_hf(path, config)[0])

@@ -29,7 +29,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from dualpipe.checkpoint.agree import Ranks
 from dualpipe.checkpoint.hf import config_of, stage_tensors
 from dualpipe.checkpoint.hub_files import (
     CONFIG,
@@ -50,6 +49,7 @@ from dualpipe.models.hub import MTP_LAYERS
 from dualpipe.nn.init import local_part
 from dualpipe.parallel.materialize import Sliceable
 from dualpipe.parallel.precision import DTypePlan
+from dualpipe.ranks import RankSync
 
 MAX_SHARD_BYTES = 5 * 10**9
 # What a source's directory has besides tensors and config.json that belongs to the model.
@@ -87,7 +87,7 @@ def save_hf(
             model between them; a plan that lacks a tensor.
         OSError (RuntimeError with several ranks): writing failed on some rank.
     """
-    ranks = Ranks(mesh)
+    ranks = RankSync.of_mesh(mesh)
     config = ranks.agree(lambda: config_of(stages))
 
     def prepare() -> tuple[dict[str, Sliceable], list[Piece]]:
@@ -113,7 +113,7 @@ def _sharded_tensors(stages: Iterable[nn.Module]) -> dict[str, Tensor]:
 
 
 def write_model(
-    ranks: Ranks,
+    ranks: RankSync,
     config: HubConfig,
     held: Sequence[Sequence[Piece]],
     local: Mapping[str, Sliceable],

@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from dualpipe.parallel.contract import torch_dtype
+from dualpipe.dtypes import dtype_of_code
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 _LINES = 200  # of a list of problems
@@ -112,7 +112,7 @@ def read_header(folder: str | PathLike[str]) -> dict[str, TensorInfo]:
 def _read_shard(path: Path) -> dict[str, TensorInfo]:
     tensors = _open(path)
     found = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118  (not a mapping)
-    return {name: TensorInfo(path.name, torch_dtype(part.get_dtype(), name), tuple(part.get_shape()))
+    return {name: TensorInfo(path.name, dtype_of_code(part.get_dtype(), name), tuple(part.get_shape()))
             for name, part in found.items()}
 
 
@@ -142,7 +142,7 @@ class Reader:
             info = self._header[name]
             try:
                 part = self._file(info.file).get_slice(name)
-                seen = TensorInfo(info.file, torch_dtype(part.get_dtype(), name), tuple(part.get_shape()))
+                seen = TensorInfo(info.file, dtype_of_code(part.get_dtype(), name), tuple(part.get_shape()))
             except (ValueError, SafetensorError) as error:
                 problems[str(error)] = None
             else:

@@ -17,10 +17,8 @@ import torch
 from dualpipe.checkpoint.hub_files import SINGLE
 from dualpipe.checkpoint.hub_plan import blocks
 from dualpipe.checkpoint.quantized import At
+from dualpipe.dtypes import SAFETENSORS_CODES
 from dualpipe.models import HubConfig
-from dualpipe.parallel.contract import SAFETENSORS_DTYPES
-
-_CODES = {dtype: code for code, dtype in SAFETENSORS_DTYPES.items()}
 
 
 class NewTensor(NamedTuple):
@@ -75,7 +73,8 @@ def _file(name: str, tensors: list[NewTensor]) -> ShardFile:
     end = 0
     for tensor in sorted(tensors, key=lambda t: -t.dtype.itemsize):  # wide ones first, so that all are aligned
         start, end = end, end + tensor.nbytes
-        entries[tensor.name] = {"dtype": _CODES[tensor.dtype], "shape": tensor.shape, "data_offsets": [start, end]}
+        code = SAFETENSORS_CODES[tensor.dtype]
+        entries[tensor.name] = {"dtype": code, "shape": tensor.shape, "data_offsets": [start, end]}
         ends[tensor.name] = start
     header = json.dumps(entries, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)

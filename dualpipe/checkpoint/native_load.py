@@ -18,7 +18,6 @@ from typing import NamedTuple
 from torch.distributed.device_mesh import DeviceMesh
 
 from dualpipe.checkpoint import native_random
-from dualpipe.checkpoint.agree import Ranks
 from dualpipe.checkpoint.hub_files import raise_for
 from dualpipe.checkpoint.native_folder import (
     Checkpoint,
@@ -35,8 +34,9 @@ from dualpipe.checkpoint.native_optimizer import VALUES, ParameterState, check_g
 from dualpipe.checkpoint.native_read import read_parts
 from dualpipe.checkpoint.native_save import layout_of
 from dualpipe.checkpoint.native_state import Part, State, numbered, parts_of, placed, states_in
+from dualpipe.dtypes import short_name
 from dualpipe.parallel.description import StoredTensor
-from dualpipe.parallel.sharding import short_name
+from dualpipe.ranks import RankSync
 
 _NEAREST, _MANY = 20, 2000  # of so many names is the nearest looked for, among so many, which takes a while
 _TRIES = 20  # to read beside a job that deletes old checkpoints while new ones come
@@ -68,7 +68,7 @@ def load(path: str | PathLike[str], state: State, *, mesh: DeviceMesh | None = N
             dtypes that differ.
         RuntimeError: reading failed after all that, as when a disk fails. The tensors are not usable then.
     """
-    ranks, path = Ranks(mesh), Path(path)
+    ranks, path = RankSync.of_mesh(mesh), Path(path)
     ranks.agree(lambda: _writable(parts_of(state)))
     found, touched = Found([], {}), False
     for attempt in range(_TRIES):
@@ -86,7 +86,7 @@ def load(path: str | PathLike[str], state: State, *, mesh: DeviceMesh | None = N
 
 
 def _load(
-    path: Path, found: Found, state: State, ranks: Ranks, layout: dict[str, int], allow: Sequence[str],
+    path: Path, found: Found, state: State, ranks: RankSync, layout: dict[str, int], allow: Sequence[str],
     allow_at_start: Sequence[str], seed: int,
 ) -> Loaded:
     checkpoint, stored, damaged = _newest(path, found, ranks)
@@ -129,7 +129,7 @@ def _writable(parts: dict[str, Part]) -> dict[str, Part]:
 
 
 def _newest(
-    path: Path, found: Found, ranks: Ranks
+    path: Path, found: Found, ranks: RankSync
 ) -> tuple[Checkpoint, dict[str, StoredTensor], dict[Path, str]]:
     """The first candidate that is whole, what it holds, and what is wrong with those that should come before it."""
     wrong: dict[Path, str] = {}
@@ -145,13 +145,13 @@ def _newest(
     none_whole(path, [*wrong.values(), *found.damaged.values()])
 
 
-def _must_be_there(ranks: Ranks, checkpoint: Checkpoint) -> None:
+def _must_be_there(ranks: RankSync, checkpoint: Checkpoint) -> None:
     """Raise RuntimeError where a job that saves there has deleted or replaced it; there are newer ones then."""
     if not ranks.first(lambda: is_still_there(checkpoint)):
         raise RuntimeError(f"{checkpoint.path} was deleted or replaced while it was read")
 
 
-def _problems(checkpoint: Checkpoint, ranks: Ranks) -> list[str]:
+def _problems(checkpoint: Checkpoint, ranks: RankSync) -> list[str]:
     """What is wrong with the files; every rank reads some."""
     share = sorted(checkpoint.manifest.files)[ranks.rank :: ranks.size]
     found = ranks.gather(lambda: verify_files(*checkpoint, share))
@@ -162,7 +162,7 @@ def _problems(checkpoint: Checkpoint, ranks: Ranks) -> list[str]:
 
 
 def _compare(
-    ranks: Ranks, path: Path, stored: Mapping[str, StoredTensor], parts: Mapping[str, Part], allow: Sequence[str]
+    ranks: RankSync, path: Path, stored: Mapping[str, StoredTensor], parts: Mapping[str, Part], allow: Sequence[str]
 ) -> tuple[str, ...]:
     """The differences that are allowed, the same on all ranks; raises ValueError for all others."""
     names = sorted(stored)

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from dualpipe.device import random_state, set_random_state
+
 
 def capture() -> dict[str, Any]:
     """Of Python's, NumPy's and torch's global generators; of a GPU that of the current device."""
@@ -18,7 +20,8 @@ def capture() -> dict[str, Any]:
         "python": random.getstate(), "torch": _text(torch.get_rng_state()),
         "numpy": [name, keys.tolist(), position, has_gauss, gauss],
     }
-    return state | ({"cuda": _text(torch.cuda.get_rng_state())} if torch.cuda.is_initialized() else {})
+    cuda = random_state()
+    return state if cuda is None else state | {"cuda": _text(cuda)}
 
 
 def restore(state: dict[str, Any]) -> None:
@@ -27,8 +30,8 @@ def restore(state: dict[str, Any]) -> None:
     random.setstate((version, tuple(numbers), gauss))
     np.random.set_state(tuple(state["numpy"]))
     torch.set_rng_state(_bytes(state["torch"]))
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(_bytes(state["cuda"]))
+    if "cuda" in state:
+        set_random_state(_bytes(state["cuda"]))
 
 
 def derive(seed: int, step: int, rank: int) -> None:

@@ -33,7 +33,6 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.device_mesh import DeviceMesh
 
 import dualpipe
-from dualpipe.checkpoint.agree import Ranks
 from dualpipe.checkpoint.hub_files import raise_for
 from dualpipe.checkpoint.native_commit import Directory
 from dualpipe.checkpoint.native_folder import Manifest
@@ -52,9 +51,10 @@ from dualpipe.checkpoint.native_store import (
     write_parts,
 )
 from dualpipe.checkpoint.native_writer import WriterProcess
+from dualpipe.dtypes import short_name
 from dualpipe.parallel.mesh import DIMENSIONS
 from dualpipe.parallel.precision import DTypePlan
-from dualpipe.parallel.sharding import short_name
+from dualpipe.ranks import RankSync
 
 Write = Callable[[Path, SavePlan], Written]
 
@@ -96,7 +96,7 @@ class Checkpoints:
         self._stages = mesh["pp"].get_local_rank() if is_named else 0 if mesh is None else mesh.get_rank()
         # The background talks while training does, so never in a group of training's; gloo, as it sends no tensors.
         self._group = None if self._layout["world"] == 1 else dist.new_group(backend="gloo", timeout=timeout)
-        self._ranks = Ranks(mesh, self._group)
+        self._ranks = RankSync.of_mesh(mesh, self._group)
         self._memory, self._process = HostMemory(shared=kind == "process"), None
         self._executor = ThreadPoolExecutor(1, "checkpoint")
         self._pending: Future[Path] | None = None

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dualpipe.checkpoint.native_state import Part
+from dualpipe.device import pin, synchronize
 
 _ALIGNMENT = 64  # bytes; any dtype, and whole cache lines
 
@@ -54,7 +55,7 @@ class HostMemory:
         for name, copied in view(self._map, places).items():
             copied.tensor.copy_(parts[name].tensor, non_blocking=True)
         if on_gpu:
-            torch.cuda.synchronize()
+            synchronize()
         return places
 
     def parts(self, places: Mapping[str, Place]) -> dict[str, Part]:
@@ -92,7 +93,4 @@ def _lay_out(parts: Mapping[str, Part]) -> tuple[dict[str, Place], int]:
 
 def _pin(memory: mmap.mmap, size: int) -> Callable[[], None]:
     """Have the GPU copy into `memory` directly, until what is returned is called."""
-    address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-    runtime = torch.cuda.cudart()
-    torch.cuda.check_error(int(runtime.cudaHostRegister(address, size, 0)))
-    return lambda: runtime.cudaHostUnregister(address)
+    return pin(torch.frombuffer(memory, dtype=torch.uint8, count=size))

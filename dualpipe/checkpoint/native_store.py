@@ -34,8 +34,8 @@ from torch.futures import Future
 
 from dualpipe.checkpoint.hub_files import raise_for
 from dualpipe.checkpoint.native_state import REPEATED, Part
+from dualpipe.dtypes import short_name
 from dualpipe.parallel.description import TENSORS, StoredChunk, StoredTensor, gaps_in, to_json
-from dualpipe.parallel.sharding import short_name
 
 _SAMPLE = 64  # elements of a part
 _LARGE = 2**18  # bytes from which hashing in another thread, at 1.5 GB/s, takes longer than to ask for it

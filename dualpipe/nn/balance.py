@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dualpipe.pipeline.weight_grad_store import WeightGradStore
+from dualpipe.nn.deferral import WeightGradStore
 
 Level = Literal["microbatch", "sequence", "global"]
 

@@ -29,7 +29,7 @@ from dualpipe.kernels import (
 )
 from dualpipe.kernels.swiglu import swiglu_backward, swiglu_form
 from dualpipe.nn.accumulate import accumulates_apart, accumulation_dtype, add_grad, as_grad_of, has_hooks, local
-from dualpipe.pipeline.weight_grad_store import WeightGradStore
+from dualpipe.nn.deferral import WeightGradStore
 
 
 class GroupedLinear(nn.Module):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from dualpipe.nn.accumulate import accumulation_dtype, add_grad, has_hooks
-from dualpipe.pipeline.weight_grad_store import WeightGradStore
+from dualpipe.nn.deferral import WeightGradStore
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 

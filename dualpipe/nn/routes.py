@@ -14,7 +14,7 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from dualpipe.pipeline.weight_grad_store import WeightGradStore
+from dualpipe.nn.deferral import WeightGradStore
 
 Choice = Callable[[Tensor, int], Tensor]
 """(experts_TK that the router would choose, E) -> experts_TK that it is to use"""

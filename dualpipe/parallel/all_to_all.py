@@ -8,8 +8,8 @@ Dimension letters: G ranks of the group.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+
+from dualpipe import device
 
 
 class AllToAll(Protocol):
@@ -42,8 +44,7 @@ class GroupAllToAll:
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.group, self.rank, self.size = mesh.get_group(), mesh.get_local_rank(), mesh.size()
-        index = torch.cuda.current_device() if mesh.device_type == "cuda" else None
-        self.device = torch.device(mesh.device_type, index)
+        self.device = device.current() if mesh.device_type == "cuda" else torch.device(mesh.device_type)
 
     def start(
         self, received: Tensor, sent: Tensor, received_rows: Sequence[int], sent_rows: Sequence[int]
@@ -85,31 +86,23 @@ class Wire:
     def __init__(self, all_to_all: AllToAll) -> None:
         self.all_to_all, self.device, self.size = all_to_all, all_to_all.device, all_to_all.size
         self.group = all_to_all.group
-        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self._stream = device.new_stream(self.device)
         self.sent_bytes = 0
 
-    def mark(self) -> torch.cuda.Event | None:
+    def mark(self) -> device.Event | None:
         """After all that the current stream has been given: what is to be sent has been made."""
-        return None if self._stream is None else torch.cuda.current_stream(self.device).record_event()
+        return device.record(self.device)
 
-    @contextmanager
-    def beside(self, made: torch.cuda.Event | None, *tensors: Tensor) -> Iterator[None]:
+    def beside(self, made: device.Event | None, *tensors: Tensor) -> AbstractContextManager[None]:
         """Give to the stream beside what reads `tensors`, which exist after `made`; on CPU there is no other stream."""
-        if self._stream is None:
-            yield
-            return
-        with torch.cuda.stream(self._stream):
-            self._stream.wait_event(made)  # orders: the making of the tensors, then what reads them here
-            for tensor in tensors:
-                tensor.record_stream(self._stream)  # their memory is not given away before it has been read
-            yield
+        return device.beside(self._stream, made, *tensors)
 
-    def after(self, work: dist.Work) -> torch.cuda.Event | None:
+    def after(self, work: dist.Work) -> device.Event | None:
         """Within `beside`: what comes after `work`; None on CPU, where the host waits for it."""
         if self._stream is None:
             return None
         work.wait()  # the stream does: what follows on it may read what has arrived, and reuse what was sent
-        return self._stream.record_event()
+        return device.record(self.device)
 
     def count(self, row_bytes: int, rows: Sequence[int]) -> None:
         self.sent_bytes += row_bytes * (sum(rows) - rows[self.all_to_all.rank])
@@ -119,9 +112,9 @@ class Counts:
     """The numbers of rows on their way, and what is in a row: from the device to the other ranks and to the host."""
 
     def __init__(
-        self, wire: Wire, counts: Tensor | None, row: tuple[int, int, int], made: torch.cuda.Event | None
+        self, wire: Wire, counts: Tensor | None, row: tuple[int, int, int], made: device.Event | None
     ) -> None:
-        self._copied: torch.cuda.Event | None = None
+        self._copied: device.Event | None = None
         with wire.beside(made, *(() if counts is None else (counts,))):
             both = torch.zeros(2, wire.size, 5, dtype=torch.int64, device=wire.device)  # sent, received
             if counts is not None:
@@ -133,7 +126,7 @@ class Counts:
             if wire.after(self._work) is not None:
                 self._host = torch.empty(both.shape, dtype=both.dtype, device="cpu", pin_memory=True)
                 self._host.copy_(both, non_blocking=True)
-                self._copied = torch.cuda.current_stream(wire.device).record_event()
+                self._copied = device.record(wire.device)
 
     def read(self) -> list[list[list[int]]]:
         """The records for and from each rank; the host waits for them."""
@@ -147,11 +140,11 @@ class Counts:
 class Flight:
     """Rows on their way to all ranks, as bytes, so that a rank can take in what it knows nothing about."""
 
-    def __init__(self, wire: Wire, made: torch.cuda.Event | None) -> None:
+    def __init__(self, wire: Wire, made: device.Event | None) -> None:
         self._wire, self._made = wire, made
         self._buffers: list[Tensor] = []
         self._works: list[tuple[dist.Work, Tensor]] = []  # on CPU; with what is sent, so that it stays
-        self._arrived: torch.cuda.Event | None = None
+        self._arrived: device.Event | None = None
 
     def add(
         self, rows: Tensor | None, row_bytes: int, sent: Sequence[int], received: Sequence[int], room: int | None = None
@@ -176,10 +169,8 @@ class Flight:
         while self._works:
             self._works.pop(0)[0].wait()
         if self._arrived is not None:
-            stream = torch.cuda.current_stream(self._wire.device)
-            stream.wait_event(self._arrived)  # orders: the arrival, then what reads it
-            for buffer in self._buffers:
-                buffer.record_stream(stream)  # made beside, used here
+            device.wait(self._arrived, self._wire.device)  # orders: the arrival, then what reads it
+            device.keep(*self._buffers)  # made beside, used here
         buffers, self._buffers = self._buffers, []  # they are the caller's from now on
         return buffers
 

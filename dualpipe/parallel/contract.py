@@ -15,18 +15,11 @@ from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.fsdp import FSDPModule
 
+from dualpipe.dtypes import dtype_of_code, short_name
 from dualpipe.parallel.description import TENSORS, read_description
-from dualpipe.parallel.sharding import short_name
 
 if TYPE_CHECKING:
     from dualpipe.parallel.precision import DTypePlan
-
-SAFETENSORS_DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
-}
-
 
 METADATA = ".metadata"  # of torch.distributed.checkpoint
 
@@ -87,15 +80,8 @@ def checkpoint_dtypes(path: str | PathLike[str]) -> dict[str, torch.dtype]:
     for file in files:
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118  (not a mapping)
-                dtypes[name] = torch_dtype(tensors.get_slice(name).get_dtype(), name)
+                dtypes[name] = dtype_of_code(tensors.get_slice(name).get_dtype(), name)
     return dtypes
-
-
-def torch_dtype(code: str, name: str) -> torch.dtype:
-    """Of a code of safetensors, for the tensor `name`; raises ValueError for one that torch lacks."""
-    if code not in SAFETENSORS_DTYPES:
-        raise ValueError(f"{name} is stored as {code}, which is none of {', '.join(SAFETENSORS_DTYPES)}")
-    return SAFETENSORS_DTYPES[code]
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dualpipe.parallel.sharding import dtype_of, short_name
+from dualpipe.dtypes import dtype_of, short_name
 
 TENSORS = "tensors.json"
 

@@ -18,7 +18,7 @@ rank 1, in this order.
 How many rows go to each rank is known on the device. One small all-to-all tells the receivers, and copies everything
 that the host must know; that copy is the only thing that the host waits for, in the forward alone. On CUDA all of it
 runs on a stream of its own. Dispatch and combine are `Communication`s of the pipeline: they go in between a stage's
-compute segments (`dualpipe.pipeline.segments`). `expert_parallel_mlp` runs all five for a plain forward and backward.
+compute segments (`dualpipe.nn.segments`). `expert_parallel_mlp` runs all five for a plain forward and backward.
 
 `Dispatcher` is what a model and the engine see; another way of moving tokens implements it.
 
@@ -39,10 +39,10 @@ from torch.distributed.tensor import DTensor, Shard
 
 from dualpipe.nn.grouped_linear import GroupedLinear
 from dualpipe.nn.routing import SortedTokens, combine_tokens, dispatch_tokens
+from dualpipe.nn.segments import Communication
 from dualpipe.parallel.all_to_all import AllToAll, GroupAllToAll, Wire
 from dualpipe.parallel.dispatch import AllToAllDispatcher, Alone, Dispatcher, Plan, Received
 from dualpipe.parallel.mesh import divisors
-from dualpipe.pipeline.segments import Communication
 
 __all__ = ["AllToAll", "Dispatcher", "ExpertParallel", "GroupAllToAll", "Plan", "Received", "expert_parallel_mlp",
            "run_experts", "shard_experts"]

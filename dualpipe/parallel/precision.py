@@ -23,8 +23,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from dualpipe.dtypes import short_name
 from dualpipe.parallel.contract import ContractError, assert_contract, checkpoint_dtypes
-from dualpipe.parallel.sharding import boundary_dtype, frozen_modules, plan_units, shard, short_name
+from dualpipe.parallel.sharding import boundary_dtype, frozen_modules, plan_units, shard
 
 __all__ = [
     "ContractError", "DTypePlan", "DTypePolicy", "Rule", "TensorDTypes", "assert_contract", "boundary_dtype",

@@ -26,6 +26,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_map_only
 
+from dualpipe.dtypes import short_name
+
 if TYPE_CHECKING:
     from dualpipe.parallel.precision import DTypePlan, DTypePolicy
 
@@ -83,23 +85,6 @@ def frozen_modules(root: nn.Module) -> set[nn.Module]:
         if module not in frozen and params and not any(param.requires_grad for param in params):
             frozen.update(module.modules())
     return frozen
-
-
-_SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
-
-
-def short_name(dtype: torch.dtype) -> str:
-    """torch.bfloat16 -> 'bf16'."""
-    name = str(dtype).removeprefix("torch.")
-    return _SHORT.get(name, name)
-
-
-def dtype_of(name: str) -> torch.dtype:
-    """'bf16' -> torch.bfloat16; raises ValueError where there is none of that name."""
-    found = getattr(torch, {short: long for long, short in _SHORT.items()}.get(name, str(name)), None)
-    if not isinstance(found, torch.dtype):
-        raise ValueError(f"torch has no dtype {name!r}")
-    return found
 
 
 # -- cutting

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from dualpipe.nn.segments import Segment
 from dualpipe.parallel.reduced import check_ranks
-from dualpipe.pipeline.segments import Segment
 from dualpipe.pipeline.side import Takes, checked_side
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from dualpipe.pipeline.errors import PipelineError, UpstreamFailed
+from dualpipe.errors import PipelineError, UpstreamFailed
 from dualpipe.pipeline.transport import Replicas, Transport
 
 ERROR_CHARACTERS = 1200  # of an error's text that travel to the other ranks

@@ -19,6 +19,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.profiler import record_function
 
+from dualpipe import device
+from dualpipe.errors import PipelineError
+from dualpipe.nn.deferral import WeightGradStore
+from dualpipe.nn.segments import Segment, checked, communication_groups, has_communication
 from dualpipe.parallel.clipping import clip_grad_norm_
 from dualpipe.parallel.fsdp import ParametersStep, StageParameters, check_apart, process_groups
 from dualpipe.parallel.reduced import check_stages
@@ -35,14 +39,11 @@ from dualpipe.pipeline.arguments import (
     tied_ends,
 )
 from dualpipe.pipeline.consensus import Consensus
-from dualpipe.pipeline.errors import PipelineError
 from dualpipe.pipeline.interpreter import Interpreter, overlaps_by_itself
 from dualpipe.pipeline.program import Program, fitting, lower, one_at_a_time, streams
-from dualpipe.pipeline.segments import Segment, checked, communication_groups, has_communication
 from dualpipe.pipeline.side import SideInputs, Takes
 from dualpipe.pipeline.traffic import Traffic
 from dualpipe.pipeline.transport import Replicas, Transport
-from dualpipe.pipeline.weight_grad_store import WeightGradStore
 from dualpipe.schedule import Action, Schedule
 
 LISTS = list | tuple | nn.ModuleList | nn.Sequential
@@ -320,7 +321,7 @@ class Pipeline(nn.Module):
     def _annotation(self) -> Callable[[str], AbstractContextManager] | None:
         if torch.autograd._profiler_enabled():
             return record_function  # asked for first: idle, it would cost 5 us an action
-        return torch.cuda.nvtx.range if self.device.type == "cuda" else None
+        return device.annotation(self.device)
 
 
 class DualPipeV(Pipeline):

@@ -17,16 +17,16 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from dualpipe.errors import UpstreamFailed
+from dualpipe.nn.deferral import WeightGradStore
+from dualpipe.nn.segments import Compute, input_names, label_names, more_than_forward, output_names
 from dualpipe.parallel.fsdp import ParametersStep
 from dualpipe.pipeline.arguments import Batch
-from dualpipe.pipeline.errors import UpstreamFailed
 from dualpipe.pipeline.overlap import SegmentedStage
 from dualpipe.pipeline.program import Instruction, Program
-from dualpipe.pipeline.segments import Compute, input_names, label_names, more_than_forward, output_names
 from dualpipe.pipeline.side import SideInputs
 from dualpipe.pipeline.traffic import Traffic
 from dualpipe.pipeline.walker import Job, Walker
-from dualpipe.pipeline.weight_grad_store import WeightGradStore
 from dualpipe.schedule.types import Action
 
 Slot = tuple[int, int]  # (stage, micro-batch)

@@ -27,8 +27,7 @@ import torch
 from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
 
-from dualpipe.pipeline.passage import Passage, Record, Rng, as_leaf, detached, needs_grad, without_grad
-from dualpipe.pipeline.segments import (
+from dualpipe.nn.segments import (
     Communicate,
     Compute,
     Names,
@@ -39,6 +38,7 @@ from dualpipe.pipeline.segments import (
     needed_after,
     regions,
 )
+from dualpipe.pipeline.passage import Passage, Record, Rng, as_leaf, detached, needs_grad, without_grad
 
 Task = Generator[Pending | None, None, None]
 _DONE = object()

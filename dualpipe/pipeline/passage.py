@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from dualpipe.pipeline.segments import Names, Pending
+from dualpipe.device import random_state, set_random_state
+from dualpipe.nn.segments import Names, Pending
 
 
 @dataclass
@@ -112,7 +113,7 @@ class Rng:
     def now(inputs: Iterable[Any]) -> Rng:
         """On the CPU, and on the CUDA device of the inputs."""
         device = next((t.device for t in inputs if is_tensor(t) and t.is_cuda), None)
-        return Rng(torch.get_rng_state(), device, None if device is None else torch.cuda.get_rng_state(device))
+        return Rng(torch.get_rng_state(), device, None if device is None else random_state(device))
 
     @contextmanager
     def replay(self) -> Iterator[None]:
@@ -120,7 +121,7 @@ class Rng:
         with torch.random.fork_rng([] if self.device is None else [self.device]):
             torch.set_rng_state(self.cpu)
             if self.device is not None:
-                torch.cuda.set_rng_state(self.state, self.device)
+                set_random_state(self.state, self.device)
             yield
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dualpipe.pipeline.segments import is_reserved
+from dualpipe.nn.segments import is_reserved
 
 Slot = tuple[int, int]  # (stage, micro-batch)
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
+from dualpipe import device
 from dualpipe.schedule.messages import Stream
 
 RECORD_BYTES = 8192
@@ -94,7 +95,7 @@ class Transport:
     def default_device(self) -> torch.device:
         """Where a rank without a single tensor in its stages works: as its group does."""
         if self._group is not None and self._backends.get("cuda", "gloo") != "gloo":
-            return torch.device("cuda", torch.cuda.current_device())
+            return device.current()
         return torch.device("cpu")
 
     def check_device(self, device: torch.device) -> None:

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dualpipe.pipeline.errors import UpstreamFailed
+from dualpipe.errors import UpstreamFailed
+from dualpipe.nn.deferral import WeightGradStore
+from dualpipe.nn.segments import Names
 from dualpipe.pipeline.overlap import BackwardRun, SegmentedStage, Task, walk, weight_gradients
 from dualpipe.pipeline.passage import Passage
-from dualpipe.pipeline.segments import Names
-from dualpipe.pipeline.weight_grad_store import WeightGradStore
 
 Slot = tuple[int, int]  # (stage, micro-batch)
 

@@ -6,19 +6,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from dualpipe import device as cuda
 from dualpipe.parallel.mesh import build_mesh, dense_mesh
+from dualpipe.ranks import RankSync
 from dualpipe.train.config import Config, fit_world
 from dualpipe.train.launch import RankInfo
 from dualpipe.train.rendezvous import agree, connect, run_settings
 from dualpipe.train.tables import ParallelConfig
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -49,27 +49,10 @@ class Job:
         """The ranks that differ from this one along one dimension only."""
         return None if self.mesh is None else self.mesh[dimension].get_group()
 
-    def first_rank(self, work: Callable[[], T]) -> T:
-        """Do `work` on rank 0 while the others wait, and return its (picklable) result on all.
-
-        What it raises is raised everywhere: a ValueError as such, so that nobody waits for a rank that has given up.
-        """
-        if self.group is None:
-            return work()
-        outcome: list[tuple[T | None, Exception | None]] = [(None, None)]
-        cause = None
-        if self.rank == 0:
-            try:
-                outcome = [(work(), None)]
-            except Exception as error:  # told to the other ranks before it is raised here
-                cause = error
-                kind = ValueError if isinstance(error, ValueError) else RuntimeError
-                outcome = [(None, kind(f"{error}" or repr(error)))]
-        dist.broadcast_object_list(outcome, group_src=0, group=self.group, device=torch.device("cpu"))
-        result, failure = outcome[0]
-        if failure is not None:
-            raise cause or failure
-        return result
+    @property
+    def ranks(self) -> RankSync:
+        """All ranks of the job, for what they agree on."""
+        return RankSync.of_mesh(self.mesh)
 
 
 def choose_device(info: RankInfo, wanted: str, is_free: Callable[[str], bool]) -> torch.device:
@@ -82,10 +65,10 @@ def choose_device(info: RankInfo, wanted: str, is_free: Callable[[str], bool]) -
         ValueError: this machine has fewer CUDA devices than ranks. "auto" does not take the CPU then: a job that was
             meant for GPUs would go on a hundred times slower, or with some of its ranks on CPU.
     """
-    devices = torch.cuda.device_count() if wanted != "cpu" and torch.cuda.is_available() else 0
+    devices = cuda.count() if wanted != "cpu" else 0
     if devices >= info.local_world_size:
         return torch.device("cuda", info.local_rank)
-    if devices == 1 and is_free(str(torch.cuda.get_device_properties(0).uuid)):
+    if devices == 1 and is_free(cuda.uuid(0)):
         return torch.device("cuda", 0)
     if wanted == "cuda" or devices:
         raise ValueError(
@@ -120,8 +103,7 @@ def join(config: Config, info: RankInfo) -> Iterator[Job]:
     timeout = timedelta(seconds=config.parallel.timeout)
     store = connect(info, timeout) if info.world_size > 1 else None
     parallel, chosen = fit() if store is None else agree(store, info, prepare, timeout)
-    if chosen.type == "cuda":
-        torch.cuda.set_device(chosen)
+    cuda.select(chosen)
     if store is None:
         yield Job(0, 1, chosen, None)
         return

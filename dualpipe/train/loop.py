@@ -17,6 +17,7 @@ from torch import Tensor
 from dualpipe import Pipeline
 from dualpipe.checkpoint import native_random, save_hf
 from dualpipe.checkpoint.lock import lock, unlock
+from dualpipe.device import model_name
 from dualpipe.models import HubConfig, read_config
 from dualpipe.models.sizes import flops_per_token
 from dualpipe.nn.accumulate import local
@@ -58,7 +59,7 @@ def _hold(folder: Path, job: Job) -> Iterator[None]:
             cannot = f"cannot be {'written to' if folder.is_dir() else 'made'}: {error.strerror}"
             raise ValueError(f"output.dir = {str(folder)!r} {cannot}; choose another") from error
 
-    job.first_rank(take)
+    job.ranks.first(take)
     try:
         yield
     finally:
@@ -85,7 +86,7 @@ class Run:
         )
         self.folder = Path(config.output.dir)
         if config.export.to_hf:
-            job.first_rank(partial(_check_export, config, self.model.config))  # before the work of hours
+            job.ranks.first(partial(_check_export, config, self.model.config))  # before the work of hours
         self.splits = self._open_data()
         self.batch_size = train.micro_batch_size * train.num_chunks * parallel.replicas
         self.rows = self._own_rows()
@@ -104,7 +105,7 @@ class Run:
         self.state = State(self.model, self.optimizer, self.routers, self.loader)
         self.criterion = micro_batch_loss(train.num_chunks)
         self.flops_per_token = flops_per_token(self.model.config, train.sequence_length).both
-        name = torch.cuda.get_device_name(job.device) if job.device.type == "cuda" else ""
+        name = model_name(job.device)
         self.peak_tflops = peak_tflops(name) if train.dtype == "bf16" else None
         self.collapse = CollapseWatch(self.model.config.num_experts, self.model.config.num_experts_per_tok)
         self.reports = self.model.has_last and not job.replica
@@ -119,7 +120,7 @@ class Run:
             how = {"tokenizer": data.tokenizer, "text_key": data.text_key, "cache": cache}
             return tuple(p and packed_directory(p, **how) for p in paths)
 
-        splits = open_splits(*self.job.first_rank(prepare), data.validation_fraction)
+        splits = open_splits(*self.job.ranks.first(prepare), data.validation_fraction)
         for stream in splits:
             stream.packed.check_vocabulary(self.model.config.vocab_size)
         return splits

@@ -33,9 +33,9 @@ def check_machine(arguments: Sequence[str], world_size: int, device: str) -> Non
     if world_size <= _limit(device, gpus, cores):
         return
     if device != "cpu":
-        import torch
+        from dualpipe import device as cuda  # not at the top: it loads torch
 
-        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        gpus = cuda.count()
     if world_size <= _limit(device, gpus, cores):
         return
     if gpus or device == "cuda":

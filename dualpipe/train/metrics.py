@@ -27,6 +27,7 @@ import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
+from dualpipe.device import peak_memory
 from dualpipe.train.console import Console, say, warn
 
 METRICS = "metrics.jsonl"
@@ -194,7 +195,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 def memory_bytes(device: torch.device) -> int:
     """Peak memory of a CUDA device; on CPU what the process has resident now (its peak where /proc is missing)."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+        return peak_memory(device)
     try:
         resident = Path("/proc/self/statm").read_text().split()[1]
     except OSError:

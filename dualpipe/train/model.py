@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dualpipe.checkpoint import hub_dtypes, load_hf
-from dualpipe.checkpoint.agree import Ranks
+from dualpipe.dtypes import dtype_of
 from dualpipe.models import HubConfig, build_stages, read_config
 from dualpipe.models.stages import Recompute
 from dualpipe.nn import cross_entropy_loss
@@ -18,7 +18,7 @@ from dualpipe.parallel.expert import ExpertParallel, shard_experts
 from dualpipe.parallel.materialize import build_on_meta, materialize
 from dualpipe.parallel.mesh import dense_mesh
 from dualpipe.parallel.precision import DTypePlan, DTypePolicy, Rule, resolve_dtypes, shard
-from dualpipe.parallel.sharding import dtype_of
+from dualpipe.ranks import RankSync
 from dualpipe.schedule import Schedule
 from dualpipe.train.tables import Config
 
@@ -142,7 +142,7 @@ def _hub_dtypes(
     path: str, config: HubConfig, mesh: DeviceMesh | None, storage: torch.dtype | None
 ) -> dict[str, torch.dtype]:
     """What the checkpoint holds; raises ValueError where all of it would have to be rounded to be stored."""
-    known = Ranks(mesh).first(lambda: hub_dtypes(path, config))
+    known = RankSync.of_mesh(mesh).first(lambda: hub_dtypes(path, config))
     narrowest = min(known.values(), key=lambda found: found.itemsize)
     if storage is not None and torch.promote_types(storage, narrowest) != storage:
         raise ValueError(f"{path} holds {narrowest}, which ranks that share no storage would have to round to "

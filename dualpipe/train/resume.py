@@ -19,8 +19,8 @@ from torch import Tensor
 
 from dualpipe.checkpoint import CheckpointError, Checkpoints, Loaded, load, training_state
 from dualpipe.checkpoint.native_folder import find, none_whole
+from dualpipe.dtypes import dtype_of
 from dualpipe.nn.router_set import RouterSet
-from dualpipe.parallel.sharding import dtype_of
 from dualpipe.train.data import Loader
 from dualpipe.train.job import Job
 from dualpipe.train.model import Model
@@ -70,7 +70,7 @@ class Saver:
                 timeout=max(_TIMEOUT, timedelta(seconds=config.parallel.timeout)),
             )
         try:
-            self.source, self.source_dtypes, notes = job.first_rank(lambda: find_source(config))
+            self.source, self.source_dtypes, notes = job.ranks.first(lambda: find_source(config))
         except BaseException as error:
             self.__exit__(type(error), error, None)
             raise

@@ -15,8 +15,8 @@ import torch
 from dualpipe.checkpoint import latest, load, save, verify
 from dualpipe.checkpoint.command_native import check, ls, show
 from dualpipe.checkpoint.native_folder import read_manifest
+from dualpipe.dtypes import dtype_of
 from dualpipe.parallel import checkpoint_dtypes
-from dualpipe.parallel.sharding import dtype_of
 from native import FILES, is_step, state_of
 
 

@@ -16,10 +16,10 @@ from dualpipe.models import Qwen3MoeConfig, Stage, build_stages, read_config, sp
 from dualpipe.models.sizes import parameter_counts
 from dualpipe.models.stages import Recompute
 from dualpipe.nn import cross_entropy_loss
+from dualpipe.nn.deferral import WeightGradStore
 from dualpipe.parallel import expert
 from dualpipe.parallel.materialize import build_on_meta
 from dualpipe.pipeline import Pipeline
-from dualpipe.pipeline.weight_grad_store import WeightGradStore
 from models import Float64Torch, batch, grads, ours, randomize_vectors, relative, split_experts, train, whole
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "models"

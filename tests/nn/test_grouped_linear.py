@@ -8,7 +8,7 @@ from torch import nn
 
 from dualpipe.kernels import clamped_swiglu, dispatch_tokens, sort_tokens, swiglu
 from dualpipe.nn import GroupedLinear, GroupedSwiGLU
-from dualpipe.pipeline.weight_grad_store import WeightGradStore
+from dualpipe.nn.deferral import WeightGradStore
 
 COUNTS = {"balanced": [3, 3, 3], "first empty": [0, 5, 2], "last empty": [4, 1, 0], "all empty": [0, 0, 0]}
 

@@ -9,7 +9,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.nn.utils import parametrizations, prune
 
 from dualpipe.nn import Linear, defer_weight_grads
-from dualpipe.pipeline.weight_grad_store import WeightGradStore
+from dualpipe.nn.deferral import WeightGradStore
 
 SHAPES = [(5, 6), (6,), (2, 3, 6), (2, 1, 3, 6), (0, 6), (2, 0, 6)]
 

@@ -17,6 +17,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter, load_balancing_loss_func
 
 from dualpipe import Pipeline
+from dualpipe.nn.deferral import WeightGradStore
 from dualpipe.nn.router import (
     BalancedRoutes,
     Router,
@@ -29,7 +30,6 @@ from dualpipe.nn.router import (
     z_loss,
 )
 from dualpipe.parallel.precision import DTypePolicy, resolve_dtypes
-from dualpipe.pipeline.weight_grad_store import WeightGradStore
 from ranks import run_ranks
 
 H, E = 16, 12

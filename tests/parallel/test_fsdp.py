@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from dualpipe import DualPipeV, Pipeline
 from dualpipe.nn import GroupedLinear, defer_weight_grads
+from dualpipe.nn.deferral import WeightGradStore
 from dualpipe.parallel import fsdp
 from dualpipe.pipeline import PipelineError
-from dualpipe.pipeline.weight_grad_store import WeightGradStore
 from ranks import run_ranks
 from toys import Stage, make_stages, num_stages, reference, relative_error, stages_of_rank
 

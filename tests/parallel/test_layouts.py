@@ -16,13 +16,13 @@ from dualpipe import Pipeline
 from dualpipe.models import Qwen3MoeConfig, build_stages
 from dualpipe.models.decoder import SparseMLP
 from dualpipe.nn import cross_entropy_loss
+from dualpipe.nn.deferral import WeightGradStore
 from dualpipe.nn.router import BalancedRoutes, Choice, Router, RouterStep, Routes
 from dualpipe.parallel.expert import ExpertParallel, shard_experts
 from dualpipe.parallel.materialize import build_on_meta, materialize
 from dualpipe.parallel.mesh import build_mesh, dense_mesh
 from dualpipe.parallel.precision import DTypePolicy, Rule, resolve_dtypes, shard
 from dualpipe.pipeline import PipelineError
-from dualpipe.pipeline.weight_grad_store import WeightGradStore
 from dualpipe.schedule import build
 from dualpipe.train.model import build_model, build_whole, micro_batch_loss
 from dualpipe.train.parity import compare_gradients, difference

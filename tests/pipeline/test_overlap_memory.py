@@ -14,11 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dualpipe.nn import Linear
+from dualpipe.nn.deferral import WeightGradStore
+from dualpipe.nn.segments import Communicate, Compute
 from dualpipe.parallel.all_to_all import Flight, Landing, Wire
 from dualpipe.pipeline.overlap import BackwardRun, SegmentedStage, Task, walk, weight_gradients
 from dualpipe.pipeline.passage import Passage
-from dualpipe.pipeline.segments import Communicate, Compute
-from dualpipe.pipeline.weight_grad_store import WeightGradStore
 from threads import Rank, run_threads
 
 ROWS, WIDTH, LAYERS = 256, 64, 3

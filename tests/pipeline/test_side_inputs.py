@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dualpipe import DualPipeV, Pipeline
 from dualpipe.nn import defer_weight_grads
-from dualpipe.pipeline.segments import Communicate, Compute, checked
+from dualpipe.nn.segments import Communicate, Compute, checked
 from dualpipe.pipeline.side import SideInputs, Takes
 from ranks import run_ranks
 from toys import Stage, gradient_error, num_stages, relative_error, stages_of_rank, use_own_groups

@@ -21,9 +21,9 @@ from dualpipe import Pipeline
 from dualpipe.models import Qwen3MoeConfig, build_stages
 from dualpipe.models.stages import Recompute
 from dualpipe.nn import GroupedLinear, Linear, cross_entropy_loss, defer_weight_grads
+from dualpipe.nn.segments import Communicate, Compute
 from dualpipe.parallel.all_to_all import AllToAll, Flight, Landing, Wire
 from dualpipe.parallel.expert import ExpertParallel
-from dualpipe.pipeline.segments import Communicate, Compute
 from threads import Delays, Rank, Transfer, run_threads
 from toys import relative_error, stages_of_rank
 

@@ -450,18 +450,15 @@ def test_unigram_loss_of_a_known_text(tmp_path):
 def _prepare(rank, folder, tokenizer):
     from pathlib import Path
 
-    import torch
     import torch.distributed as dist
 
-    from dualpipe.train.job import Job
-
-    job = Job(rank, 2, torch.device("cpu"), dist.group.WORLD)
+    from dualpipe.ranks import RankSync
 
     def work():
         assert rank == 0, "only one rank packs"
         return packed_directory(folder, tokenizer=tokenizer, cache=Path(folder).parent / "cache")
 
-    return job.first_rank(work)
+    return RankSync(dist.group.WORLD).first(work)
 
 
 def test_one_rank_packs_and_its_failure_reaches_all(texts):

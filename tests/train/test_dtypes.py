@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from dualpipe import cli
+from dualpipe.dtypes import dtype_of
 from dualpipe.parallel import DTypePlan, DTypePolicy, TensorDTypes, assert_contract, checkpoint_dtypes
 from dualpipe.parallel.contract import ContractError
 from dualpipe.parallel.mesh import build_mesh
-from dualpipe.parallel.sharding import dtype_of
 from dualpipe.train.config import fit_world, load_config
 from dualpipe.train.job import Job
 from dualpipe.train.loop import Run

@@ -15,11 +15,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from dualpipe import Pipeline
 from dualpipe.nn import defer_weight_grads
+from dualpipe.nn.deferral import WeightGradStore
+from dualpipe.nn.segments import Communicate, Compute
 from dualpipe.pipeline import PipelineError
 from dualpipe.pipeline.overlap import BackwardRun, SegmentedStage, walk, weight_gradients
 from dualpipe.pipeline.passage import Passage
-from dualpipe.pipeline.segments import Communicate, Compute
-from dualpipe.pipeline.weight_grad_store import WeightGradStore
 from ranks import run_ranks
 from toys import Stage, gradient_error, num_stages, reference, relative_error, stages_of_rank
 

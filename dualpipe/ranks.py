@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -14,18 +15,27 @@ _CHARACTERS = 20_000  # of an error's text that travel to the other ranks
 T = TypeVar("T")
 
 
-class Ranks:
-    """All ranks of a mesh that spans the default process group; None: this process alone.
+class RankSync:
+    """The ranks of a process group that can carry objects (gloo); None: this process alone."""
 
-    They talk in `group`, of the same ranks in the same order (None: the default one).
-    """
-
-    def __init__(self, mesh: DeviceMesh | None, group: dist.ProcessGroup | None = None) -> None:
-        self.size = 1 if mesh is None else dist.get_world_size()
-        self.rank = 0 if self.size == 1 else dist.get_rank()
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.size = 1 if group is None else group.size()
+        self.rank = 0 if group is None else group.rank()
         self._group, self._cut_short = group, False
-        if mesh is not None and mesh.size() != self.size:
-            raise ValueError(f"the mesh has {mesh.size()} of {self.size} ranks; pass the whole one, from build_mesh")
+
+    @classmethod
+    def of_mesh(cls, mesh: DeviceMesh | None, group: dist.ProcessGroup | None = None) -> RankSync:
+        """All ranks of a mesh that spans the default process group; None: this process alone.
+
+        They talk in `group`, of the same ranks in the same order (default: the default one). Raises ValueError for a
+        part of a mesh.
+        """
+        if mesh is None:
+            return cls(None)
+        if mesh.size() != dist.get_world_size():
+            raise ValueError(f"the mesh has {mesh.size()} of {dist.get_world_size()} ranks; pass the whole one, from "
+                             "build_mesh")
+        return cls(group or dist.group.WORLD)
 
     def gather(self, work: Callable[[], T]) -> list[T]:
         """Do `work` on every rank and return what it gave (picklable), by rank.
@@ -42,7 +52,7 @@ class Ranks:
             error = raised
         outcomes: list[Any] = [None] * self.size
         mine = None if error is None else (isinstance(error, ValueError), _text(error))
-        with self._exchange():
+        with self._whole():
             dist.all_gather_object(outcomes, (mine, value), group=self._group)
         if error is not None and not isinstance(error, Exception):
             raise error
@@ -59,13 +69,28 @@ class Ranks:
         return result[0]
 
     def first(self, work: Callable[[], T]) -> T:
-        """Do `work` on rank 0 and return what it gave (picklable) on all; raises as `gather` does."""
-        result = self.agree(lambda: work() if self.rank == 0 else None)
-        if self.size > 1:
-            shared = [result]
-            with self._exchange():
-                dist.broadcast_object_list(shared, src=0, group=self._group)
-            result = shared[0]
+        """Do `work` on rank 0 while the others wait, and return what it gave (picklable) on all.
+
+        Raises everywhere what it raised: a ValueError as such, any other error as a RuntimeError that names it.
+        """
+        if self.size == 1:
+            return work()
+        outcome: list[Any] = [(None, None)]
+        error = None
+        if self.rank == 0:
+            try:
+                outcome = [(work(), None)]
+            except BaseException as raised:  # told to the other ranks before it is raised here
+                error = raised
+                outcome = [(None, (isinstance(raised, ValueError), _text(raised)))]
+        with self._whole():
+            dist.broadcast_object_list(outcome, group_src=0, group=self._group, device=torch.device("cpu"))
+        result, failure = outcome[0]
+        if error is not None and not isinstance(error, Exception):
+            raise error
+        if failure is not None:
+            is_value_error, text = failure
+            raise (ValueError(text) if is_value_error else RuntimeError(f"rank 0: {text}")) from error
         return result
 
     def collect(self, value: T) -> list[T] | None:
@@ -73,7 +98,7 @@ class Ranks:
         if self.size == 1:
             return [value]
         values: list[Any] | None = [None] * self.size if self.rank == 0 else None
-        with self._exchange():
+        with self._whole():
             dist.gather_object(value, values, dst=0, group=self._group)
         return values
 
@@ -82,12 +107,12 @@ class Ranks:
         if self.size == 1:
             return values[0]
         mine: list[Any] = [None]
-        with self._exchange():
+        with self._whole():
             dist.scatter_object_list(mine, None if values is None else list(values), src=0, group=self._group)
         return mine[0]
 
     @contextmanager
-    def _exchange(self) -> Iterator[None]:
+    def _whole(self) -> Iterator[None]:
         """After one that did not come to its end the next would take its messages for others."""
         if self._cut_short:
             raise RuntimeError("an earlier exchange between the ranks was cut short, by an interrupt, a timeout or the "

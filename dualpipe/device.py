@@ -1,0 +1,140 @@
+"""All that the library asks of CUDA devices: streams, events, memory, random numbers.
+
+Nothing else calls torch.cuda, kernels and benchmarks apart. Work that is given to a stream runs in order; what another
+stream makes or reads is ordered by events. On the CPU, which has one order of work, there are neither: streams and
+events are None, and to wait for None is nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+from torch import Tensor
+
+Stream, Event = torch.cuda.Stream, torch.cuda.Event
+
+
+def count() -> int:
+    """The CUDA devices that this process sees."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def current() -> torch.device:
+    """The CUDA device on which this process works."""
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def select(device: torch.device) -> None:
+    """Work on this device from now on, where it is a CUDA device."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+# -- streams
+
+
+def new_stream(device: torch.device) -> Stream | None:
+    """A stream beside the computing one; None on the CPU."""
+    return torch.cuda.Stream(device) if device.type == "cuda" else None
+
+
+def record(device: torch.device) -> Event | None:
+    """An event after all that the current stream has been given; None on the CPU."""
+    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+
+
+def wait(event: Event | None, device: torch.device) -> None:
+    """Have the current stream of `device`, not the host, wait for an event."""
+    if event is not None:
+        torch.cuda.current_stream(device).wait_event(event)
+
+
+@contextmanager
+def beside(stream: Stream | None, after: Event | None, *reads: Tensor) -> Iterator[None]:
+    """Give to `stream` what reads the tensors `reads`, which exist after `after`."""
+    if stream is None:
+        yield
+        return
+    with torch.cuda.stream(stream):
+        wait(after, stream.device)  # orders: the making of the tensors, then what reads them here
+        keep(*reads)
+        yield
+
+
+def keep(*tensors: Tensor) -> None:
+    """Have the memory of these, made on another stream, not given away before the current stream has used it."""
+    for tensor in tensors:
+        if tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+
+def synchronize(device: torch.device | None = None) -> None:
+    """Have the host wait for all that a CUDA device has been given."""
+    torch.cuda.synchronize(device)
+
+
+# -- memory
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes of tensors that were held on a CUDA device at once, at most."""
+    return torch.cuda.max_memory_allocated(device)
+
+
+def pin(memory: Tensor) -> Callable[[], None]:
+    """Have devices copy into host memory directly, until what is returned is called."""
+    runtime = torch.cuda.cudart()
+    torch.cuda.check_error(int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)))
+    address = memory.data_ptr()
+    return lambda: runtime.cudaHostUnregister(address)
+
+
+# -- random numbers
+
+
+def random_state(device: torch.device | None = None) -> Tensor | None:
+    """The state of a CUDA device's generator (default: the current device's); None where none has been used."""
+    if device is None and not torch.cuda.is_initialized():
+        return None
+    return torch.cuda.get_rng_state("cuda" if device is None else device)
+
+
+def set_random_state(state: Tensor, device: torch.device | None = None) -> None:
+    """Continue from a state of `random_state`, where there is a device."""
+    if torch.cuda.is_available():
+        torch.cuda.set_rng_state(state, "cuda" if device is None else device)
+
+
+# -- what a device is
+
+
+def uuid(index: int) -> str:
+    """The name that no other device has."""
+    return str(torch.cuda.get_device_properties(index).uuid)
+
+
+def model_name(device: torch.device) -> str:
+    """Such as "NVIDIA H200"; "" for the CPU."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+
+
+def properties(index: int) -> torch.cuda._CudaDeviceProperties:
+    """Name, total_memory, major and minor of a CUDA device, as torch has them."""
+    return torch.cuda.get_device_properties(index)
+
+
+def reaches(first: int, second: int) -> bool:
+    """Whether a device can read another one's memory."""
+    return torch.cuda.can_device_access_peer(first, second)
+
+
+def nccl_version() -> tuple[int, ...]:
+    """The version of the NCCL library that torch was built with."""
+    return torch.cuda.nccl.version()
+
+
+def annotation(device: torch.device) -> Callable[[str], AbstractContextManager] | None:
+    """What names a range of work in a profile of a CUDA device; None on the CPU."""
+    return torch.cuda.nvtx.range if device.type == "cuda" else None
