@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dualpipe.kernels import grouped_gemm, grouped_gemm_dgrad, grouped_gemm_wgrad
-from dualpipe.kernels.backend import INTERPRET
+from dualpipe.kernels.common import INTERPRET
 from row_kernels import no_synchronisation  # noqa: F401
 
 MODULE = importlib.import_module("dualpipe.kernels.grouped_gemm")  # the package's attribute is the function

@@ -5,7 +5,7 @@ import importlib
 import pytest
 import torch
 
-from dualpipe.kernels.backend import INTERPRET
+from dualpipe.kernels.common import INTERPRET
 from dualpipe.kernels.routing import SortedTokens, combine_tokens, dispatch_tokens, sort_tokens
 from row_kernels import assert_close, far_apart, no_synchronisation, poisoned_memory, run_with_debug_switch  # noqa: F401
 
