@@ -422,22 +422,16 @@ def rows_constants(
     dtype: torch.dtype, activation: Activation | None,
 ) -> dict[str, Any]:
     """The constants of `_rows_kernel`."""
-    return {
-        "FORWARD": forward,
-        "A_DESCRIPTOR": a_descriptor,
-        "W_DESCRIPTOR": w_descriptor,
-        "ALIGNED": aligned,
-        "EVEN": depth % config.depth == 0,
-        "ROWS": config.rows,
-        "COLS": config.cols,
-        "DEPTH": config.depth,
-        "GROUP": GROUP,
-        "E_PADDED": max(16, 1 << (experts - 1).bit_length()),
-        "ACC": tl_dtype(torch.promote_types(dtype, torch.float32)),
-        "SWIGLU": "" if activation is None else "pairs" if activation.clamped else "halves",
-        "ALPHA": 1.0 if activation is None else activation.alpha,
-        "LIMIT": 0.0 if activation is None else activation.limit,
-    }
+    return dict(
+        FORWARD=forward, A_DESCRIPTOR=a_descriptor, W_DESCRIPTOR=w_descriptor, ALIGNED=aligned,
+        EVEN=depth % config.depth == 0,
+        ROWS=config.rows, COLS=config.cols, DEPTH=config.depth, GROUP=GROUP,
+        E_PADDED=max(16, 1 << (experts - 1).bit_length()),
+        ACC=tl_dtype(torch.promote_types(dtype, torch.float32)),
+        SWIGLU="" if activation is None else "pairs" if activation.clamped else "halves",
+        ALPHA=1.0 if activation is None else activation.alpha,
+        LIMIT=0.0 if activation is None else activation.limit,
+    )
 
 
 def _launch_weight(
@@ -476,17 +470,11 @@ def weight_constants(
     dtype: torch.dtype,
 ) -> dict[str, Any]:
     """The constants of `_weight_kernel`."""
-    return {
-        "ACCUMULATE": accumulate,
-        "DY_DESCRIPTOR": dy_descriptor,
-        "X_DESCRIPTOR": x_descriptor,
-        "OUT_DESCRIPTOR": out_descriptor,
-        "ALIGNED": aligned,
-        "ROWS": config.rows,
-        "COLS": config.cols,
-        "DEPTH": config.depth,
-        "ACC": tl_dtype(torch.promote_types(dtype, torch.float32)),
-    }
+    return dict(
+        ACCUMULATE=accumulate, DY_DESCRIPTOR=dy_descriptor, X_DESCRIPTOR=x_descriptor, OUT_DESCRIPTOR=out_descriptor,
+        ALIGNED=aligned, ROWS=config.rows, COLS=config.cols, DEPTH=config.depth,
+        ACC=tl_dtype(torch.promote_types(dtype, torch.float32)),
+    )
 
 
 # --- operators: torch.compile and FakeTensor see these as one call each ---------------------------------------------

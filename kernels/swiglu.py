@@ -192,15 +192,10 @@ def _tile(gate_up: Tensor) -> RowTile:
 
 def _constants(gate_up: Tensor, activation: Activation, tile: RowTile) -> dict[str, Any]:
     weight, clamped, alpha, limit = activation
-    return {
-        "CLAMPED": clamped,
-        "ALPHA": alpha,
-        "LIMIT": limit,
-        "HAS_WEIGHT": weight is not None,
-        "COMPUTE": tl_dtype(compute_dtype(gate_up, weight)),
-        "BLOCK_M": tile.rows,
-        "BLOCK_I": tile.cols,
-    }
+    return dict(
+        CLAMPED=clamped, ALPHA=alpha, LIMIT=limit, HAS_WEIGHT=weight is not None,
+        COMPUTE=tl_dtype(compute_dtype(gate_up, weight)), BLOCK_M=tile.rows, BLOCK_I=tile.cols,
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------- public

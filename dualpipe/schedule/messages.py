@@ -78,7 +78,7 @@ def sent(schedule: Schedule, action: Action) -> Message | None:
 
 
 def _message(schedule: Schedule, action: Action, source: int, target: int) -> Message | None:
-    src, dst = schedule.placement[source], schedule.placement[target]
+    src, dst = schedule.stage_rank(source), schedule.stage_rank(target)
     return None if src == dst else Message("F" if action.kind == "F" else "B", target, action.microbatch, src, dst)
 
 

@@ -102,7 +102,7 @@ def _check_action(schedule: Schedule, rank: int, index: int, action: Action) -> 
     ):
         if not isinstance(value, int) or not 0 <= value < size:
             _refuse(schedule, rank, index, f"{what} {value} of {action} is not one of 0 to {size - 1}")
-    owner = schedule.placement[action.stage]
+    owner = schedule.stage_rank(action.stage)
     if owner != rank:
         _refuse(schedule, rank, index, f"stage {action.stage} of {action} is placed on rank {owner}")
 
