@@ -77,7 +77,7 @@ def _line(
     scale: float,
     columns: int,
 ) -> str:
-    """Every piece starts and ends at its time, rounded, so that rows stay aligned; `text` of it fills its columns."""
+    """Every piece starts and ends at its time, rounded, so that rows stay aligned; "=" follow its `text`."""
     row = [idle] * columns
     for piece in pieces:
         start, end = round(piece.start * scale), round(piece.end * scale)

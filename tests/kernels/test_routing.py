@@ -195,7 +195,7 @@ def test_same_bits_on_every_run(device):
 
 
 def test_second_derivative(device):
-    """Of what is linear it is right; of the weighted sum it is refused."""
+    """Right where the operator is linear; refused for the weighted sum."""
     tokens = sort_tokens(choose(5, 2, 4, device), 4)
     x, weights = (random((5, n), torch.float64, device).requires_grad_() for n in (3, 2))
 
