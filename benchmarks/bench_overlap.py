@@ -47,7 +47,7 @@ from torch import Tensor, nn
 from dualpipe import Pipeline
 from dualpipe.models import Qwen3MoeConfig
 from dualpipe.models.decoder import Experts, Stage
-from dualpipe.nn.routes import BalancedRoutes
+from dualpipe.nn.router import BalancedRoutes
 from dualpipe.parallel.all_to_all import AllToAll, GroupAllToAll
 from dualpipe.parallel.expert import ExpertParallel
 from dualpipe.parallel.mesh import build_mesh

@@ -18,13 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dualpipe.kernels import SortedTokens
 from dualpipe.models.hub import HubConfig
 from dualpipe.models.sizes import head_flops, layer_flops
 from dualpipe.models.stages import Recompute, split_layers
 from dualpipe.nn import GroupedLinear, GroupedSwiGLU, Linear, RMSNorm, Router
 from dualpipe.nn.attention import Context
 from dualpipe.nn.init import seeded_normal_
-from dualpipe.nn.routing import SortedTokens
 from dualpipe.nn.segments import Communicate, Compute, Segment
 from dualpipe.parallel.expert import Dispatcher, ExpertParallel, expert_parallel_mlp, run_experts
 

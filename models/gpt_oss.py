@@ -14,12 +14,12 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
+from dualpipe.kernels import SortedTokens
 from dualpipe.models.decoder import Layer, SparseMLP
 from dualpipe.models.hub import HubConfig, Part, whole
 from dualpipe.nn import GroupedLinear, GroupedSwiGLU, Linear, Router
 from dualpipe.nn.attention import Context, attend
 from dualpipe.nn.rotary import Yarn, apply_rotary
-from dualpipe.nn.routing import SortedTokens
 
 _KINDS = ("sliding_attention", "full_attention")
 # What a config.json means that says nothing of these.

@@ -73,9 +73,9 @@ class Context:
     def blocks(self, window: int | None = None) -> BlockMask:
         """The same for FlexAttention: which blocks of keys a block of queries sees, in full or in part."""
         if window not in self._blocks:
-            from dualpipe.nn import flex
+            from dualpipe.nn import compiled
 
-            self._blocks[window] = flex.make_blocks(self.length, window, self.documents_BS, self.device)
+            self._blocks[window] = compiled.make_blocks(self.length, window, self.documents_BS, self.device)
         return self._blocks[window]
 
 
@@ -121,9 +121,9 @@ def attend(
     if plain:
         grouped = q_BASD.shape[1] != k_BGSD.shape[1]  # fewer of torch's kernels do it
         return F.scaled_dot_product_attention(q_BASD, k_BGSD, v_BGSV, is_causal=True, enable_gqa=grouped, scale=scale)
-    from dualpipe.nn import flex  # not at the top: it brings the compiler, half a second of every start
+    from dualpipe.nn import compiled  # not at the top: it brings the compiler, half a second of every start
 
-    return flex.compiled(flex.attention_flex)(q_BASD, k_BGSD, v_BGSV, context.blocks(window), scale, sinks_A)
+    return compiled.compiled(compiled.attention_flex)(q_BASD, k_BGSD, v_BGSV, context.blocks(window), scale, sinks_A)
 
 
 def _has_kernel(q: Tensor, v: Tensor, plain: bool) -> bool:

@@ -21,9 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dualpipe.nn.balance import Level, RouterStatistics, RouterStep, reduce_statistics
-from dualpipe.nn.router import Router
-from dualpipe.nn.routes import BalancedRoutes
+from dualpipe.nn.router import BalancedRoutes, Router
+from dualpipe.nn.router_losses import Level, RouterStatistics, RouterStep, reduce_statistics
 
 
 class _Kind(NamedTuple):

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from dualpipe.nn.routing import SortedTokens, combine_tokens, dispatch_tokens, sort_tokens
+from dualpipe.kernels import SortedTokens, combine_tokens, dispatch_tokens, sort_tokens
 from dualpipe.nn.segments import Communication, Pending
 from dualpipe.parallel.all_to_all import Counts, Flight, Landing, Sizes, Wire, agreed_sizes, row_bytes_of
 

@@ -37,8 +37,8 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from dualpipe.nn.grouped_linear import GroupedLinear
-from dualpipe.nn.routing import SortedTokens, combine_tokens, dispatch_tokens
+from dualpipe.kernels import SortedTokens, combine_tokens, dispatch_tokens
+from dualpipe.nn.grouped import GroupedLinear
 from dualpipe.nn.segments import Communication
 from dualpipe.parallel.all_to_all import AllToAll, GroupAllToAll, Wire
 from dualpipe.parallel.dispatch import AllToAllDispatcher, Alone, Dispatcher, Plan, Received

@@ -11,9 +11,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from dualpipe.kernels import combine_tokens, dispatch_tokens, sort_tokens
 from dualpipe.nn import GroupedLinear, GroupedSwiGLU, Linear
 from dualpipe.nn.init import seeded_normal_
-from dualpipe.nn.routing import combine_tokens, dispatch_tokens, sort_tokens
 from dualpipe.parallel import DTypePolicy, build_on_meta, materialize, resolve_dtypes, shard
 from dualpipe.parallel.expert import ExpertParallel, expert_parallel_mlp, run_experts, shard_experts
 from dualpipe.parallel.mesh import build_mesh, dense_mesh
