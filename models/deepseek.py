@@ -9,7 +9,7 @@ queries and keys, V of values.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -18,10 +18,10 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from dualpipe.models.decoder import DenseMLP, Experts, Layer, SparseMLP
-from dualpipe.models.hub import MTP_LAYERS, HubConfig, Part, swiglu_expert_layouts
+from dualpipe.models.hub import MTP_LAYERS, HubConfig
 from dualpipe.nn import Linear, RMSNorm, Router
 from dualpipe.nn.attention import Context, attend
-from dualpipe.nn.rotary import Yarn, apply_rotary, apply_rotary_interleaved, yarn_mscale
+from dualpipe.nn.rotary import apply_rotary, apply_rotary_interleaved, yarn_mscale
 
 LATENT_EPS = 1e-6  # of the norms of latents, whatever rms_norm_eps is
 
@@ -41,10 +41,6 @@ class DeepseekConfig(HubConfig):
     }
     _nullable: ClassVar[frozenset[str]] = frozenset({"q_lora_rank", "n_shared_experts", "n_group", "topk_group"})
 
-    vocab_size: int
-    hidden_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
     q_lora_rank: int | None  # of the queries' latent; None: queries are made from x itself
     kv_lora_rank: int
     qk_nope_head_dim: int
@@ -59,13 +55,7 @@ class DeepseekConfig(HubConfig):
     topk_group: int | None = None
     first_k_dense_replace: int = 0  # so many layers at the start have a dense MLP
     routed_scaling_factor: float = 1.0
-    attention_bias: bool = False
     rope_interleave: bool = True  # which dimensions are rotated together: neighbours, or those of the two halves
-    tie_word_embeddings: bool = False
-    rope_theta: float = 10_000.0
-    yarn: Yarn | None = None
-    rms_norm_eps: float = 1e-6
-    initializer_range: float = 0.02
 
     def __post_init__(self) -> None:
         if self.qk_rope_head_dim < 2 or self.qk_rope_head_dim % 2:
@@ -105,21 +95,24 @@ class DeepseekConfig(HubConfig):
 
     def gate(self, device: str | None = None) -> Router:
         """The router of a layer."""
+        return Router(
+            self.hidden_size, self.n_routed_experts, self.num_experts_per_tok, wide_logits=True,
+            routed_scaling_factor=self.routed_scaling_factor, device=device, **self._routing(),
+        )
+
+    def _routing(self) -> dict[str, Any]:
+        """The options of `Router` that the versions differ in."""
         raise NotImplementedError
 
     def layer(self, index: int) -> Layer:
         """The layer of this global index."""
-        attention = Attention(self)
+        attention = LatentAttention(self)
         if index < self.first_k_dense_replace:
             return Layer(self, attention, DenseMLP(self.hidden_size, self.intermediate_size))
         experts = Experts(self.n_routed_experts, self.hidden_size, self.moe_intermediate_size)
         width = (self.n_shared_experts or 0) * self.moe_intermediate_size
         shared = DenseMLP(self.hidden_size, width) if width else None
         return Layer(self, attention, SparseMLP(self.gate(), experts, shared))
-
-    def hub_layouts(self, name: str, shape: Sequence[int]) -> list[list[Part]]:
-        """See `HubConfig`."""
-        return swiglu_expert_layouts(name, shape) or super().hub_layouts(name, shape)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,14 +135,10 @@ class DeepseekV2Config(DeepseekConfig):
             raise ValueError(f"topk_method must be 'greedy' or 'group_limited_greedy'; got {self.topk_method!r}")
         super().__post_init__()
 
-    def gate(self, device: str | None = None) -> Router:
-        """The router of a layer."""
-        grouped = self.topk_method == "group_limited_greedy"
-        return Router(
-            self.hidden_size, self.n_routed_experts, self.num_experts_per_tok,
-            routed_scaling_factor=self.routed_scaling_factor, n_group=(grouped and self.n_group) or 1,
-            topk_group=(grouped and self.topk_group) or 1, wide_logits=True, device=device,
-        )
+    def _routing(self) -> dict[str, Any]:
+        if self.topk_method == "greedy":
+            return {}
+        return {"n_group": self.n_group or 1, "topk_group": self.topk_group or 1}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,17 +169,14 @@ class DeepseekV3Config(DeepseekConfig):
         """See `HubConfig`."""
         return range(self.num_hidden_layers, self.num_hidden_layers + self.num_nextn_predict_layers)
 
-    def gate(self, device: str | None = None) -> Router:
-        """The router of a layer."""
-        return Router(
-            self.hidden_size, self.n_routed_experts, self.num_experts_per_tok, score="sigmoid",
-            norm_topk_prob=self.norm_topk_prob, routed_scaling_factor=self.routed_scaling_factor,
-            n_group=self.n_group or 1, topk_group=self.topk_group or 1, group_best=2, correction_bias=True,
-            wide_logits=True, device=device,
-        )
+    def _routing(self) -> dict[str, Any]:
+        return {
+            "score": "sigmoid", "norm_topk_prob": self.norm_topk_prob, "n_group": self.n_group or 1,
+            "topk_group": self.topk_group or 1, "group_best": 2, "correction_bias": True,
+        }
 
 
-class Attention(nn.Module):
+class LatentAttention(nn.Module):
     """Causal multi-head latent attention."""
 
     def __init__(self, config: DeepseekConfig) -> None:

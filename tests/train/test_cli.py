@@ -318,7 +318,7 @@ def test_a_collapsed_router_is_said_once(train_alone, capsys, monkeypatch):
 
 
 def test_compiling_is_announced(train_alone, capsys, monkeypatch):
-    monkeypatch.setattr("dualpipe.models.decoder.Stage.compile_dense", lambda self: None)
+    monkeypatch.setattr("dualpipe.models.Stage.compile_dense", lambda self: None)
     assert train_alone("--train.compile", "True") == 0
     out = capsys.readouterr().out
     assert "step 1 takes longer: it compiles norms, attention and dense MLPs\nstep 1/2" in out
