@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from dualpipe.models.decoder import SparseMLP
+from dualpipe.models.decoder import Attention, SparseMLP
 from dualpipe.models.hub import HubConfig
 from dualpipe.models.stages import Recompute, Stage
 from dualpipe.nn import Router
@@ -147,7 +147,7 @@ def _is_mask(tensor: Tensor) -> bool:
     return tensor.dtype is torch.bool
 
 
-def _of_attention(attention: nn.Module, dtype: torch.dtype) -> float:
+def _of_attention(attention: Attention, dtype: torch.dtype) -> float:
     """For a token, what fused kernels keep beyond the CPU's without its scores: a float32 for each head's row of them,
     and less, since keys and values need not be repeated for the heads that share them."""
     repeated = attention.num_heads - attention.num_kv_heads

@@ -34,12 +34,23 @@ def _nothing(part: str) -> bool:
     return False
 
 
-class GroupedQueryAttention(nn.Module):
+class Attention(nn.Module):
+    """Causal attention, called as `attention(x_BSH, context)`, and what its costs are counted from."""
+
+    num_heads: int
+    num_kv_heads: int
+    qk_dim: int  # head dimension of queries and keys
+    v_dim: int  # of values
+    window: int | None  # positions that a token sees with itself; None: all before it
+
+
+class GroupedQueryAttention(Attention):
     """Causal grouped-query attention.
 
-    norm_eps: with an RMSNorm on the queries and keys of every head; sinks: with a sink in every head; window: the
-    positions that a token sees with itself, None: all before it.
+    norm_eps: with an RMSNorm on the queries and keys of every head; sinks: with a sink in every head.
     """
+
+    sinks: nn.Parameter | None
 
     def __init__(
         self, hidden: int, heads: int, kv_heads: int, head_dim: int, *, bias: bool, norm_eps: float | None = None,
@@ -174,12 +185,9 @@ def _residual(recompute: Parts) -> Segment:
 
 
 class Layer(nn.Module):
-    """Attention, then experts or a dense MLP, each behind a norm and added to what came in.
+    """Attention, then experts or a dense MLP, each behind a norm and added to what came in."""
 
-    attention: called as `attention(x_BSH, context)`.
-    """
-
-    def __init__(self, config: HubConfig, attention: nn.Module, mlp: SparseMLP | DenseMLP) -> None:
+    def __init__(self, config: HubConfig, attention: Attention, mlp: SparseMLP | DenseMLP) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = attention

@@ -9,15 +9,14 @@ queries and keys, V of values.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 from einops import rearrange
-from torch import Tensor, nn
+from torch import Tensor
 
-from dualpipe.models.decoder import DenseMLP, Experts, Layer, SparseMLP
+from dualpipe.models.decoder import Attention, DenseMLP, Experts, Layer, SparseMLP
 from dualpipe.models.hub import MTP_LAYERS, HubConfig
 from dualpipe.nn import Linear, RMSNorm, Router
 from dualpipe.nn.attention import Context, attend
@@ -35,7 +34,7 @@ class DeepseekConfig(HubConfig):
         "ep_size", "pretraining_tp",  # how DeepSeek's code spreads the same mathematics
         "head_dim", "qk_head_dim",  # P and D, which transformers writes besides
     })
-    _fixed: ClassVar[Mapping[str, Any]] = {
+    _fixed: ClassVar[dict[str, Any]] = {
         "hidden_act": "silu", "attention_dropout": 0.0, "mlp_bias": False, "moe_layer_freq": 1,
         "output_router_logits": False,
     }
@@ -124,7 +123,7 @@ class DeepseekV2Config(DeepseekConfig):
     """
 
     model_type: ClassVar[str] = "deepseek_v2"
-    _fixed: ClassVar[Mapping[str, Any]] = DeepseekConfig._fixed | {
+    _fixed: ClassVar[dict[str, Any]] = DeepseekConfig._fixed | {
         "scoring_func": "softmax", "norm_topk_prob": False, "rope_interleave": True,
     }
 
@@ -146,7 +145,7 @@ class DeepseekV3Config(DeepseekConfig):
     """DeepSeek-V3: each expert's own sigmoid, and a bias on the choice that evens out the loads."""
 
     model_type: ClassVar[str] = "deepseek_v3"
-    _fixed: ClassVar[Mapping[str, Any]] = DeepseekConfig._fixed | {
+    _fixed: ClassVar[dict[str, Any]] = DeepseekConfig._fixed | {
         "scoring_func": "sigmoid", "topk_method": "noaux_tc",
     }
 
@@ -176,7 +175,7 @@ class DeepseekV3Config(DeepseekConfig):
         }
 
 
-class LatentAttention(nn.Module):
+class LatentAttention(Attention):
     """Causal multi-head latent attention."""
 
     def __init__(self, config: DeepseekConfig) -> None:

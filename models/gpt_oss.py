@@ -32,7 +32,7 @@ class GptOssConfig(GroupedQueryConfig):
     model_type: ClassVar[str] = "gpt_oss"
     # How a checkpoint is quantized is seen from its tensors.
     _ignored: ClassVar[frozenset[str]] = frozenset({"initial_context_length", "quantization_config"})
-    _fixed: ClassVar[Mapping[str, Any]] = {
+    _fixed: ClassVar[dict[str, Any]] = {
         "hidden_act": "silu", "attention_dropout": 0.0, "output_router_logits": False,
     }
 

@@ -62,7 +62,7 @@ class HubConfig:
 
     model_type: ClassVar[str]
     _ignored: ClassVar[frozenset[str]] = frozenset()  # keys without a meaning for the family's mathematics
-    _fixed: ClassVar[Mapping[str, Any]] = {}  # keys of which one value is supported
+    _fixed: ClassVar[dict[str, Any]] = {}  # keys of which one value is supported
     _nullable: ClassVar[frozenset[str]] = frozenset()  # keys for which null is a value, not the same as no such key
 
     vocab_size: int

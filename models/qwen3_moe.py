@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -17,7 +16,7 @@ class Qwen3MoeConfig(GroupedQueryConfig):
 
     model_type: ClassVar[str] = "qwen3_moe"
     _ignored: ClassVar[frozenset[str]] = frozenset({"max_window_layers", "sliding_window"})  # of one that is off
-    _fixed: ClassVar[Mapping[str, Any]] = {
+    _fixed: ClassVar[dict[str, Any]] = {
         "hidden_act": "silu", "use_sliding_window": False, "attention_dropout": 0.0, "output_router_logits": False,
     }
 

@@ -12,8 +12,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
-from torch import nn
 
+from dualpipe.models.decoder import Layer, SparseMLP
 from dualpipe.models.hub import HubConfig
 from dualpipe.nn import GroupedLinear, Linear
 
@@ -47,7 +47,9 @@ def parameter_counts(config: HubConfig) -> ParameterCounts:
         groups = [module for module in layer.modules() if isinstance(module, GroupedLinear)]
         stacked = sum(param.numel() for module in groups for param in module.parameters())
         total += inside
-        active += inside - stacked + (stacked * _top_k(layer) // layer.mlp.gate.out_features if stacked else 0)
+        active += inside - stacked
+        if isinstance(layer.mlp, SparseMLP):
+            active += stacked * layer.mlp.gate.top_k // layer.mlp.gate.out_features
     return ParameterCounts(total, active, embedding)
 
 
@@ -69,11 +71,11 @@ def head_flops(config: HubConfig) -> float:
 
 def layer_flops(config: HubConfig, index: int, sequence_length: int, *, causal: bool = False) -> float:
     """For a token in the layer of this index, forward; see `flops_per_token`."""
-    layer = _layer(config, index)
-    products = 0.0
+    layer, products = _layer(config, index), 0.0
+    top_k = layer.mlp.gate.top_k if isinstance(layer.mlp, SparseMLP) else 0
     for module in layer.modules():
         if isinstance(module, GroupedLinear):
-            products += 2.0 * _top_k(layer) * module.in_features * module.out_features
+            products += 2.0 * top_k * module.in_features * module.out_features
         elif isinstance(module, Linear):
             products += 2.0 * module.in_features * module.out_features
     attention = layer.self_attn
@@ -82,13 +84,9 @@ def layer_flops(config: HubConfig, index: int, sequence_length: int, *, causal: 
 
 
 @lru_cache(maxsize=1024)
-def _layer(config: HubConfig, index: int) -> nn.Module:
+def _layer(config: HubConfig, index: int) -> Layer:
     with torch.device("meta"):
         return config.layer(index)
-
-
-def _top_k(layer: nn.Module) -> int:
-    return layer.mlp.gate.top_k if hasattr(layer.mlp, "gate") else 0  # a dense MLP has no router
 
 
 def _mean_seen(length: int, window: int | None) -> float:

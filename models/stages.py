@@ -9,17 +9,17 @@ Dimension letters: B batch, S sequence, H hidden, V vocabulary.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate, chain
 from math import inf
 from operator import add
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from dualpipe.models.decoder import DenseMLP, SparseMLP
+from dualpipe.models.decoder import DenseMLP, Layer, SparseMLP
 from dualpipe.models.hub import HubConfig
 from dualpipe.models.sizes import head_flops, layer_flops
 from dualpipe.nn import Linear, RMSNorm
@@ -93,7 +93,7 @@ class Stage(nn.Module):
 
     def use_expert_parallelism(self, experts: ExpertParallel) -> None:
         """Have the layers' experts on all ranks of `experts`; for parameters see `shard_experts`."""
-        for layer in self.layers.values():
+        for _, layer in self._numbered():
             if isinstance(layer.mlp, SparseMLP):
                 layer.mlp.dispatcher = experts.dispatcher()
 
@@ -102,22 +102,22 @@ class Stage(nn.Module):
 
         What is between linear layers is compiled: those themselves hand out weight gradients, which no compiler sees.
         """
-        for layer in self.layers.values():
+        for _, layer in self._numbered():
             parts = [layer.input_layernorm, layer.self_attn, layer.post_attention_layernorm]
             for part in (*parts, *(module for module in layer.mlp.modules() if isinstance(module, DenseMLP))):
                 part.compile(**options)
 
     def segments(self) -> list[Segment]:
         """The forward in parts, for the pipeline to overlap and, as `recompute` says, to compute again."""
-        of_layers = (layer.segments(partial(self.recompute, layer=int(index))) for index, layer in self.layers.items())
-        return self._around(chain.from_iterable(of_layers))
+        layers = (layer.segments(partial(self.recompute, layer=index)) for index, layer in self._numbered())
+        return self._around(chain.from_iterable(layers))
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         """Tokens (B, S) on the first stage, else hidden (B, S, H) -> logits (B, S, V) on the last, else hidden.
 
         positions: of each token in its document (B, S), where a row holds several; attention does not cross documents.
         """
-        layers = (Compute(layer, ("x", "context"), "x") for layer in self.layers.values())
+        layers = (Compute(layer, ("x", "context"), "x") for _, layer in self._numbered())
         return run_segments(self._around(layers), {"x": x, "positions": positions})["x"]
 
     def _around(self, layers: Iterable[Segment]) -> list[Segment]:
@@ -128,6 +128,9 @@ class Stage(nn.Module):
         if self.last:
             found.append(Compute(lambda x_BSH: self.lm_head(self.norm(x_BSH)), "x", "x"))
         return found or [Compute(lambda x_BSH: x_BSH, "x", "x")]
+
+    def _numbered(self) -> Iterator[tuple[int, Layer]]:
+        return ((int(index), cast(Layer, layer)) for index, layer in self.layers.items())
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
@@ -216,7 +219,8 @@ def _best_cuts(
     num_layers: int, num_stages: int, cost: Callable[[int, int, int], float], join: Callable[[float, float], float]
 ) -> tuple[float, list[int]]:
     """The least of what `join` makes of `cost(stage, start, stop)` of all stages, and how many layers each has."""
-    best: list[tuple[float, list[int]]] = [(0.0, [])] + [(inf, [])] * num_layers  # of the stages so far, by layers
+    # By layers, of the stages so far.
+    best: list[tuple[float, list[int]]] = [(inf if stop else 0.0, []) for stop in range(num_layers + 1)]
     for stage in range(num_stages):
         best = [
             min((join(best[start][0], cost(stage, start, stop)), [*best[start][1], stop - start])

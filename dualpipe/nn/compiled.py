@@ -34,10 +34,13 @@ def make_blocks(length: int, window: int | None, documents_BS: Tensor | None, de
     def near(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key <= query) & (key > query - reach)
 
-    def near_in_document(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return near(row, head, query, key) & (documents_BS[row, query] == documents_BS[row, key])
+    sees, batch = near, None
+    if documents_BS is not None:
+        documents, batch = documents_BS, len(documents_BS)
 
-    sees, batch = (near, None) if documents_BS is None else (near_in_document, len(documents_BS))
+        def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return near(row, head, query, key) & (documents[row, query] == documents[row, key])
+
     make = create_block_mask if device.type == "cpu" else compiled(create_block_mask)
     return make(sees, batch, None, length, length, device=device)
 
@@ -50,7 +53,7 @@ def attention_flex(
     A sink s adds e^s to the softmax's denominator Z = e^lse, so it scales the result by Z / (Z + e^s), which is
     sigmoid(lse - s).
     """
-    common = {"block_mask": blocks, "scale": scale, "enable_gqa": True}
+    common: dict[str, Any] = {"block_mask": blocks, "scale": scale, "enable_gqa": True}
     if sinks_A is None:
         return flex_attention(q_BASD, k_BGSD, v_BGSV, **common)
     y_BASV, aux = flex_attention(q_BASD, k_BGSD, v_BGSV, **common, return_aux=AuxRequest(lse=True))

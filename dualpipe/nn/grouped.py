@@ -163,11 +163,12 @@ class _Grouped(torch.autograd.Function):
         store = WeightGradStore.current()
         straight = store.active and (accumulates_apart(weight) or accumulates_apart(bias))
         if (need_weight or need_bias) and (store.deferring or straight) and not has_hooks(ctx.weight, ctx.bias):
-            x = None if x is None else x.detach()
+            if need_weight:
+                x = x.detach()
             store.put(partial(_add_grads, weight, bias, dy, x, ctx.ends, ctx.gather))
         else:
-            dw = _weight_grad(weight, dy, x, ctx.ends, ctx.gather) if need_weight else None
-            db = as_grad_of(bias, bias_grad(bias, dy, ctx.ends)) if need_bias else None
+            dw = None if weight is None else _weight_grad(weight, dy, x, ctx.ends, ctx.gather)
+            db = None if bias is None else as_grad_of(bias, bias_grad(bias, dy, ctx.ends))
         return dx, dw, db, None, None, None, d_scale
 
 
@@ -181,12 +182,14 @@ def _top_k(x: Tensor, tokens: SortedTokens) -> int:
 
 
 def _add_grads(
-    weight: Tensor | None, bias: Tensor | None, dy: Tensor, x: Tensor | None, ends: Tensor, gather: Tensor | None
+    weight: Tensor | None, bias: Tensor | None, dy: Tensor, x: Tensor, ends: Tensor, gather: Tensor | None
 ) -> None:
-    if weight is not None and weight.grad is None:
-        weight.grad = _weight_grad(weight, dy, x, ends, gather)
-    elif weight is not None:
-        grouped_gemm_wgrad(dy, x, ends, out=local(weight.grad), accumulate=True, gather=gather)
+    """Those of what is given; x is read for a weight alone."""
+    if weight is not None:
+        if weight.grad is None:
+            weight.grad = _weight_grad(weight, dy, x, ends, gather)
+        else:
+            grouped_gemm_wgrad(dy, x, ends, out=local(weight.grad), accumulate=True, gather=gather)
     if bias is not None:
         add_grad(bias, bias_grad(bias, dy, ends))
 

@@ -48,6 +48,7 @@ class Router(Linear):
     """
 
     keep_fp32 = ("e_score_correction_bias",)
+    e_score_correction_bias: Tensor | None
 
     def __init__(
         self,
@@ -77,7 +78,7 @@ class Router(Linear):
         self.step: RouterStep | None = None
         self.choice: Choice | None = None
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """(T, H), or (B, S, H) with a sequence in each row -> weights (T, K), experts (T, K) int64.
 
         Scores are computed in `promote_types(dtype, float32)`; weights are returned in the dtype of the logits.

@@ -193,8 +193,8 @@ def add_losses(
     if statistics is not None:
         losses = torch.stack((balance, z)).detach() / step.num_chunks
         counts = torch.cat((load_NE.sum(0), losses.double()))
-    if forward and not WeightGradStore.current().recomputing:
-        statistics.totals.add_(counts)
+        if forward and not WeightGradStore.current().recomputing:
+            statistics.totals.add_(counts)
     if not training:
         return weights_TK
     loss = (step.balance * balance + step.z * z) / step.num_chunks
@@ -212,7 +212,7 @@ def _parts(step: RouterStep, experts_TK: Tensor, sequences: int | None) -> Tenso
 
 
 def _given_load(step: RouterStep, load_NE: Tensor) -> Tensor:
-    if step.level != "global":
+    if step.level != "global" or step.load_E is None:
         return load_NE
     if step.load_E.shape != load_NE.shape[1:]:
         raise ValueError(f"load_E must have the shape {tuple(load_NE.shape[1:])}; got {tuple(step.load_E.shape)}")

@@ -40,7 +40,8 @@ class GroupAllToAll:
     """An `AsyncAllToAll` over the process group of a one-dimensional mesh, by gloo or NCCL."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
-        self.group, self.rank, self.size = mesh.get_group(), mesh.get_local_rank(), mesh.size()
+        self.group: dist.ProcessGroup | None = mesh.get_group()
+        self.rank, self.size = mesh.get_local_rank(), mesh.size()
         self.device = device.current() if mesh.device_type == "cuda" else torch.device(mesh.device_type)
 
     def start(
@@ -113,8 +114,8 @@ class PendingRows:
         self._received.append((buffer, dtype))
         stream.sent_bytes += row_bytes * (sum(sent) - sent[stream.all_to_all.rank])
 
-    def receive(self) -> list[Tensor | None]:
-        """What was received (rows, ...): the current stream waits for it, on CPU the host."""
+    def receive(self) -> list[Any]:
+        """What was received, (rows, ...) or None: the current stream waits for it, on CPU the host."""
         while self._works:
             self._works.pop(0)[0].wait()
         received, self._received = self._received, []  # the caller's from now on

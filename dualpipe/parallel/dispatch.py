@@ -67,7 +67,8 @@ class Dispatcher(Protocol):
 class LocalDispatcher:
     """The dispatcher of a rank that has all experts."""
 
-    dispatch = combine = None
+    dispatch: Communication | None = None
+    combine: Communication | None = None
 
     def __init__(self, num_experts: int) -> None:
         self._num_experts = num_experts
@@ -90,7 +91,8 @@ class AllToAllDispatcher:
     def __init__(self, num_experts: int, stream: CommStream) -> None:
         self._ranks, self._local = stream.size, num_experts // stream.size
         under_way: deque[_PendingDispatch] = deque()
-        self.dispatch, self.combine = _Dispatch(stream, self._local, under_way), _Combine(stream, under_way)
+        self.dispatch: Communication | None = _Dispatch(stream, self._local, under_way)
+        self.combine: Communication | None = _Combine(stream, under_way)  # type: ignore[assignment]  # never `again`
 
     def plan(self, x_TH: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> tuple[Tensor, Tensor, Plan]:
         """See `Dispatcher`: rows (T * D, H) and float32 weights (T * D, K), those to send first, sorted by rank.
@@ -191,12 +193,12 @@ class _PendingDispatch(PendingRows):
 
     def _send_counts(self) -> None:
         """Tell the other ranks how many rows they get and what is in one, and the host what it must know."""
-        stream, counts = self._stream, None if self._inputs is None else self._inputs[2].counts
-        with stream.beside(self._made, counts):
+        stream = self._stream
+        with stream.beside(self._made, None if self._inputs is None else self._inputs[2].counts):
             both = torch.zeros(2, stream.size, 5, dtype=torch.int64, device=stream.device)  # sent, received
             if self._inputs is not None:
                 rows, weights, plan = self._inputs
-                both[0, :, :2] = counts
+                both[0, :, :2] = plan.counts
                 for column, matrix in enumerate((rows, weights, plan.ids), 2):
                     both[0, :, column].fill_(row_bytes_of(matrix))
             each = [1] * stream.size
@@ -236,16 +238,18 @@ class _PendingDispatch(PendingRows):
         """Rows, weights and `Received`, and what the way back needs."""
         self.advance()
         rows_RH, packed = self.receive()
+        sizes = self.sizes
+        assert sizes is not None
         if self._inputs is None:
-            return (None, None, None), _Dispatched(self.sizes)
+            return (None, None, None), _Dispatched(sizes)
         (rows, weights, _), self._inputs = self._inputs, None  # what was sent may be freed
         weights_RK, ids_RK = (  # copied: a part of one row has a stride that a wider dtype cannot have
             part.clone(memory_format=torch.contiguous_format)
-            for part in packed.split((self.sizes.weights, self.sizes.ids), 1)
+            for part in packed.split((sizes.weights, sizes.ids), 1)
         )
-        received = Received(ids_RK.view(torch.int32), self._num_experts, self._pairs, self.sizes)
+        received = Received(ids_RK.view(torch.int32), self._num_experts, self._pairs, sizes)
         weights_RK = weights_RK.view(weights.dtype)
-        context = _Dispatched(self.sizes, rows.shape[0], (rows.dtype, weights.dtype), weights_RK, received)
+        context = _Dispatched(sizes, rows.shape[0], (rows.dtype, weights.dtype), weights_RK, received)
         return (rows_RH.view(rows.dtype), weights_RK, received), context
 
 
@@ -272,6 +276,7 @@ class _Combine:
         sizes = self._under_way.popleft().sizes
         while received is not None and sizes is not received.sizes:
             sizes = self._under_way.popleft().sizes
+        assert sizes is not None, "its dispatch has not got through"
         if rows is not None and (rows.shape[0], row_bytes_of(rows)) != (sum(sizes.received), sizes.row):
             raise ValueError(f"combine takes one row of {sizes.row} bytes for each of {sum(sizes.received)} received "
                              f"ones; got {tuple(rows.shape)} in {rows.dtype}: keep shape and dtype")
