@@ -38,7 +38,7 @@ class Flops(NamedTuple):
 
 
 def parameter_counts(config: HubConfig) -> ParameterCounts:
-    """Of the whole model; a tied embedding once."""
+    """The parameters of the whole model; a tied embedding counts once."""
     embedding = config.vocab_size * config.hidden_size
     total = active = embedding + config.hidden_size + (0 if config.tie_word_embeddings else embedding)
     for index in range(config.num_hidden_layers):
@@ -54,7 +54,7 @@ def parameter_counts(config: HubConfig) -> ParameterCounts:
 
 
 def flops_per_token(config: HubConfig, sequence_length: int, *, causal: bool = False) -> Flops:
-    """Of the whole model, with sequences of `sequence_length`; the backward takes twice the forward.
+    """What the whole model computes for sequences of `sequence_length`; the backward takes twice the forward.
 
     causal: count the scores that attention needs, of the positions that a token sees. Without, as is usual for MFU
     (Chowdhery et al., arXiv:2204.02311) and as a counter of matrix products finds, those of all pairs of positions.
@@ -65,12 +65,12 @@ def flops_per_token(config: HubConfig, sequence_length: int, *, causal: bool = F
 
 
 def head_flops(config: HubConfig) -> float:
-    """For a token, forward."""
+    """Operations of the head for a token, forward."""
     return 2.0 * config.hidden_size * config.vocab_size
 
 
 def layer_flops(config: HubConfig, index: int, sequence_length: int, *, causal: bool = False) -> float:
-    """For a token in the layer of this index, forward; see `flops_per_token`."""
+    """Operations of a layer for a token, forward; see `flops_per_token`."""
     layer, products = _layer(config, index), 0.0
     top_k = layer.mlp.gate.top_k if isinstance(layer.mlp, SparseMLP) else 0
     for module in layer.modules():

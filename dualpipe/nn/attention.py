@@ -53,10 +53,6 @@ class Context:
             self._tables[dtype] = cos.to(dtype), sin.to(dtype)
         return self._tables[dtype]
 
-    def hides_only_the_future(self, window: int | None = None) -> bool:
-        """Whether a query sees all that came before it."""
-        return self.documents_BS is None and (window is None or window >= self.length)
-
     def visible(self, window: int | None = None) -> Tensor:
         """Which keys a query sees: bool (S, S), or (B, S, S) where there are documents."""
         if window not in self._visible:
@@ -114,7 +110,8 @@ def attend(
 
     sinks_A: a logit for each head that takes its share of the softmax and has no value (gpt-oss).
     """
-    plain = sinks_A is None and context.hides_only_the_future(window)
+    causal = context.documents_BS is None and (window is None or window >= context.length)
+    plain = causal and sinks_A is None
     if not _has_kernel(q_BASD, v_BGSV, plain):
         return attention_reference(q_BASD, k_BGSD, v_BGSV, context, scale=scale, window=window, sinks_A=sinks_A)
     q_BASD, k_BGSD = q_BASD.to(v_BGSV.dtype), k_BGSD.to(v_BGSV.dtype)  # which a norm kept in float32 may have widened

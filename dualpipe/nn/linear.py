@@ -60,20 +60,19 @@ class _Linear(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None, wide: torch.dtype | None
     ) -> Tensor:
         ctx.weight, ctx.bias = weight, bias  # the parameters themselves: saved tensors may come back as copies
-        ctx.narrow = None if wide is None else x.dtype
         if dtype is not None:
             weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
-        need_x, need_weight, *_ = ctx.needs_input_grad
+        need_x, need_weight, _, _, _ = ctx.needs_input_grad
         ctx.save_for_backward(x if need_weight else None, weight if need_x else None)
         return F.linear(x, weight, bias) if wide is None else _wide_linear(x, weight, bias, wide)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
-        need_x, need_weight, need_bias, *_ = ctx.needs_input_grad
+        need_x, need_weight, need_bias, _, _ = ctx.needs_input_grad
         dx = None
-        if need_x:
-            dx = dy.matmul(weight) if ctx.narrow is None else dy.matmul(weight.to(dy.dtype)).to(ctx.narrow)
+        if need_x:  # after a wide product, autograd casts it to the dtype of x
+            dx = dy.matmul(weight if weight.dtype is dy.dtype else weight.to(dy.dtype))
         if not (need_weight or need_bias):
             return dx, None, None, None, None
         store = WeightGradStore.current()
@@ -83,10 +82,9 @@ class _Linear(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise RuntimeError("a deferred weight gradient cannot be differentiated again: call backward without "
                                "create_graph=True, or outside of WeightGradStore.defer")
-        if need_weight:
-            x = x.detach()  # the activation must not keep the graph of the layers before it alive
-        params = ctx.weight if need_weight else None, ctx.bias if need_bias else None
-        store.put(partial(_add_grads, *params, dy, x))
+        weight, bias = ctx.weight if need_weight else None, ctx.bias if need_bias else None
+        # Detached: the activation must not keep the graph of the layers before it alive.
+        store.put(partial(_add_grads, weight, bias, dy, x.detach() if need_weight else x))
         return dx, None, None, None, None
 
 

@@ -114,7 +114,7 @@ class RouterStatistics:
 
     @property
     def z_loss(self) -> Tensor:
-        """As `balance_loss`."""
+        """The mean over the counted batch, as `balance_loss`."""
         return self.totals[-1].clone()
 
     def reset(self) -> None:

@@ -101,7 +101,7 @@ class RouterSet:
         return {f"routers/{name}": self.statistics[name].totals for name, _ in self._here}
 
     def metrics(self) -> dict[str, Tensor]:
-        """Of the last step: scalars on the device, none where the model has no router. The host does not wait.
+        """What routers did in the last step: scalars on the device, none without a router. The host does not wait.
 
         load_max_over_mean: the largest of any router; dropped: the sum over routers; balance_loss and z_loss: the means
         over routers, without coefficients, where these are not zero.

@@ -209,20 +209,15 @@ class _PendingDispatch(PendingRows):
                 self._counts.copy_(both, non_blocking=True)
                 self._copied = device.record(stream.device)
 
-    def _read_counts(self) -> tuple[list[list[int]], list[list[int]]]:
-        """The records for and from each rank; the host waits for them."""
+    def advance(self) -> None:
+        """Send the rows, once it is known how many; the host waits for that."""
+        if self.sizes is not None:
+            return
         if self._copied is None:
             self._told.wait()
         else:
             self._copied.synchronize()  # orders: the copy, then the host, which alone waits here
-        sent, received = self._counts.tolist()
-        return sent, received
-
-    def advance(self) -> None:
-        """Send the rows, once it is known how many."""
-        if self.sizes is not None:
-            return
-        sent, received = self._read_counts()
+        sent, received = self._counts.tolist()  # the records for and from each rank
         sizes = self.sizes = _agreed_sizes(sent, received)
         self._pairs, total = sum(record[1] for record in received), sum(sizes.sent)
         rows = packed = dtype = None
