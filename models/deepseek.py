@@ -83,15 +83,6 @@ class DeepseekConfig(HubConfig):
         """P."""
         return self.qk_rope_head_dim
 
-    @property
-    def softmax_scale(self) -> float:
-        """D^-0.5, and where YaRN stretches, the square of its temperature for all dimensions of queries and keys.
-
-        The rotary tables have the rest of the temperature: see `Yarn.scale`.
-        """
-        temperature = 1.0 if self.yarn is None else yarn_mscale(self.yarn.factor, self.yarn.mscale_all_dim)
-        return (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5 * temperature**2
-
     def gate(self, device: str | None = None) -> Router:
         """The router of a layer."""
         return Router(
@@ -184,7 +175,11 @@ class LatentAttention(Attention):
         self.num_heads = self.num_kv_heads = heads
         self.latent_dim, self.window = config.kv_lora_rank, None
         self.nope_dim, self.rope_dim, self.v_dim = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
-        self.qk_dim, self.scale = self.nope_dim + self.rope_dim, config.softmax_scale
+        self.qk_dim = self.nope_dim + self.rope_dim
+        # Where YaRN stretches, with the square of its temperature for all dimensions of queries and keys; the rotary
+        # tables have the rest of the temperature: see `Yarn.scale`.
+        temperature = 1.0 if config.yarn is None else yarn_mscale(config.yarn.factor, config.yarn.mscale_all_dim)
+        self.scale = self.qk_dim**-0.5 * temperature**2
         self.rotate = apply_rotary_interleaved if config.rope_interleave else apply_rotary
         if config.q_lora_rank is None:
             self.q_proj = Linear(hidden, heads * self.qk_dim, bias=False)
@@ -202,16 +197,14 @@ class LatentAttention(Attention):
         latent_BSC, k_BSP = self.kv_a_proj_with_mqa(x_BSH).split((self.latent_dim, self.rope_dim), dim=-1)
         kv_BASX = rearrange(self.kv_b_proj(self.kv_a_layernorm(latent_BSC)), "B S (A X) -> B A S X", A=self.num_heads)
         k_BASN, v_BASV = kv_BASX.split((self.nope_dim, self.v_dim), dim=-1)
-        q_BASD = rearrange(self._queries(x_BSH), "B S (A D) -> B A S D", A=self.num_heads)
+        if hasattr(self, "q_proj"):
+            q = self.q_proj(x_BSH)
+        else:
+            q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_BSH)))
+        q_BASD = rearrange(q, "B S (A D) -> B A S D", A=self.num_heads)
         q_BASN, q_BASP = q_BASD.split((self.nope_dim, self.rope_dim), dim=-1)
         q_BASP, k_B1SP = (self.rotate(x, *context.tables(x.dtype)) for x in (q_BASP, k_BSP.unsqueeze(1)))
         q_BASD = torch.cat((q_BASN, q_BASP), dim=-1)
         k_BASD = torch.cat((k_BASN, k_B1SP.expand_as(q_BASP)), dim=-1)
         y_BASV = attend(q_BASD, k_BASD, v_BASV, context, scale=self.scale)
         return self.o_proj(rearrange(y_BASV, "B A S V -> B S (A V)"))
-
-    def _queries(self, x_BSH: Tensor) -> Tensor:
-        """(B, S, H) -> (B, S, A * D)."""
-        if hasattr(self, "q_proj"):
-            return self.q_proj(x_BSH)
-        return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_BSH)))

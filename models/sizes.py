@@ -79,7 +79,10 @@ def layer_flops(config: HubConfig, index: int, sequence_length: int, *, causal: 
         elif isinstance(module, Linear):
             products += 2.0 * module.in_features * module.out_features
     attention = layer.self_attn
-    seen = _mean_seen(sequence_length, attention.window) if causal else sequence_length
+    seen = float(sequence_length)  # positions that a token sees, itself included, on average over a sequence
+    if causal:
+        window = min(attention.window or sequence_length, sequence_length)
+        seen = (window * (window + 1) / 2 + (sequence_length - window) * window) / sequence_length
     return products + 2.0 * attention.num_heads * (attention.qk_dim + attention.v_dim) * seen
 
 
@@ -87,10 +90,3 @@ def layer_flops(config: HubConfig, index: int, sequence_length: int, *, causal: 
 def _layer(config: HubConfig, index: int) -> Layer:
     with torch.device("meta"):
         return config.layer(index)
-
-
-def _mean_seen(length: int, window: int | None) -> float:
-    """How many positions a token sees, itself included, on average over a sequence."""
-    if window is None or window >= length:
-        return (length + 1) / 2
-    return (window * (window + 1) / 2 + (length - window) * window) / length

@@ -43,26 +43,25 @@ class Recompute:
     """
 
     def __init__(self, rules: Iterable[str] = (), num_layers: int | None = None) -> None:
-        self._rules = [_parse(rule, num_layers) for rule in rules if rule != "none"]
+        self._rules: list[tuple[str, range]] = []
+        for rule in rules:
+            if rule == "none":
+                continue
+            found = re.fullmatch(r"(\w+)(?::(\d+)(?:-(\d+))?)?", rule)
+            if found is None or found[1] not in RECOMPUTE:
+                raise ValueError(f"cannot recompute {rule!r}; say none, or any of {', '.join(RECOMPUTE)}, with layers "
+                                 "where it is not for all of them, such as experts:0-7")
+            first, last = int(found[2] or 0), int(found[3] or found[2] or 10**6)
+            if found[2] and (last < first or (num_layers is not None and last >= num_layers)):
+                known = f"the model has layers 0 to {num_layers - 1}" if num_layers else "layers are counted from 0"
+                raise ValueError(f"cannot recompute {rule!r}: {known}; name the first and the last, such as "
+                                 "experts:0-7")
+            self._rules.append((found[1], range(first, last + 1)))
 
     def __call__(self, part: str, layer: int) -> bool:
         """Whether a part of a layer is computed again."""
         kinds = (part,) if part == "dispatch" else (part, "layer")
         return any(kind in kinds and layer in layers for kind, layers in self._rules)
-
-
-def _parse(rule: str, num_layers: int | None) -> tuple[str, range]:
-    found = re.fullmatch(r"(\w+)(?::(\d+)(?:-(\d+))?)?", rule)
-    if found is None or found[1] not in RECOMPUTE:
-        raise ValueError(f"cannot recompute {rule!r}; say none, or any of {', '.join(RECOMPUTE)}, with layers where it "
-                         "is not for all of them, such as experts:0-7")
-    if found[2] is None:
-        return found[1], range(10**6)
-    first, last = int(found[2]), int(found[3] or found[2])
-    if last < first or (num_layers is not None and last >= num_layers):
-        known = "layers are counted from 0" if num_layers is None else f"the model has layers 0 to {num_layers - 1}"
-        raise ValueError(f"cannot recompute {rule!r}: {known}; name the first and the last, such as experts:0-7")
-    return found[1], range(first, last + 1)
 
 
 class Stage(nn.Module):

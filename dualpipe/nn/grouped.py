@@ -127,8 +127,14 @@ class _Grouped(torch.autograd.Function):
         dtype: torch.dtype | None, form: tuple[bool, float, float] | None, scale: Tensor | None,
     ) -> Tensor:
         ctx.weight, ctx.bias = weight, bias  # the parameters themselves: saved tensors may come back as copies
-        ctx.ends, ctx.gather = (rows, None) if isinstance(rows, Tensor) else (rows.offs, rows.gather)
-        ctx.tokens, ctx.top_k = (None, 0) if isinstance(rows, Tensor) else (rows, _top_k(x, rows))
+        ctx.tokens, ctx.ends, ctx.gather = None, rows, None
+        if not isinstance(rows, Tensor):
+            ctx.tokens, ctx.ends, ctx.gather = rows, rows.offs, rows.gather
+            choices = rows.inverse.shape[0]
+            ctx.top_k = max(1, choices // max(1, x.shape[0]))
+            if x.shape[0] * ctx.top_k != choices:
+                raise ValueError(f"x must have one row for each token, and the {choices} sorted rows be a multiple of "
+                                 f"them; got {x.shape[0]}")
         weight, bias = local(weight), None if bias is None else local(bias)  # this rank's experts
         if dtype is not None:
             weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
@@ -170,15 +176,6 @@ class _Grouped(torch.autograd.Function):
             dw = None if weight is None else _weight_grad(weight, dy, x, ctx.ends, ctx.gather)
             db = None if bias is None else as_grad_of(bias, bias_grad(bias, dy, ctx.ends))
         return dx, dw, db, None, None, None, d_scale
-
-
-def _top_k(x: Tensor, tokens: SortedTokens) -> int:
-    choices = tokens.inverse.shape[0]
-    top_k = max(1, choices // max(1, x.shape[0]))
-    if x.shape[0] * top_k != choices:
-        raise ValueError(f"x must have one row for each token, and the {choices} sorted rows be a multiple of them; "
-                         f"got {x.shape[0]}")
-    return top_k
 
 
 def _add_grads(

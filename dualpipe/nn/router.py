@@ -87,9 +87,18 @@ class Router(Linear):
         wide = torch.promote_types(x_TH.dtype, torch.float32) if self.wide_logits else None
         logits_TE = super().forward(x_TH, wide)
         wide_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
-        scores_TE = self._scores(wide_TE)
+        scores_TE = wide_TE  # a softmax over those that are chosen comes later
+        if self.score != "softmax_topk":
+            scores_TE = wide_TE.softmax(-1) if self.score == "softmax" else wide_TE.sigmoid()
         experts_TK = self._choose(scores_TE.detach())
-        weights_TK = self._weights(scores_TE, experts_TK).to(logits_TE.dtype)
+        weights_TK = scores_TE.gather(1, experts_TK)
+        if self.score == "softmax_topk":
+            weights_TK = weights_TK.softmax(-1)
+        if self.norm_topk_prob:  # the small number matters only where all K scores underflow
+            weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
+        if self.routed_scaling_factor != 1:
+            weights_TK = weights_TK * self.routed_scaling_factor
+        weights_TK = weights_TK.to(logits_TE.dtype)
         if self.step is not None:
             sequences = len(x) if x.dim() == 3 else None
             probs = partial(self._probs, scores_TE)
@@ -117,18 +126,15 @@ class Router(Linear):
         groups = f", groups={self.topk_group}/{self.n_group}" if self.n_group > 1 else ""
         return f"{super().extra_repr()}, top_k={self.top_k}, score={self.score}{groups}"
 
-    # -- routing
-
-    def _scores(self, logits_TE: Tensor) -> Tensor:
-        if self.score == "softmax":
-            return logits_TE.softmax(-1)
-        return logits_TE.sigmoid() if self.score == "sigmoid" else logits_TE
-
     def _choose(self, scores_TE: Tensor) -> Tensor:
         if self.e_score_correction_bias is not None:
             scores_TE = scores_TE + self.e_score_correction_bias
         if self.topk_group < self.n_group:
-            scores_TE = self._within_best_groups(scores_TE)
+            size = self.out_features // self.n_group
+            best_TG = scores_TE.unflatten(-1, (self.n_group, size)).topk(self.group_best, dim=-1).values.sum(-1)
+            chosen = best_TG.topk(self.topk_group, dim=-1).indices
+            outside_TG = torch.ones_like(best_TG, dtype=torch.bool).scatter_(1, chosen, False)
+            scores_TE = scores_TE.masked_fill(outside_TG.repeat_interleave(size, dim=1), -torch.inf)
         own_TK = scores_TE.topk(self.top_k, dim=-1).indices
         if self.choice is None:
             return own_TK
@@ -137,22 +143,6 @@ class Router(Linear):
             raise ValueError(f"the router's choice gave experts of shape {tuple(experts_TK.shape)} for (T, K) = "
                              f"{tuple(own_TK.shape)}; replay the batch, cut as it was recorded")
         return experts_TK
-
-    def _within_best_groups(self, scores_TE: Tensor) -> Tensor:
-        """Scores with -inf outside of each token's best groups."""
-        size = self.out_features // self.n_group
-        best_TG = scores_TE.unflatten(-1, (self.n_group, size)).topk(self.group_best, dim=-1).values.sum(-1)
-        chosen = best_TG.topk(self.topk_group, dim=-1).indices
-        outside_TG = torch.ones_like(best_TG, dtype=torch.bool).scatter_(1, chosen, False)
-        return scores_TE.masked_fill(outside_TG.repeat_interleave(size, dim=1), -torch.inf)
-
-    def _weights(self, scores_TE: Tensor, experts_TK: Tensor) -> Tensor:
-        weights_TK = scores_TE.gather(1, experts_TK)
-        if self.score == "softmax_topk":
-            weights_TK = weights_TK.softmax(-1)
-        if self.norm_topk_prob:  # the small number matters only where all K scores underflow
-            weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
-        return weights_TK if self.routed_scaling_factor == 1 else weights_TK * self.routed_scaling_factor
 
     def _probs(self, scores_TE: Tensor) -> Tensor:
         """Scores of each token as probabilities (of sigmoids: DeepSeek-V3, arXiv:2412.19437, equation 19)."""

@@ -99,10 +99,23 @@ class AllToAllDispatcher:
 
         Raises ValueError for operands that do not fit.
         """
-        self._check(x_TH, weights_TK, experts_TK)
+        if not (x_TH.dim() == weights_TK.dim() == 2 and experts_TK.shape == weights_TK.shape == (
+            x_TH.shape[0], weights_TK.shape[1])):
+            raise ValueError(f"tokens (T, H), weights (T, K) and experts (T, K) are needed; got {tuple(x_TH.shape)}, "
+                             f"{tuple(weights_TK.shape)} and {tuple(experts_TK.shape)}")
+        experts = self._local * self._ranks
+        if experts_TK.device.type == "cpu" and ((experts_TK < -1) | (experts_TK >= experts)).any():
+            raise ValueError(f"experts must be between 0 and {experts - 1}, or -1 for none; "
+                             f"got {experts_TK.min()} to {experts_TK.max()}")
         ranks_TK = torch.div(experts_TK, self._local, rounding_mode="floor")  # -1 stays -1
-        of_rank_TKG = ranks_TK.unsqueeze(-1) == torch.arange(self._ranks, device=experts_TK.device)
-        ranks_TD = _distinct(ranks_TK, of_rank_TKG)
+        each_G = torch.arange(self._ranks, device=experts_TK.device)
+        of_rank_TKG = ranks_TK.unsqueeze(-1) == each_G
+        # The ranks that a token goes to, ascending, once each; -1 elsewhere among the D places.
+        if experts_TK.shape[1] >= self._ranks:
+            ranks_TD = each_G.where(of_rank_TKG.any(1), -1)
+        else:
+            sorted_TK = ranks_TK.sort(-1).values
+            ranks_TD = sorted_TK.where(sorted_TK.diff(dim=-1, prepend=sorted_TK[:, :1] - 1) != 0, -1)
         tokens, copies = sort_tokens(ranks_TD, self._ranks), ranks_TD.shape[1]
         here_TDK = ranks_TD.unsqueeze(2) == ranks_TK.unsqueeze(1)
         ids_TDK = (experts_TK - ranks_TK * self._local).unsqueeze(1).where(here_TDK, -1)
@@ -117,25 +130,6 @@ class AllToAllDispatcher:
     def finish(self, rows: Tensor, plan: Plan) -> Tensor:
         """See `Dispatcher`: adds a token's rows (S, H) in the order of the ranks, in float32 at least."""
         return combine_tokens(rows, None, plan.tokens.cut(rows.shape[0]), top_k=plan.copies)
-
-    def _check(self, x_TH: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> None:
-        if not (x_TH.dim() == weights_TK.dim() == 2 and experts_TK.shape == weights_TK.shape == (
-            x_TH.shape[0], weights_TK.shape[1])):
-            raise ValueError(f"tokens (T, H), weights (T, K) and experts (T, K) are needed; got {tuple(x_TH.shape)}, "
-                             f"{tuple(weights_TK.shape)} and {tuple(experts_TK.shape)}")
-        experts = self._local * self._ranks
-        if experts_TK.device.type == "cpu" and ((experts_TK < -1) | (experts_TK >= experts)).any():
-            raise ValueError(f"experts must be between 0 and {experts - 1}, or -1 for none; "
-                             f"got {experts_TK.min()} to {experts_TK.max()}")
-
-
-def _distinct(ranks_TK: Tensor, of_rank_TKG: Tensor) -> Tensor:
-    """The ranks that each token goes to, ascending, once each; -1 elsewhere among the D = min(K, G) places."""
-    if of_rank_TKG.shape[1] >= of_rank_TKG.shape[2]:
-        each_G = torch.arange(of_rank_TKG.shape[2], device=ranks_TK.device)
-        return each_G.where(of_rank_TKG.any(1), -1)
-    sorted_TK = ranks_TK.sort(-1).values
-    return sorted_TK.where(sorted_TK.diff(dim=-1, prepend=sorted_TK[:, :1] - 1) != 0, -1)
 
 
 class _Dispatched(NamedTuple):
@@ -187,17 +181,11 @@ class _PendingDispatch(PendingRows):
         super().__init__(stream)
         self._num_experts, self._inputs = num_experts, inputs
         self.sizes: Sizes | None = None  # known when rows are under way
-        self._send_counts()
-        if stream.device.type == "cpu":
-            self.advance()  # the host computes, so rows must be on their way before it does
-
-    def _send_counts(self) -> None:
-        """Tell the other ranks how many rows they get and what is in one, and the host what it must know."""
-        stream = self._stream
-        with stream.beside(self._made, None if self._inputs is None else self._inputs[2].counts):
+        # How many rows the other ranks get and what is in one, for them and the host, which must know.
+        with stream.beside(self._made, None if inputs is None else inputs[2].counts):
             both = torch.zeros(2, stream.size, 5, dtype=torch.int64, device=stream.device)  # sent, received
-            if self._inputs is not None:
-                rows, weights, plan = self._inputs
+            if inputs is not None:
+                rows, weights, plan = inputs
                 both[0, :, :2] = plan.counts
                 for column, matrix in enumerate((rows, weights, plan.ids), 2):
                     both[0, :, column].fill_(row_bytes_of(matrix))
@@ -208,6 +196,8 @@ class _PendingDispatch(PendingRows):
                 self._counts = torch.empty(both.shape, dtype=both.dtype, device="cpu", pin_memory=True)
                 self._counts.copy_(both, non_blocking=True)
                 self._copied = device.record(stream.device)
+        if stream.device.type == "cpu":
+            self.advance()  # the host computes, so rows must be on their way before it does
 
     def advance(self) -> None:
         """Send the rows, once it is known how many; the host waits for that."""
@@ -218,8 +208,13 @@ class _PendingDispatch(PendingRows):
         else:
             self._copied.synchronize()  # orders: the copy, then the host, which alone waits here
         sent, received = self._counts.tolist()  # the records for and from each rank
-        sizes = self.sizes = _agreed_sizes(sent, received)
-        self._pairs, total = sum(record[1] for record in received), sum(sizes.sent)
+        told = {tuple(record[2:]) for record in (*sent, *received)} - {(0, 0, 0)}  # nothing from one without inputs
+        if len(told) > 1:
+            raise ValueError(f"the ranks' rows consist of different numbers of bytes (hidden state, weights, choices): "
+                             f"{sorted(told)}; give the layer the same sizes and dtypes everywhere")
+        row, weight, ids = told.pop() if told else (0, 0, 0)
+        sizes = Sizes([record[0] for record in sent], [record[0] for record in received], row, weight, ids)
+        self.sizes, self._pairs, total = sizes, sum(record[1] for record in received), sum(sizes.sent)
         rows = packed = dtype = None
         if self._inputs is not None:
             rows, weights, plan = self._inputs
@@ -246,16 +241,6 @@ class _PendingDispatch(PendingRows):
         weights_RK = weights_RK.view(weights.dtype)
         context = _Dispatched(sizes, rows.shape[0], (rows.dtype, weights.dtype), weights_RK, received)
         return (rows_RH.view(rows.dtype), weights_RK, received), context
-
-
-def _agreed_sizes(sent: list[list[int]], received: list[list[int]]) -> Sizes:
-    """From the records for and from each rank: rows, pairs, and bytes of what a row consists of."""
-    told = {tuple(record[2:]) for record in (*sent, *received)} - {(0, 0, 0)}  # nothing from a rank without inputs
-    if len(told) > 1:
-        raise ValueError(f"the ranks' rows consist of different numbers of bytes (hidden state, weights, choices): "
-                         f"{sorted(told)}; give the layer the same sizes and dtypes everywhere")
-    row, weights, ids = told.pop() if told else (0, 0, 0)
-    return Sizes([record[0] for record in sent], [record[0] for record in received], row, weights, ids)
 
 
 class _Combine:

@@ -101,21 +101,15 @@ def shard_experts(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     for layer in layers.values():
         for name, param in list(layer.named_parameters(recurse=False)):
             if param not in sharded:
-                sharded[param] = _sharded(param, mesh)
+                each = param.shape[0] // mesh.size()
+                local = param.detach()[mesh.get_local_rank() * each :][:each].clone()
+                stride = param.detach().contiguous().stride()
+                whole = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=param.shape, stride=stride)
+                new = sharded[param] = nn.Parameter(whole, requires_grad=param.requires_grad)
+                if param.grad_dtype is not param.dtype:
+                    new.grad_dtype = param.grad_dtype
             setattr(layer, name, sharded[param])
     return module
-
-
-def _sharded(param: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
-    each = param.shape[0] // mesh.size()
-    local = param.detach()[mesh.get_local_rank() * each :][:each].clone()
-    whole = DTensor.from_local(
-        local, mesh, [Shard(0)], run_check=False, shape=param.shape, stride=param.detach().contiguous().stride()
-    )
-    new = nn.Parameter(whole, requires_grad=param.requires_grad)
-    if param.grad_dtype is not param.dtype:
-        new.grad_dtype = param.grad_dtype
-    return new
 
 
 def _share(what: str, experts: int, ranks: int) -> int:
