@@ -184,7 +184,7 @@ def test_in_the_streams_of_expert_parallelism(kind, plant):
     assert kind in kinds(by_threads(qwen, 1, 2, plant=plant).report(COUNTS))
 
 
-COUNTS = {"Event.synchronize in dualpipe/parallel/all_to_all.py: Counts.read": 48}
+COUNTS = {"Event.synchronize in dualpipe/parallel/dispatch.py: _PendingDispatch.advance": 48}
 
 
 def unwaited(name: str) -> AbstractContextManager:
