@@ -43,6 +43,11 @@ def test_special_paths_are_not_anchored(toml):
     assert (config.data.path, config.data.tokenizer, config.data.validation_path) == ("stdlib", "bytes", None)
 
 
+def test_a_path_called_none_is_a_path(toml, tmp_path):
+    config = load_config(toml(GOOD.replace('"text"', '"text"\nvalidation_path = "None"')))
+    assert config.data.validation_path == str(tmp_path / "None")
+
+
 def test_overrides_replace_the_file(toml):
     options = ["--optimizer.lr", "3e-4", "--train.sequence-length=9", "--data.path", "here", "--train.dtype", "bf16"]
     config = load_config(toml(), [*options, "--optimizer.betas", "0.5", "0.6", "--data.validation_path", "v"])
@@ -60,6 +65,14 @@ def test_overrides_replace_the_file(toml):
         (GOOD.replace("steps = 7", 'steps = "7"'), "steps = '7' has the wrong type; it must be an integer"),
         (GOOD.replace("steps = 7", "steps = true"), "steps = True has the wrong type"),
         (GOOD.replace("steps = 7", "steps = 7.5"), "steps = 7.5 has the wrong type"),
+        (GOOD.replace("lr = 1", "lr = true"), "lr = True has the wrong type; it must be a number"),
+        (GOOD.replace("lr = 1", 'lr = "1"'), "lr = '1' has the wrong type; it must be a number"),
+        (GOOD.replace("[0.8, 0.9]", "[0.8, true]"), r"betas = True has the wrong type; it must be a number"),
+        (GOOD.replace('"text"', "3"), r"run.toml: \[data\]: path = 3 has the wrong type; it must be a string"),
+        (GOOD.replace("pp = 2", 'layers_per_stage = [1, "2"]'), "layers_per_stage = '2' has the wrong type"),
+        (GOOD + "[memory]\nrecompute = 'layer'", "recompute = 'layer' has the wrong type; it must be a list, each a"),
+        (GOOD + "[dtypes]\nrules = ['a,save=fp32']", r"\[dtypes\]: rules must be a table, got 'a,save=fp32'"),
+        (GOOD + "[[dtypes.rules]]\npatern = 'a'", r"\[dtypes\]: rules: unknown key 'patern'; .* is 'pattern'"),
         (GOOD.replace("steps = 7", "steps = 0"), "train.steps = 0: must be at least 1"),
         (GOOD.replace("steps = 7", 'dtype = "fp16"'), "dtype = 'fp16' .* one of 'fp32', 'bf16'"),
         (GOOD.replace("[0.8, 0.9]", "[0.8]"), "betas = .* a list of 2"),
