@@ -1,8 +1,14 @@
 """The TOML config: defaults, overrides, and what is refused."""
 
+import json
+import re
+from dataclasses import fields
+from typing import get_type_hints
+
 import pytest
 
 from dualpipe.train.config import fit_world, load_config
+from dualpipe.train.tables import Config
 
 GOOD = """
 [model]
@@ -97,6 +103,37 @@ def test_overrides_replace_the_file(toml):
 def test_refuses_a_bad_file(toml, text, message):
     with pytest.raises(ValueError, match=message):
         load_config(toml(text))
+
+
+IMPOSSIBLE = {  # values, by what is said of them
+    "must be at least 0": {"parallel.dp": -1},
+    "must be at least 1": dict.fromkeys(
+        ("parallel.pp", "parallel.ep", "train.steps", "train.sequence_length", "train.micro_batch_size",
+         "train.num_chunks", "train.log_interval"), 0),
+    "must not be negative": dict.fromkeys(
+        ("train.seed", "train.eval_interval", "train.eval_batches", "router.balance", "router.z_loss",
+         "router.bias_update_rate", "optimizer.weight_decay", "optimizer.warmup_steps", "optimizer.clip_norm",
+         "checkpoint.interval", "checkpoint.keep_last", "checkpoint.keep_every"), -1),
+    "must be positive": {"optimizer.lr": 0, "optimizer.eps": -1, "parallel.timeout": 0},
+    "must be from 0 to 1": {"optimizer.min_lr_ratio": 1.5, "optimizer.decay_fraction": -0.5},
+    "must be at least 0 and less than 1": {"data.validation_fraction": 1},
+    "both must be at least 0 and less than 1": {"optimizer.betas": [-0.1, 0.5]},
+    "give ": {"data.path": "", "data.tokenizer": "", "data.text_key": "", "router.balanced_stride": -1,
+              "checkpoint.resume": "", "output.dir": ""},
+    "the package wandb is not installed": {"metrics.wandb": "project"},
+}
+
+
+def test_every_rule_of_a_field_refuses_something(toml, monkeypatch):
+    monkeypatch.setattr("dualpipe.train.tables.find_spec", lambda name: None)
+    ruled = {f"{table}.{each.name}" for table, cls in get_type_hints(Config).items() for each in fields(cls)
+             if each.metadata}
+    assert ruled == {name for names in IMPOSSIBLE.values() for name in names}
+    for remedy, values in IMPOSSIBLE.items():
+        for name, value in values.items():
+            table, field = name.split(".")
+            with pytest.raises(ValueError, match=rf"^{table}.{field} = .*: {re.escape(remedy)}"):
+                load_config(toml(f"[{table}]\n{field} = {json.dumps(value)}"))
 
 
 @pytest.mark.parametrize(
