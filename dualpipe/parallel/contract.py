@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -17,11 +17,10 @@ from torch.distributed.fsdp import FSDPModule
 
 from dualpipe.dtypes import dtype_of_code, short_name
 from dualpipe.parallel.description import TENSORS, read_description
-
-if TYPE_CHECKING:
-    from dualpipe.parallel.precision import DTypePlan
+from dualpipe.parallel.dtype_plan import DTypePlan, slots
 
 METADATA = ".metadata"  # of torch.distributed.checkpoint
+
 
 class ContractError(AssertionError):
     """A tensor is not what the plan says; the message names all of them."""
@@ -84,11 +83,6 @@ def checkpoint_dtypes(path: str | PathLike[str]) -> dict[str, torch.dtype]:
     return dtypes
 
 
-def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from module.named_parameters(remove_duplicate=False)
-    yield from module.named_buffers(remove_duplicate=False)
-
-
 def _differs(name: str, what: str, actual: torch.dtype | None, expected: torch.dtype) -> list[str]:
     if actual is expected:
         return []
@@ -99,8 +93,8 @@ def _storage(module: nn.Module, plan: DTypePlan) -> Iterator[str]:
     for inner in module.modules():
         if isinstance(inner, FSDPModule):
             inner.reshard()  # a root stays gathered after a forward
-    for name, tensor in _tensors(module):
-        yield from _differs(name, "is stored in", tensor.dtype, plan.of(name).storage)
+    for slot in slots(module):
+        yield from _differs(slot.name, "is stored in", slot.tensor.dtype, plan.of(slot.name).storage)
 
 
 def _gradients(module: nn.Module, plan: DTypePlan) -> Iterator[str]:

@@ -14,10 +14,10 @@ from dualpipe.dtypes import dtype_of
 from dualpipe.models import HubConfig, build_stages, read_config
 from dualpipe.models.stages import Recompute
 from dualpipe.nn import cross_entropy_loss
+from dualpipe.parallel import DTypePlan, DTypePolicy, Rule, resolve_dtypes, shard
 from dualpipe.parallel.expert import ExpertParallel, shard_experts
 from dualpipe.parallel.materialize import build_on_meta, materialize
 from dualpipe.parallel.mesh import dense_mesh
-from dualpipe.parallel.precision import DTypePlan, DTypePolicy, Rule, resolve_dtypes, shard
 from dualpipe.ranks import RankSync
 from dualpipe.schedule import Schedule
 from dualpipe.train.tables import Config

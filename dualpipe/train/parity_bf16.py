@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from dualpipe import Pipeline
 from dualpipe.nn.accumulate import local
 from dualpipe.nn.router_set import RouterSet
-from dualpipe.parallel.precision import DTypePlan
+from dualpipe.parallel import DTypePlan
 from dualpipe.schedule import build
 from dualpipe.train import parity
 from dualpipe.train.config import Config

@@ -29,7 +29,7 @@ from dualpipe.nn.router import (
     reduce_statistics,
     z_loss,
 )
-from dualpipe.parallel.precision import DTypePolicy, resolve_dtypes
+from dualpipe.parallel import DTypePolicy, resolve_dtypes
 from ranks import run_ranks
 
 H, E = 16, 12
