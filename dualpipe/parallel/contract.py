@@ -109,24 +109,23 @@ def _gradients(module: nn.Module, plan: DTypePlan) -> Iterator[str]:
 def _watch(modules: Sequence[nn.Module], plan: DTypePlan, run: Callable[[], object]) -> list[str]:
     wrong: list[str] = []
     seen: set[str] = set()
+
+    def look(prefix: str, module: nn.Module, args: Any) -> None:
+        for key, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+            name = f"{prefix}.{key}".lstrip(".")
+            wrong.extend(_differs(name, "computes in", tensor.dtype, plan.of(name).compute))
+            if isinstance(tensor, nn.Parameter):
+                seen.add(name)
+                if tensor.requires_grad:
+                    wrong.extend(_differs(name, "accumulates in", tensor.grad_dtype, plan.reduce_dtype(name)))
+
     with ExitStack() as hooks:
         for prefix, inner in (pair for module in modules for pair in module.named_modules()):
-            handle = inner.register_forward_pre_hook(partial(_look, prefix, plan, seen, wrong))
-            hooks.callback(handle.remove)
+            hooks.callback(inner.register_forward_pre_hook(partial(look, prefix)).remove)
         run()
     if not seen:
         wrong.append("no module with parameters ran its forward: `run` must call the module, not only its methods")
     return wrong
-
-
-def _look(prefix: str, plan: DTypePlan, seen: set[str], wrong: list[str], module: nn.Module, args: Any) -> None:
-    for key, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
-        name = f"{prefix}.{key}".lstrip(".")
-        wrong += _differs(name, "computes in", tensor.dtype, plan.of(name).compute)
-        if isinstance(tensor, nn.Parameter):
-            seen.add(name)
-            if tensor.requires_grad:
-                wrong += _differs(name, "accumulates in", tensor.grad_dtype, plan.reduce_dtype(name))
 
 
 def _on_disk(module: nn.Module, plan: DTypePlan, checkpoint: Any) -> Iterator[str]:

@@ -195,18 +195,12 @@ def slots(root: nn.Module) -> Iterator[Slot]:
                 yield Slot(f"{path}.{key}".lstrip("."), owner, key, tensor)
 
 
-def frozen_modules(root: nn.Module) -> set[nn.Module]:
-    """Every module inside a module that has parameters, none of them trainable."""
-    frozen: set[nn.Module] = set()
+def frozen_tensors(root: nn.Module) -> set[int]:
+    """The identities of what a plan stores in its compute dtype: scalars that are not trained, and all that is in
+    modules of which no parameter is."""
+    found = {id(param) for param in root.parameters() if param.dim() == 0 and not param.requires_grad}
     for module in root.modules():
         params = list(module.parameters())
-        if module not in frozen and params and not any(param.requires_grad for param in params):
-            frozen.update(module.modules())
-    return frozen
-
-
-def frozen_tensors(root: nn.Module) -> set[int]:
-    """The identities of what a plan stores in its compute dtype: tensors of frozen modules, scalars not trained."""
-    scalars = [param for param in root.parameters() if param.dim() == 0 and not param.requires_grad]
-    inside = [tensor for module in frozen_modules(root) for tensor in (*module.parameters(), *module.buffers())]
-    return {id(tensor) for tensor in scalars + inside}
+        if params and not any(param.requires_grad for param in params):
+            found.update(map(id, (*params, *module.buffers())))
+    return found

@@ -13,7 +13,7 @@ calls are used where the installed torch has them: `reset_iter_state` from 2.13,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -281,17 +281,6 @@ class ParametersStep:
             raise
 
 
-def check_apart(stages: Sequence[StageParameters]) -> None:
-    """Raise ValueError where modules of two stages were sharded as one unit."""
-    seen: list[Any] = []
-    for stage in stages:
-        states = [_state(unit) for unit in stage._units]
-        if any(state is other for state in states for other in seen):
-            raise ValueError("fully_shard was given modules of two stages together, which are gathered and reduced "
-                             "at different times; shard each stage by itself, sharing no parameter")
-        seen += states
-
-
 def process_groups(stages: Iterable[nn.Module], others: Iterable[ProcessGroup] = ()) -> list[ProcessGroup]:
     """The groups, of more than one rank, over which parameters of `stages` are distributed, and `others`; none within
     another."""
@@ -341,7 +330,7 @@ def _drive(root: FSDPModule, *, sync: bool, by_hand: bool) -> None:
         root.set_manual_backward_finalization(True)
 
 
-def _end_backward(root: FSDPModule) -> None:
+def _end_backward(root: Any) -> None:
     if hasattr(root, "finalize_backward"):
         root.finalize_backward()
         root.set_manual_backward_finalization(False)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from dualpipe import errors
 from dualpipe.dtypes import short_name
 from dualpipe.parallel.dtype_plan import DTypePlan, DTypePolicy, Rule, TensorDTypes, frozen_tensors, matches, slots
-from dualpipe.parallel.units import plan_units
+from dualpipe.parallel.units import Cut
 
 
 def resolve_dtypes(
@@ -61,7 +61,7 @@ def resolve_dtypes(
         tensors.update(dict.fromkeys(item.names, _decide(item, policy.param_dtype, narrow)))
     plan = DTypePlan(policy, tensors)
     for module in modules if sharded else ():
-        plan_units(module, plan)
+        Cut(module, plan)  # which refuses what FSDP2 could not keep apart
     return plan
 
 

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 
 from dualpipe.dtypes import short_name
 from dualpipe.parallel.dtype_plan import DTypePlan, DTypePolicy, slots
-from dualpipe.parallel.units import Unit, plan_units
+from dualpipe.parallel.units import Cut, Unit
 
 
 def shard(
@@ -45,18 +45,18 @@ def shard(
     With no `mesh` nothing is sharded, and the plan holds all the same: dtypes, casts, gradients in the reduce dtype.
 
     Raises:
-        ValueError: `plan_units` does; the module is sharded already; meshes do not fit the experts; or, with no mesh, a
+        ValueError: `Cut` does; the module is sharded already; meshes do not fit the experts; or, with no mesh, a
             parameter would have to compute in another dtype than it is stored in.
     """
     if isinstance(module, FSDPModule):
         raise ValueError("the module is sharded already; shard it once, from the outermost module")
     boundary = boundary_dtype(plan.policy, output_dtype)
-    units, casts = plan_units(module, plan, output_dtype=boundary)
+    cut = Cut(module, plan, output_dtype=boundary)
     _check_meshes(module, mesh, plan, expert_mesh)
     _store(module, plan)
     dense = None if mesh is None else _two_dimensional(mesh)
     taken: set[nn.Module] = set()
-    for unit in units:
+    for unit in cut.units:
         managed = [m for outer in unit.modules for m in outer.modules() if m not in taken]
         taken.update(managed)
         if dense is not None:
@@ -65,7 +65,7 @@ def shard(
             _accumulate_in(unit.key.reduce, unit.modules, managed, now=dense is None)
     if hasattr(module, "segments"):  # run by its parts, it never comes to the hook
         module.boundary_dtype = boundary  # type: ignore[assignment]
-    for cast in casts:
+    for cast in cut.casts:
         cast.module.register_forward_pre_hook(partial(_cast_inputs, cast.inputs), with_kwargs=True)
         if cast.outputs is not None:
             cast.module.register_forward_hook(partial(_cast_outputs, cast.outputs))

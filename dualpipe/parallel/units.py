@@ -20,8 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from dualpipe.dtypes import short_name
-from dualpipe.parallel.dtype_plan import DTypePlan, frozen_modules
-
+from dualpipe.parallel.dtype_plan import DTypePlan
 
 _Dtypes = tuple[torch.dtype, torch.dtype | None]  # computed in, and returned where that is another
 
@@ -54,35 +53,18 @@ class Cast(NamedTuple):
     outputs: torch.dtype | None
 
 
-class Cut(NamedTuple):
-    """How a module is cut; `units` innermost first, the order in which they are to be sharded."""
+class Cut:
+    """How a module is cut as its plan says; nothing of the module is changed.
 
-    units: list[Unit]
-    casts: list[Cast]
-
-
-def plan_units(module: nn.Module, plan: DTypePlan, *, output_dtype: torch.dtype | None = None) -> Cut:
-    """Cut a module into units and casts; changes nothing. `output_dtype` defaults to the policy's.
+    units: innermost first, the order in which they are to be sharded. casts: into and out of modules. output_dtype:
+    what the module returns, by default the policy's.
 
     Raises:
         ValueError: the plan lacks a tensor of the module, or dtypes meet where FSDP2 cannot keep them apart: in the
             parameters that one module owns directly, in a container without a forward, in tied parameters.
     """
-    cutter = _Cutter(module, plan)
-    casts = [*cutter.casts(module, output_dtype or plan.policy.output_dtype)]
-    for host in cutter.hosts:
-        casts += cutter.casts(host, cutter.host_output(host))
-    return Cut(_join_tied(module, [*cutter.units(module, cutter.main_key(module))]), casts)
 
-
-def _has_forward(module: nn.Module) -> bool:
-    return type(module).forward is not nn.Module.forward
-
-
-class _Cutter:
-    """Walks a module from the top; every parameter ends in one unit."""
-
-    def __init__(self, root: nn.Module, plan: DTypePlan) -> None:
+    def __init__(self, root: nn.Module, plan: DTypePlan, *, output_dtype: torch.dtype | None = None) -> None:
         self._plan = plan
         self._names = {module: name for name, module in root.named_modules()}
         self._own = {module: self._own_key(module) for module in self._names}  # refuses what cannot be told apart
@@ -91,10 +73,13 @@ class _Cutter:
         self._computes = {module: set(chain.from_iterable(tensors[m] for m in module.modules())) for module in tensors}
         self._seen: set[nn.Module] = set()
         self._is_host: dict[nn.Module, bool] = {}
-        self._find_hosts(root, frozen_modules(root), in_layer=False)
-        self.hosts = [module for module, is_host in self._is_host.items() if is_host]
+        self._find_hosts(root, in_layer=False)
+        self.casts = [*self._casts_of(root, output_dtype or plan.policy.output_dtype)]
+        for host in (module for module, is_host in self._is_host.items() if is_host):
+            self.casts += self._casts_of(host, self._output_of(host))
+        self.units = _join_tied(root, [*self._units_of(root, self._main_key(root))])
 
-    def units(self, module: nn.Module, main: Key | None) -> Iterator[Unit]:
+    def _units_of(self, module: nn.Module, main: Key | None) -> Iterator[Unit]:
         """The units in a module, and last the module itself with what is around them, of the key `main`."""
         groups: defaultdict[Key, list[nn.Module]] = defaultdict(list)
         yield from self._units_inside(module, main, groups)
@@ -108,7 +93,7 @@ class _Cutter:
             self._seen.add(child)
             own, has_forward = self._own[child], _has_forward(child)
             if self._is_host[child]:
-                yield from self.units(child, self.main_key(child))
+                yield from self._units_of(child, self._main_key(child))
             elif not has_forward and own not in (None, main):
                 raise ValueError(f"{self._names[child]} ({type(child).__name__}) has no forward, so its parameters, "
                                  f"{own}, cannot be gathered apart from those around it, {main or 'none'}: give both "
@@ -120,9 +105,9 @@ class _Cutter:
             elif own in (None, main):
                 yield from self._units_inside(child, main, groups)
             else:
-                yield from self.units(child, own)
+                yield from self._units_of(child, own)
 
-    def main_key(self, host: nn.Module) -> Key | None:
+    def _main_key(self, host: nn.Module) -> Key | None:
         """The key of the host's own parameters or, where it has none, of most that compute in the policy's dtype."""
         if self._own[host] or len(self._keys[host]) == 1:
             return self._own[host] or next(iter(self._keys[host]))
@@ -139,19 +124,19 @@ class _Cutter:
             if not self._is_host[child]:
                 yield from self._near(child)
 
-    def _find_hosts(self, module: nn.Module, frozen: set[nn.Module], *, in_layer: bool) -> None:
+    def _find_hosts(self, module: nn.Module, *, in_layer: bool) -> None:
         """Layers and frozen towers inside, by the first place that they have; a layer has no layers of its own."""
         for child in module.children():
             if child in self._is_host:
                 continue
             is_layer = isinstance(module, nn.ModuleList | nn.ModuleDict) and not in_layer
             has_more = any(True for _ in child.children()) or any(True for _ in child.buffers(recurse=False))
-            is_tower = has_more and child in frozen and module not in frozen
+            is_tower = has_more and not _is_trained(child) and _is_trained(module)
             is_host = bool(self._keys[child]) and _has_forward(child) and (is_layer or is_tower)
             self._is_host[child] = is_host
-            self._find_hosts(child, frozen, in_layer=in_layer or (is_host and is_layer))
+            self._find_hosts(child, in_layer=in_layer or (is_host and is_layer))
 
-    def host_output(self, host: nn.Module) -> torch.dtype | None:
+    def _output_of(self, host: nn.Module) -> torch.dtype | None:
         """A layer or tower returns the policy's compute dtype, whatever its fp32 parts do; one all in fp32, fp32."""
         base = self._plan.policy.param_dtype
         if any(compute is base for compute, _ in self._computes[host]):
@@ -159,9 +144,9 @@ class _Cutter:
         outputs = {output for _, output in self._computes[host]}
         return outputs.pop() if len(outputs) == 1 else None
 
-    def casts(self, host: nn.Module, output: torch.dtype | None) -> Iterator[Cast]:
+    def _casts_of(self, host: nn.Module, output: torch.dtype | None) -> Iterator[Cast]:
         """The casts of a host, which returns `output`, and of the modules in it where it mixes dtypes."""
-        main = self.main_key(host)
+        main = self._main_key(host)
         yield Cast(host, main.compute if main else self._plan.policy.param_dtype, output)
         if len(self._computes[host]) > 1:
             yield from self._casts_inside(host)
@@ -206,6 +191,14 @@ class _Cutter:
 
     def _full(self, module: nn.Module, name: str) -> str:
         return f"{self._names[module]}.{name}".lstrip(".")
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward
+
+
+def _is_trained(module: nn.Module) -> bool:
+    return any(param.requires_grad for param in module.parameters())
 
 
 def _join_tied(root: nn.Module, units: list[Unit]) -> list[Unit]:

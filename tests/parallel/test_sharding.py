@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from dualpipe.models import Qwen3MoeConfig, build_stages
 from dualpipe.parallel import DTypePolicy, Rule, assert_contract, resolve_dtypes, shard
-from dualpipe.parallel.units import plan_units
+from dualpipe.parallel.units import Cut
 from ranks import run_ranks
 from toys import relative_error
 
@@ -229,7 +229,7 @@ def qwen(rank):
         assert_contract(model, plan, run=lambda: step(model, rank))
     assert {step(plain, seed) for seed in (0, 1)} == {BF16}
     expected = {name: p.grad / 2 for name, p in plain.named_parameters()}
-    units = sum(len(unit.modules) > 1 for unit in plan_units(plain, plan).units)
+    units = sum(len(unit.modules) > 1 for unit in Cut(plain, plan).units)
     return worst(gradients(model), expected), seen, units
 
 
