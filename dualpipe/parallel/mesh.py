@@ -31,8 +31,8 @@ EXPERTS = tuple(name for name in DENSE if name != "ep")  # the ranks of these ha
 class Mesh:
     """The sizes of a mesh and where this rank stands in it; its groups, where there are processes.
 
-    sizes, places: the number of ranks along each dimension, and this rank's own number there, outermost first. All of
-    `DIMENSIONS` are among them, and those of a mesh of the user's own.
+    sizes, places: the number of ranks along each dimension, and this rank's own number there. All of `DIMENSIONS` are
+    among them, and those of a mesh of the user's own.
     """
 
     sizes: Mapping[str, int]
@@ -44,26 +44,16 @@ class Mesh:
         """A mesh from `build_mesh`, or one that lacks some of `DIMENSIONS`: they have one rank. None: this process
         alone."""
         if device_mesh is None:
-            return cls.at(0)
-        names = device_mesh.mesh_dim_names or ()
-        alone = [name for name in DIMENSIONS if name not in names]
-        sizes = dict(zip(names, device_mesh.shape)) | dict.fromkeys(alone, 1)
-        places = dict(zip(names, device_mesh.get_coordinate() or ())) | dict.fromkeys(alone, 0)
-        return cls(sizes, places, device_mesh)
+            return cls.planned()
+        names, here = device_mesh.mesh_dim_names or (), device_mesh.get_coordinate() or ()
+        sizes = dict.fromkeys(DIMENSIONS, 1) | dict(zip(names, device_mesh.shape))
+        return cls(sizes, dict.fromkeys(DIMENSIONS, 0) | dict(zip(names, here)), device_mesh)
 
     @classmethod
-    def at(cls, rank: int, **given: int) -> Mesh:
-        """A rank of a mesh of these sizes (default 1) that need not run; raises ValueError for what there is not."""
-        if unknown := given.keys() - set(DIMENSIONS):
-            raise ValueError(f"a mesh has the dimensions {', '.join(DIMENSIONS)}; got {', '.join(sorted(unknown))}")
-        sizes = {name: given.get(name, 1) for name in DIMENSIONS}
-        _check_positive(sizes)
-        if not 0 <= rank < prod(sizes.values()):
-            raise ValueError(f"ranks of {_product(sizes)} are 0 to {prod(sizes.values()) - 1}; got {rank}")
-        places = {}
-        for name in reversed(DIMENSIONS):
-            rank, places[name] = divmod(rank, sizes[name])
-        return cls(sizes, {name: places[name] for name in DIMENSIONS})
+    def planned(cls, **given: int) -> Mesh:
+        """The first rank of a mesh of these sizes (default 1) that need not run; raises ValueError for one below 1."""
+        _check_positive(given)
+        return cls(dict.fromkeys(DIMENSIONS, 1) | given, dict.fromkeys((*DIMENSIONS, *given), 0))
 
     @property
     def world_size(self) -> int:

@@ -79,15 +79,22 @@ def places(rank, shape, names):
 
 def test_mesh_says_where_a_rank_stands():
     for rank, (sizes, at, members) in enumerate(run_ranks(places, 8, (2, 2, 2), DIMENSIONS)):
-        planned = Mesh.at(rank, pp=2, dp=2, ep=2)
-        assert (sizes, at) == (planned.sizes, planned.places) and planned.world_size == 8
+        assert sizes == {"pp": 2, "dp": 2, "ep": 2} and tuple(at.values()) == (rank // 4, rank // 2 % 2, rank % 2)
         assert members["dense"] == ([0, 1, 2, 3] if rank < 4 else [4, 5, 6, 7])
         assert members["experts"] == [rank & ~2, rank | 2] and members["pp"] == [rank & ~4, rank | 4]
-        assert planned.group("pp") is planned.dense is None
+
+
+def test_a_mesh_that_need_not_run():
+    mesh = Mesh.planned(pp=16, ep=8)
+    assert mesh.sizes == {"pp": 16, "dp": 1, "ep": 8} and mesh.world_size == 128 and mesh.replicas == 8
+    assert mesh.rank("pp") == mesh.replica == 0 and mesh.group("pp") is mesh.dense is None
+    with pytest.raises(ValueError, match=r"sizes of the mesh must be at least 1; got dp \* ep = -1 \* -1"):
+        Mesh.planned(dp=-1, ep=-1)
 
 
 OWN = {
-    "other names, other order": ((2, 2), ("ep", "pp"), {"pp": 2, "dp": 1, "ep": 2}),
+    "another order": ((2, 2), ("ep", "pp"), {"pp": 2, "dp": 1, "ep": 2}),
+    "no pipeline": ((2, 2), ("dp", "ep"), {"pp": 1, "dp": 2, "ep": 2}),
     "names of its own": ((2, 2), ("replicate", "shard"), {"pp": 1, "dp": 1, "ep": 1, "replicate": 2, "shard": 2}),
     "no names": ((4,), None, {"pp": 1, "dp": 1, "ep": 1}),
 }
@@ -99,22 +106,12 @@ def test_mesh_of_ones_own_lacks_dimensions(case):
     for rank, (sizes, at, members) in enumerate(run_ranks(places, 4, shape, names)):
         assert sizes == expected
         assert at == dict.fromkeys(expected, 0) | dict(zip(names or (), (rank // 2, rank % 2)))
-        assert members["dense"] == ([rank & ~2, rank | 2] if "ep" in sizes and names and "ep" in names else None)
-        assert members["experts"] is None
+        by_case = {"another order": [rank & ~2, rank | 2], "no pipeline": [0, 1, 2, 3]}
+        assert members["dense"] == by_case.get(case)
+        assert members["experts"] == ([rank & ~2, rank | 2] if case == "no pipeline" else None)
 
 
 def test_alone():
     mesh = Mesh.of(None)
-    assert mesh == Mesh.at(0) and mesh.world_size == mesh.replicas == mesh.size("pp") == 1
+    assert mesh == Mesh.planned() and mesh.world_size == mesh.replicas == mesh.size("pp") == 1
     assert mesh.replica == mesh.rank("ep") == 0 and mesh.dense is mesh.experts is mesh.group("pp") is None
-
-
-@pytest.mark.parametrize(("rank", "sizes", "message"), [
-    (4, {"pp": 2, "ep": 2}, "ranks of pp * dp * ep = 2 * 1 * 2 are 0 to 3; got 4"),
-    (-1, {}, "are 0 to 0; got -1"), (0, {"tp": 2}, "the dimensions pp, dp, ep; got tp"),
-    (0, {"dp": -1, "ep": -1}, "sizes of the mesh must be at least 1; got dp * ep = -1 * -1"),
-])
-def test_ranks_and_sizes_that_there_are_not(rank, sizes, message):
-    with pytest.raises(ValueError) as raised:
-        Mesh.at(rank, **sizes)
-    assert message in str(raised.value)
