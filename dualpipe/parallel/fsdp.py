@@ -46,11 +46,6 @@ class StageParameters:
                 # through. It costs no memory: a buffer takes the place of the gradients that were copied into it.
                 root.set_reduce_scatter_max_input_buffers(len(self._units))
 
-    @property
-    def sharded(self) -> bool:
-        """Whether FSDP2 has any part of this stage."""
-        return bool(self._units)
-
     def places(self) -> Iterator[tuple[nn.Module, str]]:
         """Where the parameters that FSDP2 has are: module and name in it."""
         for fsdp_param in self._fsdp_params():
@@ -228,7 +223,7 @@ class ParametersStep:
 
     def __init__(self, stages: Mapping[int, StageParameters], *, train: bool, reduce: bool) -> None:
         self._stages, self._train, self._reduce = stages, train, reduce
-        self._waiting, self._open = set(stages), {s for s, parameters in stages.items() if parameters.sharded}
+        self._waiting, self._open = set(stages), set(stages)
         self._broken = False  # whether a collective failed, so that the others cannot be met any more
 
     def gather(self) -> None:
