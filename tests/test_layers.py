@@ -76,7 +76,6 @@ def loaded_by(module: str) -> set[str]:
     return set(done.stdout.split())
 
 
-@pytest.mark.xfail(strict=True, reason="being put in order")
 def test_lower_layers_load_no_upper_ones() -> None:
     assert not {name for name in loaded_by("dualpipe.nn") if name.startswith(("dualpipe.p", "dualpipe.m"))}
     assert len(loaded_by("dualpipe.parallel.mesh")) < 15

@@ -117,11 +117,11 @@ def compare(config: Config, job: Job) -> tuple[list[Rounding], list[Accumulation
     exact_model = make_whole(dtype=torch.float64)
     exact_model.load_state_dict(state)
     exact = run(exact_model)
-    if job.replica:  # pipeline 0 has the same gradients
+    if job.place.replica:  # pipeline 0 has the same gradients
         found.clear()
     if job.rank == 0:  # metrics are the same on all ranks
         found |= {name: value.cpu() for name, value in metrics.items()}
-    if loss is not None and job.replica == 0:
+    if loss is not None and job.place.replica == 0:
         found["loss"] = loss.cpu()
     rounding = []
     for name, value in found.items():
