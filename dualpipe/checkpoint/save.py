@@ -42,8 +42,8 @@ from dualpipe.checkpoint.tensors import NewFile, lay_out, read_header, storable
 from dualpipe.checkpoint.writer import write_in_process
 from dualpipe.dtypes import short_name
 from dualpipe.files import CHECKSUMS, Written, write_files
-from dualpipe.parallel.mesh import DIMENSIONS
-from dualpipe.parallel.precision import DTypePlan
+from dualpipe.parallel import DTypePlan
+from dualpipe.parallel.mesh import DIMENSIONS, Mesh
 from dualpipe.ranks import RankSync
 
 MAX_FILE_BYTES = 2**34  # of tensors in a file
@@ -84,8 +84,8 @@ class Checkpoints:
         self._kind, self._checksum, self._timeout = kind, checksum, timeout.total_seconds()
         self._layout = layout_of(mesh)
         # Which ranks have the same stages, only "pp" tells. Without it, all that have a tensor must have the same.
-        is_named = "pp" in ((mesh and mesh.mesh_dim_names) or ())
-        self._stages = 0 if mesh is None else mesh["pp"].get_local_rank() if is_named else mesh.get_rank()
+        is_named = mesh is None or "pp" in (mesh.mesh_dim_names or ())
+        self._stages = Mesh.of(mesh).rank("pp") if is_named else dist.get_rank()
         # The background talks while training does, so never in a group of training's; gloo, as it sends no tensors.
         self._group = None if self._layout["world"] == 1 else dist.new_group(backend="gloo", timeout=timeout)
         self._ranks = RankSync.of_mesh(mesh, self._group)
@@ -276,8 +276,8 @@ def save(directory: str | PathLike[str], state: State, *, step: int, mesh: Devic
 
 def layout_of(mesh: DeviceMesh | None) -> dict[str, int]:
     """Sizes by name: "world", "pp", "dp", "ep", and those of other dimensions that a mesh of one's own has."""
-    own = {} if mesh is None else dict(zip(mesh.mesh_dim_names or (), mesh.shape))
-    return {"world": 1 if mesh is None else mesh.size(), **dict.fromkeys(DIMENSIONS, 1), **own}
+    sizes = Mesh.of(mesh)
+    return {"world": sizes.world_size, **sizes.sizes}
 
 
 # -- what is beside the tensors
