@@ -58,7 +58,7 @@ def estimate(config: Config, model: HubConfig) -> list[RankMemory]:
     schedule = build(p.schedule, p.pp, config.train.num_chunks)
     with torch.device("meta"):
         stages = build_stages(model, schedule.num_stages, layers_per_stage=p.layers_per_stage)
-    peaks, known = simulate(schedule, Costs()).peak_activations, {}
+    peaks, known = simulate(schedule, Costs()).peak_activations, dict[object, int]()
     return [_of_rank(config, model, schedule, stages, rank, peaks[rank], known) for rank in range(p.pp)]
 
 
@@ -87,7 +87,7 @@ def _of_rank(
 
 
 def _parameters(stages: nn.Module) -> tuple[int, int]:
-    """Of dense layers, and of all experts."""
+    """The number of parameters of dense layers, and of all experts."""
     grouped = (module.parameters() for module in stages.modules() if isinstance(module, GroupedLinear))
     experts = sum(param.numel() for param in chain.from_iterable(grouped))
     return sum(param.numel() for param in stages.parameters()) - experts, experts

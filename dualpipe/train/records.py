@@ -129,7 +129,7 @@ def _decompress_zstd(path: Path) -> Iterator[bytes]:
 
 
 def _lines(pieces: Iterable[bytes]) -> Iterator[bytes]:
-    begun = []
+    begun: list[bytes] = []
     for piece in pieces:
         *ends, rest = piece.split(b"\n")
         for end in ends:
