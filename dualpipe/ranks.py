@@ -49,7 +49,7 @@ class RankSync:
         self.rank = 0 if group is None else self._members.index(group.rank())
         self._group, self._cut_short = group, False
         self._replicas = [other if "cpu" in backends(other) else gloo_beside(other) for other in replicas]
-        self._tell_back = bool(self._replicas)
+        self._tell_back = True  # until `compare_replicas`
 
     @classmethod
     def of_mesh(cls, mesh: DeviceMesh | None, group: ProcessGroup | None = None) -> RankSync:
