@@ -20,7 +20,7 @@ from dualpipe.errors import PipelineError
 from dualpipe.nn.deferral import WeightGradStore
 from dualpipe.nn.segments import communication_groups, has_communication
 from dualpipe.parallel.clipping import clip_grad_norm_
-from dualpipe.parallel.fsdp import ParametersStep, StageParameters, check_apart, process_groups
+from dualpipe.parallel.fsdp import ParametersStep, StageParameters, process_groups
 from dualpipe.parallel.reduced import check_stages
 from dualpipe.pipeline.arguments import (
     Agreed,
@@ -113,7 +113,6 @@ class Pipeline(nn.Module):
         """The schedule, for the fewest micro-batches; ValueError for what does not fit."""
         self.module = checked_modules(modules)
         parameters = [StageParameters(module) for module in self.module]
-        check_apart(parameters)
         specs = [SideSpec.of(module) for module in self.module]
         self.device = common_device(self.module) or self._groups.default_device()
         self._groups.check_device(self.device)
