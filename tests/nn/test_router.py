@@ -27,7 +27,7 @@ from dualpipe.nn.router_losses import (
     reduce_statistics,
     z_loss,
 )
-from dualpipe.parallel.precision import DTypePolicy, resolve_dtypes
+from dualpipe.parallel import DTypePolicy, resolve_dtypes
 from ranks import run_ranks
 from routes import Routes
 

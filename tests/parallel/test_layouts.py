@@ -19,10 +19,10 @@ from dualpipe.nn import cross_entropy_loss
 from dualpipe.nn.deferral import WeightGradStore
 from dualpipe.nn.router import BalancedRoutes, Choice, Router
 from dualpipe.nn.router_losses import RouterStep
+from dualpipe.parallel import DTypePolicy, Rule, resolve_dtypes, shard
 from dualpipe.parallel.expert import ExpertParallel, shard_experts
 from dualpipe.parallel.materialize import build_on_meta, materialize
 from dualpipe.parallel.mesh import build_mesh, dense_mesh
-from dualpipe.parallel.precision import DTypePolicy, Rule, resolve_dtypes, shard
 from dualpipe.pipeline import PipelineError
 from dualpipe.schedule import build
 from dualpipe.train.model import build_model, build_whole, micro_batch_loss

@@ -40,7 +40,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache
@@ -166,7 +166,7 @@ class PretendCuda:
         self._lock = threading.RLock()
         self._blocks: dict[int, Block] = {}  # by storage
         self._dead: deque[tuple[int, Block, Timeline]] = deque()  # storages that are gone, and the thread they went in
-        self._lost: dict[int, list[Access]] = {}  # by stream, who may still use memory that was given back to it
+        self._lost: defaultdict[int, list[Access]] = defaultdict(list)  # by stream, who may still use memory that was given back to it
 
     def report(self, waits: Mapping[str, int]) -> list[str]:
         """All faults, each with how often; `waits`: those of the host that there should be."""
@@ -247,11 +247,13 @@ class PretendCuda:
         return RESIZE(storage, nbytes)
 
     def _allocate(self, block: Block, nbytes: int) -> None:
-        """The allocator waits for nobody: it may be the memory of what was given back on this stream."""
-        block.nbytes = nbytes
+        """The allocator waits for nobody: it may be memory that was given back on this stream and is still in use, by
+        others (lost), and by the stream itself."""
+        line, block.nbytes = block.line, nbytes
         self.allocated += nbytes
-        lost = [old for old in self._lost.get(block.line.number, ()) if not old.before(block.line.clock)]
-        self._lost[block.line.number], block.accesses = lost, lost.copy()
+        lost = self._lost[line.number] = [old for old in self._lost[line.number] if not old.before(line.clock)]
+        own = Access(line, line.clock[line.number], True, 0, sys.maxsize, "anything", f"memory of {line.name}")
+        block.accesses = [own, *lost]
 
     def _bury(self) -> None:
         with self._lock:
@@ -274,7 +276,7 @@ class PretendCuda:
                 self.faults[f"free: {what}, given back before the {old}"] += 1
             else:
                 lost = old._replace(write=True, low=0, high=sys.maxsize, lost=old.lost or what)
-                self._lost.setdefault(block.line.number, []).append(lost)
+                self._lost[block.line.number].append(lost)
 
     def _access(self, tensor: Tensor, write: bool, line: Timeline, what: str) -> None:
         """Note what `line` does with a tensor, and hold it against what was noted before."""
