@@ -13,7 +13,8 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch import Tensor
 
-Stream, Event = torch.cuda.Stream, torch.cuda.Event
+Stream = torch.cuda.Stream
+Event = torch.cuda.Event
 
 
 def count() -> int:
