@@ -17,7 +17,7 @@ from torch import Tensor
 from dualpipe import Pipeline
 from dualpipe.checkpoint import native_random, save_hf
 from dualpipe.checkpoint.lock import lock, unlock
-from dualpipe.device import model_name
+from dualpipe.device import model_name, peak_tflops
 from dualpipe.models import HubConfig, read_config
 from dualpipe.models.sizes import flops_per_token
 from dualpipe.nn.accumulate import local
@@ -27,7 +27,6 @@ from dualpipe.train.console import say
 from dualpipe.train.data import Batch, Loader, evaluation_batches, open_splits, packed_directory, read_batches
 from dualpipe.train.job import Job, join
 from dualpipe.train.launch import RankInfo
-from dualpipe.train.machine import peak_tflops
 from dualpipe.train.metrics import MetricsWriter, StepMetrics, memory_bytes
 from dualpipe.train.model import DTYPES, Model, build_model, micro_batch_loss, plan_run, read_model_config
 from dualpipe.train.optimizer import Optimizer, learning_rate
