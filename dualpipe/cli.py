@@ -141,7 +141,7 @@ def _hf_check(args: argparse.Namespace) -> int:
     from dualpipe.checkpoint.hub_plan import Layout
     from dualpipe.parallel.mesh import mesh_sizes
 
-    for line in check(args.path, Layout(*mesh_sizes(args.pp * args.dp * args.ep, args.pp, args.dp, args.ep))):
+    for line in check(args.path, Layout(**mesh_sizes(args.pp * args.dp * args.ep, pp=args.pp, dp=args.dp, ep=args.ep))):
         print(line)
     return 0
 

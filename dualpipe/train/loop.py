@@ -78,7 +78,7 @@ class Run:
         model_config = read_model_config(config)
         plan = plan_run(config, model_config, saver.source_dtypes, job.mesh)
         self.model: Model = build_model(
-            model_config, self.schedule, job.rank_along("pp"), seed=train.seed,
+            model_config, self.schedule, job.place.rank("pp"), seed=train.seed,
             dtype=DTYPES[train.dtype], device=job.device, mesh=job.mesh, recompute=config.memory.recompute,
             layers_per_stage=parallel.layers_per_stage, compiled=train.compile,
             from_hf=config.init.from_hf if saver.source is None else "", plan=plan,
@@ -89,7 +89,8 @@ class Run:
         self.splits = self._open_data()
         self.batch_size = train.micro_batch_size * train.num_chunks * parallel.replicas
         own = self.batch_size // parallel.replicas if self.model.has_first or self.model.has_last else 0
-        self.rows = range(own * job.replica, own * (job.replica + 1))  # of the global batch, for this pipeline
+        first = own * job.place.replica
+        self.rows = range(first, first + own)  # of the global batch, for this pipeline
         self.loader = Loader(
             self.splits.train, sequence_length=train.sequence_length, batch_size=self.batch_size, seed=train.seed,
             rows=self.rows,
@@ -105,7 +106,7 @@ class Run:
             self.model.stages, lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay
         )
         self.pipeline = Pipeline(
-            self.model.stages, process_group=job.group_along("pp"), schedule=parallel.schedule, overlap=parallel.overlap
+            self.model.stages, process_group=job.place.group("pp"), schedule=parallel.schedule, overlap=parallel.overlap
         )
         self.routers = build_routers(config, self.model.stages, group=job.group, device=job.device)
         self.state = State(self.model, self.optimizer, self.routers, self.loader)
@@ -114,7 +115,7 @@ class Run:
         name = model_name(job.device)
         self.peak_tflops = peak_tflops(name) if train.dtype == "bf16" else None
         self.collapse = CollapseWatch(self.model.config.num_experts, self.model.config.num_experts_per_tok)
-        self.reports = self.model.has_last and not job.replica
+        self.reports = self.model.has_last and not job.place.replica
         self.done = 0
         self.unigram: float | None = None  # what a unigram model of the held-out text would reach
 
@@ -227,8 +228,8 @@ class Run:
         if losses is None:
             return None
         loss = losses.sum().float()
-        if (group := self.job.replicas) is not None:
-            dist.all_reduce(loss, group=group)
+        if (replicas := self.job.place.dense) is not None:
+            dist.all_reduce(loss, group=replicas.get_group())
         return loss / self.config.parallel.replicas
 
     def _read(self, loss: Tensor | None, norm: Tensor) -> dict[str, float]:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from dualpipe import Pipeline
 from dualpipe.dtypes import dtype_of, long_name
 from dualpipe.nn.router_set import RouterSet
-from dualpipe.parallel.precision import DTypePlan
+from dualpipe.parallel import DTypePlan
 from dualpipe.schedule import build
 from dualpipe.train.config import Config, fit_world
 from dualpipe.train.console import Console, say
@@ -87,12 +87,12 @@ def compare(config: Config, job: Job, dtype: torch.dtype) -> list[Difference]:
     loss = p.run()
     reference, expected = p.run_whole(whole)
     found = compare_gradients(p.model.stages, whole, floor=rounding_floor(whole))
-    if job.replica:  # pipeline 0 has the same gradients
+    if job.place.replica:  # pipeline 0 has the same gradients
         found.clear()
     if job.rank == 0:  # metrics are the same on all ranks
         found += [difference(name, value, expected[name]) for name, value in router_losses(p.routers).items()]
     if loss is not None:
-        of_replica = f" of pipeline {job.replica}" if config.parallel.replicas > 1 else ""
+        of_replica = f" of pipeline {job.place.replica}" if config.parallel.replicas > 1 else ""
         found.append(difference(f"loss of the micro-batches{of_replica}", loss, reference))
     return collect(found, job)
 
@@ -112,19 +112,19 @@ class Pipelined(NamedTuple):
         """Build the stages as training does; `plan`: see `build_model`."""
         train, parallel, model_config = config.train, config.parallel, read_model_config(config)
         model = build_model(
-            model_config, build(parallel.schedule, parallel.pp, train.num_chunks), job.rank_along("pp"), mesh=job.mesh,
+            model_config, build(parallel.schedule, parallel.pp, train.num_chunks), job.place.rank("pp"), mesh=job.mesh,
             seed=train.seed, dtype=dtype, device=job.device, recompute=config.memory.recompute,
             layers_per_stage=parallel.layers_per_stage, plan=plan,
         )
         pipeline = Pipeline(
-            model.stages, process_group=job.group_along("pp"), schedule=parallel.schedule, overlap=parallel.overlap
+            model.stages, process_group=job.place.group("pp"), schedule=parallel.schedule, overlap=parallel.overlap
         )
         routers = build_routers(config, model.stages, group=job.group, device=job.device)
         return cls(config, job, model, pipeline, routers, _random_problem(config, model_config.vocab_size, job.device))
 
     def part(self) -> Problem:
         """What this rank's pipeline gets of the batch."""
-        return self.problem.part(self.job.replica, self.config.parallel.replicas)
+        return self.problem.part(self.job.place.replica, self.config.parallel.replicas)
 
     def run(self) -> Tensor | None:
         """One step; the loss of each micro-batch on the rank of the last stage."""
@@ -142,7 +142,7 @@ class Pipelined(NamedTuple):
             whole.zero_grad()
             with routers.step():
                 losses = unpipelined_step(whole, self.problem)
-        return losses.tensor_split(replicas)[self.job.replica] * replicas, router_losses(routers)
+        return losses.tensor_split(replicas)[self.job.place.replica] * replicas, router_losses(routers)
 
 
 def pipelined_step(model: Model, pipeline: Pipeline, problem: Problem) -> Tensor | None:

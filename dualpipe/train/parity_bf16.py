@@ -29,7 +29,6 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from dualpipe.nn.accumulate import local
-from dualpipe.parallel.precision import DTypePlan
 from dualpipe.train.config import Config
 from dualpipe.train.job import Job
 from dualpipe.train.model import build_whole, micro_batch_loss, plan_model, read_model_config, rules_of
@@ -118,18 +117,17 @@ def compare(config: Config, job: Job) -> tuple[list[Rounding], list[Accumulation
     exact_model = make_whole(dtype=torch.float64)
     exact_model.load_state_dict(state)
     exact = run(exact_model)
-    if job.replica:  # pipeline 0 has the same gradients
+    if job.place.replica:  # pipeline 0 has the same gradients
         found.clear()
     if job.rank == 0:  # metrics are the same on all ranks
         found |= {name: value.cpu() for name, value in metrics.items()}
-    if loss is not None and job.replica == 0:
+    if loss is not None and job.place.replica == 0:
         found["loss"] = loss.cpu()
-    return [_rounding(name, found[name], unpipelined[name], exact[name]) for name in found], accumulation
-
-
-def _rounding(name: str, pipelined: Tensor, unpipelined: Tensor, exact: Tensor) -> Rounding:
-    errors = (float((value.double() - exact).norm()) for value in (pipelined, unpipelined))
-    return Rounding(name, tuple(exact.shape), float(exact.norm()), *errors)
+    rounding = []
+    for name, value in found.items():
+        errors = (float((each.double() - exact[name]).norm()) for each in (value, unpipelined[name]))
+        rounding.append(Rounding(name, tuple(exact[name].shape), float(exact[name].norm()), *errors))
+    return rounding, accumulation
 
 
 def _parameters(stages: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
@@ -158,18 +156,14 @@ def _accumulation(p: Pipelined) -> list[Accumulation]:
                 gradient = _local_gradient(param).double()
                 sums[name] += gradient
                 sizes[name] += gradient.abs()
-    unit = partial(_unit_roundoff, p.model.plan, sharded=replicas > 1)
-    return [
-        Accumulation(name, float((grad - sums[name]).norm() / (sizes[name].norm() or 1.0)),
-                     (count + 2 * replicas) * unit(name))
-        for name, grad in found.items()
-    ]
-
-
-def _unit_roundoff(plan: DTypePlan, name: str, *, sharded: bool) -> float:
-    """The largest of the dtype that gradients accumulate in and of the one that FSDP2 hands them out in."""
-    dtypes = [plan.reduce_dtype(name), *([plan.of(name).storage] if sharded else [])]
-    return max(torch.finfo(dtype).eps for dtype in dtypes) / 2
+    result = []
+    for name, grad in found.items():
+        dtypes = [p.model.plan.reduce_dtype(name)]  # gradients accumulate in it, and FSDP2 hands them out in another
+        dtypes += [p.model.plan.of(name).storage] if replicas > 1 else []
+        unit_roundoff = max(torch.finfo(dtype).eps for dtype in dtypes) / 2
+        relative = float((grad - sums[name]).norm() / (sizes[name].norm() or 1.0))
+        result.append(Accumulation(name, relative, (count + 2 * replicas) * unit_roundoff))
+    return result
 
 
 def _print(rounding: list[Rounding], accumulation: list[Accumulation], worst: int, title: str) -> None:

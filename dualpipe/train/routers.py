@@ -8,9 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dualpipe.nn.router import Router
+from dualpipe.nn.router import Router, random_like_stride
 from dualpipe.nn.router_set import RouterSet
-from dualpipe.nn.routes import random_like_stride
 from dualpipe.train.config import Config
 
 _NEAR, _PATIENCE = 0.9, 50  # of the limit; in steps: routers that start at the limit have left it by then

@@ -1,0 +1,247 @@
+"""Steps of pipelines and of training on a pretend device: ranks as threads, ranks as processes, and `dualpipe train`.
+
+Each takes a `plant`, a context manager within which everything runs: a fault to plant, or nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dualpipe import Communicate, Compute, Pipeline, cli
+from dualpipe.models import Qwen3MoeConfig, build_stages
+from dualpipe.models.stages import Recompute
+from dualpipe.nn import GroupedLinear, Router, defer_weight_grads
+from dualpipe.parallel.expert import ExpertParallel
+from dualpipe.parallel.mesh import build_mesh
+from dualpipe.pipeline import PipelineError
+from dualpipe.schedule import build
+from dualpipe.train.model import build_model, micro_batch_loss
+from dualpipe.train.optimizer import Optimizer
+from pretend_cuda import PretendCuda, pretend_cuda
+from pretend_nccl import pretend_nccl
+from threads import Rank, run_threads
+from toys import stages_of_rank
+
+MICRO_BATCHES, ROWS, WIDTH, STEPS = 4, 2, 8, 2
+CUDA = torch.device("cuda", 0)
+CONFIG = Qwen3MoeConfig(
+    vocab_size=257, hidden_size=16, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
+    num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8, norm_topk_prob=True, mlp_only_layers=(1,),
+    intermediate_size=24, initializer_range=0.3,
+)
+LAYERS_WITH_EXPERTS = 3
+
+Plant = Callable[[], AbstractContextManager]
+
+
+@contextmanager
+def watched_steps(strict: bool = True) -> Iterator[PretendCuda]:
+    """A pretend device on which the waits of the host within steps of pipelines are counted."""
+    step = Pipeline.step
+    with pretend_cuda(strict) as device:
+
+        def watched(*args, **kwargs):
+            with device.watched():
+                return step(*args, **kwargs)
+
+        with mock.patch.object(Pipeline, "step", watched):
+            yield device
+
+
+# -- ranks as threads
+
+
+class Exchange:
+    """Part g of a rank's rows goes to rank g, whose part of the same number comes back; its own backward."""
+
+    group = None
+
+    def __init__(self, all_to_all) -> None:
+        self.all_to_all = all_to_all
+
+    def forward(self, inputs: tuple[Tensor] | None) -> Exchanged:
+        rows = torch.zeros(ROWS, WIDTH, device=CUDA) if inputs is None else inputs[0].contiguous()
+        return Exchanged(self.all_to_all, rows)
+
+    def backward(self, context: None, gradients: tuple[Tensor] | None) -> Exchanged:
+        return self.forward(gradients)
+
+
+class Exchanged:
+    """An exchange on its way."""
+
+    def __init__(self, all_to_all, rows: Tensor) -> None:
+        self.rows, self.received = rows, torch.empty_like(rows)  # kept until it is through
+        each = [len(rows) // all_to_all.size] * all_to_all.size
+        self.work = all_to_all.start(self.received, rows, each, each)
+
+    def advance(self) -> None:
+        pass
+
+    def wait(self) -> tuple[tuple[Tensor], None]:
+        self.work.wait()
+        return (self.received,), None
+
+
+class Toy(nn.Module):
+    """(rows, WIDTH) -> (rows, WIDTH): a linear, one on rows from other ranks, and what a test has it do besides."""
+
+    exchange: Exchange | None = None
+    besides: Callable[[Tensor], Tensor] = staticmethod(lambda x: x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def segments(self) -> list:
+        return [
+            Compute(lambda x: self.up(self.besides(x)), "x", "rows"),
+            Communicate(self.exchange, "rows", "rows"),
+            Compute(torch.tanh, "rows", "rows"),
+            Communicate(self.exchange, "rows", "rows"),
+            Compute(lambda x, rows: x + self.down(rows), ("x", "rows"), "x"),
+        ]
+
+
+def toys(count: int) -> list[nn.Module]:
+    return [defer_weight_grads(Toy()) for _ in range(count)]
+
+
+def qwen(count: int) -> list[nn.Module]:
+    stages = build_stages(CONFIG, count)
+    for stage in stages:
+        stage.init_weights(seed=0)
+    return stages
+
+
+def by_threads(make: Callable[[int], list[nn.Module]], pp: int, ep: int, overlap: bool = True,
+               recompute: Sequence[str] = (), *, plant: Plant = nullcontext) -> PretendCuda:
+    """Two steps of pp x ep ranks with the stages that `make(count)` returns, and an update of the parameters."""
+    with watched_steps() as device, plant():
+        run_threads(_thread, pp * ep, make, pp, ep, overlap, recompute, device="cuda")
+    return device
+
+
+def _thread(rank: Rank, make, pp: int, ep: int, overlap: bool, recompute: Sequence[str]) -> None:
+    mine, replica = divmod(rank.number, ep)
+    all_to_all = rank.all_to_all(f"ep of {mine}", [mine * ep + e for e in range(ep)])
+    stages = [make(2 * pp)[number].to(rank.device) for number in stages_of_rank("dualpipev", pp, mine)]
+    for stage in stages:
+        _connect(stage, all_to_all, recompute)
+    group = rank.group(f"pp of {replica}", [p * ep + replica for p in range(pp)])
+    pipe = Pipeline(stages, process_group=group, schedule="dualpipev", overlap=overlap)
+    if make is qwen:
+        rows, criterion = torch.randint(CONFIG.vocab_size, (ROWS * MICRO_BATCHES, 9)), micro_batch_loss(MICRO_BATCHES)
+        x, y = rows[:, :-1].to(rank.device), rows[:, 1:].contiguous().to(rank.device)
+    else:
+        (x, y), criterion = torch.randn(2, ROWS * MICRO_BATCHES, WIDTH).to(rank.device), F.mse_loss
+    for _ in range(STEPS):  # the second one uses the first one's memory again
+        pipe.step(x, num_chunks=MICRO_BATCHES, criterion=criterion, labels=(y,))
+        with torch.no_grad():
+            for parameter in pipe.parameters():
+                parameter.sub_(parameter.grad, alpha=1e-3)
+        pipe.zero_grad()
+
+
+def _connect(stage: nn.Module, all_to_all, recompute: Sequence[str]) -> None:
+    """Give a stage its communication; leave this rank its experts."""
+    if isinstance(stage, Toy):
+        stage.exchange = Exchange(all_to_all)
+        return
+    for layer in stage.modules():
+        if isinstance(layer, GroupedLinear):
+            layer.weight = nn.Parameter(layer.weight.detach().chunk(all_to_all.size)[all_to_all.rank].clone())
+    stage.use_expert_parallelism(ExpertParallel(CONFIG.num_experts, all_to_all))
+    stage.recompute = Recompute(recompute)
+
+
+# -- ranks as processes: the library's own groups, FSDP2
+
+
+def as_process(rank: int, shape: tuple[int, int, int], dtype: torch.dtype = torch.float32, fails: bool = False, *,
+               strict: bool = False, plant: Plant = nullcontext) -> tuple[PretendCuda, int]:
+    """Two steps of training with (pp, dp, ep) ranks: the device, and how many layers dispatch tokens on this rank.
+
+    fails: rank 0 fails in its first step, all ranks with it.
+    """
+    with watched_steps(strict) as device, pretend_nccl(device), plant():
+        mesh = build_mesh(*shape, CUDA)
+        schedule = build("dualpipev", shape[0], MICRO_BATCHES)
+        model = build_model(CONFIG, schedule, mesh["pp"].get_local_rank(), seed=0, dtype=dtype, device=CUDA, mesh=mesh)
+        pipe = Pipeline(model.stages, process_group=mesh["pp"].get_group(), schedule="dualpipev")
+        optimizer = Optimizer(model.stages, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+        rows = torch.randint(CONFIG.vocab_size, (ROWS * MICRO_BATCHES, 9)).to(CUDA)
+        inputs = (rows[:, :-1],) if model.has_first else ()
+        for step in range(STEPS):
+            failing = fails and step == 0
+            criterion = _failing if failing and rank == 0 else micro_batch_loss(MICRO_BATCHES)
+            ends = {"criterion": criterion, "labels": (rows[:, 1:].contiguous(),)} if model.has_last else {}
+            with contextlib.suppress(*[PipelineError] * failing):
+                pipe.step(*inputs, num_chunks=MICRO_BATCHES, **ends)
+                assert not failing, "the step that fails has not raised"
+            with device.watched():
+                if not failing:
+                    pipe.clip_grad_norm_(1.0)
+                    optimizer.step(1e-3)
+                optimizer.zero_grad()
+    layers = sum(isinstance(module, Router) for stage in model.stages for module in stage.modules())
+    return device, layers if shape[2] > 1 else 0
+
+
+def _failing(output: Tensor, target: Tensor) -> Tensor:
+    raise KeyError("out of luck")
+
+
+# -- training
+
+RUN = """
+[model]
+config = "config.json"
+[data]
+path = "text"
+validation_fraction = 0.2
+[parallel]
+device = "cuda"
+[train]
+sequence_length = 16
+micro_batch_size = 2
+num_chunks = 4
+eval_interval = 0
+eval_batches = 1
+[checkpoint]
+interval = 2
+[output]
+dir = "out"
+"""
+
+
+def write_run(folder: Path) -> None:
+    """What `as_training` needs."""
+    (folder / "text").write_text("the cat sat on the mat and the dog did not. " * 200)
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", **dataclasses.asdict(CONFIG)}))
+    (folder / "run.toml").write_text(RUN)
+
+
+def as_training(rank: int, folder: str, *arguments: str, plant: Plant = nullcontext) -> PretendCuda:
+    """`dualpipe train`, one rank, here; waits of the host are counted from the first step of the pipeline on."""
+    step, one = Pipeline.step, {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    with pretend_cuda() as device, plant(), mock.patch.dict(os.environ, one), contextlib.chdir(folder):
+
+        def first_step(*args, **kwargs):
+            device.of_thread.watched = True
+            return step(*args, **kwargs)
+
+        with mock.patch.object(Pipeline, "step", first_step):
+            assert cli.main(["train", "run.toml", *arguments]) == 0
+    return device

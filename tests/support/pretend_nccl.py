@@ -1,0 +1,80 @@
+"""torch.distributed over gloo in the order of NCCL, for tensors of a pretend device; ranks are processes.
+
+    with pretend_cuda(strict=False) as device, pretend_nccl(device):
+        mesh = build_mesh(2, 1, 2, torch.device("cuda", 0))
+
+An operation runs on a stream of its process group, after what the current stream was given before; one that blocks (not
+async_op) on the current stream itself. `Work.wait` makes the current stream wait, not the host; until then the work
+keeps its tensors, as ProcessGroupNCCL does. Backends are said to be gloo for the CPU and NCCL for the device.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from pretend_cuda import Event, PretendCuda, Timeline
+
+OPERATIONS = (  # what they write comes first, then what they read, if it is something else
+    "send", "recv", "allreduce", "broadcast", "reduce", "all_gather_single", "reduce_scatter_single",
+    "all_to_all_single", "_allgather_base", "_reduce_scatter_base", "alltoall_base",  # the last three until torch 2.12
+)
+
+
+class Work(torch._C._distributed_c10d.Work):  # FSDP2 asks for the type
+    def __init__(self, device: PretendCuda, inner: dist.Work, done: Event, tensors: list[Tensor]) -> None:
+        super().__init__()
+        self._device, self._inner, self._done, self._tensors = device, inner, done, tensors
+
+    def wait(self, timeout: Any = None) -> bool:
+        if self._tensors:
+            with torch._C.DisableTorchFunction(), _disable_current_modes():
+                self._inner.wait()  # gloo's; for the values
+            self._tensors = []
+        self._device.current_stream().wait_event(self._done)
+        return True
+
+
+@contextmanager
+def pretend_nccl(device: PretendCuda) -> Iterator[None]:
+    """Have process groups carry tensors of `device` as NCCL would."""
+    streams: defaultdict[ProcessGroup, Timeline] = defaultdict(Timeline)
+    works: list[Work] = []  # one that nobody waits for keeps its tensors
+
+    def ordered(name: str, real: Callable[..., dist.Work], group: ProcessGroup, *args: Any) -> dist.Work:
+        first, second = ([t for t in tree_leaves(arg) if isinstance(t, Tensor)] for arg in args[:2])
+        if all(device.kind(tensor) != "device" for tensor in first + second):
+            return real(group, *args)
+        stream = current = device.current_stream()
+        if getattr(args[-1], "asyncOp", True):
+            stream = streams[group]
+            stream.wait_stream(current)
+        device.launch(name, second or first, [] if name == "send" else first, stream)
+        with torch._C.DisableTorchFunction(), _disable_current_modes():
+            inner = real(group, *args)
+        works.append(Work(device, inner, stream.record_event(), first + second))
+        return works[-1]
+
+    def new_group(*args: Any, backend: str | None = None, **options: Any) -> Any:
+        return real_new_group(*args, backend="gloo" if backend == "nccl" else backend, **options)
+
+    real_new_group = dist.new_group
+    with ExitStack() as stack:
+        for name in OPERATIONS:
+            if (real := getattr(ProcessGroup, name, None)) is not None:
+                method = partial(ordered, name, real)
+                stack.enter_context(mock.patch.object(ProcessGroup, name, lambda *args, call=method: call(*args)))
+        stack.enter_context(mock.patch.object(dist, "new_group", new_group))
+        stack.enter_context(mock.patch.object(dist, "get_backend_config", lambda *_: "cpu:gloo,cuda:nccl"))
+        yield

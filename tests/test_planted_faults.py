@@ -1,0 +1,389 @@
+"""The pretend device finds faults: the example of its text, and those that are planted into steps of the library.
+
+They are planted where a rewrite of the library does not move them: in `dualpipe.device`, through which all streams,
+events and pinned memory go, in the stand-ins for the transports, in FSDP2, and in a stage of the user's.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+import threads
+from device_steps import Toy, as_process, as_training, by_threads, qwen, toys, write_run
+from dualpipe import device
+from pretend_cuda import Event, Timeline, pretend_cuda
+from ranks import run_ranks
+
+# -- the checker alone
+
+
+def kinds(faults: list[str]) -> list[str]:
+    return sorted(fault.partition(":")[0] for fault in faults)
+
+
+def test_the_example():
+    with pretend_cuda() as pretended:
+        main, side = torch.cuda.current_stream(), torch.cuda.Stream()
+        x = torch.zeros(4, device="cuda")
+        assert main.clock == {main.number: 1}
+        with torch.cuda.stream(side):
+            y = x + 1
+            assert side.clock == {side.number: 1}
+            assert kinds(pretended.report({})) == ["race"]
+            side.wait_stream(main)
+            assert side.clock == {side.number: 1, main.number: 1}
+            z = x + 1
+            assert side.clock == {side.number: 2, main.number: 1}
+        assert kinds(pretended.report({})) == ["race"]
+        del x
+        assert kinds(pretended.report({})) == ["free", "race"]
+        assert y.tolist() == z.tolist() == [1, 1, 1, 1]
+
+
+def test_bytes_and_reads_beside_each_other_are_no_race():
+    with pretend_cuda() as pretended:
+        side = torch.cuda.Stream()
+        x = torch.zeros(4, 4, device="cuda")
+        side.wait_stream(torch.cuda.current_stream())
+        x[:2] += 1
+        assert x.sum().device.type == "cuda"
+        with torch.cuda.stream(side):
+            assert x[2:].sum().is_cuda
+            assert pretended.report({}) == []
+            x[1:].sum()  # a row that the other stream writes
+        assert kinds(pretended.report({})) == ["race"]
+        x.record_stream(side)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("recorded", [True, False])
+def test_memory_given_back_while_another_stream_uses_it(strict, recorded):
+    with pretend_cuda(strict) as pretended:
+        side = torch.cuda.Stream()
+        x = torch.zeros(4, device="cuda")
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            x.sum()
+        if recorded:
+            x.record_stream(side)
+        del x
+        assert kinds(pretended.report({})) == ["free"] * (strict and not recorded)
+        torch.zeros(4, device="cuda")  # may get the memory
+        assert kinds(pretended.report({})) == ([] if recorded else ["free"] if strict else ["reuse"])
+        torch.cuda.current_stream().wait_stream(side)
+        torch.zeros(4, device="cuda")
+        assert len(pretended.report({})) == (not recorded)
+
+
+def test_memory_belongs_to_the_stream_it_is_made_on():
+    """What was in it before may still be in use on that stream; another one that writes to it has to come after."""
+    with pretend_cuda() as pretended:
+        side = torch.cuda.Stream()
+        torch.zeros(4, device="cuda")
+        x = torch.empty(4, device="cuda")
+        with torch.cuda.stream(side):
+            x.fill_(1)
+        assert kinds(pretended.report({})) == ["reuse"]
+        torch.cuda.current_stream().wait_stream(side)
+
+
+def test_waits_of_the_host_are_as_listed():
+    where = "tests/test_planted_faults.py: test_waits_of_the_host_are_as_listed"
+    with pretend_cuda() as pretended:
+        x = torch.arange(4, device="cuda")
+        x.tolist()
+        assert pretended.report({}) == []  # not watched
+        with pretended.watched():
+            assert x[x > 1].cpu().sum().item() == 5  # a mask, and a copy; then the sum is on the host
+        assert pretended.report({f"index in {where}": 1, f"copy in {where}": 1}) == []
+        assert kinds(pretended.report({f"index in {where}": 2})) == ["sync", "sync"]
+
+
+# -- faults in steps
+
+
+@contextmanager
+def instead(owner: Any, name: str, make: Callable[[Callable], Callable]) -> Iterator[None]:
+    """`make(real)` in place of a function or method."""
+    with mock.patch.object(owner, name, make(getattr(owner, name))):
+        yield
+
+
+def caller(*names: str, depth: int = 2) -> bool:
+    """Whether the function that called the planted one has one of these names; any within `depth` callers."""
+    frame = sys._getframe(2)
+    for _ in range(depth - 1):
+        if frame.f_code.co_name in names:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def nothing(*_: Any) -> None:
+    pass
+
+
+def earlier(record: Callable) -> Callable:
+    """Events as of the call before, by stream."""
+    last: dict[int, Event] = {}
+
+    def stale(where: torch.device) -> Event:
+        stream = torch.cuda.current_stream().number
+        before, last[stream] = last.get(stream), record(where)
+        return before or last[stream]
+
+    return stale
+
+
+def and_synchronize(real: Callable) -> Callable:
+    def call(*args: Any) -> Any:
+        result = real(*args)
+        torch.cuda.synchronize()
+        return result
+
+    return call
+
+
+DEVICE = {  # name: (kind of the fault, how to plant it)
+    "nothing waits for another stream": ("race", lambda: instead(device, "wait", lambda real: nothing)),
+    "rows are sent before they are made": (
+        "race", lambda: instead(device, "wait", lambda real: lambda *a: None if caller("beside") else real(*a))),
+    "rows are read before they arrive": (
+        "race", lambda: instead(device, "wait", lambda real: lambda *a: real(*a) if caller("beside") else None)),
+    "rows that arrived are given back too early": (
+        "free", lambda: instead(device, "keep", lambda real: lambda *a: real(*a) if caller("beside") else None)),
+    "events are recorded too early": ("race", lambda: instead(device, "record", earlier)),
+    "events are recorded on another stream": (
+        "race", lambda: instead(device, "record", lambda real: lambda _: torch.cuda.default_stream().record_event())),
+    "the host reads numbers before they are copied": (
+        "race", lambda: instead(Event, "synchronize", lambda real: nothing)),
+    "numbers are copied to pageable memory": (
+        "sync", lambda: instead(torch, "empty", lambda real: lambda *a, pin_memory=False, **k: real(*a, **k))),
+    "the host waits for a copy": (
+        "sync", lambda: instead(Tensor, "copy_", lambda real: lambda a, b, non_blocking=False: real(a, b))),
+    "the host waits whenever an event is recorded": ("sync", lambda: instead(device, "record", and_synchronize)),
+    "a stream is made anew for all that is sent": (
+        "race", lambda: instead(device, "wait", lambda real: lambda e, d: real(Event(), d))),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind, plant", DEVICE.values(), ids=DEVICE)
+def test_in_the_streams_of_expert_parallelism(kind, plant):
+    assert kind in kinds(by_threads(qwen, 1, 2, plant=plant).report(COUNTS))
+
+
+COUNTS = {"Event.synchronize in dualpipe/parallel/dispatch.py: _PendingDispatch.advance": 48}
+
+
+def unwaited(name: str) -> AbstractContextManager:
+    """Transfers whose name has this in it are not waited for."""
+    return instead(threads.Transfer, "wait", lambda real: lambda it: True if name in it._what else real(it))
+
+
+def posted(change: Callable[[str, str, threads.Side, threads.Transfer], Any], keep: bool) -> AbstractContextManager:
+    return instead(threads.World, "post", change)
+
+
+class Unwaited:
+    def wait(self) -> bool:
+        return True
+
+
+def sends_unwaited(post: Callable) -> Callable:
+    def call(world, kind, key, side, role):
+        transfer = post(world, kind, key, side, role)
+        return Unwaited() if (kind, role) == ("links", "send") and not key[0].endswith(("header", "record")) else transfer
+
+    return call
+
+
+def copies_sent(kind: str) -> Callable:
+    def change(post: Callable) -> Callable:
+        def call(world, of, key, side, role):
+            copied = of == kind and role == "send" and side.tensor.is_cuda
+            return post(world, of, key, threads.Side.of(side.tensor.clone()) if copied else side, role)
+
+        return call
+
+    return change
+
+
+TRANSFERS = {
+    "activations are read before they arrive": ("race", lambda: unwaited(": F")),
+    "gradients are read before they arrive": ("race", lambda: unwaited(": B")),
+    "what is sent is given back before it is sent": ("free", lambda: instead(threads.World, "post", sends_unwaited)),
+    "a copy is sent that nobody keeps": ("free", lambda: instead(threads.World, "post", copies_sent("links"))),
+    "rows are read while they are sent": ("race", lambda: unwaited("ep of ")),
+    "rows are copied, and nobody keeps the copy": (
+        "free", lambda: instead(threads.World, "post", copies_sent("all_to_all"))),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind, plant", TRANSFERS.values(), ids=TRANSFERS)
+def test_in_messages(kind, plant):
+    assert kind in kinds(by_threads(toys, 2, 2, plant=plant).report({}))
+
+
+# -- of ranks as processes
+
+
+def forgotten(name: str) -> AbstractContextManager:
+    """The stream that waits for this operation of a process group does not wait."""
+
+    def make(real: Callable) -> Callable:
+        def call(*args: Any) -> Any:
+            work = real(*args)
+            work._done = Event()
+            return work
+
+        return call
+
+    return instead(ProcessGroup, name, make)
+
+
+def without_waits(*callers: str, depth: int = 4) -> AbstractContextManager:
+    """Streams do not wait where these functions ask for it."""
+    return instead(Timeline, "wait_event", lambda real: lambda *a: None if caller(*callers, depth=depth) else real(*a))
+
+
+PROCESSES = {
+    "messages are read before they arrive": ((2, 1, 1), "race", lambda: forgotten("recv")),
+    "messages are sent before they are made, received into memory in use": (
+        (2, 1, 1), "race", lambda: without_waits("ordered", depth=4)),
+    "memory that is in use is received into": ((2, 1, 1), "reuse", lambda: without_waits("ordered", depth=4)),
+    "rows are read before they arrive": ((1, 1, 2), "race", lambda: forgotten("all_to_all_single")),
+    "rows that arrived are given back too early": ((1, 1, 2), "reuse", lambda: DEVICE[
+        "rows that arrived are given back too early"][1]()),
+    "parameters are read before they are gathered": ((1, 2, 1), "race", lambda: forgotten("all_gather_single")),
+    "parameters are gathered before they are updated": (
+        (1, 2, 1), "race", lambda: without_waits("ordered", depth=4)),
+    "gradients are reduced before they are computed": ((1, 2, 1), "race", lambda: without_waits("foreach_reduce")),
+    "gradients are used before they are reduced": (
+        (1, 2, 1), "race", lambda: without_waits("_root_post_backward_final_callback", "finalize_backward")),
+}
+
+
+def planted_process(rank: int, name: str) -> list[str]:
+    shape, _, plant = PROCESSES[name]
+    return as_process(rank, shape, plant=plant)[0].report({})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PROCESSES)
+def test_in_processes(name):
+    shape, kind, _ = PROCESSES[name]
+    found = run_ranks(planted_process, math.prod(shape), name)
+    assert any(kind in kinds(faults) for faults in found), found
+
+
+# -- of training
+
+
+def reading(step: Callable) -> Callable:
+    def call(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        assert optimizer.param_groups[0]["params"][0].sum().item() is not None
+        return step(optimizer, *args, **kwargs)
+
+    return call
+
+
+TRAINING = {
+    "a checkpoint is written before it is copied": ("race", lambda: instead(device, "synchronize", lambda real: nothing)),
+    "the optimizer reads a parameter": ("sync", lambda: instead(torch.optim.AdamW, "step", reading)),
+}
+LISTED = {
+    "copy in dualpipe/train/loop.py: Run._forward_backward": 4,
+    "tolist in dualpipe/train/loop.py: Run._read": 2,
+    "_local_scalar_dense in dualpipe/train/loop.py: Run._evaluate": 1,
+    "synchronize in dualpipe/checkpoint/native_staging.py: HostMemory.copy": 1,
+}
+
+
+def planted_training(rank: int, folder: str, name: str) -> list[str]:
+    return as_training(rank, folder, "--train.steps", "2", plant=TRAINING[name][1]).report(LISTED)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRAINING)
+def test_in_training(name, tmp_path):
+    write_run(tmp_path)
+    [faults] = run_ranks(planted_training, 1, str(tmp_path), name)
+    assert TRAINING[name][0] in kinds(faults)
+
+
+# -- of a user's stage
+
+
+def on_another_stream(x: Tensor, *, before: bool = True, after: bool = True, keep: bool = True) -> Tensor:
+    """What a stage may do, if it waits before and after and keeps what it has made."""
+    current, side = torch.cuda.current_stream(), torch.cuda.Stream()
+    made = x.detach() * 2
+    if before:
+        side.wait_stream(current)
+    with torch.cuda.stream(side):
+        result = made * 0
+    if keep:
+        made.record_stream(side)
+    del made
+    if after:
+        current.wait_stream(side)
+    result.record_stream(current)
+    return x + result
+
+
+def overwritten(x: Tensor) -> Tensor:
+    pinned = torch.zeros(x.shape, pin_memory=True)
+    copied = pinned.to(x.device, non_blocking=True)
+    pinned.fill_(1)
+    return x + copied
+
+
+def read_too_early(x: Tensor) -> Tensor:
+    pinned = torch.empty(x.shape, pin_memory=True)
+    pinned.copy_(x.detach(), non_blocking=True)
+    return x + sum(pinned.flatten().tolist()) * 0
+
+
+STAGES = {
+    "nothing": (None, lambda x: x),
+    "another stream": (None, on_another_stream),
+    "another stream that waits for nothing": ("race", partial(on_another_stream, before=False)),
+    "another stream that nothing waits for": ("race", partial(on_another_stream, after=False)),
+    "another stream, and memory that is not kept": ("free", partial(on_another_stream, keep=False)),
+    "pinned memory is overwritten while it is copied": ("race", overwritten),
+    "pinned memory is read while it is copied": ("race", read_too_early),
+    "a number is read": ("sync", lambda x: x * float(x.detach().sum().item() * 0 + 1)),
+    "a list is read": ("sync", lambda x: x + sum(x.detach().flatten().tolist()) * 0),
+    "a condition is read": ("sync", lambda x: x + 1 if (x.detach() > 1e9).any() else x),
+    "rows are chosen by a mask": ("sync", lambda x: x + x.detach()[x.detach() > 0].sum() * 0),
+    "indices are searched for": ("sync", lambda x: x + len(x.detach().nonzero()) * 0),
+    "a tensor is made of values": ("sync", lambda x: x * torch.tensor([1.0], device=x.device)),
+    "a tensor comes from pageable memory": ("sync", lambda x: x + torch.zeros(x.shape).to(x.device, non_blocking=True)),
+    "a tensor goes to the host": ("sync", lambda x: x + float(x.detach().cpu().sum()) * 0),
+    "the stream is waited for": ("sync", lambda x: (torch.cuda.current_stream().synchronize(), x)[1]),
+    "the device is waited for": ("sync", lambda x: (torch.cuda.synchronize(), x)[1]),
+    "a tensor is on the host": ("device", lambda x: x + torch.zeros(x.shape)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind, besides", STAGES.values(), ids=STAGES)
+def test_in_a_stage(kind, besides):
+    def plant() -> AbstractContextManager:
+        return mock.patch.object(Toy, "besides", staticmethod(besides))
+
+    found = kinds(by_threads(toys, 1, 2, plant=plant).report({}))
+    assert kind in found if kind else not found

@@ -1,0 +1,85 @@
+"""What the library gives to streams, events and memory of a device is in order, on a pretend one (tests/support).
+
+Here a missing wait, memory given back too early, and a wait of the host that is not listed are what fails; not values,
+which are right whatever the order, as a pretend device runs everything at once. That it finds faults is for the tests
+at the end, and for test_planted_faults.py.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from device_steps import (
+    LAYERS_WITH_EXPERTS,
+    MICRO_BATCHES,
+    STEPS,
+    as_process,
+    as_training,
+    by_threads,
+    qwen,
+    toys,
+    write_run,
+)
+from ranks import run_ranks
+
+# The waits of the host. In a step there is but one: for how many rows come from other ranks, for each micro-batch in
+# the forward of each layer with experts. Where tokens are dispatched again the numbers are known.
+COUNTS = "Event.synchronize in dualpipe/parallel/dispatch.py: _PendingDispatch.advance"
+# In training beside it: for tokens and targets to be copied to the device; for the loss, the norm and the routers'
+# metrics, once a step; for the mean of an evaluation; and for the copy of what a checkpoint holds.
+BATCH = "copy in dualpipe/train/loop.py: Run._forward_backward"
+READ = "tolist in dualpipe/train/loop.py: Run._read"
+EVALUATE = "_local_scalar_dense in dualpipe/train/loop.py: Run._evaluate"
+SAVE = "synchronize in dualpipe/checkpoint/native_staging.py: HostMemory.copy"
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_toy_stages(overlap):
+    device = by_threads(toys, 2, 2, overlap)
+    assert device.report(waits={}) == []
+    assert device.launches > 1000
+
+
+@pytest.mark.parametrize("overlap, recompute", [
+    (True, ()), (False, ()), (True, ("layer",)), (True, ("layer", "dispatch")),
+])
+def test_qwen3_moe(overlap, recompute):
+    device = by_threads(qwen, 2, 2, overlap, recompute)
+    assert device.report(waits={COUNTS: 2 * LAYERS_WITH_EXPERTS * MICRO_BATCHES * STEPS}) == []
+
+
+def trained(rank, shape, dtype, fails):
+    device, layers = as_process(rank, shape, dtype, fails)
+    assert device.launches > 1000
+    return device.report(waits={COUNTS: layers * MICRO_BATCHES * STEPS})
+
+
+@pytest.mark.parametrize("shape, dtype", [
+    ((2, 1, 1), torch.float32), ((1, 1, 2), torch.float32), ((1, 2, 1), torch.float32), ((2, 2, 1), torch.float32),
+    ((2, 1, 2), torch.bfloat16),
+], ids=str)
+def test_ranks_as_processes(shape, dtype):
+    assert run_ranks(trained, math.prod(shape), shape, dtype, False, reuse=True) == [[]] * math.prod(shape)
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 1), (1, 2, 1), (2, 1, 2)], ids=str)
+def test_a_step_that_fails_and_the_one_after_it(shape):
+    assert run_ranks(trained, math.prod(shape), shape, torch.float32, True, reuse=True) == [[]] * math.prod(shape)
+
+
+def training(rank, folder, steps, waits):
+    device = as_training(rank, folder, "--train.steps", steps)
+    assert device.launches > 1000
+    return device.report(waits)
+
+
+def test_training_with_checkpoints(tmp_path):
+    write_run(tmp_path)
+    for steps, waits in [
+        ("2", {BATCH: 2 * (1 + 1), READ: 2, EVALUATE: 1, SAVE: 1}),  # but for the batch before the first step
+        ("3", {BATCH: 2 * 1, READ: 1, EVALUATE: 1, SAVE: 1}),  # from the checkpoint
+    ]:
+        assert run_ranks(training, 1, str(tmp_path), steps, waits) == [[]]
