@@ -46,9 +46,10 @@ from torch import Tensor, nn
 
 from dualpipe import Pipeline
 from dualpipe.models import Qwen3MoeConfig
-from dualpipe.models.decoder import Experts, Stage
-from dualpipe.nn.routes import BalancedRoutes
-from dualpipe.parallel.all_to_all import AllToAll, GroupAllToAll
+from dualpipe.models.decoder import Experts
+from dualpipe.models.stages import Stage
+from dualpipe.nn.router import BalancedRoutes
+from dualpipe.parallel.all_to_all import AsyncAllToAll, GroupAllToAll
 from dualpipe.parallel.expert import ExpertParallel
 from dualpipe.parallel.mesh import build_mesh
 from dualpipe.schedule import Action, Schedule
@@ -82,7 +83,7 @@ class Done:
 
 
 class Mirror:
-    """An `AllToAll` of one rank and others that each send what they are sent, at `seconds_per_byte`."""
+    """An `AsyncAllToAll` of one rank and others that each send what they are sent, at `seconds_per_byte`."""
 
     rank, group = 0, None
 
@@ -91,7 +92,7 @@ class Mirror:
         self.seconds_per_byte, self._free_at = 0.0, 0.0
 
     def start(self, received: Tensor, sent: Tensor, received_rows: Sequence[int], sent_rows: Sequence[int]) -> Done:
-        """See `AllToAll`."""
+        """See `AsyncAllToAll`."""
         received.copy_(sent)
         seconds = self.seconds_per_byte * sent.nbytes * (1 - sent_rows[0] / max(1, sum(sent_rows)))
         if not seconds:
@@ -252,7 +253,7 @@ class Options:
     layers: int
     repeats: int
     costs: Path | None
-    group: AllToAll | None
+    group: AsyncAllToAll | None
     process_group: dist.ProcessGroup | None
 
 
@@ -358,7 +359,7 @@ def parse() -> argparse.Namespace:
     return args
 
 
-def joined(args: argparse.Namespace, device: torch.device) -> tuple[AllToAll | None, dist.ProcessGroup | None]:
+def joined(args: argparse.Namespace, device: torch.device) -> tuple[AsyncAllToAll | None, dist.ProcessGroup | None]:
     """The all-to-all of torchrun's ranks, and the group of this one's pipeline, which is one rank long."""
     if not args.group:
         return None, None

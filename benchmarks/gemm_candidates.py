@@ -1,4 +1,4 @@
-"""Which tile sizes could be in kernels/gemm_configs.py: the candidates of each shape class, and which of them compile.
+"""Which tile sizes could be in kernels/grouped_gemm_tiles.py: candidates of each shape class, and which compile.
 
 Needs no GPU. A candidate must compile in every form that the table's entry is compiled in, without spills, within the
 chip's shared memory and with its matrix instructions.
@@ -11,17 +11,15 @@ from __future__ import annotations
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib import import_module
 from itertools import product
-from unittest.mock import patch
 
+from compile_kernels import SHARED_LIMIT, Resources, compile_spec
 from expert_shapes import MODELS, Model
+from kernel_specs import row_specs, weight_specs
 
-from dualpipe.kernels import gemm_configs
-from dualpipe.kernels.compilation import SHARED_LIMIT, Resources, compile_spec
-from dualpipe.kernels.gemm_configs import GemmConfig
+from dualpipe.kernels import grouped_gemm_tiles
+from dualpipe.kernels.grouped_gemm_tiles import GemmConfig
 
-SPECS = import_module("dualpipe.kernels.grouped_gemm_specs")
 TABLES = {"row": "_ROWS", "weight": "_WEIGHT"}  # what row_configs and weight_configs return entries of
 MOST_STAGES = 5
 FINE_GRAINED = {"intermediate-64": Model(2048, 64, 64, 6)}  # whose gate and up together are one narrow tile
@@ -71,18 +69,13 @@ def candidates(shape_class: ShapeClass, arch: int) -> list[GemmConfig]:
 
 def compile_all(shape_class: ShapeClass, config: GemmConfig, arch: int) -> list[Resources]:
     """What every kernel of the table's entry needs with `config`; the last one is the first that has a problem."""
-    tables = {f"{table}_configs": partial(_only, shape_class, table, config) for table in TABLES}
+    specs = {"row": row_specs, "weight": weight_specs}[shape_class.table]
     results = []
-    with patch.multiple(SPECS, **tables):
-        for spec in SPECS.specs(arch):
-            results.append(compile_spec(spec, arch))
-            if results[-1].problems:
-                break
+    for spec in specs(shape_class.name, config, arch):
+        results.append(compile_spec(spec, arch))
+        if results[-1].problems:
+            break
     return results
-
-
-def _only(shape_class: ShapeClass, table: str, config: GemmConfig, arch: int) -> dict[str, GemmConfig]:
-    return {shape_class.name: config} if shape_class.table == table else {}
 
 
 def problem(shape_class: ShapeClass, config: GemmConfig, arch: int) -> tuple[str, int]:
@@ -120,4 +113,4 @@ def source(config: GemmConfig) -> str:
 
 
 def present_entry(shape_class: ShapeClass, arch: int) -> GemmConfig:
-    return getattr(gemm_configs, f"{shape_class.table}_configs")(arch)[shape_class.name]
+    return getattr(grouped_gemm_tiles, f"{shape_class.table}_configs")(arch)[shape_class.name]

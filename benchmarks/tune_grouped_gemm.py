@@ -1,4 +1,4 @@
-"""Which tile sizes belong into kernels/gemm_configs.py? Tries candidates on this GPU and prints the table.
+"""Which tile sizes belong into kernels/grouped_gemm_tiles.py? Tries candidates on this GPU and prints the table.
 
 For every shape class of the table, most important first:
 
@@ -25,7 +25,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -36,13 +36,12 @@ from unittest.mock import patch
 
 import torch
 from bench_grouped_gemm import Case, cases
+from compile_kernels import ARCHITECTURES
 from expert_shapes import Layer, Model, every, route
 from gemm_candidates import CLASSES, TABLES, ShapeClass, candidates, present_entry, source, survivors
 from gpu_bench import Row, add_save, print_table, require_gpu, save, time_ms
 
-from dualpipe.kernels import gemm_configs
-from dualpipe.kernels.compilation import ARCHITECTURES
-from dualpipe.kernels.gemm_configs import GemmConfig
+from dualpipe.kernels.grouped_gemm_tiles import GemmConfig, row_shape, weight_shape
 
 LAUNCHERS = import_module("dualpipe.kernels.grouped_gemm")  # the function of that name hides the module
 KEPT = 10  # candidates that reach the fine step
@@ -50,29 +49,19 @@ KEPT = 10  # candidates that reach the fine step
 # ----------------------------------------------------------------------------------------------------------- launching
 
 
-class _Table(dict):
-    """Has an entry under every name."""
+class _Everywhere(dict):
+    """Has one entry, under every name."""
 
-    def __init__(self, make: Callable[[str], Any]) -> None:
-        self.make = make
+    def __init__(self, config: GemmConfig) -> None:
+        self.config = config
 
-    def __missing__(self, name: str) -> Any:
-        return self.make(name)
-
-
-@contextmanager
-def tables(make: Callable[[str], Any]) -> Iterator[None]:
-    """Whatever is looked up in the tables is `make(name of the class)`."""
-    with ExitStack() as stack:
-        for module, table in product((gemm_configs, LAUNCHERS), TABLES):
-            if hasattr(module, f"{table}_configs"):
-                stack.enter_context(patch.object(module, f"{table}_configs", lambda arch: _Table(make)))
-        yield
+    def __missing__(self, name: str) -> GemmConfig:
+        return self.config
 
 
-def launching(config: GemmConfig) -> AbstractContextManager[None]:
+def launching(config: GemmConfig) -> AbstractContextManager[Any]:
     """Every product is launched with `config`, whatever the table says."""
-    return tables(lambda name: config)
+    return patch.multiple(LAUNCHERS, **{f"{table}_configs": lambda arch: _Everywhere(config) for table in TABLES})
 
 
 class CompileOnly:
@@ -133,24 +122,23 @@ def settings(shape_class: ShapeClass, coarse: bool) -> list[Setting]:
     return [Setting(sizes=shape_class.models[s["model"]], **s) for s in found]
 
 
-def class_of(case: Case, experts: int, arch: int) -> str:
+def class_of(case: Case, experts: int) -> str:
     """The entry of the table that `case` is launched with, as in `str` of a `ShapeClass`."""
     m, n, _ = case.dense
-    if "weight" not in case.name:
-        return f"row {gemm_configs.row_shape(torch.bfloat16, rows=m, experts=experts, cols=n)}"
-    with tables(lambda name: name):
-        return f"weight {gemm_configs.weight_config(arch, torch.bfloat16, out=m, hidden=n)}"
+    if "weight" in case.name:
+        return f"weight {weight_shape(torch.bfloat16, out=m, hidden=n)}"
+    return f"row {row_shape(torch.bfloat16, rows=m, experts=experts, cols=n)}"
 
 
 def measure(
-    shape_class: ShapeClass, configs: Sequence[GemmConfig], coarse: bool, end: float, arch: int, device: torch.device
+    shape_class: ShapeClass, configs: Sequence[GemmConfig], coarse: bool, end: float, device: torch.device
 ) -> list[Row]:
     """Every configuration on every case of the class, case after case, until the time is used up."""
     rows = []
     for setting in settings(shape_class, coarse):
         layer = setting.layer(device)
         for case in cases(setting.sizes, layer, device):
-            if class_of(case, layer.experts, arch) != str(shape_class):
+            if class_of(case, layer.experts) != str(shape_class):
                 continue
             if time.monotonic() > end:
                 return rows
@@ -209,7 +197,7 @@ def tune(shape_class: ShapeClass, end: float, arch: int, device: torch.device, p
     present = present_entry(shape_class, arch)
     configs, dropped = survivors(shape_class, arch, pool)
     by_source = {source(config): config for config in (present, *configs)}
-    step = partial(measure, shape_class, arch=arch, device=device)
+    step = partial(measure, shape_class, device=device)
     coarse = step(list(by_source.values()), coarse=True, end=end)
     finalists = list(dict.fromkeys([source(present), *list(mean_rates(coarse))[:KEPT]]))
     fine = step([by_source[name] for name in finalists], coarse=False, end=end)
@@ -242,7 +230,7 @@ def best_of_each_product(rows: Sequence[Row]) -> list[Row]:
 
 
 def table(tuned: Sequence[Tuned], arch: int) -> str:
-    """Python source of the tuned entries, as in kernels/gemm_configs.py."""
+    """Python source of the tuned entries, as in kernels/grouped_gemm_tiles.py."""
     lines = []
     for name, written in TABLES.items():
         lines += [f"{written} = {{", f"    {arch}: {{"]

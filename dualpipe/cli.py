@@ -6,12 +6,13 @@ import argparse
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from dualpipe import __version__
 from dualpipe.errors import PLAIN, error_line, exit_status
+from dualpipe.schedule import command as schedule  # pure Python
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -20,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     0: done; 1: it failed; 2: something the user can put right, said in one line on stderr.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    args = _parser().parse_args(arguments)
+    args = _parser().parse_args(arguments, argparse.Namespace(arguments=arguments))
     try:
         with _plain_warnings():
             status = args.run(args)
@@ -45,94 +46,46 @@ def _plain_warnings() -> Iterator[None]:
         ours = category is UserWarning and filename.startswith(here)
         return f"warning: {message}\n" if ours else ordinary(message, category, filename, *place)
 
-    warnings.formatwarning = formatted
+    warnings.formatwarning = formatted  # type: ignore[assignment]
     try:
         yield
     finally:
         warnings.formatwarning = ordinary
 
 
-def _parser() -> argparse.ArgumentParser:
-    text = "mixture-of-experts training on a V-shaped bidirectional pipeline"
-    parser = argparse.ArgumentParser(prog="dualpipe", description=text, allow_abbrev=False)
-    parser.add_argument("--version", action="version", version=f"dualpipe {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    _add_schedule(commands)
-    _add_train(commands)
-    _add_data(commands)
-    _add_parity(commands)
-    _add_dtypes(commands)
-    _add_memory(commands)
-    _add_checkpoint(commands)
-    _add_hf(commands)
-    _add_doctor(commands)
-    return parser
-
-
-def _add_schedule(commands: argparse._SubParsersAction) -> None:
-    from dualpipe.schedule import command  # pure Python
-
-    command.add_parser(commands).set_defaults(run=command.run)
-
-
-def _add_train(commands: argparse._SubParsersAction) -> None:
-    text = "train a model; starts the ranks of this machine unless torchrun or SLURM did"
-    parser = commands.add_parser("train", help=text, description=text, allow_abbrev=False)
-    _add_config(parser)
-    parser.set_defaults(run=_train)
-
-
-def _add_config(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", metavar="CONFIG", help="a TOML file, such as examples/tiny-cpu.toml")
-    overrides = parser.add_argument(
-        "overrides", nargs=argparse.REMAINDER, metavar="--TABLE.FIELD VALUE",
-        help="settings that replace those of the file; `CONFIG --help` lists them all",
-    )
-    overrides.required = False  # Python 3.11 calls them missing where CONFIG is
+# -- what there is to run
 
 
 def _train(args: argparse.Namespace) -> int:
-    from dualpipe.train.launch import run_on_ranks
+    from dualpipe.train.launch import as_rank, load_everywhere, start_ranks
 
-    config = _load_everywhere(args.config, args.overrides)
-
-    def body(info: object) -> int:
+    config, info = load_everywhere(args.config, args.overrides)
+    if info is None:
+        return start_ranks(args.arguments, config.parallel)
+    with as_rank(info) as ending:
         from dualpipe.train.loop import train
 
-        return train(config, info)
-
-    return run_on_ranks(["train", args.config, *args.overrides], config.parallel, body)
-
-
-def _load_everywhere(path: str, overrides: Sequence[str]) -> Any:
-    """The configuration. Where it is wrong on this rank alone, the others are told instead of waiting for it."""
-    from dualpipe.train.config import load_config
-    from dualpipe.train.launch import rank_from_environment, set_rendezvous
-
-    try:
-        return load_config(path, overrides)
-    except ValueError as error:
-        info = rank_from_environment(os.environ)
-        if info is not None and info.world_size > 1:
-            from dualpipe.train.rendezvous import tell_others
-
-            set_rendezvous()
-            tell_others(info, error)
-        raise
+        ending.status = train(config, info)
+    return ending.status
 
 
-def _add_data(commands: argparse._SubParsersAction) -> None:
-    parser = commands.add_parser("data", help="prepare training data")
-    pack = parser.add_subparsers(required=True, metavar="COMMAND").add_parser(
-        "pack", help="tokenise text into memory-mapped shards", allow_abbrev=False
-    )
-    text = 'files or folders of text, .jsonl[.gz|.zst] or .parquet, or "stdlib" (Python\'s own source)'
-    pack.add_argument("paths", nargs="+", metavar="PATH", help=text)
-    pack.add_argument("--tokenizer", default="bytes", metavar="bytes|FILE.json", help="default: bytes")
-    pack.add_argument("--end-of-document", metavar="TOKEN", help="the tokenizer's token that closes a document")
-    pack.add_argument("--text-key", default="text", metavar="KEY", help="of the text of a record; default: text")
-    pack.add_argument("--out", required=True, metavar="DIR", help="the packed directory to make")
-    pack.set_defaults(run=_pack)
+def _parity(args: argparse.Namespace) -> int:
+    from dualpipe.train.launch import as_rank, load_everywhere, start_ranks
+
+    after_config = argparse.ArgumentParser(prog="dualpipe parity CONFIG", allow_abbrev=False, add_help=False)
+    _add_parity_options(after_config)
+    args, overrides = after_config.parse_known_args(args.overrides, namespace=args)
+    for name in ("pp", "dp", "ep"):
+        if getattr(args, name) is not None:
+            overrides += [f"--parallel.{name}", str(getattr(args, name))]
+    config, info = load_everywhere(args.config, overrides)
+    if info is None:
+        return start_ranks(args.arguments, config.parallel)
+    with as_rank(info) as ending:
+        from dualpipe.train.parity import check
+
+        ending.status = check(config, info, dtype=args.dtype, tolerance=args.tolerance, worst=args.worst)
+    return ending.status
 
 
 def _pack(args: argparse.Namespace) -> int:
@@ -144,54 +97,6 @@ def _pack(args: argparse.Namespace) -> int:
     packed = pack(sources, tokenizer, args.out, text_key=args.text_key)
     print(f"{packed.path}: {packed.tokens:,} tokens in {packed.documents:,} documents")
     return 0
-
-
-def _add_parity(commands: argparse._SubParsersAction) -> None:
-    text = "compare loss and gradients of the pipelined model with the unpipelined one"
-    parser = commands.add_parser("parity", help=text, description=text, allow_abbrev=False)
-    _add_parity_options(parser)
-    _add_config(parser)
-    parser.set_defaults(run=_parity)
-
-
-def _add_parity_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--pp", type=int, metavar="N", help="pipeline ranks (default: the file's parallel.pp)")
-    parser.add_argument("--dp", type=int, metavar="N", help="data-parallel ranks (default: the file's)")
-    parser.add_argument("--ep", type=int, metavar="N", help="expert-parallel ranks (default: the file's)")
-    parser.add_argument("--dtype", choices=("float64", "float32", "bf16"), default="float64",
-                        help="default: float64; bf16 is compared with float64, by tolerances that are derived")
-    parser.add_argument(
-        "--tolerance", type=float, metavar="X", help="relative error allowed (default: 1e-10, float32 1e-5)"
-    )
-    parser.add_argument("--worst", type=int, default=10, metavar="N", help="parameters to print (default: 10)")
-
-
-def _parity(args: argparse.Namespace) -> int:
-    from dualpipe.train.launch import run_on_ranks
-
-    after_config = argparse.ArgumentParser(prog="dualpipe parity CONFIG", allow_abbrev=False, add_help=False)
-    _add_parity_options(after_config)
-    args, overrides = after_config.parse_known_args(args.overrides, namespace=args)
-    for name in ("pp", "dp", "ep"):
-        if getattr(args, name) is not None:
-            overrides = [*overrides, f"--parallel.{name}", str(getattr(args, name))]
-    config = _load_everywhere(args.config, overrides)
-    options = ["--dtype", args.dtype, "--worst", str(args.worst)]
-    options += [] if args.tolerance is None else ["--tolerance", str(args.tolerance)]
-
-    def body(info: object) -> int:
-        from dualpipe.train.parity import check
-
-        return check(config, info, dtype=args.dtype, tolerance=args.tolerance, worst=args.worst)
-
-    return run_on_ranks(["parity", *options, args.config, *overrides], config.parallel, body)
-
-
-def _add_dtypes(commands: argparse._SubParsersAction) -> None:
-    text = "print in which dtype every tensor of the model is stored, computes, is reduced and saved, and why"
-    parser = commands.add_parser("dtypes", help=text, description=text, allow_abbrev=False)
-    _add_config(parser)
-    parser.set_defaults(run=_dtypes)
 
 
 def _dtypes(args: argparse.Namespace) -> int:
@@ -206,13 +111,6 @@ def _dtypes(args: argparse.Namespace) -> int:
     p, start = config.parallel, source or config.init.from_hf
     print(f"for pp {p.pp}, dp {p.dp}, ep {p.ep}{f', from {start}' if start else ''}", file=sys.stderr)
     return 0
-
-
-def _add_memory(commands: argparse._SubParsersAction) -> None:
-    text = "print what a run needs on each rank in GiB, by what it is for; nothing is allocated"
-    parser = commands.add_parser("memory", help=text, description=text, allow_abbrev=False)
-    _add_config(parser)
-    parser.set_defaults(run=_memory)
 
 
 def _memory(args: argparse.Namespace) -> int:
@@ -230,19 +128,6 @@ def _memory(args: argparse.Namespace) -> int:
     return 0
 
 
-def _add_checkpoint(commands: argparse._SubParsersAction) -> None:
-    parser = commands.add_parser("checkpoint", help="a run's checkpoints")
-    sub = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, text in {
-        "ls": "list the checkpoints of a directory: step, size, layout, dtypes, complete or not",
-        "verify": "read every byte of a checkpoint, or of all in a directory, and say what is damaged",
-        "show": "say what is in a checkpoint: how it was saved, by whom, and its tensors",
-    }.items():
-        command = sub.add_parser(name, help=text, description=text, allow_abbrev=False)
-        command.add_argument("path", metavar="PATH", help="a checkpoint, or a directory of them")
-        command.set_defaults(run=_checkpoint, command=name)
-
-
 def _checkpoint(args: argparse.Namespace) -> int:
     from dualpipe.checkpoint import command_native as commands
 
@@ -251,41 +136,12 @@ def _checkpoint(args: argparse.Namespace) -> int:
     return 0
 
 
-def _add_hf(commands: argparse._SubParsersAction) -> None:
-    parser = commands.add_parser("hf", help="Hugging Face checkpoints")
-    sub = parser.add_subparsers(required=True, metavar="COMMAND")
-    text = "say whether a checkpoint can be loaded, what it holds, and how much of it each rank reads (headers only)"
-    check = sub.add_parser("check", help=text, description=text, allow_abbrev=False)
-    check.add_argument("path", metavar="PATH", help="a directory with config.json and safetensors")
-    for name, ranks in (("pp", "pipeline"), ("dp", "data-parallel"), ("ep", "expert-parallel")):
-        check.add_argument(f"--{name}", type=int, default=1, metavar="N", help=f"{ranks} ranks (default: 1)")
-    check.set_defaults(run=_hf_check)
-    text = "make a checkpoint of this library from one of Hugging Face's, as step 0 of a run"
-    imported = sub.add_parser("import", help=text, description=text, allow_abbrev=False)
-    imported.add_argument("source", metavar="SRC", help="a directory with config.json and safetensors")
-    imported.add_argument("target", metavar="DIR", help="the directory of a run's checkpoints")
-    imported.set_defaults(run=_hf_import)
-    text = "write a run's checkpoint, or again one of Hugging Face's, in Hugging Face's form, dequantized"
-    export = sub.add_parser("export", help=text, description=text, allow_abbrev=False)
-    export.add_argument(
-        "path", metavar="SRC", help="a checkpoint, the directory of a run's, or one with config.json and safetensors"
-    )
-    export.add_argument("target", metavar="OUT", help="the directory to make")
-    export.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16", help="default: bf16")
-    export.add_argument(
-        "--source", metavar="CHECKPOINT", help="what a run's model was made from: its config.json, tokenizer and "
-        "layers for multi-token prediction go along",
-    )
-    export.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a file's tensors (default: 5GB)")
-    export.set_defaults(run=_hf_export)
-
-
 def _hf_check(args: argparse.Namespace) -> int:
     from dualpipe.checkpoint.command import check
     from dualpipe.checkpoint.hub_plan import Layout
     from dualpipe.parallel.mesh import mesh_sizes
 
-    for line in check(args.path, Layout(*mesh_sizes(args.pp * args.dp * args.ep, args.pp, args.dp, args.ep))):
+    for line in check(args.path, Layout(**mesh_sizes(args.pp * args.dp * args.ep, pp=args.pp, dp=args.dp, ep=args.ep))):
         print(line)
     return 0
 
@@ -300,9 +156,9 @@ def _hf_import(args: argparse.Namespace) -> int:
 def _hf_export(args: argparse.Namespace) -> int:
     from dualpipe.checkpoint.command import export, parse_size
     from dualpipe.checkpoint.convert import export_checkpoint, is_of_a_run
-    from dualpipe.train.model import DTYPES
+    from dualpipe.dtypes import dtype_of
 
-    how = (args.path, args.target, DTYPES[args.dtype], parse_size(args.max_shard_size))
+    how = (args.path, args.target, dtype_of(args.dtype), parse_size(args.max_shard_size))
     if is_of_a_run(args.path):
         export_checkpoint(*how, args.source)
     elif args.source is not None:
@@ -313,13 +169,112 @@ def _hf_export(args: argparse.Namespace) -> int:
     return 0
 
 
-def _add_doctor(commands: argparse._SubParsersAction) -> None:
-    text = "say what is installed here, and what of it will be used or missed; exit status 1 if training cannot run"
-    parser = commands.add_parser("doctor", help=text, description=text, allow_abbrev=False)
-    parser.set_defaults(run=_doctor)
-
-
 def _doctor(args: argparse.Namespace) -> int:
     from dualpipe.doctor import run
 
     return run()
+
+
+# -- how it is said
+
+
+def _parser() -> argparse.ArgumentParser:
+    text = "mixture-of-experts training on a V-shaped bidirectional pipeline"
+    parser = argparse.ArgumentParser(prog="dualpipe", description=text, allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"dualpipe {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    schedule.add_parser(commands).set_defaults(run=schedule.run)
+    train = _add(commands, "train", _train, "train a model; starts the ranks of this machine unless torchrun or SLURM "
+                 "did")
+    _add_config(train)
+    data = commands.add_parser("data", help="prepare training data").add_subparsers(required=True, metavar="COMMAND")
+    pack = _add(data, "pack", _pack, "tokenise text into memory-mapped shards")
+    pack.add_argument("paths", nargs="+", metavar="PATH", help="files or folders of text, .jsonl[.gz|.zst] or "
+                      '.parquet, or "stdlib" (Python\'s own source)')
+    pack.add_argument("--tokenizer", default="bytes", metavar="bytes|FILE.json", help="default: bytes")
+    pack.add_argument("--end-of-document", metavar="TOKEN", help="the tokenizer's token that closes a document")
+    pack.add_argument("--text-key", default="text", metavar="KEY", help="of the text of a record; default: text")
+    pack.add_argument("--out", required=True, metavar="DIR", help="the packed directory to make")
+    parity = _add(commands, "parity", _parity, "compare loss and gradients of the pipelined model with the unpipelined "
+                  "one")
+    _add_parity_options(parity)
+    _add_config(parity)
+    dtypes = _add(commands, "dtypes", _dtypes, "print in which dtype every tensor of the model is stored, computes, is "
+                  "reduced and saved, and why")
+    _add_config(dtypes)
+    memory = _add(commands, "memory", _memory, "print what a run needs on each rank in GiB, by what it is for; nothing "
+                  "is allocated")
+    _add_config(memory)
+    _add_checkpoint(commands)
+    _add_hf(commands)
+    _add(commands, "doctor", _doctor, "say what is installed here, and what of it will be used or missed; exit status "
+         "1 if training cannot run")
+    return parser
+
+
+def _add(
+    commands: argparse._SubParsersAction, name: str, run: Callable[[argparse.Namespace], int], text: str
+) -> argparse.ArgumentParser:
+    parser = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _add_config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", metavar="CONFIG", help="a TOML file, such as examples/tiny-cpu.toml")
+    overrides = parser.add_argument(
+        "overrides", nargs=argparse.REMAINDER, metavar="--TABLE.FIELD VALUE",
+        help="settings that replace those of the file; `CONFIG --help` lists them all",
+    )
+    overrides.required = False  # Python 3.11 calls them missing where CONFIG is
+
+
+def _add_parity_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--pp", type=int, metavar="N", help="pipeline ranks (default: the file's parallel.pp)")
+    parser.add_argument("--dp", type=int, metavar="N", help="data-parallel ranks (default: the file's)")
+    parser.add_argument("--ep", type=int, metavar="N", help="expert-parallel ranks (default: the file's)")
+    parser.add_argument("--dtype", choices=("float64", "float32", "bf16"), default="float64",
+                        help="default: float64; bf16 is compared with float64, by tolerances that are derived")
+    parser.add_argument(
+        "--tolerance", type=float, metavar="X", help="relative error allowed (default: 1e-10, float32 1e-5)"
+    )
+    parser.add_argument("--worst", type=int, default=10, metavar="N", help="parameters to print (default: 10)")
+
+
+def _add_checkpoint(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser("checkpoint", help="a run's checkpoints")
+    sub = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, text in {
+        "ls": "list the checkpoints of a directory: step, size, layout, dtypes, complete or not",
+        "verify": "read every byte of a checkpoint, or of all in a directory, and say what is damaged",
+        "show": "say what is in a checkpoint: how it was saved, by whom, and its tensors",
+    }.items():
+        command = _add(sub, name, _checkpoint, text)
+        command.add_argument("path", metavar="PATH", help="a checkpoint, or a directory of them")
+        command.set_defaults(command=name)
+
+
+def _add_hf(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser("hf", help="Hugging Face checkpoints")
+    sub = parser.add_subparsers(required=True, metavar="COMMAND")
+    check = _add(sub, "check", _hf_check, "say whether a checkpoint can be loaded, what it holds, and how much of it "
+                 "each rank reads (headers only)")
+    check.add_argument("path", metavar="PATH", help="a directory with config.json and safetensors")
+    for name, ranks in (("pp", "pipeline"), ("dp", "data-parallel"), ("ep", "expert-parallel")):
+        check.add_argument(f"--{name}", type=int, default=1, metavar="N", help=f"{ranks} ranks (default: 1)")
+    imported = _add(sub, "import", _hf_import, "make a checkpoint of this library from one of Hugging Face's, as step "
+                    "0 of a run")
+    imported.add_argument("source", metavar="SRC", help="a directory with config.json and safetensors")
+    imported.add_argument("target", metavar="DIR", help="the directory of a run's checkpoints")
+    export = _add(sub, "export", _hf_export, "write a run's checkpoint, or again one of Hugging Face's, in Hugging "
+                  "Face's form, dequantized")
+    export.add_argument(
+        "path", metavar="SRC", help="a checkpoint, the directory of a run's, or one with config.json and safetensors"
+    )
+    export.add_argument("target", metavar="OUT", help="the directory to make")
+    export.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16", help="default: bf16")
+    export.add_argument(
+        "--source", metavar="CHECKPOINT", help="what a run's model was made from: its config.json, tokenizer and "
+        "layers for multi-token prediction go along",
+    )
+    export.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a file's tensors (default: 5GB)")

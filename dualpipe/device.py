@@ -13,7 +13,17 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch import Tensor
 
-Stream, Event = torch.cuda.Stream, torch.cuda.Event
+Stream = torch.cuda.Stream
+Event = torch.cuda.Event
+
+# 10^12 operations per second in dense bf16 products, of NVIDIA's data sheets (half of what they give "with sparsity").
+# The first row whose words are all in the device's name counts.
+_PEAKS = {
+    ("GB300",): 2500, ("GB200",): 2500, ("B300",): 2250, ("B200",): 2250,
+    ("GH200",): 989, ("H200", "NVL"): 835, ("H200",): 989, ("H20",): 148,
+    ("H100", "PCIe"): 756, ("H100", "NVL"): 835, ("H100",): 989, ("H800", "PCIe"): 756, ("H800",): 989,
+    ("A100",): 312, ("A800",): 312, ("L40S",): 362, ("A10",): 125, ("L4",): 121,
+}
 
 
 def count() -> int:
@@ -118,6 +128,13 @@ def uuid(index: int) -> str:
 def model_name(device: torch.device) -> str:
     """Such as "NVIDIA H200"; "" for the CPU."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+
+
+def peak_tflops(model: str) -> float | None:
+    """10^12 operations per second in dense bf16 products by a GPU of this name; None for an unknown one, or a part."""
+    words = set(model.replace("-", " ").split())
+    whole = "MIG" not in words
+    return next((float(peak) for row, peak in _PEAKS.items() if whole and words.issuperset(row)), None)
 
 
 def properties(index: int) -> torch.cuda._CudaDeviceProperties:

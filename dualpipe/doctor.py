@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from types import ModuleType
 from typing import Literal, NamedTuple
 
 from dualpipe import __version__
@@ -41,9 +40,9 @@ class Finding(NamedTuple):
 def run() -> int:
     """Print a line for each finding; the exit status is 1 where one is an error."""
     failed = 0
-    for finding in examine():
-        print(f"{finding.state:<8} {finding.text}", flush=True)
-        failed |= finding.state == "error"
+    for state, text in examine():
+        print(f"{state:<8} {text}", flush=True)
+        failed |= state == "error"
     return failed
 
 
@@ -62,13 +61,21 @@ def examine() -> Iterator[Finding]:
     from dualpipe import device as cuda
 
     count = cuda.count()
-    yield from _devices(count) if count else _no_devices(torch)
+    for index in range(count):
+        found = cuda.properties(index)
+        text = f"cuda:{index} {found.name}, sm_{found.major}{found.minor}, {found.total_memory / 2**30:.0f} GiB"
+        yield Finding("ok", text) if found.major >= 8 else Finding("missing", f"{text}: too old for bf16 and Triton's "
+                                                                   "kernels")
+    if not count:
+        cause = "torch is built without CUDA" if torch.version.cuda is None else "torch sees none"
+        cause += ", though nvidia-smi is here" if shutil.which("nvidia-smi") else ""
+        yield Finding("missing", f"CUDA devices: {cause}; training runs on {os.cpu_count()} CPU cores, with gloo")
     compiler = shutil.which(os.environ.get("CC", "cc"))
     used = "Triton's kernels and --train.compile" if count else "--train.compile"
     yield Finding("ok", f"C compiler {compiler}") if compiler else Finding("missing", f"C compiler: no {used}; set CC")
-    yield _gloo(torch)
+    yield _gloo()
     if count > 1:
-        yield from _links(torch, count)
+        yield from _links(count)
 
 
 def _packages() -> Iterator[Finding]:
@@ -82,24 +89,10 @@ def _packages() -> Iterator[Finding]:
     yield Finding("ok", ", ".join(" ".join(item) for item in found.items()))
 
 
-def _devices(count: int) -> Iterator[Finding]:
-    from dualpipe import device as cuda
-
-    for device in range(count):
-        found = cuda.properties(device)
-        text = f"cuda:{device} {found.name}, sm_{found.major}{found.minor}, {found.total_memory / 2**30:.0f} GiB"
-        old = found.major < 8
-        yield Finding("missing" if old else "ok", text + (": too old for bf16 and Triton's kernels" if old else ""))
-
-
-def _no_devices(torch: ModuleType) -> Iterator[Finding]:
-    cause = "torch is built without CUDA" if torch.version.cuda is None else "torch sees none"
-    driver = ", though nvidia-smi is here" if shutil.which("nvidia-smi") else ""
-    yield Finding("missing", f"CUDA devices: {cause}{driver}; training runs on {os.cpu_count()} CPU cores, with gloo")
-
-
-def _gloo(torch: ModuleType) -> Finding:
+def _gloo() -> Finding:
     """The address that gloo gives to other ranks: of GLOO_SOCKET_IFNAME, otherwise what the host's name means."""
+    import torch
+
     if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
         return Finding("error", "gloo: this build of torch has none; only one rank can train")
     names = [name for _, name in socket.if_nameindex()]
@@ -116,8 +109,10 @@ def _gloo(torch: ModuleType) -> Finding:
     return Finding("ok", f"gloo on {address} ({host}); GLOO_SOCKET_IFNAME chooses another interface")
 
 
-def _links(torch: ModuleType, count: int) -> Iterator[Finding]:
+def _links(count: int) -> Iterator[Finding]:
     """What several devices need to train together: NCCL, links between them, a fabric between nodes."""
+    import torch
+
     from dualpipe import device as cuda
 
     if torch.distributed.is_nccl_available():

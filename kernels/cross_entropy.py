@@ -18,18 +18,22 @@ Dimension letters: T tokens, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import product
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from dualpipe.kernels.backend import tl, triton, use_triton
-from dualpipe.kernels.operands import compute_dtype, has_dense_rows, tl_dtype, with_dense_rows
-
-if TYPE_CHECKING:
-    from dualpipe.kernels.compilation import CompileSpec
+from dualpipe.kernels.common import (
+    RowTile,
+    compute_dtype,
+    has_dense_rows,
+    refuse_second_derivative,
+    tl,
+    tl_dtype,
+    triton,
+    use_triton,
+    with_dense_rows,
+)
 
 # ------------------------------------------------------------------------------------------------------------ kernels
 
@@ -102,34 +106,32 @@ def _backward_kernel(
 
 # ---------------------------------------------------------------------------------------------------------- launchers
 
-# (BLOCK_V, warps) by shape class, the same on every architecture: 16 elements a thread, two accesses of 16 bytes each
-# in half precision, so that one reduction over the block is spread over 4096 elements.
-_CONFIGS = {"wide": (4096, 8), "narrow": (512, 1)}
+# By shape class, the same on every architecture: 16 elements a thread, two accesses of 16 bytes each in half precision,
+# so that one reduction over the block is spread over 4096 elements.
+_TILES = {"wide": RowTile(1, 4096, 8), "narrow": RowTile(1, 512, 1)}
 
 
-def _shape_class(vocabulary: int) -> str:
-    return "wide" if vocabulary > 1024 else "narrow"
+def _tile(vocabulary: int) -> RowTile:
+    return _TILES["wide" if vocabulary > 1024 else "narrow"]
 
 
 def _launch_forward(logits: Tensor, labels: Tensor, ignore_index: int, loss: Tensor, stats: Tensor) -> None:
-    tokens, vocabulary = logits.shape
-    logits = with_dense_rows(logits)
-    block, warps = _CONFIGS[_shape_class(vocabulary)]
+    (tokens, vocabulary), logits = logits.shape, with_dense_rows(logits)
+    tile = _tile(vocabulary)
     _forward_kernel[(tokens,)](
         logits, labels.contiguous(), loss, stats, vocabulary, logits.stride(0), ignore_index,
-        COMPUTE=tl_dtype(loss.dtype), BLOCK_V=block, num_warps=warps,
+        COMPUTE=tl_dtype(loss.dtype), BLOCK_V=tile.cols, num_warps=tile.warps,
     )
 
 
 def _launch_backward(
     logits: Tensor, labels: Tensor, stats: Tensor, scale: Tensor, ignore_index: int, grad: Tensor
 ) -> None:
-    tokens, vocabulary = logits.shape
-    logits = with_dense_rows(logits)
-    block, warps = _CONFIGS[_shape_class(vocabulary)]
-    _backward_kernel[tokens, triton.cdiv(vocabulary, block)](
+    (tokens, vocabulary), logits = logits.shape, with_dense_rows(logits)
+    tile = _tile(vocabulary)
+    _backward_kernel[tokens, triton.cdiv(vocabulary, tile.cols)](
         logits, labels.contiguous(), stats, scale, grad, vocabulary, logits.stride(0), grad.stride(0), ignore_index,
-        COMPUTE=tl_dtype(stats.dtype), BLOCK_V=block, num_warps=warps,
+        COMPUTE=tl_dtype(stats.dtype), BLOCK_V=tile.cols, num_warps=tile.warps,
     )
 
 
@@ -201,7 +203,10 @@ def _cross_entropy(
     wide = compute_dtype(logits)
     losses, stats = (logits.new_empty(shape, dtype=wide) for shape in (logits.shape[:1], (logits.shape[0], 2)))
     if not use_triton(logits):
-        _check_label_range(labels, logits.shape[1], ignore_index)
+        wrong = labels[(labels != ignore_index) & ((labels < 0) | (labels >= logits.shape[1]))]
+        if wrong.numel():
+            raise ValueError(f"labels must be between 0 and {logits.shape[1] - 1}, or ignore_index={ignore_index}; "
+                             f"got {wrong[0].item()}")
         for out, value in zip((losses, stats), cross_entropy_reference(logits, labels, ignore_index)):
             out.copy_(value)
     elif losses.numel():
@@ -216,20 +221,8 @@ def _cross_entropy(
 
 
 @_cross_entropy.register_fake
-def _(
-    logits: Tensor, labels: Tensor, denominator: Tensor | None, ignore_index: int, mean: bool, in_place: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    loss, stats, divisor = (
-        logits.new_empty(shape, dtype=compute_dtype(logits)) for shape in ((), (logits.shape[0], 2), ())
-    )
-    return loss, stats, divisor
-
-
-def _check_label_range(labels: Tensor, vocabulary: int, ignore_index: int) -> None:
-    wrong = (labels != ignore_index) & ((labels < 0) | (labels >= vocabulary))
-    if wrong.any():
-        raise ValueError(f"labels must be between 0 and {vocabulary - 1}, or ignore_index={ignore_index}; "
-                         f"got {labels[wrong][0].item()}")
+def _(logits: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    return tuple(logits.new_empty(shape, dtype=compute_dtype(logits)) for shape in ((), (logits.shape[0], 2), ()))
 
 
 @torch.library.custom_op("dualpipe::cross_entropy_backward", mutates_args=())
@@ -240,9 +233,9 @@ def _cross_entropy_backward(logits: Tensor, labels: Tensor, stats: Tensor, scale
     return grad
 
 
-@_cross_entropy_backward.register_fake
-def _(logits: Tensor, labels: Tensor, stats: Tensor, scale: Tensor, ignore_index: int) -> Tensor:
-    return torch.empty_like(logits, memory_format=torch.contiguous_format)
+_cross_entropy_backward.register_fake(
+    lambda logits, *_: torch.empty_like(logits, memory_format=torch.contiguous_format)
+)
 
 
 @torch.library.custom_op("dualpipe::cross_entropy_backward_", mutates_args=("logits",))
@@ -271,19 +264,15 @@ def _backward(ctx: Any, d_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]
     operands = (logits, labels, stats, d_loss / divisor, ctx.ignore_index)
     if ctx.in_place:
         if torch.is_grad_enabled():  # create_graph=True: what a second derivative needs is about to be overwritten
-            _refuse_second_derivative(ctx)
+            _refuse(ctx)
         _cross_entropy_backward_(*operands)
         return logits, None, None, None, None, None
     return _cross_entropy_backward(*operands), None, None, None, None, None
 
 
-def _refuse_second_derivative(ctx: Any, *grads: Tensor) -> None:
-    raise NotImplementedError("cross_entropy can be differentiated once only; for a second derivative "
-                              "(create_graph=True) use torch.nn.functional.cross_entropy")
-
-
+_refuse = refuse_second_derivative("cross_entropy", "torch.nn.functional.cross_entropy")
 _cross_entropy.register_autograd(_backward, setup_context=_setup_context)
-_cross_entropy_backward.register_autograd(_refuse_second_derivative)
+_cross_entropy_backward.register_autograd(_refuse)
 
 # ---------------------------------------------------------------------------------------------------------- reference
 
@@ -309,31 +298,3 @@ def cross_entropy_backward_reference(
     grad = (logits.to(stats.dtype) - top).exp_().div_(total)
     grad.scatter_add_(1, labels.unsqueeze(1).where(counts, 0).long(), -counts.to(grad.dtype))
     return grad.mul_(scale).where(counts, 0)
-
-
-# ------------------------------------------------------------------------------------------------------- compile table
-
-
-def compile_specs(arch: int) -> Iterator[CompileSpec]:
-    """Every configuration of the table, for bfloat16 and float32; "odd" with rows of no alignment."""
-    from dualpipe.kernels.compilation import CompileSpec  # here: `python -m` of that file imports this one
-
-    for dtype, (shape, (block, warps)), odd, kernel in product(
-        ("bf16", "fp32"), _CONFIGS.items(), (False, True), (_forward_kernel, _backward_kernel)
-    ):
-        types = {"labels_ptr": "*i64", "ignore_index": "i32", "V": "i32"}
-        types |= dict.fromkeys(("loss_ptr", "stats_ptr", "scale_ptr"), "*fp32")
-        types |= dict.fromkeys(("logits_ptr", "grad_ptr"), f"*{dtype}")
-        names = [name for name in kernel.arg_names if name not in ("COMPUTE", "BLOCK_V")]
-        direction = "forward" if kernel is _forward_kernel else "backward"
-        aligned = [name for name in names if name.endswith("_ptr") or (not odd and name != "ignore_index")]
-        yield CompileSpec(
-            f"cross_entropy.{direction}.{dtype}.{shape}{'.odd' if odd else ''}",
-            kernel,
-            {name: types.get(name, "i32") for name in names},
-            {"COMPUTE": tl.float32, "BLOCK_V": block},
-            warps,
-            num_stages=1,
-            needs_mma=False,
-            divisible_by_16=tuple(aligned),
-        )

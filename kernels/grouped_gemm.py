@@ -25,33 +25,37 @@ directions, C columns of the result (N or H) and D the summed dimension (H or N)
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from dualpipe.kernels.backend import INTERPRET, architecture, num_sms, tl, triton, use_triton
-from dualpipe.kernels.gemm_configs import GemmConfig, fuses_swiglu, row_configs, row_shape, weight_config
-from dualpipe.kernels.grouped_gemm_checks import (
-    check_ends,
-    check_gather,
-    check_one_device,
-    check_operands,
-    check_product,
-    check_sizes,
-    check_tensors,
-    check_values,
-)
+from dualpipe.kernels.common import INTERPRET, architecture, compute_dtype, num_sms, tl, tl_dtype, triton, use_triton
 from dualpipe.kernels.grouped_gemm_reference import (
+    check_dgrad,
+    check_product,
+    check_values,
+    check_wgrad,
     reference_grouped_gemm,
     reference_grouped_gemm_dgrad,
     reference_grouped_gemm_wgrad,
 )
-from dualpipe.kernels.operands import compute_dtype, tl_dtype
-from dualpipe.kernels.swiglu import activate, check_weight, launch_swiglu, swiglu_form, swiglu_reference
-from dualpipe.kernels.tile_map import find_tile, max_row_tiles, rows_of, tiles_per_expert
+from dualpipe.kernels.grouped_gemm_tiles import (
+    GemmConfig,
+    find_tile,
+    fuses_swiglu,
+    max_row_tiles,
+    row_configs,
+    row_shape,
+    rows_of,
+    tiles_per_expert,
+    weight_configs,
+    weight_shape,
+)
+from dualpipe.kernels.swiglu import Activation, activate, check_weight, launch_swiglu, swiglu_form, swiglu_reference
 
 GROUP = 8  # tiles of rows that share a tile of weights before the next one
+HALF = (torch.bfloat16, torch.float16)
 
 # --- kernels ---------------------------------------------------------------------------------------------------------
 
@@ -312,10 +316,6 @@ def _weight_kernel(
 # --- launchers -------------------------------------------------------------------------------------------------------
 
 
-def _half(tensor: Tensor) -> bool:
-    return tensor.dtype in (torch.bfloat16, torch.float16)
-
-
 def _rows_aligned(tensor: Tensor) -> bool:
     """Whether rows are consecutive numbers and start at multiples of 16 bytes and of 8 numbers."""
     starts = tensor.stride()[:-1]
@@ -327,9 +327,10 @@ def _aligned(*tensors: Tensor) -> bool:
     return all(_rows_aligned(t) and t.shape[-1] % 8 == 0 for t in tensors)
 
 
-def _takes_descriptor(tensor: Tensor) -> bool:
+def _takes_descriptor(tensor: Tensor, *, dtypes: tuple[torch.dtype, ...] = HALF) -> bool:
     """Whether the copy engine (sm_90 and later) can read or add to `tensor`; float32 products do not use it."""
-    return architecture(tensor.device) >= 90 and _rows_aligned(tensor) and tensor.numel() > 0
+    fits = tensor.dtype in dtypes and _rows_aligned(tensor) and tensor.numel() > 0
+    return fits and architecture(tensor.device) >= 90
 
 
 def _operand(tensor: Tensor, block: list[int], descriptor: bool) -> Any:
@@ -341,39 +342,35 @@ def _operand(tensor: Tensor, block: list[int], descriptor: bool) -> Any:
     return TensorDescriptor.from_tensor(tensor, block)
 
 
-class Swiglu(NamedTuple):
-    """The activation that follows a product."""
-
-    weight: Tensor | None  # (M,)
-    clamped: bool
-    alpha: float
-    limit: float
+def _rows(x: Tensor, gather: Tensor | None) -> int:
+    """Rows of the result."""
+    return (x if gather is None else gather).shape[0]
 
 
 def _launch_rows(
     a: Tensor, w: Tensor, offs: Tensor, bias: Tensor | None, gather: Tensor | None, *, forward: bool
 ) -> Tensor:
     """Forward with `a` = x (R, H), input gradient with `a` = dy (M, N); `w` (E, N, H) either way."""
-    y = a.new_empty((a if gather is None else gather).shape[0], w.shape[1 if forward else 2])
+    y = a.new_empty(_rows(a, gather), w.shape[1 if forward else 2])
     if y.numel():
         _start_rows(_row_shape(a, w, y), a, w, y, offs, bias, gather, forward)
     return y
 
 
 def _launch_swiglu(
-    x: Tensor, w: Tensor, offs: Tensor, bias: Tensor | None, gather: Tensor | None, swiglu: Swiglu
+    x: Tensor, w: Tensor, offs: Tensor, bias: Tensor | None, gather: Tensor | None, activation: Activation
 ) -> tuple[Tensor, Tensor]:
     """(h, gate_up), in one kernel where that pays."""
-    gate_up = x.new_empty((x if gather is None else gather).shape[0], w.shape[1])
+    gate_up = x.new_empty(_rows(x, gather), w.shape[1])
     h = x.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
     if h.numel():
         shape = _row_shape(x, w, gate_up)
-        fused = fuses_swiglu(architecture(x.device), shape, swiglu.clamped)
+        fused = fuses_swiglu(architecture(x.device), shape, activation.clamped)
         fused &= h.shape[1] % 8 == 0 or not _aligned(x, w, gate_up)  # else up columns are not aligned
-        fused &= compute_dtype(x, swiglu.weight) is compute_dtype(x)
-        _start_rows(shape, x, w, gate_up, offs, bias, gather, True, *((h, swiglu) if fused else ()))
+        fused &= compute_dtype(x, activation.weight) is compute_dtype(x)
+        _start_rows(shape, x, w, gate_up, offs, bias, gather, True, *((h, activation) if fused else ()))
         if not fused:
-            launch_swiglu(gate_up, *swiglu, h)
+            launch_swiglu(gate_up, activation, h)
     return h, gate_up
 
 
@@ -383,14 +380,13 @@ def _row_shape(a: Tensor, w: Tensor, y: Tensor) -> str:
 
 def _start_rows(
     shape: str, a: Tensor, w: Tensor, y: Tensor, offs: Tensor, bias: Tensor | None, gather: Tensor | None,
-    forward: bool, h: Tensor | None = None, swiglu: Swiglu | None = None,
+    forward: bool, h: Tensor | None = None, activation: Activation | None = None,
 ) -> None:
     config = row_configs(architecture(a.device))[shape]
     (rows, cols), depth, experts = y.shape, a.shape[1], w.shape[0]
-    a_descriptor = gather is None and _half(a) and _takes_descriptor(a)
-    w_descriptor = _half(w) and _takes_descriptor(w)
-    constants = _rows_constants(config, forward, a_descriptor, w_descriptor, _aligned(a, w, y), depth, experts,
-                                a.dtype, swiglu)
+    a_descriptor, w_descriptor = gather is None and _takes_descriptor(a), _takes_descriptor(w)
+    constants = rows_constants(config, forward, a_descriptor, w_descriptor, _aligned(a, w, y), depth, experts, a.dtype,
+                               activation)
     w_strides = w.stride() if forward else (w.stride(0), w.stride(2), w.stride(1))
     if constants["SWIGLU"] == "halves":
         w = w.unflatten(1, (2, cols // 2))
@@ -399,9 +395,9 @@ def _start_rows(
     with torch.cuda.device_of(a):
         _rows_kernel[grid](
             _operand(a, [config.rows, config.depth], a_descriptor),
-            _operand(w, _w_block(config, forward, swiglu), w_descriptor),
+            _operand(w, w_block(config, forward, activation), w_descriptor),
             *(y, h),
-            None if swiglu is None or swiglu.weight is None else swiglu.weight.contiguous(),
+            None if activation is None or activation.weight is None else activation.weight.contiguous(),
             None if bias is None else bias.contiguous(),
             None if gather is None else gather.contiguous(),
             offs.contiguous(),
@@ -414,33 +410,28 @@ def _start_rows(
         )
 
 
-def _w_block(config: GemmConfig, forward: bool, swiglu: Swiglu | None) -> list[int]:
+def w_block(config: GemmConfig, forward: bool, activation: Activation | None) -> list[int]:
     """What a descriptor of the weights loads at a time; of halves, from w as (E, 2, I, H)."""
-    if swiglu is not None and not swiglu.clamped:
+    if activation is not None and not activation.clamped:
         return [1, 2, config.cols // 2, config.depth]
     return [1, config.cols, config.depth] if forward else [1, config.depth, config.cols]
 
 
-def _rows_constants(
+def rows_constants(
     config: GemmConfig, forward: bool, a_descriptor: bool, w_descriptor: bool, aligned: bool, depth: int, experts: int,
-    dtype: torch.dtype, swiglu: Swiglu | None,
+    dtype: torch.dtype, activation: Activation | None,
 ) -> dict[str, Any]:
-    return {
-        "FORWARD": forward,
-        "A_DESCRIPTOR": a_descriptor,
-        "W_DESCRIPTOR": w_descriptor,
-        "ALIGNED": aligned,
-        "EVEN": depth % config.depth == 0,
-        "ROWS": config.rows,
-        "COLS": config.cols,
-        "DEPTH": config.depth,
-        "GROUP": GROUP,
-        "E_PADDED": max(16, 1 << (experts - 1).bit_length()),
-        "ACC": tl_dtype(torch.promote_types(dtype, torch.float32)),
-        "SWIGLU": "" if swiglu is None else "pairs" if swiglu.clamped else "halves",
-        "ALPHA": 1.0 if swiglu is None else swiglu.alpha,
-        "LIMIT": 0.0 if swiglu is None else swiglu.limit,
-    }
+    """The constants of `_rows_kernel`."""
+    return dict(
+        FORWARD=forward, A_DESCRIPTOR=a_descriptor, W_DESCRIPTOR=w_descriptor, ALIGNED=aligned,
+        EVEN=depth % config.depth == 0,
+        ROWS=config.rows, COLS=config.cols, DEPTH=config.depth, GROUP=GROUP,
+        E_PADDED=max(16, 1 << (experts - 1).bit_length()),
+        ACC=tl_dtype(torch.promote_types(dtype, torch.float32)),
+        SWIGLU="" if activation is None else "pairs" if activation.clamped else "halves",
+        ALPHA=1.0 if activation is None else activation.alpha,
+        LIMIT=0.0 if activation is None else activation.limit,
+    )
 
 
 def _launch_weight(
@@ -451,12 +442,11 @@ def _launch_weight(
     experts, n, h = out.shape
     if out.dtype is torch.float64:  # no chip multiplies other operands in float64
         dy, x = dy.double(), x.double()
-    dy_descriptor = _half(dy) and _takes_descriptor(dy)
-    x_descriptor = gather is None and _half(x) and _takes_descriptor(x)
-    out_descriptor = accumulate and out.dtype is torch.float32 and _half(x) and _takes_descriptor(out)
+    dy_descriptor, x_descriptor = _takes_descriptor(dy), gather is None and _takes_descriptor(x)
+    out_descriptor = accumulate and x.dtype in HALF and _takes_descriptor(out, dtypes=(torch.float32,))
     out_descriptor &= not INTERPRET  # which has no atomic_add of descriptors
     aligned = _aligned(dy, x, out)
-    config = weight_config(architecture(dy.device), dy.dtype, out=n, hidden=h, aligned=aligned)
+    config = weight_configs(architecture(dy.device))[weight_shape(dy.dtype, out=n, hidden=h, aligned=aligned)]
     tiles = triton.cdiv(n, config.rows) * triton.cdiv(h, config.cols)
     with torch.cuda.device_of(dy):
         _weight_kernel[(experts * tiles,)](
@@ -469,27 +459,22 @@ def _launch_weight(
             *dy.stride(),
             *x.stride(),
             *out.stride(),
-            **_weight_constants(config, accumulate, dy_descriptor, x_descriptor, out_descriptor, aligned, dy.dtype),
+            **weight_constants(config, accumulate, dy_descriptor, x_descriptor, out_descriptor, aligned, dy.dtype),
             num_warps=config.warps,
             num_stages=config.stages,
         )
 
 
-def _weight_constants(
+def weight_constants(
     config: GemmConfig, accumulate: bool, dy_descriptor: bool, x_descriptor: bool, out_descriptor: bool, aligned: bool,
     dtype: torch.dtype,
 ) -> dict[str, Any]:
-    return {
-        "ACCUMULATE": accumulate,
-        "DY_DESCRIPTOR": dy_descriptor,
-        "X_DESCRIPTOR": x_descriptor,
-        "OUT_DESCRIPTOR": out_descriptor,
-        "ALIGNED": aligned,
-        "ROWS": config.rows,
-        "COLS": config.cols,
-        "DEPTH": config.depth,
-        "ACC": tl_dtype(torch.promote_types(dtype, torch.float32)),
-    }
+    """The constants of `_weight_kernel`."""
+    return dict(
+        ACCUMULATE=accumulate, DY_DESCRIPTOR=dy_descriptor, X_DESCRIPTOR=x_descriptor, OUT_DESCRIPTOR=out_descriptor,
+        ALIGNED=aligned, ROWS=config.rows, COLS=config.cols, DEPTH=config.depth,
+        ACC=tl_dtype(torch.promote_types(dtype, torch.float32)),
+    )
 
 
 # --- operators: torch.compile and FakeTensor see these as one call each ---------------------------------------------
@@ -497,15 +482,13 @@ def _weight_constants(
 
 @torch.library.custom_op("dualpipe::grouped_gemm", mutates_args=())
 def _grouped_gemm(x: Tensor, w: Tensor, offs: Tensor, bias: Tensor | None, gather: Tensor | None) -> Tensor:
-    check_values(offs, (x if gather is None else gather).shape[0], gather, x.shape[0])
+    check_values(offs, _rows(x, gather), gather, x.shape[0])
     if use_triton(x):
         return _launch_rows(x, w, offs, bias, gather, forward=True)
     return reference_grouped_gemm(x, w, offs, bias, gather)
 
 
-@_grouped_gemm.register_fake
-def _(x: Tensor, w: Tensor, offs: Tensor, bias: Tensor | None, gather: Tensor | None) -> Tensor:
-    return x.new_empty((x if gather is None else gather).shape[0], w.shape[1])
+_grouped_gemm.register_fake(lambda x, w, offs, bias, gather: x.new_empty(_rows(x, gather), w.shape[1]))
 
 
 @torch.library.custom_op("dualpipe::grouped_gemm_swiglu", mutates_args=())
@@ -514,20 +497,16 @@ def _grouped_gemm_swiglu(
     clamped: bool, alpha: float, limit: float,
 ) -> tuple[Tensor, Tensor]:
     """(h, gate_up)."""
-    check_values(offs, (x if gather is None else gather).shape[0], gather, x.shape[0])
+    check_values(offs, _rows(x, gather), gather, x.shape[0])
     if use_triton(x):
-        return _launch_swiglu(x, w, offs, bias, gather, Swiglu(weight, clamped, alpha, limit))
+        return _launch_swiglu(x, w, offs, bias, gather, Activation(weight, clamped, alpha, limit))
     gate_up = reference_grouped_gemm(x, w, offs, bias, gather)
     return swiglu_reference(gate_up, weight, clamped, alpha, limit).to(x.dtype), gate_up
 
 
 @_grouped_gemm_swiglu.register_fake
-def _(
-    x: Tensor, w: Tensor, offs: Tensor, bias: Tensor | None, gather: Tensor | None, weight: Tensor | None,
-    clamped: bool, alpha: float, limit: float,
-) -> tuple[Tensor, Tensor]:
-    rows = (x if gather is None else gather).shape[0]
-    return x.new_empty(rows, w.shape[1] // 2), x.new_empty(rows, w.shape[1])
+def _(x: Tensor, w: Tensor, offs: Tensor, bias: Tensor | None, gather: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
+    return x.new_empty(_rows(x, gather), w.shape[1] // 2), x.new_empty(_rows(x, gather), w.shape[1])
 
 
 @torch.library.custom_op("dualpipe::grouped_gemm_dgrad", mutates_args=())
@@ -538,9 +517,7 @@ def _grouped_gemm_dgrad(dy: Tensor, w: Tensor, offs: Tensor) -> Tensor:
     return reference_grouped_gemm_dgrad(dy, w, offs)
 
 
-@_grouped_gemm_dgrad.register_fake
-def _(dy: Tensor, w: Tensor, offs: Tensor) -> Tensor:
-    return dy.new_empty(dy.shape[0], w.shape[2])
+_grouped_gemm_dgrad.register_fake(lambda dy, w, offs: dy.new_empty(dy.shape[0], w.shape[2]))
 
 
 @torch.library.custom_op("dualpipe::grouped_gemm_wgrad", mutates_args={"out"})
@@ -552,11 +529,6 @@ def _grouped_gemm_wgrad(
         _launch_weight(dy, x, offs, out, accumulate, gather)
     else:
         reference_grouped_gemm_wgrad(dy, x, offs, out, accumulate, gather)
-
-
-@_grouped_gemm_wgrad.register_fake
-def _(dy: Tensor, x: Tensor, offs: Tensor, out: Tensor, accumulate: bool, gather: Tensor | None) -> None:
-    return None
 
 
 # --- public functions ------------------------------------------------------------------------------------------------
@@ -597,7 +569,7 @@ def grouped_gemm_swiglu(
     check_product(x, w, offs, bias, gather)
     if w.shape[1] % 2:
         raise ValueError(f"w must hold gate and up, (E, 2I, H); got shape {tuple(w.shape)}")
-    check_weight(weight, (x if gather is None else gather).shape[0], x.device)
+    check_weight(weight, _rows(x, gather), x.device)
     return _grouped_gemm_swiglu(x, w, offs, bias, gather, weight, *swiglu_form(clamped, alpha, limit))
 
 
@@ -607,9 +579,7 @@ def grouped_gemm_dgrad(dy: Tensor, w: Tensor, offs: Tensor) -> Tensor:
     `dy` (M, N), `w` (E, N, H), read where it is, `offs` (E,) int32 -> (M, H). Rows past `offs[-1]` stay uninitialised.
     Any strides work. Raises `ValueError` for operands that do not fit.
     """
-    check_operands(w=(w, 3), dy=(dy, 2), offs=offs)
-    check_sizes(("dy.shape[1]", dy.shape[1]), ("w.shape[1]", w.shape[1]))
-    check_ends(offs, w.shape[0])
+    check_dgrad(dy, w, offs)
     return _grouped_gemm_dgrad(dy, w, offs)
 
 
@@ -623,25 +593,5 @@ def grouped_gemm_wgrad(
     are never rounded to bfloat16. An expert without rows gets zeros, and is left as it is with `accumulate`. Any
     strides work that give every element of `out` memory of its own. Raises `ValueError` for operands that do not fit.
     """
-    check_operands(dy=(dy, 2), x=(x, 2), offs=offs)
-    check_tensors(out=(out, 3))
-    check_one_device(out, dy)
-    check_gather(gather, x)
-    check_sizes(("rows of dy", dy.shape[0]), ("rows of x", x.shape[0]) if gather is None else
-                 ("rows of gather", gather.shape[0]))
-    if out.shape[1:] != (dy.shape[1], x.shape[1]):
-        raise ValueError(f"out must have shape (E, {dy.shape[1]}, {x.shape[1]}) for dy and x; got {tuple(out.shape)}")
-    if any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape)):
-        raise ValueError(f"out has elements that share memory (strides {out.stride()}): give a tensor of its own")
-    check_ends(offs, out.shape[0])
+    check_wgrad(dy, x, offs, out, gather)
     _grouped_gemm_wgrad(dy, x, offs, out, accumulate, gather)
-
-
-# --- compiling without a GPU -----------------------------------------------------------------------------------------
-
-
-def compile_specs(arch: int) -> list[Any]:
-    """Every configuration for sm_`arch`, for `dualpipe.kernels.compilation`."""
-    from dualpipe.kernels.grouped_gemm_specs import specs  # imports this file
-
-    return list(specs(arch))

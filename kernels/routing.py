@@ -28,18 +28,21 @@ hidden, B blocks of choices.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import product
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dualpipe.kernels.backend import tl, triton, use_triton
-from dualpipe.kernels.operands import compute_dtype, tl_dtype, with_dense_rows
-
-if TYPE_CHECKING:
-    from dualpipe.kernels.compilation import CompileSpec
+from dualpipe.kernels.common import (
+    RowTile,
+    compute_dtype,
+    refuse_second_derivative,
+    tl,
+    tl_dtype,
+    triton,
+    use_triton,
+    with_dense_rows,
+)
 
 # ------------------------------------------------------------------------------------------------------------ kernels
 
@@ -192,31 +195,14 @@ def _spread_kernel(
 # ---------------------------------------------------------------------------------------------------------- launchers
 
 
-class _Tile(NamedTuple):
-    block_t: int
-    block_h: int
-    warps: int
-    unroll: int  # of the loop over K: so many rows are on their way at a time
-
-
 _SORT_ROWS, _SORT_CHUNK = 256, 16  # rows of one program, and of one comparison: 32 pairs a thread
-# By shape class, the same on every architecture, for elements of two bytes: one access of 16 bytes a thread; "narrow"
-# has 8, because 16 spill on sm_100.
-_TILES = {"wide": _Tile(1, 1024, 4, 4), "narrow": _Tile(8, 128, 8, 1), "column": _Tile(64, 4, 2, 1)}
+# By shape class, the same on every architecture: one access of 16 bytes a thread; "narrow" has 8, because 16 spill on
+# sm_100.
+_TILES = {"wide": RowTile(1, 1024, 4, unroll=4), "narrow": RowTile(8, 128, 8), "column": RowTile(64, 4, 2)}
 
 
-def _tile(shape: str, dtype: torch.dtype) -> _Tile:
-    tile = _TILES[shape]
-    return tile._replace(block_t=max(1, tile.block_t * 2 // dtype.itemsize))
-
-
-def _shape_class(hidden: int) -> str:
-    return "wide" if hidden > 256 else "narrow" if hidden > 8 else "column"
-
-
-def _bins(num_experts: int) -> int:
-    """Power of two that holds every expert and what belongs to none; a warp at least, as `tl.histogram` needs."""
-    return max(64, 1 << num_experts.bit_length())
+def _tile(hidden: int, dtype: torch.dtype) -> RowTile:
+    return _TILES["wide" if hidden > 256 else "narrow" if hidden > 8 else "column"].sized(dtype)
 
 
 def _launch_sort(
@@ -226,9 +212,8 @@ def _launch_sort(
     experts, rows = experts.contiguous(), experts.numel()
     blocks = triton.cdiv(rows, _SORT_ROWS)
     counts = torch.empty(num_experts + 1, blocks, dtype=torch.int32, device=experts.device)
-    _count_kernel[(blocks,)](
-        experts, counts, rows, blocks, num_experts, ROWS=_SORT_ROWS, BINS=_bins(num_experts), num_warps=4
-    )
+    bins = max(64, 1 << num_experts.bit_length())  # of every expert and of none; `tl.histogram` needs a warp at least
+    _count_kernel[(blocks,)](experts, counts, rows, blocks, num_experts, ROWS=_SORT_ROWS, BINS=bins, num_warps=4)
     ends = counts.view(-1).cumsum(0, dtype=torch.int32).view_as(counts)
     _place_kernel[(blocks,)](
         experts, ends, counts, order, inverse, gather, rows, blocks, num_experts, top_k,
@@ -241,33 +226,27 @@ def _launch_sum(
     rows: Tensor, weights: Tensor | None, inverse: Tensor, offs: Tensor, top_k: int, out: Tensor
 ) -> None:
     tokens, hidden = out.shape
-    rows, tile = with_dense_rows(rows), _tile(_shape_class(hidden), rows.dtype)
-    _sum_kernel[triton.cdiv(tokens, tile.block_t), triton.cdiv(hidden, tile.block_h)](
+    rows, tile = with_dense_rows(rows), _tile(hidden, rows.dtype)
+    _sum_kernel[triton.cdiv(tokens, tile.rows), triton.cdiv(hidden, tile.cols)](
         rows, rows if weights is None else weights.contiguous(), inverse, offs, out, tokens, offs.shape[0], hidden,
         rows.stride(0), top_k,
         HAS_WEIGHTS=weights is not None, COMPUTE=tl_dtype(compute_dtype(rows, weights)),
-        BLOCK_T=tile.block_t, BLOCK_H=tile.block_h, UNROLL=tile.unroll, num_warps=tile.warps,
+        BLOCK_T=tile.rows, BLOCK_H=tile.cols, UNROLL=tile.unroll, num_warps=tile.warps,
     )
 
 
 def _launch_spread(
-    x: Tensor,
-    weights: Tensor | None,
-    rows: Tensor | None,
-    inverse: Tensor,
-    offs: Tensor,
-    top_k: int,
-    out: Tensor,
+    x: Tensor, weights: Tensor | None, rows: Tensor | None, inverse: Tensor, offs: Tensor, top_k: int, out: Tensor,
     d_weights: Tensor | None,
 ) -> None:
     tokens, hidden = x.shape
-    x, tile = with_dense_rows(x), _tile(_shape_class(hidden), x.dtype)
+    x, tile = with_dense_rows(x), _tile(hidden, x.dtype)
     rows = x if rows is None else with_dense_rows(rows)
-    _spread_kernel[(triton.cdiv(tokens, tile.block_t),)](
+    _spread_kernel[(triton.cdiv(tokens, tile.rows),)](
         x, x if weights is None else weights.contiguous(), rows, inverse, offs, out,
         x if d_weights is None else d_weights, tokens, offs.shape[0], hidden, x.stride(0), rows.stride(0), top_k,
         HAS_WEIGHTS=weights is not None, COMPUTE=tl_dtype(compute_dtype(x, weights)),
-        BLOCK_T=tile.block_t, BLOCK_H=tile.block_h, num_warps=tile.warps,
+        BLOCK_T=tile.rows, BLOCK_H=tile.cols, num_warps=tile.warps,
     )
 
 
@@ -324,9 +303,10 @@ def combine_tokens(y: Tensor, weights: Tensor | None, tokens: SortedTokens, *, t
     Without weights, for rows that have been multiplied already (`swiglu`), `top_k` says what K is. Differentiable once
     with respect to `y` and `weights`. Raises `ValueError` for operands that do not fit.
     """
-    if weights is None and top_k is None:
-        raise ValueError("combine_tokens needs weights of shape (T, K), or top_k where there are none")
-    if weights is not None:
+    if weights is None:
+        if top_k is None:
+            raise ValueError("combine_tokens needs weights of shape (T, K), or top_k where there are none")
+    else:
         if weights.dim() != 2 or not weights.is_floating_point() or weights.device != y.device:
             raise ValueError(f"weights must be a floating-point (T, K) on {y.device}; got {weights.dtype} of shape "
                              f"{tuple(weights.shape)} on {weights.device}")
@@ -381,9 +361,7 @@ def _dispatch_tokens(x: Tensor, inverse: Tensor, offs: Tensor, top_k: int, rows:
     return out
 
 
-@_dispatch_tokens.register_fake
-def _(x: Tensor, inverse: Tensor, offs: Tensor, top_k: int, rows: int) -> Tensor:
-    return x.new_empty(rows, x.shape[1])
+_dispatch_tokens.register_fake(lambda x, inverse, offs, top_k, rows: x.new_empty(rows, x.shape[1]))
 
 
 @torch.library.custom_op("dualpipe::combine_tokens", mutates_args=())
@@ -396,9 +374,9 @@ def _combine_tokens(y: Tensor, weights: Tensor | None, inverse: Tensor, offs: Te
     return out
 
 
-@_combine_tokens.register_fake
-def _(y: Tensor, weights: Tensor | None, inverse: Tensor, offs: Tensor, top_k: int) -> Tensor:
-    return y.new_empty(inverse.shape[0] // top_k, y.shape[1])
+_combine_tokens.register_fake(
+    lambda y, weights, inverse, offs, top_k: y.new_empty(inverse.shape[0] // top_k, y.shape[1])
+)
 
 
 @torch.library.custom_op("dualpipe::combine_tokens_backward", mutates_args=())
@@ -417,9 +395,9 @@ def _combine_tokens_backward(
     return dy, d_weights
 
 
-@_combine_tokens_backward.register_fake
-def _(d_out: Tensor, y: Tensor, weights: Tensor, inverse: Tensor, offs: Tensor) -> tuple[Tensor, Tensor]:
-    return y.new_empty(y.shape), weights.new_empty(weights.shape)
+_combine_tokens_backward.register_fake(
+    lambda d_out, y, weights, *_: (y.new_empty(y.shape), weights.new_empty(weights.shape))
+)
 
 
 def _dispatch_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -444,14 +422,11 @@ def _combine_backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
     return *_combine_tokens_backward(d_out, y, weights, inverse, offs), None, None, None
 
 
-def _refuse_second_derivative(ctx: Any, *grads: Tensor) -> None:
-    raise NotImplementedError("combine_tokens with weights can be differentiated once only; for a second derivative "
-                              "(create_graph=True) use dualpipe.kernels.routing.combine_tokens_reference")
-
-
 _dispatch_tokens.register_autograd(_dispatch_backward, setup_context=_dispatch_setup)
 _combine_tokens.register_autograd(_combine_backward, setup_context=_combine_setup)
-_combine_tokens_backward.register_autograd(_refuse_second_derivative)
+_combine_tokens_backward.register_autograd(
+    refuse_second_derivative("combine_tokens with weights", "dualpipe.kernels.routing.combine_tokens_reference")
+)
 
 # ---------------------------------------------------------------------------------------------------------- reference
 
@@ -503,46 +478,3 @@ def _by_token(y: Tensor, weights: Tensor | None, inverse: Tensor, offs: Tensor, 
 def _weights(weights: Tensor, y: Tensor, inverse: Tensor, offs: Tensor) -> Tensor:
     """(T, K) -> (T, K, 1) in the dtype to compute in; zero for nobody."""
     return weights.to(compute_dtype(y, weights)).where(inverse.view_as(weights) < offs[-1], 0).unsqueeze(-1)
-
-
-# ------------------------------------------------------------------------------------------------------- compile table
-
-
-def compile_specs(arch: int) -> Iterator[CompileSpec]:
-    """Every configuration of the table; the number of experts in steps of the counting kernel's bins."""
-    for bins in (64, 128, 256, 512, 1024):
-        yield _spec(f"routing.count.{bins}", _count_kernel, "bf16", {"ROWS": _SORT_ROWS, "BINS": bins}, 4)
-    yield _spec("routing.place", _place_kernel, "bf16", {"ROWS": _SORT_ROWS, "CHUNK": _SORT_CHUNK}, 4)
-    for dtype, shape, weighted, odd, kernel in product(
-        ("bf16", "fp32"), _TILES, (False, True), (False, True), (_sum_kernel, _spread_kernel)
-    ):
-        tile = _tile(shape, torch.bfloat16 if dtype == "bf16" else torch.float32)
-        words = ["routing", "sum" if kernel is _sum_kernel else "spread", dtype, shape]
-        words += [word for word, said in (("weighted", weighted), ("odd", odd)) if said]
-        constexprs = {"HAS_WEIGHTS": weighted, "COMPUTE": tl.float32, "BLOCK_T": tile.block_t, "BLOCK_H": tile.block_h}
-        if kernel is _sum_kernel:
-            constexprs["UNROLL"] = tile.unroll
-        yield _spec(".".join(words), kernel, dtype, constexprs, tile.warps, aligned=() if odd else _ALIGNED)
-
-
-_INT32_POINTERS = ("counts_ptr", "ends_ptr", "order_ptr", "inverse_ptr", "gather_ptr", "offs_ptr")
-_ALIGNED = ("H", "stride", "row_stride")
-
-
-def _spec(
-    name: str, kernel: Any, dtype: str, constexprs: dict[str, Any], warps: int, aligned: tuple[str, ...] = ()
-) -> CompileSpec:
-    from dualpipe.kernels.compilation import CompileSpec  # here: `python -m` of that file imports this one
-
-    types = {"experts_ptr": "*i64"} | dict.fromkeys(_INT32_POINTERS, "*i32")
-    names = [name for name in kernel.arg_names if name not in constexprs]
-    return CompileSpec(
-        name,
-        kernel,
-        {name: types.get(name, f"*{dtype}" if name.endswith("_ptr") else "i32") for name in names},
-        constexprs,
-        warps,
-        num_stages=1,
-        needs_mma=False,
-        divisible_by_16=tuple(name for name in names if name.endswith("_ptr") or name in aligned),
-    )

@@ -21,18 +21,21 @@ Dimension letters: M rows, I intermediate size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import product
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dualpipe.kernels.backend import tl, triton, use_triton
-from dualpipe.kernels.operands import compute_dtype, tl_dtype, with_dense_rows
-
-if TYPE_CHECKING:
-    from dualpipe.kernels.compilation import CompileSpec
+from dualpipe.kernels.common import (
+    RowTile,
+    compute_dtype,
+    refuse_second_derivative,
+    tl,
+    tl_dtype,
+    triton,
+    use_triton,
+    with_dense_rows,
+)
 
 # ------------------------------------------------------------------------------------------------------------ kernels
 
@@ -148,62 +151,50 @@ def _backward_kernel(
 # ---------------------------------------------------------------------------------------------------------- launchers
 
 
-class _Config(NamedTuple):
-    block_m: int
-    block_i: int
-    num_warps: int
+# By shape class, the same on every architecture: one access of 16 bytes a thread; twice as much spills in the backward.
+# 256 columns divide 768 and waste 8% of the lanes at 1408 and 6% at 2880.
+_TILES = {"wide": RowTile(4, 256, 4), "narrow": RowTile(8, 64, 2)}
 
 
-# By shape class, the same on every architecture, for elements of two bytes: one access of 16 bytes a thread; twice as
-# much spills in the backward. 256 columns divide 768 and waste 8% of the lanes at 1408 and 6% at 2880.
-_CONFIGS = {"wide": _Config(4, 256, 4), "narrow": _Config(8, 64, 2)}
+class Activation(NamedTuple):
+    """Which activation, as the operators take it."""
+
+    weight: Tensor | None  # (M,)
+    clamped: bool
+    alpha: float
+    limit: float
 
 
-def _config(shape: str, dtype: torch.dtype) -> _Config:
-    config = _CONFIGS[shape]
-    return config._replace(block_m=max(1, config.block_m * 2 // dtype.itemsize))
-
-
-def _shape_class(intermediate: int) -> str:
-    return "wide" if intermediate > 64 else "narrow"
-
-
-def launch_swiglu(
-    gate_up: Tensor, weight: Tensor | None, clamped: bool, alpha: float, limit: float, h: Tensor
-) -> None:
-    rows, intermediate = h.shape
-    config = _config(_shape_class(intermediate), gate_up.dtype)
-    gate_up = with_dense_rows(gate_up)
-    grid = (triton.cdiv(rows, config.block_m), triton.cdiv(intermediate, config.block_i))
-    _forward_kernel[grid](
-        gate_up, h if weight is None else weight.contiguous(), h, rows, intermediate, gate_up.stride(0),
-        CLAMPED=clamped, ALPHA=alpha, LIMIT=limit, HAS_WEIGHT=weight is not None,
-        COMPUTE=tl_dtype(compute_dtype(gate_up, weight)),
-        BLOCK_M=config.block_m, BLOCK_I=config.block_i, num_warps=config.num_warps,
+def launch_swiglu(gate_up: Tensor, activation: Activation, h: Tensor) -> None:
+    """Write the activation of `gate_up` (M, 2I) to `h` (M, I), contiguous."""
+    (rows, width), tile, gate_up = h.shape, _tile(gate_up), with_dense_rows(gate_up)
+    _forward_kernel[triton.cdiv(rows, tile.rows), triton.cdiv(width, tile.cols)](
+        gate_up, h if activation.weight is None else activation.weight.contiguous(), h, rows, width,
+        gate_up.stride(0), **_constants(gate_up, activation, tile), num_warps=tile.warps,
     )
 
 
-def _launch_backward(
-    dh: Tensor,
-    gate_up: Tensor,
-    weight: Tensor | None,
-    clamped: bool,
-    alpha: float,
-    limit: float,
-    d_gate_up: Tensor,
-    d_weight: Tensor,
-) -> None:
-    rows, intermediate = dh.shape
-    config = _config(_shape_class(intermediate), gate_up.dtype)
+def _launch_backward(dh: Tensor, gate_up: Tensor, activation: Activation, d_gate_up: Tensor, d_weight: Tensor) -> None:
+    (rows, width), tile = dh.shape, _tile(gate_up)
     dh, gate_up = with_dense_rows(dh), with_dense_rows(gate_up)
-    blocks = triton.cdiv(intermediate, config.block_i)
-    spans = 1 if weight is not None else blocks
-    _backward_kernel[triton.cdiv(rows, config.block_m), spans](
-        dh, gate_up, dh if weight is None else weight.contiguous(), d_gate_up, d_weight, rows, intermediate,
-        gate_up.stride(0), dh.stride(0), blocks // spans * config.block_i,
+    blocks = triton.cdiv(width, tile.cols)
+    spans = 1 if activation.weight is not None else blocks
+    _backward_kernel[triton.cdiv(rows, tile.rows), spans](
+        dh, gate_up, dh if activation.weight is None else activation.weight.contiguous(), d_gate_up, d_weight, rows,
+        width, gate_up.stride(0), dh.stride(0), blocks // spans * tile.cols,
+        **_constants(gate_up, activation, tile), num_warps=tile.warps,
+    )
+
+
+def _tile(gate_up: Tensor) -> RowTile:
+    return _TILES["wide" if gate_up.shape[1] // 2 > 64 else "narrow"].sized(gate_up.dtype)
+
+
+def _constants(gate_up: Tensor, activation: Activation, tile: RowTile) -> dict[str, Any]:
+    weight, clamped, alpha, limit = activation
+    return dict(
         CLAMPED=clamped, ALPHA=alpha, LIMIT=limit, HAS_WEIGHT=weight is not None,
-        COMPUTE=tl_dtype(compute_dtype(gate_up, weight)),
-        BLOCK_M=config.block_m, BLOCK_I=config.block_i, num_warps=config.num_warps,
+        COMPUTE=tl_dtype(compute_dtype(gate_up, weight)), BLOCK_M=tile.rows, BLOCK_I=tile.cols,
     )
 
 
@@ -272,13 +263,11 @@ def _swiglu(gate_up: Tensor, weight: Tensor | None, clamped: bool, alpha: float,
     if not use_triton(gate_up):
         h.copy_(swiglu_reference(gate_up, weight, clamped, alpha, limit))
     elif h.numel():
-        launch_swiglu(gate_up, weight, clamped, alpha, limit, h)
+        launch_swiglu(gate_up, Activation(weight, clamped, alpha, limit), h)
     return h
 
 
-@_swiglu.register_fake
-def _(gate_up: Tensor, weight: Tensor | None, clamped: bool, alpha: float, limit: float) -> Tensor:
-    return gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+_swiglu.register_fake(lambda gate_up, *_: gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2))
 
 
 @torch.library.custom_op("dualpipe::swiglu_backward", mutates_args=())
@@ -286,25 +275,24 @@ def _swiglu_backward(
     dh: Tensor, gate_up: Tensor, weight: Tensor | None, clamped: bool, alpha: float, limit: float
 ) -> tuple[Tensor, Tensor]:
     """(d_gate_up, d_weight); without a weight the second is empty."""
-    d_gate_up = torch.empty_like(gate_up, memory_format=torch.contiguous_format)
-    d_weight = gate_up.new_empty(0) if weight is None else weight.new_empty(weight.shape)
+    d_gate_up, d_weight = _new_gradients(gate_up, weight)
     if not use_triton(gate_up):
         d_x, d_w = swiglu_backward_reference(dh, gate_up, weight, clamped, alpha, limit)
         d_gate_up.copy_(d_x)
         d_weight.copy_(d_w)
     elif dh.numel():
-        _launch_backward(dh, gate_up, weight, clamped, alpha, limit, d_gate_up, d_weight)
+        _launch_backward(dh, gate_up, Activation(weight, clamped, alpha, limit), d_gate_up, d_weight)
     else:
         d_weight.zero_()
     return d_gate_up, d_weight
 
 
-@_swiglu_backward.register_fake
-def _(
-    dh: Tensor, gate_up: Tensor, weight: Tensor | None, clamped: bool, alpha: float, limit: float
-) -> tuple[Tensor, Tensor]:
+def _new_gradients(gate_up: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
     d_gate_up = torch.empty_like(gate_up, memory_format=torch.contiguous_format)
     return d_gate_up, gate_up.new_empty(0) if weight is None else weight.new_empty(weight.shape)
+
+
+_swiglu_backward.register_fake(lambda dh, gate_up, weight, *_: _new_gradients(gate_up, weight))
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -317,13 +305,10 @@ def _backward(ctx: Any, dh: Tensor) -> tuple[Tensor | None, ...]:
     return *swiglu_backward(dh, gate_up, weight, *ctx.form), None, None, None
 
 
-def _refuse_second_derivative(ctx: Any, *grads: Tensor) -> None:
-    raise NotImplementedError("swiglu can be differentiated once only; for a second derivative (create_graph=True) use "
-                              "dualpipe.kernels.swiglu.swiglu_reference")
-
-
 _swiglu.register_autograd(_backward, setup_context=_setup_context)
-_swiglu_backward.register_autograd(_refuse_second_derivative)
+_swiglu_backward.register_autograd(
+    refuse_second_derivative("swiglu", "dualpipe.kernels.swiglu.swiglu_reference")
+)
 
 # ---------------------------------------------------------------------------------------------------------- reference
 
@@ -346,7 +331,7 @@ def swiglu_backward_reference(
     if weight is not None:
         dh = dh * weight.unsqueeze(1)
     d_gate, d_up = dh * u * s * (1 + alpha * gate * (1 - s)), dh * (gate * s)
-    if not clamped:
+    if kept is None:
         return torch.cat((d_gate, d_up), 1), d_weight
     return torch.stack((d_gate, d_up), 2).flatten(1).where(kept, 0), d_weight
 
@@ -354,36 +339,8 @@ def swiglu_backward_reference(
 def _reference_parts(wide: Tensor, clamped: bool, limit: float) -> tuple[Tensor, Tensor, Tensor | None]:
     """(gate after its clamp, u, where nothing was clamped)."""
     if not clamped:
-        return *wide.chunk(2, dim=1), None
+        gate, up = wide.chunk(2, dim=1)
+        return gate, up, None
     gate, up = wide[:, ::2], wide[:, 1::2]
     kept = torch.stack((~(gate > limit), ~(up.abs() > limit)), 2).flatten(1)
     return gate.clamp(max=limit), up.clamp(-limit, limit) + 1, kept
-
-
-# ------------------------------------------------------------------------------------------------------- compile table
-
-
-def compile_specs(arch: int) -> Iterator[CompileSpec]:
-    """Every configuration of the table, in every form, for bfloat16 and float32; "odd" with sizes of no alignment."""
-    from dualpipe.kernels.compilation import CompileSpec  # here: `python -m` of that file imports this one
-
-    for dtype, shape, odd, clamped, weighted, kernel in product(
-        ("bf16", "fp32"), _CONFIGS, (False, True), (False, True), (False, True),
-        (_forward_kernel, _backward_kernel),
-    ):
-        config = _config(shape, torch.bfloat16 if dtype == "bf16" else torch.float32)
-        names = [name for name in kernel.arg_names if name == "M" or not name.isupper()]
-        words = ["swiglu", "forward" if kernel is _forward_kernel else "backward", dtype, shape]
-        words += [word for word, said in (("clamped", clamped), ("weighted", weighted), ("odd", odd)) if said]
-        constexprs = {"CLAMPED": clamped, "ALPHA": 1.702, "LIMIT": 7.0, "HAS_WEIGHT": weighted, "COMPUTE": tl.float32,
-                      "BLOCK_M": config.block_m, "BLOCK_I": config.block_i}
-        yield CompileSpec(
-            ".".join(words),
-            kernel,
-            {name: f"*{dtype}" if name.endswith("_ptr") else "i32" for name in names},
-            constexprs,
-            config.num_warps,
-            num_stages=1,
-            needs_mma=False,
-            divisible_by_16=tuple(name for name in names if name.endswith("_ptr") or not odd),
-        )

@@ -9,12 +9,11 @@ from pathlib import Path
 from reprlib import repr as brief
 from typing import Any
 
-from dualpipe.models.decoder import Stage, build_stages
 from dualpipe.models.deepseek import DeepseekV2Config, DeepseekV3Config
 from dualpipe.models.gpt_oss import GptOssConfig
 from dualpipe.models.hub import HubConfig
 from dualpipe.models.qwen3_moe import Qwen3MoeConfig
-from dualpipe.models.stages import split_layers
+from dualpipe.models.stages import Stage, build_stages, split_layers
 
 __all__ = [
     "DeepseekV2Config", "DeepseekV3Config", "GptOssConfig", "HubConfig", "Qwen3MoeConfig", "Stage", "build_stages",

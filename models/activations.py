@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from dualpipe.models.decoder import SparseMLP, Stage
+from dualpipe.models.decoder import Attention, SparseMLP
 from dualpipe.models.hub import HubConfig
-from dualpipe.models.stages import Recompute
+from dualpipe.models.stages import Recompute, Stage
 from dualpipe.nn import Router
 from dualpipe.nn.segments import Pending
-from dualpipe.parallel.dispatch import Done, Received
+from dualpipe.parallel.dispatch import Received
 from dualpipe.pipeline.overlap import SegmentedStage, walk
 from dualpipe.pipeline.passage import Passage
 
@@ -65,8 +65,6 @@ def activation_bytes(
 class _Even:
     """The dispatcher of a rank among `ep`, when tokens choose experts at random and all ranks get the same number."""
 
-    communicates = True
-
     def __init__(self, gate: Router, ep: int) -> None:
         self._experts = gate.out_features
         self._copies = ep * (1 - (1 - 1 / ep) ** gate.top_k)  # distinct ranks that a token's experts are on
@@ -84,12 +82,17 @@ class _Even:
         return rows.new_zeros(tokens, rows.shape[1]).index_add(0, token_R, rows)
 
 
-class _Arrived(Done):
+class _Arrived:
     """Weights and choices are kept also where the rows are not, to be there when these are sent again."""
 
+    def __init__(self, results: tuple[Any, ...]) -> None:
+        self._results = results
+
+    def advance(self) -> None:
+        """All of it is there."""
+
     def wait(self) -> tuple[tuple[Any, ...], Any]:
-        results, _ = super().wait()
-        return results, results[1:]
+        return self._results, self._results[1:]
 
 
 class _Immediate:
@@ -144,7 +147,7 @@ def _is_mask(tensor: Tensor) -> bool:
     return tensor.dtype is torch.bool
 
 
-def _of_attention(attention: nn.Module, dtype: torch.dtype) -> float:
+def _of_attention(attention: Attention, dtype: torch.dtype) -> float:
     """For a token, what fused kernels keep beyond the CPU's without its scores: a float32 for each head's row of them,
     and less, since keys and values need not be repeated for the heads that share them."""
     repeated = attention.num_heads - attention.num_kv_heads

@@ -1,52 +1,112 @@
-"""What the families share: decoder layers behind norms, experts or a dense MLP in them, and the stages they make up.
+"""What the families' layers are made of: attention, experts or a dense MLP behind norms, and the layer around them.
 
-A family is a configuration that says what its layers are (`layer`), attention, and whatever else is its own: see
-`qwen3_moe`, the simplest. Parameters are named as in the unpipelined model, by the layer's global index, so that the
-stages' state dicts together are that of the whole model, which is itself one stage with every layer.
+What a layer computes is said once, by its `segments`; its `forward` runs them one after the other.
 
-Dimension letters: B batch, S sequence, T tokens (B * S), H hidden, E experts, K experts per token, M routed rows
-(T * K), I expert intermediate, V vocabulary.
+Dimension letters: B batch, S sequence, T tokens (B * S), H hidden, A attention heads, G key/value heads, D head
+dimension, E experts, K experts per token, M routed rows (T * K), I expert intermediate.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor, nn
 
+from dualpipe.kernels import SortedTokens
 from dualpipe.models.hub import HubConfig
-from dualpipe.models.sizes import head_flops, layer_flops
-from dualpipe.models.stages import Recompute, split_layers
 from dualpipe.nn import GroupedLinear, GroupedSwiGLU, Linear, RMSNorm, Router
-from dualpipe.nn.attention import Context
-from dualpipe.nn.init import seeded_normal_
-from dualpipe.nn.routing import SortedTokens
-from dualpipe.nn.segments import Communicate, Compute, Segment
-from dualpipe.parallel.expert import Dispatcher, ExpertParallel, expert_parallel_mlp, run_experts
+from dualpipe.nn.attention import Context, attend
+from dualpipe.nn.rotary import apply_rotary
+from dualpipe.nn.segments import Communicate, Compute, Segment, run_segments
+from dualpipe.parallel.dispatch import Dispatcher
+from dualpipe.parallel.expert import ExpertParallel, run_experts
 
-_TYPICAL_LENGTH = 4096  # of a sequence, where the costs of layers are weighed against that of the head
+Parts = Callable[[str], bool]
+"""Whether a part of a layer is computed again: see `dualpipe.models.stages.Recompute`"""
+
+
+def _nothing(part: str) -> bool:
+    return False
+
+
+class Attention(nn.Module):
+    """Causal attention, called as `attention(x_BSH, context)`, and what its costs are counted from."""
+
+    num_heads: int
+    num_kv_heads: int
+    qk_dim: int  # head dimension of queries and keys
+    v_dim: int  # of values
+    window: int | None  # positions that a token sees with itself; None: all before it
+
+
+class GroupedQueryAttention(Attention):
+    """Causal grouped-query attention.
+
+    norm_eps: with an RMSNorm on the queries and keys of every head; sinks: with a sink in every head.
+    """
+
+    sinks: nn.Parameter | None
+
+    def __init__(
+        self, hidden: int, heads: int, kv_heads: int, head_dim: int, *, bias: bool, norm_eps: float | None = None,
+        sinks: bool = False, window: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.head_dim = heads, kv_heads, head_dim
+        self.qk_dim = self.v_dim = head_dim
+        self.window, self.norms = window, norm_eps is not None
+        self.q_proj = Linear(hidden, heads * head_dim, bias=bias)
+        self.k_proj = Linear(hidden, kv_heads * head_dim, bias=bias)
+        self.v_proj = Linear(hidden, kv_heads * head_dim, bias=bias)
+        self.o_proj = Linear(heads * head_dim, hidden, bias=bias)
+        if norm_eps is not None:
+            self.q_norm = RMSNorm(head_dim, norm_eps)
+            self.k_norm = RMSNorm(head_dim, norm_eps)
+        self.register_parameter("sinks", nn.Parameter(torch.zeros(heads)) if sinks else None)
+
+    def forward(self, x_BSH: Tensor, context: Context) -> Tensor:
+        """(B, S, H) -> (B, S, H)."""
+        # One by one: a loop that calls them cannot be traced past the first, and nothing here would be compiled.
+        projected = self.q_proj(x_BSH), self.k_proj(x_BSH), self.v_proj(x_BSH)
+        q, k, v = (rearrange(x, "B S (A D) -> B S A D", D=self.head_dim) for x in projected)
+        if self.norms:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q_BASD, k_BGSD, v_BGSD = (x.transpose(1, 2) for x in (q, k, v))
+        q_BASD, k_BGSD = (apply_rotary(x, *context.tables(x.dtype)) for x in (q_BASD, k_BGSD))
+        y_BASD = attend(
+            q_BASD, k_BGSD, v_BGSD, context, scale=self.head_dim**-0.5, window=self.window, sinks_A=self.sinks
+        )
+        return self.o_proj(rearrange(y_BASD, "B A S D -> B S (A D)"))
 
 
 class Experts(nn.Module):
-    """SwiGLU experts as stacked weights: gate_up (E, 2I, H), down (E, H, I)."""
+    """SwiGLU experts as stacked weights: gate_up (E, 2I, H), down (E, H, I), with biases where `bias` says so.
 
-    def __init__(self, experts: int, hidden: int, intermediate: int) -> None:
+    form: the activation's, as `GroupedSwiGLU` takes it.
+    """
+
+    def __init__(self, experts: int, hidden: int, intermediate: int, *, bias: bool = False, **form: Any) -> None:
         super().__init__()
-        self.gate_up_proj = GroupedSwiGLU(experts, hidden, intermediate)
-        self.down_proj = GroupedLinear(experts, intermediate, hidden)
+        self.gate_up_proj = GroupedSwiGLU(experts, hidden, intermediate, bias, **form)
+        self.down_proj = GroupedLinear(experts, intermediate, hidden, bias)
+        self.biased = bias
 
     def forward(self, x: Tensor, rows: SortedTokens | Tensor, weight_M: Tensor) -> Tensor:
         """Tokens (T, H) and where they go, or rows (M, H) sorted by expert and their ends (E,) -> (M, H).
 
-        `weight_M` are the sorted rows' routing weights. Without a bias, weighting before the last product is weighting
-        its result, which then need not be kept.
+        `weight_M` are the sorted rows' routing weights. They multiply the result, since the last bias counts as well;
+        without one, weighting before the last product is the same, and its result need not be kept.
         """
-        h_MI = self.gate_up_proj(x, rows, weight_M)
-        return self.down_proj(h_MI, rows.offs if isinstance(rows, SortedTokens) else rows)
+        h_MI = self.gate_up_proj(x, rows, None if self.biased else weight_M)
+        y_MH = self.down_proj(h_MI, rows.offs if isinstance(rows, SortedTokens) else rows)
+        if not self.biased:
+            return y_MH
+        return (y_MH * weight_M.unsqueeze(1)).to(y_MH.dtype)  # a float32 router's weights do not widen the rows
 
 
 class SparseMLP(nn.Module):
@@ -64,31 +124,39 @@ class SparseMLP(nn.Module):
 
     def forward(self, x_BSH: Tensor) -> Tensor:
         """(B, S, H) -> (B, S, H). Collective over the expert-parallel ranks."""
-        weights_TK, experts_TK = self.gate(x_BSH)
-        y_TH = expert_parallel_mlp(self.dispatcher, self.experts, x_BSH.flatten(0, 1), weights_TK, experts_TK)
-        y_BSH = y_TH.view_as(x_BSH)
-        return y_BSH + self.shared_experts(x_BSH) if hasattr(self, "shared_experts") else y_BSH
+        return run_segments(self._routed(_nothing), {"x": x_BSH, "normed": x_BSH})["y"]
 
-    def segments(self, recompute: Callable[[str], bool]) -> list[Segment]:
+    def segments(self, recompute: Parts) -> list[Segment]:
         """From "x" and "normed" to "x"."""
-        again = recompute("dispatch")
-        if not self.dispatcher.communicates:
-            return [Compute(self, "normed", "y", recompute("experts") or again), _residual(recompute)]
-        run = partial(run_experts, self.experts)
-        found = [
-            Compute(self._route, "normed", ("rows", "weights", "plan"), recompute("layer") or again),
-            Communicate(self.dispatcher.dispatch, ("rows", "weights", "plan"), ("rows", "weights", "received"), again),
-            Compute(run, ("rows", "weights", "received"), "rows", recompute("experts") or again),
-            Communicate(self.dispatcher.combine, ("rows", "received"), "rows"),
-            Compute(self._finish, ("x", "rows", "plan"), "y", recompute("layer")),
-        ]
+        if self.dispatcher.dispatch is None:  # nothing to overlap: routing and experts are kept, or not, together
+            again = recompute("experts") or recompute("dispatch")
+            return [Compute(self, "normed", "y", again), _residual(recompute)]
+        return [*self._routed(recompute), _residual(recompute)]
+
+    def _routed(self, recompute: Parts) -> list[Segment]:
+        """From "x" and "normed" to "y"."""
+        there, back = self.dispatcher.dispatch, self.dispatcher.combine
+        again, layer, sent = recompute("dispatch"), recompute("layer"), ("rows", "weights", "plan")
+        run, computed = partial(run_experts, self.experts), recompute("experts") or again
+        found: list[Segment] = [Compute(self._route, "normed", sent, layer or again)]
+        if there is None or back is None:
+            found.append(Compute(run, sent, "rows", computed))
+        else:
+            received = ("rows", "weights", "received")
+            found += [
+                Communicate(there, sent, received, again),
+                Compute(run, received, "rows", computed),
+                Communicate(back, ("rows", "received"), "rows"),
+            ]
+        found.append(Compute(self._finish, ("x", "rows", "plan"), "y", layer))
         if hasattr(self, "shared_experts"):
             found += [Compute(self.shared_experts, "normed", "shared", recompute("experts")),
-                      Compute(torch.add, ("y", "shared"), "y", recompute("layer"))]
-        return [*found, _residual(recompute)]
+                      Compute(torch.add, ("y", "shared"), "y", layer)]
+        return found
 
     def _route(self, x_BSH: Tensor) -> tuple[Tensor, Tensor, Any]:
-        return self.dispatcher.plan(x_BSH.flatten(0, 1), *self.gate(x_BSH))
+        weights_TK, experts_TK = self.gate(x_BSH)
+        return self.dispatcher.plan(x_BSH.flatten(0, 1), weights_TK, experts_TK)
 
     def _finish(self, x_BSH: Tensor, rows: Tensor, plan: Any) -> Tensor:
         return self.dispatcher.finish(rows, plan).view_as(x_BSH)
@@ -107,22 +175,19 @@ class DenseMLP(nn.Module):
         """(B, S, H) -> (B, S, H)."""
         return self.down_proj(F.silu(self.gate_proj(x_BSH)) * self.up_proj(x_BSH))
 
-    def segments(self, recompute: Callable[[str], bool]) -> list[Segment]:
+    def segments(self, recompute: Parts) -> list[Segment]:
         """From "x" and "normed" to "x"."""
         return [Compute(self, "normed", "y", recompute("experts")), _residual(recompute)]
 
 
-def _residual(recompute: Callable[[str], bool]) -> Segment:
+def _residual(recompute: Parts) -> Segment:
     return Compute(torch.add, ("x", "y"), "x", recompute("layer"))
 
 
 class Layer(nn.Module):
-    """Attention, then experts or a dense MLP, each behind a norm and added to what came in.
+    """Attention, then experts or a dense MLP, each behind a norm and added to what came in."""
 
-    attention: called as `attention(x_BSH, context)`.
-    """
-
-    def __init__(self, config: HubConfig, attention: nn.Module, mlp: SparseMLP | DenseMLP) -> None:
+    def __init__(self, config: HubConfig, attention: Attention, mlp: SparseMLP | DenseMLP) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = attention
@@ -131,11 +196,10 @@ class Layer(nn.Module):
 
     def forward(self, x_BSH: Tensor, context: Context) -> Tensor:
         """(B, S, H) -> (B, S, H)."""
-        x_BSH = self._attend(x_BSH, self.input_layernorm(x_BSH), context)
-        return x_BSH + self.mlp(self._normed(x_BSH))
+        return run_segments(self.segments(_nothing), {"x": x_BSH, "context": context})["x"]
 
-    def segments(self, recompute: Callable[[str], bool]) -> list[Segment]:
-        """The same over a carry with "x" and "context"; `recompute` says which parts are computed again."""
+    def segments(self, recompute: Parts) -> list[Segment]:
+        """From "x" and "context" to "x"; `recompute` says which parts are computed again."""
         return [
             Compute(self.input_layernorm, "x", "normed", recompute("norms")),
             Compute(self._attend, ("x", "normed", "context"), "x", recompute("attention")),
@@ -148,122 +212,3 @@ class Layer(nn.Module):
 
     def _normed(self, x_BSH: Tensor) -> Tensor:
         return self.post_attention_layernorm(x_BSH).to(x_BSH.dtype)  # which a dtype plan may keep in float32
-
-
-class Stage(nn.Module):
-    """Consecutive layers; the embedding where `first`, the final norm and the head where `last`.
-
-    The unpipelined model is `Stage(config, range(config.num_hidden_layers), first=True, last=True)`. With tied
-    embeddings the head of a stage that is not also the first shares `embedding`, the first stage's `embed_tokens`.
-    """
-
-    def __init__(
-        self,
-        config: HubConfig,
-        layers: range,
-        *,
-        first: bool,
-        last: bool,
-        embedding: nn.Embedding | None = None,
-    ) -> None:
-        super().__init__()
-        self.config = config
-        if first:
-            embedding = self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleDict({str(index): config.layer(index) for index in layers})
-        if last:
-            self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-            self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
-            if config.tie_word_embeddings:
-                self.lm_head.weight = _tied_weight(embedding)
-        self.first, self.last = first, last
-        self.recompute = Recompute()
-
-    def use_expert_parallelism(self, experts: ExpertParallel) -> None:
-        """Have the layers' experts on all ranks of `experts`; for parameters see `shard_experts`."""
-        for layer in self.layers.values():
-            if isinstance(layer.mlp, SparseMLP):
-                layer.mlp.dispatcher = experts.dispatcher()
-
-    def compile_dense(self, **options: Any) -> None:
-        """Have norms, attention and dense MLPs go through `torch.compile(**options)`; experts have their own kernels.
-
-        What is between linear layers is compiled: those themselves hand out weight gradients, which no compiler sees.
-        """
-        for layer in self.layers.values():
-            parts = [layer.input_layernorm, layer.self_attn, layer.post_attention_layernorm]
-            for part in (*parts, *(module for module in layer.mlp.modules() if isinstance(module, DenseMLP))):
-                part.compile(**options)
-
-    def segments(self) -> list[Segment]:
-        """The forward in parts, for the pipeline to overlap and, as `recompute` says, to compute again."""
-        found: list[Segment] = [Compute(self.embed_tokens, "x", "x")] if self.first else []
-        if self.layers:
-            found.append(Compute(self._context, ("x", "positions"), "context"))
-        for index, layer in self.layers.items():
-            found += layer.segments(partial(self.recompute, layer=int(index)))
-        if self.last:
-            found.append(Compute(lambda x_BSH: self.lm_head(self.norm(x_BSH)), "x", "x"))
-        return found or [Compute(lambda x_BSH: x_BSH, "x", "x")]
-
-    def _context(self, x_BSH: Tensor, positions_BS: Tensor | None) -> Context:
-        return Context(self.config.rotary, x_BSH, positions_BS)
-
-    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Tokens (B, S) on the first stage, else hidden (B, S, H) -> logits (B, S, V) on the last, else hidden.
-
-        positions: of each token in its document (B, S), where a row holds several; attention does not cross documents.
-        """
-        x_BSH = self.embed_tokens(x) if self.first else x
-        if self.layers:
-            context = self._context(x_BSH, positions)
-            for layer in self.layers.values():
-                x_BSH = layer(x_BSH, context)
-        return self.lm_head(self.norm(x_BSH)) if self.last else x_BSH
-
-    @torch.no_grad()
-    def init_weights(self, seed: int) -> None:
-        """Weights from N(0, initializer_range^2), norms one, biases zero.
-
-        The values depend on the seed and on a parameter's name alone, not on how the model is cut or sharded.
-        """
-        for name, param in self.named_parameters():
-            if name.endswith("norm.weight"):
-                param.fill_(1.0)
-            elif name.endswith(".bias"):
-                param.zero_()
-            else:
-                tied = name == "lm_head.weight" and self.config.tie_word_embeddings
-                unique = "embed_tokens.weight" if tied else name
-                seeded_normal_(param, std=self.config.initializer_range, seed=seed, name=unique)
-
-
-def _tied_weight(embedding: nn.Embedding | None) -> nn.Parameter:
-    if embedding is None:
-        raise ValueError("tie_word_embeddings: the last stage shares the weight of the first; build both in one call "
-                         "of build_stages, or pass the first stage's embed_tokens as embedding")
-    return embedding.weight
-
-
-def build_stages(
-    config: HubConfig,
-    num_stages: int,
-    only: Sequence[int] | None = None,
-    layers_per_stage: Sequence[int] | None = None,
-) -> list[Stage]:
-    """The stages of a pipeline, layers split so that all compute about as much, or as `layers_per_stage` says.
-
-    `only` names the stages to build, such as those of one rank; the result is in its order. Raises `ValueError` for
-    more stages than layers allow, and for tied embeddings whose two ends are not built together.
-    """
-    costs = [layer_flops(config, index, _TYPICAL_LENGTH) for index in range(config.num_hidden_layers)]
-    cuts = split_layers(costs, num_stages, layers_per_stage, head=head_flops(config))
-    wanted = list(range(num_stages)) if only is None else list(only)
-    if outside := [stage for stage in wanted if not 0 <= stage < num_stages]:
-        raise ValueError(f"only must name stages from 0 to {num_stages - 1}; got {outside}")
-    built: dict[int, Stage] = {}
-    for stage in sorted(wanted):  # the first before the last, which may share its embedding
-        embedding = built[0].embed_tokens if 0 in built else None
-        last = stage == num_stages - 1
-        built[stage] = Stage(config, cuts[stage], first=stage == 0, last=last, embedding=embedding)
-    return [built[stage] for stage in wanted]

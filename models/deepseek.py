@@ -9,19 +9,18 @@ queries and keys, V of values.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 from einops import rearrange
-from torch import Tensor, nn
+from torch import Tensor
 
-from dualpipe.models.decoder import DenseMLP, Experts, Layer, SparseMLP
-from dualpipe.models.hub import MTP_LAYERS, HubConfig, Part, swiglu_expert_layouts
+from dualpipe.models.decoder import Attention, DenseMLP, Experts, Layer, SparseMLP
+from dualpipe.models.hub import MTP_LAYERS, HubConfig
 from dualpipe.nn import Linear, RMSNorm, Router
 from dualpipe.nn.attention import Context, attend
-from dualpipe.nn.rotary import Yarn, apply_rotary, apply_rotary_interleaved, yarn_mscale
+from dualpipe.nn.rotary import apply_rotary, apply_rotary_interleaved, yarn_mscale
 
 LATENT_EPS = 1e-6  # of the norms of latents, whatever rms_norm_eps is
 
@@ -35,16 +34,12 @@ class DeepseekConfig(HubConfig):
         "ep_size", "pretraining_tp",  # how DeepSeek's code spreads the same mathematics
         "head_dim", "qk_head_dim",  # P and D, which transformers writes besides
     })
-    _fixed: ClassVar[Mapping[str, Any]] = {
+    _fixed: ClassVar[dict[str, Any]] = {
         "hidden_act": "silu", "attention_dropout": 0.0, "mlp_bias": False, "moe_layer_freq": 1,
         "output_router_logits": False,
     }
     _nullable: ClassVar[frozenset[str]] = frozenset({"q_lora_rank", "n_shared_experts", "n_group", "topk_group"})
 
-    vocab_size: int
-    hidden_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
     q_lora_rank: int | None  # of the queries' latent; None: queries are made from x itself
     kv_lora_rank: int
     qk_nope_head_dim: int
@@ -59,13 +54,7 @@ class DeepseekConfig(HubConfig):
     topk_group: int | None = None
     first_k_dense_replace: int = 0  # so many layers at the start have a dense MLP
     routed_scaling_factor: float = 1.0
-    attention_bias: bool = False
     rope_interleave: bool = True  # which dimensions are rotated together: neighbours, or those of the two halves
-    tie_word_embeddings: bool = False
-    rope_theta: float = 10_000.0
-    yarn: Yarn | None = None
-    rms_norm_eps: float = 1e-6
-    initializer_range: float = 0.02
 
     def __post_init__(self) -> None:
         if self.qk_rope_head_dim < 2 or self.qk_rope_head_dim % 2:
@@ -94,32 +83,26 @@ class DeepseekConfig(HubConfig):
         """P."""
         return self.qk_rope_head_dim
 
-    @property
-    def softmax_scale(self) -> float:
-        """D^-0.5, and where YaRN stretches, the square of its temperature for all dimensions of queries and keys.
-
-        The rotary tables have the rest of the temperature: see `Yarn.scale`.
-        """
-        temperature = 1.0 if self.yarn is None else yarn_mscale(self.yarn.factor, self.yarn.mscale_all_dim)
-        return (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5 * temperature**2
-
     def gate(self, device: str | None = None) -> Router:
         """The router of a layer."""
+        return Router(
+            self.hidden_size, self.n_routed_experts, self.num_experts_per_tok, wide_logits=True,
+            routed_scaling_factor=self.routed_scaling_factor, device=device, **self._routing(),
+        )
+
+    def _routing(self) -> dict[str, Any]:
+        """The options of `Router` that the versions differ in."""
         raise NotImplementedError
 
     def layer(self, index: int) -> Layer:
         """The layer of this global index."""
-        attention = Attention(self)
+        attention = LatentAttention(self)
         if index < self.first_k_dense_replace:
             return Layer(self, attention, DenseMLP(self.hidden_size, self.intermediate_size))
         experts = Experts(self.n_routed_experts, self.hidden_size, self.moe_intermediate_size)
         width = (self.n_shared_experts or 0) * self.moe_intermediate_size
         shared = DenseMLP(self.hidden_size, width) if width else None
         return Layer(self, attention, SparseMLP(self.gate(), experts, shared))
-
-    def hub_layouts(self, name: str, shape: Sequence[int]) -> list[list[Part]]:
-        """See `HubConfig`."""
-        return swiglu_expert_layouts(name, shape) or super().hub_layouts(name, shape)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +114,7 @@ class DeepseekV2Config(DeepseekConfig):
     """
 
     model_type: ClassVar[str] = "deepseek_v2"
-    _fixed: ClassVar[Mapping[str, Any]] = DeepseekConfig._fixed | {
+    _fixed: ClassVar[dict[str, Any]] = DeepseekConfig._fixed | {
         "scoring_func": "softmax", "norm_topk_prob": False, "rope_interleave": True,
     }
 
@@ -142,14 +125,10 @@ class DeepseekV2Config(DeepseekConfig):
             raise ValueError(f"topk_method must be 'greedy' or 'group_limited_greedy'; got {self.topk_method!r}")
         super().__post_init__()
 
-    def gate(self, device: str | None = None) -> Router:
-        """The router of a layer."""
-        grouped = self.topk_method == "group_limited_greedy"
-        return Router(
-            self.hidden_size, self.n_routed_experts, self.num_experts_per_tok,
-            routed_scaling_factor=self.routed_scaling_factor, n_group=(grouped and self.n_group) or 1,
-            topk_group=(grouped and self.topk_group) or 1, wide_logits=True, device=device,
-        )
+    def _routing(self) -> dict[str, Any]:
+        if self.topk_method == "greedy":
+            return {}
+        return {"n_group": self.n_group or 1, "topk_group": self.topk_group or 1}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +136,7 @@ class DeepseekV3Config(DeepseekConfig):
     """DeepSeek-V3: each expert's own sigmoid, and a bias on the choice that evens out the loads."""
 
     model_type: ClassVar[str] = "deepseek_v3"
-    _fixed: ClassVar[Mapping[str, Any]] = DeepseekConfig._fixed | {
+    _fixed: ClassVar[dict[str, Any]] = DeepseekConfig._fixed | {
         "scoring_func": "sigmoid", "topk_method": "noaux_tc",
     }
 
@@ -180,17 +159,14 @@ class DeepseekV3Config(DeepseekConfig):
         """See `HubConfig`."""
         return range(self.num_hidden_layers, self.num_hidden_layers + self.num_nextn_predict_layers)
 
-    def gate(self, device: str | None = None) -> Router:
-        """The router of a layer."""
-        return Router(
-            self.hidden_size, self.n_routed_experts, self.num_experts_per_tok, score="sigmoid",
-            norm_topk_prob=self.norm_topk_prob, routed_scaling_factor=self.routed_scaling_factor,
-            n_group=self.n_group or 1, topk_group=self.topk_group or 1, group_best=2, correction_bias=True,
-            wide_logits=True, device=device,
-        )
+    def _routing(self) -> dict[str, Any]:
+        return {
+            "score": "sigmoid", "norm_topk_prob": self.norm_topk_prob, "n_group": self.n_group or 1,
+            "topk_group": self.topk_group or 1, "group_best": 2, "correction_bias": True,
+        }
 
 
-class Attention(nn.Module):
+class LatentAttention(Attention):
     """Causal multi-head latent attention."""
 
     def __init__(self, config: DeepseekConfig) -> None:
@@ -199,7 +175,11 @@ class Attention(nn.Module):
         self.num_heads = self.num_kv_heads = heads
         self.latent_dim, self.window = config.kv_lora_rank, None
         self.nope_dim, self.rope_dim, self.v_dim = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
-        self.qk_dim, self.scale = self.nope_dim + self.rope_dim, config.softmax_scale
+        self.qk_dim = self.nope_dim + self.rope_dim
+        # Where YaRN stretches, with the square of its temperature for all dimensions of queries and keys; the rotary
+        # tables have the rest of the temperature: see `Yarn.scale`.
+        temperature = 1.0 if config.yarn is None else yarn_mscale(config.yarn.factor, config.yarn.mscale_all_dim)
+        self.scale = self.qk_dim**-0.5 * temperature**2
         self.rotate = apply_rotary_interleaved if config.rope_interleave else apply_rotary
         if config.q_lora_rank is None:
             self.q_proj = Linear(hidden, heads * self.qk_dim, bias=False)
@@ -217,16 +197,14 @@ class Attention(nn.Module):
         latent_BSC, k_BSP = self.kv_a_proj_with_mqa(x_BSH).split((self.latent_dim, self.rope_dim), dim=-1)
         kv_BASX = rearrange(self.kv_b_proj(self.kv_a_layernorm(latent_BSC)), "B S (A X) -> B A S X", A=self.num_heads)
         k_BASN, v_BASV = kv_BASX.split((self.nope_dim, self.v_dim), dim=-1)
-        q_BASD = rearrange(self._queries(x_BSH), "B S (A D) -> B A S D", A=self.num_heads)
+        if hasattr(self, "q_proj"):
+            q = self.q_proj(x_BSH)
+        else:
+            q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_BSH)))
+        q_BASD = rearrange(q, "B S (A D) -> B A S D", A=self.num_heads)
         q_BASN, q_BASP = q_BASD.split((self.nope_dim, self.rope_dim), dim=-1)
         q_BASP, k_B1SP = (self.rotate(x, *context.tables(x.dtype)) for x in (q_BASP, k_BSP.unsqueeze(1)))
         q_BASD = torch.cat((q_BASN, q_BASP), dim=-1)
         k_BASD = torch.cat((k_BASN, k_B1SP.expand_as(q_BASP)), dim=-1)
         y_BASV = attend(q_BASD, k_BASD, v_BASV, context, scale=self.scale)
         return self.o_proj(rearrange(y_BASV, "B A S V -> B S (A V)"))
-
-    def _queries(self, x_BSH: Tensor) -> Tensor:
-        """(B, S, H) -> (B, S, A * D)."""
-        if hasattr(self, "q_proj"):
-            return self.q_proj(x_BSH)
-        return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_BSH)))

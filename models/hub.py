@@ -5,18 +5,16 @@ Dimension letters: E experts, I expert intermediate, H hidden.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
-from os import PathLike
-from pathlib import Path
+from dataclasses import MISSING, asdict, dataclass, fields
 from reprlib import repr as brief
-from typing import Any, ClassVar, Self, get_args, get_origin, get_type_hints
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, ClassVar, Self, get_args, get_origin, get_type_hints
 
 from dualpipe.nn.rotary import Rotary, Yarn
+
+if TYPE_CHECKING:
+    from dualpipe.models.decoder import Layer
 
 # Keys of config.json that say nothing about the mathematics of a model.
 _IGNORED = {
@@ -26,13 +24,6 @@ _IGNORED = {
     "output_attentions", "output_hidden_states", "pad_token_id", "problem_type", "quantization_config", "return_dict",
     "rope_parameters", "rope_scaling", "router_aux_loss_coef", "torch_dtype", "transformers_version", "use_cache",
 }
-# The hub's names of a `Yarn`'s fields.
-_YARN = {
-    "factor": "factor", "original_max_position_embeddings": "original_length", "beta_fast": "beta_fast",
-    "beta_slow": "beta_slow", "attention_factor": "attention_factor", "mscale": "mscale",
-    "mscale_all_dim": "mscale_all_dim", "truncate": "truncate",
-}
-
 # config.json's names for how many layers for multi-token prediction (MTP) are behind the others.
 MTP_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
 
@@ -65,28 +56,30 @@ class Part:
     transposed: bool = False
 
 
+@dataclass(frozen=True, kw_only=True)
 class HubConfig:
-    """What the dataclasses of the families' sizes and options have in common; fields are named as in `config.json`."""
+    """Sizes and options that all families have; fields are named as in the hub's `config.json`."""
 
     model_type: ClassVar[str]
     _ignored: ClassVar[frozenset[str]] = frozenset()  # keys without a meaning for the family's mathematics
-    _fixed: ClassVar[Mapping[str, Any]] = {}  # keys of which one value is supported
+    _fixed: ClassVar[dict[str, Any]] = {}  # keys of which one value is supported
     _nullable: ClassVar[frozenset[str]] = frozenset()  # keys for which null is a value, not the same as no such key
 
-    # What every family has.
     vocab_size: int
     hidden_size: int
     num_hidden_layers: int
-    tie_word_embeddings: bool
-    rms_norm_eps: float
-    initializer_range: float
-    rope_theta: float
-    yarn: Yarn | None
+    num_attention_heads: int
+    attention_bias: bool = False
+    tie_word_embeddings: bool = False
+    rope_theta: float = 10_000.0
+    yarn: Yarn | None = None
+    rms_norm_eps: float = 1e-6
+    initializer_range: float = 0.02
 
-    @classmethod
-    def from_json(cls, path: str | PathLike[str]) -> Self:
-        """Read a hub `config.json`; raises `ValueError` for what is not supported."""
-        return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+    if TYPE_CHECKING:  # a field of some families, and a property where the hub has another name
+
+        @property
+        def num_experts(self) -> int: ...
 
     @classmethod
     def from_dict(cls, hub: Mapping[str, Any]) -> Self:
@@ -140,25 +133,18 @@ class HubConfig:
         values = {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
         rope = {"rope_type": "default", "rope_theta": values.pop("rope_theta")}
         if self.yarn is not None:
-            of_yarn = {theirs: getattr(self.yarn, ours) for theirs, ours in _YARN.items()}
-            rope |= {"rope_type": "yarn"} | {key: value for key, value in of_yarn.items() if value is not None}
-            values["max_position_embeddings"] = int(self.yarn.original_length * self.yarn.factor)
+            rope |= {"rope_type": "yarn"}
+            rope |= {key: value for key, value in asdict(self.yarn).items() if value is not None}
+            values["max_position_embeddings"] = int(self.yarn.original_max_position_embeddings * self.yarn.factor)
         # Other libraries take some number of their own where this is missing, whatever the other sizes are.
         values.setdefault("num_key_value_heads", values["num_attention_heads"])
         architecture = type(self).__name__.removesuffix("Config") + "ForCausalLM"
         return {"architectures": [architecture], "model_type": self.model_type, **self._fixed, **values,
                 "rope_parameters": rope}
 
-    def check_heads_and_experts(self) -> None:
-        """Raise `ValueError` for sizes of grouped-query attention and of the router that do not fit together."""
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(f"num_attention_heads ({self.num_attention_heads}) must be a multiple of "
-                             f"num_key_value_heads ({self.num_key_value_heads})")
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim must be even for the rotary embedding; got {self.head_dim}")
-        if not 1 <= self.num_experts_per_tok <= self.num_experts:
-            raise ValueError(f"num_experts_per_tok must be 1 to num_experts ({self.num_experts}); "
-                             f"got {self.num_experts_per_tok}")
+    def layer(self, index: int) -> Layer:
+        """The layer of this global index."""
+        raise NotImplementedError
 
     @property
     def rotary(self) -> Rotary:
@@ -168,7 +154,7 @@ class HubConfig:
     @property
     def rotary_dim(self) -> int:
         """How many dimensions of a head are rotated."""
-        return self.head_dim
+        raise NotImplementedError
 
     def hub_layouts(self, name: str, shape: Sequence[int]) -> list[list[Part]]:
         """Where a parameter or buffer of ours is on the hub: the parts that make it up, for each way of storing it.
@@ -178,6 +164,8 @@ class HubConfig:
         """
         if name == "lm_head.weight" and not self.tie_word_embeddings:
             return [[whole(name, shape)]]
+        if ".mlp.experts." in name:
+            return swiglu_expert_layouts(name, shape)
         return [[whole("model.embed_tokens.weight" if name == "lm_head.weight" else f"model.{name}", shape)]]
 
     @property
@@ -194,6 +182,34 @@ class HubConfig:
         """Whether a checkpoint may have this tensor although the model does not."""
         tied = self.tie_word_embeddings and name == "lm_head.weight"
         return tied or name.endswith("rotary_emb.inv_freq") or self.carried_layer(name) is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupedQueryConfig(HubConfig):
+    """A family with grouped-query attention, whose experts have the hub's names.
+
+    Raises `ValueError` for sizes of attention and of the router that do not fit together.
+    """
+
+    num_key_value_heads: int
+    head_dim: int
+    num_experts: int
+    num_experts_per_tok: int
+
+    def __post_init__(self) -> None:
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(f"num_attention_heads ({self.num_attention_heads}) must be a multiple of "
+                             f"num_key_value_heads ({self.num_key_value_heads})")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim must be even for the rotary embedding; got {self.head_dim}")
+        if not 1 <= self.num_experts_per_tok <= self.num_experts:
+            raise ValueError(f"num_experts_per_tok must be 1 to num_experts ({self.num_experts}); "
+                             f"got {self.num_experts_per_tok}")
+
+    @property
+    def rotary_dim(self) -> int:
+        """All dimensions of a head."""
+        return self.head_dim
 
 
 def _fits(value: Any, kind: Any, least: int) -> bool:
@@ -213,15 +229,13 @@ def whole(name: str, shape: Sequence[int]) -> Part:
     return Part(name, tuple(shape), tuple(slice(0, size) for size in shape))
 
 
-def swiglu_expert_layouts(name: str, shape: Sequence[int]) -> list[list[Part]] | None:
-    """Of `layers.N.mlp.experts.(gate_up|down)_proj.weight`: each expert's own tensors, or all in one; None of others.
+def swiglu_expert_layouts(name: str, shape: Sequence[int]) -> list[list[Part]]:
+    """`layers.N.mlp.experts.(gate_up|down)_proj.weight` on the hub: each expert's own tensors, or all in one.
 
     Example: `layers.0.mlp.experts.gate_up_proj.weight` (E, 2I, H) is `model.layers.0.mlp.experts.7.gate_proj.weight`
     (I, H) in the first half of row 7.
     """
     prefix, found, rest = name.partition(".mlp.experts.")
-    if not found:
-        return None
     prefix, projection = f"model.{prefix}{found}", rest.removesuffix(".weight")
     experts, rows, columns = shape
     bounds = {"gate_up_proj": {"gate_proj": (0, rows // 2), "up_proj": (rows // 2, rows)},
@@ -254,30 +268,11 @@ def rope_fields(hub: Mapping[str, Any]) -> dict[str, Any]:
     theta = float(scaling.pop("rope_theta"))
     if kind == "default" and not scaling:
         return {"rope_theta": theta}
-    if kind != "yarn" or (extra := sorted(scaling.keys() - _YARN.keys())):
-        extra = sorted(scaling) if kind != "yarn" else extra
+    known = [field.name for field in fields(Yarn)]
+    extra = sorted(scaling.keys() - known) if kind == "yarn" else sorted(scaling)
+    if kind != "yarn" or extra:
         raise ValueError(f"rope_type {brief(kind)} with {extra} is not supported; only 'default' with rope_theta, and "
-                         f"'yarn' with {', '.join(_YARN)}")
+                         f"'yarn' with {', '.join(known)}")
     if missing := [key for key in ("factor", "original_max_position_embeddings") if key not in scaling]:
         raise ValueError(f"rope_type 'yarn' needs {' and '.join(missing)}")
-    return {"rope_theta": theta, "yarn": Yarn(**{_YARN[key]: value for key, value in scaling.items()})}
-
-
-def from_hub(config: HubConfig, shapes: Mapping[str, Sequence[int]], hub: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of ours with these names and shapes, made of a hub state dict in memory, such as a model's gradients.
-
-    Raises `ValueError` for a name of which no layout is there.
-    """
-    return {name: _assembled(config.hub_layouts(name, shape), shape, hub) for name, shape in shapes.items()}
-
-
-def _assembled(layouts: list[list[Part]], shape: Sequence[int], hub: Mapping[str, Tensor]) -> Tensor:
-    parts = next((parts for parts in layouts if all(part.name in hub for part in parts)), None)
-    if parts is None:
-        raise ValueError(f"{layouts[0][0].name} is missing")
-    ours = hub[parts[0].name].new_empty(*shape)
-    for part in parts:
-        tensor = hub[part.name]
-        into = ours[part.where]
-        into.copy_((tensor.mT if part.transposed else tensor).reshape(into.shape))
-    return ours
+    return {"rope_theta": theta, "yarn": Yarn(**scaling)}

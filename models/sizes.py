@@ -12,8 +12,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
-from torch import nn
 
+from dualpipe.models.decoder import Layer, SparseMLP
 from dualpipe.models.hub import HubConfig
 from dualpipe.nn import GroupedLinear, Linear
 
@@ -38,7 +38,7 @@ class Flops(NamedTuple):
 
 
 def parameter_counts(config: HubConfig) -> ParameterCounts:
-    """Of the whole model; a tied embedding once."""
+    """The parameters of the whole model; a tied embedding counts once."""
     embedding = config.vocab_size * config.hidden_size
     total = active = embedding + config.hidden_size + (0 if config.tie_word_embeddings else embedding)
     for index in range(config.num_hidden_layers):
@@ -47,12 +47,14 @@ def parameter_counts(config: HubConfig) -> ParameterCounts:
         groups = [module for module in layer.modules() if isinstance(module, GroupedLinear)]
         stacked = sum(param.numel() for module in groups for param in module.parameters())
         total += inside
-        active += inside - stacked + (stacked * _top_k(layer) // layer.mlp.gate.out_features if stacked else 0)
+        active += inside - stacked
+        if isinstance(layer.mlp, SparseMLP):
+            active += stacked * layer.mlp.gate.top_k // layer.mlp.gate.out_features
     return ParameterCounts(total, active, embedding)
 
 
 def flops_per_token(config: HubConfig, sequence_length: int, *, causal: bool = False) -> Flops:
-    """Of the whole model, with sequences of `sequence_length`; the backward takes twice the forward.
+    """What the whole model computes for sequences of `sequence_length`; the backward takes twice the forward.
 
     causal: count the scores that attention needs, of the positions that a token sees. Without, as is usual for MFU
     (Chowdhery et al., arXiv:2204.02311) and as a counter of matrix products finds, those of all pairs of positions.
@@ -63,36 +65,28 @@ def flops_per_token(config: HubConfig, sequence_length: int, *, causal: bool = F
 
 
 def head_flops(config: HubConfig) -> float:
-    """For a token, forward."""
+    """Operations of the head for a token, forward."""
     return 2.0 * config.hidden_size * config.vocab_size
 
 
 def layer_flops(config: HubConfig, index: int, sequence_length: int, *, causal: bool = False) -> float:
-    """For a token in the layer of this index, forward; see `flops_per_token`."""
-    layer = _layer(config, index)
-    products = 0.0
+    """Operations of a layer for a token, forward; see `flops_per_token`."""
+    layer, products = _layer(config, index), 0.0
+    top_k = layer.mlp.gate.top_k if isinstance(layer.mlp, SparseMLP) else 0
     for module in layer.modules():
         if isinstance(module, GroupedLinear):
-            products += 2.0 * _top_k(layer) * module.in_features * module.out_features
+            products += 2.0 * top_k * module.in_features * module.out_features
         elif isinstance(module, Linear):
             products += 2.0 * module.in_features * module.out_features
     attention = layer.self_attn
-    seen = _mean_seen(sequence_length, attention.window) if causal else sequence_length
+    seen = float(sequence_length)  # positions that a token sees, itself included, on average over a sequence
+    if causal:
+        window = min(attention.window or sequence_length, sequence_length)
+        seen = (window * (window + 1) / 2 + (sequence_length - window) * window) / sequence_length
     return products + 2.0 * attention.num_heads * (attention.qk_dim + attention.v_dim) * seen
 
 
 @lru_cache(maxsize=1024)
-def _layer(config: HubConfig, index: int) -> nn.Module:
+def _layer(config: HubConfig, index: int) -> Layer:
     with torch.device("meta"):
         return config.layer(index)
-
-
-def _top_k(layer: nn.Module) -> int:
-    return layer.mlp.gate.top_k if hasattr(layer.mlp, "gate") else 0  # a dense MLP has no router
-
-
-def _mean_seen(length: int, window: int | None) -> float:
-    """How many positions a token sees, itself included, on average over a sequence."""
-    if window is None or window >= length:
-        return (length + 1) / 2
-    return (window * (window + 1) / 2 + (length - window) * window) / length

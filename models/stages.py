@@ -1,14 +1,35 @@
-"""Cutting a model's layers into the stages of a pipeline, and saying what of them is computed again."""
+"""The stages that a model's layers make up: how they are cut, what of them is computed again, and what they compute.
+
+Parameters are named as in the unpipelined model, by the layer's global index, so that the stages' state dicts together
+are that of the whole model, which is itself one stage with every layer.
+
+Dimension letters: B batch, S sequence, H hidden, V vocabulary.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import accumulate, chain
 from math import inf
 from operator import add
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from dualpipe.models.decoder import DenseMLP, Layer, SparseMLP
+from dualpipe.models.hub import HubConfig
+from dualpipe.models.sizes import head_flops, layer_flops
+from dualpipe.nn import Linear, RMSNorm
+from dualpipe.nn.attention import Context
+from dualpipe.nn.init import seeded_normal_
+from dualpipe.nn.segments import Compute, Segment, run_segments
+from dualpipe.parallel.expert import ExpertParallel
 
 RECOMPUTE = ("attention", "experts", "norms", "layer", "dispatch")
+_TYPICAL_LENGTH = 4096  # of a sequence, where the costs of layers are weighed against that of the head
 
 
 class Recompute:
@@ -22,7 +43,20 @@ class Recompute:
     """
 
     def __init__(self, rules: Iterable[str] = (), num_layers: int | None = None) -> None:
-        self._rules = [_parse(rule, num_layers) for rule in rules if rule != "none"]
+        self._rules: list[tuple[str, range]] = []
+        for rule in rules:
+            if rule == "none":
+                continue
+            found = re.fullmatch(r"(\w+)(?::(\d+)(?:-(\d+))?)?", rule)
+            if found is None or found[1] not in RECOMPUTE:
+                raise ValueError(f"cannot recompute {rule!r}; say none, or any of {', '.join(RECOMPUTE)}, with layers "
+                                 "where it is not for all of them, such as experts:0-7")
+            first, last = int(found[2] or 0), int(found[3] or found[2] or 10**6)
+            if found[2] and (last < first or (num_layers is not None and last >= num_layers)):
+                known = f"the model has layers 0 to {num_layers - 1}" if num_layers else "layers are counted from 0"
+                raise ValueError(f"cannot recompute {rule!r}: {known}; name the first and the last, such as "
+                                 "experts:0-7")
+            self._rules.append((found[1], range(first, last + 1)))
 
     def __call__(self, part: str, layer: int) -> bool:
         """Whether a part of a layer is computed again."""
@@ -30,18 +64,112 @@ class Recompute:
         return any(kind in kinds and layer in layers for kind, layers in self._rules)
 
 
-def _parse(rule: str, num_layers: int | None) -> tuple[str, range]:
-    found = re.fullmatch(r"(\w+)(?::(\d+)(?:-(\d+))?)?", rule)
-    if found is None or found[1] not in RECOMPUTE:
-        raise ValueError(f"cannot recompute {rule!r}; say none, or any of {', '.join(RECOMPUTE)}, with layers where it "
-                         "is not for all of them, such as experts:0-7")
-    if found[2] is None:
-        return found[1], range(10**6)
-    first, last = int(found[2]), int(found[3] or found[2])
-    if last < first or (num_layers is not None and last >= num_layers):
-        known = "layers are counted from 0" if num_layers is None else f"the model has layers 0 to {num_layers - 1}"
-        raise ValueError(f"cannot recompute {rule!r}: {known}; name the first and the last, such as experts:0-7")
-    return found[1], range(first, last + 1)
+class Stage(nn.Module):
+    """Consecutive layers; the embedding where `first`, the final norm and the head where `last`.
+
+    The unpipelined model is `Stage(config, range(config.num_hidden_layers), first=True, last=True)`. With tied
+    embeddings the head of a stage that is not also the first shares `embedding`, the first stage's `embed_tokens`.
+    """
+
+    def __init__(
+        self, config: HubConfig, layers: range, *, first: bool, last: bool, embedding: nn.Embedding | None = None
+    ) -> None:
+        super().__init__()
+        self.config = config
+        if first:
+            embedding = self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleDict({str(index): config.layer(index) for index in layers})
+        if last:
+            self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+            self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+        if last and config.tie_word_embeddings:
+            if embedding is None:
+                raise ValueError("tie_word_embeddings: the last stage shares the weight of the first; build both in "
+                                 "one call of build_stages, or pass the first stage's embed_tokens as embedding")
+            self.lm_head.weight = embedding.weight
+        self.first, self.last = first, last
+        self.recompute = Recompute()
+
+    def use_expert_parallelism(self, experts: ExpertParallel) -> None:
+        """Have the layers' experts on all ranks of `experts`; for parameters see `shard_experts`."""
+        for _, layer in self._numbered():
+            if isinstance(layer.mlp, SparseMLP):
+                layer.mlp.dispatcher = experts.dispatcher()
+
+    def compile_dense(self, **options: Any) -> None:
+        """Have norms, attention and dense MLPs go through `torch.compile(**options)`; experts have their own kernels.
+
+        What is between linear layers is compiled: those themselves hand out weight gradients, which no compiler sees.
+        """
+        for _, layer in self._numbered():
+            parts = [layer.input_layernorm, layer.self_attn, layer.post_attention_layernorm]
+            for part in (*parts, *(module for module in layer.mlp.modules() if isinstance(module, DenseMLP))):
+                part.compile(**options)
+
+    def segments(self) -> list[Segment]:
+        """The forward in parts, for the pipeline to overlap and, as `recompute` says, to compute again."""
+        layers = (layer.segments(partial(self.recompute, layer=index)) for index, layer in self._numbered())
+        return self._around(chain.from_iterable(layers))
+
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Tokens (B, S) on the first stage, else hidden (B, S, H) -> logits (B, S, V) on the last, else hidden.
+
+        positions: of each token in its document (B, S), where a row holds several; attention does not cross documents.
+        """
+        layers = (Compute(layer, ("x", "context"), "x") for _, layer in self._numbered())
+        return run_segments(self._around(layers), {"x": x, "positions": positions})["x"]
+
+    def _around(self, layers: Iterable[Segment]) -> list[Segment]:
+        """What is before and after the layers with it: from "x" and "positions" to "x"."""
+        found: list[Segment] = [Compute(self.embed_tokens, "x", "x")] if self.first else []
+        if self.layers:
+            found += [Compute(partial(Context, self.config.rotary), ("x", "positions"), "context"), *layers]
+        if self.last:
+            found.append(Compute(lambda x_BSH: self.lm_head(self.norm(x_BSH)), "x", "x"))
+        return found or [Compute(lambda x_BSH: x_BSH, "x", "x")]
+
+    def _numbered(self) -> Iterator[tuple[int, Layer]]:
+        return ((int(index), cast(Layer, layer)) for index, layer in self.layers.items())
+
+    @torch.no_grad()
+    def init_weights(self, seed: int) -> None:
+        """Weights from N(0, initializer_range^2), norms one, biases zero.
+
+        The values depend on the seed and on a parameter's name alone, not on how the model is cut or sharded.
+        """
+        for name, param in self.named_parameters():
+            if name.endswith("norm.weight"):
+                param.fill_(1.0)
+            elif name.endswith(".bias"):
+                param.zero_()
+            else:
+                tied = name == "lm_head.weight" and self.config.tie_word_embeddings
+                unique = "embed_tokens.weight" if tied else name
+                seeded_normal_(param, std=self.config.initializer_range, seed=seed, name=unique)
+
+
+def build_stages(
+    config: HubConfig,
+    num_stages: int,
+    only: Sequence[int] | None = None,
+    layers_per_stage: Sequence[int] | None = None,
+) -> list[Stage]:
+    """The stages of a pipeline, layers split so that all compute about as much, or as `layers_per_stage` says.
+
+    `only` names the stages to build, such as those of one rank; the result is in its order. Raises `ValueError` for
+    more stages than layers allow, and for tied embeddings whose two ends are not built together.
+    """
+    costs = [layer_flops(config, index, _TYPICAL_LENGTH) for index in range(config.num_hidden_layers)]
+    cuts = split_layers(costs, num_stages, layers_per_stage, head=head_flops(config))
+    wanted = list(range(num_stages)) if only is None else list(only)
+    if outside := [stage for stage in wanted if not 0 <= stage < num_stages]:
+        raise ValueError(f"only must name stages from 0 to {num_stages - 1}; got {outside}")
+    built: dict[int, Stage] = {}
+    for stage in sorted(wanted):  # the first before the last, which may share its embedding
+        embedding = built[0].embed_tokens if 0 in built else None
+        last = stage == num_stages - 1
+        built[stage] = Stage(config, cuts[stage], first=stage == 0, last=last, embedding=embedding)
+    return [built[stage] for stage in wanted]
 
 
 def split_layers(
@@ -90,7 +218,8 @@ def _best_cuts(
     num_layers: int, num_stages: int, cost: Callable[[int, int, int], float], join: Callable[[float, float], float]
 ) -> tuple[float, list[int]]:
     """The least of what `join` makes of `cost(stage, start, stop)` of all stages, and how many layers each has."""
-    best: list[tuple[float, list[int]]] = [(0.0, [])] + [(inf, [])] * num_layers  # of the stages so far, by layers
+    # By layers, of the stages so far.
+    best: list[tuple[float, list[int]]] = [(inf if stop else 0.0, []) for stop in range(num_layers + 1)]
     for stage in range(num_stages):
         best = [
             min((join(best[start][0], cost(stage, start, stop)), [*best[start][1], stop - start])

@@ -15,7 +15,7 @@ from dualpipe.checkpoint.hub_files import Reader, TensorInfo
 from dualpipe.checkpoint.hub_layout import Piece
 from dualpipe.checkpoint.hub_plan import Layout, carried, plan_reads, rank_tensors
 from dualpipe.models import HubConfig, build_stages, read_config
-from dualpipe.parallel.precision import DTypePolicy, resolve_dtypes
+from dualpipe.parallel import DTypePolicy, resolve_dtypes
 from dualpipe.ranks import RankSync
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}

@@ -21,8 +21,8 @@ from dualpipe.checkpoint.native_save import save
 from dualpipe.checkpoint.native_state import training_state
 from dualpipe.dtypes import dtype_of
 from dualpipe.models import HubConfig, Stage, build_stages, config_from_dict, read_config
+from dualpipe.parallel import DTypePlan, DTypePolicy, resolve_dtypes
 from dualpipe.parallel.materialize import build_on_meta, materialize
-from dualpipe.parallel.precision import DTypePlan, DTypePolicy, resolve_dtypes
 
 
 def import_hf(source: str | PathLike[str], directory: str | PathLike[str]) -> Path:

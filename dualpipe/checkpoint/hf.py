@@ -24,8 +24,8 @@ from dualpipe.checkpoint.hub_files import CONFIG, Reader, TensorInfo, read_heade
 from dualpipe.checkpoint.hub_plan import Origin, check_header, find_origins
 from dualpipe.checkpoint.quantized import At, Plain, fp8_block
 from dualpipe.models import HubConfig
+from dualpipe.parallel import DTypePlan
 from dualpipe.parallel.materialize import check_materialize, materialize
-from dualpipe.parallel.precision import DTypePlan
 from dualpipe.ranks import RankSync
 
 

@@ -47,8 +47,8 @@ from dualpipe.checkpoint.native_commit import sync
 from dualpipe.models import HubConfig, config_from_dict, read_config
 from dualpipe.models.hub import MTP_LAYERS
 from dualpipe.nn.init import local_part
+from dualpipe.parallel import DTypePlan
 from dualpipe.parallel.materialize import Sliceable
-from dualpipe.parallel.precision import DTypePlan
 from dualpipe.ranks import RankSync
 
 MAX_SHARD_BYTES = 5 * 10**9

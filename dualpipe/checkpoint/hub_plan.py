@@ -28,7 +28,7 @@ from dualpipe.checkpoint.quantized import At, Mxfp4, Stored, find_stored
 from dualpipe.models import HubConfig, build_stages
 from dualpipe.models.hub import Part
 from dualpipe.nn import GroupedLinear
-from dualpipe.schedule.placement import v_placement
+from dualpipe.schedule.types import v_placement
 
 _NAMED = 3  # tensors of each kind that are wrong
 

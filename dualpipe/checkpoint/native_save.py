@@ -52,8 +52,8 @@ from dualpipe.checkpoint.native_store import (
 )
 from dualpipe.checkpoint.native_writer import WriterProcess
 from dualpipe.dtypes import short_name
+from dualpipe.parallel import DTypePlan
 from dualpipe.parallel.mesh import DIMENSIONS
-from dualpipe.parallel.precision import DTypePlan
 from dualpipe.ranks import RankSync
 
 Write = Callable[[Path, SavePlan], Written]

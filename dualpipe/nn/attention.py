@@ -53,10 +53,6 @@ class Context:
             self._tables[dtype] = cos.to(dtype), sin.to(dtype)
         return self._tables[dtype]
 
-    def hides_only_the_future(self, window: int | None = None) -> bool:
-        """Whether a query sees all that came before it."""
-        return self.documents_BS is None and (window is None or window >= self.length)
-
     def visible(self, window: int | None = None) -> Tensor:
         """Which keys a query sees: bool (S, S), or (B, S, S) where there are documents."""
         if window not in self._visible:
@@ -73,9 +69,9 @@ class Context:
     def blocks(self, window: int | None = None) -> BlockMask:
         """The same for FlexAttention: which blocks of keys a block of queries sees, in full or in part."""
         if window not in self._blocks:
-            from dualpipe.nn import flex
+            from dualpipe.nn import compiled
 
-            self._blocks[window] = flex.make_blocks(self.length, window, self.documents_BS, self.device)
+            self._blocks[window] = compiled.make_blocks(self.length, window, self.documents_BS, self.device)
         return self._blocks[window]
 
 
@@ -114,16 +110,17 @@ def attend(
 
     sinks_A: a logit for each head that takes its share of the softmax and has no value (gpt-oss).
     """
-    plain = sinks_A is None and context.hides_only_the_future(window)
+    causal = context.documents_BS is None and (window is None or window >= context.length)
+    plain = causal and sinks_A is None
     if not _has_kernel(q_BASD, v_BGSV, plain):
         return attention_reference(q_BASD, k_BGSD, v_BGSV, context, scale=scale, window=window, sinks_A=sinks_A)
     q_BASD, k_BGSD = q_BASD.to(v_BGSV.dtype), k_BGSD.to(v_BGSV.dtype)  # which a norm kept in float32 may have widened
     if plain:
         grouped = q_BASD.shape[1] != k_BGSD.shape[1]  # fewer of torch's kernels do it
         return F.scaled_dot_product_attention(q_BASD, k_BGSD, v_BGSV, is_causal=True, enable_gqa=grouped, scale=scale)
-    from dualpipe.nn import flex  # not at the top: it brings the compiler, half a second of every start
+    from dualpipe.nn import compiled  # not at the top: it brings the compiler, half a second of every start
 
-    return flex.compiled(flex.attention_flex)(q_BASD, k_BGSD, v_BGSV, context.blocks(window), scale, sinks_A)
+    return compiled.compiled(compiled.attention_flex)(q_BASD, k_BGSD, v_BGSV, context.blocks(window), scale, sinks_A)
 
 
 def _has_kernel(q: Tensor, v: Tensor, plain: bool) -> bool:

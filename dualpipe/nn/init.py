@@ -52,7 +52,7 @@ def local_part(param: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
     if not isinstance(param, DTensor):
         return param.detach(), tuple(slice(0, size) for size in param.shape)
     (chunk,) = param.__create_chunk_list__()  # what distributed checkpoints go by; right for every order of the shards
-    return param.detach().to_local(), tuple(slice(o, o + size) for o, size in zip(chunk.offsets, chunk.sizes))
+    return param.to_local().detach(), tuple(slice(o, o + size) for o, size in zip(chunk.offsets, chunk.sizes))
 
 
 def _blocks(rows: int, row_size: int) -> Iterator[tuple[int, int]]:

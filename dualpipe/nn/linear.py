@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from dualpipe.nn.accumulate import accumulation_dtype, add_grad, has_hooks
 from dualpipe.nn.deferral import WeightGradStore
@@ -33,69 +32,70 @@ class Linear(nn.Linear):
 
     makes_accumulators = True  # of the dtype that `grad_dtype` says
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(..., H) -> (..., N)."""
+    def forward(self, x: Tensor, wide: torch.dtype | None = None) -> Tensor:
+        """(..., H) -> (..., N).
+
+        wide: compute and return in this dtype, whatever autocast says; x, which may be narrower, is kept for the
+        backward as it came.
+        """
         if torch.compiler.is_compiling():
-            from dualpipe.nn.uncompiled import linear  # not at the top: it brings the compiler
+            from dualpipe.nn.compiled import linear  # not at the top: it brings the compiler
 
-            return linear(self, x)
-        weight, bias = self.weight, self.bias
-        if _computed(weight, bias):
-            return F.linear(x, weight, bias)
-        dtype = None
-        if torch.is_autocast_enabled(x.device.type) and x.dtype is not torch.float64:  # autocast leaves float64 alone
-            dtype = torch.get_autocast_dtype(x.device.type)
+            return linear(self, x, wide)
+        weight, bias, dtype = self.weight, self.bias, None
+        # Parameters that come from others, by pruning or weight norm, or that torch.func replaces or batches.
+        if not weight.is_leaf or (bias is not None and not bias.is_leaf) or torch._C._are_functorch_transforms_active():
+            return F.linear(x, weight, bias) if wide is None else _wide_linear(x, weight, bias, wide)
+        if wide is None and torch.is_autocast_enabled(x.device.type) and x.dtype is not torch.float64:
+            dtype = torch.get_autocast_dtype(x.device.type)  # autocast leaves float64 alone
             x = x.to(dtype)
-        return _Linear.apply(x, weight, bias, dtype)
-
-
-def _computed(weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether the parameters come from others, by pruning or weight norm, or torch.func replaces or batches them."""
-    return not weight.is_leaf or (bias is not None and not bias.is_leaf) or torch._C._are_functorch_transforms_active()
+        return _Linear.apply(x, weight, bias, dtype, wide)
 
 
 class _Linear(torch.autograd.Function):
     # On the host's critical path: a small layer's whole backward takes about 20 us.
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None, wide: torch.dtype | None
+    ) -> Tensor:
         ctx.weight, ctx.bias = weight, bias  # the parameters themselves: saved tensors may come back as copies
         if dtype is not None:
-            weight = weight.to(dtype)
-            bias = None if bias is None else bias.to(dtype)
-        need_x, need_weight, _, _ = ctx.needs_input_grad
+            weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
+        need_x, need_weight, _, _, _ = ctx.needs_input_grad
         ctx.save_for_backward(x if need_weight else None, weight if need_x else None)
-        return F.linear(x, weight, bias)
+        return F.linear(x, weight, bias) if wide is None else _wide_linear(x, weight, bias, wide)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
-        need_x, need_weight, need_bias, _ = ctx.needs_input_grad
-        dx = dy.matmul(weight) if need_x else None
+        need_x, need_weight, need_bias, _, _ = ctx.needs_input_grad
+        dx = None
+        if need_x:  # after a wide product, autograd casts it to the dtype of x
+            dx = dy.matmul(weight if weight.dtype is dy.dtype else weight.to(dy.dtype))
         if not (need_weight or need_bias):
-            return dx, None, None, None
+            return dx, None, None, None, None
         store = WeightGradStore.current()
         if not store.deferring or has_hooks(ctx.weight, ctx.bias):
             dw = _weight_grad(ctx.weight, dy, x) if need_weight else None
-            return dx, dw, _bias_grad(ctx.bias, dy) if need_bias else None, None
-        _refuse_create_graph()
-        bias = ctx.bias if need_bias else None
-        if need_weight:  # detached: the activation must not keep the graph of the layers before it alive
-            store.put(partial(_add_grads, ctx.weight, bias, dy, x.detach()))
-        else:
-            store.put(partial(_add_grads, None, bias, dy, None))
-        return dx, None, None, None
+            return dx, dw, _bias_grad(ctx.bias, dy) if need_bias else None, None, None
+        if torch.is_grad_enabled():
+            raise RuntimeError("a deferred weight gradient cannot be differentiated again: call backward without "
+                               "create_graph=True, or outside of WeightGradStore.defer")
+        weight, bias = ctx.weight if need_weight else None, ctx.bias if need_bias else None
+        # Detached: the activation must not keep the graph of the layers before it alive.
+        store.put(partial(_add_grads, weight, bias, dy, x.detach() if need_weight else x))
+        return dx, None, None, None, None
 
 
-def _refuse_create_graph() -> None:
-    if torch.is_grad_enabled():
-        raise RuntimeError(
-            "a deferred weight gradient cannot be differentiated again: call backward without create_graph=True, "
-            "or outside of WeightGradStore.defer"
-        )
+def _wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    kind = x.device.type
+    with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
+        return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
 
 
-def _add_grads(weight: Tensor | None, bias: Tensor | None, dy: Tensor, x: Tensor | None) -> None:
+def _add_grads(weight: Tensor | None, bias: Tensor | None, dy: Tensor, x: Tensor) -> None:
+    """Those of what is given; x is read for a weight alone."""
     # Neither dy nor x requires a gradient, so no graph is made; torch.no_grad() would add 1.4 us to about 6.
     # mm and add_ instead of addmm_: 1 us more, and bitwise what autograd accumulates over micro-batches.
     if weight is not None:
@@ -107,6 +107,8 @@ def _add_grads(weight: Tensor | None, bias: Tensor | None, dy: Tensor, x: Tensor
 def _weight_grad(weight: Tensor, dy: Tensor, x: Tensor) -> Tensor:
     """(N, H), not rounded to half precision where the accumulator is float32."""
     dy_NM, x_MH, dtype = _rows(dy).t(), _rows(x), accumulation_dtype(weight, dy.dtype)
+    if x_MH.dtype is not dy.dtype:  # narrower, of a wide product
+        x_MH = x_MH.to(dy.dtype)
     if dtype is dy.dtype:
         return dy_NM.mm(x_MH)
     if dy.is_cuda and dtype is torch.float32:
@@ -123,46 +125,6 @@ def _rows(x: Tensor) -> Tensor:
     if ndim == 2:
         return x
     return x.flatten(0, -2) if ndim > 2 else x.unsqueeze(0)
-
-
-def wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """(M, H) -> (M, N) as `Linear` does, but computed and returned in the wider `dtype`, whatever autocast says.
-
-    x is kept for the backward as it came: half of what it multiplies, for bfloat16.
-    """
-    return (_multiply_wide if _computed(weight, bias) else _WideLinear.apply)(x, weight, bias, dtype)
-
-
-class _WideLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-        ctx.weight, ctx.bias = weight, bias
-        ctx.save_for_backward(x, weight)
-        return _multiply_wide(x, weight, bias, dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        x, weight = ctx.saved_tensors
-        need_x, need_weight, need_bias, _ = ctx.needs_input_grad
-        dx = dy.mm(weight.to(dy.dtype)).to(x.dtype) if need_x else None
-        store = WeightGradStore.current()
-        if not store.deferring or has_hooks(ctx.weight, ctx.bias):
-            dw = _weight_grad(ctx.weight, dy, x.to(dy.dtype)) if need_weight else None
-            return dx, dw, _bias_grad(ctx.bias, dy) if need_bias else None, None
-        params = ctx.weight if need_weight else None, ctx.bias if need_bias else None
-        store.put(partial(_add_wide_grads, *params, dy, x.detach()))
-        return dx, None, None, None
-
-
-def _multiply_wide(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    kind = x.device.type
-    with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
-        return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
-
-
-def _add_wide_grads(weight: Tensor | None, bias: Tensor | None, dy: Tensor, x: Tensor) -> None:
-    _add_grads(weight, bias, dy, x.to(dy.dtype))
 
 
 def defer_weight_grads(module: ModuleT) -> ModuleT:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Yarn:
-    """How a model that was trained on `original_length` positions is stretched to `factor` times as many.
+    """How a model is stretched to `factor` times the positions that it was trained on; named as in `config.json`.
 
     Dimensions that turn more than `beta_fast` times within the original length keep their frequency, those that turn
     less than `beta_slow` times have it divided by `factor`, and a ramp lies between. `attention_factor` multiplies cos
@@ -26,7 +26,7 @@ class Yarn:
     """
 
     factor: float
-    original_length: int
+    original_max_position_embeddings: int
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float | None = None
@@ -43,9 +43,9 @@ class Yarn:
         return yarn_mscale(self.factor)
 
     def slow_share(self, head_dim: int, theta: float, like: Tensor) -> Tensor:
-        """Of each frequency (D/2,) how much is divided by `factor`: 0 for the fast ones to 1 for the slow ones."""
+        """How much of each frequency (D/2,) is divided by `factor`: 0 for the fast ones to 1 for the slow ones."""
         low, high = (
-            head_dim * math.log(self.original_length / (turns * 2 * math.pi)) / (2 * math.log(theta))
+            head_dim * math.log(self.original_max_position_embeddings / (turns * 2 * math.pi)) / (2 * math.log(theta))
             for turns in (self.beta_fast, self.beta_slow)
         )
         if self.truncate:

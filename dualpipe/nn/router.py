@@ -6,39 +6,29 @@
     router = Router(2880, 128, 4, score="softmax_topk", bias=True)                      # gpt-oss
     weights_TK, experts_TK = router(x_BSH)
 
-A router only routes, until it is given a `RouterStep` (see `dualpipe.nn.balance`): what else it does in a training
-step, its losses and statistics. Nothing here waits for the device.
+A router only routes, until it is given a `RouterStep` (see `dualpipe.nn.router_losses`): what else it does in a
+training step, its losses and statistics. Nothing here waits for the device.
 
 Dimension letters: B batch, S sequence, T tokens (B * S), H hidden, E experts, K experts per token, G groups of experts.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from dualpipe.nn.balance import (
-    Level,
-    RouterStatistics,
-    RouterStep,
-    add_losses,
-    balance_loss,
-    count_load,
-    reduce_statistics,
-    z_loss,
-)
-from dualpipe.nn.linear import Linear, wide_linear
-from dualpipe.nn.routes import BalancedRoutes, Choice, Routes
-
-__all__ = [
-    "BalancedRoutes", "Choice", "Level", "Router", "RouterStatistics", "RouterStep", "Routes", "Score", "balance_loss",
-    "count_load", "reduce_statistics", "z_loss",
-]
+from dualpipe.nn.linear import Linear
+from dualpipe.nn.router_losses import RouterStep, add_losses
 
 Score = Literal["softmax", "sigmoid", "softmax_topk"]
+Choice = Callable[[Tensor, int], Tensor]
+"""(experts_TK that the router would choose, E) -> experts_TK that it is to use"""
 
 
 class Router(Linear):
@@ -58,6 +48,7 @@ class Router(Linear):
     """
 
     keep_fp32 = ("e_score_correction_bias",)
+    e_score_correction_bias: Tensor | None
 
     def __init__(
         self,
@@ -87,16 +78,27 @@ class Router(Linear):
         self.step: RouterStep | None = None
         self.choice: Choice | None = None
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """(T, H), or (B, S, H) with a sequence in each row -> weights (T, K), experts (T, K) int64.
 
         Scores are computed in `promote_types(dtype, float32)`; weights are returned in the dtype of the logits.
         """
-        logits_TE = self._logits(x.flatten(0, -2))
+        x_TH = x.flatten(0, -2)
+        wide = torch.promote_types(x_TH.dtype, torch.float32) if self.wide_logits else None
+        logits_TE = super().forward(x_TH, wide)
         wide_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
-        scores_TE = self._scores(wide_TE)
+        scores_TE = wide_TE  # a softmax over those that are chosen comes later
+        if self.score != "softmax_topk":
+            scores_TE = wide_TE.softmax(-1) if self.score == "softmax" else wide_TE.sigmoid()
         experts_TK = self._choose(scores_TE.detach())
-        weights_TK = self._weights(scores_TE, experts_TK).to(logits_TE.dtype)
+        weights_TK = scores_TE.gather(1, experts_TK)
+        if self.score == "softmax_topk":
+            weights_TK = weights_TK.softmax(-1)
+        if self.norm_topk_prob:  # the small number matters only where all K scores underflow
+            weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
+        if self.routed_scaling_factor != 1:
+            weights_TK = weights_TK * self.routed_scaling_factor
+        weights_TK = weights_TK.to(logits_TE.dtype)
         if self.step is not None:
             sequences = len(x) if x.dim() == 3 else None
             probs = partial(self._probs, scores_TE)
@@ -124,23 +126,15 @@ class Router(Linear):
         groups = f", groups={self.topk_group}/{self.n_group}" if self.n_group > 1 else ""
         return f"{super().extra_repr()}, top_k={self.top_k}, score={self.score}{groups}"
 
-    # -- routing
-
-    def _logits(self, x_TH: Tensor) -> Tensor:
-        if not self.wide_logits:
-            return super().forward(x_TH)
-        return wide_linear(x_TH, self.weight, self.bias, torch.promote_types(x_TH.dtype, torch.float32))
-
-    def _scores(self, logits_TE: Tensor) -> Tensor:
-        if self.score == "softmax":
-            return logits_TE.softmax(-1)
-        return logits_TE.sigmoid() if self.score == "sigmoid" else logits_TE
-
     def _choose(self, scores_TE: Tensor) -> Tensor:
         if self.e_score_correction_bias is not None:
             scores_TE = scores_TE + self.e_score_correction_bias
         if self.topk_group < self.n_group:
-            scores_TE = self._within_best_groups(scores_TE)
+            size = self.out_features // self.n_group
+            best_TG = scores_TE.unflatten(-1, (self.n_group, size)).topk(self.group_best, dim=-1).values.sum(-1)
+            chosen = best_TG.topk(self.topk_group, dim=-1).indices
+            outside_TG = torch.ones_like(best_TG, dtype=torch.bool).scatter_(1, chosen, False)
+            scores_TE = scores_TE.masked_fill(outside_TG.repeat_interleave(size, dim=1), -torch.inf)
         own_TK = scores_TE.topk(self.top_k, dim=-1).indices
         if self.choice is None:
             return own_TK
@@ -149,22 +143,6 @@ class Router(Linear):
             raise ValueError(f"the router's choice gave experts of shape {tuple(experts_TK.shape)} for (T, K) = "
                              f"{tuple(own_TK.shape)}; replay the batch, cut as it was recorded")
         return experts_TK
-
-    def _within_best_groups(self, scores_TE: Tensor) -> Tensor:
-        """Scores with -inf outside of each token's best groups."""
-        size = self.out_features // self.n_group
-        best_TG = scores_TE.unflatten(-1, (self.n_group, size)).topk(self.group_best, dim=-1).values.sum(-1)
-        chosen = best_TG.topk(self.topk_group, dim=-1).indices
-        outside_TG = torch.ones_like(best_TG, dtype=torch.bool).scatter_(1, chosen, False)
-        return scores_TE.masked_fill(outside_TG.repeat_interleave(size, dim=1), -torch.inf)
-
-    def _weights(self, scores_TE: Tensor, experts_TK: Tensor) -> Tensor:
-        weights_TK = scores_TE.gather(1, experts_TK)
-        if self.score == "softmax_topk":
-            weights_TK = weights_TK.softmax(-1)
-        if self.norm_topk_prob:  # the small number matters only where all K scores underflow
-            weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
-        return weights_TK if self.routed_scaling_factor == 1 else weights_TK * self.routed_scaling_factor
 
     def _probs(self, scores_TE: Tensor) -> Tensor:
         """Scores of each token as probabilities (of sigmoids: DeepSeek-V3, arXiv:2412.19437, equation 19)."""
@@ -186,3 +164,47 @@ def _check_sizes(experts: int, top_k: int, score: str, n_group: int, topk_group:
     if not 1 <= top_k <= topk_group * size:
         raise ValueError(f"top_k must be 1 to the {topk_group * size} experts of topk_group ({topk_group}) groups of "
                          f"{size}; got {top_k}")
+
+
+# -- choices from outside
+
+
+@dataclass(frozen=True)
+class BalancedRoutes:
+    """A `Choice` for benchmarks: the T * K choices go round the experts, so that loads differ by one at most.
+
+    stride: between the experts of one token. It decides how many ranks a token is sent to: 1 takes neighbours, mostly
+    on one rank; E / K + 1 spreads the token widely. It must have no divisor in common with E.
+
+    Example: K = 2 of E = 4, stride 1: tokens go to (0, 1), (2, 3), (0, 1), ...; stride 3: (0, 3), (2, 1), (0, 3), ...
+    """
+
+    stride: int = 1
+
+    def check(self, num_experts: int) -> None:
+        """ValueError for a stride that leaves experts out."""
+        if math.gcd(self.stride, num_experts) != 1:
+            raise ValueError(f"stride {self.stride} and the number of experts {num_experts} have a divisor in common, "
+                             "so some experts would get nothing; take 1, or another odd number")
+
+    def __call__(self, experts_TK: Tensor, num_experts: int) -> Tensor:
+        self.check(num_experts)
+        places = torch.arange(experts_TK.numel(), device=experts_TK.device)
+        return (places * self.stride % num_experts).view_as(experts_TK)
+
+
+def random_like_stride(num_experts: int, top_k: int, ranks: int) -> int:
+    """The stride at which `BalancedRoutes` sends a token to as many of `ranks` as random experts would, or nearly.
+
+    Example: 8 of 64 experts over 8 ranks: 5, for 5 ranks. Random experts are on 5.4, those of stride 1 on one, those of
+    stride 9 on 8.
+    """
+    each = num_experts // ranks
+    random = ranks * (1 - math.comb(num_experts - each, top_k) / math.comb(num_experts, top_k))
+
+    def reached(stride: int) -> float:
+        starts = range(0, num_experts * top_k, top_k)
+        return sum(len({n * stride % num_experts // each for n in range(s, s + top_k)}) for s in starts) / num_experts
+
+    strides = [s for s in range(1, max(num_experts, 2)) if math.gcd(s, num_experts) == 1]
+    return min(strides, key=lambda stride: abs(reached(stride) - random))

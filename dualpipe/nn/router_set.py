@@ -12,25 +12,17 @@ the loads over data-parallel ranks and brings together the layers of the pipelin
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dualpipe.nn.balance import Level, RouterStatistics, RouterStep, reduce_statistics
-from dualpipe.nn.router import Router
-from dualpipe.nn.routes import BalancedRoutes
-
-
-class _Kind(NamedTuple):
-    """What other ranks need to know of a router."""
-
-    num_experts: int
-    has_bias: bool
+from dualpipe.nn.router import BalancedRoutes, Router
+from dualpipe.nn.router_losses import Level, RouterStatistics, RouterStep, reduce_statistics
 
 
 class RouterSet:
@@ -63,19 +55,29 @@ class RouterSet:
         device: torch.device | str | None = None,
     ) -> None:
         self._here = [pair for stage in stages for pair in stage.named_modules() if isinstance(pair[1], Router)]
-        kinds = _collect_kinds(self._here, group, replicas)
-        if bias_update_rate and not any(kind.has_bias for kind in kinds.values()):
+        own = [(name, router.out_features, router.e_score_correction_bias is not None) for name, router in self._here]
+        gathered = [own]
+        if group is not None:
+            gathered *= group.size()
+            dist.all_gather_object(gathered, own, group=group)
+        routers = [router for part in gathered for router in part]  # of the model, on all ranks
+        counts = Counter(name for name, _, _ in routers)
+        for name, found in counts.items():
+            if found != replicas:
+                raise ValueError(f"all ranks together have {found} routers named {name!r}, but replicas is {replicas}; "
+                                 "give every layer a name of its own, the same on each replica")
+        if bias_update_rate and not any(has_bias for _, _, has_bias in routers):
             raise ValueError(f"bias_update_rate is {bias_update_rate}, but no router of this model has a correction "
                              "bias; set it to 0")
-        self.statistics = {name: RouterStatistics(kind.num_experts, device=device) for name, kind in kinds.items()}
+        self.statistics = {name: RouterStatistics(experts, device=device) for name, experts, _ in routers}
         """of the last step, by the router's name: those of the whole model, in the same order on all ranks"""
         self._make_step = partial(RouterStep, num_chunks, balance, level, z=z)
         self._losses = {"balance_loss": bool(balance), "z_loss": bool(z)}
         self._rate, self._group, self._replicas = bias_update_rate, group, replicas
         if balanced:
             routes = BalancedRoutes(balanced_stride)
-            for kind in kinds.values():
-                routes.check(kind.num_experts)
+            for _, experts, _ in routers:
+                routes.check(experts)
             for _, router in self._here:
                 router.choice = routes
 
@@ -94,15 +96,16 @@ class RouterSet:
                 router.step = None
         if self._group is not None:
             reduce_statistics(list(self.statistics.values()), self._group, replicas=self._replicas)
-        if self._rate:
-            self._update_biases()
+        for name, router in self._here:
+            if self._rate and router.e_score_correction_bias is not None:
+                router.update_bias(self.statistics[name].load_E, self._rate)
 
     def state_tensors(self) -> dict[str, Tensor]:
         """By name what the next step goes by, of the routers here: what they counted in the last one."""
         return {f"routers/{name}": self.statistics[name].totals for name, _ in self._here}
 
     def metrics(self) -> dict[str, Tensor]:
-        """Of the last step: scalars on the device, none where the model has no router. The host does not wait.
+        """What routers did in the last step: scalars on the device, none without a router. The host does not wait.
 
         load_max_over_mean: the largest of any router; dropped: the sum over routers; balance_loss and z_loss: the means
         over routers, without coefficients, where these are not zero.
@@ -118,27 +121,3 @@ class RouterSet:
             if wanted:
                 found[name] = torch.stack([getattr(each, name) for each in every]).mean()
         return found
-
-    def _update_biases(self) -> None:
-        for name, router in self._here:
-            if router.e_score_correction_bias is not None:
-                router.update_bias(self.statistics[name].load_E, self._rate)
-
-
-def _collect_kinds(
-    here: list[tuple[str, Router]], group: dist.ProcessGroup | None, replicas: int
-) -> dict[str, _Kind]:
-    """The kind of every router of the model, by name."""
-    own = [(name, _Kind(router.out_features, router.e_score_correction_bias is not None)) for name, router in here]
-    gathered = [own]
-    if group is not None:
-        gathered *= group.size()
-        dist.all_gather_object(gathered, own, group=group)
-    every = [pair for part in gathered for pair in part]
-    names = [name for name, _ in every]
-    kinds = dict(every)
-    for name in kinds:
-        if (found := names.count(name)) != replicas:
-            raise ValueError(f"all ranks together have {found} routers named {name!r}, but replicas is {replicas}; "
-                             "give every layer a name of its own, the same on each replica")
-    return kinds

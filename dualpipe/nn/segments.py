@@ -19,13 +19,15 @@ tensor was read more than once. The carry may hold what is not a tensor, such as
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 Names = tuple[str, ...]
@@ -236,13 +238,47 @@ def _joined(part: Sequence[Compute], needed: set[str]) -> Compute:
     writes = tuple(name for name in written if name in needed)
 
     def run(*values: Any) -> tuple[Any, ...]:
-        carry = dict(zip(reads, values))
-        for segment in part:
-            results = as_results(segment, segment.fn(*(carry[name] for name in segment.reads)))
-            carry.update(zip(segment.writes, results))
+        carry = run_segments(part, dict(zip(reads, values)))
         return tuple(carry[name] for name in writes)
 
     return Compute(run, tuple(reads), writes, part[0].recompute)
+
+
+# -- running them one after the other
+
+
+def run_segments(segments: Iterable[Segment], carry: Mapping[str, Any]) -> dict[str, Any]:
+    """The carry after the segments, by an ordinary forward that autograd records: a layer's `forward` outside of a
+    pipeline. A communication is waited for at once, there and back; nothing is recomputed."""
+    carry = dict(carry)
+    for segment in segments:
+        inputs = [carry[name] for name in segment.reads]
+        if isinstance(segment, Compute):
+            results = as_results(segment, segment.fn(*inputs))
+        else:
+            results = as_results(segment, _Communicated.apply(segment.communication, *inputs))
+        carry.update(zip(segment.writes, results))
+    return carry
+
+
+class _Communicated(torch.autograd.Function):
+    """A communication and its backward, each waited for at once."""
+
+    @staticmethod
+    def forward(ctx: Any, communication: Communication, *inputs: Any) -> tuple[Any, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.communication = communication
+        pending = communication.forward(inputs)
+        pending.advance()
+        results, ctx.context = pending.wait()
+        return results
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        pending = ctx.communication.backward(ctx.context, gradients)
+        pending.advance()
+        return None, *pending.wait()[0]
 
 
 def as_results(segment: Segment, results: Any) -> Sequence[Any]:

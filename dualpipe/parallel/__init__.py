@@ -1,31 +1,15 @@
-"""Sharding a pipeline's stages: dtypes, FSDP2 units, materialising."""
+"""Sharding a pipeline's stages: dtypes, FSDP2 units, materialising.
 
+`shard` and `materialize` are the functions, which the modules of these names would hide if they were loaded later.
+"""
+
+from dualpipe.parallel.contract import ContractError, assert_contract, checkpoint_dtypes
+from dualpipe.parallel.dtype_plan import DTypePlan, DTypePolicy, Rule, TensorDTypes
 from dualpipe.parallel.materialize import assert_materialized, build_on_meta, materialize
-from dualpipe.parallel.precision import (
-    ContractError,
-    DTypePlan,
-    DTypePolicy,
-    Rule,
-    TensorDTypes,
-    assert_contract,
-    boundary_dtype,
-    checkpoint_dtypes,
-    resolve_dtypes,
-    shard,
-)
+from dualpipe.parallel.resolve import resolve_dtypes
+from dualpipe.parallel.shard import boundary_dtype, shard
 
 __all__ = [
-    "ContractError",
-    "DTypePlan",
-    "DTypePolicy",
-    "Rule",
-    "TensorDTypes",
-    "assert_contract",
-    "assert_materialized",
-    "boundary_dtype",
-    "build_on_meta",
-    "checkpoint_dtypes",
-    "materialize",
-    "resolve_dtypes",
-    "shard",
+    "ContractError", "DTypePlan", "DTypePolicy", "Rule", "TensorDTypes", "assert_contract", "assert_materialized",
+    "boundary_dtype", "build_on_meta", "checkpoint_dtypes", "materialize", "resolve_dtypes", "shard",
 ]

@@ -56,10 +56,8 @@ def clip_grad_norm_(
                 parameter.grad = parameter.grad.coalesce()
             measured.append(_placed_as(parameter, parameter.grad))
             to_scale.append(_values(parameter.grad))
-    total = _Total(norm_type, device)
-    for groups, gradients in to_measure.items():
-        total.add(gradients, groups)
-    norm = total.reduced(() if group is None else (group,))
+    parts = [_part(gradients, groups, norm_type, device) for groups, gradients in to_measure.items()]
+    norm = _norm(parts, () if group is None else (group,), norm_type, device)
     if max_norm < inf:
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch has it
         if error_if_nonfinite:
@@ -72,40 +70,35 @@ def clip_grad_norm_(
     return norm.to(dtype)
 
 
-class _Total:
-    """A norm that is added up from parts, in float64: the sum of powers; of the infinity norm the maximum, and whether
-    any part is NaN, which a maximum over ranks would lose."""
+def _part(
+    gradients: Sequence[Tensor], groups: Sequence[ProcessGroup], norm_type: float, device: torch.device
+) -> Tensor:
+    """What these gradients, and those of the other ranks of the groups, add to a norm: two float64.
 
-    def __init__(self, norm_type: float, device: torch.device) -> None:
-        self._type, self._device = norm_type, device
-        self._operation = dist.ReduceOp.MAX if isinf(norm_type) else dist.ReduceOp.SUM
-        self._parts: list[Tensor] = []
+    The sum of powers; of the infinity norm the maximum, and whether any is NaN, which a maximum over ranks would lose.
+    """
+    norms: list[Tensor] = []
+    for dtype, tensors in _by_dtype(gradient for gradient in gradients if gradient.numel()):
+        norms += torch._foreach_norm(tensors, norm_type, dtype=torch.promote_types(dtype, torch.float32))
+    if not norms:
+        return _reduced(torch.zeros(2, dtype=torch.float64, device=device), groups, norm_type)
+    found = torch.stack([norm.double() for norm in norms])
+    found = found.max() if isinf(norm_type) else found.pow(norm_type).sum()
+    return _reduced(torch.stack([found, found.isnan().double()]), groups, norm_type)
 
-    def add(self, gradients: Sequence[Tensor], groups: Sequence[ProcessGroup]) -> None:
-        """The norm of these gradients and of those that the other ranks of the groups add at the same time."""
-        norms = []
-        for dtype, tensors in _by_dtype([g for g in gradients if g.numel()]):
-            norms += torch._foreach_norm(tensors, self._type, dtype=torch.promote_types(dtype, torch.float32))
-        if not norms:
-            part = torch.zeros(2, dtype=torch.float64, device=self._device)
-        else:
-            found = torch.stack([norm.double() for norm in norms])
-            found = found.max() if isinf(self._type) else found.pow(self._type).sum()
-            part = torch.stack([found, found.isnan().double()])
-        self._parts.append(self._reduce(part, groups))
 
-    def reduced(self, groups: Sequence[ProcessGroup]) -> Tensor:
-        """The norm of everything that all ranks of the groups have added."""
-        parts = torch.stack([torch.zeros(2, dtype=torch.float64, device=self._device), *self._parts])
-        value, bad = self._reduce(parts.amax(0) if isinf(self._type) else parts.sum(0), groups)
-        norm = value if isinf(self._type) else value.pow(1 / self._type)
-        return torch.where(bad > 0, torch.nan, norm)
+def _norm(parts: Sequence[Tensor], groups: Sequence[ProcessGroup], norm_type: float, device: torch.device) -> Tensor:
+    """The norm of the `parts` of all ranks of the groups."""
+    stacked = torch.stack([torch.zeros(2, dtype=torch.float64, device=device), *parts])
+    value, bad = _reduced(stacked.amax(0) if isinf(norm_type) else stacked.sum(0), groups, norm_type)
+    return torch.where(bad > 0, torch.nan, value if isinf(norm_type) else value.pow(1 / norm_type))
 
-    def _reduce(self, part: Tensor, groups: Sequence[ProcessGroup]) -> Tensor:
-        for group in groups:
-            if group.size() > 1:
-                dist.all_reduce(part, self._operation, group=group)
-        return part
+
+def _reduced(part: Tensor, groups: Sequence[ProcessGroup], norm_type: float) -> Tensor:
+    for group in groups:
+        if group.size() > 1:
+            dist.all_reduce(part, dist.ReduceOp.MAX if isinf(norm_type) else dist.ReduceOp.SUM, group=group)
+    return part
 
 
 def _sharded_over(parameter: Tensor) -> tuple[ProcessGroup, ...]:
@@ -118,7 +111,7 @@ def _sharded_over(parameter: Tensor) -> tuple[ProcessGroup, ...]:
 
 def _placed_as(parameter: Tensor, grad: Tensor) -> Tensor:
     """This rank's part of a gradient, cut as its parameter is; a DTensor's may be left as sums that are to be made."""
-    if isinstance(grad, DTensor) and grad.placements != parameter.placements:
+    if isinstance(grad, DTensor) and isinstance(parameter, DTensor) and grad.placements != parameter.placements:
         grad = grad.redistribute(placements=parameter.placements)
     return _values(grad)
 

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -17,11 +17,10 @@ from torch.distributed.fsdp import FSDPModule
 
 from dualpipe.dtypes import dtype_of_code, short_name
 from dualpipe.parallel.description import TENSORS, read_description
-
-if TYPE_CHECKING:
-    from dualpipe.parallel.precision import DTypePlan
+from dualpipe.parallel.dtype_plan import DTypePlan, slots
 
 METADATA = ".metadata"  # of torch.distributed.checkpoint
+
 
 class ContractError(AssertionError):
     """A tensor is not what the plan says; the message names all of them."""
@@ -84,11 +83,6 @@ def checkpoint_dtypes(path: str | PathLike[str]) -> dict[str, torch.dtype]:
     return dtypes
 
 
-def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from module.named_parameters(remove_duplicate=False)
-    yield from module.named_buffers(remove_duplicate=False)
-
-
 def _differs(name: str, what: str, actual: torch.dtype | None, expected: torch.dtype) -> list[str]:
     if actual is expected:
         return []
@@ -99,8 +93,8 @@ def _storage(module: nn.Module, plan: DTypePlan) -> Iterator[str]:
     for inner in module.modules():
         if isinstance(inner, FSDPModule):
             inner.reshard()  # a root stays gathered after a forward
-    for name, tensor in _tensors(module):
-        yield from _differs(name, "is stored in", tensor.dtype, plan.of(name).storage)
+    for slot in slots(module):
+        yield from _differs(slot.name, "is stored in", slot.tensor.dtype, plan.of(slot.name).storage)
 
 
 def _gradients(module: nn.Module, plan: DTypePlan) -> Iterator[str]:
@@ -115,24 +109,23 @@ def _gradients(module: nn.Module, plan: DTypePlan) -> Iterator[str]:
 def _watch(modules: Sequence[nn.Module], plan: DTypePlan, run: Callable[[], object]) -> list[str]:
     wrong: list[str] = []
     seen: set[str] = set()
+
+    def look(prefix: str, module: nn.Module, args: Any) -> None:
+        for key, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+            name = f"{prefix}.{key}".lstrip(".")
+            wrong.extend(_differs(name, "computes in", tensor.dtype, plan.of(name).compute))
+            if isinstance(tensor, nn.Parameter):
+                seen.add(name)
+                if tensor.requires_grad:
+                    wrong.extend(_differs(name, "accumulates in", tensor.grad_dtype, plan.reduce_dtype(name)))
+
     with ExitStack() as hooks:
         for prefix, inner in (pair for module in modules for pair in module.named_modules()):
-            handle = inner.register_forward_pre_hook(partial(_look, prefix, plan, seen, wrong))
-            hooks.callback(handle.remove)
+            hooks.callback(inner.register_forward_pre_hook(partial(look, prefix)).remove)
         run()
     if not seen:
         wrong.append("no module with parameters ran its forward: `run` must call the module, not only its methods")
     return wrong
-
-
-def _look(prefix: str, plan: DTypePlan, seen: set[str], wrong: list[str], module: nn.Module, args: Any) -> None:
-    for key, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
-        name = f"{prefix}.{key}".lstrip(".")
-        wrong += _differs(name, "computes in", tensor.dtype, plan.of(name).compute)
-        if isinstance(tensor, nn.Parameter):
-            seen.add(name)
-            if tensor.requires_grad:
-                wrong += _differs(name, "accumulates in", tensor.grad_dtype, plan.reduce_dtype(name))
 
 
 def _on_disk(module: nn.Module, plan: DTypePlan, checkpoint: Any) -> Iterator[str]:

@@ -17,8 +17,8 @@ rank 1, in this order.
 
 How many rows go to each rank is known on the device. One small all-to-all tells the receivers, and copies everything
 that the host must know; that copy is the only thing that the host waits for, in the forward alone. On CUDA all of it
-runs on a stream of its own. Dispatch and combine are `Communication`s of the pipeline: they go in between a stage's
-compute segments (`dualpipe.nn.segments`). `expert_parallel_mlp` runs all five for a plain forward and backward.
+runs on a stream of its own. Dispatch and combine are `Communication`s: they go in between a stage's compute segments
+(`dualpipe.nn.segments`), which a pipeline overlaps and `run_segments` runs as a plain forward.
 
 `Dispatcher` is what a model and the engine see; another way of moving tokens implements it.
 
@@ -29,49 +29,44 @@ most, S rows that a rank sends, R rows that it receives, M received (row, expert
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from dualpipe.nn.grouped_linear import GroupedLinear
-from dualpipe.nn.routing import SortedTokens, combine_tokens, dispatch_tokens
-from dualpipe.nn.segments import Communication
-from dualpipe.parallel.all_to_all import AllToAll, GroupAllToAll, Wire
-from dualpipe.parallel.dispatch import AllToAllDispatcher, Alone, Dispatcher, Plan, Received
+from dualpipe.kernels import SortedTokens, combine_tokens, dispatch_tokens
+from dualpipe.nn.grouped import GroupedLinear
+from dualpipe.parallel.all_to_all import AsyncAllToAll, CommStream, GroupAllToAll
+from dualpipe.parallel.dispatch import AllToAllDispatcher, Dispatcher, LocalDispatcher, Received
 from dualpipe.parallel.mesh import divisors
-
-__all__ = ["AllToAll", "Dispatcher", "ExpertParallel", "GroupAllToAll", "Plan", "Received", "expert_parallel_mlp",
-           "run_experts", "shard_experts"]
 
 
 class ExpertParallel:
     """The experts of a model over the ranks of a group; layers take a dispatcher each.
 
-    ranks: the mesh's "ep" dimension, or another `AllToAll`; None or one rank: all experts are here, nothing is sent.
+    ranks: the mesh's "ep" dimension, or an `AsyncAllToAll`; None or one rank: all experts are here, nothing is sent.
     Raises ValueError for experts that cannot be divided evenly.
 
     `sent_bytes` counts what this rank has sent to others: rows, weights, choices and gradients, but not their numbers
     (40 bytes to each rank in a forward).
     """
 
-    def __init__(self, num_experts: int, ranks: DeviceMesh | AllToAll | None = None) -> None:
+    def __init__(self, num_experts: int, ranks: DeviceMesh | AsyncAllToAll | None = None) -> None:
         size = 1 if ranks is None else ranks.size() if isinstance(ranks, DeviceMesh) else ranks.size
         self.num_experts, self.local_experts, self.size = num_experts, _share("the model", num_experts, size), size
-        self._wire = None
-        if size > 1:
-            self._wire = Wire(GroupAllToAll(ranks) if isinstance(ranks, DeviceMesh) else ranks)
+        self._stream: CommStream | None = None
+        if ranks is not None and size > 1:
+            self._stream = CommStream(GroupAllToAll(ranks) if isinstance(ranks, DeviceMesh) else ranks)
 
     @property
     def sent_bytes(self) -> int:
-        return 0 if self._wire is None else self._wire.sent_bytes
+        return 0 if self._stream is None else self._stream.sent_bytes
 
     def dispatcher(self) -> Dispatcher:
         """A new one, for one layer."""
-        return Alone(self.num_experts) if self._wire is None else AllToAllDispatcher(self.num_experts, self._wire)
+        if self._stream is None:
+            return LocalDispatcher(self.num_experts)
+        return AllToAllDispatcher(self.num_experts, self._stream)
 
 
 def run_experts(
@@ -85,44 +80,6 @@ def run_experts(
     weights_M = dispatch_tokens(weights_RK.reshape(-1, 1), tokens, 1).squeeze(1)  # one row for each choice
     y_MH = experts(rows_RH, tokens, weights_M)
     return combine_tokens(y_MH, None, tokens, top_k=weights_RK.shape[1]).to(rows_RH.dtype)  # may differ under autocast
-
-
-def expert_parallel_mlp(
-    dispatcher: Dispatcher,
-    experts: Callable[[Tensor, SortedTokens, Tensor], Tensor],
-    x_TH: Tensor,
-    weights_TK: Tensor,
-    experts_TK: Tensor,
-) -> Tensor:
-    """(T, H) -> (T, H) through the chosen experts, wherever they are; with an ordinary backward.
-
-    Collective over the expert-parallel ranks, forward and backward. `experts` as for `run_experts`.
-    """
-    rows, weights, plan = dispatcher.plan(x_TH, weights_TK, experts_TK)
-    rows, weights, received = _Communicated.apply(dispatcher.dispatch, rows, weights, plan)
-    rows = run_experts(experts, rows, weights, received)
-    (rows,) = _Communicated.apply(dispatcher.combine, rows, received)
-    return dispatcher.finish(rows, plan)
-
-
-class _Communicated(torch.autograd.Function):
-    """A communication and its backward, each waited for at once."""
-
-    @staticmethod
-    def forward(ctx: Any, communication: Communication, *inputs: Any) -> tuple[Any, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.communication = communication
-        pending = communication.forward(inputs)
-        pending.advance()
-        results, ctx.context = pending.wait()
-        return results
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        pending = ctx.communication.backward(ctx.context, gradients)
-        pending.advance()
-        return None, *pending.wait()[0]
 
 
 def shard_experts(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -144,21 +101,15 @@ def shard_experts(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     for layer in layers.values():
         for name, param in list(layer.named_parameters(recurse=False)):
             if param not in sharded:
-                sharded[param] = _sharded(param, mesh)
+                each = param.shape[0] // mesh.size()
+                local = param.detach()[mesh.get_local_rank() * each :][:each].clone()
+                stride = param.detach().contiguous().stride()
+                whole = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=param.shape, stride=stride)
+                new = sharded[param] = nn.Parameter(whole, requires_grad=param.requires_grad)
+                if param.grad_dtype is not param.dtype:
+                    new.grad_dtype = param.grad_dtype
             setattr(layer, name, sharded[param])
     return module
-
-
-def _sharded(param: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
-    each = param.shape[0] // mesh.size()
-    local = param.detach()[mesh.get_local_rank() * each :][:each].clone()
-    whole = DTensor.from_local(
-        local, mesh, [Shard(0)], run_check=False, shape=param.shape, stride=param.detach().contiguous().stride()
-    )
-    new = nn.Parameter(whole, requires_grad=param.requires_grad)
-    if param.grad_dtype is not param.dtype:
-        new.grad_dtype = param.grad_dtype
-    return new
 
 
 def _share(what: str, experts: int, ranks: int) -> int:

@@ -13,7 +13,7 @@ calls are used where the installed torch has them: `reset_iter_state` from 2.13,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -45,11 +45,6 @@ class StageParameters:
                 # With one, the default, a unit's reduction would hold up the computing until the one before it is
                 # through. It costs no memory: a buffer takes the place of the gradients that were copied into it.
                 root.set_reduce_scatter_max_input_buffers(len(self._units))
-
-    @property
-    def sharded(self) -> bool:
-        """Whether FSDP2 has any part of this stage."""
-        return bool(self._units)
 
     def places(self) -> Iterator[tuple[nn.Module, str]]:
         """Where the parameters that FSDP2 has are: module and name in it."""
@@ -228,7 +223,7 @@ class ParametersStep:
 
     def __init__(self, stages: Mapping[int, StageParameters], *, train: bool, reduce: bool) -> None:
         self._stages, self._train, self._reduce = stages, train, reduce
-        self._waiting, self._open = set(stages), {s for s, parameters in stages.items() if parameters.sharded}
+        self._waiting, self._open = set(stages), set(stages)
         self._broken = False  # whether a collective failed, so that the others cannot be met any more
 
     def gather(self) -> None:
@@ -281,17 +276,6 @@ class ParametersStep:
             raise
 
 
-def check_apart(stages: Sequence[StageParameters]) -> None:
-    """Raise ValueError where modules of two stages were sharded as one unit."""
-    seen: list[Any] = []
-    for stage in stages:
-        states = [_state(unit) for unit in stage._units]
-        if any(state is other for state in states for other in seen):
-            raise ValueError("fully_shard was given modules of two stages together, which are gathered and reduced "
-                             "at different times; shard each stage by itself, sharing no parameter")
-        seen += states
-
-
 def process_groups(stages: Iterable[nn.Module], others: Iterable[ProcessGroup] = ()) -> list[ProcessGroup]:
     """The groups, of more than one rank, over which parameters of `stages` are distributed, and `others`; none within
     another."""
@@ -341,7 +325,7 @@ def _drive(root: FSDPModule, *, sync: bool, by_hand: bool) -> None:
         root.set_manual_backward_finalization(True)
 
 
-def _end_backward(root: FSDPModule) -> None:
+def _end_backward(root: Any) -> None:
     if hasattr(root, "finalize_backward"):
         root.finalize_backward()
         root.set_manual_backward_finalization(False)

@@ -19,7 +19,7 @@ parameters.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,9 +27,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
-from dualpipe.nn.init import local_part
-from dualpipe.parallel.precision import DTypePlan
-from dualpipe.parallel.sharding import frozen_modules
+from dualpipe.parallel.dtype_plan import DTypePlan, frozen_tensors, slots
+
+_LARGE = 10**9  # bytes: beyond any buffer
 
 T = TypeVar("T")
 
@@ -94,13 +94,15 @@ def materialize(
     recomputed = check_materialize(module, device, plan, seed=seed, source=source)
     device, param_device = torch.device(device), torch.device(device if param_device is None else param_device)
     empty = {n for n, t in (*module.named_parameters(), *module.named_buffers()) if t.device.type == "meta"}
-    for name, buffer, persistent, _ in _buffers(module):
-        known = name in recomputed and (not persistent or buffer.device.type == "meta")
-        _replace(buffer, _moved(recomputed[name].detach() if known else buffer, plan.of(name).storage, device))
+    for slot in slots(module):
+        if slot.is_buffer:
+            known = slot.name in recomputed and (not slot.is_saved or slot.tensor.device.type == "meta")
+            value = recomputed[slot.name].detach() if known else slot.tensor
+            _replace(slot.tensor, _moved(value, plan.of(slot.name).storage, device))
     for name, param in module.named_parameters():
         _replace(param, _moved(param, plan.of(name).storage, param_device))
     if seed is not None:
-        module.init_weights(seed)
+        module.init_weights(seed)  # type: ignore[operator]
     elif source is not None:
         _load(module, source)
     if seed is not None or source is not None:
@@ -118,8 +120,17 @@ def check_materialize(
 ) -> dict[str, Tensor]:
     """Raise what `materialize` raises before it changes anything; returns the recomputed buffers, by full name."""
     device = torch.device(device)
-    _check_arguments(module, seed, source)
-    recomputed, frozen = _recomputed(module, device), _frozen(module)
+    if seed is not None and source is not None:
+        raise ValueError(f"both seed ({seed}) and source are given; choose what fills the parameters")
+    if seed is not None and not hasattr(module, "init_weights"):
+        raise ValueError(f"{type(module).__name__} has no init_weights(seed); write one with "
+                         "dualpipe.nn.init.seeded_normal_, or pass source instead of seed")
+    recomputed = {
+        f"{path}.{name}".lstrip("."): buffer
+        for path, owner in module.named_modules(remove_duplicate=False) if hasattr(owner, "recompute_buffers")
+        for name, buffer in owner.recompute_buffers(device).items()
+    }
+    frozen = frozen_tensors(module)
     problems = [*_buffer_problems(module, device, recomputed, frozen, keep_meta=seed is None)]
     problems += _parameter_problems(module, plan, frozen)
     problems += [] if source is None else _source_problems(module, plan, source, frozen)
@@ -160,68 +171,6 @@ def assert_materialized(
         raise ValueError("\n  ".join([f"{type(module).__name__} is not materialised:", *wrong]))
 
 
-def _check_arguments(module: nn.Module, seed: int | None, source: object) -> None:
-    if seed is not None and source is not None:
-        raise ValueError(f"both seed ({seed}) and source are given; choose what fills the parameters")
-    if seed is not None and not hasattr(module, "init_weights"):
-        raise ValueError(f"{type(module).__name__} has no init_weights(seed); write one with "
-                         "dualpipe.nn.init.seeded_normal_, or pass source instead of seed")
-
-
-# -- buffers
-
-
-class _Buffer(NamedTuple):
-    name: str
-    tensor: Tensor
-    persistent: bool
-    owner: str  # the type that registered it
-
-
-def _buffers(module: nn.Module) -> Iterator[_Buffer]:
-    for path, child in module.named_modules(remove_duplicate=False):
-        for name, tensor in child.named_buffers(recurse=False):
-            persistent = name not in child._non_persistent_buffers_set  # nn.Module has no public way to ask
-            yield _Buffer(f"{path}.{name}".lstrip("."), tensor, persistent, type(child).__name__)
-
-
-def _recomputed(module: nn.Module, device: torch.device) -> dict[str, Tensor]:
-    """By full name, what the modules' `recompute_buffers` return."""
-    found = {}
-    for path, child in module.named_modules(remove_duplicate=False):
-        if hasattr(child, "recompute_buffers"):
-            new = child.recompute_buffers(device)
-            found |= {f"{path}.{name}".lstrip("."): tensor for name, tensor in new.items()}
-    return found
-
-
-def _buffer_problems(
-    module: nn.Module, device: torch.device, recomputed: Mapping[str, Tensor], frozen: set[int], *, keep_meta: bool
-) -> Iterator[str]:
-    buffers = list(_buffers(module))
-    for name in sorted(recomputed.keys() - {buffer.name for buffer in buffers}):
-        yield f"{name}: recompute_buffers returns it, but there is no such buffer"
-    for name, old, persistent, owner in buffers:
-        if name in recomputed:
-            new = recomputed[name]
-            same = new.shape == old.shape and (new.dtype == old.dtype or id(old) in frozen)
-            if not same or not _is_on(new, device):
-                yield (f"{name}: recompute_buffers returns {tuple(new.shape)} {new.dtype} on {new.device}; the buffer "
-                       f"is {tuple(old.shape)} {old.dtype}, wanted on {device}; make them agree "
-                       "(module.to(dtype) casts buffers, torch.set_default_dtype while building does not)")
-        elif not persistent:
-            yield (f"{name}: not persistent, so in no checkpoint, and {owner} does not declare how to recompute it; "
-                   "give it recompute_buffers(device), or register the buffer as persistent")
-        elif old.device.type == "meta" and not keep_meta:
-            yield (f"{name}: on meta, so without a value to keep; build with build_on_meta instead of a meta device, "
-                   f"give {owner} recompute_buffers(device), or load a checkpoint")
-
-
-# -- parameters
-
-_LARGE = 10**9  # bytes: beyond any buffer
-
-
 class _LargeOnMeta(TorchFunctionMode):
     """Makes large tensors of `torch.empty` on meta at once; their values mean nothing yet."""
 
@@ -241,17 +190,6 @@ def _to_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         _replace(param, torch.empty_like(param, device="meta"))
 
 
-def _parameter_problems(module: nn.Module, plan: DTypePlan, frozen: set[int]) -> Iterator[str]:
-    for name, param in module.named_parameters():
-        storage = plan.of(name).storage
-        if param.device.type == "meta" or param.dtype == storage:
-            continue
-        if isinstance(param, DTensor):
-            yield f"{name}: a DTensor with values in {param.dtype} stays so, not {storage}; shard it on meta"
-        else:
-            yield from _dtype_problem(name, param.dtype, storage, id(param) in frozen)
-
-
 def _replace(old: Tensor, new: Tensor) -> None:
     """Make `old` the tensor `new`, for all who refer to it: tied modules, FSDP2, other stages."""
     if new is old:
@@ -264,17 +202,41 @@ def _replace(old: Tensor, new: Tensor) -> None:
     torch.utils.swap_tensors(old, new)
 
 
-# -- a checkpoint
+# -- what cannot be materialised
 
 
-def _entries(module: nn.Module) -> list[tuple[Tensor, list[str]]]:
-    """What a checkpoint holds of `module`: parameters and persistent buffers, each with all its names."""
-    named = [*module.named_parameters(remove_duplicate=False)]
-    named += [(buffer.name, buffer.tensor) for buffer in _buffers(module) if buffer.persistent]
-    found: dict[int, tuple[Tensor, list[str]]] = {}
-    for name, tensor in named:
-        found.setdefault(id(tensor), (tensor, []))[1].append(name)
-    return list(found.values())
+def _buffer_problems(
+    module: nn.Module, device: torch.device, recomputed: Mapping[str, Tensor], frozen: set[int], *, keep_meta: bool
+) -> Iterator[str]:
+    buffers = [slot for slot in slots(module) if slot.is_buffer]
+    for name in sorted(recomputed.keys() - {slot.name for slot in buffers}):
+        yield f"{name}: recompute_buffers returns it, but there is no such buffer"
+    for slot in buffers:
+        name, old, owner = slot.name, slot.tensor, type(slot.owner).__name__
+        if name in recomputed:
+            new = recomputed[name]
+            same = new.shape == old.shape and (new.dtype == old.dtype or id(old) in frozen)
+            if not same or not _is_on(new, device):
+                yield (f"{name}: recompute_buffers returns {tuple(new.shape)} {new.dtype} on {new.device}; the buffer "
+                       f"is {tuple(old.shape)} {old.dtype}, wanted on {device}; make them agree "
+                       "(module.to(dtype) casts buffers, torch.set_default_dtype while building does not)")
+        elif not slot.is_saved:
+            yield (f"{name}: not persistent, so in no checkpoint, and {owner} does not declare how to recompute it; "
+                   "give it recompute_buffers(device), or register the buffer as persistent")
+        elif old.device.type == "meta" and not keep_meta:
+            yield (f"{name}: on meta, so without a value to keep; build with build_on_meta instead of a meta device, "
+                   f"give {owner} recompute_buffers(device), or load a checkpoint")
+
+
+def _parameter_problems(module: nn.Module, plan: DTypePlan, frozen: set[int]) -> Iterator[str]:
+    for name, param in module.named_parameters():
+        storage = plan.of(name).storage
+        if param.device.type == "meta" or param.dtype == storage:
+            continue
+        if isinstance(param, DTensor):
+            yield f"{name}: a DTensor with values in {param.dtype} stays so, not {storage}; shard it on meta"
+        elif id(param) not in frozen:
+            yield from _rounding(name, param.dtype, storage)
 
 
 def _source_problems(
@@ -289,36 +251,26 @@ def _source_problems(
         for name in present:
             if tuple(source[name].shape) != tuple(tensor.shape):
                 yield f"{name}: {tuple(source[name].shape)} in the source, {tuple(tensor.shape)} in the module"
-            yield from _dtype_problem(name, source[name].dtype, plan.of(name).storage, id(tensor) in frozen)
+            if id(tensor) not in frozen:
+                yield from _rounding(name, source[name].dtype, plan.of(name).storage)
     for name in source:
         if name not in known:
             yield f"{name}: the source has it and the module does not; leave it out"
 
 
-def _load(module: nn.Module, source: Mapping[str, Sliceable]) -> None:
-    for tensor, names in _entries(module):
-        local, part = local_part(tensor)
-        first, *others = [name for name in names if name in source]
-        local.copy_(source[first][part])
-        for name in others:
-            if not torch.equal(local, source[name][part].to(local)):
-                raise ValueError(f"{first} and {name} are tied, but their values in the source differ; leave one out")
-
-
-# -- both
-
-
-def _frozen(module: nn.Module) -> set[int]:
-    """The identities of what a plan stores in its compute dtype: tensors of frozen modules, scalars not trained."""
-    scalars = [param for param in module.parameters() if param.dim() == 0 and not param.requires_grad]
-    inside = [tensor for part in frozen_modules(module) for tensor in [*part.parameters(), *part.buffers()]]
-    return {id(tensor) for tensor in scalars + inside}
-
-
-def _dtype_problem(name: str, dtype: torch.dtype, storage: torch.dtype, frozen: bool) -> Iterator[str]:
-    if _loses_values(dtype, storage) and not frozen:
+def _rounding(name: str, dtype: torch.dtype, storage: torch.dtype) -> Iterator[str]:
+    """A line where a cast may change values: of floats by precision and range, else unless the dtypes are one."""
+    if dtype.is_floating_point and storage.is_floating_point:
+        old, new = torch.finfo(dtype), torch.finfo(storage)
+        loses = new.eps > old.eps or new.max < old.max or new.tiny > old.tiny
+    else:
+        loses = dtype != storage
+    if loses:
         yield (f"{name}: values in {dtype} would be rounded to {storage}; cast them first, or tell resolve_dtypes of "
                "them by source_dtypes")
+
+
+# -- values
 
 
 def _moved(tensor: Tensor, storage: torch.dtype, device: torch.device) -> Tensor:
@@ -334,7 +286,7 @@ def _unfilled(tensors: Mapping[str, Tensor]) -> list[str]:
     """The names of those that hold what `_moved` leaves where there are no values."""
     flags = {}
     for name, tensor in tensors.items():
-        local, _ = local_part(tensor)
+        local = _local_part(tensor)[0]
         if local.is_floating_point() or local.is_complex():
             flags[name] = local.isnan().any()
         elif local.dtype != torch.bool and local.numel():
@@ -342,12 +294,29 @@ def _unfilled(tensors: Mapping[str, Tensor]) -> list[str]:
     return [name for name, flag in flags.items() if flag]
 
 
-def _loses_values(source: torch.dtype, target: torch.dtype) -> bool:
-    """Whether a value can change when it is cast; for floats by precision and range, else unless the dtypes are one."""
-    if source == target or not (source.is_floating_point and target.is_floating_point):
-        return source != target
-    old, new = torch.finfo(source), torch.finfo(target)
-    return new.eps > old.eps or new.max < old.max or new.tiny > old.tiny
+def _entries(module: nn.Module) -> list[tuple[Tensor, list[str]]]:
+    """What a checkpoint holds of `module`: parameters and persistent buffers, each with all its names."""
+    found: dict[int, tuple[Tensor, list[str]]] = {}
+    for slot in sorted(slots(module), key=lambda slot: slot.is_buffer):  # parameters first
+        if slot.is_saved:
+            found.setdefault(id(slot.tensor), (slot.tensor, []))[1].append(slot.name)
+    return list(found.values())
+
+
+def _load(module: nn.Module, source: Mapping[str, Sliceable]) -> None:
+    for tensor, names in _entries(module):
+        local, part = _local_part(tensor)
+        first, *others = [name for name in names if name in source]
+        local.copy_(source[first][part])
+        for name in others:
+            if not torch.equal(local, source[name][part].to(local)):
+                raise ValueError(f"{first} and {name} are tied, but their values in the source differ; leave one out")
+
+
+def _local_part(tensor: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
+    from dualpipe.nn.init import local_part  # with it come all layers and kernels, which few who import this need
+
+    return local_part(tensor)
 
 
 def _is_on(tensor: Tensor, device: torch.device) -> bool:

@@ -4,20 +4,110 @@ Dimensions are ("pp", "dp", "ep"), outermost first: the ranks of an expert-paral
 each other; those of a pipeline, which talk least, furthest apart. Example: 8 ranks as pp 2, dp 2, ep 2: ranks 0 and 1
 share the experts of a stage, ranks 0 to 3 hold the same stages, ranks 0 and 4 are one pipeline.
 
-Every rank of "dp" and "ep" together has data of its own, so dense parameters are sharded over both, `dense_mesh`;
-experts, of which each rank of "ep" holds others, over "dp" alone.
+Every rank of "dp" and "ep" together has data of its own, so dense parameters are sharded over both, `Mesh.dense`;
+experts, of which each rank of "ep" holds others, over "dp" alone, `Mesh.experts`.
+
+`build_mesh` makes torch's `DeviceMesh`, and `Mesh` says where a rank stands in one. To add a dimension is to name it in
+`DIMENSIONS`, at its place, and to give its size to `build_mesh`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
+from math import prod
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 DIMENSIONS = ("pp", "dp", "ep")
+DENSE = DIMENSIONS[1:]  # the ranks of these have the same stages, and each has data of its own
+EXPERTS = tuple(name for name in DENSE if name != "ep")  # the ranks of these have the same experts
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The sizes of a mesh and where this rank stands in it; its groups, where there are processes.
+
+    sizes, places: the number of ranks along each dimension, and this rank's own number there. All of `DIMENSIONS` are
+    among them, and those of a mesh of the user's own.
+    """
+
+    sizes: Mapping[str, int]
+    places: Mapping[str, int]
+    device_mesh: DeviceMesh | None = None
+
+    @classmethod
+    def of(cls, device_mesh: DeviceMesh | None) -> Mesh:
+        """A mesh from `build_mesh`, or one that lacks some of `DIMENSIONS`: they have one rank. None: this process
+        alone."""
+        if device_mesh is None:
+            return cls.planned()
+        names, here = device_mesh.mesh_dim_names or (), device_mesh.get_coordinate() or ()
+        sizes = dict.fromkeys(DIMENSIONS, 1) | dict(zip(names, device_mesh.shape))
+        return cls(sizes, dict.fromkeys(DIMENSIONS, 0) | dict(zip(names, here)), device_mesh)
+
+    @classmethod
+    def planned(cls, **given: int) -> Mesh:
+        """The first rank of a mesh of these sizes (default 1) that need not run; raises ValueError for one below 1."""
+        _check_positive(given)
+        return cls(dict.fromkeys(DIMENSIONS, 1) | given, dict.fromkeys((*DIMENSIONS, *given), 0))
+
+    @property
+    def world_size(self) -> int:
+        """The number of all ranks."""
+        return prod(self.sizes.values()) if self.device_mesh is None else self.device_mesh.size()
+
+    @property
+    def replicas(self) -> int:
+        """The number of pipelines, which train on different data."""
+        return self.size(*DENSE)
+
+    @property
+    def replica(self) -> int:
+        """The number of this rank's pipeline among them."""
+        return self.rank(*DENSE)
+
+    @property
+    def dense(self) -> DeviceMesh | None:
+        """The ranks that dense parameters are sharded over: those that have the same stages, as one dimension."""
+        return self.part(*DENSE)
+
+    @property
+    def experts(self) -> DeviceMesh | None:
+        """The ranks that a rank's experts are sharded over: those that have the same ones."""
+        return self.part(*EXPERTS)
+
+    def size(self, *dimensions: str) -> int:
+        """The number of ranks along a dimension, or along several together."""
+        return prod(self.sizes[name] for name in dimensions)
+
+    def rank(self, *dimensions: str) -> int:
+        """This rank's number along a dimension, or along several together, the last of which counts fastest."""
+        number = 0
+        for name in dimensions:
+            number = number * self.sizes[name] + self.places[name]
+        return number
+
+    def part(self, *dimensions: str) -> DeviceMesh | None:
+        """The ranks that differ from this one along these dimensions only, as one dimension, in the order of `rank`.
+
+        None where torch's mesh has none of the dimensions, or there is none: this rank alone.
+        """
+        known = () if self.device_mesh is None else self.device_mesh.mesh_dim_names or ()
+        names = tuple(name for name in dimensions if name in known)
+        if self.device_mesh is None or not names:
+            return None
+        if len(names) == 1:
+            return self.device_mesh[names[0]]
+        return self.device_mesh[names]._flatten("_".join(names))  # torch keeps it: made once, found again by its name
+
+    def group(self, *dimensions: str) -> dist.ProcessGroup | None:
+        """The process group of `part`; None: this rank alone."""
+        part = self.part(*dimensions)
+        return None if part is None else part.get_group()
 
 
 def build_mesh(
@@ -30,56 +120,62 @@ def build_mesh(
     default group is not inherited. Raises ValueError, with the sizes that are possible, unless there are pp * dp * ep
     ranks.
     """
-    sizes = mesh_sizes(dist.get_world_size(), pp, dp, ep)
-    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=DIMENSIONS)
-    for part in (*(mesh[name] for name in DIMENSIONS), dense_mesh(mesh)):
+    sizes = mesh_sizes(dist.get_world_size(), pp=pp, dp=dp, ep=ep)
+    device_mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    mesh = Mesh.of(device_mesh)
+    for dimensions in dict.fromkeys([*((name,) for name in DIMENSIONS), DENSE, EXPERTS]):
+        group = mesh.group(*dimensions)
+        assert group is not None
         if timeout is not None:
-            part.get_group()._get_backend(device)._set_default_timeout(timeout)  # torch has no public call for it
-        dist.all_reduce(torch.zeros(1, device=device), group=part.get_group())
-    rows = torch.zeros(sizes[-1], device=device)  # NCCL connects pairs of ranks on their first all-to-all
-    dist.all_to_all_single(torch.empty_like(rows), rows, group=mesh["ep"].get_group())
-    return mesh
+            group._get_backend(device)._set_default_timeout(timeout)  # torch has no public call for it
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
+    rows = torch.zeros(sizes["ep"], device=device)  # NCCL connects pairs of ranks on their first all-to-all
+    dist.all_to_all_single(torch.empty_like(rows), rows, group=mesh.group("ep"))
+    return device_mesh
 
 
-def dense_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The ranks that dense parameters are sharded over, of a mesh from `build_mesh`: "dp" and "ep" as one dimension."""
-    return mesh["dp", "ep"]._flatten("dp_ep")  # torch keeps it: made once, and found again by its name
+def dense_mesh(device_mesh: DeviceMesh) -> DeviceMesh:
+    """`Mesh.dense` of a mesh from `build_mesh`."""
+    dense = Mesh.of(device_mesh).dense
+    assert dense is not None
+    return dense
 
 
-def mesh_sizes(ranks: int, pp: int, dp: int | None, ep: int) -> tuple[int, int, int]:
-    """(pp, dp, ep) with dp inferred where it is None; raises ValueError where they do not make `ranks`."""
-    given = {name: size for name, size in zip(DIMENSIONS, (pp, dp, ep)) if size is not None}
-    if wrong := {name: size for name, size in given.items() if size < 1}:
-        raise ValueError(f"sizes of the mesh must be at least 1; got {_product(wrong)}")
-    rest, unfit = divmod(ranks, pp * ep)
-    if unfit or dp not in (None, rest):
-        raise ValueError(f"{_product(given)} does not fit {ranks} ranks: pp * dp * ep must be {ranks}. Possible: "
-                         f"{'; '.join(_possible(ranks, given))}; or start another number of ranks")
-    return pp, rest, ep
+def mesh_sizes(ranks: int, **given: int | None) -> dict[str, int]:
+    """The size of each of `DIMENSIONS`, all of which are given; of the one that is None, what the others leave.
+
+    Raises ValueError where they do not make `ranks`.
+    """
+    known = {name: size for name in DIMENSIONS if (size := given[name]) is not None}
+    _check_positive(known)
+    rest, unfit = divmod(ranks, prod(known.values()))
+    if unfit or (len(known) == len(DIMENSIONS) and rest != 1):
+        raise ValueError(f"{_product(known)} does not fit {ranks} ranks: {' * '.join(DIMENSIONS)} must be {ranks}. "
+                         f"Possible: {'; '.join(_possible(ranks, known))}; or start another number of ranks")
+    return {name: known.get(name, rest) for name in DIMENSIONS}
 
 
-def _possible(ranks: int, given: dict[str, int]) -> Iterator[str]:
+def _possible(ranks: int, given: Mapping[str, int]) -> Iterator[str]:
     """What each of the given sizes could be if the others stay."""
-    exact = len(given) == len(DIMENSIONS)
     for name in given:
-        others, unfit = 1, False
-        for other, size in given.items():
-            others *= size if other != name else 1
-        rest, unfit = divmod(ranks, others)
-        kept = _product({other: size for other, size in given.items() if other != name})
+        others = {other: size for other, size in given.items() if other != name}
+        rest, unfit = divmod(ranks, prod(others.values()))
         if unfit:
-            yield f"with {kept}, no {name}"
+            yield f"with {_product(others)}, no {name}"
         else:
-            yield f"with {kept}, {name} = {rest if exact else _either(divisors(rest))}"
+            fitting = [rest] if len(given) == len(DIMENSIONS) else divisors(rest)
+            yield f"with {_product(others)}, {name} = {' or '.join(map(str, fitting))}"
 
 
-def _product(sizes: dict[str, int]) -> str:
+def _check_positive(sizes: Mapping[str, int]) -> None:
+    if wrong := {name: size for name, size in sizes.items() if size < 1}:
+        raise ValueError(f"sizes of the mesh must be at least 1; got {_product(wrong)}")
+
+
+def _product(sizes: Mapping[str, int]) -> str:
     return f"{' * '.join(sizes)} = {' * '.join(map(str, sizes.values()))}"
 
 
 def divisors(number: int) -> list[int]:
+    """All numbers that `number` can be divided by, from 1 to itself."""
     return [size for size in range(1, number + 1) if number % size == 0]
-
-
-def _either(sizes: list[int]) -> str:
-    return " or ".join(map(str, sizes))

@@ -28,18 +28,28 @@ def check_stages(
     it has nothing of; for `check_ranks`.
 
     unreduced: names in their stage, of parameters or modules, with wildcards, whose gradients are the caller's to
-    reduce. Raises ValueError for a stage that reduces in another way, or is sharded in part and does not name the rest.
+    reduce. Raises ValueError for a stage that reduces in another way, is sharded together with another one, or in part
+    and does not name the rest.
     """
     unreduced = (unreduced,) if isinstance(unreduced, str) else tuple(unreduced)
-    plain, ranks = [], set().union(*map(_ranks, parameters))
-    for number, (stage, its) in enumerate(zip(stages, parameters)):
+    patterns = [*unreduced, *(f"{pattern}.*" for pattern in unreduced)]
+    places = [set(its.places()) for its in parameters]
+    managed = set(chain.from_iterable(places))
+    if len(managed) != sum(map(len, places)):
+        raise ValueError("fully_shard was given modules of two stages together, which are gathered and reduced "
+                         "at different times; shard each stage by itself, sharing no parameter")
+    meshes = {param.device_mesh for module, name in managed if isinstance(param := getattr(module, name), DTensor)}
+    ranks = {rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()}
+    plain: list[str] = []
+    for number, stage in enumerate(stages):
         for name, module in stage.named_modules():
             if isinstance(module, DistributedDataParallel | FullyShardedDataParallel):
                 raise ValueError(f"module {number} of this rank {'has' if name else 'is'} a {type(module).__name__}"
                                  f"{name and f', {name}'}, which does not reduce the gradients of a pipeline's step: "
                                  f"{_REMEDY} instead")
-        missed = [name for name in _unsharded(stage, its, ranks) if not _named(name, unreduced)]
-        if its.sharded and len(ranks) > 1 and missed:
+        missed = [name for name in _unsharded(stage, places[number], ranks)
+                  if not any(fnmatchcase(name, pattern) for pattern in patterns)]
+        if places[number] and len(ranks) > 1 and missed:
             raise ValueError(f"module {number} of this rank is sharded in part, but not {_some(missed)}; {_told()}")
         plain += missed
     return len(ranks) > 1, plain[:_SHOWN]
@@ -61,20 +71,8 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
 
 
-def _named(name: str, patterns: Iterable[str]) -> bool:
-    return any(fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*") for pattern in patterns)
-
-
-def _ranks(parameters: StageParameters) -> set[int]:
-    """All that FSDP2 shards or replicates parameters of a stage over."""
-    params = (getattr(module, name) for module, name in parameters.places())
-    meshes = {param.device_mesh for param in params if isinstance(param, DTensor)}
-    return {rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()}
-
-
-def _unsharded(stage: nn.Module, parameters: StageParameters, ranks: set[int]) -> list[str]:
+def _unsharded(stage: nn.Module, places: set[tuple[nn.Module, str]], ranks: set[int]) -> list[str]:
     """The names of the stage's trainable parameters that FSDP2 has not, and of which no rank has a part of its own."""
-    places = set(parameters.places())
     return [
         f"{prefix}.{name}".lstrip(".")
         for prefix, module in stage.named_modules()

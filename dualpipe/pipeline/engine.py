@@ -24,7 +24,7 @@ from dualpipe.errors import PipelineError
 from dualpipe.nn.deferral import WeightGradStore
 from dualpipe.nn.segments import Segment, checked, communication_groups, has_communication
 from dualpipe.parallel.clipping import clip_grad_norm_
-from dualpipe.parallel.fsdp import ParametersStep, StageParameters, check_apart, process_groups
+from dualpipe.parallel.fsdp import ParametersStep, StageParameters, process_groups
 from dualpipe.parallel.reduced import check_stages
 from dualpipe.pipeline.arguments import (
     Batch,
@@ -134,7 +134,6 @@ class Pipeline(nn.Module):
                              "share Parameters with another")
         self.module = nn.ModuleList(modules)
         self._parameters_of = [StageParameters(module) for module in self.module]
-        check_apart(self._parameters_of)
         self._takes = [Takes.of(module) for module in self.module]
         self.weight_grad_store = WeightGradStore()
         self.device = common_device(self.module) or self._transport.default_device()

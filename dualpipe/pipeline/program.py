@@ -8,8 +8,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from dualpipe.schedule import build
-from dualpipe.schedule.completion import completed
-from dualpipe.schedule.messages import Message, Stream, rank_messages, sent
+from dualpipe.schedule.messages import Message, Stream, all_messages, completed, sent
 from dualpipe.schedule.types import Action, Schedule, ScheduleError
 from dualpipe.schedule.validate import validate
 
@@ -91,7 +90,7 @@ def fitting(
 def lower(schedule: Schedule, rank: int) -> Program:
     """The program of `rank`. The schedule must be valid."""
     instructions, steps = [], schedule.ranks[rank]
-    for step, messages, completes in zip(steps, rank_messages(schedule, rank), completed(steps), strict=True):
+    for step, messages, completes in zip(steps, all_messages(schedule)[rank], completed(steps), strict=True):
         results = [sent(schedule, action) for action in step]
         outgoing = tuple(None if m is None else Transfer.of(m) for m in results)
         incoming = tuple(map(Transfer.of, messages.incoming))

@@ -2,9 +2,8 @@
 
 from dualpipe.schedule.build import build
 from dualpipe.schedule.costs import Costs
-from dualpipe.schedule.render import to_text
+from dualpipe.schedule.draw import to_svg, to_text
 from dualpipe.schedule.simulate import Timeline, simulate
-from dualpipe.schedule.svg import to_svg
 from dualpipe.schedule.types import Action, Kind, Schedule, ScheduleError, Step
 from dualpipe.schedule.validate import validate
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from difflib import get_close_matches
 
+from dualpipe.errors import nearest
 from dualpipe.schedule.dualpipev import dualpipev
 from dualpipe.schedule.one_f_one_b import interleaved_1f1b, one_f_one_b
 from dualpipe.schedule.types import Schedule
@@ -27,19 +27,19 @@ def build(name: str, num_ranks: int, num_microbatches: int, **options: int) -> S
     """
     builder = BUILDERS.get(name)
     if builder is None:
-        raise ValueError(f"no schedule is called {name!r}; {_nearest(name, list(BUILDERS))}")
+        raise ValueError(f"no schedule is called {name!r}; {_remedy(name, list(BUILDERS))}")
     for what, size in (("num_ranks", num_ranks), ("num_microbatches", num_microbatches), *options.items()):
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise ValueError(f"{what} is {size!r}; give an integer of 1 or more")
     known = [p.name for p in inspect.signature(builder).parameters.values() if p.kind is p.KEYWORD_ONLY]
     for option in options:
         if option not in known:
-            raise ValueError(f"schedule {name!r} has no option {option!r}; {_nearest(option, known)}")
+            raise ValueError(f"schedule {name!r} has no option {option!r}; {_remedy(option, known)}")
     return builder(num_ranks, num_microbatches, **options)
 
 
-def _nearest(given: str, known: list[str]) -> str:
+def _remedy(given: str, known: list[str]) -> str:
     if not known:
         return "it takes none"
-    close = get_close_matches(str(given).lower(), known, n=1)
-    return f"did you mean {close[0]!r}?" if close else f"known are {', '.join(known)}"
+    near = nearest(str(given).lower(), known)
+    return f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"

@@ -9,13 +9,19 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from shutil import get_terminal_size
+from typing import Any
 
 from dualpipe.schedule.build import BUILDERS, build
 from dualpipe.schedule.costs import Costs
-from dualpipe.schedule.render import number, table, to_text
+from dualpipe.schedule.draw import number, table, to_svg, to_text
 from dualpipe.schedule.simulate import Timeline, simulate
-from dualpipe.schedule.svg import to_svg
+from dualpipe.schedule.types import KINDS
 from dualpipe.schedule.validate import validate
+
+COSTS_HELP = (
+    "costs of a stage, as F=1,B=2,W=1,FB=2.6 (also I, p2p, R to reduce a stage's gradients, pairs such as FI), or a "
+    'JSON file with the same names, "pairs" and "per_stage": {"0": {"F": 1.5}}; default: F=1,B=2,W=1'
+)
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
@@ -32,12 +38,6 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
     parser.add_argument("--width", type=int, help="characters of the text timeline (default: those of the terminal)")
     parser.set_defaults(run=run)
     return parser
-
-
-COSTS_HELP = (
-    "costs of a stage, as F=1,B=2,W=1,FB=2.6 (also I, p2p, R to reduce a stage's gradients, pairs such as FI), or a "
-    'JSON file with the same names, "pairs" and "per_stage": {"0": {"F": 1.5}}; default: F=1,B=2,W=1'
-)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -93,29 +93,33 @@ def _scaled_timeline(name: str, args: argparse.Namespace, main: Timeline) -> Tim
 
 def parse_costs(text: str) -> Costs:
     """Costs from "F=1,B=2,FB=2.6", or from a JSON file. Raises ValueError for what is neither."""
-    if text.endswith(".json"):
-        given = json.loads(Path(text).read_text(encoding="utf-8"))
-        if not isinstance(given, dict):
-            raise ValueError(f"{text} has {given!r}; it must hold an object such as {{\"F\": 1, \"B\": 2}}")
-        return _costs(given, Costs())
-    parts = [part.partition("=") for part in text.split(",") if part.strip()]
-    return _costs({name.strip(): value for name, _, value in parts}, Costs())
+    if not text.endswith(".json"):
+        parts = [part.partition("=") for part in text.split(",") if part.strip()]
+        return _costs({name.strip(): value for name, _, value in parts}, Costs())
+    given = json.loads(Path(text).read_text(encoding="utf-8"))
+    if not isinstance(given, dict):
+        raise ValueError(f"{text} has {given!r}; it must hold an object such as {{\"F\": 1, \"B\": 2}}")
+    return _costs(given, Costs())
 
 
 def _costs(given: Mapping[str, object], base: Costs) -> Costs:
     """`base` with what is given; names of two kinds other than FB are pairs."""
     plain = {field.name for field in fields(Costs)} - {"pairs", "per_stage"}
     pairs = dict(base.pairs or {})
-    values = {}
+    values: dict[str, Any] = {}
     for name, value in {**given, **_object(given, "pairs")}.items():
         if name in plain:
             values[name] = _number(name, value)
-        elif len(name) == 2 and set(name) <= set("FBIW"):
+        elif len(name) == 2 and set(name) <= set(KINDS):
             pairs[name[0], name[1]] = _number(name, value)
         elif name not in ("pairs", "per_stage"):
             raise ValueError(f"no cost is called {name!r}; known are {', '.join(sorted(plain))}, pairs like FI")
     costs = replace(base, **values, pairs=pairs or None)
-    stages = {_stage(stage): _costs(own, costs) for stage, own in _object(given, "per_stage").items()}
+    per_stage = _object(given, "per_stage")
+    for stage in per_stage:
+        if not stage.isdecimal():
+            raise ValueError(f"per_stage has {stage!r}; give the number of a stage")
+    stages = {int(stage): _costs(_object(per_stage, stage), costs) for stage in per_stage}
     return replace(costs, per_stage=stages or None)
 
 
@@ -124,12 +128,6 @@ def _object(given: Mapping[str, object], name: str) -> dict[str, object]:
     if not isinstance(value, dict):
         raise ValueError(f"{name} is {value!r}; give an object")
     return value
-
-
-def _stage(text: str) -> int:
-    if not text.isdecimal():
-        raise ValueError(f"per_stage has {text!r}; give the number of a stage")
-    return int(text)
 
 
 def _number(name: str, value: object) -> float:

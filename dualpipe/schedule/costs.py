@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from math import isfinite
+from typing import cast
 
 from dualpipe.schedule.types import KINDS, Kind, Step
 
@@ -52,43 +53,34 @@ class Costs:
 
     def of(self, step: Step) -> float:
         """How long `step` takes."""
+        alone = [self.on(action.stage)._alone(action.kind) for action in step]
         if len(step) == 1:
-            return self._on(step[0].stage)._alone(step[0].kind)
-        (a, b), (on_a, on_b) = (x.kind for x in step), (self._on(x.stage) for x in step)
+            return alone[0]
+        (a, on_a), (b, on_b) = ((action.kind, self.on(action.stage)) for action in step)
         if on_a is on_b:
             return on_a._pair(a, b)
-        return on_a._alone(a) + on_b._alone(b) - (on_a._saved(a, b) + on_b._saved(a, b)) / 2
+        return sum(alone) - sum(on._alone(a) + on._alone(b) - on._pair(a, b) for on in (on_a, on_b)) / 2
 
-    def reduction(self, stage: int) -> float:
-        """How long reducing the gradients of `stage` takes."""
-        return self._on(stage).R
+    def on(self, stage: int) -> Costs:
+        """The costs of `stage`."""
+        return cast("Mapping[int, Costs]", self.per_stage or {}).get(stage, self)
 
     def scaled(self, factor: float) -> Costs:
         """The same for stages that are `factor` times as big; what crosses between them, `p2p`, stays as it is."""
-
-        def times(cost: float | None) -> float | None:
-            return None if cost is None else cost * factor
-
+        given = {name: cost for name in ("F", "B", "W", "I", "FB", "R") if (cost := getattr(self, name)) is not None}
+        stages = cast("Mapping[int, Costs] | None", self.per_stage)
         return replace(
             self,
-            **{name: times(getattr(self, name)) for name in ("F", "B", "W", "I", "FB", "R")},
+            **{name: cost * factor for name, cost in given.items()},
             pairs=self.pairs and {kinds: cost * factor for kinds, cost in self.pairs.items()},
-            per_stage=self.per_stage and {stage: costs.scaled(factor) for stage, costs in self.per_stage.items()},
+            per_stage=stages and {stage: costs.scaled(factor) for stage, costs in stages.items()},
         )
 
-    def _on(self, stage: int) -> Costs:
-        return self.per_stage.get(stage, self) if self.per_stage else self
-
     def _alone(self, kind: Kind) -> float:
-        if kind == "I" and self.I is None:
-            return self.B - self.W
-        return getattr(self, kind)
+        return self.B - self.W if kind == "I" and self.I is None else getattr(self, kind)
 
     def _pair(self, a: Kind, b: Kind) -> float:
         if self.FB is not None and {a, b} == {"F", "B"}:
             return self.FB
         given = self.pairs or {}
         return given.get((a, b), given.get((b, a), self._alone(a) + self._alone(b)))
-
-    def _saved(self, a: Kind, b: Kind) -> float:
-        return self._alone(a) + self._alone(b) - self._pair(a, b)

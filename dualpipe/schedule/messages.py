@@ -15,7 +15,7 @@ blocks until its receive is posted, and the least that an engine must do.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -53,56 +53,68 @@ class StepMessages(NamedTuple):
     outgoing: list[Message]
 
 
+def needs(schedule: Schedule, action: Action) -> tuple[Action, ...]:
+    """The actions, of any rank, any one of which yields the input of `action`; none for the first forward."""
+    kind, stage, mb = action.kind, action.stage, action.microbatch
+    if kind == "F":
+        return (Action("F", stage - 1, mb),) if stage > 0 else ()
+    if kind == "W":
+        return (Action("I", stage, mb),)
+    if stage == schedule.num_stages - 1:
+        return (Action("F", stage, mb),)
+    return (Action("B", stage + 1, mb), Action("I", stage + 1, mb))
+
+
 def received(schedule: Schedule, action: Action) -> Message | None:
     """The message that `action` waits for, or None where its input is already on its rank."""
-    source = {"F": action.stage - 1, "B": action.stage + 1, "I": action.stage + 1}.get(action.kind, -1)
-    return _message(schedule, action.kind, source, action.stage, action.microbatch)
+    sources = needs(schedule, action)
+    return _message(schedule, action, sources[0].stage, action.stage) if sources else None
 
 
 def sent(schedule: Schedule, action: Action) -> Message | None:
     """The message that `action` produces, or None where its result stays on its rank."""
-    target = {"F": action.stage + 1, "B": action.stage - 1, "I": action.stage - 1}.get(action.kind, -1)
-    return _message(schedule, action.kind, action.stage, target, action.microbatch)
+    target = action.stage + {"F": 1, "B": -1, "I": -1, "W": 0}[action.kind]
+    return _message(schedule, action, action.stage, target) if 0 <= target < schedule.num_stages else None
 
 
-def _message(schedule: Schedule, kind: str, source: int, target: int, microbatch: int) -> Message | None:
-    if not (0 <= source < schedule.num_stages and 0 <= target < schedule.num_stages):
-        return None
+def _message(schedule: Schedule, action: Action, source: int, target: int) -> Message | None:
     src, dst = schedule.stage_rank(source), schedule.stage_rank(target)
-    return None if src == dst else Message("F" if kind == "F" else "B", target, microbatch, src, dst)
+    return None if src == dst else Message("F" if action.kind == "F" else "B", target, action.microbatch, src, dst)
 
 
-def step_messages(schedule: Schedule, step: Step) -> StepMessages:
-    """What a step receives and sends, each in the order of its actions."""
-    incoming = [m for action in step if (m := received(schedule, action)) is not None]
-    outgoing = [m for action in step if (m := sent(schedule, action)) is not None]
-    return StepMessages(incoming, outgoing)
-
-
-def sending_order(schedule: Schedule) -> dict[Stream, list[Message]]:
-    """The messages of each stream in the order in which they are sent."""
-    order: dict[Stream, list[Message]] = defaultdict(list)
-    for steps in schedule.ranks:
-        for step in steps:
-            for message in step_messages(schedule, step).outgoing:
-                order[message.stream].append(message)
-    return dict(order)
-
-
-def rank_messages(schedule: Schedule, rank: int) -> list[StepMessages]:
-    """For each step of `rank`, what it receives and what it sends.
+def all_messages(schedule: Schedule) -> list[list[StepMessages]]:
+    """For each rank and each of its steps, what it receives and what it sends.
 
     What it receives comes in the order of the step's actions, but two messages of one stream in the order in which
     they are sent. For a schedule that `validate` accepts, every stream is then taken in its order.
     """
-    return all_messages(schedule)[rank]
-
-
-def all_messages(schedule: Schedule) -> list[list[StepMessages]]:
-    """`rank_messages` of every rank."""
-    ranks = [[step_messages(schedule, step) for step in steps] for steps in schedule.ranks]
+    ranks = [[_step_messages(schedule, step) for step in steps] for steps in schedule.ranks]
     sequence = {message: i for i, message in enumerate(m for steps in ranks for step in steps for m in step.outgoing)}
     for incoming in (step.incoming for steps in ranks for step in steps):
         if len(incoming) == 2 and incoming[0].stream == incoming[1].stream:
             incoming.sort(key=sequence.__getitem__)
     return ranks
+
+
+def _step_messages(schedule: Schedule, step: Step) -> StepMessages:
+    incoming = [m for action in step if (m := received(schedule, action)) is not None]
+    outgoing = [m for action in step if (m := sent(schedule, action)) is not None]
+    return StepMessages(incoming, outgoing)
+
+
+def completed(steps: Sequence[Step], kinds: Iterable[str] = "BW") -> tuple[tuple[int, ...], ...]:
+    """For each step, the stages whose last action of `kinds` it holds, ascending: their gradients are complete.
+
+    That is where data parallelism reduces them. The place follows from the order of the actions, so that a schedule
+    need not hold it and one from elsewhere has it too.
+
+    Example: of the steps (0I0), (0I1), (0W0), (0W1) the last one completes stage 0. With kinds "F", stages are done
+    after their last forward, as in an evaluation.
+    """
+    wanted, seen = set(kinds), set[int]()
+    stages_of_step = []
+    for step in reversed(steps):
+        last = {action.stage for action in step if action.kind in wanted} - seen
+        seen |= last
+        stages_of_step.append(tuple(sorted(last)))
+    return tuple(reversed(stages_of_step))

@@ -5,9 +5,7 @@ Sources: PipeDream-flush, arXiv:2006.09503; Megatron-LM's interleaved schedule, 
 
 from __future__ import annotations
 
-from dualpipe.schedule.placement import looped_placement
-from dualpipe.schedule.truncate import first_microbatches
-from dualpipe.schedule.types import Action, Schedule, Step
+from dualpipe.schedule.types import Action, Schedule, Step, first_microbatches
 
 
 def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
@@ -28,13 +26,17 @@ def _build(name: str, num_ranks: int, num_microbatches: int, stages_per_rank: in
     full = -(-num_microbatches // num_ranks) * num_ranks
     orders = (_rank_order(num_ranks, full, stages_per_rank, rank) for rank in range(num_ranks))
     ranks = tuple(first_microbatches(order, num_microbatches) for order in orders)
-    placement = looped_placement(num_ranks, stages_per_rank)
+    placement = tuple(range(num_ranks)) * stages_per_rank
     return Schedule(name, num_ranks, len(placement), num_microbatches, ranks, placement)
 
 
 def _rank_order(num_ranks: int, num_microbatches: int, stages_per_rank: int, rank: int) -> list[Step]:
-    """Warm up until the first backward can arrive, then forward and backward in turn, then the backwards left over."""
-    turns = _turns(num_ranks, num_microbatches, stages_per_rank)
+    """Warm up until the first backward can arrive, then forward and backward in turn, then the backwards left over.
+
+    Groups of P micro-batches go through one of the rank's stages after the other.
+    """
+    groups = range(0, num_microbatches, num_ranks)
+    turns = [(chunk, start + i) for start in groups for chunk in range(stages_per_rank) for i in range(num_ranks)]
     forwards = [Action("F", chunk * num_ranks + rank, mb) for chunk, mb in turns]
     backwards = [Action("B", (stages_per_rank - 1 - chunk) * num_ranks + rank, mb) for chunk, mb in turns]
     after = num_ranks - rank - 1
@@ -44,11 +46,3 @@ def _rank_order(num_ranks: int, num_microbatches: int, stages_per_rank: int, ran
         order += [forward, backward]
     order += backwards[max(0, len(forwards) - warmup) :]
     return [(action,) for action in order]
-
-
-def _turns(num_ranks: int, num_microbatches: int, stages_per_rank: int) -> list[tuple[int, int]]:
-    """(chunk, micro-batch) in the order of forwards: groups of P micro-batches go through one chunk after the other."""
-    turns = []
-    for start in range(0, num_microbatches, num_ranks):
-        turns += [(chunk, start + i) for chunk in range(stages_per_rank) for i in range(num_ranks)]
-    return turns

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from dualpipe.schedule.completion import completed
 from dualpipe.schedule.costs import Costs
+from dualpipe.schedule.messages import completed, needs
 from dualpipe.schedule.types import Action, Schedule, ScheduleError, Step
-from dualpipe.schedule.validate import needs
 
 
 class Span(NamedTuple):
@@ -46,7 +45,8 @@ class Timeline:
     @cached_property
     def makespan(self) -> float:
         """From the start of the first step to the end of the last step or reduction, over all ranks."""
-        return max((rank[-1].end for rank in (*self.spans, *self.reductions) if rank), default=0.0)
+        ends = [rank[-1].end for rank in self.spans if rank] + [rank[-1].end for rank in self.reductions if rank]
+        return max(ends, default=0.0)
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
@@ -70,7 +70,17 @@ class Timeline:
 
         One is alive from the start of its "F" until the end of its "B", or of its "W" where the backward is split.
         """
-        return tuple(_peak(spans) for spans in self.spans)
+        return tuple(map(_peak, self.spans))
+
+
+def _peak(spans: tuple[Span, ...]) -> int:
+    """Steps of one rank do not overlap, so that within one its activations are alive, and freed, together."""
+    alive = peak = 0
+    for span in spans:
+        alive += sum(action.kind == "F" for action in span.step)
+        peak = max(peak, alive)
+        alive -= sum(action.kind in "BW" for action in span.step)
+    return peak
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
@@ -83,61 +93,45 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     costs = costs or Costs()
     finished: dict[Action, tuple[float, int]] = {}  # when, on which rank
     spans: list[list[Span]] = [[] for _ in schedule.ranks]
-    waiting: dict[Action, set[int]] = {}  # ranks, by the action that they wait for
-    awake = list(range(len(schedule.ranks)))
-    while awake:
-        rank = awake.pop()
-        awake += _advance(schedule, costs, rank, spans[rank], finished, waiting)
+    moving = True
+    while moving:
+        moving = False
+        for rank, (steps, done) in enumerate(zip(schedule.ranks, spans)):
+            while len(done) < len(steps):
+                step = steps[len(done)]
+                ready = _ready(schedule, costs.p2p, rank, step, finished)
+                if ready is None:
+                    break
+                start = max(ready, done[-1].end if done else 0.0)
+                done.append(Span(rank, start, start + costs.of(step), step))
+                finished |= dict.fromkeys(step, (done[-1].end, rank))
+                moving = True
     for rank, steps in enumerate(schedule.ranks):
         if len(spans[rank]) < len(steps):
             raise ScheduleError(f"schedule {schedule.name!r}, rank {rank}: step {len(spans[rank])} can never start")
-    done = tuple(map(tuple, spans))
-    return Timeline(schedule, costs, done, tuple(_reductions(rank, costs, row) for rank, row in enumerate(done)))
+    reductions = tuple(_reductions(rank, costs, row) for rank, row in enumerate(spans))
+    return Timeline(schedule, costs, tuple(map(tuple, spans)), reductions)
 
 
-def _advance(
-    schedule: Schedule,
-    costs: Costs,
-    rank: int,
-    spans: list[Span],
-    finished: dict[Action, tuple[float, int]],
-    waiting: dict[Action, set[int]],
-) -> set[int]:
-    """Runs `rank` until an input is missing; returns the ranks that waited for what it has done."""
-    woken: set[int] = set()
-    for step in schedule.ranks[rank][len(spans) :]:
-        start = spans[-1].end if spans else 0.0
-        for action in step:
-            possible = needs(schedule, action)
-            source = next((finished[need] for need in possible if need in finished), None)
-            if source is not None:
-                start = max(start, source[0] + (costs.p2p if source[1] != rank else 0.0))
-            elif possible:
-                for need in possible:
-                    waiting.setdefault(need, set()).add(rank)
-                return woken
-        end = start + costs.of(step)
-        spans.append(Span(rank, start, end, step))
-        for action in step:
-            finished[action] = (end, rank)
-            woken |= waiting.pop(action, set())
-    return woken
+def _ready(
+    schedule: Schedule, p2p: float, rank: int, step: Step, finished: dict[Action, tuple[float, int]]
+) -> float | None:
+    """When all inputs of a step are there; None where one of them does not exist yet."""
+    ready = 0.0
+    for action in step:
+        possible = needs(schedule, action)
+        source = next((finished[need] for need in possible if need in finished), None)
+        if source is not None:
+            ready = max(ready, source[0] + (p2p if source[1] != rank else 0.0))
+        elif possible:
+            return None
+    return ready
 
 
-def _reductions(rank: int, costs: Costs, spans: tuple[Span, ...]) -> tuple[Reduction, ...]:
+def _reductions(rank: int, costs: Costs, spans: list[Span]) -> tuple[Reduction, ...]:
     reductions: list[Reduction] = []
     for span, stages in zip(spans, completed([span.step for span in spans])):
         for stage in stages:
             start = max(span.end, reductions[-1].end if reductions else 0.0)
-            reductions.append(Reduction(rank, start, start + costs.reduction(stage), stage))
+            reductions.append(Reduction(rank, start, start + costs.on(stage).R, stage))
     return tuple(r for r in reductions if r.end > r.start)
-
-
-def _peak(spans: tuple[Span, ...]) -> int:
-    """Steps of one rank do not overlap, so that within one its activations are alive, and freed, together."""
-    alive = peak = 0
-    for span in spans:
-        alive += sum(action.kind == "F" for action in span.step)
-        peak = max(peak, alive)
-        alive -= sum(action.kind in "BW" for action in span.step)
-    return peak

@@ -5,12 +5,19 @@ Pure Python; importing `dualpipe.schedule` must not import torch.
 
 from __future__ import annotations
 
-from collections import Counter
+import csv
+import re
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from itertools import count
+from typing import Literal, cast
 
 Kind = Literal["F", "B", "I", "W"]
 KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
+
+_ACTION = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})", re.ASCII)
+_OVERLAP = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
 
 
 class ScheduleError(ValueError):
@@ -57,7 +64,7 @@ class Schedule:
         object.__setattr__(self, "placement", tuple(self.placement) or self._placement_of_steps())
 
     def _placement_of_steps(self) -> tuple[int, ...]:
-        votes = [Counter() for _ in range(self.num_stages)]
+        votes: list[Counter[int]] = [Counter() for _ in range(self.num_stages)]
         for rank, steps in enumerate(self.ranks):
             for step in steps:
                 for action in step:
@@ -74,17 +81,32 @@ class Schedule:
         return tuple(s for s, owner in enumerate(self.placement) if owner == rank)
 
     def to_torch_csv(self) -> str:
-        """The order as the compute-only CSV of torch.distributed.pipelining; see `torch_csv`."""
-        from dualpipe.schedule.torch_csv import to_torch_csv
+        """The order as the compute-only CSV of torch.distributed.pipelining, one line a rank.
 
-        return to_torch_csv(self)
+        A cell is `<stage><kind><micro-batch>`, such as 0F7, or a forward overlapped with a whole backward:
+        (0F7;7B3)OVERLAP_F_B, in which the forward comes first. torch has no cell for other pairs; their actions are
+        written one after the other.
+        """
+        return "".join(",".join(cell for step in steps for cell in _cells(step)) + "\n" for steps in self.ranks)
 
     @staticmethod
     def from_torch_csv(text: str, name: str = "csv") -> Schedule:
-        """Reads such a CSV. Raises ScheduleError, naming row and cell, where it is malformed."""
-        from dualpipe.schedule.torch_csv import from_torch_csv
+        """The schedule in such a CSV, with as many stages and micro-batches as it names; empty cells are idle time.
 
-        return from_torch_csv(text, name)
+        Raises ScheduleError, naming row and cell, where a cell is malformed. Use `validate` to know whether it can be
+        run.
+        """
+        ranks = tuple(
+            tuple(_read_cell(cell.strip(), row, column) for column, cell in enumerate(cells) if cell.strip())
+            for row, cells in enumerate(csv.reader(text.rstrip("\r\n").splitlines(keepends=True)))
+        )
+        actions = [action for steps in ranks for step in steps for action in step]
+        if not actions:
+            raise ScheduleError(f"schedule {name!r}: the CSV has no actions")
+        num_stages = 1 + max(action.stage for action in actions)
+        if num_stages > len(actions):  # before anything is made for each stage
+            raise ScheduleError(f"schedule {name!r}: stage {num_stages - 1} among only {len(actions)} actions")
+        return Schedule(name, len(ranks), num_stages, 1 + max(action.microbatch for action in actions), ranks)
 
 
 def _as_step(name: str, step: Step) -> Step:
@@ -93,3 +115,59 @@ def _as_step(name: str, step: Step) -> Step:
     if not isinstance(step, tuple | list) or not all(isinstance(action, Action) for action in step):
         raise ScheduleError(f"schedule {name!r}: {step!r} is not a step; a step is a tuple of actions")
     return tuple(step)
+
+
+def _cells(step: Step) -> list[str]:
+    if len(step) == 2 and {action.kind for action in step} == {"F", "B"}:
+        forward, backward = sorted(step, key=lambda action: action.kind != "F")
+        return [f"({forward};{backward})OVERLAP_F_B"]
+    return [str(action) for action in step]
+
+
+def _read_cell(cell: str, row: int, column: int) -> Step:
+    overlap = _OVERLAP.fullmatch(cell)
+    step = []
+    for text in overlap.groups() if overlap else (cell,):
+        match = _ACTION.fullmatch(text.strip())
+        if match is None:
+            raise ScheduleError(f"row {row}, cell {column}: {text.strip()!r} is not an action like 0F7, nor a pair "
+                                "like (0F7;7B3)OVERLAP_F_B")
+        stage, kind, microbatch = match.groups()
+        step.append(Action(cast("Kind", kind), int(stage), int(microbatch)))
+    return tuple(step)
+
+
+# What the functions that make schedules share.
+
+
+def v_placement(num_ranks: int) -> tuple[int, ...]:
+    """Two stages a rank in a V: down through the ranks and back up, so that rank 0 holds the first and the last."""
+    return (*range(num_ranks), *reversed(range(num_ranks)))
+
+
+def in_turn(pattern: Iterable[str], stages: Sequence[int]) -> list[Step]:
+    """Steps from names such as "F0", or "F1&B0" for a pair: a kind, and which of `stages`; micro-batches in turn.
+
+    Each of the stages counts its forwards and, together, its backwards "B" and "I"; a "W" is the oldest that an "I" of
+    its stage left.
+    """
+    turns: defaultdict[tuple[bool, str], count[int]] = defaultdict(count)
+    deferred: defaultdict[str, deque[int]] = defaultdict(deque)
+
+    def action(kind: str, which: str) -> Action:
+        microbatch = deferred[which].popleft() if kind == "W" else next(turns[kind == "F", which])
+        if kind == "I":
+            deferred[which].append(microbatch)
+        return Action(cast("Kind", kind), stages[int(which)], microbatch)
+
+    return [tuple(action(*name) for name in names.split("&")) for names in pattern]
+
+
+def first_microbatches(steps: Iterable[Step], num_microbatches: int) -> tuple[Step, ...]:
+    """`steps` without what they do for micro-batches from `num_microbatches` on; half of a pair stays as a step.
+
+    Done on all ranks alike this keeps an order valid: what remains keeps its sequence, hence its dependencies, no
+    stream holds more messages, and no more activations are alive than before.
+    """
+    kept = (tuple(action for action in step if action.microbatch < num_microbatches) for step in steps)
+    return tuple(step for step in kept if step)

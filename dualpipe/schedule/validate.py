@@ -6,11 +6,12 @@ only where every rank reaches the end with blocking sends and each stream of mes
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict, deque
+from itertools import chain
 from typing import NamedTuple, NoReturn
 
-from dualpipe.schedule.messages import RECEIVE_AHEAD, StepMessages, Stream, all_messages, sending_order
-from dualpipe.schedule.types import KINDS, Action, Schedule, ScheduleError, Step
+from dualpipe.schedule.messages import RECEIVE_AHEAD, Message, StepMessages, Stream, all_messages, needs
+from dualpipe.schedule.types import KINDS, Action, Schedule, ScheduleError
 
 
 class Place(NamedTuple):
@@ -50,31 +51,12 @@ def independent(a: Action, b: Action) -> bool:
         return True
     if a.kind == "W" and b.kind == "W":
         return a.stage != b.stage
-    for weight, other in ((a, b), (b, a)):
-        if weight.kind == "W":
-            return other.kind in "BI" and other.stage < weight.stage
-    return False
-
-
-def needs(schedule: Schedule, action: Action) -> tuple[Action, ...]:
-    """The actions, of any rank, any one of which yields the input of `action`; none for the first forward."""
-    kind, stage, mb = action.kind, action.stage, action.microbatch
-    if kind == "F":
-        return (Action("F", stage - 1, mb),) if stage > 0 else ()
-    if kind == "W":
-        return (Action("I", stage, mb),)
-    if stage == schedule.num_stages - 1:
-        return (Action("F", stage, mb),)
-    return (Action("B", stage + 1, mb), Action("I", stage + 1, mb))
+    return any(w.kind == "W" and other.kind in "BI" and other.stage < w.stage for w, other in ((a, b), (b, a)))
 
 
 def _refuse(schedule: Schedule, rank: int, index: int, cause: str) -> NoReturn:
-    step = _show(schedule.ranks[rank][index])
+    step = " & ".join(map(str, schedule.ranks[rank][index])) or "empty"
     raise ScheduleError(f"schedule {schedule.name!r}, rank {rank}, step {index} ({step}): {cause}")
-
-
-def _show(step: Step) -> str:
-    return " & ".join(str(action) for action in step) or "empty"
 
 
 def _check_sizes(schedule: Schedule) -> None:
@@ -150,50 +132,44 @@ def _check_after_what_it_needs(schedule: Schedule, places: dict[Action, Place], 
 
 
 def _check_message_order(schedule: Schedule, messages: list[list[StepMessages]]) -> None:
-    arriving = {stream: iter(order) for stream, order in sending_order(schedule).items()}
+    arriving: defaultdict[Stream, deque[Message]] = defaultdict(deque)
+    for step in chain.from_iterable(messages):
+        for message in step.outgoing:
+            arriving[message.stream].append(message)
     for rank, steps in enumerate(messages):
         for index, step in enumerate(steps):
             for message in step.incoming:
-                other = next(arriving[message.stream])
+                other = arriving[message.stream].popleft()
                 if other != message:
                     _refuse(schedule, rank, index, f"takes the {message}, but the next to arrive is the {other}")
 
 
-class _Rank:
-    """How far one rank has got in taking and sending messages; its computing takes no time here."""
-
-    def __init__(self, rank: int, steps: list[StepMessages]) -> None:
-        self.rank = rank
-        self.program = [(i, message) for i, step in enumerate(steps) for message in (*step.incoming, *step.outgoing)]
-        self.next = 0
-
-    def advance(self, in_flight: Counter[Stream]) -> set[int]:
-        """Goes on until it must wait; returns the ranks that may be able to go on because of it."""
-        woken = set()
-        while self.next < len(self.program):
-            _, message = self.program[self.next]
-            takes = message.dst == self.rank
-            if in_flight[message.stream] == (0 if takes else RECEIVE_AHEAD):
-                break
-            in_flight[message.stream] += -1 if takes else 1
-            woken.add(message.src if takes else message.dst)
-            self.next += 1
-        return woken
-
-    def waits_for(self) -> str:
-        index, message = self.program[self.next]
-        what = "take" if message.dst == self.rank else "send"
-        return f"rank {self.rank} waits at step {index} to {what} the {message}"
-
-
 def _check_no_deadlock(schedule: Schedule, messages: list[list[StepMessages]]) -> None:
-    """Plays all takes and sends. The order of play does not matter: each stream has one sender and one taker."""
-    ranks = [_Rank(rank, steps) for rank, steps in enumerate(messages)]
+    """Plays all takes and sends; computing takes no time here.
+
+    The order of play does not matter: each stream has one sender and one taker.
+    """
+    left = [
+        deque((index, message) for index, step in enumerate(steps) for message in (*step.incoming, *step.outgoing))
+        for steps in messages
+    ]
     in_flight: Counter[Stream] = Counter()  # sent and not yet taken
-    awake = set(range(schedule.num_ranks))
-    while awake:
-        awake |= ranks[awake.pop()].advance(in_flight)
-    stuck = [rank for rank in ranks if rank.next < len(rank.program)]
+    moving = True
+    while moving:
+        moving = False
+        for rank, program in enumerate(left):
+            while program:
+                message = program[0][1]
+                takes = message.dst == rank
+                if in_flight[message.stream] == (0 if takes else RECEIVE_AHEAD):
+                    break
+                in_flight[message.stream] += -1 if takes else 1
+                program.popleft()
+                moving = True
+    stuck = [(rank, *program[0]) for rank, program in enumerate(left) if program]
     if stuck:
-        waits = "; ".join(rank.waits_for() for rank in stuck)
-        _refuse(schedule, stuck[0].rank, stuck[0].program[stuck[0].next][0], f"deadlock: {waits}")
+        waits = "; ".join(
+            f"rank {rank} waits at step {index} to {'take' if message.dst == rank else 'send'} the {message}"
+            for rank, index, message in stuck
+        )
+        _refuse(schedule, *stuck[0][:2], f"deadlock: {waits}")

@@ -6,11 +6,7 @@ steady state where F, I and W cost the same.
 
 from __future__ import annotations
 
-from itertools import count
-
-from dualpipe.schedule.placement import v_placement
-from dualpipe.schedule.truncate import first_microbatches
-from dualpipe.schedule.types import Action, Schedule, Step
+from dualpipe.schedule.types import Schedule, Step, first_microbatches, in_turn, v_placement
 
 
 def zbv(num_ranks: int, num_microbatches: int) -> Schedule:
@@ -23,7 +19,7 @@ def zbv(num_ranks: int, num_microbatches: int) -> Schedule:
 def _rank_order(num_ranks: int, num_microbatches: int, rank: int) -> list[Step]:
     """As many forwards as fill the V, then F0 I0 W0 F1 I1 W1 in turn, then what is left, inputs first.
 
-    A pattern names kinds and halves of the V: 0 is the way down, 1 the way back.
+    Half 0 of the V is the way down, half 1 the way back.
     """
     below = num_ranks - rank  # this rank and those further down the V
     warmup = 2 * num_ranks - 1 - rank  # forwards of half 0 before its first backward
@@ -31,10 +27,4 @@ def _rank_order(num_ranks: int, num_microbatches: int, rank: int) -> list[Step]:
     pattern += ["F0", "I0", "W0", "F1", "I1", "W1"] * (num_microbatches - warmup)
     pattern += ["I0", "W0", "F1", "I1", "W1"] * (warmup - num_ranks)
     pattern += ["I0", "I1"] * rank + ["I0", "W0"] * below + ["W1"] * rank + ["W0"] * rank
-    return _numbered(pattern, (rank, 2 * num_ranks - 1 - rank))
-
-
-def _numbered(pattern: list[str], stages: tuple[int, int]) -> list[Step]:
-    """A micro-batch is the number of times that its kind and half came before."""
-    counts = {name: count() for name in pattern}
-    return [(Action(name[0], stages[int(name[1])], next(counts[name])),) for name in pattern]
+    return in_turn(pattern, (rank, 2 * num_ranks - 1 - rank))

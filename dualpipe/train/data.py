@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from dualpipe.train.pack import DOCUMENTS, INDEX, Source, find_sources, fingerprint, pack, stdlib_sources
+from dualpipe.train.pack import DOCUMENTS, INDEX, find_sources, fingerprint, pack, stdlib_sources
 from dualpipe.train.tables import TEXT_KEY
 from dualpipe.train.tokenizer import load_tokenizer
 from dualpipe.train.tokens import PackedTokens, Splits, TokenStream, all_documents, split_documents
@@ -165,19 +165,14 @@ def packed_directory(path: str, *, tokenizer: str, cache: Path, text_key: str = 
     folder = Path(path)
     if folder.is_dir() and any((folder / name).exists() for name in (INDEX, DOCUMENTS)):
         return folder
-    sources = _text_sources(path)
+    sources = stdlib_sources() if path == "stdlib" else find_sources([path])
+    if not sources:
+        raise ValueError(f"data.path = {path!r} holds no text; give a folder with files")
     loaded = load_tokenizer(tokenizer)
     target = cache / f"data-{fingerprint(sources, loaded, text_key)}"
     if not (target / INDEX).exists():
         pack(sources, loaded, target, text_key=text_key)
     return target
-
-
-def _text_sources(path: str) -> list[Source]:
-    sources = stdlib_sources() if path == "stdlib" else find_sources([path])
-    if not sources:
-        raise ValueError(f"data.path = {path!r} holds no text; give a folder with files")
-    return sources
 
 
 def open_splits(train: Path, held_out: Path | None, fraction: float) -> Splits:

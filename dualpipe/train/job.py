@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from dualpipe import device as cuda
-from dualpipe.parallel.mesh import build_mesh, dense_mesh
+from dualpipe.parallel.mesh import Mesh, build_mesh
 from dualpipe.ranks import RankSync
 from dualpipe.train.config import Config, fit_world
 from dualpipe.train.launch import RankInfo
@@ -31,23 +32,10 @@ class Job:
     group: dist.ProcessGroup | None
     mesh: DeviceMesh | None = None
 
-    def rank_along(self, dimension: str) -> int:
-        """This rank's number along a dimension of the mesh: "pp", "dp" or "ep"."""
-        return 0 if self.mesh is None else self.mesh[dimension].get_local_rank()
-
-    @property
-    def replica(self) -> int:
-        """The number of this rank's pipeline among those that train on different data."""
-        return 0 if self.mesh is None else dense_mesh(self.mesh).get_local_rank()
-
-    @property
-    def replicas(self) -> dist.ProcessGroup | None:
-        """The ranks that hold the same stages of those pipelines."""
-        return None if self.mesh is None else dense_mesh(self.mesh).get_group()
-
-    def group_along(self, dimension: str) -> dist.ProcessGroup | None:
-        """The ranks that differ from this one along one dimension only."""
-        return None if self.mesh is None else self.mesh[dimension].get_group()
+    @cached_property
+    def place(self) -> Mesh:
+        """Where this rank stands in the mesh."""
+        return Mesh.of(self.mesh)
 
     @property
     def ranks(self) -> RankSync:

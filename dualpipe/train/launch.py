@@ -1,13 +1,14 @@
 """Which rank this process is, and starting the ranks of one machine where nobody else did.
 
-A rank started here, by torchrun or by SLURM takes the same path: it finds its number in the environment. Imports no
-torch, so that the launching process stays small and starts its ranks at once.
+A rank started here, by torchrun or by SLURM takes the same path: it finds its number in the environment. Imports torch
+only to refuse, so that the launching process stays small and starts its ranks at once.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -15,22 +16,25 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
-from typing import NoReturn
 
 from dualpipe.errors import PLAIN, error_line, exit_status
 from dualpipe.lifetime import die_with
-from dualpipe.train.machine import check_machine
-from dualpipe.train.tables import ParallelConfig
+from dualpipe.train.config import load_config
+from dualpipe.train.tables import Config, ParallelConfig
 
 LAUNCHER = "DUALPIPE_LAUNCHER"  # its process
 ERROR_FILE = "DUALPIPE_ERROR_FILE"  # where a rank leaves its error for the process that started it
 POLL_SECONDS = 0.05
 GRACE_SECONDS = 5.0  # between SIGTERM and SIGKILL
+RANKS_PER_CORE = 4  # of CPU ranks: for tests and lessons
+_USUAL_GPUS = 8  # of a node, where this machine has none
+
+
+# -- a rank
 
 
 @dataclass(frozen=True)
@@ -73,106 +77,132 @@ def rank_from_environment(environment: Mapping[str, str]) -> RankInfo | None:
     return info
 
 
-def set_rendezvous() -> None:
-    """MASTER_ADDR and MASTER_PORT of a rank that SLURM started."""
-    if "RANK" not in os.environ:
-        os.environ.update(slurm_rendezvous(os.environ))
-
-
 def slurm_rendezvous(environment: Mapping[str, str]) -> dict[str, str]:
     """MASTER_ADDR and MASTER_PORT where they are not set: the step's first node, a port made of the job's number."""
     found = {}
     if "MASTER_ADDR" not in environment:
-        if int(environment.get("SLURM_STEP_NUM_NODES", 1)) == 1:
-            found["MASTER_ADDR"] = "127.0.0.1"
-        else:
-            found["MASTER_ADDR"] = _first_host(environment.get("SLURM_STEP_NODELIST", ""))
+        found["MASTER_ADDR"] = "127.0.0.1"
+        if int(environment.get("SLURM_STEP_NUM_NODES", 1)) > 1:
+            nodes = environment.get("SLURM_STEP_NODELIST", "")
+            command = ["scontrol", "show", "hostnames", nodes]
+            try:
+                hosts = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+                found["MASTER_ADDR"] = hosts[0]
+            except (OSError, subprocess.CalledProcessError, IndexError) as error:
+                raise ValueError(f"cannot tell the first node of SLURM_STEP_NODELIST = {nodes!r}; set MASTER_ADDR"
+                                 ) from error
     if "MASTER_PORT" not in environment:
         found["MASTER_PORT"] = str(20000 + int(environment.get("SLURM_JOB_ID", 0)) % 20000)
     return found
 
 
-def _first_host(nodes: str) -> str:
-    try:
-        command = ["scontrol", "show", "hostnames", nodes]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]
-    except (OSError, subprocess.CalledProcessError, IndexError) as error:
-        raise ValueError(f"cannot tell the first node of SLURM_STEP_NODELIST = {nodes!r}; set MASTER_ADDR") from error
+def load_everywhere(path: str, overrides: Sequence[str]) -> tuple[Config, RankInfo | None]:
+    """The configuration, and which rank of its job this process is; None where its ranks are still to be started.
 
-
-def run_on_ranks(arguments: Sequence[str], layout: ParallelConfig, body: Callable[[RankInfo], int]) -> int:
-    """Run `body` as one of the ranks of `layout` and return its exit status; start the ranks where nobody has.
-
-    arguments: the command line after `dualpipe` that leads a new process back here.
-
-    Raises ValueError for more ranks than this machine can serve.
+    Raises ValueError where either is wrong; if on this rank alone, the others are told instead of waiting for it.
     """
     info = rank_from_environment(os.environ)
-    if info is None and layout.world_size > 1:
-        check_machine(arguments, layout.world_size, layout.device)
-        return start_ranks(arguments, layout.world_size)
-    if info is None:
-        return body(RankInfo(0, 1, 0, 1))
-    set_rendezvous()
-    _follow_launcher()
+    if info is not None and "RANK" not in os.environ:
+        os.environ.update(slurm_rendezvous(os.environ))
     try:
-        status = body(info)
-        if status:
-            _tell_launcher("", status)
+        config = load_config(path, overrides)
+    except ValueError as error:
+        if info is not None and info.world_size > 1:
+            from dualpipe.train.rendezvous import tell_others  # loads torch
+
+            tell_others(info, error)
+        raise
+    if info is None and config.parallel.world_size == 1:
+        info = RankInfo(0, 1, 0, 1)
+    return config, info
+
+
+@dataclass
+class Ending:
+    """The exit status of a rank that raises nothing."""
+
+    status: int = 0
+
+
+@contextmanager
+def as_rank(info: RankInfo) -> Iterator[Ending]:
+    """Do what is in a `with` block as a rank of a job. Where the job has others, the process ends with the block.
+
+    An error is then told to the launcher, which says the first one, and on stderr where this process has none.
+    """
+    ending = Ending()
+    if info.world_size == 1:
+        yield ending
+        return
+    text, report = "", os.environ.get(ERROR_FILE)
+    if report is not None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the launcher
+        die_with(int(os.environ[LAUNCHER]))
+    try:
+        yield ending
     except BaseException as error:
-        status = _fail(error, info.rank)
+        ending.status, text = exit_status(error), error_line(error)
+        if not isinstance(error, PLAIN):
+            trace = "".join(traceback.format_exception(error))
+            text = f"{trace}error: rank {info.rank}: {type(error).__name__}: {error}"
+    if ending.status and report is not None:
+        temporary = Path(report + ".part")
+        temporary.write_text(json.dumps({"time": time.time(), "text": text, "status": ending.status}))
+        temporary.rename(report)
+    elif text:
+        print(text, file=sys.stderr)
     with suppress(OSError):  # nobody may be reading any more
         sys.stdout.flush()
         sys.stderr.flush()
-    if info.world_size > 1:
-        # Not through the destructors of process groups: after a failure they wait for the others, and after success
-        # torch 2.11 was once seen to abort in them.
-        os._exit(status)
-    return status
+    # Not through the destructors of process groups: after a failure they wait for the others, and after success torch
+    # 2.11 was once seen to abort in them.
+    os._exit(ending.status)
 
 
-def start_ranks(arguments: Sequence[str], world_size: int) -> int:
-    """Run `dualpipe *arguments` as `world_size` ranks on this machine; return the exit status.
+# -- the process that starts ranks
+
+
+def start_ranks(arguments: Sequence[str], layout: ParallelConfig) -> int:
+    """Run `dualpipe *arguments` as the ranks of `layout` on this machine; return the exit status.
 
     When one rank fails, or this process is interrupted or terminated, all are stopped. The error of the rank that
     failed first is printed; its status is returned (128 + number where a signal ended it).
+
+    Raises ValueError for more ranks than this machine can serve.
     """
+    check_machine(arguments, layout.world_size, layout.device)
     command = [sys.executable, "-P", "-m", "dualpipe", *arguments]  # -P: the working directory is not imported from
     with tempfile.TemporaryDirectory(prefix="dualpipe-") as folder:
-        errors = [Path(folder, f"rank{rank}.json") for rank in range(world_size)]
+        errors = [Path(folder, f"rank{rank}.json") for rank in range(layout.world_size)]
         ranks: list[subprocess.Popen] = []
-        previous = signal.signal(signal.SIGTERM, _terminated)
+        previous = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
         try:
-            ranks.extend(subprocess.Popen(command, env=e) for e in _environments(world_size, errors))
+            ranks.extend(subprocess.Popen(command, env=each) for each in _environments(errors))
             statuses = _wait(ranks)
         except KeyboardInterrupt:
             print("\ninterrupted: all ranks are stopped", file=sys.stderr)
             return 128 + signal.SIGINT
         finally:
             _stop(ranks)
-            _show_cursor()
+            if sys.stdout.isatty():  # a rank that is stopped in the middle of its live line leaves the cursor hidden
+                print("\x1b[?25h", end="", flush=True)
             signal.signal(signal.SIGTERM, previous)
         return _report(statuses, errors) if any(statuses) else 0
 
 
-def _environments(world_size: int, errors: Sequence[Path]) -> list[dict[str, str]]:
+def _environments(errors: Sequence[Path]) -> Iterator[dict[str, str]]:
+    """That of each rank, which leaves its error in one of these files."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    shared = {
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-        "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size),
-        LAUNCHER: str(os.getpid()),
-    }
-    threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}  # else every rank takes all cores
-    return [
-        {**os.environ, **threads, **shared, "RANK": str(r), "LOCAL_RANK": str(r), ERROR_FILE: str(errors[r])}
-        for r in range(world_size)
-    ]
-
-
-def _terminated(number: int, frame: FrameType | None) -> NoReturn:
-    raise SystemExit(128 + number)
+    world_size = str(len(errors))
+    for rank, path in enumerate(errors):
+        yield {
+            "OMP_NUM_THREADS": "1",  # else every rank takes all cores
+            **os.environ,
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size, LAUNCHER: str(os.getpid()), ERROR_FILE: str(path),
+        }
 
 
 def _wait(ranks: Sequence[subprocess.Popen]) -> list[int | None]:
@@ -200,12 +230,6 @@ def _stop(ranks: Sequence[subprocess.Popen]) -> None:
             rank.wait()
 
 
-def _show_cursor() -> None:
-    """A rank that is stopped in the middle of its live line leaves the terminal's cursor hidden."""
-    if sys.stdout.isatty():
-        print("\x1b[?25h", end="", flush=True)
-
-
 def _report(statuses: Sequence[int | None], errors: Sequence[Path]) -> int:
     """Print the cause: ranks that a signal ended, otherwise the earliest error that a rank wrote down."""
     killed = {rank: signal.Signals(-status) for rank, status in enumerate(statuses) if status and status < 0}
@@ -225,32 +249,56 @@ def _report(statuses: Sequence[int | None], errors: Sequence[Path]) -> int:
     return status
 
 
-def _follow_launcher() -> None:
-    """In a rank that `start_ranks` started: die with the launcher, and leave Ctrl-C to it."""
-    if ERROR_FILE not in os.environ:
+# -- what a machine can serve
+
+
+def check_machine(arguments: Sequence[str], world_size: int, device: str) -> None:
+    """Raise ValueError, with the commands that would start them, where this machine cannot serve `world_size` ranks.
+
+    arguments: the command line after `dualpipe`; device: as in parallel.device.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    gpus = 0 if device == "cpu" else _device_files(os.environ)
+    if world_size <= _limit(device, gpus, cores):
         return
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    die_with(int(os.environ[LAUNCHER]))
+    if device != "cpu":
+        from dualpipe import device as cuda  # not at the top: it loads torch, whose count is the one that holds
 
-
-def _fail(error: BaseException, rank: int) -> int:
-    """Report `error` to the launcher, or on stderr where there is none; return the exit status."""
-    status = exit_status(error)
-    if isinstance(error, PLAIN):
-        text = error_line(error)
+        gpus = cuda.count()
+    if world_size <= _limit(device, gpus, cores):
+        return
+    if gpus or device == "cuda":
+        reason = f"{world_size} ranks need as many GPUs, and this machine has {gpus}"
     else:
-        text = "".join(traceback.format_exception(error)) + f"error: rank {rank}: {type(error).__name__}: {error}"
-    if not _tell_launcher(text, status):
-        print(text, file=sys.stderr)
-    return status
+        reason = f"{world_size} ranks are more than {RANKS_PER_CORE} for each of this machine's {cores} cores"
+    remedy = ", or set parallel.device = 'cpu'" if world_size <= RANKS_PER_CORE * cores else ""
+    error = ValueError(f"{reason}; lower parallel.pp, dp or ep{remedy}, or start them on several machines:")
+    for line in start_commands(arguments, world_size, gpus=0 if device == "cpu" else gpus or _USUAL_GPUS, cores=cores):
+        error.add_note(line)
+    raise error
 
 
-def _tell_launcher(text: str, status: int) -> bool:
-    """Leave a record for the launcher; False where there is none."""
-    target = os.environ.get(ERROR_FILE)
-    if target is None:
-        return False
-    temporary = Path(target + ".part")
-    temporary.write_text(json.dumps({"time": time.time(), "text": text, "status": status}))
-    temporary.rename(target)
-    return True
+def start_commands(arguments: Sequence[str], world_size: int, *, gpus: int, cores: int) -> list[str]:
+    """Lines that start `dualpipe *arguments` as `world_size` ranks by torchrun, run on every machine, and by SLURM.
+
+    gpus: of each machine, 0 for ranks on CPU, which get a core each.
+    """
+    local = max(n for n in range(1, (gpus or cores) + 1) if world_size % n == 0)
+    nodes, command = world_size // local, shlex.join(arguments)
+    per_node = f" --gpus-per-node {local}" if gpus else ""
+    return [
+        f"  torchrun --nnodes {nodes} --nproc-per-node {local} --rdzv-backend c10d --rdzv-endpoint FIRST_HOST:29500 "
+        f"-m dualpipe {command}",
+        f"  srun --nodes {nodes} --ntasks-per-node {local}{per_node} dualpipe {command}",
+    ]
+
+
+def _limit(device: str, gpus: int, cores: int) -> int:
+    return gpus if gpus or device == "cuda" else RANKS_PER_CORE * cores
+
+
+def _device_files(environment: Mapping[str, str]) -> int:
+    """NVIDIA's device files, of which CUDA_VISIBLE_DEVICES may leave some out."""
+    files = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    return files if visible is None else min(files, len([name for name in visible.split(",") if name.strip()]))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,21 +17,20 @@ from torch import Tensor
 from dualpipe import Pipeline
 from dualpipe.checkpoint import native_random, save_hf
 from dualpipe.checkpoint.lock import lock, unlock
-from dualpipe.device import model_name
+from dualpipe.device import model_name, peak_tflops
 from dualpipe.models import HubConfig, read_config
 from dualpipe.models.sizes import flops_per_token
 from dualpipe.nn.accumulate import local
 from dualpipe.schedule import Schedule, build
 from dualpipe.train.config import Config, fit_world
-from dualpipe.train.console import say, warn
+from dualpipe.train.console import say
 from dualpipe.train.data import Batch, Loader, evaluation_batches, open_splits, packed_directory, read_batches
 from dualpipe.train.job import Job, join
 from dualpipe.train.launch import RankInfo
-from dualpipe.train.machine import peak_tflops
-from dualpipe.train.metrics import METRICS, MetricsWriter, StepMetrics, memory_bytes
+from dualpipe.train.metrics import MetricsWriter, StepMetrics, memory_bytes
 from dualpipe.train.model import DTYPES, Model, build_model, micro_batch_loss, plan_run, read_model_config
 from dualpipe.train.optimizer import Optimizer, learning_rate
-from dualpipe.train.report import save_loss_curve, save_schedule
+from dualpipe.train.report import draw
 from dualpipe.train.resume import Saver, State, describe
 from dualpipe.train.routers import CollapseWatch, build_routers
 from dualpipe.train.tokens import Splits, unigram_loss
@@ -41,7 +40,7 @@ def train(config: Config, info: RankInfo) -> int:
     """Train as rank `info` of the job; returns the exit status 0, raises on failure."""
     with join(config, info) as job:
         config = fit_world(config, job.world_size)
-        with _hold(Path(config.output.dir), job), Saver(config, job, say if job.rank == 0 else str) as saver:
+        with _hold(Path(config.output.dir), job), Saver(config, job) as saver:
             Run(config, job, saver).train()
     return 0
 
@@ -79,7 +78,7 @@ class Run:
         model_config = read_model_config(config)
         plan = plan_run(config, model_config, saver.source_dtypes, job.mesh)
         self.model: Model = build_model(
-            model_config, self.schedule, job.rank_along("pp"), seed=train.seed,
+            model_config, self.schedule, job.place.rank("pp"), seed=train.seed,
             dtype=DTYPES[train.dtype], device=job.device, mesh=job.mesh, recompute=config.memory.recompute,
             layers_per_stage=parallel.layers_per_stage, compiled=train.compile,
             from_hf=config.init.from_hf if saver.source is None else "", plan=plan,
@@ -89,17 +88,25 @@ class Run:
             job.ranks.first(partial(_check_export, config, self.model.config))  # before the work of hours
         self.splits = self._open_data()
         self.batch_size = train.micro_batch_size * train.num_chunks * parallel.replicas
-        self.rows = self._own_rows()
+        own = self.batch_size // parallel.replicas if self.model.has_first or self.model.has_last else 0
+        first = own * job.place.replica
+        self.rows = range(first, first + own)  # of the global batch, for this pipeline
         self.loader = Loader(
             self.splits.train, sequence_length=train.sequence_length, batch_size=self.batch_size, seed=train.seed,
             rows=self.rows,
         )
+        self.held_out: list[list[int]] = []  # windows, by batch
+        if self.splits.held_out.num_documents:
+            self.held_out = evaluation_batches(
+                self.splits.held_out, sequence_length=train.sequence_length, batch_size=self.batch_size,
+                limit=train.eval_batches,
+            )
         o = config.optimizer
         self.optimizer = Optimizer(
             self.model.stages, lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay
         )
         self.pipeline = Pipeline(
-            self.model.stages, process_group=job.group_along("pp"), schedule=parallel.schedule, overlap=parallel.overlap
+            self.model.stages, process_group=job.place.group("pp"), schedule=parallel.schedule, overlap=parallel.overlap
         )
         self.routers = build_routers(config, self.model.stages, group=job.group, device=job.device)
         self.state = State(self.model, self.optimizer, self.routers, self.loader)
@@ -108,19 +115,17 @@ class Run:
         name = model_name(job.device)
         self.peak_tflops = peak_tflops(name) if train.dtype == "bf16" else None
         self.collapse = CollapseWatch(self.model.config.num_experts, self.model.config.num_experts_per_tok)
-        self.reports = self.model.has_last and not job.replica
+        self.reports = self.model.has_last and not job.place.replica
         self.done = 0
+        self.unigram: float | None = None  # what a unigram model of the held-out text would reach
 
     def _open_data(self) -> Splits:
         data = self.config.data
-        cache = self.folder
-
-        def prepare() -> tuple[Path, Path | None]:
-            paths = (data.path, data.validation_path)
-            how = {"tokenizer": data.tokenizer, "text_key": data.text_key, "cache": cache}
-            return tuple(p and packed_directory(p, **how) for p in paths)
-
-        splits = open_splits(*self.job.ranks.first(prepare), data.validation_fraction)
+        packed = partial(packed_directory, tokenizer=data.tokenizer, cache=self.folder, text_key=data.text_key)
+        paths = self.job.ranks.first(
+            lambda: (packed(data.path), packed(data.validation_path) if data.validation_path else None)
+        )
+        splits = open_splits(*paths, data.validation_fraction)
         for stream in splits:
             stream.packed.check_vocabulary(self.model.config.vocab_size)
         return splits
@@ -130,7 +135,9 @@ class Run:
     def train(self) -> None:
         """All steps, with evaluations, then, where wanted, the model in Hugging Face's form, and the pictures."""
         try:
-            unigram = self._train()
+            self.done = self.saver.resume(self.state)
+            with self._writer() as writer:
+                self._steps(writer)
             self._export()  # also where the last checkpoint could not be written, which is said at the end
         except OSError as error:
             if error.errno is None:  # a text of ours
@@ -138,7 +145,7 @@ class Run:
             place = f"{error.strerror} (rank {self.job.rank}, after step {self.done})"
             raise OSError(error.errno, place, error.filename) from error
         if self.reports:
-            self._draw(unigram)
+            draw(self.folder, self.schedule, unigram=self.unigram)
 
     def _export(self) -> None:
         target, source = self.config.export.to_hf, self.config.init.from_hf
@@ -147,55 +154,55 @@ class Run:
             if self.job.rank == 0:
                 say(f"the model: {target}")
 
-    def _train(self) -> float | None:
-        """All steps; what a unigram model of the held-out text would reach, where it is known and reported."""
-        self.done = self.saver.resume(self.state)
-        train, held_out = self.config.train, self._evaluation_batches()
-        parameters = self._count_parameters()
+    def _writer(self) -> AbstractContextManager[MetricsWriter | None]:
+        """What reports the steps, having said what the run is; None on ranks that report nothing."""
+        train = self.config.train
+        parameters = torch.tensor(sum(local(p).numel() for p in self.optimizer.parameters), device=self.job.device)
+        if self.job.group is not None:
+            dist.all_reduce(parameters, group=self.job.group)
         if not self.reports:
-            self._steps(held_out, None)
-            return None
-        unigram = None
-        if self.splits.held_out.num_tokens:
-            unigram = unigram_loss(*self.splits, self.model.config.vocab_size)
-        with MetricsWriter(
+            return nullcontext()
+        writer = MetricsWriter(
             self.folder, total_steps=train.steps, start_step=self.done, log_interval=train.log_interval,
             wandb=self.config.metrics.wandb, settings=describe(self.config, self.model),
-        ) as writer:
-            writer.say(self._describe(parameters))
-            if unigram is not None:
-                writer.say(f"a unigram model of the same text has a held-out loss of {unigram:.4f} nats per token")
-            if train.compile and self.done < train.steps:
-                writer.say(f"step {self.done + 1} takes longer: it compiles norms, attention and dense MLPs")
-            self._steps(held_out, writer)
-        return unigram
+        )
+        writer.say(self._describe(int(parameters)))
+        if self.splits.held_out.num_tokens:
+            self.unigram = unigram_loss(*self.splits, self.model.config.vocab_size)
+            writer.say(f"a unigram model of the same text has a held-out loss of {self.unigram:.4f} nats per token")
+        if train.compile and self.done < train.steps:
+            writer.say(f"step {self.done + 1} takes longer: it compiles norms, attention and dense MLPs")
+        return writer
 
-    def _steps(self, held_out: list[list[int]], writer: MetricsWriter | None) -> None:
+    def _steps(self, writer: MetricsWriter | None) -> None:
         train = self.config.train
         with self.loader.batches(train.steps) as batches:
             while self.done < train.steps:
                 metrics = self._step(self.done, batches)
                 self.done += 1
                 due = self.done == train.steps or (train.eval_interval and self.done % train.eval_interval == 0)
-                eval_loss = self._evaluate(held_out) if held_out and due else None
+                eval_loss = self._evaluate() if self.held_out and due else None
                 if writer is not None:
                     writer.write(StepMetrics(**metrics, eval_loss=eval_loss))
                     if warning := self.collapse.warning(metrics.get("load_max_over_mean")):
                         writer.say(warning)
                 self.saver.save(self.state, self.done)
 
-    def _step(self, step: int, batches: Iterator[Batch]) -> dict[str, float]:
-        start = time.perf_counter()
+    def _step(self, step: int, batches: Iterator[Batch]) -> dict[str, Any]:
+        start, o = time.perf_counter(), self.config.optimizer
         with self.routers.step():
             loss = self._forward_backward(next(batches))
-        norm = self.pipeline.clip_grad_norm_(self.config.optimizer.clip_norm or math.inf)
+        norm = self.pipeline.clip_grad_norm_(o.clip_norm or math.inf)
         values = self._read(loss, norm)
-        if not math.isfinite(norm := values["grad_norm"]):
+        if not math.isfinite(values["grad_norm"]):
             raise FloatingPointError(
-                f"the gradient norm is {norm} at step {step + 1}; lower optimizer.lr, lengthen optimizer.warmup_steps, "
-                "or check the data"
+                f"the gradient norm is {values['grad_norm']} at step {step + 1}; lower optimizer.lr, lengthen "
+                "optimizer.warmup_steps, or check the data"
             )
-        lr = self._learning_rate(step)
+        lr = learning_rate(
+            step, peak=o.lr, total_steps=self.config.train.steps, warmup_steps=o.warmup_steps, schedule=o.schedule,
+            min_ratio=o.min_lr_ratio, decay_fraction=o.decay_fraction,
+        )
         self.optimizer.step(lr)
         self.optimizer.zero_grad()
         tokens = self.batch_size * self.config.train.sequence_length
@@ -221,8 +228,8 @@ class Run:
         if losses is None:
             return None
         loss = losses.sum().float()
-        if (group := self.job.replicas) is not None:
-            dist.all_reduce(loss, group=group)
+        if (replicas := self.job.place.dense) is not None:
+            dist.all_reduce(loss, group=replicas.get_group())
         return loss / self.config.parallel.replicas
 
     def _read(self, loss: Tensor | None, norm: Tensor) -> dict[str, float]:
@@ -232,48 +239,19 @@ class Run:
         values = {"loss": loss, "grad_norm": norm} | self.routers.metrics()
         return dict(zip(values, torch.stack([value.double() for value in values.values()]).tolist()))
 
-    def _own_rows(self) -> range:
-        """The sequences of the global batch that this pipeline trains on; none on ranks between its ends."""
-        own = self.batch_size // self.config.parallel.replicas if self.model.has_first or self.model.has_last else 0
-        return range(own * self.job.replica, own * (self.job.replica + 1))
-
-    def _learning_rate(self, step: int) -> float:
-        o = self.config.optimizer
-        return learning_rate(
-            step, peak=o.lr, total_steps=self.config.train.steps, warmup_steps=o.warmup_steps, schedule=o.schedule,
-            min_ratio=o.min_lr_ratio, decay_fraction=o.decay_fraction,
-        )
-
-    # -- evaluation
-
-    def _evaluation_batches(self) -> list[list[int]]:
-        train = self.config.train
-        if not self.splits.held_out.num_documents:
-            return []
-        return evaluation_batches(
-            self.splits.held_out, sequence_length=train.sequence_length, batch_size=self.batch_size,
-            limit=train.eval_batches,
-        )
-
     @torch.no_grad()
-    def _evaluate(self, batches: list[list[int]]) -> float:
+    def _evaluate(self) -> float:
         """Mean loss over the held-out batches (NaN on ranks without the last stage)."""
         length = self.config.train.sequence_length
         for stage in self.model.stages:
             stage.eval()
-        with read_batches(self.splits.held_out, batches, sequence_length=length, rows=self.rows) as ahead:
-            losses = [self._forward_backward(batch) for batch in ahead]
+        with read_batches(self.splits.held_out, self.held_out, sequence_length=length, rows=self.rows) as ahead:
+            losses = [loss for batch in ahead if (loss := self._forward_backward(batch)) is not None]
         for stage in self.model.stages:
             stage.train()
-        return math.nan if losses[0] is None else torch.stack(losses).mean().item()
+        return torch.stack(losses).mean().item() if losses else math.nan
 
     # -- what is said
-
-    def _count_parameters(self) -> int:
-        count = torch.tensor(sum(local(p).numel() for p in self.optimizer.parameters), device=self.job.device)
-        if self.job.group is not None:
-            dist.all_reduce(count, group=self.job.group)
-        return int(count)
 
     def _describe(self, parameters: int) -> str:
         schedule, splits = self.schedule, self.splits
@@ -290,21 +268,6 @@ class Run:
             "load_max_over_mean in the metrics: 1 where all experts get as many tokens, "
             f"{self.collapse.limit:g} (experts / top_k) where one gets every token"
         )
-
-    def _draw(self, unigram: float | None) -> None:
-        """The pictures, and where everything is."""
-        metrics, curve, picture = (self.folder / name for name in (METRICS, "loss.png", "schedule.svg"))
-        board = f" (TensorBoard: {self.folder / 'tensorboard'})" if find_spec("tensorboard") else ""
-        say(f"metrics: {metrics}{board}")
-        for name, path, draw in (("loss curve", curve, partial(save_loss_curve, metrics, curve, unigram=unigram)),
-                                 ("schedule", picture, partial(save_schedule, self.schedule, picture))):
-            try:
-                drawn = draw()
-            except Exception as error:  # matplotlib's too: the run is done, and no picture is worth its exit status
-                warn(f"{path} cannot be drawn: {error}")
-            else:
-                if drawn:
-                    say(f"{name}: {path}")
 
 
 def _check_export(config: Config, model: HubConfig) -> None:

@@ -23,7 +23,7 @@ from dualpipe.models import HubConfig, Stage, build_stages
 from dualpipe.models.activations import activation_bytes
 from dualpipe.models.stages import RECOMPUTE, Recompute
 from dualpipe.nn import GroupedLinear
-from dualpipe.schedule import Costs, Schedule, build, simulate
+from dualpipe.schedule import Costs, build, simulate
 from dualpipe.train.config import Config
 from dualpipe.train.model import DTYPES, check_tied
 
@@ -58,36 +58,29 @@ def estimate(config: Config, model: HubConfig) -> list[RankMemory]:
     schedule = build(p.schedule, p.pp, config.train.num_chunks)
     with torch.device("meta"):
         stages = build_stages(model, schedule.num_stages, layers_per_stage=p.layers_per_stage)
-    peaks, known = simulate(schedule, Costs()).peak_activations, {}
-    return [_of_rank(config, model, schedule, stages, rank, peaks[rank], known) for rank in range(p.pp)]
-
-
-def _of_rank(
-    config: Config, model: HubConfig, schedule: Schedule, stages: Sequence[Stage], rank: int, peak: int,
-    known: dict[object, int],
-) -> RankMemory:
-    p, train = config.parallel, config.train
-    mine = [stages[number] for number in schedule.rank_stages(rank)]
-    narrow, dp, ep = DTYPES[train.dtype].itemsize, max(1, p.dp), p.ep
-    dense, experts = _parameters(nn.ModuleList(mine))  # together: a tied one counts once
-    whole, shard = dense + experts // ep, -(-dense // (dp * ep)) + -(-experts // (ep * dp))
+    peaks, known = simulate(schedule, Costs()).peak_activations, dict[object, int]()
+    train, dp, ep = config.train, max(1, p.dp), p.ep
+    narrow, tokens = DTYPES[train.dtype].itemsize, train.micro_batch_size * train.sequence_length
     sharded = dp * ep > 1
     stored = 4 if sharded else narrow
-    activations = [_activations(config, model, stage, known) for stage in mine]
-    last = any(stage.last for stage in mine)
-    tokens = train.micro_batch_size * train.sequence_length
-    return RankMemory(
-        parameters=stored * shard,
-        optimizer=(MOMENTS + (4 if stored < 4 else 0)) * shard,
-        gathered=narrow * whole if sharded else 0,
-        gradients=4 * whole + (4 * shard if sharded else 0),
-        activations=peak * max(activations),
-        logits=2 * narrow * tokens * model.vocab_size if last else 0,
-    )
+    ranks = []
+    for rank, peak in enumerate(peaks):
+        mine = [stages[number] for number in schedule.rank_stages(rank)]
+        dense, experts = _parameters(nn.ModuleList(mine))  # together: a tied one counts once
+        whole, shard = dense + experts // ep, -(-dense // (dp * ep)) + -(-experts // (ep * dp))
+        ranks.append(RankMemory(
+            parameters=stored * shard,
+            optimizer=(MOMENTS + (4 if stored < 4 else 0)) * shard,
+            gathered=narrow * whole if sharded else 0,
+            gradients=4 * whole + (4 * shard if sharded else 0),
+            activations=peak * max(_activations(config, model, stage, known) for stage in mine),
+            logits=2 * narrow * tokens * model.vocab_size if any(stage.last for stage in mine) else 0,
+        ))
+    return ranks
 
 
 def _parameters(stages: nn.Module) -> tuple[int, int]:
-    """Of dense layers, and of all experts."""
+    """The number of parameters of dense layers, and of all experts."""
     grouped = (module.parameters() for module in stages.modules() if isinstance(module, GroupedLinear))
     experts = sum(param.numel() for param in chain.from_iterable(grouped))
     return sum(param.numel() for param in stages.parameters()) - experts, experts

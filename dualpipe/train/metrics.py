@@ -88,14 +88,12 @@ class MetricsWriter:
         missing = {package: cost for package, cost in PICTURES.items() if find_spec(package) is None}
         if missing:
             self.say(f"{', '.join(missing.values())}: pip install {' '.join(missing)} (or 'dualpipe[viz]')")
-        outputs = {METRICS: partial(_Lines, folder / METRICS, start_step)}
-        if "tensorboard" not in missing:
-            outputs["TensorBoard"] = partial(_Board, folder / "tensorboard", start_step)
-        if wandb:
-            outputs["W&B"] = partial(_Wandb, folder, wandb, settings or {})
         self._outputs: dict[str, _Lines | _Board | _Wandb] = {}
-        for name, make in outputs.items():
-            self._attempt(name, lambda: self._outputs.update({name: make()}))  # noqa: B023 - called at once
+        self._open(METRICS, lambda: _Lines(folder / METRICS, start_step))
+        if "tensorboard" not in missing:
+            self._open("TensorBoard", lambda: _Board(folder / "tensorboard", start_step))
+        if wandb:
+            self._open("W&B", lambda: _Wandb(folder, wandb, settings or {}))
 
     def write(self, metrics: StepMetrics) -> None:
         """Record one step, at once and flushed."""
@@ -122,6 +120,9 @@ class MetricsWriter:
         self._display.stop()
         for name, output in list(self._outputs.items()):
             self._attempt(name, output.close)
+
+    def _open(self, name: str, make: Callable[[], _Lines | _Board | _Wandb]) -> None:
+        self._attempt(name, lambda: self._outputs.update({name: make()}))
 
     def _attempt(self, name: str, work: Callable[[], None]) -> None:
         """Where it fails, that is said, and this output is left alone from then on."""

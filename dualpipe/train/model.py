@@ -6,18 +6,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from dualpipe.checkpoint import hub_dtypes, load_hf
 from dualpipe.dtypes import dtype_of
-from dualpipe.models import HubConfig, build_stages, read_config
+from dualpipe.models import HubConfig, Stage, build_stages, read_config
 from dualpipe.models.stages import Recompute
 from dualpipe.nn import cross_entropy_loss
+from dualpipe.parallel import DTypePlan, DTypePolicy, Rule, resolve_dtypes, shard
 from dualpipe.parallel.expert import ExpertParallel, shard_experts
 from dualpipe.parallel.materialize import build_on_meta, materialize
-from dualpipe.parallel.mesh import dense_mesh
-from dualpipe.parallel.precision import DTypePlan, DTypePolicy, Rule, resolve_dtypes, shard
+from dualpipe.parallel.mesh import Mesh
 from dualpipe.ranks import RankSync
 from dualpipe.schedule import Schedule
 from dualpipe.train.tables import Config
@@ -29,7 +29,7 @@ class Model(NamedTuple):
     """The stages that one rank holds, in ascending order."""
 
     config: HubConfig
-    stages: tuple[nn.Module, ...]
+    stages: tuple[Stage, ...]
     plan: DTypePlan
     has_first: bool
     has_last: bool
@@ -117,7 +117,7 @@ def build_model(
             f"tie_word_embeddings needs the first and the last stage on one rank, but schedule {schedule.name!r} puts "
             "them on two; use a V-shaped schedule (dualpipev, zbv)"
         )
-    replicas = dense_mesh(mesh).size() if mesh is not None else 1
+    replicas = Mesh.of(mesh).replicas
     check_tied(config, replicas)
     plan = plan or plan_model(config, dtype, replicas=replicas, from_hf=from_hf, mesh=mesh)
     try:
@@ -160,7 +160,7 @@ def check_tied(config: HubConfig, replicas: int) -> None:
 
 def build_whole(
     config: HubConfig, *, seed: int, dtype: torch.dtype, device: torch.device, plan: DTypePlan | None = None
-) -> nn.Module:
+) -> Stage:
     """The unpipelined model, with the same weights."""
     (stage,) = build_on_meta(lambda: build_stages(config, 1))
     plan = plan or plan_model(config, dtype, replicas=1)
@@ -169,7 +169,7 @@ def build_whole(
     return stage
 
 
-def _shard(stage: nn.Module, plan: DTypePlan, mesh: DeviceMesh | None) -> None:
+def _shard(stage: Stage, plan: DTypePlan, mesh: DeviceMesh | None) -> None:
     """Over the data- and expert-parallel ranks of `mesh`, and have experts find each other there. Still on meta."""
     for name, parameter in stage.named_parameters():
         parameter.data = parameter.data.to(plan.of(name).storage)
@@ -178,7 +178,7 @@ def _shard(stage: nn.Module, plan: DTypePlan, mesh: DeviceMesh | None) -> None:
         return
     shard_experts(stage, mesh["ep"])
     stage.use_expert_parallelism(ExpertParallel(stage.config.num_experts, mesh["ep"]))
-    shard(stage, dense_mesh(mesh), plan, expert_mesh=mesh["dp"])
+    shard(stage, Mesh.of(mesh).dense, plan, expert_mesh=Mesh.of(mesh).experts)
 
 
 def micro_batch_loss(num_chunks: int) -> Callable[[Tensor, Tensor], Tensor]:

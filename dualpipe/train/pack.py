@@ -23,8 +23,7 @@ import tempfile
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import BinaryIO, NamedTuple, Self
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -74,8 +73,11 @@ def find_sources(paths: Iterable[str | Path]) -> list[Source]:
 
 
 def _walk(folder: Path, left_out: Collection[str] = ()) -> list[Source]:
+    def refuse(error: OSError) -> None:
+        raise ValueError(f"cannot read {error.filename}: {error.strerror}") from error
+
     found = []
-    for root, folders, files in os.walk(folder, onerror=_refuse_folder):
+    for root, folders, files in os.walk(folder, onerror=refuse):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in left_out
                       and not Path(root, name, DOCUMENTS).exists()]
         for name in files:
@@ -83,10 +85,6 @@ def _walk(folder: Path, left_out: Collection[str] = ()) -> list[Source]:
             if not name.startswith(".") and path.is_file():
                 found.append(Source(path, path.relative_to(folder).as_posix()))
     return sorted(found, key=lambda source: source.name)
-
-
-def _refuse_folder(error: OSError) -> None:
-    raise ValueError(f"cannot read {error.filename}: {error.strerror}") from error
 
 
 def stdlib_sources() -> list[Source]:
@@ -111,7 +109,8 @@ def pack(
             be written, as where the disk is full.
     """
     out = Path(out)
-    _check_replaceable(out)
+    if out.exists() and not (out.is_dir() and ((out / INDEX).exists() or not any(out.iterdir()))):
+        raise ValueError(f"{out} exists and is no packed directory; give a new --out or remove it")
     for source in sources:
         check_readable(source.path)
     temporary = None
@@ -147,11 +146,6 @@ def file_record(path: Path) -> dict[str, object]:
     return {"file": path.name, "bytes": path.stat().st_size, "sha256": digest}
 
 
-def _check_replaceable(out: Path) -> None:
-    if out.exists() and not (out.is_dir() and ((out / INDEX).exists() or not any(out.iterdir()))):
-        raise ValueError(f"{out} exists and is no packed directory; give a new --out or remove it")
-
-
 def _replace(temporary: Path, out: Path) -> None:
     old = temporary.with_name(temporary.name + ".old")
     try:
@@ -169,33 +163,34 @@ def _write(
     sources: Sequence[Source], tokenizer: Tokenizer, folder: Path, shard_tokens: int, text_key: str
 ) -> Packed:
     dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
-    largest = tokenizer.end_of_document
-    with _ShardWriter(folder, dtype, shard_tokens) as writer:
+    end = dtype.type(tokenizer.end_of_document)
+    largest, filled, shards = tokenizer.end_of_document, shard_tokens, list[Path]()
+    table = bytearray()  # of DOCUMENT_TYPE: 28 bytes each, where there may be billions
+    with ExitStack() as current:
         for text, tokens in _encoded(sources, tokenizer, text_key):
-            largest = max(largest, int(tokens.max(initial=0)))
-            closed = np.append(tokens.astype(dtype), dtype.type(tokenizer.end_of_document))
-            writer.add(closed, int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little"))
-    packed = np.frombuffer(writer.documents, dtype=DOCUMENT_TYPE)
+            if filled >= shard_tokens:
+                current.close()
+                shards.append(folder / f"tokens-{len(shards):05d}.bin")
+                file, filled = current.enter_context(_create(shards[-1])), 0
+            content = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+            table += struct.pack("<IQQQ", len(shards) - 1, filled, len(tokens) + 1, content)
+            file.write(np.append(tokens.astype(dtype), end).tobytes())
+            largest, filled = max(largest, int(tokens.max(initial=0))), filled + len(tokens) + 1
+    packed = np.frombuffer(table, dtype=DOCUMENT_TYPE)
     if not len(packed):
         raise ValueError(f"there is no text to pack: {len(sources)} files were found and all are empty")
     with _create(folder / DOCUMENTS) as file:
         np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(packed))
         file.write(packed.data)  # np.save says nothing where the disk is full
     total = int(packed["length"].sum())
-    _write_index(folder, tokenizer, dtype, writer.files, largest=largest, documents=len(packed), tokens=total)
-    return Packed(folder, len(packed), total)
-
-
-def _write_index(
-    folder: Path, tokenizer: Tokenizer, dtype: np.dtype, shards: Sequence[Path], **counts: int
-) -> None:
     index = {
         "format": FORMAT, "tokenizer": tokenizer.identity, "vocab_size": tokenizer.vocab_size, "dtype": dtype.name,
-        "end_of_document": tokenizer.end_of_document, **counts,
+        "end_of_document": tokenizer.end_of_document, "largest": largest, "documents": len(packed), "tokens": total,
         "document_index": file_record(folder / DOCUMENTS), "shards": [file_record(path) for path in shards],
     }
     with _create(folder / INDEX) as file:
         file.write((json.dumps(index, indent=1) + "\n").encode())
+    return Packed(folder, len(packed), total)
 
 
 @contextmanager
@@ -219,35 +214,3 @@ def _encoded(sources: Sequence[Source], tokenizer: Tokenizer, text_key: str) -> 
             except ValueError as error:
                 raise ValueError(f"cannot tokenise {document.where}: {error}") from error
             yield document.text, tokens
-
-
-class _ShardWriter:
-    """Appends documents to the current shard and opens the next where one is full; leaving it closes the last."""
-
-    def __init__(self, folder: Path, dtype: np.dtype, shard_tokens: int) -> None:
-        self._folder, self._dtype, self._limit = folder, dtype, shard_tokens
-        self._current = ExitStack()
-        self._file: BinaryIO | None = None
-        self._filled = 0
-        self.files: list[Path] = []
-        self.documents = bytearray()  # of DOCUMENT_TYPE: 28 bytes each, where there may be billions
-
-    def add(self, tokens: np.ndarray, content_hash: int) -> None:
-        if self._file is None or self._filled >= self._limit:
-            self._open_next()
-        self.documents += struct.pack("<IQQQ", len(self.files) - 1, self._filled, len(tokens), content_hash)
-        self._file.write(tokens.tobytes())
-        self._filled += len(tokens)
-
-    def _open_next(self) -> None:
-        self._current.close()
-        self.files.append(self._folder / f"tokens-{len(self.files):05d}.bin")
-        self._file, self._filled = self._current.enter_context(_create(self.files[-1])), 0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._current.__exit__(kind, error, trace)

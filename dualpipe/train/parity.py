@@ -7,18 +7,21 @@ bfloat16 rounding would hide too much: see `parity_bf16`.
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from itertools import chain
 from typing import NamedTuple, TypeVar
 
 import torch
-import torch.distributed as dist
 from rich.table import Table
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dualpipe import Pipeline
+from dualpipe.dtypes import dtype_of, long_name
 from dualpipe.nn.router_set import RouterSet
+from dualpipe.parallel import DTypePlan
 from dualpipe.schedule import build
 from dualpipe.train.config import Config, fit_world
 from dualpipe.train.console import Console, say
@@ -65,7 +68,7 @@ def check(config: Config, info: RankInfo, *, dtype: str, tolerance: float | None
             from dualpipe.train.parity_bf16 import report
 
             return report(config, job, worst)
-        differences = compare(config, job, getattr(torch, dtype))
+        differences = compare(config, job, dtype_of(dtype))
     p, allowed = config.parallel, TOLERANCES[dtype] if tolerance is None else tolerance
     if job.rank != 0:
         return 0
@@ -79,38 +82,67 @@ def check(config: Config, info: RankInfo, *, dtype: str, tolerance: float | None
 
 def compare(config: Config, job: Job, dtype: torch.dtype) -> list[Difference]:
     """Loss and gradients of one step against the unpipelined model, on random tokens; complete on rank 0."""
-    train, parallel = config.train, config.parallel
-    model_config = read_model_config(config)
-    schedule = build(parallel.schedule, parallel.pp, train.num_chunks)
-    common = {"seed": train.seed, "dtype": dtype, "device": job.device}
-    replicas, replica = parallel.replicas, job.replica
-    model = build_model(
-        model_config, schedule, job.rank_along("pp"), mesh=job.mesh, recompute=config.memory.recompute,
-        layers_per_stage=parallel.layers_per_stage, **common,
-    )
-    whole = build_whole(model_config, **common)
-    problem = _random_problem(config, model_config.vocab_size, job.device)
-    pipeline = Pipeline(
-        model.stages, process_group=job.group_along("pp"), schedule=parallel.schedule, overlap=parallel.overlap
-    )
-    routers = build_routers(config, model.stages, group=job.group, device=job.device)
-    whole_routers = build_routers(config, [whole], group=None, device=job.device, whole=True)
-    for _ in range(_steps_of(config)):
-        pipeline.zero_grad()
-        whole.zero_grad()
-        with routers.step():
-            loss = pipelined_step(model, pipeline, problem.part(replica, replicas))
-        with whole_routers.step():
-            reference = unpipelined_step(whole, problem).tensor_split(replicas)[replica] * replicas
-    found = compare_gradients(model.stages, whole, floor=rounding_floor(whole))
-    if replica:  # pipeline 0 has the same gradients
+    p = Pipelined.build(config, job, dtype)
+    whole = build_whole(p.model.config, seed=config.train.seed, dtype=dtype, device=job.device)
+    loss = p.run()
+    reference, expected = p.run_whole(whole)
+    found = compare_gradients(p.model.stages, whole, floor=rounding_floor(whole))
+    if job.place.replica:  # pipeline 0 has the same gradients
         found.clear()
     if job.rank == 0:  # metrics are the same on all ranks
-        found += _compare_router_losses(routers, whole_routers)
+        found += [difference(name, value, expected[name]) for name, value in router_losses(p.routers).items()]
     if loss is not None:
-        of_replica = f" of pipeline {replica}" if replicas > 1 else ""
+        of_replica = f" of pipeline {job.place.replica}" if config.parallel.replicas > 1 else ""
         found.append(difference(f"loss of the micro-batches{of_replica}", loss, reference))
-    return _collect(found, job)
+    return collect(found, job)
+
+
+class Pipelined(NamedTuple):
+    """This rank's part of the run that is compared, and the global batch."""
+
+    config: Config
+    job: Job
+    model: Model
+    pipeline: Pipeline
+    routers: RouterSet
+    problem: Problem
+
+    @classmethod
+    def build(cls, config: Config, job: Job, dtype: torch.dtype, plan: DTypePlan | None = None) -> Pipelined:
+        """Build the stages as training does; `plan`: see `build_model`."""
+        train, parallel, model_config = config.train, config.parallel, read_model_config(config)
+        model = build_model(
+            model_config, build(parallel.schedule, parallel.pp, train.num_chunks), job.place.rank("pp"), mesh=job.mesh,
+            seed=train.seed, dtype=dtype, device=job.device, recompute=config.memory.recompute,
+            layers_per_stage=parallel.layers_per_stage, plan=plan,
+        )
+        pipeline = Pipeline(
+            model.stages, process_group=job.place.group("pp"), schedule=parallel.schedule, overlap=parallel.overlap
+        )
+        routers = build_routers(config, model.stages, group=job.group, device=job.device)
+        return cls(config, job, model, pipeline, routers, _random_problem(config, model_config.vocab_size, job.device))
+
+    def part(self) -> Problem:
+        """What this rank's pipeline gets of the batch."""
+        return self.problem.part(self.job.place.replica, self.config.parallel.replicas)
+
+    def run(self) -> Tensor | None:
+        """One step; the loss of each micro-batch on the rank of the last stage."""
+        for _ in range(_steps_of(self.config)):
+            self.pipeline.zero_grad()
+            with self.routers.step():
+                losses = pipelined_step(self.model, self.pipeline, self.part())
+        return losses
+
+    def run_whole(self, whole: nn.Module) -> tuple[Tensor, dict[str, Tensor]]:
+        """The step of the unpipelined model: losses of this pipeline's micro-batches, and what the routers add."""
+        replicas = self.config.parallel.replicas
+        routers = build_routers(self.config, [whole], group=None, device=self.job.device, whole=True)
+        for _ in range(_steps_of(self.config)):
+            whole.zero_grad()
+            with routers.step():
+                losses = unpipelined_step(whole, self.problem)
+        return losses.tensor_split(replicas)[self.job.place.replica] * replicas, router_losses(routers)
 
 
 def pipelined_step(model: Model, pipeline: Pipeline, problem: Problem) -> Tensor | None:
@@ -144,7 +176,7 @@ def compare_gradients(stages: Iterable[nn.Module], whole: nn.Module, floor: floa
     """The gradient of every parameter of `stages` against that of the same name in `whole`; `floor`: see there."""
     reference = dict(whole.named_parameters(remove_duplicate=False))
     return [
-        difference(name, _gradient(parameter), _gradient(reference[name]), floor)
+        difference(name, gradient_of(parameter), gradient_of(reference[name]), floor)
         for stage in stages
         for name, parameter in stage.named_parameters()
     ]
@@ -159,10 +191,10 @@ def rounding_floor(whole: nn.Module) -> float:
     of the whole gradient's norm, in float32 and in float64 (4 to 8 layers, hidden size 16 to 256). So one eps of it
     is let pass, 2e-16 or 1e-7 of the whole gradient; an error beyond that is seen whatever tensor it is in.
     """
-    gradients = [_gradient(parameter) for parameter in whole.parameters()]
+    gradients = [gradient_of(parameter) for parameter in whole.parameters()]
     dtype = gradients[0].dtype
     norm = torch.stack([gradient.norm() for gradient in gradients]).norm().item()
-    return norm * torch.finfo(dtype).eps / TOLERANCES[str(dtype).removeprefix("torch.")]
+    return norm * torch.finfo(dtype).eps / TOLERANCES[long_name(dtype)]
 
 
 def difference(name: str, value: Tensor, reference: Tensor, floor: float = 0.0) -> Difference:
@@ -172,14 +204,14 @@ def difference(name: str, value: Tensor, reference: Tensor, floor: float = 0.0) 
     return Difference(name, tuple(value.shape), delta.abs().max().item(), delta.norm().item() / scale)
 
 
-def _gradient(parameter: Tensor) -> Tensor:
+def gradient_of(parameter: Tensor) -> Tensor:
     grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
     return grad.full_tensor() if isinstance(grad, DTensor) else grad
 
 
-def _compare_router_losses(routers: RouterSet, whole: RouterSet) -> list[Difference]:
-    found, expected = routers.metrics(), whole.metrics()
-    return [difference(name, found[name], expected[name]) for name in found if name.endswith("_loss")]
+def router_losses(routers: RouterSet) -> dict[str, Tensor]:
+    """What [router] adds to the loss, by name."""
+    return {name: value for name, value in routers.metrics().items() if name.endswith("_loss")}
 
 
 def _random_problem(config: Config, vocab_size: int, device: torch.device) -> Problem:
@@ -191,23 +223,20 @@ def _random_problem(config: Config, vocab_size: int, device: torch.device) -> Pr
     return Problem(rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), num_chunks)
 
 
-def _collect(found: list[T], job: Job) -> list[T]:
+def collect(found: list[T], job: Job) -> list[T]:
     """What all ranks have found."""
-    if job.group is None:
-        return found
-    everywhere: list[list[T]] = [[] for _ in range(job.world_size)]
-    dist.all_gather_object(everywhere, found, group=job.group)
-    return [each for of_rank in everywhere for each in of_rank]
+    return list(chain.from_iterable(job.ranks.gather(lambda: found)))
 
 
-def _badness(relative: float) -> float:
-    return math.inf if math.isnan(relative) else relative
+def worst_of(found: Iterable[T], measure: Callable[[T], float], count: int) -> list[T]:
+    """The `count` with the largest measure; NaN is the largest."""
+    return heapq.nlargest(count, found, key=lambda each: math.inf if math.isnan(measure(each)) else measure(each))
 
 
 def _print(differences: list[Difference], worst: int, *, title: str) -> None:
     table = Table(title=f"Largest differences from the unpipelined model ({title})")
-    for column, justify in (("tensor", "left"), ("shape", "left"), ("max abs", "right"), ("relative", "right")):
-        table.add_column(column, justify=justify, overflow="fold")
-    for d in sorted(differences, key=lambda d: _badness(d.relative), reverse=True)[:worst]:
+    for column in ("tensor", "shape", "max abs", "relative"):
+        table.add_column(column, justify="left" if column in ("tensor", "shape") else "right", overflow="fold")
+    for d in worst_of(differences, lambda d: d.relative, worst):
         table.add_row(d.name, str(d.shape), f"{d.max_abs:.2e}", f"{d.relative:.2e}")
     Console().print(table)

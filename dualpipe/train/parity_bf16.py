@@ -28,24 +28,11 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from dualpipe import Pipeline
 from dualpipe.nn.accumulate import local
-from dualpipe.nn.router_set import RouterSet
-from dualpipe.parallel.precision import DTypePlan
-from dualpipe.schedule import build
-from dualpipe.train import parity
 from dualpipe.train.config import Config
 from dualpipe.train.job import Job
-from dualpipe.train.model import (
-    Model,
-    build_model,
-    build_whole,
-    micro_batch_loss,
-    plan_model,
-    read_model_config,
-    rules_of,
-)
-from dualpipe.train.routers import build_routers
+from dualpipe.train.model import build_whole, micro_batch_loss, plan_model, read_model_config, rules_of
+from dualpipe.train.parity import Pipelined, collect, gradient_of, router_losses, worst_of
 
 TOGETHER, SINGLE = 1.5, 2.5  # times the unpipelined model's error
 BF16 = torch.bfloat16
@@ -82,20 +69,22 @@ def report(config: Config, job: Job, worst: int) -> int:
         found = compare(config, job)
     finally:
         torch.use_deterministic_algorithms(deterministic)
-    rounding, accumulation = (parity._collect(each, job) for each in found)
+    rounding, accumulation = (collect(each, job) for each in found)
     if job.rank:
         return 0
     p = config.parallel
     _print(rounding, accumulation, worst, f"{p.schedule}, pp {p.pp}, dp {p.dp}, ep {p.ep}, bf16")
     gradients = [each for each in rounding if "loss" not in each.name]
     norm, ours, own = (math.hypot(*column) for column in zip(*(each[2:] for each in gradients)))
-    largest = max(rounding, key=lambda each: parity._badness(each.excess))
-    last = max(accumulation, key=lambda each: parity._badness(each.relative / each.allowed))
-    failed = [f"{each.name} is {each.excess:.2f} times as far from float64" for each in (largest,)
-              if not each.excess <= SINGLE]
-    failed += [] if ours <= TOGETHER * own else ["all gradients together are further from float64"]
-    failed += [f"{each.name} is not the sum of its micro-batches' gradients" for each in (last,)
-               if not each.relative <= each.allowed]
+    (largest,) = worst_of(rounding, lambda each: each.excess, 1)
+    (last,) = worst_of(accumulation, lambda each: each.relative / each.allowed, 1)
+    failed = []  # NaN fails
+    if not largest.excess <= SINGLE:
+        failed.append(f"{largest.name} is {largest.excess:.2f} times as far from float64")
+    if not ours <= TOGETHER * own:
+        failed.append("all gradients together are further from float64")
+    if not last.relative <= last.allowed:
+        failed.append(f"{last.name} is not the sum of its micro-batches' gradients")
     print(f"error of all gradients together, relative to float64: {ours / norm:.2e} pipelined, {own / norm:.2e} "
           f"unpipelined: {ours / own:.2f} times (allowed: {TOGETHER}), of a tensor up to {largest.excess:.2f} "
           f"({SINGLE})\nerror of accumulation: up to {last.relative:.1e} (allowed: {last.allowed:.1e})")
@@ -106,58 +95,39 @@ def report(config: Config, job: Job, worst: int) -> int:
 def compare(config: Config, job: Job) -> tuple[list[Rounding], list[Accumulation]]:
     """One step against float64 and against its micro-batches; complete when all ranks' are put together."""
     config = dataclasses.replace(config, router=dataclasses.replace(config.router, balanced=True))
-    model_config, p, train = read_model_config(config), config.parallel, config.train
-    common = {"seed": train.seed, "device": job.device}
-    rules = rules_of(config)
-    unstored = [dataclasses.replace(rule, storage=None) for rule in rules if rule.given.keys() != {"storage"}]
-    plan = plan_model(model_config, BF16, replicas=p.replicas, rules=rules)
-    model = build_model(
-        model_config, build(p.schedule, p.pp, train.num_chunks), job.rank_along("pp"), dtype=BF16, mesh=job.mesh,
-        recompute=config.memory.recompute, layers_per_stage=p.layers_per_stage, plan=plan, **common,
-    )
-    pipeline = Pipeline(model.stages, process_group=job.group_along("pp"), schedule=p.schedule, overlap=p.overlap)
-    routers = build_routers(config, model.stages, group=job.group, device=job.device)
-    problem = parity._random_problem(config, model_config.vocab_size, job.device)
-    part = problem.part(job.replica, p.replicas)
-    for _ in range(parity._steps_of(config)):
-        pipeline.zero_grad()
-        with routers.step():
-            loss = parity.pipelined_step(model, pipeline, part)
-    found = {name: parity._gradient(param).cpu() for name, param in _parameters(model.stages).items()}
-    metrics = _losses(routers)
-    kept = {name: _local_gradient(param).clone() for name, param in _parameters(model.stages).items()}
-    with routers.step():
-        accumulation = _accumulation(kept, model, pipeline, part, p.replicas)
+    model_config, replicas, rules = read_model_config(config), config.parallel.replicas, rules_of(config)
+    p = Pipelined.build(config, job, BF16, plan_model(model_config, BF16, replicas=replicas, rules=rules))
+    loss = p.run()
+    found = {name: gradient_of(param).cpu() for name, param in _parameters(p.model.stages).items()}
+    names, metrics = list(found), router_losses(p.routers)
+    accumulation = _accumulation(p)
 
     # One whole model after the other, and of each what this rank compares: two would not fit where one does.
     def run(whole: nn.Module) -> dict[str, Tensor]:
-        of_whole = build_routers(config, [whole], group=None, device=job.device, whole=True)
-        for _ in range(parity._steps_of(config)):
-            whole.zero_grad()
-            with of_whole.step():
-                losses = parity.unpipelined_step(whole, problem).tensor_split(p.replicas)[job.replica] * p.replicas
-        gradients = {name: param.grad.cpu() for name, param in _parameters([whole]).items() if name in found}
-        return gradients | _losses(of_whole) | {"loss": losses.cpu()}
+        losses, of_routers = p.run_whole(whole)
+        gradients = {name: gradient_of(param) for name, param in _parameters([whole]).items() if name in names}
+        return {name: value.cpu() for name, value in (gradients | of_routers | {"loss": losses}).items()}
 
-    whole = build_whole(model_config, dtype=BF16, plan=plan_model(model_config, BF16, replicas=1, rules=unstored),
-                        **common)
+    make_whole = partial(build_whole, model_config, seed=config.train.seed, device=job.device)
+    unstored = [dataclasses.replace(rule, storage=None) for rule in rules if rule.given.keys() != {"storage"}]
+    plan = plan_model(model_config, BF16, replicas=1, rules=unstored)
+    whole = make_whole(dtype=BF16, plan=plan)
     unpipelined, state = run(whole), {name: tensor.cpu() for name, tensor in whole.state_dict().items()}
     del whole
-    exact_model = build_whole(model_config, dtype=torch.float64, **common)
+    exact_model = make_whole(dtype=torch.float64)
     exact_model.load_state_dict(state)
     exact = run(exact_model)
-    if job.replica:  # pipeline 0 has the same gradients
+    if job.place.replica:  # pipeline 0 has the same gradients
         found.clear()
     if job.rank == 0:  # metrics are the same on all ranks
-        found |= metrics
-    if loss is not None and job.replica == 0:
+        found |= {name: value.cpu() for name, value in metrics.items()}
+    if loss is not None and job.place.replica == 0:
         found["loss"] = loss.cpu()
-    return [_rounding(name, found[name], unpipelined[name], exact[name]) for name in found], accumulation
-
-
-def _rounding(name: str, pipelined: Tensor, unpipelined: Tensor, exact: Tensor) -> Rounding:
-    errors = (float((value.double() - exact).norm()) for value in (pipelined, unpipelined))
-    return Rounding(name, tuple(exact.shape), float(exact.norm()), *errors)
+    rounding = []
+    for name, value in found.items():
+        errors = (float((each.double() - exact[name]).norm()) for each in (value, unpipelined[name]))
+        rounding.append(Rounding(name, tuple(exact[name].shape), float(exact[name].norm()), *errors))
+    return rounding, accumulation
 
 
 def _parameters(stages: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
@@ -168,39 +138,32 @@ def _local_gradient(param: nn.Parameter) -> Tensor:
     return torch.zeros_like(local(param.detach())) if param.grad is None else local(param.grad)
 
 
-def _losses(routers: RouterSet) -> dict[str, Tensor]:
-    return {name: value.cpu() for name, value in routers.metrics().items() if name.endswith("_loss")}
-
-
-def _accumulation(
-    found: dict[str, Tensor], model: Model, pipeline: Pipeline, problem: parity.Problem, replicas: int
-) -> list[Accumulation]:
-    """This rank's part of the gradients of a step against the sum of its micro-batches'."""
-    count = problem.num_chunks
+def _accumulation(p: Pipelined) -> list[Accumulation]:
+    """This rank's part of the gradients of the step that was run, against the sum of its micro-batches'."""
+    parameters, problem, replicas = _parameters(p.model.stages), p.part(), p.config.parallel.replicas
+    found = {name: _local_gradient(param).clone() for name, param in parameters.items()}
     sums = {name: torch.zeros_like(grad, dtype=torch.float64) for name, grad in found.items()}
     sizes = {name: torch.zeros_like(total) for name, total in sums.items()}
-    for tokens, targets in zip(problem.tokens.tensor_split(count), problem.targets.tensor_split(count)):
-        pipeline.zero_grad()
-        pipeline.step(
-            *((tokens,) if model.has_first else ()), num_chunks=1,
-            criterion=micro_batch_loss(count) if model.has_last else None, labels=(targets,) if model.has_last else (),
-        )
-        for name, param in _parameters(model.stages).items():
-            gradient = _local_gradient(param).double()
-            sums[name] += gradient
-            sizes[name] += gradient.abs()
-    unit = partial(_unit_roundoff, model.plan, sharded=replicas > 1)
-    return [
-        Accumulation(name, float((grad - sums[name]).norm() / (sizes[name].norm() or 1.0)),
-                     (count + 2 * replicas) * unit(name))
-        for name, grad in found.items()
-    ]
-
-
-def _unit_roundoff(plan: DTypePlan, name: str, *, sharded: bool) -> float:
-    """Of the dtype that gradients accumulate in, or of the narrower one that FSDP2 hands them out in."""
-    dtypes = [plan.reduce_dtype(name), *([plan.of(name).storage] if sharded else [])]
-    return max(torch.finfo(dtype).eps for dtype in dtypes) / 2
+    has_first, has_last, count = p.model.has_first, p.model.has_last, problem.num_chunks
+    with p.routers.step():
+        for tokens, targets in zip(problem.tokens.tensor_split(count), problem.targets.tensor_split(count)):
+            p.pipeline.zero_grad()
+            p.pipeline.step(
+                *((tokens,) if has_first else ()), num_chunks=1,
+                criterion=micro_batch_loss(count) if has_last else None, labels=(targets,) if has_last else (),
+            )
+            for name, param in parameters.items():
+                gradient = _local_gradient(param).double()
+                sums[name] += gradient
+                sizes[name] += gradient.abs()
+    result = []
+    for name, grad in found.items():
+        dtypes = [p.model.plan.reduce_dtype(name)]  # gradients accumulate in it, and FSDP2 hands them out in another
+        dtypes += [p.model.plan.of(name).storage] if replicas > 1 else []
+        unit_roundoff = max(torch.finfo(dtype).eps for dtype in dtypes) / 2
+        relative = float((grad - sums[name]).norm() / (sizes[name].norm() or 1.0))
+        result.append(Accumulation(name, relative, (count + 2 * replicas) * unit_roundoff))
+    return result
 
 
 def _print(rounding: list[Rounding], accumulation: list[Accumulation], worst: int, title: str) -> None:
@@ -208,9 +171,9 @@ def _print(rounding: list[Rounding], accumulation: list[Accumulation], worst: in
     for column in ("tensor", "shape", "pipelined", "unpipelined", "accumulation"):
         table.add_column(column, justify="right" if column not in ("tensor", "shape") else "left", overflow="fold")
     added: dict[str, float] = {}
-    for each in accumulation:
-        added[each.name] = max(added.get(each.name, 0.0), each.relative)
-    for each in sorted(rounding, key=lambda each: parity._badness(each.excess), reverse=True)[:worst]:
+    for name, relative, _ in accumulation:
+        added[name] = max(added.get(name, 0.0), relative)
+    for each in worst_of(rounding, lambda each: each.excess, worst):
         errors = (f"{error / (each.norm or 1.0):.2e}" for error in (each.pipelined, each.unpipelined))
         of_sum = f"{added[each.name]:.2e}" if each.name in added else "-"
         table.add_row(each.name, str(each.shape), *errors, of_sum)

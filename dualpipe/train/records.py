@@ -8,10 +8,13 @@ import json
 import warnings
 import zlib
 from collections.abc import Iterable, Iterator
+from io import BufferedIOBase
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+KINDS = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")  # of files with records; others are text
+PACKAGES = {".jsonl.zst": "zstandard", ".parquet": "pyarrow.parquet"}
 PIECE = 1 << 12  # bytes of zstd that are decompressed at a time: some 10 KB of text
 ROWS = 256  # of a Parquet file that are decoded at a time
 
@@ -38,13 +41,14 @@ def documents(path: Path, text_key: str) -> Iterator[Document]:
         ValueError: the file cannot be read or is binary, or a record is not an object with a string `text_key`. The
             message names file and record, which are counted from 1 (in JSON lines: the line).
     """
-    if (kind := _kind(path)) not in READERS:
-        if text := _read_text(path):
+    if (kind := _kind(path)) == "text":
+        _refuse_binary(path, text := _read(path))
+        if text:
             yield Document(text, str(path))
         return
     number = empty = first_empty = 0
     try:
-        for number, text in enumerate(READERS[kind](path, text_key), 1):
+        for number, text in enumerate(_texts(kind, path, text_key), 1):
             if text:
                 yield Document(text, f"record {number} of {path}")
             else:
@@ -69,7 +73,7 @@ def check_readable(path: Path) -> None:
 
 
 def _kind(path: Path) -> str:
-    return next((kind for kind in READERS if path.name.lower().endswith(kind)), "text")
+    return next((kind for kind in KINDS if path.name.lower().endswith(kind)), "text")
 
 
 def _read(path: Path, size: int = -1) -> bytes:
@@ -80,85 +84,55 @@ def _read(path: Path, size: int = -1) -> bytes:
         raise ValueError(f"cannot read {path}: {error.strerror}") from error
 
 
-def _read_text(path: Path) -> bytes:
-    text = _read(path)
-    _refuse_binary(path, text)
-    return text
-
-
 def _refuse_binary(path: Path, content: bytes) -> None:
     for name, offset, magic in MAGIC:
         if content.startswith(magic, offset):
             raise ValueError(f"{path} is a {name} file; unpack it, or give records in files that are called "
-                             f"{', '.join(READERS)}")
+                             f"{', '.join(KINDS)}")
     if b"\0" in content:
         raise ValueError(f"{path} is not text: it has NUL bytes; leave it out, or convert it to UTF-8")
 
 
-# -- readers: the text of every record, empty where it is
+def _texts(kind: str, path: Path, text_key: str) -> Iterator[bytes]:
+    """The text of every record of a file, empty where it is."""
+    if kind == ".parquet":
+        with _package(kind, path).ParquetFile(path, pre_buffer=False, buffer_size=1 << 20) as file:  # else it keeps all
+            _check_key(text_key, file.schema_arrow.names)
+            for batch in file.iter_batches(ROWS, columns=[text_key], use_threads=False):
+                for value in batch.column(0):
+                    yield _encoded(value.as_py(), text_key)
+        return
+    with gzip.open(path, "rb") if kind == ".jsonl.gz" else path.open("rb") as file:
+        for line in _zstd_lines(file, _package(kind, path)) if kind == ".jsonl.zst" else file:
+            try:
+                record = json.loads(line) if line.strip() else {text_key: ""}
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"it is not valid JSON ({error})") from error
+            if not isinstance(record, dict):
+                raise ValueError(f"it is not a JSON object but of type {type(record).__name__}")
+            _check_key(text_key, record)
+            yield _encoded(record[text_key], text_key)
 
 
-def _read_jsonl(path: Path, text_key: str) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        yield from _texts_of_lines(file, text_key)
-
-
-def _read_gzip(path: Path, text_key: str) -> Iterator[bytes]:
-    with gzip.open(path, "rb") as file:
-        yield from _texts_of_lines(file, text_key)
-
-
-def _read_zstd(path: Path, text_key: str) -> Iterator[bytes]:
-    return _texts_of_lines(_lines(_decompress_zstd(path)), text_key)
-
-
-def _decompress_zstd(path: Path) -> Iterator[bytes]:
-    """Frame by frame, as the package's own readers take a file that is cut off for a whole one."""
-    zstandard, frame = _package(".jsonl.zst", path), None
-    with path.open("rb") as file:
-        while data := file.read(PIECE):
-            while data:
-                frame = frame or zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
-                try:
-                    yield frame.decompress(data)
-                except zstandard.ZstdError as error:
-                    raise ValueError(error) from error
-                data, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
+def _zstd_lines(file: BufferedIOBase, zstandard: ModuleType) -> Iterator[bytes]:
+    """Lines, frame by frame, as the package's own readers take a file that is cut off for a whole one."""
+    frame, begun = None, list[bytes]()  # begun: a line, in pieces
+    while data := file.read(PIECE):
+        while data:
+            frame = frame or zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
+            try:
+                *ends, rest = frame.decompress(data).split(b"\n")
+            except zstandard.ZstdError as error:
+                raise ValueError(error) from error
+            for end in ends:
+                yield b"".join((*begun, end))
+                begun.clear()
+            begun.append(rest)
+            data, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
     if frame is not None:
         raise EOFError("the file is cut off")
-
-
-def _lines(pieces: Iterable[bytes]) -> Iterator[bytes]:
-    begun = []
-    for piece in pieces:
-        *ends, rest = piece.split(b"\n")
-        for end in ends:
-            yield b"".join((*begun, end))
-            begun.clear()
-        begun.append(rest)
     if last := b"".join(begun):
         yield last
-
-
-def _texts_of_lines(lines: Iterable[bytes], text_key: str) -> Iterator[bytes]:
-    for line in lines:
-        try:
-            record = json.loads(line) if line.strip() else {text_key: ""}
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"it is not valid JSON ({error})") from error
-        if not isinstance(record, dict):
-            raise ValueError(f"it is not a JSON object but of type {type(record).__name__}")
-        _check_key(text_key, record)
-        yield _encoded(record[text_key], text_key)
-
-
-def _read_parquet(path: Path, text_key: str) -> Iterator[bytes]:
-    parquet = _package(".parquet", path)
-    with parquet.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20) as file:  # else it keeps all it reads
-        _check_key(text_key, file.schema_arrow.names)
-        for batch in file.iter_batches(ROWS, columns=[text_key], use_threads=False):
-            for value in batch.column(0):
-                yield _encoded(value.as_py(), text_key)
 
 
 def _check_key(text_key: str, keys: Iterable[str]) -> None:
@@ -171,10 +145,6 @@ def _encoded(value: Any, text_key: str) -> bytes:
     if not isinstance(value, str):
         raise ValueError(f"its {text_key!r} is not a string but of type {type(value).__name__}")
     return value.encode()
-
-
-READERS = {".jsonl": _read_jsonl, ".jsonl.gz": _read_gzip, ".jsonl.zst": _read_zstd, ".parquet": _read_parquet}
-PACKAGES = {".jsonl.zst": "zstandard", ".parquet": "pyarrow.parquet"}
 
 
 def _package(kind: str, path: Path) -> ModuleType:

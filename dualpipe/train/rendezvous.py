@@ -1,8 +1,8 @@
 """Where the ranks of a job meet first: before there is any group, they compare what they were started with.
 
 Ranks that train on with other seeds, learning rates or models than the rest do not fail; they spoil the result. So each
-leaves a digest of its settings in the store that MASTER_ADDR and MASTER_PORT name, and rank 0 compares; only where they
-differ are the settings themselves exchanged, one copy of each kind: a job of thousands of ranks sends 64 bytes a rank.
+leaves a digest of its settings in the store that MASTER_ADDR and MASTER_PORT name, and rank 0 compares; the settings
+themselves are exchanged only where they differ: a job of thousands of ranks sends 64 bytes a rank.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import asdict
 from datetime import timedelta
 from functools import cache
 from importlib.util import find_spec
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,7 +27,7 @@ from dualpipe import __version__
 from dualpipe.train.launch import RankInfo
 from dualpipe.train.tables import Config
 
-_SHOWN, _CHARACTERS = 8, 80  # fields of a difference, and of each value
+_SHOWN, _CHARACTERS = 8, 80  # fields that differ, and of each value
 _PATIENCE = timedelta(seconds=30)  # of a job that ends, for others to come and read why
 _MAY_DIFFER = ("model.config", "output.dir")  # paths on each node
 
@@ -59,14 +60,16 @@ def agree(store: dist.Store, info: RankInfo, prepare: Callable[[dict[str, Any]],
     raised it on some rank; TimeoutError where ranks do not come.
     """
     settings: dict[str, Any] = {}
-    prepared = error = None
-    said = ""
+    record = {"settings": settings, "error": ""}
+    prepared: list[T] = []
+    error = None
     try:
-        prepared = prepare(settings)
+        prepared.append(prepare(settings))
     except Exception as raised:  # told to the others before it is raised here
-        error, said = raised, str(raised) if isinstance(raised, ValueError) else repr(raised)
+        error = raised
+        record["error"] = str(raised) if isinstance(raised, ValueError) else repr(raised)
     try:
-        wrong = _compare(store, info, {"settings": settings, "error": said}, timeout)
+        wrong = _compare(store, info, record, timeout)
     except dist.DistError as lost:
         raise TimeoutError(f"rank {info.rank} lost rank 0, or waited {timeout.total_seconds():g} s for it, while all "
                            "ranks compared their settings; see what rank 0 printed") from lost
@@ -74,7 +77,7 @@ def agree(store: dist.Store, info: RankInfo, prepare: Callable[[dict[str, Any]],
         raise error
     if wrong:
         raise ValueError(wrong) from error
-    return prepared
+    return prepared[0]
 
 
 def tell_others(info: RankInfo, error: ValueError) -> None:
@@ -110,10 +113,10 @@ def run_settings(config: Config) -> Iterator[tuple[str, Any]]:
 
 @cache
 def _source_digest() -> str:
-    """Of every Python file that is imported as `dualpipe`."""
-    files = {}  # by name: of an installed package the last two are in the first, of the repository they are not
+    """A digest of every Python file that is imported as `dualpipe`."""
+    files: dict[Path, Path] = {}  # by name: of an installed package the last two are in the first, else they are not
     for package in ("dualpipe", "dualpipe.kernels", "dualpipe.models"):
-        folder = Path(find_spec(package).submodule_search_locations[0])
+        folder = Path(find_spec(package).submodule_search_locations[0])  # type: ignore[union-attr, index]
         files |= {Path(*package.split("."), path.relative_to(folder)): path for path in folder.rglob("*.py")}
     digest = hashlib.sha256()
     for name, path in sorted(files.items()):
@@ -124,70 +127,61 @@ def _source_digest() -> str:
 def _compare(store: dist.Store, info: RankInfo, record: dict[str, Any], timeout: timedelta) -> str:
     """What is wrong on any rank, the same text on all; empty where nothing is."""
     text = json.dumps(record, sort_keys=True, default=str)
-    store.set(f"settings/digest/{info.rank}", hashlib.sha256(text.encode()).hexdigest())
-    kinds: dict[str, list[int]] = {}  # digest -> ranks
+    digests = _gather(store, info, "digest", hashlib.sha256(text.encode()).hexdigest(), timeout)
     if info.rank == 0:
-        for rank, digest in enumerate(_digests(store, info.world_size, timeout)):
-            kinds.setdefault(digest, []).append(rank)
-        differ = len(kinds) > 1 or record["error"]
-        store.set("settings/asked", json.dumps([ranks[0] for ranks in kinds.values()] if differ else []))
-    asked = json.loads(store.get("settings/asked"))
-    if not asked:
+        store.set("settings/asked", "for" if len(set(digests)) > 1 or record["error"] else "")
+    if not store.get("settings/asked"):
         return ""
-    if info.rank in asked:
-        store.set(f"settings/record/{info.rank}", text)
+    records = [json.loads(each) for each in _gather(store, info, "record", text, timeout)]
     if info.rank == 0:
-        found = {tuple(ranks): json.loads(store.get(f"settings/record/{ranks[0]}")) for ranks in kinds.values()}
-        store.set("settings/wrong", "; ".join(_differences(found)))
+        store.set("settings/wrong", "; ".join(_differences(records)))
     wrong = store.get("settings/wrong").decode()
-    store.set(f"settings/read/{info.rank}", "")
-    if info.rank == 0:
-        with suppress(dist.DistError):
-            store.wait([f"settings/read/{rank}" for rank in range(info.world_size)], _PATIENCE)
+    with suppress(TimeoutError):
+        _gather(store, info, "read", "", _PATIENCE)
     return wrong
 
 
-def _digests(store: dist.Store, world_size: int, timeout: timedelta) -> list[str]:
-    keys = [f"settings/digest/{rank}" for rank in range(world_size)]
+def _gather(store: dist.Store, info: RankInfo, what: str, value: str, timeout: timedelta) -> list[bytes]:
+    """Each rank's value, on rank 0; raises TimeoutError there that names the ranks which do not come."""
+    store.set(f"settings/{what}/{info.rank}", value)
+    if info.rank != 0:
+        return []
+    keys = [f"settings/{what}/{rank}" for rank in range(info.world_size)]
     try:
-        return [digest.decode() for digest in store.multi_get(keys)]
+        store.wait(keys, timeout)
     except dist.DistError as error:
         missing = _ranges([rank for rank, key in enumerate(keys) if not store.check([key])])
-        raise TimeoutError(f"rank 0 waited {timeout.total_seconds():g} s for {missing} of {world_size}; they were not "
-                           "started or have failed: see what they printed") from error
+        raise TimeoutError(f"rank 0 waited {timeout.total_seconds():g} s for {missing} of {info.world_size}; they were "
+                           "not started or have failed: see what they printed") from error
+    return store.multi_get(keys)
 
 
-def _differences(found: Mapping[tuple[int, ...], Mapping[str, Any]]) -> Iterator[str]:
-    """found: the record of each kind of ranks."""
-    names = list(dict.fromkeys(name for record in found.values() for name in record["settings"]))
-    different = []
-    for name in names:
-        ranks_of: dict[str, list[int]] = {}
-        for ranks, record in found.items():
-            if name in record["settings"]:  # not where an error came before it
-                ranks_of.setdefault(repr(record["settings"][name])[:_CHARACTERS], []).extend(ranks)
+def _differences(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """records: of each rank its settings, as far as it got, and its error."""
+    different, settings = [], [record["settings"] for record in records]
+    for name in dict.fromkeys(chain.from_iterable(settings)):
+        ranks_of = _by_value({rank: repr(each[name]) for rank, each in enumerate(settings) if name in each})
         if len(ranks_of) > 1:
-            values = ", ".join(f"{value} on {_ranges(sorted(ranks))}" for value, ranks in ranks_of.items())
+            values = ", ".join(f"{value[:_CHARACTERS]} on {_ranges(ranks)}" for value, ranks in ranks_of.items())
             different.append(f"{name} is {values}")
     if different:
         more = f" (and {len(different) - _SHOWN} more)" if len(different) > _SHOWN else ""
         yield (f"the ranks were started with different settings: {', '.join(different[:_SHOWN])}{more}; start all with "
                "the same command, files and versions")
-    errors: dict[str, list[int]] = {}
-    for ranks, record in found.items():
-        if record["error"]:
-            errors.setdefault(record["error"], []).extend(ranks)
-    everywhere = sum(map(len, found)) if len(errors) == 1 else 0
-    for error, ranks in errors.items():
-        yield error if len(ranks) == everywhere else f"{_ranges(sorted(ranks))}: {error}"
+    errors = {rank: record["error"] for rank, record in enumerate(records) if record["error"]}
+    for error, ranks in _by_value(errors).items():
+        yield error if len(ranks) == len(records) else f"{_ranges(ranks)}: {error}"
+
+
+def _by_value(values: Mapping[int, str]) -> dict[str, list[int]]:
+    ranks_of: dict[str, list[int]] = {}
+    for rank, value in values.items():
+        ranks_of.setdefault(value, []).append(rank)
+    return ranks_of
 
 
 def _ranges(ranks: Sequence[int]) -> str:
     """[0, 1, 2, 5] -> "ranks 0-2, 5"."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1][1:] = [rank]
-        else:
-            runs.append([rank])
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join('-'.join(map(str, run)) for run in runs)}"
+    runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ranks), lambda at: at[1] - at[0])]
+    text = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+    return f"rank{'s' if len(ranks) > 1 else ''} {text}"

@@ -6,16 +6,33 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from dualpipe.schedule import Schedule, simulate, to_svg
-from dualpipe.train.metrics import read_metrics
+from dualpipe.train.console import say, warn
+from dualpipe.train.metrics import METRICS, read_metrics
 
 
-def save_loss_curve(metrics: Path, picture: Path, *, unigram: float | None) -> bool:
-    """Draw training and held-out loss of a metrics.jsonl as PNG, with the loss of a unigram model as a line.
+def draw(folder: Path, schedule: Schedule, *, unigram: float | None) -> None:
+    """Draw loss.png from the metrics in `folder`, and schedule.svg, timed with unit costs; say where everything is.
 
-    Returns False where there is no matplotlib to draw with.
+    unigram: the loss of a unigram model, a line in the picture.
     """
-    if find_spec("matplotlib") is None:
-        return False
+    board = f" (TensorBoard: {folder / 'tensorboard'})" if find_spec("tensorboard") else ""
+    say(f"metrics: {folder / METRICS}{board}")
+    if find_spec("matplotlib"):
+        try:
+            save_loss_curve(folder / METRICS, folder / "loss.png", unigram=unigram)
+            say(f"loss curve: {folder / 'loss.png'}")
+        except Exception as error:  # matplotlib's too: the run is done, and no picture is worth its exit status
+            warn(f"{folder / 'loss.png'} cannot be drawn: {error}")
+    picture = folder / "schedule.svg"
+    try:
+        picture.write_text(to_svg(simulate(schedule)), encoding="utf-8")
+        say(f"schedule: {picture}")
+    except OSError as error:
+        warn(f"{picture} cannot be drawn: {error}")
+
+
+def save_loss_curve(metrics: Path, picture: Path, *, unigram: float | None) -> None:
+    """Draw training and held-out loss of a metrics.jsonl as PNG, with the loss of a unigram model as a line."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # half a second, for the one rank that draws
     from matplotlib.figure import Figure
 
@@ -33,10 +50,3 @@ def save_loss_curve(metrics: Path, picture: Path, *, unigram: float | None) -> b
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
     figure.savefig(picture)
-    return True
-
-
-def save_schedule(schedule: Schedule, picture: Path) -> bool:
-    """Draw a schedule, timed with unit costs, as SVG; that needs nothing but Python."""
-    picture.write_text(to_svg(simulate(schedule)), encoding="utf-8")
-    return True

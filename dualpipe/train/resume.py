@@ -21,6 +21,7 @@ from dualpipe.checkpoint import CheckpointError, Checkpoints, Loaded, load, trai
 from dualpipe.checkpoint.native_folder import find, none_whole
 from dualpipe.dtypes import dtype_of
 from dualpipe.nn.router_set import RouterSet
+from dualpipe.train.console import say
 from dualpipe.train.data import Loader
 from dualpipe.train.job import Job
 from dualpipe.train.model import Model
@@ -50,14 +51,13 @@ class State(NamedTuple):
 class Saver:
     """The checkpoints of one run. Collective, as all of its methods; a context manager around the run.
 
-    say: prints a line, of one rank.
     source: the checkpoint, or directory of them, to go on from; None: a new run.
     source_dtypes: what its tensors were computed in, by name; None: a new run.
     """
 
-    def __init__(self, config: Config, job: Job, say: Callable[[str], None]) -> None:
+    def __init__(self, config: Config, job: Job) -> None:
         """Raises ValueError, on all ranks, where checkpoints cannot be saved, or there is none whole to go on from."""
-        self._config, self._job, self._say = config, job, say
+        self._config, self._job = config, job
         self._settings = settings = config.checkpoint
         self._failed = False
         self._last: CheckpointError | None = None  # of the last step, which is raised after an export
@@ -74,8 +74,7 @@ class Saver:
         except BaseException as error:
             self.__exit__(type(error), error, None)
             raise
-        for line in notes:
-            say(line)
+        self._say(*notes)
 
     def resume(self, state: State) -> int:
         """Go on from the source where there is one; the steps that are done.
@@ -91,8 +90,7 @@ class Saver:
         )
         state.optimizer.round_parameters()
         step, steps = loaded.manifest.step, self._config.train.steps
-        for line in (_origin(loaded), *self._differences(loaded, state)):
-            self._say(line)
+        self._say(_origin(loaded), *self._differences(loaded, state))
         if step >= steps:
             self._say(f"nothing is left to do: train.steps = {steps}")
         if step:
@@ -132,6 +130,10 @@ class Saver:
             error.add_note(f"and: {self._last}")
         if error is None and self._checkpoints is not None:
             self._say(f"checkpoints: {self._checkpoints.directory}")
+
+    def _say(self, *lines: str) -> None:
+        for line in lines if self._job.rank == 0 else ():
+            say(line)
 
     def _tolerate(self, write: Callable[[], Path | None], *, is_final: bool, is_last_step: bool) -> None:
         """is_final: nothing is saved after it."""
@@ -202,7 +204,7 @@ def find_source(config: Config) -> tuple[Path | None, dict[str, torch.dtype] | N
     return path, {name: dtype_of(of["compute"]) for name, of in found.committed[0].manifest.dtypes.items()}, notes
 
 
-def _began_with(resume: str, config: object) -> bool:
+def _began_with(resume: str, config: Any) -> bool:
     try:
         return Path(config["run"]["checkpoint"]["resume"]).resolve() == Path(resume).resolve()
     except (TypeError, KeyError):  # not saved by a run

@@ -8,9 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dualpipe.nn.router import Router
+from dualpipe.nn.router import Router, random_like_stride
 from dualpipe.nn.router_set import RouterSet
-from dualpipe.nn.routes import random_like_stride
 from dualpipe.train.config import Config
 
 _NEAR, _PATIENCE = 0.9, 50  # of the limit; in steps: routers that start at the limit have left it by then
@@ -27,11 +26,14 @@ def build_routers(
     Raises ValueError for what the model's routers cannot do.
     """
     r, replicas = config.router, config.parallel.replicas
+    stride = r.balanced_stride
+    if not stride:  # the same for all routers of a model
+        first = next((m for stage in stages for m in stage.modules() if isinstance(m, Router)), None)
+        stride = 1 if first is None else random_like_stride(first.out_features, first.top_k, config.parallel.ep)
     return RouterSet(
         stages, num_chunks=config.train.num_chunks * (replicas if whole else 1), balance=r.balance,
         level=r.balance_level, z=r.z_loss, bias_update_rate=r.bias_update_rate, balanced=r.balanced,
-        balanced_stride=r.balanced_stride or _stride(stages, config.parallel.ep), group=None if whole else group,
-        replicas=1 if whole else replicas, device=device,
+        balanced_stride=stride, group=None if whole else group, replicas=1 if whole else replicas, device=device,
     )
 
 
@@ -55,9 +57,3 @@ class CollapseWatch:
                 f"{load_max_over_mean:.2f}, at most {self.limit:g}): its router has collapsed; raise router.balance, "
                 "to 0.01 for a start")
 
-
-def _stride(stages: Sequence[nn.Module], ranks: int) -> int:
-    """The same for all routers of a model, as `RouterSet` has it; 1 where there is none."""
-    routers = (module for stage in stages for module in stage.modules() if isinstance(module, Router))
-    first = next(routers, None)
-    return 1 if first is None else random_like_stride(first.out_features, first.top_k, ranks)

@@ -1,20 +1,51 @@
 """The settings of a training run: one frozen dataclass per TOML table, every field also an option of the command line.
 
-A table's own `__post_init__` refuses values that can never work; what depends on the number of ranks is checked by
-`config.fit_world`. Nothing below the training loop sees these classes: leaf code takes plain sizes and groups.
+A field may have a rule, which `Config` holds it to: values that can never work are refused. What depends on the number
+of ranks is checked by `config.fit_world`. Nothing below the training loop sees these classes: leaf code takes plain
+sizes and groups.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 STDLIB = "stdlib"  # [data] path: the source code of Python's own standard library
 BYTES = "bytes"  # [data] tokenizer: one token per byte
 TEXT_KEY = "text"  # [data] text_key
+
+T = TypeVar("T")
+
+
+def _rule(holds: Callable[[Any], bool], remedy: str) -> Callable[[T], T]:
+    """What makes a field of a default: `Config` refuses other values than those for which `holds`, with the remedy."""
+    return lambda default: field(default=default, metadata={"holds": holds, "remedy": remedy})
+
+
+def _below_1(value: float) -> bool:
+    return 0 <= value < 1
+
+
+def _finds_wandb(project: str) -> bool:
+    """Whether the package is installed, where there is a project; a mere folder of that name has no origin."""
+    spec = find_spec("wandb") if project else None
+    return not project or (spec is not None and spec.origin is not None)
+
+
+_at_least_0 = _rule(lambda value: value >= 0, "must be at least 0")
+_at_least_1 = _rule(lambda value: value >= 1, "must be at least 1")
+_not_negative = _rule(lambda value: value >= 0, "must not be negative")
+_positive = _rule(lambda value: value > 0, "must be positive")
+_share = _rule(lambda value: 0 <= value <= 1, "must be from 0 to 1")
+_seconds = _rule(lambda value: 0 < value <= 1e9, "must be positive (seconds), up to 1e9")
+_betas = _rule(lambda betas: all(map(_below_1, betas)), "both must be at least 0 and less than 1")
+_stride = _rule(lambda value: value >= 0, "give 0, or a number without a divisor in common with the model's number of "
+                "experts")
+_project = _rule(_finds_wandb, "the package wandb is not installed; `pip install wandb`, or leave this out")
 
 
 def _require(condition: bool, name: str, value: object, remedy: str) -> None:
@@ -28,7 +59,6 @@ class ModelConfig:
 
     config: str = ""
     """path of a hub-style config.json; in the TOML relative to the TOML file; without, that of init.from_hf"""
-
 
 
 @dataclass(frozen=True)
@@ -51,14 +81,14 @@ class ExportConfig:
 class DataConfig:
     """[data]: where the tokens come from."""
 
-    path: str = STDLIB
+    path: str = _rule(bool, 'give a packed directory, a folder of text, or "stdlib"')(STDLIB)
     """a directory made by `dualpipe data pack`, a file or folder of text or records (.jsonl, .jsonl.gz, .jsonl.zst,
     .parquet), or "stdlib" (Python's own source code)"""
-    tokenizer: str = BYTES
+    tokenizer: str = _rule(bool, 'give "bytes" or the path of a tokenizer.json')(BYTES)
     """"bytes", or the path of a `tokenizers` JSON file; not used where path is packed already"""
-    text_key: str = TEXT_KEY
+    text_key: str = _rule(bool, "give the key of a record's text")(TEXT_KEY)
     """what the text of a record is called, in files that have records"""
-    validation_fraction: float = 0.02
+    validation_fraction: float = _rule(_below_1, "must be at least 0 and less than 1")(0.02)
     """share of the documents that is held out for evaluation, chosen by a hash of their content; where that is none of
     them, or all, as with a single file: share of the tokens, the last ones"""
     validation_path: str | None = None
@@ -66,24 +96,17 @@ class DataConfig:
     separate_documents: bool = False
     """documents packed into one sequence do not see each other, and positions start anew with each"""
 
-    def __post_init__(self) -> None:
-        _require(bool(self.path), "data.path", self.path, 'give a packed directory, a folder of text, or "stdlib"')
-        _require(bool(self.tokenizer), "data.tokenizer", self.tokenizer, 'give "bytes" or the path of a tokenizer.json')
-        _require(bool(self.text_key), "data.text_key", self.text_key, "give the key of a record's text")
-        fraction = self.validation_fraction
-        _require(0 <= fraction < 1, "data.validation_fraction", fraction, "must be at least 0 and less than 1")
-
 
 @dataclass(frozen=True)
 class ParallelConfig:
     """[parallel]: how the ranks share the work; pp * dp * ep is their number."""
 
-    pp: int = 1
+    pp: int = _at_least_1(1)
     """pipeline ranks"""
-    dp: int = 0
+    dp: int = _at_least_0(0)
     """data-parallel ranks: pipelines that train on different data and share the parameters' storage (FSDP2); 0: as many
     as the ranks that were started allow, one where none were"""
-    ep: int = 1
+    ep: int = _at_least_1(1)
     """expert-parallel ranks: each has a part of the experts and data of its own, and sends tokens to the others"""
     overlap: bool = True
     """run the two actions of a pair in turn, so that one's communication is hidden behind the other's computing"""
@@ -93,13 +116,8 @@ class ParallelConfig:
     """layers of each stage of the pipeline, from the first; without, stages compute about the same"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """"auto" takes CUDA where the machine has a device for each of its ranks"""
-    timeout: float = 600.0
+    timeout: float = _seconds(600.0)
     """seconds after which a rank that waits for another one gives up"""
-
-    def __post_init__(self) -> None:
-        for name, least in (("pp", 1), ("dp", 0), ("ep", 1)):
-            _require(getattr(self, name) >= least, f"parallel.{name}", getattr(self, name), f"must be at least {least}")
-        _require(0 < self.timeout <= 1e9, "parallel.timeout", self.timeout, "must be positive (seconds), up to 1e9")
 
     @property
     def replicas(self) -> int:
@@ -116,32 +134,26 @@ class ParallelConfig:
 class TrainConfig:
     """[train]: how long, and in which pieces. A step takes micro_batch_size * num_chunks * dp * ep sequences."""
 
-    steps: int = 100
+    steps: int = _at_least_1(100)
     """optimizer steps"""
-    sequence_length: int = 256
+    sequence_length: int = _at_least_1(256)
     """tokens of a sequence"""
-    micro_batch_size: int = 1
+    micro_batch_size: int = _at_least_1(1)
     """sequences of a micro-batch"""
-    num_chunks: int = 4
+    num_chunks: int = _at_least_1(4)
     """micro-batches of a step"""
-    seed: int = 0
-    """of the initial weights and of the order of the data"""
+    seed: int = _not_negative(0)
+    """what the initial weights and the order of the data are drawn by"""
     compile: bool = False
     """norms, attention and dense MLPs go through torch.compile"""
     dtype: Literal["fp32", "bf16"] = "fp32"
-    """of parameters and activations in the model; the optimizer keeps fp32 in both cases"""
-    eval_interval: int = 0
+    """dtype of parameters and activations in the model; the optimizer keeps fp32 in both cases"""
+    eval_interval: int = _not_negative(0)
     """steps between evaluations on held-out data; 0 evaluates at the end only"""
-    eval_batches: int = 8
+    eval_batches: int = _not_negative(8)
     """global batches of an evaluation; 0 never evaluates"""
-    log_interval: int = 1
+    log_interval: int = _at_least_1(1)
     """every so many steps one is printed and written to the metrics; evaluated ones, and the last, always are"""
-
-    def __post_init__(self) -> None:
-        for name in ("steps", "sequence_length", "micro_batch_size", "num_chunks", "log_interval"):
-            _require(getattr(self, name) >= 1, f"train.{name}", getattr(self, name), "must be at least 1")
-        for name in ("seed", "eval_interval", "eval_batches"):
-            _require(getattr(self, name) >= 0, f"train.{name}", getattr(self, name), "must not be negative")
 
 
 DTypeName = Literal["fp32", "bf16", "fp16", "fp64"]
@@ -154,15 +166,15 @@ class DTypeRule:
     pattern: str = ""
     """segments joined by dots, of a tensor's name or of a module's: *.mlp.gate; "*" is any number of whole segments"""
     storage: DTypeName | None = None
-    """of the parameter that the optimizer updates"""
+    """dtype of the parameter that the optimizer updates"""
     compute: DTypeName | None = None
-    """of what a forward sees"""
+    """dtype of what a forward sees"""
     reduce: DTypeName | None = None
-    """of the buffer that gradients accumulate and are reduced in"""
+    """dtype of the buffer that gradients accumulate and are reduced in"""
     save: DTypeName | None = None
-    """of the tensor in an export"""
+    """dtype of the tensor in an export"""
     output: DTypeName | None = None
-    """of what a module returns that computes in another dtype than those around it"""
+    """dtype of what a module returns that computes in another dtype than those around it"""
 
     def __post_init__(self) -> None:
         _require(any((self.storage, self.compute, self.reduce, self.save, self.output)), "dtypes.rules", self.pattern,
@@ -173,8 +185,8 @@ class DTypeRule:
     @classmethod
     def parse(cls, text: str) -> DTypeRule:
         """The rule "PATTERN,FIELD=DTYPE,...", as it is given on a command line."""
-        pattern, *named = text.split(",")
-        named = dict(each.partition("=")[::2] for each in named)
+        pattern, *rest = text.split(",")
+        named: dict[str, Any] = {name: dtype for name, _, dtype in (each.partition("=") for each in rest)}
         names = [each.name for each in fields(cls)][1:]
         known = all(name in names and dtype in get_args(DTypeName) for name, dtype in named.items())
         _require(known, "dtypes.rules", text, f"give PATTERN,FIELD=DTYPE,..., where a field is one of "
@@ -192,7 +204,7 @@ class DTypesConfig:
     """[dtypes]: exceptions from train.dtype, by the names that `dualpipe dtypes CONFIG` prints."""
 
     rules: tuple[DTypeRule, ...] = ()
-    """of tensors, as [[dtypes.rules]] in the TOML; on the command line each is PATTERN,FIELD=DTYPE,..."""
+    """rules for tensors, as [[dtypes.rules]] in the TOML; on the command line each is PATTERN,FIELD=DTYPE,..."""
 
 
 @dataclass(frozen=True)
@@ -208,60 +220,43 @@ class MemoryConfig:
 class RouterConfig:
     """[router]: what keeps the loads of the experts even. A coefficient or rate of 0 leaves its part out."""
 
-    balance: float = 0.0
+    balance: float = _not_negative(0.0)
     """coefficient of the balance loss, which is 1 where loads are even"""
     balance_level: Literal["microbatch", "sequence", "global"] = "sequence"
     """what that loss is computed over; "global": the loads are those of the global batch of the step before"""
-    z_loss: float = 0.0
+    z_loss: float = _not_negative(0.0)
     """coefficient of the z-loss, the mean square of the logits' logsumexp, which keeps logits small"""
-    bias_update_rate: float = 0.0
+    bias_update_rate: float = _not_negative(0.0)
     """balancing without a loss, for routers with a correction bias: what a bias moves by in each step"""
     balanced: bool = False
     """for benchmarks: experts take turns, whatever the router says"""
-    balanced_stride: int = 0
+    balanced_stride: int = _stride(0)
     """what they take turns by: from one expert of a token to its next; 1 takes neighbours, mostly on one rank, and so
     understates what is sent with parallel.ep; 0 sends a token to about as many ranks as random experts would"""
-
-    def __post_init__(self) -> None:
-        for name in ("balance", "z_loss", "bias_update_rate"):
-            _require(getattr(self, name) >= 0, f"router.{name}", getattr(self, name), "must not be negative")
-        stride = self.balanced_stride
-        _require(stride >= 0, "router.balanced_stride", stride, "give 0, or a number without a divisor in common with "
-                 "the model's number of experts")
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
     """[optimizer]: AdamW and its learning rate."""
 
-    lr: float = 3e-4
+    lr: float = _positive(3e-4)
     """peak learning rate"""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[float, float] = _betas((0.9, 0.95))
     """decay of the running means of the gradient and of its square"""
-    eps: float = 1e-8
+    eps: float = _positive(1e-8)
     """added to the root of the mean square"""
-    weight_decay: float = 0.1
+    weight_decay: float = _not_negative(0.1)
     """on matrices only: norms, biases and other vectors are not decayed"""
-    warmup_steps: int = 0
+    warmup_steps: int = _not_negative(0)
     """steps of linear warm-up"""
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """after the warm-up: a half cosine, a linear decay, the peak, or stable and then a linear decay (wsd)"""
-    min_lr_ratio: float = 0.1
+    min_lr_ratio: float = _share(0.1)
     """the last step's learning rate as a share of the peak, but for "constant\""""
-    decay_fraction: float = 0.2
+    decay_fraction: float = _share(0.2)
     """wsd: share of all steps in which the learning rate decays"""
-    clip_norm: float = 1.0
+    clip_norm: float = _not_negative(1.0)
     """largest global gradient norm; 0 does not clip"""
-
-    def __post_init__(self) -> None:
-        for name in ("lr", "eps"):
-            _require(getattr(self, name) > 0, f"optimizer.{name}", getattr(self, name), "must be positive")
-        for name in ("weight_decay", "warmup_steps", "clip_norm"):
-            _require(getattr(self, name) >= 0, f"optimizer.{name}", getattr(self, name), "must not be negative")
-        for name in ("min_lr_ratio", "decay_fraction"):
-            _require(0 <= getattr(self, name) <= 1, f"optimizer.{name}", getattr(self, name), "must be from 0 to 1")
-        good = all(0 <= beta < 1 for beta in self.betas)
-        _require(good, "optimizer.betas", self.betas, "both must be at least 0 and less than 1")
 
 
 @dataclass(frozen=True)
@@ -270,84 +265,72 @@ class CheckpointConfig:
 
     dir: str = ""
     """where checkpoints are, relative to the working directory; without, `checkpoints` in output.dir"""
-    interval: int = 0
+    interval: int = _not_negative(0)
     """steps from one to the next; the last step is saved too; 0: none are"""
     mode: Literal["sync", "async", "off"] = "async"
     """async: training goes on while it is written, after a copy to host memory"""
     writer: Literal["thread", "process"] = "thread"
-    """of async: a thread takes turns with training in one interpreter; a process takes memory and seconds to start"""
-    keep_last: int = 3
+    """what writes then: a thread takes turns with training in one interpreter; a process takes memory and seconds to
+    start"""
+    keep_last: int = _not_negative(3)
     """so many stay; 0: all"""
-    keep_every: int = 0
+    keep_every: int = _not_negative(0)
     """and those of steps that are a multiple of this; 0: no others"""
-    resume: str = "auto"
+    resume: str = _rule(bool, 'give "auto", "never" or a path')("auto")
     """auto: go on from the newest in `dir` that is whole; never; or the path of one, or of a directory of them, to
     begin with where `dir` has none yet"""
     allow: tuple[str, ...] = ()
     """names, with * and ?, of tensors that a checkpoint may lack, have besides, or have in another shape or dtype; with
     "loader" the data may be others, or come in another order"""
 
-    def __post_init__(self) -> None:
-        for name in ("interval", "keep_last", "keep_every"):
-            _require(getattr(self, name) >= 0, f"checkpoint.{name}", getattr(self, name), "must not be negative")
-        _require(bool(self.resume), "checkpoint.resume", self.resume, 'give "auto", "never" or a path')
-
 
 @dataclass(frozen=True)
 class OutputConfig:
     """[output]: where results go."""
 
-    dir: str = "out"
+    dir: str = _rule(bool, "give a directory")("out")
     """metrics, pictures and packed data; relative to the working directory"""
-
-    def __post_init__(self) -> None:
-        _require(bool(self.dir), "output.dir", self.dir, "give a directory")
 
 
 @dataclass(frozen=True)
 class MetricsConfig:
     """[metrics]: where else they go, besides metrics.jsonl and TensorBoard events in output.dir."""
 
-    wandb: str = ""
+    wandb: str = _project("")
     """a project at Weights & Biases, by the package wandb; with WANDB_MODE=offline a folder in output.dir"""
-
-    def __post_init__(self) -> None:
-        spec = find_spec("wandb") if self.wandb else None
-        there = not self.wandb or (spec is not None and spec.origin is not None)  # a mere folder has no origin
-        remedy = "the package wandb is not installed; `pip install wandb`, or leave this out"
-        _require(there, "metrics.wandb", self.wandb, remedy)
 
 
 @dataclass(frozen=True)
 class Config:
     """All tables of a run."""
 
-    model: ModelConfig = field(default_factory=ModelConfig)
-    init: InitConfig = field(default_factory=InitConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    train: TrainConfig = field(default_factory=TrainConfig)
-    dtypes: DTypesConfig = field(default_factory=DTypesConfig)
-    memory: MemoryConfig = field(default_factory=MemoryConfig)
-    router: RouterConfig = field(default_factory=RouterConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    output: OutputConfig = field(default_factory=OutputConfig)
-    metrics: MetricsConfig = field(default_factory=MetricsConfig)
-    export: ExportConfig = field(default_factory=ExportConfig)
+    model: ModelConfig = ModelConfig()
+    init: InitConfig = InitConfig()
+    data: DataConfig = DataConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    train: TrainConfig = TrainConfig()
+    dtypes: DTypesConfig = DTypesConfig()
+    memory: MemoryConfig = MemoryConfig()
+    router: RouterConfig = RouterConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    output: OutputConfig = OutputConfig()
+    metrics: MetricsConfig = MetricsConfig()
+    export: ExportConfig = ExportConfig()
 
     def __post_init__(self) -> None:
         for table in fields(self):
-            for name, value in vars(getattr(self, table.name)).items():
+            for each in fields(getattr(self, table.name)):
+                name, value = f"{table.name}.{each.name}", getattr(getattr(self, table.name), each.name)
+                if each.metadata:
+                    _require(each.metadata["holds"](value), name, value, each.metadata["remedy"])
                 for number in value if isinstance(value, tuple) else (value,):
-                    good = math.isfinite(number) if isinstance(number, float) else True
-                    _require(good, f"{table.name}.{name}", value, "must be finite")
-                    good = abs(number) < 2**63 if isinstance(number, int) else True
-                    _require(good, f"{table.name}.{name}", value, "must fit 64 bits")
+                    _require(not isinstance(number, float) or math.isfinite(number), name, value, "must be finite")
+                    _require(not isinstance(number, int) or abs(number) < 2**63, name, value, "must fit 64 bits")
 
     @property
     def model_path(self) -> str:
-        """Of the model's config.json, or of the directory that holds it."""
+        """The path of the model's config.json, or of the directory that holds it."""
         return self.model.config or self.init.from_hf
 
     @property

@@ -79,7 +79,7 @@ class TokenStream:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of the tokenizer, the content and order of the documents, and where they are cut."""
+        """A digest of the tokenizer, the content and order of the documents, and where they are cut."""
         hashes = self.packed.documents["hash"][self._numbers].tobytes()
         cut = f"{self._skip}:{self.num_tokens}" if self._is_cut else ""
         return hashlib.sha256(self.packed.tokenizer.encode() + hashes + cut.encode()).hexdigest()[:16]
@@ -98,7 +98,7 @@ class TokenStream:
         return out
 
     def positions(self, start: int, stop: int) -> np.ndarray:
-        """Of tokens [start, stop) of the stream, each one's position in its document as far as that is inside."""
+        """The position of tokens [start, stop) of the stream in their documents, as far as those are inside."""
         numbers = np.arange(start, stop)
         ends = np.concatenate(([0], self._ends))
         return numbers - np.maximum(ends[np.searchsorted(self._ends, numbers, side="right")], start)

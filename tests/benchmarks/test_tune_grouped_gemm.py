@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from dualpipe.kernels import gemm_configs
-from dualpipe.kernels.compilation import SHARED_LIMIT
-from dualpipe.kernels.gemm_configs import GemmConfig
+from dualpipe.kernels import grouped_gemm_tiles
+from dualpipe.kernels.grouped_gemm_tiles import GemmConfig
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "tune_grouped_gemm.py"
 CPU = torch.device("cpu")
@@ -58,37 +57,36 @@ def test_the_table_is_python_source(tuner):
 
 
 @pytest.mark.parametrize("arch", [80, 90])
-def test_candidates_fit(tuner, arch):
+def test_candidates_fit(tuner, parts, arch):
     for shape_class in tuner.CLASSES:
         tried = tuner.candidates(shape_class, arch)
         assert len(set(tried)) == len(tried) >= 10
         for c in tried:
-            assert 2 * c.stages * (c.rows + c.cols) * c.depth <= SHARED_LIMIT[arch]
+            assert 2 * c.stages * (c.rows + c.cols) * c.depth <= parts.SHARED_LIMIT[arch]
             assert c.rows * c.cols <= 128 * 32 * c.warps
 
 
 def test_every_class_of_the_table_is_tuned_on_its_own_shapes(tuner):
     """At tokens that the classes name, so the shapes are computed and nothing is allocated: on the meta device."""
     tuned = {str(shape_class) for shape_class in tuner.CLASSES}
-    listed = {f"row {name}" for name in gemm_configs.row_configs(90)}
-    listed |= {f"weight {name}" for name in gemm_configs.weight_configs(90)}
+    listed = {f"row {name}" for name in grouped_gemm_tiles.row_configs(90)}
+    listed |= {f"weight {name}" for name in grouped_gemm_tiles.weight_configs(90)}
     assert {name for name in listed if name.split()[1] in ("wide", "narrow", "few")} == tuned
     for shape_class in tuner.CLASSES:
         for setting in tuner.settings(shape_class, coarse=False):
             layer = setting.layer(torch.device("meta"))
             cases = tuner.cases(setting.sizes, layer, torch.device("meta"))
-            names = [case.name for case in cases if tuner.class_of(case, layer.experts, 90) == str(shape_class)]
+            names = [case.name for case in cases if tuner.class_of(case, layer.experts) == str(shape_class)]
             assert names, (str(shape_class), setting)
 
 
 def test_launching_is_undone(tuner):
-    config, before = GemmConfig(1, 2, 3, 4, 5), gemm_configs.weight_config(90, torch.bfloat16, out=256, hidden=256)
+    config = GemmConfig(1, 2, 3, 4, 5)
     with pytest.raises(KeyError), tuner.launching(config):
-        assert tuner.LAUNCHERS.row_configs(90)["wide"] is config
-        assert tuner.LAUNCHERS.weight_config(90, torch.bfloat16, out=256, hidden=256) is config
+        assert tuner.LAUNCHERS.row_configs(90)["wide"] is tuner.LAUNCHERS.weight_configs(90)["odd"] is config
         raise KeyError
-    assert tuner.LAUNCHERS.row_configs is gemm_configs.row_configs
-    assert gemm_configs.weight_config(90, torch.bfloat16, out=256, hidden=256) == before
+    assert tuner.LAUNCHERS.row_configs is grouped_gemm_tiles.row_configs
+    assert tuner.LAUNCHERS.weight_configs is grouped_gemm_tiles.weight_configs
 
 
 def test_tunes_a_tiny_class_on_cpu(tuner, parts, monkeypatch):

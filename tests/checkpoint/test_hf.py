@@ -15,12 +15,12 @@ from dualpipe.checkpoint.hf import stage_tensors
 from dualpipe.checkpoint.hub_files import read_header
 from dualpipe.checkpoint.hub_plan import Layout, plan_reads
 from dualpipe.models import build_stages, config_from_dict, read_config
-from dualpipe.models.hub import from_hub
 from dualpipe.nn import cross_entropy_loss
 from dualpipe.nn.init import local_part
+from dualpipe.parallel import DTypePolicy, Rule, resolve_dtypes
 from dualpipe.parallel.materialize import build_on_meta
-from dualpipe.parallel.precision import DTypePolicy, Rule, resolve_dtypes
 from hub import FAMILIES, read_all, rewrite, save_family, save_qwen, stages_on_meta
+from models import from_hub
 from ranks import run_ranks
 
 LAYOUTS = [(2, 1, 1), (1, 2, 1), (2, 1, 2), (1, 2, 2)]

@@ -8,7 +8,7 @@ from itertools import combinations
 import pytest
 import torch
 
-from dualpipe.kernels.backend import INTERPRET
+from dualpipe.kernels.common import INTERPRET
 
 # Of an operator rather than of its kernel: the run on the reference has the same.
 OF_OPERATORS = ("registration", "registered", "compiles", "second_derivative")

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dualpipe.kernels.backend import INTERPRET
+from dualpipe.kernels.common import INTERPRET
 from dualpipe.kernels.cross_entropy import cross_entropy
 from row_kernels import assert_close, far_apart, no_synchronisation, poisoned_memory, run_with_debug_switch  # noqa: F401
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dualpipe.kernels import grouped_gemm, grouped_gemm_dgrad, grouped_gemm_wgrad
-from dualpipe.kernels.backend import INTERPRET
+from dualpipe.kernels.common import INTERPRET
 from row_kernels import no_synchronisation  # noqa: F401
 
 MODULE = importlib.import_module("dualpipe.kernels.grouped_gemm")  # the package's attribute is the function
@@ -90,7 +90,7 @@ def test_products_equal_a_loop(counts, hidden, out, dtype, device, chip):
 
 @pytest.mark.parametrize("dtype", FAST_DTYPES, ids=str)
 def test_products_of_several_tiles(dtype, device, chip):
-    """Of rows, columns and depth; float32 and float64 have tiles of 32 x 64 x 32 and 32 x 32 x 16 at the most."""
+    """Several of rows, columns and depth; float32 and float64 have tiles of 32 x 64 x 32 and 32 x 32 x 16 at most."""
     half = dtype in (torch.float16, torch.bfloat16)
     check_products([66, 0, 1, 129] if half else [34, 0, 1, 65], 136 if half else 72, 264 if half else 72, dtype, device)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dualpipe.kernels import clamped_swiglu, grouped_gemm, grouped_gemm_swiglu, swiglu
-from dualpipe.kernels.backend import INTERPRET
+from dualpipe.kernels.common import INTERPRET
 from row_kernels import far_apart, no_synchronisation, poisoned_memory  # noqa: F401
 
 MODULE = importlib.import_module("dualpipe.kernels.grouped_gemm")

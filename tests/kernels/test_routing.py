@@ -5,7 +5,7 @@ import importlib
 import pytest
 import torch
 
-from dualpipe.kernels.backend import INTERPRET
+from dualpipe.kernels.common import INTERPRET
 from dualpipe.kernels.routing import SortedTokens, combine_tokens, dispatch_tokens, sort_tokens
 from row_kernels import assert_close, far_apart, no_synchronisation, poisoned_memory, run_with_debug_switch  # noqa: F401
 
@@ -195,7 +195,7 @@ def test_same_bits_on_every_run(device):
 
 
 def test_second_derivative(device):
-    """Of what is linear it is right; of the weighted sum it is refused."""
+    """Right where the operator is linear; refused for the weighted sum."""
     tokens = sort_tokens(choose(5, 2, 4, device), 4)
     x, weights = (random((5, n), torch.float64, device).requires_grad_() for n in (3, 2))
 

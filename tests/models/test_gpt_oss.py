@@ -18,7 +18,8 @@ from dualpipe.nn import cross_entropy_loss
 from dualpipe.nn.attention import packed_positions
 from dualpipe.nn.init import local_part
 from dualpipe.nn.rotary import Yarn
-from dualpipe.parallel.expert import Received, run_experts
+from dualpipe.parallel.dispatch import Received
+from dualpipe.parallel.expert import run_experts
 from dualpipe.parallel.materialize import build_on_meta
 from dualpipe.parallel.mesh import build_mesh, dense_mesh
 from dualpipe.schedule import build
@@ -223,8 +224,8 @@ def test_config_from_both_hub_forms(tmp_path):
         layer_types=("sliding_attention", "full_attention", "sliding_attention"),
         yarn=Yarn(32.0, 4096, 32.0, 1.0, truncate=False),
     )
-    assert GptOssConfig.from_json(tmp_path / "config.json") == expected
-    assert GptOssConfig.from_json(tmp_path / "older.json") == expected
+    assert read_config(tmp_path / "config.json") == expected
+    assert read_config(tmp_path / "older.json") == expected
     for missing in ({"num_experts_per_tok"}, {"rope_theta", "rope_scaling"}, {"rope_scaling"}):
         assert GptOssConfig.from_dict({key: value for key, value in older.items() if key not in missing}) == expected
     unstretched = older | {"rope_scaling": {"rope_type": "default"}}
@@ -282,7 +283,7 @@ def test_real_models_have_the_published_sizes(name, total, active, published):
 @pytest.mark.parametrize("name", ["gpt-oss-20b", "gpt-oss-120b"])
 def test_real_models_have_transformers_names_and_shapes(name):
     path = EXAMPLES / name / "config.json"
-    config, hf_config = GptOssConfig.from_json(path), HFConfig.from_dict(json.loads(path.read_text()))
+    config, hf_config = read_config(path), HFConfig.from_dict(json.loads(path.read_text()))
     with torch.device("meta"):
         (model,) = build_on_meta(lambda: build_stages(config, 1))
         expected = {key: tuple(tensor.shape) for key, tensor in GptOssForCausalLM(hf_config).state_dict().items()}

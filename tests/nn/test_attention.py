@@ -10,7 +10,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.nn.attention.flex_attention import create_mask
 
 from dualpipe.nn import attention
-from dualpipe.nn import flex as flex_attention_file
+from dualpipe.nn import compiled as compiled_file
 from dualpipe.nn.attention import (
     Context,
     attend,
@@ -18,7 +18,7 @@ from dualpipe.nn.attention import (
     document_numbers,
     packed_positions,
 )
-from dualpipe.nn.flex import apply_sinks, attention_flex
+from dualpipe.nn.compiled import apply_sinks, attention_flex
 from dualpipe.nn.rotary import Rotary
 
 SCALE = 0.3
@@ -213,7 +213,7 @@ def test_what_cuda_would_run_is_the_reference(window, packed, with_sinks, monkey
     """On CPU, with the device's kernels as they are here; torch's own only where nothing but the future is hidden."""
     calls = []
     monkeypatch.setattr(attention, "_has_kernel", lambda q, v, plain: True)
-    monkeypatch.setattr(flex_attention_file, "compiled", lambda fn: lambda *args: calls.append(fn) or fn(*args))
+    monkeypatch.setattr(compiled_file, "compiled", lambda fn: lambda *args: calls.append(fn) or fn(*args))
     operands, context = make(11, (4, 2, 16, 16), packed=packed, dtype=torch.float32)
     q, k, v, sinks_A = (tensor.detach() for tensor in operands)
     options = {"scale": SCALE, "window": window, "sinks_A": sinks_A if with_sinks else None}

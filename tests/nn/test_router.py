@@ -18,19 +18,18 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter,
 
 from dualpipe import Pipeline
 from dualpipe.nn.deferral import WeightGradStore
-from dualpipe.nn.router import (
-    BalancedRoutes,
-    Router,
+from dualpipe.nn.router import BalancedRoutes, Router
+from dualpipe.nn.router_losses import (
     RouterStatistics,
     RouterStep,
-    Routes,
     balance_loss,
     count_load,
     reduce_statistics,
     z_loss,
 )
-from dualpipe.parallel.precision import DTypePolicy, resolve_dtypes
+from dualpipe.parallel import DTypePolicy, resolve_dtypes
 from ranks import run_ranks
+from routes import Routes
 
 H, E = 16, 12
 V3 = dict(score="sigmoid", norm_topk_prob=True, routed_scaling_factor=2.5, n_group=4, topk_group=2, group_best=2,

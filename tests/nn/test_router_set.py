@@ -6,9 +6,9 @@ import torch.distributed as dist
 from torch import nn
 
 from dualpipe.nn import Linear, Router
-from dualpipe.nn.balance import count_load
+from dualpipe.nn.router import BalancedRoutes, random_like_stride
+from dualpipe.nn.router_losses import count_load
 from dualpipe.nn.router_set import RouterSet
-from dualpipe.nn.routes import BalancedRoutes, random_like_stride
 from ranks import run_ranks
 
 H, E, K = 8, 6, 2

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from dualpipe import Pipeline
 from dualpipe.nn import defer_weight_grads
 from dualpipe.nn.deferral import WeightGradStore
-from dualpipe.nn.segments import Communicate, Compute
+from dualpipe.nn.segments import Communicate, Compute, run_segments
 from dualpipe.pipeline import PipelineError
 from dualpipe.pipeline.overlap import BackwardRun, SegmentedStage, walk, weight_gradients
 from dualpipe.pipeline.passage import Passage
@@ -450,6 +450,24 @@ def test_recomputation_keeps_the_inputs_of_segments_only():
     # Of three layers: x, and what comes out of each communication together with the residual.
     assert again == 0 and inputs == 1 + 3 * 2
     assert sent_again == 0 and first_inputs == 1
+
+
+# -- one after the other, without a pipeline
+
+
+def test_segments_run_as_a_forward_have_the_gradients_of_the_module():
+    """There is no recomputation then, and an ordinary backward, in which each communication goes back once."""
+    expected = unequal(3)[-1]
+    stage = copy.deepcopy(expected)
+    stage.recompute = ALL
+    x = batch(2)[0]
+    mine, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    carry = run_segments(stage.segments(), {"x": mine, "unread": 3})
+    assert carry["unread"] == 3 and torch.equal(carry["x"], expected(theirs))
+    carry["x"].square().sum().backward()
+    expected(theirs).square().sum().backward()
+    assert gradient_error(stage, expected) < 1e-12 and relative_error(mine.grad, theirs.grad) < 1e-12
+    assert stage.log.count("forward") == stage.log.count("backward") == 3 and "again" not in stage.log
 
 
 # -- failures

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from dualpipe import DualPipeV
 from dualpipe.models import Qwen3MoeConfig, build_stages
 from dualpipe.nn import cross_entropy_loss
-from dualpipe.parallel.precision import DTypePolicy, resolve_dtypes, shard
+from dualpipe.parallel import DTypePolicy, resolve_dtypes, shard
 from ranks import run_ranks
 
 CONFIG = Qwen3MoeConfig(

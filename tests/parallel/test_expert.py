@@ -11,11 +11,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from dualpipe.kernels import combine_tokens, dispatch_tokens, sort_tokens
 from dualpipe.nn import GroupedLinear, GroupedSwiGLU, Linear
 from dualpipe.nn.init import seeded_normal_
-from dualpipe.nn.routing import combine_tokens, dispatch_tokens, sort_tokens
+from dualpipe.nn.segments import Communicate, Compute, run_segments
 from dualpipe.parallel import DTypePolicy, build_on_meta, materialize, resolve_dtypes, shard
-from dualpipe.parallel.expert import ExpertParallel, expert_parallel_mlp, run_experts, shard_experts
+from dualpipe.parallel.expert import ExpertParallel, run_experts, shard_experts
 from dualpipe.parallel.mesh import build_mesh, dense_mesh
 from ranks import run_ranks
 from toys import relative_error
@@ -55,8 +56,8 @@ CASES = {
     "all experts": ((3, 4, 5, 2), E, lambda rank: range(E)),
     "a rank without tokens": ((0, 5, 0, 4), 3, lambda rank: range(E)),
     "no tokens": ((0, 0, 0, 0), 2, lambda rank: range(E)),
-    "with nobody": ((6, 6, 6, 6), 3, lambda rank: (*range(E), -1, -1, -1, -1)),
-    "only nobody": ((3, 2, 3, 2), 2, lambda rank: (-1, -1)),
+    "some unassigned": ((6, 6, 6, 6), 3, lambda rank: (*range(E), -1, -1, -1, -1)),
+    "all unassigned": ((3, 2, 3, 2), 2, lambda rank: (-1, -1)),
 }
 
 
@@ -104,10 +105,26 @@ def error(actual, expected):
     return relative_error(actual.double(), expected.double())
 
 
+def through_experts(dispatcher, experts, x, weights, choices):
+    """(T, H) -> (T, H) through the chosen experts, wherever they are, as a model's segments do it."""
+    run = functools.partial(run_experts, experts)
+    segments = [Compute(dispatcher.plan, ("x", "weights", "choices"), ("rows", "weights", "plan"))]
+    if dispatcher.dispatch is None:
+        segments.append(Compute(run, ("rows", "weights", "plan"), "rows"))
+    else:
+        segments += [
+            Communicate(dispatcher.dispatch, ("rows", "weights", "plan"), ("rows", "weights", "received")),
+            Compute(run, ("rows", "weights", "received"), "rows"),
+            Communicate(dispatcher.combine, ("rows", "received"), "rows"),
+        ]
+    segments.append(Compute(dispatcher.finish, ("rows", "plan"), "x"))
+    return run_segments(segments, {"x": x, "weights": weights, "choices": choices})["x"]
+
+
 def ours(ep, experts, case, rank, dtype):
     x, weights, choices, dy = batch(case, rank, dtype)
     x, weights = x.requires_grad_(), weights.requires_grad_()
-    y = expert_parallel_mlp(ep.dispatcher(), experts, x, weights, choices)
+    y = through_experts(ep.dispatcher(), experts, x, weights, choices)
     y.backward(dy)
     return [y.detach(), x.grad, weights.grad]
 
@@ -151,10 +168,10 @@ def todays_layer(experts, x, weights, choices):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", [case for case in CASES if "nobody" not in case])
+@pytest.mark.parametrize("case", [case for case in CASES if "unassigned" not in case])
 def test_alone_a_rank_computes_the_same_bits_as_without_a_dispatcher(case, dtype):
     results = []
-    for layer in (functools.partial(expert_parallel_mlp, ExpertParallel(E).dispatcher()), todays_layer):
+    for layer in (functools.partial(through_experts, ExpertParallel(E).dispatcher()), todays_layer):
         experts, (x, weights, choices, dy) = Experts(DTYPES[dtype]), batch(case, 3, DTYPES[dtype])
         y = layer(experts, x.requires_grad_(), weights.requires_grad_(), choices)
         y.backward(dy)
@@ -214,7 +231,7 @@ def in_segments(dispatcher, experts, inputs, fails_from=5):
 
 
 def failing(rank, fails_from):
-    """Rank 1 fails, nobody, all, nobody: errors of the healthy ranks' results; what failed ranks compute is zero."""
+    """Rank 1 fails, no rank, all, no rank: errors of the healthy ranks' results; what failed ranks compute is zero."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
     dispatcher, experts = ExpertParallel(E, mesh).dispatcher(), Experts(torch.float64, mesh)
     each, errors = E // mesh.size(), []
@@ -361,7 +378,7 @@ class Toy(nn.Module):
             seeded_normal_(param, std=0.3, seed=seed, name=name)
 
     def forward(self, x, weights, choices):
-        return expert_parallel_mlp(self.dispatcher, self.experts, torch.tanh(self.dense(x)), weights, choices)
+        return through_experts(self.dispatcher, self.experts, torch.tanh(self.dense(x)), weights, choices)
 
 
 def loss_of(model, rank):
@@ -433,7 +450,7 @@ def what_is_refused(rank):
     inputs = list(batch("random", rank, torch.float64))
     inputs[0] = inputs[0].to(torch.float32 if rank else torch.float64)
     with pytest.raises(ValueError) as raised:
-        expert_parallel_mlp(ep.dispatcher(), experts, *inputs[:3])
+        through_experts(ep.dispatcher(), experts, *inputs[:3])
     messages.append(str(raised.value))
     dispatcher = ep.dispatcher()
     made = dispatcher.plan(*batch("random", rank, torch.float64)[:3])

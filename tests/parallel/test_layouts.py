@@ -17,16 +17,18 @@ from dualpipe.models import Qwen3MoeConfig, build_stages
 from dualpipe.models.decoder import SparseMLP
 from dualpipe.nn import cross_entropy_loss
 from dualpipe.nn.deferral import WeightGradStore
-from dualpipe.nn.router import BalancedRoutes, Choice, Router, RouterStep, Routes
+from dualpipe.nn.router import BalancedRoutes, Choice, Router
+from dualpipe.nn.router_losses import RouterStep
+from dualpipe.parallel import DTypePolicy, Rule, resolve_dtypes, shard
 from dualpipe.parallel.expert import ExpertParallel, shard_experts
 from dualpipe.parallel.materialize import build_on_meta, materialize
 from dualpipe.parallel.mesh import build_mesh, dense_mesh
-from dualpipe.parallel.precision import DTypePolicy, Rule, resolve_dtypes, shard
 from dualpipe.pipeline import PipelineError
 from dualpipe.schedule import build
 from dualpipe.train.model import build_model, build_whole, micro_batch_loss
 from dualpipe.train.parity import compare_gradients, difference
 from ranks import run_ranks
+from routes import Routes
 
 CONFIG = Qwen3MoeConfig(
     vocab_size=61, hidden_size=16, num_hidden_layers=5, num_attention_heads=2, num_key_value_heads=1, head_dim=8,

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dualpipe.parallel.mesh import build_mesh, dense_mesh, mesh_sizes
+from dualpipe.parallel.mesh import DIMENSIONS, Mesh, build_mesh, dense_mesh, mesh_sizes
 from ranks import run_ranks
 
 
@@ -14,7 +14,8 @@ from ranks import run_ranks
     ("ranks", "pp", "ep", "dp"), [(8, 2, 2, 2), (8, 1, 1, 8), (8, 2, 4, 1), (1, 1, 1, 1), (12, 3, 2, 2)]
 )
 def test_dp_is_what_the_others_leave(ranks, pp, ep, dp):
-    assert mesh_sizes(ranks, pp, None, ep) == mesh_sizes(ranks, pp, dp, ep) == (pp, dp, ep)
+    sizes = {"pp": pp, "dp": dp, "ep": ep}
+    assert mesh_sizes(ranks, pp=pp, dp=None, ep=ep) == mesh_sizes(ranks, **sizes) == sizes
 
 
 WRONG = {
@@ -30,7 +31,7 @@ WRONG = {
 @pytest.mark.parametrize("sizes", WRONG)
 def test_sizes_that_do_not_fit_are_refused_with_those_that_would(sizes):
     with pytest.raises(ValueError) as raised:
-        mesh_sizes(*sizes)
+        mesh_sizes(sizes[0], **dict(zip(DIMENSIONS, sizes[1:])))
     assert WRONG[sizes] in str(raised.value)
 
 
@@ -57,4 +58,60 @@ def test_dimensions_of_one_rank(sizes):
     for rank, (shape, members, dense, _) in enumerate(run_ranks(groups, 2, *sizes)):
         assert shape == sizes
         assert dense == ([rank] if sizes[0] == 2 else [0, 1])
-        assert all(len(members[name]) == size for name, size in zip(("pp", "dp", "ep"), sizes))
+        assert all(len(members[name]) == size for name, size in zip(DIMENSIONS, sizes))
+
+
+def places(rank, shape, names):
+    """What `Mesh` says of a rank, and what torch says of the same."""
+    device_mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=names)
+    mesh = Mesh.of(device_mesh)
+    for name in names or ():
+        part = device_mesh[name]
+        assert (mesh.rank(name), mesh.size(name)) == (part.get_local_rank(), part.size())
+        assert mesh.group(name) is part.get_group() and mesh.part(name).size() == part.size()
+    assert mesh.world_size == dist.get_world_size()
+    if mesh.dense is not None:
+        assert (mesh.replica, mesh.replicas) == (mesh.dense.get_local_rank(), mesh.dense.size())
+    members = {name: part and dist.get_process_group_ranks(part.get_group())
+               for name, part in (("dense", mesh.dense), ("experts", mesh.experts), ("pp", mesh.part("pp")))}
+    return dict(mesh.sizes), dict(mesh.places), members
+
+
+def test_mesh_says_where_a_rank_stands():
+    for rank, (sizes, at, members) in enumerate(run_ranks(places, 8, (2, 2, 2), DIMENSIONS)):
+        assert sizes == {"pp": 2, "dp": 2, "ep": 2} and tuple(at.values()) == (rank // 4, rank // 2 % 2, rank % 2)
+        assert members["dense"] == ([0, 1, 2, 3] if rank < 4 else [4, 5, 6, 7])
+        assert members["experts"] == [rank & ~2, rank | 2] and members["pp"] == [rank & ~4, rank | 4]
+
+
+def test_a_mesh_that_need_not_run():
+    mesh = Mesh.planned(pp=16, ep=8)
+    assert mesh.sizes == {"pp": 16, "dp": 1, "ep": 8} and mesh.world_size == 128 and mesh.replicas == 8
+    assert mesh.rank("pp") == mesh.replica == 0 and mesh.group("pp") is mesh.dense is None
+    with pytest.raises(ValueError, match=r"sizes of the mesh must be at least 1; got dp \* ep = -1 \* -1"):
+        Mesh.planned(dp=-1, ep=-1)
+
+
+OWN = {
+    "another order": ((2, 2), ("ep", "pp"), {"pp": 2, "dp": 1, "ep": 2}),
+    "no pipeline": ((2, 2), ("dp", "ep"), {"pp": 1, "dp": 2, "ep": 2}),
+    "names of its own": ((2, 2), ("replicate", "shard"), {"pp": 1, "dp": 1, "ep": 1, "replicate": 2, "shard": 2}),
+    "no names": ((4,), None, {"pp": 1, "dp": 1, "ep": 1}),
+}
+
+
+@pytest.mark.parametrize("case", OWN)
+def test_mesh_of_ones_own_lacks_dimensions(case):
+    shape, names, expected = OWN[case]
+    for rank, (sizes, at, members) in enumerate(run_ranks(places, 4, shape, names)):
+        assert sizes == expected
+        assert at == dict.fromkeys(expected, 0) | dict(zip(names or (), (rank // 2, rank % 2)))
+        by_case = {"another order": [rank & ~2, rank | 2], "no pipeline": [0, 1, 2, 3]}
+        assert members["dense"] == by_case.get(case)
+        assert members["experts"] == ([rank & ~2, rank | 2] if case == "no pipeline" else None)
+
+
+def test_alone():
+    mesh = Mesh.of(None)
+    assert mesh == Mesh.planned() and mesh.world_size == mesh.replicas == mesh.size("pp") == 1
+    assert mesh.replica == mesh.rank("ep") == 0 and mesh.dense is mesh.experts is mesh.group("pp") is None

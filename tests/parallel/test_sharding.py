@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from dualpipe.models import Qwen3MoeConfig, build_stages
 from dualpipe.parallel import DTypePolicy, Rule, assert_contract, resolve_dtypes, shard
-from dualpipe.parallel.sharding import plan_units
+from dualpipe.parallel.units import Cut
 from ranks import run_ranks
 from toys import relative_error
 
@@ -229,7 +229,7 @@ def qwen(rank):
         assert_contract(model, plan, run=lambda: step(model, rank))
     assert {step(plain, seed) for seed in (0, 1)} == {BF16}
     expected = {name: p.grad / 2 for name, p in plain.named_parameters()}
-    units = sum(len(unit.modules) > 1 for unit in plan_units(plain, plan).units)
+    units = sum(len(unit.modules) > 1 for unit in Cut(plain, plan).units)
     return worst(gradients(model), expected), seen, units
 
 
@@ -390,6 +390,41 @@ def test_given_a_scalar_parameter_then_the_plan_is_refused_unless_it_is_frozen()
         resolve_dtypes(model, policy())
     model.A_log.requires_grad_(False)
     assert resolve_dtypes(model, policy()).of("A_log").storage is BF16
+
+
+def names_of_units(model, *rules):
+    names = {module: name for name, module in model.named_modules()}
+    units = Cut(model, resolve_dtypes(model, policy(*rules))).units
+    return [[names[module] for module in unit.modules] for unit in units]
+
+
+class Calling(nn.Module):
+    """Owns the modules that it is given."""
+
+    def __init__(self, **modules):
+        super().__init__()
+        for name, module in modules.items():
+            self.add_module(name, module)
+
+    def forward(self, x):
+        return x
+
+
+def test_a_layer_has_no_layers_of_its_own():
+    layers = [Calling(experts=nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]), norm=Scale()) for _ in range(2)]
+    model = Calling(layers=nn.ModuleList(layers), head=nn.Linear(4, 4))
+    assert names_of_units(model) == [["layers.0"], ["layers.1"], [""]]
+    mixed = names_of_units(model, ("*.experts.1", FP32), ("*.norm", FP32))
+    assert mixed == [["layers.0.experts.1", "layers.0.norm"], ["layers.0"], ["layers.1.experts.1", "layers.1.norm"],
+                     ["layers.1"], [""]]
+
+
+def test_a_frozen_scalar_of_another_dtype_does_not_decide_what_goes_into_its_module():
+    scaled, norm = Scale(), Scale()
+    scaled.factor = nn.Parameter(torch.tensor(2.0), requires_grad=False)
+    model = Calling(scaled=scaled, norm=norm)
+    cut = Cut(model, resolve_dtypes(model, policy(("scaled.factor", FP32), ("norm", FP32))))
+    assert {cast.module: cast.inputs for cast in cut.casts} == {model: BF16, scaled: BF16, norm: FP32}
 
 
 def test_given_a_container_without_forward_then_the_plan_is_refused():

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from dualpipe.nn import Linear
 from dualpipe.nn.deferral import WeightGradStore
 from dualpipe.nn.segments import Communicate, Compute
-from dualpipe.parallel.all_to_all import Flight, Landing, Wire
+from dualpipe.parallel.all_to_all import CommStream, PendingRows
 from dualpipe.pipeline.overlap import BackwardRun, SegmentedStage, Task, walk, weight_gradients
 from dualpipe.pipeline.passage import Passage
 from threads import Rank, run_threads
@@ -37,7 +37,7 @@ class Exchange:
 
     group = None
 
-    class Pending(Landing):
+    class Pending(PendingRows):
         on_wait: Callable[[], None] | None = None
 
         def wait(self):
@@ -45,13 +45,13 @@ class Exchange:
                 self.on_wait()
             return super().wait()
 
-    def __init__(self, wire: Wire, on_wait: Callable[[], None]) -> None:
-        self._wire, self._on_wait = wire, on_wait
+    def __init__(self, stream: CommStream, on_wait: Callable[[], None]) -> None:
+        self._stream, self._on_wait = stream, on_wait
 
     def forward(self, inputs):
-        flight = Flight(self._wire, self._wire.mark())
-        flight.add(inputs[0], inputs[0].shape[1] * inputs[0].itemsize, [len(inputs[0])], [len(inputs[0])])
-        return self.Pending(flight, (inputs[0].dtype,), None)
+        (rows,), pending = inputs, self.Pending(self._stream)
+        pending.send(rows, rows.shape[1] * rows.itemsize, [len(rows)], [len(rows)], rows.dtype)
+        return pending
 
     def backward(self, context, gradients):
         pending = self.forward(gradients)
@@ -62,13 +62,13 @@ class Exchange:
 class Watched(nn.Module):
     """Layers of two linears with a communication before and after the second, and a residual."""
 
-    def __init__(self, wire: Wire) -> None:
+    def __init__(self, stream: CommStream) -> None:
         super().__init__()
         self.first = nn.ModuleList(Linear(WIDTH, WIDTH) for _ in range(LAYERS))
         self.second = nn.ModuleList(Linear(WIDTH, WIDTH) for _ in range(LAYERS))
         self.read: list[weakref.ref] = []  # storages of what came out of a communication, as they were read
         self.alive: list[list[bool]] = []  # whether each is there when the backward waits for a communication
-        self.exchange = Exchange(wire, lambda: self.alive.append([ref() is not None for ref in self.read]))
+        self.exchange = Exchange(stream, lambda: self.alive.append([ref() is not None for ref in self.read]))
 
     def received(self, compute: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
         self.read.append(weakref.ref(tensors[-1].untyped_storage()))
@@ -92,7 +92,7 @@ class Stage:
 
     def __init__(self, rank: Rank) -> None:
         torch.manual_seed(0)
-        self.module = Watched(Wire(rank.all_to_all("self", [rank.number]))).to(rank.device)
+        self.module = Watched(CommStream(rank.all_to_all("self", [rank.number]))).to(rank.device)
         self._segmented = SegmentedStage(self.module.segments(), ("x",), ("x",))
         self._store, self._device, self._count = WeightGradStore(), rank.device, 0
         for parameter in self.module.parameters():

@@ -22,7 +22,7 @@ from dualpipe.models import Qwen3MoeConfig, build_stages
 from dualpipe.models.stages import Recompute
 from dualpipe.nn import GroupedLinear, Linear, cross_entropy_loss, defer_weight_grads
 from dualpipe.nn.segments import Communicate, Compute
-from dualpipe.parallel.all_to_all import AllToAll, Flight, Landing, Wire
+from dualpipe.parallel.all_to_all import AsyncAllToAll, CommStream, PendingRows
 from dualpipe.parallel.expert import ExpertParallel
 from threads import Delays, Rank, Transfer, run_threads
 from toys import relative_error, stages_of_rank
@@ -47,14 +47,14 @@ class Swap:
 
     group = None
 
-    def __init__(self, wire: Wire) -> None:
-        self._wire = wire
+    def __init__(self, stream: CommStream) -> None:
+        self._stream = stream
 
     def forward(self, inputs):
         (rows,) = inputs
-        flight, each = Flight(self._wire, self._wire.mark()), [len(rows) // self._wire.size] * self._wire.size
-        flight.add(rows, rows.shape[1] * rows.itemsize, each, each)
-        return Landing(flight, (rows.dtype,), None)
+        pending, each = PendingRows(self._stream), [len(rows) // self._stream.size] * self._stream.size
+        pending.send(rows, rows.shape[1] * rows.itemsize, each, each, rows.dtype)
+        return pending
 
     def backward(self, context, gradients):
         return self.forward(gradients)
@@ -63,7 +63,7 @@ class Swap:
 class Swapping(nn.Module):
     """(T, width) -> (T, width): two layers, the rows of each activated where a swap has taken them."""
 
-    wire: Wire | None = None
+    stream: CommStream | None = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Swapping(nn.Module):
         return x
 
     def segments(self) -> list:
-        swap, found = Swap(self.wire), []
+        swap, found = Swap(self.stream), []
         for up, down in zip(self.up, self.down):
             found += [
                 Compute(up, "x", "rows"),
@@ -87,8 +87,8 @@ class Swapping(nn.Module):
             ]
         return found
 
-    def connect(self, all_to_all: AllToAll) -> None:
-        self.wire = Wire(all_to_all)
+    def connect(self, all_to_all: AsyncAllToAll) -> None:
+        self.stream = CommStream(all_to_all)
 
 
 def swapping(count: int) -> list[nn.Module]:
@@ -112,7 +112,7 @@ def qwen(count: int) -> list[nn.Module]:
     return stages
 
 
-def share_experts(stage: nn.Module, all_to_all: AllToAll) -> None:
+def share_experts(stage: nn.Module, all_to_all: AsyncAllToAll) -> None:
     """Leave this rank its experts."""
     for layer in stage.modules():
         if isinstance(layer, GroupedLinear):
@@ -130,7 +130,7 @@ class Problem(NamedTuple):
     batches: list[tuple[Tensor, Tensor]]  # by expert-parallel rank
     is_qwen: bool
 
-    def connect(self, stage: nn.Module, all_to_all: AllToAll) -> None:
+    def connect(self, stage: nn.Module, all_to_all: AsyncAllToAll) -> None:
         share_experts(stage, all_to_all) if self.is_qwen else stage.connect(all_to_all)
 
     def criterion(self, output: Tensor, target: Tensor) -> Tensor:
@@ -269,7 +269,7 @@ def test_nothing_is_left_in_memory(pp, ep):
 
 @pytest.mark.parametrize("pp, ep", [(1, 2), (2, 2)])
 def test_a_missing_wait_for_rows_shows(device, monkeypatch, pp, ep):
-    monkeypatch.setattr(Flight, "land", lambda flight: flight._buffers)
+    monkeypatch.setattr(PendingRows, "receive", lambda rows: [b.view(dtype) for b, dtype in rows._received])
     it = problem(False, 2 * pp, ep)
     results = run_threads(step, pp * ep, it, pp, ep, True, device=device, delays=Delays(all_to_all=EACH))
     _, gradients = reference(it)

@@ -168,10 +168,10 @@ def test_zbv_has_no_bubble_in_its_steady_state():
 
 
 def test_building_is_cheap():
-    start = time.perf_counter()
+    start = time.process_time()
     for name in NAMES:
         build(name, 16, 31)
-    assert time.perf_counter() - start < 0.2
+    assert time.process_time() - start < 0.2
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,10 @@ def test_costs_in_text_and_json(tmp_path):
     assert parse_costs(str(file)) == Costs(F=2, FB=4, pairs=base.pairs, per_stage={7: own})
 
 
-@pytest.mark.parametrize("content", ["[1]", "{", '{"per_stage": 3}', '{"per_stage": {"a": {}}}', '{"F": [1]}'])
+@pytest.mark.parametrize(
+    "content",
+    ["[1]", "{", '{"per_stage": 3}', '{"per_stage": {"0": 3}}', '{"per_stage": {"a": {}}}', '{"F": [1]}'],
+)
 def test_wrong_json_is_status_2(tmp_path, capsys, content):
     file = tmp_path / "costs.json"
     file.write_text(content)
@@ -111,9 +114,9 @@ def test_costs_per_stage_cannot_be_compared_across_numbers_of_stages(tmp_path, c
 def test_needs_no_torch_and_loads_quickly():
     program = """
         import sys, time
-        start = time.perf_counter()
+        start = time.process_time()
         import dualpipe.schedule
-        took = time.perf_counter() - start
+        took = time.process_time() - start
         import argparse
         from dualpipe.schedule.command import add_parser
         parser = argparse.ArgumentParser()
@@ -128,4 +131,4 @@ def test_needs_no_torch_and_loads_quickly():
         subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=True)
         for _ in range(3)
     ]
-    assert min(float(run.stdout.split()[-1]) for run in runs) < 0.15  # about 0.03 s on a machine that is not busy
+    assert min(float(run.stdout.split()[-1]) for run in runs) < 0.15  # of the processor: about 0.03 s

@@ -149,3 +149,30 @@ def test_scaled_costs():
     assert costs.scaled(2) == Costs(
         F=2, B=4, W=2, FB=5, pairs={("F", "I"): 3}, p2p=0.1, per_stage={0: Costs(F=6, B=4, W=2)}
     )
+
+
+def one_rank(costs: Costs):
+    """Two stages on one rank: gradients of stage 1 are complete at 4, those of stage 0 at 6."""
+    return simulate(Schedule("mine", 1, 2, 1, (((F(0, 0),), (F(1, 0),), (B(1, 0),), (B(0, 0),)),)), costs)
+
+
+@pytest.mark.parametrize(
+    "cost, per_stage, spans, makespan",
+    [
+        (1, None, [(4, 5, 1), (6, 7, 0)], 7),  # the first is hidden
+        (3, None, [(4, 7, 1), (7, 10, 0)], 10),  # one after the other
+        (0, {1: Costs(R=1)}, [(4, 5, 1)], 6),
+        (0, None, [], 6),
+    ],
+)
+def test_reductions_run_beside_the_steps_one_after_the_other(cost, per_stage, spans, makespan):
+    found = one_rank(Costs(R=cost, per_stage=per_stage))
+    assert [(r.start, r.end, r.stage) for r in found.reductions[0]] == spans
+    assert found.makespan == makespan
+    assert found.bubble == (makespan - 6,)
+
+
+def test_what_a_reduction_costs_is_scaled_and_checked_like_the_rest():
+    assert Costs(R=2).scaled(3).R == 6
+    with pytest.raises(ValueError, match="cost R is -1"):
+        Costs(R=-1)

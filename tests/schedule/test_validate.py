@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from dualpipe.schedule import Action, Schedule, ScheduleError, build, validate
-from dualpipe.schedule.messages import all_messages, rank_messages, sending_order
 from dualpipe.schedule.validate import independent
 
 
@@ -155,29 +154,6 @@ def test_pairs_that_are_independent():
         assert independent(a, b) == independent(b, a) == (text in yes), text
 
 
-def test_activations_and_gradients_are_streams_apart():
-    """DeepSeek's order on 4 ranks: rank 1 takes a gradient before an activation that rank 0 has sent earlier."""
-    deepseek = build("dualpipev", 4, 8)
-    sent = [str(m) for step in rank_messages(deepseek, 0) for m in step.outgoing if m.dst == 1]
-    taken = [str(m) for step in rank_messages(deepseek, 1) for m in step.incoming if m.src == 0]
-    assert sorted(sent) == sorted(taken)
-    first = next(i for i, (a, b) in enumerate(zip(sent, taken)) if a != b)
-    assert sent[first] == "activation of micro-batch 6 for stage 1 (rank 0 to 1)"
-    assert taken[first] == "gradient of micro-batch 0 for stage 6 (rank 0 to 1)"
-    for stream, messages in sending_order(deepseek).items():
-        steps = rank_messages(deepseek, stream[1])
-        assert [m for step in steps for m in step.incoming if m.stream == stream] == messages
-
-
-def test_a_step_takes_its_messages_as_they_are_sent():
-    """Rank 1 has its pair of forwards the other way round than rank 0, whose order counts."""
-    turned = schedule("0F0 0F1 0B0 0B1", "1F1&1F0 1B0 1B1", microbatches=2)
-    validate(turned)
-    first = rank_messages(turned, 1)[0]
-    assert [m.microbatch for m in first.incoming] == [0, 1]
-    assert all_messages(turned)[1][0] == first
-
-
 def plain(schedule: Schedule) -> list[list[list[list]]]:
     return [[[[a.kind, a.stage, a.microbatch] for a in step] for step in steps] for steps in schedule.ranks]
 
@@ -248,6 +224,6 @@ def test_the_reading_itself_accepts_what_build_makes():
 
 def test_large_schedules_are_proved_quickly():
     large = build("dualpipev", 16, 64)
-    start = time.perf_counter()
+    start = time.process_time()
     validate(large)
-    assert time.perf_counter() - start < 0.5
+    assert time.process_time() - start < 0.5

@@ -13,11 +13,11 @@ from dualpipe.checkpoint.hub_files import TensorInfo
 from dualpipe.checkpoint.hub_layout import new_tensors
 from dualpipe.checkpoint.hub_plan import model_tensors, shapes_of
 from dualpipe.models import build_stages, read_config
+from dualpipe.parallel import DTypePolicy, resolve_dtypes, shard
 from dualpipe.parallel.expert import shard_experts
 from dualpipe.parallel.materialize import build_on_meta
 from dualpipe.parallel.mesh import build_mesh, dense_mesh
-from dualpipe.parallel.precision import DTypePolicy, resolve_dtypes, shard
-from dualpipe.schedule.placement import v_placement
+from dualpipe.schedule.types import v_placement
 
 TINY = {
     "vocab_size": 61, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 4, "num_attention_heads": 4,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
+from torch import Tensor
 
 from dualpipe.models import Stage
-from dualpipe.models.hub import from_hub
+from dualpipe.models.hub import HubConfig, Part
 from dualpipe.nn import cross_entropy_loss
 
 
@@ -51,6 +54,26 @@ def ours(config, tensors, hub):
     if "lm_head.weight" not in hub:  # tied
         shapes.pop("lm_head.weight", None)
     return from_hub(config, shapes, hub)
+
+
+def from_hub(config: HubConfig, shapes: Mapping[str, Sequence[int]], hub: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of ours with these names and shapes, made of a hub state dict in memory, such as a model's gradients.
+
+    Raises `ValueError` for a name of which no layout is there.
+    """
+    return {name: _assembled(config.hub_layouts(name, shape), shape, hub) for name, shape in shapes.items()}
+
+
+def _assembled(layouts: list[list[Part]], shape: Sequence[int], hub: Mapping[str, Tensor]) -> Tensor:
+    parts = next((parts for parts in layouts if all(part.name in hub for part in parts)), None)
+    if parts is None:
+        raise ValueError(f"{layouts[0][0].name} is missing")
+    ours = hub[parts[0].name].new_empty(*shape)
+    for part in parts:
+        tensor = hub[part.name]
+        into = ours[part.where]
+        into.copy_((tensor.mT if part.transposed else tensor).reshape(into.shape))
+    return ours
 
 
 def split_experts(fused):

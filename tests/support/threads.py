@@ -6,8 +6,8 @@
 
     run_threads(on_rank, 4, device="cuda")
 
-It stands behind two interfaces: the pipeline's `Transport` with its `Link`s, and `AllToAll`. A send and its receive
-meet in a mailbox, in order, and whoever comes second starts the copy.
+It stands behind two interfaces: the pipeline's `Transport` with its `Link`s, and `AsyncAllToAll`. A send and its
+receive meet in a mailbox, in order, and whoever comes second starts the copy.
 
 On CUDA every rank has a current stream of its own. A copy runs on a stream of the receiver, after events of both
 sides, as NCCL does it; `wait` makes the current stream wait. On CPU the copy happens when one side waits, and not
@@ -252,7 +252,7 @@ class ThreadTransport:
 
 
 class ThreadAllToAll:
-    """As `dualpipe.parallel.all_to_all.AllToAll`."""
+    """As `dualpipe.parallel.all_to_all.AsyncAllToAll`."""
 
     group = None
 

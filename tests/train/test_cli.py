@@ -307,7 +307,8 @@ def test_a_command_whose_reader_has_gone_ends_without_a_word(run_toml, capsys, m
 
 def test_a_collapsed_router_is_said_once(train_alone, capsys, monkeypatch):
     monkeypatch.setattr("dualpipe.train.routers._PATIENCE", 3)
-    monkeypatch.setattr("dualpipe.nn.balance.RouterStatistics.max_over_mean", property(lambda self: torch.tensor(1.95)))
+    collapsed = property(lambda self: torch.tensor(1.95))
+    monkeypatch.setattr("dualpipe.nn.router_losses.RouterStatistics.max_over_mean", collapsed)
     assert train_alone("--train.steps", "5") == 0
     out = capsys.readouterr().out
     assert "load_max_over_mean in the metrics: 1 where all experts get as many tokens, 2 (experts / top_k) where" in out
@@ -317,7 +318,7 @@ def test_a_collapsed_router_is_said_once(train_alone, capsys, monkeypatch):
 
 
 def test_compiling_is_announced(train_alone, capsys, monkeypatch):
-    monkeypatch.setattr("dualpipe.models.decoder.Stage.compile_dense", lambda self: None)
+    monkeypatch.setattr("dualpipe.models.Stage.compile_dense", lambda self: None)
     assert train_alone("--train.compile", "True") == 0
     out = capsys.readouterr().out
     assert "step 1 takes longer: it compiles norms, attention and dense MLPs\nstep 1/2" in out

@@ -1,8 +1,14 @@
 """The TOML config: defaults, overrides, and what is refused."""
 
+import json
+import re
+from dataclasses import fields
+from typing import get_type_hints
+
 import pytest
 
 from dualpipe.train.config import fit_world, load_config
+from dualpipe.train.tables import Config
 
 GOOD = """
 [model]
@@ -43,6 +49,11 @@ def test_special_paths_are_not_anchored(toml):
     assert (config.data.path, config.data.tokenizer, config.data.validation_path) == ("stdlib", "bytes", None)
 
 
+def test_a_path_called_none_is_a_path(toml, tmp_path):
+    config = load_config(toml(GOOD.replace('"text"', '"text"\nvalidation_path = "None"')))
+    assert config.data.validation_path == str(tmp_path / "None")
+
+
 def test_overrides_replace_the_file(toml):
     options = ["--optimizer.lr", "3e-4", "--train.sequence-length=9", "--data.path", "here", "--train.dtype", "bf16"]
     config = load_config(toml(), [*options, "--optimizer.betas", "0.5", "0.6", "--data.validation_path", "v"])
@@ -60,6 +71,14 @@ def test_overrides_replace_the_file(toml):
         (GOOD.replace("steps = 7", 'steps = "7"'), "steps = '7' has the wrong type; it must be an integer"),
         (GOOD.replace("steps = 7", "steps = true"), "steps = True has the wrong type"),
         (GOOD.replace("steps = 7", "steps = 7.5"), "steps = 7.5 has the wrong type"),
+        (GOOD.replace("lr = 1", "lr = true"), "lr = True has the wrong type; it must be a number"),
+        (GOOD.replace("lr = 1", 'lr = "1"'), "lr = '1' has the wrong type; it must be a number"),
+        (GOOD.replace("[0.8, 0.9]", "[0.8, true]"), r"betas = True has the wrong type; it must be a number"),
+        (GOOD.replace('"text"', "3"), r"run.toml: \[data\]: path = 3 has the wrong type; it must be a string"),
+        (GOOD.replace("pp = 2", 'layers_per_stage = [1, "2"]'), "layers_per_stage = '2' has the wrong type"),
+        (GOOD + "[memory]\nrecompute = 'layer'", "recompute = 'layer' has the wrong type; it must be a list, each a"),
+        (GOOD + "[dtypes]\nrules = ['a,save=fp32']", r"\[dtypes\]: rules must be a table, got 'a,save=fp32'"),
+        (GOOD + "[[dtypes.rules]]\npatern = 'a'", r"\[dtypes\]: rules: unknown key 'patern'; .* is 'pattern'"),
         (GOOD.replace("steps = 7", "steps = 0"), "train.steps = 0: must be at least 1"),
         (GOOD.replace("steps = 7", 'dtype = "fp16"'), "dtype = 'fp16' .* one of 'fp32', 'bf16'"),
         (GOOD.replace("[0.8, 0.9]", "[0.8]"), "betas = .* a list of 2"),
@@ -84,6 +103,37 @@ def test_overrides_replace_the_file(toml):
 def test_refuses_a_bad_file(toml, text, message):
     with pytest.raises(ValueError, match=message):
         load_config(toml(text))
+
+
+IMPOSSIBLE = {  # values, by what is said of them
+    "must be at least 0": {"parallel.dp": -1},
+    "must be at least 1": dict.fromkeys(
+        ("parallel.pp", "parallel.ep", "train.steps", "train.sequence_length", "train.micro_batch_size",
+         "train.num_chunks", "train.log_interval"), 0),
+    "must not be negative": dict.fromkeys(
+        ("train.seed", "train.eval_interval", "train.eval_batches", "router.balance", "router.z_loss",
+         "router.bias_update_rate", "optimizer.weight_decay", "optimizer.warmup_steps", "optimizer.clip_norm",
+         "checkpoint.interval", "checkpoint.keep_last", "checkpoint.keep_every"), -1),
+    "must be positive": {"optimizer.lr": 0, "optimizer.eps": -1, "parallel.timeout": 0},
+    "must be from 0 to 1": {"optimizer.min_lr_ratio": 1.5, "optimizer.decay_fraction": -0.5},
+    "must be at least 0 and less than 1": {"data.validation_fraction": 1},
+    "both must be at least 0 and less than 1": {"optimizer.betas": [-0.1, 0.5]},
+    "give ": {"data.path": "", "data.tokenizer": "", "data.text_key": "", "router.balanced_stride": -1,
+              "checkpoint.resume": "", "output.dir": ""},
+    "the package wandb is not installed": {"metrics.wandb": "project"},
+}
+
+
+def test_every_rule_of_a_field_refuses_something(toml, monkeypatch):
+    monkeypatch.setattr("dualpipe.train.tables.find_spec", lambda name: None)
+    ruled = {f"{table}.{each.name}" for table, cls in get_type_hints(Config).items() for each in fields(cls)
+             if each.metadata}
+    assert ruled == {name for names in IMPOSSIBLE.values() for name in names}
+    for remedy, values in IMPOSSIBLE.items():
+        for name, value in values.items():
+            table, field = name.split(".")
+            with pytest.raises(ValueError, match=rf"^{table}.{field} = .*: {re.escape(remedy)}"):
+                load_config(toml(f"[{table}]\n{field} = {json.dumps(value)}"))
 
 
 @pytest.mark.parametrize(

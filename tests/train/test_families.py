@@ -24,7 +24,7 @@ def from_hub_and_back(rank: int, toml: str, options: list[str]) -> None:
     config, cpu = fit_world(load_config(toml, options), 4), torch.device("cpu")
     mesh = build_mesh(2, 1, 2, cpu)
     job = Job(rank, 4, cpu, dist.group.WORLD, mesh)
-    with Saver(config, job, lambda line: None) as saver:
+    with Saver(config, job) as saver:
         run = Run(config, job, saver)
         save_hf(run.model.stages, "same", mesh, run.model.plan, source=config.init.from_hf)
         run.train()

@@ -22,7 +22,7 @@ def _wait_for_nobody(rank, config, dimension, port):
         if rank in (0, 3):  # each alone in its row and its column
             start = time.monotonic()
             with pytest.raises(RuntimeError):
-                dist.all_reduce(torch.zeros(1), group=job.group_along(dimension))
+                dist.all_reduce(torch.zeros(1), group=job.place.group(dimension))
             waited = time.monotonic() - start
             return waited
         time.sleep(6)

@@ -1,4 +1,4 @@
-"""Who this process is under torchrun and SLURM, and what the launcher says when a rank fails."""
+"""Who this process is under torchrun and SLURM, what the launcher says when a rank fails, and what it refuses."""
 
 import json
 import os
@@ -11,9 +11,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from dualpipe import cli
 from dualpipe.train import launch
 from dualpipe.train.job import choose_device
-from dualpipe.train.launch import RankInfo, rank_from_environment, slurm_rendezvous
+from dualpipe.train.launch import RankInfo, check_machine, rank_from_environment, slurm_rendezvous, start_commands
+from dualpipe.train.tables import ParallelConfig
 
 
 def test_torchrun_environment():
@@ -92,6 +94,10 @@ def test_a_rank_that_ended_without_a_word(tmp_path, capsys):
     assert "rank 1 ended with exit status 7" in capsys.readouterr().err
 
 
+def ranks(count):
+    return ParallelConfig(pp=count, device="cpu")
+
+
 def fake_ranks(monkeypatch, tmp_path, program):
     """Have the launcher start `program` in place of the `dualpipe` command."""
     (tmp_path / "dualpipe.py").write_text(program)
@@ -108,16 +114,16 @@ def _python_from(folder):
 def test_one_failing_rank_stops_the_others(monkeypatch, tmp_path, capsys):
     program = "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(9)\ntime.sleep(100)\n"
     fake_ranks(monkeypatch, tmp_path, program)
-    assert launch.start_ranks(["train"], 3) == 9
+    assert launch.start_ranks(["train"], ranks(3)) == 9
     assert "rank 1 ended with exit status 9" in capsys.readouterr().err
 
 
 def test_the_cursor_is_shown_again_when_ranks_were_stopped(monkeypatch, tmp_path, capsys):
     fake_ranks(monkeypatch, tmp_path, "import os, sys\nsys.exit(int(os.environ['RANK']))\n")
-    launch.start_ranks(["train"], 2)
+    launch.start_ranks(["train"], ranks(2))
     assert "\x1b" not in capsys.readouterr().out, "not a terminal"
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    launch.start_ranks(["train"], 2)
+    launch.start_ranks(["train"], ranks(2))
     assert capsys.readouterr().out == "\x1b[?25h"
 
 
@@ -130,7 +136,7 @@ with open("{tmp_path}/rank" + os.environ["RANK"], "w") as file:
     json.dump([sys.argv[1:], [os.environ[k] for k in keys]], file)
 """
     fake_ranks(monkeypatch, tmp_path, program)
-    assert launch.start_ranks(["train", "a b"], 2) == 0
+    assert launch.start_ranks(["train", "a b"], ranks(2)) == 0
     for rank in range(2):
         arguments, environment = json.loads((tmp_path / f"rank{rank}").read_text())
         assert arguments == ["-P", "-m", "dualpipe", "train", "a b"]
@@ -151,6 +157,77 @@ def test_a_device_for_every_rank(monkeypatch):
         with pytest.raises(ValueError, match=f"'{wanted}', but torch finds 1 CUDA devices here for 2 ranks; start few"):
             choose_device(info, wanted, lambda uuid: uuid != "GPU-1")
         assert str(choose_device(info, wanted, lambda uuid: uuid == "GPU-1")) == "cuda:0"  # all that this rank sees
+
+
+# -- what one machine is not asked to serve
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """A machine with two cores and so many GPUs: device files that the launcher sees, and what torch finds."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+
+    def set_(files, torch_finds=None):
+        monkeypatch.setattr(launch, "_device_files", lambda environment: files)
+        found = files if torch_finds is None else torch_finds
+        monkeypatch.setattr("torch.cuda.is_available", lambda: found > 0)
+        monkeypatch.setattr("torch.cuda.device_count", lambda: found)
+
+    return set_
+
+
+@pytest.mark.parametrize(
+    ("world_size", "device", "files", "torch_finds", "refused"),
+    [
+        (8, "auto", 0, 0, None),
+        (9, "auto", 0, 0, "9 ranks are more than 4 for each of this machine's 2 cores"),
+        (8, "cpu", 1, 1, None),
+        (9, "cpu", 16, 16, "9 ranks are more than 4 for each"),
+        (8, "auto", 8, 8, None),
+        (2, "auto", 1, 1, "2 ranks need as many GPUs, and this machine has 1; .*, or set parallel.device = 'cpu'"),
+        (2, "auto", 1, 0, None),  # a torch without CUDA
+        (2, "auto", 1, 2, None),  # device files are not all that there is
+        (2, "cuda", 0, 0, "2 ranks need as many GPUs, and this machine has 0; .*, or set parallel.device = 'cpu'"),
+    ],
+)
+def test_what_is_refused(gpus, world_size, device, files, torch_finds, refused):
+    gpus(files, torch_finds)
+    if refused is None:
+        check_machine(["train"], world_size, device)
+        return
+    with pytest.raises(ValueError, match=refused) as error:
+        check_machine(["train"], world_size, device)
+    assert [line.split()[0] for line in error.value.__notes__] == ["torchrun", "srun"]
+
+
+def test_the_commands_have_all_ranks():
+    torchrun, srun = start_commands(["train", "a b.toml"], 1024, gpus=8, cores=2)
+    assert torchrun.endswith("-m dualpipe train 'a b.toml'") and srun.endswith(" dualpipe train 'a b.toml'")
+    assert "--nnodes 128 --nproc-per-node 8 " in torchrun
+    assert "--nodes 128 --ntasks-per-node 8 --gpus-per-node 8 " in srun
+    assert "--nnodes 2 --nproc-per-node 6 " in start_commands(["train"], 12, gpus=8, cores=2)[0], "as even as it goes"
+    assert "--nnodes 8 --nproc-per-node 2 " in start_commands(["train"], 16, gpus=0, cores=2)[0]
+    assert "gpus" not in start_commands(["train"], 16, gpus=0, cores=2)[1]
+
+
+def test_hidden_devices_do_not_count():
+    files = launch._device_files({})
+    assert launch._device_files({"CUDA_VISIBLE_DEVICES": ""}) == 0
+    assert launch._device_files({"CUDA_VISIBLE_DEVICES": "0"}) == min(files, 1)
+
+
+@pytest.mark.parametrize("command", [["train"], ["parity", "--pp", "16"]])
+def test_no_process_is_started_for_a_thousand_ranks(run_toml, gpus, monkeypatch, capsys, command):
+    monkeypatch.setattr(launch, "subprocess", None)
+    monkeypatch.setattr(launch, "rank_from_environment", lambda environment: None)
+    gpus(0)
+    name, *options = command
+    options = [*options, "--parallel.pp", "16", "--parallel.ep", "64", "--parallel.device", "auto"]
+    assert cli.main([name, str(run_toml), *options]) == 2
+    error, torchrun, srun = capsys.readouterr().err.splitlines()
+    assert error.startswith("error: 1024 ranks are more than 4 for each")
+    assert "--nnodes 128 --nproc-per-node 8" in torchrun and "--parallel.ep 64" in torchrun
+    assert "--nodes 128 --ntasks-per-node 8 --gpus-per-node 8" in srun
 
 
 # -- examples/slurm.sbatch

@@ -12,9 +12,9 @@ import pytest
 import torch
 from rich.console import Console
 
+from dualpipe.device import peak_tflops
 from dualpipe.train.console import Console as RunConsole
 from dualpipe.train.console import say
-from dualpipe.train.machine import peak_tflops
 from dualpipe.train.metrics import MetricsWriter, StepMetrics, json_line, memory_bytes, read_metrics
 
 

@@ -96,7 +96,7 @@ def agree_in_threads(prepare, world_size, *, seconds=20, absent=()):
 
 
 def test_settings_travel_only_where_they_differ():
-    """Three of 40 ranks are odd, in two ways: three records are exchanged, none where all agree."""
+    """Three of 40 ranks are odd, in two ways: they are named; no record is exchanged where all agree."""
 
     def prepare(rank, settings):
         settings |= {"a": 1, "b": "x" if rank in (3, 4) else "z" if rank == 9 else "y", "c": 2.0}
@@ -106,8 +106,13 @@ def test_settings_travel_only_where_they_differ():
         "the ranks were started with different settings: b is 'y' on ranks 0-2, 5-8, 10-39, 'x' on ranks 3-4, 'z' on "
         "rank 9; start all with the same command, files and versions"
     }
-    assert sent == [0, 3, 9]
+    assert sent == list(range(40))
     assert agree_in_threads(lambda rank, settings: settings.update(a=1) or rank, 40) == (list(range(40)), [])
+
+
+def test_long_values_that_differ_at_their_end():
+    errors, _ = agree_in_threads(lambda rank, settings: settings.update(path=100 * "x" + str(rank)), 2)
+    assert all("different settings: path is 'xxx" in str(error) for error in errors)
 
 
 def test_what_a_rank_cannot_prepare_is_told_to_all():

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from dualpipe.kernels.backend import INTERPRET, tl, triton
-from dualpipe.kernels.tile_map import find_tile, max_row_tiles, tiles_per_expert
+from dualpipe.kernels.common import INTERPRET, tl, triton
+from dualpipe.kernels.grouped_gemm_tiles import find_tile, max_row_tiles, tiles_per_expert
 
 pytestmark = pytest.mark.skipif(
     not INTERPRET and not torch.cuda.is_available(), reason="needs Triton's interpreter or a CUDA device"

@@ -114,7 +114,7 @@ class RouterStatistics:
 
     @property
     def z_loss(self) -> Tensor:
-        """As `balance_loss`."""
+        """The mean over the counted batch, as `balance_loss`."""
         return self.totals[-1].clone()
 
     def reset(self) -> None:
@@ -185,38 +185,30 @@ def add_losses(
     training = torch.is_grad_enabled() and weights_TK.requires_grad
     if not (training or forward):
         return weights_TK
-    load_NE = count_load(_parts(step, experts_TK, sequences), logits_TE.shape[1])
+    experts_NM = experts_TK.reshape(1, -1)
+    if step.balance and step.level == "sequence":
+        if sequences is None:
+            raise ValueError("level 'sequence' needs x as (B, S, H), to know the sequences; got (T, H) with "
+                             f"T = {len(experts_TK)}")
+        experts_NM = experts_TK.reshape(sequences, experts_TK.numel() // max(sequences, 1))
+    load_NE = given_NE = count_load(experts_NM, logits_TE.shape[1])
+    if step.balance and step.level == "global" and step.load_E is not None:
+        given_NE = step.load_E[None]
+        if given_NE.shape != load_NE.shape:
+            raise ValueError(f"load_E must have the shape {tuple(load_NE.shape[1:])}; got {tuple(step.load_E.shape)}")
     zero = logits_TE.new_zeros(())
-    balance = balance_loss(probs(), _given_load(step, load_NE)) if step.balance else zero
+    balance = balance_loss(probs(), given_NE) if step.balance else zero
     z = z_loss(logits_TE) if step.z else zero
     counts = None
     if statistics is not None:
         losses = torch.stack((balance, z)).detach() / step.num_chunks
         counts = torch.cat((load_NE.sum(0), losses.double()))
-    if forward and not WeightGradStore.current().recomputing:
-        statistics.totals.add_(counts)
+        if forward and not WeightGradStore.current().recomputing:
+            statistics.totals.add_(counts)
     if not training:
         return weights_TK
     loss = (step.balance * balance + step.z * z) / step.num_chunks
     return _AddLosses.apply(weights_TK, loss, None if forward else statistics, counts)
-
-
-def _parts(step: RouterStep, experts_TK: Tensor, sequences: int | None) -> Tensor:
-    """(T, K) -> (N, M)."""
-    if not step.balance or step.level != "sequence":
-        return experts_TK.reshape(1, -1)
-    if sequences is None:
-        raise ValueError("level 'sequence' needs x as (B, S, H), to know the sequences; got (T, H) with "
-                         f"T = {len(experts_TK)}")
-    return experts_TK.reshape(sequences, experts_TK.numel() // max(sequences, 1))
-
-
-def _given_load(step: RouterStep, load_NE: Tensor) -> Tensor:
-    if step.level != "global":
-        return load_NE
-    if step.load_E.shape != load_NE.shape[1:]:
-        raise ValueError(f"load_E must have the shape {tuple(load_NE.shape[1:])}; got {tuple(step.load_E.shape)}")
-    return step.load_E[None]
 
 
 class _AddLosses(torch.autograd.Function):

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 from dualpipe.schedule import Action, Costs, Schedule, build, simulate, to_svg, to_text
-from dualpipe.schedule.render import table
+from dualpipe.schedule.draw import table
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -94,3 +94,15 @@ def test_svg_escapes_names_and_survives_odd_timelines():
         assert any(text.text == '<"&' for text in root.iter(f"{SVG}text"))
         assert float(root.get("width")) < 7000
         to_text(simulate(schedule, costs))
+
+
+def test_pictures_show_reductions_where_there_are_any():
+    actions = [Action("F", 0, 0), Action("F", 1, 0), Action("B", 1, 0), Action("B", 0, 0)]
+    schedule = Schedule("mine", 1, 2, 1, (tuple((action,) for action in actions),))
+    timeline, plain = simulate(schedule, Costs(R=3)), simulate(schedule)
+    text = to_text(timeline, width=47)
+    assert text.splitlines()[1] == " " * 23 + "R1==========R0==========", text
+    assert "reduced" in text
+    picture = to_svg(timeline)
+    assert picture.count("gradients of stage") == 2 and "gradients reduced" in picture
+    assert "reduced" not in to_text(plain) + to_svg(plain)

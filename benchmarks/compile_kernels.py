@@ -1,11 +1,11 @@
 """Compiles kernels without a GPU and reads off what the compiler made of them.
 
-    python -m dualpipe.kernels.compilation [--arch 80 90 100] [--match SUBSTRING] [--json]
+    python benchmarks/compile_kernels.py [--arch 80 90 100] [--match SUBSTRING] [--json]
 
-Every kernel file lists its configurations in `compile_specs(arch)`. For each this prints registers, stack bytes (spills
-show there), shared memory and the number of matrix instructions, and exits with status 1 where one spills, needs more
-shared memory than the chip has, or lacks the matrix instructions that its chip offers. Must run without
-TRITON_INTERPRET: a process that interprets cannot compile.
+For each configuration in kernel_specs.py this prints registers, stack bytes (spills show there), shared memory and the
+number of matrix instructions, and exits with status 1 where one spills, needs more shared memory than the chip has, or
+lacks the matrix instructions that its chip offers. Must run without TRITON_INTERPRET: a process that interprets cannot
+compile.
 """
 
 from __future__ import annotations
@@ -16,35 +16,14 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
-from importlib import import_module
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+
+from kernel_specs import CompileSpec, all_specs
 
 ARCHITECTURES = (80, 90, 100)
 SHARED_LIMIT = {80: 166_912, 90: 232_448, 100: 232_448}  # bytes a block can have
 MATRIX_INSTRUCTION = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}  # as named in PTX
-KERNEL_FILES = ("grouped_gemm", "swiglu", "routing", "cross_entropy")
-
-
-@dataclass(frozen=True)
-class CompileSpec:
-    """One kernel in one configuration.
-
-    signature: Triton's type by argument name ("*bf16", "i32", "fp32"), in the kernel's order, without constexprs;
-    constexprs: their values; divisible_by_16: arguments that the launcher guarantees to be multiples of 16.
-    """
-
-    name: str
-    kernel: Any
-    signature: dict[str, str]
-    constexprs: dict[str, Any]
-    num_warps: int
-    num_stages: int
-    needs_mma: bool
-    divisible_by_16: tuple[str, ...] = ()
-    options: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -58,12 +37,6 @@ class Resources:
     shared: int  # bytes a block
     matrix_instructions: int
     problems: tuple[str, ...]
-
-
-def all_specs(arch: int) -> Iterable[CompileSpec]:
-    """The configurations of every kernel for an architecture."""
-    for file in KERNEL_FILES:
-        yield from import_module(f"dualpipe.kernels.{file}").compile_specs(arch)
 
 
 def compile_spec(spec: CompileSpec, arch: int) -> Resources:

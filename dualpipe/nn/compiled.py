@@ -1,6 +1,7 @@
-"""Attention by FlexAttention (Dong et al., arXiv:2412.05496), for windows, documents and sinks on CUDA.
+"""What needs the compiler: imported where it is used, because torch._dynamo takes half a second of every start.
 
-Dimension letters as in `attention`.
+Attention by FlexAttention (Dong et al., arXiv:2412.05496), for windows, documents and sinks on CUDA, with dimension
+letters as in `attention`; and what `torch.compile` leaves as it is.
 """
 
 from __future__ import annotations
@@ -13,14 +14,35 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
+from dualpipe.nn.linear import Linear
+
+
+@torch.compiler.disable
+def linear(layer: Linear, x: Tensor, wide: torch.dtype | None) -> Tensor:
+    """`Linear.forward`, which a compiler must not trace: its backward asks each time whether to defer.
+
+    It is kept out from the first line on, since it would look at each size of weight anew, up to its limit of eight.
+    """
+    return Linear.forward(layer, x, wide)  # not that of a subclass, which has called this one
+
 
 def make_blocks(length: int, window: int | None, documents_BS: Tensor | None, device: torch.device) -> BlockMask:
     """Which blocks of keys a block of queries sees, in full or in part."""
     # A tensor: a number would be compiled in, once for each window.
     reach = torch.full((), length if window is None else window, device=device)
-    batch = None if documents_BS is None else len(documents_BS)
+
+    def near(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key <= query) & (key > query - reach)
+
+    sees, batch = near, None
+    if documents_BS is not None:
+        documents, batch = documents_BS, len(documents_BS)
+
+        def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return near(row, head, query, key) & (documents[row, query] == documents[row, key])
+
     make = create_block_mask if device.type == "cpu" else compiled(create_block_mask)
-    return make(_visibility(reach, documents_BS), batch, None, length, length, device=device)
+    return make(sees, batch, None, length, length, device=device)
 
 
 def attention_flex(
@@ -31,7 +53,7 @@ def attention_flex(
     A sink s adds e^s to the softmax's denominator Z = e^lse, so it scales the result by Z / (Z + e^s), which is
     sigmoid(lse - s).
     """
-    common = {"block_mask": blocks, "scale": scale, "enable_gqa": True}
+    common: dict[str, Any] = {"block_mask": blocks, "scale": scale, "enable_gqa": True}
     if sinks_A is None:
         return flex_attention(q_BASD, k_BGSD, v_BGSV, **common)
     y_BASV, aux = flex_attention(q_BASD, k_BGSD, v_BGSV, **common, return_aux=AuxRequest(lse=True))
@@ -42,18 +64,6 @@ def apply_sinks(y_BASV: Tensor, lse_BAS: Tensor, sinks_A: Tensor) -> Tensor:
     """What attention without sinks and its log-sum-exp become with them, in the dtype of the former."""
     share_BAS = torch.sigmoid(lse_BAS - sinks_A.to(lse_BAS.dtype).unsqueeze(-1))
     return (y_BASV * share_BAS.unsqueeze(-1)).to(y_BASV.dtype)
-
-
-def _visibility(reach: Tensor, documents_BS: Tensor | None) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """Whether a query sees a key, as FlexAttention asks it: by number of row, head, query and key."""
-
-    def near(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (key <= query) & (key > query - reach)
-
-    def near_in_document(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return near(row, head, query, key) & (documents_BS[row, query] == documents_BS[row, key])
-
-    return near if documents_BS is None else near_in_document
 
 
 @cache

@@ -5,6 +5,7 @@ In subprocesses without TRITON_INTERPRET, because a process that interprets cann
 
 import json
 import os
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -12,13 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from dualpipe.kernels import compilation
-
 ROOT = Path(__file__).parents[2]
+TOOL = ROOT / "benchmarks" / "compile_kernels.py"
+ARCHITECTURES = (80, 90, 100)
 # Of all files, what a training step on sm_90 launches most; the rest is `slow`.
 FAST = ("rows.wide.bf16.16", "weight.wide.bf16.16.fp32_add")
-
-PARTS = {"tile_map"}  # functions that other files' kernels call
 
 pytestmark = [
     pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed"),
@@ -27,12 +26,13 @@ pytestmark = [
 
 
 def without_interpreter(*arguments):
-    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"} | {"PYTHONSAFEPATH": "1"}
-    return subprocess.run([sys.executable, *arguments], cwd=ROOT, env=env, capture_output=True, text=True)
+    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    env |= {"PYTHONSAFEPATH": "1", "PYTHONPATH": str(TOOL.parent)}
+    return subprocess.run([sys.executable, *arguments], env=env, capture_output=True, text=True)
 
 
 def compile_table(*arguments):
-    result = without_interpreter("-m", "dualpipe.kernels.compilation", "--json", *arguments)
+    result = without_interpreter(str(TOOL), "--json", *arguments)
     rows = [json.loads(line) for line in result.stdout.splitlines()]
     problems = [f"{row['name']} sm_{row['arch']}: {', '.join(row['problems'])}" for row in rows if row["problems"]]
     assert rows and not problems and result.returncode == 0, "\n".join(problems) + result.stderr[-3000:]
@@ -47,23 +47,37 @@ def test_main_configurations_compile(part):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("arch", compilation.ARCHITECTURES)
+@pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_everything_compiles(arch):
     assert len({row["name"] for row in compile_table("--arch", str(arch))}) >= 50
 
 
-def test_every_kernel_file_lists_its_configurations():
-    with_kernels = {path.stem for path in (ROOT / "kernels").glob("*.py") if "@triton.jit\ndef" in path.read_text()}
-    assert with_kernels - PARTS == set(compilation.KERNEL_FILES)
+LISTED = """
+import json
+from compile_kernels import ARCHITECTURES
+from kernel_specs import all_specs
+kernels = {spec.kernel for arch in ARCHITECTURES for spec in all_specs(arch)}
+print(json.dumps([(kernel.__module__.split(".")[-1], kernel.__name__) for kernel in kernels]))
+"""
+
+
+def test_every_kernel_has_configurations():
+    listed = without_interpreter("-c", LISTED)
+    assert listed.returncode == 0, listed.stderr[-3000:]
+    kernels = re.compile(r"^@triton\.jit\ndef (\w+_kernel)\(", re.M)
+    files = (ROOT / "kernels").glob("*.py")
+    written = {(path.stem, name) for path in files for name in kernels.findall(path.read_text())}
+    assert len(written) >= 10
+    assert {tuple(pair) for pair in json.loads(listed.stdout)} == written
 
 
 ADDRESSES = """
 import json, re, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from dualpipe.kernels.grouped_gemm import compile_specs
-for spec in compile_specs(80):
-    if ".odd." in spec.name or "wide.bf16.8" in spec.name:
+from kernel_specs import all_specs
+for spec in all_specs(80):
+    if spec.name.startswith("grouped_gemm.") and (".odd." in spec.name or "wide.bf16.8" in spec.name):
         order = spec.kernel.arg_names
         signature = {name: spec.signature.get(name, "constexpr") for name in order}
         source = ASTSource(spec.kernel, signature, {(order.index(n),): v for n, v in spec.constexprs.items()})

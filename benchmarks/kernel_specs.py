@@ -1,0 +1,266 @@
+"""Every kernel in every configuration that its launcher can start, for `compile_kernels.py`.
+
+Of the grouped products, `sizes` says what the launcher knows of sizes and strides: "16" multiples of 16, as in every
+model; "8" multiples of 8; "odd" nothing, and no consecutive numbers either. Of the others, "odd" is without alignment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from importlib import import_module
+from itertools import product
+from typing import Any
+
+import torch
+
+from dualpipe.kernels.common import tl
+from dualpipe.kernels.grouped_gemm_tiles import GemmConfig, fuses_swiglu, row_configs, weight_configs
+
+# Functions of the same names hide some of the modules.
+GEMM, SWIGLU, ROUTING, CROSS_ENTROPY = (
+    import_module(f"dualpipe.kernels.{name}") for name in ("grouped_gemm", "swiglu", "routing", "cross_entropy")
+)
+EXPERTS = 128
+_EXACT = {"odd": "bf16", "float32": "fp32", "float64": "fp64"}  # shape classes for operands of any size
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+
+
+@dataclass(frozen=True)
+class CompileSpec:
+    """One kernel in one configuration.
+
+    signature: Triton's type by argument name ("*bf16", "i32", "fp32"), in the kernel's order, without constexprs;
+    constexprs: their values; divisible_by_16: arguments that the launcher guarantees to be multiples of 16.
+    """
+
+    name: str
+    kernel: Any
+    signature: dict[str, str]
+    constexprs: dict[str, Any]
+    num_warps: int
+    num_stages: int
+    needs_mma: bool
+    divisible_by_16: tuple[str, ...] = ()
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def all_specs(arch: int) -> Iterator[CompileSpec]:
+    """The configurations of every kernel for sm_`arch`."""
+    for name, config in row_configs(arch).items():
+        yield from row_specs(name, config, arch)
+    for name, config in weight_configs(arch).items():
+        yield from weight_specs(name, config, arch)
+    yield from _swiglu_specs()
+    yield from _routing_specs()
+    yield from _cross_entropy_specs()
+
+
+def row_specs(name: str, config: GemmConfig, arch: int) -> Iterator[CompileSpec]:
+    """Everything that the shape class `name` of products that make rows is launched with, in tiles of `config`."""
+    if name in _EXACT:
+        dtype = _EXACT[name]
+        for forward in (True, False):
+            yield _rows_spec(name, config, dtype, forward, sizes="odd", a=False, w=False)
+        yield _rows_spec(name, config, dtype, True, sizes="odd", a=False, w=False, gather=True)
+        for swiglu in _fused(arch, name):
+            yield _rows_spec(name, config, dtype, True, sizes="odd", a=False, w=False, gather=True, swiglu=swiglu)
+        if name == "odd" and arch >= 90:
+            for swiglu in (None, *_fused(arch, name)):
+                yield _rows_spec(name, config, dtype, True, sizes="odd", a=True, w=False, swiglu=swiglu)
+                yield _rows_spec(name, config, dtype, True, sizes="odd", a=False, w=True, swiglu=swiglu)
+                yield _rows_spec(name, config, dtype, True, sizes="odd", a=True, w=True, swiglu=swiglu)
+        return
+    chip = arch >= 90
+    for forward in (True, False):
+        yield _rows_spec(name, config, "bf16", forward, sizes="16", a=chip, w=chip)
+        yield _rows_spec(name, config, "bf16", forward, sizes="8", a=chip, w=chip)
+    yield _rows_spec(name, config, "fp16", True, sizes="16", a=chip, w=chip)
+    yield _rows_spec(name, config, "bf16", True, sizes="16", a=False, w=chip, gather=True)
+    for swiglu in _fused(arch, name):
+        yield _rows_spec(name, config, "bf16", True, sizes="16", a=chip, w=chip, swiglu=swiglu)
+        yield _rows_spec(name, config, "bf16", True, sizes="8", a=chip, w=chip, swiglu=swiglu)
+        yield _rows_spec(name, config, "bf16", True, sizes="16", a=False, w=chip, gather=True, swiglu=swiglu)
+
+
+def _fused(arch: int, name: str) -> list[Any]:
+    forms = (SWIGLU.Activation(None, False, 1.0, 0.0), SWIGLU.Activation(None, True, 1.702, 7.0))
+    return [swiglu for swiglu in forms if fuses_swiglu(arch, name, swiglu.clamped)]
+
+
+def weight_specs(name: str, config: GemmConfig, arch: int) -> Iterator[CompileSpec]:
+    """The same of weight gradients."""
+    if name in _EXACT:
+        dtype = _EXACT[name]
+        for add in (False, True):
+            yield _weight_spec(name, config, dtype, "fp32", add, sizes="odd", dy=False, x=False)
+            yield _weight_spec(name, config, dtype, dtype, add, sizes="odd", dy=False, x=False, gather=True)
+        return
+    chip = arch >= 90
+    for out in ("fp32", "bf16"):
+        for add in (False, True):
+            yield _weight_spec(name, config, "bf16", out, add, sizes="16", dy=chip, x=chip)
+            yield _weight_spec(name, config, "bf16", out, add, sizes="16", dy=chip, x=False, gather=True)
+    yield _weight_spec(name, config, "bf16", "bf16", True, sizes="8", dy=chip, x=chip)
+    if chip:
+        yield _weight_spec(name, config, "bf16", "fp32", True, sizes="16", dy=True, x=True, out_descriptor=False)
+    yield _weight_spec(name, config, "fp16", "fp32", True, sizes="16", dy=chip, x=chip)
+
+
+def _rows_spec(
+    name: str, config: GemmConfig, dtype: str, forward: bool, *, sizes: str, a: bool, w: bool, gather: bool = False,
+    swiglu: Any = None,
+) -> CompileSpec:
+    """`a`, `w`: through a descriptor; `gather`: with bias, and the weight of `swiglu`, too."""
+    torch_dtype = _DTYPES[dtype]
+    constants = GEMM.rows_constants(config, forward, a, w, sizes != "odd", config.depth, EXPERTS, torch_dtype, swiglu)
+    ones = () if sizes == "odd" else ("a_d", "w_d" if forward else "w_c")
+    numbers = [n for n in ("M", "C", "D", "E", "a_row", "a_d", "w_e", "w_c", "w_d") if n not in ones]
+    signature = {
+        "a": _argument(dtype, [config.rows, config.depth], a),
+        "w": _argument(dtype, GEMM.w_block(config, forward, swiglu), w),
+        "y": f"*{dtype}",
+        "offs": "*i32",
+        **({"h": f"*{dtype}"} if swiglu else {}),
+        **({"weight": f"*{dtype}"} if swiglu and gather else {}),
+        **({"gather": "*i32", "bias": f"*{dtype}"} if gather else {}),
+        **dict.fromkeys(numbers, "i32"),
+    }
+    optional = dict.fromkeys({"h", "weight", "gather", "bias"} - signature.keys())
+    kind = ("rows" if forward else "rows_dgrad") if not swiglu else "swiglu_clamped" if swiglu.clamped else "swiglu"
+    return CompileSpec(
+        name=f"grouped_gemm.{kind}.{name}.{dtype}.{sizes}{'.gather_bias' if gather else ''}{_read('.a', a)}"
+        f"{_read('.w', w)}",
+        kernel=GEMM._rows_kernel,
+        signature=signature,
+        constexprs={**constants, "EVEN": sizes == "16", **optional, **dict.fromkeys(ones, 1)},
+        num_warps=config.warps,
+        num_stages=config.stages,
+        needs_mma=dtype in ("bf16", "fp16"),
+        divisible_by_16=_divisible(signature, numbers, sizes, never=("M", "E")),
+    )
+
+
+def _weight_spec(
+    name: str, config: GemmConfig, dtype: str, out: str, add: bool, *, sizes: str, dy: bool, x: bool,
+    gather: bool = False, out_descriptor: bool = True,
+) -> CompileSpec:
+    """`dy`, `x`: through a descriptor; `out`: its dtype, added to through a descriptor where possible and wanted."""
+    reduce = out_descriptor and dy and add and out == "fp32"
+    ones = () if sizes == "odd" else ("dy_n", "x_h", "out_h")
+    constants = GEMM.weight_constants(config, add, dy, x, reduce, sizes != "odd", _DTYPES[dtype])
+    numbers = [n for n in ("M", "N", "H", "dy_row", "dy_n", "x_row", "x_h", "out_e", "out_n", "out_h") if n not in ones]
+    signature = {
+        "dy": _argument(dtype, [config.depth, config.rows], dy),
+        "x": _argument(dtype, [config.depth, config.cols], x),
+        "out": _argument(out, [1, config.rows, config.cols // 2], reduce),
+        "offs": "*i32",
+        **({"gather": "*i32"} if gather else {}),
+        **dict.fromkeys(numbers, "i32"),
+    }
+    return CompileSpec(
+        name=f"grouped_gemm.weight.{name}.{dtype}.{sizes}.{out}_{'add' if add else 'write'}"
+        f"{'.gather' if gather else ''}{_read('.dy', dy)}{_read('.x', x)}{_read('.out', reduce)}",
+        kernel=GEMM._weight_kernel,
+        signature=signature,
+        constexprs={**constants, **({} if gather else {"gather": None}), **dict.fromkeys(ones, 1)},
+        num_warps=config.warps,
+        num_stages=config.stages,
+        needs_mma=name not in ("float32", "float64"),
+        divisible_by_16=_divisible(signature, numbers, sizes, never=("M",)),
+    )
+
+
+def _read(name: str, descriptor: bool) -> str:
+    return name if descriptor else ""
+
+
+def _argument(dtype: str, block: list[int], descriptor: bool) -> str:
+    return f"tensordesc<{dtype}{block}>" if descriptor else f"*{dtype}"
+
+
+def _divisible(signature: dict[str, str], numbers: list[str], sizes: str, never: tuple[str, ...]) -> tuple[str, ...]:
+    pointers = [name for name, kind in signature.items() if kind.startswith("*") and (sizes != "odd" or name == "offs")]
+    return (*pointers, *(n for n in numbers if sizes == "16" and n not in never))
+
+
+def _swiglu_specs() -> Iterator[CompileSpec]:
+    for dtype, shape, odd, clamped, weighted, kernel in product(
+        ("bf16", "fp32"), SWIGLU._TILES, (False, True), (False, True), (False, True),
+        (SWIGLU._forward_kernel, SWIGLU._backward_kernel),
+    ):
+        tile = SWIGLU._TILES[shape].sized(_DTYPES[dtype])
+        names = [name for name in kernel.arg_names if name == "M" or not name.isupper()]
+        words = ["swiglu", "forward" if kernel is SWIGLU._forward_kernel else "backward", dtype, shape]
+        words += [word for word, said in (("clamped", clamped), ("weighted", weighted), ("odd", odd)) if said]
+        yield CompileSpec(
+            ".".join(words),
+            kernel,
+            {name: f"*{dtype}" if name.endswith("_ptr") else "i32" for name in names},
+            {"CLAMPED": clamped, "ALPHA": 1.702, "LIMIT": 7.0, "HAS_WEIGHT": weighted, "COMPUTE": tl.float32,
+             "BLOCK_M": tile.rows, "BLOCK_I": tile.cols},
+            tile.warps,
+            num_stages=1,
+            needs_mma=False,
+            divisible_by_16=tuple(name for name in names if name.endswith("_ptr") or not odd),
+        )
+
+
+def _routing_specs() -> Iterator[CompileSpec]:
+    """The number of experts in steps of the counting kernel's bins."""
+    rows, chunk = ROUTING._SORT_ROWS, ROUTING._SORT_CHUNK
+    for bins in (64, 128, 256, 512, 1024):
+        yield _routing_spec(f"routing.count.{bins}", ROUTING._count_kernel, "bf16", {"ROWS": rows, "BINS": bins}, 4)
+    yield _routing_spec("routing.place", ROUTING._place_kernel, "bf16", {"ROWS": rows, "CHUNK": chunk}, 4)
+    for dtype, shape, weighted, odd, kernel in product(
+        ("bf16", "fp32"), ROUTING._TILES, (False, True), (False, True),
+        (ROUTING._sum_kernel, ROUTING._spread_kernel),
+    ):
+        tile = ROUTING._TILES[shape].sized(_DTYPES[dtype])
+        words = ["routing", "sum" if kernel is ROUTING._sum_kernel else "spread", dtype, shape]
+        words += [word for word, said in (("weighted", weighted), ("odd", odd)) if said]
+        constexprs = {"HAS_WEIGHTS": weighted, "COMPUTE": tl.float32, "BLOCK_T": tile.rows, "BLOCK_H": tile.cols}
+        if kernel is ROUTING._sum_kernel:
+            constexprs["UNROLL"] = tile.unroll
+        aligned = () if odd else ("H", "stride", "row_stride")
+        yield _routing_spec(".".join(words), kernel, dtype, constexprs, tile.warps, aligned)
+
+
+def _routing_spec(
+    name: str, kernel: Any, dtype: str, constexprs: dict[str, Any], warps: int, aligned: tuple[str, ...] = ()
+) -> CompileSpec:
+    integers = ("counts_ptr", "ends_ptr", "order_ptr", "inverse_ptr", "gather_ptr", "offs_ptr")
+    types = {"experts_ptr": "*i64"} | dict.fromkeys(integers, "*i32")
+    names = [name for name in kernel.arg_names if name not in constexprs]
+    return CompileSpec(
+        name,
+        kernel,
+        {name: types.get(name, f"*{dtype}" if name.endswith("_ptr") else "i32") for name in names},
+        constexprs,
+        warps,
+        num_stages=1,
+        needs_mma=False,
+        divisible_by_16=tuple(name for name in names if name.endswith("_ptr") or name in aligned),
+    )
+
+
+def _cross_entropy_specs() -> Iterator[CompileSpec]:
+    for dtype, (shape, tile), odd, kernel in product(
+        ("bf16", "fp32"), CROSS_ENTROPY._TILES.items(), (False, True),
+        (CROSS_ENTROPY._forward_kernel, CROSS_ENTROPY._backward_kernel),
+    ):
+        types = {"labels_ptr": "*i64"} | dict.fromkeys(("loss_ptr", "stats_ptr", "scale_ptr"), "*fp32")
+        types |= dict.fromkeys(("logits_ptr", "grad_ptr"), f"*{dtype}")
+        names = [name for name in kernel.arg_names if name not in ("COMPUTE", "BLOCK_V")]
+        direction = "forward" if kernel is CROSS_ENTROPY._forward_kernel else "backward"
+        aligned = [name for name in names if name.endswith("_ptr") or (not odd and name != "ignore_index")]
+        yield CompileSpec(
+            f"cross_entropy.{direction}.{dtype}.{shape}{'.odd' if odd else ''}",
+            kernel,
+            {name: types.get(name, "i32") for name in names},
+            {"COMPUTE": tl.float32, "BLOCK_V": tile.cols},
+            tile.warps,
+            num_stages=1,
+            needs_mma=False,
+            divisible_by_16=tuple(aligned),
+        )

@@ -1,0 +1,206 @@
+"""The dtype contract: one plan, by fully qualified name, made before a model is sharded and asserted afterwards.
+
+    policy = DTypePolicy(torch.bfloat16, torch.float32, torch.bfloat16, [Rule("*.mlp.gate.weight", torch.float32)])
+    plan = resolve_dtypes(whole_model_on_meta, policy, source_dtypes=checkpoint_dtypes("checkpoint/"))
+    shard(stage, mesh, plan)
+    assert_contract(stage, plan, run=lambda: pipe.step(...))
+
+A tensor has a storage dtype (the parameter that the optimizer updates), a compute dtype (what a forward sees), the
+dtype its gradient is accumulated and reduced in, and a save dtype (what an export for other libraries writes). The plan
+of a whole model serves each of its stages, whose names are those of the whole. docs/dtypes.md has an example.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dualpipe.dtypes import short_name
+
+_NUMBER = re.compile(r"(?<![^.])(\d+)(?![^.])")  # a segment of a name: "layers.3.up" -> "layers.", "3", ".up"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Tensors that match `pattern` compute in `dtype`, are stored in `storage`, and so on; what is None is left open.
+
+    The pattern is matched segment by segment: `*` alone stands for one or more whole segments, `?_norm` for part of
+    one. It names tensors, or a module and so every tensor inside. `gate` never matches `gate_up_proj`.
+
+    What a module of another dtype than its surroundings returns stays in that dtype, unless `output_dtype` names
+    another: `Rule("*.q_norm", torch.float32, output_dtype=torch.bfloat16)` suits a caller that mixes it with others.
+    """
+
+    pattern: str
+    dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    storage: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+    save: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        if not self.pattern or not all(self.pattern.split(".")):
+            raise ValueError(f"a rule's pattern is segments joined by dots, such as '*.A_log'; got {self.pattern!r}")
+        if not self.given:
+            raise ValueError(f"rule {self.pattern!r} names no dtype; give it one to compute in")
+        for dtype in self.given.values():
+            _require_floating(dtype, f"rule {self.pattern!r}")
+
+    @property
+    def given(self) -> dict[str, torch.dtype]:
+        """The dtypes that it names, by field."""
+        named = {field.name: getattr(self, field.name) for field in fields(self)[1:]}
+        return {name: dtype for name, dtype in named.items() if dtype is not None}
+
+    def matches(self, name: str) -> bool:
+        """Whether the pattern matches the fully qualified name, or that of a module around it."""
+        return matches(self.pattern, name)
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether a pattern as of `Rule` matches a name, or that of a module around it."""
+
+    def match(pattern: Sequence[str], name: Sequence[str]) -> bool:
+        if not pattern:
+            return True
+        if set(pattern[0]) == {"*"}:
+            return any(match(pattern[1:], name[taken:]) for taken in range(1, len(name) + 1))
+        return bool(name) and fnmatchcase(name[0], pattern[0]) and match(pattern[1:], name[1:])
+
+    return match(pattern.split("."), name.split("."))
+
+
+def _require_floating(dtype: torch.dtype, what: str) -> None:
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ValueError(f"{what}: the dtype must be a floating-point one, such as torch.float32; got {dtype!r}")
+
+
+@dataclass(frozen=True)
+class DTypePolicy:
+    """What holds for every tensor that no rule, pin or checkpoint says otherwise of.
+
+    `param_dtype` is what is computed in, `reduce_dtype` what gradients are accumulated and reduced in, `output_dtype`
+    what a stage returns, and so what crosses pipeline ranks. A rule may be a tuple of `Rule`'s arguments.
+    """
+
+    param_dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    output_dtype: torch.dtype
+    rules: Sequence[Rule | tuple[str, torch.dtype]] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+            _require_floating(getattr(self, name), name)
+        rules = tuple(rule if isinstance(rule, Rule) else Rule(*rule) for rule in self.rules)
+        object.__setattr__(self, "rules", rules)
+
+
+@dataclass(frozen=True)
+class TensorDTypes:
+    """The dtypes of one tensor and why. `output` is what its module returns, and `reduce` what its gradient is
+    accumulated in, where a rule names them."""
+
+    storage: torch.dtype
+    compute: torch.dtype
+    save: torch.dtype
+    reason: str
+    output: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+
+
+@dataclass(frozen=True)
+class DTypePlan:
+    """Made by `resolve_dtypes`: the dtypes of every tensor, by fully qualified name."""
+
+    policy: DTypePolicy
+    tensors: Mapping[str, TensorDTypes]
+
+    def of(self, name: str) -> TensorDTypes:
+        """The dtypes of a tensor; raises `ValueError` for a name that the plan does not have."""
+        if name not in self.tensors:
+            raise ValueError(f"the dtype plan lacks {name!r}; resolve it for the whole model, of which this is a part")
+        return self.tensors[name]
+
+    def reduce_dtype(self, name: str) -> torch.dtype:
+        """The dtype in which the gradient of a tensor is accumulated and reduced: the policy's, but never narrower than
+        a compute dtype that a rule or pin asked for."""
+        dtypes, policy = self.of(name), self.policy
+        if dtypes.reduce or dtypes.compute is policy.param_dtype:
+            return dtypes.reduce or policy.reduce_dtype
+        return torch.promote_types(dtypes.compute, policy.reduce_dtype)
+
+    def table(self) -> str:
+        """The plan as text; layers that agree share a line: `layers.0-47.mlp.gate.weight`."""
+        head = ("tensor", "storage", "compute", "reduce", "save", "reason")
+        rows = [head, *self._rows()]
+        widths = [max(map(len, column)) for column in zip(*rows)]
+        return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
+
+    def _rows(self) -> Iterator[tuple[str, ...]]:
+        layers: defaultdict[tuple, list[int]] = defaultdict(list)
+        for name in self.tensors:
+            before, *number, after = (*re.split(_NUMBER, name, maxsplit=1), "")[:3]
+            layers[before, after, self.of(name), self.reduce_dtype(name)] += map(int, number)
+        for (before, after, dtypes, reduce), numbers in layers.items():
+            reduced = short_name(reduce) if dtypes.compute.is_floating_point else "-"
+            cells = short_name(dtypes.storage), short_name(dtypes.compute), reduced, short_name(dtypes.save)
+            yield f"{before}{_ranges(numbers)}{after}", *cells, dtypes.reason
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    """[0, 1, 2, 5] -> '0-2,5'."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1] = [runs[-1][0], number]
+        else:
+            runs.append([number])
+    return ",".join("-".join(map(str, run)) for run in runs)
+
+
+# -- the tensors of a model
+
+
+class Slot(NamedTuple):
+    """The place of a parameter or buffer in a model; one that is tied has several."""
+
+    name: str  # fully qualified
+    owner: nn.Module
+    key: str  # its name in the owner
+    tensor: Tensor
+
+    @property
+    def is_buffer(self) -> bool:
+        """Whether it is a buffer and not a parameter."""
+        return self.key in self.owner._buffers
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether a checkpoint has it: parameters and persistent buffers."""
+        return self.key not in self.owner._non_persistent_buffers_set  # nn.Module has no public way to ask
+
+
+def slots(root: nn.Module) -> Iterator[Slot]:
+    """The places of all parameters and buffers, under every name."""
+    for path, owner in root.named_modules(remove_duplicate=False):
+        for key, tensor in (*owner._parameters.items(), *owner._buffers.items()):
+            if tensor is not None:
+                yield Slot(f"{path}.{key}".lstrip("."), owner, key, tensor)
+
+
+def frozen_tensors(root: nn.Module) -> set[int]:
+    """The identities of what a plan stores in its compute dtype: scalars that are not trained, and all that is in
+    modules of which no parameter is."""
+    found = {id(param) for param in root.parameters() if param.dim() == 0 and not param.requires_grad}
+    for module in root.modules():
+        params = list(module.parameters())
+        if params and not any(param.requires_grad for param in params):
+            found.update(map(id, (*params, *module.buffers())))
+    return found

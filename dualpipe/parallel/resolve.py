@@ -1,0 +1,213 @@
+"""Deciding the dtypes of every tensor of a model: what rules, pins, a checkpoint and the policy say of it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from dualpipe import errors
+from dualpipe.dtypes import short_name
+from dualpipe.parallel.dtype_plan import DTypePlan, DTypePolicy, Rule, TensorDTypes, frozen_tensors, matches, slots
+from dualpipe.parallel.units import Cut
+
+
+def resolve_dtypes(
+    model: nn.Module | Sequence[nn.Module],
+    policy: DTypePolicy,
+    source_dtypes: Mapping[str, torch.dtype] | None = None,
+    *,
+    sharded: bool = True,
+) -> DTypePlan:
+    """Decide storage, compute and save dtype of every parameter and buffer.
+
+    `model` is the whole model or all of its stages; only names, dtypes and `requires_grad` are read, so it may be on
+    the meta device. The dtype that it was built with is the one requested. `source_dtypes` are those in the checkpoint
+    that will be loaded, by the model's names (see `checkpoint_dtypes`).
+
+    What decides the compute dtype, the first that applies:
+
+    1. a rule of the policy;
+    2. `keep_fp32`, an attribute of the model or of any module in it: globs as in rules, relative to that module; each
+       must match in a module of its class, if only a parameter that is None;
+    3. transformers' `_keep_in_fp32_modules` and `_keep_in_fp32_modules_strict`, where less than float32 is computed in:
+       regular expressions, found anywhere in a name, as they are there (which heeds the first in float16 only);
+    4. float32 in a checkpoint that also has narrower floating-point tensors;
+    5. the policy.
+
+    Storage is `promote_types(checkpoint, requested)`, widened to the compute dtype; gradients are reduced in at least
+    the compute dtype; what is computed in is saved. A rule may say otherwise of each. Modules without a trainable
+    parameter are stored in their compute dtype, buffers included; other buffers keep the dtype that they have, because
+    nothing casts them in a forward. Integers and booleans are left alone.
+
+    Raises:
+        ValueError: a rule or `keep_fp32` matches nothing; a rule stores a tensor in less than it computes in, or
+            disagrees with another on one; no name of `source_dtypes` is in the model; or FSDP2 could not keep the
+            dtypes apart (not checked where `sharded` is false).
+    """
+    modules = (model,) if isinstance(model, nn.Module) else tuple(model)
+    found = _find(modules)
+    _find_pins(modules, found, policy.param_dtype)
+    _find_rules(found.values(), cast(Sequence[Rule], policy.rules))  # which a policy has made of tuples
+    _find_sources(found, source_dtypes or {})
+    narrow = any(dtype.is_floating_point and dtype.itemsize < 4 for dtype in (source_dtypes or {}).values())
+    tensors: dict[str, TensorDTypes] = {}
+    for item in found.values():
+        tensors.update(dict.fromkeys(item.names, _decide(item, policy.param_dtype, narrow)))
+    plan = DTypePlan(policy, tensors)
+    for module in modules if sharded else ():
+        Cut(module, plan)  # which refuses what FSDP2 could not keep apart
+    return plan
+
+
+@dataclass
+class _Found:
+    """A parameter or buffer of the model: every name it has, and what is said of it."""
+
+    tensor: Tensor
+    is_buffer: bool
+    frozen: bool = False  # stored in its compute dtype
+    names: list[str] = field(default_factory=list)
+    pin: str = ""
+    rules: str = ""  # those that match
+    given: dict[str, torch.dtype] = field(default_factory=dict)  # what they say together, by their fields
+    source: torch.dtype | None = None  # in the checkpoint
+
+
+def _find(modules: Sequence[nn.Module]) -> dict[int, _Found]:
+    """What the model has, by the tensor's identity."""
+    found: dict[int, _Found] = {}
+    for root in modules:
+        frozen = frozen_tensors(root)
+        for slot in slots(root):
+            item = found.setdefault(id(slot.tensor), _Found(slot.tensor, slot.is_buffer))
+            item.names.append(slot.name)
+            item.frozen |= id(slot.tensor) in frozen
+    return found
+
+
+def _find_pins(roots: Iterable[nn.Module], found: Mapping[int, _Found], base: torch.dtype) -> None:
+    unused: dict[tuple[str, str], list[str]] = {}  # by pin and pattern, the names that there were
+    for module in chain.from_iterable(root.modules() for root in roots):
+        for attribute, pattern in _pins(module, base):
+            pin, inside = f"{type(module).__name__}.{attribute} {pattern!r}", _inside(module)
+            matching = [name for name in inside if _pinned(attribute, pattern, name)]
+            for name in matching:
+                if (tensor := inside[name]) is not None:
+                    found[id(tensor)].pin = pin
+            if attribute == "keep_fp32":  # transformers' lists name what some models of a class lack
+                unused[pin, pattern] = [] if matching else unused.get((pin, pattern), list(inside))
+    for (pin, pattern), names in unused.items():
+        if names:
+            raise ValueError(f"no tensor of the model matches {pin}, nearest: {_nearest(pattern, names)}; "
+                             "a pattern is matched by whole segments from the start of a name in that module")
+
+
+def _inside(module: nn.Module) -> dict[str, Tensor | None]:
+    """Every tensor in a module by its names in it, and None where there could be one, such as a bias."""
+    return {
+        f"{path}.{key}".lstrip("."): tensor
+        for path, owner in module.named_modules(remove_duplicate=False)
+        for key, tensor in (*owner._parameters.items(), *owner._buffers.items())
+    }
+
+
+def _pins(module: nn.Module, base: torch.dtype) -> Iterator[tuple[str, str]]:
+    """The attributes by which a module pins tensors inside, each with one of its patterns."""
+    for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict", "keep_fp32"):
+        pins = getattr(module, attribute, None) or ()
+        if not isinstance(pins, tuple | list | set | frozenset) or not all(isinstance(pin, str) for pin in pins):
+            raise ValueError(f"{type(module).__name__}.{attribute} must be a tuple, list or set of names; got {pins!r}")
+        if attribute == "keep_fp32" or base in (torch.float16, torch.bfloat16):
+            yield from ((attribute, pin) for pin in (pins if isinstance(pins, tuple | list) else sorted(pins)))
+
+
+def _pinned(attribute: str, pattern: str, name: str) -> bool:
+    if attribute == "keep_fp32":
+        return matches(pattern, name)
+    return re.search(pattern.replace("*", ".*"), name) is not None  # as transformers' build_glob_alternation
+
+
+def _find_rules(found: Iterable[_Found], rules: Sequence[Rule]) -> None:
+    used: set[Rule] = set()
+    floating = [item for item in found if item.tensor.is_floating_point()]
+    for item in floating:
+        matching = [rule for rule in rules if any(map(rule.matches, item.names))]
+        used.update(matching)
+        for name, dtype in chain.from_iterable(rule.given.items() for rule in matching):
+            if item.given.setdefault(name, dtype) is not dtype:
+                both = " and ".join(map(_say, matching))
+                raise ValueError(f"rules disagree on {' = '.join(item.names)}: {both}; make one of the patterns "
+                                 "narrower")
+        if matching:
+            item.rules = "rule " + ", ".join(dict.fromkeys(repr(rule.pattern) for rule in matching))
+    if unused := [rule for rule in rules if rule not in used]:
+        names = [name for item in floating for name in item.names]
+        raise ValueError("no floating-point tensor of the model matches "
+                         + "; ".join(f"{_say(rule)}, nearest: {_nearest(rule.pattern, names)}" for rule in unused)
+                         + "; a pattern is matched by whole segments from the start of a name")
+
+
+def _say(rule: Rule) -> str:
+    words = {"dtype": "", "output_dtype": "returning ", "storage": "stored in ", "reduce": "reduced in ",
+             "save": "saved in "}
+    return f"{rule.pattern!r} ({' '.join(words[name] + short_name(dtype) for name, dtype in rule.given.items())})"
+
+
+def _nearest(pattern: str, names: Iterable[str]) -> str:
+    """Patterns like this one that match: of tensors and modules, with and without what is before them."""
+    candidates: dict[str, None] = {}
+    for segments in {tuple("*" if part.isdigit() else part for part in name.split(".")): None for name in names}:
+        for end in range(1, len(segments) + 1):
+            candidates[".".join(segments[:end])] = None
+            for start in (start for start in range(1, end) if segments[start] != "*"):
+                candidates[".".join(("*", *segments[start:end]))] = None
+    return ", ".join(map(repr, errors.nearest(pattern, candidates, 3, cutoff=0.0)))
+
+
+def _find_sources(found: Mapping[int, _Found], sources: Mapping[str, torch.dtype]) -> None:
+    for item in found.values():
+        item.source = next((sources[name] for name in item.names if name in sources), None)
+    if sources and not any(item.source for item in found.values()):
+        first = next((item.names[0] for item in found.values()), "nothing")
+        raise ValueError(f"no name of source_dtypes is in the model; it has {next(iter(sources))!r}, the model "
+                         f"{first!r}: convert the checkpoint's names")
+
+
+def _decide(item: _Found, base: torch.dtype, narrow: bool) -> TensorDTypes:
+    """The dtypes of a tensor under a policy that computes in `base`; narrow: whether the checkpoint has less than
+    float32 somewhere."""
+    own, source, given = item.tensor.dtype, item.source, item.given
+    if not own.is_floating_point:
+        return TensorDTypes(own, own, own, "not floating point")
+    loaded = own
+    if source is not None and source.is_floating_point and source.itemsize > 1:  # quantized ones take what is requested
+        loaded = torch.promote_types(source, own)
+    kept = item.is_buffer and not item.frozen
+    as_computed = item.frozen or item.is_buffer  # stored in its compute dtype
+    if asked := given.get("dtype", given.get("storage") if as_computed else None):
+        compute, reason = asked, item.rules
+    elif item.pin:
+        compute, reason = torch.promote_types(loaded if kept else base, torch.float32), item.pin
+    elif narrow and source is not None and source.is_floating_point and source.itemsize >= 4:
+        compute, reason = torch.promote_types(base, source), f"{short_name(source)} in a lower-precision checkpoint"
+    elif kept:
+        compute, reason = loaded, "a buffer, not cast"
+    else:
+        compute, reason = base, "policy"
+    if item.rules not in ("", reason):
+        reason = f"{reason}; {item.rules}"
+    storage = compute if as_computed else torch.promote_types(loaded, compute)
+    if (asked := given.get("storage", storage)) is not storage:
+        if as_computed or torch.promote_types(asked, compute) is not asked:
+            what = "a buffer or frozen, and is stored as it computes" if as_computed else "to compute in more than that"
+            raise ValueError(f"{item.names[0]} is {what}, {short_name(compute)}, but {item.rules} stores it in "
+                             f"{short_name(asked)}; give both the same dtype")
+        storage = asked
+    return TensorDTypes(storage, compute, given.get("save", compute), f"{reason}; frozen" if item.frozen else reason,
+                        given.get("output_dtype"), given.get("reduce"))

@@ -1,0 +1,219 @@
+"""Timelines as text, as tables that compare them, and as pictures in the manner of DeepSeek's README of DualPipe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from html import escape
+from math import floor, log10
+from typing import Any
+
+from dualpipe.schedule.simulate import Reduction, Span, Timeline
+from dualpipe.schedule.types import Kind
+
+LEGEND = "F forward, B backward, I backward for the input only, W weight gradients, . idle"
+
+# (fill of the first half of a rank's stages, fill of the second half), by kind; all light enough for dark text.
+COLOURS: dict[Kind, tuple[str, str]] = {
+    "F": ("#f5b041", "#fce0ac"),
+    "B": ("#58b368", "#bfe3c2"),
+    "I": ("#45b5c4", "#b9e4ea"),
+    "W": ("#8f9be0", "#d3d8f5"),
+}
+MEANINGS: dict[Kind, str] = {
+    "F": "forward",
+    "B": "backward",
+    "I": "backward for the input",
+    "W": "weight gradients",
+}
+REDUCTION = "#c2554d"
+ROW, GAP, LEFT, RIGHT, TOP, BOTTOM = 30, 6, 64, 76, 76, 34  # pixels
+CELL = 17  # pixels of the shortest step, so that two digits fit
+WIDEST = 6000  # pixels of time axis at most; numbers that do not fit are left out
+STYLE = (
+    "text{font-family:Helvetica,Arial,sans-serif;font-size:11px;fill:#1f2933}"
+    ".n{text-anchor:middle;font-size:10.5px}.p{text-anchor:middle;font-size:9.5px}.h{font-size:15px;font-weight:bold}"
+    ".r{text-anchor:end}.m{fill:#6b7785}.a{text-anchor:middle;fill:#6b7785;font-size:10px}"
+    "rect{stroke:#fff;stroke-width:.8}.b{fill:#f1f3f5;stroke:none}.o{fill:none;stroke:#1f2933;stroke-width:1.3}"
+    "line{stroke:#d5dbe1;stroke-width:1}"
+)
+
+
+def to_text(timeline: Timeline, width: int = 120) -> str:
+    """One line a rank, at most `width` characters: each step's kinds and, where it has room, its micro-batches.
+
+    Lower case marks the upper half of a rank's stages: on a V, the way back. Where reductions cost something, a line
+    below the rank's shows when they run.
+    """
+    margin = len(f"rank {len(timeline.spans) - 1} ")
+    scale = max(1, width - margin) / timeline.makespan if timeline.makespan else 0.0
+    line = partial(_line, scale=scale, columns=round(timeline.makespan * scale))
+    lines = []
+    for rank, (spans, reductions) in enumerate(zip(timeline.spans, timeline.reductions)):
+        lines.append(f"{f'rank {rank}':<{margin}}" + line(".", spans, partial(_cell, second_half(timeline, rank))))
+        if reductions:
+            lines.append(" " * margin + line(" ", reductions, lambda reduction, _: f"R{reduction.stage}"))
+    lines.append(LEGEND + ("; lower case: the later stages of a rank" if _halves(timeline) == 2 else ""))
+    if any(timeline.reductions):
+        lines.append("=: gradients being reduced over data-parallel ranks")
+    return "\n".join(lines) + "\n"
+
+
+def second_half(timeline: Timeline, rank: int) -> frozenset[int]:
+    """The upper half of the stages of `rank`: those drawn in lower case, or lighter."""
+    stages = timeline.schedule.rank_stages(rank)
+    return frozenset(stages[(len(stages) + 1) // 2 :])
+
+
+def _halves(timeline: Timeline) -> int:
+    return 2 if any(second_half(timeline, rank) for rank in range(len(timeline.spans))) else 1
+
+
+def _line(
+    idle: str,
+    pieces: Sequence[Span] | Sequence[Reduction],
+    text: Callable[[Any, int], str],
+    *,
+    scale: float,
+    columns: int,
+) -> str:
+    """Every piece starts and ends at its time, rounded, so that rows stay aligned; "=" follow its `text`."""
+    row = [idle] * columns
+    for piece in pieces:
+        start, end = round(piece.start * scale), round(piece.end * scale)
+        row[start:end] = text(piece, end - start).ljust(end - start, "=")[: end - start]
+    return "".join(row).rstrip(". ")
+
+
+def _cell(upper: frozenset[int], span: Span, columns: int) -> str:
+    """As much of the step as fits: kinds and micro-batches, else kinds, else the first kind."""
+    kinds = [action.kind.lower() if action.stage in upper else action.kind for action in span.step]
+    full = "".join(f"{kind}{action.microbatch}" for kind, action in zip(kinds, span.step))
+    return next((text for text in (full, "".join(kinds)) if len(text) <= columns), kinds[0]).ljust(columns)
+
+
+def table(timelines: Sequence[Timeline], sizes: Sequence[float]) -> str:
+    """A row for each timeline: makespan, and that of the first relative to it; bubble; peak of live activations.
+
+    sizes: how big the stages of each timeline are, in stages of the first; activations are counted in those.
+    """
+    rows = [("schedule", "stages", "makespan", "relative", "bubble", "peak activations")]
+    rows += [
+        (
+            timeline.schedule.name,
+            str(timeline.schedule.num_stages),
+            number(timeline.makespan),
+            f"{timeline.makespan / timelines[0].makespan:.3f}" if timelines[0].makespan else "-",
+            f"{100 * timeline.bubble_fraction:.1f}%",
+            number(max(timeline.peak_activations) * size),
+        )
+        for timeline, size in zip(timelines, sizes)
+    ]
+    first, *others = [max(map(len, column)) for column in zip(*rows)]
+    lines = ["  ".join([name.ljust(first), *map(str.rjust, cells, others)]) for name, *cells in rows]
+    return "\n".join(lines) + "\n"
+
+
+def number(value: float) -> str:
+    """At most two decimals, and none where there are none."""
+    return f"{value:.2f}".rstrip("0").rstrip(".")
+
+
+def to_svg(timeline: Timeline) -> str:
+    """A row for each rank, colour by kind and lighter for the way back, an overlapped pair framed in one cell.
+
+    Reductions of gradients, which run beside the steps, are bars below the row.
+    Hovering over a step tells what it is and when it runs.
+    """
+    durations = [span.end - span.start for spans in timeline.spans for span in spans if span.end > span.start]
+    scale = min(CELL / min(durations), WIDEST / timeline.makespan) if durations else 1.0  # pixels per unit of time
+    width = max(LEFT + timeline.makespan * scale + RIGHT, LEFT + 960)  # room for the legend
+    height = TOP + len(timeline.spans) * (ROW + GAP) + BOTTOM
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height}" '
+        f'width="{width:.0f}" height="{height}">',
+        f"<style>{STYLE}</style>",
+        f'<rect width="{width:.0f}" height="{height}" style="fill:#fff;stroke:none"/>',
+        *_heading(timeline),
+        *_axis(timeline, scale, height),
+        *(part for rank in range(len(timeline.spans)) for part in _row(timeline, rank, scale)),
+        "</svg>",
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def _heading(timeline: Timeline) -> Iterator[str]:
+    schedule = timeline.schedule
+    yield f'<text class="h" x="{LEFT}" y="26">{escape(schedule.name)}</text>'
+    facts = (
+        f"{schedule.num_ranks} ranks, {schedule.num_stages} stages, {schedule.num_microbatches} micro-batches; "
+        f"makespan {number(timeline.makespan)}, bubble {100 * timeline.bubble_fraction:.1f}%"
+    )
+    yield f'<text class="m" x="{LEFT + 10 + 9.2 * len(schedule.name):.0f}" y="26">{facts}</text>'
+    halves = _halves(timeline)
+    used = {action.kind for spans in timeline.spans for span in spans for action in span.step}
+    x = float(LEFT)
+    for kind in (kind for kind in MEANINGS if kind in used):
+        width = 28 / halves
+        for i, colour in enumerate(COLOURS[kind][:halves]):
+            yield f'<rect x="{x + width * i:g}" y="41" width="{width:g}" height="12" fill="{colour}"/>'
+        yield f'<text x="{x + 34:g}" y="51">{MEANINGS[kind]}</text>'
+        x += 62 + 5.8 * len(MEANINGS[kind])
+    if any(len(span.step) == 2 for spans in timeline.spans for span in spans):
+        yield f'<rect class="o" x="{x:g}" y="41" width="28" height="12"/><text x="{x + 34:g}" y="51">overlapped</text>'
+        x += 118
+    if any(timeline.reductions):
+        yield f'<rect x="{x:g}" y="45" width="28" height="{GAP - 1}" fill="{REDUCTION}"/>'
+        yield f'<text x="{x + 34:g}" y="51">gradients reduced</text>'
+        x += 160
+    if halves == 2:
+        yield f'<text class="m" x="{x:g}" y="51">lighter: later stages of the rank</text>'
+
+
+def _axis(timeline: Timeline, scale: float, height: int) -> Iterator[str]:
+    """Ticks at least 60 pixels apart: every 1, 2, 5, 10, 20, ... (or 0.5, 0.2, ...) units of time."""
+    magnitude = 10.0 ** floor(log10(60 / scale))
+    step = next(step * magnitude for step in (1, 2, 5, 10) if step * magnitude >= 60 / scale * (1 - 1e-9))
+    bottom = height - BOTTOM + 2
+    for i in range(floor(timeline.makespan / step + 1e-9) + 1):
+        x = LEFT + i * step * scale
+        yield f'<line x1="{x:.1f}" y1="{TOP - 8}" x2="{x:.1f}" y2="{bottom}"/>'
+        yield f'<text class="a" x="{x:.1f}" y="{bottom + 14}">{i * step:g}</text>'
+    yield f'<text class="m r" x="{LEFT - 10}" y="{bottom + 14}">time</text>'
+    yield f'<text class="m" x="{LEFT + timeline.makespan * scale + 10:.1f}" y="{TOP - 8}">peak alive</text>'
+
+
+def _row(timeline: Timeline, rank: int, scale: float) -> Iterator[str]:
+    top = TOP + rank * (ROW + GAP)
+    width = timeline.makespan * scale
+    upper = second_half(timeline, rank)
+    yield f'<text class="r" x="{LEFT - 10}" y="{top + ROW / 2 + 4}">rank {rank}</text>'
+    yield f'<rect class="b" x="{LEFT}" y="{top}" width="{width:.2f}" height="{ROW}"/>'
+    for span in timeline.spans[rank]:
+        yield from _step(span, upper, top, scale)
+    for start, end, stage in (reduction[1:] for reduction in timeline.reductions[rank]):
+        yield (
+            f"<g><title>gradients of stage {stage} reduced\nrank {rank}, {number(start)} to {number(end)}</title>"
+            f'<rect x="{LEFT + start * scale:.2f}" y="{top + ROW:g}" width="{(end - start) * scale:.2f}" '
+            f'height="{GAP - 1}" fill="{REDUCTION}"/></g>'
+        )
+    yield f'<text x="{LEFT + width + 10:.1f}" y="{top + ROW / 2 + 4}">{timeline.peak_activations[rank]}</text>'
+
+
+def _step(span: Span, upper: frozenset[int], top: float, scale: float) -> Iterator[str]:
+    """A cell; the two actions of a pair, which run at the same time, lie one above the other in it."""
+    x, width = LEFT + span.start * scale, (span.end - span.start) * scale
+    height = ROW / len(span.step)
+    names = " overlapped with ".join(f"{MEANINGS[a.kind]} of micro-batch {a.microbatch}, stage {a.stage}"
+                                     for a in span.step)
+    yield f"<g><title>{names}\nrank {span.rank}, {number(span.start)} to {number(span.end)}</title>"
+    for i, action in enumerate(span.step):
+        y = top + i * height
+        colour = COLOURS[action.kind][action.stage in upper]
+        yield f'<rect x="{x:.2f}" y="{y:g}" width="{width:.2f}" height="{height:g}" fill="{colour}"/>'
+        if width >= 7 * len(str(action.microbatch)):
+            style, middle = "n" if len(span.step) == 1 else "p", y + height / 2 + 3.7
+            yield f'<text class="{style}" x="{x + width / 2:.2f}" y="{middle:g}">{action.microbatch}</text>'
+    if len(span.step) == 2:
+        yield f'<rect class="o" x="{x + 0.6:.2f}" y="{top + 0.6}" width="{width - 1.2:.2f}" height="{ROW - 1.2}"/>'
+    yield "</g>"

@@ -1,0 +1,90 @@
+"""What the kernel files share: where a kernel runs, what it computes in, and how it takes rows.
+
+Kernels run as Triton on CUDA, and everywhere under TRITON_INTERPRET=1; elsewhere their PyTorch references run. Kernel
+files import `triton` and `tl` from here, so that they can be imported where Triton is not installed (it exists for
+Linux only).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"  # Triton reads it when it is imported, so once
+
+if find_spec("triton") is not None:
+    import triton
+    import triton.language as tl
+else:
+    triton = SimpleNamespace(jit=lambda fn: fn, cdiv=lambda a, b: -(-a // b))
+    tl = None
+
+
+def use_triton(tensor: Tensor) -> bool:
+    """Whether the kernel for `tensor` is the Triton one."""
+    return tl is not None and (INTERPRET or tensor.is_cuda)
+
+
+def architecture(device: torch.device) -> int:
+    """Compute capability as a number: 90 for Hopper; the interpreter counts as 80 (no tensor descriptors)."""
+    if device.type != "cuda":
+        return 80
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+def num_sms(device: torch.device) -> int:
+    """Multiprocessors of the device, for persistent kernels; a few under the interpreter, which runs them in turn."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+def compute_dtype(first: Tensor, *others: Tensor | None) -> torch.dtype:
+    """What to compute in: at least float32, float64 where an operand has it."""
+    dtype = torch.promote_types(first.dtype, torch.float32)
+    for other in others:
+        dtype = dtype if other is None else torch.promote_types(dtype, other.dtype)
+    return dtype
+
+
+def tl_dtype(dtype: torch.dtype) -> Any:
+    """Triton's name for a dtype that kernels compute in."""
+    return tl.float64 if dtype is torch.float64 else tl.float32
+
+
+def has_dense_rows(x: Tensor) -> bool:
+    """Whether the elements of a row of the matrix `x` are neighbours; its rows may be any distance apart."""
+    return x.stride(1) == 1 or x.shape[1] == 1
+
+
+def with_dense_rows(x: Tensor) -> Tensor:
+    """`x`, copied only where the elements of a row are not neighbours."""
+    return x if has_dense_rows(x) else x.contiguous()
+
+
+class RowTile(NamedTuple):
+    """What one program takes of a matrix that is only read and written once."""
+
+    rows: int  # of elements of two bytes
+    cols: int
+    warps: int
+    unroll: int = 1  # of a loop over rows of other matrices: so many are on their way at a time
+
+    def sized(self, dtype: torch.dtype) -> RowTile:
+        """The tile with as many bytes of elements of `dtype`."""
+        return self._replace(rows=max(1, self.rows * 2 // dtype.itemsize))
+
+
+def refuse_second_derivative(what: str, instead: str) -> Callable[..., NoReturn]:
+    """A backward for operators that are the backward of `what`: raises, and says what can be differentiated twice."""
+
+    def refuse(ctx: Any, *grads: Tensor) -> NoReturn:
+        raise NotImplementedError(f"{what} can be differentiated once only; for a second derivative "
+                                  f"(create_graph=True) use {instead}")
+
+    return refuse

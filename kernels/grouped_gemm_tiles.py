@@ -1,0 +1,146 @@
+"""Tiles of the grouped products: how big they are, and which of them a program works on.
+
+Sizes are in one table by architecture, dtype and shape class, the same on every run. Nothing is tuned while training:
+ranks would wait for each other, and choose differently from one run to the next. In a checkout, `python
+benchmarks/compile_kernels.py --match grouped` shows what each entry costs in registers and shared memory.
+
+Every expert's rows start a tile of their own, so that a tile never holds rows of two experts. Their number is known on
+the device alone: experts e with r_e rows need sum(cdiv(r_e, TILE_ROWS)) tiles of rows, at most M // TILE_ROWS +
+min(E, M), which is what the host sizes the grid by. A table of them would be one more launch for every product; each
+program finds its own tiles instead, with two sums over E numbers.
+
+Example: offs = [2, 2, 9], tiles of 4 rows and 2 tiles of columns. Experts 0, 1, 2 have 1, 0 and 2 tiles of rows, so
+tiles 0 and 1 belong to expert 0 and tiles 2 to 5 to expert 2: (expert, first row, tile of columns) are (0, 0, 0),
+(0, 0, 1), (2, 2, 0), (2, 6, 0), (2, 2, 1), (2, 6, 1). Within an expert GROUP tiles of rows share a tile of columns
+before the next one, so that programs that run at the same time read the same weights from the L2 cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from dualpipe.kernels.common import tl, triton
+
+# --- how big ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class GemmConfig:
+    """One tile: `rows` x `cols` of the result, summed in steps of `depth`."""
+
+    rows: int
+    cols: int
+    depth: int
+    warps: int
+    stages: int
+    per_sm: int = 1  # programs that fit on a multiprocessor at once
+
+
+# Shape classes of grouped_gemm and its input gradient. 128 x 256 with 8 warps keeps the tensor cores of Hopper fed; a
+# result that is narrower, or experts with few rows, would leave most of such a tile empty.
+_ROWS = {
+    80: {
+        "wide": GemmConfig(128, 256, 32, 8, 4),
+        "narrow": GemmConfig(128, 128, 32, 8, 4),
+        "few": GemmConfig(64, 128, 64, 4, 3, per_sm=2),
+    },
+    90: {
+        "wide": GemmConfig(128, 256, 64, 8, 3),
+        "narrow": GemmConfig(128, 128, 64, 8, 3, per_sm=2),
+        "few": GemmConfig(64, 128, 64, 4, 4, per_sm=2),
+    },
+}
+# The weight gradient has tiles of N x H whatever the experts got; rows are what it sums over.
+_WEIGHT = {
+    80: {"wide": GemmConfig(128, 128, 64, 8, 3), "narrow": GemmConfig(128, 128, 32, 8, 4)},
+    90: {"wide": GemmConfig(128, 256, 64, 8, 3), "narrow": GemmConfig(128, 128, 64, 8, 3)},
+}
+# Operands that cannot be read 16 bytes at a time pass through registers, which takes small tiles: 128 x 256 spills 1.4
+# KB a thread. float32 and float64 are multiplied as they are and are there to check results.
+_ANY = {
+    "odd": GemmConfig(64, 64, 32, 4, 3, per_sm=2),
+    "float32": GemmConfig(32, 64, 32, 4, 2, per_sm=2),
+    "float64": GemmConfig(32, 32, 16, 4, 1, per_sm=2),
+}
+# Where SwiGLU, in the clamped form or not, is computed in the product before it: everywhere but where the compiler
+# spilled (Triton 3.7.1 on sm_80, 3.6 on sm_100). It saves a launch and reading gate and up back, 4 I bytes a row in
+# half precision, about a tenth of the first product's time at the shapes of Qwen3 and DeepSeek. Chosen from compiling
+# and counting bytes; not yet measured on a GPU.
+_APART = {(80, "wide", True), (100, "narrow", True), (100, "narrow", False)}
+
+
+def row_configs(arch: int) -> dict[str, GemmConfig]:
+    """Tiles of products that make rows on sm_`arch`, by shape class."""
+    return _ROWS[80 if arch < 90 else 90] | _ANY
+
+
+def weight_configs(arch: int) -> dict[str, GemmConfig]:
+    """Tiles of weight gradients on sm_`arch`, by shape class."""
+    return _WEIGHT[80 if arch < 90 else 90] | _ANY
+
+
+def row_shape(dtype: torch.dtype, *, rows: int, experts: int, cols: int, aligned: bool = True) -> str:
+    """Shape class of products with one result row for each of at most `rows` rows of `experts` experts, `cols` wide.
+
+    `aligned`: both operands can be read 16 bytes at a time.
+    """
+    few, narrow = rows <= 64 * experts, cols <= 128
+    return _shape_class(dtype, aligned, "few" if few else "narrow" if narrow else "wide")
+
+
+def weight_shape(dtype: torch.dtype, *, out: int, hidden: int, aligned: bool = True) -> str:
+    """Shape class of weight gradients of (out, hidden) for each expert; `aligned` as for `row_shape`."""
+    return _shape_class(dtype, aligned, "narrow" if hidden <= 128 or out <= 64 else "wide")
+
+
+def _shape_class(dtype: torch.dtype, aligned: bool, by_shape: str) -> str:
+    exact = {torch.float32: "float32", torch.float64: "float64"}
+    return exact.get(dtype, by_shape if aligned else "odd")
+
+
+def fuses_swiglu(arch: int, shape: str, clamped: bool) -> bool:
+    """Whether the product computes its SwiGLU too."""
+    return (80 if arch < 90 else 90 if arch < 100 else 100, shape, clamped) not in _APART
+
+
+# --- which one -------------------------------------------------------------------------------------------------------
+
+
+def max_row_tiles(rows: int, experts: int, tile_rows: int) -> int:
+    """At most so many tiles of rows, however the rows are spread over the experts."""
+    return rows // tile_rows + min(experts, rows)
+
+
+@triton.jit
+def tiles_per_expert(offs, M, E, TILE_ROWS: tl.constexpr, E_PADDED: tl.constexpr):
+    """(E_PADDED,) tiles of rows of each expert. Ends outside of 0 to M count as 0 or M: no other row is touched."""
+    e = tl.arange(0, E_PADDED)
+    ends = tl.minimum(tl.load(offs + e, mask=e < E, other=0), M)
+    starts = tl.load(offs + e - 1, mask=(e > 0) & (e < E), other=0)
+    return tl.cdiv(tl.maximum(ends - tl.maximum(starts, 0), 0), TILE_ROWS)
+
+
+@triton.jit
+def rows_of(offs, expert, M):
+    """(first row, end) of an expert, clamped as in `tiles_per_expert`."""
+    start = tl.load(offs + expert - 1, mask=expert > 0, other=0)
+    return tl.maximum(start, 0), tl.minimum(tl.load(offs + expert), M)
+
+
+@triton.jit
+def find_tile(tile, offs, row_tiles, last_tiles, col_tiles, M, TILE_ROWS: tl.constexpr, GROUP: tl.constexpr):
+    """(expert, first row, end of its rows, tile of columns) of `tile`.
+
+    `row_tiles` is `tiles_per_expert`, `last_tiles` its running sum, `col_tiles` the tiles of columns of any expert.
+    """
+    before = last_tiles <= tile // col_tiles  # experts whose tiles are all before this one
+    expert = tl.sum(before.to(tl.int32))
+    local = tile - tl.sum(tl.where(before, row_tiles, 0)) * col_tiles
+    start, end = rows_of(offs, expert, M)
+    group = local // (GROUP * col_tiles)
+    rows_in_group = tl.minimum(tl.cdiv(end - start, TILE_ROWS) - group * GROUP, GROUP)
+    in_group = local % (GROUP * col_tiles)
+    row_tile = group * GROUP + in_group % rows_in_group
+    return expert, start + row_tile * TILE_ROWS, end, in_group // rows_in_group
