@@ -139,9 +139,9 @@ def _checkpoint(args: argparse.Namespace) -> int:
 def _hf_check(args: argparse.Namespace) -> int:
     from dualpipe.checkpoint.command import check
     from dualpipe.checkpoint.hub_plan import Layout
-    from dualpipe.parallel.mesh import mesh_sizes
+    from dualpipe.parallel.mesh import Mesh
 
-    for line in check(args.path, Layout(**mesh_sizes(args.pp * args.dp * args.ep, pp=args.pp, dp=args.dp, ep=args.ep))):
+    for line in check(args.path, Layout(**Mesh.planned(pp=args.pp, dp=args.dp, ep=args.ep).sizes)):
         print(line)
     return 0
 
