@@ -9,8 +9,7 @@ from math import prod
 from os import PathLike
 from pathlib import Path
 
-from dualpipe.checkpoint.command import format_bytes
-from dualpipe.checkpoint.hub_files import raise_for
+from dualpipe.checkpoint.hub_commands import format_bytes
 from dualpipe.checkpoint.native_folder import (
     Checkpoint,
     Found,
@@ -23,6 +22,7 @@ from dualpipe.checkpoint.native_folder import (
     verify_files,
 )
 from dualpipe.dtypes import short_name
+from dualpipe.errors import raise_for
 from dualpipe.parallel.description import StoredTensor
 
 

@@ -28,9 +28,9 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from dualpipe.checkpoint.hub_files import raise_for
 from dualpipe.checkpoint.native_read import read_stored
 from dualpipe.checkpoint.native_store import FileInfo
+from dualpipe.errors import raise_for
 from dualpipe.parallel.description import StoredTensor
 from dualpipe.parallel.mesh import DIMENSIONS
 

@@ -18,7 +18,6 @@ from typing import NamedTuple
 from torch.distributed.device_mesh import DeviceMesh
 
 from dualpipe.checkpoint import native_random
-from dualpipe.checkpoint.hub_files import raise_for
 from dualpipe.checkpoint.native_folder import (
     Checkpoint,
     Found,
@@ -35,6 +34,7 @@ from dualpipe.checkpoint.native_read import read_parts
 from dualpipe.checkpoint.native_save import layout_of
 from dualpipe.checkpoint.native_state import Part, State, numbered, parts_of, placed, states_in
 from dualpipe.dtypes import short_name
+from dualpipe.errors import raise_for
 from dualpipe.parallel.description import StoredTensor
 from dualpipe.ranks import RankSync
 

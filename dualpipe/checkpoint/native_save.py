@@ -33,7 +33,6 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.device_mesh import DeviceMesh
 
 import dualpipe
-from dualpipe.checkpoint.hub_files import raise_for
 from dualpipe.checkpoint.native_commit import Directory
 from dualpipe.checkpoint.native_folder import Manifest
 from dualpipe.checkpoint.native_optimizer import as_number
@@ -52,6 +51,7 @@ from dualpipe.checkpoint.native_store import (
 )
 from dualpipe.checkpoint.native_writer import WriterProcess
 from dualpipe.dtypes import short_name
+from dualpipe.errors import raise_for
 from dualpipe.parallel import DTypePlan
 from dualpipe.parallel.mesh import DIMENSIONS
 from dualpipe.ranks import RankSync

@@ -32,9 +32,9 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from dualpipe.checkpoint.hub_files import raise_for
 from dualpipe.checkpoint.native_state import REPEATED, Part
 from dualpipe.dtypes import short_name
+from dualpipe.errors import raise_for
 from dualpipe.parallel.description import TENSORS, StoredChunk, StoredTensor, gaps_in, to_json
 
 _SAMPLE = 64  # elements of a part
