@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import hashlib
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import Any, NamedTuple
 
+import xxhash
 from filelock import FileLock, Timeout
 
+CHECKSUMS: dict[str, Any] = {"xxh3_128": xxhash.xxh3_128, "sha256": hashlib.sha256}
+_FALLOCATE, _KEEP_SIZE = getattr(ctypes.CDLL(None), "fallocate", None), 1  # of <fcntl.h>; on Linux
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-_PIECE = 2**20  # bytes that are hashed and then written: they are still in the cache
+_PIECE = 2**22  # bytes that are hashed, and then written while they are in the cache
 
 
-class Hash(Protocol):
-    """A checksum in the making, of hashlib or xxhash."""
+class Written(NamedTuple):
+    """What there is to know of a file that was written."""
 
-    def update(self, data: bytes | memoryview, /) -> None: ...
+    size: int  # bytes
+    checksum: str  # "" where none was wanted
 
 
 def sync(path: Path) -> None:
@@ -42,40 +48,50 @@ def naming(path: Path) -> Iterator[None]:
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
-@contextmanager
-def new_file(path: Path, checksum: Hash | None = None) -> Iterator[Callable[[bytes | memoryview], None]]:
-    """Yield what appends bytes to a new file; all are in `checksum` and on the disk when this is left.
+def write_file(path: Path, pieces: Iterable[bytes | memoryview], checksum: str = "") -> Written:
+    """Write a new file, on the disk when this returns; with the checksum (of `CHECKSUMS`) of its bytes.
 
-    Raises OSError, which names the file, where it exists or the disk refuses.
+    Raises OSError where the file exists or the disk refuses.
     """
-    with naming(path), open(path, "xb") as out:
-
-        def append(data: bytes | memoryview) -> None:
-            if checksum is None:
-                out.write(data)
-                return
-            view = memoryview(data)
+    total = CHECKSUMS[checksum]() if checksum else None
+    with open(path, "xb") as out:
+        for piece in pieces:
+            view = memoryview(piece)
+            if _FALLOCATE is not None and len(view) > _PIECE:  # set aside at once, it is written a quarter faster
+                _FALLOCATE(out.fileno(), _KEEP_SIZE, ctypes.c_int64(out.tell()), ctypes.c_int64(len(view)))
             for start in range(0, len(view), _PIECE):
-                checksum.update(view[start : start + _PIECE])
-                out.write(view[start : start + _PIECE])
-
-        yield append
+                part = view[start : start + _PIECE]
+                if total is not None:
+                    total.update(part)
+                out.write(part)
         out.flush()
         os.fsync(out.fileno())
+        return Written(out.tell(), "" if total is None else total.hexdigest())
+
+
+def write_files(
+    folder: Path, files: Mapping[str, Iterable[bytes | memoryview]], checksum: str = ""
+) -> dict[str, Written]:
+    """Write new files by name into a folder, each as `write_file` does."""
+    return {name: write_file(folder / name, pieces, checksum) for name, pieces in files.items()}
+
+
+def checksum_of(path: Path, checksum: str) -> str:
+    """The checksum of a file; raises OSError where it cannot be read."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, CHECKSUMS[checksum]).hexdigest()
 
 
 def replace_file(path: Path, content: str) -> None:
-    """Give a file other content, on the disk when this returns: at any moment it has the one or the other, whole."""
+    """Give a file other content: at any moment, after a crash of the system too, it has the one or the other, whole."""
     temporary = path.with_name(f".tmp-{path.name}")
     try:
         temporary.unlink(missing_ok=True)  # of a process that died here
-        with new_file(temporary) as append:
-            append(content.encode())
+        write_file(temporary, [content.encode()])
         os.replace(temporary, path)
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
-    sync(path.parent)
 
 
 def lock(file: Path, patience: float) -> FileLock | None:

@@ -16,13 +16,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from dualpipe.checkpoint.directory import find, is_checkpoint, latest, none_whole, scan
 from dualpipe.checkpoint.hub_files import CONFIG
 from dualpipe.checkpoint.hub_load import hub_dtypes, load_hf, meta_stages, open_hf
 from dualpipe.checkpoint.hub_save import Piece, carried, save_hf, write_model
-from dualpipe.checkpoint.native_folder import Checkpoint, find, is_checkpoint, latest, none_whole, scan
-from dualpipe.checkpoint.native_load import load
-from dualpipe.checkpoint.native_save import save
-from dualpipe.checkpoint.native_state import training_state
+from dualpipe.checkpoint.load import load
+from dualpipe.checkpoint.manifest import Checkpoint
+from dualpipe.checkpoint.save import save
+from dualpipe.checkpoint.state import training_state
 from dualpipe.checkpoint.tensors import Box
 from dualpipe.dtypes import dtype_of, long_name
 from dualpipe.models import HubConfig, Stage, build_stages, config_from_dict, read_config

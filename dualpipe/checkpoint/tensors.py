@@ -19,7 +19,6 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dualpipe.dtypes import SAFETENSORS_CODES, dtype_of_code
-from dualpipe.files import Hash, new_file
 
 
 class Box(NamedTuple):
@@ -53,10 +52,15 @@ class Box(NamedTuple):
 
     def intersection(self, other: Box) -> Box | None:
         """What two boxes in one tensor share; None where that is nothing."""
-        starts = tuple(map(max, self.offsets, other.offsets))
-        stops = (min(ours.stop, theirs.stop) for ours, theirs in zip(self.slices, other.slices))
-        shape = tuple(stop - start for start, stop in zip(starts, stops))
-        return Box(starts, shape) if all(size > 0 for size in shape) else None
+        starts, sizes = [], []
+        for start, size, other_start, other_size in zip(*self, *other, strict=True):
+            first = max(start, other_start)
+            rest = min(start + size, other_start + other_size) - first
+            if rest <= 0:  # most boxes of a tensor in many parts: no time is lost on them
+                return None
+            starts.append(first)
+            sizes.append(rest)
+        return Box(tuple(starts), tuple(sizes))
 
     def within(self, outer: Box) -> Box:
         """The same box in a tensor that is the box `outer`."""
@@ -136,6 +140,11 @@ def write_box(descriptor: int, tensor: TensorHeader, box: Box, values: Tensor) -
             part, start = part[count:], start + count
 
 
+def storable(tensor: Tensor) -> Tensor:
+    """A view of a tensor that a safetensors file can hold: its bytes in a last dimension where the format lacks it."""
+    return tensor if tensor.dtype in SAFETENSORS_CODES else tensor.detach().unsqueeze(-1).view(torch.uint8)
+
+
 def bytes_of(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous tensor in host memory, sharing it."""
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
@@ -163,6 +172,15 @@ class NewFile(NamedTuple):
     def size(self) -> int:
         """Bytes of all of it."""
         return len(self.head) + sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def pieces(self, tensor: Callable[[str], Tensor]) -> Iterator[bytes | memoryview]:
+        """Its bytes in turn, for `write_file`, so that of a device's tensors at most one is in host memory besides.
+
+        tensor: gives each by its name, on any device, when it is its turn.
+        """
+        yield self.head
+        for name in self.tensors:
+            yield bytes_of(tensor(name).cpu().contiguous())
 
 
 def lay_out(
@@ -203,13 +221,3 @@ def _new_file(
     return NewFile(name, head, {key: each._replace(start=len(head) + each.start) for key, each in placed.items()})
 
 
-def write_file(folder: Path, file: NewFile, tensor: Callable[[str], Tensor], checksum: Hash | None = None) -> None:
-    """Write a file whole, flushed to the disk; raises OSError, which names it, where the disk refuses.
-
-    tensor: gives each by its name, on any device, when it is its turn: so at most one is in host memory besides.
-    checksum: takes every byte of the file.
-    """
-    with new_file(folder / file.name, checksum) as append:
-        append(file.head)
-        for name in file.tensors:
-            append(bytes_of(tensor(name).cpu().contiguous()))
