@@ -9,11 +9,11 @@ from math import prod
 from os import PathLike
 from pathlib import Path
 
-from dualpipe.checkpoint.command import format_bytes
 from dualpipe.checkpoint.directory import Found, find, is_still_there, none_whole
-from dualpipe.checkpoint.hub_files import raise_for
+from dualpipe.checkpoint.hub_commands import format_bytes
 from dualpipe.checkpoint.manifest import Checkpoint, Manifest, StoredTensor, stored_in, verify, verify_files
 from dualpipe.dtypes import short_name
+from dualpipe.errors import raise_for
 
 
 def ls(path: str | PathLike[str]) -> Iterator[str]:
