@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-
 import dualpipe
 
 ROOT = Path(dualpipe.__file__).parent
