@@ -40,7 +40,7 @@ from dualpipe.train.tokens import Splits, unigram_loss
 def train(config: Config, info: RankInfo) -> int:
     """Train as rank `info` of the job; returns the exit status 0, raises on failure."""
     with join(config, info) as job:
-        config = fit_world(config, job.world_size)
+        config = fit_world(config, job.ranks.size)
         with _hold(Path(config.output.dir), job), Saver(config, job) as saver:
             Run(config, job, saver).train()
     return 0
@@ -209,7 +209,7 @@ class Run:
         self.optimizer.zero_grad()
         tokens = self.batch_size * self.config.train.sequence_length
         tokens_per_second = tokens / (time.perf_counter() - start)
-        tflops = tokens_per_second * self.flops_per_token / 1e12 / self.job.world_size
+        tflops = tokens_per_second * self.flops_per_token / 1e12 / self.job.ranks.size
         return {
             **values, "step": step + 1, "lr": lr, "tokens_per_second": tokens_per_second,
             "tflops_per_rank": tflops, "mfu": self.peak_tflops and tflops / self.peak_tflops,
