@@ -166,7 +166,8 @@ class PretendCuda:
         self._lock = threading.RLock()
         self._blocks: dict[int, Block] = {}  # by storage
         self._dead: deque[tuple[int, Block, Timeline]] = deque()  # storages that are gone, and the thread they went in
-        self._lost: defaultdict[int, list[Access]] = defaultdict(list)  # by stream, who may still use memory that was given back to it
+        # By stream, and timeline: the last use of memory that was given back to that stream, and not known to it then.
+        self._lost: defaultdict[int, dict[int, Access]] = defaultdict(dict)
 
     def report(self, waits: Mapping[str, int]) -> list[str]:
         """All faults, each with how often; `waits`: those of the host that there should be."""
@@ -194,10 +195,12 @@ class PretendCuda:
 
     def order(self, line: Timeline, clock: Clock) -> None:
         """What this thread gives to `line` from now on comes after `clock` and all that the thread has waited for."""
+        self._bury()
         with self._lock:
             line.clock |= self.of_thread.host.clock | clock
 
     def host_waits(self, what: str, clock: Clock) -> None:
+        self._bury()
         with self._lock:
             if self.of_thread.watched:
                 self.waits[f"{what} in {_where(1, '')}"] += 1
@@ -251,7 +254,7 @@ class PretendCuda:
         others (lost), and by the stream itself."""
         line, block.nbytes = block.line, nbytes
         self.allocated += nbytes
-        lost = self._lost[line.number] = [old for old in self._lost[line.number] if not old.before(line.clock)]
+        lost = [old for old in self._lost[line.number].values() if not old.before(line.clock)]
         own = Access(line, line.clock[line.number], True, 0, sys.maxsize, "anything", f"memory of {line.name}")
         block.accesses = [own, *lost]
 
@@ -274,9 +277,10 @@ class PretendCuda:
                 continue
             if self.strict and not old.lost:
                 self.faults[f"free: {what}, given back before the {old}"] += 1
-            else:
-                lost = old._replace(write=True, low=0, high=sys.maxsize, lost=old.lost or what)
-                self._lost[block.line.number].append(lost)
+                continue
+            lost, number = self._lost[block.line.number], old.line.number
+            if number not in lost or lost[number].time < old.time:
+                lost[number] = old._replace(write=True, low=0, high=sys.maxsize, lost=old.lost or what)
 
     def _access(self, tensor: Tensor, write: bool, line: Timeline, what: str) -> None:
         """Note what `line` does with a tensor, and hold it against what was noted before."""
