@@ -25,13 +25,6 @@ ROWS, WIDTH, LAYERS = 256, 64, 3
 SEGMENT = ROWS * WIDTH * 4  # bytes of the largest output of a segment that goes to another: float32 (ROWS, WIDTH)
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request):
-    if request.param == "cuda" and not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-    return request.param
-
-
 class Exchange:
     """All rows to one rank, which is this one: through the same buffers as between ranks."""
 

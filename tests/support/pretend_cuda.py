@@ -158,7 +158,7 @@ class PretendCuda:
     """The device's book. strict: whether memory given back too early is a fault before it is used again."""
 
     def __init__(self, strict: bool) -> None:
-        self.strict, self.launches, self.allocated = strict, 0, 0
+        self.strict, self.launches, self.allocated, self.peak = strict, 0, 0, 0
         self.faults: Counter[str] = Counter()
         self.waits: Counter[str] = Counter()
         self.lines: list[Timeline] = []
@@ -254,6 +254,7 @@ class PretendCuda:
         others (lost), and by the stream itself."""
         line, block.nbytes = block.line, nbytes
         self.allocated += nbytes
+        self.peak = max(self.peak, self.allocated)
         lost = [old for old in self._lost[line.number].values() if not old.before(line.clock)]
         own = Access(line, line.clock[line.number], True, 0, sys.maxsize, "anything", f"memory of {line.name}")
         block.accesses = [own, *lost]
@@ -478,10 +479,11 @@ def _replacements(device: PretendCuda) -> Iterator[tuple[Any, str, Any]]:
         current_stream=device.current_stream, default_stream=lambda *_: device.default, check_error=lambda _: None,
         is_available=lambda: True, is_initialized=lambda: True, device_count=lambda: 1, current_device=lambda: 0,
         set_device=lambda _: None, device_of=lambda _: nullcontext(), _sleep=lambda _: None, empty_cache=lambda: None,
-        memory_allocated=lambda *_: device.allocated, max_memory_allocated=lambda *_: device.allocated,
+        memory_allocated=lambda *_: device.allocated, max_memory_allocated=lambda *_: device.peak,
+        reset_peak_memory_stats=lambda *_: setattr(device, "peak", device.allocated),
         get_rng_state=lambda *_: torch.get_rng_state(), set_rng_state=lambda state, *_: torch.set_rng_state(state),
         get_device_properties=lambda *_: properties, get_device_capability=lambda *_: (9, 0),
-        get_device_name=lambda *_: properties.name, set_sync_debug_mode=lambda _: None,
+        get_device_name=lambda *_: properties.name, set_sync_debug_mode=lambda mode: setattr(device.of_thread, "watched", mode == "error"),
     )
     yield from ((torch.cuda, name, function) for name, function in functions.items())
     yield torch.cuda.nvtx, "range", lambda *_: nullcontext()
