@@ -22,8 +22,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import threads
+from device_book import Event, Timeline
 from device_steps import Toy, as_process, as_training, by_threads, qwen, toys, write_run
-from pretend_cuda import Event, Timeline, pretend_cuda
+from pretend_cuda import pretend_cuda
 from pretend_nccl import Work
 from ranks import run_ranks
 
@@ -281,7 +282,8 @@ PROCESSES = {
     "parameters are read before they are gathered": ((1, 2, 1), "race", lambda: forgotten("all_gather_single")),
     "parameters are gathered before they are updated": (
         (1, 2, 1), "race", lambda: without_waits("Timeline.wait_stream")),
-    "gradients are reduced before they are computed": ((1, 2, 1), "race", lambda: without_waits("foreach_reduce", depth=2)),
+    "gradients are reduced before they are computed": (
+        (1, 2, 1), "race", lambda: without_waits("foreach_reduce", depth=2)),
     "gradients are used before they are reduced": (
         (1, 2, 1), "race", lambda: without_waits(
             "FSDPState._root_post_backward_final_callback", "FSDPParamGroup.finalize_backward")),
@@ -313,7 +315,8 @@ def reading(step: Callable) -> Callable:
 
 
 TRAINING = {
-    "a checkpoint is written before it is copied": ("race", lambda: instead(torch.cuda, "synchronize", lambda _: nothing)),
+    "a checkpoint is written before it is copied": (
+        "race", lambda: instead(torch.cuda, "synchronize", lambda _: nothing)),
     "the optimizer reads a parameter": ("sync", lambda: instead(torch.optim.AdamW, "step", reading)),
 }
 LISTED = {
