@@ -6,7 +6,7 @@
     assert device.report(waits={...}) == []
 
 Every operator runs at once on CPU memory, so values are right whatever the order; what is checked is the order that is
-asked for. A stream, and each thread of the host, is a timeline of numbered accesses with a vector clock: the last one of
+asked for. A stream, or a thread of the host, is a timeline of numbered accesses with a vector clock: the last one of
 each timeline that comes before its own next one. Events carry the clock of the stream that recorded them to those that
 wait; and what a thread gives to a stream comes after all that the thread has waited for. Nothing else orders two
 accesses. Those of each storage are kept, by bytes, as long as they matter: two that overlap, one of them a write, of
