@@ -163,22 +163,26 @@ def and_synchronize(record: Callable) -> Callable:
     return call
 
 
-def sends(stream: Timeline, event: Event, wait: Callable) -> None:
-    if not (caller("wait") and caller("beside", depth=2)):
-        wait(stream, event)
+def not_for_what_is_sent(wait: Callable) -> Callable:
+    def call(stream: Timeline, event: Event) -> None:
+        if not (caller("wait") and caller("beside", depth=2)):
+            wait(stream, event)
+
+    return call
 
 
-def lands(stream: Timeline, event: Event, wait: Callable) -> None:
-    if not caller("wait") or caller("beside", depth=2):
-        wait(stream, event)
+def not_for_what_arrives(wait: Callable) -> Callable:
+    def call(stream: Timeline, event: Event) -> None:
+        if not caller("wait") or caller("beside", depth=2):
+            wait(stream, event)
+
+    return call
 
 
 DEVICE = {  # name: (kind of the fault, how to plant it); by what dualpipe/device.py asks torch for
     "no stream waits": ("race", lambda: without_waits("wait")),
-    "rows are sent before they are made": (
-        "race", lambda: instead(Timeline, "wait_event", lambda real: lambda *a: sends(*a, real))),
-    "rows are read before they arrive": (
-        "race", lambda: instead(Timeline, "wait_event", lambda real: lambda *a: lands(*a, real))),
+    "rows are sent before they are made": ("race", lambda: instead(Timeline, "wait_event", not_for_what_is_sent)),
+    "rows are read before they arrive": ("race", lambda: instead(Timeline, "wait_event", not_for_what_arrives)),
     "rows that arrived are given back too early": ("free", lambda: instead(Tensor, "record_stream", lambda _: nothing)),
     "events are recorded too early": ("race", lambda: instead(Timeline, "record_event", earlier)),
     "events are recorded on another stream": ("race", lambda: instead(Timeline, "record_event", elsewhere)),
