@@ -129,7 +129,7 @@ def _memory(args: argparse.Namespace) -> int:
 
 
 def _checkpoint(args: argparse.Namespace) -> int:
-    from dualpipe.checkpoint import command_native as commands
+    from dualpipe.checkpoint import commands
 
     for line in {"ls": commands.ls, "verify": commands.check, "show": commands.show}[args.command](args.path):
         print(line)

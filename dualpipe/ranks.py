@@ -1,30 +1,58 @@
-"""What fails on one rank raises on all, so that nobody waits for a rank that has given up."""
+"""What fails on one rank raises on all, so that nobody waits for a rank that has given up.
+
+Two ways of talking, both between hosts. Objects of any size go through a collective (`gather`, `first`, ...). Small
+records, with which a pipeline's step begins and ends, go from each rank to each: so a rank that is gone is known by
+its number (`together`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup, Work
 from torch.distributed.device_mesh import DeviceMesh
 
+from dualpipe.errors import PipelineError, UpstreamFailed
+
+RECORD_BYTES = 8192
+_TAG = 14  # gloo's, of records; any that nothing else uses
 _CHARACTERS = 20_000  # of an error's text that travel to the other ranks
+_RECORD_CHARACTERS = 1200  # the same in a record
+
+_REMEDIES = {  # for errors of torch that say nothing of a pipeline
+    "leaf Variable that requires grad": " A stage must not begin with an operation in place: its input is a leaf, from "
+    "which the stage before gets its gradient, and so are parameters. Write x = x + 1 instead of x += 1.",
+}
 
 T = TypeVar("T")
 
 
 class RankSync:
-    """The ranks of a process group that can carry objects (gloo); None: this process alone."""
+    """The ranks of a process group that can carry objects (gloo); None: this process alone.
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
+    members: those of the group in another order, by which they are numbered here (default: the group's).
+    replicas: process groups of ranks outside, whose failures end `together` here too, and the other way round.
+    """
+
+    def __init__(
+        self, group: ProcessGroup | None, members: Sequence[int] = (), replicas: Iterable[ProcessGroup] = ()
+    ) -> None:
         self.size = 1 if group is None else group.size()
-        self.rank = 0 if group is None else group.rank()
+        self._members = list(members) or list(range(self.size))
+        self.rank = 0 if group is None else self._members.index(group.rank())
         self._group, self._cut_short = group, False
+        self._replicas = [other if "cpu" in backends(other) else gloo_beside(other) for other in replicas]
+        self._tell_back = True  # until `compare_replicas`
 
     @classmethod
-    def of_mesh(cls, mesh: DeviceMesh | None, group: dist.ProcessGroup | None = None) -> RankSync:
+    def of_mesh(cls, mesh: DeviceMesh | None, group: ProcessGroup | None = None) -> RankSync:
         """All ranks of a mesh that spans the default process group; None: this process alone.
 
         They talk in `group`, of the same ranks in the same order (default: the default one). Raises ValueError for a
@@ -36,6 +64,8 @@ class RankSync:
             raise ValueError(f"the mesh has {mesh.size()} of {dist.get_world_size()} ranks; pass the whole one, from "
                              "build_mesh")
         return cls(group or dist.group.WORLD)
+
+    # -- objects of any size
 
     def gather(self, work: Callable[[], T]) -> list[T]:
         """Do `work` on every rank and return what it gave (picklable), by rank.
@@ -51,7 +81,7 @@ class RankSync:
         except BaseException as raised:
             error = raised
         outcomes: list[Any] = [None] * self.size
-        mine = None if error is None else (isinstance(error, ValueError), _text(error))
+        mine = None if error is None else (isinstance(error, ValueError), _line(error))
         with self._whole():
             dist.all_gather_object(outcomes, (mine, value), group=self._group)
         if error is not None and not isinstance(error, Exception):
@@ -82,7 +112,7 @@ class RankSync:
                 outcome = [(work(), None)]
             except BaseException as raised:  # told to the other ranks before it is raised here
                 error = raised
-                outcome = [(None, (isinstance(raised, ValueError), _text(raised)))]
+                outcome = [(None, (isinstance(raised, ValueError), _line(raised)))]
         with self._whole():
             dist.broadcast_object_list(outcome, group_src=0, group=self._group, device=torch.device("cpu"))
         result, failure = outcome[0]
@@ -121,9 +151,165 @@ class RankSync:
         yield
         self._cut_short = False
 
+    # -- small records
+
+    @contextmanager
+    def together(
+        self,
+        kind: type[Exception],
+        conclude: Callable[[list[Any]], Any] = list,
+        *,
+        where: Callable[[], str] = str,
+        same_everywhere: Any = None,
+    ) -> Iterator[Told]:
+        """Where what is done inside fails on one rank, all raise `kind`, or PipelineError where one is gone.
+
+        Inside, `told.value` is set to a JSON value for the others. Afterwards `told.conclusion` is what `conclude` has
+        made of everybody's, by rank; a ValueError of it is raised like any other. `where()` says what an error came
+        from; `same_everywhere` must be the same also among the replicas. An interrupt is told to the others like any
+        error, and goes on as itself here.
+        """
+        told, error, text, failure = Told(), None, None, None
+        try:
+            yield told
+        except BaseException as raised:
+            error = raised
+            text = None if isinstance(raised, UpstreamFailed) else f"{where()}{_text(raised)}"
+        try:
+            failure = self._settle(kind, text, told, conclude, same_everywhere)
+            if error is not None and not isinstance(error, Exception):
+                raise error
+            if failure is None and error is not None:
+                failure = PipelineError("a rank failed and could not report why")
+            if failure is not None:
+                raise failure from error
+        finally:
+            error = failure = None  # this frame is in the error's traceback: the cycle would keep all its tensors
+
+    def _settle(
+        self, kind: type[Exception], text: str | None, told: Told, conclude: Callable[[list[Any]], Any], same: Any
+    ) -> Exception | None:
+        """What went wrong anywhere; the conclusion where nothing did."""
+        records = self.exchange([_short(text), told.value])
+        failure = _failure(records, kind)
+        if failure is None:
+            try:
+                told.conclusion = conclude([value for _, value in records])
+            except ValueError as disagreement:
+                failure = disagreement
+        elsewhere = _short(failure and str(failure))
+        for group in self._replicas:
+            peers = _exchange([elsewhere, same], group, range(group.size()), group.rank())
+            elsewhere = elsewhere or _first_failure(peers)
+        if self._tell_back:
+            back = _failure(self.exchange([_short(elsewhere), None]), kind)
+            elsewhere = elsewhere or (back and str(back))
+        if failure is None and elsewhere is not None:
+            failure = kind(elsewhere)
+        return failure
+
+    def compare_replicas(self) -> None:
+        """Find out whether every rank hears of a failure among the replicas by itself: where these differ in number,
+        because a stage is not sharded, one tells the others here."""
+        sizes = self.exchange([group.size() for group in self._replicas])
+        self._tell_back = any(other != sizes[0] for other in sizes)
+
+    def exchange(self, record: Any) -> list[Any]:
+        """Everybody's JSON record, by rank; in place of that of a rank that could not be reached, the RuntimeError."""
+        return [record] if self.size == 1 else _exchange(record, self._group, self._members, self.rank)
+
+
+class Told:
+    """What a rank tells the others, and what follows from what all have told."""
+
+    value: Any = None
+    conclusion: Any = None
+
+
+def pack_record(record: Any) -> Tensor:
+    """A JSON value as a (RECORD_BYTES,) uint8 tensor; ValueError where it is too long."""
+    data = json.dumps(record, ensure_ascii=False).encode("utf-8", "backslashreplace")
+    if len(data) > RECORD_BYTES:
+        raise ValueError(f"a record of {len(data)} bytes exceeds the {RECORD_BYTES} that travel: {data[:200]!r}...")
+    return torch.frombuffer(bytearray(data.ljust(RECORD_BYTES)), dtype=torch.uint8)
+
+
+def unpack_record(buffer: Tensor) -> Any:
+    """The inverse of `pack_record`."""
+    return json.loads(buffer.numpy().tobytes().rstrip())
+
+
+def empty_record() -> Tensor:
+    """A buffer to receive a record into."""
+    return torch.empty(RECORD_BYTES, dtype=torch.uint8, device="cpu")
+
+
+def _exchange(record: Any, group: Any, members: Sequence[int], own: int) -> list[Any]:
+    """Everybody's record, sent from each rank to each: one that is dead must not keep us from the others."""
+    packed = pack_record(record)
+    records = [unpack_record(packed)] * len(members)
+    buffers = {peer: empty_record() for peer in range(len(members)) if peer != own}
+    receives = {peer: _attempt(group.recv, [buffers[peer]], members[peer], _TAG) for peer in buffers}
+    sends = {peer: _attempt(group.send, [packed], members[peer], _TAG) for peer in buffers}
+    for peer, buffer in buffers.items():
+        failed = _finish(receives[peer]) or _finish(sends[peer])
+        records[peer] = failed or unpack_record(buffer)
+    return records
+
+
+def _attempt(call: Callable[..., Any], *args: Any) -> Any:
+    """The result of a call, or the RuntimeError that it raised."""
+    try:
+        return call(*args)
+    except RuntimeError as error:
+        return error
+
+
+def _finish(work: Work | RuntimeError) -> RuntimeError | None:
+    error = work if isinstance(work, RuntimeError) else _attempt(work.wait)
+    return error if isinstance(error, RuntimeError) else None
+
+
+# -- what is said of failures
+
+
+def _failure(records: list[Any], kind: type[Exception]) -> Exception | None:
+    """`kind`, with the same text on every rank, where a record tells of an error or a rank is gone."""
+    lost = {rank: f"cannot be reached: {r}" for rank, r in enumerate(records) if isinstance(r, RuntimeError)}
+    errors = {rank: r[0] for rank, r in enumerate(records) if rank not in lost and r[0] is not None} | lost
+    if not errors:
+        return None
+    return (PipelineError if lost else kind)("; ".join(f"rank {r}: {errors[r]}" for r in sorted(errors)))
+
+
+def _first_failure(records: Sequence[Any]) -> str | None:
+    """What is wrong among the records [failure, value] of replicas."""
+    for peer, record in enumerate(records):
+        if isinstance(record, RuntimeError):
+            return f"data-parallel rank {peer}: cannot be reached: {record}"
+        if record[0] is not None:
+            return f"data-parallel rank {peer}: {record[0]}"
+    if any(value != records[0][1] for _, value in records):
+        return f"data-parallel ranks disagree: by rank {[value for _, value in records]}"
+    return None
+
+
+def _line(error: BaseException) -> str:
+    return (f"{error}" if isinstance(error, ValueError) else f"{type(error).__name__}: {error}")[:_CHARACTERS]
+
 
 def _text(error: BaseException) -> str:
-    return (f"{error}" if isinstance(error, ValueError) else f"{type(error).__name__}: {error}")[:_CHARACTERS]
+    """A ValueError speaks for itself; others are named by their type."""
+    try:
+        text = str(error)
+    except Exception as raised:
+        text = f"(its text raised {type(raised).__name__})"
+    text += next((remedy for phrase, remedy in _REMEDIES.items() if phrase in text), "")
+    return text if type(error) is ValueError else f"{type(error).__name__}: {text}"
+
+
+def _short(text: str | None) -> str | None:
+    return text and text[:_RECORD_CHARACTERS]
 
 
 def _joined(texts: dict[int, str]) -> str:
@@ -132,3 +318,23 @@ def _joined(texts: dict[int, str]) -> str:
     for rank, text in texts.items():
         by_text.setdefault(text, []).append(rank)
     return "; ".join(f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in by_text.items())
+
+
+# -- process groups
+
+
+def backends(group: ProcessGroup) -> dict[str, str]:
+    """Backend by device type: the configuration is such as "cpu:gloo,cuda:nccl"."""
+    return dict(entry.split(":") for entry in dist.get_backend_config(group).split(","))
+
+
+def timeout_of(group: ProcessGroup) -> timedelta:
+    """The timeout that the caller gave the process group; torch has no public call for it."""
+    device = "cuda" if backends(group).get("cuda") == "nccl" else "cpu"
+    return group._get_backend(torch.device(device)).options._timeout
+
+
+def gloo_beside(group: ProcessGroup) -> ProcessGroup:
+    """A group of the same ranks and timeout that can carry host tensors."""
+    ranks = dist.get_process_group_ranks(group)
+    return dist.new_group(ranks, timeout=timeout_of(group), backend="gloo", use_local_synchronization=True)

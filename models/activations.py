@@ -21,10 +21,10 @@ from dualpipe.models.decoder import Attention, SparseMLP
 from dualpipe.models.hub import HubConfig
 from dualpipe.models.stages import Recompute, Stage
 from dualpipe.nn import Router
+from dualpipe.nn.deferral import WeightGradStore
 from dualpipe.nn.segments import Pending
 from dualpipe.parallel.dispatch import Received
-from dualpipe.pipeline.overlap import SegmentedStage, walk
-from dualpipe.pipeline.passage import Passage
+from dualpipe.pipeline.overlap import MicrobatchState, SegmentedStage, walk
 
 _PROBE = 64  # tokens of the shorter run
 
@@ -127,12 +127,13 @@ def _kept(stage: Stage, mode: FakeTensorMode, batch: int, length: int, dtype: to
         hidden = (batch, length, stage.config.hidden_size)
         tokens = torch.zeros(batch, length, dtype=torch.int64, device="cpu")
         x = tokens if stage.first else torch.empty(hidden, dtype=dtype, device="cpu", requires_grad=True)
-        passage = Passage({"x": x, "positions": None})
+        segmented, state = SegmentedStage(stage.segments(), ("x",), ("x",), store=WeightGradStore()), MicrobatchState()
+        state.begin({"x": x, "positions": None})
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            walk([SegmentedStage(stage.segments(), ("x",), ("x",)).forward(passage)])
-    if passage.error is not None:
-        raise passage.error
-    for record in passage.records:
+            walk([segmented.forward(state)])
+    if state.error is not None:
+        raise state.error
+    for record in state.records:
         for tensor in tree_leaves((record.leaves, record.kept, record.context)):
             if isinstance(tensor, Tensor):
                 keep(tensor)

@@ -71,11 +71,8 @@ class GptOssConfig(GroupedQueryConfig):
 
     def layer(self, index: int) -> Layer:
         """The layer of this global index."""
-        attention = GroupedQueryAttention(
-            self.hidden_size, self.num_attention_heads, self.num_key_value_heads, self.head_dim,
-            bias=self.attention_bias, sinks=True,
-            window=self.sliding_window if self.layer_types[index] == _KINDS[0] else None,
-        )
+        window = self.sliding_window if self.layer_types[index] == _KINDS[0] else None
+        attention = GroupedQueryAttention(self, sinks=True, window=window)
         gate = Router(self.hidden_size, self.num_experts, self.num_experts_per_tok, score="softmax_topk", bias=True)
         experts = Experts(
             self.num_experts, self.hidden_size, self.intermediate_size, bias=True, clamped=True,

@@ -83,7 +83,7 @@ class HubConfig:
 
     @classmethod
     def from_dict(cls, hub: Mapping[str, Any]) -> Self:
-        """From the content of a hub `config.json`, older (`rope_theta`, `rope_scaling`) or newer (`rope_parameters`).
+        """Read the content of a hub `config.json`, older (`rope_theta`, `rope_scaling`) or newer (`rope_parameters`).
 
         Raises `ValueError` naming every option that is unknown or not supported, or every missing size.
         """

@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 
+from dualpipe.checkpoint.directory import find, is_checkpoint, latest, none_whole, scan
 from dualpipe.checkpoint.hf import hub_dtypes, load_hf
 from dualpipe.checkpoint.hf_save import save_hf
 from dualpipe.checkpoint.hub_files import CONFIG
-from dualpipe.checkpoint.native_folder import Checkpoint, find, is_checkpoint, latest, none_whole, scan
-from dualpipe.checkpoint.native_load import load
-from dualpipe.checkpoint.native_save import save
-from dualpipe.checkpoint.native_state import training_state
+from dualpipe.checkpoint.load import load
+from dualpipe.checkpoint.manifest import Checkpoint
+from dualpipe.checkpoint.save import save
+from dualpipe.checkpoint.state import training_state
 from dualpipe.dtypes import dtype_of
 from dualpipe.models import HubConfig, Stage, build_stages, config_from_dict, read_config
 from dualpipe.parallel import DTypePlan, DTypePolicy, resolve_dtypes

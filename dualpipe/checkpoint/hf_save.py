@@ -43,7 +43,7 @@ from dualpipe.checkpoint.hub_files import (
 )
 from dualpipe.checkpoint.hub_layout import NewTensor, Piece, ShardFile, index_of, lay_out, new_tensors, writers, writes
 from dualpipe.checkpoint.hub_plan import carried, model_tensors, shapes_of
-from dualpipe.checkpoint.native_commit import sync
+from dualpipe.files import sync
 from dualpipe.models import HubConfig, config_from_dict, read_config
 from dualpipe.models.hub import MTP_LAYERS
 from dualpipe.nn.init import local_part

@@ -1,40 +1,86 @@
-"""The arguments of a step: what each rank checks on its own, and what the ranks must agree on."""
+"""The arguments of a step and of a pipeline: what a rank checks on its own, and what the ranks must agree on."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from inspect import Parameter, signature
 from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from dualpipe.nn.segments import Segment
+from dualpipe.nn.segments import Segment, checked, is_reserved
+from dualpipe.parallel.fsdp import StageParameters
 from dualpipe.parallel.reduced import check_ranks
-from dualpipe.pipeline.side import Takes, checked_side
 
 
-class Call(NamedTuple):
-    """What the caller gave to `step` on this rank."""
+class SideSpec(NamedTuple):
+    """The side inputs that a stage can be given, or several stages together: tensors without a gradient, such as
+    position ids, which go through all stages behind the activations, in the order of their names."""
 
-    inputs: Sequence[Tensor | None]
-    num_chunks: int
-    criterion: Callable[..., Tensor] | None
-    labels: Sequence[Tensor | None]
-    return_outputs: bool
-    sync: bool
-    side: Mapping[str, Tensor]
+    names: tuple[str, ...]
+    every: bool  # whether a `forward` has **kwargs
+    hooked: bool = False  # whether DeepSeek's `overlapped_forward_backward` runs them, which has no room for any
 
-    def checked(self) -> Call:
-        """The same in these types, from all that a caller may give; ValueError for what does not fit."""
-        labels = (self.labels,) if isinstance(self.labels, Tensor) else tuple(self.labels or ())
-        return self._replace(
-            num_chunks=checked_num_chunks(self.num_chunks), labels=labels, side=checked_side(self.side)
-        )
+    @staticmethod
+    def of(module: nn.Module) -> SideSpec:
+        """By the parameters of its `forward`, of which the first is the activation."""
+        module = getattr(module, "_orig_mod", module)  # what torch.compile returns has (*args, **kwargs)
+        try:
+            parameters = list(signature(module.forward).parameters.values())
+        except (TypeError, ValueError):  # code without a signature that Python can see
+            return SideSpec((), False)
+        by_name = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+        names = tuple(p.name for p in parameters[1:] if p.kind in by_name and not is_reserved(p.name))
+        return SideSpec(names, any(p.kind is Parameter.VAR_KEYWORD for p in parameters))
+
+    @staticmethod
+    def union(parts: Iterable[SideSpec]) -> SideSpec:
+        """What any of them can be given."""
+        parts = list(parts)
+        names = set().union(*(part.names for part in parts))
+        return SideSpec(tuple(sorted(names)), any(p.every for p in parts), any(p.hooked for p in parts))
+
+    def check(self, given: Sequence[str]) -> None:
+        """ValueError where the stages cannot be given these."""
+        if given and self.hooked:
+            raise ValueError(
+                f"side inputs {given} do not go with overlapped_forward_backward, which has no argument for them; "
+                "return them from the first stage as tensors that all hand on, or give the stages segments()"
+            )
+        if unused := [name for name in given if name not in self.names and not self.every]:
+            raise ValueError(
+                f"no stage takes the side inputs {unused}; the stages' forwards name {list(self.names)} when the "
+                "pipeline is built. Name them there as parameters behind the first"
+            )
+
+
+@dataclass(frozen=True)
+class OwnStages:
+    """The stages of a rank, by number, of `count` in the whole pipeline. batch_dim: along which batches are cut."""
+
+    modules: Mapping[int, nn.Module]
+    specs: Mapping[int, SideSpec]
+    parameters: Mapping[int, StageParameters]
+    count: int
+    device: torch.device
+    batch_dim: int
+
+    def segments(self) -> dict[int, list[Segment]]:
+        """Those of each stage that offers them."""
+        return {
+            number: checked(list(module.segments()), self.specs[number].names)
+            for number, module in self.modules.items() if hasattr(module, "segments")
+        }
+
+
+# -- a step
 
 
 class Batch(NamedTuple):
-    """A rank's share of the step's arguments, split into micro-batches; empty where this rank has no use for them."""
+    """A rank's share of a step's arguments, split into micro-batches; empty where this rank has no use for them."""
 
     inputs: Sequence[tuple[Tensor, ...]]
     side: Sequence[tuple[Tensor, ...]]  # in the order of their names
@@ -42,6 +88,7 @@ class Batch(NamedTuple):
     criterion: Callable[..., Tensor] | None
     keep_outputs: bool
     segments: Mapping[int, Sequence[Segment]]  # of the stages that offer them
+    told: StepArguments
 
 
 class StepArguments(NamedTuple):
@@ -58,28 +105,166 @@ class StepArguments(NamedTuple):
     label_size: int | None
 
 
+class Agreed(NamedTuple):
+    """What all ranks know of a step."""
+
+    num_larger: int  # the first micro-batches, which are larger than the others
+    side_names: list[str]
+
+
+def split_batch(
+    stages: OwnStages,
+    inputs: Sequence[Tensor | None],
+    num_chunks: int,
+    criterion: Callable[..., Tensor] | None,
+    labels: Sequence[Tensor | None] | Tensor | None,
+    return_outputs: bool,
+    sync: bool,
+    side: Mapping[str, Tensor | None] | None,
+) -> Batch:
+    """This rank's micro-batches, and what the other ranks must know of them; ValueError for what it can see to be wrong
+    on its own. The arguments are those of `Pipeline.step`."""
+    num_chunks = checked_num_chunks(num_chunks)
+    labels = (labels,) if isinstance(labels, Tensor) else tuple(labels or ())
+    side = _checked_side(side)
+    for module in stages.modules.values():
+        if (found := getattr(next(module.parameters(), None), "device", stages.device)) != stages.device:
+            raise ValueError(f"a stage is on {found}, but the pipeline was built on {stages.device}; build it anew")
+    first, last = 0 in stages.modules, stages.count - 1 in stages.modules
+    grad, modules = torch.is_grad_enabled(), stages.modules.values()
+    if last and criterion is None and grad:
+        raise ValueError("criterion is required on the rank of the last stage; evaluate under torch.no_grad()")
+    if first and not _given(inputs):
+        raise ValueError("inputs are required on the rank of the first stage, got none")
+    cut_inputs, size = _split("input", inputs, num_chunks, stages) if first else ((), None)
+    cut_side, side_size = (), None
+    if first and side:
+        cut_side, side_size = _split("side input", side.values(), num_chunks, stages, side)
+    cut_labels, label_size = _split("label", labels, num_chunks, stages) if last and criterion else ((), None)
+    told = StepArguments(
+        num_chunks, grad, bool(sync), [module.training for module in modules],
+        [list(t.shape) for t in _given(inputs)], [[name, list(t.shape)] for name, t in side.items()],
+        size, side_size, label_size,
+    )
+    return Batch(
+        cut_inputs, cut_side, cut_labels, criterion if last else None, last and return_outputs, stages.segments(), told
+    )
+
+
+def agree(ranks: Sequence[StepArguments], first: int, last: int, spec: SideSpec) -> Agreed:
+    """ValueError, with the same text on every rank, where the ranks disagree.
+
+    first, last: the ranks of the first and the last stage; spec: what the stages of all ranks take.
+    """
+    _same("num_chunks", [r.num_chunks for r in ranks])
+    _same("grad mode", [r.grad for r in ranks])
+    _same("sync", [r.sync for r in ranks])
+    if len(set(chain.from_iterable(r.training for r in ranks))) > 1:
+        modes = [r.training for r in ranks]
+        raise ValueError(f"ranks disagree about train/eval mode: training of the stages, by rank: {modes}")
+    _same("the shapes of the inputs", [r.input_shapes or ranks[first].input_shapes for r in ranks])
+    _same("the side inputs and their shapes", [r.side_shapes or ranks[first].side_shapes for r in ranks])
+    side_names = [name for name, _ in ranks[first].side_shapes]
+    spec.check(side_names)
+    batch_size, side_size, label_size = ranks[first].batch_size, ranks[first].side_size, ranks[last].label_size
+    if side_size not in (None, batch_size):
+        raise ValueError(f"inputs have batch size {batch_size}, side inputs {side_names} {side_size}")
+    if label_size not in (None, batch_size):
+        raise ValueError(f"inputs have batch size {batch_size}, labels {label_size}")
+    return Agreed(batch_size % ranks[first].num_chunks, side_names)
+
+
+def checked_num_chunks(num_chunks: Any) -> int:
+    """`num_chunks` as an int; ValueError unless it is an integer of 1 or more."""
+    if not hasattr(num_chunks, "__index__") or int(num_chunks) < 1:
+        raise ValueError(f"num_chunks must be an integer >= 1, got {num_chunks!r}")
+    return int(num_chunks)
+
+
+def _checked_side(side: Any) -> dict[str, Tensor]:
+    """Those that are not None, in the order of their names; ValueError where one cannot be a side input."""
+    if side is None:
+        return {}
+    if not isinstance(side, Mapping) or not all(isinstance(name, str) for name in side):
+        keys = [type(key).__name__ for key in side] if isinstance(side, Mapping) else type(side).__name__
+        raise ValueError(f"side must be a mapping from names to tensors, got {keys}")
+    if reserved := sorted(filter(is_reserved, side)):
+        raise ValueError(f"side inputs are called {reserved}, names that the pipeline uses; choose others")
+    found = {name: side[name] for name in sorted(side) if side[name] is not None}
+    for name, tensor in found.items():
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"side input {name!r} must be a tensor, got {type(tensor).__name__}")
+        if tensor.layout is not torch.strided:
+            raise ValueError(f"side input {name!r} must be dense, got {tensor.layout}")
+        if tensor.requires_grad:
+            raise ValueError(f"side input {name!r} requires grad, but none flows back to it; detach it or make it an "
+                             "input, which the stages hand on")
+    return found
+
+
+def _given(tensors: Iterable[Tensor | None]) -> list[Tensor]:
+    return [t for t in tensors if t is not None]
+
+
+def _split(
+    what: str, tensors: Iterable[Tensor | None], num_chunks: int, stages: OwnStages, names: Iterable[object] = ()
+) -> tuple[list[tuple[Tensor | None, ...]], int | None]:
+    """The micro-batches, as `torch.tensor_split` cuts them, and the size of the batch; ValueError, with `what` and one
+    of the `names` (default: numbers), where a tensor cannot be cut."""
+    tensors, dim = list(tensors), stages.batch_dim
+    for name, tensor in zip(list(names) or range(len(tensors)), tensors):
+        if tensor is not None:
+            _check_splittable(f"{what} {name!r}", tensor, num_chunks, dim, stages.device)
+    given = _given(tensors)
+    if len({t.shape[dim] for t in given}) > 1:
+        raise ValueError(f"{what}s differ in size along dimension {dim}: {[list(t.shape) for t in given]}")
+    chunks = [[None] * num_chunks if t is None else t.tensor_split(num_chunks, dim) for t in tensors]
+    return list(zip(*chunks)) if chunks else [()] * num_chunks, given[0].shape[dim] if given else None
+
+
+def _check_splittable(name: str, tensor: Any, num_chunks: int, dim: int, device: torch.device) -> None:
+    if not isinstance(tensor, Tensor):
+        raise ValueError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    shape = list(tensor.shape)
+    if not -tensor.dim() <= dim < tensor.dim():
+        raise ValueError(f"{name} of shape {shape} has no dimension {dim} to split")
+    if shape[dim] < num_chunks:
+        raise ValueError(f"{name} of shape {shape} cannot be split into num_chunks={num_chunks} along dimension {dim}")
+    if tensor.device != device:
+        raise ValueError(f"{name} is on {tensor.device}, the stages on {device}; move it there")
+
+
+def _same(what: str, values: Sequence[Any]) -> None:
+    """ValueError unless all ranks' values are equal."""
+    if any(value != values[0] for value in values):
+        raise ValueError(f"ranks disagree about {what}: by rank {list(values)}")
+
+
+# -- a pipeline
+
+
 class Construction(NamedTuple):
     """What a rank tells the others when it builds its pipeline. Travels as JSON."""
 
     agreed: list[Any]
     overlaps: bool
-    takes: Takes
+    spec: SideSpec
     double: bool  # whether any parameter is float64
     tied: list[list[list[int]]]  # as of `tied_ends`
     reduced: tuple[bool, list[str]]  # as of `check_stages`
 
     @staticmethod
-    def conclude(ranks: Sequence[Construction]) -> tuple[bool, Takes, torch.dtype]:
+    def conclude(ranks: Sequence[Construction]) -> tuple[bool, SideSpec, torch.dtype]:
         """Whether pairs run in turn, what the stages take, the dtype of norms; ValueError where ranks do not fit."""
-        same("(schedule, its checksum, device, batch_dim, rank_mapping)", [r.agreed for r in ranks])
+        _same("(schedule, its checksum, device, batch_dim, rank_mapping)", [r.agreed for r in ranks])
         check_ranks([r.reduced for r in ranks])
         embeddings, last = (list(chain.from_iterable(ends)) for ends in zip(*(r.tied for r in ranks)))
         if any(shape in last for shape in embeddings):
             raise ValueError("tie_word_embeddings is set, but the first and the last stage are on two ranks and would "
                              "train two weights; use a V-shaped schedule (dualpipev, zbv), or set it to False in their "
                              "config")
-        takes = Takes.union(Takes(*r.takes) for r in ranks)
-        return any(r.overlaps for r in ranks), takes, torch.float64 if any(r.double for r in ranks) else torch.float32
+        spec = SideSpec.union(SideSpec(*r.spec) for r in ranks)
+        return any(r.overlaps for r in ranks), spec, torch.float64 if any(r.double for r in ranks) else torch.float32
 
 
 def is_permutation(mapping: Any, size: int) -> bool:
@@ -90,10 +275,22 @@ def is_permutation(mapping: Any, size: int) -> bool:
         return False
 
 
+def checked_modules(modules: Any) -> nn.ModuleList:
+    """The stages of a rank; ValueError where they are not modules, or one is there twice."""
+    sequence = isinstance(modules, list | tuple | nn.ModuleList | nn.Sequential)
+    if not sequence or not all(isinstance(module, nn.Module) for module in modules):
+        kinds = [type(m).__name__ for m in modules] if isinstance(modules, list | tuple) else type(modules).__name__
+        raise ValueError(f"modules must be a tuple of nn.Modules, got {kinds}")
+    if len(set(modules)) < len(modules):
+        names = [type(module).__name__ for module in modules]
+        raise ValueError(f"one module is given twice in {names}; give each stage a module of its own, which may "
+                         "share Parameters with another")
+    return nn.ModuleList(modules)
+
+
 def common_device(modules: Iterable[nn.Module]) -> torch.device | None:
     """The device of all parameters and buffers, None where there are none; ValueError where they are on several."""
-    tensors = chain.from_iterable(chain(m.parameters(), m.buffers()) for m in modules)
-    devices = {t.device for t in tensors}
+    devices = {t.device for m in modules for t in chain(m.parameters(), m.buffers())}
     if len(devices) > 1 or any(d.type == "meta" for d in devices):
         raise ValueError(f"all stages of a rank must be on one real device, found {sorted(map(str, devices))}")
     return devices.pop() if devices else None
@@ -117,76 +314,3 @@ def tied_ends(first: nn.Module | None, last: nn.Module | None) -> list[list[list
 
 def _ties(stage: nn.Module | None) -> bool:
     return bool(getattr(getattr(stage, "config", None), "tie_word_embeddings", False))
-
-
-def checked_num_chunks(num_chunks: Any) -> int:
-    """`num_chunks` as an int; ValueError unless it is an integer of 1 or more."""
-    if not hasattr(num_chunks, "__index__") or int(num_chunks) < 1:
-        raise ValueError(f"num_chunks must be an integer >= 1, got {num_chunks!r}")
-    return int(num_chunks)
-
-
-def given(tensors: Iterable[Tensor | None]) -> list[Tensor]:
-    """Those that are not None."""
-    return [t for t in tensors if t is not None]
-
-
-def split(
-    what: str,
-    tensors: Sequence[Tensor | None],
-    num_chunks: int,
-    dim: int,
-    device: torch.device,
-    names: Sequence[object] | None = None,
-) -> list[tuple[Tensor | None, ...]]:
-    """The micro-batches, as `torch.tensor_split` cuts them; ValueError, with `what` and one of the `names` (default:
-    numbers), where a tensor cannot be cut."""
-    for name, tensor in zip(names or range(len(tensors)), tensors):
-        if tensor is not None:
-            _check_splittable(f"{what} {name!r}", tensor, num_chunks, dim, device)
-    if len({t.shape[dim] for t in given(tensors)}) > 1:
-        raise ValueError(f"{what}s differ in size along dimension {dim}: {[list(t.shape) for t in given(tensors)]}")
-    chunks = [[None] * num_chunks if t is None else t.tensor_split(num_chunks, dim) for t in tensors]
-    return list(zip(*chunks)) if chunks else [()] * num_chunks
-
-
-def _check_splittable(name: str, tensor: Any, num_chunks: int, dim: int, device: torch.device) -> None:
-    if not isinstance(tensor, Tensor):
-        raise ValueError(f"{name} must be a tensor, got {type(tensor).__name__}")
-    shape = list(tensor.shape)
-    if not -tensor.dim() <= dim < tensor.dim():
-        raise ValueError(f"{name} of shape {shape} has no dimension {dim} to split")
-    if shape[dim] < num_chunks:
-        raise ValueError(f"{name} of shape {shape} cannot be split into num_chunks={num_chunks} along dimension {dim}")
-    if tensor.device != device:
-        raise ValueError(f"{name} is on {tensor.device}, the stages on {device}; move it there")
-
-
-def agree(ranks: Sequence[StepArguments], first: int, last: int, takes: Takes) -> tuple[int, list[str]]:
-    """The size of the batch and the names of the side inputs; ValueError, with the same text on every rank, where the
-    ranks disagree.
-
-    first, last: the ranks of the first and the last stage; takes: what the stages of all ranks take.
-    """
-    same("num_chunks", [r.num_chunks for r in ranks])
-    same("grad mode", [r.grad for r in ranks])
-    same("sync", [r.sync for r in ranks])
-    if len(set(chain.from_iterable(r.training for r in ranks))) > 1:
-        modes = [r.training for r in ranks]
-        raise ValueError(f"ranks disagree about train/eval mode: training of the stages, by rank: {modes}")
-    same("the shapes of the inputs", [r.input_shapes or ranks[first].input_shapes for r in ranks])
-    same("the side inputs and their shapes", [r.side_shapes or ranks[first].side_shapes for r in ranks])
-    side_names = [name for name, _ in ranks[first].side_shapes]
-    takes.check(side_names)
-    batch_size, side_size, label_size = ranks[first].batch_size, ranks[first].side_size, ranks[last].label_size
-    if side_size not in (None, batch_size):
-        raise ValueError(f"inputs have batch size {batch_size}, side inputs {side_names} {side_size}")
-    if label_size not in (None, batch_size):
-        raise ValueError(f"inputs have batch size {batch_size}, labels {label_size}")
-    return batch_size, side_names
-
-
-def same(what: str, values: Sequence[Any]) -> None:
-    """ValueError unless all ranks' values are equal."""
-    if any(value != values[0] for value in values):
-        raise ValueError(f"ranks disagree about {what}: by rank {list(values)}")

@@ -7,8 +7,6 @@ and they report whether it went well.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from functools import partial
 from itertools import starmap
 from typing import Any
 from zlib import crc32
@@ -17,38 +15,30 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.profiler import record_function
 
-from dualpipe import device
 from dualpipe.errors import PipelineError
 from dualpipe.nn.deferral import WeightGradStore
-from dualpipe.nn.segments import Segment, checked, communication_groups, has_communication
+from dualpipe.nn.segments import communication_groups, has_communication
 from dualpipe.parallel.clipping import clip_grad_norm_
 from dualpipe.parallel.fsdp import ParametersStep, StageParameters, process_groups
 from dualpipe.parallel.reduced import check_stages
 from dualpipe.pipeline.arguments import (
-    Batch,
-    Call,
+    Agreed,
     Construction,
+    OwnStages,
+    SideSpec,
     StepArguments,
     agree,
+    checked_modules,
     common_device,
-    given,
     is_permutation,
-    split,
+    split_batch,
     tied_ends,
 )
-from dualpipe.pipeline.consensus import Consensus
-from dualpipe.pipeline.interpreter import Interpreter, overlaps_by_itself
-from dualpipe.pipeline.program import Program, fitting, lower, one_at_a_time, streams
-from dualpipe.pipeline.side import SideInputs, Takes
-from dualpipe.pipeline.traffic import Traffic
-from dualpipe.pipeline.transport import Replicas, Transport
-from dualpipe.schedule import Action, Schedule
-
-LISTS = list | tuple | nn.ModuleList | nn.Sequential
-
-Outputs = Tensor | tuple[Tensor, ...] | None
+from dualpipe.pipeline.executor import Executor, Outputs, overlaps_by_itself
+from dualpipe.pipeline.lower import Programs, streams
+from dualpipe.pipeline.p2p import P2PGroups, P2PMessages
+from dualpipe.schedule import Schedule
 
 
 class Pipeline(nn.Module):
@@ -91,64 +81,57 @@ class Pipeline(nn.Module):
         valid = is_permutation(mapping, self.num_ranks)
         members = [list(mapping).index(r) for r in identity] if valid else identity  # invalid: enough to say so
         self.rank = members.index(process_group.rank()) if process_group else 0
-        self.batch_dim = batch_dim
-        self._group, self._schedule = process_group, schedule
-        self._programs: dict[int, tuple[Program, Program]] = {}
-        self._transport = Transport(process_group, members, self.rank)
-        stages = [m for m in _listed(modules) if isinstance(m, nn.Module)]
-        replicas = Replicas(process_groups(stages, communication_groups(stages)))
-        self._consensus = Consensus(self._transport, replicas)
-
-        def check() -> tuple[Schedule, Construction]:
+        self.batch_dim, self._process_group = batch_dim, process_group
+        self.weight_grad_store = WeightGradStore()
+        given = isinstance(process_group, P2PGroups)  # such as one of threads
+        self._groups = process_group if given else P2PGroups(process_group, members, self.rank)
+        found = [m for m in modules if isinstance(m, nn.Module)] if isinstance(modules, Iterable) else []
+        self._ranks = self._groups.sync(process_groups(found, communication_groups(found)))
+        with self._ranks.together(ValueError, self._conclude) as told:
             if not valid:
                 raise ValueError(f"rank_mapping must be a permutation of 0..{self.num_ranks - 1}, got {rank_mapping}")
-            built = self._check_construction(modules)
-            first, last = (self.module[i] if built.placement[i] == self.rank else None for i in (0, -1))
-            hooked, takes = overlaps_by_itself(self.module), Takes.union(self._takes)
-            return built, Construction(
+            built = self._build(modules, schedule)
+            first, last = (self._own.modules.get(i) for i in (0, built.num_stages - 1))
+            spec = SideSpec.union(self._own.specs.values())
+            hooked = overlaps_by_itself(self.module)
+            told.value = Construction(
                 [built.name, crc32(repr(built).encode()), self.device.type, batch_dim, list(mapping)],
-                (has_communication(filter(None, self._segments())) or hooked) and overlap,
-                takes._replace(hooked=hooked),
+                (has_communication(self._own.segments().values()) or hooked) and overlap,
+                spec._replace(hooked=hooked),
                 any(p.dtype is torch.float64 for p in self.module.parameters()),
                 tied_ends(first, last),
-                check_stages(self.module, self._parameters_of, unreduced),
+                check_stages(self.module, list(self._own.parameters.values()), unreduced),
             )
-
-        built, (self._pairs, self._taken, self._norm_dtype) = self._consensus.reach(
-            ValueError, check, lambda ranks: Construction.conclude(list(starmap(Construction, ranks)))
-        )
-        self._consensus.compare_replicas()
-        self._placement, self._stages = built.placement, built.rank_stages(self.rank)
-        self._transport.connect(streams(built), self.device)
+        self._programs.pairs, self._spec, self._norm_dtype = told.conclusion
+        self._ranks.compare_replicas()
+        self._placement = built.placement
+        self._groups.connect(streams(built), self.device)
 
     # -- construction
 
-    def _check_construction(self, modules: Sequence[nn.Module]) -> Schedule:
+    def _build(self, modules: Sequence[nn.Module], schedule: str | Schedule) -> Schedule:
         """The schedule, for the fewest micro-batches; ValueError for what does not fit."""
-        if not isinstance(modules, LISTS) or not all(isinstance(module, nn.Module) for module in modules):
-            kinds = [type(m).__name__ for m in modules] if isinstance(modules, list | tuple) else type(modules).__name__
-            raise ValueError(f"modules must be a tuple of nn.Modules, got {kinds}")
-        if len(set(modules)) < len(modules):
-            names = [type(module).__name__ for module in modules]
-            raise ValueError(f"one module is given twice in {names}; give each stage a module of its own, which may "
-                             "share Parameters with another")
-        self.module = nn.ModuleList(modules)
-        self._parameters_of = [StageParameters(module) for module in self.module]
-        self._takes = [Takes.of(module) for module in self.module]
-        self.weight_grad_store = WeightGradStore()
-        self.device = common_device(self.module) or self._transport.default_device()
-        self._transport.check_device(self.device)
-        return self._build(getattr(self._schedule, "num_microbatches", 1))
+        self.module = checked_modules(modules)
+        parameters = [StageParameters(module) for module in self.module]
+        specs = [SideSpec.of(module) for module in self.module]
+        self.device = common_device(self.module) or self._groups.default_device()
+        self._groups.check_device(self.device)
+        self._programs = Programs(schedule, num_ranks=self.num_ranks, rank=self.rank, num_modules=len(self.module))
+        built = self._programs.schedule()
+        self._check_placement(built)
+        numbers = built.rank_stages(self.rank)
+        self._own = OwnStages(
+            dict(zip(numbers, self.module)), dict(zip(numbers, specs)), dict(zip(numbers, parameters)),
+            built.num_stages, self.device, self.batch_dim,
+        )
+        return built
 
-    def _build(self, num_microbatches: int) -> Schedule:
-        """The schedule for a number of micro-batches; ValueError where it does not fit this rank's modules."""
-        count = len(self.module)
-        return fitting(self._schedule, num_microbatches, num_ranks=self.num_ranks, rank=self.rank, num_modules=count)
+    def _check_placement(self, schedule: Schedule) -> None:
+        """ValueError where stages are placed in a way that this kind of pipeline does not have."""
 
-    def _segments(self) -> list[list[Segment] | None]:
-        """Those of each stage that offers them."""
-        found = zip(self.module, self._takes)
-        return [checked(list(m.segments()), t.names) if hasattr(m, "segments") else None for m, t in found]
+    @staticmethod
+    def _conclude(ranks: Sequence[Sequence[Any]]) -> tuple[bool, SideSpec, torch.dtype]:
+        return Construction.conclude(list(starmap(Construction, ranks)))
 
     # -- a step
 
@@ -187,23 +170,26 @@ class Pipeline(nn.Module):
         a rank failed during the step. After an error the pipeline can be used again if its process group still works;
         after a PipelineError gradients are undefined and should be zeroed; those kept by `sync=False` are dropped.
         """
-        (batch, program), (batch_size, side_names) = self._consensus.reach(
-            ValueError,
-            lambda: self._prepare(Call(inputs, num_chunks, criterion, labels, return_outputs, sync, side)),
-            lambda ranks: agree(
-                list(starmap(StepArguments, ranks)), self._placement[0], self._placement[-1], self._taken
-            ),
-            same_everywhere=[str(num_chunks), torch.is_grad_enabled(), bool(sync)],
-        )
-        run = self._interpreter(program, batch, side_names, num_larger=batch_size % int(num_chunks), sync=sync)
+        train = torch.is_grad_enabled()
+        same = [str(num_chunks), train, bool(sync)]
+        with self._ranks.together(ValueError, self._agree, same_everywhere=same) as told:
+            batch = split_batch(self._own, inputs, num_chunks, criterion, labels, return_outputs, sync, side)
+            program = self._programs.program(batch.told.num_chunks, train=train)
+            told.value = batch.told
+        agreed = told.conclusion
+        messages = P2PMessages(self._groups, program, num_larger=agreed.num_larger, device=self.device)
+        parameters = ParametersStep(self._own.parameters, train=train, reduce=train and sync)
+        executor = Executor(self._own, batch, agreed.side_names, program, messages, parameters, self.weight_grad_store)
         try:
-            result, _ = self._consensus.reach(
-                PipelineError, lambda: (self._execute(run, int(num_chunks)), None), where=lambda: _describe(run.doing)
-            )
+            with self._ranks.together(PipelineError, where=executor.where):
+                result = executor.run()
         except BaseException:
             self._discard()
             raise
         return result
+
+    def _agree(self, ranks: Sequence[Sequence[Any]]) -> Agreed:
+        return agree(list(starmap(StepArguments, ranks)), self._placement[0], self._placement[-1], self._spec)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -218,7 +204,7 @@ class Pipeline(nn.Module):
         max_norm below 0; with `error_if_nonfinite` RuntimeError for a norm that is not finite, gradients untouched.
         """
         return clip_grad_norm_(
-            self.parameters(), max_norm, norm_type, error_if_nonfinite, group=self._group, device=self.device,
+            self.parameters(), max_norm, norm_type, error_if_nonfinite, group=self._process_group, device=self.device,
             dtype=self._norm_dtype,
         )
 
@@ -228,99 +214,8 @@ class Pipeline(nn.Module):
         self._discard()
 
     def _discard(self) -> None:
-        for parameters in self._parameters_of:
+        for parameters in self._own.parameters.values():
             parameters.discard()
-
-    def _prepare(self, call: Call) -> tuple[tuple[Batch, Program], StepArguments]:
-        """This rank's micro-batches and program, and what the other ranks must know."""
-        call = call.checked()
-        batch = self._batch(call)
-        arguments = StepArguments(
-            call.num_chunks,
-            torch.is_grad_enabled(),
-            bool(call.sync),
-            [module.training for module in self.module],
-            [list(t.shape) for t in given(call.inputs)],
-            [[name, list(t.shape)] for name, t in call.side.items()],
-            self._size(call.inputs) if batch.inputs else None,
-            self._size(call.side.values()) if batch.side else None,
-            self._size(call.labels) if batch.labels else None,
-        )
-        return (batch, self._program(call.num_chunks)), arguments
-
-    def _size(self, tensors: Iterable[Tensor | None]) -> int | None:
-        return next((t.shape[self.batch_dim] for t in given(tensors)), None)
-
-    def _interpreter(
-        self, program: Program, batch: Batch, side_names: Sequence[str], *, num_larger: int, sync: bool
-    ) -> Interpreter:
-        train = torch.is_grad_enabled()
-        return Interpreter(
-            dict(zip(self._stages, self.module)),
-            len(self._placement) - 1,
-            parameters=ParametersStep(
-                dict(zip(self._stages, self._parameters_of)), train=train, reduce=train and sync
-            ),
-            program=program,
-            traffic=Traffic(self._transport, program, num_larger=num_larger, device=self.device),
-            store=self.weight_grad_store,
-            batch=batch,
-            side=SideInputs(side_names, batch.side, dict(zip(self._stages, self._takes))),
-            annotate=self._annotation(),
-            autocast=self.device.type if torch.is_autocast_enabled(self.device.type) else None,
-        )
-
-    def _execute(self, run: Interpreter, num_chunks: int) -> tuple[Tensor | None, Outputs]:
-        store = self.weight_grad_store
-        try:
-            # Single-threaded: on CUDA, autograd's own threads would not see the running store.
-            with store.activate(), torch.autograd.set_multithreading_enabled(False):
-                run.run()
-        finally:
-            store.clear()
-        chunks = range(num_chunks)
-        loss = torch.stack([run.losses[i].reshape(()) for i in chunks]) if run.losses else None
-        if not run.outputs:
-            return loss, None
-        columns = zip(*(run.outputs[i] for i in chunks), strict=True)
-        outputs = tuple(_join(parts, self.batch_dim) for parts in columns)
-        return loss, outputs[0] if len(outputs) == 1 else outputs
-
-    # -- arguments
-
-    def _batch(self, call: Call) -> Batch:
-        """This rank's micro-batches; ValueError for what it can see to be wrong on its own."""
-        for module in self.module:
-            if (found := getattr(next(module.parameters(), None), "device", self.device)) != self.device:
-                raise ValueError(f"a stage is on {found}, but the pipeline was built on {self.device}; build it anew")
-        first, last = self._placement[0] == self.rank, self._placement[-1] == self.rank
-        if last and call.criterion is None and torch.is_grad_enabled():
-            raise ValueError("criterion is required on the rank of the last stage; evaluate under torch.no_grad()")
-        if first and not given(call.inputs):
-            raise ValueError("inputs are required on the rank of the first stage, got none")
-        cut = partial(split, num_chunks=call.num_chunks, dim=self.batch_dim, device=self.device)
-        return Batch(
-            cut("input", call.inputs) if first else (),
-            cut("side input", list(call.side.values()), names=list(call.side)) if first and call.side else (),
-            cut("label", call.labels) if last and call.criterion else (),
-            call.criterion if last else None,
-            last and call.return_outputs,
-            {s: segments for s, segments in zip(self._stages, self._segments()) if segments is not None},
-        )
-
-    def _program(self, num_chunks: int) -> Program:
-        """The lowered schedule; forward only where no gradients are wanted. Lowered once per number of chunks."""
-        if num_chunks not in self._programs:
-            schedule = self._build(num_chunks)
-            program = lower(schedule if self._pairs else one_at_a_time(schedule), self.rank)
-            self._programs[num_chunks] = program, program.forward_only()
-        training, evaluation = self._programs[num_chunks]
-        return training if torch.is_grad_enabled() else evaluation
-
-    def _annotation(self) -> Callable[[str], AbstractContextManager] | None:
-        if torch.autograd._profiler_enabled():
-            return record_function  # asked for first: idle, it would cost 5 us an action
-        return device.annotation(self.device)
 
 
 class DualPipeV(Pipeline):
@@ -352,26 +247,8 @@ class DualPipeV(Pipeline):
             unreduced=unreduced,
         )
 
-    def _build(self, num_microbatches: int) -> Schedule:
-        schedule = super()._build(num_microbatches)
+    def _check_placement(self, schedule: Schedule) -> None:
         ranks = range(schedule.num_ranks)
         if schedule.placement != (*ranks, *reversed(ranks)):
             where = f"schedule {schedule.name!r} has them on ranks {schedule.placement}"
             raise ValueError(f"DualPipeV needs stages placed in a V, {where}")
-        return schedule
-
-
-def _join(parts: Sequence[Tensor], dim: int) -> Tensor:
-    return torch.stack(parts) if parts[0].dim() <= max(dim, 0) else torch.cat(parts, dim)
-
-
-def _listed(modules: Any) -> Sequence[Any]:
-    """What can be a sequence of modules as one; nothing of what cannot."""
-    return modules if isinstance(modules, LISTS) else ()
-
-
-def _describe(actions: tuple[Action, ...]) -> str:
-    if not actions:
-        return "at the ends of the step: "
-    names = {"F": "forward", "B": "backward", "I": "input backward", "W": "weight gradients"}
-    return " and ".join(f"{a} ({names[a.kind]} of stage {a.stage}, micro-batch {a.microbatch})" for a in actions) + ": "

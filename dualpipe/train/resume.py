@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dualpipe.checkpoint import CheckpointError, Checkpoints, Loaded, load, training_state
-from dualpipe.checkpoint.native_folder import find, none_whole
+from dualpipe.checkpoint.directory import find, none_whole
 from dualpipe.dtypes import dtype_of
 from dualpipe.nn.router_set import RouterSet
 from dualpipe.train.console import say
@@ -66,7 +66,7 @@ class Saver:
         if settings.mode != "off" and settings.interval:  # first, so that no other job saves there any more
             self._checkpoints = Checkpoints(
                 directory, job.mesh, kind=settings.writer, keep_last=settings.keep_last or None,
-                keep_every=settings.keep_every or None,
+                keep_every=settings.keep_every or None, checksum=settings.checksum,
                 timeout=max(_TIMEOUT, timedelta(seconds=config.parallel.timeout)),
             )
         try:

@@ -1,6 +1,7 @@
 """Checkpoints of one process: contents, retention, commits, and what does not fit."""
 
 import copy
+import importlib
 import os
 import random
 import shutil
@@ -12,24 +13,25 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
-from torch.distributed.checkpoint import FileSystemReader
 
 from dualpipe.checkpoint import (
     CheckpointError,
     Checkpoints,
+    directory,
     latest,
     load,
-    native_commit,
-    native_load,
     save,
     training_state,
     verify,
 )
-from dualpipe.checkpoint.command_native import check, ls, show
-from dualpipe.checkpoint.native_commit import Directory
+from dualpipe.checkpoint.commands import check, ls, show
+from dualpipe.checkpoint.directory import Directory
 from dualpipe.train.optimizer import Optimizer
 from native import FILES, Trainee, is_step, state_of, steps_in
+
+loading = importlib.import_module("dualpipe.checkpoint.load")  # the name in the package is the function
 
 
 @pytest.fixture
@@ -136,13 +138,11 @@ def test_everything_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch)
     save(tmp_path / "new" / "er", state_of(1), step=1)
     at = done.index("-> step-00000001")
     assert {tmp_path.name, "new"} <= set(done[:at]) and "er" in done[at:]
-    written = {".metadata.tmp" if name == ".metadata" else name for name in FILES}
-    assert written <= set(done[:at]) and done[at - 1].startswith(".tmp-step-00000001")
+    assert set(FILES) <= set(done[:at]) and done[at - 1].startswith(".tmp-step-00000001")
 
 
-def test_torch_reads_it(two):
-    metadata = FileSystemReader(two / "step-00000002").read_metadata()
-    assert metadata.state_dict_metadata["a.weight"].size == (4, 2)
+def test_whoever_reads_safetensors_reads_it(two):
+    assert is_step(load_file(two / "step-00000002" / "rank-00000.safetensors"), 2)
 
 
 @pytest.mark.parametrize("arguments, message", [
@@ -192,8 +192,8 @@ def test_what_is_damaged_is_not_counted(tmp_path):
         for step in range(1, 5):
             checkpoints.save(state_of(step), step=step)
     (tmp_path / "step-00000004" / "tensors.json").unlink()  # can be seen from its size; this one not:
-    (tmp_path / "step-00000003" / "rank-00000.json").write_bytes(
-        b" " * (tmp_path / "step-00000003" / "rank-00000.json").stat().st_size
+    (tmp_path / "step-00000003" / "rank-00000.safetensors").write_bytes(
+        b" " * (tmp_path / "step-00000003" / "rank-00000.safetensors").stat().st_size
     )
     with pytest.warns(UserWarning, match="passed over"):
         loaded = load(tmp_path, state_of(0))
@@ -278,32 +278,32 @@ def test_readers_beside_a_job_that_deletes(tmp_path, keep_every):
 
 
 def test_a_checkpoint_that_is_replaced_while_it_is_read_is_read_again(two, monkeypatch):
-    def replaced(path, stored, parts):
-        read(path, stored, parts)
+    def replaced(checkpoint, stored, parts):
+        read(checkpoint, stored, parts)
         if not again:
             again.append(save(two, state_of(7), step=2, extra="again"))
 
-    again, read = [], native_load.read_parts
-    monkeypatch.setattr(native_load, "read_parts", replaced)
+    again, read = [], loading.read_parts
+    monkeypatch.setattr(loading, "read_parts", replaced)
     state = state_of(0)
     assert load(two, state).manifest.extra == "again" and is_step(state, 7)
 
 
 def test_a_checkpoint_that_goes_while_it_is_read_is_no_mistake_of_the_caller(two, monkeypatch):
-    def gone(path, stored, parts):
-        read(path, stored, {"a.weight": parts["a.weight"]})
-        shutil.rmtree(path)
-        raise FileNotFoundError(path)
+    def gone(checkpoint, stored, parts):
+        read(checkpoint, stored, {"a.weight": parts["a.weight"]})
+        shutil.rmtree(checkpoint.path)
+        raise FileNotFoundError(checkpoint.path)
 
-    read = native_load.read_parts
-    monkeypatch.setattr(native_load, "read_parts", gone)
+    read = loading.read_parts
+    monkeypatch.setattr(loading, "read_parts", gone)
     with pytest.raises(RuntimeError, match="the tensors are not usable, as reading had begun"):
         load(two / "step-00000002", state_of(0))
 
 
 def test_a_directory_that_could_not_be_taken_is_free(two, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(native_commit, "scan", lambda path: exec("raise OSError(5, 'Input/output error')"))
+        patch.setattr(directory, "scan", lambda path: exec("raise OSError(5, 'Input/output error')"))
         with pytest.raises(ValueError, match=r"checkpoints cannot be saved to .*Input/output"):
             Checkpoints(two)
     Directory(two, None, None, patience=0.0).close()
@@ -317,7 +317,7 @@ def test_one_that_was_renamed_but_not_flushed_is_not_forgotten(tmp_path, monkeyp
     with Checkpoints(tmp_path, keep_last=1) as checkpoints:
         checkpoints.save(state_of(1), step=1)
         with monkeypatch.context() as patch:
-            patch.setattr(native_commit, "sync", fail)
+            patch.setattr(directory, "sync", fail)
             with pytest.raises(CheckpointError, match="Input/output"):
                 checkpoints.save(state_of(2), step=2)
         checkpoints.save(state_of(3), step=3)
@@ -327,7 +327,7 @@ def test_one_that_was_renamed_but_not_flushed_is_not_forgotten(tmp_path, monkeyp
 def test_what_dead_jobs_left_is_removed(two):
     for name in (".tmp-step-00000003-ab", ".del-step-00000000-cd"):
         (two / name).mkdir()
-        (two / name / "__0_0.distcp").write_text("half")
+        (two / name / "rank-00000.safetensors").write_text("half")
     (two / "of mine").mkdir()
     assert steps_in(two) == [1, 2]
     save(two, state_of(3), step=3)
@@ -374,7 +374,7 @@ def test_a_directory_that_refuses(two, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "at", ["native_save.write_description", "native_commit.os.rename", "native_commit.Directory._tidy"]
+    "at", ["directory.write_description", "directory.os.rename", "directory.Directory._tidy"]
 )
 def test_a_disk_that_fails_on_the_way(two, monkeypatch, at):
     def fail(*arguments):

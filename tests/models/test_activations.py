@@ -8,10 +8,10 @@ from torch.utils._pytree import tree_leaves
 from dualpipe.models import Qwen3MoeConfig, Stage
 from dualpipe.models.activations import activation_bytes
 from dualpipe.models.stages import Recompute
+from dualpipe.nn.deferral import WeightGradStore
 from dualpipe.parallel.expert import ExpertParallel
 from dualpipe.parallel.mesh import build_mesh
-from dualpipe.pipeline.overlap import SegmentedStage, walk
-from dualpipe.pipeline.passage import Passage
+from dualpipe.pipeline.overlap import MicrobatchState, SegmentedStage, walk
 from ranks import run_ranks
 
 CONFIG = Qwen3MoeConfig(
@@ -40,12 +40,13 @@ def kept(rank: int, recompute: tuple[str, ...], ep: int, first: bool) -> int:
     x = torch.randint(61, (BATCH, LENGTH), generator=generator)
     if not first:
         x = torch.randn(BATCH, LENGTH, 32, generator=generator).requires_grad_()
-    passage = Passage({"x": x, "positions": None})
+    segmented, state = SegmentedStage(stage.segments(), ("x",), ("x",), store=WeightGradStore()), MicrobatchState()
+    state.begin({"x": x, "positions": None})
     keep = lambda t: found.setdefault(t.untyped_storage()._cdata, t)  # noqa: E731
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-        walk([SegmentedStage(stage.segments(), ("x",), ("x",)).forward(passage)])
-    assert passage.error is None
-    held = tree_leaves([(record.leaves, record.kept, record.context) for record in passage.records])
+        walk([segmented.forward(state)])
+    assert state.error is None
+    held = tree_leaves([(record.leaves, record.kept, record.context) for record in state.records])
     found |= {t.untyped_storage()._cdata: t for t in held if isinstance(t, Tensor)}
     own = {p.untyped_storage()._cdata for p in stage.parameters()}
     scores = {4 * 4 * LENGTH * LENGTH * BATCH, LENGTH * LENGTH}  # in bytes: float32, or the mask

@@ -18,8 +18,7 @@ from dualpipe.nn import defer_weight_grads
 from dualpipe.nn.deferral import WeightGradStore
 from dualpipe.nn.segments import Communicate, Compute, run_segments
 from dualpipe.pipeline import PipelineError
-from dualpipe.pipeline.overlap import BackwardRun, SegmentedStage, walk, weight_gradients
-from dualpipe.pipeline.passage import Passage
+from dualpipe.pipeline.overlap import MicrobatchState, SegmentedStage, walk
 from ranks import run_ranks
 from toys import Stage, gradient_error, num_stages, reference, relative_error, stages_of_rank
 
@@ -137,6 +136,13 @@ def test_gradients_and_losses(name, pp, microbatches, recompute, overlap):
 # -- the order of a walk
 
 
+def begun(x: Tensor) -> MicrobatchState:
+    """At the start of a forward in segments."""
+    state = MicrobatchState()
+    state.begin({"x": x})
+    return state
+
+
 def test_a_walk_computes_on_one_side_while_the_other_communicates():
     """Two forwards of two layers: each communication is started, the other side computes, and only then is it waited
     for."""
@@ -153,8 +159,8 @@ def test_a_walk_computes_on_one_side_while_the_other_communicates():
     for name in "ab":
         side = Layered()
         side.log = Log(name)
-        stage = SegmentedStage(side.segments(), ("x",), ("x",))
-        tasks.append(stage.forward(Passage({"x": torch.ones(2, WIDTH, dtype=torch.float64)})))
+        stage = SegmentedStage(side.segments(), ("x",), ("x",), store=WeightGradStore())
+        tasks.append(stage.forward(begun(torch.ones(2, WIDTH, dtype=torch.float64))))
     walk(tasks)
     expected = []
     for turn in (["before 0", "forward"], ["advance", "wait", "after 0", "before 1", "forward"],
@@ -233,21 +239,20 @@ def slow_stage(communication: float) -> list:
 def timed(kinds: str, communication: float) -> float:
     """Units of time that a step with actions of these kinds takes; each communication takes as long as is said."""
     store = WeightGradStore()
-    stage = SegmentedStage(slow_stage(communication), ("x",), ("x",))
+    stage = SegmentedStage(slow_stage(communication), ("x",), ("x",), store=store)
     jobs = []
     for i, kind in enumerate(kinds):
-        passage = Passage({"x": torch.ones(1, requires_grad=True)})
+        state = begun(torch.ones(1, requires_grad=True))
         if kind == "F":
-            jobs.append(stage.forward(passage))
+            jobs.append(stage.forward(state))
             continue
-        walk([stage.forward(passage)])
-        passage.gradients = {"x": torch.ones(1)}
-        weights = partial(store.run, i) if kind == "B" else lambda: None
-        backward = stage.backward(passage, BackwardRun(partial(store.defer, i), weights, store.recompute))
+        walk([stage.forward(state)])
+        state.gradients = {"x": torch.ones(1)}
+        backward = stage.backward(state, "I" if kind == "W" else kind, i)
         if kind == "W":
             with store.activate():
                 walk([backward])
-            backward = weight_gradients(Passage({}), store.take(i), LAYERS)
+            backward = stage.weight_gradients(MicrobatchState(), i, turns=LAYERS)
         jobs.append(backward)
     with store.activate():
         start = Clock.now
@@ -393,14 +398,14 @@ def what_was_sent(rank: int) -> list[bool]:
     segments[0::3] = [Compute(lambda x, a=a: (x, a(x)), "x", ("residual", "rows"), True) for a in stage.a[:2]]
     segments[1::3] = [Communicate(Watched([]), "rows", "rows", True)] * 2
     segments[2::3] = [Compute(after, ("residual", "rows"), "x", True)] * 2
-    segmented, store = SegmentedStage(segments, ("x",), ("x",)), WeightGradStore()
-    passage = Passage({"x": torch.randn(5, WIDTH, dtype=torch.float64).requires_grad_()})
-    walk([segmented.forward(passage)])
-    passage.gradients = {"x": torch.ones_like(passage.carry.pop("x"))}
+    store = WeightGradStore()
+    segmented = SegmentedStage(segments, ("x",), ("x",), store=store)
+    state = begun(torch.randn(5, WIDTH, dtype=torch.float64).requires_grad_())
+    walk([segmented.forward(state)])
+    state.gradients = {"x": torch.ones_like(state.carry.pop("x"))}
     with store.activate(), torch.autograd.set_multithreading_enabled(False):
-        run = BackwardRun(partial(store.defer, 0), partial(store.run, 0), store.recompute)
-        walk([segmented.backward(passage, run)])
-    assert passage.error is None
+        walk([segmented.backward(state, "B", 0)])
+    assert state.error is None
     return alive
 
 
@@ -409,7 +414,7 @@ def test_what_is_sent_is_freed_before_what_arrives_is_read_also_when_it_is_sent_
 
 
 def test_what_a_segment_read_is_freed_before_the_one_before_it_is_run_again():
-    read, alive, store = [], [], WeightGradStore()
+    read, alive = [], []
 
     def first(x):
         alive.append([ref() is not None for ref in read])
@@ -420,12 +425,12 @@ def test_what_a_segment_read_is_freed_before_the_one_before_it_is_run_again():
         return 3 * rows
 
     segments = [Compute(first, "x", "rows", recompute=True), Compute(second, "rows", "x")]
-    segmented = SegmentedStage(segments, ("x",), ("x",))
-    passage = Passage({"x": torch.ones(5, requires_grad=True)})
-    walk([segmented.forward(passage)])
-    passage.gradients = {"x": torch.ones_like(passage.carry.pop("x"))}
-    walk([segmented.backward(passage, BackwardRun(partial(store.defer, 0), partial(store.run, 0), store.recompute))])
-    assert passage.error is None
+    segmented = SegmentedStage(segments, ("x",), ("x",), store=WeightGradStore())
+    state = begun(torch.ones(5, requires_grad=True))
+    walk([segmented.forward(state)])
+    state.gradients = {"x": torch.ones_like(state.carry.pop("x"))}
+    walk([segmented.backward(state, "B", 0)])
+    assert state.error is None
     assert alive == [[], [False]]
 
 
@@ -435,12 +440,12 @@ def saved(rank: int) -> list[tuple[int, int]]:
     for recompute in ((), ("before", "after"), ALL):
         stage, count = unequal(1)[0], []
         stage.layers, stage.recompute = 3, recompute
-        segmented = SegmentedStage(stage.segments(), ("x",), ("x",))
-        passage = Passage({"x": torch.randn(5, WIDTH, dtype=torch.float64).requires_grad_()})
+        segmented = SegmentedStage(stage.segments(), ("x",), ("x",), store=WeightGradStore())
+        state = begun(torch.randn(5, WIDTH, dtype=torch.float64).requires_grad_())
         with torch.autograd.graph.saved_tensors_hooks(lambda t, count=count: count.append(t.shape) or t, lambda t: t):
-            walk([segmented.forward(passage)])
-        assert set(passage.carry) == {"x"}, "everything else has been read for the last time"
-        found.append((len(count), sum(len(record.kept) for record in passage.records)))
+            walk([segmented.forward(state)])
+        assert set(state.carry) == {"x"}, "everything else has been read for the last time"
+        found.append((len(count), sum(len(record.kept) for record in state.records)))
     return found
 
 

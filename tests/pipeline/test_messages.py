@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dualpipe import DualPipeV, Pipeline, WeightGradStore
-from dualpipe.pipeline import transport
+from dualpipe.ranks import gloo_beside
 from ranks import run_ranks
 from toys import Stage, gradient_error, make_stages, reference, relative_error, use_own_groups
 
@@ -183,9 +183,9 @@ def timeouts(rank):
     use_own_groups()
     stages = make_stages(4)
     pipe = DualPipeV((stages[rank], stages[3 - rank]))
-    groups = [link.group for link in pipe._transport._data.values()]
+    groups = [link.group for link in pipe._groups._links.values()]
     assert len({id(group) for group in (*groups, dist.group.WORLD)}) == 5, "two links in each direction"
-    groups += [transport._beside(dist.group.WORLD)]
+    groups += [gloo_beside(dist.group.WORLD)]
     return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
 
 

@@ -16,8 +16,7 @@ from dualpipe.nn import Linear
 from dualpipe.nn.deferral import WeightGradStore
 from dualpipe.nn.segments import Communicate, Compute
 from dualpipe.parallel.all_to_all import CommStream, PendingRows
-from dualpipe.pipeline.overlap import BackwardRun, SegmentedStage, Task, walk, weight_gradients
-from dualpipe.pipeline.passage import Passage
+from dualpipe.pipeline.overlap import MicrobatchState, SegmentedStage, Task, walk
 from threads import Rank, run_threads
 
 ROWS, WIDTH, LAYERS = 256, 64, 3
@@ -85,8 +84,8 @@ class Stage:
     def __init__(self, rank: Rank) -> None:
         torch.manual_seed(0)
         self.module = Watched(CommStream(rank.all_to_all("self", [rank.number]))).to(rank.device)
-        self._segmented = SegmentedStage(self.module.segments(), ("x",), ("x",))
         self._store, self._device, self._count = WeightGradStore(), rank.device, 0
+        self._segmented = SegmentedStage(self.module.segments(), ("x",), ("x",), store=self._store)
         for parameter in self.module.parameters():
             parameter.grad = torch.zeros_like(parameter)
 
@@ -95,33 +94,32 @@ class Stage:
         with self._store.activate(), torch.autograd.set_multithreading_enabled(False):
             yield
 
-    def new(self) -> Passage:
-        return Passage({"x": torch.ones(ROWS, WIDTH, device=self._device, requires_grad=True)})
+    def new(self) -> MicrobatchState:
+        state = MicrobatchState()
+        state.begin({"x": torch.ones(ROWS, WIDTH, device=self._device, requires_grad=True)})
+        return state
 
-    def forward(self, passage: Passage) -> Task:
-        return self._segmented.forward(passage)
+    def forward(self, state: MicrobatchState) -> Task:
+        return self._segmented.forward(state)
 
-    def backward(self, kind: str, passage: Passage) -> Task:
+    def backward(self, kind: str, state: MicrobatchState) -> Task:
         self._count += 1
-        key = self._count
-        passage.gradients = {"x": torch.ones_like(passage.carry.pop("x"))}
-        weights = partial(self._store.run, key) if kind == "B" else lambda: None
-        run = BackwardRun(partial(self._store.defer, key), weights, self._store.recompute)
-        return self._segmented.backward(passage, run)
+        state.gradients = {"x": torch.ones_like(state.carry.pop("x"))}
+        return self._segmented.backward(state, kind, self._count)
 
-    def tasks(self, kinds: str) -> list[tuple[Passage, Task]]:
+    def tasks(self, kinds: str) -> list[tuple[MicrobatchState, Task]]:
         """Actions ready to be run, with what they work on."""
         made = []
         for kind in kinds:
-            passage = self.new()
+            state = self.new()
             if kind != "F":
-                walk([self.forward(passage)])
+                walk([self.forward(state)])
             if kind == "W":
-                walk([self.backward("I", passage)])
-                pieces = self._store.take(self._count)
-                made.append((passage, weight_gradients(Passage({}), pieces, 2 * LAYERS)))
+                walk([self.backward("I", state)])
+                weights = self._segmented.weight_gradients(MicrobatchState(), self._count, turns=2 * LAYERS)
+                made.append((state, weights))
             else:
-                made.append((passage, self.forward(passage) if kind == "F" else self.backward(kind, passage)))
+                made.append((state, self.forward(state) if kind == "F" else self.backward(kind, state)))
         return made
 
 
@@ -195,9 +193,9 @@ def test_a_pair_holds_what_both_hold_and_one_segment_more(device):
 def lifetimes(rank: Rank) -> list[list[bool]]:
     stage = Stage(rank)
     with stage.running():
-        passage = stage.new()
-        walk([stage.forward(passage)])
-        walk([stage.backward("B", passage)])
+        state = stage.new()
+        walk([stage.forward(state)])
+        walk([stage.backward("B", state)])
     return stage.module.alive
 
 
@@ -233,12 +231,12 @@ def forwards_beside_backwards(rank: Rank) -> list[int]:
     """Bytes alive after each of several pairs in a row."""
     stage, found = Stage(rank), []
     with stage.running(), Counted() as counted:
-        passage = stage.new()
-        walk([stage.forward(passage)])
+        state = stage.new()
+        walk([stage.forward(state)])
         for _ in range(4):
             following = stage.new()
-            walk([stage.forward(following), stage.backward("B", passage)])
-            passage = following
+            walk([stage.forward(following), stage.backward("B", state)])
+            state = following
             found.append(counted.now)
     return found
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+import weakref
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from dualpipe import DualPipeV, Pipeline
 from dualpipe.nn import defer_weight_grads
 from dualpipe.nn.segments import Communicate, Compute, checked
-from dualpipe.pipeline.side import SideInputs, Takes
+from dualpipe.pipeline.arguments import SideSpec
 from ranks import run_ranks
 from toys import Stage, gradient_error, num_stages, relative_error, stages_of_rank, use_own_groups
 
@@ -47,7 +48,7 @@ class Positioned(nn.Module):
 
 
 class Everything(Positioned):
-    """Takes all that there is."""
+    """SideSpec all that there is."""
 
     wants = ("mask", "positions", "scale")
 
@@ -276,20 +277,41 @@ class Signatures(nn.Module):
 def test_what_a_forward_takes(name, names, every):
     module = Signatures()
     module.forward = getattr(module, name)
-    assert Takes.of(module) == Takes(names, every)
+    assert SideSpec.of(module) == SideSpec(names, every)
 
 
 def test_a_compiled_module_takes_what_the_module_takes():
-    assert Takes.of(torch.compile(Positioned())) == Takes(("positions",), False)
+    assert SideSpec.of(torch.compile(Positioned())) == SideSpec(("positions",), False)
 
 
-def test_side_inputs_end_a_message_and_leave_with_the_result():
-    side = SideInputs(["mask", "positions"], [], {1: Takes(("positions",), False)})
-    x, mask, positions = torch.zeros(1), torch.ones(1), torch.ones(2)
-    assert side.arrive((1, 0), (x, mask, positions)) == (x,)
-    assert list(side.taken((1, 0))) == ["positions"] and torch.equal(side.carried((1, 0))["positions"], positions)
-    assert side.leave((1, 0)) == (mask, positions) and side.leave((1, 0)) == ()
-    assert side.carried((1, 0)) == {"positions": None}
+class Resident(Positioned):
+    """Counts the positions of micro-batches that are there when it runs."""
+
+    alive: list = []  # noqa: RUF012 (of the process that runs it)
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        storage = positions.untyped_storage()
+        if all(ref() is not storage for ref in self.alive):
+            self.alive.append(weakref.ref(storage))
+        self.most = max(getattr(self, "most", 0), sum(ref() is not None for ref in self.alive))
+        return x + self.down(torch.tanh(self.up(x)))  # keeps none of them
+
+
+def positions_alive(rank, world):
+    use_own_groups()  # nothing is packed: there they share the memory of the activation
+    stages = make(2 * world, "Resident")
+    pipe = DualPipeV([stages[s] for s in stages_of_rank("dualpipev", world, rank)])
+    x, y, side = problem(20)
+    side = {"positions": side["positions"]}
+    pipe.step(x, num_chunks=10, criterion=F.mse_loss, labels=(y,), side=side if rank == 0 else None)
+    return max(module.most for module in pipe.module)
+
+
+def test_side_inputs_leave_with_the_result():
+    """A micro-batch's are let go of when its forward is done: there are those of the micro-batch that is computed, of
+    the one that is posted ahead to each of two stages, and of those whose sends are not waited for yet."""
+    _, middle, _ = run_ranks(positions_alive, 3, 3)
+    assert middle <= 2 * (1 + 1 + 2), middle
 
 
 # -- mistakes
@@ -317,7 +339,7 @@ MISTAKES = {
 
 
 class Masked(Positioned):
-    """Takes the mask, which no other stage does."""
+    """SideSpec the mask, which no other stage does."""
 
     wants = ("mask",)
 

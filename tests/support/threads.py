@@ -6,7 +6,7 @@
 
     run_threads(on_rank, 4, device="cuda")
 
-It stands behind two interfaces: the pipeline's `Transport` with its `Link`s, and `AsyncAllToAll`. A send and its
+It stands behind two interfaces: the pipeline's `P2PGroups` with their `Link`s, and `AsyncAllToAll`. A send and its
 receive meet in a mailbox, in order, and whoever comes second starts the copy.
 
 On CUDA every rank has a current stream of its own. A copy runs on a stream of the receiver, after events of both
@@ -24,12 +24,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
-from dualpipe.pipeline import transport
+from dualpipe.pipeline.p2p import Link, P2PGroups
+from dualpipe.ranks import RankSync
 
 CYCLES_PER_SECOND = 1.5e9  # of torch.cuda._sleep, roughly
 
@@ -191,8 +191,43 @@ class Rank(NamedTuple):
                 part.register_forward_hook(late)
 
 
-class Group(NamedTuple):
-    """What `Pipeline` asks of a process group."""
+class Group(P2PGroups):
+    """What `Pipeline` takes for its connections, in place of a process group: ranks that are threads."""
+
+    def __init__(self, rank: Rank, name: str, members: tuple[int, ...]) -> None:
+        self.of, self._name, self._members, self.packs = rank, name, members, rank.device.type == "cpu"
+
+    def size(self) -> int:
+        return len(self._members)
+
+    def rank(self) -> int:
+        return self._members.index(self.of.number)
+
+    def sync(self, replicas: Any) -> RankSync:
+        return RankSync(self._between("record"))
+
+    def default_device(self) -> torch.device:
+        return self.of.device
+
+    def check_device(self, device: torch.device) -> None:
+        assert device.type == self.of.device.type, device
+
+    def connect(self, streams: Any, device: torch.device) -> None:
+        """Links need no preparation."""
+
+    def link(self, stream: tuple[int, int, str]) -> Link:
+        src, dst, kind = stream
+        return Link(self._between(kind), dst if src == self.rank() else src)
+
+    def header(self, peer: int) -> Link:
+        return Link(self._between("header"), peer)
+
+    def _between(self, what: str) -> ThreadGroup:
+        return ThreadGroup(self.of, f"{self._name}: {what}", self._members)
+
+
+class ThreadGroup(NamedTuple):
+    """As much of a torch.distributed.ProcessGroup as links and `RankSync` use."""
 
     of: Rank
     name: str
@@ -204,51 +239,14 @@ class Group(NamedTuple):
     def rank(self) -> int:
         return self.members.index(self.of.number)
 
+    def send(self, tensors: list[Tensor], peer: int, tag: int) -> Transfer:
+        key = self.name, self.of.number, self.members[peer]
+        return self.of.world.post("links", key, Side.of(tensors[0]), "send")
 
-class ThreadLink(NamedTuple):
-    """As `dualpipe.pipeline.transport.Link`."""
-
-    of: Rank
-    name: str
-    peer: int
-
-    def send(self, tensor: Tensor) -> Transfer:
-        return self.of.world.post("links", (self.name, self.of.number, self.peer), Side.of(tensor), "send")
-
-    def receive(self, tensor: Tensor) -> Transfer:
-        _spoil(tensor)
-        return self.of.world.post("links", (self.name, self.peer, self.of.number), Side.of(tensor), "receive")
-
-
-class ThreadTransport:
-    """As `dualpipe.pipeline.transport.Transport`, over a `Group`."""
-
-    def __init__(self, group: Group, members: Sequence[int], rank: int) -> None:
-        self.rank, self.size = rank, len(members)
-        self._group, self._ranks = group, [group.members[member] for member in members]
-
-    def default_device(self) -> torch.device:
-        return self._group.of.device
-
-    def check_device(self, device: torch.device) -> None:
-        assert device.type == self._group.of.device.type, device
-
-    def connect(self, streams: Any, device: torch.device) -> None:
-        """Links need no preparation."""
-
-    def data(self, stream: tuple[int, int, str]) -> ThreadLink:
-        src, dst, kind = stream
-        return self._link(kind, dst if src == self.rank else src)
-
-    def header(self, peer: int) -> ThreadLink:
-        return self._link("header", peer)
-
-    def exchange(self, record: Any) -> list[Any]:
-        links = [self._link("record", peer) for peer in range(self.size)]
-        return [record] if self.size == 1 else transport._exchange(record, links, self.rank)
-
-    def _link(self, name: str, peer: int) -> ThreadLink:
-        return ThreadLink(self._group.of, f"{self._group.name}: {name}", self._ranks[peer])
+    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Transfer:
+        _spoil(tensors[0])
+        key = self.name, self.members[peer], self.of.number
+        return self.of.world.post("links", key, Side.of(tensors[0]), "receive")
 
 
 class ThreadAllToAll:
@@ -315,11 +313,10 @@ def run_threads(
             world.fail(rank, error)
 
     threads = [threading.Thread(target=main, args=(rank,), daemon=True) for rank in range(size)]
-    with mock.patch("dualpipe.pipeline.engine.Transport", ThreadTransport):
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     if errors:
         raise errors[0][1]
     return results

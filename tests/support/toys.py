@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dualpipe.nn import defer_weight_grads
-from dualpipe.pipeline.transport import Transport
+from dualpipe.pipeline.p2p import P2PGroups
 from dualpipe.schedule import build
 
 
@@ -58,8 +58,8 @@ def reference(
 
 def use_own_groups() -> None:
     """Give every link a process group and send bytes, as with NCCL. For the process that calls it."""
-    connect = Transport.connect
-    Transport.connect = lambda self, streams, device: connect(self, streams, device, own_groups=True)
+    connect = P2PGroups.connect
+    P2PGroups.connect = lambda self, streams, device: connect(self, streams, device, own_groups=True)
 
 
 def relative_error(actual: Tensor | None, expected: Tensor | None) -> float:

@@ -64,27 +64,44 @@ class Program:
         return _program(kept)
 
 
-def fitting(
-    schedule: str | Schedule, num_microbatches: int, *, num_ranks: int, rank: int, num_modules: int
-) -> Schedule:
-    """The schedule for a number of micro-batches; ValueError where it does not fit the modules of `rank`."""
-    if isinstance(schedule, str):
-        options = {"stages_per_rank": num_modules} if schedule == "interleaved_1f1b" else {}
-        schedule = build(schedule, num_ranks, num_microbatches, **options)
-    if schedule.num_ranks != num_ranks:
-        raise ValueError(f"schedule {schedule.name!r} is for {schedule.num_ranks} ranks, got {num_ranks}")
-    if schedule.num_microbatches != num_microbatches:
-        raise ValueError(
-            f"schedule {schedule.name!r} is for {schedule.num_microbatches} micro-batches, got {num_microbatches}"
-        )
-    validate(schedule)
-    stages = schedule.rank_stages(rank)
-    if len(stages) != num_modules:
-        raise ValueError(
-            f"rank {rank} has {num_modules} modules, but schedule {schedule.name!r} gives it "
-            f"{len(stages)} stages {stages}"
-        )
-    return schedule
+class Programs:
+    """The programs of `rank`, by the number of micro-batches, each lowered once; for training and for evaluation.
+
+    schedule: a name, or a `Schedule` whose number of micro-batches is the only one; num_modules: stages of the rank.
+    """
+
+    def __init__(self, schedule: str | Schedule, *, num_ranks: int, rank: int, num_modules: int) -> None:
+        self._schedule, self._num_ranks, self._rank, self._num_modules = schedule, num_ranks, rank, num_modules
+        self.pairs = True  # whether pairs stay together
+        self._lowered: dict[int, tuple[Program, Program]] = {}
+
+    def program(self, num_microbatches: int, *, train: bool) -> Program:
+        """Raises ValueError where the schedule does not fit; forward only where no gradients are wanted."""
+        if num_microbatches not in self._lowered:
+            schedule = self.schedule(num_microbatches)
+            program = lower(schedule if self.pairs else _one_at_a_time(schedule), self._rank)
+            self._lowered[num_microbatches] = program, program.forward_only()
+        return self._lowered[num_microbatches][0 if train else 1]
+
+    def schedule(self, num_microbatches: int | None = None) -> Schedule:
+        """The schedule for a number of micro-batches (default: the fewest); ValueError where it does not fit."""
+        schedule, num_ranks = self._schedule, self._num_ranks
+        if num_microbatches is None:
+            num_microbatches = getattr(schedule, "num_microbatches", 1)
+        if isinstance(schedule, str):
+            options = {"stages_per_rank": self._num_modules} if schedule == "interleaved_1f1b" else {}
+            schedule = build(schedule, num_ranks, num_microbatches, **options)
+        if schedule.num_ranks != num_ranks:
+            raise ValueError(f"schedule {schedule.name!r} is for {schedule.num_ranks} ranks, got {num_ranks}")
+        if schedule.num_microbatches != num_microbatches:
+            raise ValueError(f"schedule {schedule.name!r} is for {schedule.num_microbatches} micro-batches, got "
+                             f"{num_microbatches}")
+        validate(schedule)
+        stages = schedule.rank_stages(self._rank)
+        if len(stages) != self._num_modules:
+            raise ValueError(f"rank {self._rank} has {self._num_modules} modules, but schedule {schedule.name!r} gives "
+                             f"it {len(stages)} stages {stages}")
+        return schedule
 
 
 def lower(schedule: Schedule, rank: int) -> Program:
@@ -98,7 +115,7 @@ def lower(schedule: Schedule, rank: int) -> Program:
     return _program(instructions)
 
 
-def one_at_a_time(schedule: Schedule) -> Schedule:
+def _one_at_a_time(schedule: Schedule) -> Schedule:
     """The same order without pairs: where nothing overlaps, the first result of a pair may leave before the second is
     begun. The schedule itself where that could deadlock."""
     steps = (((action,) for step in rank for action in step) for rank in schedule.ranks)

@@ -10,20 +10,10 @@ from os import PathLike
 from pathlib import Path
 
 from dualpipe.checkpoint.command import format_bytes
+from dualpipe.checkpoint.directory import Found, find, is_still_there, none_whole
 from dualpipe.checkpoint.hub_files import raise_for
-from dualpipe.checkpoint.native_folder import (
-    Checkpoint,
-    Found,
-    Manifest,
-    find,
-    is_still_there,
-    none_whole,
-    stored_in,
-    verify,
-    verify_files,
-)
+from dualpipe.checkpoint.manifest import Checkpoint, Manifest, StoredTensor, stored_in, verify, verify_files
 from dualpipe.dtypes import short_name
-from dualpipe.parallel.description import StoredTensor
 
 
 def ls(path: str | PathLike[str]) -> Iterator[str]:
@@ -101,7 +91,7 @@ def _found(path: str | PathLike[str]) -> Found:
 
 def _stored(checkpoint: Checkpoint) -> tuple[dict[str, StoredTensor], list[str]]:
     """What tensors there are, or what can be seen to be wrong without reading them."""
-    wrong = verify_files(*checkpoint, checkpoint.manifest.files, hashes=False)
+    wrong = verify_files(checkpoint)
     return ({}, wrong) if wrong else stored_in(checkpoint)
 
 
