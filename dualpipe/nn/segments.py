@@ -181,7 +181,7 @@ def communication_groups(modules: Iterable[nn.Module]) -> list[ProcessGroup]:
     lists = []
     for module in modules:
         with suppress(Exception):  # raised again where all ranks hear of it
-            lists.append(module.segments() if hasattr(module, "segments") else [])
+            lists.append(getattr(module, "segments", list)())
     found = [s.communication.group for segments in lists for s in segments if isinstance(s, Communicate)]
     return [group for group in found if group is not None]
 
@@ -217,7 +217,7 @@ def regions(segments: Sequence[Segment]) -> list[dict[int, Names]]:
 
 def merged(segments: Sequence[Segment], results: Names) -> list[Segment]:
     """Neighbouring compute segments that are recomputed, or not, as one: what is between them is not kept apart."""
-    parts: list[list[Segment]] = []
+    parts: list[list[Any]] = []
     for segment in segments:
         alike = parts and isinstance(segment, Compute) and isinstance(parts[-1][0], Compute)
         if alike and parts[-1][0].recompute == segment.recompute:
