@@ -178,7 +178,7 @@ def has_communication(lists: Iterable[Sequence[Segment]]) -> bool:
 
 def communication_groups(modules: Iterable[nn.Module]) -> list[ProcessGroup]:
     """The groups over which the stages' segments communicate."""
-    lists = []
+    lists: list[list[Segment]] = []
     for module in modules:
         with suppress(Exception):  # raised again where all ranks hear of it
             lists.append(getattr(module, "segments", list)())
@@ -217,7 +217,7 @@ def regions(segments: Sequence[Segment]) -> list[dict[int, Names]]:
 
 def merged(segments: Sequence[Segment], results: Names) -> list[Segment]:
     """Neighbouring compute segments that are recomputed, or not, as one: what is between them is not kept apart."""
-    parts: list[list[Segment]] = []
+    parts: list[list[Any]] = []
     for segment in segments:
         alike = parts and isinstance(segment, Compute) and isinstance(parts[-1][0], Compute)
         if alike and parts[-1][0].recompute == segment.recompute:
