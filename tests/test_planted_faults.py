@@ -319,8 +319,8 @@ def reading(step: Callable) -> Callable:
 
 
 TRAINING = {
-    "a checkpoint is written before it is copied": (
-        "race", lambda: instead(torch.cuda, "synchronize", lambda _: nothing)),
+    "a checkpoint is written before it is copied": (  # as bytes, not by operators: the list lacks a wait
+        "sync", lambda: instead(torch.cuda, "synchronize", lambda _: nothing)),
     "the optimizer reads a parameter": ("sync", lambda: instead(torch.optim.AdamW, "step", reading)),
 }
 LISTED = {
