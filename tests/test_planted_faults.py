@@ -318,10 +318,12 @@ def reading(step: Callable) -> Callable:
     return call
 
 
-TRAINING = {
-    "a checkpoint is written before it is copied": (
-        "race", lambda: instead(torch.cuda, "synchronize", lambda _: nothing)),
-    "the optimizer reads a parameter": ("sync", lambda: instead(torch.optim.AdamW, "step", reading)),
+TRAINING = {  # name: (how the fault begins, how to plant it)
+    "a checkpoint is written before it is copied": (  # as bytes, not by operators: a wait that is listed is not there
+        "sync: synchronize in dualpipe/checkpoint/", lambda: instead(torch.cuda, "synchronize", lambda _: nothing)),
+    "the optimizer reads a parameter": (
+        "sync: _local_scalar_dense in tests/test_planted_faults.py: reading",
+        lambda: instead(torch.optim.AdamW, "step", reading)),
 }
 LISTED = {
     "copy in dualpipe/train/loop.py: Run._forward_backward": 4,
@@ -340,7 +342,7 @@ def planted_training(rank: int, folder: str, name: str) -> list[str]:
 def test_in_training(name, tmp_path):
     write_run(tmp_path)
     [faults] = run_ranks(planted_training, 1, str(tmp_path), name)
-    assert TRAINING[name][0] in kinds(faults)
+    assert any(fault.startswith(TRAINING[name][0]) for fault in faults)
 
 
 # -- of a user's stage
