@@ -178,7 +178,7 @@ def has_communication(lists: Iterable[Sequence[Segment]]) -> bool:
 
 def communication_groups(modules: Iterable[nn.Module]) -> list[ProcessGroup]:
     """The groups over which the stages' segments communicate."""
-    lists: list[list[Segment]] = []
+    lists: list[Sequence[Segment]] = []
     for module in modules:
         with suppress(Exception):  # raised again where all ranks hear of it
             lists.append(getattr(module, "segments", list)())
