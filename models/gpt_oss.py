@@ -80,7 +80,7 @@ class GptOssConfig(GroupedQueryConfig):
         )
         return Layer(self, attention, SparseMLP(gate, experts))
 
-    def hub_layouts(self, name: str, shape: Sequence[int]) -> list[list[Part]]:
+    def hub_parts(self, name: str, shape: Sequence[int]) -> list[list[Part]]:
         """See `HubConfig`. The experts' weights are on the hub with inputs before outputs: (E, H, 2I) and (E, I, H).
 
         OpenAI stores them in MXFP4 instead, as `..._blocks` and `..._scales` behind the same name. Dequantized, those
@@ -88,7 +88,7 @@ class GptOssConfig(GroupedQueryConfig):
         """
         prefix, found, rest = name.partition(".mlp.experts.")
         if not found:
-            return super().hub_layouts(name.replace(".mlp.gate.", ".mlp.router."), shape)
+            return super().hub_parts(name.replace(".mlp.gate.", ".mlp.router."), shape)
         projection, _, kind = rest.partition(".")
         if kind == "bias":
             return [[whole(f"model.{prefix}{found}{projection}_bias", shape)]]

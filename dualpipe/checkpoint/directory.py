@@ -28,7 +28,6 @@ from os import PathLike
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-from dualpipe.checkpoint.hub_files import raise_for
 from dualpipe.checkpoint.manifest import (
     MANIFEST,
     Checkpoint,
@@ -38,6 +37,7 @@ from dualpipe.checkpoint.manifest import (
     verify_files,
     write_description,
 )
+from dualpipe.errors import raise_for
 from dualpipe.files import lock, replace_file, sync
 
 LATEST = "latest"

@@ -20,7 +20,6 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from dualpipe.checkpoint.directory import Found, find, is_still_there, none_whole, step_of
-from dualpipe.checkpoint.hub_files import raise_for
 from dualpipe.checkpoint.manifest import RANDOM, Checkpoint, Manifest, StoredTensor, file_of, stored_in, verify_files
 from dualpipe.checkpoint.save import layout_of
 from dualpipe.checkpoint.state import (
@@ -36,7 +35,7 @@ from dualpipe.checkpoint.state import (
 )
 from dualpipe.checkpoint.tensors import Box, TensorHeader, read_box, read_header, storable
 from dualpipe.dtypes import SAFETENSORS_CODES, short_name
-from dualpipe.errors import nearest
+from dualpipe.errors import nearest, raise_for
 from dualpipe.ranks import RankSync
 
 _NEAREST, _MANY = 20, 2000  # of so many names is the nearest looked for, among so many, which takes a while

@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 import torch
 
-from dualpipe.checkpoint.hub_files import raise_for
 from dualpipe.checkpoint.manifest import StoredTensor, gaps_in
 from dualpipe.checkpoint.state import REPEATED, Part
 from dualpipe.checkpoint.tensors import Box, as_bytes, bytes_of
 from dualpipe.dtypes import short_name
+from dualpipe.errors import raise_for
 from dualpipe.ranks import RankSync
 
 _SAMPLE = 64  # elements of a part

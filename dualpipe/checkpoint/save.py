@@ -33,7 +33,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import dualpipe
 from dualpipe.checkpoint.directory import Directory
-from dualpipe.checkpoint.hub_files import raise_for
 from dualpipe.checkpoint.manifest import RANDOM, Manifest, file_of
 from dualpipe.checkpoint.plan import Planned, offers_of, plan_together
 from dualpipe.checkpoint.staging import HostMemory
@@ -41,6 +40,7 @@ from dualpipe.checkpoint.state import State, as_number, capture_random, parts_of
 from dualpipe.checkpoint.tensors import NewFile, lay_out, read_header, storable
 from dualpipe.checkpoint.writer import write_in_process
 from dualpipe.dtypes import short_name
+from dualpipe.errors import raise_for
 from dualpipe.files import CHECKSUMS, Written, write_files
 from dualpipe.parallel import DTypePlan
 from dualpipe.parallel.mesh import DIMENSIONS, Mesh

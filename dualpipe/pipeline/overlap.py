@@ -61,7 +61,7 @@ class SegmentRecord:
     leaves: dict[str, Tensor] = field(default_factory=dict)
     roots: dict[str, GradientEdge] = field(default_factory=dict)
     kept: dict[str, Any] = field(default_factory=dict)  # to run it again, but for what is made again before it
-    rng: Rng | None = None
+    rng: Any = None  # the `Rng` of one that is run again
     context: Any = None  # of a communication
     differentiable: tuple[bool, ...] = ()  # which of a communication's inputs have a gradient
 
@@ -118,7 +118,8 @@ class MicrobatchState:
         try:
             return communication(*arguments[:-1], None)
         except BaseException as error:
-            return self._fail(error)
+            self._fail(error)
+            return None
 
     def finish(self, pending: Pending | None) -> tuple[tuple[Any, ...], Any] | None:
         """What was received, and the context for the backward; None where it failed.
@@ -132,7 +133,8 @@ class MicrobatchState:
             pending.advance()
             return pending.wait()
         except BaseException as error:
-            return self._fail(error)
+            self._fail(error)
+            return None
 
     def _fail(self, error: BaseException) -> None:
         self.error, self.broken = self.error or error, isinstance(error, RuntimeError)
@@ -144,7 +146,7 @@ class MicrobatchState:
             self.gradients[name] = gradient if earlier is None else earlier + gradient
 
     def input_gradients(self) -> list[Tensor]:
-        """Of the stage's inputs that need one, in their order; zeros where nothing depends on them."""
+        """The gradients of the inputs that need one, in their order; zeros where nothing depends on them."""
         found = [(self.gradients.pop(name, None), like) for name, like in self._expected.items()]
         for name, tensor in self._outside.items():  # of the caller: inputs of the first stage, labels
             if (gradient := self.gradients.get(name)) is not None:
@@ -396,7 +398,7 @@ class Rng:
 
     cpu: Tensor
     device: torch.device | None
-    state: Tensor | None
+    state: Any  # that of the device
 
     @staticmethod
     def now(inputs: Iterable[Any]) -> Rng:
