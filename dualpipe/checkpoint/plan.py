@@ -52,7 +52,6 @@ def plan_together(ranks: RankSync, stages: int, parts: Mapping[str, Part]) -> Pl
     Raises ValueError, on all ranks, where they disagree on a tensor, or its parts overlap or leave a gap.
     """
     offers = offers_of(parts)
-
     held = ranks.collect(ranks.agree(lambda: _Held(stages, offers, _samples(parts) if ranks.size > 1 else {})))
     names, stored = ranks.agree(lambda: (None, {}) if held is None else assign(held))
     return Planned(offers, ranks.hand_out(names), stored)

@@ -148,7 +148,7 @@ def test_whoever_reads_safetensors_reads_it(two):
 
 def test_any_dtype_comes_back(tmp_path):
     values = torch.arange(6).view(2, 3).float()
-    dtypes = (torch.complex128, torch.complex32, torch.float8_e4m3fnuz, torch.float8_e8m0fnu, torch.bool, torch.uint64)
+    dtypes = (torch.complex128, torch.float8_e4m3fnuz, torch.float8_e8m0fnu, torch.bool, torch.uint64)
     state = {str(dtype): values.to(dtype).mT for dtype in dtypes} | {"one": torch.tensor(2.5, dtype=torch.complex128)}
     state |= {"column": values[:, 1], "element": values[:1, ::3][:, 0]}  # whose strides are not those of a new tensor
     with Checkpoints(tmp_path) as checkpoints:

@@ -89,8 +89,8 @@ def wait_until_none_writes_for(rank):
 
 
 def kill_often(folder, how, times):
-    generator, before, halves = random.Random(how), 0, 0
-    for attempt in range(times):
+    generator, before, halves, attempt = random.Random(how), 0, 0, -1
+    while (attempt := attempt + 1) < times or (not halves and attempt < 3 * times):
         victims = [(0,), (1,), (0, 1)][attempt % 3]
         step, half = kill(folder, how, victims, generator.uniform(0, 0.4))
         assert step > before  # the run before was resumed from
