@@ -134,7 +134,7 @@ class RankSync:
 
     def hand_out(self, values: Sequence[T] | None) -> T:
         """To each rank its own of rank 0's (picklable) values."""
-        if self.size == 1:
+        if self.size == 1 and values is not None:
             return values[0]
         mine: list[Any] = [None]
         with self._whole():
@@ -197,13 +197,13 @@ class RankSync:
                 told.conclusion = conclude([value for _, value in records])
             except ValueError as disagreement:
                 failure = disagreement
-        elsewhere = _short(failure and str(failure))
+        elsewhere = _short(None if failure is None else str(failure))
         for group in self._replicas:
             peers = _exchange([elsewhere, same], group, range(group.size()), group.rank())
             elsewhere = elsewhere or _first_failure(peers)
         if self._tell_back:
             back = _failure(self.exchange([_short(elsewhere), None]), kind)
-            elsewhere = elsewhere or (back and str(back))
+            elsewhere = elsewhere or (None if back is None else str(back))
         if failure is None and elsewhere is not None:
             failure = kind(elsewhere)
         return failure

@@ -22,8 +22,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import threads
+from device_book import Event, Timeline
 from device_steps import Toy, as_process, as_training, by_threads, qwen, toys, write_run
-from pretend_cuda import Event, Timeline, pretend_cuda
+from pretend_cuda import pretend_cuda
 from pretend_nccl import Work
 from ranks import run_ranks
 
@@ -162,22 +163,26 @@ def and_synchronize(record: Callable) -> Callable:
     return call
 
 
-def sends(stream: Timeline, event: Event, wait: Callable) -> None:
-    if not (caller("wait") and caller("beside", depth=2)):
-        wait(stream, event)
+def not_for_what_is_sent(wait: Callable) -> Callable:
+    def call(stream: Timeline, event: Event) -> None:
+        if not (caller("wait") and caller("beside", depth=2)):
+            wait(stream, event)
+
+    return call
 
 
-def lands(stream: Timeline, event: Event, wait: Callable) -> None:
-    if not caller("wait") or caller("beside", depth=2):
-        wait(stream, event)
+def not_for_what_arrives(wait: Callable) -> Callable:
+    def call(stream: Timeline, event: Event) -> None:
+        if not caller("wait") or caller("beside", depth=2):
+            wait(stream, event)
+
+    return call
 
 
 DEVICE = {  # name: (kind of the fault, how to plant it); by what dualpipe/device.py asks torch for
     "no stream waits": ("race", lambda: without_waits("wait")),
-    "rows are sent before they are made": (
-        "race", lambda: instead(Timeline, "wait_event", lambda real: lambda *a: sends(*a, real))),
-    "rows are read before they arrive": (
-        "race", lambda: instead(Timeline, "wait_event", lambda real: lambda *a: lands(*a, real))),
+    "rows are sent before they are made": ("race", lambda: instead(Timeline, "wait_event", not_for_what_is_sent)),
+    "rows are read before they arrive": ("race", lambda: instead(Timeline, "wait_event", not_for_what_arrives)),
     "rows that arrived are given back too early": ("free", lambda: instead(Tensor, "record_stream", lambda _: nothing)),
     "events are recorded too early": ("race", lambda: instead(Timeline, "record_event", earlier)),
     "events are recorded on another stream": ("race", lambda: instead(Timeline, "record_event", elsewhere)),
@@ -281,7 +286,8 @@ PROCESSES = {
     "parameters are read before they are gathered": ((1, 2, 1), "race", lambda: forgotten("all_gather_single")),
     "parameters are gathered before they are updated": (
         (1, 2, 1), "race", lambda: without_waits("Timeline.wait_stream")),
-    "gradients are reduced before they are computed": ((1, 2, 1), "race", lambda: without_waits("foreach_reduce", depth=2)),
+    "gradients are reduced before they are computed": (
+        (1, 2, 1), "race", lambda: without_waits("foreach_reduce", depth=2)),
     "gradients are used before they are reduced": (
         (1, 2, 1), "race", lambda: without_waits(
             "FSDPState._root_post_backward_final_callback", "FSDPParamGroup.finalize_backward")),
@@ -313,7 +319,8 @@ def reading(step: Callable) -> Callable:
 
 
 TRAINING = {
-    "a checkpoint is written before it is copied": ("race", lambda: instead(torch.cuda, "synchronize", lambda _: nothing)),
+    "a checkpoint is written before it is copied": (
+        "race", lambda: instead(torch.cuda, "synchronize", lambda _: nothing)),
     "the optimizer reads a parameter": ("sync", lambda: instead(torch.optim.AdamW, "step", reading)),
 }
 LISTED = {

@@ -9,7 +9,7 @@ import torch
 
 from dualpipe.checkpoint.manifest import StoredTensor, gaps_in
 from dualpipe.checkpoint.state import REPEATED, Part
-from dualpipe.checkpoint.tensors import Box, bytes_of
+from dualpipe.checkpoint.tensors import Box, as_bytes, bytes_of
 from dualpipe.dtypes import short_name
 from dualpipe.errors import raise_for
 from dualpipe.ranks import RankSync
@@ -53,13 +53,19 @@ def plan_together(ranks: RankSync, stages: int, parts: Mapping[str, Part]) -> Pl
     """
     offers = offers_of(parts)
 
-    def hold() -> _Held:
-        samples = {name: bytes(bytes_of(part.tensor.reshape(-1)[:_SAMPLE].cpu())) for name, part in parts.items()}
-        return _Held(stages, offers, samples)
-
-    held = ranks.collect(ranks.agree(hold))
+    held = ranks.collect(ranks.agree(lambda: _Held(stages, offers, _samples(parts) if ranks.size > 1 else {})))
     names, stored = ranks.agree(lambda: (None, {}) if held is None else assign(held))
     return Planned(offers, ranks.hand_out(names), stored)
+
+
+def _samples(parts: Mapping[str, Part]) -> dict[str, bytes]:
+    found: dict[str, bytes] = {}
+    for device in {part.tensor.device for part in parts.values()}:
+        heads = {name: as_bytes(part.tensor.reshape(-1)[:_SAMPLE].contiguous()) for name, part in parts.items()
+                 if part.tensor.device == device}
+        together = torch.cat([*heads.values()]).cpu()  # the host waits for the device once
+        found |= {name: bytes(bytes_of(head)) for name, head in zip(heads, together.split([*map(len, heads.values())]))}
+    return found
 
 
 def assign(held: Sequence[_Held]) -> tuple[list[list[str]], dict[str, StoredTensor]]:

@@ -323,10 +323,9 @@ def _as_json(what: str, value: Any) -> Any:
 
 def _narrowed(file: Path, dtypes: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
     """What is in a file in less than the plan asks for, by its header on the disk."""
-    for name, tensor in read_header(file)[0].items():
-        is_whole = torch.promote_types(tensor.dtype, torch.float32) == tensor.dtype
-        if dtypes.get(name, {}).get("save") == "fp32" and not is_whole:
-            yield f"{name} is stored in {short_name(tensor.dtype)}"
+    for name, (dtype, *_) in read_header(file)[0].items():
+        if dtypes.get(name, {}).get("save") == "fp32" and torch.promote_types(dtype, torch.float32) != dtype:
+            yield f"{name} is stored in {short_name(dtype)}"
 
 
 def _versions() -> dict[str, str]:

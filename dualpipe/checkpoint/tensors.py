@@ -145,9 +145,14 @@ def storable(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype in SAFETENSORS_CODES else tensor.detach().unsqueeze(-1).view(torch.uint8)
 
 
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The bytes of a contiguous tensor, sharing its memory."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)  # one element may have any strides
+
+
 def bytes_of(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous tensor in host memory, sharing it."""
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+    return as_bytes(tensor).numpy().data
 
 
 def _parts(values: Tensor, tensor: TensorHeader, box: Box) -> Iterator[tuple[memoryview, int]]:

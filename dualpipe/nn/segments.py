@@ -178,10 +178,10 @@ def has_communication(lists: Iterable[Sequence[Segment]]) -> bool:
 
 def communication_groups(modules: Iterable[nn.Module]) -> list[ProcessGroup]:
     """The groups over which the stages' segments communicate."""
-    lists = []
+    lists: list[list[Segment]] = []
     for module in modules:
         with suppress(Exception):  # raised again where all ranks hear of it
-            lists.append(module.segments() if hasattr(module, "segments") else [])
+            lists.append(getattr(module, "segments", list)())
     found = [s.communication.group for segments in lists for s in segments if isinstance(s, Communicate)]
     return [group for group in found if group is not None]
 
@@ -217,7 +217,7 @@ def regions(segments: Sequence[Segment]) -> list[dict[int, Names]]:
 
 def merged(segments: Sequence[Segment], results: Names) -> list[Segment]:
     """Neighbouring compute segments that are recomputed, or not, as one: what is between them is not kept apart."""
-    parts: list[list[Segment]] = []
+    parts: list[list[Any]] = []
     for segment in segments:
         alike = parts and isinstance(segment, Compute) and isinstance(parts[-1][0], Compute)
         if alike and parts[-1][0].recompute == segment.recompute:
@@ -229,7 +229,7 @@ def merged(segments: Sequence[Segment], results: Names) -> list[Segment]:
     return [part[0] if len(part) == 1 else _joined(part, needed[end - 1]) for part, end in zip(parts, ends)]
 
 
-def _joined(part: Sequence[Compute], needed: set[str]) -> Compute:
+def _joined(part: Sequence[Segment], needed: set[str]) -> Compute:
     reads: dict[str, None] = {}
     written: dict[str, None] = {}
     for segment in part:

@@ -22,7 +22,6 @@ METADATA = ".metadata"  # of torch.distributed.checkpoint
 TENSORS = "tensors.json"  # of a checkpoint of a run, whose tensors are in safetensors files
 
 
-
 class ContractError(AssertionError):
     """A tensor is not what the plan says; the message names all of them."""
 

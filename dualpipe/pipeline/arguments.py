@@ -71,8 +71,8 @@ class OwnStages:
     def segments(self) -> dict[int, list[Segment]]:
         """Those of each stage that offers them."""
         return {
-            number: checked(list(module.segments()), self.specs[number].names)
-            for number, module in self.modules.items() if hasattr(module, "segments")
+            number: checked(list(segments()), self.specs[number].names)
+            for number, module in self.modules.items() if (segments := getattr(module, "segments", None)) is not None
         }
 
 
@@ -136,11 +136,9 @@ def split_batch(
         raise ValueError("criterion is required on the rank of the last stage; evaluate under torch.no_grad()")
     if first and not _given(inputs):
         raise ValueError("inputs are required on the rank of the first stage, got none")
-    cut_inputs, size = _split("input", inputs, num_chunks, stages) if first else ((), None)
-    cut_side, side_size = (), None
-    if first and side:
-        cut_side, side_size = _split("side input", side.values(), num_chunks, stages, side)
-    cut_labels, label_size = _split("label", labels, num_chunks, stages) if last and criterion else ((), None)
+    cut_inputs, size = _split("input", inputs if first else None, num_chunks, stages)
+    cut_side, side_size = _split("side input", side.values() if first and side else None, num_chunks, stages, side)
+    cut_labels, label_size = _split("label", labels if last and criterion else None, num_chunks, stages)
     told = StepArguments(
         num_chunks, grad, bool(sync), [module.training for module in modules],
         [list(t.shape) for t in _given(inputs)], [[name, list(t.shape)] for name, t in side.items()],
@@ -171,6 +169,7 @@ def agree(ranks: Sequence[StepArguments], first: int, last: int, spec: SideSpec)
         raise ValueError(f"inputs have batch size {batch_size}, side inputs {side_names} {side_size}")
     if label_size not in (None, batch_size):
         raise ValueError(f"inputs have batch size {batch_size}, labels {label_size}")
+    assert batch_size is not None, "the rank of the first stage has inputs"
     return Agreed(batch_size % ranks[first].num_chunks, side_names)
 
 
@@ -207,10 +206,12 @@ def _given(tensors: Iterable[Tensor | None]) -> list[Tensor]:
 
 
 def _split(
-    what: str, tensors: Iterable[Tensor | None], num_chunks: int, stages: OwnStages, names: Iterable[object] = ()
-) -> tuple[list[tuple[Tensor | None, ...]], int | None]:
-    """The micro-batches, as `torch.tensor_split` cuts them, and the size of the batch; ValueError, with `what` and one
-    of the `names` (default: numbers), where a tensor cannot be cut."""
+    what: str, tensors: Iterable[Tensor | None] | None, num_chunks: int, stages: OwnStages, names: Iterable[object] = ()
+) -> tuple[Sequence[tuple[Any, ...]], int | None]:
+    """The micro-batches, as `torch.tensor_split` cuts them, and the size of the batch; none of None. ValueError, with
+    `what` and one of the `names` (default: numbers), where a tensor cannot be cut."""
+    if tensors is None:
+        return (), None
     tensors, dim = list(tensors), stages.batch_dim
     for name, tensor in zip(list(names) or range(len(tensors)), tensors):
         if tensor is not None:
@@ -300,8 +301,11 @@ def tied_ends(first: nn.Module | None, last: nn.Module | None) -> list[list[list
     """Shapes of the first stage's embeddings and of the last one's matrices, where a config like one of transformers'
     ties them; none of a stage on another rank (None). ValueError where both are here, with weights of one shape, and
     share no Parameter."""
-    ends = [[m.weight for m in first.modules() if isinstance(m, nn.Embedding)] if _ties(first) else [],
-            [p for p in last.parameters() if p.dim() == 2] if _ties(last) else []]
+    ends: list[list[Tensor]] = [[], []]
+    if first is not None and _ties(first):
+        ends[0] = [m.weight for m in first.modules() if isinstance(m, nn.Embedding)]
+    if last is not None and _ties(last):
+        ends[1] = [p for p in last.parameters() if p.dim() == 2]
     embeddings, matrices = ([list(shape) for shape in dict.fromkeys(w.shape for w in weights)] for weights in ends)
     if first is None or last is None:
         return [embeddings, matrices]
@@ -312,5 +316,5 @@ def tied_ends(first: nn.Module | None, last: nn.Module | None) -> list[list[list
     return [[], []]
 
 
-def _ties(stage: nn.Module | None) -> bool:
+def _ties(stage: nn.Module) -> bool:
     return bool(getattr(getattr(stage, "config", None), "tie_word_embeddings", False))

@@ -84,7 +84,8 @@ class Pipeline(nn.Module):
         self.batch_dim, self._process_group = batch_dim, process_group
         self.weight_grad_store = WeightGradStore()
         given = isinstance(process_group, P2PGroups)  # such as one of threads
-        self._groups = process_group if given else P2PGroups(process_group, members, self.rank)
+        groups: Any = process_group if given else P2PGroups(process_group, members, self.rank)
+        self._groups: P2PGroups = groups
         found = [m for m in modules if isinstance(m, nn.Module)] if isinstance(modules, Iterable) else []
         self._ranks = self._groups.sync(process_groups(found, communication_groups(found)))
         with self._ranks.together(ValueError, self._conclude) as told:
@@ -100,7 +101,7 @@ class Pipeline(nn.Module):
                 spec._replace(hooked=hooked),
                 any(p.dtype is torch.float64 for p in self.module.parameters()),
                 tied_ends(first, last),
-                check_stages(self.module, list(self._own.parameters.values()), unreduced),
+                check_stages(list(self.module), list(self._own.parameters.values()), unreduced),
             )
         self._programs.pairs, self._spec, self._norm_dtype = told.conclusion
         self._ranks.compare_replicas()

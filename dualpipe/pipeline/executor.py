@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -133,9 +134,9 @@ class Executor:
                 results = self._overlapped(actions)
             else:
                 results = [self._alone(action) for action in actions]
-        for action, transfer, result in zip(actions, instruction.outgoing, results):
-            if transfer is not None:
-                self._messages.send(transfer, result)
+        for action, going, result in zip(actions, instruction.outgoing, results):
+            if going is not None:
+                self._messages.send(going, result)
             elif action.kind == "F" and action.stage < self._last_stage:
                 slot = action.stage + 1, action.microbatch
                 self._messages.hand_over(*slot, result)
@@ -194,16 +195,15 @@ class Executor:
         self, slot: Slot, state: MicrobatchState, outputs: tuple[Tensor, ...], loss: Tensor | None
     ) -> tuple[Tensor, ...]:
         """Note a forward's results for the backward and the caller; return what goes to the next stage."""
-        last = slot[0] == self._last_stage
-        if last:
+        if slot[0] == self._last_stage:
             self._note(slot[1], outputs, loss)
         if self._train:
-            ends = (loss,) if last else outputs
+            ends = outputs if loss is None else (loss,)
             state.roots = tuple([get_gradient_edge(t) for t in ends if t.requires_grad])
-            if last:
+            if loss is not None:
                 state.arrived = (torch.ones_like(loss),)
             if self._hooked:
-                state.loss, state.outputs = loss, () if last else outputs
+                state.loss, state.outputs = loss, outputs if loss is None else ()
         return self._leave(slot, state, outputs)
 
     def _note(self, microbatch: int, outputs: tuple[Tensor, ...], loss: Tensor | None) -> None:
@@ -232,7 +232,8 @@ class Executor:
         """A pair through DeepSeek's `overlapped_forward_backward` of the module type."""
         forward, backward = sorted(actions, key=lambda action: action.kind != "F")
         slot0, slot1 = (forward.stage, forward.microbatch), (backward.stage, backward.microbatch)
-        module0, module1 = self._modules[forward.stage], self._modules[backward.stage]
+        module0: Any = self._modules[forward.stage]
+        module1 = self._modules[backward.stage]
         self._parameters.wait(forward.stage)
         state0, state1 = self._states[slot0], self._states.pop(slot1)
         inputs0, state0.inputs = state0.inputs, ()
@@ -369,7 +370,7 @@ class Job:
 
     action: Action
     state: MicrobatchState
-    task: Task | None = None
+    task: Any = None  # a `Task`
     result: Sequence[Tensor] = ()
 
 
@@ -413,5 +414,5 @@ def _cast(dtype: torch.dtype, *tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(t.to(dtype) if t.is_floating_point() else t for t in tensors)
 
 
-def _join(parts: Sequence[Tensor], dim: int) -> Tensor:
+def _join(parts: tuple[Tensor, ...], dim: int) -> Tensor:
     return torch.stack(parts) if parts[0].dim() <= max(dim, 0) else torch.cat(parts, dim)

@@ -61,7 +61,7 @@ class SegmentRecord:
     leaves: dict[str, Tensor] = field(default_factory=dict)
     roots: dict[str, GradientEdge] = field(default_factory=dict)
     kept: dict[str, Any] = field(default_factory=dict)  # to run it again, but for what is made again before it
-    rng: Rng | None = None
+    rng: Any = None  # the `Rng` of one that is run again
     context: Any = None  # of a communication
     differentiable: tuple[bool, ...] = ()  # which of a communication's inputs have a gradient
 
@@ -118,7 +118,8 @@ class MicrobatchState:
         try:
             return communication(*arguments[:-1], None)
         except BaseException as error:
-            return self._fail(error)
+            self._fail(error)
+            return None
 
     def finish(self, pending: Pending | None) -> tuple[tuple[Any, ...], Any] | None:
         """What was received, and the context for the backward; None where it failed.
@@ -132,7 +133,8 @@ class MicrobatchState:
             pending.advance()
             return pending.wait()
         except BaseException as error:
-            return self._fail(error)
+            self._fail(error)
+            return None
 
     def _fail(self, error: BaseException) -> None:
         self.error, self.broken = self.error or error, isinstance(error, RuntimeError)
@@ -396,7 +398,7 @@ class Rng:
 
     cpu: Tensor
     device: torch.device | None
-    state: Tensor | None
+    state: Any  # that of the device
 
     @staticmethod
     def now(inputs: Iterable[Any]) -> Rng:

@@ -73,7 +73,9 @@ class P2PGroups:
 
     def __init__(self, group: ProcessGroup | None, members: Sequence[int], rank: int) -> None:
         self._rank, self._size, self.packs = rank, len(members), False
-        self._group, self._control, self._links, self._peers = group, group, {}, [0]
+        self._group: Any = group
+        self._control: Any = group  # carries host tensors
+        self._peers, self._links = [0], dict[Stream, Link]()
         if group is None:
             return
         self._global = tuple(dist.get_global_rank(group, member) for member in members)
@@ -346,14 +348,14 @@ class P2PMessages:
     def settle(self, instruction: Instruction) -> None:
         """Receive and send what an instruction of the program still owes its peers; for one after the other."""
         for transfer in instruction.incoming:
-            stream = self._incoming[transfer.stream]
-            stream.settled += 1
-            if stream.settled > stream.taken:
+            coming = self._incoming[transfer.stream]
+            coming.settled += 1
+            if coming.settled > coming.taken:
                 self._guarded(transfer.message.src, self.take, transfer)
         for transfer in instruction.sends():
-            stream = self._outgoing[transfer.stream]
-            stream.settled += 1
-            if stream.settled > stream.sent:
+            going = self._outgoing[transfer.stream]
+            going.settled += 1
+            if going.settled > going.sent:
                 self._guarded(transfer.message.dst, self.send, transfer, None)
 
     def settle_sends(self) -> None:
@@ -395,7 +397,7 @@ class P2PMessages:
 
     def _learn(self, stream: Incoming, arrival: Arrival) -> None:
         """Post a receive whose shapes were not known when it could have been posted ahead."""
-        if arrival.header_work is not None:
+        if arrival.header_work is not None and arrival.header is not None:
             arrival.header_work.wait()
             told = unpack_record(arrival.header)
             metas = told and [TensorMeta(torch.Size(shape), dtype_of(dtype), grad) for shape, dtype, grad in told]

@@ -1,6 +1,7 @@
 """Checkpoints of one process: contents, retention, commits, and what does not fit."""
 
 import copy
+import hashlib
 import importlib
 import os
 import random
@@ -145,6 +146,43 @@ def test_whoever_reads_safetensors_reads_it(two):
     assert is_step(load_file(two / "step-00000002" / "rank-00000.safetensors"), 2)
 
 
+def test_any_dtype_comes_back(tmp_path):
+    values = torch.arange(6).view(2, 3).float()
+    dtypes = (torch.complex128, torch.complex32, torch.float8_e4m3fnuz, torch.float8_e8m0fnu, torch.bool, torch.uint64)
+    state = {str(dtype): values.to(dtype).mT for dtype in dtypes} | {"one": torch.tensor(2.5, dtype=torch.complex128)}
+    state |= {"column": values[:, 1], "element": values[:1, ::3][:, 0]}  # whose strides are not those of a new tensor
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(state, step=1)
+        checkpoints.save_async(state, step=2)
+    for step in (1, 2):
+        again = {name: torch.empty_like(tensor) for name, tensor in state.items()}
+        load(tmp_path / f"step-0000000{step}", again)
+        for name, tensor in state.items():
+            assert again[name].dtype is tensor.dtype
+            assert torch.equal(again[name].to(torch.complex128), tensor.to(torch.complex128))
+    wider = {name: torch.zeros(tensor.shape, dtype=torch.complex64) for name, tensor in state.items()}
+    load(tmp_path, wider, allow=["*"])
+    assert torch.equal(wider["torch.complex128"].real.T, values) and wider["one"] == 2.5
+
+
+@pytest.mark.parametrize("how", ["save", "save_async"])
+def test_a_rank_may_have_several_files(tmp_path, monkeypatch, how):
+    monkeypatch.setattr(importlib.import_module("dualpipe.checkpoint.save"), "MAX_FILE_BYTES", 20)
+    with Checkpoints(tmp_path, checksum="sha256") as checkpoints:
+        for step in (1, 2):
+            getattr(checkpoints, how)(state_of(step), step=step)
+    path = latest(tmp_path)
+    names = sorted(file.name for file in path.glob("*.safetensors"))
+    assert names == ["rank-00000.1.safetensors", "rank-00000.2.safetensors", "rank-00000.safetensors"]
+    state = state_of(0)
+    loaded = load(tmp_path, state)
+    assert is_step(state, 2) and loaded.manifest.checksum == "sha256" and loaded.random_restored and not verify(path)
+    for name, (_, checksum) in loaded.manifest.files.items():
+        assert hashlib.sha256((path / name).read_bytes()).hexdigest() == checksum
+    (path / names[1]).unlink()
+    assert "is missing" in verify(path)[0]
+
+
 @pytest.mark.parametrize("arguments, message", [
     ({"step": -1}, "step must be a number"), ({"step": 3, "extra": {1, 2}}, "extra must be what JSON can hold"),
     ({"step": 3, "config": Path()}, "config must be what JSON can hold"),
@@ -156,6 +194,11 @@ def test_wrong_arguments(two, arguments, message):
 
 
 # -- retention and commits
+
+
+def test_unknown_checksums_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="checksum must be one of xxh3_128, sha256; got 'md5'"):
+        Checkpoints(tmp_path, checksum="md5")
 
 
 @pytest.mark.parametrize("keep_last, keep_every, kept", [

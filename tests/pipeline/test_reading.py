@@ -1,0 +1,127 @@
+"""The way of a batch through the code: forward, in few files, and as README's "Reading the code" has it."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import dualpipe
+from dualpipe import DualPipeV
+from dualpipe.models import Qwen3MoeConfig, build_stages
+from dualpipe.nn import cross_entropy_loss
+from dualpipe.parallel.expert import ExpertParallel
+from dualpipe.parallel.mesh import build_mesh
+from ranks import run_ranks
+
+ROOT = Path(dualpipe.__file__).parent.parent
+CONFIG = Qwen3MoeConfig(
+    vocab_size=61, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
+    num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8,
+)
+
+
+def file_of(frame: FrameType) -> str | None:
+    """The library's file that a frame runs, such as "pipeline/engine.py"."""
+    path = Path(frame.f_code.co_filename)
+    if not path.is_relative_to(ROOT) or path.relative_to(ROOT).parts[0] not in ("dualpipe", "models", "kernels"):
+        return None
+    return str(path.relative_to(ROOT)).removeprefix("dualpipe/")
+
+
+def tensors_in(value: Any, depth: int = 4) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif depth and isinstance(value, dict | list | tuple):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from tensors_in(part, depth - 1)
+
+
+class Computing(Exception):
+    """The batch has come to a stage."""
+
+
+class Arriving(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        raise Computing
+
+
+def way(x: Tensor, pipe: DualPipeV) -> list[str]:
+    """The files whose functions are given the batch, or a part of it, until the first stage has it; in turn."""
+    found: list[str] = []
+    memory = x.untyped_storage().data_ptr()
+
+    def trace(frame: FrameType, event: str, _: Any) -> None:
+        made = frame.f_code.co_qualname == "MicrobatchState.__init__"  # a record of it, which leads nowhere
+        file = file_of(frame) if event == "call" and not made else None
+        if file is not None and (not found or found[-1] != file):
+            given = frame.f_code.co_varnames[: frame.f_code.co_argcount + frame.f_code.co_kwonlyargcount + 1]
+            values = [frame.f_locals[name] for name in given if name in frame.f_locals]
+            if any(t.untyped_storage().data_ptr() == memory for t in tensors_in(values)):
+                found.append(file)
+
+    sys.setprofile(trace)
+    try:
+        pipe.step(x, num_chunks=2, criterion=F.mse_loss, labels=(torch.ones_like(x),))
+    except dualpipe.PipelineError as error:
+        assert isinstance(error.__cause__, Computing)
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+def test_a_batch_goes_forward():
+    files = way(torch.ones(4, 8), DualPipeV([Arriving(8, 8), Arriving(8, 8)]))
+    assert len(files) <= 7 and len(set(files)) == len(files), files
+    assert [files[0], files[1], files[2]] == ["pipeline/engine.py", "pipeline/arguments.py", "pipeline/executor.py"]
+
+
+def frames_to_a_kernel(rank: int) -> list[str]:
+    """The library's frames, outermost first, from `step` to the first grouped product of a rank's experts."""
+    mesh = build_mesh(1, 1, 2, torch.device("cpu"))
+    stages = build_stages(CONFIG, 2)
+    found: list[str] = []
+
+    def note(*_: Any) -> None:
+        handle.remove()
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            file = file_of(frame)
+            if file is not None:
+                found.insert(0, f"{file}: {frame.f_code.co_qualname}")
+            frame = frame.f_back
+
+    for stage in stages:
+        stage.use_expert_parallelism(ExpertParallel(CONFIG.num_experts, mesh["ep"]))
+        for layer in stage.layers.values():
+            for module in layer.modules():
+                for name, param in list(module.named_parameters(recurse=False)):
+                    if param.dim() == 3:
+                        setattr(module, name, nn.Parameter(param.detach().chunk(2)[rank].clone()))
+    experts = stages[0].layers["0"].mlp.experts
+    handle = experts.register_forward_pre_hook(note)
+    pipe = DualPipeV(stages, process_group=mesh["pp"].get_group())
+    tokens = torch.randint(61, (2, 9))
+    pipe.step(tokens[:, :-1], num_chunks=2, criterion=cross_entropy_loss, labels=(tokens[:, 1:].contiguous(),))
+    return found
+
+
+def test_few_frames_lead_from_a_step_to_the_experts():
+    for frames in run_ranks(frames_to_a_kernel, 2):
+        names = [frame.partition(": ")[2] for frame in frames]
+        assert names[:3] == ["Pipeline.step", "Executor.run", "Executor._run"], frames
+        assert len(frames) <= 7 and len({frame.partition(":")[0] for frame in frames}) <= 4, frames
+
+
+def test_the_readme_names_the_files_in_their_order():
+    text = (ROOT / "README.md").read_text()
+    named = re.findall(r"\]\(dualpipe/(pipeline/\w+\.py)\)", text[text.index("## Reading the code"):])
+    assert named == [f"pipeline/{n}.py" for n in ("engine", "arguments", "lower", "executor", "overlap", "p2p")]
+    assert {f"pipeline/{path.name}" for path in (ROOT / "dualpipe/pipeline").glob("[a-z]*.py")} == set(named)
