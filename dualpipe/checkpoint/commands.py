@@ -100,7 +100,7 @@ def _layout(manifest: Manifest) -> str:
 
 
 def _parts(stored: dict[str, StoredTensor]) -> dict[str, list[StoredTensor]]:
-    """Of the model, and by what stands before the first "/" of other names: "optimizer", "routers"."""
+    """The tensors by what stands before the first "/" of their names, such as "optimizer"; others are the model."""
     parts: dict[str, list[StoredTensor]] = {"model": []}
     for name, entry in stored.items():
         parts.setdefault(name.split("/")[0] if "/" in name else "model", []).append(entry)

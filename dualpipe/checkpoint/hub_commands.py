@@ -77,7 +77,7 @@ def check(path: str | PathLike[str], mesh: Mesh) -> Iterator[str]:
 
 
 def largest_share(config: HubConfig, mesh: Mesh, place: int) -> dict[str, Box]:
-    """What the first rank of "dp" and "ep" at a place of the pipeline holds of every tensor, which is the most.
+    """The part of every tensor of a pipeline rank that its first rank of "dp" and "ep" holds: none has a larger one.
 
     As `shard_experts` and `shard` cut them; two stages a rank in a V, a tied head only as the embedding. Raises
     `ValueError` for experts that cannot be divided evenly.

@@ -45,7 +45,7 @@ class OptimizerTensors(Protocol):
     """An optimizer that can be stored, such as `dualpipe.train.optimizer.Optimizer`."""
 
     def state_tensors(self) -> Mapping[nn.Parameter, Mapping[str, Tensor]]:
-        """Of each parameter "master", its values as they are updated, and any others by names of their own.
+        """By parameter, "master", its values as they are updated, and any others by names of their own.
 
         All share memory with the optimizer, and are distributed as the parameter is or the same on every rank.
         """

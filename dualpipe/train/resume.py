@@ -19,6 +19,7 @@ from torch import Tensor
 
 from dualpipe.checkpoint import CheckpointError, Checkpoints, Loaded, load, training_state
 from dualpipe.checkpoint.directory import find, none_whole
+from dualpipe.checkpoint.state import ParameterState
 from dualpipe.dtypes import dtype_of
 from dualpipe.nn.router_set import RouterSet
 from dualpipe.train.console import say
@@ -43,7 +44,7 @@ class State(NamedTuple):
     routers: RouterSet
     loader: Loader
 
-    def tensors(self) -> dict[str, Tensor]:
+    def tensors(self) -> Mapping[str, Tensor | ParameterState]:
         """All of them by name, sharing memory."""
         return training_state(self.model.stages, self.optimizer) | self.routers.state_tensors()
 
