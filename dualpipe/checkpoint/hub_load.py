@@ -15,7 +15,7 @@ so reads the `gate_proj.weight` of experts 2 and 3 and no `up_proj.weight`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache, reduce
 from math import prod
@@ -200,7 +200,8 @@ def find_tensors(config: HubConfig, reader: Reader) -> dict[str, HubTensor]:
     wrong: dict[str, str] = {}
     used: set[str] = set()
     for name, shape in model_shapes(config).items():
-        parts = max(config.hub_parts(name, shape), key=lambda parts: _share_in(header, parts))
+        parts = max(config.hub_parts(name, shape), key=lambda parts: sum(
+            any(part.name + suffix in header for suffix in SUFFIXES) for part in parts) / len(parts))
         assert sum(Box.at(part.where).numel for part in parts) == prod(shape), name
         used.update(part.name + suffix for part in parts for suffix in SUFFIXES)
         fitting = []
@@ -228,12 +229,6 @@ def find_tensors(config: HubConfig, reader: Reader) -> dict[str, HubTensor]:
         raise ValueError(f"the checkpoint does not fit the model ({config.model_type}): {'; '.join(lines)} (is this "
                          "checkpoint complete, and its config.json the one that it was written with?)")
     return found
-
-
-def _share_in(header: Collection[str], parts: Sequence[Part]) -> float:
-    """How much of these parts is in the files, whatever the form."""
-    names = ((part.name, f"{part.name}_blocks", f"{part.name}_scales") for part in parts)
-    return sum(any(name in header for name in forms) for forms in names) / len(parts)
 
 
 def _fitting(part: Part, stored: Stored) -> tuple[Part, Stored]:

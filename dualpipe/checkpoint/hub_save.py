@@ -118,8 +118,16 @@ def write_model(
 ) -> None:
     """Write what each rank holds. `local`: this rank's pieces, by our names. `dtype`: that config.json names."""
     target = Path(path)
-    folder, kept = ranks.first(lambda: (target.parent / f".{target.name}.{secrets.token_hex(4)}.partial",
-                                        {} if source is None else _carried_tensors(source)))
+
+    def look() -> tuple[Path, dict[str, TensorHeader]]:
+        """Where to write, and what is carried of the source, which may have a config.json and a tokenizer alone."""
+        folder = target.parent / f".{target.name}.{secrets.token_hex(4)}.partial"
+        if source is None:
+            return folder, {}
+        described, has_tensors = read_config(source), any((Path(source) / name).exists() for name in (SINGLE, INDEX))
+        return folder, carried(described, read_headers(source)) if described.carried_layers and has_tensors else {}
+
+    folder, kept = ranks.first(look)
 
     def arrange() -> tuple[list[NewFile], list[Piece]]:
         if max_shard_bytes < 1:
@@ -152,7 +160,9 @@ def new_tensors(config: HubConfig, dtypes: Mapping[str, torch.dtype]) -> dict[st
 
     `dtypes`: those of ours that they are part of. Raises `ValueError` for tensors that have none.
     """
-    shapes = {name: shape for name, shape in model_shapes(config).items() if not _is_tied(config, name)}
+    shapes = model_shapes(config)
+    if config.tie_word_embeddings:
+        del shapes["lm_head.weight"]
     if missing := [name for name in shapes if name not in dtypes]:
         raise ValueError(f"no rank holds {', '.join(missing[:10])}{' ...' if missing[10:] else ''}; pass the mesh, "
                          "and all stages of every rank")
@@ -169,7 +179,7 @@ def writers(config: HubConfig, held: Sequence[Sequence[Piece]]) -> dict[Piece, i
     writer: dict[Piece, int] = {}
     for rank, pieces in enumerate(held):
         for piece in pieces:
-            if not _is_tied(config, piece.name):
+            if not (config.tie_word_embeddings and piece.name == "lm_head.weight"):  # else written as the embedding
                 writer.setdefault(piece, rank)
     tensors: dict[str, list[Piece]] = {}
     for piece in writer:
@@ -183,19 +193,6 @@ def writers(config: HubConfig, held: Sequence[Sequence[Piece]]) -> dict[Piece, i
             raise ValueError(f"{name}: the ranks hold {count} of {prod(first.shape)} elements; pass the mesh, and all "
                              "stages of every rank")
     return writer
-
-
-def _is_tied(config: HubConfig, name: str) -> bool:
-    """Whether it is written as the embedding."""
-    return config.tie_word_embeddings and name == "lm_head.weight"
-
-
-def _carried_tensors(source: str | PathLike[str]) -> dict[str, TensorHeader]:
-    """What is carried of a checkpoint, which may have a config.json and a tokenizer alone. Reads headers only."""
-    config = read_config(source)
-    if not config.carried_layers or not any((Path(source) / name).exists() for name in (SINGLE, INDEX)):
-        return {}
-    return carried(config, read_headers(source))
 
 
 def carried(config: HubConfig, header: Mapping[str, TensorHeader]) -> dict[str, TensorHeader]:

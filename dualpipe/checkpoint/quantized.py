@@ -138,40 +138,35 @@ def find_stored(header: Mapping[str, TensorHeader], name: str, block: tuple[int,
 
     Raises `ValueError` where it is incomplete, or the forms of its tensors do not fit each other.
     """
-    if name not in header:
-        return _find_mxfp4(header, name)
-    dtype, shape = header[name].dtype, header[name].shape
-    if dtype.itemsize > 1 or not dtype.is_floating_point:
-        return Stored(name, shape, dtype)
-    scales = f"{name}_scale_inv"
-    if scales not in header:
-        raise ValueError(f"{name} is {dtype}, and its scales {scales} are missing")
-    if block is None:
-        raise ValueError(f"{name} is {dtype}; config.json does not say how, in a quantization_config with "
-                         "quant_method fp8 and weight_block_size")
-    if dtype is not torch.float8_e4m3fn or len(shape) < 2:
-        raise ValueError(f"{name} is {dtype} {shape}; only torch.float8_e4m3fn matrices are supported")
-    _require_shape(header, scales, (*shape[:-2], *(-(-n // size) for n, size in zip(shape[-2:], block))))
-    if not header[scales].dtype.is_floating_point:
-        raise ValueError(f"{scales} is {header[scales].dtype}; scales must be floating-point")
-    return Fp8(name, shape, block)
-
-
-def _find_mxfp4(header: Mapping[str, TensorHeader], name: str) -> Mxfp4 | None:
     blocks, scales = f"{name}_blocks", f"{name}_scales"
-    if blocks not in header and scales not in header:
+    if name in header:
+        dtype, shape = header[name].dtype, header[name].shape
+        if dtype.itemsize > 1 or not dtype.is_floating_point:
+            return Stored(name, shape, dtype)
+        scales = f"{name}_scale_inv"
+        if scales not in header:
+            raise ValueError(f"{name} is {dtype}, and its scales {scales} are missing")
+        if block is None:
+            raise ValueError(f"{name} is {dtype}; config.json does not say how, in a quantization_config with "
+                             "quant_method fp8 and weight_block_size")
+        if dtype is not torch.float8_e4m3fn or len(shape) < 2:
+            raise ValueError(f"{name} is {dtype} {shape}; only torch.float8_e4m3fn matrices are supported")
+        expected = *shape[:-2], *(-(-size // each) for size, each in zip(shape[-2:], block))
+        found: Stored = Fp8(name, shape, block)
+    elif blocks in header or scales in header:
+        if lacking := next((part for part in (blocks, scales) if part not in header), None):
+            raise ValueError(f"{lacking} is missing; {name} is stored in MXFP4, which needs both blocks and scales")
+        dtype, shape = header[blocks].dtype, header[blocks].shape
+        if len(shape) < 3 or shape[-1] != _GROUP // 2 or dtype is not torch.uint8:
+            raise ValueError(f"{blocks} must be torch.uint8 (..., N, H/32, 16); it is {dtype} {shape}")
+        if header[scales].dtype not in (torch.uint8, torch.float8_e8m0fnu):
+            raise ValueError(f"{scales} must be torch.uint8; it is {header[scales].dtype}")
+        expected = shape[:-1]
+        found = Mxfp4(name, (*shape[:-2], shape[-2] * _GROUP))
+    else:
         return None
-    if lacking := next((part for part in (blocks, scales) if part not in header), None):
-        raise ValueError(f"{lacking} is missing; {name} is stored in MXFP4, which needs both blocks and scales")
-    dtype, shape = header[blocks].dtype, header[blocks].shape
-    if len(shape) < 3 or shape[-1] != _GROUP // 2 or dtype is not torch.uint8:
-        raise ValueError(f"{blocks} must be torch.uint8 (..., N, H/32, 16); it is {dtype} {shape}")
-    if header[scales].dtype not in (torch.uint8, torch.float8_e8m0fnu):
-        raise ValueError(f"{scales} must be torch.uint8; it is {header[scales].dtype}")
-    _require_shape(header, scales, shape[:-1])
-    return Mxfp4(name, (*shape[:-2], shape[-2] * _GROUP))
-
-
-def _require_shape(header: Mapping[str, TensorHeader], name: str, expected: tuple[int, ...]) -> None:
-    if header[name].shape != expected:
-        raise ValueError(f"{name} is {header[name].shape}; {expected} is needed")
+    if header[scales].shape != expected:
+        raise ValueError(f"{scales} is {header[scales].shape}; {expected} is needed")
+    if isinstance(found, Fp8) and not header[scales].dtype.is_floating_point:
+        raise ValueError(f"{scales} is {header[scales].dtype}; scales must be floating-point")
+    return found

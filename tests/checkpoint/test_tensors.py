@@ -71,6 +71,16 @@ def test_files_are_those_of_safetensors(tmp_path, max_bytes, count):
         assert torch.equal(found[name], tensor) and found[name].dtype is tensor.dtype
 
 
+def test_files_are_filled_in_turn():
+    """a (40 bytes) and b (6) are one file, c alone is too large for any, d begins the next."""
+    narrow, wide = torch.bfloat16, torch.float32
+    tensors = {"a": (wide, (10,)), "b": (narrow, (3,)), "c": (wide, (100,)), "d": (narrow, (1,)), "e": (wide, (2,))}
+    files = lay_out(tensors, 50, "{}-of-{}".format, {})
+    assert [(file.name, list(file.tensors)) for file in files] == [
+        ("0-of-3", ["a", "b"]), ("1-of-3", ["c"]), ("2-of-3", ["e", "d"]),  # wide ones first, so that they are aligned
+    ]
+
+
 def test_any_box_is_read_and_written(tmp_path):
     path = tmp_path / "x.safetensors"
     tensors = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in TENSORS.items()}
