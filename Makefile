@@ -29,6 +29,7 @@ test-all: $(READY)
 
 lint: $(READY)
 	$(BIN)/python -P -m ruff check .
+	$(BIN)/python -P -m mypy
 
 # Those that need a GPU say so where there is none. A missed goal does not keep the others from running.
 bench: $(READY)

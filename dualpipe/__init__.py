@@ -13,17 +13,11 @@ if TYPE_CHECKING:  # what `__getattr__` below finds, for type checkers and edito
 __version__ = "0.1.0"
 
 _EXPORTS = {
-    "Communicate": "dualpipe.pipeline",
-    "Compute": "dualpipe.pipeline",
-    "DualPipeV": "dualpipe.pipeline",
-    "Pipeline": "dualpipe.pipeline",
-    "PipelineError": "dualpipe.pipeline",
-    "WeightGradStore": "dualpipe.pipeline",
-    "Action": "dualpipe.schedule",
-    "Schedule": "dualpipe.schedule",
-    "ScheduleError": "dualpipe.schedule",
-    "set_p2p_tensor_dtype": "dualpipe.utils",
-    "set_p2p_tensor_shapes": "dualpipe.utils",
+    **dict.fromkeys(
+        ("Communicate", "Compute", "DualPipeV", "Pipeline", "PipelineError", "WeightGradStore"), "dualpipe.pipeline"
+    ),
+    **dict.fromkeys(("Action", "Schedule", "ScheduleError"), "dualpipe.schedule"),
+    **dict.fromkeys(("set_p2p_tensor_dtype", "set_p2p_tensor_shapes"), "dualpipe.utils"),
 }
 __all__ = [
     "Action", "Communicate", "Compute", "DualPipeV", "Pipeline", "PipelineError", "Schedule", "ScheduleError",

@@ -129,7 +129,7 @@ def _memory(args: argparse.Namespace) -> int:
 
 
 def _checkpoint(args: argparse.Namespace) -> int:
-    from dualpipe.checkpoint import command_native as commands
+    from dualpipe.checkpoint import commands
 
     for line in {"ls": commands.ls, "verify": commands.check, "show": commands.show}[args.command](args.path):
         print(line)
@@ -137,25 +137,23 @@ def _checkpoint(args: argparse.Namespace) -> int:
 
 
 def _hf_check(args: argparse.Namespace) -> int:
-    from dualpipe.checkpoint.command import check
-    from dualpipe.checkpoint.hub_plan import Layout
-    from dualpipe.parallel.mesh import mesh_sizes
+    from dualpipe.checkpoint.hub_commands import check
+    from dualpipe.parallel.mesh import Mesh
 
-    for line in check(args.path, Layout(**mesh_sizes(args.pp * args.dp * args.ep, pp=args.pp, dp=args.dp, ep=args.ep))):
+    for line in check(args.path, Mesh.planned(pp=args.pp, dp=args.dp, ep=args.ep)):
         print(line)
     return 0
 
 
 def _hf_import(args: argparse.Namespace) -> int:
-    from dualpipe.checkpoint.convert import import_hf
+    from dualpipe.checkpoint.hub_commands import import_hf
 
     print(f"{import_hf(args.source, args.target)}: written")
     return 0
 
 
 def _hf_export(args: argparse.Namespace) -> int:
-    from dualpipe.checkpoint.command import export, parse_size
-    from dualpipe.checkpoint.convert import export_checkpoint, is_of_a_run
+    from dualpipe.checkpoint.hub_commands import export, export_checkpoint, is_of_a_run, parse_size
     from dualpipe.dtypes import dtype_of
 
     how = (args.path, args.target, dtype_of(args.dtype), parse_size(args.max_shard_size))

@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 
 from dualpipe import __version__
 
-REQUIRED = ("einops", "numpy", "rich", "safetensors", "tokenizers", "tyro")
+REQUIRED = ("einops", "filelock", "numpy", "rich", "safetensors", "tokenizers", "tyro", "xxhash")
 OPTIONAL = {
     "triton": "the kernels are their PyTorch references",
     "tensorboard": "training writes no TensorBoard events",

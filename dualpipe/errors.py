@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from difflib import get_close_matches
 
 PLAIN = (ValueError, FloatingPointError, OSError)  # said in a line, without a traceback
+_LINES = 200  # of a list of problems
 USER_ERROR = 2  # exit status of what the user can put right: a ValueError
 
 
@@ -30,3 +31,11 @@ def error_line(error: BaseException) -> str:
 def nearest(name: str, known: Collection[str], count: int = 1, *, cutoff: float = 0.6) -> list[str]:
     """The `count` of the known names that are most like `name`, best first; with `cutoff` 0 whatever they are."""
     return get_close_matches(name, known, n=count, cutoff=cutoff)
+
+
+def raise_for(what: str, problems: Iterable[str]) -> None:
+    """Raise one ValueError with a line for every problem, if there is any."""
+    problems = list(problems)
+    if problems:
+        rest = [f"... and {len(problems) - _LINES} more"] if len(problems) > _LINES else []
+        raise ValueError("\n  ".join([what, *problems[:_LINES], *rest]))

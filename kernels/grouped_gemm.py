@@ -2,7 +2,7 @@
 
 Rows are sorted by expert; `offs` holds where each expert's rows end, on the device, so that no size is read back and
 no row is padded. Example: offs = [2, 2, 5] gives rows 0 and 1 to expert 0, none to expert 1 and rows 2 to 4 to expert
-2; rows 5 and up belong to nobody: they may hold anything, which no result depends on, and are not written.
+2; rows 5 and up are unassigned: they may hold anything, which no result depends on, and are not written.
 
 What it saves over one product per expert: E launches, and a copy of the sizes to the host; over a batched product: the
 padding. `gather` reads the rows where they are, which saves writing and reading a sorted copy of K times the

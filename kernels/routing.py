@@ -14,7 +14,7 @@ block's start for that expert plus the number of earlier rows of the block with 
 blocks of two rows: counts [[1, 1], [0, 1], [1, 0]] of (expert, block), so starts [[0, 1], [2, 2], [3, 4]]; row 2 is
 the first row for expert 0 in block 1, so it goes to 1.
 
-A choice of -1 is nobody's: its row is sorted past `offs[-1]`, where nothing is read or written, and counts as zero in
+A choice of -1 is unassigned: its row is sorted past `offs[-1]`, where nothing is read or written, and counts as zero in
 sums. Rows past the end need not exist: `SortedTokens.cut` leaves them out where the host knows how many there are.
 Example: choices [[1, -1], [-1, 0]] give offs = [1, 2] and inverse [1, 2, 3, 0]; cut to two rows, order = [3, 0].
 
@@ -124,7 +124,7 @@ def _sum_kernel(
     BLOCK_H: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
-    """out[t] = sum over k, in ascending order, of weights[t, k] * rows[inverse[t * K + k]]; zero for nobody's rows."""
+    """out[t] = sum over k, in ascending order, of weights[t, k] * rows[inverse[t * K + k]]; zero if unassigned."""
     tokens = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     cols = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     end = tl.load(offs_ptr + E - 1)
@@ -165,7 +165,7 @@ def _spread_kernel(
 ):
     """For every k and row = inverse[t * K + k]: out[row] = weights[t, k] * x[t], d_weights[t, k] = x[t] . rows[row].
 
-    Of nobody's rows nothing is read or written, and d_weights is zero.
+    Nothing of unassigned rows is read or written, and their d_weights is zero.
     """
     tokens = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     here = tokens < T
@@ -254,7 +254,7 @@ def _launch_spread(
 
 
 class SortedTokens(NamedTuple):
-    """Where every row goes; all on the device, int32. Rows past `offs[-1]` are nobody's."""
+    """Where every row goes; all on the device, int32. Rows past `offs[-1]` are unassigned."""
 
     order: Tensor  # (M,): sorted row m is row order[m] of (T, K)
     inverse: Tensor  # (N,): row n of (T, K) is sorted row inverse[n]
@@ -269,9 +269,9 @@ class SortedTokens(NamedTuple):
 def sort_tokens(expert_idx: Tensor, num_experts: int) -> SortedTokens:
     """Stable order of the rows by expert: those of one expert stay in the order of (T, K).
 
-    `expert_idx` (T, K) int32 or int64 holds the chosen experts, or -1 for nobody: those rows are sorted past
+    `expert_idx` (T, K) int32 or int64 holds the chosen experts, or -1 where a row is unassigned: those are sorted past
     `offs[-1]`. Any other index outside 0 to `num_experts` - 1 raises `ValueError` on the CPU; on a GPU it counts as
-    nobody, or fails an assertion with `TRITON_DEBUG=1`. Raises `ValueError` for operands that do not fit.
+    unassigned, or fails an assertion with `TRITON_DEBUG=1`. Raises `ValueError` for operands that do not fit.
     """
     if expert_idx.dim() != 2 or expert_idx.dtype not in (torch.int32, torch.int64) or expert_idx.shape[1] < 1:
         raise ValueError(f"expert_idx must be int32 or int64 of shape (T, K), K experts for each of T tokens; got "
@@ -286,7 +286,7 @@ def sort_tokens(expert_idx: Tensor, num_experts: int) -> SortedTokens:
 def dispatch_tokens(x: Tensor, tokens: SortedTokens, top_k: int) -> Tensor:
     """Copy every token to its `top_k` sorted rows: `x` (T, H) -> (M, H). The gradient of a token is the sum of theirs.
 
-    Nobody's rows stay uninitialised. `grouped_gemm(..., gather=tokens.gather)` does the same without the copy. Raises
+    Unassigned rows stay uninitialised. `grouped_gemm(..., gather=tokens.gather)` does the same without the copy. Raises
     `ValueError` for operands that do not fit.
     """
     _check_rows("x", x, tokens.inverse, top_k)
@@ -299,7 +299,7 @@ def dispatch_tokens(x: Tensor, tokens: SortedTokens, top_k: int) -> Tensor:
 def combine_tokens(y: Tensor, weights: Tensor | None, tokens: SortedTokens, *, top_k: int | None = None) -> Tensor:
     """Weighted sum of a token's K sorted rows, in ascending order of K: `y` (M, H), `weights` (T, K) -> (T, H).
 
-    Nobody's rows count as zero, whatever they hold. Sums are in at least float32, the result in the dtype of `y`.
+    Unassigned rows count as zero, whatever they hold. Sums are in at least float32, the result in the dtype of `y`.
     Without weights, for rows that have been multiplied already (`swiglu`), `top_k` says what K is. Differentiable once
     with respect to `y` and `weights`. Raises `ValueError` for operands that do not fit.
     """
@@ -437,7 +437,7 @@ def sort_tokens_reference(expert_idx: Tensor, num_experts: int) -> tuple[Tensor,
     if wrong := ((chosen < -1) | (chosen >= num_experts)).nonzero().flatten().tolist():
         raise ValueError(f"experts must be between 0 and {num_experts - 1}, or -1 for none; "
                          f"got {chosen[wrong[0]].item()}")
-    chosen = chosen.where(chosen >= 0, num_experts)  # nobody comes last
+    chosen = chosen.where(chosen >= 0, num_experts)  # what is unassigned comes last
     order = torch.argsort(chosen, stable=True)
     inverse = torch.empty_like(order, dtype=torch.int32)
     inverse[order] = torch.arange(order.numel(), dtype=torch.int32, device=order.device)
@@ -469,12 +469,12 @@ def _used(inverse: Tensor, offs: Tensor) -> Tensor:
 
 
 def _by_token(y: Tensor, weights: Tensor | None, inverse: Tensor, offs: Tensor, top_k: int) -> Tensor:
-    """The sorted rows (M, H) as each token has them, (T, K, H), in the dtype to compute in; zero for nobody."""
+    """The sorted rows (M, H) as each token has them, (T, K, H), in the dtype to compute in; zero where unassigned."""
     choices, wide = _used(inverse, offs), y.to(compute_dtype(y, weights))
     rows = wide.new_zeros(inverse.shape[0], y.shape[1]).index_copy(0, choices, wide.index_select(0, inverse[choices]))
     return rows.unflatten(0, (inverse.shape[0] // top_k, top_k))
 
 
 def _weights(weights: Tensor, y: Tensor, inverse: Tensor, offs: Tensor) -> Tensor:
-    """(T, K) -> (T, K, 1) in the dtype to compute in; zero for nobody."""
+    """(T, K) -> (T, K, 1) in the dtype to compute in; zero where unassigned."""
     return weights.to(compute_dtype(y, weights)).where(inverse.view_as(weights) < offs[-1], 0).unsqueeze(-1)

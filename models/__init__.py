@@ -39,7 +39,7 @@ def read_config(path: str | PathLike[str]) -> HubConfig:
 
 
 def config_from_dict(hub: Mapping[str, Any]) -> HubConfig:
-    """From the content of a hub's `config.json`; see `HubConfig.from_dict`."""
+    """The configuration that the content of a hub's `config.json` says; see `HubConfig.from_dict`."""
     if not isinstance(hub, Mapping):
         raise ValueError(f"a JSON object is needed, got {type(hub).__name__}")
     family = next((found for name, found in FAMILIES.items() if name == hub.get("model_type")), None)

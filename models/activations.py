@@ -40,7 +40,7 @@ def activation_bytes(
     recompute: Iterable[str] = (),
     ep: int = 1,
 ) -> int:
-    """Of a stage with these layers, for a micro-batch of (batch, sequence_length) tokens computed in `dtype`.
+    """The bytes that a stage keeps of a micro-batch of (batch, sequence_length) tokens computed in `dtype`.
 
     Without the head: the logits live for one micro-batch at a time. recompute: the rules of `Recompute`. ep: the number
     of expert-parallel ranks, over which tokens are taken to be spread evenly.

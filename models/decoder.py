@@ -18,7 +18,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from dualpipe.kernels import SortedTokens
-from dualpipe.models.hub import HubConfig
+from dualpipe.models.hub import GroupedQueryConfig, HubConfig
 from dualpipe.nn import GroupedLinear, GroupedSwiGLU, Linear, RMSNorm, Router
 from dualpipe.nn.attention import Context, attend
 from dualpipe.nn.rotary import apply_rotary
@@ -47,26 +47,28 @@ class Attention(nn.Module):
 class GroupedQueryAttention(Attention):
     """Causal grouped-query attention.
 
-    norm_eps: with an RMSNorm on the queries and keys of every head; sinks: with a sink in every head.
+    norms: with an RMSNorm on the queries and keys of every head; sinks: with a sink in every head; window: as in
+    `Attention`.
     """
 
     sinks: nn.Parameter | None
 
     def __init__(
-        self, hidden: int, heads: int, kv_heads: int, head_dim: int, *, bias: bool, norm_eps: float | None = None,
-        sinks: bool = False, window: int | None = None,
+        self, config: GroupedQueryConfig, *, norms: bool = False, sinks: bool = False, window: int | None = None
     ) -> None:
         super().__init__()
+        hidden, bias, head_dim = config.hidden_size, config.attention_bias, config.head_dim
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.num_heads, self.num_kv_heads, self.head_dim = heads, kv_heads, head_dim
         self.qk_dim = self.v_dim = head_dim
-        self.window, self.norms = window, norm_eps is not None
+        self.window, self.norms = window, norms
         self.q_proj = Linear(hidden, heads * head_dim, bias=bias)
         self.k_proj = Linear(hidden, kv_heads * head_dim, bias=bias)
         self.v_proj = Linear(hidden, kv_heads * head_dim, bias=bias)
         self.o_proj = Linear(heads * head_dim, hidden, bias=bias)
-        if norm_eps is not None:
-            self.q_norm = RMSNorm(head_dim, norm_eps)
-            self.k_norm = RMSNorm(head_dim, norm_eps)
+        if norms:
+            self.q_norm = RMSNorm(head_dim, config.rms_norm_eps)
+            self.k_norm = RMSNorm(head_dim, config.rms_norm_eps)
         self.register_parameter("sinks", nn.Parameter(torch.zeros(heads)) if sinks else None)
 
     def forward(self, x_BSH: Tensor, context: Context) -> Tensor:
@@ -117,9 +119,7 @@ class SparseMLP(nn.Module):
 
     def __init__(self, gate: Router, experts: nn.Module, shared_experts: nn.Module | None = None) -> None:
         super().__init__()
-        self.gate, self.experts = gate, experts
-        if shared_experts is not None:
-            self.shared_experts = shared_experts
+        self.gate, self.experts, self.shared_experts = gate, experts, shared_experts
         self.dispatcher: Dispatcher = ExpertParallel(gate.out_features).dispatcher()
 
     def forward(self, x_BSH: Tensor) -> Tensor:
@@ -139,8 +139,8 @@ class SparseMLP(nn.Module):
         again, layer, sent = recompute("dispatch"), recompute("layer"), ("rows", "weights", "plan")
         run, computed = partial(run_experts, self.experts), recompute("experts") or again
         found: list[Segment] = [Compute(self._route, "normed", sent, layer or again)]
-        if there is None or back is None:
-            found.append(Compute(run, sent, "rows", computed))
+        if there is None or back is None:  # the rows are the tokens themselves
+            found.append(Compute(run, ("normed", "weights", "plan"), "rows", computed))
         else:
             received = ("rows", "weights", "received")
             found += [
@@ -149,14 +149,13 @@ class SparseMLP(nn.Module):
                 Communicate(back, ("rows", "received"), "rows"),
             ]
         found.append(Compute(self._finish, ("x", "rows", "plan"), "y", layer))
-        if hasattr(self, "shared_experts"):
+        if self.shared_experts is not None:
             found += [Compute(self.shared_experts, "normed", "shared", recompute("experts")),
                       Compute(torch.add, ("y", "shared"), "y", layer)]
         return found
 
     def _route(self, x_BSH: Tensor) -> tuple[Tensor, Tensor, Any]:
-        weights_TK, experts_TK = self.gate(x_BSH)
-        return self.dispatcher.plan(x_BSH.flatten(0, 1), weights_TK, experts_TK)
+        return self.dispatcher.plan(x_BSH.flatten(0, 1), *self.gate(x_BSH))
 
     def _finish(self, x_BSH: Tensor, rows: Tensor, plan: Any) -> Tensor:
         return self.dispatcher.finish(rows, plan).view_as(x_BSH)

@@ -71,11 +71,8 @@ class GptOssConfig(GroupedQueryConfig):
 
     def layer(self, index: int) -> Layer:
         """The layer of this global index."""
-        attention = GroupedQueryAttention(
-            self.hidden_size, self.num_attention_heads, self.num_key_value_heads, self.head_dim,
-            bias=self.attention_bias, sinks=True,
-            window=self.sliding_window if self.layer_types[index] == _KINDS[0] else None,
-        )
+        window = self.sliding_window if self.layer_types[index] == _KINDS[0] else None
+        attention = GroupedQueryAttention(self, sinks=True, window=window)
         gate = Router(self.hidden_size, self.num_experts, self.num_experts_per_tok, score="softmax_topk", bias=True)
         experts = Experts(
             self.num_experts, self.hidden_size, self.intermediate_size, bias=True, clamped=True,
@@ -83,7 +80,7 @@ class GptOssConfig(GroupedQueryConfig):
         )
         return Layer(self, attention, SparseMLP(gate, experts))
 
-    def hub_layouts(self, name: str, shape: Sequence[int]) -> list[list[Part]]:
+    def hub_parts(self, name: str, shape: Sequence[int]) -> list[list[Part]]:
         """See `HubConfig`. The experts' weights are on the hub with inputs before outputs: (E, H, 2I) and (E, I, H).
 
         OpenAI stores them in MXFP4 instead, as `..._blocks` and `..._scales` behind the same name. Dequantized, those
@@ -91,7 +88,7 @@ class GptOssConfig(GroupedQueryConfig):
         """
         prefix, found, rest = name.partition(".mlp.experts.")
         if not found:
-            return super().hub_layouts(name.replace(".mlp.gate.", ".mlp.router."), shape)
+            return super().hub_parts(name.replace(".mlp.gate.", ".mlp.router."), shape)
         projection, _, kind = rest.partition(".")
         if kind == "bias":
             return [[whole(f"model.{prefix}{found}{projection}_bias", shape)]]

@@ -83,7 +83,7 @@ class HubConfig:
 
     @classmethod
     def from_dict(cls, hub: Mapping[str, Any]) -> Self:
-        """From the content of a hub `config.json`, older (`rope_theta`, `rope_scaling`) or newer (`rope_parameters`).
+        """Read the content of a hub `config.json`, older (`rope_theta`, `rope_scaling`) or newer (`rope_parameters`).
 
         Raises `ValueError` naming every option that is unknown or not supported, or every missing size.
         """
@@ -156,7 +156,7 @@ class HubConfig:
         """How many dimensions of a head are rotated."""
         raise NotImplementedError
 
-    def hub_layouts(self, name: str, shape: Sequence[int]) -> list[list[Part]]:
+    def hub_parts(self, name: str, shape: Sequence[int]) -> list[list[Part]]:
         """Where a parameter or buffer of ours is on the hub: the parts that make it up, for each way of storing it.
 
         `save_hf` writes the first. A tied head is the embedding. Raises `ValueError` for a name that the model does not
@@ -165,7 +165,7 @@ class HubConfig:
         if name == "lm_head.weight" and not self.tie_word_embeddings:
             return [[whole(name, shape)]]
         if ".mlp.experts." in name:
-            return swiglu_expert_layouts(name, shape)
+            return swiglu_expert_parts(name, shape)
         return [[whole("model.embed_tokens.weight" if name == "lm_head.weight" else f"model.{name}", shape)]]
 
     @property
@@ -229,7 +229,7 @@ def whole(name: str, shape: Sequence[int]) -> Part:
     return Part(name, tuple(shape), tuple(slice(0, size) for size in shape))
 
 
-def swiglu_expert_layouts(name: str, shape: Sequence[int]) -> list[list[Part]]:
+def swiglu_expert_parts(name: str, shape: Sequence[int]) -> list[list[Part]]:
     """`layers.N.mlp.experts.(gate_up|down)_proj.weight` on the hub: each expert's own tensors, or all in one.
 
     Example: `layers.0.mlp.experts.gate_up_proj.weight` (E, 2I, H) is `model.layers.0.mlp.experts.7.gate_proj.weight`

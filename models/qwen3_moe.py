@@ -47,10 +47,7 @@ class Qwen3MoeConfig(GroupedQueryConfig):
 
     def layer(self, index: int) -> Layer:
         """The layer of this global index."""
-        attention = GroupedQueryAttention(
-            self.hidden_size, self.num_attention_heads, self.num_key_value_heads, self.head_dim,
-            bias=self.attention_bias, norm_eps=self.rms_norm_eps,
-        )
+        attention = GroupedQueryAttention(self, norms=True)
         if not self.has_experts(index):
             return Layer(self, attention, DenseMLP(self.hidden_size, self.intermediate_size))
         gate = Router(self.hidden_size, self.num_experts, self.num_experts_per_tok, norm_topk_prob=self.norm_topk_prob)

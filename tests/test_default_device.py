@@ -19,7 +19,7 @@ from torch.utils._device import _device_constructors
 
 from dualpipe import DualPipeV
 from dualpipe.checkpoint import load, training_state
-from dualpipe.checkpoint.native_save import save
+from dualpipe.checkpoint.save import save
 from dualpipe.models import config_from_dict
 from dualpipe.models.activations import activation_bytes
 from dualpipe.train.config import load_config

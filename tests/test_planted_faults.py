@@ -11,6 +11,8 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from itertools import islice
+from traceback import walk_stack
 from typing import Any
 from unittest import mock
 
@@ -20,9 +22,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import threads
+from device_book import Event, Timeline
 from device_steps import Toy, as_process, as_training, by_threads, qwen, toys, write_run
-from dualpipe import device
-from pretend_cuda import Event, Timeline, pretend_cuda
+from pretend_cuda import pretend_cuda
+from pretend_nccl import Work
 from ranks import run_ranks
 
 # -- the checker alone
@@ -120,14 +123,15 @@ def instead(owner: Any, name: str, make: Callable[[Callable], Callable]) -> Iter
         yield
 
 
-def caller(*names: str, depth: int = 2) -> bool:
-    """Whether the function that called the planted one has one of these names; any within `depth` callers."""
-    frame = sys._getframe(2)
-    for _ in range(depth - 1):
-        if frame.f_code.co_name in names:
-            return True
-        frame = frame.f_back
-    return False
+def caller(*names: str, depth: int = 1) -> bool:
+    """Whether one of the `depth` innermost functions that led to the planted one has one of these (qualified) names."""
+    frames = islice(walk_stack(sys._getframe(2)), depth)
+    return any(frame.f_code.co_qualname in names for frame, _ in frames)
+
+
+def without_waits(*callers: str, depth: int = 1) -> AbstractContextManager:
+    """Streams do not wait where these functions ask for it."""
+    return instead(Timeline, "wait_event", lambda real: lambda *a: None if caller(*callers, depth=depth) else real(*a))
 
 
 def nothing(*_: Any) -> None:
@@ -135,47 +139,62 @@ def nothing(*_: Any) -> None:
 
 
 def earlier(record: Callable) -> Callable:
-    """Events as of the call before, by stream."""
+    """Events as of the call before."""
     last: dict[int, Event] = {}
 
-    def stale(where: torch.device) -> Event:
-        stream = torch.cuda.current_stream().number
-        before, last[stream] = last.get(stream), record(where)
-        return before or last[stream]
+    def stale(stream: Timeline) -> Event:
+        before, last[stream.number] = last.get(stream.number), record(stream)
+        return before if before is not None and caller("record") else last[stream.number]
 
     return stale
 
 
-def and_synchronize(real: Callable) -> Callable:
-    def call(*args: Any) -> Any:
-        result = real(*args)
-        torch.cuda.synchronize()
-        return result
+def elsewhere(record: Callable) -> Callable:
+    return lambda stream: record(torch.cuda.default_stream() if caller("record") else stream)
+
+
+def and_synchronize(record: Callable) -> Callable:
+    def call(stream: Timeline) -> Event:
+        event = record(stream)
+        if caller("record"):
+            torch.cuda.synchronize()
+        return event
 
     return call
 
 
-DEVICE = {  # name: (kind of the fault, how to plant it)
-    "nothing waits for another stream": ("race", lambda: instead(device, "wait", lambda real: nothing)),
-    "rows are sent before they are made": (
-        "race", lambda: instead(device, "wait", lambda real: lambda *a: None if caller("beside") else real(*a))),
-    "rows are read before they arrive": (
-        "race", lambda: instead(device, "wait", lambda real: lambda *a: real(*a) if caller("beside") else None)),
-    "rows that arrived are given back too early": (
-        "free", lambda: instead(device, "keep", lambda real: lambda *a: real(*a) if caller("beside") else None)),
-    "events are recorded too early": ("race", lambda: instead(device, "record", earlier)),
-    "events are recorded on another stream": (
-        "race", lambda: instead(device, "record", lambda real: lambda _: torch.cuda.default_stream().record_event())),
-    "the host reads numbers before they are copied": (
-        "race", lambda: instead(Event, "synchronize", lambda real: nothing)),
+def not_for_what_is_sent(wait: Callable) -> Callable:
+    def call(stream: Timeline, event: Event) -> None:
+        if not (caller("wait") and caller("beside", depth=2)):
+            wait(stream, event)
+
+    return call
+
+
+def not_for_what_arrives(wait: Callable) -> Callable:
+    def call(stream: Timeline, event: Event) -> None:
+        if not caller("wait") or caller("beside", depth=2):
+            wait(stream, event)
+
+    return call
+
+
+DEVICE = {  # name: (kind of the fault, how to plant it); by what dualpipe/device.py asks torch for
+    "no stream waits": ("race", lambda: without_waits("wait")),
+    "rows are sent before they are made": ("race", lambda: instead(Timeline, "wait_event", not_for_what_is_sent)),
+    "rows are read before they arrive": ("race", lambda: instead(Timeline, "wait_event", not_for_what_arrives)),
+    "rows that arrived are given back too early": ("free", lambda: instead(Tensor, "record_stream", lambda _: nothing)),
+    "events are recorded too early": ("race", lambda: instead(Timeline, "record_event", earlier)),
+    "events are recorded on another stream": ("race", lambda: instead(Timeline, "record_event", elsewhere)),
+    "the host reads numbers before they are copied": ("race", lambda: instead(Event, "synchronize", lambda _: nothing)),
     "numbers are copied to pageable memory": (
         "sync", lambda: instead(torch, "empty", lambda real: lambda *a, pin_memory=False, **k: real(*a, **k))),
     "the host waits for a copy": (
         "sync", lambda: instead(Tensor, "copy_", lambda real: lambda a, b, non_blocking=False: real(a, b))),
-    "the host waits whenever an event is recorded": ("sync", lambda: instead(device, "record", and_synchronize)),
-    "a stream is made anew for all that is sent": (
-        "race", lambda: instead(device, "wait", lambda real: lambda e, d: real(Event(), d))),
+    "the host waits whenever an event is recorded": (
+        "sync", lambda: instead(Timeline, "record_event", and_synchronize)),
 }
+COUNTS = {"Event.synchronize in dualpipe/parallel/dispatch.py: _PendingDispatch.advance": 48}
 
 
 @pytest.mark.slow
@@ -184,16 +203,19 @@ def test_in_the_streams_of_expert_parallelism(kind, plant):
     assert kind in kinds(by_threads(qwen, 1, 2, plant=plant).report(COUNTS))
 
 
-COUNTS = {"Event.synchronize in dualpipe/parallel/dispatch.py: _PendingDispatch.advance": 48}
-
-
 def unwaited(name: str) -> AbstractContextManager:
-    """Transfers whose name has this in it are not waited for."""
-    return instead(threads.Transfer, "wait", lambda real: lambda it: True if name in it._what else real(it))
+    """Streams do not wait for transfers whose name has this in it."""
 
+    def make(real: Callable) -> Callable:
+        def wait(transfer: threads.Transfer) -> bool:
+            if name not in transfer._what:
+                return real(transfer)
+            with mock.patch.object(torch.cuda.current_stream(), "wait_event", nothing):
+                return real(transfer)
 
-def posted(change: Callable[[str, str, threads.Side, threads.Transfer], Any], keep: bool) -> AbstractContextManager:
-    return instead(threads.World, "post", change)
+        return wait
+
+    return instead(threads.Transfer, "wait", make)
 
 
 class Unwaited:
@@ -204,7 +226,7 @@ class Unwaited:
 def sends_unwaited(post: Callable) -> Callable:
     def call(world, kind, key, side, role):
         transfer = post(world, kind, key, side, role)
-        return Unwaited() if (kind, role) == ("links", "send") and not key[0].endswith(("header", "record")) else transfer
+        return Unwaited() if (kind, role) == ("links", "send") and side.tensor.is_cuda else transfer
 
     return call
 
@@ -246,7 +268,8 @@ def forgotten(name: str) -> AbstractContextManager:
     def make(real: Callable) -> Callable:
         def call(*args: Any) -> Any:
             work = real(*args)
-            work._done = Event()
+            if isinstance(work, Work):
+                work._done = Event()
             return work
 
         return call
@@ -254,25 +277,20 @@ def forgotten(name: str) -> AbstractContextManager:
     return instead(ProcessGroup, name, make)
 
 
-def without_waits(*callers: str, depth: int = 4) -> AbstractContextManager:
-    """Streams do not wait where these functions ask for it."""
-    return instead(Timeline, "wait_event", lambda real: lambda *a: None if caller(*callers, depth=depth) else real(*a))
-
-
 PROCESSES = {
     "messages are read before they arrive": ((2, 1, 1), "race", lambda: forgotten("recv")),
     "messages are sent before they are made, received into memory in use": (
-        (2, 1, 1), "race", lambda: without_waits("ordered", depth=4)),
-    "memory that is in use is received into": ((2, 1, 1), "reuse", lambda: without_waits("ordered", depth=4)),
+        (2, 1, 1), "race", lambda: without_waits("Timeline.wait_stream")),
+    "memory that is in use is received into": ((2, 1, 1), "reuse", lambda: without_waits("Timeline.wait_stream")),
     "rows are read before they arrive": ((1, 1, 2), "race", lambda: forgotten("all_to_all_single")),
-    "rows that arrived are given back too early": ((1, 1, 2), "reuse", lambda: DEVICE[
-        "rows that arrived are given back too early"][1]()),
     "parameters are read before they are gathered": ((1, 2, 1), "race", lambda: forgotten("all_gather_single")),
     "parameters are gathered before they are updated": (
-        (1, 2, 1), "race", lambda: without_waits("ordered", depth=4)),
-    "gradients are reduced before they are computed": ((1, 2, 1), "race", lambda: without_waits("foreach_reduce")),
+        (1, 2, 1), "race", lambda: without_waits("Timeline.wait_stream")),
+    "gradients are reduced before they are computed": (
+        (1, 2, 1), "race", lambda: without_waits("foreach_reduce", depth=2)),
     "gradients are used before they are reduced": (
-        (1, 2, 1), "race", lambda: without_waits("_root_post_backward_final_callback", "finalize_backward")),
+        (1, 2, 1), "race", lambda: without_waits(
+            "FSDPState._root_post_backward_final_callback", "FSDPParamGroup.finalize_backward")),
 }
 
 
@@ -285,7 +303,7 @@ def planted_process(rank: int, name: str) -> list[str]:
 @pytest.mark.parametrize("name", PROCESSES)
 def test_in_processes(name):
     shape, kind, _ = PROCESSES[name]
-    found = run_ranks(planted_process, math.prod(shape), name)
+    found = run_ranks(planted_process, math.prod(shape), name, timeout=150, group_timeout=100)
     assert any(kind in kinds(faults) for faults in found), found
 
 
@@ -301,14 +319,15 @@ def reading(step: Callable) -> Callable:
 
 
 TRAINING = {
-    "a checkpoint is written before it is copied": ("race", lambda: instead(device, "synchronize", lambda real: nothing)),
+    "a checkpoint is written before it is copied": (
+        "race", lambda: instead(torch.cuda, "synchronize", lambda _: nothing)),
     "the optimizer reads a parameter": ("sync", lambda: instead(torch.optim.AdamW, "step", reading)),
 }
 LISTED = {
     "copy in dualpipe/train/loop.py: Run._forward_backward": 4,
     "tolist in dualpipe/train/loop.py: Run._read": 2,
     "_local_scalar_dense in dualpipe/train/loop.py: Run._evaluate": 1,
-    "synchronize in dualpipe/checkpoint/native_staging.py: HostMemory.copy": 1,
+    "synchronize in dualpipe/checkpoint/staging.py: HostMemory.fill": 1,
 }
 
 

@@ -1,11 +1,12 @@
 """Checkpoints: of a run, in any layout (`Checkpoints`, `load`), and in and out of Hugging Face's form (`load_hf`)."""
 
-from dualpipe.checkpoint.hf import hub_dtypes, load_hf
-from dualpipe.checkpoint.hf_save import save_hf
-from dualpipe.checkpoint.native_folder import latest, verify
-from dualpipe.checkpoint.native_load import Loaded, load
-from dualpipe.checkpoint.native_save import CheckpointError, Checkpoints, save
-from dualpipe.checkpoint.native_state import training_state
+from dualpipe.checkpoint.directory import latest
+from dualpipe.checkpoint.hub_load import hub_dtypes, load_hf
+from dualpipe.checkpoint.hub_save import save_hf
+from dualpipe.checkpoint.load import Loaded, load
+from dualpipe.checkpoint.manifest import verify
+from dualpipe.checkpoint.save import CheckpointError, Checkpoints, save
+from dualpipe.checkpoint.state import training_state
 
 __all__ = [
     "CheckpointError", "Checkpoints", "Loaded", "hub_dtypes", "latest", "load", "load_hf", "save", "save_hf",

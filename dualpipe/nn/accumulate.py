@@ -18,11 +18,6 @@ def accumulation_dtype(param: Tensor, otherwise: torch.dtype) -> torch.dtype:
     return otherwise if dtype is None or dtype is param.dtype else dtype
 
 
-def accumulates_apart(param: Tensor | None) -> bool:
-    """Whether `param` has a gradient of another dtype than its own."""
-    return param is not None and accumulation_dtype(param, param.dtype) is not param.dtype
-
-
 def add_grad(param: Tensor, grad: Tensor) -> None:
     """Add `grad`, which nobody else may hold, to `param.grad`: what autograd does for a leaf, in the same dtypes.
 

@@ -28,7 +28,7 @@ from dualpipe.kernels import (
     grouped_gemm_wgrad,
 )
 from dualpipe.kernels.swiglu import swiglu_backward, swiglu_form
-from dualpipe.nn.accumulate import accumulates_apart, accumulation_dtype, add_grad, as_grad_of, has_hooks, local
+from dualpipe.nn.accumulate import accumulation_dtype, add_grad, as_grad_of, has_hooks, local
 from dualpipe.nn.deferral import WeightGradStore
 
 
@@ -167,7 +167,9 @@ class _Grouped(torch.autograd.Function):
                 dx = combine_tokens(dx, None, ctx.tokens, top_k=ctx.top_k)
         weight, bias = ctx.weight if need_weight else None, ctx.bias if need_bias else None
         store = WeightGradStore.current()
-        straight = store.active and (accumulates_apart(weight) or accumulates_apart(bias))
+        straight = store.active and any(  # into an accumulator of another dtype
+            param is not None and accumulation_dtype(param, param.dtype) is not param.dtype for param in (weight, bias)
+        )
         if (need_weight or need_bias) and (store.deferring or straight) and not has_hooks(ctx.weight, ctx.bias):
             if need_weight:
                 x = x.detach()

@@ -229,7 +229,7 @@ def merged(segments: Sequence[Segment], results: Names) -> list[Segment]:
     return [part[0] if len(part) == 1 else _joined(part, needed[end - 1]) for part, end in zip(parts, ends)]
 
 
-def _joined(part: Sequence[Compute], needed: set[str]) -> Compute:
+def _joined(part: Sequence[Segment], needed: set[str]) -> Compute:
     reads: dict[str, None] = {}
     written: dict[str, None] = {}
     for segment in part:

@@ -16,10 +16,10 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.fsdp import FSDPModule
 
 from dualpipe.dtypes import dtype_of_code, short_name
-from dualpipe.parallel.description import TENSORS, read_description
 from dualpipe.parallel.dtype_plan import DTypePlan, slots
 
 METADATA = ".metadata"  # of torch.distributed.checkpoint
+TENSORS = "tensors.json"  # of a checkpoint of a run, whose tensors are in safetensors files
 
 
 class ContractError(AssertionError):
@@ -67,8 +67,6 @@ def checkpoint_dtypes(path: str | PathLike[str]) -> dict[str, torch.dtype]:
         ValueError: there is none of these at `path`, or a tensor has a dtype that torch lacks.
     """
     path = Path(path)
-    if (path / TENSORS).is_file():
-        return {name: tensor.dtype for name, tensor in read_description(path / TENSORS).items()}
     files = [path] if path.suffix == ".safetensors" and path.is_file() else sorted(path.glob("*.safetensors"))
     if not files and (path / METADATA).is_file():
         entries = FileSystemReader(path).read_metadata().state_dict_metadata
@@ -129,7 +127,8 @@ def _watch(modules: Sequence[nn.Module], plan: DTypePlan, run: Callable[[], obje
 
 
 def _on_disk(module: nn.Module, plan: DTypePlan, checkpoint: Any) -> Iterator[str]:
-    distributed = not isinstance(checkpoint, Mapping) and (Path(checkpoint) / METADATA).is_file()
+    distributed = not isinstance(checkpoint, Mapping) and any(
+        (Path(checkpoint) / name).is_file() for name in (METADATA, TENSORS))
     found = checkpoint if isinstance(checkpoint, Mapping) else checkpoint_dtypes(checkpoint)
     kept = module.state_dict(keep_vars=True)
     names: dict[int, list[str]] = {}

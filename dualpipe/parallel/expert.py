@@ -70,13 +70,13 @@ class ExpertParallel:
 
 
 def run_experts(
-    experts: Callable[[Tensor, SortedTokens, Tensor], Tensor], rows_RH: Tensor, weights_RK: Tensor, received: Received
+    experts: Callable[[Tensor, SortedTokens, Tensor], Tensor], rows: Tensor, weights_RK: Tensor, received: Received
 ) -> Tensor:
-    """The weighted sum of each received row's local experts (R, H), in the dtype of the rows.
+    """The weighted sum of each received row's local experts (R, H), in the dtype of the rows, (R, H) or (B, S, H).
 
     `experts(rows_RH, tokens, weights_M)` returns (M, H), multiplied with the weights of the sorted rows.
     """
-    tokens = received.sort()
+    rows_RH, tokens = rows.flatten(0, -2), received.sort()
     weights_M = dispatch_tokens(weights_RK.reshape(-1, 1), tokens, 1).squeeze(1)  # one row for each choice
     y_MH = experts(rows_RH, tokens, weights_M)
     return combine_tokens(y_MH, None, tokens, top_k=weights_RK.shape[1]).to(rows_RH.dtype)  # may differ under autocast

@@ -212,7 +212,7 @@ class Executor:
         return self._leave(slot, state, outputs)
 
     def _note(self, microbatch: int, outputs: tuple[Tensor, ...], loss: Tensor | None) -> None:
-        """Of the last stage: what the caller gets."""
+        """Keep what the caller gets of the last stage."""
         if loss is not None:
             self._losses[microbatch] = _checked_loss(loss)
         if self._batch.keep_outputs:

@@ -146,7 +146,7 @@ class MicrobatchState:
             self.gradients[name] = gradient if earlier is None else earlier + gradient
 
     def input_gradients(self) -> list[Tensor]:
-        """Of the stage's inputs that need one, in their order; zeros where nothing depends on them."""
+        """The gradients of the inputs that need one, in their order; zeros where nothing depends on them."""
         found = [(self.gradients.pop(name, None), like) for name, like in self._expected.items()]
         for name, tensor in self._outside.items():  # of the caller: inputs of the first stage, labels
             if (gradient := self.gradients.get(name)) is not None:

@@ -24,12 +24,9 @@ from dualpipe.train.tables import ParallelConfig
 
 @dataclass(frozen=True)
 class Job:
-    """Where this rank runs. `group` and `mesh` are None where it is the only one."""
+    """Where this rank runs: its device, and the mesh of all ranks; None where it is the only one."""
 
-    rank: int
-    world_size: int
     device: torch.device
-    group: dist.ProcessGroup | None
     mesh: DeviceMesh | None = None
 
     @cached_property
@@ -37,10 +34,20 @@ class Job:
         """Where this rank stands in the mesh."""
         return Mesh.of(self.mesh)
 
-    @property
+    @cached_property
     def ranks(self) -> RankSync:
         """All ranks of the job, for what they agree on."""
         return RankSync.of_mesh(self.mesh)
+
+    @property
+    def rank(self) -> int:
+        """This rank's number among all."""
+        return self.ranks.rank
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group of all ranks."""
+        return None if self.mesh is None else dist.group.WORLD
 
 
 def choose_device(info: RankInfo, wanted: str, is_free: Callable[[str], bool]) -> torch.device:
@@ -75,25 +82,23 @@ def join(config: Config, info: RankInfo) -> Iterator[Job]:
     number, or one has no device; see `rendezvous.agree`.
     """
 
-    def fit() -> tuple[ParallelConfig, torch.device]:
+    def prepare(settings: dict[str, Any]) -> tuple[ParallelConfig, torch.device]:
+        if store is not None:
+            settings["number of ranks"] = info.world_size
+            settings.update(run_settings(config))
         parallel = fit_world(config, info.world_size).parallel
-        return parallel, choose_device(
+        chosen = choose_device(
             info, parallel.device, lambda device: store is None or store.add(f"device {device}", 1) == 1
         )
-
-    def prepare(settings: dict[str, Any]) -> tuple[ParallelConfig, torch.device]:
-        settings["number of ranks"] = info.world_size
-        settings.update(run_settings(config))
-        fitted = fit()
-        settings["kind of device"] = fitted[1].type
-        return fitted
+        settings["kind of device"] = chosen.type
+        return parallel, chosen
 
     timeout = timedelta(seconds=config.parallel.timeout)
     store = connect(info, timeout) if info.world_size > 1 else None
-    parallel, chosen = fit() if store is None else agree(store, info, prepare, timeout)
+    parallel, chosen = prepare({}) if store is None else agree(store, info, prepare, timeout)
     cuda.select(chosen)
     if store is None:
-        yield Job(0, 1, chosen, None)
+        yield Job(chosen)
         return
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo", store=store, rank=info.rank,
@@ -101,6 +106,5 @@ def join(config: Config, info: RankInfo) -> Iterator[Job]:
     )
     # A rank that fails before all have met would have the others log a broken store.
     dist.all_reduce(torch.zeros(1, device="cpu"))
-    mesh = build_mesh(parallel.pp, parallel.dp, parallel.ep, chosen, timeout=timeout)
-    yield Job(info.rank, info.world_size, chosen, dist.group.WORLD, mesh)
+    yield Job(chosen, build_mesh(parallel.pp, parallel.dp, parallel.ep, chosen, timeout=timeout))
     dist.destroy_process_group()  # after an error the process leaves without: destroying would wait for the others

@@ -15,9 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dualpipe import Pipeline
-from dualpipe.checkpoint import native_random, save_hf
-from dualpipe.checkpoint.lock import lock, unlock
+from dualpipe.checkpoint import save_hf
+from dualpipe.checkpoint.state import derive_random
 from dualpipe.device import model_name, peak_tflops
+from dualpipe.files import lock
 from dualpipe.models import HubConfig, read_config
 from dualpipe.models.sizes import flops_per_token
 from dualpipe.nn.accumulate import local
@@ -39,7 +40,7 @@ from dualpipe.train.tokens import Splits, unigram_loss
 def train(config: Config, info: RankInfo) -> int:
     """Train as rank `info` of the job; returns the exit status 0, raises on failure."""
     with join(config, info) as job:
-        config = fit_world(config, job.world_size)
+        config = fit_world(config, job.ranks.size)
         with _hold(Path(config.output.dir), job), Saver(config, job) as saver:
             Run(config, job, saver).train()
     return 0
@@ -62,8 +63,9 @@ def _hold(folder: Path, job: Job) -> Iterator[None]:
     try:
         yield
     finally:
-        for descriptor in held:
-            unlock(descriptor)
+        for each in held:
+            if each is not None:
+                each.release()
 
 
 class Run:
@@ -73,7 +75,7 @@ class Run:
     def __init__(self, config: Config, job: Job, saver: Saver) -> None:
         self.config, self.job, self.saver = config, job, saver
         train, parallel = config.train, config.parallel
-        native_random.derive(train.seed, 0, job.rank)
+        derive_random(train.seed, 0, job.rank)
         self.schedule: Schedule = build(parallel.schedule, parallel.pp, train.num_chunks)
         model_config = read_model_config(config)
         plan = plan_run(config, model_config, saver.source_dtypes, job.mesh)
@@ -207,7 +209,7 @@ class Run:
         self.optimizer.zero_grad()
         tokens = self.batch_size * self.config.train.sequence_length
         tokens_per_second = tokens / (time.perf_counter() - start)
-        tflops = tokens_per_second * self.flops_per_token / 1e12 / self.job.world_size
+        tflops = tokens_per_second * self.flops_per_token / 1e12 / self.job.ranks.size
         return {
             **values, "step": step + 1, "lr": lr, "tokens_per_second": tokens_per_second,
             "tflops_per_rank": tflops, "mfu": self.peak_tflops and tflops / self.peak_tflops,

@@ -63,7 +63,7 @@ def check(config: Config, info: RankInfo, *, dtype: str, tolerance: float | None
     if dtype == "bf16" and tolerance is not None:
         raise ValueError(f"--tolerance {tolerance:g}: that of bf16 is derived; leave it out, or compare in float32")
     with join(config, info) as job:
-        config = fit_world(config, job.world_size)
+        config = fit_world(config, job.ranks.size)
         if dtype == "bf16":
             from dualpipe.train.parity_bf16 import report
 

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from dualpipe.checkpoint import CheckpointError, Checkpoints, Loaded, load, training_state
-from dualpipe.checkpoint.native_folder import find, none_whole
+from dualpipe.checkpoint.directory import find, none_whole
+from dualpipe.checkpoint.state import ParameterState
 from dualpipe.dtypes import dtype_of
 from dualpipe.nn.router_set import RouterSet
 from dualpipe.train.console import say
@@ -43,7 +44,7 @@ class State(NamedTuple):
     routers: RouterSet
     loader: Loader
 
-    def tensors(self) -> dict[str, Tensor]:
+    def tensors(self) -> Mapping[str, Tensor | ParameterState]:
         """All of them by name, sharing memory."""
         return training_state(self.model.stages, self.optimizer) | self.routers.state_tensors()
 
@@ -66,7 +67,7 @@ class Saver:
         if settings.mode != "off" and settings.interval:  # first, so that no other job saves there any more
             self._checkpoints = Checkpoints(
                 directory, job.mesh, kind=settings.writer, keep_last=settings.keep_last or None,
-                keep_every=settings.keep_every or None,
+                keep_every=settings.keep_every or None, checksum=settings.checksum,
                 timeout=max(_TIMEOUT, timedelta(seconds=config.parallel.timeout)),
             )
         try:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dualpipe.checkpoint import save
-from dualpipe.checkpoint.command_native import check, ls, show
+from dualpipe.checkpoint.commands import check, ls, show
 from native import Trainee
 
 
@@ -32,14 +32,14 @@ def test_a_sound_directory(two):
 
 
 def test_damage_and_what_is_unfinished(two):
-    (two / "step-00000002" / "__0_0.distcp").write_text("")
+    (two / "step-00000002" / "rank-00000.safetensors").write_text("")
     (two / ".tmp-step-00000003-ab").mkdir()
     rows = list(ls(two))
     assert "DAMAGED: " in rows[1] and "has 0 bytes" in rows[1]
     assert "not complete: " in rows[3] and ".tmp-step-00000003-ab" in rows[3]
     lines = check(two)
     assert next(lines) == f"{two}/step-00000002: DAMAGED" and "complete" in next(lines)
-    with pytest.raises(ValueError, match=r"what cannot be loaded:\n .*__0_0\.distcp has 0 bytes"):
+    with pytest.raises(ValueError, match=r"what cannot be loaded:\n .*rank-00000\.safetensors has 0 bytes"):
         next(lines)
     (two / "step-00000001" / "manifest.json").unlink()
     assert any("step-00000001 has no manifest.json" in row for row in ls(two))

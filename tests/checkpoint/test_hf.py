@@ -11,15 +11,14 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from dualpipe.checkpoint import hub_dtypes, load_hf, save_hf
-from dualpipe.checkpoint.hf import stage_tensors
-from dualpipe.checkpoint.hub_files import read_header
-from dualpipe.checkpoint.hub_plan import Layout, plan_reads
+from dualpipe.checkpoint.hub_files import read_headers
+from dualpipe.checkpoint.hub_load import open_hf, stage_tensors
 from dualpipe.models import build_stages, config_from_dict, read_config
 from dualpipe.nn import cross_entropy_loss
 from dualpipe.nn.init import local_part
 from dualpipe.parallel import DTypePolicy, Rule, resolve_dtypes
 from dualpipe.parallel.materialize import build_on_meta
-from hub import FAMILIES, read_all, rewrite, save_family, save_qwen, stages_on_meta
+from hub import FAMILIES, read_all, reads_of, rewrite, save_family, save_qwen, stages_on_meta
 from models import from_hub
 from ranks import run_ranks
 
@@ -118,7 +117,7 @@ def test_files_are_numbered_without_gaps_and_indexed(tmp_path):
     files = sorted(path.name for path in (tmp_path / "target").glob("*.safetensors"))
     assert files == [f"model-{n:05}-of-{len(files):05}.safetensors" for n in range(1, len(files) + 1)]
     index = json.loads((tmp_path / "target" / "model.safetensors.index.json").read_text())
-    header = read_header(tmp_path / "target")
+    header = read_headers(tmp_path / "target")
     assert index["weight_map"] == {name: info.file for name, info in header.items()}
     assert index["metadata"]["total_size"] == sum(info.nbytes for info in header.values())
     sizes = dict.fromkeys(files, 0)
@@ -168,7 +167,7 @@ def test_pins_stay_float32(tmp_path, fused):
     with torch.no_grad():  # what bfloat16 would lose
         stage.layers["1"].mlp.gate.weight.fill_(1 + 2**-20)
     save_hf([stage], tmp_path / "target", None, plan)
-    found = {name: info.dtype for name, info in read_header(tmp_path / "target").items()}
+    found = {name: info.dtype for name, info in read_headers(tmp_path / "target").items()}
     assert {name for name, dtype in found.items() if dtype is torch.float32} == {
         f"model.layers.{index}.mlp.gate.weight" for index in (1, 2, 3)
     }
@@ -306,11 +305,13 @@ def test_layouts(tmp_path, shape):
     source, target, alone = (str(tmp_path / name) for name in ("source", "target", "alone"))
     save_qwen(source, vocab_size=59)  # uneven shards
     results = run_ranks(load_and_save, prod(shape), source, target, shape, reuse=True)
-    header, config = read_header(source), read_config(source)
+    config = read_config(source)
+    reader, tensors = open_hf(source, config)
+    header = reader.header
     for rank, (wrong, read) in enumerate(results):
         assert not wrong
-        reads = plan_reads(header, config, Layout(*shape), rank)
-        assert read == sum(each.nbytes(header) for each in reads)
+        reads = reads_of(tensors, config, shape, rank)
+        assert read == sum(box.numel * header[name].dtype.itemsize for name, box in reads)
     total = sum(info.nbytes for info in header.values())
     assert sum(read for _, read in results) == total  # nothing twice
     stage, plan = whole(source)
@@ -345,7 +346,7 @@ def test_other_families_without_a_source(tmp_path, family):
 def test_half_of_the_experts_each(tmp_path):
     save_qwen(tmp_path / "source")
     results = run_ranks(load_and_save, 2, str(tmp_path / "source"), str(tmp_path / "target"), (1, 1, 2), reuse=True)
-    header = read_header(tmp_path / "source")
+    header = read_headers(tmp_path / "source")
     experts = sum(info.nbytes for name, info in header.items() if ".experts." in name)
     dense = sum(info.nbytes for name, info in header.items() if ".experts." not in name)
     for wrong, read in results:

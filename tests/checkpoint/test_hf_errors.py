@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from dualpipe.checkpoint import hf_save, load_hf, save_hf
+from dualpipe.checkpoint import hub_save, load_hf, save_hf
 from dualpipe.checkpoint.hub_files import INDEX, SINGLE, Reader
 from hub import read_all, save_qwen, stages_on_meta
 from ranks import run_ranks
@@ -229,7 +229,7 @@ def load_apart(rank, good, bad):
     return results
 
 
-def fails(reader, name, at):
+def fails(reader, name, box):
     raise OSError("the disk is gone")
 
 
@@ -256,7 +256,7 @@ def save_failing(rank, source, folder):
     """What each rank raises where writing fails in some way on some rank; then that it works."""
     stages, mesh, plan = stages_on_meta(source, (2, 1, 1))
     load_hf(stages, source, mesh, plan)
-    write, finish, results = hf_save._write_all, hf_save._finish, []
+    write, finish, results = hub_save.write_box, hub_save._finish, []
 
     def attempt(target, **options):
         try:
@@ -276,14 +276,14 @@ def save_failing(rank, source, folder):
     attempt("file/inside")
     attempt("new", max_shard_bytes=0)
     if rank == 1:
-        hf_save._write_all = no_space
+        hub_save.write_box = no_space
     attempt("new")
     if rank == 1:
-        hf_save._write_all = interrupted
+        hub_save.write_box = interrupted
     attempt("new")
-    hf_save._write_all, hf_save._finish = write, no_space
+    hub_save.write_box, hub_save._finish = write, no_space
     attempt("new")
-    hf_save._finish = finish
+    hub_save._finish = finish
     left = sorted(path.name for path in Path(folder).iterdir())
     dist.barrier()
     attempt("empty")
@@ -319,7 +319,7 @@ def test_failing_writes_leave_nothing(tmp_path):
 def killed(rank, source, target):
     stages, mesh, plan = stages_on_meta(source)
     load_hf(stages, source, mesh, plan)
-    hf_save._write_all = lambda *arguments: os._exit(9)
+    hub_save.write_box = lambda *arguments: os._exit(9)
     save_hf(stages, target, mesh, plan)
 
 

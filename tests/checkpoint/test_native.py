@@ -1,6 +1,8 @@
 """Checkpoints of one process: contents, retention, commits, and what does not fit."""
 
 import copy
+import hashlib
+import importlib
 import os
 import random
 import shutil
@@ -12,24 +14,25 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
-from torch.distributed.checkpoint import FileSystemReader
 
 from dualpipe.checkpoint import (
     CheckpointError,
     Checkpoints,
+    directory,
     latest,
     load,
-    native_commit,
-    native_load,
     save,
     training_state,
     verify,
 )
-from dualpipe.checkpoint.command_native import check, ls, show
-from dualpipe.checkpoint.native_commit import Directory
+from dualpipe.checkpoint.commands import check, ls, show
+from dualpipe.checkpoint.directory import Directory
 from dualpipe.train.optimizer import Optimizer
 from native import FILES, Trainee, is_step, state_of, steps_in
+
+loading = importlib.import_module("dualpipe.checkpoint.load")  # the name in the package is the function
 
 
 @pytest.fixture
@@ -136,13 +139,48 @@ def test_everything_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch)
     save(tmp_path / "new" / "er", state_of(1), step=1)
     at = done.index("-> step-00000001")
     assert {tmp_path.name, "new"} <= set(done[:at]) and "er" in done[at:]
-    written = {".metadata.tmp" if name == ".metadata" else name for name in FILES}
-    assert written <= set(done[:at]) and done[at - 1].startswith(".tmp-step-00000001")
+    assert set(FILES) <= set(done[:at]) and done[at - 1].startswith(".tmp-step-00000001")
 
 
-def test_torch_reads_it(two):
-    metadata = FileSystemReader(two / "step-00000002").read_metadata()
-    assert metadata.state_dict_metadata["a.weight"].size == (4, 2)
+def test_whoever_reads_safetensors_reads_it(two):
+    assert is_step(load_file(two / "step-00000002" / "rank-00000.safetensors"), 2)
+
+
+def test_any_dtype_comes_back(tmp_path):
+    values = torch.arange(6).view(2, 3).float()
+    dtypes = (torch.complex128, torch.complex32, torch.float8_e4m3fnuz, torch.float8_e8m0fnu, torch.bool, torch.uint64)
+    state = {str(dtype): values.to(dtype).mT for dtype in dtypes} | {"one": torch.tensor(2.5, dtype=torch.complex128)}
+    state |= {"column": values[:, 1], "element": values[:1, ::3][:, 0]}  # whose strides are not those of a new tensor
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(state, step=1)
+        checkpoints.save_async(state, step=2)
+    for step in (1, 2):
+        again = {name: torch.empty_like(tensor) for name, tensor in state.items()}
+        load(tmp_path / f"step-0000000{step}", again)
+        for name, tensor in state.items():
+            assert again[name].dtype is tensor.dtype
+            assert torch.equal(again[name].to(torch.complex128), tensor.to(torch.complex128))
+    wider = {name: torch.zeros(tensor.shape, dtype=torch.complex64) for name, tensor in state.items()}
+    load(tmp_path, wider, allow=["*"])
+    assert torch.equal(wider["torch.complex128"].real.T, values) and wider["one"] == 2.5
+
+
+@pytest.mark.parametrize("how", ["save", "save_async"])
+def test_a_rank_may_have_several_files(tmp_path, monkeypatch, how):
+    monkeypatch.setattr(importlib.import_module("dualpipe.checkpoint.save"), "MAX_FILE_BYTES", 20)
+    with Checkpoints(tmp_path, checksum="sha256") as checkpoints:
+        for step in (1, 2):
+            getattr(checkpoints, how)(state_of(step), step=step)
+    path = latest(tmp_path)
+    names = sorted(file.name for file in path.glob("*.safetensors"))
+    assert names == ["rank-00000.1.safetensors", "rank-00000.2.safetensors", "rank-00000.safetensors"]
+    state = state_of(0)
+    loaded = load(tmp_path, state)
+    assert is_step(state, 2) and loaded.manifest.checksum == "sha256" and loaded.random_restored and not verify(path)
+    for name, (_, checksum) in loaded.manifest.files.items():
+        assert hashlib.sha256((path / name).read_bytes()).hexdigest() == checksum
+    (path / names[1]).unlink()
+    assert "is missing" in verify(path)[0]
 
 
 @pytest.mark.parametrize("arguments, message", [
@@ -156,6 +194,11 @@ def test_wrong_arguments(two, arguments, message):
 
 
 # -- retention and commits
+
+
+def test_unknown_checksums_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="checksum must be one of xxh3_128, sha256; got 'md5'"):
+        Checkpoints(tmp_path, checksum="md5")
 
 
 @pytest.mark.parametrize("keep_last, keep_every, kept", [
@@ -192,8 +235,8 @@ def test_what_is_damaged_is_not_counted(tmp_path):
         for step in range(1, 5):
             checkpoints.save(state_of(step), step=step)
     (tmp_path / "step-00000004" / "tensors.json").unlink()  # can be seen from its size; this one not:
-    (tmp_path / "step-00000003" / "rank-00000.json").write_bytes(
-        b" " * (tmp_path / "step-00000003" / "rank-00000.json").stat().st_size
+    (tmp_path / "step-00000003" / "rank-00000.safetensors").write_bytes(
+        b" " * (tmp_path / "step-00000003" / "rank-00000.safetensors").stat().st_size
     )
     with pytest.warns(UserWarning, match="passed over"):
         loaded = load(tmp_path, state_of(0))
@@ -278,32 +321,32 @@ def test_readers_beside_a_job_that_deletes(tmp_path, keep_every):
 
 
 def test_a_checkpoint_that_is_replaced_while_it_is_read_is_read_again(two, monkeypatch):
-    def replaced(path, stored, parts):
-        read(path, stored, parts)
+    def replaced(checkpoint, stored, parts):
+        read(checkpoint, stored, parts)
         if not again:
             again.append(save(two, state_of(7), step=2, extra="again"))
 
-    again, read = [], native_load.read_parts
-    monkeypatch.setattr(native_load, "read_parts", replaced)
+    again, read = [], loading.read_parts
+    monkeypatch.setattr(loading, "read_parts", replaced)
     state = state_of(0)
     assert load(two, state).manifest.extra == "again" and is_step(state, 7)
 
 
 def test_a_checkpoint_that_goes_while_it_is_read_is_no_mistake_of_the_caller(two, monkeypatch):
-    def gone(path, stored, parts):
-        read(path, stored, {"a.weight": parts["a.weight"]})
-        shutil.rmtree(path)
-        raise FileNotFoundError(path)
+    def gone(checkpoint, stored, parts):
+        read(checkpoint, stored, {"a.weight": parts["a.weight"]})
+        shutil.rmtree(checkpoint.path)
+        raise FileNotFoundError(checkpoint.path)
 
-    read = native_load.read_parts
-    monkeypatch.setattr(native_load, "read_parts", gone)
+    read = loading.read_parts
+    monkeypatch.setattr(loading, "read_parts", gone)
     with pytest.raises(RuntimeError, match="the tensors are not usable, as reading had begun"):
         load(two / "step-00000002", state_of(0))
 
 
 def test_a_directory_that_could_not_be_taken_is_free(two, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(native_commit, "scan", lambda path: exec("raise OSError(5, 'Input/output error')"))
+        patch.setattr(directory, "scan", lambda path: exec("raise OSError(5, 'Input/output error')"))
         with pytest.raises(ValueError, match=r"checkpoints cannot be saved to .*Input/output"):
             Checkpoints(two)
     Directory(two, None, None, patience=0.0).close()
@@ -317,7 +360,7 @@ def test_one_that_was_renamed_but_not_flushed_is_not_forgotten(tmp_path, monkeyp
     with Checkpoints(tmp_path, keep_last=1) as checkpoints:
         checkpoints.save(state_of(1), step=1)
         with monkeypatch.context() as patch:
-            patch.setattr(native_commit, "sync", fail)
+            patch.setattr(directory, "sync", fail)
             with pytest.raises(CheckpointError, match="Input/output"):
                 checkpoints.save(state_of(2), step=2)
         checkpoints.save(state_of(3), step=3)
@@ -327,7 +370,7 @@ def test_one_that_was_renamed_but_not_flushed_is_not_forgotten(tmp_path, monkeyp
 def test_what_dead_jobs_left_is_removed(two):
     for name in (".tmp-step-00000003-ab", ".del-step-00000000-cd"):
         (two / name).mkdir()
-        (two / name / "__0_0.distcp").write_text("half")
+        (two / name / "rank-00000.safetensors").write_text("half")
     (two / "of mine").mkdir()
     assert steps_in(two) == [1, 2]
     save(two, state_of(3), step=3)
@@ -374,7 +417,7 @@ def test_a_directory_that_refuses(two, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "at", ["native_save.write_description", "native_commit.os.rename", "native_commit.Directory._tidy"]
+    "at", ["directory.write_description", "directory.os.rename", "directory.Directory._tidy"]
 )
 def test_a_disk_that_fails_on_the_way(two, monkeypatch, at):
     def fail(*arguments):

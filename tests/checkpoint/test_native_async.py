@@ -1,6 +1,7 @@
 """Saving in the background: isolated from training, one at a time, and no failure is lost."""
 
 import errno
+import importlib
 import os
 import resource
 import signal
@@ -13,13 +14,18 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
-from dualpipe.checkpoint import CheckpointError, Checkpoints, latest, load, native_save, native_store, save, verify
-from dualpipe.checkpoint.native_staging import HostMemory
-from dualpipe.checkpoint.native_state import parts_of
+from dualpipe import files
+from dualpipe.checkpoint import CheckpointError, Checkpoints, latest, load, save, verify
+from dualpipe.checkpoint.staging import HostMemory
+from dualpipe.checkpoint.tensors import lay_out
 from dualpipe.parallel.mesh import build_mesh, dense_mesh
+from native import is_gone, writer_of, writers_of
 from ranks import run_ranks
+
+saving = importlib.import_module("dualpipe.checkpoint.save")  # the name in the package is the function
 
 
 def state_of(value, size=1000):
@@ -53,23 +59,29 @@ def test_isolated_from_what_changes_afterwards(tmp_path, kind):
         assert load(path, state_of(0)).manifest.extra == {"position": [value]}
 
 
-def test_one_copy_in_views_no_larger_than_their_tensors():
+def test_one_copy_as_it_will_be_on_the_disk(tmp_path):
     wide = torch.arange(24.0).view(4, 6)
     state = {"view": wide[:, 1:3], "none": torch.zeros(0, 3), "number": torch.tensor(2.0), "flag": torch.tensor(True)}
+    kinds = {name: (tensor.dtype, tensor.shape) for name, tensor in state.items()}
     memory = HostMemory(shared=True)
-    for _ in range(2):
-        parts = memory.parts(memory.copy(parts_of(state)))
-        for name, part in parts.items():
-            assert torch.equal(part.tensor, state[name]) and part.tensor.dtype is state[name].dtype
-            assert part.tensor.untyped_storage().nbytes() == part.tensor.nbytes
-    assert memory.size == 3 * 64
+    for attempt in range(2):
+        laid_out = lay_out(kinds, 10**6, f"{attempt}.{{}}.safetensors".format, {})
+        places = memory.fill(laid_out, state)
+        state["view"] += 100  # which the copy is not
+        files.write_files(tmp_path, memory.pieces(places))
+        state["view"] -= 100
+        assert os.fstat(memory.descriptor).st_size == 2**16
+        found = [load_file(path) for path in sorted(tmp_path.glob(f"{attempt}.*"))]
+        assert len(found) == 1 and found[0].keys() == state.keys()
+        assert all(torch.equal(found[0][name], state[name]) for name in state)
+        assert all(found[0][name].dtype is state[name].dtype for name in state)
     memory.close()
 
 
 @pytest.mark.parametrize("how", ["save", "save_async"])
 def test_the_second_waits(tmp_path, monkeypatch, how):
     release, order = threading.Event(), []
-    write = native_save.write_parts
+    write = saving.write_files
 
     def slowly(*arguments):
         release.wait(10)
@@ -78,7 +90,7 @@ def test_the_second_waits(tmp_path, monkeypatch, how):
 
     with Checkpoints(tmp_path) as checkpoints:
         with monkeypatch.context() as patch:
-            patch.setattr(native_save, "write_parts", slowly)
+            patch.setattr(saving, "write_files", slowly)
             checkpoints.save_async(state_of(1), step=1)
             order.append("returned")
             threading.Timer(0.3, release.set).start()
@@ -100,8 +112,8 @@ def interruptible():
 
 
 def test_an_interrupt_leaves_what_is_in_flight_alone(tmp_path, monkeypatch, interruptible):
-    release, write = threading.Event(), native_save.write_parts
-    monkeypatch.setattr(native_save, "write_parts", lambda *given: (release.wait(10), write(*given))[1])
+    release, write = threading.Event(), saving.write_files
+    monkeypatch.setattr(saving, "write_files", lambda *given: (release.wait(10), write(*given))[1])
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save_async(state_of(1), step=1)
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
@@ -115,8 +127,8 @@ def test_an_interrupt_leaves_what_is_in_flight_alone(tmp_path, monkeypatch, inte
 
 @pytest.mark.parametrize("how", ["save", "save_async"])
 def test_an_interrupt_that_hides_a_save_leaves_it_alone(tmp_path, monkeypatch, how):
-    release, write = threading.Event(), native_save.write_parts
-    monkeypatch.setattr(native_save, "write_parts", lambda *given: (release.wait(10), write(*given))[1])
+    release, write = threading.Event(), saving.write_files
+    monkeypatch.setattr(saving, "write_files", lambda *given: (release.wait(10), write(*given))[1])
     with Checkpoints(tmp_path) as checkpoints:
         submit = checkpoints._executor.submit
 
@@ -137,19 +149,22 @@ def test_an_interrupt_that_hides_a_save_leaves_it_alone(tmp_path, monkeypatch, h
 
 
 def test_an_interrupt_of_a_save_is_one(tmp_path, monkeypatch):
-    """Wherever it comes: torch's archive, cut short, would complain of its own position."""
-    write = native_store.HashedStream.write
+    """Wherever it comes."""
+    write = saving.write_files
     with Checkpoints(tmp_path) as checkpoints:
-        for at in range(12):
-            left = iter(range(at, -1, -1))
+        for at in range(4):  # before the header, before each of two tensors, after all
 
-            def interrupted(*given, left=left):
-                if next(left) == 0:
-                    raise KeyboardInterrupt
-                return write(*given)
+            def interrupted(folder, content, checksum, at=at):
+                def pieces(of):
+                    for number, piece in enumerate([*of, b""]):
+                        if number == at:
+                            raise KeyboardInterrupt
+                        yield piece
+
+                return write(folder, {name: pieces(of) for name, of in content.items()}, checksum)
 
             with monkeypatch.context() as patch:
-                patch.setattr(native_store.HashedStream, "write", interrupted)
+                patch.setattr(saving, "write_files", interrupted)
                 with pytest.raises(KeyboardInterrupt):
                     checkpoints.save(state_of(1), step=1)
         checkpoints.save(state_of(2), step=2)
@@ -171,8 +186,8 @@ def test_the_end_of_the_process_waits_for_a_save(tmp_path, kind):
 
 
 def test_only_what_has_changed_is_planned_again(tmp_path, monkeypatch):
-    calls, plan = [], native_save.global_plan
-    monkeypatch.setattr(native_save, "global_plan", lambda *given: (calls.append(given), plan(*given))[1])
+    calls, plan = [], saving.plan_together
+    monkeypatch.setattr(saving, "plan_together", lambda *given: (calls.append(given), plan(*given))[1])
     with Checkpoints(tmp_path) as checkpoints:
         for step, size in enumerate([10, 10, 20, 20, 10]):
             checkpoints.save_async(state_of(step, size), step=step)
@@ -189,7 +204,7 @@ def test_a_failure_is_raised_once_at_the_next_save_or_at_the_end(tmp_path, monke
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(state_of(1), step=1)
     with monkeypatch.context() as patch:
-        patch.setattr(native_save, "write_parts", fail)
+        patch.setattr(saving, "write_files", fail)
         for next_call in (lambda: checkpoints.save(state_of(3), step=3), checkpoints.wait, checkpoints.close):
             checkpoints.save_async(state_of(2), step=2)
             with pytest.raises(CheckpointError, match=r"step 2 was not saved to .*No space left"):
@@ -197,7 +212,7 @@ def test_a_failure_is_raised_once_at_the_next_save_or_at_the_end(tmp_path, monke
     assert latest(tmp_path).name == "step-00000001" and not list(tmp_path.glob(".tmp-*"))
     with pytest.raises(KeyError) as caught, Checkpoints(tmp_path) as checkpoints:
         with monkeypatch.context() as patch:
-            patch.setattr(native_save, "write_parts", fail)
+            patch.setattr(saving, "write_files", fail)
             checkpoints.save_async(state_of(2), step=2)
             checkpoints._pending.exception(10)
         raise KeyError("of the run")
@@ -206,44 +221,52 @@ def test_a_failure_is_raised_once_at_the_next_save_or_at_the_end(tmp_path, monke
 
 def test_a_writer_that_is_killed_is_reported_and_replaced(tmp_path):
     with Checkpoints(tmp_path, kind="process") as checkpoints:
-        checkpoints.save_async(state_of(1), step=1)
+        for step in (1, 2):
+            checkpoints.save_async(state_of(step, 2_000_000), step=step)
+            os.kill(writer_of(os.getpid()), signal.SIGKILL)
+            with pytest.raises(CheckpointError, match=rf"step {step} was not saved to .*has died \(exit status -9\)"):
+                checkpoints.wait()
+        checkpoints.save_async(state_of(3), step=3)
         checkpoints.wait()
-        writer = checkpoints._process._process
-        writer.kill()
-        writer.wait()
-        checkpoints.save_async(state_of(2), step=2)  # finds it dead: starts another
-        checkpoints.wait()
-        other = checkpoints._process._process
-        assert other.pid != writer.pid
-        os.kill(other.pid, 19)  # SIGSTOP: it dies while it should write
-        checkpoints.save_async(state_of(3, 100_000), step=3)
-        other.kill()
-        with pytest.raises(CheckpointError, match=r"step 3 was not saved to .*has died"):
-            checkpoints.wait()
-    assert stored(latest(tmp_path))["weight"] == 2
+    assert [path.name for path in tmp_path.glob("*step*")] == ["step-00000003"] and not writers_of(os.getpid())
+    assert stored(latest(tmp_path))["weight"] == 3
 
 
 def test_a_writer_does_not_hear_ctrl_c(tmp_path):
     with Checkpoints(tmp_path, kind="process") as checkpoints:
         for step in (1, 2):
             checkpoints.save_async(state_of(step), step=step)
-            checkpoints._process._process.send_signal(signal.SIGINT)  # at first while it still imports torch
+            os.kill(writer_of(os.getpid()), signal.SIGINT)  # while it still starts
             checkpoints.wait()
     assert stored(latest(tmp_path))["weight"] == 2
 
 
 def test_a_writer_that_hangs_is_given_up(tmp_path):
     with Checkpoints(tmp_path, kind="process", timeout=timedelta(seconds=60)) as checkpoints:
-        checkpoints.save_async(state_of(1), step=1)
-        checkpoints.wait()
-        checkpoints._timeout = checkpoints._process._timeout = 1.0
-        checkpoints._process._process.send_signal(signal.SIGSTOP)
+        checkpoints._timeout = 2.0
         checkpoints.save_async(state_of(2), step=2)
-        with pytest.raises(CheckpointError, match="gave no answer for 1 s"):
+        os.kill(writer_of(os.getpid()), signal.SIGSTOP)
+        with pytest.raises(CheckpointError, match="gave no answer for 2 s"):
             checkpoints.wait()
+        assert not writers_of(os.getpid())
         checkpoints._timeout = 60.0
         checkpoints.save_async(state_of(3), step=3)
     assert stored(latest(tmp_path))["weight"] == 3
+
+
+def test_a_writer_dies_with_its_rank(tmp_path):
+    code = UNCLOSED + "import os, time; time.sleep(60)"
+    rank = subprocess.Popen([sys.executable, "-P", "-c", code, str(tmp_path), "process"])
+    try:
+        writer = writer_of(rank.pid)
+    finally:
+        rank.kill()
+        rank.wait()
+    deadline = time.monotonic() + 30
+    while not is_gone(writer):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert latest(tmp_path) is None
 
 
 # -- ranks
@@ -288,7 +311,7 @@ def cut_short(rank, folder):
 
         def interrupted(*given, **more):
             calls.append(given)
-            if len(calls) == 3:
+            if len(calls) == 2:
                 raise KeyboardInterrupt
             gather(*given, **more)
 
@@ -376,11 +399,11 @@ def damaged_for_all(rank, folder):
 def test_ranks_agree_on_what_is_damaged(tmp_path):
     for step in (1, 2):
         save(tmp_path, state_of(step), step=step)
-    (tmp_path / "step-00000002" / "rank-00000.json").write_text("{}")  # read by rank 1 alone
+    (tmp_path / "step-00000002" / "tensors.json").write_text("{}")  # read by rank 1 alone
     results = run_ranks(damaged_for_all, 2, str(tmp_path))
     assert results[0] == results[1] and results[0][1][0] == 1 and results[0][2] == 1
-    assert "rank-00000.json has 2 bytes" in results[0][1][1][0]
-    (tmp_path / "step-00000001" / "__0_0.distcp").write_text("")
+    assert "tensors.json has 2 bytes" in results[0][1][1][0]
+    (tmp_path / "step-00000001" / "rank-00000.safetensors").write_text("")
     results = run_ranks(damaged_for_all, 2, str(tmp_path))
     assert results[0] == results[1] and "no checkpoint that is whole" in results[0][0] and results[0][2] == 0
 

@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import xxhash
+from safetensors.torch import save as to_safetensors
 
 from dualpipe.checkpoint import latest, load, save, verify
-from dualpipe.checkpoint.command_native import check, ls, show
-from dualpipe.checkpoint.native_folder import read_manifest
+from dualpipe.checkpoint.commands import check, ls, show
+from dualpipe.checkpoint.manifest import read_manifest
 from dualpipe.dtypes import dtype_of
 from dualpipe.parallel import checkpoint_dtypes
 from native import FILES, is_step, state_of
@@ -61,7 +63,7 @@ def test_damage_of_any_file(two, name, damage):
     with pytest.warns(UserWarning, match="step-00000002"):
         loaded = load(two, state)
     assert loaded.manifest.step == 1 and is_step(state, 1) and len(loaded.damaged) == 1
-    (two / "step-00000001" / "rank-00000.json").unlink()
+    (two / "step-00000001" / "rank-00000.safetensors").unlink()
     with pytest.raises(ValueError, match="has no checkpoint that is whole"):
         load(two, state)
     assert is_step(state, 1)
@@ -111,9 +113,18 @@ def test_a_link_in_place_of_a_checkpoint(two, tmp_path_factory):
 def forge(path, name, content, **changes):
     (path / name).write_bytes(content)
     manifest = json.loads((path / "manifest.json").read_text())["manifest"] | changes
-    manifest["files"][name] = [len(content), sha256(content).hexdigest()]
+    manifest["files"][name] = [len(content), xxhash.xxh3_128(content).hexdigest()]
+    sign(path, manifest)
+
+
+def sign(path, manifest):
     digest = sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-    (path / "manifest.json").write_text(json.dumps({"format": 1, "sha256": digest, "manifest": manifest}))
+    (path / "manifest.json").write_text(json.dumps({"format": 2, "sha256": digest, "manifest": manifest}))
+
+
+def signed(path, **changes):
+    """The manifest of a checkpoint, with these changes, and its own checksum right."""
+    sign(path, json.loads((path / "manifest.json").read_text())["manifest"] | changes)
 
 
 class Harm:
@@ -124,13 +135,29 @@ class Harm:
         return os.system, (f"touch '{self.file}'",)
 
 
+@pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("content", [lambda harm: pickle.dumps(harm), lambda harm: b"cos\nsystem\n(S'true'\ntR."])
-def test_torchs_description_is_never_read(two, tmp_path, content):
+def test_a_pickle_in_place_of_a_file_is_never_run(two, tmp_path, name, content):
     path, harm = two / "step-00000002", tmp_path / "harmed"
-    forge(path, ".metadata", content(Harm(harm)))
-    assert not verify(path) and load(two, state_of(0)).manifest.step == 2
-    assert len([*ls(two), *check(two), *show(two)]) > 8 and checkpoint_dtypes(path)["count"] is torch.int64
+    if name == "manifest.json":
+        (path / name).write_bytes(content(Harm(harm)))
+    else:
+        forge(path, name, content(Harm(harm)))
+    with pytest.raises((ValueError, RuntimeError)):
+        load(path, state_of(0))
+    list(ls(two))
     assert not harm.exists()
+
+
+def test_nothing_unpickles(two, monkeypatch):
+    def refuse(*arguments, **more):
+        raise AssertionError("a pickle was read")
+
+    for module, name in ((pickle, "load"), (pickle, "loads"), (pickle, "Unpickler"), (torch, "load")):
+        monkeypatch.setattr(module, name, refuse)
+    path = two / "step-00000002"
+    assert load(two, state_of(0)).manifest.step == 2 and not verify(path)
+    assert len([*ls(two), *check(two), *show(two)]) > 8 and checkpoint_dtypes(path)["count"] is torch.int64
 
 
 def described(path):
@@ -150,20 +177,20 @@ def changed(*keys, to):
     return change
 
 
-A, B, CHUNK = "a.weight", "b.weight", ("b.weight", 2, 0)
+A, B, BOX = "a.weight", "b.weight", ("b.weight", 2, 0)
 
 
 @pytest.mark.parametrize("change, message", [
     (changed(A, 2, to=[]), "a.weight is not whole: its parts have 0 of 8 elements"),
     (changed(A, 2, to=None), "cannot be read"), (changed(A, to=None), "cannot be read"),
-    (changed(A, 2, to=lambda chunks: [*chunks, [[0, 0], [4, 1], *chunks[0][2:]]]), "4 of 8 elements"),
-    (changed(A, 2, to=lambda chunks: [[[0, 0], [3, 2], *chunks[0][2:]], [[2, 0], [2, 1], *chunks[0][2:]]]),
-     "a.weight is not whole: some of its parts overlap"),
-    (changed(*CHUNK, 1, to=[3]), "b.weight is not whole: its parts have 3 of 7 elements"),
-    (changed(*CHUNK, 0, to=[1]), "not inside a tensor of shape"), (changed(*CHUNK, 0, to=[-1]), "not numbers"),
-    (changed(*CHUNK, 0, to=[0, 0]), "cannot be read"), (changed(*CHUNK, 3, to=-5), "not numbers"),
-    (changed(*CHUNK, 3, to=True), "not numbers"), (changed(*CHUNK, 4, to=1.5), "not numbers"),
-    (changed(*CHUNK, 2, to="../../secret"), "none of its files; refused"), (changed(*CHUNK, 2, to=7), "none of its"),
+    (changed(A, 2, to=lambda boxes: [*boxes, [[0, 0], [4, 1], 0]]), "12 of 8 elements"),
+    (changed(A, 2, to=[[[0, 0], [3, 2], 0], [[2, 0], [1, 2], 0]]), "a.weight is not whole: some of its parts overlap"),
+    (changed(*BOX, 1, to=[3]), "b.weight is not whole: its parts have 3 of 7 elements"),
+    (changed(*BOX, 0, to=[1]), "not inside a tensor of shape"), (changed(*BOX, 0, to=[-1]), "not numbers"),
+    (changed(*BOX, 0, to=[0, 0]), "cannot be read"), (changed(*BOX, 2, to=-5), "not numbers"),
+    (changed(*BOX, 2, to=True), "not numbers"), (changed(*BOX, 2, to=1.5), "not numbers"),
+    (changed(*BOX, 2, to="../../secret"), "not numbers"), (changed(*BOX, 2, to=7), "rank 7, of which there is no file"),
+    (changed(*BOX, to=[]), "cannot be read"), (lambda content: content | {A: ["fp32", "42", []]}, "not numbers"),
     (changed(A, 1, to=[4, 3]), "8 of 12 elements"), (changed(A, 1, to="42"), "not numbers"),
     (changed(A, 0, to="load"), "torch has no dtype 'load'"), (changed(A, 0, to=[]), "cannot be read|no dtype"),
     (lambda content: [content], "cannot be read"), (lambda content: "x" * 9, "cannot be read"),
@@ -201,22 +228,21 @@ def test_a_fifo_in_place_of_a_file_stops_nobody(two):
     assert verify(two / "step-00000002") and any("DAMAGED" in line for line in ls(two))
 
 
-def test_a_tensor_that_would_do_harm(two, tmp_path):
-    path, harm = two / "step-00000002", tmp_path / "harmed"
-    content = bytearray((path / "__0_0.distcp").read_bytes())
-    evil = pickle.dumps(Harm(harm), protocol=2)
-    for _, _, ((_, _, _, start, _),) in described(path).values():
-        content[start : start + len(evil)] = evil
-    forge(path, "__0_0.distcp", bytes(content))
-    with pytest.raises(Exception, match=r"(?i)weights.only"):
+@pytest.mark.parametrize("change", [
+    lambda tensors: tensors | {B: torch.zeros(8, dtype=torch.bfloat16)}, lambda tensors: {A: tensors[A]},
+])
+def test_a_file_of_other_tensors(two, change):
+    path = two / "step-00000002"
+    tensors = {name: tensor.contiguous() for name, tensor in state_of(2).items()}
+    forge(path, "rank-00000.safetensors", to_safetensors(change(tensors)))
+    with pytest.raises(RuntimeError, match=r"rank-00000\.safetensors does not hold torch\..*, as it should"):
         load(path, state_of(0))
-    assert not harm.exists()
 
 
 @pytest.mark.parametrize("name", ["../outside", "/etc/hostname", "..", "a/b", "a\0b", "\ud800"])
 def test_a_manifest_that_leads_out(two, name):
     path = two / "step-00000002"
-    forge(path, ".metadata", b"", files={name: [0, ""]})
+    signed(path, files={name: [0, ""]})
     with pytest.raises(ValueError, match="not the plain name of a file; refused"):
         read_manifest(path)
 
@@ -224,13 +250,12 @@ def test_a_manifest_that_leads_out(two, name):
 @pytest.mark.parametrize("changes", [
     {"sequence": None}, {"sequence": "9"}, {"step": -1}, {"step": True}, {"layout": {}}, {"layout": None},
     {"layout": {"world": 1, "pp": 1, "dp": 1, "ep": "1"}}, {"dtypes": {"a": {"save": 3}}}, {"dtypes": []},
-    {"versions": None}, {"saved_at": 5}, {"more": 1}, {"files": {"a": [-1, ""]}}, {"files": {"a": [1]}}, {"files": 3},
+    {"versions": None}, {"saved_at": 5}, {"checksum": 3}, {"own_dimensions": [1]},
+    {"own_dimensions": None}, {"more": 1}, {"files": {"a": [-1, ""]}}, {"files": {"a": [1]}}, {"files": 3},
 ])
 def test_a_manifest_of_odd_types_hides_no_other(two, changes):
     path = two / "step-00000002"
-    manifest = json.loads((path / "manifest.json").read_text())["manifest"] | changes
-    digest = sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-    (path / "manifest.json").write_text(json.dumps({"format": 1, "sha256": digest, "manifest": manifest}))
+    signed(path, **changes)
     assert "is damaged" in verify(path)[0] and latest(two).name == "step-00000001"
     with pytest.warns(UserWarning, match="step-00000002"):
         assert load(two, state_of(0)).manifest.step == 1
@@ -240,10 +265,34 @@ def test_a_manifest_of_odd_types_hides_no_other(two, changes):
 
 def test_a_format_of_later_is_named(two):
     path = two / "step-00000002" / "manifest.json"
-    path.write_text(path.read_text().replace('"format": 1', '"format": 2'))
-    assert "it has format 2, which this release does not read" in verify(path.parent)[0]
+    path.write_text(path.read_text().replace('"format": 2', '"format": 3'))
+    assert "it has format 3, which this release does not read" in verify(path.parent)[0]
 
 
 def test_a_manifest_of_deep_nesting_hides_no_other(two):
     (two / "step-00000002" / "manifest.json").write_text("[" * 100_000 + "]" * 100_000)
     assert latest(two).name == "step-00000001"
+
+
+def test_a_layout_of_later_is_named(two):
+    path = two / "step-00000002"
+    signed(path, layout={"world": 1, "pp": 1, "dp": 1, "ep": 1, "xp": 1})
+    message = "the layout has a dimension 'xp', which this release does not know; load it with the one that saved it, 0"
+    assert message in verify(path)[0]
+    with pytest.raises(ValueError, match="dimension 'xp'"):
+        load(path, state_of(0))
+    with pytest.warns(UserWarning, match="dimension 'xp'"):
+        assert load(two, state_of(0)).manifest.step == 1
+    assert any("dimension 'xp'" in line for line in ls(two))
+
+
+def test_a_layout_without_a_dimension_is_of_one(two):
+    path = two / "step-00000002"
+    signed(path, layout={"world": 1, "dp": 1})
+    loaded = load(path, state_of(0))
+    assert loaded.manifest.layout == {"world": 1, "pp": 1, "dp": 1, "ep": 1} and loaded.random_restored
+
+
+def test_checksums_of_later_are_named(two):
+    signed(two / "step-00000002", checksum="xxh5")
+    assert "has checksums by 'xxh5', which this release does not know" in verify(two / "step-00000002")[0]

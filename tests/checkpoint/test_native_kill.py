@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from dualpipe.checkpoint import CheckpointError, Checkpoints, latest, load, verify
-from dualpipe.checkpoint.native_folder import scan
+from dualpipe.checkpoint.directory import scan
 from dualpipe.parallel.mesh import build_mesh, dense_mesh
+from native import writers_of
 from ranks import run_ranks
 
 ROWS = 200_000  # 2.4 MB on each rank, so that a good part of the time is spent in each phase
@@ -48,10 +49,10 @@ def save_until_killed(rank, folder, how, victims, delay):
             save(state, step=step)
             if attempt == 0:
                 checkpoints.wait()
-                dist.all_gather_object(pids, (os.getpid(), how == "process" and checkpoints._process._process.pid))
+                dist.all_gather_object(pids, os.getpid())
                 if rank == 0:
-                    Path(folder, "writers.json").write_text(json.dumps([writer for _, writer in pids]))
-                    targets = " ".join(str(pids[victim][0]) for victim in victims)
+                    Path(folder, "ranks.json").write_text(json.dumps(pids))
+                    targets = " ".join(str(pids[victim]) for victim in victims)
                     subprocess.Popen(["sh", "-c", f"sleep {delay:.3f}; kill -9 {targets}"])
     return step
 
@@ -66,8 +67,8 @@ def kill(folder, how, victims, delay):
     outcome = run_ranks(save_until_killed, 2, str(folder), how, victims, delay, check=False, timeout=120)
     for rank, result in enumerate(outcome):
         assert isinstance(result, ChildProcessError if rank in victims else (CheckpointError, RuntimeError)), result
-    for writer in json.loads((folder / "writers.json").read_text()) if how == "process" else ():
-        wait_until_gone(writer)
+    for rank in json.loads((folder / "ranks.json").read_text()):
+        wait_until_none_writes_for(rank)
     for path in folder.glob("step-*"):
         assert not verify(path), path
     assert not scan(folder).damaged
@@ -79,15 +80,12 @@ def kill(folder, how, victims, delay):
     return loaded.manifest.step, bool(list(folder.glob(".*-step*")))
 
 
-def wait_until_gone(pid):
+def wait_until_none_writes_for(rank):
     for _ in range(100):
-        try:
-            if Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z":
-                return
-        except FileNotFoundError:
+        if not writers_of(rank):
             return
         time.sleep(0.05)
-    raise AssertionError(f"the writer {pid} lives on")
+    raise AssertionError(f"a writer of {rank} lives on")
 
 
 def kill_often(folder, how, times):

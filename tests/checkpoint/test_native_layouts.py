@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from dualpipe.checkpoint import Checkpoints, latest, load, verify
-from dualpipe.checkpoint.native_folder import read_manifest
-from dualpipe.checkpoint.native_read import read_stored
+from dualpipe.checkpoint.manifest import Checkpoint, file_of, read_manifest, stored_in
+from dualpipe.checkpoint.tensors import read_header
 from native import Trainee
 from ranks import run_ranks
 
@@ -92,12 +92,16 @@ def test_the_files_do_not_depend_on_the_layout(saved):
         path = latest(saved(shape)[0])
         assert not verify(path)
         manifest = read_manifest(path)
-        stored = read_stored(path, manifest.files)
+        stored, wrong = stored_in(Checkpoint(path, manifest))
+        assert not wrong
         described.append({name: (entry.shape, entry.dtype) for name, entry in stored.items()})
         assert {dtype for _, dtype in described[-1].values()} == {torch.float32}
-        in_files = sum(info.size for name, info in manifest.files.items() if name.endswith(".distcp"))
-        assert in_files == sum(chunk.length for entry in stored.values() for chunk in entry.chunks)  # and in one chunk:
-        assert all(sum(prod(chunk.sizes) for chunk in e.chunks) == prod(e.shape) for e in stored.values())
+        headers = [read_header(path / file_of(rank))[0] for rank in range(prod(shape))]
+        in_files = [name for header in headers for name in header]
+        assert sorted(in_files) == sorted(name for name, entry in stored.items() for _ in entry.boxes)  # each box once
+        assert all(sum(box.numel for box in entry.boxes) == prod(entry.shape) for entry in stored.values())
+        sizes = [sum(each.nbytes for each in header.values()) for header in headers]
+        assert len(manifest.files) == prod(shape) + 1 and max(sizes) < 2 * min(sizes), "all write, and about as much"
         assert manifest.layout == dict(zip(("pp", "dp", "ep"), shape), world=prod(shape))
         assert manifest.dtypes["norm.weight"]["save"] == "bf16"
     assert described[0] == described[1] == described[2]

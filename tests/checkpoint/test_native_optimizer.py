@@ -1,7 +1,6 @@
 """Any optimizer of torch's, and stages whose names repeat: what comes back, and what is refused."""
 
 import copy
-from math import prod
 
 import pytest
 import torch
@@ -11,9 +10,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from dualpipe.checkpoint import Checkpoints, load, save, training_state
-from dualpipe.checkpoint.command_native import show
-from dualpipe.checkpoint.native_folder import read_manifest
-from dualpipe.checkpoint.native_read import read_stored
+from dualpipe.checkpoint.commands import show
+from dualpipe.checkpoint.manifest import Checkpoint, read_manifest, stored_in
 from dualpipe.nn.accumulate import local
 from dualpipe.parallel.mesh import build_mesh, dense_mesh
 from ranks import run_ranks
@@ -266,9 +264,9 @@ def test_on_four_ranks(tmp_path):
     wanted = sum(p.numel() for p in sequential().parameters()) * 2 * 4
     for kind in ("hsdp", "plain", "replicated"):  # once, in whatever form, and to be loaded by one process
         path = tmp_path / kind / "step-00000001"
-        sizes = [prod(chunk.sizes) * entry.dtype.itemsize for name, entry in
-                 read_stored(path, read_manifest(path).files).items() if not name.endswith("/values")
-                 for chunk in entry.chunks]
+        stored, _ = stored_in(Checkpoint(path, read_manifest(path)))
+        sizes = [box.numel * entry.dtype.itemsize for name, entry in stored.items() if not name.endswith("/values")
+                 for box in entry.boxes]
         assert sum(sizes) == wanted and len(sizes) == (16 if kind == "hsdp" else 8)
         alone = [sequential(1)]
         optimizer = sgd(alone, lr=7.0)

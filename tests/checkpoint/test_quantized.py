@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from dualpipe.checkpoint.hub_files import TensorInfo
-from dualpipe.checkpoint.quantized import Fp8, Mxfp4, Plain, find_stored, fp8_block
+from dualpipe.checkpoint.quantized import Fp8, Mxfp4, Stored, find_stored, fp8_block
+from dualpipe.checkpoint.tensors import Box, TensorHeader
 
 WHOLE = (slice(0, 3), slice(0, 10), slice(0, 96))
 PARTS = [WHOLE, (slice(1, 2), slice(0, 10), slice(0, 96)), (slice(0, 3), slice(3, 7), slice(32, 64)),
@@ -20,8 +20,9 @@ def mxfp4(seed=0):
 
 
 def decode(stored, files, part, dtype):
-    out = torch.empty([p.stop - p.start for p in part], dtype=dtype)
-    stored.decode([files[name][at] for name, at in stored.raw(part)], part, out)
+    box = Box.at(part)
+    out = torch.empty(box.shape, dtype=dtype)
+    stored.decode([files[name][at.slices] for name, at in stored.raw(box)], box, out)
     return out
 
 
@@ -69,14 +70,14 @@ def test_fp8_is_a_plain_loop(scale_dtype):
 
 
 def header(**tensors):
-    return {name: TensorInfo("f", dtype, shape) for name, (dtype, shape) in tensors.items()}
+    return {name: TensorHeader(dtype, shape, "f", 0) for name, (dtype, shape) in tensors.items()}
 
 
 F8, F32, U8 = torch.float8_e4m3fn, torch.float32, torch.uint8
 
 
 def test_stored_forms_are_found():
-    assert find_stored(header(w=(F32, (3, 4))), "w", None) == Plain("w", (3, 4), F32)
+    assert find_stored(header(w=(F32, (3, 4))), "w", None) == Stored("w", (3, 4), F32)
     assert find_stored({}, "w", None) is None
     found = find_stored(header(w_blocks=(U8, (3, 10, 3, 16)), w_scales=(U8, (3, 10, 3))), "w", None)
     assert found == Mxfp4("w", (3, 10, 96))

@@ -245,7 +245,7 @@ def test_nothing_is_read_back():
 
 @pytest.mark.parametrize("expert", [3, -2])
 def test_expert_out_of_range(expert, device):
-    """An error on CPU; the kernel sorts the row past the last expert's, to nobody."""
+    """An error on CPU; the kernel sorts the row past the last expert's, unassigned."""
     expert_idx = torch.tensor([[2, 0], [expert, 1]] * 150, device=device)  # more than one block
     if device.type == "cuda" or INTERPRET:
         tokens = sort_tokens(expert_idx, 3)
@@ -258,16 +258,16 @@ def test_expert_out_of_range(expert, device):
             sort_tokens(expert_idx, 3)
 
 
-def with_nobody(tokens, top_k, experts, device, share):
-    """Choices of which `share` are nobody's, among them all of the first token."""
+def some_unassigned(tokens, top_k, experts, device, share):
+    """Choices of which `share` are unassigned, among them all of the first token."""
     chosen = choose(tokens, top_k, experts, device)
     generator = torch.Generator().manual_seed(1)
-    nobody = torch.rand(tokens, top_k, generator=generator) < share
-    nobody[:1] = True
-    return chosen.masked_fill(nobody.to(device), -1)
+    unassigned = torch.rand(tokens, top_k, generator=generator) < share
+    unassigned[:1] = True
+    return chosen.masked_fill(unassigned.to(device), -1)
 
 
-def test_worked_example_of_nobody(device):
+def test_worked_example_of_unassigned_rows(device):
     tokens = sort_tokens(torch.tensor([[1, -1], [-1, 0]], device=device), 2)
     assert [tokens.offs.tolist(), tokens.inverse.tolist()] == [[1, 2], [1, 2, 3, 0]]
     assert tokens.cut(2).order.tolist() == [3, 0] and tokens.cut(2).gather.tolist() == [1, 0]
@@ -276,9 +276,9 @@ def test_worked_example_of_nobody(device):
 @pytest.mark.parametrize("index_dtype", [torch.int64, torch.int32], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("share", [0.4, 1.0])
-def test_sort_puts_nobodys_rows_last(share, case, index_dtype, device):
+def test_sort_puts_unassigned_rows_last(share, case, index_dtype, device):
     tokens, top_k, experts, _ = case
-    chosen = with_nobody(tokens, top_k, experts, device, share).to(index_dtype)
+    chosen = some_unassigned(tokens, top_k, experts, device, share).to(index_dtype)
     ours, as_last = sort_tokens(chosen, experts), sort_tokens(chosen.where(chosen >= 0, experts), experts + 1)
     assert torch.equal(ours.offs, as_last.offs[:-1])
     for name in ("order", "inverse", "gather"):
@@ -289,10 +289,10 @@ def test_sort_puts_nobodys_rows_last(share, case, index_dtype, device):
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("share", [0.4, 1.0])
-def test_nobodys_rows_count_as_zero(share, case, dtype, cut, device):
+def test_unassigned_rows_count_as_zero(share, case, dtype, cut, device):
     """Whatever they, their weights and their gradients hold, and also where they do not exist."""
     tokens, top_k, experts, hidden = case
-    chosen = with_nobody(tokens, top_k, experts, device, share)
+    chosen = some_unassigned(tokens, top_k, experts, device, share)
     sorted_tokens = sort_tokens(chosen, experts)
     end, rows = int(sorted_tokens.offs[-1]), chosen.numel()
     if cut:
@@ -307,7 +307,7 @@ def test_nobodys_rows_count_as_zero(share, case, dtype, cut, device):
     x, d_out = random((tokens, hidden), dtype, device), random((tokens, hidden), dtype, device, 4)
     y, d_rows = with_nan((rows, hidden), 1), with_nan((rows, hidden), 3)
     weights = random(chosen.shape, dtype, device, 2).masked_fill(chosen < 0, float("nan"))
-    d_out[:1] = float("nan")  # of a token that has nobody
+    d_out[:1] = float("nan")  # of a token that has no expert
     leaves = x, y, weights = tuple(t.requires_grad_() for t in (x, y, weights))
     wide_x, wide_y, wide_weights = wide = tuple(t.detach().double().requires_grad_() for t in leaves)
     copied = dispatch_tokens(x, sorted_tokens, top_k)

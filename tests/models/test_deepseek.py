@@ -441,7 +441,7 @@ def test_published_models(name):
     idle = routed // config.num_experts * (config.num_experts - config.num_experts_per_tok)
     assert (sum(sizes.values()), sum(sizes.values()) - idle) == PUBLISHED[name]
     assert config.rotary.head_dim == config.rotary_dim == 64
-    parts = [part for name, tensor in stage.state_dict().items() for part in config.hub_layouts(name, tensor.shape)[0]]
+    parts = [part for name, tensor in stage.state_dict().items() for part in config.hub_parts(name, tensor.shape)[0]]
     found = {part.name: part.shape for part in parts}
     assert found == hub_shapes(config)
     assert len(found) == len(parts)

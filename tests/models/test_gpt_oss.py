@@ -289,7 +289,7 @@ def test_real_models_have_transformers_names_and_shapes(name):
         expected = {key: tuple(tensor.shape) for key, tensor in GptOssForCausalLM(hf_config).state_dict().items()}
     found = {}
     for key, param in model.named_parameters():
-        ((part,),) = config.hub_layouts(key, param.shape)
+        ((part,),) = config.hub_parts(key, param.shape)
         assert part.shape == (*param.shape[:-2], *param.shape[:-3:-1]) if part.transposed else param.shape
         found[part.name] = part.shape
     assert found == expected

@@ -371,9 +371,9 @@ def test_real_models_have_the_hub_s_names_and_shapes(name):
         expected = {key: tuple(tensor.shape) for key, tensor in Qwen3MoeForCausalLM(hf_config).state_dict().items()}
     apart, together = {}, {}  # each expert's own tensors, as on the hub, and all in one, as in transformers' memory
     for key, param in model.named_parameters():
-        layouts = config.hub_layouts(key, param.shape)
-        apart |= {part.name: part.shape for part in layouts[0]}
-        together |= {part.name: part.shape for part in layouts[-1]}
+        forms = config.hub_parts(key, param.shape)
+        apart |= {part.name: part.shape for part in forms[0]}
+        together |= {part.name: part.shape for part in forms[-1]}
     assert together == expected
     layers, hidden, inside = config.num_hidden_layers, config.hidden_size, config.moe_intermediate_size
     assert len(apart) == layers * (8 + 1 + 128 * 3) + 3

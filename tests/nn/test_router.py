@@ -540,10 +540,8 @@ def test_the_host_never_waits(options):
         statistics.reset()
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_on_cuda_as_on_cpu_without_waiting(options):
+def test_on_cuda_as_on_cpu_without_waiting(options, any_cuda):
     r, x = router(**options), tokens(4, 9)
     expected = gradients(r, x, step_of(r, x, "global"))
     r, x = r.cuda(), x.cuda()

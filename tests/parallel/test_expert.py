@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from dualpipe.kernels import combine_tokens, dispatch_tokens, sort_tokens
+from dualpipe.models import DeepseekV3Config, Stage
 from dualpipe.nn import GroupedLinear, GroupedSwiGLU, Linear
 from dualpipe.nn.init import seeded_normal_
 from dualpipe.nn.segments import Communicate, Compute, run_segments
@@ -189,6 +190,44 @@ def one_rank(rank):
     ep = ExpertParallel(E, mesh["ep"])
     ours(ep, experts, "random", rank, torch.float64)
     return ep.sent_bytes == 0 and not any(isinstance(p, DTensor) for p in experts.parameters())
+
+
+# -- a model, by its forward alone
+
+CONFIG = DeepseekV3Config(
+    vocab_size=31, hidden_size=H, num_hidden_layers=2, num_attention_heads=2, q_lora_rank=None, kv_lora_rank=8,
+    qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=4, intermediate_size=24, moe_intermediate_size=WIDTH,
+    n_routed_experts=E, n_shared_experts=1, num_experts_per_tok=3, n_group=None, topk_group=None,
+    first_k_dense_replace=1, initializer_range=0.3,
+)
+
+
+def outside_of_a_pipeline(rank):
+    """Errors of all gradients of a rank's batch: an ordinary forward and backward, with shared experts besides."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
+    model, whole = (Stage(CONFIG, range(2), first=True, last=True).double() for _ in range(2))
+    for stage in (model, whole):
+        stage.init_weights(0)
+    shard_experts(model, mesh)
+    model.use_expert_parallelism(ExpertParallel(E, mesh))
+    batches = [torch.randint(31, (2, 5 + r), generator=torch.Generator().manual_seed(r)) for r in range(mesh.size())]
+    model(batches[rank]).square().mean().backward()
+    errors = []
+    losses = [whole(tokens).square().mean() for tokens in batches]
+    for (name, param), like in zip(model.named_parameters(), whole.parameters(), strict=True):
+        if isinstance(param, DTensor):
+            expected = torch.autograd.grad(sum(losses), like, retain_graph=True)[0].chunk(mesh.size())[rank]
+            errors.append((name, error(param.grad.to_local(), expected)))
+        else:
+            expected = torch.autograd.grad(losses[rank], like, retain_graph=True)[0]
+            errors.append((name, error(param.grad, expected)))
+    return [name for name, found in errors if not found < 1e-10], len(errors)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_model_outside_of_a_pipeline_has_the_gradients_of_one_process(ranks):
+    for wrong, count in run_ranks(outside_of_a_pipeline, ranks, reuse=True):
+        assert not wrong and count > 20
 
 
 # -- in segments, with ranks that fail

@@ -743,9 +743,7 @@ def test_given_what_is_on_meta_elsewhere_or_uninitialised_then_each_is_named(wor
         assert elsewhere == [f"{name} is on cpu, not on cuda" for name in names + buffers]
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_given_a_cuda_device_then_everything_is_there_with_the_values_of_the_cpu():
+def test_given_a_cuda_device_then_everything_is_there_with_the_values_of_the_cpu(any_cuda):
     toy = build_on_meta(Toy)
     fill(toy, "cuda", *MIXED, seed=3)
     assert {tensor.device.type for tensor in [*toy.parameters(), *toy.buffers()]} == {"cuda"}

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,13 +21,6 @@ from threads import Rank, run_threads
 
 ROWS, WIDTH, LAYERS = 256, 64, 3
 SEGMENT = ROWS * WIDTH * 4  # bytes of the largest output of a segment that goes to another: float32 (ROWS, WIDTH)
-
-
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request):
-    if request.param == "cuda" and not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-    return request.param
 
 
 class Exchange:

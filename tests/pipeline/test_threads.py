@@ -32,13 +32,6 @@ LAYOUTS = [(1, 2), (2, 2), (1, 4), (4, 1)]  # pipeline ranks, expert-parallel ra
 EACH = 0.002  # seconds: longer than any kernel here
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request):
-    if request.param == "cuda" and not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-    return request.param
-
-
 # -- stages that swap rows between the ranks
 
 
@@ -268,16 +261,16 @@ def test_nothing_is_left_in_memory(pp, ep):
 
 
 @pytest.mark.parametrize("pp, ep", [(1, 2), (2, 2)])
-def test_a_missing_wait_for_rows_shows(device, monkeypatch, pp, ep):
+def test_a_missing_wait_for_rows_shows(real_device, monkeypatch, pp, ep):
     monkeypatch.setattr(PendingRows, "receive", lambda rows: [b.view(dtype) for b, dtype in rows._received])
     it = problem(False, 2 * pp, ep)
-    results = run_threads(step, pp * ep, it, pp, ep, True, device=device, delays=Delays(all_to_all=EACH))
+    results = run_threads(step, pp * ep, it, pp, ep, True, device=real_device, delays=Delays(all_to_all=EACH))
     _, gradients = reference(it)
     found = gathered(results, ep)
     assert any(not relative_error(found[name], gradients[name]) < 1e-10 for name in gradients)
 
 
-def test_a_missing_wait_for_a_message_shows(device, monkeypatch):
+def test_a_missing_wait_for_a_message_shows(real_device, monkeypatch):
     """Activations only: without the headers nothing would arrive at all."""
     waits = Transfer.wait
 
@@ -288,7 +281,7 @@ def test_a_missing_wait_for_a_message_shows(device, monkeypatch):
     it = problem(False, 4, 1)
     with monkeypatch.context() as patched:
         patched.setattr(Transfer, "wait", wait)
-        results = run_threads(step, 2, it, 2, 1, True, device=device, delays=Delays(links=EACH))
+        results = run_threads(step, 2, it, 2, 1, True, device=real_device, delays=Delays(links=EACH))
     assert not relative_error(results[0].loss, reference(it)[0][0]) < 1e-10
 
 

@@ -9,10 +9,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dualpipe.checkpoint import hub_dtypes
-from dualpipe.checkpoint.hub_files import TensorInfo
-from dualpipe.checkpoint.hub_layout import new_tensors
-from dualpipe.checkpoint.hub_plan import model_tensors, shapes_of
+from dualpipe.checkpoint.hub_load import meta_stages, model_shapes
+from dualpipe.checkpoint.hub_save import new_tensors
+from dualpipe.checkpoint.tensors import Box, TensorHeader
 from dualpipe.models import build_stages, read_config
+from dualpipe.nn import GroupedLinear
 from dualpipe.parallel import DTypePolicy, resolve_dtypes, shard
 from dualpipe.parallel.expert import shard_experts
 from dualpipe.parallel.materialize import build_on_meta
@@ -110,7 +111,40 @@ def stages_on_meta(folder, shape=None, dtype=torch.float32, stages_per_rank=2):
 
 
 def header_of(config, dtype=torch.bfloat16):
-    """The header of a checkpoint of a model of any size, in the layout that `save_hf` writes."""
-    shapes = shapes_of(model_tensors(config))
-    tensors = new_tensors(config, shapes, dict.fromkeys(shapes, dtype))
-    return {tensor.name: TensorInfo("model.safetensors", tensor.dtype, tensor.shape) for tensor in tensors}
+    """The header of a checkpoint of a model of any size, in the form that `save_hf` writes."""
+    tensors = new_tensors(config, dict.fromkeys(model_shapes(config), dtype))
+    return {name: TensorHeader(dtype, shape, "model.safetensors", 0) for name, (dtype, shape) in tensors.items()}
+
+
+def held_boxes(config, layout, rank):
+    """Of every tensor of a rank of a mesh (pp, dp, ep), the part that it holds; two stages a rank in a V."""
+    pp, dp, ep = layout
+    place, at_dp, at_ep = rank // (dp * ep), rank // ep % dp, rank % ep
+    numbers = tuple(number for number, on in enumerate(v_placement(pp)) if on == place)
+    found = {}
+    for stage in meta_stages(config, 2 * pp, numbers):
+        experts = {id(param) for module in stage.modules() if isinstance(module, GroupedLinear)
+                   for param in module.parameters()}
+        for name, tensor in stage.state_dict(keep_vars=True).items():
+            box = Box.whole(tensor.shape)
+            if id(tensor) in experts and ep > 1:
+                dim = next((dim for dim in range(1, tensor.ndim) if tensor.shape[dim] % dp == 0), 0)
+                box = chunk(chunk(box, 0, ep, at_ep), dim, dp, at_dp)
+            elif isinstance(tensor, torch.nn.Parameter):
+                box = chunk(box, 0, dp * ep, at_dp * ep + at_ep)
+            found[name] = box
+    return found
+
+
+def chunk(box, dim, ranks, rank):
+    """As `torch.chunk` cuts it: the last ones may be smaller, or empty."""
+    each = -(-box.shape[dim] // ranks)
+    slices = list(box.slices)
+    start, stop = slices[dim].start, slices[dim].stop
+    slices[dim] = slice(min(start + each * rank, stop), min(start + each * (rank + 1), stop))
+    return Box.at(slices)
+
+
+def reads_of(tensors, config, layout, rank):
+    """All that a rank of a mesh (pp, dp, ep) reads of `tensors`, from `find_tensors`: the names and boxes."""
+    return [read for name, box in held_boxes(config, layout, rank).items() for read in tensors[name].reads(box)]

@@ -59,15 +59,15 @@ def ours(config, tensors, hub):
 def from_hub(config: HubConfig, shapes: Mapping[str, Sequence[int]], hub: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of ours with these names and shapes, made of a hub state dict in memory, such as a model's gradients.
 
-    Raises `ValueError` for a name of which no layout is there.
+    Raises `ValueError` for a name of which no form is there.
     """
-    return {name: _assembled(config.hub_layouts(name, shape), shape, hub) for name, shape in shapes.items()}
+    return {name: _assembled(config.hub_parts(name, shape), shape, hub) for name, shape in shapes.items()}
 
 
-def _assembled(layouts: list[list[Part]], shape: Sequence[int], hub: Mapping[str, Tensor]) -> Tensor:
-    parts = next((parts for parts in layouts if all(part.name in hub for part in parts)), None)
+def _assembled(forms: list[list[Part]], shape: Sequence[int], hub: Mapping[str, Tensor]) -> Tensor:
+    parts = next((parts for parts in forms if all(part.name in hub for part in parts)), None)
     if parts is None:
-        raise ValueError(f"{layouts[0][0].name} is missing")
+        raise ValueError(f"{forms[0][0].name} is missing")
     ours = hub[parts[0].name].new_empty(*shape)
     for part in parts:
         tensor = hub[part.name]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
+
 import torch
 
-from dualpipe.checkpoint import training_state
-from dualpipe.checkpoint.native_folder import scan
-from dualpipe.checkpoint.native_state import parts_of
+from dualpipe.checkpoint import training_state, writer
+from dualpipe.checkpoint.directory import scan
+from dualpipe.checkpoint.state import parts_of
 from dualpipe.models import config_from_dict
 from dualpipe.nn.init import seeded_normal_
 from dualpipe.parallel.mesh import build_mesh
@@ -71,7 +74,7 @@ def _same(actual, expected):
 
 
 # Of a checkpoint of one process.
-FILES = ["__0_0.distcp", ".metadata", "tensors.json", "rank-00000.json", "manifest.json"]
+FILES = ["rank-00000.safetensors", "tensors.json", "manifest.json"]
 
 
 def state_of(step):
@@ -89,3 +92,33 @@ def is_step(state, step):
     expected = state_of(step)
     return all(torch.equal(state[name], expected[name]) and state[name].dtype is expected[name].dtype
                for name in expected)
+
+
+def writers_of(rank):
+    """The processes that write for the process `rank`, which live."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (path / "cmdline").read_bytes().split(b"\0")
+            if writer.__file__.encode() in command and str(rank).encode() in command and not is_gone(path.name):
+                found.append(int(path.name))
+        except OSError:  # it ends
+            continue
+    return found
+
+
+def writer_of(rank):
+    """The process that writes for the process `rank`, once there is one."""
+    deadline = time.monotonic() + 120  # a loaded machine takes long to import torch
+    while not (found := writers_of(rank)):
+        assert time.monotonic() < deadline, "no process writes"
+        time.sleep(0.001)
+    return found[0]
+
+
+def is_gone(process):
+    """Whether it has ended, be it that nobody has asked how."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True

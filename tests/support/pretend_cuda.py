@@ -5,12 +5,12 @@
             pipe.step(...)
     assert device.report(waits={...}) == []
 
-Every operator runs at once on CPU memory, so values are right whatever the order; what is checked is the order that was
-asked for. A stream, and each thread of the host, is a timeline of numbered accesses with a vector clock: the last access
-of each timeline that comes before its own next one. Events carry the clock of the stream that recorded them to those
-that wait; and what a thread gives to a stream comes after all that the thread has waited for. Nothing else orders two
+Every operator runs at once on CPU memory, so values are right whatever the order; what is checked is the order that is
+asked for. A stream, or a thread of the host, is a timeline of numbered accesses with a vector clock: the last one of
+each timeline that comes before its own next one. Events carry the clock of the stream that recorded them to those that
+wait; and what a thread gives to a stream comes after all that the thread has waited for. Nothing else orders two
 accesses. Those of each storage are kept, by bytes, as long as they matter: two that overlap, one of them a write, of
-which neither is in the clock of the other, are a race.
+which neither is in the clock of the other, are a race. All this is in device_book.py; here is what feeds it.
 
     main, side = torch.cuda.current_stream(), torch.cuda.Stream()
     x = torch.zeros(4, device="cuda")   # main 1 writes 16 bytes              clock of main: {main: 1}
@@ -24,8 +24,9 @@ Faults, by their first word:
 
     race    two accesses, one of them a write, without an order: of two streams, or of a stream and the host
     free    memory given back that another stream may still use, without `record_stream`
-    reuse   with strict=False instead of free, and only where something made since on the stream that the memory belongs
-            to is accessed before the other stream is through (FSDP2 keeps sharded gradients on its reduce stream)
+    reuse   memory used on one stream while another may still use what was in it before: that of its own stream, which
+            has to be waited for as of when the memory was made; with strict=False that of a third one, instead of free
+            (FSDP2 keeps sharded gradients on its reduce stream)
     sync    a wait of the host that the test does not list, or one that it lists and that there was not
     device  an operator with tensors of both devices
 
@@ -37,19 +38,12 @@ memory the allocator hands out again, time.
 
 from __future__ import annotations
 
-import sys
 import threading
-import weakref
-from collections import Counter, defaultdict, deque
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache
-from itertools import count as numbers
-from itertools import islice
-from pathlib import Path
-from traceback import walk_stack
-from types import CodeType, SimpleNamespace
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import torch
@@ -58,257 +52,18 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
-ROOT, SUPPORT = (f"{Path(__file__).parents[up]}/" for up in (2, 0))
-PASSED_BY = (SUPPORT, f"{ROOT}.", f"{ROOT}dualpipe/device.py")  # what happens there is told of the callers
-Clock = Counter[int]  # accesses by timeline; the union of two clocks is what comes after both
+from device_book import CUDA, Book, Event, Timeline, the_device, where
 
 WAITING = {"nonzero", "_local_scalar_dense", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "equal",
            "bincount", "histc"}
 INDEXING = {"index", "index_put", "index_put_", "_unsafe_index", "_index_put_impl_"}
 UNWRITTEN = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"}
 LIKE = ("new_", "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like")  # read no values
-RESIZE = torch.UntypedStorage.resize_
-_devices: list[PretendCuda] = []  # the last one is pretended at the moment
+CPU = torch.device("cpu")
 
 
-def the_device() -> PretendCuda:
-    return _devices[-1]
-
-
-class Timeline:
-    """torch.cuda.Stream, and a thread of the host. clock: what its next access comes after."""
-
-    numbers = numbers()
-
-    def __init__(self, device: Any = None, priority: int = 0, kind: str = "stream") -> None:
-        self.number, self.clock, self.device = next(self.numbers), Clock(), CUDA
-        self.name = f"{kind} {self.number}"
-        the_device().lines.append(self)
-
-    def record_event(self) -> Event:
-        event = Event()
-        event.record(self)
-        return event
-
-    def wait_event(self, event: Event) -> None:
-        the_device().order(self, event.clock)
-
-    def wait_stream(self, stream: Timeline) -> None:
-        self.wait_event(stream.record_event())
-
-    def synchronize(self) -> None:
-        the_device().host_waits("Stream.synchronize", self.clock)
-
-
-class Event:
-    """torch.cuda.Event. One that was never recorded is waited for by nobody, as there."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        self.clock = Clock()
-
-    def record(self, stream: Timeline | None = None) -> None:
-        stream = stream or the_device().current_stream()
-        the_device().order(stream, Clock())
-        self.clock = stream.clock.copy()
-
-    def synchronize(self) -> None:
-        the_device().host_waits("Event.synchronize", self.clock)
-
-
-class Access(NamedTuple):
-    """By an operator, to the bytes from `low` to before `high`. lost: what memory it was, if that was given back."""
-
-    line: Timeline
-    time: int
-    write: bool
-    low: int
-    high: int
-    what: str
-    lost: str = ""
-
-    def before(self, clock: Clock) -> bool:
-        return clock[self.line.number] >= self.time
-
-    def __str__(self) -> str:
-        return f"{'write' if self.write else 'read'} by {self.what} on {self.line.name}"
-
-
-class Block:
-    """Memory of the device, which belongs to the stream `line`, or pinned memory of the host."""
-
-    def __init__(self, kind: str, line: Timeline, nbytes: int, where: str) -> None:
-        self.kind, self.line, self.nbytes, self.where = kind, line, nbytes, where
-        self.accesses: list[Access] = []
-        self.recorded: set[int] = set()  # streams of `record_stream`
-
-
-class OfThread(threading.local):
-    """What belongs to a thread of the host."""
-
-    stream: Timeline | None = None
-    watched = False  # whether its waits are counted
-    transfer: tuple[str, bool] | None = None  # of `tensor.to` between the devices: where to, and non_blocking
-
-    def __init__(self) -> None:
-        self.host = Timeline(kind="host")
-
-
-class PretendCuda:
-    """The device's book. strict: whether memory given back too early is a fault before it is used again."""
-
-    def __init__(self, strict: bool) -> None:
-        self.strict, self.launches, self.allocated = strict, 0, 0
-        self.faults: Counter[str] = Counter()
-        self.waits: Counter[str] = Counter()
-        self.lines: list[Timeline] = []
-        self.pinned: dict[int, Block] = {}  # by address: memory of the host that was registered
-        self._lock = threading.RLock()
-        self._blocks: dict[int, Block] = {}  # by storage
-        self._dead: deque[tuple[int, Block, Timeline]] = deque()  # storages that are gone, and the thread they went in
-        self._lost: defaultdict[int, list[Access]] = defaultdict(list)  # by stream, who may still use memory that was given back to it
-
-    def report(self, waits: Mapping[str, int]) -> list[str]:
-        """All faults, each with how often; `waits`: those of the host that there should be."""
-        self._bury()
-        wrong = [wait for wait in {*waits, *self.waits} if waits.get(wait, 0) != self.waits[wait]]
-        found = [f"{fault} ({count} times)" for fault, count in self.faults.most_common()]
-        return found + [f"sync: {wait}: {self.waits[wait]} times instead of {waits.get(wait, 0)}" for wait in wrong]
-
-    def watched(self) -> AbstractContextManager:
-        """Within it this thread's waits are counted."""
-        return mock.patch.object(self.of_thread, "watched", True)
-
-    # -- order
-
-    def begin(self) -> None:
-        """Make what needs the device to be the present one: the default stream, and this thread's timeline."""
-        self.default = Timeline()
-        self.of_thread = OfThread()
-
-    def current_stream(self, device: Any = None) -> Timeline:
-        return self.of_thread.stream or self.default
-
-    def stream(self, stream: Timeline | None) -> AbstractContextManager:
-        return mock.patch.object(self.of_thread, "stream", stream or self.current_stream())
-
-    def order(self, line: Timeline, clock: Clock) -> None:
-        """What this thread gives to `line` from now on comes after `clock` and all that the thread has waited for."""
-        with self._lock:
-            line.clock |= self.of_thread.host.clock | clock
-
-    def host_waits(self, what: str, clock: Clock) -> None:
-        with self._lock:
-            if self.of_thread.watched:
-                self.waits[f"{what} in {_where(1, '')}"] += 1
-            self.of_thread.host.clock |= clock
-
-    def synchronize(self, device: Any = None) -> None:
-        """This thread waits, and will tell the others."""
-        self.host_waits("synchronize", Clock({line.number: line.clock[line.number] for line in self.lines}))
-        for line in self.lines:
-            line.clock |= self.of_thread.host.clock
-
-    # -- memory
-
-    def block(self, tensor: Tensor) -> Block | None:
-        """What is known of a tensor's memory; None on the host, if it is not pinned."""
-        self._bury()
-        found = self._blocks.get(_local(tensor).untyped_storage()._cdata)
-        if found is None and self.pinned:
-            address = tensor.data_ptr()
-            found = next((b for start, b in self.pinned.items() if start <= address < start + b.nbytes), None)
-        return found
-
-    def kind(self, tensor: Tensor) -> str:
-        block = self.block(tensor)
-        return "host" if block is None else block.kind
-
-    def mark(self, tensor: Tensor, kind: str) -> None:
-        """Have its memory be "device", made on the current stream, or "pinned"."""
-        storage = _local(tensor).untyped_storage()
-        key, block = storage._cdata, Block(kind, self.current_stream(), 0, _where())
-        self._blocks[key] = block
-        weakref.finalize(storage, lambda: self._dead.append((key, block, self.of_thread.host))).atexit = False
-        if kind == "device":
-            self._allocate(block, storage.nbytes())
-
-    def pin(self, address: int, nbytes: int, flags: int) -> int:
-        self.pinned[address] = Block("pinned", self.of_thread.host, nbytes, _where())
-        return 0
-
-    def resize(self, storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
-        """As FSDP2 gives the memory of gathered parameters back and takes other."""
-        block = self._blocks.get(storage._cdata)
-        if block is not None and block.kind == "device":
-            self._give_back(block, self.of_thread.host)
-            block.line, block.where, block.recorded = self.current_stream(), _where(), set()
-            self._allocate(block, nbytes)
-        return RESIZE(storage, nbytes)
-
-    def _allocate(self, block: Block, nbytes: int) -> None:
-        """The allocator waits for nobody: it may be memory that was given back on this stream and is still in use, by
-        others (lost), and by the stream itself."""
-        line, block.nbytes = block.line, nbytes
-        self.allocated += nbytes
-        lost = self._lost[line.number] = [old for old in self._lost[line.number] if not old.before(line.clock)]
-        own = Access(line, line.clock[line.number], True, 0, sys.maxsize, "anything", f"memory of {line.name}")
-        block.accesses = [own, *lost]
-
-    def _bury(self) -> None:
-        with self._lock:
-            while self._dead:
-                key, block, host = self._dead.popleft()
-                if self._blocks.get(key) is block:
-                    del self._blocks[key]
-                if block.kind == "device":
-                    self._give_back(block, host)
-
-    def _give_back(self, block: Block, host: Timeline) -> None:
-        """What the block's stream and the thread have not waited for may still use it."""
-        self.allocated -= block.nbytes
-        known = block.line.clock | host.clock
-        what = f"{block.nbytes} bytes of {block.line.name}, made at {block.where}"
-        for old in block.accesses:
-            if old.line.number in (block.line.number, *block.recorded) or old.before(known):
-                continue
-            if self.strict and not old.lost:
-                self.faults[f"free: {what}, given back before the {old}"] += 1
-            else:
-                lost = old._replace(write=True, low=0, high=sys.maxsize, lost=old.lost or what)
-                self._lost[block.line.number].append(lost)
-
-    def _access(self, tensor: Tensor, write: bool, line: Timeline, what: str) -> None:
-        """Note what `line` does with a tensor, and hold it against what was noted before."""
-        block, tensor = self.block(tensor), _local(tensor)
-        if block is None or tensor.numel() == 0:
-            return
-        low = tensor.data_ptr()
-        high = low + tensor.element_size() * (1 + sum((n - 1) * s for n, s in zip(tensor.size(), tensor.stride())))
-        new, kept = Access(line, line.clock[line.number], write, low, high, what), []
-        for old in block.accesses:
-            ordered, only_read = old.before(line.clock), not (write or old.write)
-            if not ordered and not only_read and old.low < high and low < old.high:
-                fault = f"reuse: {new}, not after the {old} of what was given back, {old.lost}"
-                self.faults[fault if old.lost else f"race: {new}, not after the {old}; made at {block.where}"] += 1
-            implied = ordered and low <= old.low and old.high <= high and (write or (only_read and old.line is line))
-            if not implied:
-                kept.append(old)
-        block.accesses = [*kept, new]
-
-    # -- operators
-
-    def launch(self, name: str, reads: list[Tensor], writes: list[Tensor], line: Timeline | None = None) -> Clock:
-        """Give an operator to a timeline, by default the current stream; returns what comes after it."""
-        line = line or self.current_stream()
-        with self._lock:
-            self.order(line, Clock({line.number: line.clock[line.number] + 1}))
-            self.launches += 1
-            what = f"{name} at {_where()}"
-            for tensors, write in ((reads, False), (writes, True)):
-                for tensor in tensors:
-                    self._access(tensor, write, line, what)
-        return line.clock
+class PretendCuda(Book):
+    """The device, as operators and functions of torch are told to it."""
 
     def ran(self, func: Any, args: tuple, kwargs: dict, out: Any) -> None:
         """Book an operator that has run."""
@@ -342,7 +97,7 @@ class PretendCuda:
         if name in INDEXING:
             waits = bool(on_host) or any(t.dtype in (torch.bool, torch.uint8) for t in reads[1:])
         elif on_host:
-            self.faults[f"device: {name} with tensors of both devices at {_where()}"] += 1
+            self.faults[f"device: {name} with tensors of both devices at {where()}"] += 1
         made = [t for t in tree_leaves(out) if isinstance(t, Tensor) and self.block(t) is None]
         for tensor in made:
             self.mark(tensor, "device")
@@ -361,24 +116,6 @@ class PretendCuda:
             self.host_waits(name, self.launch(name, [tensor], []))
         elif self.kind(tensor) == "pinned":
             self.launch(name, [tensor], [], self.of_thread.host)
-
-
-@cache
-def _label(code: CodeType) -> str:
-    """The name of a function of the project or of its tests."""
-    ours = code.co_filename.startswith(ROOT) and not code.co_filename.startswith(PASSED_BY)
-    return f"{code.co_filename.removeprefix(ROOT)}: {code.co_qualname}" if ours else ""
-
-
-def _where(count: int = 3, line: str = ", line {}") -> str:
-    """The innermost functions that have a label."""
-    frames = walk_stack(sys._getframe(1))
-    return " < ".join(islice((label + line.format(at) for f, at in frames if (label := _label(f.f_code))), count))
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """Of a DTensor, this rank's part."""
-    return getattr(tensor, "_local_tensor", tensor)
 
 
 @cache
@@ -474,10 +211,12 @@ def _replacements(device: PretendCuda) -> Iterator[tuple[Any, str, Any]]:
         current_stream=device.current_stream, default_stream=lambda *_: device.default, check_error=lambda _: None,
         is_available=lambda: True, is_initialized=lambda: True, device_count=lambda: 1, current_device=lambda: 0,
         set_device=lambda _: None, device_of=lambda _: nullcontext(), _sleep=lambda _: None, empty_cache=lambda: None,
-        memory_allocated=lambda *_: device.allocated, max_memory_allocated=lambda *_: device.allocated,
+        memory_allocated=lambda *_: device.allocated, max_memory_allocated=lambda *_: device.peak,
+        reset_peak_memory_stats=lambda *_: setattr(device, "peak", device.allocated),
         get_rng_state=lambda *_: torch.get_rng_state(), set_rng_state=lambda state, *_: torch.set_rng_state(state),
         get_device_properties=lambda *_: properties, get_device_capability=lambda *_: (9, 0),
-        get_device_name=lambda *_: properties.name, set_sync_debug_mode=lambda _: None,
+        get_device_name=lambda *_: properties.name,
+        set_sync_debug_mode=lambda mode: setattr(device.of_thread, "watched", mode == "error"),
     )
     yield from ((torch.cuda, name, function) for name, function in functions.items())
     yield torch.cuda.nvtx, "range", lambda *_: nullcontext()
@@ -493,9 +232,7 @@ def pretend_cuda(strict: bool = True) -> Iterator[PretendCuda]:
     with ExitStack() as stack:
         for owner, name, value in _replacements(device):
             stack.enter_context(mock.patch.object(owner, name, value))
-        _devices.append(device)
-        stack.callback(_devices.pop)
-        device.begin()
+        stack.enter_context(device.pretended())
         stack.enter_context(_Operators())
         stack.enter_context(_Functions())
         yield device

@@ -24,7 +24,8 @@ from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from pretend_cuda import Event, PretendCuda, Timeline
+from device_book import Event, Timeline
+from pretend_cuda import PretendCuda
 
 OPERATIONS = (  # what they write comes first, then what they read, if it is something else
     "send", "recv", "allreduce", "broadcast", "reduce", "all_gather_single", "reduce_scatter_single",

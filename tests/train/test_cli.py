@@ -271,14 +271,14 @@ def test_an_error_of_the_disk_names_file_rank_and_step(train_alone, capsys, monk
 
 def test_an_output_directory_is_for_one_job(train_alone, capsys, monkeypatch):
     import dualpipe.train.loop as loop
-    from dualpipe.checkpoint.lock import lock, unlock
+    from dualpipe.files import lock
 
     monkeypatch.setattr(loop, "lock", lambda file, patience: lock(file, 0))
     Path("out").mkdir()
     other = lock(Path("out/.metrics.lock"), 0)
     assert train_alone() == 2
     assert capsys.readouterr().err == "error: another job saves to out; end it, or give each a directory\n"
-    unlock(other)
+    other.release()
     assert train_alone() == 0, "the lock is free again"
     assert train_alone() == 0, "and after a job has ended"
 

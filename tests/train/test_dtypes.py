@@ -63,7 +63,7 @@ def trained(toml, options, plan):
     cpu, mesh = torch.device("cpu"), None
     if world > 1:
         mesh = build_mesh(p.pp, p.dp, p.ep, cpu)
-    job = Job(dist.get_rank() if mesh else 0, world, cpu, dist.group.WORLD if mesh else None, mesh)
+    job = Job(cpu, mesh)
     with Saver(config, job) as saver:
         run = Run(config, job, saver)
         saver.resume(run.state)

@@ -4,7 +4,6 @@ import math
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from dualpipe.checkpoint import save_hf
 from dualpipe.parallel.mesh import build_mesh
@@ -23,7 +22,7 @@ def from_hub_and_back(rank: int, toml: str, options: list[str]) -> None:
     """Write what was read, train, and write what came of it."""
     config, cpu = fit_world(load_config(toml, options), 4), torch.device("cpu")
     mesh = build_mesh(2, 1, 2, cpu)
-    job = Job(rank, 4, cpu, dist.group.WORLD, mesh)
+    job = Job(cpu, mesh)
     with Saver(config, job) as saver:
         run = Run(config, job, saver)
         save_hf(run.model.stages, "same", mesh, run.model.plan, source=config.init.from_hf)

@@ -112,10 +112,39 @@ def _python_from(folder):
 
 
 def test_one_failing_rank_stops_the_others(monkeypatch, tmp_path, capsys):
-    program = "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(9)\ntime.sleep(100)\n"
+    program = f"""
+import os, sys, time
+open("{tmp_path}/pid" + os.environ["RANK"], "w").write(str(os.getpid()))
+if os.environ["RANK"] == "1":
+    while not all(os.path.exists(f"{tmp_path}/pid{{rank}}") for rank in range(3)):
+        time.sleep(0.01)
+    sys.exit(9)
+time.sleep(100)
+"""
     fake_ranks(monkeypatch, tmp_path, program)
     assert launch.start_ranks(["train"], ranks(3)) == 9
     assert "rank 1 ended with exit status 9" in capsys.readouterr().err
+    for rank in range(3):
+        with pytest.raises(ProcessLookupError):
+            os.kill(int((tmp_path / f"pid{rank}").read_text()), 0)
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "last_line"),
+    [(None, 0, ""), (ValueError("bad"), 2, "error: bad"), (KeyError("fault"), 1, "error: rank 1: KeyError: 'fault'")],
+)
+def test_a_rank_of_several_leaves_at_once_with_what_it_has_to_say(monkeypatch, capsys, error, status, last_line):
+    def leave(status):
+        raise SystemExit(status)
+
+    monkeypatch.setattr(launch.os, "_exit", leave)
+    monkeypatch.delenv(launch.ERROR_FILE, raising=False)
+    with pytest.raises(SystemExit) as left, launch.as_rank(RankInfo(1, 2, 1, 2)):
+        if error is not None:
+            raise error
+    said = capsys.readouterr().err
+    assert (left.value.code, said.splitlines()[-1:]) == (status, [last_line] if last_line else [])
+    assert ("Traceback" in said) == isinstance(error, KeyError)
 
 
 def test_the_cursor_is_shown_again_when_ranks_were_stopped(monkeypatch, tmp_path, capsys):

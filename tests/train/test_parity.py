@@ -237,10 +237,10 @@ def test_bf16_fails_where_a_gradient_is_lost_or_accumulated_in_bf16(run_toml, ca
 
 def bf16_on_ranks(rank, toml, runs):
     """The exit status of each run, by all ranks."""
-    statuses, cpu, group = [], torch.device("cpu"), torch.distributed.group.WORLD
+    statuses, cpu = [], torch.device("cpu")
     for options in runs:
         config = fit_world(load_config(toml, options), 4)
-        job = Job(rank, 4, cpu, group, build_mesh(config.parallel.pp, config.parallel.dp, config.parallel.ep, cpu))
+        job = Job(cpu, build_mesh(config.parallel.pp, config.parallel.dp, config.parallel.ep, cpu))
         statuses.append(parity_bf16.report(config, job, worst=3))
     return statuses
 

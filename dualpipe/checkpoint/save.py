@@ -5,8 +5,8 @@
         checkpoints.save_async(training_state(stages, optimizer), step=step, plan=plan, extra={"loader": ...})
 
 Every rank calls the same methods in the same order. What fails on one rank raises on all; a rank that died is noticed
-by the others when their connection to it breaks, or after `timeout`. See `native_folder` for what is on disk, and
-`native_state` for what is in it.
+by the others when their connection to it breaks, or after `timeout`. See `directory` for what is on disk, and `state`
+for what is in it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import platform
 import shutil
+import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
@@ -27,36 +28,25 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan
-from torch.distributed.checkpoint.storage import WriteResult
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import dualpipe
-from dualpipe.checkpoint.hub_files import raise_for
-from dualpipe.checkpoint.native_commit import Directory
-from dualpipe.checkpoint.native_folder import Manifest
-from dualpipe.checkpoint.native_optimizer import as_number
-from dualpipe.checkpoint.native_random import capture
-from dualpipe.checkpoint.native_read import stored_dtype
-from dualpipe.checkpoint.native_staging import HostMemory, Place
-from dualpipe.checkpoint.native_state import Part, State, parts_of
-from dualpipe.checkpoint.native_store import (
-    FileInfo,
-    Written,
-    global_plan,
-    hashed_file,
-    local_plan,
-    write_description,
-    write_parts,
-)
-from dualpipe.checkpoint.native_writer import WriterProcess
+from dualpipe.checkpoint.directory import Directory
+from dualpipe.checkpoint.manifest import RANDOM, Manifest, file_of
+from dualpipe.checkpoint.plan import Planned, offers_of, plan_together
+from dualpipe.checkpoint.staging import HostMemory
+from dualpipe.checkpoint.state import State, as_number, capture_random, parts_of
+from dualpipe.checkpoint.tensors import NewFile, lay_out, read_header, storable
+from dualpipe.checkpoint.writer import write_in_process
 from dualpipe.dtypes import short_name
+from dualpipe.errors import raise_for
+from dualpipe.files import CHECKSUMS, Written, write_files
 from dualpipe.parallel import DTypePlan
-from dualpipe.parallel.mesh import DIMENSIONS
+from dualpipe.parallel.mesh import DIMENSIONS, Mesh
 from dualpipe.ranks import RankSync
 
-Write = Callable[[Path, SavePlan], Written]
+MAX_FILE_BYTES = 2**34  # of tensors in a file
 
 
 class CheckpointError(OSError):
@@ -67,17 +57,17 @@ class Checkpoints:
     """Saves into one directory, and holds what is in flight.
 
     kind: what writes in the background. Both block training for the copy to host memory (15 ms for 200 MB on a CPU).
-        "thread" needs nothing more, but takes turns with training in one interpreter: beside a loop of pure Python it
-        needs 5.7 s for 200 MB. "process" needs 1.2 s, and another process with torch in it on every rank (some 400 MB,
-        most of it shared by the ranks of a machine; seconds to start, while the first save is in flight).
+        "thread" needs nothing more, but takes turns with training in one interpreter; "process" starts another one for
+        each save (0.1 s, 20 MB).
     keep_last, keep_every: which checkpoints stay: the last so many, and those of steps that are multiples. None: all.
+    checksum: of the files. SHA-256 takes as long as writing them, which XXH3 does not, and withstands more than damage.
     timeout: after which a rank that waits for another gives up; longer than a save takes.
     """
 
     def __init__(
         self, directory: str | PathLike[str], mesh: DeviceMesh | None = None, *,
         kind: Literal["thread", "process"] = "thread", keep_last: int | None = None, keep_every: int | None = None,
-        timeout: timedelta = timedelta(minutes=30),
+        checksum: Literal["xxh3_128", "sha256"] = "xxh3_128", timeout: timedelta = timedelta(minutes=30),
     ) -> None:
         """Collective over `mesh` (from `build_mesh`; None: this process alone); in the main thread.
 
@@ -85,23 +75,29 @@ class Checkpoints:
         """
         if kind not in ("thread", "process"):
             raise ValueError(f"checkpoints are written by a 'thread' or a 'process'; got {kind!r}")
+        if checksum not in CHECKSUMS:
+            raise ValueError(f"checksum must be one of {', '.join(CHECKSUMS)}; got {checksum!r}")
         for name, number in (("keep_last", keep_last), ("keep_every", keep_every)):
             if number is not None and (not isinstance(number, int) or number < 1):
                 raise ValueError(f"{name} must be at least 1, or None to keep all; got {number}")
         self.directory = Path(directory).absolute()
-        self._kind, self._timeout, self._planned = kind, timeout.total_seconds(), None
+        self._kind, self._checksum, self._timeout = kind, checksum, timeout.total_seconds()
         self._layout = layout_of(mesh)
         # Which ranks have the same stages, only "pp" tells. Without it, all that have a tensor must have the same.
-        is_named = "pp" in ((mesh and mesh.mesh_dim_names) or ())
-        self._stages = mesh["pp"].get_local_rank() if is_named else 0 if mesh is None else mesh.get_rank()
+        is_named = mesh is None or "pp" in (mesh.mesh_dim_names or ())
+        self._stages = Mesh.of(mesh).rank("pp") if is_named else dist.get_rank()
         # The background talks while training does, so never in a group of training's; gloo, as it sends no tensors.
         self._group = None if self._layout["world"] == 1 else dist.new_group(backend="gloo", timeout=timeout)
         self._ranks = RankSync.of_mesh(mesh, self._group)
-        self._memory, self._process = HostMemory(shared=kind == "process"), None
-        self._executor = ThreadPoolExecutor(1, "checkpoint")
+        self._planned: Planned | None = None
+        self._memory = HostMemory(shared=kind == "process")
+        # Ctrl-C is for the rank: a process that this thread starts inherits what the thread has blocked.
+        blocked = signal.SIG_BLOCK, {signal.SIGINT}
+        self._executor = ThreadPoolExecutor(1, "checkpoint", signal.pthread_sigmask, blocked)
         self._pending: Future[Path] | None = None
         self._pending_step = 0
-        self._is_open, self._target = True, None
+        self._is_open = True
+        self._target: Any = None  # a Directory, on rank 0
         try:
             self._target = self._ranks.agree(
                 lambda: Directory(self.directory, keep_last, keep_every) if self._ranks.rank == 0 else None
@@ -125,34 +121,24 @@ class Checkpoints:
         one that failed in the background.
         """
         self._settle()
-
-        def prepare() -> tuple[dict[str, Part], _Job]:
-            return parts_of(state), _job(step, plan, config, extra)
-
         with self._reported(step):
-            parts, job = self._agreed(step, prepare)
-            return self._write(job, parts, lambda folder, planned: write_parts(folder, planned, parts))
+            prepared = self._prepare(state, lambda: _job(step, plan, config, extra), step)
+            content = {file.name: file.pieces(prepared.tensors.__getitem__) for file in prepared.files}
+            return self._write(prepared, lambda folder: write_files(folder, content, self._checksum))
 
     def save_async(self, state: State, *, step: int, plan: DTypePlan | None = None, config: Any = None,
                    extra: Any = None) -> None:
         """As `save`, but return as soon as the tensors are copied to host memory: they may change then.
 
         Waits for the save before it, if that is still being written, and raises what has failed there; then nothing is
-        saved by this call, as with `save`: call it again, or `wait` first. Call it in a thread that lives as long as
-        this object: the system ends a writer process together with the thread that has started it.
+        saved by this call, as with `save`: call it again, or `wait` first.
         """
         self._settle()
-
-        def prepare() -> tuple[dict[str, Place], _Job]:
-            places = self._memory.copy(parts_of(state))
-            if self._kind == "process" and (self._process is None or not self._process.alive):
-                self._process = WriterProcess(0.8 * self._timeout)  # before the others give this rank up
-            return places, _job(step, plan, config, extra)
-
         with self._reported(step):
-            places, job = self._agreed(step, prepare)
+            prepared = self._prepare(state, lambda: _job(step, plan, config, extra), step)
+            write = self._ranks.agree(lambda: self._stage(prepared))
         self._pending_step = step
-        self._pending = self._executor.submit(self._write_copy, job, places)
+        self._pending = self._executor.submit(self._write, prepared, write)
 
     def wait(self) -> Path | None:
         """Wait until nothing is in flight; the path of what was, None where nothing was.
@@ -172,14 +158,12 @@ class Checkpoints:
             self.wait()
         finally:
             self._executor.shutdown()
-            if self._process is not None:
-                self._process.close()
             self._memory.close()
             if self._target is not None:
                 self._target.close()
             if self._group is not None:
                 dist.destroy_process_group(self._group)
-            self._process = self._target = self._group = None
+            self._target = self._group = None
             self._is_open = False
 
     def ignore(self, damaged: Iterable[Path]) -> None:
@@ -218,76 +202,69 @@ class Checkpoints:
             what = f"the checkpoint of step {step} was not saved to {self.directory}"
             raise CheckpointError(f"{what}: {error}") from error
 
-    def _agreed(self, step: int, prepare: Callable[[], Any]) -> Any:
-        """What `prepare` gives here, once it has worked on all ranks, with the same step."""
-        prepared: list[Any] = []
-        steps = set(self._ranks.gather(lambda: (prepared.append(prepare()), step)[1]))
-        if len(steps) > 1:
+    def _prepare(self, state: State, job: Callable[[], _Job], step: int) -> _Prepared:
+        """What this rank is to write. Planned together, or as for the save before, where all have the same parts."""
+        ranks, prepared = self._ranks, []
+
+        def prepare() -> tuple[int, bool]:
+            parts = parts_of(state)
+            prepared.append((job(), parts))
+            return step, self._planned is not None and self._planned.offers == offers_of(parts)
+
+        found = ranks.gather(prepare)
+        if len(steps := {step for step, _ in found}) > 1:
             raise ValueError(f"all ranks must save the same step; got {sorted(steps)}")
-        return prepared[0]
+        (now, parts), planned = prepared[0], self._planned
+        if planned is None or not all(is_as_planned for _, is_as_planned in found):
+            planned = self._planned = plan_together(ranks, self._stages, parts)
+        tensors = {name: storable(parts[name].tensor) for name in planned.names}
+        files = lay_out(
+            {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}, MAX_FILE_BYTES,
+            lambda number, _: file_of(ranks.rank, number), {RANDOM: json.dumps(now.random)},
+        )
+        return _Prepared(now, planned, files, tensors)
 
-    def _write_copy(self, job: _Job, places: dict[str, Place]) -> Path:
-        parts = self._memory.parts(places)
+    def _stage(self, prepared: _Prepared) -> Callable[[Path], dict[str, Written]]:
+        """Copy the tensors, and return what writes the copy into a folder."""
+        memory, checksum = self._memory, self._checksum
+        places = memory.fill(prepared.files, prepared.tensors)
+        if self._kind == "thread":
+            return lambda folder: write_files(folder, memory.pieces(places), checksum)
+        timeout = 0.8 * self._timeout  # before the others give this rank up
+        return lambda folder: write_in_process(folder, places, checksum, memory.descriptor, timeout)
 
-        def write(folder: Path, planned: SavePlan) -> Written:
-            if self._process is not None:
-                return self._process.write(folder, planned, self._memory, places)
-            return write_parts(folder, planned, parts)
-
-        return self._write(job, parts, write)
-
-    def _write(self, job: _Job, parts: Mapping[str, Part], write: Write) -> Path:
-        """Plan together, write apart, and have rank 0 commit when all have written."""
-        ranks = self._ranks
+    def _write(self, prepared: _Prepared, write: Callable[[Path], dict[str, Written]]) -> Path:
+        """Write apart, and have rank 0 commit when all have written."""
+        ranks, (job, planned, *_) = self._ranks, prepared
         folder = ranks.first(lambda: self._target.begin(job.step))
         try:
-            planned, metadata = self._plan(folder, parts)
 
-            def work() -> Written:
-                written = write(folder, planned)
+            def work() -> dict[str, Written]:
+                written = write(folder)
                 raise_for("what the dtype plan saves in float32 must be stored so:",
-                          _narrowed(folder, written.results, job.dtypes))
-                name = f"rank-{ranks.rank:05}.json"
-                with hashed_file(folder / name, written.files) as out:
-                    out.write(json.dumps({"random": job.random}).encode())
+                          [line for file in written for line in _narrowed(folder / file, job.dtypes)])
                 return written
 
             written = ranks.agree(work)
-            names = {item.index.fqn for item in planned.items}
-            dtypes = {name: dtypes for name, dtypes in job.dtypes.items() if name in names}
-            all_written = ranks.collect((written, dtypes))
-            return ranks.first(lambda: self._finish(folder, job, metadata, all_written))
+            all_written = ranks.collect((written, {name: job.dtypes[name] for name in planned.names
+                                                   if name in job.dtypes}))
+            return ranks.first(lambda: self._target.commit(folder, self._manifest(job, all_written), planned.stored))
         except BaseException:
             if ranks.rank == 0:
                 shutil.rmtree(folder, ignore_errors=True)
             raise
 
-    def _plan(self, folder: Path, parts: Mapping[str, Part]) -> tuple[SavePlan, Metadata | None]:
-        """What this rank writes; on rank 0 also what all do. As for the save before, where all have the same parts."""
-        had = {name: (part.shape, part.offsets, part.tensor.shape, part.tensor.dtype) for name, part in parts.items()}
-        if not all(self._ranks.gather(lambda: self._planned is not None and self._planned.had == had)):
-            plans = self._ranks.collect(self._ranks.agree(lambda: local_plan(parts, self._stages)))
-            planned, metadata = self._ranks.agree(
-                lambda: global_plan(folder, plans) if plans is not None else (None, None)
-            )
-            self._planned = _Planned(had, self._ranks.hand_out(planned), metadata)
-        return self._planned.own, self._planned.all
-
-    # -- rank 0 alone
-
-    def _finish(
-        self, folder: Path, job: _Job, metadata: Metadata, written: list[tuple[Written, dict[str, Any]]]
-    ) -> Path:
-        files: dict[str, FileInfo] = {}
+    def _manifest(self, job: _Job, all_written: list[tuple[dict[str, Written], dict[str, Any]]] | None) -> Manifest:
+        files: dict[str, Written] = {}
         dtypes: dict[str, dict[str, str]] = {}
-        for rank_written, rank_dtypes in written:
-            files |= rank_written.files
+        for written, rank_dtypes in all_written or ():
+            files |= written
             dtypes |= rank_dtypes
-        files |= write_description(folder, metadata, [rank_written.results for rank_written, _ in written])
-        return self._target.commit(folder, Manifest(
+        return Manifest(
             step=job.step, sequence=0, saved_at=datetime.now(UTC).isoformat(timespec="seconds"), layout=self._layout,
-            versions=_versions(), dtypes=dtypes, config=job.config, extra=job.extra, files=dict(sorted(files.items())),
-        ))
+            own_dimensions=[name for name in self._layout if name not in ("world", *DIMENSIONS)], versions=_versions(),
+            dtypes=dtypes, config=job.config, extra=job.extra, checksum=self._checksum, files=files,
+        )
 
 
 def save(directory: str | PathLike[str], state: State, *, step: int, mesh: DeviceMesh | None = None,
@@ -299,14 +276,11 @@ def save(directory: str | PathLike[str], state: State, *, step: int, mesh: Devic
 
 def layout_of(mesh: DeviceMesh | None) -> dict[str, int]:
     """Sizes by name: "world", "pp", "dp", "ep", and those of other dimensions that a mesh of one's own has."""
-    own = {} if mesh is None else dict(zip(mesh.mesh_dim_names or (), mesh.shape))
-    return {"world": 1 if mesh is None else mesh.size(), **dict.fromkeys(DIMENSIONS, 1), **own}
+    sizes = Mesh.of(mesh)
+    return {"world": sizes.world_size, **sizes.sizes}
 
 
-class _Planned(NamedTuple):
-    had: dict[str, tuple[Any, ...]]  # of each part what the plan depends on
-    own: SavePlan
-    all: Metadata | None  # on rank 0
+# -- what is beside the tensors
 
 
 @dataclass(frozen=True)
@@ -320,6 +294,15 @@ class _Job:
     extra: Any
 
 
+class _Prepared(NamedTuple):
+    """What a rank writes."""
+
+    job: _Job
+    planned: Planned
+    files: list[NewFile]
+    tensors: dict[str, Tensor]  # that are in them
+
+
 def _job(step: int, plan: DTypePlan | None, config: Any, extra: Any) -> _Job:
     if type(step) is not int or step < 0:
         raise ValueError(f"step must be a number of optimizer steps, 0 or more; got {step!r}")
@@ -327,7 +310,7 @@ def _job(step: int, plan: DTypePlan | None, config: Any, extra: Any) -> _Job:
         name: {use: short_name(getattr(of, use)) for use in ("storage", "compute", "save")}
         for name, of in plan.tensors.items()
     }
-    return _Job(step, capture(), dtypes, _as_json("config", config), _as_json("extra", extra))
+    return _Job(step, capture_random(), dtypes, _as_json("config", config), _as_json("extra", extra))
 
 
 def _as_json(what: str, value: Any) -> Any:
@@ -338,13 +321,11 @@ def _as_json(what: str, value: Any) -> Any:
         raise ValueError(f"{what} must be what JSON can hold, as numbers, texts, lists and dicts: {error}") from None
 
 
-def _narrowed(folder: Path, results: list[WriteResult], dtypes: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
-    """What a rank has written in less than the plan asks for, by the headers on the disk."""
-    for name, place in ((result.index.fqn, result.storage_data) for result in results):
-        if dtypes.get(name, {}).get("save") == "fp32":
-            dtype = stored_dtype(folder / place.relative_path, place.offset, place.length)
-            if torch.promote_types(dtype, torch.float32) != dtype:
-                yield f"{name} is stored in {short_name(dtype)}"
+def _narrowed(file: Path, dtypes: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
+    """What is in a file in less than the plan asks for, by its header on the disk."""
+    for name, (dtype, *_) in read_header(file)[0].items():
+        if dtypes.get(name, {}).get("save") == "fp32" and torch.promote_types(dtype, torch.float32) != dtype:
+            yield f"{name} is stored in {short_name(dtype)}"
 
 
 def _versions() -> dict[str, str]:

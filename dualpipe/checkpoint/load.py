@@ -6,36 +6,36 @@ shapes and dtypes are those of the model. No code of a checkpoint is run, and no
 
 from __future__ import annotations
 
-import difflib
 import json
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
+from itertools import count, groupby, takewhile
 from os import PathLike
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from dualpipe.checkpoint import native_random
-from dualpipe.checkpoint.hub_files import raise_for
-from dualpipe.checkpoint.native_folder import (
-    Checkpoint,
-    Found,
-    Manifest,
-    find,
-    is_still_there,
-    none_whole,
-    step_of,
-    stored_in,
-    verify_files,
+from dualpipe.checkpoint.directory import Found, find, is_still_there, none_whole, step_of
+from dualpipe.checkpoint.manifest import RANDOM, Checkpoint, Manifest, StoredTensor, file_of, stored_in, verify_files
+from dualpipe.checkpoint.save import layout_of
+from dualpipe.checkpoint.state import (
+    VALUES,
+    Part,
+    State,
+    check_groups,
+    derive_random,
+    numbered,
+    parts_of,
+    restore_random,
+    states_in,
 )
-from dualpipe.checkpoint.native_optimizer import VALUES, ParameterState, check_groups
-from dualpipe.checkpoint.native_read import read_parts
-from dualpipe.checkpoint.native_save import layout_of
-from dualpipe.checkpoint.native_state import Part, State, numbered, parts_of, placed, states_in
-from dualpipe.dtypes import short_name
-from dualpipe.parallel.description import StoredTensor
+from dualpipe.checkpoint.tensors import Box, TensorHeader, read_box, read_header, storable
+from dualpipe.dtypes import SAFETENSORS_CODES, short_name
+from dualpipe.errors import nearest, raise_for
 from dualpipe.ranks import RankSync
 
 _NEAREST, _MANY = 20, 2000  # of so many names is the nearest looked for, among so many, which takes a while
@@ -69,7 +69,7 @@ def load(path: str | PathLike[str], state: State, *, mesh: DeviceMesh | None = N
         RuntimeError: reading failed after all that, as when a disk fails. The tensors are not usable then.
     """
     ranks, path = RankSync.of_mesh(mesh), Path(path)
-    ranks.agree(lambda: _writable(parts_of(state)))
+    ranks.agree(lambda: _check_writable(parts_of(state)))
     found, touched = Found([], {}), False
     for attempt in range(_TRIES):
         try:
@@ -77,7 +77,7 @@ def load(path: str | PathLike[str], state: State, *, mesh: DeviceMesh | None = N
             return _load(path, found, state, ranks, layout_of(mesh), allow, allow_at_start, seed)
         except (ValueError, RuntimeError, OSError) as error:  # on all ranks
             touched = touched or not isinstance(error, ValueError)
-            if attempt < _TRIES - 1 and not ranks.first(lambda seen=found: all(map(is_still_there, seen.committed))):
+            if attempt < _TRIES - 1 and not ranks.first(partial(all, map(is_still_there, found.committed))):
                 continue
             if touched and isinstance(error, ValueError):
                 raise RuntimeError(f"{error}; the tensors are not usable, as reading had begun") from error
@@ -90,17 +90,33 @@ def _load(
     allow_at_start: Sequence[str], seed: int,
 ) -> Loaded:
     checkpoint, stored, damaged = _newest(path, found, ranks)
-    parts = ranks.agree(lambda: parts_of(placed(state, stored)))
-    globs = (*allow, *(() if checkpoint.manifest.step else allow_at_start))
+    manifest = checkpoint.manifest
+    parts = ranks.agree(lambda: parts_of(state, stored))
+    globs = (*allow, *(() if manifest.step else allow_at_start))
     allowed = _compare(ranks, checkpoint.path, stored, parts, globs)
     fitting = {name: part for name, part in parts.items() if name in stored and stored[name].shape == part.shape}
     states = states_in(state)
-    ranks.agree(lambda: _read_groups(checkpoint.path, stored, fitting, states))
-    try:
-        ranks.agree(lambda: read_parts(checkpoint.path, stored, fitting))
+
+    def read_groups() -> None:
+        """Read the hyperparameters of torch's optimizers, which must fit the groups before anything is changed."""
+        if values := {name: fitting[name] for each in states if (name := f"{each}/{VALUES}") in fitting}:
+            read_parts(checkpoint, stored, values)
+            check_groups(states)
+
+    ranks.agree(read_groups)
+
+    def restore() -> bool:
+        read_parts(checkpoint, stored, fitting)
         for each in states.values():
             each.restore()
-        restored = ranks.agree(lambda: _restore_random(checkpoint, layout, ranks.rank, seed))
+        if manifest.layout != layout:
+            derive_random(seed, manifest.step, ranks.rank)
+            return False
+        restore_random(json.loads(read_header(checkpoint.path / file_of(ranks.rank))[1][RANDOM]))
+        return True
+
+    try:
+        restored = ranks.agree(restore)
     except (ValueError, OSError) as error:
         raise RuntimeError(f"{checkpoint.path} could not be read to its end: {error}") from error
     _must_be_there(ranks, checkpoint)
@@ -109,20 +125,49 @@ def _load(
     return Loaded(*checkpoint, restored, damaged, allowed)
 
 
-def _read_groups(
-    path: Path, stored: Mapping[str, StoredTensor], fitting: Mapping[str, Part], states: Mapping[str, ParameterState]
-) -> None:
-    """Of torch's optimizers the hyperparameters, which must fit the groups before anything is changed."""
-    if values := {name: part for name in states if (part := fitting.get(f"{name}/{VALUES}")) is not None}:
-        read_parts(path, stored, {f"{name}/{VALUES}": part for name, part in values.items()})
-        check_groups(states)
-
-
-def _writable(parts: dict[str, Part]) -> dict[str, Part]:
+def _check_writable(parts: Mapping[str, Part]) -> None:
     for name, part in parts.items():
         if any(stride == 0 and size > 1 for stride, size in zip(part.tensor.stride(), part.tensor.shape)):
             raise ValueError(f"{name} is expanded: its elements share memory, so it cannot be loaded into")
-    return parts
+
+
+def read_parts(checkpoint: Checkpoint, stored: Mapping[str, StoredTensor], parts: Mapping[str, Part]) -> None:
+    """Fill the parts of this rank. Shapes must be those stored; other dtypes are cast.
+
+    Raises RuntimeError where a file does not hold what the description of the checkpoint says.
+    """
+    wanted: dict[int, list[tuple[str, Box]]] = {}  # by the rank that wrote them: boxes of which some is wanted
+    for name, part in parts.items():
+        for box, rank in stored[name].boxes.items():
+            if box.intersection(part.box) is not None:
+                wanted.setdefault(rank, []).append((name, box))
+    for rank, boxes in wanted.items():
+        files = takewhile(checkpoint.manifest.files.__contains__, (file_of(rank, number) for number in count()))
+        headers = {name: each for file in files for name, each in read_header(checkpoint.path / file)[0].items()}
+        for name, box in boxes:
+            expected = storable(torch.empty(box.shape, dtype=stored[name].dtype, device="meta"))
+            found = headers.get(name)
+            if found is None or (found.dtype, found.shape) != (expected.dtype, tuple(expected.shape)):
+                raise RuntimeError(f"{checkpoint.path / file_of(rank)} does not hold {stored[name].dtype} {box.shape} "
+                                   f"of {name}, as it should")
+        boxes.sort(key=lambda each: headers[each[0]][2:])  # by file, and as they lie in it
+        for file, inside in groupby(boxes, key=lambda each: headers[each[0]].file):
+            with open(checkpoint.path / file, "rb", buffering=0) as opened:
+                for name, box in inside:
+                    _read(opened.fileno(), headers[name], stored[name].dtype, box, parts[name])
+
+
+def _read(descriptor: int, header: TensorHeader, dtype: torch.dtype, box: Box, part: Part) -> None:
+    """Read what a part shares with a box, of which a file has all."""
+    shared = box.intersection(part.box)
+    assert shared is not None
+    source, target = shared.within(box), part.tensor[shared.within(part.box).slices]
+    if dtype in SAFETENSORS_CODES:
+        read_box(descriptor, header, source, target)
+    else:
+        values = torch.empty(source.shape, dtype=dtype, device="cpu")
+        read_box(descriptor, header, Box((*source.offsets, 0), (*source.shape, dtype.itemsize)), storable(values))
+        target.copy_(values)
 
 
 # -- which one
@@ -134,9 +179,10 @@ def _newest(
     """The first candidate that is whole, what it holds, and what is wrong with those that should come before it."""
     wrong: dict[Path, str] = {}
     for candidate in found.committed:
-        problems = _problems(candidate, ranks)
+        share = sorted(candidate.manifest.files)[ranks.rank :: ranks.size]  # every rank reads some
+        problems = [line for lines in ranks.gather(partial(verify_files, candidate, share)) for line in lines]
         if not problems:
-            stored, problems = ranks.first(lambda c=candidate: stored_in(c))
+            stored, problems = ranks.first(partial(stored_in, candidate))
         if not problems:
             newer = {each: what for each, what in found.damaged.items() if step_of(each) > candidate.manifest.step}
             return candidate, stored, wrong | newer
@@ -147,15 +193,8 @@ def _newest(
 
 def _must_be_there(ranks: RankSync, checkpoint: Checkpoint) -> None:
     """Raise RuntimeError where a job that saves there has deleted or replaced it; there are newer ones then."""
-    if not ranks.first(lambda: is_still_there(checkpoint)):
+    if not ranks.first(partial(is_still_there, checkpoint)):
         raise RuntimeError(f"{checkpoint.path} was deleted or replaced while it was read")
-
-
-def _problems(checkpoint: Checkpoint, ranks: RankSync) -> list[str]:
-    """What is wrong with the files; every rank reads some."""
-    share = sorted(checkpoint.manifest.files)[ranks.rank :: ranks.size]
-    found = ranks.gather(lambda: verify_files(*checkpoint, share))
-    return [problem for problems in found for problem in problems]
 
 
 # -- whether it fits
@@ -167,39 +206,41 @@ def _compare(
     """The differences that are allowed, the same on all ranks; raises ValueError for all others."""
     names = sorted(stored)
     known = sum(1 << place for place, name in enumerate(names) if name in parts)  # small, to be sent to all
-    differ, missing, known_anywhere = {}, set(), 0
-    for rank_differ, rank_missing, rank_known in ranks.gather(lambda: (*_differences(stored, parts), known)):
+    differ: dict[str, str] = {}
+    missing: set[str] = set()
+    numbers: set[int] = set()
+    known_anywhere = 0
+    for rank_differ, rank_missing, rank_known, rank_numbers in ranks.gather(
+        lambda: (_differences(stored, parts), parts.keys() - stored.keys(), known, numbered(parts))
+    ):
         differ |= rank_differ
         missing |= rank_missing
+        numbers |= rank_numbers
         known_anywhere |= rank_known
     unexpected = {name for place, name in enumerate(names) if not known_anywhere >> place & 1}
     differ |= dict(_named(missing, "is missing from the checkpoint", unexpected, names))
     differ |= dict(_named(unexpected, "is in the checkpoint only", missing, ()))
-    allowed = {name for name in differ if any(fnmatchcase(name, pattern) for pattern in allow)}
-    had, have = numbered(names), set().union(*ranks.gather(lambda: numbered(parts)))
-    if had != have:
-        raise ValueError(f"{path} has names by the numbers of {len(had)} stages, the model by those of {len(have)}: "
+    if (had := numbered(names)) != numbers:
+        raise ValueError(f"{path} has names by the numbers of {len(had)} stages, the model by those of {len(numbers)}: "
                          "such a checkpoint can be loaded into a pipeline of the same stages alone")
+    allowed = {name for name in differ if any(fnmatchcase(name, pattern) for pattern in allow)}
     lines = {name: f"{name} {difference}" for name, difference in sorted(differ.items())}
     raise_for(f"{path} does not fit the model; name what may differ in `allow`:",
               [line for name, line in lines.items() if name not in allowed])
     return tuple(line for name, line in lines.items() if name in allowed)
 
 
-def _differences(
-    stored: Mapping[str, StoredTensor], parts: Mapping[str, Part]
-) -> tuple[dict[str, str], set[str]]:
-    """Of this rank's tensors: what is otherwise in the checkpoint, and what is not there."""
-    differ, missing = {}, set()
-    for name, part in parts.items():
-        entry = stored.get(name)
-        if entry is None:
-            missing.add(name)
-        elif entry.shape != part.shape:
-            differ[name] = f"has shape {entry.shape} in the checkpoint, {tuple(part.shape)} in the model"
-        elif (dtype := entry.dtype) != part.tensor.dtype:
-            differ[name] = f"is {short_name(dtype)} in the checkpoint, {short_name(part.tensor.dtype)} in the model"
-    return differ, missing
+def _differences(stored: Mapping[str, StoredTensor], parts: Mapping[str, Part]) -> dict[str, str]:
+    """What of this rank's tensors is otherwise in the checkpoint."""
+    differ = {}
+    for name, (shape, _, tensor) in parts.items():
+        if name not in stored:
+            continue
+        if (there := stored[name].shape) != shape:
+            differ[name] = f"has shape {there} in the checkpoint, {shape} in the model"
+        elif (dtype := stored[name].dtype) != tensor.dtype:
+            differ[name] = f"is {short_name(dtype)} in the checkpoint, {short_name(tensor.dtype)} in the model"
+    return differ
 
 
 def _named(
@@ -209,18 +250,5 @@ def _named(
     for number, name in enumerate(sorted(names)):
         near = []
         if number < _NEAREST and len(others) < _MANY:
-            near = difflib.get_close_matches(name, others, 1) or difflib.get_close_matches(name, rest, 1)
+            near = nearest(name, others) or nearest(name, rest)
         yield name, what + (f"; the nearest name is {near[0]}" if near else "")
-
-
-# -- random numbers
-
-
-def _restore_random(checkpoint: Checkpoint, layout: dict[str, int], rank: int, seed: int) -> bool:
-    same = checkpoint.manifest.layout == layout
-    if same:
-        content = json.loads((checkpoint.path / f"rank-{rank:05}.json").read_text(encoding="utf-8"))
-        native_random.restore(content["random"])
-    else:
-        native_random.derive(seed, checkpoint.manifest.step, rank)
-    return same

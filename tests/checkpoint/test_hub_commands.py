@@ -6,9 +6,11 @@ import re
 import pytest
 import torch
 
-from dualpipe.checkpoint.command import parse_size
+from dualpipe.checkpoint.hub_commands import largest_share, parse_size
 from dualpipe.cli import main
-from hub import read_all, rewrite, save_qwen
+from dualpipe.models import config_from_dict
+from dualpipe.parallel.mesh import Mesh
+from hub import TINY, held_boxes, read_all, rewrite, save_qwen
 
 
 def test_check(tmp_path, capsys):
@@ -35,6 +37,22 @@ def test_check_refuses_a_layout(tmp_path, capsys, arguments, message):
     save_qwen(tmp_path)
     assert main(["hf", "check", str(tmp_path), *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("layout", [(1, 1, 1), (2, 3, 1), (2, 3, 2), (3, 5, 4)])
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_first_rank_of_a_pipeline_rank_has_the_largest_share(layout, tied):
+    """25 rows over dp, 4 experts over ep: parts that are smaller, and cut on other dimensions."""
+    config = config_from_dict(TINY | {"model_type": "qwen3_moe", "moe_intermediate_size": 25,
+                                      "tie_word_embeddings": tied})
+    pp, dp, ep = layout
+    for place in range(pp):
+        found = largest_share(config, Mesh.planned(pp=pp, dp=dp, ep=ep), place)
+        ranks = [held_boxes(config, layout, rank) for rank in range(place * dp * ep, (place + 1) * dp * ep)]
+        assert found.items() <= ranks[0].items()
+        assert ranks[0].keys() - found.keys() == ({"lm_head.weight"} if tied and place == 0 else set())
+        for name, box in found.items():
+            assert box.numel == max(held[name].numel for held in ranks), name
 
 
 def test_check_lists_what_is_wrong(tmp_path, capsys):

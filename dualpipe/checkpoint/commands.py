@@ -9,21 +9,11 @@ from math import prod
 from os import PathLike
 from pathlib import Path
 
-from dualpipe.checkpoint.command import format_bytes
-from dualpipe.checkpoint.hub_files import raise_for
-from dualpipe.checkpoint.native_folder import (
-    Checkpoint,
-    Found,
-    Manifest,
-    find,
-    is_still_there,
-    none_whole,
-    stored_in,
-    verify,
-    verify_files,
-)
+from dualpipe.checkpoint.directory import Found, find, is_still_there, none_whole
+from dualpipe.checkpoint.hub_commands import format_bytes
+from dualpipe.checkpoint.manifest import Checkpoint, Manifest, StoredTensor, stored_in, verify, verify_files
 from dualpipe.dtypes import short_name
-from dualpipe.parallel.description import StoredTensor
+from dualpipe.errors import raise_for
 
 
 def ls(path: str | PathLike[str]) -> Iterator[str]:
@@ -101,7 +91,7 @@ def _found(path: str | PathLike[str]) -> Found:
 
 def _stored(checkpoint: Checkpoint) -> tuple[dict[str, StoredTensor], list[str]]:
     """What tensors there are, or what can be seen to be wrong without reading them."""
-    wrong = verify_files(*checkpoint, checkpoint.manifest.files, hashes=False)
+    wrong = verify_files(checkpoint)
     return ({}, wrong) if wrong else stored_in(checkpoint)
 
 
@@ -110,7 +100,7 @@ def _layout(manifest: Manifest) -> str:
 
 
 def _parts(stored: dict[str, StoredTensor]) -> dict[str, list[StoredTensor]]:
-    """Of the model, and by what stands before the first "/" of other names: "optimizer", "routers"."""
+    """The tensors by what stands before the first "/" of their names, such as "optimizer"; others are the model."""
     parts: dict[str, list[StoredTensor]] = {"model": []}
     for name, entry in stored.items():
         parts.setdefault(name.split("/")[0] if "/" in name else "model", []).append(entry)

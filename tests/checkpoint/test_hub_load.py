@@ -6,30 +6,23 @@ from math import prod
 import pytest
 import torch
 
-from dualpipe.checkpoint.hf import stage_tensors
-from dualpipe.checkpoint.hub_files import TensorInfo
-from dualpipe.checkpoint.hub_plan import (
-    Kind,
-    Layout,
-    OurTensor,
-    blocks,
-    check_header,
-    find_origins,
-    held,
-    model_tensors,
-    plan_reads,
-    rank_tensors,
-)
+from dualpipe.checkpoint.hub_files import Reader
+from dualpipe.checkpoint.hub_load import blocks, find_tensors, meta_stages, model_shapes, stage_tensors
+from dualpipe.checkpoint.tensors import Box, TensorHeader
 from dualpipe.models import DeepseekV3Config, Qwen3MoeConfig, config_from_dict
 from dualpipe.models.hub import Part
 from dualpipe.nn.init import local_part
-from hub import FAMILIES, header_of, save_qwen, stages_on_meta
+from hub import FAMILIES, TINY, header_of, held_boxes, reads_of, save_qwen, stages_on_meta
 from ranks import run_ranks
 
 BIG = Qwen3MoeConfig(
     vocab_size=151936, hidden_size=4096, num_hidden_layers=94, num_attention_heads=64, num_key_value_heads=4,
     head_dim=128, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=1536,
 )
+SMALL = {
+    "model_type": "qwen3_moe", "vocab_size": 8, "hidden_size": 4, "num_hidden_layers": 1, "num_attention_heads": 1,
+    "num_key_value_heads": 1, "head_dim": 4, "num_experts": 4, "num_experts_per_tok": 1, "moe_intermediate_size": 6,
+}
 V3 = DeepseekV3Config(
     vocab_size=129280, hidden_size=7168, num_hidden_layers=61, num_attention_heads=128, q_lora_rank=1536,
     kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, intermediate_size=18432,
@@ -38,20 +31,18 @@ V3 = DeepseekV3Config(
 )
 
 
+def find(config, header, block=None):
+    return find_tensors(config, Reader("", header, block))
+
+
 def held_by_rank(rank, folder, shape):
-    """What the DTensors of this rank hold, and what the planner says."""
+    """What the DTensors of this rank hold that is not what the other tests go by."""
     stages, _, _ = stages_on_meta(folder, shape)
     tensors = {name: tensor for stage in stages for name, tensor in stage_tensors(stage).items()}
-    actual = {name: (tuple(tensor.shape), local_part(tensor)[1]) for name, tensor in tensors.items()}
-    planned = rank_tensors(stages[0].config, Layout(*shape), rank)
-    return [f"{name}: {actual[name]} {planned.get(name)}" for name in actual if not same(actual[name], planned[name])]
-
-
-def same(actual, planned):
-    """Empty parts are where they like."""
-    if any(p.start == p.stop for p in actual[1]):
-        return actual[0] == planned[0] and any(p.start == p.stop for p in planned[1])
-    return actual == planned
+    actual = {name: Box.at(local_part(tensor)[1]) for name, tensor in tensors.items()}
+    planned = held_boxes(stages[0].config, shape, rank)
+    return [f"{name}: {actual[name]} {planned[name]}" for name in actual
+            if actual[name] != planned[name] and (actual[name].numel or planned[name].numel)]  # empty: anywhere
 
 
 @pytest.mark.parametrize("shape", [(2, 1, 1), (1, 2, 1), (1, 3, 1), (1, 1, 2), (1, 2, 2), (2, 1, 2), (1, 3, 2)])
@@ -63,76 +54,71 @@ def test_planned_is_what_dtensors_hold(tmp_path, shape):
 
 
 def test_experts_that_nothing_divides_are_cut_on_dimension_0_again():
-    layout = Layout(1, 3, 2)
-    parts = [held(OurTensor((10, 4, 4), Kind.EXPERTS), layout, rank)[0] for rank in range(6)]
+    config = config_from_dict(TINY | {"model_type": "qwen3_moe", "num_experts": 10, "hidden_size": 4,
+                                      "moe_intermediate_size": 4})
+    parts = [held_boxes(config, (1, 3, 2), rank)["layers.1.mlp.experts.down_proj.weight"] for rank in range(6)]
     # ep 0 has experts 0 to 4, ep 1 has 5 to 9; over dp 3 those are 2, 2 and 1.
-    assert parts == [slice(0, 2), slice(5, 7), slice(2, 4), slice(7, 9), slice(4, 5), slice(9, 10)]
-
-
-def overlap(a, b):
-    return all(max(p.start, q.start) < min(p.stop, q.stop) for p, q in zip(a, b))
+    assert [box.slices[0] for box in parts] == [
+        slice(0, 2), slice(5, 7), slice(2, 4), slice(7, 9), slice(4, 5), slice(9, 10)]
 
 
 @pytest.mark.parametrize("config", [pytest.param(BIG, marks=pytest.mark.slow), V3], ids=["qwen3-235b", "deepseek-v3"])
 def test_the_ranks_of_a_stage_read_everything_once(config):
-    layout, header = Layout(16, 8, 8), header_of(config)
-    read = defaultdict(list)
-    for rank in (r for r in range(layout.size) if layout.coordinates(r)[0] in (0, 15)):
-        for name, at in plan_reads(header, config, layout, rank):
-            read[name].append(at)
-    stages = model_tensors(config, 32, (0, 15, 16, 31))
-    expected = {part.name for name, tensor in stages.items() for part in config.hub_layouts(name, tensor.shape)[0]}
+    header, read = header_of(config), defaultdict(list)
+    tensors = find(config, header)
+    for rank in (*range(64), *range(15 * 64, 16 * 64)):  # of the first and the last of 16 pipeline ranks
+        for name, box in reads_of(tensors, config, (16, 8, 8), rank):
+            read[name].append(box)
+    stages = meta_stages(config, 32, (0, 15, 16, 31))
+    expected = {part.name for stage in stages for name, tensor in stage.state_dict().items()
+                for part in config.hub_parts(name, tensor.shape)[0]}
     assert read.keys() == expected
-    for name, parts in read.items():
+    for name, boxes in read.items():
         if name.endswith("e_score_correction_bias"):  # a buffer: whole on all 64 ranks
-            assert parts == [tuple(slice(0, size) for size in header[name].shape)] * 64
+            assert boxes == [Box.whole(header[name].shape)] * 64
             continue
-        assert sum(prod(p.stop - p.start for p in part) for part in parts) == prod(header[name].shape)
-        assert not any(overlap(a, b) for i, a in enumerate(parts) for b in parts[:i]), name
+        assert sum(box.numel for box in boxes) == prod(header[name].shape)
+        assert not any(a.intersection(b) for i, a in enumerate(boxes) for b in boxes[:i]), name
 
 
 def test_all_stages_are_read_by_some_rank():
-    layout, header = Layout(16, 1, 1), header_of(BIG)
-    names = [name for rank in range(16) for name, _ in plan_reads(header, BIG, layout, rank)]
+    header = header_of(BIG)
+    tensors = find(BIG, header)
+    names = [name for rank in range(16) for name, _ in reads_of(tensors, BIG, (16, 1, 1), rank)]
     assert sorted(names) == sorted(header)
-    assert names != [name for name, _ in plan_reads(header, BIG, layout, 0, num_stages=16)]
 
 
 def test_half_of_the_experts_for_each_of_two_ranks():
-    header = header_of(BIG)
+    tensors = find(BIG, header_of(BIG))
     for ep in range(2):
-        reads = plan_reads(header, BIG, Layout(47, 1, 2), ep)
+        reads = reads_of(tensors, BIG, (47, 1, 2), ep)
         experts = {int(name.split(".")[5]) for name, _ in reads if ".experts." in name}
         assert experts == set(range(64 * ep, 64 * ep + 64))
 
 
 def test_example_of_the_module():
-    config = Qwen3MoeConfig(
-        vocab_size=8, hidden_size=4, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1, head_dim=4,
-        num_experts=4, num_experts_per_tok=1, moe_intermediate_size=6,
-    )
-    reads = plan_reads(header_of(config), config, Layout(1, 2, 2), 1)
-    gate_up = [(name.split("experts.")[1], at) for name, at in reads if "experts" in name and "down" not in name]
-    everything = (slice(0, 6), slice(0, 4))
-    assert gate_up == [("2.gate_proj.weight", everything), ("3.gate_proj.weight", everything)]
+    config = config_from_dict(SMALL)
+    reads = reads_of(find(config, header_of(config)), config, (1, 2, 2), 1)
+    gate_up = [(name.split("experts.")[1], box) for name, box in reads if "experts" in name and "down" not in name]
+    assert gate_up == [("2.gate_proj.weight", Box.whole((6, 4))), ("3.gate_proj.weight", Box.whole((6, 4)))]
 
 
 def test_blocks_of_a_transposed_part():
     """Ours (2, 6, 4) is on the hub as (2, 4, 6); rows 1 to 3 of ours are its columns 1 to 3."""
     part = Part("w", (2, 4, 6), (slice(0, 2), slice(0, 6), slice(0, 4)), transposed=True)
-    (block,) = blocks([part], (slice(1, 2), slice(1, 4), slice(0, 3)))
-    assert block.at == (slice(1, 2), slice(0, 3), slice(1, 4))
-    assert block.into == (slice(0, 1), slice(0, 3), slice(0, 3))
+    ((found, at, into),) = blocks([part], Box((1, 1, 0), (1, 3, 3)))
+    assert found is part
+    assert at == Box((1, 0, 1), (1, 3, 3))
+    assert into == Box((0, 0, 0), (1, 3, 3))
 
 
 def test_fused_experts_are_read_too():
-    config = BIG
-    shapes = {"layers.0.mlp.experts.gate_up_proj.weight": (128, 3072, 4096)}
-    header = {"model.layers.0.mlp.experts.gate_up_proj": TensorInfo("f", torch.bfloat16, (128, 3072, 4096))}
-    origin = find_origins(config, shapes, header, None).found["layers.0.mlp.experts.gate_up_proj.weight"]
-    (((block, _, reads)),) = origin.reads((slice(64, 128), slice(0, 3072), slice(0, 4096)))
-    assert reads == [("model.layers.0.mlp.experts.gate_up_proj", (slice(64, 128), slice(0, 3072), slice(0, 4096)))]
-    assert block.into == (slice(0, 64), slice(0, 3072), slice(0, 4096))
+    config, name = config_from_dict(SMALL), "model.layers.0.mlp.experts.gate_up_proj"
+    apart = ("gate_proj.weight", "up_proj.weight")
+    header = {each: info for each, info in header_of(config).items() if not each.endswith(apart)}
+    header[name] = TensorHeader(torch.bfloat16, (4, 12, 4), "f", 0)
+    tensor = find(config, header)["layers.0.mlp.experts.gate_up_proj.weight"]
+    assert list(tensor.reads(Box((2, 0, 0), (2, 12, 4)))) == [(name, Box((2, 0, 0), (2, 12, 4)))]
 
 
 def test_what_is_wrong_is_said_in_one_line_with_the_nearest_name():
@@ -143,9 +129,9 @@ def test_what_is_wrong_is_said_in_one_line_with_the_nearest_name():
     header["model.norm.weight"] = header["model.norm.weight"]._replace(dtype=torch.int8)
     for expert in range(100):
         del header[f"model.layers.3.mlp.experts.{expert}.up_proj.weight"]
-    header["model.layers.0.rotary_emb.inv_freq"] = TensorInfo("f", torch.float32, (64,))
+    header["model.layers.0.rotary_emb.inv_freq"] = TensorHeader(torch.float32, (64,), "f", 0)
     with pytest.raises(ValueError) as raised:
-        check_header(BIG, header, None)
+        find(BIG, header)
     assert str(raised.value) == (
         f"the checkpoint does not fit the model (qwen3_moe): {norm}: missing, the nearest is "
         "model.layers.0.input_layer_norm.weight; model.layers.3.mlp.experts.0.up_proj.weight: missing, the nearest is "
@@ -155,15 +141,6 @@ def test_what_is_wrong_is_said_in_one_line_with_the_nearest_name():
         "model.layers.0.input_layer_norm.weight: unexpected, the model has no such tensor; and 98 more "
         "(is this checkpoint complete, and its config.json the one that it was written with?)"
     )
-
-
-def test_a_layout_that_does_not_fit():
-    with pytest.raises(ValueError, match="128 experts cannot be divided evenly among 3"):
-        plan_reads(header_of(BIG), BIG, Layout(1, 1, 3), 0)
-    with pytest.raises(ValueError, match=r"ranks of .* are 0 to 1"):
-        plan_reads({}, BIG, Layout(2), 2)
-    with pytest.raises(ValueError, match="num_stages must be"):
-        plan_reads({}, BIG, Layout(2), 0, num_stages=3)
 
 
 def test_deepseeks_fp8_with_a_layer_that_predicts_more_tokens():
@@ -176,16 +153,16 @@ def test_deepseeks_fp8_with_a_layer_that_predicts_more_tokens():
             if "_proj" in name:
                 header[full] = info._replace(dtype=torch.float8_e4m3fn)
                 scales = tuple(-(-size // 16) for size in info.shape)
-                header[f"{full}_scale_inv"] = TensorInfo("f", torch.float32, scales)
-    check_header(config, header, (16, 16))
-    reads = dict(plan_reads(header, config, Layout(1, 2, 2), 0, block=(16, 16)))
+                header[f"{full}_scale_inv"] = TensorHeader(torch.float32, scales, "f", 0)
+    tensors = find(config, header, (16, 16))
+    reads = dict(reads_of(tensors, config, (1, 2, 2), 0))
     assert not any("layers.4." in name for name in reads)
     # 8 experts over ep 2; 48 rows of gate and up over dp 2: the first rank has all 24 of gate, in two rows of blocks.
     gate = "model.layers.1.mlp.experts.3.gate_proj.weight"
-    assert reads[gate] == (slice(0, 24), slice(0, 32))
-    assert reads[f"{gate}_scale_inv"] == (slice(0, 2), slice(0, 2))
+    assert reads[gate] == Box.whole((24, 32))
+    assert reads[f"{gate}_scale_inv"] == Box.whole((2, 2))
     with pytest.raises(ValueError, match=r"config.json does not say how"):
-        check_header(config, header, None)
+        find(config, header)
 
 
 GPT_OSS = {
@@ -200,21 +177,14 @@ def test_mxfp4_is_not_transposed_though_the_bfloat16_tensor_is():
     plain = header_of(config)
     name, fused = "layers.0.mlp.experts.gate_up_proj.weight", "model.layers.0.mlp.experts.gate_up_proj"
     assert plain[fused].shape == (4, 64, 64)
-    shapes = {name: (4, 64, 64)}
-    (((block, _, reads)),) = find_origins(config, shapes, plain, None).found[name].reads(
-        (slice(2, 4), slice(0, 16), slice(0, 64)))
-    assert block.part.transposed
-    assert reads == [(fused, (slice(2, 4), slice(0, 64), slice(0, 16)))]
-    packed = {f"{fused}_blocks": TensorInfo("f", torch.uint8, (4, 64, 2, 16)),
-              f"{fused}_scales": TensorInfo("f", torch.uint8, (4, 64, 2))}
-    (((block, _, reads)),) = find_origins(config, shapes, packed, None).found[name].reads(
-        (slice(2, 4), slice(0, 16), slice(0, 64)))
-    assert not block.part.transposed
-    assert reads == [(f"{fused}_blocks", (slice(2, 4), slice(0, 16), slice(0, 2), slice(0, 16))),
-                     (f"{fused}_scales", (slice(2, 4), slice(0, 16), slice(0, 2)))]
+    wanted = Box((2, 0, 0), (2, 16, 64))
+    assert list(find(config, plain)[name].reads(wanted)) == [(fused, Box((2, 0, 0), (2, 64, 16)))]
+    packed = {each: info for each, info in plain.items() if each != fused} | {
+        f"{fused}_blocks": TensorHeader(torch.uint8, (4, 64, 2, 16), "f", 0),
+        f"{fused}_scales": TensorHeader(torch.uint8, (4, 64, 2), "f", 0)}
+    assert list(find(config, packed)[name].reads(wanted)) == [
+        (f"{fused}_blocks", Box((2, 0, 0, 0), (2, 16, 2, 16))), (f"{fused}_scales", Box((2, 0, 0), (2, 16, 2)))]
 
 
 def test_nothing_is_allocated_for_a_model_of_671_billion():
-    tensors = model_tensors(V3)
-    assert 670e9 < sum(prod(tensor.shape) for tensor in tensors.values()) < 672e9
-    assert {tensor.kind for tensor in tensors.values()} == set(Kind)
+    assert 670e9 < sum(map(prod, model_shapes(V3).values())) < 672e9

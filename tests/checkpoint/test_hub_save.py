@@ -1,10 +1,11 @@
-"""How files are laid out and who writes what, as pure functions."""
+"""Which files there are and who writes what, as pure functions."""
 
 import pytest
 import torch
 from safetensors import safe_open
 
-from dualpipe.checkpoint.hub_layout import NewTensor, Piece, lay_out, runs, writers
+from dualpipe.checkpoint.hub_save import Piece, writers
+from dualpipe.checkpoint.tensors import Box, lay_out
 from dualpipe.models import Qwen3MoeConfig
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -24,7 +25,7 @@ CONFIG = Qwen3MoeConfig(
 ])
 def test_runs(shape, at, expected):
     part = tuple(slice(*bounds) for bounds in at)
-    assert runs(shape, part) == expected
+    assert Box.at(part).runs(shape) == expected
     flat = torch.arange(torch.Size(shape).numel())
     wanted = flat.view(shape)[part].flatten()
     length = wanted.numel() // len(expected)
@@ -33,33 +34,27 @@ def test_runs(shape, at, expected):
 
 def test_files_are_filled_in_turn(tmp_path):
     """a (40 bytes) and b (6) are one file, c alone is too large for any, d begins the next."""
-    tensors = [NewTensor("a", (10,), F32), NewTensor("b", (3,), BF16), NewTensor("c", (100,), F32),
-               NewTensor("d", (1,), BF16), NewTensor("e", (2,), F32)]
-    files = lay_out(tensors, 50)
-    assert [(file.name, list(file.starts)) for file in files] == [
-        ("model-00001-of-00003.safetensors", ["a", "b"]), ("model-00002-of-00003.safetensors", ["c"]),
-        ("model-00003-of-00003.safetensors", ["e", "d"]),  # wide ones first, so that they are aligned
+    tensors = {"a": (F32, (10,)), "b": (BF16, (3,)), "c": (F32, (100,)), "d": (BF16, (1,)), "e": (F32, (2,))}
+    files = lay_out(tensors, 50, "{}-of-{}".format, {})
+    assert [(file.name, list(file.tensors)) for file in files] == [
+        ("0-of-3", ["a", "b"]), ("1-of-3", ["c"]), ("2-of-3", ["e", "d"]),  # wide ones first, so that they are aligned
     ]
     for file in files:
         path = tmp_path / file.name
         path.write_bytes(file.head + bytes(file.size - len(file.head)))
         with safe_open(path, framework="pt") as opened:
-            assert set(opened.keys()) == set(file.starts)
+            assert set(opened.keys()) == set(file.tensors)
             assert opened.metadata() == {"format": "pt"}
-        assert all(start % 4 == 0 for name, start in file.starts.items() if name != "d")
-
-
-def test_one_file_has_no_number():
-    assert [file.name for file in lay_out([NewTensor("a", (10,), F32)], 50)] == ["model.safetensors"]
+        assert all(tensor.start % 4 == 0 for name, tensor in file.tensors.items() if name != "d")
 
 
 def piece(start, stop, name="embed_tokens.weight", dtype=F32):
-    return Piece(name, (8, 4), dtype, ((start, stop), (0, 4)))
+    return Piece(name, (8, 4), dtype, Box((start, 0), (stop - start, 4)))
 
 
 def test_the_first_of_the_ranks_that_hold_the_same_writes_it():
     held = [[piece(0, 4)], [piece(4, 8)], [piece(0, 4)], [piece(4, 8)]]
-    assert writers(CONFIG, held) == [[piece(0, 4)], [piece(4, 8)], [], []]
+    assert writers(CONFIG, held) == {piece(0, 4): 0, piece(4, 8): 1}
 
 
 def test_pieces_that_do_not_make_up_a_tensor():

@@ -1,0 +1,263 @@
+"""A directory of checkpoints on disk: what is in it, what of it is whole, and how others get in and out.
+
+    step-00000100/            a committed checkpoint: complete from the moment it has this name
+        rank-00000.safetensors ...   the tensors that each rank wrote, and its random state in the metadata
+        tensors.json                 of which boxes each tensor is made up, and in which files they are
+        manifest.json                step, layout, versions, ..., and size and checksum of every other file
+    latest                    the name of the newest, for people and scripts; `latest()` looks for itself
+    .tmp-step-00000200-1f...  being written, or left by a job that died
+    .del-step-00000050-a0...  being deleted
+    .lock                     held by rank 0 of the one job that may save here, as long as it lives
+
+At any moment a name that begins with "step-" is that of a whole checkpoint, and what begins with ".tmp-" or ".del-"
+belongs to the holder of the lock, or to nobody: a checkpoint is written under a temporary name, flushed, and renamed;
+only then are others deleted, each renamed first. The newest is the one that was committed last, not that of the highest
+step: `sequence` counts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import secrets
+import shutil
+import warnings
+from collections.abc import Iterable, Mapping
+from os import PathLike
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+from dualpipe.checkpoint.manifest import (
+    MANIFEST,
+    Checkpoint,
+    Manifest,
+    StoredTensor,
+    read_manifest,
+    verify_files,
+    write_description,
+)
+from dualpipe.errors import raise_for
+from dualpipe.files import lock, replace_file, sync
+
+LATEST = "latest"
+_NAME = re.compile(r"step-(\d{8,})(?:\.\d+)?")
+_TRIES = 100  # of a reader, beside a job that deletes old checkpoints while new ones come
+
+
+class Found(NamedTuple):
+    """What of a directory is committed, newest first, and what should be but is damaged, with the reason."""
+
+    committed: list[Checkpoint]
+    damaged: dict[Path, str]
+
+
+# -- looking
+
+
+def scan(directory: str | PathLike[str]) -> Found:
+    """What is in a directory of checkpoints, nothing if it does not exist. Raises ValueError where that is unknown."""
+    directory = Path(directory)
+    for _ in range(_TRIES):
+        committed, damaged, gone = [], {}, False
+        try:
+            if not directory.exists():
+                return Found([], {})
+            if not directory.is_dir():
+                raise ValueError(f"{directory} is a file; give the directory that holds the checkpoints")
+            paths = sorted((path for path in directory.iterdir() if _NAME.fullmatch(path.name)), reverse=True)
+        except OSError as error:
+            raise ValueError(f"{directory} cannot be read: {error}") from error
+        for path in paths:
+            try:
+                committed.append(Checkpoint(path, read_manifest(path)))
+            except ValueError as error:
+                if os.path.lexists(path):
+                    damaged[path] = str(error)
+                else:  # deleted meanwhile: then there is a newer one, perhaps since after the names were listed
+                    gone = True
+        if not gone:
+            break
+    committed.sort(key=lambda each: (each.manifest.sequence, each.manifest.saved_at), reverse=True)
+    return Found(committed, damaged)
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether `path` is, or was, one checkpoint and not a directory of them."""
+    return bool(_NAME.fullmatch(path.name)) or os.path.lexists(path / MANIFEST)
+
+
+def find(path: str | PathLike[str]) -> Found:
+    """The one checkpoint that `path` names, or else those in the directory; raises ValueError where it is neither."""
+    path = Path(path)
+    if not is_checkpoint(path):
+        return scan(path)
+    path = path.resolve()  # a link that the caller names is meant
+    return Found([Checkpoint(path, read_manifest(path))], {})
+
+
+def is_still_there(checkpoint: Checkpoint) -> bool:
+    """Whether it was neither deleted nor replaced by another of its step."""
+    try:
+        return read_manifest(checkpoint.path).sequence == checkpoint.manifest.sequence
+    except ValueError:
+        return os.path.lexists(checkpoint.path)  # damaged
+
+
+def none_whole(path: str | PathLike[str], damaged: Iterable[str]) -> NoReturn:
+    """Raise ValueError: of all that is at `path` each is damaged, or else why there is nothing."""
+    raise_for(f"{path} has no checkpoint that is whole:", damaged)
+    if not os.path.lexists(path):
+        raise ValueError(f"{path} does not exist")
+    inside = Path(path) / "checkpoints"
+    hint = f"give {inside}" if inside.is_dir() else "give the directory that a run saves to, or one checkpoint in it"
+    raise ValueError(f"{path} has no checkpoints; {hint}")
+
+
+def latest(directory: str | PathLike[str]) -> Path | None:
+    """The checkpoint that was committed last; None where there never was one.
+
+    Raises ValueError where there are some, all of them without a manifest that can be read: to start from nothing then
+    would be wrong. Only manifests are read; `load` goes further back where files are damaged.
+    """
+    found = scan(directory)
+    if not found.committed and found.damaged:
+        none_whole(directory, found.damaged.values())
+    return found.committed[0].path if found.committed else None
+
+
+def step_of(path: Path) -> int:
+    """The step that the name of a checkpoint says; -1 for other names."""
+    found = _NAME.fullmatch(path.name)
+    return int(found[1]) if found else -1
+
+
+# -- writing: what rank 0 of the job that saves there does
+
+
+class Directory:
+    """The directory where one job saves.
+
+    keep_last, keep_every: which checkpoints stay: the last so many, and those of steps that are multiples. None: all.
+    """
+
+    def __init__(self, path: Path, keep_last: int | None, keep_every: int | None, patience: float = 10.0) -> None:
+        """Make it, with its parents, and take it for this job. The system frees it when the process dies.
+
+        Raises ValueError where nothing can be written, or after `patience` seconds another job still has it: one that
+        was just killed may take a moment.
+        """
+        self.path, self._keep_last, self._keep_every = path, keep_last, keep_every
+        self._lock = None
+        try:
+            _make(path)
+            self._lock = lock(path / ".lock", patience)
+            probe = path / f".tmp-step-{secrets.token_hex(4)}"
+            probe.mkdir()
+            probe.rmdir()
+            found = scan(path).committed
+        except BaseException as error:
+            self.close()
+            if isinstance(error, OSError):
+                raise ValueError(f"checkpoints cannot be saved to {path}: {error}") from error
+            raise
+        self._sequence = found[0].manifest.sequence if found else -1
+        self._committed = [each.path for each in reversed(found) if not verify_files(each)]
+
+    def close(self) -> None:
+        """Let other jobs save here."""
+        if self._lock is not None:
+            self._lock.release()
+        self._lock = None
+
+    def ignore(self, damaged: Iterable[Path]) -> None:
+        """Do not count these among the last that stay. Each goes when another of its step comes."""
+        gone = {path.resolve() for path in damaged}
+        self._committed = [path for path in self._committed if path.resolve() not in gone]
+
+    def begin(self, step: int) -> Path:
+        """Remove what dead jobs left, and make the temporary directory of a new checkpoint."""
+        for path in self.path.iterdir():
+            if path.name.startswith((".tmp-step-", ".del-step-")):
+                _remove(path)
+        folder = self.path / f".tmp-step-{step:08}-{secrets.token_hex(4)}"
+        folder.mkdir()
+        return folder
+
+    def commit(self, folder: Path, manifest: Manifest, stored: Mapping[str, StoredTensor]) -> Path:
+        """Make a temporary directory the newest checkpoint and delete what need not be kept; returns its path.
+
+        It is complete but for the description of its tensors and the manifest, which gets its sequence here. Another of
+        the same step is replaced. What cannot be deleted is warned about.
+        """
+        self._sequence += 1
+        write_description(folder, dataclasses.replace(manifest, sequence=self._sequence), stored)
+        sync(folder)
+        path, number = self.path / f"step-{manifest.step:08}", 0
+        while os.path.lexists(path):  # another of its step
+            number += 1
+            path = path.with_name(f"step-{manifest.step:08}.{number}")
+        os.rename(folder, path)
+        self._committed.append(path)
+        sync(self.path)
+        try:
+            return self._tidy(path)
+        except OSError as error:
+            warnings.warn(f"{path} is saved, but older ones could not be tidied up: {error}", stacklevel=2)
+            return path
+
+    def _tidy(self, path: Path) -> Path:
+        """After `path` was committed; returns the path that it has then: without a suffix, once the other is gone."""
+        step = step_of(path)
+        self._committed = [each for each in self._committed if each.exists()]
+        self._name_latest(path)  # before what it named is deleted
+        others = [each for each in self._committed[:-1] if step_of(each) != step]
+        for each in others[: max(0, len(others) - self._keep_last + 1)] if self._keep_last else ():
+            if not self._keep_every or step_of(each) % self._keep_every:
+                self._delete(each)
+        for each in self.path.glob(f"step-{step:08}*"):  # whole or damaged
+            if each != path and step_of(each) == step:
+                self._delete(each)
+        plain = path.with_name(f"step-{step:08}")
+        if path != plain and not os.path.lexists(plain):
+            path = path.rename(plain)
+            self._committed[-1] = path
+            self._name_latest(path)
+        return path
+
+    def _delete(self, path: Path) -> None:
+        """By another name first, so that a half is never taken for a whole."""
+        gone = path.with_name(f".del-{path.name}-{secrets.token_hex(4)}")
+        try:
+            os.rename(path, gone)
+            sync(path.parent)
+        except OSError as error:
+            warnings.warn(f"the old checkpoint {path} cannot be deleted: {error}", stacklevel=2)
+            return
+        self._committed = [each for each in self._committed if each != path]
+        _remove(gone)
+
+    def _name_latest(self, path: Path) -> None:
+        """In the file "latest". If the disk is too full even for that, there is none until the next time."""
+        target = self.path / LATEST
+        try:
+            replace_file(target, f"{path.name}\n")
+        except OSError as error:
+            if target.is_file():
+                target.unlink()
+            warnings.warn(f"{target} cannot be written: {error}", stacklevel=2)
+
+
+def _make(directory: Path) -> None:
+    """With its parents; their new names are on the disk then, as without them what is in it would be lost."""
+    missing = [path for path in (directory, *directory.parents) if not path.exists()]
+    directory.mkdir(parents=True, exist_ok=True)
+    for path in missing:
+        sync(path.parent)
+
+
+def _remove(path: Path) -> None:
+    try:
+        path.unlink() if path.is_symlink() or not path.is_dir() else shutil.rmtree(path)
+    except OSError as error:
+        warnings.warn(f"{path} cannot be deleted: {error}", stacklevel=2)

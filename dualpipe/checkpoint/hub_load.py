@@ -1,0 +1,247 @@
+"""Loading a Hugging Face checkpoint into the stages of a rank, each rank its own part.
+
+    config = read_config(path)
+    stages = build_on_meta(lambda: build_stages(config, 2 * pp, only=...))
+    plan = resolve_dtypes(stages, policy, source_dtypes=hub_dtypes(path, config))
+    ... shard_experts and shard, on meta ...
+    load_hf(stages, path, mesh, plan)
+
+Rank 0 reads all headers, checks them and tells the others; every rank then opens the files that it needs, and only when
+all could do so are parameters filled. See `hub_save` for the way back.
+
+Example: of 4 experts over ep 2 and dp 2, rank 1 (dp 0, ep 1) holds `gate_up_proj.weight[2:4, 0:I]` of (4, 2I, H), and
+so reads the `gate_proj.weight` of experts 2 and 3 and no `up_proj.weight`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import lru_cache, reduce
+from math import prod
+from os import PathLike
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from dualpipe import device as devices
+from dualpipe.checkpoint.hub_files import CONFIG, Reader, read_headers, read_json
+from dualpipe.checkpoint.quantized import SUFFIXES, Mxfp4, Stored, find_stored, fp8_block
+from dualpipe.checkpoint.tensors import Box
+from dualpipe.errors import nearest
+from dualpipe.models import HubConfig, Stage, build_stages
+from dualpipe.models.hub import Part
+from dualpipe.parallel import DTypePlan
+from dualpipe.parallel.materialize import check_materialize, materialize
+from dualpipe.ranks import RankSync
+
+_NAMED = 3  # tensors of each kind that are wrong
+
+
+def load_hf(
+    stages: Sequence[nn.Module],
+    path: str | PathLike[str],
+    mesh: DeviceMesh | None,
+    plan: DTypePlan,
+    *,
+    device: torch.device | str | None = None,
+    param_device: torch.device | str | None = None,
+) -> int:
+    """Fill the stages of this rank from a directory with `config.json` and safetensors; returns the bytes it has read.
+
+    Called by all ranks of `mesh` (from `build_mesh`) together, which find the same files at `path`, or by one process
+    with None. The stages are on meta, sharded or not. Each rank reads the byte ranges of its stages, its experts and
+    its shards, one parameter at a time: that is the memory it takes on top. Experts may be stacked or apart on disk,
+    and stored in MXFP4 or FP8 (`quantized`). Parameters get the dtypes `plan.of(name).storage`; FP8, computed in
+    float32, is rounded to it once. Tied tensors of one stage are read once, of two stages twice.
+
+    `device`: default the mesh's, or the CPU; `param_device` as for `materialize`.
+
+    Raises, on every rank:
+        ValueError: before anything is changed: files that are missing, cut short, no safetensors or outside the
+            directory; tensors that are missing, unexpected, misshapen, integers or lack their scales; values that the
+            plan's dtype would round. A checkpoint of another model type.
+        RuntimeError: reading failed on some rank after all that, as when a disk fails. The stages are not usable then:
+            what was not read is NaN.
+    """
+    ranks = RankSync.of_mesh(mesh)
+    if device is None:
+        device = devices.current() if mesh is not None and mesh.device_type == "cuda" else "cpu"
+    config = ranks.agree(lambda: config_of(stages))
+    first = ranks.first(lambda: open_hf(path, config)[0])
+    reader = Reader(path, first.header, first.block)
+
+    def prepare() -> list[dict[str, HubTensor]]:
+        tensors = find_tensors(config, reader)
+        sources = [{name: tensors[name] for name in stage_tensors(stage) if name in tensors} for stage in stages]
+        reader.check(name for source in sources for tensor in source.values()
+                     for name, _ in tensor.reads(Box.whole(tensor.shape)))
+        for stage, source in zip(stages, sources):
+            check_materialize(stage, device, plan, source=source)
+        return sources
+
+    sources = ranks.agree(prepare)
+
+    def fill() -> None:
+        for stage, source in zip(stages, sources):
+            materialize(stage, device, plan, source=source, param_device=param_device)
+
+    ranks.agree(fill)
+    return reader.bytes_read
+
+
+def hub_dtypes(path: str | PathLike[str], config: HubConfig) -> dict[str, torch.dtype]:
+    """The dtypes of a checkpoint's tensors by the model's names, for `resolve_dtypes`; bfloat16 for quantized ones."""
+    return {name: tensor.dtype for name, tensor in open_hf(path, config)[1].items()}
+
+
+def open_hf(path: str | PathLike[str], config: HubConfig) -> tuple[Reader, dict[str, HubTensor]]:
+    """Read all headers, and find every tensor of ours in them; raises `ValueError` as `load_hf` does."""
+    hub = read_json(path, CONFIG)
+    if hub.get("model_type") != config.model_type:
+        raise ValueError(f"{path} holds a {hub.get('model_type')!r} model; the stages are {config.model_type!r}")
+    reader = Reader(path, read_headers(path), fp8_block(hub))
+    return reader, find_tensors(config, reader)
+
+
+def config_of(stages: Sequence[nn.Module]) -> HubConfig:
+    """The configuration that the stages were built with; raises `ValueError` unless it is one and the same."""
+    configs = [stage.config for stage in stages if isinstance(getattr(stage, "config", None), HubConfig)]
+    if not stages or len(configs) < len(stages) or any(config != configs[0] for config in configs):
+        raise ValueError("stages must be some of one model, from build_stages; got "
+                         f"{[type(stage).__name__ for stage in stages]}")
+    return configs[0]
+
+
+def stage_tensors(stage: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers of a stage, a tied one under its first name."""
+    tensors: dict[int, tuple[str, Tensor]] = {}
+    for name, tensor in stage.state_dict(keep_vars=True).items():
+        tensors.setdefault(id(tensor), (name, tensor))
+    return dict(tensors.values())
+
+
+@lru_cache(maxsize=16)  # the ranks of one pipeline place have the same, and cutting many layers well takes a second
+def meta_stages(config: HubConfig, num_stages: int = 1, only: tuple[int, ...] | None = None) -> tuple[Stage, ...]:
+    """Stages of a model, only to be looked at. Nothing is allocated."""
+    with torch.device("meta"):
+        return tuple(build_stages(config, num_stages, only=only))
+
+
+def model_shapes(config: HubConfig) -> dict[str, tuple[int, ...]]:
+    """The shapes of all parameters and persistent buffers of a model."""
+    (whole,) = meta_stages(config)
+    return {name: tuple(tensor.shape) for name, tensor in whole.state_dict().items()}
+
+
+# -- from the hub's tensors to ours
+
+
+def blocks(parts: Iterable[Part], wanted: Box) -> Iterator[tuple[Part, Box, Box]]:
+    """What of the hub's tensors makes up the box `wanted` in a tensor of ours: where it is in them, and in `wanted`."""
+    for part in parts:
+        where = Box.at(part.where)
+        if both := where.intersection(wanted):
+            at = [side[len(side) - len(part.shape) :] for side in both.within(where)]
+            if part.transposed:
+                at = [(*side[:-2], side[-1], side[-2]) for side in at]
+            yield part, Box(*at), both.within(wanted)
+
+
+class HubTensor:
+    """A tensor of ours in a checkpoint: a `Sliceable`, which reads the part that it is indexed with."""
+
+    def __init__(self, shape: tuple[int, ...], parts: Sequence[tuple[Part, Stored]], reader: Reader) -> None:
+        self.shape, self._reader = shape, reader
+        self._parts, self._stored = [part for part, _ in parts], {part.name: stored for part, stored in parts}
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The narrowest that holds its values as well as the hub's own loaders do."""
+        return reduce(torch.promote_types, (stored.dtype for stored in self._stored.values()))
+
+    def reads(self, wanted: Box) -> Iterator[tuple[str, Box]]:
+        """The tensors in the files, and the boxes of them, that are read for a box of this one."""
+        for part, at, _ in blocks(self._parts, wanted):
+            yield from self._stored[part.name].raw(at)
+
+    def __getitem__(self, place: tuple[slice, ...]) -> Tensor:
+        """In the dtype of the files, float32 where computed from FP8. Without a copy where it is stored as it is."""
+        wanted = Box.at(place)
+        found = list(blocks(self._parts, wanted))
+        for part, at, _ in found:
+            if type(self._stored[part.name]) is Stored and not part.transposed and at.shape == wanted.shape:
+                return self._reader(part.name, at)
+        dtype = reduce(torch.promote_types, (stored.value_dtype for stored in self._stored.values()))
+        out = torch.empty(wanted.shape, dtype=dtype, device="cpu")
+        for part, at, into in found:
+            stored = self._stored[part.name]
+            values = out[into.slices]
+            values = values[(0,) * (values.ndim - len(at.shape))]  # without the dimensions that the hub's tensor lacks
+            raw = [self._reader(*read) for read in stored.raw(at)]
+            stored.decode(raw, at, values.mT if part.transposed else values)
+        return out
+
+
+def find_tensors(config: HubConfig, reader: Reader) -> dict[str, HubTensor]:
+    """Every tensor of a model in a checkpoint.
+
+    Of several ways to store one, the first that is complete is taken, or else that of which most is there.
+
+    Raises:
+        ValueError: for tensors that are missing, unexpected or misshapen, or stored in a way that cannot be read: the
+            first ones of each kind and how many more. Missing names come with the most similar ones that are there,
+            first of those that nobody wants.
+    """
+    header = reader.header
+    found: dict[str, HubTensor] = {}
+    missing: dict[str, None] = {}
+    wrong: dict[str, str] = {}
+    used: set[str] = set()
+    for name, shape in model_shapes(config).items():
+        parts = max(config.hub_parts(name, shape), key=lambda parts: _share_in(header, parts))
+        assert sum(Box.at(part.where).numel for part in parts) == prod(shape), name
+        used.update(part.name + suffix for part in parts for suffix in SUFFIXES)
+        fitting = []
+        for part in parts:
+            try:
+                stored = find_stored(header, part.name, reader.block)
+                if stored is None:
+                    missing[part.name] = None
+                else:
+                    fitting.append(_fitting(part, stored))
+            except ValueError as error:
+                wrong[part.name] = str(error)
+        found[name] = HubTensor(shape, fitting, reader)
+    unexpected = [name for name in header if name not in used
+                  and not any(config.ignored_on_hub(name.removesuffix(suffix)) for suffix in SUFFIXES)]
+    lines = []
+    for name in list(missing)[:_NAMED]:
+        near = nearest(name, unexpected or header)
+        lines.append(f"{name}: missing" + (f", the nearest is {near[0]}" if near else ""))
+    lines += list(wrong.values())[:_NAMED]
+    lines += [f"{name}: unexpected, the model has no such tensor" for name in unexpected[:_NAMED]]
+    if more := len(missing) + len(wrong) + len(unexpected) - len(lines):
+        lines.append(f"and {more:,} more")
+    if lines:
+        raise ValueError(f"the checkpoint does not fit the model ({config.model_type}): {'; '.join(lines)} (is this "
+                         "checkpoint complete, and its config.json the one that it was written with?)")
+    return found
+
+
+def _share_in(header: Collection[str], parts: Sequence[Part]) -> float:
+    """How much of these parts is in the files, whatever the form."""
+    names = ((part.name, f"{part.name}_blocks", f"{part.name}_scales") for part in parts)
+    return sum(any(name in header for name in forms) for forms in names) / len(parts)
+
+
+def _fitting(part: Part, stored: Stored) -> tuple[Part, Stored]:
+    """A part, `transposed` as it applies to the way it is stored; raises `ValueError` where it does not fit ours."""
+    if part.transposed and isinstance(stored, Mxfp4):  # whose blocks have inputs last, as ours do
+        part = replace(part, shape=(*part.shape[:-2], part.shape[-1], part.shape[-2]), transposed=False)
+    if not stored.dtype.is_floating_point:
+        raise ValueError(f"{part.name}: {stored.dtype}, which parameters in floating point would round")
+    if stored.shape != part.shape:
+        raise ValueError(f"{part.name}: {stored.shape} in the checkpoint, {part.shape} in the model")
+    return part, stored

@@ -1,0 +1,339 @@
+"""Writing the stages of all ranks as one Hugging Face checkpoint, every rank its own part.
+
+    rank 0      a directory beside the target, with the files at full size, their headers, config.json, the tokenizer
+    every rank  the bytes of the parameters that it holds, where they belong in the files
+    rank 0      those that are carried from the source: of layers for multi-token prediction, which are not trained
+                here; the index; the directory takes its name
+
+Nothing is gathered, and the files are the same whichever layout wrote them.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import glob
+import json
+import os
+import secrets
+import shutil
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict
+from math import prod
+from os import PathLike
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+
+from dualpipe.checkpoint.hub_files import CONFIG, INDEX, SINGLE, Reader, file_within, read_headers, read_json
+from dualpipe.checkpoint.hub_load import blocks, config_of, model_shapes, stage_tensors
+from dualpipe.checkpoint.tensors import Box, NewFile, TensorHeader, lay_out, write_box
+from dualpipe.dtypes import long_name
+from dualpipe.files import naming, sync
+from dualpipe.models import HubConfig, config_from_dict, read_config
+from dualpipe.models.hub import MTP_LAYERS
+from dualpipe.nn.init import local_part
+from dualpipe.parallel import DTypePlan
+from dualpipe.parallel.materialize import Sliceable
+from dualpipe.ranks import RankSync
+
+MAX_SHARD_BYTES = 5 * 10**9
+# What a source's directory has besides tensors and config.json that belongs to the model.
+CARRIED = (
+    "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json",
+    "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json",
+)
+_OF_FILES = {"quantization_config", "auto_map", "torch_dtype", "dtype"}  # in config.json: of the source's files alone
+
+
+class Piece(NamedTuple):
+    """What a rank holds of a tensor of ours, and how it is to be written."""
+
+    name: str
+    shape: tuple[int, ...]  # of the whole tensor
+    dtype: torch.dtype
+    box: Box
+
+
+def save_hf(
+    stages: Sequence[nn.Module],
+    path: str | PathLike[str],
+    mesh: DeviceMesh | None,
+    plan: DTypePlan,
+    *,
+    source: str | PathLike[str] | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Write the model to a new directory as safetensors, which transformers, vLLM and others read.
+
+    Called by all ranks of `mesh` (from `build_mesh`) together, or by one process with None and all stages. `path` must
+    be on a file system that all ranks share. Tensors get the dtypes `plan.of(name).save`, so one that is pinned to
+    float32 stays so; experts are written apart, where the family's are; a tied head is not written. A rank takes the
+    memory of one hub tensor on top. The timeout of the default process group must be longer than the writing takes.
+
+    `source`, a checkpoint of the same model, is where `config.json`, `generation_config.json` and the tokenizer come
+    from; without one, `config.json` has only what this library knows. It never says quantized: what is written is not.
+    But for layers for multi-token prediction (DeepSeek-V3): as they are not trained here, they are carried from the
+    source byte for byte, FP8 with its scales too. Those that it lacks `config.json` does not announce; that is warned.
+    `max_shard_bytes`: of the tensors in a file; a larger tensor has a file of its own.
+
+    The directory appears when it is complete. Raises, on every rank, with nothing left behind:
+        ValueError: `path` exists and is not empty; a source that is another model; ranks that do not hold all of the
+            model between them; a plan that lacks a tensor.
+        OSError (RuntimeError with several ranks): writing failed on some rank.
+    """
+    ranks = RankSync.of_mesh(mesh)
+    config = ranks.agree(lambda: config_of(stages))
+    local: dict[str, Tensor] = {}
+
+    def pieces() -> list[Piece]:
+        found = []
+        for stage in stages:
+            for inner in stage.modules():
+                if isinstance(inner, FSDPModule):
+                    inner.reshard()  # a root stays gathered after a forward
+            for name, whole in stage_tensors(stage).items():
+                local[name], place = local_part(whole)
+                found.append(Piece(name, tuple(whole.shape), plan.of(name).save, Box.at(place)))
+        return found
+
+    held = ranks.gather(pieces)
+    write_model(ranks, config, held, local, path, plan.policy.param_dtype, source, max_shard_bytes)
+
+
+def write_model(
+    ranks: RankSync,
+    config: HubConfig,
+    held: Sequence[Sequence[Piece]],
+    local: Mapping[str, Sliceable],
+    path: str | PathLike[str],
+    dtype: torch.dtype,
+    source: str | PathLike[str] | None,
+    max_shard_bytes: int,
+) -> None:
+    """Write what each rank holds. `local`: this rank's pieces, by our names. `dtype`: that config.json names."""
+    target = Path(path)
+    folder, kept = ranks.first(lambda: (target.parent / f".{target.name}.{secrets.token_hex(4)}.partial",
+                                        {} if source is None else _carried_tensors(source)))
+
+    def arrange() -> tuple[list[NewFile], list[Piece]]:
+        if max_shard_bytes < 1:
+            raise ValueError(f"max_shard_bytes must be at least 1; got {max_shard_bytes}")
+        written_by = writers(config, held)
+        tensors = new_tensors(config, {piece.name: piece.dtype for piece in written_by})
+        tensors |= {name: (info.dtype, info.shape) for name, info in kept.items()}
+        files = lay_out(tensors, max_shard_bytes, metadata={}, name=lambda number, count:
+                        SINGLE if count == 1 else f"model-{number + 1:05}-of-{count:05}.safetensors")
+        return files, [piece for piece, rank in written_by.items() if rank == ranks.rank]
+
+    files, own = ranks.agree(arrange)
+    with ExitStack() as locks:  # of rank 0
+        try:
+            ranks.first(lambda: _make(folder, target, locks))
+            ranks.first(lambda: _prepare(folder, files, _config_json(config, dtype, source, kept), source))
+            ranks.agree(lambda: _write(folder, files, _own_data(config, own, local)))
+            ranks.first(lambda: _finish(folder, target, files, source, kept))
+        except BaseException:
+            if ranks.rank == 0:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+
+# -- what is written, and who writes what
+
+
+def new_tensors(config: HubConfig, dtypes: Mapping[str, torch.dtype]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Dtype and shape of the hub's tensors of a model, in its order, without a tied head.
+
+    `dtypes`: those of ours that they are part of. Raises `ValueError` for tensors that have none.
+    """
+    shapes = {name: shape for name, shape in model_shapes(config).items() if not _is_tied(config, name)}
+    if missing := [name for name in shapes if name not in dtypes]:
+        raise ValueError(f"no rank holds {', '.join(missing[:10])}{' ...' if missing[10:] else ''}; pass the mesh, "
+                         "and all stages of every rank")
+    return {part.name: (dtypes[name], part.shape) for name, shape in shapes.items()
+            for part in config.hub_parts(name, shape)[0]}
+
+
+def writers(config: HubConfig, held: Sequence[Sequence[Piece]]) -> dict[Piece, int]:
+    """Which rank writes each piece, by what each rank holds: the first of those that hold it.
+
+    Raises:
+        ValueError: ranks disagree on a tensor's dtype, or hold parts of a tensor that overlap or do not make it up.
+    """
+    writer: dict[Piece, int] = {}
+    for rank, pieces in enumerate(held):
+        for piece in pieces:
+            if not _is_tied(config, piece.name):
+                writer.setdefault(piece, rank)
+    tensors: dict[str, list[Piece]] = {}
+    for piece in writer:
+        tensors.setdefault(piece.name, []).append(piece)
+    for name, (first, *others) in tensors.items():
+        for other in others:
+            if (other.shape, other.dtype) != (first.shape, first.dtype):
+                raise ValueError(f"{name} is {other.shape} {other.dtype} on one rank, {first.shape} {first.dtype} on "
+                                 "another; resolve one plan for the whole model")
+        if (count := sum(piece.box.numel for piece in (first, *others))) != prod(first.shape):
+            raise ValueError(f"{name}: the ranks hold {count} of {prod(first.shape)} elements; pass the mesh, and all "
+                             "stages of every rank")
+    return writer
+
+
+def _is_tied(config: HubConfig, name: str) -> bool:
+    """Whether it is written as the embedding."""
+    return config.tie_word_embeddings and name == "lm_head.weight"
+
+
+def _carried_tensors(source: str | PathLike[str]) -> dict[str, TensorHeader]:
+    """What is carried of a checkpoint, which may have a config.json and a tokenizer alone. Reads headers only."""
+    config = read_config(source)
+    if not config.carried_layers or not any((Path(source) / name).exists() for name in (SINGLE, INDEX)):
+        return {}
+    return carried(config, read_headers(source))
+
+
+def carried(config: HubConfig, header: Mapping[str, TensorHeader]) -> dict[str, TensorHeader]:
+    """What an export takes along of a checkpoint as it is: the layers for multi-token prediction that it announces.
+
+    If one of them is missing, none behind it: config.json can say only how many there are.
+    """
+    layer_of = {name: config.carried_layer(name) for name in header}
+    layers = config.carried_layers
+    stop = next((layer for layer in layers if layer not in layer_of.values()), layers.stop)
+    return {name: header[name] for name, layer in layer_of.items() if layer is not None and layer < stop}
+
+
+# -- rank 0, before
+
+
+def _make(folder: Path, target: Path, locks: ExitStack) -> None:
+    """Make the directory, and remove those of writers of the same target that were killed.
+
+    What is locked belongs to a process that lives: the system frees it when that dies.
+    """
+    if target.is_symlink() or (target.exists() and not target.is_dir()) or (target.is_dir() and any(target.iterdir())):
+        raise ValueError(f"{target} exists already; give a new directory, or an empty one")
+    for left in target.parent.glob(f".{glob.escape(target.name)}.????????.partial"):
+        with suppress(OSError), _locked(left):
+            shutil.rmtree(left)
+    folder.mkdir(parents=True)
+    with suppress(OSError):  # of a file system without locks
+        locks.enter_context(_locked(folder))
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Raises OSError where another process has it."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _prepare(
+    folder: Path, files: Sequence[NewFile], config: Mapping[str, Any], source: str | PathLike[str] | None
+) -> None:
+    """Fill it with all files, of which only the tensors and the index are still missing."""
+    _write_json(folder / CONFIG, config)
+    if source is not None:
+        for name in CARRIED:
+            if (Path(source) / name).exists():
+                shutil.copyfile(file_within(source, name), folder / name)
+    for file in files:
+        with naming(folder / file.name), open(folder / file.name, "xb") as out:
+            out.write(file.head)
+            out.truncate(file.size)
+
+
+def _config_json(
+    config: HubConfig, dtype: torch.dtype, source: str | PathLike[str] | None, kept: Iterable[str]
+) -> dict[str, Any]:
+    """The content of `config.json`; `kept`: the tensors that are carried."""
+    content = config.to_dict() if source is None else read_json(source, CONFIG)
+    if source is not None and (other := config_from_dict(content)) != config:
+        theirs, ours = asdict(other), asdict(config)
+        differ = ", ".join(f"{key}: {theirs.get(key)} there, {value} in the model" for key, value in ours.items()
+                           if theirs.get(key) != value)
+        raise ValueError(f"{source} is of another model ({differ or other.model_type}); give the one that the model "
+                         "was made from, or none")
+    content = {key: value for key, value in content.items() if key not in _OF_FILES}
+    described = config_from_dict(content)
+    layers = len({described.carried_layer(name) for name in kept})
+    for key in MTP_LAYERS:
+        if content.get(key, layers) != layers:
+            lacks = "no source was given" if source is None else f"{source} has no tensors of more"
+            warnings.warn(
+                f"config.json says {key} = {layers} instead of {content[key]}: layers for multi-token prediction are "
+                f"not trained here, only carried, and {lacks}; the source is the checkpoint that the model was made "
+                "from (init.from_hf, or `dualpipe hf export --source`)", stacklevel=2,
+            )
+            content[key] = layers
+    return content | {"dtype": long_name(dtype)}
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    with naming(path), open(path, "x", encoding="utf-8") as out:
+        out.write(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+
+
+# -- every rank
+
+
+_Data = Iterable[tuple[str, Box, Tensor]]  # tensors of the files, boxes in them, and their values in the same dtype
+
+
+def _own_data(config: HubConfig, pieces: Iterable[Piece], local: Mapping[str, Sliceable]) -> _Data:
+    for piece in pieces:
+        for part, at, into in blocks(config.hub_parts(piece.name, piece.shape)[0], piece.box):
+            values = local[piece.name][into.slices]
+            yield part.name, at, (values.mT if part.transposed else values).to("cpu", piece.dtype)
+
+
+def _write(folder: Path, files: Iterable[NewFile], data: _Data) -> None:
+    """Write values where they belong, flushed to the disk."""
+    header = {name: tensor for file in files for name, tensor in file.tensors.items()}
+    descriptors: dict[str, int] = {}
+    with ExitStack() as stack:
+        for name, box, values in data:
+            file = header[name].file
+            with naming(folder / file):
+                if file not in descriptors:
+                    descriptors[file] = os.open(folder / file, os.O_WRONLY)
+                    stack.callback(os.close, descriptors[file])
+                write_box(descriptors[file], header[name], box, values)
+        for file, descriptor in descriptors.items():
+            with naming(folder / file):
+                os.fsync(descriptor)
+
+
+# -- rank 0, afterwards
+
+
+def _finish(
+    folder: Path, target: Path, files: Sequence[NewFile], source: str | PathLike[str] | None,
+    kept: Mapping[str, TensorHeader],
+) -> None:
+    """Write what is carried and the index, flush all and give the directory its name."""
+    if source is not None:
+        reader, boxes = Reader(source, kept), {name: Box.whole(info.shape) for name, info in kept.items()}
+        _write(folder, files, ((name, box, reader(name, box)) for name, box in boxes.items()))
+    if len(files) > 1:
+        tensors = {name: tensor for file in files for name, tensor in file.tensors.items()}
+        _write_json(folder / INDEX, {
+            "metadata": {"total_parameters": sum(prod(tensor.shape) for tensor in tensors.values()),
+                         "total_size": sum(tensor.nbytes for tensor in tensors.values())},
+            "weight_map": {name: tensor.file for name, tensor in sorted(tensors.items())},
+        })
+    for path in folder.iterdir():
+        sync(path)
+    sync(folder)
+    os.rename(folder, target)  # onto an empty directory too
+    sync(target.parent)

@@ -1,0 +1,294 @@
+"""What a checkpoint holds, by names that no layout changes, and which box of each tensor this rank has.
+
+    layers.3.mlp.experts.gate_up_proj.weight                          a parameter, in at least float32 if trained
+    layers.3.mlp.gate.e_score_correction_bias                         a buffer, in its own dtype
+    optimizer/layers.3.mlp.experts.gate_up_proj.weight/exp_avg        a tensor of the optimizer's state, by its key
+    optimizer/layers.3.mlp.experts.gate_up_proj.weight/values         JSON as bytes: the rest, of torch's optimizers
+    stage-3.0.weight                                                  of stages whose names repeat, by their numbers
+
+A trained parameter is stored once, as the values that the optimizer updates: the float32 master of a bfloat16
+parameter, or the float32 parameter itself where ranks share its storage. So one layout's master is another's parameter,
+and a bfloat16 parameter, being its master rounded, comes back bit for bit without being stored. Nothing depends on the
+order of parameters or groups of an optimizer.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import random
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from reprlib import repr as brief
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from dualpipe.checkpoint.manifest import StoredTensor
+from dualpipe.checkpoint.tensors import Box
+from dualpipe.device import random_state, set_random_state
+from dualpipe.nn.init import local_part
+
+OPTIMIZER, VALUES = "optimizer/", "values"
+REPEATED = "give training_state the stages of one model, with the names of the whole, or the numbers of the stages"
+_NUMBERED = re.compile(rf"(?:{OPTIMIZER})?stage-(\d+)\.")
+_PADDED = 256  # bytes of the values, or a multiple
+# Of an optimizer's group how it computes, not what. Those of the optimizer that is loaded into stay.
+_SWITCHES = ("params", "foreach", "fused", "capturable", "differentiable")
+
+
+class OptimizerTensors(Protocol):
+    """An optimizer that can be stored, such as `dualpipe.train.optimizer.Optimizer`."""
+
+    def state_tensors(self) -> Mapping[nn.Parameter, Mapping[str, Tensor]]:
+        """By parameter, "master", its values as they are updated, and any others by names of their own.
+
+        All share memory with the optimizer, and are distributed as the parameter is or the same on every rank.
+        """
+
+
+class ParameterState:
+    """The state that any `torch.optim.Optimizer` keeps of a parameter, where `training_state` has tensors.
+
+    Saving takes `tensors`; loading fills what `place` gives, and `restore` hands it to the optimizer. Which tensors a
+    state has is known once there is one: loading makes those that the checkpoint has, so it fills an optimizer that
+    never took a step, too.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: nn.Parameter) -> None:
+        self._state, self._group, self._parameter = optimizer.state, group, parameter
+        self._placed: dict[str, Tensor] = {}
+        self._read: dict[str, Any] = {}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors by their keys, sharing memory, and the values.
+
+        Raises ValueError for what another process could not make sense of.
+        """
+        state = self._state.get(self._parameter, {})
+        if wrong := [key for key in state if not isinstance(key, str) or "/" in key or key == VALUES]:
+            raise ValueError(f"an optimizer's state must have texts as keys, without a '/' and not {VALUES!r}; it has "
+                             f"{wrong[0]!r}")
+        found = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+        for key, tensor in found.items():
+            if isinstance(self._parameter, DTensor) and not isinstance(tensor, DTensor) and tensor.dim():
+                raise ValueError(f"an optimizer keeps {key!r}, a plain tensor {tuple(tensor.shape)}, of a sharded "
+                                 "parameter, so where it belongs is not known; it must be a DTensor")
+        values = {"state": {key: value for key, value in state.items() if key not in found},
+                  "group": {key: value for key, value in self._group.items() if key not in _SWITCHES}}
+        try:
+            text = json.dumps(values, default=as_number).encode()
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"an optimizer can keep tensors, and what JSON can hold: {error}") from error
+        text += b" " * (-len(text) % _PADDED)  # so that another learning rate has the same size, which is planned for
+        return found | {VALUES: torch.tensor(list(text), dtype=torch.uint8, device="cpu")}
+
+    def place(self, stored: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
+        """What a checkpoint with these tensors of the parameter is to be read into. The values are always wanted."""
+        self._read = {}
+        self._placed = {key: self._like(key, entry) for key, entry in stored.items()}
+        return {VALUES: torch.empty(0, dtype=torch.uint8, device="cpu")} | self._placed
+
+    def _like(self, key: str, entry: StoredTensor) -> Tensor:
+        now, parameter = self._state.get(self._parameter, {}).get(key), self._parameter
+        if isinstance(now, Tensor) and (tuple(now.shape), now.dtype) == (entry.shape, entry.dtype):
+            return now
+        if key != VALUES and entry.shape and entry.shape == tuple(parameter.shape):
+            return torch.empty_like(parameter, dtype=entry.dtype, requires_grad=False)
+        # torch keeps counts of steps on the host, unless a kernel reads them.
+        on_device = bool(entry.shape) or self._group.get("capturable") or self._group.get("fused")
+        plain = torch.empty(entry.shape, dtype=entry.dtype, device=parameter.device if on_device else "cpu")
+        if key == VALUES or not entry.shape or not isinstance(parameter, DTensor):
+            return plain
+        mesh = parameter.device_mesh
+        return DTensor.from_local(plain, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+    def understand(self) -> tuple[int, dict[str, Any]] | None:
+        """The group that it is in, and the hyperparameters that the values say, once they are read; None without any.
+
+        Raises ValueError where they are not what `tensors` makes.
+        """
+        if VALUES not in self._placed:  # which was allowed
+            return None
+        try:
+            self._read = json.loads(bytes(self._placed[VALUES].tolist()))
+            if {type(self._read["state"]), type(group := self._read["group"])} != {dict}:
+                raise TypeError("no JSON objects")
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise ValueError(f"the values of an optimizer are damaged: {error}") from error
+        return id(self._group), group
+
+    def restore(self) -> None:
+        """Make the state of the optimizer that of the checkpoint, once all is read."""
+        if not self._read:
+            return
+        state = self._read["state"] | {key: tensor for key, tensor in self._placed.items() if key != VALUES}
+        self._state.pop(self._parameter, None)
+        if state:
+            self._state[self._parameter] = state
+        for key, value in self._read["group"].items():
+            now = self._group.get(key)
+            if isinstance(now, Tensor):
+                self._group[key] = torch.full_like(now, value)  # groups may share the one that is there
+            elif key not in _SWITCHES:
+                self._group[key] = tuple(value) if isinstance(now, tuple) else value
+
+
+State = Mapping[str, Tensor | ParameterState]  # what `training_state` gives, and any tensors besides
+
+
+def training_state(
+    stages: Sequence[nn.Module], optimizer: OptimizerTensors | torch.optim.Optimizer | None = None, *,
+    numbers: Sequence[int] | None = None,
+) -> dict[str, Tensor | ParameterState]:
+    """The tensors of this rank's stages (ascending) and their optimizer by name, sharing memory: what `save` takes.
+
+    And what `load` fills in place. Any `torch.optim.Optimizer` will do, before its first step too; parameters are then
+    stored in the dtype that they have, as without one. After loading, an optimizer with masters of its own must round
+    them into the parameters (`round_parameters`). Tied parameters appear once, by the first name.
+
+    numbers: those of these stages in the pipeline (`schedule.rank_stages(rank)`), where names repeat from stage to
+        stage: each is then behind its stage's number, so the checkpoint fits a pipeline of the same stages alone.
+
+    Raises ValueError where a name means two tensors, and for a parameter of the optimizer that no stage has.
+    """
+    if numbers is not None and len(numbers) != len(stages):
+        raise ValueError(f"numbers must be those of the {len(stages)} stages given; got {list(numbers)}")
+    ours: Mapping[Any, Mapping[str, Tensor]] = {}
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        ours = optimizer.state_tensors()
+    found: dict[str, Tensor | ParameterState] = {}
+    names: dict[Tensor, str] = {}
+    for index, stage in enumerate(stages):
+        for name, tensor in stage.state_dict(keep_vars=True).items():  # shards, and only what is persistent
+            if not isinstance(tensor, Tensor):
+                raise ValueError(f"{name} is a {type(tensor).__name__}; only tensors can be stored")
+            if tensor in names:
+                continue
+            name = name if numbers is None else f"stage-{numbers[index]}.{name}"
+            if name in found:
+                raise ValueError(f"two stages have a tensor called {name!r}; {REPEATED}")
+            names[tensor] = name
+            own = dict(ours.get(tensor, {}))
+            found |= {name: own.pop("master", tensor)} | {f"{OPTIMIZER}{name}/{key}": each for key, each in own.items()}
+    if isinstance(optimizer, torch.optim.Optimizer):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter not in names:
+                    raise ValueError(f"the optimizer has a parameter {tuple(parameter.shape)} that is in none of the "
+                                     "stages: give all modules that it updates")
+                found[OPTIMIZER + names[parameter]] = ParameterState(optimizer, group, parameter)
+    return found
+
+
+def numbered(names: Iterable[str]) -> set[int]:
+    """The numbers of stages that are in names."""
+    return {int(found[1]) for name in names if (found := _NUMBERED.match(name))}
+
+
+def states_in(state: State) -> dict[str, ParameterState]:
+    """What is an optimizer's state of a parameter, by name."""
+    return {name: each for name, each in state.items() if isinstance(each, ParameterState)}
+
+
+def check_groups(states: Mapping[str, ParameterState]) -> None:
+    """Raise ValueError where parameters that share a group now were saved with other hyperparameters."""
+    first: dict[int, tuple[str, dict[str, Any]]] = {}
+    for name, state in states.items():
+        if (found := state.understand()) is None:
+            continue
+        other, values = first.setdefault(found[0], (name, found[1]))
+        if values != found[1]:
+            differ = [key for key in values.keys() | found[1].keys() if values.get(key) != found[1].get(key)]
+            raise ValueError(f"{name} and {other} are in one group of the optimizer, but were saved with different "
+                             f"{', '.join(sorted(differ))}: group the parameters as they were")
+
+
+# -- parts
+
+
+class Part(NamedTuple):
+    """What this rank holds of a tensor: the shape of the whole, the box in it, and a plain tensor of that box."""
+
+    shape: tuple[int, ...]
+    box: Box
+    tensor: Tensor
+
+
+def parts_of(state: State, stored: Mapping[str, StoredTensor] | None = None) -> dict[str, Part]:
+    """This rank's parts, sharing memory; raises ValueError for what cannot be stored.
+
+    stored: what a checkpoint has that is to be read into them; None: they are to be saved.
+    """
+    own: dict[str, dict[str, StoredTensor]] = {}
+    for name, entry in (stored or {}).items():
+        parameter, _, key = name.rpartition("/")
+        own.setdefault(parameter, {})[key] = entry
+    tensors: dict[str, Any] = {name: each for name, each in state.items() if not isinstance(each, ParameterState)}
+    for name, each in states_in(state).items():
+        placed = each.tensors() if stored is None else each.place(own.get(name, {}))
+        tensors |= {f"{name}/{key}": tensor for key, tensor in placed.items()}
+    return {name: _part(name, tensor) for name, tensor in tensors.items()}
+
+
+def _part(name: str, tensor: Tensor) -> Part:
+    if not isinstance(name, str):
+        raise ValueError(f"{name!r} is a {type(name).__name__}; the names of tensors must be texts")
+    if isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements):
+        raise ValueError(f"{name} is a sum that is not yet reduced ({tensor.placements}); redistribute it first")
+    local, place = local_part(tensor)
+    if type(local.detach()) is not Tensor:
+        raise ValueError(f"{name} is a {type(local).__name__}; only plain tensors can be stored")
+    return Part(tuple(tensor.shape), Box.at(place), local)
+
+
+def as_number(value: Any) -> Any:
+    """What JSON holds in place of a tensor with one element, such as a learning rate."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.item()
+    raise TypeError(f"{brief(value)} is a {type(value).__name__}")
+
+
+# -- random numbers
+
+
+def capture_random() -> dict[str, Any]:
+    """The state of Python's, NumPy's and torch's global generators, and the current GPU's, as JSON can hold it."""
+    name, keys, *rest = np.random.get_state()
+    state = {
+        "python": random.getstate(), "torch": _text(torch.get_rng_state()),
+        "numpy": [name, np.asarray(keys).tolist(), *rest],
+    }
+    cuda = random_state()
+    return state if cuda is None else state | {"cuda": _text(cuda)}
+
+
+def restore_random(state: dict[str, Any]) -> None:
+    """Continue where `capture_random` was called."""
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    np.random.set_state(tuple(state["numpy"]))
+    torch.set_rng_state(_bytes(state["torch"]))
+    if "cuda" in state:
+        set_random_state(_bytes(state["cuda"]))
+
+
+def derive_random(seed: int, step: int, rank: int) -> None:
+    """Seed all generators with a number that depends on these three alone."""
+    digest = hashlib.sha256(f"{seed}/{step}/{rank}".encode()).digest()
+    number = int.from_bytes(digest[:8], "little") >> 1
+    random.seed(number)
+    np.random.seed(number % 2**32)
+    torch.manual_seed(number)
+
+
+def _text(state: Tensor) -> str:
+    return base64.b64encode(state.numpy().tobytes()).decode()
+
+
+def _bytes(text: str) -> Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)

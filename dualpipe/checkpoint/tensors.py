@@ -1,0 +1,228 @@
+"""Tensors in safetensors files: what a header says, reading any box of a tensor by its bytes, writing whole files.
+
+A safetensors file is the length of its header (8 bytes, little-endian), the header as JSON, padded with spaces to a
+multiple of 8, and the tensors' bytes without gaps. So every rank knows where its box of a tensor goes, or lies.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import product
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from dualpipe.dtypes import SAFETENSORS_CODES, dtype_of_code
+
+
+class Box(NamedTuple):
+    """A box in a tensor: the index at which it begins, and its shape.
+
+    Example: rows 2 and 3 of a (4, 5) tensor are Box((2, 0), (2, 5)).
+    """
+
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Box:
+        """All of a tensor."""
+        return cls((0,) * len(shape), tuple(shape))
+
+    @classmethod
+    def at(cls, place: Sequence[slice]) -> Box:
+        """What `tensor[place]` is; a slice with start and stop for each dimension."""
+        return cls(tuple(part.start for part in place), tuple(part.stop - part.start for part in place))
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The index of it in the tensor."""
+        return tuple(slice(start, start + size) for start, size in zip(self.offsets, self.shape))
+
+    @property
+    def numel(self) -> int:
+        """The elements that are in it."""
+        return prod(self.shape)
+
+    def intersection(self, other: Box) -> Box | None:
+        """What two boxes in one tensor share; None where that is nothing."""
+        starts, sizes = [], []
+        for start, size, other_start, other_size in zip(*self, *other, strict=True):
+            first = max(start, other_start)
+            rest = min(start + size, other_start + other_size) - first
+            if rest <= 0:  # most boxes of a tensor in many parts: no time is lost on them
+                return None
+            starts.append(first)
+            sizes.append(rest)
+        return Box(tuple(starts), tuple(sizes))
+
+    def within(self, outer: Box) -> Box:
+        """The same box in a tensor that is the box `outer`."""
+        return Box(tuple(ours - theirs for ours, theirs in zip(self.offsets, outer.offsets)), self.shape)
+
+    def runs(self, shape: Sequence[int]) -> list[int]:
+        """Where the contiguous runs that make it up start, in elements of a tensor of `shape`; all equally long.
+
+        Example: rows 1 and 2 of (4, 5) are one run, from 5; columns 1 and 2 of (3, 5) are three, from 1, 6 and 11.
+        """
+        strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
+        cut = [dim for dim, size in enumerate(self.shape) if size != shape[dim]]
+        outer = cut[-1] if cut else 0  # within the last dimension that is cut, it is contiguous
+        base = sum(start * stride for start, stride in zip(self.offsets[outer:], strides[outer:]))
+        indices = product(*(range(part.start, part.stop) for part in self.slices[:outer]))
+        return [base + sum(index * stride for index, stride in zip(each, strides)) for each in indices]
+
+
+class TensorHeader(NamedTuple):
+    """What the header of a safetensors file says of a tensor."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    file: str  # its name
+    start: int  # the first of its bytes in the file
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def read_header(path: Path) -> tuple[dict[str, TensorHeader], dict[str, str]]:
+    """The tensors of a file by name, and its metadata. Reads the header only.
+
+    Raises ValueError for a file that cannot be opened, or whose header does not describe every byte of it, as one that
+    was cut short; and for a dtype that torch lacks.
+    """
+    try:
+        with safe_open(path, framework="np") as checked:
+            metadata = checked.metadata() or {}
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            entries: dict[str, Any] = json.loads(file.read(length))
+    except (SafetensorError, OSError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be opened as safetensors ({error}); download or write it again") from error
+    entries.pop("__metadata__", None)
+    return {name: TensorHeader(dtype_of_code(entry["dtype"], name), tuple(entry["shape"]), path.name,
+                               8 + length + entry["data_offsets"][0]) for name, entry in entries.items()}, metadata
+
+
+def read_box(descriptor: int, tensor: TensorHeader, box: Box, out: Tensor | None = None) -> Tensor:
+    """Read a box of a tensor from its open file, and no byte besides; returns it.
+
+    out: takes it, of the box's shape, in any dtype, strides and device; None: a new tensor in host memory. Raises
+    OSError where the file ends before, or the disk fails.
+    """
+    is_direct = out is not None and out.device.type == "cpu" and out.dtype is tensor.dtype and out.is_contiguous()
+    read = out if out is not None and is_direct else torch.empty(box.shape, dtype=tensor.dtype, device="cpu")
+    for part, start in _parts(read, tensor, box):
+        while len(part):  # one call reads 2 GB at most
+            count = os.preadv(descriptor, [part], start)
+            if not count:
+                raise OSError(f"{tensor.file} ends at byte {start}")
+            part, start = part[count:], start + count
+    return read if out is None or is_direct else out.copy_(read)
+
+
+def write_box(descriptor: int, tensor: TensorHeader, box: Box, values: Tensor) -> None:
+    """Write a box of a tensor where it belongs in its open file; raises OSError where the disk refuses.
+
+    values: in the dtype of the file, on any device.
+    """
+    for part, start in _parts(values.cpu().contiguous(), tensor, box):
+        while len(part):
+            count = os.pwrite(descriptor, part, start)
+            part, start = part[count:], start + count
+
+
+def storable(tensor: Tensor) -> Tensor:
+    """A view of a tensor that a safetensors file can hold: its bytes in a last dimension where the format lacks it."""
+    return tensor if tensor.dtype in SAFETENSORS_CODES else tensor.detach().unsqueeze(-1).view(torch.uint8)
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The bytes of a contiguous tensor, sharing its memory."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)  # one element may have any strides
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor in host memory, sharing it."""
+    return as_bytes(tensor).numpy().data
+
+
+def _parts(values: Tensor, tensor: TensorHeader, box: Box) -> Iterator[tuple[memoryview, int]]:
+    """The bytes of each run of a box, and where they are in the file."""
+    raw, starts = bytes_of(values), box.runs(tensor.shape) if box.numel else []
+    size = len(raw) // max(1, len(starts))
+    for index, start in enumerate(starts):
+        yield raw[index * size : (index + 1) * size], tensor.start + start * tensor.dtype.itemsize
+
+
+# -- new files
+
+
+class NewFile(NamedTuple):
+    """A safetensors file to be written: its name, its first bytes and where each tensor goes, in the file's order."""
+
+    name: str
+    head: bytes
+    tensors: dict[str, TensorHeader]
+
+    @property
+    def size(self) -> int:
+        """Bytes of all of it."""
+        return len(self.head) + sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def pieces(self, tensor: Callable[[str], Tensor]) -> Iterator[bytes | memoryview]:
+        """Its bytes in turn, for `write_file`, so that of a device's tensors at most one is in host memory besides.
+
+        tensor: gives each by its name, on any device, when it is its turn.
+        """
+        yield self.head
+        for name in self.tensors:
+            yield bytes_of(tensor(name).cpu().contiguous())
+
+
+def lay_out(
+    tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], max_bytes: int, name: Callable[[int, int], str],
+    metadata: Mapping[str, str],
+) -> list[NewFile]:
+    """Fill files of at most `max_bytes` of tensors in turn; a larger tensor has one of its own.
+
+    tensors: dtype (one that safetensors has) and shape by name. name: of a file, by its number from 0 and how many
+    there are. metadata: of the first. Without tensors there is one file.
+    """
+    groups: list[dict[str, tuple[torch.dtype, Sequence[int]]]] = [{}]
+    filled = 0
+    for key, (dtype, shape) in tensors.items():
+        size = prod(shape) * dtype.itemsize
+        if groups[-1] and filled + size > max_bytes:
+            groups.append({})
+            filled = 0
+        groups[-1][key] = dtype, shape
+        filled += size
+    return [_new_file(name(number, len(groups)), group, {} if number else metadata)
+            for number, group in enumerate(groups)]
+
+
+def _new_file(
+    name: str, tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], metadata: Mapping[str, str]
+) -> NewFile:
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
+    placed, end = {}, 0
+    wide_first = sorted(tensors.items(), key=lambda item: -item[1][0].itemsize)  # so that all are aligned
+    for key, (dtype, shape) in wide_first:
+        placed[key] = TensorHeader(dtype, tuple(shape), name, end)
+        entries[key] = {"dtype": SAFETENSORS_CODES[dtype], "shape": list(shape),
+                        "data_offsets": [end, end := end + placed[key].nbytes]}
+    header = json.dumps(entries, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    head = len(header).to_bytes(8, "little") + header
+    return NewFile(name, head, {key: each._replace(start=len(head) + each.start) for key, each in placed.items()})
+
+

@@ -1,0 +1,113 @@
+"""Files that are whole or not there, on the disk when that matters, and of one job at a time."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import hashlib
+import os
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import xxhash
+from filelock import FileLock, Timeout
+
+CHECKSUMS: dict[str, Any] = {"xxh3_128": xxhash.xxh3_128, "sha256": hashlib.sha256}
+_FALLOCATE, _KEEP_SIZE = getattr(ctypes.CDLL(None), "fallocate", None), 1  # of <fcntl.h>; on Linux
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+_PIECE = 2**22  # bytes that are hashed, and then written while they are in the cache
+
+
+class Written(NamedTuple):
+    """What there is to know of a file that was written."""
+
+    size: int  # bytes
+    checksum: str  # "" where none was wanted
+
+
+def sync(path: Path) -> None:
+    """Have the system write a file, or the names in a directory, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """An OSError of what is written inside names the file, as those of a full disk do not."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def write_file(path: Path, pieces: Iterable[bytes | memoryview], checksum: str = "") -> Written:
+    """Write a new file, on the disk when this returns; with the checksum (of `CHECKSUMS`) of its bytes.
+
+    Raises OSError where the file exists or the disk refuses.
+    """
+    total = CHECKSUMS[checksum]() if checksum else None
+    with open(path, "xb") as out:
+        for piece in pieces:
+            view = memoryview(piece)
+            if _FALLOCATE is not None and len(view) > _PIECE:  # set aside at once, it is written a quarter faster
+                _FALLOCATE(out.fileno(), _KEEP_SIZE, ctypes.c_int64(out.tell()), ctypes.c_int64(len(view)))
+            for start in range(0, len(view), _PIECE):
+                part = view[start : start + _PIECE]
+                if total is not None:
+                    total.update(part)
+                out.write(part)
+        out.flush()
+        os.fsync(out.fileno())
+        return Written(out.tell(), "" if total is None else total.hexdigest())
+
+
+def write_files(
+    folder: Path, files: Mapping[str, Iterable[bytes | memoryview]], checksum: str = ""
+) -> dict[str, Written]:
+    """Write new files by name into a folder, each as `write_file` does."""
+    return {name: write_file(folder / name, pieces, checksum) for name, pieces in files.items()}
+
+
+def checksum_of(path: Path, checksum: str) -> str:
+    """The checksum of a file; raises OSError where it cannot be read."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, CHECKSUMS[checksum]).hexdigest()
+
+
+def replace_file(path: Path, content: str) -> None:
+    """Give a file other content: at any moment, after a crash of the system too, it has the one or the other, whole."""
+    temporary = path.with_name(f".tmp-{path.name}")
+    try:
+        temporary.unlink(missing_ok=True)  # of a process that died here
+        write_file(temporary, [content.encode()])
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def lock(file: Path, patience: float) -> FileLock | None:
+    """What holds `file` until its `release`, None where the file system has no locks. It is freed with the process.
+
+    Raises ValueError where another process has it for `patience` seconds: one that was just killed may take a moment.
+    """
+    # Not by the mere existence of the file, which a process that is killed leaves; and whatever thread releases it.
+    held = FileLock(file, timeout=patience, thread_local=False, poll_interval=0.1, fallback_to_soft=False)
+    try:
+        held.acquire()
+    except Timeout:
+        raise ValueError(f"another job saves to {file.parent}; end it, or give each a directory") from None
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        warnings.warn(f"{file.parent} is on a file system without locks: let no other job save there", stacklevel=2)
+        return None
+    return held
