@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
@@ -235,8 +236,11 @@ def pack_record(record: Any) -> Tensor:
 
 
 def unpack_record(buffer: Tensor) -> Any:
-    """The inverse of `pack_record`."""
-    return json.loads(buffer.numpy().tobytes().rstrip())
+    """The inverse of `pack_record`; not to be changed, as equal records share it."""
+    return _parsed(buffer.numpy().tobytes().rstrip())
+
+
+_parsed = lru_cache(maxsize=64)(json.loads)  # a step's records are mostly those of the step before
 
 
 def empty_record() -> Tensor:

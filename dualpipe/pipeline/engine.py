@@ -107,6 +107,7 @@ class Pipeline(nn.Module):
         self._ranks.compare_replicas()
         self._placement = built.placement
         self._groups.connect(streams(built), self.device)
+        self._programs.packs = self._groups.packs
 
     # -- construction
 
@@ -175,9 +176,10 @@ class Pipeline(nn.Module):
         same = [str(num_chunks), train, bool(sync)]
         with self._ranks.together(ValueError, self._agree, same_everywhere=same) as told:
             batch = split_batch(self._own, inputs, num_chunks, criterion, labels, return_outputs, sync, side)
-            program = self._programs.program(batch.told.num_chunks, train=train)
+            uneven, even = self._programs.programs(batch.told.num_chunks, train=train)
             told.value = batch.told
         agreed = told.conclusion
+        program = uneven if agreed.num_larger else even
         messages = P2PMessages(self._groups, program, num_larger=agreed.num_larger, device=self.device)
         parameters = ParametersStep(self._own.parameters, train=train, reduce=train and sync)
         executor = Executor(self._own, batch, agreed.side_names, program, messages, parameters, self.weight_grad_store)

@@ -116,14 +116,15 @@ class Executor:
         """Take what the actions need, run them, and pass on what they give."""
         actions = self._doing = instruction.actions
         for transfer in instruction.incoming:
-            tensors, message = self._messages.take(transfer), transfer.message
-            if tensors is None:
+            taken = self._messages.take(transfer)
+            if taken is None:
                 raise UpstreamFailed
-            slot = message.stage, message.microbatch
-            if message.kind == "F":
-                self._states[slot] = self._arrived(tensors)
-            else:
-                self._states[slot].arrived = tensors
+            for message, tensors in taken:
+                slot = message.stage, message.microbatch
+                if message.kind == "F":
+                    self._states[slot] = self._arrived(tensors)
+                else:
+                    self._states[slot].arrived = tensors
         self._begun += 1
         with self._annotate(instruction.name):
             if self._segmented and any(action.stage in self._segmented for action in actions):
@@ -134,9 +135,13 @@ class Executor:
                 results = self._overlapped(actions)
             else:
                 results = [self._alone(action) for action in actions]
-        for action, going, result in zip(actions, instruction.outgoing, results):
+        for number, (action, going, result) in enumerate(zip(actions, instruction.outgoing, results)):
+            self._doing = (action,)
             if going is not None:
-                self._messages.send(going, result)
+                if going.second is None:
+                    self._messages.send(going, (result,))
+                elif action.kind == "F":
+                    self._messages.send(going, (result, results[1 - number]))
             elif action.kind == "F" and action.stage < self._last_stage:
                 slot = action.stage + 1, action.microbatch
                 self._messages.hand_over(*slot, result)

@@ -12,25 +12,34 @@ from dualpipe.schedule.messages import Message, Stream, all_messages, completed,
 from dualpipe.schedule.types import Action, Schedule, ScheduleError
 from dualpipe.schedule.validate import validate
 
+BOTH = "FB"  # kind of the streams of activations that gradients travel with
+
 
 class Transfer(NamedTuple):
     """A message as the engine handles it. `boundary` is the stage after the boundary that it crosses, forward or back:
-    a gradient has the shapes of the activation that crossed there."""
+    a gradient has the shapes of the activation that crossed there. second: a gradient that travels with an activation.
+    """
 
     message: Message
     stream: Stream
     boundary: int
+    second: Transfer | None = None
 
     @staticmethod
     def of(message: Message) -> Transfer:
         boundary = message.stage if message.kind == "F" else message.stage + 1
         return Transfer(message, message.stream, boundary)
 
+    def together_with(self, second: Transfer) -> Transfer:
+        """An activation and a gradient as one message, of a stream of such."""
+        return self._replace(stream=(*self.stream[:2], BOTH), second=second)
+
 
 class Instruction(NamedTuple):
     """Take `incoming`, run `actions` (two of them overlap), send `outgoing`.
 
-    `outgoing` runs parallel to `actions`: what carries the action's result away, or None where it stays here.
+    `outgoing` runs parallel to `actions`: what carries the action's result away, or None where it stays here; of two
+    results that travel together both have the same.
     `completes`: the stages that have nothing left to do; those whose gradients are complete, in training.
     """
 
@@ -41,7 +50,7 @@ class Instruction(NamedTuple):
     name: str
 
     def sends(self) -> tuple[Transfer, ...]:
-        return tuple(t for t in self.outgoing if t is not None)
+        return tuple(dict.fromkeys(t for t in self.outgoing if t is not None))
 
 
 @dataclass(frozen=True)
@@ -73,15 +82,19 @@ class Programs:
     def __init__(self, schedule: str | Schedule, *, num_ranks: int, rank: int, num_modules: int) -> None:
         self._schedule, self._num_ranks, self._rank, self._num_modules = schedule, num_ranks, rank, num_modules
         self.pairs = True  # whether pairs stay together
-        self._lowered: dict[int, tuple[Program, Program]] = {}
+        self.packs = False  # whether what a pair sends to one rank goes as one message
+        self._lowered: dict[int, tuple[Program, Program, Program]] = {}
 
-    def program(self, num_microbatches: int, *, train: bool) -> Program:
-        """Raises ValueError where the schedule does not fit; forward only where no gradients are wanted."""
+    def programs(self, num_microbatches: int, *, train: bool) -> tuple[Program, Program]:
+        """That for micro-batches of two sizes, and that for micro-batches of one; forward only where no gradients are
+        wanted. Raises ValueError where the schedule does not fit."""
         if num_microbatches not in self._lowered:
             schedule = self.schedule(num_microbatches)
             program = lower(schedule if self.pairs else _one_at_a_time(schedule), self._rank)
-            self._lowered[num_microbatches] = program, program.forward_only()
-        return self._lowered[num_microbatches][0 if train else 1]
+            packed = _packed(schedule, self._rank) if self.packs else program
+            self._lowered[num_microbatches] = program, packed, program.forward_only()
+        program, packed, evaluation = self._lowered[num_microbatches]
+        return (program, packed) if train else (evaluation, evaluation)
 
     def schedule(self, num_microbatches: int | None = None) -> Schedule:
         """The schedule for a number of micro-batches (default: the fewest); ValueError where it does not fit."""
@@ -125,6 +138,39 @@ def _one_at_a_time(schedule: Schedule) -> Schedule:
     except ScheduleError:
         return schedule
     return candidate
+
+
+def _packed(schedule: Schedule, rank: int) -> Program:
+    """The program with one message for the activation and the gradient that a pair sends to one rank.
+
+    Only where that rank takes both in one step, so that each receive is posted no later than those of their own would
+    be; and behind the first activation of a boundary, which tells what crosses there.
+    """
+    seconds = _sent_together(schedule)
+    instructions = []
+    for instruction in lower(schedule, rank).instructions:
+        found: dict[Message, Transfer] = {}
+        for transfer in (*instruction.incoming, *instruction.sends()):
+            if (second := seconds.get(transfer.message)) is not None:
+                found[transfer.message] = found[second] = transfer.together_with(Transfer.of(second))
+        incoming = dict.fromkeys(found.get(t.message, t) for t in instruction.incoming)
+        outgoing = tuple(t and found.get(t.message, t) for t in instruction.outgoing)
+        instructions.append(instruction._replace(incoming=tuple(incoming), outgoing=outgoing))
+    return _program(instructions)
+
+
+def _sent_together(schedule: Schedule) -> dict[Message, Message]:
+    """The gradients that travel with activations, by these."""
+    ranks = all_messages(schedule)
+    taken = {m: (r, i) for r, steps in enumerate(ranks) for i, step in enumerate(steps) for m in step.incoming}
+    found, crossed = {}, set()
+    for step in chain.from_iterable(ranks):
+        forward, backward = ([m for m in step.outgoing if m.kind == kind] for kind in "FB")
+        pair = len(forward) == len(backward) == 1 and taken[forward[0]] == taken[backward[0]]
+        if pair and forward[0].stage in crossed:
+            found[forward[0]] = backward[0]
+        crossed |= {message.stage for message in forward}
+    return found
 
 
 def _name(actions: tuple[Action, ...]) -> str:

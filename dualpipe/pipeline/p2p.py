@@ -28,15 +28,15 @@ from torch.distributed import ProcessGroup, Work
 
 from dualpipe import device as devices
 from dualpipe.dtypes import dtype_of, long_name
-from dualpipe.pipeline.lower import Instruction, Program, Transfer
+from dualpipe.pipeline.lower import BOTH, Instruction, Program, Transfer
 from dualpipe.ranks import RankSync, backends, empty_record, pack_record, timeout_of, unpack_record
 from dualpipe.schedule.messages import Message, Stream
 
 SENDS_IN_FLIGHT = 2  # messages per link whose buffers are kept; the one before them is waited for
 PACKED_BYTES = 1 << 17  # a message of several tensors goes as one up to here: gloo's calls cost more than copying
 _ALIGNMENT = 64  # bytes, of each tensor in it
-_TAGS = {"F": 11, "B": 12}  # gloo tags of activations and gradients; any that differ
-_HEADER = 13
+_TAGS = {"F": 11, "B": 12, BOTH: 13}  # gloo tags of activations, gradients and both in one; any that differ
+_HEADER = 15
 
 
 class Link(NamedTuple):
@@ -112,7 +112,8 @@ class P2PGroups:
         own_groups: give each link a process group of its own; by default where the backend has no tags.
         """
         own_groups = device.type != "cpu" if own_groups is None else own_groups
-        self.packs = not own_groups  # on a device it would be a copy for each message, and calls cost little
+        # On a device it would be a copy for each message, and calls cost little.
+        self.packs = self._size > 1 and not own_groups
         wanted = {(self._global[src], self._global[dst], kind): (src, dst, kind) for src, dst, kind in streams}
         groups = {}
         if own_groups and self._size > 1:
@@ -125,6 +126,8 @@ class P2PGroups:
             group, tag = (groups[key[:2], kind], 0) if own_groups else (self._group, _TAGS[kind])
             link = Link(group, dist.get_group_rank(group, peer), tag, as_bytes=own_groups)
             self._links[src, dst, kind] = link
+            if self.packs:
+                self._links[src, dst, BOTH] = link._replace(tag=_TAGS[BOTH])
             # A communicator made lazily in the middle of a step can deadlock; everybody goes through the sorted links.
             probe = torch.zeros(1, device=device)
             (link.send(probe) if self._rank == src else link.receive(probe)).wait()
@@ -285,6 +288,7 @@ class P2PMessages:
     def __init__(self, groups: P2PGroups, program: Program, *, num_larger: int, device: torch.device) -> None:
         self._groups, self._num_larger, self._device = groups, num_larger, device
         self._boundaries: defaultdict[tuple[int, bool], Boundary] = defaultdict(Boundary)
+        self._both: dict[tuple[int, int], Signature] = {}  # of an activation and a gradient in one message
         self._incoming = {s: Incoming(transfers, groups.link(s)) for s, transfers in program.incoming.items()}
         self._outgoing = {s: Outgoing(groups.link(s)) for s in program.outgoing}
         self._broken: set[int] = set()  # peers that an operation failed with
@@ -294,8 +298,8 @@ class P2PMessages:
         for stream in self._incoming.values():
             self._post_next(stream)
 
-    def take(self, transfer: Transfer) -> tuple[Tensor, ...] | None:
-        """Wait for a message, post the receive of the one after it; None where its sender has failed."""
+    def take(self, transfer: Transfer) -> tuple[tuple[Message, tuple[Tensor, ...]], ...] | None:
+        """Wait for a message, or two in one, post the receive of the one after it; None where its sender has failed."""
         stream = self._incoming[transfer.stream]
         if stream.ahead is None:
             self._post_next(stream)
@@ -306,26 +310,41 @@ class P2PMessages:
             self._learn(stream, arrival)
         _wait(arrival.works)
         self._post_next(stream)
-        return arrival.tensors
+        tensors, second = arrival.tensors, transfer.second
+        if tensors is None:
+            return None
+        if second is None:
+            return ((transfer.message, tensors),)
+        first = self._boundary(transfer).forward
+        if first is None or self._boundary(second).backward is None:
+            return None
+        count = len(first.metas)
+        return (transfer.message, tensors[:count]), (second.message, tensors[count:])
 
-    def send(self, transfer: Transfer, tensors: Sequence[Tensor] | None) -> None:
-        """Start to send a message; None sends zeros, or word of the failure where no shape was agreed yet.
+    def send(self, transfer: Transfer, results: Sequence[Sequence[Tensor]] | None) -> None:
+        """Start to send a message: the result of an action, or of two. None sends zeros, or word of the failure where
+        no shape was agreed yet.
 
         Raises ValueError, having sent nothing, for tensors that cannot be sent or do not match what was agreed for
         micro-batches of this size.
         """
         message, stream, boundary = transfer.message, self._outgoing[transfer.stream], self._boundary(transfer)
-        if tensors is not None:
-            _check_sendable(message, tensors, self._device)
-        works = [] if boundary.agreed else [self._tell(message, boundary, tensors)]
-        signature = boundary.expects(message)
-        if tensors is not None and message.kind == "F":
-            _check(message.stage, message.microbatch, tensors, signature)
+        if results is not None:
+            _check_sendable(message, results[0], self._device)
+            if transfer.second is not None:
+                _check_sendable(transfer.second.message, results[1], self._device)
+        works = [] if boundary.agreed else [self._tell(message, boundary, None if results is None else results[0])]
+        if results is not None and message.kind == "F":
+            _check(message.stage, message.microbatch, results[0], boundary.forward)
+        signature = self._signature(transfer)
         stream.sent += 1
         if len(stream.in_flight) == SENDS_IN_FLIGHT:
             _wait(stream.in_flight.popleft())
         if signature is not None:
-            buffers = signature.zeros(self._device) if tensors is None else signature.buffers(tensors)
+            if results is None:
+                buffers = signature.zeros(self._device)
+            else:
+                buffers = signature.buffers(results[0] if len(results) == 1 else (*results[0], *results[1]))
             works += [(stream.link.send(buffer), buffer) for buffer in buffers]
         stream.in_flight.append(works)
 
@@ -376,6 +395,25 @@ class P2PMessages:
     def _boundary(self, transfer: Transfer) -> Boundary:
         return self._boundaries[transfer.boundary, transfer.message.microbatch < self._num_larger]
 
+    def _signature(self, transfer: Transfer) -> Signature | None:
+        """What a transfer consists of; None where nothing can cross, because a rank failed before it knew."""
+        first = self._boundary(transfer).expects(transfer.message)
+        if transfer.second is None:
+            return first
+        key = transfer.boundary, transfer.second.boundary
+        if key not in self._both:
+            second = self._boundary(transfer.second).backward
+            if first is None or second is None:
+                return first or second
+            gradients = [meta._replace(requires_grad=False) for meta in second.metas]
+            self._both[key] = Signature((*first.metas, *gradients), packs=True)
+        return self._both[key]
+
+    def _agreed(self, transfer: Transfer) -> bool:
+        """Whether it is known what a transfer consists of."""
+        second = transfer.second
+        return self._boundary(transfer).agreed and (second is None or self._boundary(second).agreed)
+
     def _tell(self, message: Message, boundary: Boundary, tensors: Sequence[Tensor] | None) -> tuple[Work, Tensor]:
         """Fix the signature of a boundary and start to send its header."""
         assert message.kind == "F", "a gradient follows an activation"
@@ -389,9 +427,9 @@ class P2PMessages:
         if transfer is None:
             return
         stream.ahead = arrival = Arrival(transfer)
-        if self._boundary(transfer).agreed:
+        if self._agreed(transfer):
             self._post(stream, arrival)
-        elif transfer.message.kind == "F":
+        elif transfer.message.kind == "F" and transfer.second is None:
             arrival.header = empty_record()
             arrival.header_work = self._groups.header(transfer.message.src).receive(arrival.header)
 
@@ -405,8 +443,7 @@ class P2PMessages:
         self._post(stream, arrival)
 
     def _post(self, stream: Incoming, arrival: Arrival) -> None:
-        message = arrival.transfer.message
-        signature = self._boundary(arrival.transfer).expects(message)
+        message, signature = arrival.transfer.message, self._signature(arrival.transfer)
         if signature is None:
             return
         arrival.tensors, buffers = signature.empty(self._device)

@@ -1,0 +1,141 @@
+"""Few messages: what a pair, or a micro-batch's tensors, send to one rank is one message, and nothing else changes."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from dualpipe import DualPipeV, PipelineError
+from dualpipe.pipeline.lower import BOTH, Programs
+from dualpipe.pipeline.p2p import PACKED_BYTES, Link, Signature, TensorMeta
+from dualpipe.schedule import build
+from ranks import run_ranks
+from toys import Stage, gradient_error, make_stages, reference, relative_error
+
+
+def programs(name: str, num_ranks: int, num_microbatches: int):
+    stages = len(build(name, num_ranks, 1).rank_stages(0))
+    found = [Programs(name, num_ranks=num_ranks, rank=rank, num_modules=stages) for rank in range(num_ranks)]
+    for each in found:
+        each.packs = True
+    return [each.programs(num_microbatches, train=True) for each in found]
+
+
+@pytest.mark.parametrize("num_ranks, num_microbatches", [(2, 4), (2, 16), (4, 9), (8, 20)])
+def test_both_sides_pack_the_same_and_in_one_order(num_ranks, num_microbatches):
+    plain, packed = zip(*programs("dualpipev", num_ranks, num_microbatches))
+    sent = {rank: [t for i in program.instructions for t in i.sends()] for rank, program in enumerate(packed)}
+    for rank, program in enumerate(packed):
+        for (src, dst, kind), transfers in program.incoming.items():
+            assert dst == rank
+            assert [t for t in sent[src] if t.stream == (src, dst, kind)] == list(transfers)
+    before, after = (sum(len(i.sends()) for p in each for i in p.instructions) for each in (plain, packed))
+    messages = [m for ts in sent.values() for t in ts for m in (t, t.second) if m is not None]
+    assert len(messages) == before, "each message is sent once, by itself or in another one"
+    both = sum(t.stream[2] == BOTH for ts in sent.values() for t in ts)
+    assert after == before - both and (both > 0.3 * before or num_microbatches < 3 * num_ranks)
+
+
+@pytest.mark.parametrize("name", ["zbv", "1f1b", "interleaved_1f1b"])
+def test_schedules_without_pairs_send_as_before(name):
+    for plain, packed in programs(name, 2, 8):
+        assert [i.outgoing for i in plain.instructions] == [i.outgoing for i in packed.instructions]
+
+
+def test_a_message_of_small_tensors_is_one_buffer():
+    half = torch.randn(2, dtype=torch.half)
+    tensors = (torch.randn(3, 5), torch.tensor(True), torch.zeros(0, 4), torch.arange(7), half)
+    signature = Signature(map(TensorMeta.of, tensors), packs=True)
+    (sent,) = signature.buffers(tensors)
+    received, (buffer,) = signature.empty(torch.device("cpu"))
+    assert sent.shape == buffer.shape
+    buffer.copy_(sent)
+    for tensor, arrived in zip(tensors, received, strict=True):
+        assert arrived.dtype == tensor.dtype and arrived.shape == tensor.shape and arrived.equal(tensor)
+        assert arrived.data_ptr() % 16 == 0 or not arrived.numel()
+    large = (torch.zeros(PACKED_BYTES, dtype=torch.uint8), torch.zeros(1))
+    assert len(Signature(map(TensorMeta.of, large), packs=True).buffers(large)) == 2
+    assert len(Signature(map(TensorMeta.of, tensors), packs=False).buffers(tensors)) == 4
+
+
+def counted(rank: int, num_chunks: int, rows: int) -> tuple[Counter, float, list]:
+    """How many buffers go over each kind of link in a step, the error of gradients, and all losses."""
+    stages, expected = make_stages(4), make_stages(4)
+    pipe = DualPipeV((stages[rank], stages[3 - rank]))
+    x, y = torch.randn(rows, 8).double(), torch.randn(rows, 8).double()
+    found, losses, send = Counter(), [], Link.send
+
+    def counting(link: Link, tensor: torch.Tensor):
+        found[link.tag] += 1
+        return send(link, tensor)
+
+    Link.send = counting
+    try:
+        loss, _ = pipe.step(x, num_chunks=num_chunks, criterion=F.mse_loss, labels=(y,))
+    finally:
+        Link.send = send
+    wanted, _ = reference(expected, x, y, num_chunks)
+    if loss is not None:
+        losses = [relative_error(loss, wanted)]
+    return found, max(gradient_error(stages[s], expected[s]) for s in (rank, 3 - rank)), losses
+
+
+@pytest.mark.parametrize("rows", [32, 33])
+def test_a_step_with_packed_messages(rows):
+    """Micro-batches of two sizes go each by themselves: one of the smaller ones may be the first to cross."""
+    results = run_ranks(counted, 2, 16, rows, reuse=True)
+    for found, error, losses in results:
+        assert error < 1e-10 and all(loss < 1e-12 for loss in losses)
+        assert (found[13] > 0) == (rows == 32)
+        assert found[11] + found[12] + 2 * found[13] == 32
+
+
+class Fragile(Stage):
+    """Fails at the n-th forward or backward since `armed` was set."""
+
+    armed: dict[str, int] = {}  # noqa: RUF012 (replaced, never changed)
+
+    def tick(self, what: str) -> None:
+        if what in self.armed:
+            self.armed[what] -= 1
+            if self.armed[what] < 0:
+                raise ZeroDivisionError(f"boom in {what}")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.tick("forward")
+        y = super().forward(x)
+        if y.requires_grad:
+            y.register_hook(lambda gradient: self.tick("backward"))
+        return y
+
+
+def failing(rank: int) -> list[tuple[str, float]]:
+    stages, expected = make_stages(4, Fragile), make_stages(4)
+    pipe = DualPipeV((stages[rank], stages[3 - rank]))
+    x, y = torch.randn(20, 8).double(), torch.randn(20, 8).double()
+    call = dict(num_chunks=10, criterion=F.mse_loss, labels=(y,))
+    reference(expected, x, y, 10)
+    found = []
+    for stage, what, count in itertools.product(range(4), ("forward", "backward"), (0, 1, 5, 9)):
+        stages[stage].armed = {what: count}
+        try:
+            pipe.step(x, **call)
+            text = ""
+        except PipelineError as error:
+            text = str(error)
+        stages[stage].armed = {}
+        pipe.zero_grad()
+        pipe.step(x, **call)
+        assert f"rank {min(stage, 3 - stage)}: {stage}" in text and f"boom in {what}" in text, (what, count, text)
+        found.append((text, max(gradient_error(stages[s], expected[s]) for s in (rank, 3 - rank))))
+    return found
+
+
+def test_a_failure_anywhere_leaves_no_rank_waiting_and_nothing_behind():
+    one, other = run_ranks(failing, 2, group_timeout=20)
+    assert [text for text, _ in one] == [text for text, _ in other]
+    assert max(error for _, error in (*one, *other)) < 1e-10
