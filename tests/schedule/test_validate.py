@@ -224,6 +224,10 @@ def test_the_reading_itself_accepts_what_build_makes():
 
 def test_large_schedules_are_proved_quickly():
     large = build("dualpipev", 16, 64)
-    start = time.process_time()
-    validate(large)
-    assert time.process_time() - start < 0.5
+
+    def seconds() -> float:
+        start = time.process_time()
+        validate(large)
+        return time.process_time() - start
+
+    assert min(seconds() for _ in range(3)) < 0.5  # a collection of what other tests left may fall into one
