@@ -146,9 +146,9 @@ def as_rank(info: RankInfo) -> Iterator[Ending]:
             trace = "".join(traceback.format_exception(error))
             text = f"{trace}error: rank {info.rank}: {type(error).__name__}: {error}"
     if ending.status and report is not None:
-        temporary = Path(report + ".part")
-        temporary.write_text(json.dumps({"time": time.time(), "text": text, "status": ending.status}))
-        temporary.rename(report)
+        from dualpipe.files import replace_file  # not at the top: for a rank that has failed
+
+        replace_file(Path(report), json.dumps({"time": time.time(), "text": text, "status": ending.status}))
     elif text:
         print(text, file=sys.stderr)
     with suppress(OSError):  # nobody may be reading any more

@@ -28,6 +28,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column
 
 from dualpipe.device import peak_memory
+from dualpipe.files import replace_file
 from dualpipe.train.console import Console, say, warn
 
 METRICS = "metrics.jsonl"
@@ -216,9 +217,7 @@ class _Lines:
         keep = [row for row in earlier if row["step"] <= start_step]
         if path.exists() and len(keep) < len(path.read_bytes().splitlines()):
             shutil.copyfile(path, _unused_name(path))
-        temporary = path.with_name(f".{path.name}")  # beside it, so that a crash now loses nothing
-        temporary.write_text("".join(map(json_line, keep)), encoding="utf-8")
-        os.replace(temporary, path)
+        replace_file(path, "".join(map(json_line, keep)))
 
     def add(self, step: int, values: Mapping[str, object]) -> None:
         """Add a line, flushed. A failure is warned about once, and the next line tried again."""

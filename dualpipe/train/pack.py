@@ -27,6 +27,7 @@ from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
+from dualpipe.files import checksum_of, naming
 from dualpipe.train.records import check_readable, documents
 from dualpipe.train.tables import TEXT_KEY
 from dualpipe.train.tokenizer import Tokenizer
@@ -141,9 +142,7 @@ def fingerprint(sources: Sequence[Source], tokenizer: Tokenizer, text_key: str =
 
 def file_record(path: Path) -> dict[str, object]:
     """Name, size and SHA-256 of a file, as the index lists it."""
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return {"file": path.name, "bytes": path.stat().st_size, "sha256": digest}
+    return {"file": path.name, "bytes": path.stat().st_size, "sha256": checksum_of(path, "sha256")}
 
 
 def _replace(temporary: Path, out: Path) -> None:
@@ -196,14 +195,10 @@ def _write(
 @contextmanager
 def _create(path: Path) -> Iterator[BinaryIO]:
     """A new file, which is on the disk when it is left; an OSError until then names it."""
-    try:
-        with path.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        error.filename = str(path)
-        raise
+    with naming(path), path.open("wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _encoded(sources: Sequence[Source], tokenizer: Tokenizer, text_key: str) -> Iterator[tuple[bytes, np.ndarray]]:
