@@ -207,7 +207,8 @@ class Signature:
             return tensors, [t for t in tensors if t.numel()]
         buffer = torch.empty(self.size, dtype=torch.uint8, device=device)
         places = zip(self.metas, self.places)
-        return tuple(buffer[start:end].view(m.dtype).view(m.shape).detach() for m, (start, end) in places), [buffer]
+        # `data`: what a stage does in place to one of them is no change of the others, which autograd may have saved.
+        return tuple(buffer[start:end].view(m.dtype).view(m.shape).data for m, (start, end) in places), [buffer]
 
     def buffers(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """What is sent of these."""

@@ -9,11 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dualpipe import DualPipeV, PipelineError
+from dualpipe import DualPipeV, Pipeline, PipelineError
 from dualpipe.pipeline.lower import BOTH, Programs
 from dualpipe.pipeline.p2p import PACKED_BYTES, Link, Signature, TensorMeta
 from dualpipe.schedule import build
 from ranks import run_ranks
+from threads import run_threads
 from toys import Stage, gradient_error, make_stages, reference, relative_error
 
 
@@ -139,3 +140,44 @@ def test_a_failure_anywhere_leaves_no_rank_waiting_and_nothing_behind():
     one, other = run_ranks(failing, 2, group_timeout=20)
     assert [text for text, _ in one] == [text for text, _ in other]
     assert max(error for _, error in (*one, *other)) < 1e-10
+
+
+class Counting(torch.nn.Linear):
+    """Changes what came beside the activation in place, when the activation is saved for the backward."""
+
+    def forward(self, x: torch.Tensor, count: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        y = super().forward(x)
+        return y, torch.zeros(len(x), dtype=torch.long) if count is None else count.add_(1)
+
+
+def in_place(rank):
+    pipe = Pipeline([Counting(4, 4)], process_group=rank.group("pp", (0, 1, 2)))
+    return pipe.step(torch.randn(6, 4), num_chunks=3, criterion=lambda y, _: y.sum(), return_outputs=True)[1]
+
+
+def test_a_change_in_place_is_none_of_what_came_in_the_same_buffer():
+    *_, (_, counts) = run_threads(in_place, 3)
+    assert counts.tolist() == [2] * 6
+
+
+class Hooked(torch.nn.Linear):
+    pairs: list[int] = []  # noqa: RUF012 (threads share it)
+
+    @classmethod
+    def overlapped_forward_backward(cls, ahead, inputs, criterion, labels, behind, loss, outputs, gradients):
+        cls.pairs.append(1)
+        y = ahead(*inputs)
+        torch.autograd.backward(outputs if loss is None else loss, gradients or None)
+        return y, criterion(y, *labels) if criterion else None
+
+
+def hooked(rank, overlap):
+    pipe = DualPipeV((Hooked(4, 4), Hooked(4, 4)), process_group=rank.group("pp", (0, 1)), overlap=overlap)
+    pipe.step(torch.randn(8, 4), num_chunks=8, criterion=torch.sum)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_pairs_stay_apart_where_they_are_not_to_overlap(overlap):
+    Hooked.pairs.clear()
+    run_threads(hooked, 2, overlap)
+    assert bool(Hooked.pairs) == overlap
