@@ -181,3 +181,28 @@ def test_pairs_stay_apart_where_they_are_not_to_overlap(overlap):
     Hooked.pairs.clear()
     run_threads(hooked, 2, overlap)
     assert bool(Hooked.pairs) == overlap
+
+
+def without_memory(rank):
+    stages = make_stages(4)
+    pipe = DualPipeV((stages[rank.number], stages[3 - rank.number]), process_group=rank.group("pp", (0, 1)))
+    x, y = torch.randn(20, 8).double(), torch.randn(20, 8).double()
+    with pytest.raises(PipelineError) as raised:
+        pipe.step(x, num_chunks=10, criterion=F.mse_loss, labels=y)
+    pipe.step(x, num_chunks=10, criterion=F.mse_loss, labels=y)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("what", ["buffers", "empty"])
+@pytest.mark.parametrize("count", [0, 1, 6, 11, 14])
+def test_a_message_for_which_there_is_no_memory_leaves_no_rank_waiting(monkeypatch, what, count):
+    calls, method = itertools.count(), getattr(Signature, what)
+
+    def failing_once(*args):
+        if next(calls) == count:
+            raise MemoryError("no room")
+        return method(*args)
+
+    monkeypatch.setattr(Signature, what, failing_once)
+    one, other = run_threads(without_memory, 2, timeout=3)
+    assert one == other and "MemoryError: no room" in one
