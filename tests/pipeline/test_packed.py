@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from dualpipe import DualPipeV, Pipeline, PipelineError
+from dualpipe.nn.segments import Communicate, Compute
 from dualpipe.pipeline.lower import BOTH, Programs
 from dualpipe.pipeline.p2p import PACKED_BYTES, Link, Signature, TensorMeta
 from dualpipe.schedule import build
@@ -206,3 +207,36 @@ def test_a_message_for_which_there_is_no_memory_leaves_no_rank_waiting(monkeypat
     monkeypatch.setattr(Signature, what, failing_once)
     one, other = run_threads(without_memory, 2, timeout=3)
     assert one == other and "MemoryError: no room" in one
+
+
+class Nowhere:
+    """A communication that goes nowhere."""
+
+    group = None
+
+    def forward(self, inputs):
+        return self
+
+    def backward(self, context, gradients):
+        return self
+
+    def advance(self):
+        pass
+
+    def wait(self):
+        return (torch.zeros(1),), None
+
+
+class ReadsTwo(torch.nn.Linear):
+    def segments(self):
+        return [Compute(super().forward, "x", "h"), Communicate(Nowhere(), "x1", "z"), Compute(lambda h: h, "h", "x")]
+
+
+def given_one(rank):
+    pipe = Pipeline([ReadsTwo(4, 4)], process_group=rank.group("pp", (0, 1)))
+    with pytest.raises(PipelineError, match="KeyError: 'x1'"):
+        pipe.step(torch.randn(8, 4), num_chunks=4, criterion=torch.sum)
+
+
+def test_a_communication_of_an_input_that_is_not_there_is_told():
+    run_threads(given_one, 2)
