@@ -248,15 +248,16 @@ class Construction(NamedTuple):
     """What a rank tells the others when it builds its pipeline. Travels as JSON."""
 
     agreed: list[Any]
-    overlaps: bool
+    overlaps: bool | None  # whether pairs are to run in turn; None where nothing could
     spec: SideSpec
     double: bool  # whether any parameter is float64
     tied: list[list[list[int]]]  # as of `tied_ends`
     reduced: tuple[bool, list[str]]  # as of `check_stages`
 
     @staticmethod
-    def conclude(ranks: Sequence[Construction]) -> tuple[bool, SideSpec, torch.dtype]:
-        """Whether pairs run in turn, what the stages take, the dtype of norms; ValueError where ranks do not fit."""
+    def conclude(ranks: Sequence[Construction]) -> tuple[bool | None, SideSpec, torch.dtype]:
+        """Whether pairs run in turn (None: no matter), what the stages take, the dtype of norms; ValueError where
+        ranks do not fit."""
         _same("(schedule, its checksum, device, batch_dim, rank_mapping)", [r.agreed for r in ranks])
         check_ranks([r.reduced for r in ranks])
         embeddings, last = (list(chain.from_iterable(ends)) for ends in zip(*(r.tied for r in ranks)))
@@ -265,7 +266,9 @@ class Construction(NamedTuple):
                              "train two weights; use a V-shaped schedule (dualpipev, zbv), or set it to False in their "
                              "config")
         spec = SideSpec.union(SideSpec(*r.spec) for r in ranks)
-        return any(r.overlaps for r in ranks), spec, torch.float64 if any(r.double for r in ranks) else torch.float32
+        overlaps = [r.overlaps for r in ranks if r.overlaps is not None]
+        dtype = torch.float64 if any(r.double for r in ranks) else torch.float32
+        return any(overlaps) if overlaps else None, spec, dtype
 
 
 def is_permutation(mapping: Any, size: int) -> bool:

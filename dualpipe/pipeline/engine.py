@@ -97,17 +97,18 @@ class Pipeline(nn.Module):
             hooked = overlaps_by_itself(self.module)
             told.value = Construction(
                 [built.name, crc32(repr(built).encode()), self.device.type, batch_dim, list(mapping)],
-                (has_communication(self._own.segments().values()) or hooked) and overlap,
+                bool(overlap) if has_communication(self._own.segments().values()) or hooked else None,
                 spec._replace(hooked=hooked),
                 any(p.dtype is torch.float64 for p in self.module.parameters()),
                 tied_ends(first, last),
                 check_stages(list(self.module), list(self._own.parameters.values()), unreduced),
             )
-        self._programs.pairs, self._spec, self._norm_dtype = told.conclusion
+        overlaps, self._spec, self._norm_dtype = told.conclusion
+        self._programs.pairs = overlaps is True
         self._ranks.compare_replicas()
         self._placement = built.placement
         self._groups.connect(streams(built), self.device)
-        self._programs.packs = self._groups.packs
+        self._programs.packs = self._groups.packs and overlaps is not False
 
     # -- construction
 
@@ -132,7 +133,7 @@ class Pipeline(nn.Module):
         """ValueError where stages are placed in a way that this kind of pipeline does not have."""
 
     @staticmethod
-    def _conclude(ranks: Sequence[Sequence[Any]]) -> tuple[bool, SideSpec, torch.dtype]:
+    def _conclude(ranks: Sequence[Sequence[Any]]) -> tuple[bool | None, SideSpec, torch.dtype]:
         return Construction.conclude(list(starmap(Construction, ranks)))
 
     # -- a step

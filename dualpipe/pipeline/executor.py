@@ -213,7 +213,7 @@ class Executor:
 
     def _note(self, microbatch: int, outputs: tuple[Tensor, ...], loss: Tensor | None) -> None:
         """Keep what the caller gets of the last stage."""
-        if loss is not None:
+        if loss is not None or self._train:
             self._losses[microbatch] = _checked_loss(loss)
         if self._batch.keep_outputs:
             self._outputs[microbatch] = tuple(t.detach() for t in outputs)
@@ -406,7 +406,7 @@ def _input_gradients(state: MicrobatchState) -> list[Tensor]:
     return [torch.zeros_like(x) if x.grad is None else x.grad for x in state.leaves]
 
 
-def _checked_loss(loss: Tensor) -> Tensor:
+def _checked_loss(loss: Tensor | None) -> Tensor:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         shape = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
         raise ValueError(f"criterion must return a scalar tensor, got {shape}")

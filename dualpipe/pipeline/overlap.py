@@ -336,9 +336,11 @@ def _record(segment: Compute, inputs: Sequence[Any], results: Sequence[Any], rec
 
 def _to_send(segment: Communicate, carry: Mapping[str, Any], state: MicrobatchState) -> tuple[Any, ...] | None:
     """What a communication reads, without gradients; None after a failure."""
-    if state.error is not None:
-        return None
-    return tuple(value.detach() if isinstance(value, Tensor) else value for value in map(carry.get, segment.reads))
+    if state.error is None:
+        with state.attempt():
+            found = [carry[name] for name in segment.reads]
+            return tuple(value.detach() if isinstance(value, Tensor) else value for value in found)
+    return None
 
 
 def _take(

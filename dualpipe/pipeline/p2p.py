@@ -207,7 +207,8 @@ class Signature:
             return tensors, [t for t in tensors if t.numel()]
         buffer = torch.empty(self.size, dtype=torch.uint8, device=device)
         places = zip(self.metas, self.places)
-        return tuple(buffer[start:end].view(m.dtype).view(m.shape).detach() for m, (start, end) in places), [buffer]
+        # `data`: what a stage does in place to one of them is no change of the others, which autograd may have saved.
+        return tuple(buffer[start:end].view(m.dtype).view(m.shape).data for m, (start, end) in places), [buffer]
 
     def buffers(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """What is sent of these."""
@@ -303,11 +304,12 @@ class P2PMessages:
         stream = self._incoming[transfer.stream]
         if stream.ahead is None:
             self._post_next(stream)
-        arrival, stream.ahead = stream.ahead, None
-        stream.taken += 1
+        arrival = stream.ahead
         assert arrival is not None and arrival.transfer is transfer, f"took {transfer.message} out of order"
         if arrival.tensors is None:
-            self._learn(stream, arrival)
+            self._learn(stream, arrival)  # may lack the memory; then it is still to be taken
+        stream.ahead = None
+        stream.taken += 1
         _wait(arrival.works)
         self._post_next(stream)
         tensors, second = arrival.tensors, transfer.second
@@ -337,16 +339,16 @@ class P2PMessages:
         if results is not None and message.kind == "F":
             _check(message.stage, message.microbatch, results[0], boundary.forward)
         signature = self._signature(transfer)
-        stream.sent += 1
         if len(stream.in_flight) == SENDS_IN_FLIGHT:
             _wait(stream.in_flight.popleft())
-        if signature is not None:
-            if results is None:
-                buffers = signature.zeros(self._device)
-            else:
-                buffers = signature.buffers(results[0] if len(results) == 1 else (*results[0], *results[1]))
-            works += [(stream.link.send(buffer), buffer) for buffer in buffers]
+        buffers: list[Tensor] = []
+        if signature is not None and results is None:
+            buffers = signature.zeros(self._device)
+        elif signature is not None and results is not None:
+            buffers = signature.buffers(results[0] if len(results) == 1 else (*results[0], *results[1]))
+        stream.sent += 1  # not before: what could not be made is still to be sent
         stream.in_flight.append(works)
+        works += [(stream.link.send(buffer), buffer) for buffer in buffers]
 
     def hand_over(self, stage: int, microbatch: int, tensors: Sequence[Tensor]) -> None:
         """Hold an output that stays on this rank, for `stage`, to the same: ValueError where it differs from that of an
@@ -437,6 +439,7 @@ class P2PMessages:
         """Post a receive whose shapes were not known when it could have been posted ahead."""
         if arrival.header_work is not None and arrival.header is not None:
             arrival.header_work.wait()
+            arrival.header_work = None
             told = unpack_record(arrival.header)
             metas = told and [TensorMeta(torch.Size(shape), dtype_of(dtype), grad) for shape, dtype, grad in told]
             self._boundary(arrival.transfer).agree(metas, packs=self._groups.packs)

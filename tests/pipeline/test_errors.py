@@ -266,6 +266,7 @@ def failing_criterion(rank, world):
         "takes more": lambda out, y, z: F.mse_loss(out, y),
         "not scalar": lambda out, y: (out - y) ** 2,
         "no gradient": lambda out, y: F.mse_loss(out.detach(), y),
+        "nothing": lambda out, y: None,
     }
     told = {}
     for name, criterion in criteria.items():
@@ -281,6 +282,7 @@ def test_a_bad_criterion_is_told_to_every_rank():
         assert "TypeError" in told["takes more"][1] and "missing 1 required positional" in told["takes more"][1]
         assert "criterion must return a scalar tensor, got [2, 8]" in told["not scalar"][1]
         assert "the loss requires no gradient" in told["no gradient"][1]
+        assert "criterion must return a scalar tensor, got NoneType" in told["nothing"][1]
 
 
 class Odd(Stage):

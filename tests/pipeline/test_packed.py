@@ -9,11 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dualpipe import DualPipeV, PipelineError
+from dualpipe import DualPipeV, Pipeline, PipelineError
+from dualpipe.nn.segments import Communicate, Compute
 from dualpipe.pipeline.lower import BOTH, Programs
 from dualpipe.pipeline.p2p import PACKED_BYTES, Link, Signature, TensorMeta
 from dualpipe.schedule import build
 from ranks import run_ranks
+from threads import run_threads
 from toys import Stage, gradient_error, make_stages, reference, relative_error
 
 
@@ -139,3 +141,102 @@ def test_a_failure_anywhere_leaves_no_rank_waiting_and_nothing_behind():
     one, other = run_ranks(failing, 2, group_timeout=20)
     assert [text for text, _ in one] == [text for text, _ in other]
     assert max(error for _, error in (*one, *other)) < 1e-10
+
+
+class Counting(torch.nn.Linear):
+    """Changes what came beside the activation in place, when the activation is saved for the backward."""
+
+    def forward(self, x: torch.Tensor, count: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        y = super().forward(x)
+        return y, torch.zeros(len(x), dtype=torch.long) if count is None else count.add_(1)
+
+
+def in_place(rank):
+    pipe = Pipeline([Counting(4, 4)], process_group=rank.group("pp", (0, 1, 2)))
+    return pipe.step(torch.randn(6, 4), num_chunks=3, criterion=lambda y, _: y.sum(), return_outputs=True)[1]
+
+
+def test_a_change_in_place_is_none_of_what_came_in_the_same_buffer():
+    *_, (_, counts) = run_threads(in_place, 3)
+    assert counts.tolist() == [2] * 6
+
+
+class Hooked(torch.nn.Linear):
+    pairs: list[int] = []  # noqa: RUF012 (threads share it)
+
+    @classmethod
+    def overlapped_forward_backward(cls, ahead, inputs, criterion, labels, behind, loss, outputs, gradients):
+        cls.pairs.append(1)
+        y = ahead(*inputs)
+        torch.autograd.backward(outputs if loss is None else loss, gradients or None)
+        return y, criterion(y, *labels) if criterion else None
+
+
+def hooked(rank, overlap):
+    pipe = DualPipeV((Hooked(4, 4), Hooked(4, 4)), process_group=rank.group("pp", (0, 1)), overlap=overlap)
+    pipe.step(torch.randn(8, 4), num_chunks=8, criterion=torch.sum)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_pairs_stay_apart_where_they_are_not_to_overlap(overlap):
+    Hooked.pairs.clear()
+    run_threads(hooked, 2, overlap)
+    assert bool(Hooked.pairs) == overlap
+
+
+def without_memory(rank):
+    stages = make_stages(4)
+    pipe = DualPipeV((stages[rank.number], stages[3 - rank.number]), process_group=rank.group("pp", (0, 1)))
+    x, y = torch.randn(20, 8).double(), torch.randn(20, 8).double()
+    with pytest.raises(PipelineError) as raised:
+        pipe.step(x, num_chunks=10, criterion=F.mse_loss, labels=y)
+    pipe.step(x, num_chunks=10, criterion=F.mse_loss, labels=y)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("what", ["buffers", "empty"])
+@pytest.mark.parametrize("count", [0, 1, 6, 11, 14])
+def test_a_message_for_which_there_is_no_memory_leaves_no_rank_waiting(monkeypatch, what, count):
+    calls, method = itertools.count(), getattr(Signature, what)
+
+    def failing_once(*args):
+        if next(calls) == count:
+            raise MemoryError("no room")
+        return method(*args)
+
+    monkeypatch.setattr(Signature, what, failing_once)
+    one, other = run_threads(without_memory, 2, timeout=3)
+    assert one == other and "MemoryError: no room" in one
+
+
+class Nowhere:
+    """A communication that goes nowhere."""
+
+    group = None
+
+    def forward(self, inputs):
+        return self
+
+    def backward(self, context, gradients):
+        return self
+
+    def advance(self):
+        pass
+
+    def wait(self):
+        return (torch.zeros(1),), None
+
+
+class ReadsTwo(torch.nn.Linear):
+    def segments(self):
+        return [Compute(super().forward, "x", "h"), Communicate(Nowhere(), "x1", "z"), Compute(lambda h: h, "h", "x")]
+
+
+def given_one(rank):
+    pipe = Pipeline([ReadsTwo(4, 4)], process_group=rank.group("pp", (0, 1)))
+    with pytest.raises(PipelineError, match="KeyError: 'x1'"):
+        pipe.step(torch.randn(8, 4), num_chunks=4, criterion=torch.sum)
+
+
+def test_a_communication_of_an_input_that_is_not_there_is_told():
+    run_threads(given_one, 2)
