@@ -246,6 +246,7 @@ class Directory:
             if target.is_file():
                 target.unlink()
             warnings.warn(f"{target} cannot be written: {error}", stacklevel=2)
+        sync(self.path)
 
 
 def _make(directory: Path) -> None:

@@ -124,7 +124,7 @@ def test_what_cannot_be_stored_is_refused(tmp_path):
 
 
 def test_everything_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
-    done, fsync, rename = [], os.fsync, os.rename
+    done, fsync, rename, replace = [], os.fsync, os.rename, os.replace
 
     def flushed(descriptor):
         done.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
@@ -134,12 +134,18 @@ def test_everything_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch)
         done.append(f"-> {Path(target).name}")
         rename(source, target)
 
+    def replaced(source, target):
+        done.append(f"-> {Path(target).name}")
+        replace(source, target)
+
     monkeypatch.setattr(os, "fsync", flushed)
     monkeypatch.setattr(os, "rename", renamed)
+    monkeypatch.setattr(os, "replace", replaced)
     save(tmp_path / "new" / "er", state_of(1), step=1)
     at = done.index("-> step-00000001")
     assert {tmp_path.name, "new"} <= set(done[:at]) and "er" in done[at:]
     assert set(FILES) <= set(done[:at]) and done[at - 1].startswith(".tmp-step-00000001")
+    assert "er" in done[done.index("-> latest") :]
 
 
 def test_whoever_reads_safetensors_reads_it(two):
