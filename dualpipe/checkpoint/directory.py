@@ -33,6 +33,7 @@ from dualpipe.checkpoint.manifest import (
     Checkpoint,
     Manifest,
     StoredTensor,
+    UnknownLayout,
     read_manifest,
     verify_files,
     write_description,
@@ -46,10 +47,14 @@ _TRIES = 100  # of a reader, beside a job that deletes old checkpoints while new
 
 
 class Found(NamedTuple):
-    """What of a directory is committed, newest first, and what should be but is damaged, with the reason."""
+    """What of a directory is committed, newest first, and what should be but is damaged, with the reason.
+
+    later: the reason where what is newest is not damaged, but of a later release.
+    """
 
     committed: list[Checkpoint]
     damaged: dict[Path, str]
+    later: str = ""
 
 
 # -- looking
@@ -59,7 +64,7 @@ def scan(directory: str | PathLike[str]) -> Found:
     """What is in a directory of checkpoints, nothing if it does not exist. Raises ValueError where that is unknown."""
     directory = Path(directory)
     for _ in range(_TRIES):
-        committed, damaged, gone = [], {}, False
+        committed, damaged, gone, later = [], {}, False, ""
         try:
             if not directory.exists():
                 return Found([], {})
@@ -74,12 +79,13 @@ def scan(directory: str | PathLike[str]) -> Found:
             except ValueError as error:
                 if os.path.lexists(path):
                     damaged[path] = str(error)
+                    later = str(error) if isinstance(error, UnknownLayout) and not committed else later
                 else:  # deleted meanwhile: then there is a newer one, perhaps since after the names were listed
                     gone = True
         if not gone:
             break
     committed.sort(key=lambda each: (each.manifest.sequence, each.manifest.saved_at), reverse=True)
-    return Found(committed, damaged)
+    return Found(committed, damaged, later)
 
 
 def is_checkpoint(path: Path) -> bool:

@@ -74,6 +74,8 @@ def load(path: str | PathLike[str], state: State, *, mesh: DeviceMesh | None = N
     for attempt in range(_TRIES):
         try:
             found = ranks.first(lambda: find(path))
+            if found.later:  # to go back to an older one would lose what it has
+                raise ValueError(found.later)
             return _load(path, found, state, ranks, layout_of(mesh), allow, allow_at_start, seed)
         except (ValueError, RuntimeError, OSError) as error:  # on all ranks
             touched = touched or not isinstance(error, ValueError)

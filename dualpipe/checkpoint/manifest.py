@@ -78,6 +78,10 @@ def file_of(rank: int, number: int = 0) -> str:
 # -- reading them
 
 
+class UnknownLayout(ValueError):
+    """A checkpoint is of a later release: it is whole, but this one cannot tell what its parts are."""
+
+
 def read_manifest(path: str | PathLike[str]) -> Manifest:
     """What the checkpoint at `path` is; raises ValueError where that cannot be told."""
     path = Path(path)
@@ -106,8 +110,8 @@ def read_manifest(path: str | PathLike[str]) -> Manifest:
         if Path(name).name != name or not name.isprintable() or name in ("", ".", "..", MANIFEST):
             raise ValueError(f"{file} lists {name!r}, which is not the plain name of a file; refused")
     if unknown := manifest.layout.keys() - {"world", *DIMENSIONS, *manifest.own_dimensions}:
-        raise ValueError(f"{file}: the layout has a dimension {min(unknown)!r}, which this release does not know; load "
-                         f"it with the one that saved it, {manifest.versions.get('dualpipe')}")
+        raise UnknownLayout(f"{file}: the layout has a dimension {min(unknown)!r}, which this release does not know; "
+                            f"load it with the one that saved it, {manifest.versions.get('dualpipe')}")
     if manifest.checksum not in CHECKSUMS:
         raise ValueError(f"{file} has checksums by {manifest.checksum!r}, which this release does not know")
     return manifest
