@@ -70,7 +70,7 @@ class RouterSet:
             raise ValueError(f"bias_update_rate is {bias_update_rate}, but no router of this model has a correction "
                              "bias; set it to 0")
         self.statistics = {name: RouterStatistics(experts, device=device) for name, experts, _ in routers}
-        """of the last step, by the router's name: those of the whole model, in the same order on all ranks"""
+        """those of the last step, by the router's name: of the whole model, in the same order on all ranks"""
         self._make_step = partial(RouterStep, num_chunks, balance, level, z=z)
         self._losses = {"balance_loss": bool(balance), "z_loss": bool(z)}
         self._rate, self._group, self._replicas = bias_update_rate, group, replicas

@@ -44,11 +44,11 @@ class StepMetrics:
     loss: float
     """mean over the tokens of the global batch, in nats"""
     grad_norm: float
-    """of the whole model, before clipping"""
+    """norm of the whole model's gradient, before clipping"""
     lr: float
     """learning rate of this step"""
     tokens_per_second: float
-    """of the whole job"""
+    """the whole job's"""
     tflops_per_rank: float
     """10^12 floating-point operations per second of each rank, in the model's matrix products as they are counted by
     `dualpipe.models.sizes.flops_per_token`"""
@@ -59,9 +59,9 @@ class StepMetrics:
     eval_loss: float | None = None
     """on held-out data after this step; absent where there was no evaluation"""
     load_max_over_mean: float | None = None
-    """of the tokens that the global batch gave each expert, in the layer where it is largest: from 1, where all experts
-    have as many, to experts / top_k, where one has every token. This and what follows are absent where the model has no
-    router"""
+    """largest over mean of the tokens that the global batch gave each expert, in the layer where it is largest: from 1,
+    where all experts have as many, to experts / top_k, where one has every token. This and what follows are absent
+    where the model has no router"""
     dropped: float | None = None
     """tokens without a place at their expert, over all layers: 0, because no expert has a capacity"""
     balance_loss: float | None = None

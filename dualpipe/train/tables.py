@@ -272,7 +272,7 @@ class CheckpointConfig:
     writer: Literal["thread", "process"] = "thread"
     """what writes then: a thread takes turns with training in one interpreter; a process has its own"""
     checksum: Literal["xxh3_128", "sha256"] = "xxh3_128"
-    """of each file, verified before it is loaded; sha256 takes as long as writing does"""
+    """kind of each file's checksum, verified before it is loaded; sha256 takes as long as writing does"""
     keep_last: int = _not_negative(3)
     """so many stay; 0: all"""
     keep_every: int = _not_negative(0)
