@@ -96,10 +96,7 @@ def _bias_grad(bias: Tensor, dy: Tensor) -> Tensor:
 
 
 def _rows(x: Tensor) -> Tensor:
-    ndim = x.dim()
-    if ndim == 2:
-        return x
-    return x.flatten(0, -2) if ndim > 2 else x.unsqueeze(0)
+    return x if x.dim() == 2 else torch.atleast_2d(x).flatten(0, -2)
 
 
 def defer_weight_grads(module: ModuleT) -> ModuleT:

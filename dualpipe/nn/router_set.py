@@ -196,7 +196,7 @@ class RouterSet:
         sizes = {name: experts + 2 for name, experts, _ in routers}
         self._packed = torch.zeros(sum(sizes.values()), dtype=torch.float64, device=device)
         self.totals = dict(zip(sizes, self._packed.split(list(sizes.values()))))
-        """those of `RouterStep` of the last step, by the router's name: of the whole model, in one order on all ranks"""
+        """as in `RouterStep`, of the last step, by the router's name: of the whole model, in one order on all ranks"""
         self._make_step = partial(RouterStep, num_chunks, balance, level, z=z)
         self._losses = [(name, at) for name, at, wanted in (("balance_loss", -2, balance), ("z_loss", -1, z)) if wanted]
         self._rate, self._group, self._replicas = bias_update_rate, group, replicas

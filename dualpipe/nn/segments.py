@@ -22,6 +22,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import Any, Protocol
 
@@ -106,7 +107,8 @@ class Communicate(_OneName):
 
 Segment = Compute | Communicate
 
-# -- names
+# Names in a carry that are the pipeline's: inputs and outputs of a stage; and what its criterion reads and writes.
+_is_boundary, _is_of_criterion = re.compile(r"x\d*").fullmatch, re.compile(r"loss|label\d+").fullmatch
 
 
 def input_names(count: int) -> Names:
@@ -122,23 +124,16 @@ def label_names(labels: Sequence[Sequence[Any]]) -> Names:
 def output_names(segments: Sequence[Segment]) -> Names:
     """The names of a stage's outputs, in order; ValueError where the last segment does not write them."""
     last = segments[-1].writes if segments else ()
-    names = input_names(sum(map(_is_boundary, last)))
-    if not names or set(names) != set(filter(_is_boundary, last)):
+    found = list(filter(_is_boundary, last))
+    names = input_names(len(found))
+    if not found or set(found) != set(names):
         raise ValueError(f'the last segment must write the outputs of the stage, "x" or "x0", "x1", ...; got {last}')
     return names
 
 
 def is_reserved(name: str) -> bool:
     """Whether the pipeline itself puts something of that name into carries: inputs, labels, the loss."""
-    return _is_boundary(name) or _is_of_criterion(name)
-
-
-def _is_boundary(name: str) -> bool:
-    return re.fullmatch(r"x\d*", name) is not None
-
-
-def _is_of_criterion(name: str) -> bool:
-    return re.fullmatch(r"loss|label\d+", name) is not None
+    return bool(_is_boundary(name) or _is_of_criterion(name))
 
 
 def checked(segments: Sequence[Segment], side: Iterable[str] = ()) -> list[Segment]:
@@ -162,9 +157,6 @@ def checked(segments: Sequence[Segment], side: Iterable[str] = ()) -> list[Segme
                 raise ValueError(f"segment {number} is a communication with recompute: it must be between two segments "
                                  "that are recomputed, and have an `again`")
     return list(segments)
-
-
-# -- what several segments are together
 
 
 def has_communication(lists: Iterable[Sequence[Segment]]) -> bool:
@@ -212,29 +204,25 @@ def regions(segments: Sequence[Segment]) -> list[dict[int, Names]]:
 def merged(segments: Sequence[Segment], results: Names) -> list[Segment]:
     """Neighbouring compute segments that are recomputed, or not, as one: what is between them is not kept apart."""
     found: list[Segment] = []
-    numbered = zip(segments, needed_after(segments, results))
-    for kind, group in groupby(numbered, key=lambda pair: isinstance(pair[0], Compute) and pair[0].recompute + 1):
+    pairs = zip(segments, needed_after(segments, results))
+    for (compute, recompute), group in groupby(pairs, lambda pair: (isinstance(pair[0], Compute), pair[0].recompute)):
         parts, needed = zip(*group)
-        found += [_joined(parts, needed[-1])] if kind and len(parts) > 1 else parts
+        if not compute or len(parts) == 1:
+            found += parts
+            continue
+        reads: dict[str, None] = {}
+        written: dict[str, None] = {}
+        for segment in parts:
+            reads.update(dict.fromkeys(name for name in segment.reads if name not in written))
+            written.update(dict.fromkeys(segment.writes))
+        writes = tuple(name for name in written if name in needed[-1])
+        found.append(Compute(partial(_run_joined, parts, tuple(reads), writes), tuple(reads), writes, recompute))
     return found
 
 
-def _joined(part: Sequence[Segment], needed: set[str]) -> Compute:
-    reads: dict[str, None] = {}
-    written: dict[str, None] = {}
-    for segment in part:
-        reads.update(dict.fromkeys(name for name in segment.reads if name not in written))
-        written.update(dict.fromkeys(segment.writes))
-    writes = tuple(name for name in written if name in needed)
-
-    def run(*values: Any) -> tuple[Any, ...]:
-        carry = run_segments(part, dict(zip(reads, values)))
-        return tuple(carry[name] for name in writes)
-
-    return Compute(run, tuple(reads), writes, part[0].recompute)
-
-
-# -- running them one after the other
+def _run_joined(parts: Sequence[Segment], reads: Names, writes: Names, *values: Any) -> tuple[Any, ...]:
+    carry = run_segments(parts, dict(zip(reads, values)))
+    return tuple(carry[name] for name in writes)
 
 
 def run_segments(segments: Iterable[Segment], carry: Mapping[str, Any]) -> dict[str, Any]:
