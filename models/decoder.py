@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from dualpipe.kernels import SortedTokens
 from dualpipe.models.hub import GroupedQueryConfig, HubConfig
 from dualpipe.nn import GroupedLinear, GroupedSwiGLU, Linear, RMSNorm, Router
-from dualpipe.nn.attention import Context, attend
-from dualpipe.nn.rotary import apply_rotary
+from dualpipe.nn.attention import Context, apply_rotary, attend
 from dualpipe.nn.segments import Communicate, Compute, Segment, run_segments
 from dualpipe.parallel.dispatch import Dispatcher
 from dualpipe.parallel.expert import ExpertParallel, run_experts
