@@ -18,7 +18,7 @@ from dualpipe.models.decoder import SparseMLP
 from dualpipe.nn import cross_entropy_loss
 from dualpipe.nn.deferral import WeightGradStore
 from dualpipe.nn.router import BalancedRoutes, Choice, Router
-from dualpipe.nn.router_losses import RouterStep
+from dualpipe.nn.router_set import RouterStep
 from dualpipe.parallel import DTypePolicy, Rule, resolve_dtypes, shard
 from dualpipe.parallel.expert import ExpertParallel, shard_experts
 from dualpipe.parallel.materialize import build_on_meta, materialize
