@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
-from dualpipe.parallel.dtype_plan import DTypePlan, frozen_tensors, slots
+from dualpipe.parallel.dtype_plan import DTypePlan, slots
 
 _LARGE = 10**9  # bytes: beyond any buffer
 
@@ -130,7 +130,7 @@ def check_materialize(
         for path, owner in module.named_modules(remove_duplicate=False) if hasattr(owner, "recompute_buffers")
         for name, buffer in owner.recompute_buffers(device).items()
     }
-    frozen = frozen_tensors(module)
+    frozen = {id(slot.tensor) for slot in slots(module) if slot.is_frozen}
     problems = [*_buffer_problems(module, device, recomputed, frozen, keep_meta=seed is None)]
     problems += _parameter_problems(module, plan, frozen)
     problems += [] if source is None else _source_problems(module, plan, source, frozen)
