@@ -157,7 +157,7 @@ class Slot(NamedTuple):
     key: str  # its name in the owner
     tensor: Tensor
     is_buffer: bool
-    is_saved: bool  # whether a checkpoint has it: parameters and persistent buffers
+    is_saved: bool  # a parameter or persistent buffer
     is_frozen: bool  # stored in its compute dtype: a scalar that is not trained, all in a module without one that is
 
 
@@ -174,3 +174,12 @@ def slots(root: nn.Module) -> Iterator[Slot]:
             if tensor is not None:
                 yield Slot(f"{path}.{key}".lstrip("."), owner, key, tensor, key in owner._buffers, key not in unsaved,
                            id(tensor) in frozen)
+
+
+def saved(root: nn.Module) -> list[list[Slot]]:
+    """What a checkpoint has of a module: parameters and persistent buffers, each by all the places that it has."""
+    found: dict[int, list[Slot]] = {}
+    for slot in slots(root):
+        if slot.is_saved:
+            found.setdefault(id(slot.tensor), []).append(slot)
+    return list(found.values())
