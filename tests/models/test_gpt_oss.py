@@ -18,8 +18,7 @@ from dualpipe.nn import cross_entropy_loss
 from dualpipe.nn.attention import packed_positions
 from dualpipe.nn.init import local_part
 from dualpipe.nn.rotary import Yarn
-from dualpipe.parallel.dispatch import Received
-from dualpipe.parallel.expert import run_experts
+from dualpipe.parallel.expert import Received, run_experts
 from dualpipe.parallel.materialize import build_on_meta
 from dualpipe.parallel.mesh import Mesh, build_mesh
 from dualpipe.schedule import build
