@@ -9,9 +9,9 @@ from math import prod
 from os import PathLike
 from pathlib import Path
 
-from dualpipe.checkpoint.directory import Found, find, is_still_there, none_whole
+from dualpipe.checkpoint.directory import Found, find, none_whole
 from dualpipe.checkpoint.hub_commands import format_bytes
-from dualpipe.checkpoint.manifest import Manifest, StoredTensor, stored_in, verify
+from dualpipe.checkpoint.manifest import Manifest, StoredTensor, verify
 from dualpipe.dtypes import short_name
 from dualpipe.errors import raise_for
 
@@ -22,8 +22,8 @@ def ls(path: str | PathLike[str]) -> Iterator[str]:
     found = _found(path, or_none=bool(unfinished))
     yield f"{'step':>10}  {'saved at':25}  {'size':>9}  {'layout':22}  {'dtypes':15}  state"
     for checkpoint in found.committed:
-        manifest, (stored, wrong) = checkpoint.manifest, stored_in(checkpoint)
-        if wrong and not is_still_there(checkpoint):
+        manifest, (stored, wrong) = checkpoint.manifest, checkpoint.tensors()
+        if wrong and not checkpoint.is_there():
             continue  # deleted meanwhile, by the job that saves here
         dtypes = ", ".join(sorted({short_name(entry.dtype) for entry in stored.values()}))
         state, size = f"DAMAGED: {wrong[0]}" if wrong else "complete", format_bytes(manifest.size)
@@ -40,7 +40,7 @@ def check(path: str | PathLike[str]) -> Iterator[str]:
     problems = [*found.damaged.values()]
     for each in found.committed:
         wrong = verify(each.path)
-        if wrong and not is_still_there(each):
+        if wrong and not each.is_there():
             yield f"{each.path}: deleted meanwhile"
             continue
         problems += wrong
@@ -55,8 +55,8 @@ def show(path: str | PathLike[str]) -> Iterator[str]:
         if not found.committed:
             none_whole(path, found.damaged.values())
         checkpoint = found.committed[0]
-        stored, wrong = stored_in(checkpoint)
-        if not wrong or is_still_there(checkpoint):  # else a job that saves here has deleted it
+        stored, wrong = checkpoint.tensors()
+        if not wrong or checkpoint.is_there():  # else a job that saves here has deleted it
             break
     raise_for(f"{checkpoint.path}:", wrong)
     manifest = checkpoint.manifest

@@ -28,16 +28,7 @@ from os import PathLike
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-from dualpipe.checkpoint.manifest import (
-    MANIFEST,
-    Checkpoint,
-    Manifest,
-    StoredTensor,
-    UnknownLayout,
-    read_manifest,
-    verify_files,
-    write_description,
-)
+from dualpipe.checkpoint.manifest import MANIFEST, Checkpoint, Manifest, StoredTensor, UnknownLayout, write_description
 from dualpipe.errors import raise_for
 from dualpipe.files import lock, replace_file, sync
 
@@ -74,7 +65,7 @@ def scan(directory: str | PathLike[str]) -> Found:
             raise ValueError(f"{directory} cannot be read: {error}") from error
         for path in paths:
             try:
-                committed.append(Checkpoint(path, read_manifest(path)))
+                committed.append(Checkpoint.read(path))
             except ValueError as error:
                 if os.path.lexists(path):
                     damaged[path] = str(error)
@@ -97,16 +88,7 @@ def find(path: str | PathLike[str]) -> Found:
     path = Path(path)
     if not is_checkpoint(path):
         return scan(path)
-    path = path.resolve()  # a link that the caller names is meant
-    return Found([Checkpoint(path, read_manifest(path))], {})
-
-
-def is_still_there(checkpoint: Checkpoint) -> bool:
-    """Whether it was neither deleted nor replaced by another of its step."""
-    try:
-        return read_manifest(checkpoint.path).sequence == checkpoint.manifest.sequence
-    except ValueError:
-        return os.path.lexists(checkpoint.path)  # damaged
+    return Found([Checkpoint.read(path.resolve())], {})  # a link that the caller names is meant
 
 
 def none_whole(path: str | PathLike[str], damaged: Iterable[str]) -> NoReturn:
@@ -170,7 +152,7 @@ class Directory:
                 raise ValueError(f"checkpoints cannot be saved to {path}: {error}") from error
             raise
         self._sequence = found[0].manifest.sequence if found else -1
-        self._committed = [each.path for each in reversed(found) if not verify_files(each)]
+        self._committed = [each.path for each in reversed(found) if not each.damage()]
 
     def close(self) -> None:
         """Let other jobs save here."""

@@ -19,17 +19,8 @@ from typing import NamedTuple
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from dualpipe.checkpoint.directory import Found, find, is_still_there, none_whole, step_of
-from dualpipe.checkpoint.manifest import (
-    RANDOM,
-    Checkpoint,
-    Manifest,
-    StoredTensor,
-    file_of,
-    layout_of,
-    stored_in,
-    verify_files,
-)
+from dualpipe.checkpoint.directory import Found, find, none_whole, step_of
+from dualpipe.checkpoint.manifest import RANDOM, Checkpoint, Manifest, StoredTensor, file_of, layout_of
 from dualpipe.checkpoint.state import (
     VALUES,
     ParameterState,
@@ -96,7 +87,7 @@ def load(path: str | PathLike[str], state: State, *, mesh: DeviceMesh | None = N
             _must_be_there(ranks, checkpoint)
         except (ValueError, RuntimeError, OSError) as error:  # on all ranks
             touched = touched or not isinstance(error, ValueError)
-            if attempt < _TRIES - 1 and not ranks.first(partial(all, map(is_still_there, found.committed))):
+            if attempt < _TRIES - 1 and not ranks.first(partial(all, map(Checkpoint.is_there, found.committed))):
                 continue
             if touched and isinstance(error, ValueError):
                 raise RuntimeError(f"{error}; the tensors are not usable, as reading had begun") from error
@@ -114,9 +105,9 @@ def _newest(
     wrong: dict[Path, str] = {}
     for candidate in found.committed:
         share = sorted(candidate.manifest.files)[ranks.rank :: ranks.size]  # every rank reads some
-        problems = [line for lines in ranks.gather(partial(verify_files, candidate, share)) for line in lines]
+        problems = [line for lines in ranks.gather(partial(candidate.damage, share)) for line in lines]
         if not problems:
-            stored, problems = ranks.first(partial(stored_in, candidate))
+            stored, problems = ranks.first(candidate.tensors)
         if not problems:
             newer = {each: what for each, what in found.damaged.items() if step_of(each) > candidate.manifest.step}
             return candidate, stored, wrong | newer
@@ -127,7 +118,7 @@ def _newest(
 
 def _must_be_there(ranks: RankSync, checkpoint: Checkpoint) -> None:
     """Raise RuntimeError where a job that saves there has deleted or replaced it; there are newer ones then."""
-    if not ranks.first(partial(is_still_there, checkpoint)):
+    if not ranks.first(checkpoint.is_there):
         raise RuntimeError(f"{checkpoint.path} was deleted or replaced while it was read")
 
 
