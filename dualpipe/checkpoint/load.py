@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import count, groupby, takewhile
@@ -68,23 +68,13 @@ def load(path: str | PathLike[str], state: State, *, mesh: DeviceMesh | None = N
         RuntimeError: reading failed after all that, as when a disk fails. The tensors are not usable then.
     """
     ranks, path = RankSync.of_mesh(mesh), Path(path)
-
-    def check_writable() -> None:
-        for name, (_, _, tensor) in parts_of(state).items():
-            if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape)):
-                raise ValueError(f"{name} is expanded: its elements share memory, so it cannot be loaded into")
-
-    ranks.agree(check_writable)
     found, touched = Found([], {}), False
     for attempt in range(_TRIES):
         try:
             found = ranks.first(lambda: find(path))
             if found.later:  # to go back to an older one would lose what it has
                 raise ValueError(found.later)
-            checkpoint, stored, damaged = _newest(path, found, ranks)
-            globs = (*allow, *(() if checkpoint.manifest.step else allow_at_start))
-            loaded = _load(checkpoint, stored, damaged, state, ranks, layout_of(mesh), globs, seed)
-            _must_be_there(ranks, checkpoint)
+            loaded = _load(path, found, state, ranks, layout_of(mesh), allow, allow_at_start, seed)
         except (ValueError, RuntimeError, OSError) as error:  # on all ranks
             touched = touched or not isinstance(error, ValueError)
             if attempt < _TRIES - 1 and not ranks.first(partial(all, map(Checkpoint.is_there, found.committed))):
@@ -92,43 +82,40 @@ def load(path: str | PathLike[str], state: State, *, mesh: DeviceMesh | None = N
             if touched and isinstance(error, ValueError):
                 raise RuntimeError(f"{error}; the tensors are not usable, as reading had begun") from error
             raise
-        for line in damaged.values() if ranks.rank == 0 else ():
-            warnings.warn(f"passed over for {checkpoint.path}: {line}", stacklevel=2)
+        for line in loaded.damaged.values() if ranks.rank == 0 else ():
+            warnings.warn(f"passed over for {loaded.path}: {line}", stacklevel=2)
         return loaded
     raise AssertionError("the last attempt returns or raises")
 
 
-def _newest(
-    path: Path, found: Found, ranks: RankSync
-) -> tuple[Checkpoint, dict[str, StoredTensor], dict[Path, str]]:
-    """The first candidate that is whole, what it holds, and what is wrong with those that should come before it."""
-    wrong: dict[Path, str] = {}
-    for candidate in found.committed:
-        share = sorted(candidate.manifest.files)[ranks.rank :: ranks.size]  # every rank reads some
-        problems = [line for lines in ranks.gather(partial(candidate.damage, share)) for line in lines]
-        if not problems:
-            stored, problems = ranks.first(candidate.tensors)
-        if not problems:
-            newer = {each: what for each, what in found.damaged.items() if step_of(each) > candidate.manifest.step}
-            return candidate, stored, wrong | newer
-        _must_be_there(ranks, candidate)
-        wrong[candidate.path] = "; ".join(problems)
-    none_whole(path, [*wrong.values(), *found.damaged.values()])
-
-
-def _must_be_there(ranks: RankSync, checkpoint: Checkpoint) -> None:
-    """Raise RuntimeError where a job that saves there has deleted or replaced it; there are newer ones then."""
-    if not ranks.first(checkpoint.is_there):
-        raise RuntimeError(f"{checkpoint.path} was deleted or replaced while it was read")
-
-
 def _load(
-    checkpoint: Checkpoint, stored: Mapping[str, StoredTensor], damaged: dict[Path, str], state: State,
-    ranks: RankSync, layout: Mapping[str, int], allow: Sequence[str], seed: int,
+    path: Path, found: Found, state: State, ranks: RankSync, layout: Mapping[str, int], allow: Sequence[str],
+    allow_at_start: Sequence[str], seed: int,
 ) -> Loaded:
+
+    def must_be_there() -> None:
+        """Else a job that saves there has deleted or replaced it; there are newer ones then."""
+        if not ranks.first(checkpoint.is_there):
+            raise RuntimeError(f"{checkpoint.path} was deleted or replaced while it was read")
+
+    # The first that is whole, and what is wrong with those that should come before it.
+    damaged: dict[Path, str] = {}
+    for checkpoint in found.committed:
+        share = sorted(checkpoint.manifest.files)[ranks.rank :: ranks.size]  # every rank reads some
+        problems = [line for lines in ranks.gather(partial(checkpoint.damage, share)) for line in lines]
+        stored, problems = ({}, problems) if problems else ranks.first(checkpoint.tensors)
+        if not problems:
+            break
+        must_be_there()
+        damaged[checkpoint.path] = "; ".join(problems)
+    else:
+        none_whole(path, [*damaged.values(), *found.damaged.values()])
     path, manifest = checkpoint
+    damaged |= {each: what for each, what in found.damaged.items() if step_of(each) > manifest.step}
+
+    # Whether it fits.
     parts = ranks.agree(lambda: parts_of(state, stored))
-    allowed = _compare(ranks, path, stored, parts, allow)
+    allowed = _compare(ranks, path, stored, parts, [*allow, *(() if manifest.step else allow_at_start)])
     fitting = {name: part for name, part in parts.items() if name in stored and stored[name].shape == part.shape}
     states = {name: each for name, each in state.items() if isinstance(each, ParameterState)}
 
@@ -150,9 +137,11 @@ def _load(
 
     ranks.agree(read_groups)
     try:
-        return Loaded(path, manifest, ranks.agree(restore), damaged, allowed)
+        restored = ranks.agree(restore)
     except (ValueError, OSError) as error:
         raise RuntimeError(f"{path} could not be read to its end: {error}") from error
+    must_be_there()
+    return Loaded(path, manifest, restored, damaged, allowed)
 
 
 def read_parts(checkpoint: Checkpoint, stored: Mapping[str, StoredTensor], parts: Mapping[str, Part]) -> None:
@@ -215,11 +204,8 @@ def _compare(
         numbers |= rank_numbers
         known |= rank_known
     unexpected = {name for place, name in enumerate(names) if not known >> place & 1}
-    cases: tuple[tuple[set[str], str, set[str], Collection[str]], ...] = (
-        (missing, "is missing from the checkpoint", unexpected, names),
-        (unexpected, "is in the checkpoint only", missing, ()),
-    )
-    for here, what, others, rest in cases:
+    for here, what, others, rest in ((missing, "is missing from the checkpoint", unexpected, names),
+                                     (unexpected, "is in the checkpoint only", missing, [])):
         for number, name in enumerate(sorted(here)):
             is_sought = number < _NEAREST and len(others) < _MANY
             near = is_sought and (nearest(name, others) or nearest(name, rest))

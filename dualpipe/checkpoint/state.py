@@ -21,7 +21,7 @@ import random
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from reprlib import repr as brief
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -39,16 +39,6 @@ _NUMBERED = re.compile(rf"(?:{OPTIMIZER})?stage-(\d+)\.")
 _PADDED = 256  # bytes of the values, or a multiple
 # Of an optimizer's group how it computes, not what. Those of the optimizer that is loaded into stay.
 _SWITCHES = ("params", "foreach", "fused", "capturable", "differentiable")
-
-
-class OptimizerTensors(Protocol):
-    """An optimizer that can be stored, such as `dualpipe.train.optimizer.Optimizer`."""
-
-    def state_tensors(self) -> Mapping[nn.Parameter, Mapping[str, Tensor]]:
-        """By parameter, "master", its values as they are updated, and any others by names of their own.
-
-        All share memory with the optimizer, and are distributed as the parameter is or the same on every rank.
-        """
 
 
 class ParameterState:
@@ -93,28 +83,30 @@ class ParameterState:
         self._read, self._placed = {}, {}
         for key, (dtype, shape, _) in stored.items():
             now = state.get(key)
-            if isinstance(now, Tensor) and (tuple(now.shape), now.dtype) == (shape, dtype):
-                self._placed[key] = now
-            elif key != VALUES and shape and shape == tuple(parameter.shape):
-                self._placed[key] = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+            if key == VALUES:
+                tensor = torch.empty(shape, dtype=torch.uint8, device="cpu")
+            elif isinstance(now, Tensor) and (tuple(now.shape), now.dtype) == (shape, dtype):
+                tensor = now
+            elif shape and shape == tuple(parameter.shape):
+                tensor = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
             else:  # torch keeps counts of steps on the host, unless a kernel reads them
                 on_device = bool(shape) or self.group.get("capturable") or self.group.get("fused")
                 tensor = torch.empty(shape, dtype=dtype, device=parameter.device if on_device else "cpu")
-                if key != VALUES and shape and isinstance(parameter, DTensor):
+                if shape and isinstance(parameter, DTensor):
                     mesh = parameter.device_mesh
                     tensor = DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
-                self._placed[key] = tensor
+            self._placed[key] = tensor
         return {VALUES: torch.empty(0, dtype=torch.uint8, device="cpu")} | self._placed
 
-    def read_values(self) -> dict[str, Any] | None:
-        """The hyperparameters of the group that the values say, once they are read; None without any, as was allowed.
+    def hyperparameters(self) -> dict[str, Any] | None:
+        """Those of the group, by the values, once these are read; None without any, as was allowed.
 
         Raises ValueError where they are not what `tensors` makes.
         """
         if VALUES not in self._placed:
             return None
         try:
-            self._read = json.loads(bytes(self._placed[VALUES].tolist()))
+            self._read = json.loads(bytes(self._placed.pop(VALUES).tolist()))
             if {type(self._read["state"]), type(group := self._read["group"])} != {dict}:
                 raise TypeError("no JSON objects")
         except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -125,9 +117,8 @@ class ParameterState:
         """Make the state of the optimizer that of the checkpoint, once all is read."""
         if not self._read:
             return
-        state = self._read["state"] | {key: tensor for key, tensor in self._placed.items() if key != VALUES}
         self._state.pop(self._parameter, None)
-        if state:
+        if state := self._read["state"] | self._placed:
             self._state[self._parameter] = state
         for key, value in self._read["group"].items():
             now = self.group.get(key)
@@ -141,7 +132,7 @@ def check_groups(states: Mapping[str, ParameterState]) -> None:
     """Raise ValueError where parameters that share a group now were saved with other hyperparameters."""
     first: dict[int, tuple[str, dict[str, Any]]] = {}
     for name, state in states.items():
-        if (values := state.read_values()) is None:
+        if (values := state.hyperparameters()) is None:
             continue
         other, expected = first.setdefault(id(state.group), (name, values))
         if differ := [key for key in expected.keys() | values.keys() if expected.get(key, ...) != values.get(key, ...)]:
@@ -153,15 +144,17 @@ State = Mapping[str, Tensor | ParameterState]  # what `training_state` gives, an
 
 
 def training_state(
-    stages: Sequence[nn.Module], optimizer: OptimizerTensors | torch.optim.Optimizer | None = None, *,
-    numbers: Sequence[int] | None = None,
+    stages: Sequence[nn.Module], optimizer: Any = None, *, numbers: Sequence[int] | None = None
 ) -> dict[str, Tensor | ParameterState]:
     """The tensors of this rank's stages (ascending) and their optimizer by name, sharing memory: what `save` takes.
 
-    And what `load` fills in place. Any `torch.optim.Optimizer` will do, before its first step too; parameters are then
-    stored in the dtype that they have, as without one. After loading, an optimizer with masters of its own must round
-    them into the parameters (`round_parameters`). Tied parameters appear once, by the first name.
+    And what `load` fills in place. Tied parameters appear once, by the first name.
 
+    optimizer: any of `torch.optim`, before its first step too; parameters are stored in the dtype that they have, as
+        without one. Or one with `state_tensors()`, as `dualpipe.train.optimizer.Optimizer`: by parameter "master", its
+        values as they are updated, and others by names of their own, which share memory with the optimizer and are
+        distributed as the parameter is or the same on every rank. After loading it must round its masters into the
+        parameters (`round_parameters`).
     numbers: those of these stages in the pipeline (`schedule.rank_stages(rank)`), where names repeat from stage to
         stage: each is then behind its stage's number, so the checkpoint fits a pipeline of the same stages alone.
 
@@ -169,9 +162,8 @@ def training_state(
     """
     if numbers is not None and len(numbers) != len(stages):
         raise ValueError(f"numbers must be those of the {len(stages)} stages given; got {list(numbers)}")
-    ours: Mapping[Any, Mapping[str, Tensor]] = {}
-    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        ours = optimizer.state_tensors()
+    groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
+    ours = {} if optimizer is None or groups else optimizer.state_tensors()
     found: dict[str, Tensor | ParameterState] = {}
     names: dict[Tensor, str] = {}
     for index, stage in enumerate(stages):
@@ -186,13 +178,12 @@ def training_state(
             names[tensor] = name
             own = dict(ours.get(tensor, {}))
             found |= {name: own.pop("master", tensor)} | {f"{OPTIMIZER}{name}/{key}": each for key, each in own.items()}
-    if isinstance(optimizer, torch.optim.Optimizer):
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter not in names:
-                    raise ValueError(f"the optimizer has a parameter {tuple(parameter.shape)} that is in none of the "
-                                     "stages: give all modules that it updates")
-                found[OPTIMIZER + names[parameter]] = ParameterState(optimizer, group, parameter)
+    for group in groups:
+        for parameter in group["params"]:
+            if parameter not in names:
+                raise ValueError(f"the optimizer has a parameter {tuple(parameter.shape)} that is in none of the "
+                                 "stages: give all modules that it updates")
+            found[OPTIMIZER + names[parameter]] = ParameterState(optimizer, group, parameter)
     return found
 
 
@@ -237,6 +228,8 @@ def parts_of(state: State, stored: Mapping[str, StoredTensor] | None = None) -> 
         local, place = local_part(tensor)
         if type(local.detach()) is not Tensor:
             raise ValueError(f"{name} is a {type(local).__name__}; only plain tensors can be stored")
+        if stored is not None and any(stride == 0 and size > 1 for stride, size in zip(local.stride(), local.shape)):
+            raise ValueError(f"{name} is expanded: its elements share memory, so it cannot be loaded into")
         parts[name] = Part(tuple(tensor.shape), Box.at(place), local)
     return parts
 

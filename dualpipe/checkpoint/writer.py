@@ -75,7 +75,7 @@ class HostMemory:
     def pieces(self, places: Places) -> dict[str, list[memoryview]]:
         """The bytes of each file, for `write_files`."""
         assert self._map is not None
-        return _pieces(self._map, places)
+        return {name: [memoryview(self._map)[start:stop]] for name, (start, stop) in places.items()}
 
     def close(self) -> None:
         """Give the memory back, once nothing uses it."""
@@ -108,18 +108,15 @@ def write_in_process(folder: Path, places: Places, checksum: str, memory: int, t
     return {name: Written(*written) for name, written in outcome.items()}
 
 
-def _pieces(memory: mmap.mmap, places: Places) -> dict[str, list[memoryview]]:
-    return {name: [memoryview(memory)[start:stop]] for name, (start, stop) in places.items()}
-
-
-def _main(parent: int, memory: int) -> str | dict[str, Written]:
-    die_with(parent)
-    folder, places, checksum = json.load(sys.stdin)
-    try:
-        return write_files(Path(folder), _pieces(mmap.mmap(memory, os.fstat(memory).st_size), places), checksum)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-
-
 if __name__ == "__main__":
-    json.dump(_main(*map(int, sys.argv[1:])), sys.stdout)
+    die_with(int(sys.argv[1]))
+    folder, places, checksum = json.load(sys.stdin)
+    outcome: str | dict[str, Written]
+    try:
+        shared = int(sys.argv[2])
+        memory = memoryview(mmap.mmap(shared, os.fstat(shared).st_size))
+        content = {name: [memory[start:stop]] for name, (start, stop) in places.items()}
+        outcome = write_files(Path(folder), content, checksum)
+    except Exception as error:
+        outcome = f"{type(error).__name__}: {error}"
+    json.dump(outcome, sys.stdout)
