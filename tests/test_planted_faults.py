@@ -329,7 +329,7 @@ LISTED = {
     "copy in dualpipe/train/loop.py: Run._forward_backward": 4,
     "tolist in dualpipe/train/loop.py: Run._read": 2,
     "_local_scalar_dense in dualpipe/train/loop.py: Run._evaluate": 1,
-    "synchronize in dualpipe/checkpoint/staging.py: HostMemory.fill": 1,
+    "synchronize in dualpipe/checkpoint/writer.py: HostMemory.fill": 1,
 }
 
 

@@ -33,7 +33,7 @@ COUNTS = "Event.synchronize in dualpipe/parallel/expert.py: _PendingDispatch.adv
 BATCH = "copy in dualpipe/train/loop.py: Run._forward_backward"
 READ = "tolist in dualpipe/train/loop.py: Run._read"
 EVALUATE = "_local_scalar_dense in dualpipe/train/loop.py: Run._evaluate"
-SAVE = "synchronize in dualpipe/checkpoint/staging.py: HostMemory.fill"
+SAVE = "synchronize in dualpipe/checkpoint/writer.py: HostMemory.fill"
 
 
 @pytest.mark.parametrize("overlap", [True, False])
