@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch
 from torch import nn
 
 from dualpipe.checkpoint.directory import find, is_checkpoint, latest, none_whole, scan
-from dualpipe.checkpoint.hub_files import CONFIG
+from dualpipe.checkpoint.hub_files import CONFIG, StrPath
 from dualpipe.checkpoint.hub_load import hub_dtypes, load_hf, meta_stages, open_hf
 from dualpipe.checkpoint.hub_save import Piece, carried, save_hf, write_model
 from dualpipe.checkpoint.load import load
@@ -40,7 +39,7 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**
 # -- check
 
 
-def check(path: str | PathLike[str], mesh: Mesh) -> Iterator[str]:
+def check(path: StrPath, mesh: Mesh) -> Iterator[str]:
     """What a checkpoint holds and what of it a rank would read, as lines of text. Reads headers only.
 
     `mesh`: it need not run. Raises `ValueError`, with everything that is wrong, for a checkpoint that cannot be loaded,
@@ -107,7 +106,7 @@ def largest_share(config: HubConfig, mesh: Mesh, place: int) -> dict[str, Box]:
 # -- import and export
 
 
-def import_hf(source: str | PathLike[str], directory: str | PathLike[str]) -> Path:
+def import_hf(source: StrPath, directory: StrPath) -> Path:
     """Write a Hugging Face checkpoint as step 0 of a run; returns its path.
 
     Raises ValueError as `load_hf` does, and for the directory of a run that is further: it would start again from these
@@ -124,9 +123,7 @@ def import_hf(source: str | PathLike[str], directory: str | PathLike[str]) -> Pa
     return save(directory, training_state(stages), step=0, plan=plan, config={"model": config.to_dict()})
 
 
-def export(
-    source: str | PathLike[str], target: str | PathLike[str], dtype: torch.dtype, max_shard_bytes: int
-) -> None:
+def export(source: StrPath, target: StrPath, dtype: torch.dtype, max_shard_bytes: int) -> None:
     """Write a Hugging Face checkpoint again, in `dtype` and one canonical form: dequantized, experts apart where the
     family's are.
 
@@ -142,8 +139,7 @@ def export(
 
 
 def export_checkpoint(
-    source: str | PathLike[str], target: str | PathLike[str], dtype: torch.dtype, max_shard_bytes: int,
-    hub: str | PathLike[str] | None = None,
+    source: StrPath, target: StrPath, dtype: torch.dtype, max_shard_bytes: int, hub: StrPath | None = None
 ) -> None:
     """Write a checkpoint of a run, or the newest in a directory of them, in Hugging Face's form.
 
@@ -172,7 +168,7 @@ def _model_of(checkpoint: Checkpoint) -> dict[str, Any]:
     return manifest.config["model"]
 
 
-def is_of_a_run(path: str | PathLike[str]) -> bool:
+def is_of_a_run(path: StrPath) -> bool:
     """Whether it is a checkpoint of this library, or a directory of them."""
     path = Path(path)
     return path.is_dir() and not (path / CONFIG).exists() and (is_checkpoint(path) or latest(path) is not None)
