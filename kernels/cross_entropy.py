@@ -94,41 +94,36 @@ def _backward_kernel(
 _TILES = {"wide": RowTile(1, 4096, 8), "narrow": RowTile(1, 512, 1)}
 
 
-def _tile(vocabulary: int) -> RowTile:
-    return _TILES["wide" if vocabulary > 1024 else "narrow"]
-
-
 def _launch_forward(logits: Tensor, labels: Tensor, ignore_index: int, loss: Tensor, stats: Tensor) -> None:
     (tokens, vocabulary), logits = logits.shape, with_dense_rows(logits)
-    tile = _tile(vocabulary)
+    tile = _TILES["wide" if vocabulary > 1024 else "narrow"]
     _forward_kernel[(tokens,)](
         logits, labels.contiguous(), loss, stats, vocabulary, logits.stride(0), ignore_index,
         COMPUTE=tl_dtype(loss.dtype), BLOCK_V=tile.cols, num_warps=tile.warps,
     )
 
 
-def _launch_backward(
+def _write_gradient(
     logits: Tensor, labels: Tensor, stats: Tensor, scale: Tensor, ignore_index: int, grad: Tensor
 ) -> None:
-    (tokens, vocabulary), logits = logits.shape, with_dense_rows(logits)
-    tile = _tile(vocabulary)
-    _backward_kernel[tokens, triton.cdiv(vocabulary, tile.cols)](
-        logits, labels.contiguous(), stats, scale, grad, vocabulary, logits.stride(0), grad.stride(0), ignore_index,
-        COMPUTE=tl_dtype(stats.dtype), BLOCK_V=tile.cols, num_warps=tile.warps,
-    )
+    """By the kernel, or the reference; `grad` may be the logits."""
+    if not use_triton(logits):
+        grad.copy_(cross_entropy_backward_reference(logits, labels, stats, scale, ignore_index))
+    elif grad.numel():
+        (tokens, vocabulary), logits = logits.shape, with_dense_rows(logits)
+        tile = _TILES["wide" if vocabulary > 1024 else "narrow"]
+        _backward_kernel[tokens, triton.cdiv(vocabulary, tile.cols)](
+            logits, labels.contiguous(), stats, scale, grad, vocabulary, logits.stride(0), grad.stride(0), ignore_index,
+            COMPUTE=tl_dtype(stats.dtype), BLOCK_V=tile.cols, num_warps=tile.warps,
+        )
 
 
 # ------------------------------------------------------------------------------------------------------------- public
 
 
 def cross_entropy(
-    logits: Tensor,
-    labels: Tensor,
-    *,
-    ignore_index: int = -100,
-    reduction: Literal["mean", "sum"] = "mean",
-    in_place: bool = False,
-    denominator: Tensor | float | None = None,
+    logits: Tensor, labels: Tensor, *, ignore_index: int = -100, reduction: Literal["mean", "sum"] = "mean",
+    in_place: bool = False, denominator: Tensor | float | None = None,
 ) -> Tensor:
     """Cross-entropy over the rows whose label is not `ignore_index`, a scalar in at least float32.
 
@@ -204,29 +199,18 @@ def _(logits: Tensor, *_: Any) -> tuple[Tensor, ...]:
 @torch.library.custom_op("dualpipe::cross_entropy_backward", mutates_args=())
 def _cross_entropy_backward(logits: Tensor, labels: Tensor, stats: Tensor, scale: Tensor, ignore_index: int) -> Tensor:
     """Gradient of the logits; `scale` is the gradient of the loss over what the sum was divided by."""
-    grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    grad = logits.new_empty(logits.shape)
     _write_gradient(logits, labels, stats, scale, ignore_index, grad)
     return grad
 
 
-_cross_entropy_backward.register_fake(
-    lambda logits, *_: torch.empty_like(logits, memory_format=torch.contiguous_format)
-)
+_cross_entropy_backward.register_fake(lambda logits, *_: logits.new_empty(logits.shape))
 
 
 @torch.library.custom_op("dualpipe::cross_entropy_backward_", mutates_args=("logits",))
 def _cross_entropy_backward_(logits: Tensor, labels: Tensor, stats: Tensor, scale: Tensor, ignore_index: int) -> None:
     """The same, over the logits."""
     _write_gradient(logits, labels, stats, scale, ignore_index, logits)
-
-
-def _write_gradient(
-    logits: Tensor, labels: Tensor, stats: Tensor, scale: Tensor, ignore_index: int, grad: Tensor
-) -> None:
-    if not use_triton(logits):
-        grad.copy_(cross_entropy_backward_reference(logits, labels, stats, scale, ignore_index))
-    elif grad.numel():
-        _launch_backward(logits, labels, stats, scale, ignore_index, grad)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:

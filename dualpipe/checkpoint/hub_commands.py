@@ -36,9 +36,6 @@ from dualpipe.schedule.types import v_placement
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
-# -- check
-
-
 def check(path: StrPath, mesh: Mesh) -> Iterator[str]:
     """What a checkpoint holds and what of it a rank would read, as lines of text. Reads headers only.
 
@@ -49,11 +46,11 @@ def check(path: StrPath, mesh: Mesh) -> Iterator[str]:
     reader, tensors = open_hf(path, config)
     header = reader.header
     files = len({info.file for info in header.values()})
-    yield (f"{path}: {config.model_type}, {len(header):,} tensors in {files:,} file{'s' * (files > 1)}, "
-           f"{format_bytes(sum(info.nbytes for info in header.values()))}")
     counts, sizes = Counter(info.dtype for info in header.values()), Counter[torch.dtype]()
     for info in header.values():
         sizes[info.dtype] += info.nbytes
+    yield (f"{path}: {config.model_type}, {len(header):,} tensors in {files:,} file{'s' * (files > 1)}, "
+           f"{format_bytes(sizes.total())}")
     for dtype, size in sizes.most_common():
         yield f"  {long_name(dtype):14} {counts[dtype]:>9,} tensors {format_bytes(size):>10}"
     if layers := len(config.carried_layers):
@@ -101,9 +98,6 @@ def largest_share(config: HubConfig, mesh: Mesh, place: int) -> dict[str, Box]:
     if config.tie_word_embeddings and "embed_tokens.weight" in found:
         found.pop("lm_head.weight", None)
     return found
-
-
-# -- import and export
 
 
 def import_hf(source: StrPath, directory: StrPath) -> Path:
@@ -180,9 +174,6 @@ def _stages(config: HubConfig) -> list[Stage]:
 
 def _plan(stages: list[Stage], dtype: torch.dtype, kept: Mapping[str, torch.dtype] | None = None) -> DTypePlan:
     return resolve_dtypes(stages, DTypePolicy(dtype, torch.float32, dtype), kept, sharded=False)
-
-
-# -- sizes in words
 
 
 def parse_size(text: str) -> int:

@@ -113,6 +113,14 @@ class Reader:
         self._folder = folder
         self._files: dict[str, safe_open] = {}
 
+    @classmethod
+    def of(cls, folder: StrPath, model_type: str) -> Reader:
+        """A reader of all tensors; raises `ValueError` where headers cannot be read, or are of another model type."""
+        hub = read_json(folder, CONFIG)
+        if hub.get("model_type") != model_type:
+            raise ValueError(f"{folder} holds a {hub.get('model_type')!r} model; the stages are {model_type!r}")
+        return cls(folder, read_headers(folder), fp8_block(hub))
+
     def check(self, names: Iterable[str]) -> None:
         """Open the files of these tensors; raises `ValueError` where one is not what the header says."""
         files: dict[str, set[str]] = {}
@@ -139,9 +147,6 @@ class Reader:
         part = self._files[file].get_slice(name)[box.slices]
         self.bytes_read += part.nbytes
         return part
-
-
-# -- how a tensor is stored
 
 
 @dataclass(frozen=True)

@@ -25,19 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dualpipe import device as devices
-from dualpipe.checkpoint.hub_files import (
-    CONFIG,
-    SUFFIXES,
-    Fp8,
-    Mxfp4,
-    Reader,
-    Stored,
-    StrPath,
-    find_stored,
-    fp8_block,
-    read_headers,
-    read_json,
-)
+from dualpipe.checkpoint.hub_files import SUFFIXES, Fp8, Mxfp4, Reader, Stored, StrPath, find_stored
 from dualpipe.checkpoint.tensors import Box
 from dualpipe.errors import nearest
 from dualpipe.models import HubConfig, Stage, build_stages
@@ -97,14 +85,8 @@ def hub_dtypes(path: StrPath, config: HubConfig) -> dict[str, torch.dtype]:
 
 def open_hf(path: StrPath, config: HubConfig) -> tuple[Reader, dict[str, HubTensor]]:
     """Read all headers, and find every tensor of ours in them; raises `ValueError` as `load_hf` does."""
-    hub = read_json(path, CONFIG)
-    if hub.get("model_type") != config.model_type:
-        raise ValueError(f"{path} holds a {hub.get('model_type')!r} model; the stages are {config.model_type!r}")
-    reader = Reader(path, read_headers(path), fp8_block(hub))
+    reader = Reader.of(path, config.model_type)
     return reader, find_tensors(config, reader)
-
-
-# -- the model's tensors
 
 
 def config_of(stages: Sequence[nn.Module]) -> HubConfig:
@@ -132,9 +114,6 @@ def meta_stages(config: HubConfig, num_stages: int = 1, only: tuple[int, ...] | 
 def model_shapes(config: HubConfig) -> dict[str, tuple[int, ...]]:
     """The shapes of all parameters and persistent buffers of a model."""
     return {name: tuple(tensor.shape) for name, tensor in meta_stages(config)[0].state_dict().items()}
-
-
-# -- from the hub's tensors to ours
 
 
 def blocks(parts: Iterable[Part], wanted: Box) -> Iterator[tuple[Part, Box, Box]]:

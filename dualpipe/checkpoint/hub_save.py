@@ -154,9 +154,6 @@ def write_model(
             raise
 
 
-# -- what is written, and who writes what
-
-
 def new_tensors(config: HubConfig, dtypes: Mapping[str, torch.dtype]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """Dtype and shape of the hub's tensors of a model, in its order, without a tied head.
 
@@ -228,9 +225,6 @@ def _config_json(config: HubConfig, dtype: torch.dtype, source: StrPath | None, 
             )
             content[key] = layers
     return content | {"dtype": long_name(dtype)}
-
-
-# -- writing it
 
 
 def _make(folder: Path, target: Path, locks: ExitStack) -> None:
