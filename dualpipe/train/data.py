@@ -33,46 +33,39 @@ V = TypeVar("V")
 
 
 class PackedTokens:
-    """A packed directory, open for reading.
-
-    Raises:
-        ValueError: the directory is not packed, is incomplete, or a file is not what the index says.
-    """
+    """A packed directory, open for reading; ValueError for one that is incomplete or not what its index says."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         try:
-            self._open()
+            if not (self.path / INDEX).is_file():
+                raise ValueError(f"there is no {INDEX}")
+            try:
+                index = json.loads((self.path / INDEX).read_text(encoding="utf-8"))
+            except ValueError as error:
+                raise ValueError(f"{INDEX} is not valid JSON ({error})") from error
+            if not isinstance(index, dict) or index.get("format") != FORMAT:
+                raise ValueError(f"{INDEX} is not of the format {FORMAT!r}")
+            self.vocab_size, self.largest = int(index["vocab_size"]), int(index["largest"])
+            self.tokenizer, dtype = str(index["tokenizer"]), np.dtype(index["dtype"]).newbyteorder("<")
+            records = [index["document_index"], *index["shards"]]
+            files = [self.path / Path(record["file"]).name for record in records]
+            total = sum(record["bytes"] for record in records)
+            for file, record in zip(files, records):
+                if not file.is_file():
+                    raise ValueError(f"{file.name} is missing")
+                if (size := file.stat().st_size) != record["bytes"]:
+                    raise ValueError(f"{file.name} has {size} bytes instead of {record['bytes']}")
+                if total <= CHECKSUM_LIMIT and checksum_of(file, "sha256") != record["sha256"]:
+                    raise ValueError(f"the checksum of {file.name} is wrong")
+            self.shards = [np.memmap(file, dtype=dtype, mode="r") for file in files[1:]]
+            self.documents = np.load(files[0], allow_pickle=False)
+            if self.documents.dtype != DOCUMENT_TYPE or len(self.documents) != index["documents"]:
+                raise ValueError(f"{DOCUMENTS} does not hold the {index['documents']} documents of the index")
         except (KeyError, TypeError, ValueError) as error:
             what = f"{error}" if isinstance(error, ValueError) else f"{INDEX} lacks or garbles {error}"
             raise ValueError(f"{path} is not a complete packed directory: {what}; make it again with `dualpipe data "
                              "pack`") from error
-
-    def _open(self) -> None:
-        if not (self.path / INDEX).is_file():
-            raise ValueError(f"there is no {INDEX}")
-        try:
-            index = json.loads((self.path / INDEX).read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{INDEX} is not valid JSON ({error})") from error
-        if not isinstance(index, dict) or index.get("format") != FORMAT:
-            raise ValueError(f"{INDEX} is not of the format {FORMAT!r}")
-        self.vocab_size, self.largest = int(index["vocab_size"]), int(index["largest"])
-        self.tokenizer, dtype = str(index["tokenizer"]), np.dtype(index["dtype"]).newbyteorder("<")
-        records = [index["document_index"], *index["shards"]]
-        files = [self.path / Path(record["file"]).name for record in records]
-        total = sum(record["bytes"] for record in records)
-        for file, record in zip(files, records):
-            if not file.is_file():
-                raise ValueError(f"{file.name} is missing")
-            if (size := file.stat().st_size) != record["bytes"]:
-                raise ValueError(f"{file.name} has {size} bytes instead of {record['bytes']}")
-            if total <= CHECKSUM_LIMIT and checksum_of(file, "sha256") != record["sha256"]:
-                raise ValueError(f"the checksum of {file.name} is wrong")
-        self.shards = [np.memmap(file, dtype=dtype, mode="r") for file in files[1:]]
-        self.documents = np.load(files[0], allow_pickle=False)
-        if self.documents.dtype != DOCUMENT_TYPE or len(self.documents) != index["documents"]:
-            raise ValueError(f"{DOCUMENTS} does not hold the {index['documents']} documents of the index")
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Refuse tokens that a model with `vocab_size` entries cannot embed."""
@@ -149,10 +142,8 @@ def split_documents(packed: PackedTokens, fraction: float) -> Splits:
     """Hold out about `fraction` of the documents, chosen by a hash of their content.
 
     The choice depends on nothing else: it is the same in every run, and a copy of a document is on the same side. Where
-    it leaves one side without a document, as of a single file, the last `fraction` of all tokens is held out instead.
-
-    Raises:
-        ValueError: that is not one token.
+    it leaves one side without a document, as of a single file, the last `fraction` of all tokens is held out instead;
+    ValueError where that is not one token.
     """
     held_out = packed.documents["hash"] < np.uint64(min(int(fraction * 2.0**64), 2**64 - 1))
     splits = Splits(*(TokenStream(packed, np.flatnonzero(mask)) for mask in (~held_out, held_out)))
@@ -198,8 +189,7 @@ def packed_directory(path: str, *, tokenizer: str, cache: Path, text_key: str = 
 def open_splits(train: Path, held_out: Path | None, fraction: float) -> Splits:
     """Open packed data: `held_out` as it is where given, otherwise `fraction` of the documents of `train`.
 
-    Raises:
-        ValueError: the two were packed with different tokenizers, or `fraction` leaves one side empty.
+    Raises ValueError where the two were packed with different tokenizers, or `fraction` leaves one side empty.
     """
     packed = PackedTokens(train)
     if held_out is None:
@@ -232,8 +222,7 @@ class Loader:
 
     batch_size: sequences of the global batch. rows: those of them that are read here; without, all.
 
-    Raises:
-        ValueError: the stream is shorter than one window.
+    Raises ValueError where the stream is shorter than one window.
     """
 
     def __init__(
@@ -276,11 +265,7 @@ class Loader:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken.
-
-        Raises:
-            ValueError: the data, the sizes or the seed are others, and the order would not be the same.
-        """
+        """Continue where `state` was taken; ValueError where data, sizes or seed are others, and so is the order."""
         different = [f"{key} {state.get(key)!r} (now {value!r})" for key, value in self.state_dict().items()
                      if key != "step" and state.get(key) != value]
         if different:
@@ -320,8 +305,7 @@ def read_batches(
 def evaluation_batches(stream: TokenStream, *, sequence_length: int, batch_size: int, limit: int) -> list[list[int]]:
     """The windows of up to `limit` whole batches, spread evenly over the held-out text; the same at every call.
 
-    Raises:
-        ValueError: the text does not fill one batch.
+    Raises ValueError where the text does not fill one batch.
     """
     available = stream.num_tokens // (sequence_length + 1)
     count = min(limit, available // batch_size)

@@ -29,9 +29,8 @@ def documents(path: Path, text_key: str) -> Iterator[tuple[bytes, str]]:
 
     Empty ones are left out; how many records were is a warning. The file has passed `check_readable`.
 
-    Raises:
-        ValueError: the file cannot be read or is binary, or a record is not an object with a string `text_key`. The
-            message names file and record, which are counted from 1 (in JSON lines: the line).
+    Raises ValueError where the file cannot be read or is binary, or a record is not an object with a string `text_key`.
+    The message names file and record, which are counted from 1 (in JSON lines: the line).
     """
     if (kind := _kind(path)) == "text":
         if text := _read(path):
@@ -56,8 +55,7 @@ def documents(path: Path, text_key: str) -> Iterator[tuple[bytes, str]]:
 def check_readable(path: Path) -> None:
     """Refuse what `documents` cannot read and shows it at once; so hours of packing do not end at the last file.
 
-    Raises:
-        ValueError: the file cannot be opened, is compressed or binary, or a package that reads it is missing.
+    Raises ValueError where the file cannot be opened, is compressed or binary, or a package that reads it is missing.
     """
     _read(path, 1 << 16)
     if module := PACKAGES.get(_kind(path)):
