@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property, lru_cache
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,12 +24,6 @@ from dualpipe.train.pack import DOCUMENT_TYPE, DOCUMENTS, FORMAT, INDEX, find_so
 from dualpipe.train.tables import TEXT_KEY
 
 CHECKSUM_LIMIT = 1 << 30  # bytes; larger data is checked by size only, so that a start does not read terabytes
-
-K = TypeVar("K")
-V = TypeVar("V")
-
-
-# -- packed tokens
 
 
 class PackedTokens:
@@ -275,14 +269,14 @@ class Loader:
 
 
 @contextmanager
-def read_ahead(read: Callable[[K], V], keys: Iterable[K]) -> Iterator[Iterator[V]]:
+def read_ahead(read: Callable[[Any], Batch], keys: Iterable[Any]) -> Iterator[Iterator[Batch]]:
     """For a `with`: `read(key)` for each of `keys`, in order. While one is used, a thread reads the next.
 
     What `read` raises is raised where its result would have been taken. Leaving waits for a `read` that has begun.
     """
     with ThreadPoolExecutor(1, thread_name_prefix="read_ahead") as thread:
         reads = (thread.submit(read, key) for key in keys)
-        yield (this.result() for this, _next in pairwise(chain(reads, [Future()])))
+        yield (this.result() for this, _next in pairwise(chain(reads, [Future[Batch]()])))
 
 
 def read_windows(stream: TokenStream, windows: Sequence[int], window: int) -> Batch:

@@ -63,21 +63,18 @@ def join(config: Config, info: RankInfo) -> Iterator[Job]:
     """
 
     def prepare(settings: dict[str, Any]) -> tuple[ParallelConfig, torch.device]:
-        if store is not None:
-            settings["number of ranks"] = info.world_size
-            settings.update(run_settings(config))
+        settings["number of ranks"] = info.world_size
+        settings.update(run_settings(config))
         parallel = fit_world(config, info.world_size).parallel
-        device = choose_device(
-            info, parallel.device, lambda uuid: store is None or store.add(f"device {uuid}", 1) == 1
-        )
+        device = choose_device(info, parallel.device, lambda uuid: store.add(f"device {uuid}", 1) == 1)
         settings["kind of device"] = device.type
         return parallel, device
 
     timeout = timedelta(seconds=config.parallel.timeout)
-    store = connect(info, timeout) if info.world_size > 1 else None
-    parallel, device = prepare({}) if store is None else agree(store, info, prepare, timeout)
+    store = connect(info, timeout) if info.world_size > 1 else dist.HashStore()
+    parallel, device = agree(store, info, prepare, timeout)
     cuda.select(device)
-    if store is None:
+    if info.world_size == 1:
         yield Job(device)
         return
     on_cuda = device.type == "cuda"
@@ -215,16 +212,12 @@ def _gather(store: dist.Store, info: RankInfo, what: str, value: str, timeout: t
 
 def _differences(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """records: of each rank its settings, as far as it got, and its error."""
-
-    def by_value(values: Iterator[tuple[int, str]]) -> dict[str, list[int]]:
-        ranks_of = defaultdict(list)
-        for rank, value in values:
-            ranks_of[value].append(rank)
-        return ranks_of
-
     different, settings = [], [record["settings"] for record in records]
     for name in dict.fromkeys(chain.from_iterable(settings)):
-        ranks_of = by_value((rank, repr(each[name])) for rank, each in enumerate(settings) if name in each)
+        ranks_of = defaultdict(list)
+        for rank, each in enumerate(settings):
+            if name in each:
+                ranks_of[repr(each[name])].append(rank)
         if len(ranks_of) > 1:
             values = ", ".join(f"{value[:_CHARACTERS]} on {_ranges(ranks)}" for value, ranks in ranks_of.items())
             different.append(f"{name} is {values}")
@@ -232,9 +225,12 @@ def _differences(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         more = f" (and {len(different) - _SHOWN} more)" if len(different) > _SHOWN else ""
         yield (f"the ranks were started with different settings: {', '.join(different[:_SHOWN])}{more}; start all with "
                "the same command, files and versions")
-    errors = by_value((rank, record["error"]) for rank, record in enumerate(records) if record["error"])
-    for error, ranks in errors.items():
-        yield error if len(ranks) == len(records) else f"{_ranges(ranks)}: {error}"
+    ranks_of = defaultdict(list)
+    for rank, record in enumerate(records):
+        ranks_of[record["error"]].append(rank)
+    for error, ranks in ranks_of.items():
+        if error:
+            yield error if len(ranks) == len(records) else f"{_ranges(ranks)}: {error}"
 
 
 def _ranges(ranks: Sequence[int]) -> str:

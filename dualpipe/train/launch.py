@@ -104,21 +104,17 @@ def rank_from_environment(environment: Mapping[str, str]) -> RankInfo | None:
 
 def slurm_rendezvous(environment: Mapping[str, str]) -> dict[str, str]:
     """MASTER_ADDR and MASTER_PORT where they are not set: the step's first node, a port made of the job's number."""
-    found = {}
-    if "MASTER_ADDR" not in environment:
-        found["MASTER_ADDR"] = "127.0.0.1"
-        if int(environment.get("SLURM_STEP_NUM_NODES", 1)) > 1:
-            nodes = environment.get("SLURM_STEP_NODELIST", "")
-            command = ["scontrol", "show", "hostnames", nodes]
-            try:
-                hosts = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
-                found["MASTER_ADDR"] = hosts[0]
-            except (OSError, subprocess.CalledProcessError, IndexError) as error:
-                raise ValueError(f"cannot tell the first node of SLURM_STEP_NODELIST = {nodes!r}; set MASTER_ADDR"
-                                 ) from error
-    if "MASTER_PORT" not in environment:
-        found["MASTER_PORT"] = str(20000 + int(environment.get("SLURM_JOB_ID", 0)) % 20000)
-    return found
+    address, port = "127.0.0.1", 20000 + int(environment.get("SLURM_JOB_ID", 0)) % 20000
+    if "MASTER_ADDR" not in environment and int(environment.get("SLURM_STEP_NUM_NODES", 1)) > 1:
+        nodes = environment.get("SLURM_STEP_NODELIST", "")
+        command = ["scontrol", "show", "hostnames", nodes]
+        try:
+            address = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]
+        except (OSError, subprocess.CalledProcessError, IndexError) as error:
+            raise ValueError(f"cannot tell the first node of SLURM_STEP_NODELIST = {nodes!r}; set MASTER_ADDR"
+                             ) from error
+    found = {"MASTER_ADDR": address, "MASTER_PORT": f"{port}"}
+    return {name: value for name, value in found.items() if name not in environment}
 
 
 @contextmanager

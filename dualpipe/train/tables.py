@@ -12,16 +12,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, get_args
 
 STDLIB = "stdlib"  # [data] path: the source code of Python's own standard library
 BYTES = "bytes"  # [data] tokenizer: one token per byte
 TEXT_KEY = "text"  # [data] text_key
 
-T = TypeVar("T")
 
-
-def _rule(holds: Callable[[Any], object], remedy: str) -> Callable[[T], T]:
+def _rule(holds: Callable[[Any], object], remedy: str) -> Callable[[Any], Any]:
     """What makes a field of a default: `Config` refuses other values than those for which `holds`, with the remedy."""
     return lambda default: field(default=default, metadata={"holds": holds, "remedy": remedy})
 

@@ -14,7 +14,7 @@ import zstandard
 from pyarrow import parquet
 
 from dualpipe import cli
-from dualpipe.train import records
+from dualpipe.train import pack as packing
 from dualpipe.train.data import PackedTokens, TokenStream, packed_directory
 from dualpipe.train.pack import ByteTokenizer, find_sources, pack
 
@@ -58,8 +58,8 @@ def packed_texts(paths, out, **options):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_record_is_a_document(tmp_path, kind, monkeypatch):
-    monkeypatch.setattr(records, "PIECE", 7)  # pieces end within lines, and within frames
-    monkeypatch.setattr(records, "ROWS", 3)
+    monkeypatch.setattr(packing, "PIECE", 7)  # pieces end within lines, and within frames
+    monkeypatch.setattr(packing, "ROWS", 3)
     path = write(tmp_path / f"a{kind}", TEXTS)
     assert packed_texts([path], tmp_path / "out") == TEXTS
     assert packed_texts([path.rename(tmp_path / f"A{kind.upper()}")], tmp_path / "upper") == TEXTS
@@ -225,12 +225,12 @@ def test_binary_files_and_missing_packages_are_found_before_anything_is_tokenise
 @pytest.mark.parametrize("kind", KINDS)
 def test_records_are_read_one_by_one(tmp_path, kind, monkeypatch):
     """8 MB of text, 8 KB each, of which no more than a few are in memory, be it Python's or pyarrow's."""
-    monkeypatch.setattr(records, "ROWS", 16)
+    monkeypatch.setattr(packing, "ROWS", 16)
     path = write(tmp_path / f"large{kind}", [random.Random(i).randbytes(4000).hex() for i in range(1000)])
     before = pa.total_allocated_bytes()
     tracemalloc.start()
     count, of_arrow = 0, []
-    for text, _ in records.documents(path, "text"):
+    for text, _ in packing.documents(path, "text"):
         count += len(text)
         of_arrow.append(pa.total_allocated_bytes() - before)
     peak = tracemalloc.get_traced_memory()[1] + max(of_arrow)
