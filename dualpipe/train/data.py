@@ -87,7 +87,7 @@ class TokenStream:
         whole = int(ends[-1]) if len(ends) else 0
         self.num_tokens = whole if num_tokens is None else num_tokens
         self._is_cut = skip > 0 or self.num_tokens < whole
-        self._ends = np.minimum(ends, self.num_tokens)
+        self._bounds = np.append(-skip, np.minimum(ends, self.num_tokens))  # where each document begins, and the end
 
     @cached_property
     def fingerprint(self) -> str:
@@ -99,10 +99,9 @@ class TokenStream:
     def read(self, start: int, stop: int) -> np.ndarray:
         """Tokens [start, stop) of the stream as int64."""
         out, position = np.empty(stop - start, dtype=np.int64), start
-        index = int(np.searchsorted(self._ends, start, side="right"))
+        index = int(np.searchsorted(self._bounds, start, side="right")) - 1
         while position < stop:
-            begin = int(self._ends[index - 1]) if index else -self._skip
-            end = min(stop, int(self._ends[index]))
+            begin, end = int(self._bounds[index]), min(stop, int(self._bounds[index + 1]))
             document = self.packed.documents[self._numbers[index]]
             shift = int(document["offset"]) - begin  # from the stream to the shard
             out[position - start : end - start] = self.packed.shards[document["shard"]][position + shift : end + shift]
@@ -111,8 +110,9 @@ class TokenStream:
 
     def positions(self, start: int, stop: int) -> np.ndarray:
         """The position of tokens [start, stop) of the stream in their documents, as far as those are inside."""
-        numbers, ends = np.arange(start, stop), np.concatenate(([0], self._ends))
-        return numbers - np.maximum(ends[np.searchsorted(self._ends, numbers, side="right")], start)
+        numbers = np.arange(start, stop)
+        begins = self._bounds[np.searchsorted(self._bounds, numbers, side="right") - 1]
+        return numbers - np.maximum(begins, start)
 
 
 class Splits(NamedTuple):

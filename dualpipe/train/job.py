@@ -172,7 +172,7 @@ def agree(store: dist.Store, info: RankInfo, prepare: Callable[[dict[str, Any]],
     try:
         prepared = prepare(settings)
     except Exception as raised:  # told to the others before it is raised here
-        said, error = str(raised) if isinstance(raised, ValueError) else repr(raised), raised
+        said, error = (isinstance(raised, ValueError) and str(raised)) or repr(raised), raised
     record = json.dumps({"settings": settings, "error": said}, sort_keys=True, default=str)
     try:
         digests = _gather(store, info, "digest", hashlib.sha256(record.encode()).hexdigest(), timeout)
