@@ -180,7 +180,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="dualpipe", description=text, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"dualpipe {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    schedule.add_parser(commands).set_defaults(run=schedule.run)
+    schedule.add_parser(commands)
     train = _add(commands, "train", _train, "train a model; starts the ranks of this machine unless torchrun or SLURM "
                  "did")
     _add_config(train)

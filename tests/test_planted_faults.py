@@ -194,7 +194,7 @@ DEVICE = {  # name: (kind of the fault, how to plant it); by what dualpipe/devic
     "the host waits whenever an event is recorded": (
         "sync", lambda: instead(Timeline, "record_event", and_synchronize)),
 }
-COUNTS = {"Event.synchronize in dualpipe/parallel/dispatch.py: _PendingDispatch.advance": 48}
+COUNTS = {"Event.synchronize in dualpipe/parallel/expert.py: _PendingDispatch.advance": 48}
 
 
 @pytest.mark.slow
