@@ -25,7 +25,7 @@ from dualpipe.nn.accumulate import local
 from dualpipe.schedule import Schedule, build
 from dualpipe.train.config import Config, fit_world
 from dualpipe.train.console import say
-from dualpipe.train.data import Batch, Loader, evaluation_batches, open_splits, packed_directory, read_batches
+from dualpipe.train.data import Batch, Loader, Splits, evaluation_batches, open_splits, packed_directory, read_batches
 from dualpipe.train.job import Job, join
 from dualpipe.train.launch import RankInfo
 from dualpipe.train.metrics import MetricsWriter, StepMetrics, memory_bytes
@@ -34,7 +34,6 @@ from dualpipe.train.optimizer import Optimizer, learning_rate
 from dualpipe.train.report import draw
 from dualpipe.train.resume import Saver, State, describe
 from dualpipe.train.routers import CollapseWatch, build_routers
-from dualpipe.train.tokens import Splits, unigram_loss
 
 
 def train(config: Config, info: RankInfo) -> int:
@@ -170,7 +169,7 @@ class Run:
         )
         writer.say(self._describe(int(parameters)))
         if self.splits.held_out.num_tokens:
-            self.unigram = unigram_loss(*self.splits, self.model.config.vocab_size)
+            self.unigram = self.splits.unigram_loss(self.model.config.vocab_size)
             writer.say(f"a unigram model of the same text has a held-out loss of {self.unigram:.4f} nats per token")
         if train.compile and self.done < train.steps:
             writer.say(f"step {self.done + 1} takes longer: it compiles norms, attention and dense MLPs")
