@@ -306,7 +306,7 @@ def test_a_command_whose_reader_has_gone_ends_without_a_word(run_toml, capsys, m
 
 
 def test_a_collapsed_router_is_said_once(train_alone, capsys, monkeypatch):
-    monkeypatch.setattr("dualpipe.train.routers._PATIENCE", 3)
+    monkeypatch.setattr("dualpipe.train.loop.PATIENCE", 3)
     collapsed = property(lambda self: torch.tensor(1.95))
     monkeypatch.setattr("dualpipe.nn.router_losses.RouterStatistics.max_over_mean", collapsed)
     assert train_alone("--train.steps", "5") == 0
