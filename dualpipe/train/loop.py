@@ -66,39 +66,21 @@ class Run:
 
     def __init__(self, config: Config, job: Job, saver: Saver) -> None:
         self.config, self.job, self.saver = config, job, saver
-        train, parallel, data, o = config.train, config.parallel, config.data, config.optimizer
+        train, parallel, o = config.train, config.parallel, config.optimizer
         derive_random(train.seed, 0, job.rank)
         self.schedule = build(parallel.schedule, parallel.pp, train.num_chunks)
         model_config = read_model_config(config)
         self.model = build_model(
-            model_config, self.schedule, job.place.rank("pp"), seed=train.seed,
-            dtype=DTYPES[train.dtype], device=job.device, mesh=job.mesh, recompute=config.memory.recompute,
-            layers_per_stage=parallel.layers_per_stage, compiled=train.compile,
-            from_hf=config.init.from_hf if saver.source is None else "",
+            model_config, self.schedule, job.place.rank("pp"), seed=train.seed, dtype=DTYPES[train.dtype],
+            device=job.device, mesh=job.mesh, recompute=config.memory.recompute, compiled=train.compile,
+            layers_per_stage=parallel.layers_per_stage, from_hf=config.init.from_hf if saver.source is None else "",
             plan=plan_run(config, model_config, saver.source_dtypes, job.mesh),
         )
         self.reports = self.model.has_last and not job.place.replica
         self.folder = Path(config.output.dir)
         if config.export.to_hf:
             job.ranks.first(partial(_check_export, config, model_config))  # before the work of hours
-
-        packed = partial(packed_directory, tokenizer=data.tokenizer, cache=self.folder, text_key=data.text_key)
-        paths = job.ranks.first(
-            lambda: (packed(data.path), packed(data.validation_path) if data.validation_path else None)
-        )
-        self.splits = open_splits(*paths, data.validation_fraction)
-        for stream in self.splits:
-            stream.packed.check_vocabulary(model_config.vocab_size)
-        self.batch_size = train.micro_batch_size * train.num_chunks * parallel.replicas
-        own = self.batch_size // parallel.replicas if self.model.has_first or self.model.has_last else 0
-        first = own * job.place.replica
-        self.rows = range(first, first + own)  # of the global batch, for this pipeline
-        sizes = {"sequence_length": train.sequence_length, "batch_size": self.batch_size}
-        self.loader = Loader(self.splits.train, **sizes, seed=train.seed, rows=self.rows)
-        self.held_out: list[list[int]] = []  # windows, by batch
-        if self.splits.held_out.num_documents:
-            self.held_out = evaluation_batches(self.splits.held_out, **sizes, limit=train.eval_batches)
-
+        self._open_data()
         self.optimizer = Optimizer(self.model.stages, lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay)
         self.pipeline = Pipeline(
             self.model.stages, process_group=job.place.group("pp"), schedule=parallel.schedule, overlap=parallel.overlap
@@ -111,6 +93,25 @@ class Run:
         self.load_limit = model_config.num_experts / model_config.num_experts_per_tok  # of load_max_over_mean
         self.done = 0
         self.unigram: float | None = None  # what a unigram model of the held-out text would reach
+
+    def _open_data(self) -> None:
+        train, data, place = self.config.train, self.config.data, self.job.place
+        packed = partial(packed_directory, tokenizer=data.tokenizer, cache=self.folder, text_key=data.text_key)
+        paths = self.job.ranks.first(
+            lambda: (packed(data.path), packed(data.validation_path) if data.validation_path else None)
+        )
+        self.splits = open_splits(*paths, data.validation_fraction)
+        for stream in self.splits:
+            stream.packed.check_vocabulary(self.model.config.vocab_size)
+        own = train.micro_batch_size * train.num_chunks if self.model.has_first or self.model.has_last else 0
+        self.rows = range(own * place.replica, own * (place.replica + 1))  # of the global batch, for this pipeline
+        self.batch_size = train.micro_batch_size * train.num_chunks * self.config.parallel.replicas
+        sizes = {"sequence_length": train.sequence_length, "batch_size": self.batch_size}
+        self.loader = Loader(self.splits.train, **sizes, seed=train.seed, rows=self.rows)
+        held_out = self.splits.held_out
+        self.held_out = (  # windows, by batch
+            evaluation_batches(held_out, **sizes, limit=train.eval_batches) if held_out.num_documents else []
+        )
 
     def train(self) -> None:
         """All steps, with evaluations, then, where wanted, the model in Hugging Face's form, and the pictures."""

@@ -69,11 +69,7 @@ class Rounding(NamedTuple):
     norm: float
     pipelined: float
     unpipelined: float
-
-    @property
-    def excess(self) -> float:
-        """The pipelined error over the unpipelined, or over one rounding; NaN for NaN."""
-        return self.pipelined / (max(self.unpipelined, 2**-9 * self.norm) or 1.0)
+    excess: float  # the pipelined error over the unpipelined, or over one rounding; NaN for NaN
 
 
 class Accumulation(NamedTuple):
@@ -129,7 +125,7 @@ def check_bf16(config: Config, job: Job, worst: int) -> int:
         errors = (f"{error / (each.norm or 1.0):.2e}" for error in (each.pipelined, each.unpipelined))
         rows.append((each.name, str(each.shape), *errors, f"{added[each.name]:.2e}" if each.name in added else "-"))
     _print("Largest errors against float64", config, "bf16", ("pipelined", "unpipelined", "accumulation"), rows)
-    norm, ours, own = (math.hypot(*column) for column in zip(*(r[2:] for r in rounding if "loss" not in r.name)))
+    norm, ours, own = (math.hypot(*column) for column in zip(*(r[2:5] for r in rounding if "loss" not in r.name)))
     (largest,) = _worst(rounding, lambda each: each.excess, 1)
     (last,) = _worst(accumulation, lambda each: each.relative / each.allowed, 1)
     failed = []  # NaN fails
@@ -266,12 +262,6 @@ def compare(config: Config, job: Job, dtype: torch.dtype) -> list[Difference]:
     return list(chain.from_iterable(job.ranks.gather(lambda: differences)))
 
 
-def compare_gradients(stages: Iterable[nn.Module], whole: nn.Module) -> list[Difference]:
-    """The gradient of every parameter of `stages` against that of the same name in `whole`. Collective."""
-    reference = gradients([whole])
-    return [difference(name, value, reference[name]) for name, value in gradients(stages).items()]
-
-
 def difference(name: str, value: Tensor, reference: Tensor, floor: float = 0.0) -> Difference:
     """Measure `value` against `reference`, whose norm counts as at least `floor`, and as 1 where both are zero."""
     delta = value - reference
@@ -305,8 +295,10 @@ def compare_bf16(config: Config, job: Job) -> tuple[list[Rounding], list[Accumul
     exact = run(exact_model)
     rounding = []
     for name, value in found.items():
-        errors = (float((each.double() - exact[name]).norm()) for each in (value, unpipelined[name]))
-        rounding.append(Rounding(name, tuple(exact[name].shape), float(exact[name].norm()), *errors))
+        norm = float(exact[name].norm())
+        ours, own = (float((each.double() - exact[name]).norm()) for each in (value, unpipelined[name]))
+        excess = ours / (max(own, 2**-9 * norm) or 1.0)
+        rounding.append(Rounding(name, tuple(value.shape), norm, ours, own, excess))
     return rounding, accumulation
 
 
