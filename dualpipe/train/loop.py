@@ -18,6 +18,7 @@ from dualpipe import Pipeline
 from dualpipe.checkpoint import save_hf
 from dualpipe.checkpoint.state import derive_random
 from dualpipe.device import model_name, peak_tflops
+from dualpipe.dtypes import dtype_of
 from dualpipe.files import lock
 from dualpipe.models import HubConfig, read_config
 from dualpipe.models.sizes import flops_per_token
@@ -29,7 +30,7 @@ from dualpipe.train.data import Batch, Loader, evaluation_batches, open_splits, 
 from dualpipe.train.job import Job, join
 from dualpipe.train.launch import RankInfo
 from dualpipe.train.metrics import MetricsWriter, StepMetrics, draw, memory_bytes
-from dualpipe.train.model import DTYPES, build_model, build_routers, micro_batch_loss, plan_run, read_model_config
+from dualpipe.train.model import build_model, build_routers, micro_batch_loss, plan_run, read_model_config
 from dualpipe.train.optimizer import Optimizer, learning_rate
 from dualpipe.train.resume import Saver, State, describe
 from dualpipe.train.tokens import unigram_loss
@@ -71,7 +72,7 @@ class Run:
         self.schedule = build(parallel.schedule, parallel.pp, train.num_chunks)
         model_config = read_model_config(config)
         self.model = build_model(
-            model_config, self.schedule, job.place.rank("pp"), seed=train.seed, dtype=DTYPES[train.dtype],
+            model_config, self.schedule, job.place.rank("pp"), seed=train.seed, dtype=dtype_of(train.dtype),
             device=job.device, mesh=job.mesh, recompute=config.memory.recompute, compiled=train.compile,
             layers_per_stage=parallel.layers_per_stage, from_hf=config.init.from_hf if saver.source is None else "",
             plan=plan_run(config, model_config, saver.source_dtypes, job.mesh),

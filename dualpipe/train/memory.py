@@ -18,13 +18,14 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import nn
 
+from dualpipe.dtypes import dtype_of
 from dualpipe.models import HubConfig, Stage, build_stages
 from dualpipe.models.activations import activation_bytes
 from dualpipe.models.stages import RECOMPUTE, Recompute
 from dualpipe.nn import GroupedLinear
 from dualpipe.schedule import Costs, build, simulate
 from dualpipe.train.config import Config
-from dualpipe.train.model import DTYPES, check_tied
+from dualpipe.train.model import check_tied
 
 MOMENTS = 2 * 4  # bytes of AdamW's for a parameter
 
@@ -58,7 +59,7 @@ def estimate(config: Config, model: HubConfig) -> list[RankMemory]:
     schedule = build(p.schedule, p.pp, train.num_chunks)
     with torch.device("meta"):
         stages = build_stages(model, schedule.num_stages, layers_per_stage=p.layers_per_stage)
-    dtype, sharded, recompute = DTYPES[train.dtype], dp * ep > 1, Recompute(rules, model.num_hidden_layers)
+    dtype, sharded, recompute = dtype_of(train.dtype), dp * ep > 1, Recompute(rules, model.num_hidden_layers)
     stored, tokens = 4 if sharded else dtype.itemsize, train.micro_batch_size * train.sequence_length
     known: dict[object, int] = {}  # so that stages with the same kinds of layers are counted once
 

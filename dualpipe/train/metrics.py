@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -37,37 +36,26 @@ PICTURES = {"tensorboard": "no TensorBoard events", "matplotlib": "no picture of
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One line of `metrics.jsonl`."""
+    """One line of `metrics.jsonl`; what is None is absent there."""
 
-    step: int
-    """optimizer steps done, from 1"""
-    loss: float
-    """mean over the tokens of the global batch, in nats"""
-    grad_norm: float
-    """norm of the whole model's gradient, before clipping"""
-    lr: float
-    """learning rate of this step"""
-    tokens_per_second: float
-    """the whole job's"""
+    step: int  # optimizer steps done, from 1
+    loss: float  # mean over the tokens of the global batch, in nats
+    grad_norm: float  # of the whole model's gradient, before clipping
+    lr: float  # of this step
+    tokens_per_second: float  # the whole job's
+    # 10^12 floating-point operations per second of each rank, in the model's matrix products as they are counted by
+    # `dualpipe.models.sizes.flops_per_token`.
     tflops_per_rank: float
-    """10^12 floating-point operations per second of each rank, in the model's matrix products as they are counted by
-    `dualpipe.models.sizes.flops_per_token`"""
-    memory_bytes: int
-    """this rank's: the peak on its CUDA device, or what the process has resident"""
-    mfu: float | None = None
-    """tflops_per_rank as a share of the device's peak in bf16; absent in other dtypes and where that is not known"""
-    eval_loss: float | None = None
-    """on held-out data after this step; absent where there was no evaluation"""
+    memory_bytes: int  # this rank's: the peak on its CUDA device, or what the process has resident
+    mfu: float | None = None  # tflops_per_rank over the device's peak in bf16; None in other dtypes, or where unknown
+    eval_loss: float | None = None  # on held-out data after this step; None where there was no evaluation
+    # Largest over mean of the tokens that the global batch gave each expert, in the layer where it is largest: from 1,
+    # where all experts have as many, to experts / top_k, where one has every token. This and what follows are None
+    # where the model has no router.
     load_max_over_mean: float | None = None
-    """largest over mean of the tokens that the global batch gave each expert, in the layer where it is largest: from 1,
-    where all experts have as many, to experts / top_k, where one has every token. This and what follows are absent
-    where the model has no router"""
-    dropped: float | None = None
-    """tokens without a place at their expert, over all layers: 0, because no expert has a capacity"""
-    balance_loss: float | None = None
-    """mean over the layers, without its coefficient; absent where that is 0"""
-    z_loss: float | None = None
-    """as balance_loss"""
+    dropped: float | None = None  # tokens without a place at their expert: 0, because no expert has a capacity
+    balance_loss: float | None = None  # mean over the layers, without its coefficient; None where that is 0
+    z_loss: float | None = None  # as balance_loss
 
 
 class MetricsWriter:
@@ -138,9 +126,7 @@ class MetricsWriter:
             self._progress.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         if self._progress is not None:
             self._progress.stop()
         if "W&B" in self._outputs:

@@ -25,8 +25,6 @@ from dualpipe.ranks import RankSync
 from dualpipe.schedule import Schedule, build
 from dualpipe.train.tables import Config
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # [train] dtype
-
 
 class Model(NamedTuple):
     """The stages that one rank holds, in ascending order."""
@@ -39,11 +37,7 @@ class Model(NamedTuple):
 
 
 def read_model_config(config: Config) -> HubConfig:
-    """The model that a run's configuration names.
-
-    Raises:
-        ValueError: the file is missing, is not JSON, or describes no model that this library has.
-    """
+    """The model that a configuration names; ValueError where that is no file, no JSON, or no model of this library."""
     try:
         return read_config(config.model_path)
     except ValueError as error:
@@ -63,7 +57,7 @@ def plan_run(
         for rule in config.dtypes.rules
     ]
     return plan_model(
-        model, DTYPES[config.train.dtype], replicas=config.parallel.replicas, rules=rules, recorded=recorded,
+        model, dtype_of(config.train.dtype), replicas=config.parallel.replicas, rules=rules, recorded=recorded,
         from_hf=config.init.from_hf if recorded is None else "", mesh=mesh,
     )
 

@@ -72,14 +72,6 @@ class Rounding(NamedTuple):
     excess: float  # the pipelined error over the unpipelined, or over one rounding; NaN for NaN
 
 
-class Accumulation(NamedTuple):
-    """How far a rank's part of a gradient is from the sum of its micro-batches', relative, and how far it may be."""
-
-    name: str
-    relative: float
-    allowed: float
-
-
 # -- the command
 
 
@@ -127,17 +119,17 @@ def check_bf16(config: Config, job: Job, worst: int) -> int:
     _print("Largest errors against float64", config, "bf16", ("pipelined", "unpipelined", "accumulation"), rows)
     norm, ours, own = (math.hypot(*column) for column in zip(*(r[2:5] for r in rounding if "loss" not in r.name)))
     (largest,) = _worst(rounding, lambda each: each.excess, 1)
-    (last,) = _worst(accumulation, lambda each: each.relative / each.allowed, 1)
+    ((name, relative, allowed),) = _worst(accumulation, lambda each: each[1] / each[2], 1)
     failed = []  # NaN fails
     if not largest.excess <= SINGLE:
         failed.append(f"{largest.name} is {largest.excess:.2f} times as far from float64")
     if not ours <= TOGETHER * own:
         failed.append("all gradients together are further from float64")
-    if not last.relative <= last.allowed:
-        failed.append(f"{last.name} is not the sum of its micro-batches' gradients")
+    if not relative <= allowed:
+        failed.append(f"{name} is not the sum of its micro-batches' gradients")
     say(f"error of all gradients together, relative to float64: {ours / norm:.2e} pipelined, {own / norm:.2e} "
         f"unpipelined: {ours / own:.2f} times (allowed: {TOGETHER}), of a tensor up to {largest.excess:.2f} "
-        f"({SINGLE})\nerror of accumulation: up to {last.relative:.1e} (allowed: {last.allowed:.1e})")
+        f"({SINGLE})\nerror of accumulation: up to {relative:.1e} (allowed: {allowed:.1e})")
     say(f"parity FAILED: {'; '.join(failed)}" if failed else f"parity passed: all {len(rounding)} within")
     return 1 if failed else 0
 
@@ -269,7 +261,7 @@ def difference(name: str, value: Tensor, reference: Tensor, floor: float = 0.0) 
     return Difference(name, tuple(value.shape), delta.abs().max().item(), delta.norm().item() / scale)
 
 
-def compare_bf16(config: Config, job: Job) -> tuple[list[Rounding], list[Accumulation]]:
+def compare_bf16(config: Config, job: Job) -> tuple[list[Rounding], list[tuple[str, float, float]]]:
     """One step against float64 and against its micro-batches; complete when all ranks' are put together."""
     config = replace(config, router=replace(config.router, balanced=True), train=replace(config.train, dtype="bf16"))
     model_config = read_model_config(config)
@@ -302,8 +294,9 @@ def compare_bf16(config: Config, job: Job) -> tuple[list[Rounding], list[Accumul
     return rounding, accumulation
 
 
-def _accumulation(p: Comparison) -> list[Accumulation]:
-    """This rank's part of the gradients of the step that was run, against the sum of its micro-batches'."""
+def _accumulation(p: Comparison) -> list[tuple[str, float, float]]:
+    """How far this rank's part of each gradient of the step that was run is from the sum of its micro-batches',
+    relative, and how far it may be."""
     count, replicas, plan = p.config.train.num_chunks, p.config.parallel.replicas, p.model.plan
     found = {name: gradient.clone() for name, gradient in gradients(p.model.stages, of_rank=True).items()}
     sums = {name: torch.zeros_like(gradient, dtype=torch.float64) for name, gradient in found.items()}
@@ -321,5 +314,5 @@ def _accumulation(p: Comparison) -> list[Accumulation]:
         dtypes += [plan.of(name).storage] if replicas > 1 else []
         unit_roundoff = max(torch.finfo(dtype).eps for dtype in dtypes) / 2
         relative = float((gradient - sums[name]).norm() / (sizes[name].norm() or 1.0))
-        result.append(Accumulation(name, relative, (count + 2 * replicas) * unit_roundoff))
+        result.append((name, relative, (count + 2 * replicas) * unit_roundoff))
     return result

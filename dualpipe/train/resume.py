@@ -11,7 +11,6 @@ import dataclasses
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -148,11 +147,10 @@ class Saver:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: Any) -> None:
+        error = raised[1]
         if self._checkpoints is not None:
-            self._checkpoints.__exit__(kind, error, trace)
+            self._checkpoints.__exit__(*raised)
         if self._last is not None:
             if error is None:
                 raise self._last
