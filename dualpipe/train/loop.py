@@ -26,7 +26,7 @@ from dualpipe.nn.accumulate import local
 from dualpipe.schedule import build
 from dualpipe.train.config import Config, fit_world
 from dualpipe.train.console import say
-from dualpipe.train.data import Batch, Loader, Splits, evaluation_batches, open_splits, packed_directory, read_batches
+from dualpipe.train.data import Batch, Loader, evaluation_batches, open_splits, packed_directory, read_batches
 from dualpipe.train.job import Job, join
 from dualpipe.train.launch import RankInfo
 from dualpipe.train.metrics import MetricsWriter, StepMetrics, draw, memory_bytes
