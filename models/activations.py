@@ -22,7 +22,7 @@ from dualpipe.models.hub import HubConfig
 from dualpipe.models.stages import Recompute, Stage
 from dualpipe.nn import Router
 from dualpipe.nn.deferral import WeightGradStore
-from dualpipe.parallel.dispatch import Received
+from dualpipe.parallel.expert import Received
 from dualpipe.pipeline.overlap import MicrobatchState, SegmentedStage, walk
 
 _PROBE = 64  # tokens of the shorter run

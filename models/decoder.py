@@ -22,8 +22,7 @@ from dualpipe.models.hub import GroupedQueryConfig, HubConfig
 from dualpipe.nn import GroupedLinear, GroupedSwiGLU, Linear, RMSNorm, Router
 from dualpipe.nn.attention import Context, apply_rotary, attend
 from dualpipe.nn.segments import Communicate, Compute, Segment, run_segments
-from dualpipe.parallel.dispatch import Dispatcher
-from dualpipe.parallel.expert import ExpertParallel, run_experts
+from dualpipe.parallel.expert import Dispatcher, ExpertParallel, run_experts
 
 Parts = Callable[[str], bool]
 """Whether a part of a layer is computed again: see `dualpipe.models.stages.Recompute`"""
