@@ -83,9 +83,8 @@ def max_over_mean(load_E: Tensor) -> Tensor:
 class RouterStep:
     """What a router does in one step besides routing.
 
-    num_chunks: what the main loss of a micro-batch is divided by (the number of micro-batches on a rank).
-    balance, z: coefficients of the balance loss and the z-loss.
-    level: over what the balance loss is computed.
+    num_chunks: the number of micro-batches on a rank, by which losses are divided.
+    balance, z: coefficients of the balance loss, which is computed over what `level` says, and of the z-loss.
     load_E: for level "global", the loads of the global batch, all ranks' together: of the step before (zeros in the
         first), or of this one where they are known.
     totals: where to count, (E + 2,) float64: how many tokens each expert got, then the balance loss and the z-loss
@@ -113,11 +112,8 @@ class RouterStep:
         self, weights_TK: Tensor, experts_TK: Tensor, logits_TE: Tensor, probs: Callable[[], Tensor],
         sequences: int | None,
     ) -> Tensor:
-        """`weights_TK`, whose backward starts that of the losses and counts.
-
-        probs: gives the probabilities (T, E), where they are needed; sequences: in the tokens, None where nobody knows.
-        Raises `ValueError` for a level or loads that do not fit.
-        """
+        """`weights_TK`, whose backward starts that of the losses and counts. probs: gives the probabilities (T, E);
+        sequences: in the tokens, None where nobody knows. ValueError for a level or loads that do not fit."""
         if not (torch.is_grad_enabled() and weights_TK.requires_grad):
             return weights_TK
         experts_NM = experts_TK.reshape(1, -1)
@@ -163,8 +159,7 @@ class _AddLosses(torch.autograd.Function):
 class RouterSet:
     """Tells the routers in `stages` what to do in a step, and collects what all of the model's did.
 
-    num_chunks: the micro-batches of a step on a rank.
-    balance, level, z: losses as in `RouterStep`; level "global" takes the loads of the step before.
+    num_chunks, balance, level, z: as in `RouterStep`; level "global" takes the loads of the step before.
     bias_update_rate: after each step, of `Router.update_bias`, for the routers that have a correction bias.
     balanced: `BalancedRoutes` instead of the routers' own choice; balanced_stride: between the experts of a token.
     group: all ranks that train the model, None for one; replicas: how many of them hold each stage. A router must have
@@ -209,10 +204,8 @@ class RouterSet:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """What runs inside is one training step. Collective at its end, unless the model has no router.
-
-        There loads are summed and losses averaged over the ranks. The host does not wait for that on CUDA.
-        """
+        """What runs inside is one training step. Collective at its end, unless the model has no router: there loads are
+        summed and losses averaged over the ranks. The host does not wait for that on CUDA."""
         for name, router in self._here:
             totals = self.totals[name]
             router.step = self._make_step(load_E=totals[:-2].long(), totals=totals)
