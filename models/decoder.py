@@ -78,10 +78,8 @@ class GroupedQueryAttention(Attention):
 
 
 class Experts(nn.Module):
-    """SwiGLU experts as stacked weights: gate_up (E, 2I, H), down (E, H, I), with biases where `bias` says so.
-
-    form: the activation's, as `GroupedSwiGLU` takes it.
-    """
+    """SwiGLU experts as stacked weights: gate_up (E, 2I, H), down (E, H, I), with biases where `bias` says so. form:
+    the activation's, as `GroupedSwiGLU` takes it."""
 
     def __init__(self, experts: int, hidden: int, intermediate: int, *, bias: bool = False, **form: Any) -> None:
         super().__init__()
@@ -90,11 +88,9 @@ class Experts(nn.Module):
         self.biased = bias
 
     def forward(self, x: Tensor, rows: SortedTokens | Tensor, weight_M: Tensor) -> Tensor:
-        """Tokens (T, H) and where they go, or rows (M, H) sorted by expert and their ends (E,) -> (M, H).
-
-        `weight_M` are the sorted rows' routing weights. They multiply the result, since the last bias counts as well;
-        without one, weighting before the last product is the same, and its result need not be kept.
-        """
+        """Tokens (T, H) and where they go, or rows (M, H) sorted by expert and their ends (E,) -> (M, H), times the
+        sorted rows' routing weights `weight_M`."""
+        # Without a last bias, weighting before the last product is the same, and its result need not be kept.
         h_MI = self.gate_up_proj(x, rows, None if self.biased else weight_M)
         y_MH = self.down_proj(h_MI, rows.offs if isinstance(rows, SortedTokens) else rows)
         if not self.biased:
@@ -103,10 +99,8 @@ class Experts(nn.Module):
 
 
 class SparseMLP(nn.Module):
-    """Every token goes to its K best experts, here or on another expert-parallel rank; none is dropped.
-
-    shared_experts: an MLP that all tokens go through besides.
-    """
+    """Every token goes to its K best experts, here or on another expert-parallel rank; none is dropped. shared_experts:
+    an MLP that all tokens go through besides."""
 
     def __init__(self, gate: Router, experts: nn.Module, shared_experts: nn.Module | None = None) -> None:
         super().__init__()

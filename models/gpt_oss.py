@@ -78,10 +78,8 @@ class GptOssConfig(GroupedQueryConfig):
 
     def hub_parts(self, name: str, shape: Sequence[int]) -> list[list[Part]]:
         """See `HubConfig`. The experts' weights are on the hub with inputs before outputs: (E, H, 2I) and (E, I, H).
-
         OpenAI stores them in MXFP4 instead, as `..._blocks` and `..._scales` behind the same name. Dequantized, those
-        are (E, 2I, H) and (E, H, I), in the order of ours: `transposed` does not apply to them.
-        """
+        are (E, 2I, H) and (E, H, I), in the order of ours: `transposed` does not apply to them."""
         prefix, found, rest = name.partition(".mlp.experts.")
         if not found:
             return super().hub_parts(name.replace(".mlp.gate.", ".mlp.router."), shape)

@@ -51,11 +51,9 @@ def parameter_counts(config: HubConfig) -> ParameterCounts:
 
 
 def flops_per_token(config: HubConfig, sequence_length: int, *, causal: bool = False) -> Flops:
-    """What the whole model computes for sequences of `sequence_length`; the backward takes twice the forward.
-
-    causal: count the scores that attention needs, of the positions that a token sees. Without, as is usual for MFU
-    (Chowdhery et al., arXiv:2204.02311) and as a counter of matrix products finds, those of all pairs of positions.
-    """
+    """What the whole model computes for sequences of `sequence_length`; the backward takes twice the forward. causal:
+    count the scores that attention needs, of the positions that a token sees. Without, as is usual for MFU (Chowdhery
+    et al., arXiv:2204.02311) and as a counter of matrix products finds, those of all pairs of positions."""
     layers = range(config.num_hidden_layers)
     forward = head_flops(config) + sum(layer_flops(config, i, sequence_length, causal=causal) for i in layers)
     return Flops(forward, 2 * forward)
