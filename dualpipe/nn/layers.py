@@ -122,10 +122,6 @@ def defer_weight_grads(module: ModuleT) -> ModuleT:
             child.__class__ = Linear
     return module
 
-
-# -- experts
-
-
 class GroupedLinear(nn.Module):
     """y[m] = W[e] x[m] (+ b[e]) for every row m of expert e: `num_groups` times `nn.Linear` on consecutive rows.
 
@@ -154,10 +150,8 @@ class GroupedLinear(nn.Module):
             nn.init.uniform_(param, -bound, bound)
 
     def forward(self, x: Tensor, rows: Tensor | SortedTokens) -> Tensor:
-        """(M, H) and the experts' running ends (E,) int32, or (T, H) and where the tokens go -> (M, N).
-
-        Rows past the last end are undefined. Raises `ValueError` for operands that do not fit, and under torch.func.
-        """
+        """(M, H) and the experts' running ends (E,) int32, or (T, H) and where the tokens go -> (M, N). Rows past the
+        last end are undefined. Raises `ValueError` for operands that do not fit, and under torch.func."""
         return self._forward(x, rows, None)
 
     def _forward(self, x: Tensor, rows: Tensor | SortedTokens, scale: Tensor | None) -> Tensor:
@@ -259,16 +253,9 @@ def grouped_bias_grad(bias: Tensor, dy: Tensor, ends: Tensor) -> Tensor:
     wide = dy.to(torch.promote_types(torch.promote_types(dy.dtype, dtype), torch.float32))
     return torch.segment_reduce(wide, "sum", offsets=bounds, axis=0, unsafe=True).to(dtype)
 
-
-# -- norm and loss
-
-
 class RMSNorm(nn.Module):
-    """y = weight * x / sqrt(mean(x^2) + eps) over the last dimension.
-
-    The normalisation runs in `promote_types(dtype, float32)` and is rounded to the dtype of `x` before the weight is
-    applied, as in transformers' Qwen3: bfloat16 gains precision, and float64 stays float64.
-    """
+    """y = weight * x / sqrt(mean(x^2) + eps) over the last dimension, computed in `promote_types(dtype, float32)` and
+    rounded to the dtype of `x` before the weight is applied, as in transformers' Qwen3."""
 
     def __init__(
         self, size: int, eps: float = 1e-6, device: torch.device | str | None = None, dtype: torch.dtype | None = None

@@ -6,24 +6,21 @@
             pipeline.step(batch, num_chunks=8, ...)
         metrics = routers.metrics()  # of the whole model, on every rank
 
-**Losses.** A stage in the middle of a pipeline has no loss to add to. The terms are computed where their operands are,
-and `_AddLosses` starts their backward when the backward of the routing weights passes by (as DeepSeek's and Megatron's
-"auxiliary loss scaler" does): no output is added to a stage. Each term is divided by the number of micro-batches, as
-the main loss is, and FSDP2 averages over ranks. With micro-batches of one size, and ranks that have equally many,
+**Losses.** A stage in the middle of a pipeline has no loss to add to: the terms are computed where their operands are,
+and `_AddLosses` starts their backward when that of the routing weights passes by (as DeepSeek's and Megatron's
+"auxiliary loss scaler" does). Each term is divided by the number of micro-batches, as the main loss is, and FSDP2
+averages over ranks. With micro-batches of one size, and ranks that have equally many, these add up to the same gradient
+however the batch is cut: the z-loss, a mean over tokens; the balance loss of level "sequence", a mean over sequences;
+that of level "global", which is linear in the probabilities once the loads are known. Those of a step are complete only
+after its last forward, when a pipeline has run most backwards. Hence the caller gives those of the step before: one
+all-reduce a step and none on the path (zeros in the first step: no loss). Qiu et al. (arXiv:2501.11873), who propose
+the loss, all-reduce the loads of every micro-batch and add up those of the step so far, which depends on the cut, as
+level "microbatch" does by definition.
 
-- z-loss, a mean over tokens, and the balance loss of level "sequence", a mean over sequences, add up to the same
-  gradient however the batch is cut.
-- Level "global" is linear in the probabilities once the loads are known, so with `load_E` given, it does too. The loads
-  of a step are complete only after its last forward, when a pipeline has run most backwards. Hence the caller gives
-  them: those of the previous step, one all-reduce a step and none on the path (zeros in the first step: no loss). Qiu
-  et al. (arXiv:2501.11873) propose the loss; they all-reduce the loads of every micro-batch and add up those of the
-  step so far, which depends on how the batch is cut.
-- Level "microbatch" depends on the cut by definition.
-
-**Statistics** are counted by the same function in the backward, which runs once for each micro-batch also where its
-forward is run twice (recomputation) and not at all in an evaluation; nor where the routing weights get no gradient.
-Every rank has statistics of all routers, those of other ranks' layers zero: so one all-reduce over all ranks both sums
-the loads over data-parallel ranks and brings together the layers of the pipeline. Nothing here waits for the device.
+**Statistics** are counted in the backward, which runs once for each micro-batch also where its forward is run twice
+(recomputation) and not at all in an evaluation. Every rank has those of all routers, those of other ranks' layers zero:
+so one all-reduce over all ranks both sums the loads over data-parallel ranks and brings together the layers of the
+pipeline. Nothing here waits for the device.
 
 Dimension letters: T tokens, E experts, K experts per token, N parts that a balance loss is computed on (sequences, or
 1), M choices of a part.
