@@ -118,12 +118,11 @@ class SparseMLP(nn.Module):
         return self._routed(recompute)
 
     def _routed(self, recompute: Parts) -> list[Segment]:
-        plan, finish = self.dispatcher.plan, self.dispatcher.finish
-        there, back = self.dispatcher.dispatch, self.dispatcher.combine
+        ways, there, back = self.dispatcher, self.dispatcher.dispatch, self.dispatcher.combine
         again, layer, sent = recompute("dispatch"), recompute("layer"), ("rows", "weights", "plan")
         run, computed = partial(run_experts, self.experts), recompute("experts") or again
         found: list[Segment] = [
-            Compute(lambda x_BSH: plan(x_BSH.flatten(0, 1), *self.gate(x_BSH)), "normed", sent, layer or again)
+            Compute(lambda x_BSH: ways.plan(x_BSH.flatten(0, 1), *self.gate(x_BSH)), "normed", sent, layer or again)
         ]
         if there is None or back is None:  # the rows are the tokens themselves
             found.append(Compute(run, ("normed", "weights", "plan"), "rows", computed))
@@ -134,7 +133,7 @@ class SparseMLP(nn.Module):
                 Compute(run, received, "rows", computed),
                 Communicate(back, ("rows", "received"), "rows"),
             ]
-        found.append(Compute(lambda x, rows, plan: finish(rows, plan).view_as(x), ("x", "rows", "plan"), "y", layer))
+        found += [Compute(lambda x, rows, plan: ways.finish(rows, plan).view_as(x), ("x", "rows", "plan"), "y", layer)]
         if self.shared_experts is not None:
             found += [Compute(self.shared_experts, "normed", "shared", recompute("experts")),
                       Compute(torch.add, ("y", "shared"), "y", layer)]
@@ -176,7 +175,7 @@ class Layer(nn.Module):
     def segments(self, recompute: Parts) -> list[Segment]:
         """From "x" and "context" to "x"; `recompute` says which parts are computed again."""
 
-        def attend(x_BSH: Tensor, normed_BSH: Tensor, context: Context) -> Tensor:
+        def with_attention(x_BSH: Tensor, normed_BSH: Tensor, context: Context) -> Tensor:
             return x_BSH + self.self_attn(normed_BSH.to(x_BSH.dtype), context)
 
         def normed(x_BSH: Tensor) -> Tensor:
@@ -184,7 +183,7 @@ class Layer(nn.Module):
 
         return [
             Compute(self.input_layernorm, "x", "normed", recompute("norms")),
-            Compute(attend, ("x", "normed", "context"), "x", recompute("attention")),
+            Compute(with_attention, ("x", "normed", "context"), "x", recompute("attention")),
             Compute(normed, "x", "normed", recompute("norms")),
             *self.mlp.segments(recompute),
             Compute(torch.add, ("x", "y"), "x", recompute("layer")),

@@ -69,10 +69,9 @@ def layer_flops(config: HubConfig, index: int, sequence_length: int, *, causal: 
     layer, products = _layer(config, index), 0.0
     top_k = layer.mlp.gate.top_k if isinstance(layer.mlp, SparseMLP) else 0
     for module in layer.modules():
-        if isinstance(module, GroupedLinear):
-            products += 2.0 * top_k * module.in_features * module.out_features
-        elif isinstance(module, Linear):
-            products += 2.0 * module.in_features * module.out_features
+        if isinstance(module, Linear | GroupedLinear):
+            uses = top_k if isinstance(module, GroupedLinear) else 1
+            products += 2.0 * uses * module.in_features * module.out_features
     attention = layer.self_attn
     seen = float(sequence_length)  # positions that a token sees, itself included, on average over a sequence
     if causal:
