@@ -29,18 +29,12 @@ def make_blocks(length: int, window: int | None, documents_BS: Tensor | None, de
     # A tensor: a number would be compiled in, once for each window.
     reach = torch.full((), length if window is None else window, device=device)
 
-    def near(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (key <= query) & (key > query - reach)
-
-    sees, batch = near, None
-    if documents_BS is not None:
-        documents, batch = documents_BS, len(documents_BS)
-
-        def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            return near(row, head, query, key) & (documents[row, query] == documents[row, key])
+    def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        near = (key <= query) & (key > query - reach)
+        return near if documents_BS is None else near & (documents_BS[row, query] == documents_BS[row, key])
 
     make = create_block_mask if device.type == "cpu" else compiled(create_block_mask)
-    return make(sees, batch, None, length, length, device=device)
+    return make(sees, None if documents_BS is None else len(documents_BS), None, length, length, device=device)
 
 
 def attention_flex(
