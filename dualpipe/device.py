@@ -42,9 +42,6 @@ def select(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
-# -- streams
-
-
 def new_stream(device: torch.device) -> Stream | None:
     """A stream beside the computing one; None on the CPU."""
     return torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -85,9 +82,6 @@ def synchronize(device: torch.device | None = None) -> None:
     torch.cuda.synchronize(device)
 
 
-# -- memory
-
-
 def peak_memory(device: torch.device) -> int:
     """Bytes of tensors that were held on a CUDA device at once, at most."""
     return torch.cuda.max_memory_allocated(device)
@@ -101,9 +95,6 @@ def pin(memory: Tensor) -> Callable[[], None]:
     return lambda: runtime.cudaHostUnregister(address)
 
 
-# -- random numbers
-
-
 def random_state(device: torch.device | None = None) -> Tensor | None:
     """The state of a CUDA device's generator (default: the current device's); None where none has been used."""
     if device is None and not torch.cuda.is_initialized():
@@ -115,9 +106,6 @@ def set_random_state(state: Tensor, device: torch.device | None = None) -> None:
     """Continue from a state of `random_state`, where there is a device."""
     if torch.cuda.is_available():
         torch.cuda.set_rng_state(state, "cuda" if device is None else device)
-
-
-# -- what a device is
 
 
 def uuid(index: int) -> str:

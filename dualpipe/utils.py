@@ -19,27 +19,22 @@ warnings.warn("dualpipe.utils is there for code written for DeepSeek's DualPipe;
               "dualpipe.WeightGradStore.current()", DeprecationWarning, stacklevel=2)
 
 
-class _Class(type):
+class _RunningStore:
+    """The store of the pipeline that is running; outside of a step nothing is deferred."""
+
     @property
-    def enabled(cls) -> bool:
+    def enabled(self) -> bool:
         """Whether the backward that runs defers weight gradients."""
         return _Store.current().deferring
 
-
-class WeightGradStore(metaclass=_Class):
-    """The store of the pipeline that is running, by calls of the class; outside of a step nothing is deferred."""
-
-    @classmethod
-    def put(cls, func: Callable[[], None]) -> None:
+    def put(self, func: Callable[[], None]) -> None:
         """As `dualpipe.WeightGradStore.put` of the running pipeline."""
         _Store.current().put(func)
 
-    @classmethod
-    def flush(cls) -> None:
+    def flush(self) -> None:
         """Nothing: the pipeline knows where each backward ends."""
 
-    @classmethod
-    def pop(cls) -> None:
+    def pop(self) -> None:
         """Compute the weight gradients that have waited longest; RuntimeError where none wait."""
         store = _Store.current()
         key = next(iter(store.pending()), None)
@@ -47,10 +42,12 @@ class WeightGradStore(metaclass=_Class):
             raise RuntimeError("no weight gradients wait: outside of a pipeline's step nothing is deferred")
         store.run(key)
 
-    @classmethod
-    def clear(cls) -> None:
+    def clear(self) -> None:
         """Drop everything that waits."""
         _Store.current().clear()
+
+
+WeightGradStore = _RunningStore()
 
 
 def run_backward(tensors: Sequence[Tensor], grad_tensors: Sequence[Tensor | None]) -> None:

@@ -15,8 +15,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from dualpipe.errors import die_with
 from dualpipe.files import Written, write_files
-from dualpipe.lifetime import die_with
 
 Places = Mapping[str, tuple[int, int]]  # where the bytes of each file begin and end in the memory
 

@@ -21,8 +21,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from dualpipe.errors import PLAIN, error_line, exit_status
-from dualpipe.lifetime import die_with
+from dualpipe.errors import PLAIN, die_with, error_line, exit_status
 from dualpipe.train.config import load_config
 from dualpipe.train.tables import Config, ParallelConfig
 
