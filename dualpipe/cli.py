@@ -7,6 +7,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from dualpipe import __version__
@@ -76,13 +77,11 @@ def _on_ranks(args: argparse.Namespace) -> int:
 
 
 def _pack(args: argparse.Namespace) -> None:
-    from dualpipe.train.pack import find_sources, pack, stdlib_sources
-    from dualpipe.train.tokenizer import load_tokenizer
+    from dualpipe.train.pack import find_sources, load_tokenizer, pack
 
-    sources = [s for path in args.paths for s in (stdlib_sources() if path == "stdlib" else find_sources([path]))]
-    tokenizer = load_tokenizer(args.tokenizer, args.end_of_document)
+    sources, tokenizer = find_sources(args.paths), load_tokenizer(args.tokenizer, args.end_of_document)
     packed = pack(sources, tokenizer, args.out, text_key=args.text_key)
-    print(f"{packed.path}: {packed.tokens:,} tokens in {packed.documents:,} documents")
+    print(f"{Path(args.out)}: {packed['tokens']:,} tokens in {packed['documents']:,} documents")
 
 
 def _dtypes(args: argparse.Namespace) -> None:
