@@ -18,6 +18,8 @@ from dualpipe.nn.deferral import WeightGradStore as _Store
 warnings.warn("dualpipe.utils is there for code written for DeepSeek's DualPipe; use "
               "dualpipe.WeightGradStore.current()", DeprecationWarning, stacklevel=2)
 
+_NEEDLESS = "is not needed: the ranks agree on shapes and dtypes in each step; leave it out"
+
 
 class _RunningStore:
     """The store of the pipeline that is running; outside of a step nothing is deferred."""
@@ -57,14 +59,9 @@ def run_backward(tensors: Sequence[Tensor], grad_tensors: Sequence[Tensor | None
 
 def set_p2p_tensor_shapes(shapes: Sequence[Sequence[int]]) -> None:
     """Nothing, with a DeprecationWarning: shapes need not be announced."""
-    _needless("set_p2p_tensor_shapes")
+    warnings.warn(f"set_p2p_tensor_shapes {_NEEDLESS}", DeprecationWarning, stacklevel=2)
 
 
 def set_p2p_tensor_dtype(dtype: torch.dtype) -> None:
     """Nothing, with a DeprecationWarning: dtypes need not be announced."""
-    _needless("set_p2p_tensor_dtype")
-
-
-def _needless(name: str) -> None:
-    warnings.warn(f"{name} is not needed: the ranks agree on shapes and dtypes in each step; leave it out",
-                  DeprecationWarning, stacklevel=3)
+    warnings.warn(f"set_p2p_tensor_dtype {_NEEDLESS}", DeprecationWarning, stacklevel=2)
