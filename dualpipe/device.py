@@ -108,11 +108,6 @@ def set_random_state(state: Tensor, device: torch.device | None = None) -> None:
         torch.cuda.set_rng_state(state, "cuda" if device is None else device)
 
 
-def uuid(index: int) -> str:
-    """The name that no other device has."""
-    return str(torch.cuda.get_device_properties(index).uuid)
-
-
 def model_name(device: torch.device) -> str:
     """Such as "NVIDIA H200"; "" for the CPU."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
@@ -126,7 +121,7 @@ def peak_tflops(model: str) -> float | None:
 
 
 def properties(index: int) -> torch.cuda._CudaDeviceProperties:
-    """Name, total_memory, major and minor of a CUDA device, as torch has them."""
+    """Name, uuid, total_memory, major and minor of a CUDA device, as torch has them."""
     return torch.cuda.get_device_properties(index)
 
 
