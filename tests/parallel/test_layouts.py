@@ -26,7 +26,8 @@ from dualpipe.parallel.mesh import Mesh, build_mesh
 from dualpipe.pipeline import PipelineError
 from dualpipe.schedule import build
 from dualpipe.train.model import build_model, build_whole, micro_batch_loss
-from dualpipe.train.parity import compare_gradients, difference
+from dualpipe.train.parity import difference
+from models import compare_gradients
 from ranks import run_ranks
 from routes import Routes
 
