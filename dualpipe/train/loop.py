@@ -25,11 +25,10 @@ from dualpipe.models.sizes import flops_per_token
 from dualpipe.nn.accumulate import local
 from dualpipe.schedule import build
 from dualpipe.train.config import Config, fit_world
-from dualpipe.train.console import say
 from dualpipe.train.data import Batch, Loader, evaluation_batches, open_splits, packed_directory, read_batches
 from dualpipe.train.job import Job, join
 from dualpipe.train.launch import RankInfo
-from dualpipe.train.metrics import MetricsWriter, StepMetrics, draw, memory_bytes
+from dualpipe.train.metrics import MetricsWriter, StepMetrics, draw, memory_bytes, say
 from dualpipe.train.model import build_model, build_routers, micro_batch_loss, plan_run, read_model_config
 from dualpipe.train.optimizer import Optimizer, learning_rate
 from dualpipe.train.resume import Saver, State, describe
