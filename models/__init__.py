@@ -24,10 +24,8 @@ FAMILIES = {family.model_type: family for family in (Qwen3MoeConfig, DeepseekV2C
 
 
 def read_config(path: str | PathLike[str]) -> HubConfig:
-    """The configuration in a hub's `config.json`, or in the directory that holds one.
-
-    Raises `ValueError` where there is none, it is no JSON object, or the model or an option is not supported.
-    """
+    """The configuration in a hub's `config.json`, or in the directory that holds one. Raises `ValueError` where there
+    is none, it is no JSON object, or the model or an option is not supported."""
     path = Path(path)
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
@@ -42,8 +40,7 @@ def config_from_dict(hub: Mapping[str, Any]) -> HubConfig:
     """The configuration that the content of a hub's `config.json` says; see `HubConfig.from_dict`."""
     if not isinstance(hub, Mapping):
         raise ValueError(f"a JSON object is needed, got {type(hub).__name__}")
-    family = next((found for name, found in FAMILIES.items() if name == hub.get("model_type")), None)
-    if family is None:
-        given = brief(hub.get("model_type"))
-        raise ValueError(f"model_type {given} is not one of those supported: {', '.join(FAMILIES)}")
-    return family.from_dict(hub)
+    model_type = hub.get("model_type")
+    if model_type not in list(FAMILIES):  # a list: it may be anything
+        raise ValueError(f"model_type {brief(model_type)} is not one of those supported: {', '.join(FAMILIES)}")
+    return FAMILIES[model_type].from_dict(hub)

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from dualpipe.kernels import SortedTokens
 from dualpipe.models.hub import GroupedQueryConfig, HubConfig
 from dualpipe.nn import GroupedLinear, GroupedSwiGLU, Linear, RMSNorm, Router
-from dualpipe.nn.attention import Context, attend
-from dualpipe.nn.rotary import apply_rotary
+from dualpipe.nn.attention import Context, apply_rotary, attend
 from dualpipe.nn.segments import Communicate, Compute, Segment, run_segments
 from dualpipe.parallel.expert import Dispatcher, ExpertParallel, run_experts
 
@@ -79,10 +78,8 @@ class GroupedQueryAttention(Attention):
 
 
 class Experts(nn.Module):
-    """SwiGLU experts as stacked weights: gate_up (E, 2I, H), down (E, H, I), with biases where `bias` says so.
-
-    form: the activation's, as `GroupedSwiGLU` takes it.
-    """
+    """SwiGLU experts as stacked weights: gate_up (E, 2I, H), down (E, H, I), with biases where `bias` says so. form:
+    the activation's, as `GroupedSwiGLU` takes it."""
 
     def __init__(self, experts: int, hidden: int, intermediate: int, *, bias: bool = False, **form: Any) -> None:
         super().__init__()
@@ -91,11 +88,9 @@ class Experts(nn.Module):
         self.biased = bias
 
     def forward(self, x: Tensor, rows: SortedTokens | Tensor, weight_M: Tensor) -> Tensor:
-        """Tokens (T, H) and where they go, or rows (M, H) sorted by expert and their ends (E,) -> (M, H).
-
-        `weight_M` are the sorted rows' routing weights. They multiply the result, since the last bias counts as well;
-        without one, weighting before the last product is the same, and its result need not be kept.
-        """
+        """Tokens (T, H) and where they go, or rows (M, H) sorted by expert and their ends (E,) -> (M, H), times the
+        sorted rows' routing weights `weight_M`."""
+        # Without a last bias, weighting before the last product is the same, and its result need not be kept.
         h_MI = self.gate_up_proj(x, rows, None if self.biased else weight_M)
         y_MH = self.down_proj(h_MI, rows.offs if isinstance(rows, SortedTokens) else rows)
         if not self.biased:
@@ -104,10 +99,8 @@ class Experts(nn.Module):
 
 
 class SparseMLP(nn.Module):
-    """Every token goes to its K best experts, here or on another expert-parallel rank; none is dropped.
-
-    shared_experts: an MLP that all tokens go through besides.
-    """
+    """Every token goes to its K best experts, here or on another expert-parallel rank; none is dropped. shared_experts:
+    an MLP that all tokens go through besides."""
 
     def __init__(self, gate: Router, experts: nn.Module, shared_experts: nn.Module | None = None) -> None:
         super().__init__()
@@ -125,12 +118,11 @@ class SparseMLP(nn.Module):
         return self._routed(recompute)
 
     def _routed(self, recompute: Parts) -> list[Segment]:
-        plan, finish = self.dispatcher.plan, self.dispatcher.finish
-        there, back = self.dispatcher.dispatch, self.dispatcher.combine
+        ways, there, back = self.dispatcher, self.dispatcher.dispatch, self.dispatcher.combine
         again, layer, sent = recompute("dispatch"), recompute("layer"), ("rows", "weights", "plan")
         run, computed = partial(run_experts, self.experts), recompute("experts") or again
         found: list[Segment] = [
-            Compute(lambda x_BSH: plan(x_BSH.flatten(0, 1), *self.gate(x_BSH)), "normed", sent, layer or again)
+            Compute(lambda x_BSH: ways.plan(x_BSH.flatten(0, 1), *self.gate(x_BSH)), "normed", sent, layer or again)
         ]
         if there is None or back is None:  # the rows are the tokens themselves
             found.append(Compute(run, ("normed", "weights", "plan"), "rows", computed))
@@ -141,7 +133,7 @@ class SparseMLP(nn.Module):
                 Compute(run, received, "rows", computed),
                 Communicate(back, ("rows", "received"), "rows"),
             ]
-        found.append(Compute(lambda x, rows, plan: finish(rows, plan).view_as(x), ("x", "rows", "plan"), "y", layer))
+        found += [Compute(lambda x, rows, plan: ways.finish(rows, plan).view_as(x), ("x", "rows", "plan"), "y", layer)]
         if self.shared_experts is not None:
             found += [Compute(self.shared_experts, "normed", "shared", recompute("experts")),
                       Compute(torch.add, ("y", "shared"), "y", layer)]
@@ -183,7 +175,7 @@ class Layer(nn.Module):
     def segments(self, recompute: Parts) -> list[Segment]:
         """From "x" and "context" to "x"; `recompute` says which parts are computed again."""
 
-        def attend(x_BSH: Tensor, normed_BSH: Tensor, context: Context) -> Tensor:
+        def with_attention(x_BSH: Tensor, normed_BSH: Tensor, context: Context) -> Tensor:
             return x_BSH + self.self_attn(normed_BSH.to(x_BSH.dtype), context)
 
         def normed(x_BSH: Tensor) -> Tensor:
@@ -191,7 +183,7 @@ class Layer(nn.Module):
 
         return [
             Compute(self.input_layernorm, "x", "normed", recompute("norms")),
-            Compute(attend, ("x", "normed", "context"), "x", recompute("attention")),
+            Compute(with_attention, ("x", "normed", "context"), "x", recompute("attention")),
             Compute(normed, "x", "normed", recompute("norms")),
             *self.mlp.segments(recompute),
             Compute(torch.add, ("x", "y"), "x", recompute("layer")),

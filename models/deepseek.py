@@ -19,8 +19,7 @@ from torch import Tensor
 from dualpipe.models.decoder import Attention, DenseMLP, Experts, Layer, SparseMLP
 from dualpipe.models.hub import MTP_LAYERS, HubConfig
 from dualpipe.nn import Linear, RMSNorm, Router
-from dualpipe.nn.attention import Context, attend
-from dualpipe.nn.rotary import apply_rotary, apply_rotary_interleaved, yarn_mscale
+from dualpipe.nn.attention import Context, apply_rotary, apply_rotary_interleaved, attend, yarn_mscale
 
 LATENT_EPS = 1e-6  # of the norms of latents, whatever rms_norm_eps is
 
@@ -60,8 +59,8 @@ class DeepseekConfig(HubConfig):
         if self.qk_rope_head_dim < 2 or self.qk_rope_head_dim % 2:
             raise ValueError(f"qk_rope_head_dim must be even and at least 2; got {self.qk_rope_head_dim}")
         if self.q_lora_rank is not None and self.q_lora_rank < 1:
-            raise ValueError(f"q_lora_rank must be at least 1, or null for queries without a latent; "
-                             f"got {self.q_lora_rank}")
+            raise ValueError("q_lora_rank must be at least 1, or null for queries without a latent; got "
+                             f"{self.q_lora_rank}")
         if self.first_k_dense_replace < self.num_hidden_layers:
             self.gate("meta")  # raises ValueError for sizes that do not fit together
 
@@ -85,14 +84,12 @@ class DeepseekConfig(HubConfig):
 
     def gate(self, device: str | None = None) -> Router:
         """The router of a layer."""
-        return Router(
-            self.hidden_size, self.n_routed_experts, self.num_experts_per_tok, wide_logits=True,
-            routed_scaling_factor=self.routed_scaling_factor, device=device, **self._routing(),
-        )
+        return Router(self.hidden_size, self.n_routed_experts, self.num_experts_per_tok, wide_logits=True,
+                      routed_scaling_factor=self.routed_scaling_factor, device=device, **self._routing())
 
     def _routing(self) -> dict[str, Any]:
         """The options of `Router` that the versions differ in."""
-        raise NotImplementedError
+        return {"n_group": self.n_group or 1, "topk_group": self.topk_group or 1}
 
     def layer(self, index: int) -> Layer:
         """The layer of this global index."""
@@ -126,9 +123,7 @@ class DeepseekV2Config(DeepseekConfig):
         super().__post_init__()
 
     def _routing(self) -> dict[str, Any]:
-        if self.topk_method == "greedy":
-            return {}
-        return {"n_group": self.n_group or 1, "topk_group": self.topk_group or 1}
+        return {} if self.topk_method == "greedy" else super()._routing()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,9 +131,7 @@ class DeepseekV3Config(DeepseekConfig):
     """DeepSeek-V3: each expert's own sigmoid, and a bias on the choice that evens out the loads."""
 
     model_type: ClassVar[str] = "deepseek_v3"
-    _fixed: ClassVar[dict[str, Any]] = DeepseekConfig._fixed | {
-        "scoring_func": "sigmoid", "topk_method": "noaux_tc",
-    }
+    _fixed: ClassVar[dict[str, Any]] = DeepseekConfig._fixed | {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 
     n_group: int | None = 8
     topk_group: int | None = 4
@@ -160,10 +153,8 @@ class DeepseekV3Config(DeepseekConfig):
         return range(self.num_hidden_layers, self.num_hidden_layers + self.num_nextn_predict_layers)
 
     def _routing(self) -> dict[str, Any]:
-        return {
-            "score": "sigmoid", "norm_topk_prob": self.norm_topk_prob, "n_group": self.n_group or 1,
-            "topk_group": self.topk_group or 1, "group_best": 2, "correction_bias": True,
-        }
+        form = {"score": "sigmoid", "group_best": 2, "correction_bias": True}
+        return super()._routing() | form | {"norm_topk_prob": self.norm_topk_prob}
 
 
 class LatentAttention(Attention):
@@ -197,10 +188,8 @@ class LatentAttention(Attention):
         latent_BSC, k_BSP = self.kv_a_proj_with_mqa(x_BSH).split((self.latent_dim, self.rope_dim), dim=-1)
         kv_BASX = rearrange(self.kv_b_proj(self.kv_a_layernorm(latent_BSC)), "B S (A X) -> B A S X", A=self.num_heads)
         k_BASN, v_BASV = kv_BASX.split((self.nope_dim, self.v_dim), dim=-1)
-        if hasattr(self, "q_proj"):
-            q = self.q_proj(x_BSH)
-        else:
-            q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_BSH)))
+        narrow = not hasattr(self, "q_proj")
+        q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_BSH))) if narrow else self.q_proj(x_BSH)
         q_BASD = rearrange(q, "B S (A D) -> B A S D", A=self.num_heads)
         q_BASN, q_BASP = q_BASD.split((self.nope_dim, self.rope_dim), dim=-1)
         q_BASP, k_B1SP = (self.rotate(x, *context.tables(x.dtype)) for x in (q_BASP, k_BSP.unsqueeze(1)))

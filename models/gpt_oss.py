@@ -32,9 +32,7 @@ class GptOssConfig(GroupedQueryConfig):
     model_type: ClassVar[str] = "gpt_oss"
     # How a checkpoint is quantized is seen from its tensors.
     _ignored: ClassVar[frozenset[str]] = frozenset({"initial_context_length", "quantization_config"})
-    _fixed: ClassVar[dict[str, Any]] = {
-        "hidden_act": "silu", "attention_dropout": 0.0, "output_router_logits": False,
-    }
+    _fixed: ClassVar[dict[str, Any]] = {"hidden_act": "silu", "attention_dropout": 0.0, "output_router_logits": False}
 
     intermediate_size: int  # of each expert
     layer_types: tuple[str, ...]  # "sliding_attention" or "full_attention", of every layer
@@ -74,18 +72,14 @@ class GptOssConfig(GroupedQueryConfig):
         window = self.sliding_window if self.layer_types[index] == _KINDS[0] else None
         attention = GroupedQueryAttention(self, sinks=True, window=window)
         gate = Router(self.hidden_size, self.num_experts, self.num_experts_per_tok, score="softmax_topk", bias=True)
-        experts = Experts(
-            self.num_experts, self.hidden_size, self.intermediate_size, bias=True, clamped=True,
-            alpha=self.swiglu_alpha, limit=self.swiglu_limit,
-        )
+        experts = Experts(self.num_experts, self.hidden_size, self.intermediate_size, bias=True, clamped=True,
+                          alpha=self.swiglu_alpha, limit=self.swiglu_limit)
         return Layer(self, attention, SparseMLP(gate, experts))
 
     def hub_parts(self, name: str, shape: Sequence[int]) -> list[list[Part]]:
         """See `HubConfig`. The experts' weights are on the hub with inputs before outputs: (E, H, 2I) and (E, I, H).
-
         OpenAI stores them in MXFP4 instead, as `..._blocks` and `..._scales` behind the same name. Dequantized, those
-        are (E, 2I, H) and (E, H, I), in the order of ours: `transposed` does not apply to them.
-        """
+        are (E, 2I, H) and (E, H, I), in the order of ours: `transposed` does not apply to them."""
         prefix, found, rest = name.partition(".mlp.experts.")
         if not found:
             return super().hub_parts(name.replace(".mlp.gate.", ".mlp.router."), shape)

@@ -11,7 +11,7 @@ from dataclasses import MISSING, asdict, dataclass, fields
 from reprlib import repr as brief
 from typing import TYPE_CHECKING, Any, ClassVar, Self, get_args, get_origin, get_type_hints
 
-from dualpipe.nn.rotary import Rotary, Yarn
+from dualpipe.nn.attention import Rotary, Yarn
 
 if TYPE_CHECKING:
     from dualpipe.models.decoder import Layer

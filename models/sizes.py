@@ -51,11 +51,9 @@ def parameter_counts(config: HubConfig) -> ParameterCounts:
 
 
 def flops_per_token(config: HubConfig, sequence_length: int, *, causal: bool = False) -> Flops:
-    """What the whole model computes for sequences of `sequence_length`; the backward takes twice the forward.
-
-    causal: count the scores that attention needs, of the positions that a token sees. Without, as is usual for MFU
-    (Chowdhery et al., arXiv:2204.02311) and as a counter of matrix products finds, those of all pairs of positions.
-    """
+    """What the whole model computes for sequences of `sequence_length`; the backward takes twice the forward. causal:
+    count the scores that attention needs, of the positions that a token sees. Without, as is usual for MFU (Chowdhery
+    et al., arXiv:2204.02311) and as a counter of matrix products finds, those of all pairs of positions."""
     layers = range(config.num_hidden_layers)
     forward = head_flops(config) + sum(layer_flops(config, i, sequence_length, causal=causal) for i in layers)
     return Flops(forward, 2 * forward)
@@ -71,10 +69,9 @@ def layer_flops(config: HubConfig, index: int, sequence_length: int, *, causal: 
     layer, products = _layer(config, index), 0.0
     top_k = layer.mlp.gate.top_k if isinstance(layer.mlp, SparseMLP) else 0
     for module in layer.modules():
-        if isinstance(module, GroupedLinear):
-            products += 2.0 * top_k * module.in_features * module.out_features
-        elif isinstance(module, Linear):
-            products += 2.0 * module.in_features * module.out_features
+        if isinstance(module, Linear | GroupedLinear):
+            uses = top_k if isinstance(module, GroupedLinear) else 1
+            products += 2.0 * uses * module.in_features * module.out_features
     attention = layer.self_attn
     seen = float(sequence_length)  # positions that a token sees, itself included, on average over a sequence
     if causal:

@@ -94,15 +94,13 @@ class Stage(nn.Module):
 
     def use_expert_parallelism(self, experts: ExpertParallel) -> None:
         """Have the layers' experts on all ranks of `experts`; for parameters see `shard_experts`."""
-        for _, layer in self.numbered():
-            if isinstance(layer.mlp, SparseMLP):
-                layer.mlp.dispatcher = experts.dispatcher()
+        for module in self.modules():
+            if isinstance(module, SparseMLP):
+                module.dispatcher = experts.dispatcher()
 
     def compile_dense(self, **options: Any) -> None:
-        """Have norms, attention and dense MLPs go through `torch.compile(**options)`; experts have their own kernels.
-
-        What is between linear layers is compiled: those themselves hand out weight gradients, which no compiler sees.
-        """
+        """Have norms, attention and dense MLPs go through `torch.compile(**options)`: what is between linear layers,
+        which hand out weight gradients that no compiler sees. Experts have their own kernels."""
         for _, layer in self.numbered():
             parts = [layer.input_layernorm, layer.self_attn, layer.post_attention_layernorm]
             for part in (*parts, *(module for module in layer.mlp.modules() if isinstance(module, DenseMLP))):
@@ -115,10 +113,9 @@ class Stage(nn.Module):
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         """Tokens (B, S) on the first stage, else hidden (B, S, H) -> logits (B, S, V) on the last, else hidden.
-
-        positions: of each token in its document (B, S), where a row holds several; attention does not cross documents.
-        """
-        layers = (Compute(layer, ("x", "context"), "x") for _, layer in self.numbered())
+        positions: of each token in its document (B, S), where a row holds several; attention does not cross
+        documents."""
+        layers = (Compute(layer, ("x", "context"), "x") for layer in self.layers.values())
         return run_segments(self._around(layers), {"x": x, "positions": positions})["x"]
 
     def _around(self, layers: Iterable[Segment]) -> list[Segment]:
@@ -132,29 +129,25 @@ class Stage(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """Weights from N(0, initializer_range^2), norms one, biases zero.
-
-        The values depend on the seed and on a parameter's name alone, not on how the model is cut or sharded.
-        """
+        """Weights from N(0, initializer_range^2), norms one, biases zero, by the seed and a parameter's name alone: not
+        by how the model is cut or sharded."""
         for name, param in self.named_parameters():
             if name.endswith("norm.weight"):
                 param.fill_(1.0)
             elif name.endswith(".bias"):
                 param.zero_()
             else:
-                tied = name == "lm_head.weight" and self.config.tie_word_embeddings
-                unique = "embed_tokens.weight" if tied else name
-                seeded_normal_(param, std=self.config.initializer_range, seed=seed, name=unique)
+                if name == "lm_head.weight" and self.config.tie_word_embeddings:
+                    name = "embed_tokens.weight"
+                seeded_normal_(param, std=self.config.initializer_range, seed=seed, name=name)
 
 
 def build_stages(
     config: HubConfig, num_stages: int, only: Sequence[int] | None = None, layers_per_stage: Sequence[int] | None = None
 ) -> list[Stage]:
-    """The stages of a pipeline, layers split so that all compute about as much, or as `layers_per_stage` says.
-
-    `only` names the stages to build, such as those of one rank; the result is in its order. Raises `ValueError` for
-    more stages than layers allow, and for tied embeddings whose two ends are not built together.
-    """
+    """The stages of a pipeline, layers split so that all compute about as much, or as `layers_per_stage` says. `only`
+    names those to build, such as a rank's, in this order. Raises `ValueError` for more stages than layers allow, and
+    for tied embeddings whose two ends are not built together."""
     costs = [layer_flops(config, index, _TYPICAL_LENGTH) for index in range(config.num_hidden_layers)]
     cuts = split_layers(costs, num_stages, layers_per_stage, head=head_flops(config))
     wanted = list(range(num_stages)) if only is None else list(only)
@@ -171,10 +164,8 @@ def build_stages(
 def split_layers(
     layers: int | Sequence[float], num_stages: int, layers_per_stage: Sequence[int] | None = None, *, head: float = 0.0
 ) -> list[range]:
-    """Global layer indices of each stage: consecutive, as even as costs say, lighter at the ends.
-
-    layers: how many, or what each costs; head: what the last stage has to do besides.
-    layers_per_stage: the numbers, where they are to be others.
+    """Global layer indices of each stage: consecutive, as even as costs say, lighter at the ends. layers: how many, or
+    what each costs; head: what the last stage has to do besides; layers_per_stage: numbers to take instead.
 
     The costliest stage costs as little as it can, the rest is as even as it can be, and what is still undecided goes to
     the middle: the first stage also has the embedding. The ends may have no layer at all. Raises `ValueError` where a

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from dualpipe.nn.accumulate import local
+from dualpipe.nn.deferral import local
 from ranks import run_ranks
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "your-own-loop.md"

@@ -1,8 +1,6 @@
 """Modules whose weight gradient can be deferred, and what the models share."""
 
-from dualpipe.nn.grouped import GroupedLinear, GroupedSwiGLU
-from dualpipe.nn.linear import Linear, defer_weight_grads
-from dualpipe.nn.norm_loss import RMSNorm, cross_entropy_loss
+from dualpipe.nn.layers import GroupedLinear, GroupedSwiGLU, Linear, RMSNorm, cross_entropy_loss, defer_weight_grads
 from dualpipe.nn.router import Router
 from dualpipe.nn.router_set import RouterSet
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
-from dualpipe.nn.linear import Linear
+from dualpipe.nn.layers import Linear
 
 
 @torch.compiler.disable

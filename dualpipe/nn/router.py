@@ -6,8 +6,8 @@
     router = Router(2880, 128, 4, score="softmax_topk", bias=True)                      # gpt-oss
     weights_TK, experts_TK = router(x_BSH)
 
-A router only routes, until it is given a `RouterStep` (see `dualpipe.nn.router_set`): what else it does in a training
-step, its losses and statistics. Nothing here waits for the device.
+What else it does in a training step, losses and statistics, is in `dualpipe.nn.router_set`. Nothing here waits for the
+device.
 
 Dimension letters: B batch, S sequence, T tokens (B * S), H hidden, E experts, K experts per token, G groups of experts.
 """
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from dualpipe.nn.linear import Linear
+from dualpipe.nn.layers import Linear
 
 if TYPE_CHECKING:
     from dualpipe.nn.router_set import RouterStep
@@ -44,9 +44,8 @@ class Router(Linear):
         weights, and follows the loads: see `update_bias`.
     wide_logits: compute logits, and so return weights, in at least float32 (DeepSeek) instead of the dtype of x.
 
-    `step` and `choice` are the caller's to set; None, as they are at first, only routes.
-
-    Raises `ValueError` for sizes that do not fit together.
+    `step` and `choice` are the caller's to set; None, as they are at first, only routes. Raises `ValueError` for sizes
+    that do not fit together.
     """
 
     keep_fp32 = ("e_score_correction_bias",)
@@ -107,11 +106,8 @@ class Router(Linear):
 
     @torch.no_grad()
     def update_bias(self, load_E: Tensor, rate: float) -> None:
-        """Make experts with less than the mean load likelier to be chosen, by `rate`, and the others less.
-
-        Once a step, with the loads of the global batch, so that all ranks make the same update. Wang et al.
-        (arXiv:2408.15664); DeepSeek-V3 takes a rate of 0.001.
-        """
+        """Make experts with less than the mean load likelier to be chosen, by `rate`, and the others less: once a step,
+        by the loads of the global batch. Wang et al. (arXiv:2408.15664); DeepSeek-V3 takes a rate of 0.001."""
         bias_E = self.e_score_correction_bias
         if bias_E is None:
             raise ValueError("the router has no bias to update; build it with correction_bias=True")
@@ -155,10 +151,9 @@ class Router(Linear):
 class BalancedRoutes:
     """A `Choice` for benchmarks: the T * K choices go round the experts, so that loads differ by one at most.
 
-    stride: between the experts of one token. It decides how many ranks a token is sent to: 1 takes neighbours, mostly
-    on one rank; E / K + 1 spreads the token widely. It must have no divisor in common with E.
-
-    Example: K = 2 of E = 4, stride 1: tokens go to (0, 1), (2, 3), (0, 1), ...; stride 3: (0, 3), (2, 1), (0, 3), ...
+    stride: between the experts of one token, without a divisor in common with E. It decides how many ranks a token is
+    sent to: 1 takes neighbours, mostly on one rank; E / K + 1 spreads the token widely. Example: K = 2 of E = 4, stride
+    1: tokens go to (0, 1), (2, 3), (0, 1), ...; stride 3: (0, 3), (2, 1), (0, 3), ...
     """
 
     stride: int = 1
@@ -176,11 +171,8 @@ class BalancedRoutes:
 
 
 def random_like_stride(num_experts: int, top_k: int, ranks: int) -> int:
-    """The stride at which `BalancedRoutes` sends a token to as many of `ranks` as random experts would, or nearly.
-
-    Example: 8 of 64 experts over 8 ranks: 5, for 5 ranks. Random experts are on 5.4, those of stride 1 on one, those of
-    stride 9 on 8.
-    """
+    """The stride at which `BalancedRoutes` sends a token to as many of `ranks` as random experts would, or nearly:
+    for 8 of 64 experts over 8 ranks 5. Random experts are on 5.4 ranks, those of stride 1 on one, 5 on 5, 9 on 8."""
     each = num_experts // ranks
     random = ranks * (1 - math.comb(num_experts - each, top_k) / math.comb(num_experts, top_k))
 

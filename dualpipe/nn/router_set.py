@@ -6,24 +6,21 @@
             pipeline.step(batch, num_chunks=8, ...)
         metrics = routers.metrics()  # of the whole model, on every rank
 
-**Losses.** A stage in the middle of a pipeline has no loss to add to. The terms are computed where their operands are,
-and `_AddLosses` starts their backward when the backward of the routing weights passes by (as DeepSeek's and Megatron's
-"auxiliary loss scaler" does): no output is added to a stage. Each term is divided by the number of micro-batches, as
-the main loss is, and FSDP2 averages over ranks. With micro-batches of one size, and ranks that have equally many,
+**Losses.** A stage in the middle of a pipeline has no loss to add to: the terms are computed where their operands are,
+and `_AddLosses` starts their backward when that of the routing weights passes by (as DeepSeek's and Megatron's
+"auxiliary loss scaler" does). Each term is divided by the number of micro-batches, as the main loss is, and FSDP2
+averages over ranks. With micro-batches of one size, and ranks that have equally many, these add up to the same gradient
+however the batch is cut: the z-loss, a mean over tokens; the balance loss of level "sequence", a mean over sequences;
+that of level "global", which is linear in the probabilities once the loads are known. Those of a step are complete only
+after its last forward, when a pipeline has run most backwards. Hence the caller gives those of the step before: one
+all-reduce a step and none on the path (zeros in the first step: no loss). Qiu et al. (arXiv:2501.11873), who propose
+the loss, all-reduce the loads of every micro-batch and add up those of the step so far, which depends on the cut, as
+level "microbatch" does by definition.
 
-- z-loss, a mean over tokens, and the balance loss of level "sequence", a mean over sequences, add up to the same
-  gradient however the batch is cut.
-- Level "global" is linear in the probabilities once the loads are known, so with `load_E` given, it does too. The loads
-  of a step are complete only after its last forward, when a pipeline has run most backwards. Hence the caller gives
-  them: those of the previous step, one all-reduce a step and none on the path (zeros in the first step: no loss). Qiu
-  et al. (arXiv:2501.11873) propose the loss; they all-reduce the loads of every micro-batch and add up those of the
-  step so far, which depends on how the batch is cut.
-- Level "microbatch" depends on the cut by definition.
-
-**Statistics** are counted by the same function in the backward, which runs once for each micro-batch also where its
-forward is run twice (recomputation) and not at all in an evaluation; nor where the routing weights get no gradient.
-Every rank has statistics of all routers, those of other ranks' layers zero: so one all-reduce over all ranks both sums
-the loads over data-parallel ranks and brings together the layers of the pipeline. Nothing here waits for the device.
+**Statistics** are counted in the backward, which runs once for each micro-batch also where its forward is run twice
+(recomputation) and not at all in an evaluation. Every rank has those of all routers, those of other ranks' layers zero:
+so one all-reduce over all ranks both sums the loads over data-parallel ranks and brings together the layers of the
+pipeline. Nothing here waits for the device.
 
 Dimension letters: T tokens, E experts, K experts per token, N parts that a balance loss is computed on (sequences, or
 1), M choices of a part.
@@ -83,9 +80,8 @@ def max_over_mean(load_E: Tensor) -> Tensor:
 class RouterStep:
     """What a router does in one step besides routing.
 
-    num_chunks: what the main loss of a micro-batch is divided by (the number of micro-batches on a rank).
-    balance, z: coefficients of the balance loss and the z-loss.
-    level: over what the balance loss is computed.
+    num_chunks: the number of micro-batches on a rank, by which losses are divided.
+    balance, z: coefficients of the balance loss, which is computed over what `level` says, and of the z-loss.
     load_E: for level "global", the loads of the global batch, all ranks' together: of the step before (zeros in the
         first), or of this one where they are known.
     totals: where to count, (E + 2,) float64: how many tokens each expert got, then the balance loss and the z-loss
@@ -113,11 +109,8 @@ class RouterStep:
         self, weights_TK: Tensor, experts_TK: Tensor, logits_TE: Tensor, probs: Callable[[], Tensor],
         sequences: int | None,
     ) -> Tensor:
-        """`weights_TK`, whose backward starts that of the losses and counts.
-
-        probs: gives the probabilities (T, E), where they are needed; sequences: in the tokens, None where nobody knows.
-        Raises `ValueError` for a level or loads that do not fit.
-        """
+        """`weights_TK`, whose backward starts that of the losses and counts. probs: gives the probabilities (T, E);
+        sequences: in the tokens, None where nobody knows. ValueError for a level or loads that do not fit."""
         if not (torch.is_grad_enabled() and weights_TK.requires_grad):
             return weights_TK
         experts_NM = experts_TK.reshape(1, -1)
@@ -163,8 +156,7 @@ class _AddLosses(torch.autograd.Function):
 class RouterSet:
     """Tells the routers in `stages` what to do in a step, and collects what all of the model's did.
 
-    num_chunks: the micro-batches of a step on a rank.
-    balance, level, z: losses as in `RouterStep`; level "global" takes the loads of the step before.
+    num_chunks, balance, level, z: as in `RouterStep`; level "global" takes the loads of the step before.
     bias_update_rate: after each step, of `Router.update_bias`, for the routers that have a correction bias.
     balanced: `BalancedRoutes` instead of the routers' own choice; balanced_stride: between the experts of a token.
     group: all ranks that train the model, None for one; replicas: how many of them hold each stage. A router must have
@@ -209,10 +201,8 @@ class RouterSet:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """What runs inside is one training step. Collective at its end, unless the model has no router.
-
-        There loads are summed and losses averaged over the ranks. The host does not wait for that on CUDA.
-        """
+        """What runs inside is one training step. Collective at its end, unless the model has no router: there loads are
+        summed and losses averaged over the ranks. The host does not wait for that on CUDA."""
         for name, router in self._here:
             totals = self.totals[name]
             router.step = self._make_step(load_E=totals[:-2].long(), totals=totals)

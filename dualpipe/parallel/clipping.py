@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from dualpipe.nn.accumulate import local
+from dualpipe.nn.deferral import local
 
 
 @torch.no_grad()

@@ -22,7 +22,7 @@ from dualpipe.dtypes import dtype_of
 from dualpipe.files import lock
 from dualpipe.models import HubConfig, read_config
 from dualpipe.models.sizes import flops_per_token
-from dualpipe.nn.accumulate import local
+from dualpipe.nn.deferral import local
 from dualpipe.schedule import build
 from dualpipe.train.config import Config, fit_world
 from dualpipe.train.data import Batch, Loader, evaluation_batches, open_splits, packed_directory, read_ahead

@@ -35,7 +35,7 @@ from torch.distributed.tensor import DTensor
 
 from dualpipe import Pipeline
 from dualpipe.dtypes import dtype_of, long_name
-from dualpipe.nn.accumulate import local
+from dualpipe.nn.deferral import local
 from dualpipe.nn.router_set import RouterSet
 from dualpipe.parallel import DTypePlan
 from dualpipe.schedule import build

@@ -19,8 +19,8 @@ from dualpipe.models import DeepseekV2Config, DeepseekV3Config, build_stages, co
 from dualpipe.models.deepseek import LatentAttention
 from dualpipe.models.stages import Recompute
 from dualpipe.nn import cross_entropy_loss
+from dualpipe.nn.attention import Yarn
 from dualpipe.nn.init import seeded_normal_
-from dualpipe.nn.rotary import Yarn
 from dualpipe.parallel.materialize import build_on_meta
 from dualpipe.parallel.mesh import Mesh, build_mesh
 from dualpipe.schedule import build

@@ -15,9 +15,8 @@ from dualpipe.kernels import dispatch_tokens, sort_tokens
 from dualpipe.models import GptOssConfig, build_stages, read_config
 from dualpipe.models.sizes import parameter_counts
 from dualpipe.nn import cross_entropy_loss
-from dualpipe.nn.attention import packed_positions
+from dualpipe.nn.attention import Yarn, packed_positions
 from dualpipe.nn.init import local_part
-from dualpipe.nn.rotary import Yarn
 from dualpipe.parallel.expert import Received, run_experts
 from dualpipe.parallel.materialize import build_on_meta
 from dualpipe.parallel.mesh import Mesh, build_mesh

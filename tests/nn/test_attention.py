@@ -13,13 +13,13 @@ from dualpipe.nn import attention
 from dualpipe.nn import compiled as compiled_file
 from dualpipe.nn.attention import (
     Context,
+    Rotary,
     attend,
     attention_reference,
     document_numbers,
     packed_positions,
 )
 from dualpipe.nn.compiled import apply_sinks, attention_flex
-from dualpipe.nn.rotary import Rotary
 
 SCALE = 0.3
 WINDOWS = [None, 1, 3, 64]

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from dualpipe.kernels import combine_tokens, dispatch_tokens, sort_tokens
 from dualpipe.nn import RMSNorm, cross_entropy_loss
-from dualpipe.nn.rotary import Rotary, apply_rotary
+from dualpipe.nn.attention import Rotary, apply_rotary
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)

@@ -12,7 +12,7 @@ import torch
 
 from dualpipe.cli import main
 from dualpipe.models import read_config
-from dualpipe.nn.accumulate import local
+from dualpipe.nn.deferral import local
 from dualpipe.parallel.mesh import build_mesh
 from dualpipe.schedule import build
 from dualpipe.train.config import load_config

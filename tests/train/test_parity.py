@@ -7,8 +7,8 @@ import re
 import pytest
 import torch
 
-from dualpipe.nn import Router, accumulate, linear
-from dualpipe.nn.accumulate import add_grad
+from dualpipe.nn import Router, deferral, layers
+from dualpipe.nn.deferral import add_grad
 from dualpipe.parallel.mesh import build_mesh
 from dualpipe.train import model, parity
 from dualpipe.train.config import fit_world, load_config
@@ -202,12 +202,12 @@ def rounded_sums(monkeypatch):
         add_grad(param, grad)
         param.grad.copy_(param.grad.bfloat16())
 
-    monkeypatch.setattr(accumulate, "add_grad", add)
+    monkeypatch.setattr(deferral, "add_grad", add)
 
 
 def one_lost(monkeypatch):
     """One weight's gradient of one of four micro-batches."""
-    right, weight_grad, calls = Comparison.step, linear._weight_grad, []
+    right, weight_grad, calls = Comparison.step, layers._weight_grad, []
 
     def losing(weight, dy, x):
         calls.append(weight.shape)
@@ -215,9 +215,9 @@ def one_lost(monkeypatch):
 
     def step(self, num_chunks, *batch):
         if num_chunks > 1:
-            monkeypatch.setattr(linear, "_weight_grad", losing)
+            monkeypatch.setattr(layers, "_weight_grad", losing)
         losses = right(self, num_chunks, *batch)
-        monkeypatch.setattr(linear, "_weight_grad", weight_grad)
+        monkeypatch.setattr(layers, "_weight_grad", weight_grad)
         return losses
 
     monkeypatch.setattr(Comparison, "step", step)

@@ -1,0 +1,297 @@
+"""The layers that models share: linear ones, for all rows or for each expert's, whose weight gradient can be deferred;
+a norm (Zhang and Sennrich, arXiv:1910.07467); the loss of a language model.
+
+The backward of y = x W^T + b computes dx = dy W at once, and dW = dy^T x and db = sum(dy) when the running
+`WeightGradStore` says.
+
+Experts are stacked weights. Their rows come in two ways: sorted by expert, (M, H), with where those of each end; or as
+tokens, (T, H), with `SortedTokens`, which says where the K rows of each go. Tokens are read where they are, so that no
+sorted copy of K times their size is written, read and kept for the backward; there, the gradients of a token's rows are
+summed in a fixed order.
+
+Dimension letters: T tokens, K experts per token, M rows (all leading dimensions together; T * K at most), E experts
+(groups), H in_features, N out_features, I intermediate (N is 2I where gate and up follow).
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from dualpipe.kernels import cross_entropy
+from dualpipe.kernels.grouped_gemm import grouped_gemm, grouped_gemm_dgrad, grouped_gemm_swiglu, grouped_gemm_wgrad
+from dualpipe.kernels.routing import SortedTokens, combine_tokens
+from dualpipe.kernels.swiglu import swiglu_backward, swiglu_form
+from dualpipe.nn.deferral import accumulation_dtype, local, weight_grads
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+
+class Linear(nn.Linear):
+    """`nn.Linear` that defers its weight and bias gradients while the running `WeightGradStore` does.
+
+    Where nothing is deferred, gradients go through autograd as those of `nn.Linear`, and are bitwise the same. Those of
+    a parameter with hooks (`register_hook`, `register_post_accumulate_grad_hook`) are not deferred, so that hooks run.
+    """
+
+    makes_accumulators = True  # of the dtype that `grad_dtype` says
+
+    def forward(self, x: Tensor, wide: torch.dtype | None = None) -> Tensor:
+        """(..., H) -> (..., N). wide: compute and return in this dtype, whatever autocast says; x, which may be
+        narrower, is kept for the backward as it came."""
+        if torch.compiler.is_compiling():
+            from dualpipe.nn.compiled import linear  # not at the top: it brings the compiler
+
+            return linear(self, x, wide)
+        weight, bias, dtype = self.weight, self.bias, None
+        # Parameters that come from others, by pruning or weight norm, or that torch.func replaces or batches.
+        if not weight.is_leaf or (bias is not None and not bias.is_leaf) or torch._C._are_functorch_transforms_active():
+            return _product(x, weight, bias, wide)
+        if wide is None and torch.is_autocast_enabled(x.device.type) and x.dtype is not torch.float64:
+            dtype = torch.get_autocast_dtype(x.device.type)  # autocast leaves float64 alone
+            x = x.to(dtype)
+        return _Linear.apply(x, weight, bias, dtype, wide)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None, wide: torch.dtype | None
+    ) -> Tensor:
+        ctx.weight, ctx.bias = weight, bias  # the parameters themselves: saved tensors may come back as copies
+        if dtype is not None:
+            weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
+        need_x, need_weight, _, _, _ = ctx.needs_input_grad
+        ctx.save_for_backward(x if need_weight else None, weight if need_x else None)
+        return _product(x, weight, bias, wide)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        x, weight = ctx.saved_tensors
+        dx = None
+        if ctx.needs_input_grad[0]:  # after a wide product, autograd casts it to the dtype of x
+            dx = dy.matmul(weight if weight.dtype is dy.dtype else weight.to(dy.dtype))
+        return dx, *weight_grads(ctx, dy, x, _weight_grad, _bias_grad), None, None
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, wide: torch.dtype | None) -> Tensor:
+    if wide is None:
+        return F.linear(x, weight, bias)
+    kind = x.device.type
+    with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
+        return F.linear(x.to(wide), weight.to(wide), None if bias is None else bias.to(wide))
+
+
+def _weight_grad(weight: Tensor, dy: Tensor, x: Tensor) -> Tensor:
+    """(N, H), not rounded to half precision where the accumulator is float32."""
+    dy_NM, x_MH, dtype = _rows(dy).t(), _rows(x), accumulation_dtype(weight, dy.dtype)
+    if x_MH.dtype is not dy.dtype:  # narrower, of a wide product
+        x_MH = x_MH.to(dy.dtype)
+    if dtype is dy.dtype:
+        return dy_NM.mm(x_MH)
+    if dy.is_cuda and dtype is torch.float32:
+        return torch.mm(dy_NM, x_MH, out_dtype=dtype)
+    return dy_NM.to(dtype).mm(x_MH.to(dtype))
+
+
+def _bias_grad(bias: Tensor, dy: Tensor) -> Tensor:
+    return _rows(dy).sum(0, dtype=accumulation_dtype(bias, dy.dtype))  # (N,)
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x if x.dim() == 2 else torch.atleast_2d(x).flatten(0, -2)
+
+
+def defer_weight_grads(module: ModuleT) -> ModuleT:
+    """Make every plain `nn.Linear` in `module`, itself included, a `dualpipe.nn.Linear`, in place; returns `module`.
+
+    Only the class of these modules changes: parameters, state-dict keys and hooks stay. Subclasses of `nn.Linear`
+    (parametrized, quantized, already deferring) and weights computed from others (pruning) are left alone, so call this
+    before wrappers that change the class, such as FSDP2's `fully_shard`. A weight that is used several times, or shared
+    with another module, gets every contribution.
+    """
+    for child in module.modules():
+        if type(child) is nn.Linear and isinstance(child._parameters.get("weight"), nn.Parameter):
+            child.__class__ = Linear
+    return module
+
+class GroupedLinear(nn.Module):
+    """y[m] = W[e] x[m] (+ b[e]) for every row m of expert e: `num_groups` times `nn.Linear` on consecutive rows.
+
+    `weight` is (E, N, H), `bias` (E, N). The backward computes the input gradient at once and defers the others while
+    the running `WeightGradStore` does. An expert without rows gets a zero gradient. A second derivative is refused.
+    """
+
+    makes_accumulators = True  # of the dtype that `grad_dtype` says
+    form: tuple[bool, float, float] | None = None  # of the SwiGLU behind the product, as the kernels take it
+
+    def __init__(
+        self, num_groups: int, in_features: int, out_features: int, bias: bool = False,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_groups, self.in_features, self.out_features = num_groups, in_features, out_features
+        self.weight = nn.Parameter(torch.empty(num_groups, out_features, in_features, device=device, dtype=dtype))
+        shape = (num_groups, out_features)
+        self.bias = nn.Parameter(torch.empty(shape, device=device, dtype=dtype)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Each expert as `nn.Linear` does it: uniform within 1/sqrt(in_features)."""
+        bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
+        for param in self.parameters():
+            nn.init.uniform_(param, -bound, bound)
+
+    def forward(self, x: Tensor, rows: Tensor | SortedTokens) -> Tensor:
+        """(M, H) and the experts' running ends (E,) int32, or (T, H) and where the tokens go -> (M, N). Rows past the
+        last end are undefined. Raises `ValueError` for operands that do not fit, and under torch.func."""
+        return self._forward(x, rows, None)
+
+    def _forward(self, x: Tensor, rows: Tensor | SortedTokens, scale: Tensor | None) -> Tensor:
+        if torch._C._are_functorch_transforms_active():
+            raise ValueError("torch.func does not go through GroupedLinear, whose kernels have a backward for autograd "
+                             "alone; use torch.autograd.grad, or experts that are nn.Linear")
+        dtype = None
+        if torch.is_autocast_enabled(x.device.type) and x.dtype is not torch.float64:
+            dtype = torch.get_autocast_dtype(x.device.type)
+            x = x.to(dtype)
+        return _Grouped.apply(x, self.weight, self.bias, rows, dtype, self.form, scale)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_groups}, {self.in_features}, {self.out_features}, bias={self.bias is not None}"
+
+
+class GroupedSwiGLU(GroupedLinear):
+    """The first linear layer of each expert with the activation that follows: `GroupedLinear`, then `swiglu`.
+
+    `weight` is (E, 2I, H), `bias` (E, 2I): gate and up, as halves or, `clamped` (gpt-oss), in turn. The backward
+    recomputes from their product, which is all that is kept besides the operands.
+    """
+
+    def __init__(
+        self, num_groups: int, in_features: int, intermediate: int, bias: bool = False,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+        *, clamped: bool = False, alpha: float = 1.702, limit: float = 7.0,
+    ) -> None:
+        super().__init__(num_groups, in_features, 2 * intermediate, bias, device, dtype)
+        self.form = swiglu_form(clamped, alpha, limit)
+
+    def forward(self, x: Tensor, rows: Tensor | SortedTokens, scale: Tensor | None = None) -> Tensor:
+        """As `GroupedLinear` -> (M, I); `scale` (M,) is multiplied in, such as the sorted rows' routing weights."""
+        return self._forward(x, rows, scale)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, clamped={self.form is not None and self.form[0]}"
+
+
+class _Grouped(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor | SortedTokens,
+        dtype: torch.dtype | None, form: tuple[bool, float, float] | None, scale: Tensor | None,
+    ) -> Tensor:
+        ctx.weight, ctx.bias = weight, bias  # the parameters themselves: saved tensors may come back as copies
+        ctx.tokens, ctx.ends, ctx.gather = None, rows, None
+        if not isinstance(rows, Tensor):
+            ctx.tokens, ctx.ends, ctx.gather = rows, rows.offs, rows.gather
+            choices = rows.inverse.shape[0]
+            ctx.top_k = max(1, choices // max(1, x.shape[0]))
+            if x.shape[0] * ctx.top_k != choices:
+                raise ValueError(f"x must have one row for each token, and the {choices} sorted rows be a multiple of "
+                                 f"them; got {x.shape[0]}")
+        weight, bias = local(weight), None if bias is None else local(bias)  # this rank's experts
+        if dtype is not None:
+            weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
+        ctx.form, gate_up = form, None
+        if form is None:
+            y = grouped_gemm(x, weight, ctx.ends, bias=bias, gather=ctx.gather)
+        else:
+            clamped, alpha, limit = form
+            y, gate_up = grouped_gemm_swiglu(x, weight, ctx.ends, bias=bias, gather=ctx.gather, weight=scale,
+                                             clamped=clamped, alpha=alpha, limit=limit)
+        need_x, need_weight, *_ = ctx.needs_input_grad
+        ctx.save_for_backward(x if need_weight else None, weight if need_x else None, gate_up, scale)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, used_weight, gate_up, scale = ctx.saved_tensors
+        dx = d_scale = None
+        if ctx.form is not None:
+            dy, d_scale = swiglu_backward(dy, gate_up, scale, *ctx.form)
+        if ctx.needs_input_grad[0]:
+            dx = grouped_gemm_dgrad(dy, used_weight, ctx.ends)  # (M, H)
+            if ctx.tokens is not None:  # (T, H), the sum of a token's rows
+                dx = combine_tokens(dx, None, ctx.tokens, top_k=ctx.top_k)
+        weight_grad = partial(_grouped_weight_grad, ends=ctx.ends, gather=ctx.gather)
+        dw, db = weight_grads(ctx, dy, x, weight_grad, partial(grouped_bias_grad, ends=ctx.ends), in_place=True)
+        return dx, dw, db, None, None, None, d_scale
+
+
+def _grouped_weight_grad(
+    weight: Tensor, dy: Tensor, x: Tensor, out: Tensor | None = None, *, ends: Tensor, gather: Tensor | None
+) -> Tensor:
+    """Of this rank's experts (E, N, H), in the dtype of the accumulator; added to `out` where there is one."""
+    dw = out
+    if dw is None:
+        dw = torch.empty_like(local(weight.detach()), dtype=accumulation_dtype(weight, weight.dtype))
+    grouped_gemm_wgrad(dy, x, ends, out=dw, accumulate=out is not None, gather=gather)
+    return dw
+
+
+def grouped_bias_grad(bias: Tensor, dy: Tensor, ends: Tensor) -> Tensor:
+    """Sum of each expert's rows of `dy` (M, N) -> (E, N), without reading sizes back; half precision sums in fp32."""
+    dtype, bounds = accumulation_dtype(bias, dy.dtype), torch.cat([ends.new_zeros(1), ends]).long()
+    wide = dy.to(torch.promote_types(torch.promote_types(dy.dtype, dtype), torch.float32))
+    return torch.segment_reduce(wide, "sum", offsets=bounds, axis=0, unsafe=True).to(dtype)
+
+class RMSNorm(nn.Module):
+    """y = weight * x / sqrt(mean(x^2) + eps) over the last dimension, computed in `promote_types(dtype, float32)` and
+    rounded to the dtype of `x` before the weight is applied, as in transformers' Qwen3."""
+
+    def __init__(
+        self, size: int, eps: float = 1e-6, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(size, device=device, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., size) -> the same shape and dtype."""
+        # A node of its own in every dtype: the norm's two gradients of x are added before those of other readers, so
+        # that the bits do not depend on where a graph is cut.
+        wide = x.view_as(x).to(torch.promote_types(x.dtype, torch.float32))
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, eps={self.eps}"
+
+
+def cross_entropy_loss(
+    logits: Tensor, labels: Tensor, ignore_index: int = -100, *, in_place: bool = False,
+    denominator: Tensor | float | None = None,
+) -> Tensor:
+    """Mean cross-entropy over the labels that are not `ignore_index`, a scalar in at least float32.
+
+    `logits` (..., V) over the vocabulary, `labels` (...) the next token at each position, already shifted. Where every
+    label is ignored the loss and its gradient are 0 instead of NaN, so that an empty micro-batch leaves the others
+    alone. With `denominator`, such as the number of labels in all micro-batches, the sum is divided by that instead.
+    `in_place` writes the gradient over the logits, which must not be used afterwards.
+
+    Raises `ValueError` for operands that do not fit.
+    """
+    if logits.shape[:-1] != labels.shape:
+        raise ValueError(f"labels must have the shape {tuple(logits.shape[:-1])} of logits without the vocabulary; "
+                         f"got {tuple(labels.shape)}")
+    return cross_entropy(
+        logits.flatten(0, -2), labels.flatten(), ignore_index=ignore_index, in_place=in_place, denominator=denominator
+    )
