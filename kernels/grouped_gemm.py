@@ -34,21 +34,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import dualpipe.kernels.grouped_gemm_tiles as tiling
 from dualpipe.kernels.common import INTERPRET, architecture, compute_dtype, num_sms, tl, triton, use_triton
-from dualpipe.kernels.grouped_gemm_tiles import (
-    find_tile,
-    fuses_swiglu,
-    max_row_tiles,
-    row_configs,
-    row_shape,
-    rows_constants,
-    rows_of,
-    tiles_per_expert,
-    w_block,
-    weight_configs,
-    weight_constants,
-    weight_shape,
-)
+from dualpipe.kernels.grouped_gemm_tiles import find_tile, rows_of, tiles_per_expert
 from dualpipe.kernels.swiglu import Activation, activate, check_weight, launch_swiglu, swiglu_form, swiglu_reference
 
 HALF = (torch.bfloat16, torch.float16)
@@ -318,23 +306,25 @@ def _launch_rows(
         return y
     (rows, cols), depth, experts = y.shape, a.shape[1], w.shape[0]
     arch, aligned = architecture(a.device), _aligned(a, w, y)
-    shape = row_shape(a.dtype, rows=rows, experts=experts, cols=cols, aligned=aligned)
-    config = row_configs(arch)[shape]
+    shape = tiling.row_shape(a.dtype, rows=rows, experts=experts, cols=cols, aligned=aligned)
+    config = tiling.row_configs(arch)[shape]
     fused = weight = None
-    if activation is not None and fuses_swiglu(arch, shape, activation.clamped):
+    if activation is not None and tiling.fuses_swiglu(arch, shape, activation.clamped):
         is_aligned = cols % 16 == 0 or not aligned  # up columns too
         if is_aligned and compute_dtype(a, activation.weight) is compute_dtype(a):
             fused, weight = activation, activation.weight
     a_descriptor, w_descriptor = gather is None and _takes_descriptor(a), _takes_descriptor(w)
-    constants = rows_constants(config, forward, a_descriptor, w_descriptor, aligned, depth, experts, a.dtype, fused)
+    constants = tiling.rows_constants(
+        config, forward, a_descriptor, w_descriptor, aligned, depth, experts, a.dtype, fused
+    )
     w_strides = w.stride() if forward else (w.stride(0), w.stride(2), w.stride(1))
     if constants["SWIGLU"] == "halves":
         w = w.unflatten(1, (2, cols // 2))
-    tiles = max_row_tiles(rows, experts, config.rows) * triton.cdiv(cols, config.cols)
+    tiles = (rows // config.rows + min(experts, rows)) * triton.cdiv(cols, config.cols)  # or fewer
     with torch.cuda.device_of(a):
         _rows_kernel[(min(tiles, num_sms(a.device) * config.per_sm),)](
             _operand(a, [config.rows, config.depth], a_descriptor),
-            _operand(w, w_block(config, forward, fused), w_descriptor),
+            _operand(w, tiling.w_block(config, forward, fused), w_descriptor),
             *(y, None if fused is None else h),
             *(None if each is None else each.contiguous() for each in (weight, bias, gather, offs)),
             *(rows, cols, depth, experts, *a.stride(), *w_strides),
@@ -355,7 +345,8 @@ def _launch_weight(dy: Tensor, x: Tensor, offs: Tensor, out: Tensor, accumulate:
     out_descriptor = accumulate and x.dtype in HALF and _takes_descriptor(out, dtypes=(torch.float32,))
     out_descriptor &= not INTERPRET  # which has no atomic_add of descriptors
     aligned = _aligned(dy, x, out)
-    config = weight_configs(architecture(dy.device))[weight_shape(dy.dtype, out=n, hidden=h, aligned=aligned)]
+    shape = tiling.weight_shape(dy.dtype, out=n, hidden=h, aligned=aligned)
+    config = tiling.weight_configs(architecture(dy.device))[shape]
     tiles = triton.cdiv(n, config.rows) * triton.cdiv(h, config.cols)
     with torch.cuda.device_of(dy):
         _weight_kernel[(experts * tiles,)](
@@ -364,7 +355,9 @@ def _launch_weight(dy: Tensor, x: Tensor, offs: Tensor, out: Tensor, accumulate:
             _operand(out, [1, config.rows, config.cols // 2], out_descriptor),
             *(None if gather is None else gather.contiguous(), offs.contiguous()),
             *(dy.shape[0], n, h, *dy.stride(), *x.stride(), *out.stride()),
-            **weight_constants(config, accumulate, dy_descriptor, x_descriptor, out_descriptor, aligned, dy.dtype),
+            **tiling.weight_constants(
+                config, accumulate, dy_descriptor, x_descriptor, out_descriptor, aligned, dy.dtype
+            ),
             num_warps=config.warps, num_stages=config.stages,
         )
 

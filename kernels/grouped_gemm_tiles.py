@@ -148,11 +148,6 @@ def weight_constants(
 # --- which one -------------------------------------------------------------------------------------------------------
 
 
-def max_row_tiles(rows: int, experts: int, tile_rows: int) -> int:
-    """At most so many tiles of rows, however the rows are spread over the experts."""
-    return rows // tile_rows + min(experts, rows)
-
-
 @triton.jit
 def tiles_per_expert(offs, M, E, TILE_ROWS: tl.constexpr, E_PADDED: tl.constexpr):
     """(E_PADDED,) tiles of rows of each expert. Ends outside of 0 to M count as 0 or M: no other row is touched."""
