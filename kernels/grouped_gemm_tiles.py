@@ -123,10 +123,8 @@ def rows_constants(
     """The constants of `_rows_kernel`."""
     return dict(
         FORWARD=forward, A_DESCRIPTOR=a_descriptor, W_DESCRIPTOR=w_descriptor, ALIGNED=aligned,
-        EVEN=depth % config.depth == 0,
-        ROWS=config.rows, COLS=config.cols, DEPTH=config.depth, GROUP=GROUP,
-        E_PADDED=max(16, 1 << (experts - 1).bit_length()),
-        ACC=tl_dtype(torch.promote_types(dtype, torch.float32)),
+        EVEN=depth % config.depth == 0, ROWS=config.rows, COLS=config.cols, DEPTH=config.depth, GROUP=GROUP,
+        E_PADDED=max(16, 1 << (experts - 1).bit_length()), ACC=tl_dtype(torch.promote_types(dtype, torch.float32)),
         SWIGLU="" if activation is None else "pairs" if activation.clamped else "halves",
         ALPHA=1.0 if activation is None else activation.alpha,
         LIMIT=0.0 if activation is None else activation.limit,
