@@ -27,10 +27,7 @@ class ContractError(AssertionError):
 
 
 def assert_contract(
-    module: nn.Module | Sequence[nn.Module],
-    plan: DTypePlan,
-    *,
-    run: Callable[[], object] | None = None,
+    module: nn.Module | Sequence[nn.Module], plan: DTypePlan, *, run: Callable[[], object] | None = None,
     checkpoint: str | PathLike[str] | Mapping[str, torch.dtype] | None = None,
 ) -> None:
     """Check a module, or the stages of a rank, against its plan, between two training steps.

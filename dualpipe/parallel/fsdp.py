@@ -7,8 +7,8 @@ the reduce-scatter share one buffer, and nothing is rounded between micro-batche
 
     gather -> wait -> forwards and backwards of all micro-batches -> complete -> finish
 
-A pipeline computes weight gradients outside of backwards, of which it runs many in a step. DistributedDataParallel and
-the first FSDP reduce in hooks of one backward, which would then see a part of a gradient, or nothing: `check_stages`.
+DistributedDataParallel and the first FSDP reduce in hooks of one backward, which would see a part of a gradient, or
+nothing, as weight gradients are computed outside of backwards: `check_stages` refuses them.
 
 This is the only file that uses what FSDP2 keeps private; `_private` says so where a torch release has moved it. Public
 calls are used where the installed torch has them: `reset_iter_state` from 2.13, `finalize_backward` from 2.15.
@@ -37,19 +37,16 @@ _UNREDUCED = (f"gradients would differ from one data-parallel rank to the next: 
 
 
 class StageParameters:
-    """Drives the FSDP2 units of one stage through a step; a stage without any needs nothing of it.
-
-    Raises ValueError for what FSDP2 offers and a pipeline cannot honour.
-    """
+    """Drives the FSDP2 units of a stage, if there are any, through a step; ValueError for what cannot be in one."""
 
     def __init__(self, stage: nn.Module) -> None:
         sharded = [module for module in stage.modules() if isinstance(module, FSDPModule)]
         # The modules that `fully_shard` was called on, outermost first; of those sharded together the first.
         self._units = list({id(_state(unit)): unit for unit in reversed(sharded)}.values())[::-1]
-        self._stage = stage
+        self._groups = [group for unit in reversed(self._units) for group in reversed(_param_groups(unit))]  # backward
+        self._stage, self._reduced = stage, False
         self._roots: list[Any] = _roots(stage)
         self._gathering: list[Any] = []  # handles of gathers that are not waited for
-        self._reduced = False
         self._several_groups = all(hasattr(_state(unit), "_fsdp_param_groups") for unit in self._units)
         for root in self._roots:
             if any(kind.__name__ == "ReplicateModule" for kind in type(root).__mro__):  # which is private
@@ -58,7 +55,7 @@ class StageParameters:
             if len(_private(_state(root), "_modules")) > 1:
                 raise ValueError("fully_shard was given several modules together that are in no larger unit of their "
                                  "stage; call fully_shard on the stage itself as well")
-        for group in self._groups():
+        for group in self._groups:
             if isinstance(_private(group, "offload_policy"), CPUOffloadPolicy):
                 raise ValueError("FSDP2's CPU offload is not supported under a pipeline, which keeps parameters "
                                  "gathered for a whole step; leave offload_policy out")
@@ -129,27 +126,36 @@ class StageParameters:
                     param.grad = torch.zeros_like(param, dtype=dtype)
             for root in self._roots:
                 _drive(root, sync=True, by_hand=True)
-            for group in self._groups():
+            for group in self._groups:
                 _private(group, "post_backward")()
         for unit in self._units:
             unit.reshard()
         self._reduced = reduce
 
-    def finish(self) -> None:
+    def finish(self, *, broken: bool = False) -> None:
         """End the step: what follows on the device comes after the reductions, and FSDP2 is as it was before.
 
+        broken: a collective failed; the step is ended as far as that can be done alone, and its gradients are dropped.
         Raises RuntimeError where a gradient was lost.
         """
+        reduced, self._reduced = self._reduced and not broken, False
         for root in self._roots:
-            _drive(root, sync=self._reduced, by_hand=False)
-            if hasattr(root, "finalize_backward"):
-                root.finalize_backward()
+            if not broken:
+                _drive(root, sync=reduced, by_hand=False)
+                by_torch = getattr(root, "finalize_backward", None)
+                (by_torch or _private(_state(root), "_root_post_backward_final_callback"))()
+            elif hasattr(root, "reset_iter_state"):
+                root.reset_iter_state()
+            if hasattr(root, "set_manual_backward_finalization"):
                 root.set_manual_backward_finalization(False)
-            else:
-                _private(_state(root), "_root_post_backward_final_callback")()
             _drive(root, sync=True, by_hand=False)
+        if broken:
+            self._gathering = []
+            for unit in self._units:
+                unit.reshard()
+            self.discard()
+            return
         self._set_idle()
-        reduced, self._reduced = self._reduced, False
         lost = [
             _private(fsdp_param, "_param_fqn")
             for fsdp_param in (self._fsdp_params() if reduced else ())
@@ -157,19 +163,6 @@ class StageParameters:
         ]
         if lost:
             raise RuntimeError(f"FSDP2 reduced no gradient for {lost}, though every trainable parameter had one")
-
-    def abandon(self) -> None:
-        """End a step that failed in a collective, as far as that can be done alone, and drop its gradients."""
-        self._gathering, self._reduced = [], False
-        for root in self._roots:
-            if hasattr(root, "reset_iter_state"):
-                root.reset_iter_state()
-            if hasattr(root, "set_manual_backward_finalization"):
-                root.set_manual_backward_finalization(False)
-            _drive(root, sync=True, by_hand=False)
-        for unit in self._units:
-            unit.reshard()
-        self.discard()
 
     def discard(self) -> None:
         """Drop gradients that wait for a later step to reduce them."""
@@ -187,15 +180,9 @@ class StageParameters:
             state = _state(unit)
             state._training_state = type(_private(state, "_training_state")).IDLE
 
-    def _groups(self) -> Iterator[Any]:
-        """All parameter groups, in the order of a backward."""
-        for unit in reversed(self._units):
-            yield from reversed(_param_groups(unit))
-
     def _fsdp_params(self) -> Iterator[Any]:
         """FSDP2's own records of the parameters."""
-        for group in self._groups():
-            yield from _private(group, "fsdp_params")
+        return chain.from_iterable(_private(group, "fsdp_params") for group in self._groups)
 
     def _unsharded(self) -> Iterator[tuple[Tensor, torch.dtype]]:
         """The gathered parameters and the dtype of their accumulators; none before the first gather."""
@@ -218,10 +205,9 @@ class StageParameters:
 class ParametersStep:
     """The parameters of one rank's stages during one step.
 
-    train: whether there are backwards; reduce: whether the gradients of sharded stages are reduced at the end.
-
-    Its collectives come in the order of the rank's program, which is that of every data-parallel rank. A rank that
-    failed goes on to `complete` what it has not, so that no other one waits for it.
+    train: whether there are backwards; reduce: whether gradients are reduced at the end. Its collectives come in the
+    order of the rank's program, which is that of every data-parallel rank. A rank that failed goes on to `complete`
+    what it has not, so that no other one waits for it.
     """
 
     def __init__(self, stages: Mapping[int, StageParameters], *, train: bool, reduce: bool) -> None:
@@ -263,7 +249,7 @@ class ParametersStep:
         errors = []
         for parameters in self._stages.values():
             try:
-                parameters.abandon() if self._broken else parameters.finish()
+                parameters.finish(broken=self._broken)
             except Exception as error:  # the others are ended all the same
                 errors.append(error)
         if errors and not self._broken:  # what broke a collective is raised already
@@ -282,11 +268,9 @@ def check_stages(
     stages: Sequence[nn.Module], parameters: Sequence[StageParameters], unreduced: Iterable[str] | str
 ) -> tuple[bool, list[str]]:
     """Whether FSDP2 reduces any of a rank's gradients over several ranks, and the first parameters of those stages that
-    it has nothing of; for `check_ranks`.
-
-    unreduced: names in their stage, of parameters or modules, with wildcards, whose gradients are the caller's to
-    reduce. Raises ValueError for a stage that reduces in another way, is sharded together with another one, or in part
-    and does not name the rest.
+    it has nothing of, for `check_ranks`. unreduced: names in their stage, of parameters or modules, with wildcards,
+    whose gradients are the caller's to reduce. Raises ValueError for a stage that reduces in another way, is sharded
+    together with another one, or in part and does not name the rest.
     """
     unreduced = (unreduced,) if isinstance(unreduced, str) else tuple(unreduced)
     patterns = [*unreduced, *(f"{pattern}.*" for pattern in unreduced)]

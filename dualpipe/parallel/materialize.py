@@ -82,13 +82,8 @@ def build_on_meta(fn: Callable[[], T]) -> T:
 
 @torch.no_grad()
 def materialize(
-    module: nn.Module,
-    device: torch.device | str,
-    plan: DTypePlan,
-    *,
-    seed: int | None = None,
-    source: Mapping[str, Sliceable] | None = None,
-    param_device: torch.device | str | None = None,
+    module: nn.Module, device: torch.device | str, plan: DTypePlan, *, seed: int | None = None,
+    source: Mapping[str, Sliceable] | None = None, param_device: torch.device | str | None = None,
 ) -> None:
     """Give `module` values on `device`, in the dtypes `plan.of(name).storage`.
 
@@ -146,11 +141,7 @@ def materialize(
 
 @torch.no_grad()
 def check_materialize(
-    module: nn.Module,
-    device: torch.device | str,
-    plan: DTypePlan,
-    *,
-    seed: int | None = None,
+    module: nn.Module, device: torch.device | str, plan: DTypePlan, *, seed: int | None = None,
     source: Mapping[str, Sliceable] | None = None,
 ) -> dict[str, Tensor]:
     """Raise what `materialize` raises before it changes anything; returns the recomputed buffers, by full name."""
@@ -231,10 +222,7 @@ def _rounds(dtype: torch.dtype, storage: torch.dtype) -> bool:
 
 @torch.no_grad()
 def assert_materialized(
-    module: nn.Module,
-    device: torch.device | str,
-    *,
-    param_device: torch.device | str | None = None,
+    module: nn.Module, device: torch.device | str, *, param_device: torch.device | str | None = None,
     values: bool | Collection[str] = True,
 ) -> None:
     """Raise ValueError naming every parameter and buffer that is on meta, on the wrong device, or uninitialised.

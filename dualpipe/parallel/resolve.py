@@ -20,11 +20,8 @@ _PINS = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict", "keep_fp32")  
 
 
 def resolve_dtypes(
-    model: nn.Module | Sequence[nn.Module],
-    policy: DTypePolicy,
-    source_dtypes: Mapping[str, torch.dtype] | None = None,
-    *,
-    sharded: bool = True,
+    model: nn.Module | Sequence[nn.Module], policy: DTypePolicy,
+    source_dtypes: Mapping[str, torch.dtype] | None = None, *, sharded: bool = True,
 ) -> DTypePlan:
     """Decide storage, compute and save dtype of every parameter and buffer.
 

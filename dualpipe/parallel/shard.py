@@ -35,11 +35,7 @@ _Dtypes = tuple[torch.dtype, torch.dtype | None]  # computed in, and returned wh
 
 
 def shard(
-    module: nn.Module,
-    mesh: DeviceMesh | None,
-    plan: DTypePlan,
-    *,
-    expert_mesh: DeviceMesh | None = None,
+    module: nn.Module, mesh: DeviceMesh | None, plan: DTypePlan, *, expert_mesh: DeviceMesh | None = None,
     output_dtype: torch.dtype | None = None,
 ) -> nn.Module:
     """Shard a module with FSDP2 as the plan says, in place; returns it. Works on the meta device too.
@@ -357,9 +353,7 @@ def _fully_shard(
         first.set_all_reduce_hook(divide)
 
 
-def _accumulate_in(
-    dtype: torch.dtype, called: Iterable[nn.Module], managed: Iterable[nn.Module], *, now: bool
-) -> None:
+def _accumulate_in(dtype: torch.dtype, called: Iterable[nn.Module], managed: list[nn.Module], *, now: bool) -> None:
     """Gradients of the parameters of `managed` modules that a forward sees accumulate in `dtype`; gathered parameters
     exist from then on only, so hooks on the `called` modules see to it."""
     places = [(module, name) for module in managed for name, _ in module.named_parameters(recurse=False)]
