@@ -38,9 +38,8 @@ def assert_contract(
     has storage dtypes or the float32 masters of trained parameters, or an export as safetensors or the dtypes by name,
     which have the save dtypes.
 
-    Raises:
-        ContractError: something differs, or no parameter was seen in a forward.
-        ValueError: the plan lacks a tensor of the module, or `checkpoint` cannot be read.
+    Raises ContractError where something differs, or no parameter was seen in a forward; ValueError where the plan lacks
+    a tensor of the module, or `checkpoint` cannot be read.
     """
     modules = (module,) if isinstance(module, nn.Module) else tuple(module)
     wrong = [] if run is None else _watch(modules, plan, run)
@@ -62,12 +61,10 @@ def assert_contract(
 
 
 def checkpoint_dtypes(path: str | PathLike[str]) -> dict[str, torch.dtype]:
-    """The dtype of every tensor in a safetensors file, a folder of them, or a distributed checkpoint, without loading.
+    """The dtype of every tensor in a safetensors file, a folder of them, or a distributed checkpoint, without loading;
+    ValueError where there is none of these at `path`, or a tensor has a dtype that torch lacks.
 
     What `torch.distributed.checkpoint` wrote by itself is described by a pickle: of that read only what you trust.
-
-    Raises:
-        ValueError: there is none of these at `path`, or a tensor has a dtype that torch lacks.
     """
     path = Path(path)
     files = [path] if path.suffix == ".safetensors" and path.is_file() else sorted(path.glob("*.safetensors"))

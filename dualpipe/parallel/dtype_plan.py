@@ -34,7 +34,6 @@ class Rule:
 
     The pattern is matched segment by segment: `*` alone stands for one or more whole segments, `?_norm` for part of
     one. It names tensors, or a module and so every tensor inside. `gate` never matches `gate_up_proj`.
-
     What a module of another dtype than its surroundings returns stays in that dtype, unless `output_dtype` names
     another: `Rule("*.q_norm", torch.float32, output_dtype=torch.bfloat16)` suits a caller that mixes it with others.
     """

@@ -5,11 +5,9 @@
     cast      what goes into a module that owns parameters has their compute dtype, where its host mixes dtypes
 
 FSDP2 gathers a unit in one dtype and reduces it in one; its assertion about that comes in the first forward, and says
-nothing of frozen parameters. So parameters are grouped here, before anything is sharded.
-
-The casts are forward hooks of ours and not those of `MixedPrecisionPolicy`: modules that are not units need them as
-well, so do modules that are not sharded at all, and until torch 2.11 a unit of several modules casts the inputs of its
-first one only.
+nothing of frozen parameters. So parameters are grouped here, before anything is sharded. The casts are forward hooks of
+ours and not those of `MixedPrecisionPolicy`: modules that are no units, or not sharded, need them as well, and until
+torch 2.11 a unit of several modules casts the inputs of its first one only.
 """
 
 from __future__ import annotations
@@ -43,16 +41,14 @@ def shard(
     `mesh` is what dense parameters are sharded over: the last dimension; over the others they are replicated, and their
     gradients reduced (HSDP). Parameters that are `DTensor`s already are experts, sharded over expert-parallel ranks;
     they are sharded further over `expert_mesh`, the data-parallel ranks that hold the same ones. Gradients of both are
-    the mean over all ranks of `mesh`. Each layer is gathered in as many units as it has dtypes. Inside a layer,
-    what a float32 unit returns stays float32 (a rule may say otherwise) and is cast where it enters a module of another
-    dtype; the layer returns the policy's `param_dtype`, and `module` its `output_dtype` or, with a warning, the one
-    given here.
+    the mean over all ranks of `mesh`. With no `mesh` nothing is sharded, and the plan holds all the same.
 
-    With no `mesh` nothing is sharded, and the plan holds all the same: dtypes, casts, gradients in the reduce dtype.
+    Each layer is gathered in as many units as it has dtypes. Inside a layer, what a float32 unit returns stays float32
+    (a rule may say otherwise) and is cast where it enters a module of another dtype; the layer returns the policy's
+    `param_dtype`, and `module` its `output_dtype` or, with a warning, the one given here.
 
-    Raises:
-        ValueError: `Cut` does; the module is sharded already; meshes do not fit the experts; or, with no mesh, a
-            parameter would have to compute in another dtype than it is stored in.
+    Raises ValueError where `Cut` does, the module is sharded already, meshes do not fit the experts, or, with no mesh,
+    a parameter would have to compute in another dtype than it is stored in.
     """
     if isinstance(module, FSDPModule):
         raise ValueError("the module is sharded already; shard it once, from the outermost module")
@@ -135,9 +131,8 @@ class Cut:
     innermost first, the order in which they are to be sharded. casts: by module, what its floating-point inputs and
     outputs are cast to; None leaves them. output_dtype: what the module returns, by default the policy's.
 
-    Raises:
-        ValueError: the plan lacks a tensor of the module, or dtypes meet where FSDP2 cannot keep them apart: in the
-            parameters that one module owns directly, in a container without a forward, in tied parameters.
+    Raises ValueError where the plan lacks a tensor, or dtypes meet where FSDP2 cannot keep them apart: in parameters
+    that one module owns directly, in a container without a forward, in tied parameters.
     """
 
     def __init__(self, root: nn.Module, plan: DTypePlan, *, output_dtype: torch.dtype | None = None) -> None:
