@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 import torch.distributed as dist
@@ -83,7 +83,7 @@ class PendingRows:
     def send(
         self, rows: Tensor | None, row_bytes: int, sent: Sequence[int], received: Sequence[int],
         dtype: torch.dtype | None, room: int | None = None,
-    ) -> None:
+    ) -> Self:
         """Start to send `rows`, zeros where there are none, and to receive into the first of `room` rows: `sent` and
         `received` for and from each rank, of `dtype`, None where what is received is for nobody here."""
         assert rows is None or (rows.shape[0], row_bytes_of(rows)) == (sum(sent), row_bytes), "not the rows announced"
@@ -99,6 +99,7 @@ class PendingRows:
                 self._works.append((work, rows))
         self._received.append((buffer, dtype))
         stream.sent_bytes += row_bytes * (sum(sent) - sent[stream.all_to_all.rank])
+        return self
 
     def receive(self) -> list[Any]:
         """What was received, (rows, ...) or None: the current stream waits for it, on CPU the host."""

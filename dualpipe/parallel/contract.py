@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from os import PathLike
@@ -18,8 +18,8 @@ from torch.distributed.fsdp import FSDPModule
 from dualpipe.dtypes import dtype_of_code, short_name
 from dualpipe.parallel.dtype_plan import DTypePlan, saved, slots
 
-METADATA = ".metadata"  # of torch.distributed.checkpoint
-TENSORS = "tensors.json"  # of a checkpoint of a run, whose tensors are in safetensors files
+_METADATA = ".metadata"  # of torch.distributed.checkpoint
+_DISTRIBUTED = (_METADATA, "tensors.json")  # this one of a run, whose tensors are in safetensors files
 
 
 class ContractError(AssertionError):
@@ -42,21 +42,41 @@ def assert_contract(
     a tensor of the module, or `checkpoint` cannot be read.
     """
     modules = (module,) if isinstance(module, nn.Module) else tuple(module)
-    wrong = [] if run is None else _watch(modules, plan, run)
+    on_disk: Any = checkpoint
+    distributed = False
+    if isinstance(checkpoint, str | PathLike):
+        on_disk = checkpoint_dtypes(checkpoint)
+        distributed = any((Path(checkpoint) / name).is_file() for name in _DISTRIBUTED)
+    wrong: dict[str, None] = {}  # each once
+
+    def check(name: str, what: str, actual: torch.dtype | None, expected: torch.dtype) -> None:
+        if actual is not expected:
+            found = short_name(actual) if actual else "any dtype"
+            wrong[f"{name}: {what} {found}, planned {short_name(expected)}"] = None
+
+    if run is not None and not _watch(modules, plan, run, check):
+        wrong["no module with parameters ran its forward: `run` must call the module, not only its methods"] = None
     for each in modules:
-        sharded = isinstance(each, FSDPModule)
         for inner in each.modules():
             if isinstance(inner, FSDPModule):
                 inner.reshard()  # a root stays gathered after a forward
         for slot in slots(each):
-            wrong += _differs(slot.name, "is stored in", slot.tensor.dtype, plan.of(slot.name).storage)
+            check(slot.name, "is stored in", slot.tensor.dtype, plan.of(slot.name).storage)
         for name, param in each.named_parameters():
             if param.grad is not None:  # FSDP2 hands on a reduced one in the storage dtype; a plain one accumulates
-                expected = plan.of(name).storage if sharded else plan.reduce_dtype(name)
-                wrong += _differs(name, "has a gradient in", param.grad.dtype, expected)
-        if checkpoint is not None:
-            wrong += _on_disk(each, plan, checkpoint)
-    if wrong := list(dict.fromkeys(wrong)):
+                sharded = isinstance(each, FSDPModule)
+                check(name, "has a gradient in", param.grad.dtype,
+                      plan.of(name).storage if sharded else plan.reduce_dtype(name))
+        for places in saved(each) if on_disk is not None else ():
+            first, present = places[0], [slot.name for slot in places if slot.name in on_disk]
+            expected = plan.of(first.name).storage if distributed else plan.of(first.name).save
+            is_trained = distributed and first.tensor.requires_grad
+            master = torch.promote_types(expected, torch.float32) if is_trained else expected
+            for name in present:
+                check(name, "is on disk in", expected if on_disk[name] is master else on_disk[name], expected)
+            if not present:
+                wrong[f"{first.name}: is not in the checkpoint"] = None
+    if wrong:
         raise ContractError("the dtype contract does not hold:\n" + "\n".join(f"  {line}" for line in wrong))
 
 
@@ -68,7 +88,7 @@ def checkpoint_dtypes(path: str | PathLike[str]) -> dict[str, torch.dtype]:
     """
     path = Path(path)
     files = [path] if path.suffix == ".safetensors" and path.is_file() else sorted(path.glob("*.safetensors"))
-    if not files and (path / METADATA).is_file():
+    if not files and (path / _METADATA).is_file():
         entries = FileSystemReader(path).read_metadata().state_dict_metadata
         return {name: entry.properties.dtype for name, entry in entries.items() if hasattr(entry, "properties")}
     if not files:
@@ -81,45 +101,23 @@ def checkpoint_dtypes(path: str | PathLike[str]) -> dict[str, torch.dtype]:
     return dtypes
 
 
-def _differs(name: str, what: str, actual: torch.dtype | None, expected: torch.dtype) -> list[str]:
-    if actual is expected:
-        return []
-    return [f"{name}: {what} {short_name(actual) if actual else 'any dtype'}, planned {short_name(expected)}"]
-
-
-def _watch(modules: Sequence[nn.Module], plan: DTypePlan, run: Callable[[], object]) -> list[str]:
-    wrong: list[str] = []
-    seen: set[str] = set()
+def _watch(
+    modules: Sequence[nn.Module], plan: DTypePlan, run: Callable[[], object], check: Callable[..., None]
+) -> bool:
+    """Whether a module with parameters ran its forward in `run`."""
+    seen: list[str] = []
 
     def look(prefix: str, module: nn.Module, args: Any) -> None:
         for key, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
             name = f"{prefix}.{key}".lstrip(".")
-            wrong.extend(_differs(name, "computes in", tensor.dtype, plan.of(name).compute))
+            check(name, "computes in", tensor.dtype, plan.of(name).compute)
             if isinstance(tensor, nn.Parameter):
-                seen.add(name)
+                seen.append(name)
                 if tensor.requires_grad:
-                    wrong.extend(_differs(name, "accumulates in", tensor.grad_dtype, plan.reduce_dtype(name)))
+                    check(name, "accumulates in", tensor.grad_dtype, plan.reduce_dtype(name))
 
     with ExitStack() as hooks:
         for prefix, inner in (pair for module in modules for pair in module.named_modules()):
             hooks.callback(inner.register_forward_pre_hook(partial(look, prefix)).remove)
         run()
-    if not seen:
-        wrong.append("no module with parameters ran its forward: `run` must call the module, not only its methods")
-    return wrong
-
-
-def _on_disk(module: nn.Module, plan: DTypePlan, checkpoint: Any) -> Iterator[str]:
-    given = isinstance(checkpoint, Mapping)
-    distributed = not given and any((Path(checkpoint) / name).is_file() for name in (METADATA, TENSORS))
-    found = checkpoint if given else checkpoint_dtypes(checkpoint)
-    for first, *others in saved(module):
-        expected = plan.of(first.name).storage if distributed else plan.of(first.name).save
-        is_trained = distributed and first.tensor.requires_grad
-        master = torch.promote_types(expected, torch.float32) if is_trained else expected
-        present = [slot.name for slot in (first, *others) if slot.name in found]
-        for name in present:
-            if found[name] is not master:
-                yield from _differs(name, "is on disk in", found[name], expected)
-        if not present:
-            yield f"{first.name}: is not in the checkpoint"
+    return bool(seen)

@@ -241,11 +241,10 @@ class _Dispatch:
 
     def again(self, context: _Dispatched, inputs: tuple[Tensor, Tensor, Plan] | None) -> Pending:
         """The rows alone: how many, their weights and their choices are known from the first time."""
-        sizes = context.sizes
-        pending = PendingRows(self._stream, besides=(context.weights, context.received))
+        sizes, _, (dtype, _), *besides = context
         rows = None if inputs is None else inputs[0][: sum(sizes.sent)]
-        pending.send(rows, sizes.row, sizes.sent, sizes.received, context.dtypes[0])
-        return pending
+        pending = PendingRows(self._stream, besides=tuple(besides))
+        return pending.send(rows, sizes.row, sizes.sent, sizes.received, dtype)
 
 
 class _PendingDispatch(PendingRows):
@@ -336,12 +335,9 @@ class _Combine:
             raise ValueError(f"combine takes one row of {sizes.row} bytes for each of {sum(sizes.received)} received "
                              f"ones; got {tuple(rows.shape)} in {rows.dtype}: keep shape and dtype")
         dtype = None if rows is None else rows.dtype
-        pending = PendingRows(self._stream, context=(sizes, dtype))
-        pending.send(rows, sizes.row, sizes.received, sizes.sent, dtype)
-        return pending
+        return PendingRows(self._stream, context=(sizes, dtype)).send(
+            rows, sizes.row, sizes.received, sizes.sent, dtype)
 
     def backward(self, context: tuple[Sizes, torch.dtype | None], gradients: tuple[Tensor | None] | None) -> Pending:
         (sizes, dtype), (d_rows,) = context, gradients or (None,)
-        pending = PendingRows(self._stream, besides=(None,))
-        pending.send(d_rows, sizes.row, sizes.sent, sizes.received, dtype)
-        return pending
+        return PendingRows(self._stream, besides=(None,)).send(d_rows, sizes.row, sizes.sent, sizes.received, dtype)

@@ -40,12 +40,13 @@ class StageParameters:
     """Drives the FSDP2 units of a stage, if there are any, through a step; ValueError for what cannot be in one."""
 
     def __init__(self, stage: nn.Module) -> None:
-        sharded = [module for module in stage.modules() if isinstance(module, FSDPModule)]
+        sharded: list[Any] = [module for module in stage.modules() if isinstance(module, FSDPModule)]
         # The modules that `fully_shard` was called on, outermost first; of those sharded together the first.
         self._units = list({id(_state(unit)): unit for unit in reversed(sharded)}.values())[::-1]
         self._groups = [group for unit in reversed(self._units) for group in reversed(_param_groups(unit))]  # backward
         self._stage, self._reduced = stage, False
-        self._roots: list[Any] = _roots(stage)
+        inside = {inner for outer in sharded for inner in outer.modules() if inner is not outer}
+        self._roots: list[Any] = [module for module in sharded if module not in inside]
         self._gathering: list[Any] = []  # handles of gathers that are not waited for
         self._several_groups = all(hasattr(_state(unit), "_fsdp_param_groups") for unit in self._units)
         for root in self._roots:
@@ -171,8 +172,6 @@ class StageParameters:
         for fsdp_param in self._fsdp_params():
             if hasattr(fsdp_param, "accumulate_unsharded_grad_if_needed"):  # before torch 2.15, it has another place
                 fsdp_param.unsharded_accumulated_grad = None
-
-    # -- FSDP2
 
     def _set_idle(self) -> None:
         """A unit that is left in its backward takes the next forward for a recomputation."""
@@ -324,13 +323,6 @@ def process_groups(stages: Iterable[nn.Module], others: Iterable[ProcessGroup] =
         groups.setdefault(tuple(dist.get_process_group_ranks(group)), group)
     ranks = [set(r) for r in groups]
     return [group for r, group in groups.items() if len(r) > 1 and not any(set(r) < other for other in ranks)]
-
-
-def _roots(stage: nn.Module) -> list[FSDPModule]:
-    """The units that are in no other one."""
-    if isinstance(stage, FSDPModule):
-        return [stage]
-    return list(dict.fromkeys(root for child in stage.children() for root in _roots(child)))
 
 
 def _state(unit: FSDPModule) -> Any:
