@@ -106,9 +106,9 @@ class _Part:
 
     module: nn.Module
     name: str
-    own: Key | None  # of the parameters that it owns directly
-    casts: list[_Dtypes]  # of these and of frozen scalars
     is_host: bool
+    own: Key | None = None  # of the parameters that it owns directly
+    casts: dict[_Dtypes, None] = field(default_factory=dict)  # of these and of frozen scalars, in order
     children: list[_Part] = field(default_factory=list)
     keys: set[Key] = field(default_factory=set)  # of all parameters inside
     dtypes: set[_Dtypes] = field(default_factory=set)  # of all floating-point tensors inside
@@ -151,15 +151,7 @@ class Cut:
 
     def _look(self, module: nn.Module, name: str, *, is_host: bool = False, in_layer: bool = False) -> _Part:
         """Note a module and what is inside, by the first place that it has; a layer has no layers of its own."""
-        own, casts = self._own(module, name)
-        part = self._parts[module] = _Part(module, name, own, casts, is_host)
-        if own:
-            part.keys.add(own)
-            if own.compute is self._plan.policy.param_dtype and not own.expert:
-                part.sizes[own] = sum(param.numel() for param in module.parameters(recurse=False))
-        buffers = (key for key, buffer in module.named_buffers(recurse=False) if buffer.is_floating_point())
-        planned = (self._plan.of(_full(name, key)) for key in buffers)
-        part.dtypes.update(casts, ((dtypes.compute, dtypes.output) for dtypes in planned))
+        part = self._parts[module] = self._part(module, name, is_host)
         for key, child in module.named_children():
             if child not in self._parts:
                 is_layer = isinstance(module, nn.ModuleList | nn.ModuleDict) and not in_layer
@@ -167,7 +159,8 @@ class Cut:
                 is_tower = has_more and not _is_trained(child) and _is_trained(module)
                 sharded = any(param.dim() for param in child.parameters())
                 is_host = (is_layer or is_tower) and sharded and _has_forward(child)
-                self._look(child, _full(name, key), is_host=is_host, in_layer=in_layer or (is_host and is_layer))
+                in_host = in_layer or (is_host and is_layer)
+                self._look(child, f"{name}.{key}".lstrip("."), is_host=is_host, in_layer=in_host)
             inner = self._parts[child]
             part.children.append(inner)
             part.keys |= inner.keys
@@ -177,25 +170,31 @@ class Cut:
                 part.sizes.update(inner.sizes)
         return part
 
-    def _own(self, module: nn.Module, name: str) -> tuple[Key | None, list[_Dtypes]]:
-        """The key of the parameters that a module owns directly, and what they are computed and returned in."""
-        keys: dict[Key, str] = {}
-        casts: dict[_Dtypes, None] = {}
-        for full, param in ((_full(name, key), param) for key, param in module.named_parameters(recurse=False)):
+    def _part(self, module: nn.Module, name: str, is_host: bool) -> _Part:
+        """A module with what it owns directly."""
+        part = _Part(module, name, is_host)
+        owned: dict[Key, str] = {}
+        for key, tensor in chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False)):
+            full, is_param = f"{name}.{key}".lstrip("."), isinstance(tensor, nn.Parameter)
             dtypes = self._plan.of(full)
-            if param.is_floating_point():
-                casts[dtypes.compute, dtypes.output] = None
-            if param.dim() > 0:
-                key = Key(dtypes.storage, dtypes.compute, self._plan.reduce_dtype(full), isinstance(param, DTensor))
-                keys.setdefault(key, full)
-            elif param.requires_grad:
+            if tensor.is_floating_point():
+                part.dtypes.add((dtypes.compute, dtypes.output))
+                part.casts.update({(dtypes.compute, dtypes.output): None} if is_param else {})
+            if is_param and tensor.dim() > 0:
+                reduce = self._plan.reduce_dtype(full)
+                part.own = Key(dtypes.storage, dtypes.compute, reduce, isinstance(tensor, DTensor))
+                owned.setdefault(part.own, full)
+            elif is_param and tensor.requires_grad:
                 raise ValueError(f"{full} is a scalar, which FSDP2 cannot shard: give it the shape (1,)")
-        if len(keys) > 1:
-            found = ", ".join(f"{full} ({key})" for key, full in keys.items())
+        if len(owned) > 1:
+            found = ", ".join(f"{full} ({key})" for key, full in owned.items())
             raise ValueError(f"{name or 'the module'} ({type(module).__name__}) directly owns parameters that FSDP2 "
                              f"cannot keep apart: {found}; give them the same dtypes with a rule or pin, or move some "
                              "to a submodule")
-        return next(iter(keys), None), list(casts)
+        part.keys.update(owned)
+        if part.own and part.own.compute is self._plan.policy.param_dtype and not part.own.expert:
+            part.sizes[part.own] = sum(param.numel() for param in module.parameters(recurse=False))
+        return part
 
     def _find_casts(self, host: _Part, output: torch.dtype | None) -> None:
         """The casts of a host, which returns `output`; where it mixes dtypes, those around the largest modules in it of
@@ -212,7 +211,7 @@ class Cut:
             if len({output for _, output in part.casts}) > 1:
                 raise ValueError(f"rules disagree on what {part.name} returns: {set(part.casts)}")
             if part.casts and _has_forward(part.module):
-                self.casts[part.module] = part.casts[0]
+                self.casts[part.module] = next(iter(part.casts))
             inside += part.children[::-1]
 
     def _find_units(self, host: _Part, main: Key | None) -> None:
@@ -262,10 +261,6 @@ class Cut:
                 taken.update(tied)
         rest = [(tuple(m for m in modules if m not in taken), key) for modules, key in self.units]
         self.units = [*joined.items(), *(unit for unit in rest if unit[0])]
-
-
-def _full(path: str, name: str) -> str:
-    return f"{path}.{name}".lstrip(".")
 
 
 def _has_forward(module: nn.Module) -> bool:
