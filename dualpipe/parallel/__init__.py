@@ -3,8 +3,15 @@
 `shard` and `materialize` are the functions, which the modules of these names would hide if they were loaded later.
 """
 
-from dualpipe.parallel.contract import ContractError, assert_contract, checkpoint_dtypes
-from dualpipe.parallel.dtype_plan import DTypePlan, DTypePolicy, Rule, TensorDTypes
+from dualpipe.parallel.dtype_plan import (
+    ContractError,
+    DTypePlan,
+    DTypePolicy,
+    Rule,
+    TensorDTypes,
+    assert_contract,
+    checkpoint_dtypes,
+)
 from dualpipe.parallel.materialize import assert_materialized, build_on_meta, materialize
 from dualpipe.parallel.resolve import resolve_dtypes
 from dualpipe.parallel.shard import boundary_dtype, shard

@@ -210,18 +210,9 @@ class AllToAllDispatcher(Dispatcher):
         return combine_tokens(rows, None, plan.tokens.cut(rows.shape[0]), top_k=plan.copies)
 
 
-class _Dispatched(NamedTuple):
-    """What dispatch's backward needs."""
-
-    sizes: Sizes
-    places: int = 0  # rows that `plan` returned: T * D
-    dtypes: tuple[torch.dtype | None, torch.dtype | None] = (None, None)  # of rows and weights
-    weights: Tensor | None = None  # (R, K), these two for a second time
-    received: Received | None = None
-
-
 class _Dispatch:
-    """Communication of rows and weights to their experts."""
+    """Communication of rows and weights to their experts. Context: sizes, T * D, dtypes of rows and weights, and what
+    `again` returns besides the rows."""
 
     def __init__(self, stream: CommStream, num_experts: int, under_way: deque[_PendingDispatch]) -> None:
         self._stream, self._num_experts, self._under_way, self.group = stream, num_experts, under_way, stream.group
@@ -231,20 +222,19 @@ class _Dispatch:
         self._under_way.append(pending)
         return pending
 
-    def backward(self, context: _Dispatched, gradients: tuple[Tensor | None, ...] | None) -> Pending:
-        sizes, places, dtypes, *_ = context
+    def backward(self, context: tuple[Any, ...], gradients: tuple[Tensor | None, ...] | None) -> Pending:
+        sizes, places, dtypes, _ = context
         pending = PendingRows(self._stream, besides=(None,))
         # The gradients have the shapes of what `plan` returned; rows past those that were sent are unassigned.
         for gradient, row_bytes, dtype in zip(gradients or (None, None), (sizes.row, sizes.weights), dtypes):
             pending.send(gradient, row_bytes, sizes.received, sizes.sent, dtype, places)
         return pending
 
-    def again(self, context: _Dispatched, inputs: tuple[Tensor, Tensor, Plan] | None) -> Pending:
+    def again(self, context: tuple[Any, ...], inputs: tuple[Tensor, Tensor, Plan] | None) -> Pending:
         """The rows alone: how many, their weights and their choices are known from the first time."""
-        sizes, _, (dtype, _), *besides = context
+        sizes, _, (dtype, _), besides = context
         rows = None if inputs is None else inputs[0][: sum(sizes.sent)]
-        pending = PendingRows(self._stream, besides=tuple(besides))
-        return pending.send(rows, sizes.row, sizes.sent, sizes.received, dtype)
+        return PendingRows(self._stream, besides=besides).send(rows, sizes.row, sizes.sent, sizes.received, dtype)
 
 
 class _PendingDispatch(PendingRows):
@@ -305,16 +295,15 @@ class _PendingDispatch(PendingRows):
         sizes = self.sizes
         assert sizes is not None
         if self._inputs is None:
-            return (None, None, None), _Dispatched(sizes)
+            return (None, None, None), (sizes, 0, (None, None), (None, None))
         (rows, weights, _), self._inputs = self._inputs, None  # what was sent may be freed
         weights_RK, ids_RK = (  # copied: a part of one row has a stride that a wider dtype cannot have
             part.clone(memory_format=torch.contiguous_format)
             for part in packed.split((sizes.weights, sizes.ids), 1)
         )
         received = Received(ids_RK.view(torch.int32), self._num_experts, self._pairs, sizes)
-        weights_RK = weights_RK.view(weights.dtype)
-        context = _Dispatched(sizes, rows.shape[0], (rows.dtype, weights.dtype), weights_RK, received)
-        return (rows_RH.view(rows.dtype), weights_RK, received), context
+        besides = weights_RK.view(weights.dtype), received
+        return (rows_RH.view(rows.dtype), *besides), (sizes, len(rows), (rows.dtype, weights.dtype), besides)
 
 
 class _Combine:

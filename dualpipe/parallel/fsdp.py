@@ -43,12 +43,16 @@ class StageParameters:
         sharded: list[Any] = [module for module in stage.modules() if isinstance(module, FSDPModule)]
         # The modules that `fully_shard` was called on, outermost first; of those sharded together the first.
         self._units = list({id(_state(unit)): unit for unit in reversed(sharded)}.values())[::-1]
-        self._groups = [group for unit in reversed(self._units) for group in reversed(_param_groups(unit))]  # backward
-        self._stage, self._reduced = stage, False
         inside = {inner for outer in sharded for inner in outer.modules() if inner is not outer}
         self._roots: list[Any] = [module for module in sharded if module not in inside]
+        states = [_state(unit) for unit in reversed(self._units)]
+        self._several_groups = all(hasattr(state, "_fsdp_param_groups") for state in states)
+        self._groups: list[Any] = []  # of parameters, in the order of a backward
+        for state in states:
+            groups = state._fsdp_param_groups if self._several_groups else [_private(state, "_fsdp_param_group")]
+            self._groups += [group for group in reversed(groups) if group is not None]
+        self._stage, self._reduced = stage, False
         self._gathering: list[Any] = []  # handles of gathers that are not waited for
-        self._several_groups = all(hasattr(_state(unit), "_fsdp_param_groups") for unit in self._units)
         for root in self._roots:
             if any(kind.__name__ == "ReplicateModule" for kind in type(root).__mro__):  # which is private
                 raise ValueError("a module was given to torch's replicate, which a pipeline cannot drive; use "
@@ -327,15 +331,6 @@ def process_groups(stages: Iterable[nn.Module], others: Iterable[ProcessGroup] =
 
 def _state(unit: FSDPModule) -> Any:
     return _private(unit, "_get_fsdp_state")()
-
-
-def _param_groups(unit: FSDPModule) -> list[Any]:
-    """Several where torch can have several; before that, one or none."""
-    state = _state(unit)
-    if hasattr(state, "_fsdp_param_groups"):
-        return state._fsdp_param_groups
-    group = _private(state, "_fsdp_param_group")
-    return [] if group is None else [group]
 
 
 def _drive(root: FSDPModule, *, sync: bool, by_hand: bool) -> None:
