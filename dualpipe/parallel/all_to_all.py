@@ -84,8 +84,8 @@ class PendingRows:
         self, rows: Tensor | None, row_bytes: int, sent: Sequence[int], received: Sequence[int],
         dtype: torch.dtype | None, room: int | None = None,
     ) -> Self:
-        """Start to send `rows`, zeros where there are none, and to receive into the first of `room` rows: `sent` and
-        `received` for and from each rank, of `dtype`, None where what is received is for nobody here."""
+        """Start to send `rows` (None: zeros) of `row_bytes`, `sent` of them to each rank, and to receive `received`
+        from each into the first of `room`, as `dtype` (None: for nobody here)."""
         assert rows is None or (rows.shape[0], row_bytes_of(rows)) == (sum(sent), row_bytes), "not the rows announced"
         stream, total = self._stream, sum(received)
         with stream.beside(self._made, rows):

@@ -125,10 +125,7 @@ class StageParameters:
         """
         self.wait()
         if reduce:
-            self._fold()
-            for param, dtype in self._unsharded():
-                if param.requires_grad and param.grad is None:
-                    param.grad = torch.zeros_like(param, dtype=dtype)
+            self._fold(zeros=True)
             for root in self._roots:
                 _drive(root, sync=True, by_hand=True)
             for group in self._groups:
@@ -194,7 +191,7 @@ class StageParameters:
                 own = getattr(fsdp_param, "unsharded_grad_dtype", None)  # torch 2.15 decides
                 yield param, own or _private(fsdp_param, "mp_policy").reduce_dtype or param.dtype
 
-    def _fold(self) -> None:
+    def _fold(self, *, zeros: bool = False) -> None:
         """Have all gradients in `reduce_dtype`, as a reduce-scatter takes one dtype: also those of backwards outside of
         steps, and of code that assigned one in the parameter's dtype. FSDP2 adds what it has put elsewhere itself."""
         for param, dtype in self._unsharded():
@@ -203,6 +200,8 @@ class StageParameters:
                 param.grad_dtype = dtype
                 if grad is not None:
                     param.grad = grad.to(dtype)
+            if zeros and param.requires_grad and param.grad is None:
+                param.grad = torch.zeros_like(param, dtype=dtype)
 
 
 class ParametersStep:

@@ -179,7 +179,8 @@ class Cut:
             dtypes = self._plan.of(full)
             if tensor.is_floating_point():
                 part.dtypes.add((dtypes.compute, dtypes.output))
-                part.casts.update({(dtypes.compute, dtypes.output): None} if is_param else {})
+                if is_param:
+                    part.casts[dtypes.compute, dtypes.output] = None
             if is_param and tensor.dim() > 0:
                 reduce = self._plan.reduce_dtype(full)
                 part.own = Key(dtypes.storage, dtypes.compute, reduce, isinstance(tensor, DTensor))
