@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_map_only
 
 from dualpipe.dtypes import short_name
-from dualpipe.parallel.dtype_plan import DTypePlan, DTypePolicy, slots
+from dualpipe.parallel.dtype_plan import DTypePlan, slots
 
 _Dtypes = tuple[torch.dtype, torch.dtype | None]  # computed in, and returned where that is another
 
@@ -52,7 +52,13 @@ def shard(
     """
     if isinstance(module, FSDPModule):
         raise ValueError("the module is sharded already; shard it once, from the outermost module")
-    boundary = boundary_dtype(plan.policy, output_dtype)
+    planned = plan.policy.output_dtype
+    boundary = output_dtype or planned  # what crosses pipeline ranks
+    if not boundary.is_floating_point:
+        raise ValueError(f"output_dtype must be a floating-point dtype; got {boundary}")
+    if boundary is not planned:
+        warnings.warn(f"the module returns {short_name(boundary)}, not the policy's output_dtype {short_name(planned)}",
+                      stacklevel=2)
     cut = Cut(module, plan, output_dtype=boundary)
     _store(module, mesh, plan, expert_mesh)
     if mesh is not None and mesh.ndim > 2:  # FSDP2 takes (shard,) or (replicate, shard)
@@ -71,20 +77,6 @@ def shard(
     for inner, (inputs, outputs) in cut.casts.items():
         _cast(inner, inputs, outputs)
     return module
-
-
-def boundary_dtype(policy: DTypePolicy, explicit: torch.dtype | None = None) -> torch.dtype:
-    """What crosses pipeline ranks: the policy's output dtype. An explicit other one is honoured, with a warning."""
-    if explicit is None or explicit is policy.output_dtype:
-        return policy.output_dtype
-    if not explicit.is_floating_point:
-        raise ValueError(f"output_dtype must be a floating-point dtype; got {explicit}")
-    warnings.warn(f"the module returns {short_name(explicit)}, not the policy's output_dtype "
-                  f"{short_name(policy.output_dtype)}", stacklevel=3)
-    return explicit
-
-
-# -- how a module is cut
 
 
 class Key(NamedTuple):
