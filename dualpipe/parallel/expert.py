@@ -57,8 +57,7 @@ class ExpertParallel:
 
     @property
     def sent_bytes(self) -> int:
-        """What this rank has sent to others: rows, weights, choices and gradients, but not their numbers (40 bytes to
-        each rank in a forward)."""
+        """What this rank has sent to others, but for the numbers of rows (40 bytes to each rank in a forward)."""
         return 0 if self._stream is None else self._stream.sent_bytes
 
     def dispatcher(self) -> Dispatcher:

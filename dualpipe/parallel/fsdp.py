@@ -16,9 +16,10 @@ calls are used where the installed torch has them: `reset_iter_state` from 2.13,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from fnmatch import fnmatchcase
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -46,10 +47,10 @@ class StageParameters:
         inside = {inner for outer in sharded for inner in outer.modules() if inner is not outer}
         self._roots: list[Any] = [module for module in sharded if module not in inside]
         states = [_state(unit) for unit in reversed(self._units)]
-        self._several_groups = all(hasattr(state, "_fsdp_param_groups") for state in states)
+        self.several_groups = all(hasattr(state, "_fsdp_param_groups") for state in states)
         self._groups: list[Any] = []  # of parameters, in the order of a backward
         for state in states:
-            groups = state._fsdp_param_groups if self._several_groups else [_private(state, "_fsdp_param_group")]
+            groups = state._fsdp_param_groups if self.several_groups else [_private(state, "_fsdp_param_group")]
             self._groups += [group for group in reversed(groups) if group is not None]
         self._stage, self._reduced = stage, False
         self._gathering: list[Any] = []  # handles of gathers that are not waited for
@@ -111,10 +112,11 @@ class StageParameters:
                     if param.requires_grad and param.grad is None and dtype not in (None, param.dtype):
                         param.grad = torch.zeros_like(param, dtype=dtype)
 
-    def before_forward(self) -> None:
-        """Until torch 2.12, FSDP2 takes a forward after a backward for a recomputation, and does not cast for it."""
-        if not self._several_groups:
-            self._set_idle()
+    def set_idle(self) -> None:
+        """Have no unit left in its backward: it would take the next forward for a recomputation."""
+        for unit in self._units:
+            state = _state(unit)
+            state._training_state = type(_private(state, "_training_state")).IDLE
 
     def complete(self, *, reduce: bool) -> None:
         """Free the gathered parameters; before that, with `reduce`, start the reductions, of all gradients in
@@ -157,7 +159,7 @@ class StageParameters:
                 unit.reshard()
             self.discard()
             return
-        self._set_idle()
+        self.set_idle()
         lost = [
             _private(fsdp_param, "_param_fqn")
             for fsdp_param in (self._fsdp_params() if reduced else ())
@@ -173,12 +175,6 @@ class StageParameters:
         for fsdp_param in self._fsdp_params():
             if hasattr(fsdp_param, "accumulate_unsharded_grad_if_needed"):  # before torch 2.15, it has another place
                 fsdp_param.unsharded_accumulated_grad = None
-
-    def _set_idle(self) -> None:
-        """A unit that is left in its backward takes the next forward for a recomputation."""
-        for unit in self._units:
-            state = _state(unit)
-            state._training_state = type(_private(state, "_training_state")).IDLE
 
     def _fsdp_params(self) -> Iterator[Any]:
         """FSDP2's own records of the parameters."""
@@ -219,26 +215,25 @@ class ParametersStep:
 
     def gather(self) -> None:
         """Start to gather all stages."""
-        with self._collective():
-            for parameters in self._stages.values():
-                parameters.gather()
+        for parameters in self._stages.values():
+            self._meet(parameters.gather)
 
     def wait(self, stage: int) -> None:
         """Wait for the parameters of a stage that is about to run a forward."""
+        parameters = self._stages[stage]
         if stage in self._waiting:
             self._waiting.remove(stage)
-            with self._collective():
-                self._stages[stage].wait()
+            self._meet(parameters.wait)
             if self._train:
-                self._stages[stage].prepare()
-        self._stages[stage].before_forward()
+                parameters.prepare()
+        if not parameters.several_groups:  # until torch 2.12, whose FSDP2 does not cast for a recomputation
+            parameters.set_idle()
 
     def complete(self, stages: Iterable[int]) -> None:
         """These have nothing left to do: reduce or keep their gradients, and free their parameters."""
         for stage in self._open.intersection(stages):
             self._open.remove(stage)
-            with self._collective():
-                self._stages[stage].complete(reduce=self._reduce)
+            self._meet(partial(self._stages[stage].complete, reduce=self._reduce))
 
     def complete_after_failure(self, stages: Iterable[int]) -> None:
         """As `complete`, as far as the other ranks are still there."""
@@ -257,10 +252,9 @@ class ParametersStep:
         if errors and not self._broken:  # what broke a collective is raised already
             raise errors[0]
 
-    @contextmanager
-    def _collective(self) -> Iterator[None]:
+    def _meet(self, collective: Callable[[], None]) -> None:
         try:
-            yield
+            collective()
         except BaseException:
             self._broken = True
             raise
