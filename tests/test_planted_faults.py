@@ -327,9 +327,9 @@ TRAINING = {  # name: (how the fault begins, how to plant it)
 }
 LISTED = {
     "copy in dualpipe/train/loop.py: Run._forward_backward": 4,
-    "tolist in dualpipe/train/loop.py: Run._read": 2,
+    "tolist in dualpipe/train/loop.py: Run._step": 2,
     "_local_scalar_dense in dualpipe/train/loop.py: Run._evaluate": 1,
-    "synchronize in dualpipe/checkpoint/staging.py: HostMemory.fill": 1,
+    "synchronize in dualpipe/checkpoint/writer.py: HostMemory.fill": 1,
 }
 
 

@@ -25,8 +25,19 @@ from dualpipe.parallel.materialize import build_on_meta
 from dualpipe.parallel.mesh import Mesh, build_mesh
 from dualpipe.schedule import build
 from dualpipe.train.model import build_model, build_whole, micro_batch_loss
-from dualpipe.train.parity import compare_gradients, difference
-from models import Float64Torch, batch, grads, ours, randomize_vectors, relative, split_experts, train, whole
+from dualpipe.train.parity import difference
+from models import (
+    Float64Torch,
+    batch,
+    compare_gradients,
+    grads,
+    ours,
+    randomize_vectors,
+    relative,
+    split_experts,
+    train,
+    whole,
+)
 from ranks import run_ranks
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "models"
