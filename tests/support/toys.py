@@ -59,7 +59,7 @@ def reference(
 def use_own_groups() -> None:
     """Give every link a process group and send bytes, as with NCCL. For the process that calls it."""
     connect = P2PGroups.connect
-    P2PGroups.connect = lambda self, streams, device: connect(self, streams, device, own_groups=True)
+    P2PGroups.connect = lambda self, placement, device: connect(self, placement, device, own_groups=True)
 
 
 def relative_error(actual: Tensor | None, expected: Tensor | None) -> float:
