@@ -22,8 +22,8 @@ from dualpipe.nn.segments import communication_groups, has_communication
 from dualpipe.parallel.clipping import clip_grad_norm_
 from dualpipe.parallel.fsdp import ParametersStep, StageParameters, process_groups
 from dualpipe.parallel.reduced import check_stages
-from dualpipe.pipeline.arguments import OwnStages, SideSpec, agree, checked_modules, conclude, split_batch, tied_ends
-from dualpipe.pipeline.executor import Executor, Outputs, overlaps_by_itself
+from dualpipe.pipeline import arguments
+from dualpipe.pipeline.executor import Executor, Outputs
 from dualpipe.pipeline.lower import Programs
 from dualpipe.pipeline.p2p import P2PGroups, P2PMessages
 from dualpipe.schedule import Schedule
@@ -48,6 +48,8 @@ class Pipeline(nn.Module):
 
     Raises ValueError on every rank where arguments of one of them do not fit.
     """
+
+    _only_v = False  # whether stages must be placed in a V
 
     def __init__(
         self,
@@ -76,45 +78,46 @@ class Pipeline(nn.Module):
         self._groups: P2PGroups = groups
         found = [m for m in modules if isinstance(m, nn.Module)] if isinstance(modules, Iterable) else []
         self._ranks = self._groups.sync(process_groups(found, communication_groups(found)))
-        with self._ranks.together(ValueError, conclude) as told:
+        with self._ranks.together(ValueError, arguments.conclude) as told:
             if not valid:
                 raise ValueError(f"rank_mapping must be a permutation of 0..{self.num_ranks - 1}, got {rank_mapping}")
             built = self._build(modules, schedule)
             own = self._own
-            spec, hooked = SideSpec.union(own.specs.values()), overlaps_by_itself(self.module)
+            hooked = arguments.overlaps_by_itself(self.module)
             told.value = [
                 [built.name, crc32(repr(built).encode()), self.device.type, batch_dim, mapping],
                 bool(overlap) if has_communication(own.segments().values()) or hooked else None,
-                spec._replace(hooked=hooked),
+                list(own.specs.values()),
+                hooked,
                 any(p.dtype is torch.float64 for p in self.module.parameters()),
-                tied_ends(own.modules.get(0), own.modules.get(built.num_stages - 1)),
+                arguments.tied_ends(own.modules.get(0), own.modules.get(built.num_stages - 1)),
                 check_stages(list(self.module), list(own.parameters.values()), unreduced),
             ]
         overlaps, spec, self._norm_dtype = told.conclusion
         self._programs.pairs = overlaps is True
-        self._agree = partial(agree, first=built.placement[0], last=built.placement[-1], spec=spec)
+        self._agree = partial(arguments.agree, first=built.placement[0], last=built.placement[-1], spec=spec)
         self._ranks.compare_replicas()
         self._groups.connect(built.placement, self.device)
 
     def _build(self, modules: Sequence[nn.Module], schedule: str | Schedule) -> Schedule:
         """The schedule, for the fewest micro-batches; ValueError for what does not fit."""
-        self.module, device = checked_modules(modules)
+        self.module, device = arguments.checked_modules(modules)
         parameters = [StageParameters(module) for module in self.module]
-        specs = [SideSpec.of(module) for module in self.module]
+        specs = [arguments.SideSpec.of(module) for module in self.module]
         self.device = device or self._groups.default_device()
         self._groups.check_device(self.device)
         self._programs = Programs(schedule, num_ranks=self.num_ranks, rank=self.rank, num_modules=len(self.module))
         built = self._programs.schedule()
-        self._check_placement(built)
+        ranks = range(self.num_ranks)
+        if self._only_v and built.placement != (*ranks, *reversed(ranks)):
+            where = f"schedule {built.name!r} has them on ranks {built.placement}"
+            raise ValueError(f"DualPipeV needs stages placed in a V, {where}")
         numbers = built.rank_stages(self.rank)
-        self._own = OwnStages(
+        self._own = arguments.OwnStages(
             dict(zip(numbers, self.module)), dict(zip(numbers, specs)), dict(zip(numbers, parameters)),
             built.num_stages, self.device, self.batch_dim,
         )
         return built
-
-    def _check_placement(self, schedule: Schedule) -> None:
-        """ValueError where stages are placed in a way that this kind of pipeline does not have."""
 
     # -- a step
 
@@ -156,7 +159,7 @@ class Pipeline(nn.Module):
         train = torch.is_grad_enabled()
         same = [str(num_chunks), train, bool(sync)]
         with self._ranks.together(ValueError, self._agree, same_everywhere=same) as told:
-            batch = split_batch(self._own, inputs, num_chunks, criterion, labels, return_outputs, sync, side)
+            batch = arguments.split_batch(self._own, inputs, num_chunks, criterion, labels, return_outputs, sync, side)
             program = self._programs.program(batch.told.num_chunks, train=train)
             told.value = batch.told
         num_larger, side_names = told.conclusion
@@ -204,6 +207,8 @@ class DualPipeV(Pipeline):
     only. Keeps the signature of https://github.com/deepseek-ai/DualPipe.
     """
 
+    _only_v = True
+
     def __init__(
         self,
         modules: Sequence[nn.Module],
@@ -219,9 +224,3 @@ class DualPipeV(Pipeline):
             modules, process_group=process_group, schedule=schedule, batch_dim=batch_dim, rank_mapping=rank_mapping,
             overlap=overlap, unreduced=unreduced,
         )
-
-    def _check_placement(self, schedule: Schedule) -> None:
-        ranks = range(schedule.num_ranks)
-        if schedule.placement != (*ranks, *reversed(ranks)):
-            where = f"schedule {schedule.name!r} has them on ranks {schedule.placement}"
-            raise ValueError(f"DualPipeV needs stages placed in a V, {where}")

@@ -92,9 +92,7 @@ class P2PGroups:
 
     def check_device(self, device: torch.device) -> None:
         """ValueError where the process group cannot carry tensors of `device` between ranks."""
-        if self._size == 1:
-            return
-        backend = self._backends.get(device.type)
+        backend = self._backends.get(device.type) if self._size > 1 else device.type
         if backend is None or (backend == "gloo" and device.type != "cpu"):
             raise ValueError(
                 f"the stages are on {device}, but the process group's backends ({self._backends}) do not send such "
@@ -108,19 +106,19 @@ class P2PGroups:
         """
         own_groups = device.type != "cpu" if own_groups is None else own_groups
         boundaries = [(a, b) for a, b in pairwise(placement) if a != b]
-        streams = {stream for a, b in boundaries for stream in ((a, b, "F"), (b, a, "B"))}
-        wanted = {(self._global[src], self._global[dst], kind): (src, dst, kind) for src, dst, kind in streams}
+        streams = sorted({stream for a, b in boundaries for stream in ((a, b, "F"), (b, a, "B"))})
+        purposes = {(src, dst, kind): ((self._global[src], self._global[dst]), kind) for src, dst, kind in streams}
         groups = {}
         if own_groups and self._size > 1:
-            keys = [((src, dst), kind) for src, dst, kind in wanted]
-            groups = create_groups(keys, backend=self._backends[device.type], timeout=timeout_of(self._group))
-        for key, (src, dst, kind) in sorted(wanted.items()):
+            backend, timeout = self._backends[device.type], timeout_of(self._group)
+            groups = create_groups(list(purposes.values()), backend=backend, timeout=timeout)
+        for stream, purpose in purposes.items():
+            src, dst, kind = stream
             if self._rank not in (src, dst):
                 continue
-            peer = key[1] if self._rank == src else key[0]
-            group, tag = (groups[key[:2], kind], 0) if own_groups else (self._group, _TAGS[kind])
-            link = Link(group, dist.get_group_rank(group, peer), tag, as_bytes=own_groups)
-            self._links[src, dst, kind] = link
+            group, tag = (groups[purpose], 0) if own_groups else (self._group, _TAGS[kind])
+            peer = dist.get_group_rank(group, self._global[dst if self._rank == src else src])
+            link = self._links[stream] = Link(group, peer, tag, as_bytes=own_groups)
             # A communicator made lazily in the middle of a step can deadlock; everybody goes through the sorted links.
             probe = torch.zeros(1, device=device)
             (link.send(probe) if self._rank == src else link.receive(probe)).wait()
