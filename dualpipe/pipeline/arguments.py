@@ -48,6 +48,12 @@ class OwnStages:
     device: torch.device
     batch_dim: int
 
+    @property
+    def hooked(self) -> bool:
+        """Whether they are of one type that offers DeepSeek's `overlapped_forward_backward`."""
+        types = {type(module) for module in self.modules.values()}
+        return len(types) == 1 and hasattr(types.pop(), "overlapped_forward_backward")
+
     def segments(self) -> dict[int, list[Segment]]:
         """Those of each stage that offers them."""
         return {
@@ -142,11 +148,10 @@ def agree(told: Iterable[Sequence[Any]], *, first: int, last: int, spec: SideSpe
     if unused := [name for name in names if name not in spec.names and not spec.every]:
         raise ValueError(f"no stage takes the side inputs {unused}; the stages' forwards name {list(spec.names)} when "
                          "the pipeline is built. Name them there as parameters behind the first")
-    batch_size, side_size, label_size = ranks[first].batch_size, ranks[first].side_size, ranks[last].label_size
-    if side_size not in (None, batch_size):
-        raise ValueError(f"inputs have batch size {batch_size}, side inputs {names} {side_size}")
-    if label_size not in (None, batch_size):
-        raise ValueError(f"inputs have batch size {batch_size}, labels {label_size}")
+    batch_size = ranks[first].batch_size
+    for what, size in ((f"side inputs {names}", ranks[first].side_size), ("labels", ranks[last].label_size)):
+        if size not in (None, batch_size):
+            raise ValueError(f"inputs have batch size {batch_size}, {what} {size}")
     assert batch_size is not None, "the rank of the first stage has inputs"
     return batch_size % ranks[first].num_chunks, names
 
@@ -263,9 +268,3 @@ def tied_ends(first: nn.Module | None, last: nn.Module | None) -> list[list[list
         raise ValueError("tie_word_embeddings is set, but the first and the last stage share no Parameter and would "
                          "train two weights; give one the other's, or set it to False in their config")
     return [[], []]
-
-
-def overlaps_by_itself(modules: Iterable[nn.Module]) -> bool:
-    """Whether the stages are of one type that offers DeepSeek's hook."""
-    types = {type(module) for module in modules}
-    return len(types) == 1 and hasattr(types.pop(), "overlapped_forward_backward")

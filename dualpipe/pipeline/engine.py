@@ -22,7 +22,7 @@ from dualpipe.nn.segments import communication_groups, has_communication
 from dualpipe.parallel.clipping import clip_grad_norm_
 from dualpipe.parallel.fsdp import ParametersStep, StageParameters, process_groups
 from dualpipe.parallel.reduced import check_stages
-from dualpipe.pipeline import arguments
+from dualpipe.pipeline.arguments import OwnStages, SideSpec, agree, checked_modules, conclude, split_batch, tied_ends
 from dualpipe.pipeline.executor import Executor, Outputs
 from dualpipe.pipeline.lower import Programs
 from dualpipe.pipeline.p2p import P2PGroups, P2PMessages
@@ -52,15 +52,9 @@ class Pipeline(nn.Module):
     _only_v = False  # whether stages must be placed in a V
 
     def __init__(
-        self,
-        modules: Sequence[nn.Module],
-        *,
-        process_group: ProcessGroup | None = None,
-        schedule: str | Schedule = "1f1b",
-        batch_dim: int = 0,
-        rank_mapping: Sequence[int] | None = None,
-        overlap: bool = True,
-        unreduced: Sequence[str] = (),
+        self, modules: Sequence[nn.Module], *, process_group: ProcessGroup | None = None,
+        schedule: str | Schedule = "1f1b", batch_dim: int = 0, rank_mapping: Sequence[int] | None = None,
+        overlap: bool = True, unreduced: Sequence[str] = (),
     ) -> None:
         super().__init__()
         if process_group is None and dist.is_initialized():
@@ -73,39 +67,36 @@ class Pipeline(nn.Module):
         self.rank = members.index(process_group.rank()) if process_group else 0
         self.batch_dim, self._process_group = batch_dim, process_group
         self.weight_grad_store = WeightGradStore()
-        given = isinstance(process_group, P2PGroups)  # such as one of threads
-        groups: Any = process_group if given else P2PGroups(process_group, members, self.rank)
-        self._groups: P2PGroups = groups
+        given: Any = process_group if isinstance(process_group, P2PGroups) else None  # such as one of threads
+        self._groups: P2PGroups = given or P2PGroups(process_group, members, self.rank)
         found = [m for m in modules if isinstance(m, nn.Module)] if isinstance(modules, Iterable) else []
         self._ranks = self._groups.sync(process_groups(found, communication_groups(found)))
-        with self._ranks.together(ValueError, arguments.conclude) as told:
+        with self._ranks.together(ValueError, conclude) as told:
             if not valid:
                 raise ValueError(f"rank_mapping must be a permutation of 0..{self.num_ranks - 1}, got {rank_mapping}")
             built = self._build(modules, schedule)
             own = self._own
-            hooked = arguments.overlaps_by_itself(self.module)
             told.value = [
                 [built.name, crc32(repr(built).encode()), self.device.type, batch_dim, mapping],
-                bool(overlap) if has_communication(own.segments().values()) or hooked else None,
+                bool(overlap) if has_communication(own.segments().values()) or own.hooked else None,
                 list(own.specs.values()),
-                hooked,
+                own.hooked,
                 any(p.dtype is torch.float64 for p in self.module.parameters()),
-                arguments.tied_ends(own.modules.get(0), own.modules.get(built.num_stages - 1)),
+                tied_ends(own.modules.get(0), own.modules.get(built.num_stages - 1)),
                 check_stages(list(self.module), list(own.parameters.values()), unreduced),
             ]
         overlaps, spec, self._norm_dtype = told.conclusion
         self._programs.pairs = overlaps is True
-        self._agree = partial(arguments.agree, first=built.placement[0], last=built.placement[-1], spec=spec)
+        self._agree = partial(agree, first=built.placement[0], last=built.placement[-1], spec=spec)
         self._ranks.compare_replicas()
         self._groups.connect(built.placement, self.device)
 
     def _build(self, modules: Sequence[nn.Module], schedule: str | Schedule) -> Schedule:
         """The schedule, for the fewest micro-batches; ValueError for what does not fit."""
-        self.module, device = arguments.checked_modules(modules)
+        self.module, device = checked_modules(modules)
         parameters = [StageParameters(module) for module in self.module]
-        specs = [arguments.SideSpec.of(module) for module in self.module]
-        self.device = device or self._groups.default_device()
-        self._groups.check_device(self.device)
+        specs = [SideSpec.of(module) for module in self.module]
+        self.device = self._groups.checked_device(device)
         self._programs = Programs(schedule, num_ranks=self.num_ranks, rank=self.rank, num_modules=len(self.module))
         built = self._programs.schedule()
         ranks = range(self.num_ranks)
@@ -113,7 +104,7 @@ class Pipeline(nn.Module):
             where = f"schedule {built.name!r} has them on ranks {built.placement}"
             raise ValueError(f"DualPipeV needs stages placed in a V, {where}")
         numbers = built.rank_stages(self.rank)
-        self._own = arguments.OwnStages(
+        self._own = OwnStages(
             dict(zip(numbers, self.module)), dict(zip(numbers, specs)), dict(zip(numbers, parameters)),
             built.num_stages, self.device, self.batch_dim,
         )
@@ -122,13 +113,8 @@ class Pipeline(nn.Module):
     # -- a step
 
     def step(
-        self,
-        *inputs: Tensor | None,
-        num_chunks: int = 0,
-        criterion: Callable[..., Tensor] | None = None,
-        labels: Sequence[Tensor | None] | Tensor | None = (),
-        return_outputs: bool = False,
-        sync: bool = True,
+        self, *inputs: Tensor | None, num_chunks: int = 0, criterion: Callable[..., Tensor] | None = None,
+        labels: Sequence[Tensor | None] | Tensor | None = (), return_outputs: bool = False, sync: bool = True,
         side: Mapping[str, Tensor | None] | None = None,
     ) -> tuple[Tensor | None, Outputs]:
         """One batch through the pipeline: forward and backward, or forward only under `torch.no_grad()`.
@@ -159,7 +145,7 @@ class Pipeline(nn.Module):
         train = torch.is_grad_enabled()
         same = [str(num_chunks), train, bool(sync)]
         with self._ranks.together(ValueError, self._agree, same_everywhere=same) as told:
-            batch = arguments.split_batch(self._own, inputs, num_chunks, criterion, labels, return_outputs, sync, side)
+            batch = split_batch(self._own, inputs, num_chunks, criterion, labels, return_outputs, sync, side)
             program = self._programs.program(batch.told.num_chunks, train=train)
             told.value = batch.told
         num_larger, side_names = told.conclusion
@@ -210,14 +196,8 @@ class DualPipeV(Pipeline):
     _only_v = True
 
     def __init__(
-        self,
-        modules: Sequence[nn.Module],
-        batch_dim: int = 0,
-        process_group: ProcessGroup | None = None,
-        rank_mapping: Sequence[int] | None = None,
-        *,
-        schedule: str | Schedule = "dualpipev",
-        overlap: bool = True,
+        self, modules: Sequence[nn.Module], batch_dim: int = 0, process_group: ProcessGroup | None = None,
+        rank_mapping: Sequence[int] | None = None, *, schedule: str | Schedule = "dualpipev", overlap: bool = True,
         unreduced: Sequence[str] = (),
     ) -> None:
         super().__init__(

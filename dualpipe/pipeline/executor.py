@@ -23,13 +23,12 @@ from dualpipe.errors import UpstreamFailed
 from dualpipe.nn.deferral import WeightGradStore
 from dualpipe.nn.segments import Compute, input_names, label_names, more_than_forward, output_names
 from dualpipe.parallel.fsdp import ParametersStep
-from dualpipe.pipeline.arguments import Batch, OwnStages, overlaps_by_itself
+from dualpipe.pipeline.arguments import Batch, OwnStages
 from dualpipe.pipeline.lower import Instruction, Program
 from dualpipe.pipeline.overlap import MicrobatchState, SegmentedStage, Task, detached, no_autocast, run_backward, walk
 from dualpipe.pipeline.p2p import P2PMessages
 from dualpipe.schedule.types import Action
 
-Slot = tuple[int, int]  # (stage, micro-batch)
 Outputs = Tensor | tuple[Tensor, ...] | None
 
 _NAMES = {"F": "forward", "B": "backward", "I": "input backward", "W": "weight gradients"}
@@ -50,7 +49,7 @@ class Executor:
         # Asked first whether there is a profiler: idle, its ranges would cost 5 us an action.
         profiled = torch.autograd._profiler_enabled()
         self._annotate = record_function if profiled else annotation(stages.device) or nullcontext
-        self._hooked = overlaps_by_itself(stages.modules.values())
+        self._hooked = stages.hooked
         self._segmented: dict[int, SegmentedStage] = {}
         side = batch.side or [()] * len(batch.inputs)
         self._states = {(0, i): MicrobatchState(*both) for i, both in enumerate(zip(batch.inputs, side))}
@@ -147,10 +146,9 @@ class Executor:
         return {name: tensor.detach() for name, tensor in found if spec.every or name in spec.names}
 
     def _keep(
-        self, slot: Slot, state: MicrobatchState, outputs: tuple[Tensor, ...], loss: Tensor | None
+        self, stage: int, microbatch: int, state: MicrobatchState, outputs: tuple[Tensor, ...], loss: Tensor | None
     ) -> tuple[Tensor, ...]:
         """Note a forward's results for the backward and the caller; return the message to the next stage."""
-        stage, microbatch = slot
         if stage == self._last_stage:
             if loss is not None or self._train:
                 if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -162,7 +160,7 @@ class Executor:
             if self._batch.keep_outputs:
                 self._outputs[microbatch] = tuple(t.detach() for t in outputs)
         if not self._train:
-            del self._states[slot]
+            del self._states[stage, microbatch]
         elif loss is not None:
             state.arrived = (torch.ones_like(loss),)
         if self._train and stage not in self._segmented:
@@ -186,7 +184,7 @@ class Executor:
             loss = None
             if stage == self._last_stage and self._batch.criterion is not None:
                 loss = self._batch.criterion(*outputs, *self._batch.labels[microbatch])
-            return self._keep(slot, state, outputs, loss)
+            return self._keep(*slot, state, outputs, loss)
         with no_autocast(self._autocast), self._store.defer(slot) if action.kind == "I" else nullcontext():
             if action.kind == "W":
                 self._store.run(slot)
@@ -221,7 +219,7 @@ class Executor:
                 module, list(inputs), criterion, list(labels), self._modules[backward.stage], state1.loss, ends,
                 gradients,
             )
-        results = {forward: self._keep(ahead, state, as_tuple(outputs), loss), backward: _input_gradients(state1)}
+        results = {forward: self._keep(*ahead, state, as_tuple(outputs), loss), backward: _input_gradients(state1)}
         return [results[action] for action in actions]
 
     # -- stages that are made of segments
@@ -304,7 +302,7 @@ class Executor:
         outputs = outputs and as_tuple(outputs)
         needed = [name for name, output in zip(names, outputs) if output.requires_grad]
         state.results = tuple(needed) if loss is None else ("loss",)
-        return self._keep(slot, state, outputs, loss)
+        return self._keep(*slot, state, outputs, loss)
 
     # -- the end
 

@@ -36,7 +36,7 @@ class Program:
     outgoing: tuple[Stream, ...]
 
 
-def lower(schedule: Schedule, rank: int, *, train: bool = True) -> Program:
+def lower(schedule: Schedule, rank: int, *, train: bool) -> Program:
     """The program of `rank`, in the same order without backwards for an evaluation. The schedule must be valid."""
     kinds = "FBIW" if train else "F"
     steps = [tuple(action for action in step if action.kind in kinds) for step in schedule.ranks[rank]]
@@ -62,7 +62,7 @@ class Programs:
     def __init__(self, schedule: str | Schedule, *, num_ranks: int, rank: int, num_modules: int) -> None:
         self._schedule, self._num_ranks, self._rank, self._num_modules = schedule, num_ranks, rank, num_modules
         self.pairs = True  # whether pairs stay together
-        self._lowered: dict[int, tuple[Program, Program]] = {}
+        self._lowered: dict[int, dict[bool, Program]] = {}  # and by whether they are for training
 
     def program(self, num_microbatches: int, *, train: bool) -> Program:
         """The program for a number of micro-batches, forward only unless in training. Raises ValueError where the
@@ -75,9 +75,8 @@ class Programs:
                 with suppress(ScheduleError):  # where that could deadlock
                     validate(one_at_a_time)
                     schedule = one_at_a_time
-            self._lowered[num_microbatches] = lower(schedule, self._rank), lower(schedule, self._rank, train=False)
-        program, forwards = self._lowered[num_microbatches]
-        return program if train else forwards
+            self._lowered[num_microbatches] = {t: lower(schedule, self._rank, train=t) for t in (True, False)}
+        return self._lowered[num_microbatches][train]
 
     def schedule(self, num_microbatches: int | None = None) -> Schedule:
         """The schedule for a number of micro-batches (default: the fewest); ValueError where it does not fit."""

@@ -33,7 +33,6 @@ from dualpipe.nn.deferral import WeightGradStore
 from dualpipe.nn.segments import Communicate, Compute, Names, Pending, as_results, merged, needed_after, regions
 
 Task = Generator[None, None, None]
-_DONE = object()
 
 
 def walk(tasks: Iterable[Task]) -> None:
@@ -41,7 +40,7 @@ def walk(tasks: Iterable[Task]) -> None:
     running = deque(tasks)
     while running:
         task = running.popleft()
-        if next(task, _DONE) is not _DONE:
+        if next(task, "done") is None:
             running.append(task)
 
 
@@ -102,7 +101,8 @@ class MicrobatchState:
         try:
             yield
         except BaseException as error:
-            self.error, self.broken = self.error or error, on_its_way and isinstance(error, RuntimeError)
+            self.error = self.error or error
+            self.broken = self.broken or (on_its_way and isinstance(error, RuntimeError))
 
     def start(
         self, communication: Callable[[Any], Pending], values: Mapping[str, Any], names: Iterable[str]
@@ -203,7 +203,7 @@ class SegmentedStage:
                             name: as_leaf(value, wanted)
                             for name, value in zip(segment.writes, as_results(segment, received[0]))
                         })
-                del pending, received  # and with it what was sent
+                del pending, received  # and with them what was sent
             elif state.error is None:
                 with state.attempt():
                     self._compute(segment, carry, record, again)

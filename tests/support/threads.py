@@ -206,11 +206,9 @@ class Group(P2PGroups):
     def sync(self, replicas: Any) -> RankSync:
         return RankSync(self._between("record"))
 
-    def default_device(self) -> torch.device:
-        return self.of.device
-
-    def check_device(self, device: torch.device) -> None:
-        assert device.type == self.of.device.type, device
+    def checked_device(self, device: torch.device | None) -> torch.device:
+        assert device is None or device.type == self.of.device.type, device
+        return device or self.of.device
 
     def connect(self, placement: Any, device: torch.device) -> None:
         """Links need no preparation."""
