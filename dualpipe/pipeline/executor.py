@@ -193,7 +193,7 @@ class Executor:
             gradients, state.arrived = state.arrived, ()
             if state.roots:
                 run_backward(state.roots, gradients)
-            return _input_gradients(state)
+            return state.input_gradients()
 
     def _inputs(self, stage: int, state: MicrobatchState) -> tuple[Tensor, ...]:
         """What a forward is called with, once the parameters are there."""
@@ -219,7 +219,7 @@ class Executor:
                 module, list(inputs), criterion, list(labels), self._modules[backward.stage], state1.loss, ends,
                 gradients,
             )
-        results = {forward: self._keep(*ahead, state, as_tuple(outputs), loss), backward: _input_gradients(state1)}
+        results = {forward: self._keep(*ahead, state, as_tuple(outputs), loss), backward: state1.input_gradients()}
         return [results[action] for action in actions]
 
     # -- stages that are made of segments
@@ -298,10 +298,8 @@ class Executor:
             return state.input_gradients()
         carry, state.carry = state.carry, {}
         names, loss = [name for name in segmented.outputs if name in carry], carry.get("loss")
-        outputs = tuple(carry[name] for name in names)  # none of the last stage where the criterion alone reads them
-        outputs = outputs and as_tuple(outputs)
-        needed = [name for name, output in zip(names, outputs) if output.requires_grad]
-        state.results = tuple(needed) if loss is None else ("loss",)
+        outputs = as_tuple([carry[name] for name in names]) if names else ()  # none if the criterion alone reads them
+        state.results = tuple(n for n, t in zip(names, outputs) if t.requires_grad) if loss is None else ("loss",)
         return self._keep(*slot, state, outputs, loss)
 
     # -- the end
@@ -339,10 +337,6 @@ def as_tuple(outputs: object) -> tuple[Tensor, ...]:
         raise ValueError("a stage must return a tensor or a tuple of tensors, not an empty one; return what it was "
                          "given where it has nothing to add")
     return tuple(outputs)
-
-
-def _input_gradients(state: MicrobatchState) -> list[Tensor]:
-    return [torch.zeros_like(x) if x.grad is None else x.grad for x in state.leaves]
 
 
 def _cast(dtype: torch.dtype, *tensors: Tensor) -> tuple[Tensor, ...]:

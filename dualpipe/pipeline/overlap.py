@@ -135,11 +135,12 @@ class MicrobatchState:
 
     def input_gradients(self) -> list[Tensor]:
         """The gradients of the inputs that need one, in their order; zeros where nothing depends on them."""
+        found = [torch.zeros_like(x) if x.grad is None else x.grad for x in self.leaves]
         for name, tensor in self._outside.items():
             if (gradient := self.gradients.get(name)) is not None:
                 torch.autograd.backward(tensor, gradient)
         gradients, self.gradients = self.gradients, {}
-        return [
+        return found + [
             gradients[name] if name in gradients else torch.zeros(shape, dtype=dtype, device=device)
             for name, (shape, dtype, device) in self._expected.items()
         ]
@@ -185,10 +186,9 @@ class SegmentedStage:
             elif state.records and state.error is None:
                 record.kept = {name: detached(carry[name]) for name in self._kept.get(number, ())}
             if isinstance(segment, Communicate):
-                communication = segment.communication
                 if not again:
                     record.differentiable = tuple(needs_grad(carry.get(name)) for name in segment.reads)
-                start = partial(communication.again, record.context) if again else communication.forward
+                start = partial(segment.communication.again, record.context) if again else segment.communication.forward
                 pending = state.start(start, carry, segment.reads)
                 self._weight_gradients(state)
                 if pending is not None:
@@ -250,8 +250,7 @@ class SegmentedStage:
             record = state.records.pop() if state.records else SegmentRecord()
             given = {name: state.gradients.pop(name, None) for name in segment.writes}
             if isinstance(segment, Communicate):
-                start = partial(segment.communication.backward, record.context)
-                pending = state.start(start, given, segment.writes)
+                pending = state.start(partial(segment.communication.backward, record.context), given, segment.writes)
                 self._weight_gradients(state)  # what it can be hidden behind
                 if pending is not None:
                     yield
@@ -266,7 +265,7 @@ class SegmentedStage:
                             for name, needed, gradient in zip(segment.reads, record.differentiable, received[0])
                             if needed
                         )
-                del start, pending, received
+                del pending, received
             elif state.error is None:
                 with state.attempt():
                     self._compute_backward(record, given, state, key)
