@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dualpipe.nn.segments import Segment, checked, is_reserved
-from dualpipe.parallel.fsdp import StageParameters
-from dualpipe.parallel.reduced import check_ranks
+from dualpipe.parallel.fsdp import StageParameters, check_ranks
 
 
 class SideSpec(NamedTuple):
