@@ -60,7 +60,7 @@ def reference(
 def use_own_groups() -> None:
     """Give every link a process group and send bytes, as with NCCL. For the process that calls it."""
     connect = P2PGroups.connect
-    P2PGroups.connect = lambda self, streams, device: connect(self, streams, device, own_groups=True)
+    P2PGroups.connect = lambda self, placement, device: connect(self, placement, device, own_groups=True)
 
 
 def param_groups(unit: FSDPModule) -> list:
