@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,54 +18,46 @@ from dualpipe import Pipeline
 from dualpipe.checkpoint import save_hf
 from dualpipe.checkpoint.state import derive_random
 from dualpipe.device import model_name, peak_tflops
+from dualpipe.dtypes import dtype_of
 from dualpipe.files import lock
 from dualpipe.models import HubConfig, read_config
 from dualpipe.models.sizes import flops_per_token
 from dualpipe.nn.accumulate import local
-from dualpipe.schedule import Schedule, build
+from dualpipe.schedule import build
 from dualpipe.train.config import Config, fit_world
 from dualpipe.train.console import say
 from dualpipe.train.data import Batch, Loader, evaluation_batches, open_splits, packed_directory, read_batches
 from dualpipe.train.job import Job, join
 from dualpipe.train.launch import RankInfo
-from dualpipe.train.metrics import MetricsWriter, StepMetrics, memory_bytes
-from dualpipe.train.model import DTYPES, Model, build_model, micro_batch_loss, plan_run, read_model_config
+from dualpipe.train.metrics import MetricsWriter, StepMetrics, draw, memory_bytes
+from dualpipe.train.model import build_model, build_routers, micro_batch_loss, plan_run, read_model_config
 from dualpipe.train.optimizer import Optimizer, learning_rate
-from dualpipe.train.report import draw
 from dualpipe.train.resume import Saver, State, describe
-from dualpipe.train.routers import CollapseWatch, build_routers
-from dualpipe.train.tokens import Splits, unigram_loss
+
+# A router has collapsed that is so near the limit, where one expert gets every token, for so many steps in a row:
+# routers that start at the limit have left it by then.
+NEAR, PATIENCE = 0.9, 50
 
 
 def train(config: Config, info: RankInfo) -> int:
     """Train as rank `info` of the job; returns the exit status 0, raises on failure."""
-    with join(config, info) as job:
+    with join(config, info) as job, ExitStack() as held:
         config = fit_world(config, job.ranks.size)
-        with _hold(Path(config.output.dir), job), Saver(config, job) as saver:
+        job.ranks.first(partial(_hold, Path(config.output.dir), held))
+        with Saver(config, job) as saver:
             Run(config, job, saver).train()
     return 0
 
 
-@contextmanager
-def _hold(folder: Path, job: Job) -> Iterator[None]:
-    """Make the output directory and let no other job write to it; ValueError, on all ranks, where that cannot be."""
-    held = []
-
-    def take() -> None:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            held.append(lock(folder / ".metrics.lock", patience=10.0))
-        except OSError as error:
-            cannot = f"cannot be {'written to' if folder.is_dir() else 'made'}: {error.strerror}"
-            raise ValueError(f"output.dir = {str(folder)!r} {cannot}; choose another") from error
-
-    job.ranks.first(take)
+def _hold(folder: Path, held: ExitStack) -> None:
+    """Make the output directory and let no other job write to it while `held` is open; ValueError where it cannot."""
     try:
-        yield
-    finally:
-        for each in held:
-            if each is not None:
-                each.release()
+        folder.mkdir(parents=True, exist_ok=True)
+        if (taken := lock(folder / ".metrics.lock", patience=10.0)) is not None:
+            held.callback(taken.release)
+    except OSError as error:
+        cannot = f"cannot be {'written to' if folder.is_dir() else 'made'}: {error.strerror}"
+        raise ValueError(f"output.dir = {str(folder)!r} {cannot}; choose another") from error
 
 
 class Run:
@@ -74,73 +66,64 @@ class Run:
 
     def __init__(self, config: Config, job: Job, saver: Saver) -> None:
         self.config, self.job, self.saver = config, job, saver
-        train, parallel = config.train, config.parallel
+        train, parallel, o = config.train, config.parallel, config.optimizer
         derive_random(train.seed, 0, job.rank)
-        self.schedule: Schedule = build(parallel.schedule, parallel.pp, train.num_chunks)
+        self.schedule = build(parallel.schedule, parallel.pp, train.num_chunks)
         model_config = read_model_config(config)
-        plan = plan_run(config, model_config, saver.source_dtypes, job.mesh)
-        self.model: Model = build_model(
-            model_config, self.schedule, job.place.rank("pp"), seed=train.seed,
-            dtype=DTYPES[train.dtype], device=job.device, mesh=job.mesh, recompute=config.memory.recompute,
-            layers_per_stage=parallel.layers_per_stage, compiled=train.compile,
-            from_hf=config.init.from_hf if saver.source is None else "", plan=plan,
+        self.model = build_model(
+            model_config, self.schedule, job.place.rank("pp"), seed=train.seed, dtype=dtype_of(train.dtype),
+            device=job.device, mesh=job.mesh, recompute=config.memory.recompute, compiled=train.compile,
+            layers_per_stage=parallel.layers_per_stage, from_hf=config.init.from_hf if saver.source is None else "",
+            plan=plan_run(config, model_config, saver.source_dtypes, job.mesh),
         )
+        self.reports = self.model.has_last and not job.place.replica
         self.folder = Path(config.output.dir)
         if config.export.to_hf:
-            job.ranks.first(partial(_check_export, config, self.model.config))  # before the work of hours
-        self.splits = self._open_data()
-        self.batch_size = train.micro_batch_size * train.num_chunks * parallel.replicas
-        own = self.batch_size // parallel.replicas if self.model.has_first or self.model.has_last else 0
-        first = own * job.place.replica
-        self.rows = range(first, first + own)  # of the global batch, for this pipeline
-        self.loader = Loader(
-            self.splits.train, sequence_length=train.sequence_length, batch_size=self.batch_size, seed=train.seed,
-            rows=self.rows,
-        )
-        self.held_out: list[list[int]] = []  # windows, by batch
-        if self.splits.held_out.num_documents:
-            self.held_out = evaluation_batches(
-                self.splits.held_out, sequence_length=train.sequence_length, batch_size=self.batch_size,
-                limit=train.eval_batches,
-            )
-        o = config.optimizer
-        self.optimizer = Optimizer(
-            self.model.stages, lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay
-        )
+            job.ranks.first(partial(_check_export, config, model_config))  # before the work of hours
+        self._open_data()
+        self.optimizer = Optimizer(self.model.stages, lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay)
         self.pipeline = Pipeline(
             self.model.stages, process_group=job.place.group("pp"), schedule=parallel.schedule, overlap=parallel.overlap
         )
         self.routers = build_routers(config, self.model.stages, group=job.group, device=job.device)
         self.state = State(self.model, self.optimizer, self.routers, self.loader)
-        self.criterion = micro_batch_loss(train.num_chunks)
-        self.flops_per_token = flops_per_token(self.model.config, train.sequence_length).both
-        name = model_name(job.device)
-        self.peak_tflops = peak_tflops(name) if train.dtype == "bf16" else None
-        self.collapse = CollapseWatch(self.model.config.num_experts, self.model.config.num_experts_per_tok)
-        self.reports = self.model.has_last and not job.place.replica
+        self.criterion = micro_batch_loss(train.num_chunks) if self.model.has_last else None
+        self.flops_per_token = flops_per_token(model_config, train.sequence_length).both
+        self.peak_tflops = peak_tflops(model_name(job.device)) if train.dtype == "bf16" else None
+        self.load_limit = model_config.num_experts / model_config.num_experts_per_tok  # of load_max_over_mean
         self.done = 0
         self.unigram: float | None = None  # what a unigram model of the held-out text would reach
 
-    def _open_data(self) -> Splits:
-        data = self.config.data
+    def _open_data(self) -> None:
+        train, data, place = self.config.train, self.config.data, self.job.place
         packed = partial(packed_directory, tokenizer=data.tokenizer, cache=self.folder, text_key=data.text_key)
         paths = self.job.ranks.first(
             lambda: (packed(data.path), packed(data.validation_path) if data.validation_path else None)
         )
-        splits = open_splits(*paths, data.validation_fraction)
-        for stream in splits:
+        self.splits = open_splits(*paths, data.validation_fraction)
+        for stream in self.splits:
             stream.packed.check_vocabulary(self.model.config.vocab_size)
-        return splits
-
-    # -- training
+        own = train.micro_batch_size * train.num_chunks if self.model.has_first or self.model.has_last else 0
+        self.rows = range(own * place.replica, own * (place.replica + 1))  # of the global batch, for this pipeline
+        self.batch_size = train.micro_batch_size * train.num_chunks * self.config.parallel.replicas
+        sizes = {"sequence_length": train.sequence_length, "batch_size": self.batch_size}
+        self.loader = Loader(self.splits.train, **sizes, seed=train.seed, rows=self.rows)
+        held_out = self.splits.held_out
+        self.held_out = (  # windows, by batch
+            evaluation_batches(held_out, **sizes, limit=train.eval_batches) if held_out.num_documents else []
+        )
 
     def train(self) -> None:
         """All steps, with evaluations, then, where wanted, the model in Hugging Face's form, and the pictures."""
+        target, source = self.config.export.to_hf, self.config.init.from_hf
         try:
             self.done = self.saver.resume(self.state)
             with self._writer() as writer:
                 self._steps(writer)
-            self._export()  # also where the last checkpoint could not be written, which is said at the end
+            if target:  # also where the last checkpoint could not be written, which is said at the end
+                save_hf(self.model.stages, target, self.job.mesh, self.model.plan, source=source or None)
+                if self.job.rank == 0:
+                    say(f"the model: {target}")
         except OSError as error:
             if error.errno is None:  # a text of ours
                 raise
@@ -149,16 +132,9 @@ class Run:
         if self.reports:
             draw(self.folder, self.schedule, unigram=self.unigram)
 
-    def _export(self) -> None:
-        target, source = self.config.export.to_hf, self.config.init.from_hf
-        if target:
-            save_hf(self.model.stages, target, self.job.mesh, self.model.plan, source=source or None)
-            if self.job.rank == 0:
-                say(f"the model: {target}")
-
     def _writer(self) -> AbstractContextManager[MetricsWriter | None]:
         """What reports the steps, having said what the run is; None on ranks that report nothing."""
-        train = self.config.train
+        config, train, schedule, (text, held_out) = self.config, self.config.train, self.schedule, self.splits
         parameters = torch.tensor(sum(local(p).numel() for p in self.optimizer.parameters), device=self.job.device)
         if self.job.group is not None:
             dist.all_reduce(parameters, group=self.job.group)
@@ -166,18 +142,31 @@ class Run:
             return nullcontext()
         writer = MetricsWriter(
             self.folder, total_steps=train.steps, start_step=self.done, log_interval=train.log_interval,
-            wandb=self.config.metrics.wandb, settings=describe(self.config, self.model),
+            wandb=config.metrics.wandb, settings=describe(config, self.model),
         )
-        writer.say(self._describe(int(parameters)))
-        if self.splits.held_out.num_tokens:
-            self.unigram = unigram_loss(*self.splits, self.model.config.vocab_size)
+        ranks = f"{schedule.num_ranks} {self.job.device.type} rank{'s' if schedule.num_ranks > 1 else ''}"
+        if config.parallel.replicas > 1:
+            ranks = f"{config.parallel.replicas} x {ranks}"
+        if config.parallel.ep > 1:
+            ranks += f", experts over {config.parallel.ep}"
+        writer.say(
+            f"{self.model.config.model_type}: {int(parameters):,} parameters in {schedule.num_stages} stages on "
+            f"{ranks}, schedule {schedule.name}, {train.dtype}\n"
+            f"data: {text.num_tokens:,} tokens in {text.num_documents:,} documents to train on, "
+            f"{held_out.num_tokens:,} in {held_out.num_documents:,} held out\n"
+            "load_max_over_mean in the metrics: 1 where all experts get as many tokens, "
+            f"{self.load_limit:g} (experts / top_k) where one gets every token"
+        )
+        if held_out.num_tokens:
+            self.unigram = self.splits.unigram_loss(self.model.config.vocab_size)
             writer.say(f"a unigram model of the same text has a held-out loss of {self.unigram:.4f} nats per token")
         if train.compile and self.done < train.steps:
             writer.say(f"step {self.done + 1} takes longer: it compiles norms, attention and dense MLPs")
         return writer
 
     def _steps(self, writer: MetricsWriter | None) -> None:
-        train = self.config.train
+        train, limit = self.config.train, self.load_limit
+        near = 0  # steps in a row in which one expert got nearly every token
         with self.loader.batches(train.steps) as batches:
             while self.done < train.steps:
                 metrics = self._step(self.done, batches)
@@ -186,16 +175,24 @@ class Run:
                 eval_loss = self._evaluate() if self.held_out and due else None
                 if writer is not None:
                     writer.write(StepMetrics(**metrics, eval_loss=eval_loss))
-                    if warning := self.collapse.warning(metrics.get("load_max_over_mean")):
-                        writer.say(warning)
+                    load = metrics.get("load_max_over_mean", 0.0)
+                    near = near + 1 if limit > 1 and load >= NEAR * limit else 0
+                    if near == PATIENCE:  # once in a collapse
+                        writer.say(f"WARNING: for {PATIENCE} steps one expert of some layer got nearly every token "
+                                   f"(load_max_over_mean {load:.2f}, at most {limit:g}): its router has collapsed; "
+                                   "raise router.balance, to 0.01 for a start")
                 self.saver.save(self.state, self.done)
 
     def _step(self, step: int, batches: Iterator[Batch]) -> dict[str, Any]:
         start, o = time.perf_counter(), self.config.optimizer
         with self.routers.step():
             loss = self._forward_backward(next(batches))
-        norm = self.pipeline.clip_grad_norm_(o.clip_norm or math.inf)
-        values = self._read(loss, norm)
+        fetched = {"grad_norm": self.pipeline.clip_grad_norm_(o.clip_norm or math.inf)}
+        if loss is not None:
+            fetched |= {"loss": loss} | self.routers.metrics()
+        # From the device at once; the loss is NaN where it is not known.
+        numbers = torch.stack([value.double() for value in fetched.values()]).tolist()
+        values = {"loss": math.nan} | dict(zip(fetched, numbers))
         if not math.isfinite(values["grad_norm"]):
             raise FloatingPointError(
                 f"the gradient norm is {values['grad_norm']} at step {step + 1}; lower optimizer.lr, lengthen "
@@ -207,8 +204,7 @@ class Run:
         )
         self.optimizer.step(lr)
         self.optimizer.zero_grad()
-        tokens = self.batch_size * self.config.train.sequence_length
-        tokens_per_second = tokens / (time.perf_counter() - start)
+        tokens_per_second = self.batch_size * self.config.train.sequence_length / (time.perf_counter() - start)
         tflops = tokens_per_second * self.flops_per_token / 1e12 / self.job.ranks.size
         return {
             **values, "step": step + 1, "lr": lr, "tokens_per_second": tokens_per_second,
@@ -218,13 +214,12 @@ class Run:
 
     def _forward_backward(self, batch: Batch) -> Tensor | None:
         """Run the pipeline once; the mean loss of all pipelines on the ranks of the last stage, None elsewhere."""
-        device = self.job.device
-        inputs = (batch.tokens.to(device),) if self.model.has_first else ()
-        labels = (batch.targets.to(device),) if self.model.has_last else ()
-        criterion = self.criterion if self.model.has_last else None
-        apart = self.model.has_first and self.config.data.separate_documents
+        device, first, last = self.job.device, self.model.has_first, self.model.has_last
+        inputs = (batch.tokens.to(device),) if first else ()
+        labels = (batch.targets.to(device),) if last else ()
+        apart = first and self.config.data.separate_documents
         losses, _ = self.pipeline.step(
-            *inputs, num_chunks=self.config.train.num_chunks, criterion=criterion, labels=labels,
+            *inputs, num_chunks=self.config.train.num_chunks, criterion=self.criterion, labels=labels,
             side={"positions": batch.positions.to(device)} if apart else None,
         )
         if losses is None:
@@ -234,42 +229,20 @@ class Run:
             dist.all_reduce(loss, group=replicas.get_group())
         return loss / self.config.parallel.replicas
 
-    def _read(self, loss: Tensor | None, norm: Tensor) -> dict[str, float]:
-        """The norm, the loss and the routers' metrics, fetched from the device at once; NaN for a loss elsewhere."""
-        if loss is None:
-            return {"loss": math.nan, "grad_norm": norm.item()}
-        values = {"loss": loss, "grad_norm": norm} | self.routers.metrics()
-        return dict(zip(values, torch.stack([value.double() for value in values.values()]).tolist()))
-
     @torch.no_grad()
     def _evaluate(self) -> float:
         """Mean loss over the held-out batches (NaN on ranks without the last stage)."""
-        length = self.config.train.sequence_length
+        length, losses = self.config.train.sequence_length, []
         for stage in self.model.stages:
             stage.eval()
         with read_batches(self.splits.held_out, self.held_out, sequence_length=length, rows=self.rows) as ahead:
-            losses = [loss for batch in ahead if (loss := self._forward_backward(batch)) is not None]
+            for batch in ahead:
+                loss = self._forward_backward(batch)
+                if loss is not None:
+                    losses.append(loss)
         for stage in self.model.stages:
             stage.train()
         return torch.stack(losses).mean().item() if losses else math.nan
-
-    # -- what is said
-
-    def _describe(self, parameters: int) -> str:
-        schedule, splits = self.schedule, self.splits
-        ranks = f"{schedule.num_ranks} {self.job.device.type} rank{'s' if schedule.num_ranks > 1 else ''}"
-        if (replicas := self.config.parallel.replicas) > 1:
-            ranks = f"{replicas} x {ranks}"
-        if self.config.parallel.ep > 1:
-            ranks += f", experts over {self.config.parallel.ep}"
-        return (
-            f"{self.model.config.model_type}: {parameters:,} parameters in {schedule.num_stages} stages on {ranks}, "
-            f"schedule {schedule.name}, {self.config.train.dtype}\n"
-            f"data: {splits.train.num_tokens:,} tokens in {splits.train.num_documents:,} documents to train on, "
-            f"{splits.held_out.num_tokens:,} in {splits.held_out.num_documents:,} held out\n"
-            "load_max_over_mean in the metrics: 1 where all experts get as many tokens, "
-            f"{self.collapse.limit:g} (experts / top_k) where one gets every token"
-        )
 
 
 def _check_export(config: Config, model: HubConfig) -> None:

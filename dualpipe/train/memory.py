@@ -13,19 +13,19 @@ What the allocator leaves unused, buffers of communication libraries and the CUD
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
-from itertools import chain
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import nn
 
+from dualpipe.dtypes import dtype_of
 from dualpipe.models import HubConfig, Stage, build_stages
 from dualpipe.models.activations import activation_bytes
 from dualpipe.models.stages import RECOMPUTE, Recompute
 from dualpipe.nn import GroupedLinear
 from dualpipe.schedule import Costs, build, simulate
 from dualpipe.train.config import Config
-from dualpipe.train.model import DTYPES, check_tied
+from dualpipe.train.model import check_tied
 
 MOMENTS = 2 * 4  # bytes of AdamW's for a parameter
 
@@ -43,7 +43,7 @@ class RankMemory:
 
     @property
     def total(self) -> int:
-        return sum(getattr(self, field.name) for field in fields(self))
+        return sum(asdict(self).values())
 
 
 def estimate(config: Config, model: HubConfig) -> list[RankMemory]:
@@ -51,63 +51,53 @@ def estimate(config: Config, model: HubConfig) -> list[RankMemory]:
 
     Raises ValueError for a model that cannot be cut so.
     """
-    p = config.parallel
+    p, train, rules = config.parallel, config.train, config.memory.recompute
     if model.num_experts % p.ep:
         raise ValueError(f"parallel.ep = {p.ep} does not divide the model's {model.num_experts} experts")
-    check_tied(model, max(1, p.dp) * p.ep)
-    schedule = build(p.schedule, p.pp, config.train.num_chunks)
+    dp, ep = max(1, p.dp), p.ep
+    check_tied(model, dp * ep)
+    schedule = build(p.schedule, p.pp, train.num_chunks)
     with torch.device("meta"):
         stages = build_stages(model, schedule.num_stages, layers_per_stage=p.layers_per_stage)
-    peaks, known = simulate(schedule, Costs()).peak_activations, dict[object, int]()
-    train, dp, ep = config.train, max(1, p.dp), p.ep
-    narrow, tokens = DTYPES[train.dtype].itemsize, train.micro_batch_size * train.sequence_length
-    sharded = dp * ep > 1
-    stored = 4 if sharded else narrow
+    dtype, sharded, recompute = dtype_of(train.dtype), dp * ep > 1, Recompute(rules, model.num_hidden_layers)
+    stored, tokens = 4 if sharded else dtype.itemsize, train.micro_batch_size * train.sequence_length
+    known: dict[object, int] = {}  # so that stages with the same kinds of layers are counted once
+
+    def activations(stage: Stage) -> int:
+        kinds = [(str(layer), layer.self_attn.window, *(recompute(part, int(index)) for part in RECOMPUTE))
+                 for index, layer in stage.layers.items()]
+        numbers, kind = [*map(int, stage.layers)], (stage.first, *kinds)
+        if kind not in known:
+            known[kind] = activation_bytes(
+                model, range(numbers[0], numbers[-1] + 1) if numbers else range(0), first=stage.first, ep=ep,
+                batch=train.micro_batch_size, sequence_length=train.sequence_length, dtype=dtype, recompute=rules,
+            )
+        return known[kind]
+
     ranks = []
-    for rank, peak in enumerate(peaks):
+    for rank, peak in enumerate(simulate(schedule, Costs()).peak_activations):
         mine = [stages[number] for number in schedule.rank_stages(rank)]
-        dense, experts = _parameters(nn.ModuleList(mine))  # together: a tied one counts once
+        together = nn.ModuleList(mine)  # so that a tied parameter counts once
+        grouped = (module for module in together.modules() if isinstance(module, GroupedLinear))
+        experts = sum(param.numel() for module in grouped for param in module.parameters())
+        dense = sum(param.numel() for param in together.parameters()) - experts
         whole, shard = dense + experts // ep, -(-dense // (dp * ep)) + -(-experts // (ep * dp))
         ranks.append(RankMemory(
             parameters=stored * shard,
             optimizer=(MOMENTS + (4 if stored < 4 else 0)) * shard,
-            gathered=narrow * whole if sharded else 0,
+            gathered=dtype.itemsize * whole if sharded else 0,
             gradients=4 * whole + (4 * shard if sharded else 0),
-            activations=peak * max(_activations(config, model, stage, known) for stage in mine),
-            logits=2 * narrow * tokens * model.vocab_size if any(stage.last for stage in mine) else 0,
+            activations=peak * max(map(activations, mine)),
+            logits=2 * dtype.itemsize * tokens * model.vocab_size if any(stage.last for stage in mine) else 0,
         ))
     return ranks
 
 
-def _parameters(stages: nn.Module) -> tuple[int, int]:
-    """The number of parameters of dense layers, and of all experts."""
-    grouped = (module.parameters() for module in stages.modules() if isinstance(module, GroupedLinear))
-    experts = sum(param.numel() for param in chain.from_iterable(grouped))
-    return sum(param.numel() for param in stages.parameters()) - experts, experts
-
-
-def _activations(config: Config, model: HubConfig, stage: Stage, known: dict[object, int]) -> int:
-    """`known`: those of stages with the same kinds of layers, so that each is counted once."""
-    layers = list(map(int, stage.layers))
-    recompute = Recompute(config.memory.recompute, model.num_hidden_layers)
-    kinds = [(str(layer), layer.self_attn.window, *(recompute(part, int(index)) for part in RECOMPUTE))
-             for index, layer in stage.layers.items()]
-    key = stage.first, tuple(kinds)
-    if key not in known:
-        known[key] = activation_bytes(
-            model, range(layers[0], layers[-1] + 1) if layers else range(0), first=stage.first,
-            batch=config.train.micro_batch_size, sequence_length=config.train.sequence_length,
-            dtype=DTYPES[config.train.dtype], recompute=config.memory.recompute, ep=config.parallel.ep,
-        )
-    return known[key]
-
-
 def table(ranks: Sequence[RankMemory]) -> Iterator[str]:
     """The estimate as lines of text, in GiB."""
-    names = [field.name for field in fields(RankMemory)]
-    yield " ".join(f"{name:>11}" for name in ("rank", *names, "total"))
-    for rank, memory in enumerate(ranks):
-        values = [getattr(memory, name) for name in (*names, "total")]
-        yield f"{rank:>11} " + " ".join(f"{value / 2**30:>11.2f}" for value in values)
+    columns = [asdict(memory) | {"total": memory.total} for memory in ranks]
+    yield " ".join(f"{name:>11}" for name in ("rank", *columns[0]))
+    for rank, values in enumerate(columns):
+        yield f"{rank:>11} " + " ".join(f"{value / 2**30:>11.2f}" for value in values.values())
     most = max(memory.total for memory in ranks) / 2**30
     yield f"at most {most:.1f} GiB, besides what torch and the communication libraries take"

@@ -1,4 +1,4 @@
-"""What a run reports while it goes: a JSON line, TensorBoard scalars and a live line for every step.
+"""What a run reports: a JSON line, TensorBoard scalars and a live line for every step, and pictures at its end.
 
 Only the rank that knows the loss has a `MetricsWriter`.
 """
@@ -13,14 +13,12 @@ import resource
 import shutil
 import socket
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -29,6 +27,7 @@ from rich.table import Column
 
 from dualpipe.device import peak_memory
 from dualpipe.files import replace_file
+from dualpipe.schedule import Schedule, simulate, to_svg
 from dualpipe.train.console import Console, say, warn
 
 METRICS = "metrics.jsonl"
@@ -37,37 +36,26 @@ PICTURES = {"tensorboard": "no TensorBoard events", "matplotlib": "no picture of
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One line of `metrics.jsonl`."""
+    """One line of `metrics.jsonl`; what is None is absent there."""
 
-    step: int
-    """optimizer steps done, from 1"""
-    loss: float
-    """mean over the tokens of the global batch, in nats"""
-    grad_norm: float
-    """norm of the whole model's gradient, before clipping"""
-    lr: float
-    """learning rate of this step"""
-    tokens_per_second: float
-    """the whole job's"""
+    step: int  # optimizer steps done, from 1
+    loss: float  # mean over the tokens of the global batch, in nats
+    grad_norm: float  # of the whole model's gradient, before clipping
+    lr: float  # of this step
+    tokens_per_second: float  # the whole job's
+    # 10^12 floating-point operations per second of each rank, in the model's matrix products as they are counted by
+    # `dualpipe.models.sizes.flops_per_token`.
     tflops_per_rank: float
-    """10^12 floating-point operations per second of each rank, in the model's matrix products as they are counted by
-    `dualpipe.models.sizes.flops_per_token`"""
-    memory_bytes: int
-    """this rank's: the peak on its CUDA device, or what the process has resident"""
-    mfu: float | None = None
-    """tflops_per_rank as a share of the device's peak in bf16; absent in other dtypes and where that is not known"""
-    eval_loss: float | None = None
-    """on held-out data after this step; absent where there was no evaluation"""
+    memory_bytes: int  # this rank's: the peak on its CUDA device, or what the process has resident
+    mfu: float | None = None  # tflops_per_rank over the device's peak in bf16; None in other dtypes, or where unknown
+    eval_loss: float | None = None  # on held-out data after this step; None where there was no evaluation
+    # Largest over mean of the tokens that the global batch gave each expert, in the layer where it is largest: from 1,
+    # where all experts have as many, to experts / top_k, where one has every token. This and what follows are None
+    # where the model has no router.
     load_max_over_mean: float | None = None
-    """largest over mean of the tokens that the global batch gave each expert, in the layer where it is largest: from 1,
-    where all experts have as many, to experts / top_k, where one has every token. This and what follows are absent
-    where the model has no router"""
-    dropped: float | None = None
-    """tokens without a place at their expert, over all layers: 0, because no expert has a capacity"""
-    balance_loss: float | None = None
-    """mean over the layers, without its coefficient; absent where that is 0"""
-    z_loss: float | None = None
-    """as balance_loss"""
+    dropped: float | None = None  # tokens without a place at their expert: 0, because no expert has a capacity
+    balance_loss: float | None = None  # mean over the layers, without its coefficient; None where that is 0
+    z_loss: float | None = None  # as balance_loss
 
 
 class MetricsWriter:
@@ -85,124 +73,75 @@ class MetricsWriter:
         wandb: the project at Weights & Biases, or nothing; settings: what it is told of the run.
         """
         self._total, self._interval = total_steps, log_interval
-        self._display = _Display(console or Console(highlight=False, soft_wrap=True), total_steps, start_step)
+        self._console = console or Console(highlight=False, soft_wrap=True)
+        self._progress: Progress | None = None  # a live line, on a terminal
+        if self._console.is_terminal:
+            steps = MofNCompleteColumn(table_column=Column(no_wrap=True, min_width=2 * len(str(total_steps)) + 1))
+            text = TextColumn("{task.fields[text]}", table_column=Column(no_wrap=True, ratio=1))
+            rest = (BarColumn(bar_width=6), TimeRemainingColumn(compact=True)) if self._console.width >= 80 else ()
+            self._progress = Progress(steps, *rest[:1], text, *rest[1:], console=self._console)
+            self._task = self._progress.add_task("train", total=total_steps, completed=start_step, text="")
         missing = {package: cost for package, cost in PICTURES.items() if find_spec(package) is None}
         if missing:
             self.say(f"{', '.join(missing.values())}: pip install {' '.join(missing)} (or 'dualpipe[viz]')")
-        self._outputs: dict[str, _Lines | _Board | _Wandb] = {}
-        self._open(METRICS, lambda: _Lines(folder / METRICS, start_step))
+        self._outputs: dict[str, Callable[[int, dict[str, float]], None]] = {}  # each takes a step and its values
+        with self._optional(METRICS):
+            self._outputs[METRICS] = _Lines(folder / METRICS, start_step).add
         if "tensorboard" not in missing:
-            self._open("TensorBoard", lambda: _Board(folder / "tensorboard", start_step))
+            with self._optional("TensorBoard"):
+                self._outputs["TensorBoard"] = _tensorboard(folder / "tensorboard", start_step)
         if wandb:
-            self._open("W&B", lambda: _Wandb(folder, wandb, settings or {}))
+            with self._optional("W&B"):
+                from wandb import init
+
+                self._run = run = init(project=wandb, dir=str(folder), config=dict(settings or {}))
+                self._outputs["W&B"] = lambda step, values: run.log(values, step=step)
 
     def write(self, metrics: StepMetrics) -> None:
-        """Record one step, at once and flushed."""
-        step = metrics.step
-        due = step % self._interval == 0 or step == self._total or metrics.eval_loss is not None
-        if due:
-            values = {k: v for k, v in dataclasses.asdict(metrics).items() if v is not None}
-            del values["step"]
-            for name, output in list(self._outputs.items()):
-                self._attempt(name, partial(output.add, step, values))
-        self._display.update(metrics, due)
+        """Record one step, at once and flushed; the live line shows every one."""
+        step, evaluated = metrics.step, metrics.eval_loss is not None
+        due = step % self._interval == 0 or step == self._total or evaluated
+        values = {name: value for name, value in dataclasses.asdict(metrics).items() if value is not None}
+        del values["step"]
+        for name, add in list(self._outputs.items()) if due else ():
+            with self._optional(name):
+                add(step, dict(values))
+        # With counter, bar and remaining time it fits a terminal of 80 columns.
+        text = (f"loss {metrics.loss:.4f}  {metrics.tokens_per_second:,.0f} tokens/s  "
+                f"grad norm {metrics.grad_norm:.2f}  {metrics.memory_bytes / 2**20:,.0f} MiB")
+        held_out = f"  held-out loss {metrics.eval_loss:.4f}" if evaluated else ""
+        if self._progress is not None:
+            self._progress.update(self._task, completed=step, text=text)
+            if evaluated:
+                self.say(f"step {step}: loss {metrics.loss:.4f}{held_out}")
+        elif due:
+            self.say(f"step {step}/{self._total}  {text}{held_out}")
 
     def say(self, text: str) -> None:
         """Print a line above the progress."""
-        self._display.say(text)
+        say(text, self._console)
 
     def __enter__(self) -> Self:
-        self._display.start()
+        if self._progress is not None:
+            self._progress.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._display.stop()
-        for name, output in list(self._outputs.items()):
-            self._attempt(name, output.close)
+    def __exit__(self, *raised: object) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+        if "W&B" in self._outputs:
+            with self._optional("W&B"):
+                self._run.finish()
 
-    def _open(self, name: str, make: Callable[[], _Lines | _Board | _Wandb]) -> None:
-        self._attempt(name, lambda: self._outputs.update({name: make()}))
-
-    def _attempt(self, name: str, work: Callable[[], None]) -> None:
-        """Where it fails, that is said, and this output is left alone from then on."""
+    @contextmanager
+    def _optional(self, name: str) -> Iterator[None]:
+        """Where what is done inside fails, that is said, and this output is left alone from then on."""
         try:
-            work()
+            yield
         except Exception as error:  # whatever these packages raise
             self._outputs.pop(name, None)
             text = str(error).split("\n")[0] or repr(error)
             warn(f"{name} cannot be written: {text}; training goes on without it")
-
-
-class _Display:
-    """A live progress line on a terminal, one printed line per step elsewhere."""
-
-    def __init__(self, console: Console, total_steps: int, start_step: int) -> None:
-        self._console, self._total = console, total_steps
-        steps = MofNCompleteColumn(table_column=Column(no_wrap=True, min_width=2 * len(str(total_steps)) + 1))
-        text = TextColumn("{task.fields[text]}", table_column=Column(no_wrap=True, ratio=1))
-        rest = (BarColumn(bar_width=6), TimeRemainingColumn(compact=True)) if console.width >= 80 else ()
-        columns = (steps, *rest[:1], text, *rest[1:])
-        self._progress = Progress(*columns, console=console) if console.is_terminal else None
-        if self._progress is not None:
-            self._task = self._progress.add_task("train", total=total_steps, completed=start_step, text="")
-
-    def start(self) -> None:
-        if self._progress is not None:
-            self._progress.start()
-
-    def stop(self) -> None:
-        if self._progress is not None:
-            self._progress.stop()
-
-    def update(self, metrics: StepMetrics, due: bool) -> None:
-        """due: whether the step is written elsewhere too; the live line shows every one."""
-        if self._progress is None:
-            held_out = "" if metrics.eval_loss is None else f"  held-out loss {metrics.eval_loss:.4f}"
-            if due:
-                self.say(f"step {metrics.step}/{self._total}  {describe(metrics)}{held_out}")
-            return
-        self._progress.update(self._task, completed=metrics.step, text=describe(metrics))
-        if metrics.eval_loss is not None:
-            self.say(f"step {metrics.step}: loss {metrics.loss:.4f}  held-out loss {metrics.eval_loss:.4f}")
-
-    def say(self, text: str) -> None:
-        say(text, self._console)
-
-
-def describe(metrics: StepMetrics) -> str:
-    """The step in short: with counter, bar and remaining time it fits a terminal of 80 columns."""
-    return (
-        f"loss {metrics.loss:.4f}  {metrics.tokens_per_second:,.0f} tokens/s  grad norm {metrics.grad_norm:.2f}  "
-        f"{metrics.memory_bytes / 2**20:,.0f} MiB"
-    )
-
-
-def json_line(values: Mapping[str, object]) -> str:
-    """One line of valid JSON: a number that is not finite, which JSON does not have, becomes null."""
-    clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
-    return json.dumps(clean, allow_nan=False) + "\n"
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The steps of a `metrics.jsonl`, but for lines that a crash or a full disk cut short, or that are damaged."""
-    rows = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        with suppress(json.JSONDecodeError):
-            rows.append(json.loads(line))
-    return [row for row in rows if isinstance(row, dict) and "step" in row]
-
-
-def memory_bytes(device: torch.device) -> int:
-    """Peak memory of a CUDA device; on CPU what the process has resident now (its peak where /proc is missing)."""
-    if device.type == "cuda":
-        return peak_memory(device)
-    try:
-        resident = Path("/proc/self/statm").read_text().split()[1]
-    except OSError:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return int(resident) * os.sysconf("SC_PAGE_SIZE")
 
 
 class _Lines:
@@ -232,54 +171,29 @@ class _Lines:
                      "tries again with each line")
             self._torn = self._warned = True
 
-    def close(self) -> None:
-        """Nothing is open."""
 
-
-class _Board:
+def _tensorboard(folder: Path, start_step: int) -> Callable[[int, dict[str, float]], None]:
     """TensorBoard's events. A new run gets the folder for itself: all that is in one is drawn as one curve.
 
     Written here and not by torch's SummaryWriter, whose thread meets a full disk with a traceback of its own.
     """
+    from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # for the one rank that writes
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.summary.writer.record_writer import RecordWriter
 
-    def __init__(self, folder: Path, start_step: int) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # for the one rank that writes
-        from tensorboard.compat.proto.summary_pb2 import Summary
-        from tensorboard.summary.writer.record_writer import RecordWriter
+    def write(**event: Any) -> None:
+        with path.open("ab") as file:
+            RecordWriter(file).write(Event(wall_time=time.time(), **event).SerializeToString())
 
-        self._event, self._summary, self._record_writer = Event, Summary, RecordWriter
-        if not start_step and folder.is_dir() and any(folder.iterdir()):
-            folder.rename(_unused_name(folder))
-        folder.mkdir(parents=True, exist_ok=True)
-        self._path = folder / f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
-        self._write(file_version="brain.Event:2")
-        self._write(step=start_step + 1, session_log=SessionLog(status=SessionLog.START))  # hides what came later
-
-    def add(self, step: int, values: Mapping[str, float]) -> None:
-        scalars = [self._summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        self._write(step=step, summary=self._summary(value=scalars))
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-    def _write(self, **event: Any) -> None:
-        with self._path.open("ab") as file:
-            self._record_writer(file).write(self._event(wall_time=time.time(), **event).SerializeToString())
-
-
-class _Wandb:
-    """A run at Weights & Biases, or, with WANDB_MODE=offline, in the folder."""
-
-    def __init__(self, folder: Path, project: str, settings: Mapping[str, object]) -> None:
-        import wandb
-
-        self._run = wandb.init(project=project, dir=str(folder), config=dict(settings))
-
-    def add(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log(dict(values), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
+    if not start_step and folder.is_dir() and any(folder.iterdir()):
+        folder.rename(_unused_name(folder))
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
+    write(file_version="brain.Event:2")
+    write(step=start_step + 1, session_log=SessionLog(status=SessionLog.START))  # hides what came later
+    return lambda step, values: write(step=step, summary=Summary(
+        value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+    ))
 
 
 def _unused_name(path: Path) -> Path:
@@ -287,3 +201,72 @@ def _unused_name(path: Path) -> Path:
     while (candidate := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
         number += 1
     return candidate
+
+
+def json_line(values: Mapping[str, object]) -> str:
+    """One line of valid JSON: a number that is not finite, which JSON does not have, becomes null."""
+    clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+    return json.dumps(clean, allow_nan=False) + "\n"
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The steps of a `metrics.jsonl`, but for lines that a crash or a full disk cut short, or that are damaged."""
+    rows = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        with suppress(json.JSONDecodeError):
+            rows.append(json.loads(line))
+    return [row for row in rows if isinstance(row, dict) and "step" in row]
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Peak memory of a CUDA device; on CPU what the process has resident now (its peak where /proc is missing)."""
+    if device.type == "cuda":
+        return peak_memory(device)
+    try:
+        resident = Path("/proc/self/statm").read_text().split()[1]
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return int(resident) * os.sysconf("SC_PAGE_SIZE")
+
+
+# -- pictures
+
+
+def draw(folder: Path, schedule: Schedule, *, unigram: float | None) -> None:
+    """Draw loss.png from the metrics in `folder`, and schedule.svg, timed with unit costs; say where everything is.
+
+    unigram: the loss of a unigram model, a line in the picture.
+    """
+    loss, picture = folder / "loss.png", folder / "schedule.svg"
+    board = f" (TensorBoard: {folder / 'tensorboard'})" if find_spec("tensorboard") else ""
+    say(f"metrics: {folder / METRICS}{board}")
+    if find_spec("matplotlib"):
+        try:
+            _draw_loss(read_metrics(folder / METRICS), loss, unigram)
+            say(f"loss curve: {loss}")
+        except Exception as error:  # matplotlib's too: the run is done, and no picture is worth its exit status
+            warn(f"{loss} cannot be drawn: {error}")
+    try:
+        picture.write_text(to_svg(simulate(schedule)), encoding="utf-8")
+        say(f"schedule: {picture}")
+    except OSError as error:
+        warn(f"{picture} cannot be drawn: {error}")
+
+
+def _draw_loss(rows: list[dict[str, Any]], picture: Path, unigram: float | None) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # half a second, for the one rank that draws
+    from matplotlib.figure import Figure
+
+    held_out = [(row["step"], row["eval_loss"]) for row in rows if row.get("eval_loss") is not None]
+    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.plot([r["step"] for r in rows], [r["loss"] for r in rows], color="#1f77b4", linewidth=1.2, label="training")
+    if held_out:
+        axes.plot(*zip(*held_out), color="#d62728", marker="o", markersize=4, label="held out")
+    if unigram is not None:
+        axes.axhline(unigram, color="#7f7f7f", linestyle="--", linewidth=1, label=f"unigram model, {unigram:.2f}")
+    axes.set(xlabel="step", ylabel="loss (nats per token)")
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False)
+    figure.savefig(picture)

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dualpipe.checkpoint import hub_dtypes, load_hf
@@ -14,15 +15,15 @@ from dualpipe.dtypes import dtype_of
 from dualpipe.models import HubConfig, Stage, build_stages, read_config
 from dualpipe.models.stages import Recompute
 from dualpipe.nn import cross_entropy_loss
+from dualpipe.nn.router import Router, random_like_stride
+from dualpipe.nn.router_set import RouterSet
 from dualpipe.parallel import DTypePlan, DTypePolicy, Rule, resolve_dtypes, shard
 from dualpipe.parallel.expert import ExpertParallel, shard_experts
 from dualpipe.parallel.materialize import build_on_meta, materialize
 from dualpipe.parallel.mesh import Mesh
 from dualpipe.ranks import RankSync
-from dualpipe.schedule import Schedule
+from dualpipe.schedule import Schedule, build
 from dualpipe.train.tables import Config
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # [train] dtype
 
 
 class Model(NamedTuple):
@@ -36,11 +37,7 @@ class Model(NamedTuple):
 
 
 def read_model_config(config: Config) -> HubConfig:
-    """The model that a run's configuration names.
-
-    Raises:
-        ValueError: the file is missing, is not JSON, or describes no model that this library has.
-    """
+    """The model that a configuration names; ValueError where that is no file, no JSON, or no model of this library."""
     try:
         return read_config(config.model_path)
     except ValueError as error:
@@ -54,19 +51,15 @@ def plan_run(
 
     recorded: what the checkpoint that is gone on from says, see `plan_model`; None where there is none.
     """
-    return plan_model(
-        model, DTYPES[config.train.dtype], replicas=config.parallel.replicas, rules=rules_of(config),
-        recorded=recorded, from_hf=config.init.from_hf if recorded is None else "", mesh=mesh,
-    )
-
-
-def rules_of(config: Config) -> list[Rule]:
-    """What [dtypes] asks for."""
-    return [
+    rules = [
         Rule(rule.pattern, *(name and dtype_of(name) for name in
              (rule.compute, rule.output, rule.storage, rule.reduce, rule.save)))
         for rule in config.dtypes.rules
     ]
+    return plan_model(
+        model, dtype_of(config.train.dtype), replicas=config.parallel.replicas, rules=rules, recorded=recorded,
+        from_hf=config.init.from_hf if recorded is None else "", mesh=mesh,
+    )
 
 
 def plan_model(
@@ -84,10 +77,16 @@ def plan_model(
 
     Raises ValueError as `resolve_dtypes` does, and for a Hugging Face checkpoint that would have to be rounded.
     """
-    wide = torch.promote_types(dtype, torch.float32)
+    wide, known = torch.promote_types(dtype, torch.float32), recorded
     (whole,) = build_on_meta(lambda: build_stages(config, 1))
     whole.to(dtype=wide if replicas > 1 else dtype)
-    known = _hub_dtypes(from_hf, config, mesh, None if replicas > 1 else dtype) if from_hf else recorded
+    if from_hf:
+        known = RankSync.of_mesh(mesh).first(lambda: hub_dtypes(from_hf, config))
+        narrowest = min(known.values(), key=lambda found: found.itemsize)
+        if replicas == 1 and torch.promote_types(dtype, narrowest) != dtype:
+            raise ValueError(f"{from_hf} holds {narrowest}, which ranks that share no storage would have to round to "
+                             f"{dtype}; use parallel.dp or ep > 1, train.dtype = \"fp32\", or first write it again by "
+                             "`dualpipe hf export --dtype bf16`")
     if known and not any(name in known for name, _ in whole.named_parameters()):
         known = None  # of another model, which is said when it is loaded
     return resolve_dtypes(whole, DTypePolicy(dtype, wide, dtype, rules), known)
@@ -110,16 +109,15 @@ def build_model(
     mesh: from `build_mesh`. Where it has several pipelines, they share the parameters' storage: those are stored in at
     least float32 and computed with in `dtype`. Without, they are stored in `dtype`.
     """
-    numbers = schedule.rank_stages(rank)
+    place, numbers = Mesh.of(mesh), schedule.rank_stages(rank)
     first, last = 0 in numbers, schedule.num_stages - 1 in numbers
     if config.tie_word_embeddings and first != last:
         raise ValueError(
             f"tie_word_embeddings needs the first and the last stage on one rank, but schedule {schedule.name!r} puts "
             "them on two; use a V-shaped schedule (dualpipev, zbv)"
         )
-    replicas = Mesh.of(mesh).replicas
-    check_tied(config, replicas)
-    plan = plan or plan_model(config, dtype, replicas=replicas, from_hf=from_hf, mesh=mesh)
+    check_tied(config, place.replicas)
+    plan = plan or plan_model(config, dtype, replicas=place.replicas, from_hf=from_hf, mesh=mesh)
     try:
         stages = build_on_meta(lambda: build_stages(config, schedule.num_stages, numbers, layers_per_stage))
     except ValueError as error:
@@ -128,27 +126,20 @@ def build_model(
         stage.recompute = Recompute(recompute, config.num_hidden_layers)
         if compiled:
             stage.compile_dense()
-    for stage in stages:
-        _shard(stage, plan, mesh if replicas > 1 else None)
+        for name, parameter in stage.named_parameters():  # still on meta
+            parameter.data = parameter.data.to(plan.of(name).storage)
+        if mesh is None or place.replicas == 1:
+            shard(stage, None, plan)
+        else:
+            shard_experts(stage, mesh["ep"])
+            stage.use_expert_parallelism(ExpertParallel(config.num_experts, mesh["ep"]))
+            shard(stage, place.dense, plan, expert_mesh=place.experts)
     if from_hf:
         load_hf(stages, from_hf, mesh, plan, device=device)
     else:
         for stage in stages:
             materialize(stage, device, plan, seed=seed)
     return Model(config, tuple(stages), plan, first, last)
-
-
-def _hub_dtypes(
-    path: str, config: HubConfig, mesh: DeviceMesh | None, storage: torch.dtype | None
-) -> dict[str, torch.dtype]:
-    """What the checkpoint holds; raises ValueError where all of it would have to be rounded to be stored."""
-    known = RankSync.of_mesh(mesh).first(lambda: hub_dtypes(path, config))
-    narrowest = min(known.values(), key=lambda found: found.itemsize)
-    if storage is not None and torch.promote_types(storage, narrowest) != storage:
-        raise ValueError(f"{path} holds {narrowest}, which ranks that share no storage would have to round to "
-                         f"{storage}; use parallel.dp or ep > 1, train.dtype = \"fp32\", or first write it again by "
-                         "`dualpipe hf export --dtype bf16`")
-    return known
 
 
 def check_tied(config: HubConfig, replicas: int) -> None:
@@ -162,29 +153,31 @@ def build_whole(
     config: HubConfig, *, seed: int, dtype: torch.dtype, device: torch.device, plan: DTypePlan | None = None
 ) -> Stage:
     """The unpipelined model, with the same weights."""
-    (stage,) = build_on_meta(lambda: build_stages(config, 1))
-    plan = plan or plan_model(config, dtype, replicas=1)
-    _shard(stage, plan, None)
-    materialize(stage, device, plan, seed=seed)
+    (stage,) = build_model(config, build("1f1b", 1, 1), 0, seed=seed, dtype=dtype, device=device, plan=plan).stages
     return stage
 
 
-def _shard(stage: Stage, plan: DTypePlan, mesh: DeviceMesh | None) -> None:
-    """Over the data- and expert-parallel ranks of `mesh`, and have experts find each other there. Still on meta."""
-    for name, parameter in stage.named_parameters():
-        parameter.data = parameter.data.to(plan.of(name).storage)
-    if mesh is None:
-        shard(stage, None, plan)
-        return
-    shard_experts(stage, mesh["ep"])
-    stage.use_expert_parallelism(ExpertParallel(stage.config.num_experts, mesh["ep"]))
-    shard(stage, Mesh.of(mesh).dense, plan, expert_mesh=Mesh.of(mesh).experts)
+def build_routers(
+    config: Config, stages: Sequence[nn.Module], *, group: dist.ProcessGroup | None, device: torch.device,
+    whole: bool = False,
+) -> RouterSet:
+    """The routers in `stages`, set to what `config.router` says. Collective over `group`.
+
+    whole: `stages` are the whole model, alone on this rank, which runs the micro-batches of all pipelines.
+
+    Raises ValueError for what the model's routers cannot do.
+    """
+    r, stride, replicas = config.router, config.router.balanced_stride, config.parallel.replicas
+    if not stride:  # the same for all routers of a model
+        first = next((m for stage in stages for m in stage.modules() if isinstance(m, Router)), None)
+        stride = 1 if first is None else random_like_stride(first.out_features, first.top_k, config.parallel.ep)
+    return RouterSet(
+        stages, num_chunks=config.train.num_chunks * (replicas if whole else 1), balance=r.balance,
+        level=r.balance_level, z=r.z_loss, bias_update_rate=r.bias_update_rate, balanced=r.balanced,
+        balanced_stride=stride, group=group, replicas=1 if whole else replicas, device=device,
+    )
 
 
 def micro_batch_loss(num_chunks: int) -> Callable[[Tensor, Tensor], Tensor]:
     """A criterion whose sum over a step's micro-batches is the mean over the global batch."""
-
-    def criterion(logits: Tensor, targets: Tensor) -> Tensor:
-        return cross_entropy_loss(logits, targets) / num_chunks
-
-    return criterion
+    return lambda logits, targets: cross_entropy_loss(logits, targets) / num_chunks

@@ -30,14 +30,11 @@ def learning_rate(
         return peak * (step + 1) / (warmup_steps + 1)
     if schedule == "constant":
         return peak
-    decay_steps = round(decay_fraction * total_steps) if schedule == "wsd" else total_steps
-    progress = _progress(step, max(warmup_steps, total_steps - 1 - decay_steps), total_steps - 1)
+    decay_steps, last = round(decay_fraction * total_steps) if schedule == "wsd" else total_steps, total_steps - 1
+    start = max(warmup_steps, last - decay_steps)
+    progress = min(1.0, max(0.0, (step - start) / (last - start))) if last > start else float(step > last)
     share = 0.5 * (1.0 + math.cos(math.pi * progress)) if schedule == "cosine" else 1.0 - progress
     return peak * (min_ratio + (1.0 - min_ratio) * share)
-
-
-def _progress(step: int, start: int, end: int) -> float:
-    return min(1.0, max(0.0, (step - start) / (end - start))) if end > start else float(step > end)
 
 
 class Optimizer:
@@ -49,7 +46,12 @@ class Optimizer:
         """A parameter that appears twice (tied) is updated once."""
         trainable = (p for module in modules for p in module.parameters() if p.requires_grad)
         self.parameters: list[nn.Parameter] = list(dict.fromkeys(trainable))
-        self._masters = [_master(p) for p in self.parameters]
+        self._masters: list[Tensor] = list(self.parameters)
+        for index, parameter in enumerate(self.parameters):
+            if parameter.dtype in (torch.bfloat16, torch.float16):
+                self._masters[index] = parameter.detach().float()
+                if not isinstance(parameter, DTensor):  # FSDP2 hands out reduced gradients in the parameter's own dtype
+                    parameter.grad_dtype = torch.float32
         matrices = [m for m in self._masters if m.dim() >= 2]
         vectors = [m for m in self._masters if m.dim() < 2]
         groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
@@ -65,9 +67,9 @@ class Optimizer:
         for parameter, master in pairs:
             master.grad = None if parameter.grad is None else parameter.grad.to(master.dtype)
         self._adamw.step()
-        for parameter, master in pairs:
+        for _, master in pairs:
             master.grad = None
-            parameter.copy_(master)
+        self.round_parameters()
 
     def zero_grad(self) -> None:
         """Drop all gradients."""
@@ -95,11 +97,3 @@ class Optimizer:
         for parameter, master in zip(self.parameters, self._masters):
             if parameter is not master:
                 parameter.copy_(master)
-
-
-def _master(parameter: nn.Parameter) -> Tensor:
-    if parameter.dtype not in (torch.bfloat16, torch.float16):
-        return parameter
-    if not isinstance(parameter, DTensor):  # FSDP2 hands out reduced gradients in the parameter's own dtype
-        parameter.grad_dtype = torch.float32
-    return parameter.detach().float()

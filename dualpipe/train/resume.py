@@ -8,16 +8,15 @@ the files it was started with.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from dualpipe.checkpoint import CheckpointError, Checkpoints, Loaded, load, training_state
+from dualpipe.checkpoint import CheckpointError, Checkpoints, load, training_state
 from dualpipe.checkpoint.directory import find, none_whole
 from dualpipe.checkpoint.state import ParameterState
 from dualpipe.dtypes import dtype_of
@@ -31,8 +30,6 @@ from dualpipe.train.tables import Config
 
 # A checkpoint that `dualpipe hf import` made has step 0, and none of these yet.
 NOT_IMPORTED = ("optimizer/*", "routers/*")
-_TIMEOUT = timedelta(minutes=30)  # a rank with little to write waits for the one with most
-_LOADER = "loader"  # in checkpoint.allow
 _NOT_COMPARED = ("output", "metrics", "checkpoint", "export", "init")  # tables that do not change what is computed
 
 
@@ -63,12 +60,12 @@ class Saver:
         self._failed = False
         self._last: CheckpointError | None = None  # of the last step, which is raised after an export
         self._checkpoints = None
-        directory = config.checkpoint_directory
         if settings.mode != "off" and settings.interval:  # first, so that no other job saves there any more
             self._checkpoints = Checkpoints(
-                directory, job.mesh, kind=settings.writer, keep_last=settings.keep_last or None,
+                config.checkpoint_directory, job.mesh, kind=settings.writer, keep_last=settings.keep_last or None,
                 keep_every=settings.keep_every or None, checksum=settings.checksum,
-                timeout=max(_TIMEOUT, timedelta(seconds=config.parallel.timeout)),
+                # A rank with little to write waits for the one with most.
+                timeout=max(timedelta(minutes=30), timedelta(seconds=config.parallel.timeout)),
             )
         try:
             self.source, self.source_dtypes, notes = job.ranks.first(lambda: find_source(config))
@@ -90,15 +87,33 @@ class Saver:
             seed=self._config.train.seed,
         )
         state.optimizer.round_parameters()
-        step, steps = loaded.manifest.step, self._config.train.steps
-        self._say(_origin(loaded), *self._differences(loaded, state))
-        if step >= steps:
+        manifest, steps, changed = loaded.manifest, self._config.train.steps, []
+        saved = " x ".join(f"{name} {manifest.layout[name]}" for name in ("pp", "dp", "ep"))
+        random = "" if loaded.random_restored else "; random numbers start anew, as the layout is another"
+        self._say(f"resuming from {loaded.path}, after step {manifest.step}, saved by {saved}{random}")
+        if loaded.allowed and manifest.step:
+            self._say(f"differences that are allowed: {len(loaded.allowed)}, the first: {loaded.allowed[0]}")
+        for table, settings in dataclasses.asdict(self._config).items():
+            was = {} if table in _NOT_COMPARED else _saved_settings(manifest.config, table)
+            for name, value in settings.items():
+                value = list(value) if isinstance(value, tuple) else value
+                if was.get(name, value) != value:
+                    changed.append(f"{table}.{name} {was[name]!r} -> {value!r}")
+        if changed:
+            self._say(f"settings that have changed since: {', '.join(changed)}")
+        if manifest.step >= steps:
             self._say(f"nothing is left to do: train.steps = {steps}")
-        if step:
-            self._resume_loader(loaded, state.loader)
+        try:
+            if manifest.step:
+                state.loader.load_state_dict((manifest.extra or {}).get("loader", {}))
+        except ValueError as error:
+            if "loader" not in self._settings.allow:
+                raise ValueError(f"{loaded.path}: {error}; or name 'loader' in checkpoint.allow") from error
+            state.loader.step = manifest.step
+            self._say(f"the batches are others, as allowed: {error}")
         if self._checkpoints is not None:
             self._checkpoints.ignore(loaded.damaged)
-        return step
+        return manifest.step
 
     def save(self, state: State, step: int) -> None:
         """Where it is time to.
@@ -106,25 +121,36 @@ class Saver:
         One checkpoint that cannot be written is said and training goes on; the error of a second in a row is raised. So
         is that of the last, when this is left: all that is wanted of the run besides has been done then.
         """
-        settings, is_last = self._settings, step == self._config.train.steps
-        if self._checkpoints is None or (step % settings.interval and not is_last):
+        settings, is_last, checkpoints = self._settings, step == self._config.train.steps, self._checkpoints
+        if checkpoints is None or (step % settings.interval and not is_last):
             return
-        save = self._checkpoints.save if settings.mode == "sync" else self._checkpoints.save_async
-        self._tolerate(self._checkpoints.wait, is_final=False, is_last_step=is_last)
-        self._tolerate(
-            lambda: save(state.tensors(), step=step, plan=state.model.plan, config=describe(self._config, state.model),
-                         extra={"loader": state.loader.state_dict()}),
-            is_final=is_last, is_last_step=is_last,
-        )
+        save = checkpoints.save if settings.mode == "sync" else checkpoints.save_async
+
+        def write() -> Path | None:
+            return save(state.tensors(), step=step, plan=state.model.plan, config=describe(self._config, state.model),
+                        extra={"loader": state.loader.state_dict()})
+
+        for is_new, work in ((False, checkpoints.wait), (True, write)):
+            try:
+                if work() is not None:
+                    self._failed = False
+            except CheckpointError as error:
+                if is_new and is_last:  # nothing is saved after it
+                    self._last = error
+                elif self._failed and not is_last:
+                    raise
+                else:
+                    self._failed = True
+                    rest = "" if is_last else "; training goes on, but ends if the next one is not saved either"
+                    self._say(f"WARNING: {error}{rest}")
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: Any) -> None:
+        error = raised[1]
         if self._checkpoints is not None:
-            self._checkpoints.__exit__(kind, error, trace)
+            self._checkpoints.__exit__(*raised)
         if self._last is not None:
             if error is None:
                 raise self._last
@@ -136,44 +162,17 @@ class Saver:
         for line in lines if self._job.rank == 0 else ():
             say(line)
 
-    def _tolerate(self, write: Callable[[], Path | None], *, is_final: bool, is_last_step: bool) -> None:
-        """is_final: nothing is saved after it."""
-        try:
-            if write() is not None:
-                self._failed = False
-        except CheckpointError as error:
-            if is_final:
-                self._last = error
-            elif self._failed and not is_last_step:
-                raise
-            else:
-                self._failed = True
-                rest = "" if is_last_step else "; training goes on, but ends if the next one is not saved either"
-                self._say(f"WARNING: {error}{rest}")
-
-    def _resume_loader(self, loaded: Loaded, loader: Loader) -> None:
-        position = (loaded.manifest.extra or {}).get("loader", {})
-        try:
-            loader.load_state_dict(position)
-        except ValueError as error:
-            if _LOADER not in self._settings.allow:
-                raise ValueError(f"{loaded.path}: {error}; or name {_LOADER!r} in checkpoint.allow") from error
-            loader.step = loaded.manifest.step
-            self._say(f"the batches are others, as allowed: {error}")
-
-    def _differences(self, loaded: Loaded, state: State) -> Iterator[str]:
-        """Lines that say in what this run is not the one that was saved."""
-        if loaded.allowed and loaded.manifest.step:
-            yield f"differences that are allowed: {len(loaded.allowed)}, the first: {loaded.allowed[0]}"
-        now = describe(self._config, state.model)
-        before = loaded.manifest.config if isinstance(loaded.manifest.config, Mapping) else {}
-        if changed := list(_changed(before.get("run"), now["run"])):
-            yield f"settings that have changed since: {', '.join(changed)}"
-
 
 def describe(config: Config, model: Model) -> dict[str, Any]:
     """What a checkpoint says of where it comes from."""
     return {"run": dataclasses.asdict(config), "model": model.config.to_dict()}
+
+
+def _saved_settings(found: Any, table: str) -> Mapping[str, Any]:
+    """A table of the run's configuration in a manifest's `config`; empty where no run saved it."""
+    for name in ("run", table):
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return found if isinstance(found, Mapping) else {}
 
 
 def find_source(config: Config) -> tuple[Path | None, dict[str, torch.dtype] | None, list[str]]:
@@ -190,10 +189,13 @@ def find_source(config: Config) -> tuple[Path | None, dict[str, torch.dtype] | N
         goes_back = own.resolve() in (Path(resume).resolve(), *Path(resume).resolve().parents)
         if goes_back or not (found.committed or found.damaged):
             path, found = Path(resume), find(resume)
-        elif found.committed and not _began_with(resume, found.committed[0].manifest.config):
-            raise ValueError(f"{own} has checkpoints of a run that did not begin with checkpoint.resume = {resume!r}; "
-                             'give another output.dir, or checkpoint.resume = "auto" to go on from there')
         else:
+            saved = found.committed[0].manifest.config if found.committed else None
+            began = _saved_settings(saved, "checkpoint").get("resume")
+            if found.committed and not (isinstance(began, str) and Path(began).resolve() == Path(resume).resolve()):
+                raise ValueError(f"{own} has checkpoints of a run that did not begin with checkpoint.resume = "
+                                 f'{resume!r}; give another output.dir, or checkpoint.resume = "auto" to go on from '
+                                 "there")
             notes = [f"checkpoint.resume = {resume!r} is where this run began; it goes on from its own checkpoints"]
     if not found.committed:
         if resume == "auto" and not found.damaged:
@@ -203,28 +205,3 @@ def find_source(config: Config) -> tuple[Path | None, dict[str, torch.dtype] | N
         except ValueError as error:
             raise ValueError(f"checkpoint.resume: {error}") from error
     return path, {name: dtype_of(of["compute"]) for name, of in found.committed[0].manifest.dtypes.items()}, notes
-
-
-def _began_with(resume: str, config: Any) -> bool:
-    try:
-        return Path(config["run"]["checkpoint"]["resume"]).resolve() == Path(resume).resolve()
-    except (TypeError, KeyError):  # not saved by a run
-        return False
-
-
-def _origin(loaded: Loaded) -> str:
-    layout = loaded.manifest.layout
-    saved = " x ".join(f"{name} {layout[name]}" for name in ("pp", "dp", "ep"))
-    random = "" if loaded.random_restored else "; random numbers start anew, as the layout is another"
-    return f"resuming from {loaded.path}, after step {loaded.manifest.step}, saved by {saved}{random}"
-
-
-def _changed(before: object, now: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    for table, fields in now.items():
-        was = before.get(table) if isinstance(before, Mapping) else None
-        if table in _NOT_COMPARED or not isinstance(was, Mapping):
-            continue
-        for name, value in fields.items():
-            value = list(value) if isinstance(value, tuple) else value
-            if name in was and was[name] != value:
-                yield f"{table}.{name} {was[name]!r} -> {value!r}"

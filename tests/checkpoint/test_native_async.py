@@ -21,7 +21,7 @@ from dualpipe import files
 from dualpipe.checkpoint import CheckpointError, Checkpoints, latest, load, save, verify
 from dualpipe.checkpoint.tensors import lay_out
 from dualpipe.checkpoint.writer import HostMemory
-from dualpipe.parallel.mesh import build_mesh, dense_mesh
+from dualpipe.parallel.mesh import Mesh, build_mesh
 from native import is_gone, writer_of, writers_of
 from ranks import run_ranks
 
@@ -275,7 +275,7 @@ def test_a_writer_dies_with_its_rank(tmp_path):
 def save_a_half(rank, folder):
     """One rank saves its share without the others, then both without saying that they belong together."""
     mesh = build_mesh(1, 2, 1, torch.device("cpu"))
-    half = distribute_tensor(torch.arange(8.0), dense_mesh(mesh), [Shard(0)])
+    half = distribute_tensor(torch.arange(8.0), Mesh.of(mesh).dense, [Shard(0)])
     messages = []
     for alone in (0, 1):
         if rank == alone:
@@ -285,7 +285,7 @@ def save_a_half(rank, folder):
                 messages.append(str(error))
         dist.barrier()
     total = half + half
-    partial = DTensor.from_local(torch.ones(2), dense_mesh(mesh), [Partial()])
+    partial = DTensor.from_local(torch.ones(2), Mesh.of(mesh).dense, [Partial()])
     try:
         save(folder, {"sum": partial}, step=1, mesh=mesh)
     except ValueError as error:
@@ -384,7 +384,7 @@ def test_a_full_disk(tmp_path):
 
 def damaged_for_all(rank, folder):
     mesh = build_mesh(1, 2, 1, torch.device("cpu"))
-    wide = distribute_tensor(torch.zeros(1000, 3), dense_mesh(mesh), [Shard(0)])
+    wide = distribute_tensor(torch.zeros(1000, 3), Mesh.of(mesh).dense, [Shard(0)])
     state = {"weight": wide, "bias": torch.zeros(5, dtype=torch.bfloat16)}
     raised = ""
     try:

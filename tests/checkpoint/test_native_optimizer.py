@@ -13,7 +13,7 @@ from dualpipe.checkpoint import Checkpoints, load, save, training_state
 from dualpipe.checkpoint.commands import show
 from dualpipe.checkpoint.manifest import Checkpoint
 from dualpipe.nn.accumulate import local
-from dualpipe.parallel.mesh import build_mesh, dense_mesh
+from dualpipe.parallel.mesh import Mesh, build_mesh
 from ranks import run_ranks
 
 
@@ -195,7 +195,7 @@ def four(rank, folder):
     pp = mesh["pp"].get_local_rank()
 
     def build():
-        stages = [fully_shard(sequential(), mesh=dense_mesh(mesh)) for _ in range(2)]
+        stages = [fully_shard(sequential(), mesh=Mesh.of(mesh).dense) for _ in range(2)]
         return stages, sgd(stages)
 
     stages, optimizer = build()

@@ -10,6 +10,7 @@ from torch import Tensor
 from dualpipe.models import Stage
 from dualpipe.models.hub import HubConfig, Part
 from dualpipe.nn import cross_entropy_loss
+from dualpipe.train.parity import difference, gradients
 
 
 class Float64Torch:
@@ -106,3 +107,9 @@ def randomize_vectors(model):
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.add_(torch.randn_like(buffer) * 0.1)
+
+
+def compare_gradients(stages, whole):
+    """How far the gradient of every parameter of `stages` is from that of the same name in `whole`. Collective."""
+    reference = gradients([whole])
+    return [difference(name, value, reference[name]) for name, value in gradients(stages).items()]

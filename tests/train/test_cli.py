@@ -59,6 +59,36 @@ def test_metrics_have_a_line_per_step(trained, run_folder):
     assert rows[-1]["eval_loss"] < rows[0]["loss"]
 
 
+NOTE_FRAMES = """
+import importlib, sys
+kernels = importlib.import_module("dualpipe.kernels.grouped_gemm")
+product = kernels.reference_grouped_gemm
+def noting(*operands):
+    frame, found = sys._getframe(1), []
+    while not found or found[-1] != "dualpipe/cli.py main":
+        file = frame.f_code.co_filename.removeprefix(ROOT)
+        if file.startswith(("dualpipe/", "models/", "kernels/")):
+            found.append(file + " " + frame.f_code.co_qualname)
+        frame = frame.f_back
+    with open("frames", "a") as out:
+        print(*found, sep="; ", file=out)
+    return product(*operands)
+kernels.reference_grouped_gemm = noting
+"""
+
+
+def test_few_frames_lead_from_the_command_to_a_grouped_product(run_folder, dualpipe):
+    """With experts over two ranks, where training steps and where it evaluates."""
+    options = ("--parallel.pp", "1", "--parallel.ep", "2", "--train.steps", "1", "--output.dir", "frames-out")
+    done = dualpipe(run_folder, "train", "run.toml", *options, before=f"ROOT = {f'{ROOT}/'!r}{NOTE_FRAMES}")
+    assert done.returncode == 0, done.stderr
+    ways = {tuple(line.split("; ")) for line in (run_folder / "frames").read_text().splitlines()}
+    frames = {frame for way in ways for frame in way}
+    assert {"dualpipe/train/loop.py Run._step", "dualpipe/train/loop.py Run._evaluate"} < frames
+    for way in ways:
+        assert len(way) <= 20 and len({frame.split()[0] for frame in way}) <= 10, way
+
+
 @pytest.mark.slow
 def test_torchrun_another_schedule_and_no_evaluation_give_the_same_losses(trained, run_folder, dualpipe):
     options = ("--parallel.schedule", "1f1b", "--train.eval_batches", "0", "--output.dir", "torchrun")
@@ -306,9 +336,8 @@ def test_a_command_whose_reader_has_gone_ends_without_a_word(run_toml, capsys, m
 
 
 def test_a_collapsed_router_is_said_once(train_alone, capsys, monkeypatch):
-    monkeypatch.setattr("dualpipe.train.routers._PATIENCE", 3)
-    collapsed = property(lambda self: torch.tensor(1.95))
-    monkeypatch.setattr("dualpipe.nn.router_losses.RouterStatistics.max_over_mean", collapsed)
+    monkeypatch.setattr("dualpipe.train.loop.PATIENCE", 3)
+    monkeypatch.setattr("dualpipe.nn.router_set.max_over_mean", lambda load_E: torch.tensor(1.95))
     assert train_alone("--train.steps", "5") == 0
     out = capsys.readouterr().out
     assert "load_max_over_mean in the metrics: 1 where all experts get as many tokens, 2 (experts / top_k) where" in out

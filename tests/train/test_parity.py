@@ -7,14 +7,14 @@ import re
 import pytest
 import torch
 
-from dualpipe.nn import Router, linear
+from dualpipe.nn import Router, accumulate, linear
 from dualpipe.nn.accumulate import add_grad
 from dualpipe.parallel.mesh import build_mesh
-from dualpipe.train import model, parity, parity_bf16
+from dualpipe.train import model, parity
 from dualpipe.train.config import fit_world, load_config
 from dualpipe.train.job import Job
 from dualpipe.train.launch import RankInfo
-from dualpipe.train.parity import difference
+from dualpipe.train.parity import Comparison, difference
 from hub import FAMILIES
 from ranks import run_ranks
 
@@ -34,26 +34,27 @@ def test_one_rank_passes(run_toml, capsys, schedule, dtype):
     assert "parity passed" in out and "relative" in out
 
 
-def broken_gradient(pipelined_step):
-    def step(built, pipeline, problem):
-        losses = pipelined_step(built, pipeline, problem)
-        built.stages[0].get_parameter("layers.0.self_attn.q_proj.weight").grad[0, 0] += 1e-7
+def broken_gradient(right):
+    def step(self, *batch):
+        losses = right(self, *batch)
+        self.model.stages[0].get_parameter("layers.0.self_attn.q_proj.weight").grad[0, 0] += 1e-7
         return losses
 
     return step
 
 
-def missing_gradient(pipelined_step):
-    def step(built, pipeline, problem):
-        losses = pipelined_step(built, pipeline, problem)
-        built.stages[-1].norm.weight.grad = None
+def missing_gradient(right):
+    def step(self, num_chunks, *batch):
+        losses = right(self, num_chunks, *batch)
+        if num_chunks > 1:  # the step that is compared, not one of its micro-batches alone
+            self.model.stages[-1].norm.weight.grad = None
         return losses
 
     return step
 
 
-def wrong_loss(pipelined_step):
-    return lambda *arguments: pipelined_step(*arguments).flip(0)
+def wrong_loss(right):
+    return lambda *arguments: right(*arguments).flip(0)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +62,7 @@ def wrong_loss(pipelined_step):
     [(broken_gradient, "q_proj.weight"), (missing_gradient, "norm.weight"), (wrong_loss, "loss of the micro-batches")],
 )
 def test_a_wrong_pipeline_fails_and_is_named(run_toml, capsys, monkeypatch, breaking, name):
-    monkeypatch.setattr(parity, "pipelined_step", breaking(parity.pipelined_step))
+    monkeypatch.setattr(Comparison, "step", breaking(Comparison.step))
     assert run(run_toml) == 1
     out = capsys.readouterr().out
     assert "parity FAILED: 1 of" in out
@@ -91,12 +92,12 @@ def test_router_losses_are_compared(run_toml, capsys, level):
 def other_terms(change):
     """The pipelined model's routers do something else than the whole one's."""
 
-    def breaking(pipelined_step):
-        def step(built, pipeline, problem):
-            for module in built.stages[0].modules():
+    def breaking(right):
+        def step(self, *batch):
+            for module in self.model.stages[0].modules():
                 if isinstance(module, Router):
                     module.step = dataclasses.replace(module.step, **change)
-            return pipelined_step(built, pipeline, problem)
+            return right(self, *batch)
 
         return step
 
@@ -106,7 +107,7 @@ def other_terms(change):
 @pytest.mark.parametrize("change", [{"balance": 0.499}, {"z": 0.099}, {"num_chunks": 5}], ids=str)
 @pytest.mark.parametrize("level", ["sequence", "global"])
 def test_another_router_loss_fails(run_toml, capsys, monkeypatch, level, change):
-    monkeypatch.setattr(parity, "pipelined_step", other_terms(change)(parity.pipelined_step))
+    monkeypatch.setattr(Comparison, "step", other_terms(change)(Comparison.step))
     assert run(run_toml, *TERMS, "--router.balance_level", level) == 1
     assert "mlp.gate.weight" in capsys.readouterr().out
 
@@ -141,10 +142,10 @@ def test_zero_gradients_that_are_rounded_differently_pass(one_expert, dualpipe, 
     assert "parity passed" in done.stdout, done.stdout + done.stderr
 
 
-def zeroed(pipelined_step):
-    def step(built, pipeline, problem):
-        losses = pipelined_step(built, pipeline, problem)
-        built.stages[0].get_parameter("layers.0.mlp.gate.weight").grad.zero_()
+def zeroed(right):
+    def step(self, *batch):
+        losses = right(self, *batch)
+        self.model.stages[0].get_parameter("layers.0.mlp.gate.weight").grad.zero_()
         return losses
 
     return step
@@ -153,11 +154,11 @@ def zeroed(pipelined_step):
 def added(share):
     """An error as large as a part of the whole gradient, in the router's."""
 
-    def breaking(pipelined_step):
-        def step(built, pipeline, problem):
-            losses = pipelined_step(built, pipeline, problem)
-            whole = torch.cat([p.grad.flatten() for p in pipeline.parameters()]).norm()
-            built.stages[0].get_parameter("layers.0.mlp.gate.weight").grad[0, 0] += share * whole
+    def breaking(right):
+        def step(self, *batch):
+            losses = right(self, *batch)
+            whole = torch.cat([p.grad.flatten() for p in self.pipeline.parameters()]).norm()
+            self.model.stages[0].get_parameter("layers.0.mlp.gate.weight").grad[0, 0] += share * whole
             return losses
 
         return step
@@ -167,16 +168,16 @@ def added(share):
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_a_gradient_that_should_not_be_zero_fails(run_toml, capsys, monkeypatch, dtype):
-    monkeypatch.setattr(parity, "pipelined_step", zeroed(parity.pipelined_step))
+    monkeypatch.setattr(Comparison, "step", zeroed(Comparison.step))
     assert run(run_toml, dtype=dtype) == 1
     assert "parity FAILED: 1 of" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("dtype", "eps"), [("float64", 2e-16), ("float32", 1.2e-7)])
 def test_an_error_in_a_zero_gradient_fails_from_a_few_eps_on(one_expert, monkeypatch, dtype, eps):
-    right = parity.pipelined_step
+    right = Comparison.step
     for share, failed in ((0.2 * eps, 0), (3 * eps, 1)):
-        monkeypatch.setattr(parity, "pipelined_step", added(share)(right))
+        monkeypatch.setattr(Comparison, "step", added(share)(right))
         assert run(one_expert / "run.toml", dtype=dtype) == failed
 
 
@@ -201,29 +202,30 @@ def rounded_sums(monkeypatch):
         add_grad(param, grad)
         param.grad.copy_(param.grad.bfloat16())
 
-    monkeypatch.setattr(linear, "add_grad", add)
+    monkeypatch.setattr(accumulate, "add_grad", add)
 
 
 def one_lost(monkeypatch):
     """One weight's gradient of one of four micro-batches."""
-    right, weight_grad, calls = parity.pipelined_step, linear._weight_grad, []
+    right, weight_grad, calls = Comparison.step, linear._weight_grad, []
 
     def losing(weight, dy, x):
         calls.append(weight.shape)
         return weight_grad(weight, dy, x) * (calls.count((32, 32)) != 5)
 
-    def step(*arguments):
-        monkeypatch.setattr(linear, "_weight_grad", losing)
-        losses = right(*arguments)
+    def step(self, num_chunks, *batch):
+        if num_chunks > 1:
+            monkeypatch.setattr(linear, "_weight_grad", losing)
+        losses = right(self, num_chunks, *batch)
         monkeypatch.setattr(linear, "_weight_grad", weight_grad)
         return losses
 
-    monkeypatch.setattr(parity, "pipelined_step", step)
+    monkeypatch.setattr(Comparison, "step", step)
 
 
 def all_lost(monkeypatch):
     """Of all micro-batches."""
-    monkeypatch.setattr(parity, "pipelined_step", missing_gradient(parity.pipelined_step))
+    monkeypatch.setattr(Comparison, "step", missing_gradient(Comparison.step))
 
 
 @pytest.mark.parametrize("planted", [rounded_sums, one_lost, all_lost])
@@ -241,7 +243,7 @@ def bf16_on_ranks(rank, toml, runs):
     for options in runs:
         config = fit_world(load_config(toml, options), 4)
         job = Job(cpu, build_mesh(config.parallel.pp, config.parallel.dp, config.parallel.ep, cpu))
-        statuses.append(parity_bf16.report(config, job, worst=3))
+        statuses.append(parity.check_bf16(config, job, worst=3))
     return statuses
 
 

@@ -256,23 +256,28 @@ def test_ranks_agree_on_what_could_not_be_written(run_folder, dualpipe):
     assert len(losses(run_folder, "limited")) == 3 and [path.name for path in folder.iterdir()] == [".lock"]
 
 
-@pytest.mark.parametrize("broken", ["_step", "_export"])
+@pytest.mark.parametrize("broken", ["step", "export"])
 def test_what_was_not_saved_is_said_with_what_ended_the_run(run_folder, monkeypatch, capsys, tmp_path, broken):
     def fail(*arguments):
         raise OSError(28, "No space left on device")
 
-    def diverge(self, *arguments):
-        if broken == "_export" or arguments[0] == 2:
-            raise FloatingPointError("the end")
-        return step(self, *arguments)
+    def diverge(self, number, batches):
+        return refuse() if number == 2 else step(self, number, batches)
+
+    def refuse(*arguments, **options):
+        raise FloatingPointError("the end")
 
     step = Run._step
     monkeypatch.setattr(saving, "write_files", fail)
-    monkeypatch.setattr(Run, broken, diverge)
     monkeypatch.chdir(run_folder)
     run = ["train", "run.toml", *ALONE, "--checkpoint.interval", "2", "--output.dir", str(tmp_path)]
-    mode = ["--checkpoint.mode", "async"] if broken == "_step" else ["--checkpoint.mode", "sync"]
-    assert cli.main([*run, *mode, "--train.steps", "3" if broken == "_step" else "2"]) == 1
+    if broken == "step":
+        monkeypatch.setattr(Run, "_step", diverge)
+        run += ["--checkpoint.mode", "async", "--train.steps", "3"]
+    else:
+        monkeypatch.setattr("dualpipe.train.loop.save_hf", refuse)
+        run += ["--checkpoint.mode", "sync", "--train.steps", "2", "--export.to_hf", str(tmp_path / "hf")]
+    assert cli.main(run) == 1
     error = capsys.readouterr().err.splitlines()
     assert error[0] == "error: the end" and error[1].startswith("and: the checkpoint of step 2 was not saved")
 
