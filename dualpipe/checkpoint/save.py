@@ -44,6 +44,7 @@ from dualpipe.ranks import RankSync
 
 MAX_FILE_BYTES = 2**34  # of tensors in a file
 _SAMPLE = 64  # elements of a part
+_WIDE = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 Offer = tuple[torch.dtype, tuple[int, ...], Box]  # what a rank could write of a tensor: its dtype and shape, a box
 
 
@@ -197,11 +198,9 @@ class Checkpoints:
         def prepare() -> tuple[int, bool]:
             manifest, parts = self._describe(step, plan, config, extra), parts_of(state)
             offers = {name: (part.tensor.dtype, part.shape, part.box) for name, part in parts.items()}
-            pinned = {name: dtype for name, (dtype, _, _) in offers.items()
-                      if manifest.dtypes.get(name, {}).get("save") == "fp32"}
             raise_for("what the dtype plan saves in float32 must be stored so:",
-                      [f"{name} is stored in {short_name(dtype)}" for name, dtype in pinned.items()
-                       if torch.promote_types(dtype, torch.float32) != dtype])
+                      [f"{name} is stored in {short_name(dtype)}" for name, (dtype, _, _) in offers.items()
+                       if manifest.dtypes.get(name, {}).get("save") == "fp32" and dtype not in _WIDE])
             mine.append((manifest, json.dumps(capture_random()), parts, offers))
             return step, offers == self._planned[0]
 
