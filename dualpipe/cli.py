@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from dualpipe import __version__
@@ -89,13 +90,11 @@ def _parity(args: argparse.Namespace) -> int:
 
 
 def _pack(args: argparse.Namespace) -> int:
-    from dualpipe.train.pack import find_sources, pack, stdlib_sources
-    from dualpipe.train.tokenizer import load_tokenizer
+    from dualpipe.train.pack import find_sources, load_tokenizer, pack
 
-    sources = [s for path in args.paths for s in (stdlib_sources() if path == "stdlib" else find_sources([path]))]
-    tokenizer = load_tokenizer(args.tokenizer, args.end_of_document)
+    sources, tokenizer = find_sources(args.paths), load_tokenizer(args.tokenizer, args.end_of_document)
     packed = pack(sources, tokenizer, args.out, text_key=args.text_key)
-    print(f"{packed.path}: {packed.tokens:,} tokens in {packed.documents:,} documents")
+    print(f"{Path(args.out)}: {packed['tokens']:,} tokens in {packed['documents']:,} documents")
     return 0
 
 
@@ -181,7 +180,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="dualpipe", description=text, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"dualpipe {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    schedule.add_parser(commands).set_defaults(run=schedule.run)
+    schedule.add_parser(commands)
     train = _add(commands, "train", _train, "train a model; starts the ranks of this machine unless torchrun or SLURM "
                  "did")
     _add_config(train)

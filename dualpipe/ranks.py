@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup, Work
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from dualpipe.errors import PipelineError, UpstreamFailed
@@ -48,9 +49,10 @@ class RankSync:
         self.size = 1 if group is None else group.size()
         self._members = list(members) or list(range(self.size))
         self.rank = 0 if group is None else self._members.index(group.rank())
-        self._group, self._cut_short = group, False
-        self._replicas = [other if "cpu" in backends(other) else gloo_beside(other) for other in replicas]
+        self._group: Any = group
+        self._replicas = [RankSync(other if "cpu" in backends(other) else gloo_beside(other)) for other in replicas]
         self._tell_back = True  # until `compare_replicas`
+        self._cut_short = False
 
     @classmethod
     def of_mesh(cls, mesh: DeviceMesh | None, group: ProcessGroup | None = None) -> RankSync:
@@ -74,24 +76,7 @@ class RankSync:
         Raises ValueError where it did on some rank, and RuntimeError for any other error; on the rank itself from its
         own error, or an interrupt as it is.
         """
-        if self.size == 1:
-            return [work()]
-        value = error = None
-        try:
-            value = work()
-        except BaseException as raised:
-            error = raised
-        outcomes: list[Any] = [None] * self.size
-        mine = None if error is None else (isinstance(error, ValueError), _line(error))
-        with self._whole():
-            dist.all_gather_object(outcomes, (mine, value), group=self._group)
-        if error is not None and not isinstance(error, Exception):
-            raise error
-        failed = {rank: failure for rank, (failure, _) in enumerate(outcomes) if failure is not None}
-        if failed:
-            kind = ValueError if all(is_value_error for is_value_error, _ in failed.values()) else RuntimeError
-            raise kind(_joined({rank: text for rank, (_, text) in failed.items()})) from error
-        return [value for _, value in outcomes]
+        return self._outcomes(work, everywhere=True)
 
     def agree(self, work: Callable[[], T]) -> T:
         """Do `work` on every rank and return what it gave here; raises as `gather` does."""
@@ -104,33 +89,43 @@ class RankSync:
 
         Raises everywhere what it raised: a ValueError as such, any other error as a RuntimeError that names it.
         """
+        return self._outcomes(work, everywhere=False)[0]
+
+    def _outcomes(self, work: Callable[[], T], *, everywhere: bool) -> list[T]:
+        """What `work` gave on all ranks, or on rank 0 alone."""
         if self.size == 1:
-            return work()
-        outcome: list[Any] = [(None, None)]
-        error = None
-        if self.rank == 0:
-            try:
-                outcome = [(work(), None)]
-            except BaseException as raised:  # told to the other ranks before it is raised here
-                error = raised
-                outcome = [(None, (isinstance(raised, ValueError), _line(raised)))]
-        with self._whole():
-            dist.broadcast_object_list(outcome, group_src=0, group=self._group, device=torch.device("cpu"))
-        result, failure = outcome[0]
+            return [work()]
+        value = error = failure = None
+        try:
+            if everywhere or self.rank == 0:
+                value = work()
+        except BaseException as raised:  # told to the other ranks before it is raised here
+            error, failure = raised, (isinstance(raised, ValueError), _said(raised)[:_CHARACTERS])
+        outcomes: list[Any] = [(failure, value)]
+        if everywhere:
+            outcomes *= self.size
+            self._collective(dist.all_gather_object, outcomes, (failure, value))
+        else:
+            self._collective(dist.broadcast_object_list, outcomes, group_src=0, device=torch.device("cpu"))
         if error is not None and not isinstance(error, Exception):
             raise error
-        if failure is not None:
-            is_value_error, text = failure
-            raise (ValueError(text) if is_value_error else RuntimeError(f"rank 0: {text}")) from error
-        return result
+        ranks_of: dict[str, list[int]] = {}  # each text once, with the ranks that it comes from
+        for rank, (failure, _) in enumerate(outcomes):
+            if failure is not None:
+                ranks_of.setdefault(failure[1], []).append(rank)
+        if ranks_of:
+            refused = all(failure[0] for failure, _ in outcomes if failure is not None)
+            texts = [f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in ranks_of.items()]
+            text = "; ".join(texts if everywhere or not refused else ranks_of)
+            raise (ValueError if refused else RuntimeError)(text) from error
+        return [value for _, value in outcomes]
 
     def collect(self, value: T) -> list[T] | None:
         """The (picklable) values of all ranks, on rank 0 alone: for what would be too much to hold on each."""
         if self.size == 1:
             return [value]
         values: list[Any] | None = [None] * self.size if self.rank == 0 else None
-        with self._whole():
-            dist.gather_object(value, values, dst=0, group=self._group)
+        self._collective(dist.gather_object, value, values, dst=0)
         return values
 
     def hand_out(self, values: Sequence[T] | None) -> T:
@@ -138,18 +133,16 @@ class RankSync:
         if self.size == 1 and values is not None:
             return values[0]
         mine: list[Any] = [None]
-        with self._whole():
-            dist.scatter_object_list(mine, None if values is None else list(values), src=0, group=self._group)
+        self._collective(dist.scatter_object_list, mine, None if values is None else list(values), src=0)
         return mine[0]
 
-    @contextmanager
-    def _whole(self) -> Iterator[None]:
+    def _collective(self, call: Callable[..., object], *args: Any, **options: Any) -> None:
         """After one that did not come to its end the next would take its messages for others."""
         if self._cut_short:
             raise RuntimeError("an earlier exchange between the ranks was cut short, by an interrupt, a timeout or the "
                                "loss of a rank; they can agree on nothing any more")
         self._cut_short = True
-        yield
+        call(*args, group=self._group, **options)
         self._cut_short = False
 
     # -- small records
@@ -162,7 +155,7 @@ class RankSync:
         *,
         where: Callable[[], str] = str,
         same_everywhere: Any = None,
-    ) -> Iterator[Told]:
+    ) -> Iterator[SimpleNamespace]:
         """Where what is done inside fails on one rank, all raise `kind`, or PipelineError where one is gone.
 
         Inside, `told.value` is set to a JSON value for the others. Afterwards `told.conclusion` is what `conclude` has
@@ -170,12 +163,12 @@ class RankSync:
         from; `same_everywhere` must be the same also among the replicas. An interrupt is told to the others like any
         error, and goes on as itself here.
         """
-        told, error, text, failure = Told(), None, None, None
+        told, error, text, failure = SimpleNamespace(value=None, conclusion=None), None, None, None
         try:
             yield told
         except BaseException as raised:
             error = raised
-            text = None if isinstance(raised, UpstreamFailed) else f"{where()}{_text(raised)}"
+            text = None if isinstance(raised, UpstreamFailed) else f"{where()}{_said(raised)}"
         try:
             failure = self._settle(kind, text, told, conclude, same_everywhere)
             if error is not None and not isinstance(error, Exception):
@@ -188,43 +181,63 @@ class RankSync:
             error = failure = None  # this frame is in the error's traceback: the cycle would keep all its tensors
 
     def _settle(
-        self, kind: type[Exception], text: str | None, told: Told, conclude: Callable[[list[Any]], Any], same: Any
+        self, kind: type[Exception], text: str | None, told: SimpleNamespace, conclude: Callable[..., Any], same: Any
     ) -> Exception | None:
         """What went wrong anywhere; the conclusion where nothing did."""
-        records = self.exchange([_short(text), told.value])
-        failure = _failure(records, kind)
+        records, failure = self._exchange(text, told.value, kind)
         if failure is None:
             try:
                 told.conclusion = conclude([value for _, value in records])
             except ValueError as disagreement:
                 failure = disagreement
-        elsewhere = _short(None if failure is None else str(failure))
-        for group in self._replicas:
-            peers = _exchange([elsewhere, same], group, range(group.size()), group.rank())
-            elsewhere = elsewhere or _first_failure(peers)
+        elsewhere = None if failure is None else str(failure)
+        for replica in self._replicas:
+            peers, _ = replica._exchange(elsewhere, same)
+            wrong = [f"data-parallel rank {peer}: {text}" for peer, (text, _) in enumerate(peers) if text is not None]
+            if not wrong and any(value != peers[0][1] for _, value in peers):
+                wrong = [f"data-parallel ranks disagree: by rank {[value for _, value in peers]}"]
+            elsewhere = elsewhere or next(iter(wrong), None)
         if self._tell_back:
-            back = _failure(self.exchange([_short(elsewhere), None]), kind)
+            _, back = self._exchange(elsewhere, None, kind)
             elsewhere = elsewhere or (None if back is None else str(back))
-        if failure is None and elsewhere is not None:
-            failure = kind(elsewhere)
-        return failure
+        return kind(elsewhere) if failure is None and elsewhere is not None else failure
 
     def compare_replicas(self) -> None:
         """Find out whether every rank hears of a failure among the replicas by itself: where these differ in number,
         because a stage is not sharded, one tells the others here."""
-        sizes = self.exchange([group.size() for group in self._replicas])
-        self._tell_back = any(other != sizes[0] for other in sizes)
+        records, _ = self._exchange(None, [replica.size for replica in self._replicas])
+        self._tell_back = any(record != records[0] for record in records)
 
-    def exchange(self, record: Any) -> list[Any]:
-        """Everybody's JSON record, by rank; in place of that of a rank that could not be reached, the RuntimeError."""
-        return [record] if self.size == 1 else _exchange(record, self._group, self._members, self.rank)
+    def _exchange(
+        self, text: str | None, value: Any, kind: type[Exception] = PipelineError
+    ) -> tuple[list[Any], Exception | None]:
+        """Everybody's (error text, JSON value) by rank; and `kind`, the same on every rank, where there is a text,
+        PipelineError where a rank could not be reached.
 
-
-class Told:
-    """What a rank tells the others, and what follows from what all have told."""
-
-    value: Any = None
-    conclusion: Any = None
+        Sent from each rank to each: one that is dead must not keep us from the others.
+        """
+        records: list[Any] = [[text and text[:_RECORD_CHARACTERS], value]] * self.size
+        if self.size > 1:
+            try:
+                packed = pack_record(records[0])
+            except ValueError as too_long:  # on this rank alone: the others hear of it instead
+                packed = pack_record([str(too_long), None])
+            records = [unpack_record(packed)] * self.size
+            buffers = {peer: empty_record() for peer in range(self.size) if peer != self.rank}
+            ends = [(peer, self._members[peer]) for peer in buffers]
+            receives = [_attempt(self._group.recv, [buffers[peer]], end, _TAG) for peer, end in ends]
+            sends = [_attempt(self._group.send, [packed], end, _TAG) for _, end in ends]
+            for peer, *works in zip(buffers, receives, sends):
+                try:
+                    for work in works:
+                        if isinstance(work, RuntimeError):
+                            raise work
+                        work.wait()
+                    records[peer] = unpack_record(buffers[peer])
+                except RuntimeError as error:
+                    records[peer], kind = [f"cannot be reached: {error}", None], PipelineError
+        errors = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(records) if text is not None]
+        return records, kind("; ".join(errors)) if errors else None
 
 
 def pack_record(record: Any) -> Tensor:
@@ -248,19 +261,6 @@ def empty_record() -> Tensor:
     return torch.empty(RECORD_BYTES, dtype=torch.uint8, device="cpu")
 
 
-def _exchange(record: Any, group: Any, members: Sequence[int], own: int) -> list[Any]:
-    """Everybody's record, sent from each rank to each: one that is dead must not keep us from the others."""
-    packed = pack_record(record)
-    records = [unpack_record(packed)] * len(members)
-    buffers = {peer: empty_record() for peer in range(len(members)) if peer != own}
-    receives = {peer: _attempt(group.recv, [buffers[peer]], members[peer], _TAG) for peer in buffers}
-    sends = {peer: _attempt(group.send, [packed], members[peer], _TAG) for peer in buffers}
-    for peer, buffer in buffers.items():
-        failed = _finish(receives[peer]) or _finish(sends[peer])
-        records[peer] = failed or unpack_record(buffer)
-    return records
-
-
 def _attempt(call: Callable[..., Any], *args: Any) -> Any:
     """The result of a call, or the RuntimeError that it raised."""
     try:
@@ -269,62 +269,14 @@ def _attempt(call: Callable[..., Any], *args: Any) -> Any:
         return error
 
 
-def _finish(work: Work | RuntimeError) -> RuntimeError | None:
-    error = work if isinstance(work, RuntimeError) else _attempt(work.wait)
-    return error if isinstance(error, RuntimeError) else None
-
-
-# -- what is said of failures
-
-
-def _failure(records: list[Any], kind: type[Exception]) -> Exception | None:
-    """`kind`, with the same text on every rank, where a record tells of an error or a rank is gone."""
-    lost = {rank: f"cannot be reached: {r}" for rank, r in enumerate(records) if isinstance(r, RuntimeError)}
-    errors = {rank: r[0] for rank, r in enumerate(records) if rank not in lost and r[0] is not None} | lost
-    if not errors:
-        return None
-    return (PipelineError if lost else kind)("; ".join(f"rank {r}: {errors[r]}" for r in sorted(errors)))
-
-
-def _first_failure(records: Sequence[Any]) -> str | None:
-    """What is wrong among the records [failure, value] of replicas."""
-    for peer, record in enumerate(records):
-        if isinstance(record, RuntimeError):
-            return f"data-parallel rank {peer}: cannot be reached: {record}"
-        if record[0] is not None:
-            return f"data-parallel rank {peer}: {record[0]}"
-    if any(value != records[0][1] for _, value in records):
-        return f"data-parallel ranks disagree: by rank {[value for _, value in records]}"
-    return None
-
-
-def _line(error: BaseException) -> str:
-    return (f"{error}" if isinstance(error, ValueError) else f"{type(error).__name__}: {error}")[:_CHARACTERS]
-
-
-def _text(error: BaseException) -> str:
+def _said(error: BaseException) -> str:
     """A ValueError speaks for itself; others are named by their type."""
     try:
         text = str(error)
     except Exception as raised:
         text = f"(its text raised {type(raised).__name__})"
     text += next((remedy for phrase, remedy in _REMEDIES.items() if phrase in text), "")
-    return text if type(error) is ValueError else f"{type(error).__name__}: {text}"
-
-
-def _short(text: str | None) -> str | None:
-    return text and text[:_RECORD_CHARACTERS]
-
-
-def _joined(texts: dict[int, str]) -> str:
-    """Each text once, with the ranks that it comes from."""
-    by_text: dict[str, list[int]] = {}
-    for rank, text in texts.items():
-        by_text.setdefault(text, []).append(rank)
-    return "; ".join(f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in by_text.items())
-
-
-# -- process groups
+    return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
 
 
 def backends(group: ProcessGroup) -> dict[str, str]:

@@ -6,15 +6,6 @@ from dualpipe.kernels.routing import SortedTokens, combine_tokens, dispatch_toke
 from dualpipe.kernels.swiglu import clamped_swiglu, swiglu
 
 __all__ = [
-    "SortedTokens",
-    "clamped_swiglu",
-    "combine_tokens",
-    "cross_entropy",
-    "dispatch_tokens",
-    "grouped_gemm",
-    "grouped_gemm_dgrad",
-    "grouped_gemm_swiglu",
-    "grouped_gemm_wgrad",
-    "sort_tokens",
-    "swiglu",
+    "SortedTokens", "clamped_swiglu", "combine_tokens", "cross_entropy", "dispatch_tokens", "grouped_gemm",
+    "grouped_gemm_dgrad", "grouped_gemm_swiglu", "grouped_gemm_wgrad", "sort_tokens", "swiglu",
 ]

@@ -57,14 +57,9 @@ def tl_dtype(dtype: torch.dtype) -> Any:
     return tl.float64 if dtype is torch.float64 else tl.float32
 
 
-def has_dense_rows(x: Tensor) -> bool:
-    """Whether the elements of a row of the matrix `x` are neighbours; its rows may be any distance apart."""
-    return x.stride(1) == 1 or x.shape[1] == 1
-
-
 def with_dense_rows(x: Tensor) -> Tensor:
-    """`x`, copied only where the elements of a row are not neighbours."""
-    return x if has_dense_rows(x) else x.contiguous()
+    """The matrix `x`, copied only where the elements of a row are not neighbours; rows may be any distance apart."""
+    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
 
 
 class RowTile(NamedTuple):
@@ -80,7 +75,7 @@ class RowTile(NamedTuple):
         return self._replace(rows=max(1, self.rows * 2 // dtype.itemsize))
 
 
-def refuse_second_derivative(what: str, instead: str) -> Callable[..., NoReturn]:
+def once_only(what: str, instead: str) -> Callable[..., NoReturn]:
     """A backward for operators that are the backward of `what`: raises, and says what can be differentiated twice."""
 
     def refuse(ctx: Any, *grads: Tensor) -> NoReturn:

@@ -23,17 +23,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from dualpipe.kernels.common import (
-    RowTile,
-    compute_dtype,
-    has_dense_rows,
-    refuse_second_derivative,
-    tl,
-    tl_dtype,
-    triton,
-    use_triton,
-    with_dense_rows,
-)
+from dualpipe.kernels.common import RowTile, compute_dtype, once_only, tl, tl_dtype, triton, use_triton, with_dense_rows
 
 # ------------------------------------------------------------------------------------------------------------ kernels
 
@@ -44,11 +34,8 @@ def _forward_kernel(
     labels_ptr,  # (T,) int32 or int64
     loss_ptr,  # (T,) COMPUTE
     stats_ptr,  # (T, 2) COMPUTE: top, total
-    V,
-    stride,
-    ignore_index,
-    COMPUTE: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    V, stride, ignore_index,
+    COMPUTE: tl.constexpr, BLOCK_V: tl.constexpr,
 ):
     """One program for each row. An ignored row is not read: its loss is 0 whatever it holds."""
     row = tl.program_id(0).to(tl.int64)
@@ -85,12 +72,8 @@ def _backward_kernel(
     stats_ptr,  # (T, 2) COMPUTE: top, total
     scale_ptr,  # () COMPUTE: d loss / denominator
     grad_ptr,  # (T, V), rows `grad_stride` apart; may be logits_ptr: one program reads and writes an element
-    V,
-    stride,
-    grad_stride,
-    ignore_index,
-    COMPUTE: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    V, stride, grad_stride, ignore_index,
+    COMPUTE: tl.constexpr, BLOCK_V: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -111,41 +94,36 @@ def _backward_kernel(
 _TILES = {"wide": RowTile(1, 4096, 8), "narrow": RowTile(1, 512, 1)}
 
 
-def _tile(vocabulary: int) -> RowTile:
-    return _TILES["wide" if vocabulary > 1024 else "narrow"]
-
-
 def _launch_forward(logits: Tensor, labels: Tensor, ignore_index: int, loss: Tensor, stats: Tensor) -> None:
     (tokens, vocabulary), logits = logits.shape, with_dense_rows(logits)
-    tile = _tile(vocabulary)
+    tile = _TILES["wide" if vocabulary > 1024 else "narrow"]
     _forward_kernel[(tokens,)](
         logits, labels.contiguous(), loss, stats, vocabulary, logits.stride(0), ignore_index,
         COMPUTE=tl_dtype(loss.dtype), BLOCK_V=tile.cols, num_warps=tile.warps,
     )
 
 
-def _launch_backward(
+def _write_gradient(
     logits: Tensor, labels: Tensor, stats: Tensor, scale: Tensor, ignore_index: int, grad: Tensor
 ) -> None:
-    (tokens, vocabulary), logits = logits.shape, with_dense_rows(logits)
-    tile = _tile(vocabulary)
-    _backward_kernel[tokens, triton.cdiv(vocabulary, tile.cols)](
-        logits, labels.contiguous(), stats, scale, grad, vocabulary, logits.stride(0), grad.stride(0), ignore_index,
-        COMPUTE=tl_dtype(stats.dtype), BLOCK_V=tile.cols, num_warps=tile.warps,
-    )
+    """By the kernel, or the reference; `grad` may be the logits."""
+    if not use_triton(logits):
+        grad.copy_(cross_entropy_backward_reference(logits, labels, stats, scale, ignore_index))
+    elif grad.numel():
+        (tokens, vocabulary), logits = logits.shape, with_dense_rows(logits)
+        tile = _TILES["wide" if vocabulary > 1024 else "narrow"]
+        _backward_kernel[tokens, triton.cdiv(vocabulary, tile.cols)](
+            logits, labels.contiguous(), stats, scale, grad, vocabulary, logits.stride(0), grad.stride(0), ignore_index,
+            COMPUTE=tl_dtype(stats.dtype), BLOCK_V=tile.cols, num_warps=tile.warps,
+        )
 
 
 # ------------------------------------------------------------------------------------------------------------- public
 
 
 def cross_entropy(
-    logits: Tensor,
-    labels: Tensor,
-    *,
-    ignore_index: int = -100,
-    reduction: Literal["mean", "sum"] = "mean",
-    in_place: bool = False,
-    denominator: Tensor | float | None = None,
+    logits: Tensor, labels: Tensor, *, ignore_index: int = -100, reduction: Literal["mean", "sum"] = "mean",
+    in_place: bool = False, denominator: Tensor | float | None = None,
 ) -> Tensor:
     """Cross-entropy over the rows whose label is not `ignore_index`, a scalar in at least float32.
 
@@ -160,14 +138,6 @@ def cross_entropy(
     A label outside 0 to V - 1 raises `ValueError` on the CPU. On a GPU it gives a NaN loss, and a failed assertion
     with `TRITON_DEBUG=1`. Raises `ValueError` for operands and options that do not fit.
     """
-    _check(logits, labels, reduction, in_place, denominator)
-    if isinstance(denominator, int | float):  # filled on the device: no copy from the host to wait for
-        denominator = torch.full((), denominator, dtype=compute_dtype(logits), device=logits.device)
-    in_place = in_place and not torch.compiler.is_compiling()
-    return _cross_entropy(logits, labels, denominator, ignore_index, reduction == "mean", in_place)[0]
-
-
-def _check(logits: Tensor, labels: Tensor, reduction: str, in_place: bool, denominator: Tensor | float | None) -> None:
     if logits.dim() != 2 or not logits.is_floating_point() or (logits.shape[1] == 0 and logits.shape[0] > 0):
         raise ValueError(f"logits must be a floating-point (T, V) with V of at least 1: flatten other dimensions; got "
                          f"{logits.dtype} of shape {tuple(logits.shape)}")
@@ -178,21 +148,22 @@ def _check(logits: Tensor, labels: Tensor, reduction: str, in_place: bool, denom
         raise ValueError(f"logits and labels must be on one device; got {logits.device} and {labels.device}")
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction must be 'mean' or 'sum'; got {reduction!r}")
-    if in_place and not (has_dense_rows(logits) and (logits.stride(0) >= logits.shape[1] or logits.shape[0] < 2)):
+    (rows, columns), (row_stride, column_stride) = logits.shape, logits.stride()
+    if in_place and not ((column_stride == 1 or columns == 1) and (row_stride >= columns or rows < 2)):
         raise ValueError(f"in_place needs rows of neighbouring elements that do not overlap; got strides "
                          f"{logits.stride()}: pass logits.contiguous(), or in_place=False")
-    _check_denominator(denominator, reduction, logits.device)
-
-
-def _check_denominator(denominator: Tensor | float | None, reduction: str, device: torch.device) -> None:
     if denominator is not None and reduction == "sum":
         raise ValueError(f"reduction='sum' divides by nothing; use 'mean' with denominator={denominator}")
     if isinstance(denominator, Tensor):
-        if denominator.numel() != 1 or denominator.device != device:
-            raise ValueError(f"denominator must be a number or a tensor with one element on {device}; got shape "
+        if denominator.numel() != 1 or denominator.device != logits.device:
+            raise ValueError(f"denominator must be a number or a tensor with one element on {logits.device}; got shape "
                              f"{tuple(denominator.shape)} on {denominator.device}")
         if denominator.requires_grad:
             raise ValueError("the denominator gets no gradient; pass denominator.detach()")
+    if isinstance(denominator, int | float):  # filled on the device: no copy from the host to wait for
+        denominator = torch.full((), denominator, dtype=compute_dtype(logits), device=logits.device)
+    in_place = in_place and not torch.compiler.is_compiling()
+    return _cross_entropy(logits, labels, denominator, ignore_index, reduction == "mean", in_place)[0]
 
 
 @torch.library.custom_op("dualpipe::cross_entropy", mutates_args=())
@@ -228,29 +199,18 @@ def _(logits: Tensor, *_: Any) -> tuple[Tensor, ...]:
 @torch.library.custom_op("dualpipe::cross_entropy_backward", mutates_args=())
 def _cross_entropy_backward(logits: Tensor, labels: Tensor, stats: Tensor, scale: Tensor, ignore_index: int) -> Tensor:
     """Gradient of the logits; `scale` is the gradient of the loss over what the sum was divided by."""
-    grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    grad = logits.new_empty(logits.shape)
     _write_gradient(logits, labels, stats, scale, ignore_index, grad)
     return grad
 
 
-_cross_entropy_backward.register_fake(
-    lambda logits, *_: torch.empty_like(logits, memory_format=torch.contiguous_format)
-)
+_cross_entropy_backward.register_fake(lambda logits, *_: logits.new_empty(logits.shape))
 
 
 @torch.library.custom_op("dualpipe::cross_entropy_backward_", mutates_args=("logits",))
 def _cross_entropy_backward_(logits: Tensor, labels: Tensor, stats: Tensor, scale: Tensor, ignore_index: int) -> None:
     """The same, over the logits."""
     _write_gradient(logits, labels, stats, scale, ignore_index, logits)
-
-
-def _write_gradient(
-    logits: Tensor, labels: Tensor, stats: Tensor, scale: Tensor, ignore_index: int, grad: Tensor
-) -> None:
-    if not use_triton(logits):
-        grad.copy_(cross_entropy_backward_reference(logits, labels, stats, scale, ignore_index))
-    elif grad.numel():
-        _launch_backward(logits, labels, stats, scale, ignore_index, grad)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -270,7 +230,7 @@ def _backward(ctx: Any, d_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]
     return _cross_entropy_backward(*operands), None, None, None, None, None
 
 
-_refuse = refuse_second_derivative("cross_entropy", "torch.nn.functional.cross_entropy")
+_refuse = once_only("cross_entropy", "torch.nn.functional.cross_entropy")
 _cross_entropy.register_autograd(_backward, setup_context=_setup_context)
 _cross_entropy_backward.register_autograd(_refuse)
 

@@ -32,10 +32,8 @@ from torch import Tensor
 
 from dualpipe.kernels.common import INTERPRET, architecture, compute_dtype, num_sms, tl, tl_dtype, triton, use_triton
 from dualpipe.kernels.grouped_gemm_reference import (
-    check_dgrad,
-    check_product,
+    check_operands,
     check_values,
-    check_wgrad,
     reference_grouped_gemm,
     reference_grouped_gemm_dgrad,
     reference_grouped_gemm_wgrad,
@@ -70,29 +68,15 @@ def _rows_kernel(
     bias,  # (E, C) or None
     gather,  # (M,) int32 or int64, or None
     offs,  # (E,) int32
-    M,
-    C,
-    D,
-    E,
-    a_row,  # strides in elements
-    a_d,
-    w_e,
-    w_c,
-    w_d,
-    FORWARD: tl.constexpr,
-    A_DESCRIPTOR: tl.constexpr,
-    W_DESCRIPTOR: tl.constexpr,
+    M, C, D, E,
+    a_row, a_d, w_e, w_c, w_d,  # strides in elements
+    FORWARD: tl.constexpr, A_DESCRIPTOR: tl.constexpr, W_DESCRIPTOR: tl.constexpr,
     ALIGNED: tl.constexpr,  # see _aligned
     EVEN: tl.constexpr,  # D is a multiple of DEPTH
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    GROUP: tl.constexpr,
-    E_PADDED: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, E_PADDED: tl.constexpr,
     ACC: tl.constexpr,  # what is summed in
     SWIGLU: tl.constexpr,  # "halves" or "pairs" of gate and up columns; "" where nothing is activated
-    ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr, LIMIT: tl.constexpr,
 ):
     """y[m, c] = sum_d a[m, d] w[e, c, d] for the rows m of expert e; w[e, d, c] for the input gradient.
 
@@ -195,18 +179,8 @@ def _store_activated(h, weight, gate, up, rows, end, col, width, COMPUTE: tl.con
 @triton.jit
 def _load_rows(
     source,  # (R, S): descriptor of [DEPTH, COLS] or pointer
-    gather,
-    row,
-    end,
-    col,
-    S,
-    stride_row,
-    stride_col,
-    DESCRIPTOR: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    MASKED: tl.constexpr,
-    DEPTH: tl.constexpr,
-    COLS: tl.constexpr,
+    gather, row, end, col, S, stride_row, stride_col,
+    DESCRIPTOR: tl.constexpr, TRANSPOSED: tl.constexpr, MASKED: tl.constexpr, DEPTH: tl.constexpr, COLS: tl.constexpr,
 ):
     """DEPTH rows from `row` (or where `gather` says they are), COLS columns from `col`; MASKED: zero from `end` on.
 
@@ -261,24 +235,10 @@ def _weight_kernel(
     out,  # (E, N, H): descriptor of [1, ROWS, COLS // 2] or pointer
     gather,  # (M,) int32 or int64, or None
     offs,  # (E,) int32
-    M,
-    N,
-    H,
-    dy_row,  # strides in elements
-    dy_n,
-    x_row,
-    x_h,
-    out_e,
-    out_n,
-    out_h,
-    ACCUMULATE: tl.constexpr,
-    DY_DESCRIPTOR: tl.constexpr,
-    X_DESCRIPTOR: tl.constexpr,
-    OUT_DESCRIPTOR: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-    DEPTH: tl.constexpr,
+    M, N, H,
+    dy_row, dy_n, x_row, x_h, out_e, out_n, out_h,  # strides in elements
+    ACCUMULATE: tl.constexpr, DY_DESCRIPTOR: tl.constexpr, X_DESCRIPTOR: tl.constexpr, OUT_DESCRIPTOR: tl.constexpr,
+    ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr,
     ACC: tl.constexpr,  # what is summed in
 ):
     """out[e, n, h] (+)= sum over the rows m of expert e of dy[m, n] x[m, h]; one program for each tile of (n, h).
@@ -348,66 +308,43 @@ def _rows(x: Tensor, gather: Tensor | None) -> int:
 
 
 def _launch_rows(
-    a: Tensor, w: Tensor, offs: Tensor, bias: Tensor | None, gather: Tensor | None, *, forward: bool
+    a: Tensor, w: Tensor, offs: Tensor, bias: Tensor | None, gather: Tensor | None, *, forward: bool,
+    h: Tensor | None = None, activation: Activation | None = None,
 ) -> Tensor:
-    """Forward with `a` = x (R, H), input gradient with `a` = dy (M, N); `w` (E, N, H) either way."""
+    """Forward with `a` = x (R, H), input gradient with `a` = dy (M, N); `w` (E, N, H) either way.
+
+    h: takes the activation of the result, written by the same kernel where that pays.
+    """
     y = a.new_empty(_rows(a, gather), w.shape[1 if forward else 2])
-    if y.numel():
-        _start_rows(_row_shape(a, w, y), a, w, y, offs, bias, gather, forward)
-    return y
-
-
-def _launch_swiglu(
-    x: Tensor, w: Tensor, offs: Tensor, bias: Tensor | None, gather: Tensor | None, activation: Activation
-) -> tuple[Tensor, Tensor]:
-    """(h, gate_up), in one kernel where that pays."""
-    gate_up = x.new_empty(_rows(x, gather), w.shape[1])
-    h = x.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
-    if h.numel():
-        shape = _row_shape(x, w, gate_up)
-        fused = fuses_swiglu(architecture(x.device), shape, activation.clamped)
-        fused &= h.shape[1] % 8 == 0 or not _aligned(x, w, gate_up)  # else up columns are not aligned
-        fused &= compute_dtype(x, activation.weight) is compute_dtype(x)
-        _start_rows(shape, x, w, gate_up, offs, bias, gather, True, *((h, activation) if fused else ()))
-        if not fused:
-            launch_swiglu(gate_up, activation, h)
-    return h, gate_up
-
-
-def _row_shape(a: Tensor, w: Tensor, y: Tensor) -> str:
-    return row_shape(a.dtype, rows=y.shape[0], experts=w.shape[0], cols=y.shape[1], aligned=_aligned(a, w, y))
-
-
-def _start_rows(
-    shape: str, a: Tensor, w: Tensor, y: Tensor, offs: Tensor, bias: Tensor | None, gather: Tensor | None,
-    forward: bool, h: Tensor | None = None, activation: Activation | None = None,
-) -> None:
-    config = row_configs(architecture(a.device))[shape]
+    if not y.numel():
+        return y
     (rows, cols), depth, experts = y.shape, a.shape[1], w.shape[0]
+    arch, aligned = architecture(a.device), _aligned(a, w, y)
+    shape = row_shape(a.dtype, rows=rows, experts=experts, cols=cols, aligned=aligned)
+    config = row_configs(arch)[shape]
+    fused = weight = None
+    if activation is not None and fuses_swiglu(arch, shape, activation.clamped):
+        is_aligned = cols % 16 == 0 or not aligned  # up columns too
+        if is_aligned and compute_dtype(a, activation.weight) is compute_dtype(a):
+            fused, weight = activation, activation.weight
     a_descriptor, w_descriptor = gather is None and _takes_descriptor(a), _takes_descriptor(w)
-    constants = rows_constants(config, forward, a_descriptor, w_descriptor, _aligned(a, w, y), depth, experts, a.dtype,
-                               activation)
+    constants = rows_constants(config, forward, a_descriptor, w_descriptor, aligned, depth, experts, a.dtype, fused)
     w_strides = w.stride() if forward else (w.stride(0), w.stride(2), w.stride(1))
     if constants["SWIGLU"] == "halves":
         w = w.unflatten(1, (2, cols // 2))
     tiles = max_row_tiles(rows, experts, config.rows) * triton.cdiv(cols, config.cols)
-    grid = (min(tiles, num_sms(a.device) * config.per_sm),)
     with torch.cuda.device_of(a):
-        _rows_kernel[grid](
+        _rows_kernel[(min(tiles, num_sms(a.device) * config.per_sm),)](
             _operand(a, [config.rows, config.depth], a_descriptor),
-            _operand(w, w_block(config, forward, activation), w_descriptor),
-            *(y, h),
-            None if activation is None or activation.weight is None else activation.weight.contiguous(),
-            None if bias is None else bias.contiguous(),
-            None if gather is None else gather.contiguous(),
-            offs.contiguous(),
-            *(rows, cols, depth, experts),
-            *a.stride(),
-            *w_strides,
-            **constants,
-            num_warps=config.warps,
-            num_stages=config.stages,
+            _operand(w, w_block(config, forward, fused), w_descriptor),
+            *(y, None if fused is None else h),
+            *(None if each is None else each.contiguous() for each in (weight, bias, gather, offs)),
+            *(rows, cols, depth, experts, *a.stride(), *w_strides),
+            **constants, num_warps=config.warps, num_stages=config.stages,
         )
+    if activation is not None and h is not None and fused is None:
+        launch_swiglu(y, activation, h)
+    return y
 
 
 def w_block(config: GemmConfig, forward: bool, activation: Activation | None) -> list[int]:
@@ -434,9 +371,7 @@ def rows_constants(
     )
 
 
-def _launch_weight(
-    dy: Tensor, x: Tensor, offs: Tensor, out: Tensor, accumulate: bool, gather: Tensor | None
-) -> None:
+def _launch_weight(dy: Tensor, x: Tensor, offs: Tensor, out: Tensor, accumulate: bool, gather: Tensor | None) -> None:
     if out.numel() == 0 or (accumulate and dy.shape[0] == 0):
         return
     experts, n, h = out.shape
@@ -453,15 +388,10 @@ def _launch_weight(
             _operand(dy, [config.depth, config.rows], dy_descriptor),
             _operand(x, [config.depth, config.cols], x_descriptor),
             _operand(out, [1, config.rows, config.cols // 2], out_descriptor),
-            None if gather is None else gather.contiguous(),
-            offs.contiguous(),
-            *(dy.shape[0], n, h),
-            *dy.stride(),
-            *x.stride(),
-            *out.stride(),
+            *(None if gather is None else gather.contiguous(), offs.contiguous()),
+            *(dy.shape[0], n, h, *dy.stride(), *x.stride(), *out.stride()),
             **weight_constants(config, accumulate, dy_descriptor, x_descriptor, out_descriptor, aligned, dy.dtype),
-            num_warps=config.warps,
-            num_stages=config.stages,
+            num_warps=config.warps, num_stages=config.stages,
         )
 
 
@@ -499,7 +429,8 @@ def _grouped_gemm_swiglu(
     """(h, gate_up)."""
     check_values(offs, _rows(x, gather), gather, x.shape[0])
     if use_triton(x):
-        return _launch_swiglu(x, w, offs, bias, gather, Activation(weight, clamped, alpha, limit))
+        h, activation = x.new_empty(_rows(x, gather), w.shape[1] // 2), Activation(weight, clamped, alpha, limit)
+        return h, _launch_rows(x, w, offs, bias, gather, forward=True, h=h, activation=activation)
     gate_up = reference_grouped_gemm(x, w, offs, bias, gather)
     return swiglu_reference(gate_up, weight, clamped, alpha, limit).to(x.dtype), gate_up
 
@@ -544,21 +475,13 @@ def grouped_gemm(
     Rows past `offs[-1]` stay uninitialised. Any strides work; rows that start at multiples of 16 bytes are fast.
     Raises `ValueError` for operands that do not fit.
     """
-    check_product(x, w, offs, bias, gather)
+    check_operands(offs, [("x", 1), ("w", 2)], gather, bias, w=w, x=x)
     return _grouped_gemm(x, w, offs, bias, gather)
 
 
 def grouped_gemm_swiglu(
-    x: Tensor,
-    w: Tensor,
-    offs: Tensor,
-    *,
-    bias: Tensor | None = None,
-    gather: Tensor | None = None,
-    weight: Tensor | None = None,
-    clamped: bool = False,
-    alpha: float = 1.702,
-    limit: float = 7.0,
+    x: Tensor, w: Tensor, offs: Tensor, *, bias: Tensor | None = None, gather: Tensor | None = None,
+    weight: Tensor | None = None, clamped: bool = False, alpha: float = 1.702, limit: float = 7.0,
 ) -> tuple[Tensor, Tensor]:
     """(h, gate_up): gate_up = grouped_gemm(x, w, offs), h = swiglu(gate_up, weight), or clamped_swiglu.
 
@@ -566,7 +489,7 @@ def grouped_gemm_swiglu(
     -> (M, I), (M, 2I), bit for bit those of the two functions: h comes from gate_up as it was rounded. gate_up is what
     the backward needs. Everything else, `ValueError` included, as for the two functions.
     """
-    check_product(x, w, offs, bias, gather)
+    check_operands(offs, [("x", 1), ("w", 2)], gather, bias, w=w, x=x)
     if w.shape[1] % 2:
         raise ValueError(f"w must hold gate and up, (E, 2I, H); got shape {tuple(w.shape)}")
     check_weight(weight, _rows(x, gather), x.device)
@@ -579,7 +502,7 @@ def grouped_gemm_dgrad(dy: Tensor, w: Tensor, offs: Tensor) -> Tensor:
     `dy` (M, N), `w` (E, N, H), read where it is, `offs` (E,) int32 -> (M, H). Rows past `offs[-1]` stay uninitialised.
     Any strides work. Raises `ValueError` for operands that do not fit.
     """
-    check_dgrad(dy, w, offs)
+    check_operands(offs, [("dy", 1), ("w", 1)], w=w, dy=dy)
     return _grouped_gemm_dgrad(dy, w, offs)
 
 
@@ -593,5 +516,9 @@ def grouped_gemm_wgrad(
     are never rounded to bfloat16. An expert without rows gets zeros, and is left as it is with `accumulate`. Any
     strides work that give every element of `out` memory of its own. Raises `ValueError` for operands that do not fit.
     """
-    check_wgrad(dy, x, offs, out, gather)
+    check_operands(offs, [("dy", 0), ("x" if gather is None else "gather", 0)], gather, out=out, dy=dy, x=x)
+    if out.shape[1:] != (dy.shape[1], x.shape[1]):
+        raise ValueError(f"out must have shape (E, {dy.shape[1]}, {x.shape[1]}) for dy and x; got {tuple(out.shape)}")
+    if any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape)):
+        raise ValueError(f"out has elements that share memory (strides {out.stride()}): give a tensor of its own")
     _grouped_gemm_wgrad(dy, x, offs, out, accumulate, gather)

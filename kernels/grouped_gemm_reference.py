@@ -6,7 +6,7 @@ The references read `offs` back, so on CUDA they wait for the device. Dimension 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import torch
@@ -82,37 +82,45 @@ def _fits_grouped_mm(*operands: Tensor) -> bool:
 # --- checks: ValueError for operands that do not fit, with the remedy ------------------------------------------------
 
 
-def check_product(x: Tensor, w: Tensor, offs: Tensor, bias: Tensor | None, gather: Tensor | None) -> None:
-    """Refuse operands that do not fit `grouped_gemm`."""
-    _check_operands(w=(w, 3), x=(x, 2), offs=offs)
-    _check_sizes(("x.shape[1]", x.shape[1]), ("w.shape[2]", w.shape[2]))
-    _check_ends(offs, w.shape[0])
-    _check_gather(gather, x)
-    if bias is not None and (bias.shape, bias.dtype, bias.device) != (w.shape[:2], x.dtype, x.device):
-        raise ValueError(f"bias must have shape {tuple(w.shape[:2])}, one row for each expert, in {x.dtype} on "
-                         f"{x.device}; got {tuple(bias.shape)}, {bias.dtype} on {bias.device}")
+def check_operands(
+    offs: Tensor, equal: Sequence[tuple[str, int]], gather: Tensor | None = None, bias: Tensor | None = None,
+    **operands: Tensor,
+) -> None:
+    """Refuse operands that do not fit each other. The first one, `w` or `out`, is (E, N, H), the others are matrices.
 
-
-def check_dgrad(dy: Tensor, w: Tensor, offs: Tensor) -> None:
-    """Refuse operands that do not fit `grouped_gemm_dgrad`."""
-    _check_operands(w=(w, 3), dy=(dy, 2), offs=offs)
-    _check_sizes(("dy.shape[1]", dy.shape[1]), ("w.shape[1]", w.shape[1]))
-    _check_ends(offs, w.shape[0])
-
-
-def check_wgrad(dy: Tensor, x: Tensor, offs: Tensor, out: Tensor, gather: Tensor | None) -> None:
-    """Refuse operands that do not fit `grouped_gemm_wgrad`."""
-    _check_operands(dy=(dy, 2), x=(x, 2), offs=offs)
-    _check_tensors(out=(out, 3))
-    _check_one_device(out, dy)
-    _check_gather(gather, x)
-    rows = ("rows of x", x.shape[0]) if gather is None else ("rows of gather", gather.shape[0])
-    _check_sizes(("rows of dy", dy.shape[0]), rows)
-    if out.shape[1:] != (dy.shape[1], x.shape[1]):
-        raise ValueError(f"out must have shape (E, {dy.shape[1]}, {x.shape[1]}) for dy and x; got {tuple(out.shape)}")
-    if any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape)):
-        raise ValueError(f"out has elements that share memory (strides {out.stride()}): give a tensor of its own")
-    _check_ends(offs, out.shape[0])
+    equal: two sizes that must be one, by operand (or "gather") and dimension.
+    """
+    (first, weights), *_ = operands.items()
+    for name, operand in operands.items():
+        dim = 3 if name == first else 2
+        if operand.dim() != dim or not operand.is_floating_point():
+            raise ValueError(f"{name} must be a floating-point tensor of {dim} dimensions; got {operand.dtype} of "
+                             f"shape {tuple(operand.shape)}")
+    if offs.dtype is not torch.int32:
+        raise ValueError(f"offs must be int32; got {offs.dtype}: convert it with offs.to(torch.int32)")
+    tensors = [*operands.values(), offs]
+    if len({t.device for t in tensors}) > 1:
+        raise ValueError(f"all operands must be on one device; got {[str(t.device) for t in tensors]}")
+    dtypes = {name: operand.dtype for name, operand in operands.items() if name != "out"}  # whose own may be wider
+    if len(set(dtypes.values())) > 1:
+        raise ValueError(f"{' and '.join(dtypes)} must have one dtype; got {[*dtypes.values()]}")
+    if gather is not None:
+        if gather.dim() != 1 or gather.dtype not in (torch.int32, torch.int64) or gather.device != offs.device:
+            raise ValueError(f"gather must be (M,) int32 or int64 on {offs.device}; got {tuple(gather.shape)} "
+                             f"{gather.dtype} on {gather.device}")
+        operands["gather"] = gather
+    names = [f"{name}.shape[{dim}]" if dim else f"rows of {name}" for name, dim in equal]
+    sizes = [operands[name].shape[dim] for name, dim in equal]
+    if sizes[0] != sizes[1]:
+        raise ValueError(f"{names[0]} must equal {names[1]}; got {sizes[0]} and {sizes[1]}")
+    experts, bias_shape = weights.shape[0], weights.shape[:2]
+    if experts < 1:
+        raise ValueError("there must be at least one expert; got weights of shape (0, ...)")
+    if offs.shape != (experts,):
+        raise ValueError(f"offs must hold one end for each of {experts} experts; got shape {tuple(offs.shape)}")
+    if bias is not None and (bias.shape, bias.dtype, bias.device) != (bias_shape, weights.dtype, offs.device):
+        raise ValueError(f"bias must have shape {tuple(bias_shape)}, one row for each expert, in {weights.dtype} on "
+                         f"{offs.device}; got {tuple(bias.shape)}, {bias.dtype} on {bias.device}")
 
 
 def check_values(offs: Tensor, rows: int, gather: Tensor | None = None, gathered_rows: int = 0) -> None:
@@ -127,45 +135,3 @@ def check_values(offs: Tensor, rows: int, gather: Tensor | None = None, gathered
     low, high = (int(v) for v in gather[: ends[-1]].aminmax())
     if low < 0 or high >= gathered_rows:
         raise ValueError(f"gather must stay within the {gathered_rows} rows of x; got {low} to {high}")
-
-
-def _check_operands(*, offs: Tensor, **operands: tuple[Tensor, int]) -> None:
-    _check_tensors(**operands)
-    if offs.dtype is not torch.int32:
-        raise ValueError(f"offs must be int32; got {offs.dtype}: convert it with offs.to(torch.int32)")
-    tensors = [operand for operand, _ in operands.values()]
-    _check_one_device(*tensors, offs)
-    if len({t.dtype for t in tensors}) > 1:
-        raise ValueError(f"{' and '.join(operands)} must have one dtype; got {[t.dtype for t in tensors]}")
-
-
-def _check_tensors(**operands: tuple[Tensor, int]) -> None:
-    for name, (operand, dim) in operands.items():
-        if operand.dim() != dim or not operand.is_floating_point():
-            raise ValueError(f"{name} must be a floating-point tensor of {dim} dimensions; got {operand.dtype} of "
-                             f"shape {tuple(operand.shape)}")
-
-
-def _check_one_device(*tensors: Tensor) -> None:
-    if len({t.device for t in tensors}) > 1:
-        raise ValueError(f"all operands must be on one device; got {[str(t.device) for t in tensors]}")
-
-
-def _check_sizes(a: tuple[str, int], b: tuple[str, int]) -> None:
-    if a[1] != b[1]:
-        raise ValueError(f"{a[0]} must equal {b[0]}; got {a[1]} and {b[1]}")
-
-
-def _check_ends(offs: Tensor, experts: int) -> None:
-    if experts < 1:
-        raise ValueError("there must be at least one expert; got weights of shape (0, ...)")
-    if offs.shape != (experts,):
-        raise ValueError(f"offs must hold one end for each of {experts} experts; got shape {tuple(offs.shape)}")
-
-
-def _check_gather(gather: Tensor | None, x: Tensor) -> None:
-    if gather is None:
-        return
-    if gather.dim() != 1 or gather.dtype not in (torch.int32, torch.int64) or gather.device != x.device:
-        raise ValueError(f"gather must be (M,) int32 or int64 on {x.device}; got {tuple(gather.shape)} {gather.dtype} "
-                         f"on {gather.device}")

@@ -33,16 +33,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dualpipe.kernels.common import (
-    RowTile,
-    compute_dtype,
-    refuse_second_derivative,
-    tl,
-    tl_dtype,
-    triton,
-    use_triton,
-    with_dense_rows,
-)
+from dualpipe.kernels.common import RowTile, compute_dtype, once_only, tl, tl_dtype, triton, use_triton, with_dense_rows
 
 # ------------------------------------------------------------------------------------------------------------ kernels
 
@@ -51,9 +42,7 @@ from dualpipe.kernels.common import (
 def _count_kernel(
     experts_ptr,  # (N,) int32 or int64
     counts_ptr,  # (E + 1, B) int32; the last row counts what belongs to no expert
-    N,
-    B,
-    num_experts,
+    N, B, num_experts,
     ROWS: tl.constexpr,
     BINS: tl.constexpr,  # power of two, more than num_experts
 ):
@@ -73,12 +62,8 @@ def _place_kernel(
     order_ptr,  # (N,) int32
     inverse_ptr,  # (N,) int32
     gather_ptr,  # (N,) int32
-    N,
-    B,
-    num_experts,
-    top_k,
-    ROWS: tl.constexpr,
-    CHUNK: tl.constexpr,
+    N, B, num_experts, top_k,
+    ROWS: tl.constexpr, CHUNK: tl.constexpr,
 ):
     block = tl.program_id(0)
     rows = block * ROWS + tl.arange(0, ROWS)
@@ -113,15 +98,8 @@ def _sum_kernel(
     inverse_ptr,  # (N,) int32
     offs_ptr,  # (E,) int32
     out_ptr,  # (T, H) contiguous
-    T,
-    E,
-    H,
-    stride,
-    top_k,
-    HAS_WEIGHTS: tl.constexpr,
-    COMPUTE: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_H: tl.constexpr,
+    T, E, H, stride, top_k,
+    HAS_WEIGHTS: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
     """out[t] = sum over k, in ascending order, of weights[t, k] * rows[inverse[t * K + k]]; zero if unassigned."""
@@ -152,16 +130,8 @@ def _spread_kernel(
     offs_ptr,  # (E,) int32
     out_ptr,  # (M, H) contiguous
     d_weights_ptr,  # (T, K) contiguous, or unused
-    T,
-    E,
-    H,
-    stride,
-    row_stride,
-    top_k,
-    HAS_WEIGHTS: tl.constexpr,
-    COMPUTE: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_H: tl.constexpr,
+    T, E, H, stride, row_stride, top_k,
+    HAS_WEIGHTS: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
 ):
     """For every k and row = inverse[t * K + k]: out[row] = weights[t, k] * x[t], d_weights[t, k] = x[t] . rows[row].
 
@@ -205,21 +175,22 @@ def _tile(hidden: int, dtype: torch.dtype) -> RowTile:
     return _TILES["wide" if hidden > 256 else "narrow" if hidden > 8 else "column"].sized(dtype)
 
 
-def _launch_sort(
-    experts: Tensor, num_experts: int, top_k: int, order: Tensor, inverse: Tensor, gather: Tensor
-) -> Tensor:
-    """Fills order, inverse and gather; returns offs."""
-    experts, rows = experts.contiguous(), experts.numel()
+def _launch_sort(expert_idx: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(order, inverse, offs, gather)."""
+    experts, rows = expert_idx.contiguous(), expert_idx.numel()
+    order, inverse, gather = (experts.new_empty(rows, dtype=torch.int32) for _ in range(3))
+    if not rows:
+        return order, inverse, experts.new_zeros(num_experts, dtype=torch.int32), gather
     blocks = triton.cdiv(rows, _SORT_ROWS)
     counts = torch.empty(num_experts + 1, blocks, dtype=torch.int32, device=experts.device)
     bins = max(64, 1 << num_experts.bit_length())  # of every expert and of none; `tl.histogram` needs a warp at least
     _count_kernel[(blocks,)](experts, counts, rows, blocks, num_experts, ROWS=_SORT_ROWS, BINS=bins, num_warps=4)
     ends = counts.view(-1).cumsum(0, dtype=torch.int32).view_as(counts)
     _place_kernel[(blocks,)](
-        experts, ends, counts, order, inverse, gather, rows, blocks, num_experts, top_k,
+        experts, ends, counts, order, inverse, gather, rows, blocks, num_experts, expert_idx.shape[1],
         ROWS=_SORT_ROWS, CHUNK=_SORT_CHUNK, num_warps=4,
     )
-    return ends[:num_experts, -1].contiguous()
+    return order, inverse, ends[:num_experts, -1].contiguous(), gather
 
 
 def _launch_sum(
@@ -331,23 +302,13 @@ def _check_rows(name: str, x: Tensor, inverse: Tensor, top_k: int) -> None:
 @torch.library.custom_op("dualpipe::sort_tokens", mutates_args=())
 def _sort_tokens(expert_idx: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(order, inverse, offs, gather)."""
-    if not use_triton(expert_idx):
-        return sort_tokens_reference(expert_idx, num_experts)
-    order, inverse, gather = (_int32(expert_idx, expert_idx.numel()) for _ in range(3))
-    if not expert_idx.numel():
-        return order, inverse, _int32(expert_idx, num_experts).zero_(), gather
-    offs = _launch_sort(expert_idx, num_experts, expert_idx.shape[1], order, inverse, gather)
-    return order, inverse, offs, gather
+    return (_launch_sort if use_triton(expert_idx) else sort_tokens_reference)(expert_idx, num_experts)
 
 
 @_sort_tokens.register_fake
-def _(expert_idx: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    order, inverse, gather = (_int32(expert_idx, expert_idx.numel()) for _ in range(3))
-    return order, inverse, _int32(expert_idx, num_experts), gather
-
-
-def _int32(like: Tensor, size: int) -> Tensor:
-    return like.new_empty(size, dtype=torch.int32)
+def _(expert_idx: Tensor, num_experts: int) -> tuple[Tensor, ...]:
+    rows = expert_idx.numel()
+    return tuple(expert_idx.new_empty(size, dtype=torch.int32) for size in (rows, rows, num_experts, rows))
 
 
 @torch.library.custom_op("dualpipe::dispatch_tokens", mutates_args=())
@@ -374,9 +335,7 @@ def _combine_tokens(y: Tensor, weights: Tensor | None, inverse: Tensor, offs: Te
     return out
 
 
-_combine_tokens.register_fake(
-    lambda y, weights, inverse, offs, top_k: y.new_empty(inverse.shape[0] // top_k, y.shape[1])
-)
+_combine_tokens.register_fake(lambda y, _, inverse, __, top_k: y.new_empty(inverse.shape[0] // top_k, y.shape[1]))
 
 
 @torch.library.custom_op("dualpipe::combine_tokens_backward", mutates_args=())
@@ -425,7 +384,7 @@ def _combine_backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
 _dispatch_tokens.register_autograd(_dispatch_backward, setup_context=_dispatch_setup)
 _combine_tokens.register_autograd(_combine_backward, setup_context=_combine_setup)
 _combine_tokens_backward.register_autograd(
-    refuse_second_derivative("combine_tokens with weights", "dualpipe.kernels.routing.combine_tokens_reference")
+    once_only("combine_tokens with weights", "dualpipe.kernels.routing.combine_tokens_reference")
 )
 
 # ---------------------------------------------------------------------------------------------------------- reference

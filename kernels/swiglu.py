@@ -26,16 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dualpipe.kernels.common import (
-    RowTile,
-    compute_dtype,
-    refuse_second_derivative,
-    tl,
-    tl_dtype,
-    triton,
-    use_triton,
-    with_dense_rows,
-)
+from dualpipe.kernels.common import RowTile, compute_dtype, once_only, tl, tl_dtype, triton, use_triton, with_dense_rows
 
 # ------------------------------------------------------------------------------------------------------------ kernels
 
@@ -73,16 +64,9 @@ def _forward_kernel(
     gate_up_ptr,  # (M, 2I), rows `stride` apart
     weight_ptr,  # (M,) or unused
     h_ptr,  # (M, I) contiguous
-    M,
-    width,  # I
-    stride,
-    CLAMPED: tl.constexpr,
-    ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    COMPUTE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_I: tl.constexpr,
+    M, width, stride,  # width is I
+    CLAMPED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, HAS_WEIGHT: tl.constexpr,
+    COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_I: tl.constexpr,
 ):
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     start = tl.program_id(1) * BLOCK_I
@@ -103,18 +87,10 @@ def _backward_kernel(
     weight_ptr,  # (M,) or unused
     d_gate_up_ptr,  # (M, 2I) contiguous
     d_weight_ptr,  # (M,) or unused
-    M,
-    width,  # I
-    stride,
-    stride_dh,
+    M, width, stride, stride_dh,  # width is I
     span,  # columns of one program, a multiple of BLOCK_I: all of them where it sums up d_weight
-    CLAMPED: tl.constexpr,
-    ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,
-    COMPUTE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_I: tl.constexpr,
+    CLAMPED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, HAS_WEIGHT: tl.constexpr,
+    COMPUTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_I: tl.constexpr,
 ):
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     first = tl.program_id(1) * span
@@ -167,33 +143,29 @@ class Activation(NamedTuple):
 
 def launch_swiglu(gate_up: Tensor, activation: Activation, h: Tensor) -> None:
     """Write the activation of `gate_up` (M, 2I) to `h` (M, I), contiguous."""
-    (rows, width), tile, gate_up = h.shape, _tile(gate_up), with_dense_rows(gate_up)
-    _forward_kernel[triton.cdiv(rows, tile.rows), triton.cdiv(width, tile.cols)](
+    (rows, width), constants, gate_up = h.shape, _constants(gate_up, activation), with_dense_rows(gate_up)
+    _forward_kernel[triton.cdiv(rows, constants["BLOCK_M"]), triton.cdiv(width, constants["BLOCK_I"])](
         gate_up, h if activation.weight is None else activation.weight.contiguous(), h, rows, width,
-        gate_up.stride(0), **_constants(gate_up, activation, tile), num_warps=tile.warps,
+        gate_up.stride(0), **constants,
     )
 
 
 def _launch_backward(dh: Tensor, gate_up: Tensor, activation: Activation, d_gate_up: Tensor, d_weight: Tensor) -> None:
-    (rows, width), tile = dh.shape, _tile(gate_up)
+    (rows, width), constants = dh.shape, _constants(gate_up, activation)
     dh, gate_up = with_dense_rows(dh), with_dense_rows(gate_up)
-    blocks = triton.cdiv(width, tile.cols)
+    blocks = triton.cdiv(width, constants["BLOCK_I"])
     spans = 1 if activation.weight is not None else blocks
-    _backward_kernel[triton.cdiv(rows, tile.rows), spans](
+    _backward_kernel[triton.cdiv(rows, constants["BLOCK_M"]), spans](
         dh, gate_up, dh if activation.weight is None else activation.weight.contiguous(), d_gate_up, d_weight, rows,
-        width, gate_up.stride(0), dh.stride(0), blocks // spans * tile.cols,
-        **_constants(gate_up, activation, tile), num_warps=tile.warps,
+        width, gate_up.stride(0), dh.stride(0), blocks // spans * constants["BLOCK_I"], **constants,
     )
 
 
-def _tile(gate_up: Tensor) -> RowTile:
-    return _TILES["wide" if gate_up.shape[1] // 2 > 64 else "narrow"].sized(gate_up.dtype)
-
-
-def _constants(gate_up: Tensor, activation: Activation, tile: RowTile) -> dict[str, Any]:
+def _constants(gate_up: Tensor, activation: Activation) -> dict[str, Any]:
     weight, clamped, alpha, limit = activation
+    tile = _TILES["wide" if gate_up.shape[1] // 2 > 64 else "narrow"].sized(gate_up.dtype)
     return dict(
-        CLAMPED=clamped, ALPHA=alpha, LIMIT=limit, HAS_WEIGHT=weight is not None,
+        CLAMPED=clamped, ALPHA=alpha, LIMIT=limit, HAS_WEIGHT=weight is not None, num_warps=tile.warps,
         COMPUTE=tl_dtype(compute_dtype(gate_up, weight)), BLOCK_M=tile.rows, BLOCK_I=tile.cols,
     )
 
@@ -288,8 +260,8 @@ def _swiglu_backward(
 
 
 def _new_gradients(gate_up: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
-    d_gate_up = torch.empty_like(gate_up, memory_format=torch.contiguous_format)
-    return d_gate_up, gate_up.new_empty(0) if weight is None else weight.new_empty(weight.shape)
+    d_weight = gate_up.new_empty(0) if weight is None else weight.new_empty(weight.shape)
+    return gate_up.new_empty(gate_up.shape), d_weight
 
 
 _swiglu_backward.register_fake(lambda dh, gate_up, weight, *_: _new_gradients(gate_up, weight))
@@ -306,9 +278,7 @@ def _backward(ctx: Any, dh: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _swiglu.register_autograd(_backward, setup_context=_setup_context)
-_swiglu_backward.register_autograd(
-    refuse_second_derivative("swiglu", "dualpipe.kernels.swiglu.swiglu_reference")
-)
+_swiglu_backward.register_autograd(once_only("swiglu", "dualpipe.kernels.swiglu.swiglu_reference"))
 
 # ---------------------------------------------------------------------------------------------------------- reference
 

@@ -17,28 +17,20 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from dualpipe.models.decoder import Attention, SparseMLP
+from dualpipe.models.decoder import SparseMLP
 from dualpipe.models.hub import HubConfig
 from dualpipe.models.stages import Recompute, Stage
 from dualpipe.nn import Router
 from dualpipe.nn.deferral import WeightGradStore
-from dualpipe.nn.segments import Pending
-from dualpipe.parallel.dispatch import Received
+from dualpipe.parallel.expert import Received
 from dualpipe.pipeline.overlap import MicrobatchState, SegmentedStage, walk
 
 _PROBE = 64  # tokens of the shorter run
 
 
 def activation_bytes(
-    config: HubConfig,
-    layers: range,
-    *,
-    batch: int,
-    sequence_length: int,
-    first: bool = False,
-    dtype: torch.dtype = torch.bfloat16,
-    recompute: Iterable[str] = (),
-    ep: int = 1,
+    config: HubConfig, layers: range, *, batch: int, sequence_length: int, first: bool = False,
+    dtype: torch.dtype = torch.bfloat16, recompute: Iterable[str] = (), ep: int = 1,
 ) -> int:
     """The bytes that a stage keeps of a micro-batch of (batch, sequence_length) tokens computed in `dtype`.
 
@@ -47,73 +39,24 @@ def activation_bytes(
     """
     mode = FakeTensorMode()
     with mode, torch.device("cpu"):
-        stage = _in_dtype(Stage(config, layers, first=first, last=False), dtype)
+        stage = Stage(config, layers, first=first, last=False)
+        for module in stage.modules():  # Module.to(dtype) does not work on tensors without memory
+            for name, param in module.named_parameters(recurse=False):
+                setattr(module, name, nn.Parameter(param.detach().to(dtype)))
     stage.recompute = Recompute(recompute, config.num_hidden_layers)
-    for layer in stage.layers.values():
+    per_token = 0.0
+    for index, layer in stage.numbered():
         if isinstance(layer.mlp, SparseMLP) and ep > 1:
             layer.mlp.dispatcher = _Even(layer.mlp.gate, ep)
+        if not stage.recompute("attention", index):
+            # What fused kernels keep beyond the CPU's without its scores: a float32 for each head's row of them, and
+            # less, since keys and values need not be repeated for the heads that share them.
+            attention = layer.self_attn
+            repeated = attention.num_heads - attention.num_kv_heads
+            per_token += 4 * attention.num_heads - repeated * (attention.qk_dim + attention.v_dim) * dtype.itemsize
     # Scores grow with the square of the length, everything else with the tokens: two runs tell them apart.
     short, long = (_kept(stage, mode, batch, length, dtype) for batch, length in ((2, _PROBE), (1, 2 * _PROBE)))
-    per_token = (2 * short - long) / (2 * _PROBE)
-    per_token += sum(
-        _of_attention(layer.self_attn, dtype)
-        for index, layer in stage.layers.items() if not stage.recompute("attention", int(index))
-    )
-    return round(per_token * batch * sequence_length)
-
-
-class _Even:
-    """The dispatcher of a rank among `ep`, when tokens choose experts at random and all ranks get the same number."""
-
-    def __init__(self, gate: Router, ep: int) -> None:
-        self._experts = gate.out_features
-        self._copies = ep * (1 - (1 - 1 / ep) ** gate.top_k)  # distinct ranks that a token's experts are on
-        self.dispatch = self.combine = _Immediate()
-
-    def plan(self, x_TH: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> tuple[Tensor, Tensor, Any]:
-        rows = round(len(x_TH) * self._copies)
-        token_R = torch.zeros(rows, dtype=torch.int64, device=x_TH.device)
-        received = Received(experts_TK.index_select(0, token_R).int(), self._experts, experts_TK.numel(), None)
-        return x_TH.index_select(0, token_R), weights_TK.index_select(0, token_R), received
-
-    def finish(self, rows: Tensor, plan: Received) -> Tensor:
-        tokens = plan.pairs // plan.ids.shape[1]
-        token_R = torch.zeros(len(rows), dtype=torch.int64, device=rows.device)
-        return rows.new_zeros(tokens, rows.shape[1]).index_add(0, token_R, rows)
-
-
-class _Arrived:
-    """Weights and choices are kept also where the rows are not, to be there when these are sent again."""
-
-    def __init__(self, results: tuple[Any, ...]) -> None:
-        self._results = results
-
-    def advance(self) -> None:
-        """All of it is there."""
-
-    def wait(self) -> tuple[tuple[Any, ...], Any]:
-        return self._results, self._results[1:]
-
-
-class _Immediate:
-    """What is sent arrives at once, in a memory of its own."""
-
-    group = None
-
-    def forward(self, inputs: tuple[Any, ...]) -> Pending:
-        arriving = inputs[: 3 if len(inputs) > 2 else 1]
-        return _Arrived(tree_map_only(Tensor, torch.clone, arriving))
-
-    def again(self, context: Any, inputs: tuple[Any, ...]) -> Pending:
-        raise NotImplementedError("a forward alone is run")
-
-
-def _in_dtype(stage: Stage, dtype: torch.dtype) -> Stage:
-    """Module.to(dtype) does not work on tensors without memory."""
-    for module in stage.modules():
-        for name, param in module.named_parameters(recurse=False):
-            setattr(module, name, nn.Parameter(param.detach().to(dtype)))
-    return stage
+    return round((per_token + (2 * short - long) / (2 * _PROBE)) * batch * sequence_length)
 
 
 def _kept(stage: Stage, mode: FakeTensorMode, batch: int, length: int, dtype: torch.dtype) -> int:
@@ -133,23 +76,51 @@ def _kept(stage: Stage, mode: FakeTensorMode, batch: int, length: int, dtype: to
             walk([segmented.forward(state)])
     if state.error is not None:
         raise state.error
-    for record in state.records:
-        for tensor in tree_leaves((record.leaves, record.kept, record.context)):
-            if isinstance(tensor, Tensor):
-                keep(tensor)
-    shared = [*stage.parameters(), *stage.buffers()]
-    for tensor in shared:
+    for tensor in tree_leaves([(record.leaves, record.kept, record.context) for record in state.records]):
+        if isinstance(tensor, Tensor):
+            keep(tensor)
+    for tensor in (*stage.parameters(), *stage.buffers()):
         kept.pop(tensor.untyped_storage()._cdata, None)
-    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values() if not _is_mask(tensor))
+    # But for who sees whom, bool (S, S), which the CPU alone needs.
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values() if tensor.dtype is not torch.bool)
 
 
-def _is_mask(tensor: Tensor) -> bool:
-    """Who sees whom: bool (S, S), which the CPU alone needs."""
-    return tensor.dtype is torch.bool
+class _Even:
+    """The dispatcher of a rank among `ep`, when tokens choose experts at random and all ranks get the same number."""
+
+    def __init__(self, gate: Router, ep: int) -> None:
+        self._experts = gate.out_features
+        self._copies = ep * (1 - (1 - 1 / ep) ** gate.top_k)  # distinct ranks that a token's experts are on
+        self.dispatch = self.combine = _Arriving()
+
+    def plan(self, x_TH: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> tuple[Tensor, Tensor, Any]:
+        rows = round(len(x_TH) * self._copies)
+        token_R = torch.zeros(rows, dtype=torch.int64, device=x_TH.device)
+        received = Received(experts_TK.index_select(0, token_R).int(), self._experts, experts_TK.numel(), None)
+        return x_TH.index_select(0, token_R), weights_TK.index_select(0, token_R), received
+
+    def finish(self, rows: Tensor, plan: Received) -> Tensor:
+        tokens = plan.pairs // plan.ids.shape[1]
+        token_R = torch.zeros(len(rows), dtype=torch.int64, device=rows.device)
+        return rows.new_zeros(tokens, rows.shape[1]).index_add(0, token_R, rows)
 
 
-def _of_attention(attention: Attention, dtype: torch.dtype) -> float:
-    """For a token, what fused kernels keep beyond the CPU's without its scores: a float32 for each head's row of them,
-    and less, since keys and values need not be repeated for the heads that share them."""
-    repeated = attention.num_heads - attention.num_kv_heads
-    return 4 * attention.num_heads - repeated * (attention.qk_dim + attention.v_dim) * dtype.itemsize
+class _Arriving:
+    """A communication whose rows arrive at once, in a memory of their own, and what is pending of it: nothing.
+
+    Weights and choices are kept also where the rows are not, to be there when these are sent again.
+    """
+
+    group = None
+
+    def __init__(self, results: tuple[Any, ...] = ()) -> None:
+        self._results = results
+
+    def forward(self, inputs: tuple[Any, ...]) -> _Arriving:
+        return _Arriving(tree_map_only(Tensor, torch.clone, inputs[: 3 if len(inputs) > 2 else 1]))
+
+    def advance(self) -> None:
+        """All of it is there."""
+
+    def wait(self) -> tuple[tuple[Any, ...], Any]:
+        return self._results, self._results[1:]

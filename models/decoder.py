@@ -23,15 +23,10 @@ from dualpipe.nn import GroupedLinear, GroupedSwiGLU, Linear, RMSNorm, Router
 from dualpipe.nn.attention import Context, attend
 from dualpipe.nn.rotary import apply_rotary
 from dualpipe.nn.segments import Communicate, Compute, Segment, run_segments
-from dualpipe.parallel.dispatch import Dispatcher
-from dualpipe.parallel.expert import ExpertParallel, run_experts
+from dualpipe.parallel.expert import Dispatcher, ExpertParallel, run_experts
 
 Parts = Callable[[str], bool]
 """Whether a part of a layer is computed again: see `dualpipe.models.stages.Recompute`"""
-
-
-def _nothing(part: str) -> bool:
-    return False
 
 
 class Attention(nn.Module):
@@ -45,11 +40,8 @@ class Attention(nn.Module):
 
 
 class GroupedQueryAttention(Attention):
-    """Causal grouped-query attention.
-
-    norms: with an RMSNorm on the queries and keys of every head; sinks: with a sink in every head; window: as in
-    `Attention`.
-    """
+    """Causal grouped-query attention; `norms`: with an RMSNorm on the queries and keys of every head; `sinks`: with a
+    sink in every head."""
 
     sinks: nn.Parameter | None
 
@@ -124,21 +116,22 @@ class SparseMLP(nn.Module):
 
     def forward(self, x_BSH: Tensor) -> Tensor:
         """(B, S, H) -> (B, S, H). Collective over the expert-parallel ranks."""
-        return run_segments(self._routed(_nothing), {"x": x_BSH, "normed": x_BSH})["y"]
+        return run_segments(self._routed(lambda part: False), {"x": x_BSH, "normed": x_BSH})["y"]
 
     def segments(self, recompute: Parts) -> list[Segment]:
-        """From "x" and "normed" to "x"."""
+        """From "x" and "normed" to "y"."""
         if self.dispatcher.dispatch is None:  # nothing to overlap: routing and experts are kept, or not, together
-            again = recompute("experts") or recompute("dispatch")
-            return [Compute(self, "normed", "y", again), _residual(recompute)]
-        return [*self._routed(recompute), _residual(recompute)]
+            return [Compute(self, "normed", "y", recompute("experts") or recompute("dispatch"))]
+        return self._routed(recompute)
 
     def _routed(self, recompute: Parts) -> list[Segment]:
-        """From "x" and "normed" to "y"."""
+        plan, finish = self.dispatcher.plan, self.dispatcher.finish
         there, back = self.dispatcher.dispatch, self.dispatcher.combine
         again, layer, sent = recompute("dispatch"), recompute("layer"), ("rows", "weights", "plan")
         run, computed = partial(run_experts, self.experts), recompute("experts") or again
-        found: list[Segment] = [Compute(self._route, "normed", sent, layer or again)]
+        found: list[Segment] = [
+            Compute(lambda x_BSH: plan(x_BSH.flatten(0, 1), *self.gate(x_BSH)), "normed", sent, layer or again)
+        ]
         if there is None or back is None:  # the rows are the tokens themselves
             found.append(Compute(run, ("normed", "weights", "plan"), "rows", computed))
         else:
@@ -148,17 +141,11 @@ class SparseMLP(nn.Module):
                 Compute(run, received, "rows", computed),
                 Communicate(back, ("rows", "received"), "rows"),
             ]
-        found.append(Compute(self._finish, ("x", "rows", "plan"), "y", layer))
+        found.append(Compute(lambda x, rows, plan: finish(rows, plan).view_as(x), ("x", "rows", "plan"), "y", layer))
         if self.shared_experts is not None:
             found += [Compute(self.shared_experts, "normed", "shared", recompute("experts")),
                       Compute(torch.add, ("y", "shared"), "y", layer)]
         return found
-
-    def _route(self, x_BSH: Tensor) -> tuple[Tensor, Tensor, Any]:
-        return self.dispatcher.plan(x_BSH.flatten(0, 1), *self.gate(x_BSH))
-
-    def _finish(self, x_BSH: Tensor, rows: Tensor, plan: Any) -> Tensor:
-        return self.dispatcher.finish(rows, plan).view_as(x_BSH)
 
 
 class DenseMLP(nn.Module):
@@ -175,12 +162,8 @@ class DenseMLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x_BSH)) * self.up_proj(x_BSH))
 
     def segments(self, recompute: Parts) -> list[Segment]:
-        """From "x" and "normed" to "x"."""
-        return [Compute(self, "normed", "y", recompute("experts")), _residual(recompute)]
-
-
-def _residual(recompute: Parts) -> Segment:
-    return Compute(torch.add, ("x", "y"), "x", recompute("layer"))
+        """From "x" and "normed" to "y"."""
+        return [Compute(self, "normed", "y", recompute("experts"))]
 
 
 class Layer(nn.Module):
@@ -195,19 +178,21 @@ class Layer(nn.Module):
 
     def forward(self, x_BSH: Tensor, context: Context) -> Tensor:
         """(B, S, H) -> (B, S, H)."""
-        return run_segments(self.segments(_nothing), {"x": x_BSH, "context": context})["x"]
+        return run_segments(self.segments(lambda part: False), {"x": x_BSH, "context": context})["x"]
 
     def segments(self, recompute: Parts) -> list[Segment]:
         """From "x" and "context" to "x"; `recompute` says which parts are computed again."""
+
+        def attend(x_BSH: Tensor, normed_BSH: Tensor, context: Context) -> Tensor:
+            return x_BSH + self.self_attn(normed_BSH.to(x_BSH.dtype), context)
+
+        def normed(x_BSH: Tensor) -> Tensor:
+            return self.post_attention_layernorm(x_BSH).to(x_BSH.dtype)  # which a dtype plan may keep in float32
+
         return [
             Compute(self.input_layernorm, "x", "normed", recompute("norms")),
-            Compute(self._attend, ("x", "normed", "context"), "x", recompute("attention")),
-            Compute(self._normed, "x", "normed", recompute("norms")),
+            Compute(attend, ("x", "normed", "context"), "x", recompute("attention")),
+            Compute(normed, "x", "normed", recompute("norms")),
             *self.mlp.segments(recompute),
+            Compute(torch.add, ("x", "y"), "x", recompute("layer")),
         ]
-
-    def _attend(self, x_BSH: Tensor, normed_BSH: Tensor, context: Context) -> Tensor:
-        return x_BSH + self.self_attn(normed_BSH.to(x_BSH.dtype), context)
-
-    def _normed(self, x_BSH: Tensor) -> Tensor:
-        return self.post_attention_layernorm(x_BSH).to(x_BSH.dtype)  # which a dtype plan may keep in float32

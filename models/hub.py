@@ -76,10 +76,13 @@ class HubConfig:
     rms_norm_eps: float = 1e-6
     initializer_range: float = 0.02
 
-    if TYPE_CHECKING:  # a field of some families, and a property where the hub has another name
+    if TYPE_CHECKING:  # what each family has
 
         @property
-        def num_experts(self) -> int: ...
+        def num_experts(self) -> int: ...  # a field of some, and a property where the hub has another name
+        @property
+        def rotary_dim(self) -> int: ...  # how many dimensions of a head are rotated
+        def layer(self, index: int) -> Layer: ...  # of this global index
 
     @classmethod
     def from_dict(cls, hub: Mapping[str, Any]) -> Self:
@@ -100,8 +103,7 @@ class HubConfig:
         wrong += [f"{key}={brief(values[key])} (unknown)" for key in sorted(unknown)]
         if wrong:
             raise ValueError(f"options that {cls.model_type} does not support here: {', '.join(wrong)}")
-        required = [name for name, field in known.items() if field.default is MISSING]
-        if missing := [name for name in required if name not in values]:
+        if missing := [name for name, field in known.items() if field.default is MISSING and name not in values]:
             raise ValueError(f"the configuration lacks {', '.join(missing)}")
         cls._check_values(values)  # again, for those that had another name
         return cls(**{name: values[name] for name in known if name in values})
@@ -133,8 +135,8 @@ class HubConfig:
         values = {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
         rope = {"rope_type": "default", "rope_theta": values.pop("rope_theta")}
         if self.yarn is not None:
-            rope |= {"rope_type": "yarn"}
-            rope |= {key: value for key, value in asdict(self.yarn).items() if value is not None}
+            given = {key: value for key, value in asdict(self.yarn).items() if value is not None}
+            rope |= {"rope_type": "yarn"} | given
             values["max_position_embeddings"] = int(self.yarn.original_max_position_embeddings * self.yarn.factor)
         # Other libraries take some number of their own where this is missing, whatever the other sizes are.
         values.setdefault("num_key_value_heads", values["num_attention_heads"])
@@ -142,31 +144,30 @@ class HubConfig:
         return {"architectures": [architecture], "model_type": self.model_type, **self._fixed, **values,
                 "rope_parameters": rope}
 
-    def layer(self, index: int) -> Layer:
-        """The layer of this global index."""
-        raise NotImplementedError
-
     @property
     def rotary(self) -> Rotary:
         """The rotary embedding of a head."""
         return Rotary(self.rotary_dim, self.rope_theta, self.yarn)
 
-    @property
-    def rotary_dim(self) -> int:
-        """How many dimensions of a head are rotated."""
-        raise NotImplementedError
-
     def hub_parts(self, name: str, shape: Sequence[int]) -> list[list[Part]]:
         """Where a parameter or buffer of ours is on the hub: the parts that make it up, for each way of storing it.
 
-        `save_hf` writes the first. A tied head is the embedding. Raises `ValueError` for a name that the model does not
-        have.
+        `save_hf` writes the first. A tied head is the embedding; experts are apart or all in one. Example:
+        `layers.0.mlp.experts.gate_up_proj.weight` (E, 2I, H) is `model.layers.0.mlp.experts.7.gate_proj.weight` (I, H)
+        in the first half of row 7.
         """
-        if name == "lm_head.weight" and not self.tie_word_embeddings:
-            return [[whole(name, shape)]]
-        if ".mlp.experts." in name:
-            return swiglu_expert_parts(name, shape)
-        return [[whole("model.embed_tokens.weight" if name == "lm_head.weight" else f"model.{name}", shape)]]
+        if name == "lm_head.weight":
+            return [[whole("model.embed_tokens.weight" if self.tie_word_embeddings else name, shape)]]
+        prefix, found, projection = f"model.{name.removesuffix('.weight')}".partition(".mlp.experts.")
+        if not found:
+            return [[whole(f"model.{name}", shape)]]
+        projections = ("gate_proj", "up_proj") if projection == "gate_up_proj" else (projection,)
+        experts, rows, columns = shape
+        rows //= len(projections)
+        apart = [Part(f"{prefix}{found}{expert}.{single}.weight", (rows, columns),
+                      (slice(expert, expert + 1), slice(start, start + rows), slice(0, columns)))
+                 for expert in range(experts) for start, single in zip((0, rows), projections)]
+        return [apart, [whole(f"{prefix}{found}{projection}", shape)]]
 
     @property
     def carried_layers(self) -> range:
@@ -229,25 +230,6 @@ def whole(name: str, shape: Sequence[int]) -> Part:
     return Part(name, tuple(shape), tuple(slice(0, size) for size in shape))
 
 
-def swiglu_expert_parts(name: str, shape: Sequence[int]) -> list[list[Part]]:
-    """`layers.N.mlp.experts.(gate_up|down)_proj.weight` on the hub: each expert's own tensors, or all in one.
-
-    Example: `layers.0.mlp.experts.gate_up_proj.weight` (E, 2I, H) is `model.layers.0.mlp.experts.7.gate_proj.weight`
-    (I, H) in the first half of row 7.
-    """
-    prefix, found, rest = name.partition(".mlp.experts.")
-    prefix, projection = f"model.{prefix}{found}", rest.removesuffix(".weight")
-    experts, rows, columns = shape
-    bounds = {"gate_up_proj": {"gate_proj": (0, rows // 2), "up_proj": (rows // 2, rows)},
-              "down_proj": {"down_proj": (0, rows)}}[projection]
-    apart = [
-        Part(f"{prefix}{e}.{single}.weight", (stop - start, columns),
-             (slice(e, e + 1), slice(start, stop), slice(0, columns)))
-        for e in range(experts) for single, (start, stop) in bounds.items()
-    ]
-    return [apart, [whole(f"{prefix}{projection}", shape)]]
-
-
 def rope_fields(hub: Mapping[str, Any]) -> dict[str, Any]:
     """`rope_theta` and, where there is one, `yarn` from either form of config.json.
 
@@ -258,21 +240,19 @@ def rope_fields(hub: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"rope_parameters or rope_scaling must be a JSON object; got {brief(scaling)}")
     scaling = {key: value for key, value in scaling.items() if value is not None}
     kind = scaling.pop("rope_type", scaling.pop("type", "default"))
-    scaling.pop("type", None)
     scaling.setdefault("rope_theta", hub.get("rope_theta", 10_000.0))
     if kind == "yarn" and "max_position_embeddings" in hub:
         scaling.setdefault("original_max_position_embeddings", hub["max_position_embeddings"])
     if wrong := [f"{key}={brief(value)}" for key, value in scaling.items() if key in _LEAST
                  and not (type(value) in (int, float) and _LEAST[key] < value < _LARGEST)]:
         raise ValueError(f"rope parameters that must be positive numbers: {', '.join(wrong)}")
-    theta = float(scaling.pop("rope_theta"))
-    if kind == "default" and not scaling:
-        return {"rope_theta": theta}
-    known = [field.name for field in fields(Yarn)]
-    extra = sorted(scaling.keys() - known) if kind == "yarn" else sorted(scaling)
-    if kind != "yarn" or extra:
+    theta, known = float(scaling.pop("rope_theta")), [field.name for field in fields(Yarn)]
+    extra = sorted(scaling.keys() - (known if kind == "yarn" else []))
+    if extra or kind not in ("default", "yarn"):
         raise ValueError(f"rope_type {brief(kind)} with {extra} is not supported; only 'default' with rope_theta, and "
                          f"'yarn' with {', '.join(known)}")
+    if kind == "default":
+        return {"rope_theta": theta}
     if missing := [key for key in ("factor", "original_max_position_embeddings") if key not in scaling]:
         raise ValueError(f"rope_type 'yarn' needs {' and '.join(missing)}")
     return {"rope_theta": theta, "yarn": Yarn(**scaling)}

@@ -2,8 +2,6 @@
 
     parameter_counts(config).total                      as published for the model
     flops_per_token(config, sequence_length).forward    what MFU is a fraction of
-
-Dimension letters: T tokens, S sequence, K experts per token, A attention heads.
 """
 
 from __future__ import annotations
@@ -44,12 +42,11 @@ def parameter_counts(config: HubConfig) -> ParameterCounts:
     for index in range(config.num_hidden_layers):
         layer = _layer(config, index)
         inside = sum(param.numel() for param in layer.parameters())
-        groups = [module for module in layer.modules() if isinstance(module, GroupedLinear)]
-        stacked = sum(param.numel() for module in groups for param in module.parameters())
         total += inside
-        active += inside - stacked
+        active += inside
         if isinstance(layer.mlp, SparseMLP):
-            active += stacked * layer.mlp.gate.top_k // layer.mlp.gate.out_features
+            stacked, gate = sum(param.numel() for param in layer.mlp.experts.parameters()), layer.mlp.gate
+            active += stacked * gate.top_k // gate.out_features - stacked
     return ParameterCounts(total, active, embedding)
 
 

@@ -75,7 +75,7 @@ class Stage(nn.Module):
         self, config: HubConfig, layers: range, *, first: bool, last: bool, embedding: nn.Embedding | None = None
     ) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.first, self.last, self.recompute = config, first, last, Recompute()
         if first:
             embedding = self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleDict({str(index): config.layer(index) for index in layers})
@@ -87,12 +87,14 @@ class Stage(nn.Module):
                 raise ValueError("tie_word_embeddings: the last stage shares the weight of the first; build both in "
                                  "one call of build_stages, or pass the first stage's embed_tokens as embedding")
             self.lm_head.weight = embedding.weight
-        self.first, self.last = first, last
-        self.recompute = Recompute()
+
+    def numbered(self) -> Iterator[tuple[int, Layer]]:
+        """The layers with their global indices."""
+        return ((int(index), cast(Layer, layer)) for index, layer in self.layers.items())
 
     def use_expert_parallelism(self, experts: ExpertParallel) -> None:
         """Have the layers' experts on all ranks of `experts`; for parameters see `shard_experts`."""
-        for _, layer in self._numbered():
+        for _, layer in self.numbered():
             if isinstance(layer.mlp, SparseMLP):
                 layer.mlp.dispatcher = experts.dispatcher()
 
@@ -101,14 +103,14 @@ class Stage(nn.Module):
 
         What is between linear layers is compiled: those themselves hand out weight gradients, which no compiler sees.
         """
-        for _, layer in self._numbered():
+        for _, layer in self.numbered():
             parts = [layer.input_layernorm, layer.self_attn, layer.post_attention_layernorm]
             for part in (*parts, *(module for module in layer.mlp.modules() if isinstance(module, DenseMLP))):
                 part.compile(**options)
 
     def segments(self) -> list[Segment]:
         """The forward in parts, for the pipeline to overlap and, as `recompute` says, to compute again."""
-        layers = (layer.segments(partial(self.recompute, layer=index)) for index, layer in self._numbered())
+        layers = (layer.segments(partial(self.recompute, layer=index)) for index, layer in self.numbered())
         return self._around(chain.from_iterable(layers))
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
@@ -116,7 +118,7 @@ class Stage(nn.Module):
 
         positions: of each token in its document (B, S), where a row holds several; attention does not cross documents.
         """
-        layers = (Compute(layer, ("x", "context"), "x") for _, layer in self._numbered())
+        layers = (Compute(layer, ("x", "context"), "x") for _, layer in self.numbered())
         return run_segments(self._around(layers), {"x": x, "positions": positions})["x"]
 
     def _around(self, layers: Iterable[Segment]) -> list[Segment]:
@@ -127,9 +129,6 @@ class Stage(nn.Module):
         if self.last:
             found.append(Compute(lambda x_BSH: self.lm_head(self.norm(x_BSH)), "x", "x"))
         return found or [Compute(lambda x_BSH: x_BSH, "x", "x")]
-
-    def _numbered(self) -> Iterator[tuple[int, Layer]]:
-        return ((int(index), cast(Layer, layer)) for index, layer in self.layers.items())
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
@@ -149,10 +148,7 @@ class Stage(nn.Module):
 
 
 def build_stages(
-    config: HubConfig,
-    num_stages: int,
-    only: Sequence[int] | None = None,
-    layers_per_stage: Sequence[int] | None = None,
+    config: HubConfig, num_stages: int, only: Sequence[int] | None = None, layers_per_stage: Sequence[int] | None = None
 ) -> list[Stage]:
     """The stages of a pipeline, layers split so that all compute about as much, or as `layers_per_stage` says.
 
@@ -187,16 +183,6 @@ def split_layers(
     costs = [1.0] * layers if isinstance(layers, int) else list(layers)
     if num_stages < 1 or len(costs) < max(0, num_stages - 2):
         raise ValueError(f"cannot cut {len(costs)} layers into {num_stages} stages; use 1 to {len(costs) + 2}")
-    counts = list(layers_per_stage or ()) or _even(costs, num_stages, head)
-    if len(counts) != num_stages or sum(counts) != len(costs) or min(counts) < 0 or 0 in counts[1:-1]:
-        raise ValueError(f"layers_per_stage must be {num_stages} numbers that add up to {len(costs)}, only the first "
-                         f"and the last may be 0; got {counts}")
-    ends = list(accumulate(counts))
-    return [range(end - count, end) for end, count in zip(ends, counts)]
-
-
-def _even(costs: Sequence[float], num_stages: int, head: float) -> list[int]:
-    """How many layers each stage takes."""
     until = [0.0, *accumulate(costs)]
 
     def cost(stage: int, start: int, stop: int) -> float:
@@ -204,14 +190,20 @@ def _even(costs: Sequence[float], num_stages: int, head: float) -> list[int]:
             return inf
         return until[stop] - until[start] + (head if stage == num_stages - 1 else 0.0)
 
-    costliest, _ = _best_cuts(len(costs), num_stages, cost, max)
-    limit, unit = costliest * (1 + 1e-9), (until[-1] + head) ** 2 or 1.0
-
     def unevenness(stage: int, start: int, stop: int) -> float:
         found, from_middle = cost(stage, start, stop), abs(2 * stage - num_stages + 1.1)  # of two alike, the earlier
         return inf if found > limit else found**2 / unit + 1e-9 * from_middle * (stop - start)
 
-    return _best_cuts(len(costs), num_stages, unevenness, add)[1]
+    counts = list(layers_per_stage or ())
+    if not counts:
+        costliest, _ = _best_cuts(len(costs), num_stages, cost, max)
+        limit, unit = costliest * (1 + 1e-9), (until[-1] + head) ** 2 or 1.0
+        _, counts = _best_cuts(len(costs), num_stages, unevenness, add)
+    if len(counts) != num_stages or sum(counts) != len(costs) or min(counts) < 0 or 0 in counts[1:-1]:
+        raise ValueError(f"layers_per_stage must be {num_stages} numbers that add up to {len(costs)}, only the first "
+                         f"and the last may be 0; got {counts}")
+    ends = list(accumulate(counts))
+    return [range(end - count, end) for end, count in zip(ends, counts)]
 
 
 def _best_cuts(

@@ -27,6 +27,7 @@ from dualpipe.train.launch import RankInfo
 from dualpipe.train.loop import train
 from native import CONFIG, Trainee
 from ranks import run_ranks
+from run_files import write_files
 
 ROOT = Path(__file__).parents[1]
 FACTORIES = {function.__name__ for function in _device_constructors()} | {"normal"}  # what the default device changes
@@ -104,44 +105,24 @@ def test_pipeline_sharding_and_checkpoints(tmp_path, shape):
         assert found[3] == ("meta" if shape[2] == 1 else "cpu")  # this file is not of ours
 
 
-RUN = """
-[model]
-config = "config.json"
-[data]
-path = "text"
-validation_fraction = 0.2
-[parallel]
-pp = 1
-device = "cpu"
-[train]
-steps = 2
-sequence_length = 8
-micro_batch_size = 1
-num_chunks = 2
-eval_interval = 1
-eval_batches = 1
-[router]
-balance = 0.01
-[checkpoint]
-interval = 1
-"""
+SMALLER = (
+    "--parallel.pp", "1", "--train.steps", "2", "--train.sequence_length", "8", "--train.micro_batch_size", "1",
+    "--train.num_chunks", "2", "--train.eval_interval", "1", "--train.eval_batches", "1", "--router.balance", "0.01",
+    "--checkpoint.interval", "1",
+)
 
 
 def trainer(rank: int, device: str, folder: str) -> list[tuple]:
     torch.set_default_device(device)
-    config = load_config(Path(folder) / "run.toml", ["--output.dir", f"{folder}/{device}",
-                                                     "--export.to_hf", f"{folder}/{device}-hub"])
+    places = ("--output.dir", f"{folder}/{device}", "--export.to_hf", f"{folder}/{device}-hub")
+    config = load_config(Path(folder) / "run.toml", [*SMALLER, *places])
     train(config, RankInfo(0, 1, 0, 1))
     lines = (Path(folder) / device / "metrics.jsonl").read_text().splitlines()
     return [(line["loss"], line["grad_norm"], line["eval_loss"]) for line in map(json.loads, lines)]
 
 
 def test_the_trainer(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"vocab_size": 257}))
-    (tmp_path / "run.toml").write_text(RUN)
-    (tmp_path / "text").mkdir()
-    for i in range(8):
-        (tmp_path / "text" / f"{i}.txt").write_text(f"{i}: the cat sat on the mat. " * 4)
+    write_files(tmp_path, CONFIG | {"vocab_size": 257})
     (expected,), (found,) = (run_ranks(trainer, 1, device, str(tmp_path)) for device in ("cpu", "meta"))
     assert found == expected and len(found) == 2
 

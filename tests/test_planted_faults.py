@@ -194,7 +194,7 @@ DEVICE = {  # name: (kind of the fault, how to plant it); by what dualpipe/devic
     "the host waits whenever an event is recorded": (
         "sync", lambda: instead(Timeline, "record_event", and_synchronize)),
 }
-COUNTS = {"Event.synchronize in dualpipe/parallel/dispatch.py: _PendingDispatch.advance": 48}
+COUNTS = {"Event.synchronize in dualpipe/parallel/expert.py: _PendingDispatch.advance": 48}
 
 
 @pytest.mark.slow
@@ -329,7 +329,7 @@ LISTED = {
     "copy in dualpipe/train/loop.py: Run._forward_backward": 4,
     "tolist in dualpipe/train/loop.py: Run._step": 2,
     "_local_scalar_dense in dualpipe/train/loop.py: Run._evaluate": 1,
-    "synchronize in dualpipe/checkpoint/staging.py: HostMemory.fill": 1,
+    "synchronize in dualpipe/checkpoint/writer.py: HostMemory.fill": 1,
 }
 
 

@@ -9,9 +9,9 @@ from math import prod
 from os import PathLike
 from pathlib import Path
 
-from dualpipe.checkpoint.directory import Found, find, is_still_there, none_whole
+from dualpipe.checkpoint.directory import Found, find, none_whole
 from dualpipe.checkpoint.hub_commands import format_bytes
-from dualpipe.checkpoint.manifest import Checkpoint, Manifest, StoredTensor, stored_in, verify, verify_files
+from dualpipe.checkpoint.manifest import Manifest, StoredTensor, verify
 from dualpipe.dtypes import short_name
 from dualpipe.errors import raise_for
 
@@ -19,11 +19,11 @@ from dualpipe.errors import raise_for
 def ls(path: str | PathLike[str]) -> Iterator[str]:
     """A line for each checkpoint, newest first, and for what is unfinished. Checks sizes; reads no tensors."""
     unfinished = sorted(Path(path).glob(".tmp-step-*"))
-    found = find(path) if unfinished else _found(path)
+    found = _found(path, or_none=bool(unfinished))
     yield f"{'step':>10}  {'saved at':25}  {'size':>9}  {'layout':22}  {'dtypes':15}  state"
     for checkpoint in found.committed:
-        (_, manifest), (stored, wrong) = checkpoint, _stored(checkpoint)
-        if wrong and not is_still_there(checkpoint):
+        manifest, (stored, wrong) = checkpoint.manifest, checkpoint.tensors()
+        if wrong and not checkpoint.is_there():
             continue  # deleted meanwhile, by the job that saves here
         dtypes = ", ".join(sorted({short_name(entry.dtype) for entry in stored.values()}))
         state, size = f"DAMAGED: {wrong[0]}" if wrong else "complete", format_bytes(manifest.size)
@@ -40,7 +40,7 @@ def check(path: str | PathLike[str]) -> Iterator[str]:
     problems = [*found.damaged.values()]
     for each in found.committed:
         wrong = verify(each.path)
-        if wrong and not is_still_there(each):
+        if wrong and not each.is_there():
             yield f"{each.path}: deleted meanwhile"
             continue
         problems += wrong
@@ -49,13 +49,24 @@ def check(path: str | PathLike[str]) -> Iterator[str]:
 
 
 def show(path: str | PathLike[str]) -> Iterator[str]:
-    """What is in a checkpoint, of a directory in the newest. Reads no tensors."""
-    checkpoint, stored = _newest(path)
-    path, manifest = checkpoint
-    yield f"{path}: step {manifest.step}, saved at {manifest.saved_at}, {format_bytes(manifest.size)}"
+    """What is in a checkpoint, of a directory in the newest. Reads no tensors. Raises ValueError for a damaged one."""
+    while True:
+        found = _found(path)
+        if not found.committed:
+            none_whole(path, found.damaged.values())
+        checkpoint = found.committed[0]
+        stored, wrong = checkpoint.tensors()
+        if not wrong or checkpoint.is_there():  # else a job that saves here has deleted it
+            break
+    raise_for(f"{checkpoint.path}:", wrong)
+    manifest = checkpoint.manifest
+    yield f"{checkpoint.path}: step {manifest.step}, saved at {manifest.saved_at}, {format_bytes(manifest.size)}"
     yield f"layout: {_layout(manifest)} ({manifest.layout['world']} ranks)"
     yield "versions: " + ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
-    for title, tensors in _parts(stored).items():
+    parts: dict[str, list[StoredTensor]] = {"model": []}  # by what stands before the first "/", such as "optimizer"
+    for name, entry in stored.items():
+        parts.setdefault(name.split("/")[0] if "/" in name else "model", []).append(entry)
+    for title, tensors in parts.items():
         counts = Counter(short_name(entry.dtype) for entry in tensors)
         dtypes = ", ".join(f"{count:,} {dtype}" for dtype, count in counts.most_common())
         elements = sum(prod(entry.shape) for entry in tensors)
@@ -66,42 +77,15 @@ def show(path: str | PathLike[str]) -> Iterator[str]:
     for name, entry in sorted(stored.items()):
         if "/" not in name:
             uses = ", ".join(f"{use} {dtype}" for use, dtype in manifest.dtypes.get(name, {}).items())
-            dtype = short_name(entry.dtype)
-            yield f"  {name}  {entry.shape}  {dtype}" + (f"  ({uses})" if uses else "")
+            yield f"  {name}  {entry.shape}  {short_name(entry.dtype)}" + (f"  ({uses})" if uses else "")
 
 
-def _newest(path: str | PathLike[str]) -> tuple[Checkpoint, dict[str, StoredTensor]]:
-    """Raises ValueError where that is damaged."""
-    while True:
-        found = _found(path)
-        if not found.committed:
-            none_whole(path, found.damaged.values())
-        stored, wrong = _stored(found.committed[0])
-        if not wrong or is_still_there(found.committed[0]):  # else a job that saves here has deleted it
-            raise_for(f"{found.committed[0].path}:", wrong)
-            return found.committed[0], stored
-
-
-def _found(path: str | PathLike[str]) -> Found:
+def _found(path: str | PathLike[str], or_none: bool = False) -> Found:
     found = find(path)
-    if not found.committed and not found.damaged:
+    if not (found.committed or found.damaged or or_none):
         none_whole(path, ())
     return found
 
 
-def _stored(checkpoint: Checkpoint) -> tuple[dict[str, StoredTensor], list[str]]:
-    """What tensors there are, or what can be seen to be wrong without reading them."""
-    wrong = verify_files(checkpoint)
-    return ({}, wrong) if wrong else stored_in(checkpoint)
-
-
 def _layout(manifest: Manifest) -> str:
     return ", ".join(f"{name} {size}" for name, size in manifest.layout.items() if name != "world")
-
-
-def _parts(stored: dict[str, StoredTensor]) -> dict[str, list[StoredTensor]]:
-    """The tensors by what stands before the first "/" of their names, such as "optimizer"; others are the model."""
-    parts: dict[str, list[StoredTensor]] = {"model": []}
-    for name, entry in stored.items():
-        parts.setdefault(name.split("/")[0] if "/" in name else "model", []).append(entry)
-    return parts

@@ -28,20 +28,10 @@ from os import PathLike
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-from dualpipe.checkpoint.manifest import (
-    MANIFEST,
-    Checkpoint,
-    Manifest,
-    StoredTensor,
-    UnknownLayout,
-    read_manifest,
-    verify_files,
-    write_description,
-)
+from dualpipe.checkpoint.manifest import MANIFEST, Checkpoint, Manifest, StoredTensor, UnknownLayout, write_description
 from dualpipe.errors import raise_for
 from dualpipe.files import lock, replace_file, sync
 
-LATEST = "latest"
 _NAME = re.compile(r"step-(\d{8,})(?:\.\d+)?")
 _TRIES = 100  # of a reader, beside a job that deletes old checkpoints while new ones come
 
@@ -67,7 +57,7 @@ def scan(directory: str | PathLike[str]) -> Found:
         committed, damaged, gone, later = [], {}, False, ""
         try:
             if not directory.exists():
-                return Found([], {})
+                break
             if not directory.is_dir():
                 raise ValueError(f"{directory} is a file; give the directory that holds the checkpoints")
             paths = sorted((path for path in directory.iterdir() if _NAME.fullmatch(path.name)), reverse=True)
@@ -75,7 +65,7 @@ def scan(directory: str | PathLike[str]) -> Found:
             raise ValueError(f"{directory} cannot be read: {error}") from error
         for path in paths:
             try:
-                committed.append(Checkpoint(path, read_manifest(path)))
+                committed.append(Checkpoint.read(path))
             except ValueError as error:
                 if os.path.lexists(path):
                     damaged[path] = str(error)
@@ -98,16 +88,7 @@ def find(path: str | PathLike[str]) -> Found:
     path = Path(path)
     if not is_checkpoint(path):
         return scan(path)
-    path = path.resolve()  # a link that the caller names is meant
-    return Found([Checkpoint(path, read_manifest(path))], {})
-
-
-def is_still_there(checkpoint: Checkpoint) -> bool:
-    """Whether it was neither deleted nor replaced by another of its step."""
-    try:
-        return read_manifest(checkpoint.path).sequence == checkpoint.manifest.sequence
-    except ValueError:
-        return os.path.lexists(checkpoint.path)  # damaged
+    return Found([Checkpoint.read(path.resolve())], {})  # a link that the caller names is meant
 
 
 def none_whole(path: str | PathLike[str], damaged: Iterable[str]) -> NoReturn:
@@ -156,7 +137,10 @@ class Directory:
         self.path, self._keep_last, self._keep_every = path, keep_last, keep_every
         self._lock = None
         try:
-            _make(path)
+            missing = [each for each in (path, *path.parents) if not each.exists()]
+            path.mkdir(parents=True, exist_ok=True)
+            for each in missing:  # without its name on the disk, what is in it would be lost
+                sync(each.parent)
             self._lock = lock(path / ".lock", patience)
             probe = path / f".tmp-step-{secrets.token_hex(4)}"
             probe.mkdir()
@@ -168,7 +152,7 @@ class Directory:
                 raise ValueError(f"checkpoints cannot be saved to {path}: {error}") from error
             raise
         self._sequence = found[0].manifest.sequence if found else -1
-        self._committed = [each.path for each in reversed(found) if not verify_files(each)]
+        self._committed = [each.path for each in reversed(found) if not each.damage()]
 
     def close(self) -> None:
         """Let other jobs save here."""
@@ -207,23 +191,29 @@ class Directory:
         self._committed.append(path)
         sync(self.path)
         try:
-            return self._tidy(path)
+            return self._tidy(path, manifest.step)
         except OSError as error:
             warnings.warn(f"{path} is saved, but older ones could not be tidied up: {error}", stacklevel=2)
             return path
 
-    def _tidy(self, path: Path) -> Path:
+    def _tidy(self, path: Path, step: int) -> Path:
         """After `path` was committed; returns the path that it has then: without a suffix, once the other is gone."""
-        step = step_of(path)
         self._committed = [each for each in self._committed if each.exists()]
         self._name_latest(path)  # before what it named is deleted
         others = [each for each in self._committed[:-1] if step_of(each) != step]
-        for each in others[: max(0, len(others) - self._keep_last + 1)] if self._keep_last else ():
-            if not self._keep_every or step_of(each) % self._keep_every:
-                self._delete(each)
-        for each in self.path.glob(f"step-{step:08}*"):  # whole or damaged
-            if each != path and step_of(each) == step:
-                self._delete(each)
+        old = [each for each in others[: max(0, len(others) - self._keep_last + 1) if self._keep_last else 0]
+               if not self._keep_every or step_of(each) % self._keep_every]
+        same = [each for each in self.path.glob(f"step-{step:08}*") if each != path and step_of(each) == step]
+        for each in (*old, *same):  # those of the same step may be damaged
+            gone = each.with_name(f".del-{each.name}-{secrets.token_hex(4)}")
+            try:
+                os.rename(each, gone)  # first, so that a half is never taken for a whole
+                sync(self.path)
+            except OSError as error:
+                warnings.warn(f"the old checkpoint {each} cannot be deleted: {error}", stacklevel=2)
+                continue
+            self._committed = [kept for kept in self._committed if kept != each]
+            _remove(gone)
         plain = path.with_name(f"step-{step:08}")
         if path != plain and not os.path.lexists(plain):
             path = path.rename(plain)
@@ -231,21 +221,9 @@ class Directory:
             self._name_latest(path)
         return path
 
-    def _delete(self, path: Path) -> None:
-        """By another name first, so that a half is never taken for a whole."""
-        gone = path.with_name(f".del-{path.name}-{secrets.token_hex(4)}")
-        try:
-            os.rename(path, gone)
-            sync(path.parent)
-        except OSError as error:
-            warnings.warn(f"the old checkpoint {path} cannot be deleted: {error}", stacklevel=2)
-            return
-        self._committed = [each for each in self._committed if each != path]
-        _remove(gone)
-
     def _name_latest(self, path: Path) -> None:
         """In the file "latest". If the disk is too full even for that, there is none until the next time."""
-        target = self.path / LATEST
+        target = self.path / "latest"
         try:
             replace_file(target, f"{path.name}\n")
         except OSError as error:
@@ -253,14 +231,6 @@ class Directory:
                 target.unlink()
             warnings.warn(f"{target} cannot be written: {error}", stacklevel=2)
         sync(self.path)
-
-
-def _make(directory: Path) -> None:
-    """With its parents; their new names are on the disk then, as without them what is in it would be lost."""
-    missing = [path for path in (directory, *directory.parents) if not path.exists()]
-    directory.mkdir(parents=True, exist_ok=True)
-    for path in missing:
-        sync(path.parent)
 
 
 def _remove(path: Path) -> None:

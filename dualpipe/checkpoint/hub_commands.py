@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch
 from torch import nn
 
 from dualpipe.checkpoint.directory import find, is_checkpoint, latest, none_whole, scan
-from dualpipe.checkpoint.hub_files import CONFIG
+from dualpipe.checkpoint.hub_files import CONFIG, StrPath
 from dualpipe.checkpoint.hub_load import hub_dtypes, load_hf, meta_stages, open_hf
 from dualpipe.checkpoint.hub_save import Piece, carried, save_hf, write_model
 from dualpipe.checkpoint.load import load
@@ -37,10 +36,7 @@ from dualpipe.schedule.types import v_placement
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
-# -- check
-
-
-def check(path: str | PathLike[str], mesh: Mesh) -> Iterator[str]:
+def check(path: StrPath, mesh: Mesh) -> Iterator[str]:
     """What a checkpoint holds and what of it a rank would read, as lines of text. Reads headers only.
 
     `mesh`: it need not run. Raises `ValueError`, with everything that is wrong, for a checkpoint that cannot be loaded,
@@ -50,11 +46,11 @@ def check(path: str | PathLike[str], mesh: Mesh) -> Iterator[str]:
     reader, tensors = open_hf(path, config)
     header = reader.header
     files = len({info.file for info in header.values()})
-    yield (f"{path}: {config.model_type}, {len(header):,} tensors in {files:,} file{'s' * (files > 1)}, "
-           f"{format_bytes(sum(info.nbytes for info in header.values()))}")
     counts, sizes = Counter(info.dtype for info in header.values()), Counter[torch.dtype]()
     for info in header.values():
         sizes[info.dtype] += info.nbytes
+    yield (f"{path}: {config.model_type}, {len(header):,} tensors in {files:,} file{'s' * (files > 1)}, "
+           f"{format_bytes(sizes.total())}")
     for dtype, size in sizes.most_common():
         yield f"  {long_name(dtype):14} {counts[dtype]:>9,} tensors {format_bytes(size):>10}"
     if layers := len(config.carried_layers):
@@ -104,10 +100,7 @@ def largest_share(config: HubConfig, mesh: Mesh, place: int) -> dict[str, Box]:
     return found
 
 
-# -- import and export
-
-
-def import_hf(source: str | PathLike[str], directory: str | PathLike[str]) -> Path:
+def import_hf(source: StrPath, directory: StrPath) -> Path:
     """Write a Hugging Face checkpoint as step 0 of a run; returns its path.
 
     Raises ValueError as `load_hf` does, and for the directory of a run that is further: it would start again from these
@@ -124,9 +117,7 @@ def import_hf(source: str | PathLike[str], directory: str | PathLike[str]) -> Pa
     return save(directory, training_state(stages), step=0, plan=plan, config={"model": config.to_dict()})
 
 
-def export(
-    source: str | PathLike[str], target: str | PathLike[str], dtype: torch.dtype, max_shard_bytes: int
-) -> None:
+def export(source: StrPath, target: StrPath, dtype: torch.dtype, max_shard_bytes: int) -> None:
     """Write a Hugging Face checkpoint again, in `dtype` and one canonical form: dequantized, experts apart where the
     family's are.
 
@@ -142,8 +133,7 @@ def export(
 
 
 def export_checkpoint(
-    source: str | PathLike[str], target: str | PathLike[str], dtype: torch.dtype, max_shard_bytes: int,
-    hub: str | PathLike[str] | None = None,
+    source: StrPath, target: StrPath, dtype: torch.dtype, max_shard_bytes: int, hub: StrPath | None = None
 ) -> None:
     """Write a checkpoint of a run, or the newest in a directory of them, in Hugging Face's form.
 
@@ -172,7 +162,7 @@ def _model_of(checkpoint: Checkpoint) -> dict[str, Any]:
     return manifest.config["model"]
 
 
-def is_of_a_run(path: str | PathLike[str]) -> bool:
+def is_of_a_run(path: StrPath) -> bool:
     """Whether it is a checkpoint of this library, or a directory of them."""
     path = Path(path)
     return path.is_dir() and not (path / CONFIG).exists() and (is_checkpoint(path) or latest(path) is not None)
@@ -184,9 +174,6 @@ def _stages(config: HubConfig) -> list[Stage]:
 
 def _plan(stages: list[Stage], dtype: torch.dtype, kept: Mapping[str, torch.dtype] | None = None) -> DTypePlan:
     return resolve_dtypes(stages, DTypePolicy(dtype, torch.float32, dtype), kept, sharded=False)
-
-
-# -- sizes in words
 
 
 def parse_size(text: str) -> int:

@@ -6,8 +6,8 @@
     ... shard_experts and shard, on meta ...
     load_hf(stages, path, mesh, plan)
 
-Rank 0 reads all headers, checks them and tells the others; every rank then opens the files that it needs, and only when
-all could do so are parameters filled. See `hub_save` for the way back.
+Rank 0 reads all headers, checks them and tells the others; every rank then opens the files that it needs,
+and only when all could do so are parameters filled. See `hub_save` for the way back.
 
 Example: of 4 experts over ep 2 and dp 2, rank 1 (dp 0, ep 1) holds `gate_up_proj.weight[2:4, 0:I]` of (4, 2I, H), and
 so reads the `gate_proj.weight` of experts 2 and 3 and no `up_proj.weight`.
@@ -16,18 +16,16 @@ so reads the `gate_proj.weight` of experts 2 and 3 and no `up_proj.weight`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, reduce
 from math import prod
-from os import PathLike
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dualpipe import device as devices
-from dualpipe.checkpoint.hub_files import CONFIG, Reader, read_headers, read_json
-from dualpipe.checkpoint.quantized import SUFFIXES, Mxfp4, Stored, find_stored, fp8_block
+from dualpipe.checkpoint.hub_files import SUFFIXES, Fp8, Mxfp4, Reader, Stored, StrPath, find_stored
 from dualpipe.checkpoint.tensors import Box
 from dualpipe.errors import nearest
 from dualpipe.models import HubConfig, Stage, build_stages
@@ -40,25 +38,18 @@ _NAMED = 3  # tensors of each kind that are wrong
 
 
 def load_hf(
-    stages: Sequence[nn.Module],
-    path: str | PathLike[str],
-    mesh: DeviceMesh | None,
-    plan: DTypePlan,
-    *,
-    device: torch.device | str | None = None,
-    param_device: torch.device | str | None = None,
+    stages: Sequence[nn.Module], path: StrPath, mesh: DeviceMesh | None, plan: DTypePlan, *,
+    device: torch.device | str | None = None, param_device: torch.device | str | None = None,
 ) -> int:
     """Fill the stages of this rank from a directory with `config.json` and safetensors; returns the bytes it has read.
 
     Called by all ranks of `mesh` (from `build_mesh`) together, which find the same files at `path`, or by one process
     with None. The stages are on meta, sharded or not. Each rank reads the byte ranges of its stages, its experts and
     its shards, one parameter at a time: that is the memory it takes on top. Experts may be stacked or apart on disk,
-    and stored in MXFP4 or FP8 (`quantized`). Parameters get the dtypes `plan.of(name).storage`; FP8, computed in
+    and stored in MXFP4 or FP8 (`hub_files`). Parameters get the dtypes `plan.of(name).storage`; FP8, computed in
     float32, is rounded to it once. Tied tensors of one stage are read once, of two stages twice.
 
-    `device`: default the mesh's, or the CPU; `param_device` as for `materialize`.
-
-    Raises, on every rank:
+    `device`: default the mesh's, or the CPU; `param_device` as for `materialize`. Raises, on every rank:
         ValueError: before anything is changed: files that are missing, cut short, no safetensors or outside the
             directory; tensors that are missing, unexpected, misshapen, integers or lack their scales; values that the
             plan's dtype would round. A checkpoint of another model type.
@@ -82,26 +73,19 @@ def load_hf(
         return sources
 
     sources = ranks.agree(prepare)
-
-    def fill() -> None:
-        for stage, source in zip(stages, sources):
-            materialize(stage, device, plan, source=source, param_device=param_device)
-
-    ranks.agree(fill)
+    ranks.agree(lambda: [materialize(stage, device, plan, source=source, param_device=param_device)
+                         for stage, source in zip(stages, sources)])
     return reader.bytes_read
 
 
-def hub_dtypes(path: str | PathLike[str], config: HubConfig) -> dict[str, torch.dtype]:
+def hub_dtypes(path: StrPath, config: HubConfig) -> dict[str, torch.dtype]:
     """The dtypes of a checkpoint's tensors by the model's names, for `resolve_dtypes`; bfloat16 for quantized ones."""
     return {name: tensor.dtype for name, tensor in open_hf(path, config)[1].items()}
 
 
-def open_hf(path: str | PathLike[str], config: HubConfig) -> tuple[Reader, dict[str, HubTensor]]:
+def open_hf(path: StrPath, config: HubConfig) -> tuple[Reader, dict[str, HubTensor]]:
     """Read all headers, and find every tensor of ours in them; raises `ValueError` as `load_hf` does."""
-    hub = read_json(path, CONFIG)
-    if hub.get("model_type") != config.model_type:
-        raise ValueError(f"{path} holds a {hub.get('model_type')!r} model; the stages are {config.model_type!r}")
-    reader = Reader(path, read_headers(path), fp8_block(hub))
+    reader = Reader.of(path, config.model_type)
     return reader, find_tensors(config, reader)
 
 
@@ -116,10 +100,8 @@ def config_of(stages: Sequence[nn.Module]) -> HubConfig:
 
 def stage_tensors(stage: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers of a stage, a tied one under its first name."""
-    tensors: dict[int, tuple[str, Tensor]] = {}
-    for name, tensor in stage.state_dict(keep_vars=True).items():
-        tensors.setdefault(id(tensor), (name, tensor))
-    return dict(tensors.values())
+    first = {id(tensor): name for name, tensor in reversed(stage.state_dict(keep_vars=True).items())}
+    return {name: tensor for name, tensor in stage.state_dict(keep_vars=True).items() if first[id(tensor)] == name}
 
 
 @lru_cache(maxsize=16)  # the ranks of one pipeline place have the same, and cutting many layers well takes a second
@@ -131,11 +113,7 @@ def meta_stages(config: HubConfig, num_stages: int = 1, only: tuple[int, ...] | 
 
 def model_shapes(config: HubConfig) -> dict[str, tuple[int, ...]]:
     """The shapes of all parameters and persistent buffers of a model."""
-    (whole,) = meta_stages(config)
-    return {name: tuple(tensor.shape) for name, tensor in whole.state_dict().items()}
-
-
-# -- from the hub's tensors to ours
+    return {name: tuple(tensor.shape) for name, tensor in meta_stages(config)[0].state_dict().items()}
 
 
 def blocks(parts: Iterable[Part], wanted: Box) -> Iterator[tuple[Part, Box, Box]]:
@@ -149,72 +127,76 @@ def blocks(parts: Iterable[Part], wanted: Box) -> Iterator[tuple[Part, Box, Box]
             yield part, Box(*at), both.within(wanted)
 
 
+@dataclass(frozen=True)
 class HubTensor:
-    """A tensor of ours in a checkpoint: a `Sliceable`, which reads the part that it is indexed with."""
+    """A tensor of ours in a checkpoint: a `Sliceable`, which reads the part that it is indexed with.
 
-    def __init__(self, shape: tuple[int, ...], parts: Sequence[tuple[Part, Stored]], reader: Reader) -> None:
-        self.shape, self._reader = shape, reader
-        self._parts, self._stored = [part for part, _ in parts], {part.name: stored for part, stored in parts}
+    stored: how each of the parts is, by its name.
+    """
+
+    shape: tuple[int, ...]
+    parts: list[Part]
+    stored: dict[str, Stored]
+    reader: Reader
 
     @property
     def dtype(self) -> torch.dtype:
         """The narrowest that holds its values as well as the hub's own loaders do."""
-        return reduce(torch.promote_types, (stored.dtype for stored in self._stored.values()))
+        return reduce(torch.promote_types, (stored.dtype for stored in self.stored.values()))
 
     def reads(self, wanted: Box) -> Iterator[tuple[str, Box]]:
         """The tensors in the files, and the boxes of them, that are read for a box of this one."""
-        for part, at, _ in blocks(self._parts, wanted):
-            yield from self._stored[part.name].raw(at)
+        for part, at, _ in blocks(self.parts, wanted):
+            yield from self.stored[part.name].raw(at)
 
     def __getitem__(self, place: tuple[slice, ...]) -> Tensor:
         """In the dtype of the files, float32 where computed from FP8. Without a copy where it is stored as it is."""
         wanted = Box.at(place)
-        found = list(blocks(self._parts, wanted))
-        for part, at, _ in found:
-            if type(self._stored[part.name]) is Stored and not part.transposed and at.shape == wanted.shape:
-                return self._reader(part.name, at)
-        dtype = reduce(torch.promote_types, (stored.value_dtype for stored in self._stored.values()))
-        out = torch.empty(wanted.shape, dtype=dtype, device="cpu")
-        for part, at, into in found:
-            stored = self._stored[part.name]
+        wide = {torch.float32 if isinstance(stored, Fp8) else stored.dtype for stored in self.stored.values()}
+        out = torch.empty(wanted.shape, dtype=reduce(torch.promote_types, wide), device="cpu")
+        for part, at, into in blocks(self.parts, wanted):
+            stored = self.stored[part.name]
+            raw = [self.reader(*read) for read in stored.raw(at)]
+            if type(stored) is Stored and not part.transposed and at.shape == wanted.shape:
+                return raw[0]
             values = out[into.slices]
             values = values[(0,) * (values.ndim - len(at.shape))]  # without the dimensions that the hub's tensor lacks
-            raw = [self._reader(*read) for read in stored.raw(at)]
             stored.decode(raw, at, values.mT if part.transposed else values)
         return out
 
 
 def find_tensors(config: HubConfig, reader: Reader) -> dict[str, HubTensor]:
-    """Every tensor of a model in a checkpoint.
+    """Every tensor of a model in a checkpoint: of several ways to store one, the first of which most is there.
 
-    Of several ways to store one, the first that is complete is taken, or else that of which most is there.
-
-    Raises:
-        ValueError: for tensors that are missing, unexpected or misshapen, or stored in a way that cannot be read: the
-            first ones of each kind and how many more. Missing names come with the most similar ones that are there,
-            first of those that nobody wants.
+    Raises `ValueError` for tensors that are missing, unexpected or misshapen, or stored in a way that cannot be read:
+    the first ones of each kind and how many more. Missing names come with the most similar ones that are there, first
+    of those that nobody wants.
     """
-    header = reader.header
-    found: dict[str, HubTensor] = {}
-    missing: dict[str, None] = {}
-    wrong: dict[str, str] = {}
-    used: set[str] = set()
+    header, found, used = reader.header, dict[str, HubTensor](), set[str]()
+    missing, wrong = dict[str, None](), dict[str, str]()  # by name: a tied tensor is met twice
     for name, shape in model_shapes(config).items():
         parts = max(config.hub_parts(name, shape), key=lambda parts: sum(
             any(part.name + suffix in header for suffix in SUFFIXES) for part in parts) / len(parts))
         assert sum(Box.at(part.where).numel for part in parts) == prod(shape), name
         used.update(part.name + suffix for part in parts for suffix in SUFFIXES)
-        fitting = []
+        tensor = found[name] = HubTensor(shape, [], {}, reader)
         for part in parts:
             try:
                 stored = find_stored(header, part.name, reader.block)
-                if stored is None:
-                    missing[part.name] = None
-                else:
-                    fitting.append(_fitting(part, stored))
             except ValueError as error:
                 wrong[part.name] = str(error)
-        found[name] = HubTensor(shape, fitting, reader)
+                continue
+            if part.transposed and isinstance(stored, Mxfp4):  # whose blocks have inputs last, as ours do
+                part = replace(part, shape=(*part.shape[:-2], part.shape[-1], part.shape[-2]), transposed=False)
+            if stored is None:
+                missing[part.name] = None
+            elif not stored.dtype.is_floating_point:
+                wrong[part.name] = f"{part.name}: {stored.dtype}, which parameters in floating point would round"
+            elif stored.shape != part.shape:
+                wrong[part.name] = f"{part.name}: {stored.shape} in the checkpoint, {part.shape} in the model"
+            else:
+                tensor.parts.append(part)
+                tensor.stored[part.name] = stored
     unexpected = [name for name in header if name not in used
                   and not any(config.ignored_on_hub(name.removesuffix(suffix)) for suffix in SUFFIXES)]
     lines = []
@@ -229,14 +211,3 @@ def find_tensors(config: HubConfig, reader: Reader) -> dict[str, HubTensor]:
         raise ValueError(f"the checkpoint does not fit the model ({config.model_type}): {'; '.join(lines)} (is this "
                          "checkpoint complete, and its config.json the one that it was written with?)")
     return found
-
-
-def _fitting(part: Part, stored: Stored) -> tuple[Part, Stored]:
-    """A part, `transposed` as it applies to the way it is stored; raises `ValueError` where it does not fit ours."""
-    if part.transposed and isinstance(stored, Mxfp4):  # whose blocks have inputs last, as ours do
-        part = replace(part, shape=(*part.shape[:-2], part.shape[-1], part.shape[-2]), transposed=False)
-    if not stored.dtype.is_floating_point:
-        raise ValueError(f"{part.name}: {stored.dtype}, which parameters in floating point would round")
-    if stored.shape != part.shape:
-        raise ValueError(f"{part.name}: {stored.shape} in the checkpoint, {part.shape} in the model")
-    return part, stored

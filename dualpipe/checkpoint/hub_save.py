@@ -1,9 +1,10 @@
 """Writing the stages of all ranks as one Hugging Face checkpoint, every rank its own part.
 
-    rank 0      a directory beside the target, with the files at full size, their headers, config.json, the tokenizer
-    every rank  the bytes of the parameters that it holds, where they belong in the files
-    rank 0      those that are carried from the source: of layers for multi-token prediction, which are not trained
-                here; the index; the directory takes its name
+    rank 0      a directory beside the target, with config.json, the tokenizer, the index, and the files at full size
+                with their headers
+    every rank  the bytes of the parameters that it holds, where they belong in the files; rank 0 those besides that are
+                carried from the source: of layers for multi-token prediction, which are not trained here
+    rank 0      the directory takes its name
 
 Nothing is gathered, and the files are the same whichever layout wrote them.
 """
@@ -20,8 +21,8 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
+from io import FileIO
 from math import prod
-from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +31,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from dualpipe.checkpoint.hub_files import CONFIG, INDEX, SINGLE, Reader, file_within, read_headers, read_json
+from dualpipe.checkpoint.hub_files import CONFIG, INDEX, SINGLE, Reader, StrPath, file_within, read_headers, read_json
 from dualpipe.checkpoint.hub_load import blocks, config_of, model_shapes, stage_tensors
 from dualpipe.checkpoint.tensors import Box, NewFile, TensorHeader, lay_out, write_box
 from dualpipe.dtypes import long_name
@@ -61,13 +62,8 @@ class Piece(NamedTuple):
 
 
 def save_hf(
-    stages: Sequence[nn.Module],
-    path: str | PathLike[str],
-    mesh: DeviceMesh | None,
-    plan: DTypePlan,
-    *,
-    source: str | PathLike[str] | None = None,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
+    stages: Sequence[nn.Module], path: StrPath, mesh: DeviceMesh | None, plan: DTypePlan, *,
+    source: StrPath | None = None, max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Write the model to a new directory as safetensors, which transformers, vLLM and others read.
 
@@ -107,14 +103,8 @@ def save_hf(
 
 
 def write_model(
-    ranks: RankSync,
-    config: HubConfig,
-    held: Sequence[Sequence[Piece]],
-    local: Mapping[str, Sliceable],
-    path: str | PathLike[str],
-    dtype: torch.dtype,
-    source: str | PathLike[str] | None,
-    max_shard_bytes: int,
+    ranks: RankSync, config: HubConfig, held: Sequence[Sequence[Piece]], local: Mapping[str, Sliceable],
+    path: StrPath, dtype: torch.dtype, source: StrPath | None, max_shard_bytes: int,
 ) -> None:
     """Write what each rank holds. `local`: this rank's pieces, by our names. `dtype`: that config.json names."""
     target = Path(path)
@@ -130,6 +120,7 @@ def write_model(
     folder, kept = ranks.first(look)
 
     def arrange() -> tuple[list[NewFile], list[Piece]]:
+        """All files, and the pieces that this rank writes."""
         if max_shard_bytes < 1:
             raise ValueError(f"max_shard_bytes must be at least 1; got {max_shard_bytes}")
         written_by = writers(config, held)
@@ -140,19 +131,27 @@ def write_model(
         return files, [piece for piece, rank in written_by.items() if rank == ranks.rank]
 
     files, own = ranks.agree(arrange)
+
+    def data() -> Iterator[tuple[str, Box, Tensor]]:
+        """What this rank writes: tensors of the files, boxes in them, and their values in the same dtype."""
+        for piece in own:
+            for part, at, into in blocks(config.hub_parts(piece.name, piece.shape)[0], piece.box):
+                values = local[piece.name][into.slices]
+                yield part.name, at, (values.mT if part.transposed else values).to("cpu", piece.dtype)
+        if source is not None and ranks.rank == 0:
+            read = Reader(source, kept)
+            yield from ((name, box, read(name, box)) for name, info in kept.items() for box in [Box.whole(info.shape)])
+
     with ExitStack() as locks:  # of rank 0
         try:
             ranks.first(lambda: _make(folder, target, locks))
             ranks.first(lambda: _prepare(folder, files, _config_json(config, dtype, source, kept), source))
-            ranks.agree(lambda: _write(folder, files, _own_data(config, own, local)))
-            ranks.first(lambda: _finish(folder, target, files, source, kept))
+            ranks.agree(lambda: _write(folder, files, data()))
+            ranks.first(lambda: _finish(folder, target))
         except BaseException:
             if ranks.rank == 0:
                 shutil.rmtree(folder, ignore_errors=True)
             raise
-
-
-# -- what is written, and who writes what
 
 
 def new_tensors(config: HubConfig, dtypes: Mapping[str, torch.dtype]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
@@ -173,17 +172,15 @@ def new_tensors(config: HubConfig, dtypes: Mapping[str, torch.dtype]) -> dict[st
 def writers(config: HubConfig, held: Sequence[Sequence[Piece]]) -> dict[Piece, int]:
     """Which rank writes each piece, by what each rank holds: the first of those that hold it.
 
-    Raises:
-        ValueError: ranks disagree on a tensor's dtype, or hold parts of a tensor that overlap or do not make it up.
+    Raises `ValueError` where ranks disagree on a tensor's dtype, or hold parts of it that overlap or do not make it up.
     """
     writer: dict[Piece, int] = {}
+    tensors: dict[str, dict[Piece, None]] = {}
     for rank, pieces in enumerate(held):
         for piece in pieces:
             if not (config.tie_word_embeddings and piece.name == "lm_head.weight"):  # else written as the embedding
                 writer.setdefault(piece, rank)
-    tensors: dict[str, list[Piece]] = {}
-    for piece in writer:
-        tensors.setdefault(piece.name, []).append(piece)
+                tensors.setdefault(piece.name, {})[piece] = None
     for name, (first, *others) in tensors.items():
         for other in others:
             if (other.shape, other.dtype) != (first.shape, first.dtype):
@@ -206,7 +203,28 @@ def carried(config: HubConfig, header: Mapping[str, TensorHeader]) -> dict[str, 
     return {name: header[name] for name, layer in layer_of.items() if layer is not None and layer < stop}
 
 
-# -- rank 0, before
+def _config_json(config: HubConfig, dtype: torch.dtype, source: StrPath | None, kept: Iterable[str]) -> dict[str, Any]:
+    """The content of `config.json`; `kept`: the tensors that are carried."""
+    content = config.to_dict() if source is None else read_json(source, CONFIG)
+    if source is not None and (other := config_from_dict(content)) != config:
+        theirs, ours = asdict(other), asdict(config)
+        differ = ", ".join(f"{key}: {theirs.get(key)} there, {value} in the model" for key, value in ours.items()
+                           if theirs.get(key) != value)
+        raise ValueError(f"{source} is of another model ({differ or other.model_type}); give the one that the model "
+                         "was made from, or none")
+    content = {key: value for key, value in content.items() if key not in _OF_FILES}
+    described = config_from_dict(content)
+    layers = len({described.carried_layer(name) for name in kept})
+    for key in MTP_LAYERS:
+        if content.get(key, layers) != layers:
+            lacks = "no source was given" if source is None else f"{source} has no tensors of more"
+            warnings.warn(
+                f"config.json says {key} = {layers} instead of {content[key]}: layers for multi-token prediction are "
+                f"not trained here, only carried, and {lacks}; the source is the checkpoint that the model was made "
+                "from (init.from_hf, or `dualpipe hf export --source`)", stacklevel=2,
+            )
+            content[key] = layers
+    return content | {"dtype": long_name(dtype)}
 
 
 def _make(folder: Path, target: Path, locks: ExitStack) -> None:
@@ -235,102 +253,47 @@ def _locked(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _prepare(
-    folder: Path, files: Sequence[NewFile], config: Mapping[str, Any], source: str | PathLike[str] | None
-) -> None:
-    """Fill it with all files, of which only the tensors and the index are still missing."""
-    _write_json(folder / CONFIG, config)
-    if source is not None:
-        for name in CARRIED:
-            if (Path(source) / name).exists():
-                shutil.copyfile(file_within(source, name), folder / name)
+def _prepare(folder: Path, files: Sequence[NewFile], config: Mapping[str, Any], source: StrPath | None) -> None:
+    """Fill it with all files, of which only the tensors are still missing."""
+    documents = {CONFIG: config}
+    if len(files) > 1:
+        header = {name: tensor for file in files for name, tensor in file.tensors.items()}
+        documents[INDEX] = {
+            "metadata": {"total_parameters": sum(prod(tensor.shape) for tensor in header.values()),
+                         "total_size": sum(tensor.nbytes for tensor in header.values())},
+            "weight_map": {name: tensor.file for name, tensor in sorted(header.items())},
+        }
+    for name, content in documents.items():
+        with naming(folder / name), open(folder / name, "x", encoding="utf-8") as document:
+            document.write(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    for name in CARRIED:
+        if source is not None and (Path(source) / name).exists():
+            shutil.copyfile(file_within(source, name), folder / name)
     for file in files:
         with naming(folder / file.name), open(folder / file.name, "xb") as out:
             out.write(file.head)
             out.truncate(file.size)
 
 
-def _config_json(
-    config: HubConfig, dtype: torch.dtype, source: str | PathLike[str] | None, kept: Iterable[str]
-) -> dict[str, Any]:
-    """The content of `config.json`; `kept`: the tensors that are carried."""
-    content = config.to_dict() if source is None else read_json(source, CONFIG)
-    if source is not None and (other := config_from_dict(content)) != config:
-        theirs, ours = asdict(other), asdict(config)
-        differ = ", ".join(f"{key}: {theirs.get(key)} there, {value} in the model" for key, value in ours.items()
-                           if theirs.get(key) != value)
-        raise ValueError(f"{source} is of another model ({differ or other.model_type}); give the one that the model "
-                         "was made from, or none")
-    content = {key: value for key, value in content.items() if key not in _OF_FILES}
-    described = config_from_dict(content)
-    layers = len({described.carried_layer(name) for name in kept})
-    for key in MTP_LAYERS:
-        if content.get(key, layers) != layers:
-            lacks = "no source was given" if source is None else f"{source} has no tensors of more"
-            warnings.warn(
-                f"config.json says {key} = {layers} instead of {content[key]}: layers for multi-token prediction are "
-                f"not trained here, only carried, and {lacks}; the source is the checkpoint that the model was made "
-                "from (init.from_hf, or `dualpipe hf export --source`)", stacklevel=2,
-            )
-            content[key] = layers
-    return content | {"dtype": long_name(dtype)}
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    with naming(path), open(path, "x", encoding="utf-8") as out:
-        out.write(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
-
-
-# -- every rank
-
-
-_Data = Iterable[tuple[str, Box, Tensor]]  # tensors of the files, boxes in them, and their values in the same dtype
-
-
-def _own_data(config: HubConfig, pieces: Iterable[Piece], local: Mapping[str, Sliceable]) -> _Data:
-    for piece in pieces:
-        for part, at, into in blocks(config.hub_parts(piece.name, piece.shape)[0], piece.box):
-            values = local[piece.name][into.slices]
-            yield part.name, at, (values.mT if part.transposed else values).to("cpu", piece.dtype)
-
-
-def _write(folder: Path, files: Iterable[NewFile], data: _Data) -> None:
+def _write(folder: Path, files: Iterable[NewFile], data: Iterable[tuple[str, Box, Tensor]]) -> None:
     """Write values where they belong, flushed to the disk."""
     header = {name: tensor for file in files for name, tensor in file.tensors.items()}
-    descriptors: dict[str, int] = {}
+    opened: dict[str, FileIO] = {}
     with ExitStack() as stack:
         for name, box, values in data:
             file = header[name].file
             with naming(folder / file):
-                if file not in descriptors:
-                    descriptors[file] = os.open(folder / file, os.O_WRONLY)
-                    stack.callback(os.close, descriptors[file])
-                write_box(descriptors[file], header[name], box, values)
-        for file, descriptor in descriptors.items():
+                if file not in opened:
+                    opened[file] = stack.enter_context(open(folder / file, "r+b", buffering=0))
+                write_box(opened[file].fileno(), header[name], box, values)
+        for file, out in opened.items():
             with naming(folder / file):
-                os.fsync(descriptor)
+                os.fsync(out)
 
 
-# -- rank 0, afterwards
-
-
-def _finish(
-    folder: Path, target: Path, files: Sequence[NewFile], source: str | PathLike[str] | None,
-    kept: Mapping[str, TensorHeader],
-) -> None:
-    """Write what is carried and the index, flush all and give the directory its name."""
-    if source is not None:
-        reader, boxes = Reader(source, kept), {name: Box.whole(info.shape) for name, info in kept.items()}
-        _write(folder, files, ((name, box, reader(name, box)) for name, box in boxes.items()))
-    if len(files) > 1:
-        tensors = {name: tensor for file in files for name, tensor in file.tensors.items()}
-        _write_json(folder / INDEX, {
-            "metadata": {"total_parameters": sum(prod(tensor.shape) for tensor in tensors.values()),
-                         "total_size": sum(tensor.nbytes for tensor in tensors.values())},
-            "weight_map": {name: tensor.file for name, tensor in sorted(tensors.items())},
-        })
-    for path in folder.iterdir():
+def _finish(folder: Path, target: Path) -> None:
+    """Flush the rest to the disk, and give the directory its name."""
+    for path in (*folder.iterdir(), folder):
         sync(path)
-    sync(folder)
     os.rename(folder, target)  # onto an empty directory too
     sync(target.parent)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import count, groupby, takewhile
@@ -19,11 +19,11 @@ from typing import NamedTuple
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from dualpipe.checkpoint.directory import Found, find, is_still_there, none_whole, step_of
-from dualpipe.checkpoint.manifest import RANDOM, Checkpoint, Manifest, StoredTensor, file_of, stored_in, verify_files
-from dualpipe.checkpoint.save import layout_of
+from dualpipe.checkpoint.directory import Found, find, none_whole, step_of
+from dualpipe.checkpoint.manifest import RANDOM, Checkpoint, Manifest, StoredTensor, file_of, layout_of
 from dualpipe.checkpoint.state import (
     VALUES,
+    ParameterState,
     Part,
     State,
     check_groups,
@@ -31,10 +31,9 @@ from dualpipe.checkpoint.state import (
     numbered,
     parts_of,
     restore_random,
-    states_in,
 )
-from dualpipe.checkpoint.tensors import Box, TensorHeader, read_box, read_header, storable
-from dualpipe.dtypes import SAFETENSORS_CODES, short_name
+from dualpipe.checkpoint.tensors import Box, read_box, read_header, storable
+from dualpipe.dtypes import short_name
 from dualpipe.errors import nearest, raise_for
 from dualpipe.ranks import RankSync
 
@@ -69,43 +68,62 @@ def load(path: str | PathLike[str], state: State, *, mesh: DeviceMesh | None = N
         RuntimeError: reading failed after all that, as when a disk fails. The tensors are not usable then.
     """
     ranks, path = RankSync.of_mesh(mesh), Path(path)
-    ranks.agree(lambda: _check_writable(parts_of(state)))
     found, touched = Found([], {}), False
     for attempt in range(_TRIES):
         try:
             found = ranks.first(lambda: find(path))
             if found.later:  # to go back to an older one would lose what it has
                 raise ValueError(found.later)
-            return _load(path, found, state, ranks, layout_of(mesh), allow, allow_at_start, seed)
+            loaded = _load(path, found, state, ranks, layout_of(mesh), allow, allow_at_start, seed)
         except (ValueError, RuntimeError, OSError) as error:  # on all ranks
             touched = touched or not isinstance(error, ValueError)
-            if attempt < _TRIES - 1 and not ranks.first(partial(all, map(is_still_there, found.committed))):
+            if attempt < _TRIES - 1 and not ranks.first(partial(all, map(Checkpoint.is_there, found.committed))):
                 continue
             if touched and isinstance(error, ValueError):
                 raise RuntimeError(f"{error}; the tensors are not usable, as reading had begun") from error
             raise
+        for line in loaded.damaged.values() if ranks.rank == 0 else ():
+            warnings.warn(f"passed over for {loaded.path}: {line}", stacklevel=2)
+        return loaded
     raise AssertionError("the last attempt returns or raises")
 
 
 def _load(
-    path: Path, found: Found, state: State, ranks: RankSync, layout: dict[str, int], allow: Sequence[str],
+    path: Path, found: Found, state: State, ranks: RankSync, layout: Mapping[str, int], allow: Sequence[str],
     allow_at_start: Sequence[str], seed: int,
 ) -> Loaded:
-    checkpoint, stored, damaged = _newest(path, found, ranks)
-    manifest = checkpoint.manifest
+
+    def must_be_there() -> None:
+        """Else a job that saves there has deleted or replaced it; there are newer ones then."""
+        if not ranks.first(checkpoint.is_there):
+            raise RuntimeError(f"{checkpoint.path} was deleted or replaced while it was read")
+
+    # The first that is whole, and what is wrong with those that should come before it.
+    damaged: dict[Path, str] = {}
+    for checkpoint in found.committed:
+        share = sorted(checkpoint.manifest.files)[ranks.rank :: ranks.size]  # every rank reads some
+        problems = [line for lines in ranks.gather(partial(checkpoint.damage, share)) for line in lines]
+        stored, problems = ({}, problems) if problems else ranks.first(checkpoint.tensors)
+        if not problems:
+            break
+        must_be_there()
+        damaged[checkpoint.path] = "; ".join(problems)
+    else:
+        none_whole(path, [*damaged.values(), *found.damaged.values()])
+    path, manifest = checkpoint
+    damaged |= {each: what for each, what in found.damaged.items() if step_of(each) > manifest.step}
+
+    # Whether it fits.
     parts = ranks.agree(lambda: parts_of(state, stored))
-    globs = (*allow, *(() if manifest.step else allow_at_start))
-    allowed = _compare(ranks, checkpoint.path, stored, parts, globs)
+    allowed = _compare(ranks, path, stored, parts, [*allow, *(() if manifest.step else allow_at_start)])
     fitting = {name: part for name, part in parts.items() if name in stored and stored[name].shape == part.shape}
-    states = states_in(state)
+    states = {name: each for name, each in state.items() if isinstance(each, ParameterState)}
 
     def read_groups() -> None:
         """Read the hyperparameters of torch's optimizers, which must fit the groups before anything is changed."""
         if values := {name: fitting[name] for each in states if (name := f"{each}/{VALUES}") in fitting}:
             read_parts(checkpoint, stored, values)
             check_groups(states)
-
-    ranks.agree(read_groups)
 
     def restore() -> bool:
         read_parts(checkpoint, stored, fitting)
@@ -114,23 +132,16 @@ def _load(
         if manifest.layout != layout:
             derive_random(seed, manifest.step, ranks.rank)
             return False
-        restore_random(json.loads(read_header(checkpoint.path / file_of(ranks.rank))[1][RANDOM]))
+        restore_random(json.loads(read_header(path / file_of(ranks.rank))[1][RANDOM]))
         return True
 
+    ranks.agree(read_groups)
     try:
         restored = ranks.agree(restore)
     except (ValueError, OSError) as error:
-        raise RuntimeError(f"{checkpoint.path} could not be read to its end: {error}") from error
-    _must_be_there(ranks, checkpoint)
-    for line in damaged.values() if ranks.rank == 0 else ():
-        warnings.warn(f"passed over for {checkpoint.path}: {line}", stacklevel=3)
-    return Loaded(*checkpoint, restored, damaged, allowed)
-
-
-def _check_writable(parts: Mapping[str, Part]) -> None:
-    for name, part in parts.items():
-        if any(stride == 0 and size > 1 for stride, size in zip(part.tensor.stride(), part.tensor.shape)):
-            raise ValueError(f"{name} is expanded: its elements share memory, so it cannot be loaded into")
+        raise RuntimeError(f"{path} could not be read to its end: {error}") from error
+    must_be_there()
+    return Loaded(path, manifest, restored, damaged, allowed)
 
 
 def read_parts(checkpoint: Checkpoint, stored: Mapping[str, StoredTensor], parts: Mapping[str, Part]) -> None:
@@ -138,65 +149,27 @@ def read_parts(checkpoint: Checkpoint, stored: Mapping[str, StoredTensor], parts
 
     Raises RuntimeError where a file does not hold what the description of the checkpoint says.
     """
-    wanted: dict[int, list[tuple[str, Box]]] = {}  # by the rank that wrote them: boxes of which some is wanted
+    wanted: dict[int, list[tuple[str, Box, Box]]] = {}  # by the rank that wrote them: boxes, and what is wanted of each
     for name, part in parts.items():
         for box, rank in stored[name].boxes.items():
-            if box.intersection(part.box) is not None:
-                wanted.setdefault(rank, []).append((name, box))
+            if (shared := box.intersection(part.box)) is not None:
+                wanted.setdefault(rank, []).append((name, box, shared))
     for rank, boxes in wanted.items():
         files = takewhile(checkpoint.manifest.files.__contains__, (file_of(rank, number) for number in count()))
         headers = {name: each for file in files for name, each in read_header(checkpoint.path / file)[0].items()}
-        for name, box in boxes:
-            expected = storable(torch.empty(box.shape, dtype=stored[name].dtype, device="meta"))
-            found = headers.get(name)
+        for name, box, _ in boxes:
+            dtype, found = stored[name].dtype, headers.get(name)
+            expected = storable(torch.empty(box.shape, dtype=dtype, device="meta"))
             if found is None or (found.dtype, found.shape) != (expected.dtype, tuple(expected.shape)):
-                raise RuntimeError(f"{checkpoint.path / file_of(rank)} does not hold {stored[name].dtype} {box.shape} "
-                                   f"of {name}, as it should")
+                raise RuntimeError(f"{checkpoint.path / file_of(rank)} does not hold {dtype} {box.shape} of {name}, as "
+                                   "it should")
+            headers[name] = found._replace(dtype=dtype, shape=box.shape)  # also of what is held as bytes
         boxes.sort(key=lambda each: headers[each[0]][2:])  # by file, and as they lie in it
         for file, inside in groupby(boxes, key=lambda each: headers[each[0]].file):
             with open(checkpoint.path / file, "rb", buffering=0) as opened:
-                for name, box in inside:
-                    _read(opened.fileno(), headers[name], stored[name].dtype, box, parts[name])
-
-
-def _read(descriptor: int, header: TensorHeader, dtype: torch.dtype, box: Box, part: Part) -> None:
-    """Read what a part shares with a box, of which a file has all."""
-    shared = box.intersection(part.box)
-    assert shared is not None
-    source, target = shared.within(box), part.tensor[shared.within(part.box).slices]
-    if dtype in SAFETENSORS_CODES:
-        read_box(descriptor, header, source, target)
-    else:
-        values = torch.empty(source.shape, dtype=dtype, device="cpu")
-        read_box(descriptor, header, Box((*source.offsets, 0), (*source.shape, dtype.itemsize)), storable(values))
-        target.copy_(values)
-
-
-# -- which one
-
-
-def _newest(
-    path: Path, found: Found, ranks: RankSync
-) -> tuple[Checkpoint, dict[str, StoredTensor], dict[Path, str]]:
-    """The first candidate that is whole, what it holds, and what is wrong with those that should come before it."""
-    wrong: dict[Path, str] = {}
-    for candidate in found.committed:
-        share = sorted(candidate.manifest.files)[ranks.rank :: ranks.size]  # every rank reads some
-        problems = [line for lines in ranks.gather(partial(verify_files, candidate, share)) for line in lines]
-        if not problems:
-            stored, problems = ranks.first(partial(stored_in, candidate))
-        if not problems:
-            newer = {each: what for each, what in found.damaged.items() if step_of(each) > candidate.manifest.step}
-            return candidate, stored, wrong | newer
-        _must_be_there(ranks, candidate)
-        wrong[candidate.path] = "; ".join(problems)
-    none_whole(path, [*wrong.values(), *found.damaged.values()])
-
-
-def _must_be_there(ranks: RankSync, checkpoint: Checkpoint) -> None:
-    """Raise RuntimeError where a job that saves there has deleted or replaced it; there are newer ones then."""
-    if not ranks.first(partial(is_still_there, checkpoint)):
-        raise RuntimeError(f"{checkpoint.path} was deleted or replaced while it was read")
+                for name, box, shared in inside:
+                    target = parts[name].tensor[shared.within(parts[name].box).slices]
+                    read_box(opened.fileno(), headers[name], shared.within(box), target)
 
 
 # -- whether it fits
@@ -207,50 +180,41 @@ def _compare(
 ) -> tuple[str, ...]:
     """The differences that are allowed, the same on all ranks; raises ValueError for all others."""
     names = sorted(stored)
-    known = sum(1 << place for place, name in enumerate(names) if name in parts)  # small, to be sent to all
+
+    def differences() -> tuple[dict[str, str], set[str], int, set[int]]:
+        """What of this rank's tensors is otherwise in the checkpoint, or missing; which it has; their stages."""
+        differ = {}
+        for name, (shape, _, tensor) in parts.items():
+            if name not in stored:
+                continue
+            if (there := stored[name].shape) != shape:
+                differ[name] = f"has shape {there} in the checkpoint, {shape} in the model"
+            elif (dtype := stored[name].dtype) != tensor.dtype:
+                differ[name] = f"is {short_name(dtype)} in the checkpoint, {short_name(tensor.dtype)} in the model"
+        known = sum(1 << place for place, name in enumerate(names) if name in parts)  # small, to be sent to all
+        return differ, parts.keys() - stored.keys(), known, numbered(parts)
+
     differ: dict[str, str] = {}
     missing: set[str] = set()
     numbers: set[int] = set()
-    known_anywhere = 0
-    for rank_differ, rank_missing, rank_known, rank_numbers in ranks.gather(
-        lambda: (_differences(stored, parts), parts.keys() - stored.keys(), known, numbered(parts))
-    ):
+    known = 0
+    for rank_differ, rank_missing, rank_known, rank_numbers in ranks.gather(differences):
         differ |= rank_differ
         missing |= rank_missing
         numbers |= rank_numbers
-        known_anywhere |= rank_known
-    unexpected = {name for place, name in enumerate(names) if not known_anywhere >> place & 1}
-    differ |= dict(_named(missing, "is missing from the checkpoint", unexpected, names))
-    differ |= dict(_named(unexpected, "is in the checkpoint only", missing, ()))
+        known |= rank_known
+    unexpected = {name for place, name in enumerate(names) if not known >> place & 1}
+    for here, what, others, rest in ((missing, "is missing from the checkpoint", unexpected, names),
+                                     (unexpected, "is in the checkpoint only", missing, [])):
+        for number, name in enumerate(sorted(here)):
+            is_sought = number < _NEAREST and len(others) < _MANY
+            near = is_sought and (nearest(name, others) or nearest(name, rest))
+            differ[name] = what + (f"; the nearest name is {near[0]}" if near else "")
     if (had := numbered(names)) != numbers:
         raise ValueError(f"{path} has names by the numbers of {len(had)} stages, the model by those of {len(numbers)}: "
                          "such a checkpoint can be loaded into a pipeline of the same stages alone")
-    allowed = {name for name in differ if any(fnmatchcase(name, pattern) for pattern in allow)}
     lines = {name: f"{name} {difference}" for name, difference in sorted(differ.items())}
+    allowed = {name for name in lines if any(fnmatchcase(name, pattern) for pattern in allow)}
     raise_for(f"{path} does not fit the model; name what may differ in `allow`:",
               [line for name, line in lines.items() if name not in allowed])
     return tuple(line for name, line in lines.items() if name in allowed)
-
-
-def _differences(stored: Mapping[str, StoredTensor], parts: Mapping[str, Part]) -> dict[str, str]:
-    """What of this rank's tensors is otherwise in the checkpoint."""
-    differ = {}
-    for name, (shape, _, tensor) in parts.items():
-        if name not in stored:
-            continue
-        if (there := stored[name].shape) != shape:
-            differ[name] = f"has shape {there} in the checkpoint, {shape} in the model"
-        elif (dtype := stored[name].dtype) != tensor.dtype:
-            differ[name] = f"is {short_name(dtype)} in the checkpoint, {short_name(tensor.dtype)} in the model"
-    return differ
-
-
-def _named(
-    names: Iterable[str], what: str, others: Collection[str], rest: Collection[str]
-) -> Iterator[tuple[str, str]]:
-    """Each name with what is said of it, the first ones with the nearest of the others, or else of the rest."""
-    for number, name in enumerate(sorted(names)):
-        near = []
-        if number < _NEAREST and len(others) < _MANY:
-            near = nearest(name, others) or nearest(name, rest)
-        yield name, what + (f"; the nearest name is {near[0]}" if near else "")

@@ -11,34 +11,32 @@ for what is in it.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import platform
 import shutil
 import signal
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-import dualpipe
+from dualpipe import __version__
 from dualpipe.checkpoint.directory import Directory
-from dualpipe.checkpoint.manifest import RANDOM, Manifest, file_of
-from dualpipe.checkpoint.plan import Planned, offers_of, plan_together
-from dualpipe.checkpoint.staging import HostMemory
-from dualpipe.checkpoint.state import State, as_number, capture_random, parts_of
-from dualpipe.checkpoint.tensors import NewFile, lay_out, read_header, storable
-from dualpipe.checkpoint.writer import write_in_process
+from dualpipe.checkpoint.manifest import RANDOM, Manifest, StoredTensor, file_of, gaps_in, layout_of
+from dualpipe.checkpoint.state import REPEATED, Part, State, as_number, capture_random, parts_of
+from dualpipe.checkpoint.tensors import Box, as_bytes, bytes_of, lay_out, storable
+from dualpipe.checkpoint.writer import HostMemory, write_in_process
 from dualpipe.dtypes import short_name
 from dualpipe.errors import raise_for
 from dualpipe.files import CHECKSUMS, Written, write_files
@@ -47,6 +45,8 @@ from dualpipe.parallel.mesh import DIMENSIONS, Mesh
 from dualpipe.ranks import RankSync
 
 MAX_FILE_BYTES = 2**34  # of tensors in a file
+_SAMPLE = 64  # elements of a part
+Offer = tuple[torch.dtype, tuple[int, ...], Box]  # what a rank could write of a tensor: its dtype and shape, a box
 
 
 class CheckpointError(OSError):
@@ -89,8 +89,9 @@ class Checkpoints:
         # The background talks while training does, so never in a group of training's; gloo, as it sends no tensors.
         self._group = None if self._layout["world"] == 1 else dist.new_group(backend="gloo", timeout=timeout)
         self._ranks = RankSync.of_mesh(mesh, self._group)
-        self._planned: Planned | None = None
-        self._memory = HostMemory(shared=kind == "process")
+        # What this rank has to offer and, while all ranks have the same, what it writes; what all write, on rank 0.
+        self._planned: tuple[dict[str, Offer], list[str], dict[str, StoredTensor]] = {}, [], {}
+        self._memory = HostMemory(is_shared=kind == "process")
         # Ctrl-C is for the rank: a process that this thread starts inherits what the thread has blocked.
         blocked = signal.SIG_BLOCK, {signal.SIGINT}
         self._executor = ThreadPoolExecutor(1, "checkpoint", signal.pthread_sigmask, blocked)
@@ -106,8 +107,6 @@ class Checkpoints:
             self.close()
             raise
 
-    # -- saving
-
     def save(self, state: State, *, step: int, plan: DTypePlan | None = None, config: Any = None,
              extra: Any = None) -> Path:
         """Write a checkpoint and return its path, on the disk and committed.
@@ -120,11 +119,8 @@ class Checkpoints:
         Raises on all ranks: ValueError for arguments; CheckpointError where it could not be written, or for an earlier
         one that failed in the background.
         """
-        self._settle()
         with self._reported(step):
-            prepared = self._prepare(state, lambda: _job(step, plan, config, extra), step)
-            content = {file.name: file.pieces(prepared.tensors.__getitem__) for file in prepared.files}
-            return self._write(prepared, lambda folder: write_files(folder, content, self._checksum))
+            return self._begin(state, step, plan, config, extra, is_staged=False)()
 
     def save_async(self, state: State, *, step: int, plan: DTypePlan | None = None, config: Any = None,
                    extra: Any = None) -> None:
@@ -133,12 +129,10 @@ class Checkpoints:
         Waits for the save before it, if that is still being written, and raises what has failed there; then nothing is
         saved by this call, as with `save`: call it again, or `wait` first.
         """
-        self._settle()
         with self._reported(step):
-            prepared = self._prepare(state, lambda: _job(step, plan, config, extra), step)
-            write = self._ranks.agree(lambda: self._stage(prepared))
+            finish = self._begin(state, step, plan, config, extra, is_staged=True)
         self._pending_step = step
-        self._pending = self._executor.submit(self._write, prepared, write)
+        self._pending = self._executor.submit(finish)
 
     def wait(self) -> Path | None:
         """Wait until nothing is in flight; the path of what was, None where nothing was.
@@ -185,86 +179,108 @@ class Checkpoints:
 
     # -- on every rank
 
-    def _settle(self) -> None:
-        """Nothing is in flight afterwards."""
-        if not self._is_open:
-            raise ValueError("these checkpoints are closed; make new ones to save more")
-        self.wait()
-        self._executor.submit(int).result()  # an interrupt may have hidden one from `wait`
-
     @contextmanager
     def _reported(self, step: int) -> Iterator[None]:
         try:
             yield
-        except ValueError:
+        except (ValueError, CheckpointError):
             raise
         except Exception as error:
             what = f"the checkpoint of step {step} was not saved to {self.directory}"
             raise CheckpointError(f"{what}: {error}") from error
 
-    def _prepare(self, state: State, job: Callable[[], _Job], step: int) -> _Prepared:
-        """What this rank is to write. Planned together, or as for the save before, where all have the same parts."""
-        ranks, prepared = self._ranks, []
+    def _begin(
+        self, state: State, step: int, plan: DTypePlan | None, config: Any, extra: Any, *, is_staged: bool
+    ) -> Callable[[], Path]:
+        """Agree on what is saved, and copy it if it is to be staged; returns what writes and commits it."""
+        if not self._is_open:
+            raise ValueError("these checkpoints are closed; make new ones to save more")
+        self.wait()
+        self._executor.submit(int).result()  # an interrupt may have hidden one from `wait`
+        ranks, mine = self._ranks, []
 
         def prepare() -> tuple[int, bool]:
-            parts = parts_of(state)
-            prepared.append((job(), parts))
-            return step, self._planned is not None and self._planned.offers == offers_of(parts)
+            manifest, parts = self._describe(step, plan, config, extra), parts_of(state)
+            offers = {name: (part.tensor.dtype, part.shape, part.box) for name, part in parts.items()}
+            pinned = {name: dtype for name, (dtype, _, _) in offers.items()
+                      if manifest.dtypes.get(name, {}).get("save") == "fp32"}
+            raise_for("what the dtype plan saves in float32 must be stored so:",
+                      [f"{name} is stored in {short_name(dtype)}" for name, dtype in pinned.items()
+                       if torch.promote_types(dtype, torch.float32) != dtype])
+            mine.append((manifest, json.dumps(capture_random()), parts, offers))
+            return step, offers == self._planned[0]
 
         found = ranks.gather(prepare)
         if len(steps := {step for step, _ in found}) > 1:
             raise ValueError(f"all ranks must save the same step; got {sorted(steps)}")
-        (now, parts), planned = prepared[0], self._planned
-        if planned is None or not all(is_as_planned for _, is_as_planned in found):
-            planned = self._planned = plan_together(ranks, self._stages, parts)
-        tensors = {name: storable(parts[name].tensor) for name in planned.names}
-        files = lay_out(
-            {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}, MAX_FILE_BYTES,
-            lambda number, _: file_of(ranks.rank, number), {RANDOM: json.dumps(now.random)},
+        manifest, random, parts, offers = mine[0]
+        if not all(is_as_planned for _, is_as_planned in found):
+            self._planned = offers, *plan_together(ranks, self._stages, parts)
+        _, names, stored = self._planned
+        tensors = {name: storable(parts[name].tensor) for name in names}
+        files = lay_out({name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}, MAX_FILE_BYTES,
+                        lambda number, _: file_of(ranks.rank, number), {RANDOM: random})
+
+        def writing() -> Callable[[Path], dict[str, Written]]:
+            memory, checksum = self._memory, self._checksum
+            if not is_staged:
+                return lambda folder: write_files(folder, {each.name: each.pieces(tensors) for each in files}, checksum)
+            places = memory.fill(files, tensors)
+            if self._kind == "thread":
+                return lambda folder: write_files(folder, memory.pieces(places), checksum)
+            timeout = 0.8 * self._timeout  # before the others give this rank up
+            return lambda folder: write_in_process(folder, places, checksum, memory.descriptor, timeout)
+
+        write = ranks.agree(writing) if is_staged else writing()
+        return partial(self._write, manifest, names, stored, write)
+
+    def _describe(self, step: int, plan: DTypePlan | None, config: Any, extra: Any) -> Manifest:
+        """What this rank has to say of a checkpoint, as it is when saving begins."""
+        if type(step) is not int or step < 0:
+            raise ValueError(f"step must be a number of optimizer steps, 0 or more; got {step!r}")
+        dtypes = {} if plan is None else {
+            name: {use: short_name(getattr(of, use)) for use in ("storage", "compute", "save")}
+            for name, of in plan.tensors.items()
+        }
+        copies = []  # as they will be read
+        for what, value in (("config", config), ("extra", extra)):
+            try:
+                copies.append(json.loads(json.dumps(value, default=as_number)))
+            except TypeError as error:
+                raise ValueError(f"{what} must be what JSON can hold, as numbers, texts, lists and dicts: "
+                                 f"{error}") from None
+        return Manifest(
+            step=step, sequence=0, saved_at="", layout=self._layout,
+            own_dimensions=[name for name in self._layout if name not in ("world", *DIMENSIONS)],
+            versions={"dualpipe": __version__, "torch": torch.__version__, "python": platform.python_version()},
+            dtypes=dtypes, config=copies[0], extra=copies[1], checksum=self._checksum, files={},
         )
-        return _Prepared(now, planned, files, tensors)
 
-    def _stage(self, prepared: _Prepared) -> Callable[[Path], dict[str, Written]]:
-        """Copy the tensors, and return what writes the copy into a folder."""
-        memory, checksum = self._memory, self._checksum
-        places = memory.fill(prepared.files, prepared.tensors)
-        if self._kind == "thread":
-            return lambda folder: write_files(folder, memory.pieces(places), checksum)
-        timeout = 0.8 * self._timeout  # before the others give this rank up
-        return lambda folder: write_in_process(folder, places, checksum, memory.descriptor, timeout)
-
-    def _write(self, prepared: _Prepared, write: Callable[[Path], dict[str, Written]]) -> Path:
+    def _write(
+        self, manifest: Manifest, names: Sequence[str], stored: Mapping[str, StoredTensor],
+        write: Callable[[Path], dict[str, Written]],
+    ) -> Path:
         """Write apart, and have rank 0 commit when all have written."""
-        ranks, (job, planned, *_) = self._ranks, prepared
-        folder = ranks.first(lambda: self._target.begin(job.step))
+        ranks = self._ranks
+        folder = ranks.first(lambda: self._target.begin(manifest.step))
         try:
+            files = ranks.agree(lambda: write(folder))
+            dtypes = {name: manifest.dtypes[name] for name in names if name in manifest.dtypes}
+            written = ranks.collect((files, dtypes)) or []
 
-            def work() -> dict[str, Written]:
-                written = write(folder)
-                raise_for("what the dtype plan saves in float32 must be stored so:",
-                          [line for file in written for line in _narrowed(folder / file, job.dtypes)])
-                return written
+            def commit() -> Path:
+                complete = dataclasses.replace(
+                    manifest, saved_at=datetime.now(UTC).isoformat(timespec="seconds"),
+                    files={name: each for files, _ in written for name, each in files.items()},
+                    dtypes={name: each for _, dtypes in written for name, each in dtypes.items()},
+                )
+                return self._target.commit(folder, complete, stored)
 
-            written = ranks.agree(work)
-            all_written = ranks.collect((written, {name: job.dtypes[name] for name in planned.names
-                                                   if name in job.dtypes}))
-            return ranks.first(lambda: self._target.commit(folder, self._manifest(job, all_written), planned.stored))
+            return ranks.first(commit)
         except BaseException:
             if ranks.rank == 0:
                 shutil.rmtree(folder, ignore_errors=True)
             raise
-
-    def _manifest(self, job: _Job, all_written: list[tuple[dict[str, Written], dict[str, Any]]] | None) -> Manifest:
-        files: dict[str, Written] = {}
-        dtypes: dict[str, dict[str, str]] = {}
-        for written, rank_dtypes in all_written or ():
-            files |= written
-            dtypes |= rank_dtypes
-        return Manifest(
-            step=job.step, sequence=0, saved_at=datetime.now(UTC).isoformat(timespec="seconds"), layout=self._layout,
-            own_dimensions=[name for name in self._layout if name not in ("world", *DIMENSIONS)], versions=_versions(),
-            dtypes=dtypes, config=job.config, extra=job.extra, checksum=self._checksum, files=files,
-        )
 
 
 def save(directory: str | PathLike[str], state: State, *, step: int, mesh: DeviceMesh | None = None,
@@ -274,59 +290,61 @@ def save(directory: str | PathLike[str], state: State, *, step: int, mesh: Devic
         return checkpoints.save(state, step=step, plan=plan, config=config, extra=extra)
 
 
-def layout_of(mesh: DeviceMesh | None) -> dict[str, int]:
-    """Sizes by name: "world", "pp", "dp", "ep", and those of other dimensions that a mesh of one's own has."""
-    sizes = Mesh.of(mesh)
-    return {"world": sizes.world_size, **sizes.sizes}
+# -- who writes what: every box of every tensor once, by a rank that holds it
 
 
-# -- what is beside the tensors
+def plan_together(
+    ranks: RankSync, stages: int, parts: Mapping[str, Part]
+) -> tuple[list[str], dict[str, StoredTensor]]:
+    """The names that this rank writes and, on rank 0, all tensors. Collective.
+
+    stages: a number that ranks with the same stages share. Raises ValueError, on all ranks, where they disagree on a
+    tensor, or its parts overlap or leave a gap.
+    """
+
+    def sampled() -> tuple[int, dict[str, tuple[Offer, bytes]]]:
+        """What this rank has, with the first elements of each part: they tell copies from different tensors."""
+        samples: dict[str, bytes] = {}
+        for device in {part.tensor.device for part in parts.values()} if ranks.size > 1 else ():
+            heads = {name: as_bytes(part.tensor.reshape(-1)[:_SAMPLE].contiguous()) for name, part in parts.items()
+                     if part.tensor.device == device}
+            together = torch.cat([*heads.values()]).cpu()  # the host waits for the device once
+            samples |= {name: bytes(bytes_of(head))
+                        for name, head in zip(heads, together.split([*map(len, heads.values())]))}
+        return stages, {name: ((tensor.dtype, shape, box), samples.get(name, b""))
+                        for name, (shape, box, tensor) in parts.items()}
+
+    held = ranks.collect(ranks.agree(sampled))
+    names, stored = ranks.agree(lambda: (None, {}) if held is None else _assign(held))
+    return ranks.hand_out(names), stored
 
 
-@dataclass(frozen=True)
-class _Job:
-    """What a checkpoint holds beside tensors, as it was when saving began."""
-
-    step: int
-    random: dict[str, Any]
-    dtypes: dict[str, dict[str, str]]
-    config: Any
-    extra: Any
-
-
-class _Prepared(NamedTuple):
-    """What a rank writes."""
-
-    job: _Job
-    planned: Planned
-    files: list[NewFile]
-    tensors: dict[str, Tensor]  # that are in them
-
-
-def _job(step: int, plan: DTypePlan | None, config: Any, extra: Any) -> _Job:
-    if type(step) is not int or step < 0:
-        raise ValueError(f"step must be a number of optimizer steps, 0 or more; got {step!r}")
-    dtypes = {} if plan is None else {
-        name: {use: short_name(getattr(of, use)) for use in ("storage", "compute", "save")}
-        for name, of in plan.tensors.items()
-    }
-    return _Job(step, capture_random(), dtypes, _as_json("config", config), _as_json("extra", extra))
-
-
-def _as_json(what: str, value: Any) -> Any:
-    """A copy of its own, as it will be read."""
-    try:
-        return json.loads(json.dumps(value, default=as_number))
-    except TypeError as error:
-        raise ValueError(f"{what} must be what JSON can hold, as numbers, texts, lists and dicts: {error}") from None
-
-
-def _narrowed(file: Path, dtypes: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
-    """What is in a file in less than the plan asks for, by its header on the disk."""
-    for name, (dtype, *_) in read_header(file)[0].items():
-        if dtypes.get(name, {}).get("save") == "fp32" and torch.promote_types(dtype, torch.float32) != dtype:
-            yield f"{name} is stored in {short_name(dtype)}"
-
-
-def _versions() -> dict[str, str]:
-    return {"dualpipe": dualpipe.__version__, "torch": torch.__version__, "python": platform.python_version()}
+def _assign(
+    held: Sequence[tuple[int, Mapping[str, tuple[Offer, bytes]]]],
+) -> tuple[list[list[str]], dict[str, StoredTensor]]:
+    """The names that each rank writes, and the tensors: of several that hold a box, the one with least writes it."""
+    stored: dict[str, StoredTensor] = {}
+    holders: dict[tuple[str, Box], list[int]] = {}
+    wrong = []
+    for rank, (stages, offers) in enumerate(held):
+        for name, ((dtype, shape, box), sample) in offers.items():
+            if not box.numel and 0 not in shape:
+                continue  # a shard without elements is nobody's
+            holding = holders.setdefault((name, box), [])
+            holding.append(rank)
+            other_stages, others = held[holding[0]]
+            if other_stages != stages and others[name][1] != sample:
+                wrong.append(f"{name} has other values on rank {rank} than in an earlier one's stages; {REPEATED}")
+            if stored.setdefault(name, StoredTensor(dtype, shape, {}))[:2] != (dtype, shape):
+                wrong.append(f"{name} is {short_name(dtype)} {shape} on rank {rank}, and another on an earlier one")
+    raise_for("all ranks must have the same tensors:", wrong)
+    names: list[list[str]] = [[] for _ in held]
+    filled = [0] * len(held)
+    for (name, box), ranks in sorted(holders.items(), key=lambda item: len(item[1]) > 1):  # what one alone has first
+        writer = min(ranks, key=filled.__getitem__)
+        filled[writer] += box.numel * stored[name].dtype.itemsize
+        names[writer].append(name)
+        stored[name].boxes[box] = writer
+    raise_for("all ranks together must have all of every tensor; a mesh that spans them must be given, and saving be "
+              "called on each:", gaps_in(stored))
+    return names, stored

@@ -21,7 +21,7 @@ import random
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from reprlib import repr as brief
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -41,16 +41,6 @@ _PADDED = 256  # bytes of the values, or a multiple
 _SWITCHES = ("params", "foreach", "fused", "capturable", "differentiable")
 
 
-class OptimizerTensors(Protocol):
-    """An optimizer that can be stored, such as `dualpipe.train.optimizer.Optimizer`."""
-
-    def state_tensors(self) -> Mapping[nn.Parameter, Mapping[str, Tensor]]:
-        """By parameter, "master", its values as they are updated, and any others by names of their own.
-
-        All share memory with the optimizer, and are distributed as the parameter is or the same on every rank.
-        """
-
-
 class ParameterState:
     """The state that any `torch.optim.Optimizer` keeps of a parameter, where `training_state` has tensors.
 
@@ -60,7 +50,7 @@ class ParameterState:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: nn.Parameter) -> None:
-        self._state, self._group, self._parameter = optimizer.state, group, parameter
+        self._state, self.group, self._parameter = optimizer.state, group, parameter
         self._placed: dict[str, Tensor] = {}
         self._read: dict[str, Any] = {}
 
@@ -79,7 +69,7 @@ class ParameterState:
                 raise ValueError(f"an optimizer keeps {key!r}, a plain tensor {tuple(tensor.shape)}, of a sharded "
                                  "parameter, so where it belongs is not known; it must be a DTensor")
         values = {"state": {key: value for key, value in state.items() if key not in found},
-                  "group": {key: value for key, value in self._group.items() if key not in _SWITCHES}}
+                  "group": {key: value for key, value in self.group.items() if key not in _SWITCHES}}
         try:
             text = json.dumps(values, default=as_number).encode()
         except (TypeError, ValueError) as error:
@@ -89,68 +79,82 @@ class ParameterState:
 
     def place(self, stored: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
         """What a checkpoint with these tensors of the parameter is to be read into. The values are always wanted."""
-        self._read = {}
-        self._placed = {key: self._like(key, entry) for key, entry in stored.items()}
+        parameter, state = self._parameter, self._state.get(self._parameter, {})
+        self._read, self._placed = {}, {}
+        for key, (dtype, shape, _) in stored.items():
+            now = state.get(key)
+            if key == VALUES:
+                tensor = torch.empty(shape, dtype=torch.uint8, device="cpu")
+            elif isinstance(now, Tensor) and (tuple(now.shape), now.dtype) == (shape, dtype):
+                tensor = now
+            elif shape and shape == tuple(parameter.shape):
+                tensor = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+            else:  # torch keeps counts of steps on the host, unless a kernel reads them
+                on_device = bool(shape) or self.group.get("capturable") or self.group.get("fused")
+                tensor = torch.empty(shape, dtype=dtype, device=parameter.device if on_device else "cpu")
+                if shape and isinstance(parameter, DTensor):
+                    mesh = parameter.device_mesh
+                    tensor = DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
+            self._placed[key] = tensor
         return {VALUES: torch.empty(0, dtype=torch.uint8, device="cpu")} | self._placed
 
-    def _like(self, key: str, entry: StoredTensor) -> Tensor:
-        now, parameter = self._state.get(self._parameter, {}).get(key), self._parameter
-        if isinstance(now, Tensor) and (tuple(now.shape), now.dtype) == (entry.shape, entry.dtype):
-            return now
-        if key != VALUES and entry.shape and entry.shape == tuple(parameter.shape):
-            return torch.empty_like(parameter, dtype=entry.dtype, requires_grad=False)
-        # torch keeps counts of steps on the host, unless a kernel reads them.
-        on_device = bool(entry.shape) or self._group.get("capturable") or self._group.get("fused")
-        plain = torch.empty(entry.shape, dtype=entry.dtype, device=parameter.device if on_device else "cpu")
-        if key == VALUES or not entry.shape or not isinstance(parameter, DTensor):
-            return plain
-        mesh = parameter.device_mesh
-        return DTensor.from_local(plain, mesh, [Replicate()] * mesh.ndim, run_check=False)
-
-    def understand(self) -> tuple[int, dict[str, Any]] | None:
-        """The group that it is in, and the hyperparameters that the values say, once they are read; None without any.
+    def hyperparameters(self) -> dict[str, Any] | None:
+        """Those of the group, by the values, once these are read; None without any, as was allowed.
 
         Raises ValueError where they are not what `tensors` makes.
         """
-        if VALUES not in self._placed:  # which was allowed
+        if VALUES not in self._placed:
             return None
         try:
-            self._read = json.loads(bytes(self._placed[VALUES].tolist()))
+            self._read = json.loads(bytes(self._placed.pop(VALUES).tolist()))
             if {type(self._read["state"]), type(group := self._read["group"])} != {dict}:
                 raise TypeError("no JSON objects")
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"the values of an optimizer are damaged: {error}") from error
-        return id(self._group), group
+        return group
 
     def restore(self) -> None:
         """Make the state of the optimizer that of the checkpoint, once all is read."""
         if not self._read:
             return
-        state = self._read["state"] | {key: tensor for key, tensor in self._placed.items() if key != VALUES}
         self._state.pop(self._parameter, None)
-        if state:
+        if state := self._read["state"] | self._placed:
             self._state[self._parameter] = state
         for key, value in self._read["group"].items():
-            now = self._group.get(key)
+            now = self.group.get(key)
             if isinstance(now, Tensor):
-                self._group[key] = torch.full_like(now, value)  # groups may share the one that is there
+                self.group[key] = torch.full_like(now, value)  # groups may share the one that is there
             elif key not in _SWITCHES:
-                self._group[key] = tuple(value) if isinstance(now, tuple) else value
+                self.group[key] = tuple(value) if isinstance(now, tuple) else value
+
+
+def check_groups(states: Mapping[str, ParameterState]) -> None:
+    """Raise ValueError where parameters that share a group now were saved with other hyperparameters."""
+    first: dict[int, tuple[str, dict[str, Any]]] = {}
+    for name, state in states.items():
+        if (values := state.hyperparameters()) is None:
+            continue
+        other, expected = first.setdefault(id(state.group), (name, values))
+        if differ := [key for key in expected.keys() | values.keys() if expected.get(key, ...) != values.get(key, ...)]:
+            raise ValueError(f"{name} and {other} are in one group of the optimizer, but were saved with different "
+                             f"{', '.join(sorted(differ))}: group the parameters as they were")
 
 
 State = Mapping[str, Tensor | ParameterState]  # what `training_state` gives, and any tensors besides
 
 
 def training_state(
-    stages: Sequence[nn.Module], optimizer: OptimizerTensors | torch.optim.Optimizer | None = None, *,
-    numbers: Sequence[int] | None = None,
+    stages: Sequence[nn.Module], optimizer: Any = None, *, numbers: Sequence[int] | None = None
 ) -> dict[str, Tensor | ParameterState]:
     """The tensors of this rank's stages (ascending) and their optimizer by name, sharing memory: what `save` takes.
 
-    And what `load` fills in place. Any `torch.optim.Optimizer` will do, before its first step too; parameters are then
-    stored in the dtype that they have, as without one. After loading, an optimizer with masters of its own must round
-    them into the parameters (`round_parameters`). Tied parameters appear once, by the first name.
+    And what `load` fills in place. Tied parameters appear once, by the first name.
 
+    optimizer: any of `torch.optim`, before its first step too; parameters are stored in the dtype that they have, as
+        without one. Or one with `state_tensors()`, as `dualpipe.train.optimizer.Optimizer`: by parameter "master", its
+        values as they are updated, and others by names of their own, which share memory with the optimizer and are
+        distributed as the parameter is or the same on every rank. After loading it must round its masters into the
+        parameters (`round_parameters`).
     numbers: those of these stages in the pipeline (`schedule.rank_stages(rank)`), where names repeat from stage to
         stage: each is then behind its stage's number, so the checkpoint fits a pipeline of the same stages alone.
 
@@ -158,9 +162,8 @@ def training_state(
     """
     if numbers is not None and len(numbers) != len(stages):
         raise ValueError(f"numbers must be those of the {len(stages)} stages given; got {list(numbers)}")
-    ours: Mapping[Any, Mapping[str, Tensor]] = {}
-    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        ours = optimizer.state_tensors()
+    groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
+    ours = {} if optimizer is None or groups else optimizer.state_tensors()
     found: dict[str, Tensor | ParameterState] = {}
     names: dict[Tensor, str] = {}
     for index, stage in enumerate(stages):
@@ -175,37 +178,18 @@ def training_state(
             names[tensor] = name
             own = dict(ours.get(tensor, {}))
             found |= {name: own.pop("master", tensor)} | {f"{OPTIMIZER}{name}/{key}": each for key, each in own.items()}
-    if isinstance(optimizer, torch.optim.Optimizer):
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter not in names:
-                    raise ValueError(f"the optimizer has a parameter {tuple(parameter.shape)} that is in none of the "
-                                     "stages: give all modules that it updates")
-                found[OPTIMIZER + names[parameter]] = ParameterState(optimizer, group, parameter)
+    for group in groups:
+        for parameter in group["params"]:
+            if parameter not in names:
+                raise ValueError(f"the optimizer has a parameter {tuple(parameter.shape)} that is in none of the "
+                                 "stages: give all modules that it updates")
+            found[OPTIMIZER + names[parameter]] = ParameterState(optimizer, group, parameter)
     return found
 
 
 def numbered(names: Iterable[str]) -> set[int]:
     """The numbers of stages that are in names."""
     return {int(found[1]) for name in names if (found := _NUMBERED.match(name))}
-
-
-def states_in(state: State) -> dict[str, ParameterState]:
-    """What is an optimizer's state of a parameter, by name."""
-    return {name: each for name, each in state.items() if isinstance(each, ParameterState)}
-
-
-def check_groups(states: Mapping[str, ParameterState]) -> None:
-    """Raise ValueError where parameters that share a group now were saved with other hyperparameters."""
-    first: dict[int, tuple[str, dict[str, Any]]] = {}
-    for name, state in states.items():
-        if (found := state.understand()) is None:
-            continue
-        other, values = first.setdefault(found[0], (name, found[1]))
-        if values != found[1]:
-            differ = [key for key in values.keys() | found[1].keys() if values.get(key) != found[1].get(key)]
-            raise ValueError(f"{name} and {other} are in one group of the optimizer, but were saved with different "
-                             f"{', '.join(sorted(differ))}: group the parameters as they were")
 
 
 # -- parts
@@ -224,26 +208,30 @@ def parts_of(state: State, stored: Mapping[str, StoredTensor] | None = None) -> 
 
     stored: what a checkpoint has that is to be read into them; None: they are to be saved.
     """
-    own: dict[str, dict[str, StoredTensor]] = {}
+    by_parameter: dict[str, dict[str, StoredTensor]] = {}
     for name, entry in (stored or {}).items():
         parameter, _, key = name.rpartition("/")
-        own.setdefault(parameter, {})[key] = entry
-    tensors: dict[str, Any] = {name: each for name, each in state.items() if not isinstance(each, ParameterState)}
-    for name, each in states_in(state).items():
-        placed = each.tensors() if stored is None else each.place(own.get(name, {}))
-        tensors |= {f"{name}/{key}": tensor for key, tensor in placed.items()}
-    return {name: _part(name, tensor) for name, tensor in tensors.items()}
-
-
-def _part(name: str, tensor: Tensor) -> Part:
-    if not isinstance(name, str):
-        raise ValueError(f"{name!r} is a {type(name).__name__}; the names of tensors must be texts")
-    if isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements):
-        raise ValueError(f"{name} is a sum that is not yet reduced ({tensor.placements}); redistribute it first")
-    local, place = local_part(tensor)
-    if type(local.detach()) is not Tensor:
-        raise ValueError(f"{name} is a {type(local).__name__}; only plain tensors can be stored")
-    return Part(tuple(tensor.shape), Box.at(place), local)
+        by_parameter.setdefault(parameter, {})[key] = entry
+    tensors: dict[str, Tensor] = {}
+    for name, each in state.items():
+        if isinstance(each, ParameterState):
+            own = each.tensors() if stored is None else each.place(by_parameter.get(name, {}))
+            tensors |= {f"{name}/{key}": tensor for key, tensor in own.items()}
+        else:
+            tensors[name] = each
+    parts = {}
+    for name, tensor in tensors.items():
+        if not isinstance(name, str):
+            raise ValueError(f"{name!r} is a {type(name).__name__}; the names of tensors must be texts")
+        if isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements):
+            raise ValueError(f"{name} is a sum that is not yet reduced ({tensor.placements}); redistribute it first")
+        local, place = local_part(tensor)
+        if type(local.detach()) is not Tensor:
+            raise ValueError(f"{name} is a {type(local).__name__}; only plain tensors can be stored")
+        if stored is not None and any(stride == 0 and size > 1 for stride, size in zip(local.stride(), local.shape)):
+            raise ValueError(f"{name} is expanded: its elements share memory, so it cannot be loaded into")
+        parts[name] = Part(tuple(tensor.shape), Box.at(place), local)
+    return parts
 
 
 def as_number(value: Any) -> Any:
@@ -259,12 +247,11 @@ def as_number(value: Any) -> Any:
 def capture_random() -> dict[str, Any]:
     """The state of Python's, NumPy's and torch's global generators, and the current GPU's, as JSON can hold it."""
     name, keys, *rest = np.random.get_state()
-    state = {
-        "python": random.getstate(), "torch": _text(torch.get_rng_state()),
-        "numpy": [name, np.asarray(keys).tolist(), *rest],
-    }
-    cuda = random_state()
-    return state if cuda is None else state | {"cuda": _text(cuda)}
+    state: dict[str, Any] = {"python": random.getstate(), "numpy": [name, np.asarray(keys).tolist(), *rest]}
+    for device, numbers in (("torch", torch.get_rng_state()), ("cuda", random_state())):
+        if numbers is not None:
+            state[device] = base64.b64encode(numbers.numpy().tobytes()).decode()
+    return state
 
 
 def restore_random(state: dict[str, Any]) -> None:
@@ -272,9 +259,9 @@ def restore_random(state: dict[str, Any]) -> None:
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
     np.random.set_state(tuple(state["numpy"]))
-    torch.set_rng_state(_bytes(state["torch"]))
-    if "cuda" in state:
-        set_random_state(_bytes(state["cuda"]))
+    for name, restore in (("torch", torch.set_rng_state), ("cuda", set_random_state)):
+        if name in state:
+            restore(torch.frombuffer(bytearray(base64.b64decode(state[name])), dtype=torch.uint8))
 
 
 def derive_random(seed: int, step: int, rank: int) -> None:
@@ -284,11 +271,3 @@ def derive_random(seed: int, step: int, rank: int) -> None:
     random.seed(number)
     np.random.seed(number % 2**32)
     torch.manual_seed(number)
-
-
-def _text(state: Tensor) -> str:
-    return base64.b64encode(state.numpy().tobytes()).decode()
-
-
-def _bytes(text: str) -> Tensor:
-    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)

@@ -72,8 +72,8 @@ class Box(NamedTuple):
         Example: rows 1 and 2 of (4, 5) are one run, from 5; columns 1 and 2 of (3, 5) are three, from 1, 6 and 11.
         """
         strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
-        cut = [dim for dim, size in enumerate(self.shape) if size != shape[dim]]
-        outer = cut[-1] if cut else 0  # within the last dimension that is cut, it is contiguous
+        # Within the last dimension that is cut, it is contiguous.
+        outer = max((dim for dim, size in enumerate(self.shape) if size != shape[dim]), default=0)
         base = sum(start * stride for start, stride in zip(self.offsets[outer:], strides[outer:]))
         indices = product(*(range(part.start, part.stop) for part in self.slices[:outer]))
         return [base + sum(index * stride for index, stride in zip(each, strides)) for each in indices]
@@ -112,21 +112,17 @@ def read_header(path: Path) -> tuple[dict[str, TensorHeader], dict[str, str]]:
                                8 + length + entry["data_offsets"][0]) for name, entry in entries.items()}, metadata
 
 
-def read_box(descriptor: int, tensor: TensorHeader, box: Box, out: Tensor | None = None) -> Tensor:
-    """Read a box of a tensor from its open file, and no byte besides; returns it.
+def read_box(descriptor: int, tensor: TensorHeader, box: Box, out: Tensor) -> None:
+    """Read a box of a tensor from its open file, and no byte besides.
 
-    out: takes it, of the box's shape, in any dtype, strides and device; None: a new tensor in host memory. Raises
-    OSError where the file ends before, or the disk fails.
+    out: takes it, of the box's shape, in any dtype, strides and device. Raises OSError where the file ends before, or
+    the disk fails.
     """
-    is_direct = out is not None and out.device.type == "cpu" and out.dtype is tensor.dtype and out.is_contiguous()
-    read = out if out is not None and is_direct else torch.empty(box.shape, dtype=tensor.dtype, device="cpu")
-    for part, start in _parts(read, tensor, box):
-        while len(part):  # one call reads 2 GB at most
-            count = os.preadv(descriptor, [part], start)
-            if not count:
-                raise OSError(f"{tensor.file} ends at byte {start}")
-            part, start = part[count:], start + count
-    return read if out is None or is_direct else out.copy_(read)
+    is_direct = out.device.type == "cpu" and out.dtype is tensor.dtype and out.is_contiguous()
+    read = out if is_direct else torch.empty(box.shape, dtype=tensor.dtype, device="cpu")
+    _transfer(lambda part, start: os.preadv(descriptor, [part], start), tensor, box, read)
+    if not is_direct:
+        out.copy_(read)
 
 
 def write_box(descriptor: int, tensor: TensorHeader, box: Box, values: Tensor) -> None:
@@ -134,9 +130,19 @@ def write_box(descriptor: int, tensor: TensorHeader, box: Box, values: Tensor) -
 
     values: in the dtype of the file, on any device.
     """
-    for part, start in _parts(values.cpu().contiguous(), tensor, box):
-        while len(part):
-            count = os.pwrite(descriptor, part, start)
+    _transfer(lambda part, start: os.pwrite(descriptor, part, start), tensor, box, values.cpu().contiguous())
+
+
+def _transfer(move: Callable[[memoryview, int], int], tensor: TensorHeader, box: Box, values: Tensor) -> None:
+    """Call `move` with the bytes of each run of a box and where they are in the file, until it has moved them all."""
+    raw, starts = bytes_of(values), box.runs(tensor.shape) if box.numel else []
+    size = len(raw) // max(1, len(starts))
+    for index, first in enumerate(starts):
+        part, start = raw[index * size : (index + 1) * size], tensor.start + first * tensor.dtype.itemsize
+        while len(part):  # one call moves 2 GB at most
+            count = move(part, start)
+            if not count:
+                raise OSError(f"{tensor.file} ends at byte {start}")
             part, start = part[count:], start + count
 
 
@@ -155,14 +161,6 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return as_bytes(tensor).numpy().data
 
 
-def _parts(values: Tensor, tensor: TensorHeader, box: Box) -> Iterator[tuple[memoryview, int]]:
-    """The bytes of each run of a box, and where they are in the file."""
-    raw, starts = bytes_of(values), box.runs(tensor.shape) if box.numel else []
-    size = len(raw) // max(1, len(starts))
-    for index, start in enumerate(starts):
-        yield raw[index * size : (index + 1) * size], tensor.start + start * tensor.dtype.itemsize
-
-
 # -- new files
 
 
@@ -178,14 +176,11 @@ class NewFile(NamedTuple):
         """Bytes of all of it."""
         return len(self.head) + sum(tensor.nbytes for tensor in self.tensors.values())
 
-    def pieces(self, tensor: Callable[[str], Tensor]) -> Iterator[bytes | memoryview]:
-        """Its bytes in turn, for `write_file`, so that of a device's tensors at most one is in host memory besides.
-
-        tensor: gives each by its name, on any device, when it is its turn.
-        """
+    def pieces(self, tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+        """Its bytes in turn, for `write_file`: of a device's tensors at most one is in host memory besides."""
         yield self.head
         for name in self.tensors:
-            yield bytes_of(tensor(name).cpu().contiguous())
+            yield bytes_of(tensors[name].cpu().contiguous())
 
 
 def lay_out(
@@ -197,32 +192,26 @@ def lay_out(
     tensors: dtype (one that safetensors has) and shape by name. name: of a file, by its number from 0 and how many
     there are. metadata: of the first. Without tensors there is one file.
     """
-    groups: list[dict[str, tuple[torch.dtype, Sequence[int]]]] = [{}]
+    groups: list[dict[str, TensorHeader]] = [{}]
     filled = 0
     for key, (dtype, shape) in tensors.items():
-        size = prod(shape) * dtype.itemsize
-        if groups[-1] and filled + size > max_bytes:
+        header = TensorHeader(dtype, tuple(shape), "", 0)
+        if groups[-1] and filled + header.nbytes > max_bytes:
             groups.append({})
             filled = 0
-        groups[-1][key] = dtype, shape
-        filled += size
-    return [_new_file(name(number, len(groups)), group, {} if number else metadata)
-            for number, group in enumerate(groups)]
-
-
-def _new_file(
-    name: str, tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], metadata: Mapping[str, str]
-) -> NewFile:
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
-    placed, end = {}, 0
-    wide_first = sorted(tensors.items(), key=lambda item: -item[1][0].itemsize)  # so that all are aligned
-    for key, (dtype, shape) in wide_first:
-        placed[key] = TensorHeader(dtype, tuple(shape), name, end)
-        entries[key] = {"dtype": SAFETENSORS_CODES[dtype], "shape": list(shape),
-                        "data_offsets": [end, end := end + placed[key].nbytes]}
-    header = json.dumps(entries, separators=(",", ":")).encode()
-    header += b" " * (-len(header) % 8)
-    head = len(header).to_bytes(8, "little") + header
-    return NewFile(name, head, {key: each._replace(start=len(head) + each.start) for key, each in placed.items()})
-
-
+        groups[-1][key] = header
+        filled += header.nbytes
+    files = []
+    for number, group in enumerate(groups):
+        entries: dict[str, Any] = {"__metadata__": {"format": "pt", **({} if number else metadata)}}
+        starts, end = {}, 0
+        for key, each in sorted(group.items(), key=lambda item: -item[1].dtype.itemsize):  # so that all are aligned
+            starts[key], end = end, end + each.nbytes
+            entries[key] = {"dtype": SAFETENSORS_CODES[each.dtype], "shape": each.shape,
+                            "data_offsets": [starts[key], end]}
+        text = json.dumps(entries, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        head, file = len(text).to_bytes(8, "little") + text, name(number, len(groups))
+        files.append(NewFile(file, head, {key: group[key]._replace(file=file, start=len(head) + start)
+                                          for key, start in starts.items()}))
+    return files

@@ -43,7 +43,7 @@ class Context:
         if positions_BS is not None:
             cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # (B, 1, S, D): the same for all heads
         self._tables = {cos.dtype: (cos, sin)}
-        self._visible: dict[int | None, Tensor] = {}
+        self._visible: dict[int | None, Tensor] = {}  # by window, as the next
         self._blocks: dict[int | None, BlockMask] = {}
 
     def tables(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -56,8 +56,8 @@ class Context:
     def visible(self, window: int | None = None) -> Tensor:
         """Which keys a query sees: bool (S, S), or (B, S, S) where there are documents."""
         if window not in self._visible:
-            query_S1 = torch.arange(self.length, device=self.device).unsqueeze(1)
-            key_S = query_S1.squeeze(1)
+            key_S = torch.arange(self.length, device=self.device)
+            query_S1 = key_S.unsqueeze(1)
             seen = key_S <= query_S1
             if window is not None:
                 seen = seen & (key_S > query_S1 - window)
@@ -97,13 +97,7 @@ def document_numbers(positions_BS: Tensor) -> Tensor:
 
 
 def attend(
-    q_BASD: Tensor,
-    k_BGSD: Tensor,
-    v_BGSV: Tensor,
-    context: Context,
-    *,
-    scale: float,
-    window: int | None = None,
+    q_BASD: Tensor, k_BGSD: Tensor, v_BGSV: Tensor, context: Context, *, scale: float, window: int | None = None,
     sinks_A: Tensor | None = None,
 ) -> Tensor:
     """softmax(q k^T * scale) v over what a query sees -> (B, A, S, V), in the dtype of v.
@@ -130,13 +124,7 @@ def _has_kernel(q: Tensor, v: Tensor, plain: bool) -> bool:
 
 
 def attention_reference(
-    q_BASD: Tensor,
-    k_BGSD: Tensor,
-    v_BGSV: Tensor,
-    context: Context,
-    *,
-    scale: float,
-    window: int | None = None,
+    q_BASD: Tensor, k_BGSD: Tensor, v_BGSV: Tensor, context: Context, *, scale: float, window: int | None = None,
     sinks_A: Tensor | None = None,
 ) -> Tensor:
     """`attend` as it is written down: scores of the dtype of q, the softmax in at least float32."""

@@ -19,10 +19,8 @@ from dualpipe.nn.linear import Linear
 
 @torch.compiler.disable
 def linear(layer: Linear, x: Tensor, wide: torch.dtype | None) -> Tensor:
-    """`Linear.forward`, which a compiler must not trace: its backward asks each time whether to defer.
-
-    It is kept out from the first line on, since it would look at each size of weight anew, up to its limit of eight.
-    """
+    """`Linear.forward`, which a compiler must not trace: its backward asks each time whether to defer. It is kept out
+    from the first line on, since it would look at each size of weight anew, up to its limit of eight."""
     return Linear.forward(layer, x, wide)  # not that of a subclass, which has called this one
 
 
@@ -48,11 +46,7 @@ def make_blocks(length: int, window: int | None, documents_BS: Tensor | None, de
 def attention_flex(
     q_BASD: Tensor, k_BGSD: Tensor, v_BGSV: Tensor, blocks: BlockMask, scale: float, sinks_A: Tensor | None
 ) -> Tensor:
-    """`attend`; to be compiled, so that the scores are not written.
-
-    A sink s adds e^s to the softmax's denominator Z = e^lse, so it scales the result by Z / (Z + e^s), which is
-    sigmoid(lse - s).
-    """
+    """`attend`; to be compiled, so that the scores are not written."""
     common: dict[str, Any] = {"block_mask": blocks, "scale": scale, "enable_gqa": True}
     if sinks_A is None:
         return flex_attention(q_BASD, k_BGSD, v_BGSV, **common)
@@ -61,7 +55,8 @@ def attention_flex(
 
 
 def apply_sinks(y_BASV: Tensor, lse_BAS: Tensor, sinks_A: Tensor) -> Tensor:
-    """What attention without sinks and its log-sum-exp become with them, in the dtype of the former."""
+    """What attention without sinks and its log-sum-exp become with them, in the dtype of the former: a sink s adds e^s
+    to the softmax's denominator Z = e^lse, so it scales the result by Z / (Z + e^s), which is sigmoid(lse - s)."""
     share_BAS = torch.sigmoid(lse_BAS - sinks_A.to(lse_BAS.dtype).unsqueeze(-1))
     return (y_BASV * share_BAS.unsqueeze(-1)).to(y_BASV.dtype)
 

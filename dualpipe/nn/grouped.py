@@ -19,17 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from dualpipe.kernels import (
-    SortedTokens,
-    combine_tokens,
-    grouped_gemm,
-    grouped_gemm_dgrad,
-    grouped_gemm_swiglu,
-    grouped_gemm_wgrad,
-)
+from dualpipe.kernels.grouped_gemm import grouped_gemm, grouped_gemm_dgrad, grouped_gemm_swiglu, grouped_gemm_wgrad
+from dualpipe.kernels.routing import SortedTokens, combine_tokens
 from dualpipe.kernels.swiglu import swiglu_backward, swiglu_form
-from dualpipe.nn.accumulate import accumulation_dtype, add_grad, as_grad_of, has_hooks, local
-from dualpipe.nn.deferral import WeightGradStore
+from dualpipe.nn.accumulate import accumulation_dtype, local, weight_grads
 
 
 class GroupedLinear(nn.Module):
@@ -40,15 +33,11 @@ class GroupedLinear(nn.Module):
     """
 
     makes_accumulators = True  # of the dtype that `grad_dtype` says
+    form: tuple[bool, float, float] | None = None  # of the SwiGLU behind the product, as the kernels take it
 
     def __init__(
-        self,
-        num_groups: int,
-        in_features: int,
-        out_features: int,
-        bias: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        self, num_groups: int, in_features: int, out_features: int, bias: bool = False,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.num_groups, self.in_features, self.out_features = num_groups, in_features, out_features
@@ -66,9 +55,19 @@ class GroupedLinear(nn.Module):
     def forward(self, x: Tensor, rows: Tensor | SortedTokens) -> Tensor:
         """(M, H) and the experts' running ends (E,) int32, or (T, H) and where the tokens go -> (M, N).
 
-        Rows past the last end are undefined. Raises `ValueError` for operands that do not fit.
+        Rows past the last end are undefined. Raises `ValueError` for operands that do not fit, and under torch.func.
         """
-        return _grouped(x, self.weight, self.bias, rows)
+        return self._forward(x, rows, None)
+
+    def _forward(self, x: Tensor, rows: Tensor | SortedTokens, scale: Tensor | None) -> Tensor:
+        if torch._C._are_functorch_transforms_active():
+            raise ValueError("torch.func does not go through GroupedLinear, whose kernels have a backward for autograd "
+                             "alone; use torch.autograd.grad, or experts that are nn.Linear")
+        dtype = None
+        if torch.is_autocast_enabled(x.device.type) and x.dtype is not torch.float64:
+            dtype = torch.get_autocast_dtype(x.device.type)
+            x = x.to(dtype)
+        return _Grouped.apply(x, self.weight, self.bias, rows, dtype, self.form, scale)
 
     def extra_repr(self) -> str:
         return f"{self.num_groups}, {self.in_features}, {self.out_features}, bias={self.bias is not None}"
@@ -82,42 +81,19 @@ class GroupedSwiGLU(GroupedLinear):
     """
 
     def __init__(
-        self,
-        num_groups: int,
-        in_features: int,
-        intermediate: int,
-        bias: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
-        clamped: bool = False,
-        alpha: float = 1.702,
-        limit: float = 7.0,
+        self, num_groups: int, in_features: int, intermediate: int, bias: bool = False,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+        *, clamped: bool = False, alpha: float = 1.702, limit: float = 7.0,
     ) -> None:
         super().__init__(num_groups, in_features, 2 * intermediate, bias, device, dtype)
         self.form = swiglu_form(clamped, alpha, limit)
 
     def forward(self, x: Tensor, rows: Tensor | SortedTokens, scale: Tensor | None = None) -> Tensor:
         """As `GroupedLinear` -> (M, I); `scale` (M,) is multiplied in, such as the sorted rows' routing weights."""
-        return _grouped(x, self.weight, self.bias, rows, self.form, scale)
+        return self._forward(x, rows, scale)
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, clamped={self.form[0]}"
-
-
-def _grouped(
-    x: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor | SortedTokens,
-    form: tuple[bool, float, float] | None = None, scale: Tensor | None = None,
-) -> Tensor:
-    """Each expert's product, and where `form` says so the SwiGLU behind it, scaled; ValueError under torch.func."""
-    if torch._C._are_functorch_transforms_active():
-        raise ValueError("torch.func does not go through GroupedLinear, whose kernels have a backward for autograd "
-                         "alone; use torch.autograd.grad, or experts that are nn.Linear")
-    dtype = None
-    if torch.is_autocast_enabled(x.device.type) and x.dtype is not torch.float64:
-        dtype = torch.get_autocast_dtype(x.device.type)
-        x = x.to(dtype)
-    return _Grouped.apply(x, weight, bias, rows, dtype, form, scale)
+        return f"{super().extra_repr()}, clamped={self.form is not None and self.form[0]}"
 
 
 class _Grouped(torch.autograd.Function):
@@ -143,10 +119,8 @@ class _Grouped(torch.autograd.Function):
             y = grouped_gemm(x, weight, ctx.ends, bias=bias, gather=ctx.gather)
         else:
             clamped, alpha, limit = form
-            y, gate_up = grouped_gemm_swiglu(
-                x, weight, ctx.ends, bias=bias, gather=ctx.gather, weight=scale,
-                clamped=clamped, alpha=alpha, limit=limit,
-            )
+            y, gate_up = grouped_gemm_swiglu(x, weight, ctx.ends, bias=bias, gather=ctx.gather, weight=scale,
+                                             clamped=clamped, alpha=alpha, limit=limit)
         need_x, need_weight, *_ = ctx.needs_input_grad
         ctx.save_for_backward(x if need_weight else None, weight if need_x else None, gate_up, scale)
         return y
@@ -154,50 +128,28 @@ class _Grouped(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        """None for what needs no gradient, or what the store adds: later, or now and straight into an accumulator of
-        another dtype."""
         x, used_weight, gate_up, scale = ctx.saved_tensors
-        need_x, need_weight, need_bias, *_ = ctx.needs_input_grad
-        dx = dw = db = d_scale = None
+        dx = d_scale = None
         if ctx.form is not None:
             dy, d_scale = swiglu_backward(dy, gate_up, scale, *ctx.form)
-        if need_x:
+        if ctx.needs_input_grad[0]:
             dx = grouped_gemm_dgrad(dy, used_weight, ctx.ends)  # (M, H)
             if ctx.tokens is not None:  # (T, H), the sum of a token's rows
                 dx = combine_tokens(dx, None, ctx.tokens, top_k=ctx.top_k)
-        weight, bias = ctx.weight if need_weight else None, ctx.bias if need_bias else None
-        store = WeightGradStore.current()
-        straight = store.active and any(  # into an accumulator of another dtype
-            param is not None and accumulation_dtype(param, param.dtype) is not param.dtype for param in (weight, bias)
-        )
-        if (need_weight or need_bias) and (store.deferring or straight) and not has_hooks(ctx.weight, ctx.bias):
-            if need_weight:
-                x = x.detach()
-            store.put(partial(_add_grads, weight, bias, dy, x, ctx.ends, ctx.gather))
-        else:
-            dw = None if weight is None else _weight_grad(weight, dy, x, ctx.ends, ctx.gather)
-            db = None if bias is None else as_grad_of(bias, bias_grad(bias, dy, ctx.ends))
+        weight_grad = partial(_weight_grad, ends=ctx.ends, gather=ctx.gather)
+        dw, db = weight_grads(ctx, dy, x, weight_grad, partial(bias_grad, ends=ctx.ends), in_place=True)
         return dx, dw, db, None, None, None, d_scale
 
 
-def _add_grads(
-    weight: Tensor | None, bias: Tensor | None, dy: Tensor, x: Tensor, ends: Tensor, gather: Tensor | None
-) -> None:
-    """Those of what is given; x is read for a weight alone."""
-    if weight is not None:
-        if weight.grad is None:
-            weight.grad = _weight_grad(weight, dy, x, ends, gather)
-        else:
-            grouped_gemm_wgrad(dy, x, ends, out=local(weight.grad), accumulate=True, gather=gather)
-    if bias is not None:
-        add_grad(bias, bias_grad(bias, dy, ends))
-
-
-def _weight_grad(weight: Tensor, dy: Tensor, x: Tensor, ends: Tensor, gather: Tensor | None) -> Tensor:
-    """(E, N, H), in the dtype of its accumulator; distributed where the weight is."""
-    dw = torch.empty_like(local(weight.detach()), dtype=accumulation_dtype(weight, weight.dtype))
-    grouped_gemm_wgrad(dy, x, ends, out=dw, accumulate=False, gather=gather)
-    return as_grad_of(weight, dw)
+def _weight_grad(
+    weight: Tensor, dy: Tensor, x: Tensor, out: Tensor | None = None, *, ends: Tensor, gather: Tensor | None
+) -> Tensor:
+    """Of this rank's experts (E, N, H), in the dtype of the accumulator; added to `out` where there is one."""
+    dw = out
+    if dw is None:
+        dw = torch.empty_like(local(weight.detach()), dtype=accumulation_dtype(weight, weight.dtype))
+    grouped_gemm_wgrad(dy, x, ends, out=dw, accumulate=out is not None, gather=gather)
+    return dw
 
 
 def bias_grad(bias: Tensor, dy: Tensor, ends: Tensor) -> Tensor:

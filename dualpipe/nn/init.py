@@ -4,17 +4,14 @@ into stages, into shards (FSDP2), into experts (expert parallelism)."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
 from math import gcd, prod
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-# Elements drawn at a time: 4 MB, little beside any layer, and large enough that the drawing takes the time.
-_BLOCK = 2**20
-# torch draws normal values in groups of this many, and fewer than one group by another method.
-_GROUP = 16
+_BLOCK = 2**20  # elements drawn at a time: 4 MB, little beside any layer, and enough that the drawing takes the time
+_GROUP = 16  # torch draws normal values in groups of this many, and fewer than one group by another method
 
 
 @torch.no_grad()
@@ -33,15 +30,21 @@ def seeded_normal_(param: Tensor, *, std: float, seed: int, name: str) -> None:
     if param.ndim == 0:
         local.copy_(torch.empty((), dtype=torch.float32, device="cpu").normal_(0, std, generator=generator))
         return
-    rows, columns = part[0], part[1:]
-    for start, stop in _blocks(param.shape[0], prod(param.shape[1:])):
-        if start >= rows.stop:
-            break
+    rows, columns, row_size = part[0], part[1:], prod(param.shape[1:])
+    # Drawing block by block gives what drawing all at once gives: the blocks are whole groups, and leave no small rest.
+    step = _GROUP // gcd(_GROUP, row_size)
+    step *= max(1, _BLOCK // (step * row_size))
+    start = 0
+    while start < rows.stop:
+        stop = start + step
+        if (param.shape[0] - stop) * row_size < _GROUP:
+            stop = param.shape[0]
         block = torch.empty(stop - start, *param.shape[1:], dtype=torch.float32, device="cpu")
         block.normal_(0, std, generator=generator)
         first, last = max(start, rows.start), min(stop, rows.stop)
         if first < last:
             local[first - rows.start : last - rows.start].copy_(block[first - start : last - start][:, *columns])
+        start = stop
 
 
 def local_part(param: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
@@ -53,16 +56,3 @@ def local_part(param: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
         return param.detach(), tuple(slice(0, size) for size in param.shape)
     (chunk,) = param.__create_chunk_list__()  # what distributed checkpoints go by; right for every order of the shards
     return param.to_local().detach(), tuple(slice(o, o + size) for o, size in zip(chunk.offsets, chunk.sizes))
-
-
-def _blocks(rows: int, row_size: int) -> Iterator[tuple[int, int]]:
-    """Cut rows so that drawing block by block gives what drawing all at once gives: whole groups, and no small rest."""
-    step = _GROUP // gcd(_GROUP, row_size)
-    step *= max(1, _BLOCK // (step * row_size))
-    start = 0
-    while start < rows:
-        stop = start + step
-        if (rows - stop) * row_size < _GROUP:
-            stop = rows
-        yield start, stop
-        start = stop

@@ -10,15 +10,13 @@ Dimension letters: M rows (all leading dimensions together), H in_features, N ou
 from __future__ import annotations
 
 from contextlib import nullcontext
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dualpipe.nn.accumulate import accumulation_dtype, add_grad, has_hooks
-from dualpipe.nn.deferral import WeightGradStore
+from dualpipe.nn.accumulate import accumulation_dtype, weight_grads
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -45,7 +43,7 @@ class Linear(nn.Linear):
         weight, bias, dtype = self.weight, self.bias, None
         # Parameters that come from others, by pruning or weight norm, or that torch.func replaces or batches.
         if not weight.is_leaf or (bias is not None and not bias.is_leaf) or torch._C._are_functorch_transforms_active():
-            return F.linear(x, weight, bias) if wide is None else _wide_linear(x, weight, bias, wide)
+            return _product(x, weight, bias, wide)
         if wide is None and torch.is_autocast_enabled(x.device.type) and x.dtype is not torch.float64:
             dtype = torch.get_autocast_dtype(x.device.type)  # autocast leaves float64 alone
             x = x.to(dtype)
@@ -53,8 +51,6 @@ class Linear(nn.Linear):
 
 
 class _Linear(torch.autograd.Function):
-    # On the host's critical path: a small layer's whole backward takes about 20 us.
-
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None, wide: torch.dtype | None
@@ -64,44 +60,23 @@ class _Linear(torch.autograd.Function):
             weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
         need_x, need_weight, _, _, _ = ctx.needs_input_grad
         ctx.save_for_backward(x if need_weight else None, weight if need_x else None)
-        return F.linear(x, weight, bias) if wide is None else _wide_linear(x, weight, bias, wide)
+        return _product(x, weight, bias, wide)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
-        need_x, need_weight, need_bias, _, _ = ctx.needs_input_grad
         dx = None
-        if need_x:  # after a wide product, autograd casts it to the dtype of x
+        if ctx.needs_input_grad[0]:  # after a wide product, autograd casts it to the dtype of x
             dx = dy.matmul(weight if weight.dtype is dy.dtype else weight.to(dy.dtype))
-        if not (need_weight or need_bias):
-            return dx, None, None, None, None
-        store = WeightGradStore.current()
-        if not store.deferring or has_hooks(ctx.weight, ctx.bias):
-            dw = _weight_grad(ctx.weight, dy, x) if need_weight else None
-            return dx, dw, _bias_grad(ctx.bias, dy) if need_bias else None, None, None
-        if torch.is_grad_enabled():
-            raise RuntimeError("a deferred weight gradient cannot be differentiated again: call backward without "
-                               "create_graph=True, or outside of WeightGradStore.defer")
-        weight, bias = ctx.weight if need_weight else None, ctx.bias if need_bias else None
-        # Detached: the activation must not keep the graph of the layers before it alive.
-        store.put(partial(_add_grads, weight, bias, dy, x.detach() if need_weight else x))
-        return dx, None, None, None, None
+        return dx, *weight_grads(ctx, dy, x, _weight_grad, _bias_grad), None, None
 
 
-def _wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, wide: torch.dtype | None) -> Tensor:
+    if wide is None:
+        return F.linear(x, weight, bias)
     kind = x.device.type
     with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
-        return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
-
-
-def _add_grads(weight: Tensor | None, bias: Tensor | None, dy: Tensor, x: Tensor) -> None:
-    """Those of what is given; x is read for a weight alone."""
-    # Neither dy nor x requires a gradient, so no graph is made; torch.no_grad() would add 1.4 us to about 6.
-    # mm and add_ instead of addmm_: 1 us more, and bitwise what autograd accumulates over micro-batches.
-    if weight is not None:
-        add_grad(weight, _weight_grad(weight, dy, x))
-    if bias is not None:
-        add_grad(bias, _bias_grad(bias, dy))
+        return F.linear(x.to(wide), weight.to(wide), None if bias is None else bias.to(wide))
 
 
 def _weight_grad(weight: Tensor, dy: Tensor, x: Tensor) -> Tensor:
@@ -121,10 +96,7 @@ def _bias_grad(bias: Tensor, dy: Tensor) -> Tensor:
 
 
 def _rows(x: Tensor) -> Tensor:
-    ndim = x.dim()
-    if ndim == 2:
-        return x
-    return x.flatten(0, -2) if ndim > 2 else x.unsqueeze(0)
+    return x if x.dim() == 2 else torch.atleast_2d(x).flatten(0, -2)
 
 
 def defer_weight_grads(module: ModuleT) -> ModuleT:

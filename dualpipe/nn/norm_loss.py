@@ -1,7 +1,4 @@
-"""Root-mean-square normalisation (Zhang and Sennrich, arXiv:1910.07467), and the loss of a language model.
-
-Dimension letters: V vocabulary.
-"""
+"""Root-mean-square normalisation (Zhang and Sennrich, arXiv:1910.07467), and the loss of a language model."""
 
 from __future__ import annotations
 
@@ -38,19 +35,15 @@ class RMSNorm(nn.Module):
 
 
 def cross_entropy_loss(
-    logits: Tensor,
-    labels: Tensor,
-    ignore_index: int = -100,
-    *,
-    in_place: bool = False,
+    logits: Tensor, labels: Tensor, ignore_index: int = -100, *, in_place: bool = False,
     denominator: Tensor | float | None = None,
 ) -> Tensor:
     """Mean cross-entropy over the labels that are not `ignore_index`, a scalar in at least float32.
 
-    `logits` (..., V), `labels` (...) the next token at each position, already shifted. Where every label is ignored the
-    loss and its gradient are 0 instead of NaN, so that an empty micro-batch leaves the others alone. With
-    `denominator`, such as the number of labels in all micro-batches, the sum is divided by that instead of the number
-    of labels here. `in_place` writes the gradient over the logits, which must not be used afterwards.
+    `logits` (..., V) over the vocabulary, `labels` (...) the next token at each position, already shifted. Where every
+    label is ignored the loss and its gradient are 0 instead of NaN, so that an empty micro-batch leaves the others
+    alone. With `denominator`, such as the number of labels in all micro-batches, the sum is divided by that instead.
+    `in_place` writes the gradient over the logits, which must not be used afterwards.
 
     Raises `ValueError` for operands that do not fit.
     """

@@ -42,8 +42,8 @@ class Yarn:
             return yarn_mscale(self.factor, self.mscale) / yarn_mscale(self.factor, self.mscale_all_dim)
         return yarn_mscale(self.factor)
 
-    def slow_share(self, head_dim: int, theta: float, like: Tensor) -> Tensor:
-        """How much of each frequency (D/2,) is divided by `factor`: 0 for the fast ones to 1 for the slow ones."""
+    def stretch(self, frequency_d: Tensor, head_dim: int, theta: float) -> Tensor:
+        """Those of the frequencies (D/2,) that are slow divided by `factor`, and some between in part."""
         low, high = (
             head_dim * math.log(self.original_max_position_embeddings / (turns * 2 * math.pi)) / (2 * math.log(theta))
             for turns in (self.beta_fast, self.beta_slow)
@@ -51,8 +51,9 @@ class Yarn:
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, head_dim - 1)
-        each_d = torch.arange(head_dim // 2, dtype=like.dtype, device=like.device)
-        return ((each_d - low) / (high - low if high != low else 0.001)).clamp(0, 1)
+        each_d = torch.arange(head_dim // 2, dtype=frequency_d.dtype, device=frequency_d.device)
+        slow_d = ((each_d - low) / (high - low if high != low else 0.001)).clamp(0, 1)  # 0: fast, 1: slow
+        return frequency_d / self.factor * slow_d + frequency_d * (1 - slow_d)
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
@@ -69,15 +70,12 @@ class Rotary:
     yarn: Yarn | None = None
 
     def tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Positions (...,) -> cos and sin, each (..., D) with both halves alike, computed in `dtype`.
-
-        In float32 as transformers does, in float64 exactly.
-        """
+        """Positions (...,) -> cos and sin, each (..., D) with both halves alike, in `dtype`: float64 exactly, float32
+        as transformers does."""
         exponent_d = torch.arange(0, self.head_dim, 2, dtype=dtype, device=positions.device) / self.head_dim
         frequency_d = 1.0 / self.theta**exponent_d
         if self.yarn is not None:
-            slow_d = self.yarn.slow_share(self.head_dim, self.theta, frequency_d)
-            frequency_d = frequency_d / self.yarn.factor * slow_d + frequency_d * (1 - slow_d)
+            frequency_d = self.yarn.stretch(frequency_d, self.head_dim, self.theta)
         angles = (positions.to(dtype).unsqueeze(-1) * frequency_d).repeat(*[1] * positions.dim(), 2)
         scale = 1.0 if self.yarn is None else self.yarn.scale()
         return angles.cos() * scale, angles.sin() * scale

@@ -6,8 +6,8 @@
     router = Router(2880, 128, 4, score="softmax_topk", bias=True)                      # gpt-oss
     weights_TK, experts_TK = router(x_BSH)
 
-A router only routes, until it is given a `RouterStep` (see `dualpipe.nn.router_losses`): what else it does in a
-training step, its losses and statistics. Nothing here waits for the device.
+A router only routes, until it is given a `RouterStep` (see `dualpipe.nn.router_set`): what else it does in a training
+step, its losses and statistics. Nothing here waits for the device.
 
 Dimension letters: B batch, S sequence, T tokens (B * S), H hidden, E experts, K experts per token, G groups of experts.
 """
@@ -18,13 +18,15 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
 from dualpipe.nn.linear import Linear
-from dualpipe.nn.router_losses import RouterStep, add_losses
+
+if TYPE_CHECKING:
+    from dualpipe.nn.router_set import RouterStep
 
 Score = Literal["softmax", "sigmoid", "softmax_topk"]
 Choice = Callable[[Tensor, int], Tensor]
@@ -51,24 +53,23 @@ class Router(Linear):
     e_score_correction_bias: Tensor | None
 
     def __init__(
-        self,
-        hidden_size: int,
-        num_experts: int,
-        top_k: int,
-        *,
-        bias: bool = False,
-        score: Score = "softmax",
-        norm_topk_prob: bool = False,
-        routed_scaling_factor: float = 1.0,
-        n_group: int = 1,
-        topk_group: int = 1,
-        group_best: int = 1,
-        correction_bias: bool = False,
-        wide_logits: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        self, hidden_size: int, num_experts: int, top_k: int, *, bias: bool = False, score: Score = "softmax",
+        norm_topk_prob: bool = False, routed_scaling_factor: float = 1.0, n_group: int = 1, topk_group: int = 1,
+        group_best: int = 1, correction_bias: bool = False, wide_logits: bool = False,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
     ) -> None:
-        _check_sizes(num_experts, top_k, score, n_group, topk_group, group_best)
+        if score not in ("softmax", "sigmoid", "softmax_topk"):
+            raise ValueError(f"score must be 'softmax', 'sigmoid' or 'softmax_topk'; got {score!r}")
+        if n_group < 1 or num_experts % n_group:
+            raise ValueError(f"n_group must divide the number of experts ({num_experts}); got {n_group}")
+        if not 1 <= topk_group <= n_group:
+            raise ValueError(f"topk_group must be 1 to n_group ({n_group}); got {topk_group}")
+        size = num_experts // n_group
+        if not 1 <= group_best <= size:
+            raise ValueError(f"group_best must be 1 to the size of a group ({size}); got {group_best}")
+        if not 1 <= top_k <= topk_group * size:
+            raise ValueError(f"top_k must be 1 to the {topk_group * size} experts of topk_group ({topk_group}) groups "
+                             f"of {size}; got {top_k}")
         super().__init__(hidden_size, num_experts, bias, device, dtype)
         self.top_k, self.score, self.norm_topk_prob = top_k, score, norm_topk_prob
         self.routed_scaling_factor, self.wide_logits = routed_scaling_factor, wide_logits
@@ -100,9 +101,8 @@ class Router(Linear):
             weights_TK = weights_TK * self.routed_scaling_factor
         weights_TK = weights_TK.to(logits_TE.dtype)
         if self.step is not None:
-            sequences = len(x) if x.dim() == 3 else None
-            probs = partial(self._probs, scores_TE)
-            weights_TK = add_losses(self.step, weights_TK, experts_TK, wide_TE, probs, sequences)
+            sequences, probs = len(x) if x.dim() == 3 else None, partial(self._probs, scores_TE)
+            weights_TK = self.step.add_losses(weights_TK, experts_TK, wide_TE, probs, sequences)
         return weights_TK, experts_TK
 
     @torch.no_grad()
@@ -149,24 +149,6 @@ class Router(Linear):
         if self.score == "softmax_topk":
             return scores_TE.softmax(-1)
         return scores_TE / (scores_TE.sum(-1, keepdim=True) + 1e-20) if self.score == "sigmoid" else scores_TE
-
-
-def _check_sizes(experts: int, top_k: int, score: str, n_group: int, topk_group: int, group_best: int) -> None:
-    if score not in ("softmax", "sigmoid", "softmax_topk"):
-        raise ValueError(f"score must be 'softmax', 'sigmoid' or 'softmax_topk'; got {score!r}")
-    if n_group < 1 or experts % n_group:
-        raise ValueError(f"n_group must divide the number of experts ({experts}); got {n_group}")
-    if not 1 <= topk_group <= n_group:
-        raise ValueError(f"topk_group must be 1 to n_group ({n_group}); got {topk_group}")
-    size = experts // n_group
-    if not 1 <= group_best <= size:
-        raise ValueError(f"group_best must be 1 to the size of a group ({size}); got {group_best}")
-    if not 1 <= top_k <= topk_group * size:
-        raise ValueError(f"top_k must be 1 to the {topk_group * size} experts of topk_group ({topk_group}) groups of "
-                         f"{size}; got {top_k}")
-
-
-# -- choices from outside
 
 
 @dataclass(frozen=True)

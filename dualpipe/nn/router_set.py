@@ -1,4 +1,4 @@
-"""The routers of a whole pipelined model, of which every rank holds some.
+"""What routers do in a training step besides routing: losses that keep the loads of experts even, and statistics.
 
     routers = RouterSet(stages, balance=0.01, level="global", z=1e-3, num_chunks=8, group=group, replicas=dp * ep)
     for batch in batches:
@@ -6,23 +6,158 @@
             pipeline.step(batch, num_chunks=8, ...)
         metrics = routers.metrics()  # of the whole model, on every rank
 
+**Losses.** A stage in the middle of a pipeline has no loss to add to. The terms are computed where their operands are,
+and `_AddLosses` starts their backward when the backward of the routing weights passes by (as DeepSeek's and Megatron's
+"auxiliary loss scaler" does): no output is added to a stage. Each term is divided by the number of micro-batches, as
+the main loss is, and FSDP2 averages over ranks. With micro-batches of one size, and ranks that have equally many,
+
+- z-loss, a mean over tokens, and the balance loss of level "sequence", a mean over sequences, add up to the same
+  gradient however the batch is cut.
+- Level "global" is linear in the probabilities once the loads are known, so with `load_E` given, it does too. The loads
+  of a step are complete only after its last forward, when a pipeline has run most backwards. Hence the caller gives
+  them: those of the previous step, one all-reduce a step and none on the path (zeros in the first step: no loss). Qiu
+  et al. (arXiv:2501.11873) propose the loss; they all-reduce the loads of every micro-batch and add up those of the
+  step so far, which depends on how the batch is cut.
+- Level "microbatch" depends on the cut by definition.
+
+**Statistics** are counted by the same function in the backward, which runs once for each micro-batch also where its
+forward is run twice (recomputation) and not at all in an evaluation; nor where the routing weights get no gradient.
 Every rank has statistics of all routers, those of other ranks' layers zero: so one all-reduce over all ranks both sums
-the loads over data-parallel ranks and brings together the layers of the pipeline.
+the loads over data-parallel ranks and brings together the layers of the pipeline. Nothing here waits for the device.
+
+Dimension letters: T tokens, E experts, K experts per token, N parts that a balance loss is computed on (sequences, or
+1), M choices of a part.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from dualpipe.nn.router import BalancedRoutes, Router
-from dualpipe.nn.router_losses import Level, RouterStatistics, RouterStep, reduce_statistics
+
+Level = Literal["microbatch", "sequence", "global"]
+
+
+def balance_loss(probs_TE: Tensor, load_NE: Tensor) -> Tensor:
+    """E * sum_e f_e P_e, the mean over N equal parts of the tokens: f_e an expert's share of the load, P_e its mean
+    probability.
+
+    It is 1 where loads are even. With one row of `load_NE`, f may be of more tokens than these. Switch Transformer
+    (arXiv:2101.03961, equation 4) with f as in DeepSeek-V3 (arXiv:2412.19437, equation 18), sum_e f_e = 1;
+    transformers' `load_balancing_loss_func` has sum_e f_e = K, and so K times this loss.
+    """
+    if not probs_TE.numel():
+        return probs_TE.sum()
+    (parts, experts), tokens = load_NE.shape, len(probs_TE)
+    share_NE = load_NE.to(probs_TE.dtype) / load_NE.sum(-1, keepdim=True).clamp(min=1)
+    mean_NE = probs_TE.view(parts, tokens // parts, experts).mean(1)
+    return experts * (share_NE * mean_NE).sum(-1).mean()
+
+
+def z_loss(logits_TE: Tensor) -> Tensor:
+    """The mean square of logsumexp over the tokens, which keeps logits small (ST-MoE, arXiv:2202.08906, equation 5)."""
+    return logits_TE.logsumexp(-1).square().sum() / max(len(logits_TE), 1)
+
+
+def count_load(experts_NM: Tensor, num_experts: int) -> Tensor:
+    """How often each expert was chosen: (N, M) -> (N, E) int64. Unlike `torch.bincount` it does not wait for a GPU."""
+    load_NE = experts_NM.new_zeros(len(experts_NM), num_experts)
+    return load_NE.scatter_add_(1, experts_NM, torch.ones_like(experts_NM))
+
+
+def max_over_mean(load_E: Tensor) -> Tensor:
+    """The largest load over the mean one, a scalar: 1 is even, E all to one. 0 where nothing was counted."""
+    return load_E.max() / load_E.mean().clamp(min=1 / len(load_E))
+
+
+@dataclass(frozen=True)
+class RouterStep:
+    """What a router does in one step besides routing.
+
+    num_chunks: what the main loss of a micro-batch is divided by (the number of micro-batches on a rank).
+    balance, z: coefficients of the balance loss and the z-loss.
+    level: over what the balance loss is computed.
+    load_E: for level "global", the loads of the global batch, all ranks' together: of the step before (zeros in the
+        first), or of this one where they are known.
+    totals: where to count, (E + 2,) float64: how many tokens each expert got, then the balance loss and the z-loss
+        without their coefficients, means over the micro-batches. One tensor, so that one addition counts a micro-batch;
+        counts are exact to 2^53.
+    """
+
+    num_chunks: int = 1
+    balance: float = 0.0
+    level: Level = "sequence"
+    load_E: Tensor | None = None
+    z: float = 0.0
+    totals: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_chunks < 1:
+            raise ValueError(f"num_chunks must be at least 1; got {self.num_chunks}")
+        if self.level not in ("microbatch", "sequence", "global"):
+            raise ValueError(f"level must be 'microbatch', 'sequence' or 'global'; got {self.level!r}")
+        if self.balance and self.level == "global" and self.load_E is None:
+            raise ValueError("level 'global' needs load_E, the loads of the last global batch; "
+                             "give torch.zeros(num_experts) in the first step")
+
+    def add_losses(
+        self, weights_TK: Tensor, experts_TK: Tensor, logits_TE: Tensor, probs: Callable[[], Tensor],
+        sequences: int | None,
+    ) -> Tensor:
+        """`weights_TK`, whose backward starts that of the losses and counts.
+
+        probs: gives the probabilities (T, E), where they are needed; sequences: in the tokens, None where nobody knows.
+        Raises `ValueError` for a level or loads that do not fit.
+        """
+        if not (torch.is_grad_enabled() and weights_TK.requires_grad):
+            return weights_TK
+        experts_NM = experts_TK.reshape(1, -1)
+        if self.balance and self.level == "sequence":
+            if sequences is None:
+                raise ValueError("level 'sequence' needs x as (B, S, H), to know the sequences; got (T, H) with "
+                                 f"T = {len(experts_TK)}")
+            experts_NM = experts_TK.reshape(sequences, experts_TK.numel() // max(sequences, 1))
+        load_NE = given_NE = count_load(experts_NM, logits_TE.shape[1])
+        if self.balance and self.level == "global" and self.load_E is not None:
+            given_NE = self.load_E[None]
+            if given_NE.shape != load_NE.shape:
+                raise ValueError(f"load_E must have the shape {tuple(load_NE.shape[1:])}; "
+                                 f"got {tuple(self.load_E.shape)}")
+        zero = logits_TE.new_zeros(())
+        balance = balance_loss(probs(), given_NE) if self.balance else zero
+        z = z_loss(logits_TE) if self.z else zero
+        counts = None
+        if self.totals is not None:
+            losses = torch.stack((balance, z)).detach() / self.num_chunks
+            counts = torch.cat((load_NE.sum(0), losses.double()))
+        loss = (self.balance * balance + self.z * z) / self.num_chunks
+        return _AddLosses.apply(weights_TK, loss, self.totals, counts)
+
+
+class _AddLosses(torch.autograd.Function):
+    """The weights as they are; in the backward, the loss gets a gradient of 1, and the counts are added to `totals`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, weights_TK: Tensor, loss: Tensor, totals: Tensor | None, counts: Tensor | None
+    ) -> Tensor:
+        ctx.totals, ctx.counts, ctx.seed = totals, counts, loss.new_ones(())
+        return weights_TK.view_as(weights_TK)
+
+    @staticmethod
+    def backward(ctx: Any, dweights_TK: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        if ctx.totals is not None:
+            ctx.totals.add_(ctx.counts)
+        return dweights_TK, ctx.seed, None, None
 
 
 class RouterSet:
@@ -40,19 +175,9 @@ class RouterSet:
     """
 
     def __init__(
-        self,
-        stages: Iterable[nn.Module],
-        *,
-        num_chunks: int,
-        balance: float = 0.0,
-        level: Level = "sequence",
-        z: float = 0.0,
-        bias_update_rate: float = 0.0,
-        balanced: bool = False,
-        balanced_stride: int = 1,
-        group: dist.ProcessGroup | None = None,
-        replicas: int = 1,
-        device: torch.device | str | None = None,
+        self, stages: Iterable[nn.Module], *, num_chunks: int, balance: float = 0.0, level: Level = "sequence",
+        z: float = 0.0, bias_update_rate: float = 0.0, balanced: bool = False, balanced_stride: int = 1,
+        group: dist.ProcessGroup | None = None, replicas: int = 1, device: torch.device | str | None = None,
     ) -> None:
         self._here = [pair for stage in stages for pair in stage.named_modules() if isinstance(pair[1], Router)]
         own = [(name, router.out_features, router.e_score_correction_bias is not None) for name, router in self._here]
@@ -61,18 +186,19 @@ class RouterSet:
             gathered *= group.size()
             dist.all_gather_object(gathered, own, group=group)
         routers = [router for part in gathered for router in part]  # of the model, on all ranks
-        counts = Counter(name for name, _, _ in routers)
-        for name, found in counts.items():
+        for name, found in Counter(name for name, _, _ in routers).items():
             if found != replicas:
                 raise ValueError(f"all ranks together have {found} routers named {name!r}, but replicas is {replicas}; "
                                  "give every layer a name of its own, the same on each replica")
         if bias_update_rate and not any(has_bias for _, _, has_bias in routers):
             raise ValueError(f"bias_update_rate is {bias_update_rate}, but no router of this model has a correction "
                              "bias; set it to 0")
-        self.statistics = {name: RouterStatistics(experts, device=device) for name, experts, _ in routers}
-        """those of the last step, by the router's name: of the whole model, in the same order on all ranks"""
+        sizes = {name: experts + 2 for name, experts, _ in routers}
+        self._packed = torch.zeros(sum(sizes.values()), dtype=torch.float64, device=device)
+        self.totals = dict(zip(sizes, self._packed.split(list(sizes.values()))))
+        """as in `RouterStep`, of the last step, by the router's name: of the whole model, in one order on all ranks"""
         self._make_step = partial(RouterStep, num_chunks, balance, level, z=z)
-        self._losses = {"balance_loss": bool(balance), "z_loss": bool(z)}
+        self._losses = [(name, at) for name, at, wanted in (("balance_loss", -2, balance), ("z_loss", -1, z)) if wanted]
         self._rate, self._group, self._replicas = bias_update_rate, group, replicas
         if balanced:
             routes = BalancedRoutes(balanced_stride)
@@ -83,41 +209,41 @@ class RouterSet:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """What runs inside is one training step. Collective at its end, unless the model has no router."""
+        """What runs inside is one training step. Collective at its end, unless the model has no router.
+
+        There loads are summed and losses averaged over the ranks. The host does not wait for that on CUDA.
+        """
         for name, router in self._here:
-            statistics = self.statistics[name]
-            router.step = self._make_step(load_E=statistics.load_E, statistics=statistics)
-        for statistics in self.statistics.values():
-            statistics.reset()
+            totals = self.totals[name]
+            router.step = self._make_step(load_E=totals[:-2].long(), totals=totals)
+        self._packed.zero_()
         try:
             yield
         finally:
             for _, router in self._here:
                 router.step = None
-        if self._group is not None:
-            reduce_statistics(list(self.statistics.values()), self._group, replicas=self._replicas)
+        if self._group is not None and self.totals:
+            dist.all_reduce(self._packed, group=self._group)
+            for totals in self.totals.values():
+                totals[-2:] /= self._replicas
         for name, router in self._here:
             if self._rate and router.e_score_correction_bias is not None:
-                router.update_bias(self.statistics[name].load_E, self._rate)
+                router.update_bias(self.totals[name][:-2].long(), self._rate)
 
     def state_tensors(self) -> dict[str, Tensor]:
         """By name what the next step goes by, of the routers here: what they counted in the last one."""
-        return {f"routers/{name}": self.statistics[name].totals for name, _ in self._here}
+        return {f"routers/{name}": self.totals[name] for name, _ in self._here}
 
     def metrics(self) -> dict[str, Tensor]:
         """What routers did in the last step: scalars on the device, none without a router. The host does not wait.
 
-        load_max_over_mean: the largest of any router; dropped: the sum over routers; balance_loss and z_loss: the means
-        over routers, without coefficients, where these are not zero.
+        load_max_over_mean: the largest of any router; dropped: tokens without a place at their expert, zero because no
+        expert has a capacity here; balance_loss and z_loss: the means over routers, without coefficients, where these
+        are not zero.
         """
-        every = self.statistics.values()
+        every = self.totals.values()
         if not every:
             return {}
-        found = {
-            "load_max_over_mean": torch.stack([each.max_over_mean for each in every]).max(),
-            "dropped": torch.stack([each.dropped for each in every]).sum(),
-        }
-        for name, wanted in self._losses.items():
-            if wanted:
-                found[name] = torch.stack([getattr(each, name) for each in every]).mean()
-        return found
+        load = torch.stack([max_over_mean(totals[:-2]) for totals in every]).max()
+        found = {"load_max_over_mean": load, "dropped": load.new_zeros((), dtype=torch.int64)}
+        return found | {name: torch.stack([totals[at] for totals in every]).mean() for name, at in self._losses}

@@ -22,7 +22,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import accumulate
+from functools import partial
+from itertools import groupby
 from typing import Any, Protocol
 
 import torch
@@ -64,8 +65,17 @@ class Communication(Protocol):
         for it. The results are those of the forward; the context stays."""
 
 
+class _OneName:
+    """One name stands for a tuple of one, in what a segment reads and writes."""
+
+    def __post_init__(self) -> None:
+        for field in ("reads", "writes"):
+            if isinstance(name := getattr(self, field), str):
+                object.__setattr__(self, field, (name,))
+
+
 @dataclass(frozen=True)
-class Compute:
+class Compute(_OneName):
     """`fn(*reads) -> writes` on the device.
 
     recompute: keep what it reads and nothing else, and run it again before its backward, with the same random numbers.
@@ -80,12 +90,9 @@ class Compute:
     writes: Names | str
     recompute: bool = False
 
-    def __post_init__(self) -> None:
-        _tidy(self)
-
 
 @dataclass(frozen=True)
-class Communicate:
+class Communicate(_OneName):
     """A communication between two compute segments.
 
     recompute: do not keep what arrives, for a compute segment that is recomputed, but send it again. What is sent is
@@ -97,18 +104,11 @@ class Communicate:
     writes: Names | str
     recompute: bool = False
 
-    def __post_init__(self) -> None:
-        _tidy(self)
-
 
 Segment = Compute | Communicate
 
-
-def _tidy(segment: Segment) -> None:
-    """One name stands for a tuple of one."""
-    for name in ("reads", "writes"):
-        if isinstance(value := getattr(segment, name), str):
-            object.__setattr__(segment, name, (value,))
+# Names in a carry that are the pipeline's: inputs and outputs of a stage; and what its criterion reads and writes.
+_is_boundary, _is_of_criterion = re.compile(r"x\d*").fullmatch, re.compile(r"loss|label\d+").fullmatch
 
 
 def input_names(count: int) -> Names:
@@ -124,23 +124,16 @@ def label_names(labels: Sequence[Sequence[Any]]) -> Names:
 def output_names(segments: Sequence[Segment]) -> Names:
     """The names of a stage's outputs, in order; ValueError where the last segment does not write them."""
     last = segments[-1].writes if segments else ()
-    names = [name for name in last if _is_boundary(name)]
-    if not names or set(names) != set(input_names(len(names))):
+    found = list(filter(_is_boundary, last))
+    names = input_names(len(found))
+    if not found or set(found) != set(names):
         raise ValueError(f'the last segment must write the outputs of the stage, "x" or "x0", "x1", ...; got {last}')
-    return input_names(len(names))
-
-
-def _is_boundary(name: str) -> bool:
-    return re.fullmatch(r"x\d*", name) is not None
+    return names
 
 
 def is_reserved(name: str) -> bool:
     """Whether the pipeline itself puts something of that name into carries: inputs, labels, the loss."""
-    return _is_boundary(name) or _is_of_criterion(name)
-
-
-def _is_of_criterion(name: str) -> bool:
-    return re.fullmatch(r"loss|label\d+", name) is not None
+    return bool(_is_boundary(name) or _is_of_criterion(name))
 
 
 def checked(segments: Sequence[Segment], side: Iterable[str] = ()) -> list[Segment]:
@@ -158,17 +151,12 @@ def checked(segments: Sequence[Segment], side: Iterable[str] = ()) -> list[Segme
         if reserved := [n for n in segment.writes if _is_of_criterion(n)]:
             raise ValueError(f"segment {number} writes {reserved}, names that the pipeline uses; choose others")
         known |= set(segment.writes)
-    _check_sent_again(segments)
-    return list(segments)
-
-
-def _check_sent_again(segments: Sequence[Segment]) -> None:
-    for number, segment in enumerate(segments):
         if isinstance(segment, Communicate) and segment.recompute:
             beside = [segments[n].recompute for n in (number - 1, number + 1) if 0 <= n < len(segments)]
             if beside != [True, True] or not hasattr(segment.communication, "again"):
                 raise ValueError(f"segment {number} is a communication with recompute: it must be between two segments "
                                  "that are recomputed, and have an `again`")
+    return list(segments)
 
 
 def has_communication(lists: Iterable[Sequence[Segment]]) -> bool:
@@ -178,11 +166,11 @@ def has_communication(lists: Iterable[Sequence[Segment]]) -> bool:
 
 def communication_groups(modules: Iterable[nn.Module]) -> list[ProcessGroup]:
     """The groups over which the stages' segments communicate."""
-    lists: list[Sequence[Segment]] = []
+    segments: list[Segment] = []
     for module in modules:
         with suppress(Exception):  # raised again where all ranks hear of it
-            lists.append(getattr(module, "segments", list)())
-    found = [s.communication.group for segments in lists for s in segments if isinstance(s, Communicate)]
+            segments += getattr(module, "segments", list)()
+    found = [segment.communication.group for segment in segments if isinstance(segment, Communicate)]
     return [group for group in found if group is not None]
 
 
@@ -195,7 +183,7 @@ def needed_after(segments: Sequence[Segment], results: Names) -> list[set[str]]:
     """After each segment, the names that a later one reads before it is written again, or that are results."""
     needed, after = set(results), []
     for segment in reversed(segments):
-        after.append(set(needed))
+        after.append(needed)
         needed = (needed - set(segment.writes)) | set(segment.reads)
     return after[::-1]
 
@@ -203,48 +191,38 @@ def needed_after(segments: Sequence[Segment], results: Names) -> list[set[str]]:
 def regions(segments: Sequence[Segment]) -> list[dict[int, Names]]:
     """Neighbours that are run again together: by number, what each needs that none of them has written before it."""
     found: list[dict[int, Names]] = []
-    written: set[str] = set()
-    for number, segment in enumerate(segments):
-        if not segment.recompute:
-            continue
-        if number == 0 or not segments[number - 1].recompute:
+    for recompute, region in groupby(enumerate(segments), key=lambda pair: pair[1].recompute):
+        if recompute:
+            written: set[str] = set()
             found.append({})
-            written = set()
-        found[-1][number] = tuple(name for name in segment.reads if name not in written)
-        written |= set(segment.writes)
+            for number, segment in region:
+                found[-1][number] = tuple(name for name in segment.reads if name not in written)
+                written |= set(segment.writes)
     return found
 
 
 def merged(segments: Sequence[Segment], results: Names) -> list[Segment]:
     """Neighbouring compute segments that are recomputed, or not, as one: what is between them is not kept apart."""
-    parts: list[list[Any]] = []
-    for segment in segments:
-        alike = parts and isinstance(segment, Compute) and isinstance(parts[-1][0], Compute)
-        if alike and parts[-1][0].recompute == segment.recompute:
-            parts[-1].append(segment)
-        else:
-            parts.append([segment])
-    ends = list(accumulate(map(len, parts)))
-    needed = needed_after(segments, results)
-    return [part[0] if len(part) == 1 else _joined(part, needed[end - 1]) for part, end in zip(parts, ends)]
+    found: list[Segment] = []
+    pairs = zip(segments, needed_after(segments, results))
+    for (compute, recompute), group in groupby(pairs, lambda pair: (isinstance(pair[0], Compute), pair[0].recompute)):
+        parts, needed = zip(*group)
+        if not compute or len(parts) == 1:
+            found += parts
+            continue
+        reads: dict[str, None] = {}
+        written: dict[str, None] = {}
+        for segment in parts:
+            reads.update(dict.fromkeys(name for name in segment.reads if name not in written))
+            written.update(dict.fromkeys(segment.writes))
+        writes = tuple(name for name in written if name in needed[-1])
+        found.append(Compute(partial(_run_joined, parts, tuple(reads), writes), tuple(reads), writes, recompute))
+    return found
 
 
-def _joined(part: Sequence[Segment], needed: set[str]) -> Compute:
-    reads: dict[str, None] = {}
-    written: dict[str, None] = {}
-    for segment in part:
-        reads.update(dict.fromkeys(name for name in segment.reads if name not in written))
-        written.update(dict.fromkeys(segment.writes))
-    writes = tuple(name for name in written if name in needed)
-
-    def run(*values: Any) -> tuple[Any, ...]:
-        carry = run_segments(part, dict(zip(reads, values)))
-        return tuple(carry[name] for name in writes)
-
-    return Compute(run, tuple(reads), writes, part[0].recompute)
-
-
-# -- running them one after the other
+def _run_joined(parts: Sequence[Segment], reads: Names, writes: Names, *values: Any) -> tuple[Any, ...]:
+    carry = run_segments(parts, dict(zip(reads, values)))
+    return tuple(carry[name] for name in writes)
 
 
 def run_segments(segments: Iterable[Segment], carry: Mapping[str, Any]) -> dict[str, Any]:
@@ -254,10 +232,10 @@ def run_segments(segments: Iterable[Segment], carry: Mapping[str, Any]) -> dict[
     for segment in segments:
         inputs = [carry[name] for name in segment.reads]
         if isinstance(segment, Compute):
-            results = as_results(segment, segment.fn(*inputs))
+            results = segment.fn(*inputs)
         else:
-            results = as_results(segment, _Communicated.apply(segment.communication, *inputs))
-        carry.update(zip(segment.writes, results))
+            results = _Communicated.apply(segment.communication, *inputs)
+        carry.update(zip(segment.writes, as_results(segment, results)))
     return carry
 
 

@@ -77,15 +77,12 @@ class CommStream:
 class PendingRows:
     """Rows on their way to all ranks, as bytes, so that a rank can take in what it knows nothing about.
 
-    What is sent has been made by all that the current stream has been given, or by `made`. besides: what `wait` returns
-    behind the rows; context: for a backward.
+    What is sent has been made by all that the current stream has been given. besides: what `wait` returns behind the
+    rows; context: for a backward.
     """
 
-    def __init__(
-        self, stream: CommStream, made: device.Event | None = None, *, besides: tuple[Any, ...] = (),
-        context: Any = None,
-    ) -> None:
-        self._stream, self._made = stream, made or device.record(stream.device)
+    def __init__(self, stream: CommStream, *, besides: tuple[Any, ...] = (), context: Any = None) -> None:
+        self._stream, self._made = stream, device.record(stream.device)
         self._besides, self._context = besides, context
         self._received: list[tuple[Tensor, torch.dtype | None]] = []
         self._works: list[tuple[dist.Work, Tensor]] = []  # on CPU; with what is sent, so that it stays

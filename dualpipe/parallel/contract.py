@@ -16,7 +16,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.fsdp import FSDPModule
 
 from dualpipe.dtypes import dtype_of_code, short_name
-from dualpipe.parallel.dtype_plan import DTypePlan, slots
+from dualpipe.parallel.dtype_plan import DTypePlan, saved, slots
 
 METADATA = ".metadata"  # of torch.distributed.checkpoint
 TENSORS = "tensors.json"  # of a checkpoint of a run, whose tensors are in safetensors files
@@ -46,12 +46,18 @@ def assert_contract(
         ValueError: the plan lacks a tensor of the module, or `checkpoint` cannot be read.
     """
     modules = (module,) if isinstance(module, nn.Module) else tuple(module)
-    wrong: list[str] = []
-    if run is not None:
-        wrong += _watch(modules, plan, run)
+    wrong = [] if run is None else _watch(modules, plan, run)
     for each in modules:
-        wrong += _storage(each, plan)
-        wrong += _gradients(each, plan)
+        sharded = isinstance(each, FSDPModule)
+        for inner in each.modules():
+            if isinstance(inner, FSDPModule):
+                inner.reshard()  # a root stays gathered after a forward
+        for slot in slots(each):
+            wrong += _differs(slot.name, "is stored in", slot.tensor.dtype, plan.of(slot.name).storage)
+        for name, param in each.named_parameters():
+            if param.grad is not None:  # FSDP2 hands on a reduced one in the storage dtype; a plain one accumulates
+                expected = plan.of(name).storage if sharded else plan.reduce_dtype(name)
+                wrong += _differs(name, "has a gradient in", param.grad.dtype, expected)
         if checkpoint is not None:
             wrong += _on_disk(each, plan, checkpoint)
     if wrong := list(dict.fromkeys(wrong)):
@@ -87,23 +93,6 @@ def _differs(name: str, what: str, actual: torch.dtype | None, expected: torch.d
     return [f"{name}: {what} {short_name(actual) if actual else 'any dtype'}, planned {short_name(expected)}"]
 
 
-def _storage(module: nn.Module, plan: DTypePlan) -> Iterator[str]:
-    for inner in module.modules():
-        if isinstance(inner, FSDPModule):
-            inner.reshard()  # a root stays gathered after a forward
-    for slot in slots(module):
-        yield from _differs(slot.name, "is stored in", slot.tensor.dtype, plan.of(slot.name).storage)
-
-
-def _gradients(module: nn.Module, plan: DTypePlan) -> Iterator[str]:
-    """FSDP2 hands a reduced gradient to the optimizer in the storage dtype; a plain one is the accumulator itself."""
-    for name, param in module.named_parameters():
-        if param.grad is not None:
-            sharded = isinstance(module, FSDPModule)
-            expected = plan.of(name).storage if sharded else plan.reduce_dtype(name)
-            yield from _differs(name, "has a gradient in", param.grad.dtype, expected)
-
-
 def _watch(modules: Sequence[nn.Module], plan: DTypePlan, run: Callable[[], object]) -> list[str]:
     wrong: list[str] = []
     seen: set[str] = set()
@@ -127,21 +116,16 @@ def _watch(modules: Sequence[nn.Module], plan: DTypePlan, run: Callable[[], obje
 
 
 def _on_disk(module: nn.Module, plan: DTypePlan, checkpoint: Any) -> Iterator[str]:
-    distributed = not isinstance(checkpoint, Mapping) and any(
-        (Path(checkpoint) / name).is_file() for name in (METADATA, TENSORS))
-    found = checkpoint if isinstance(checkpoint, Mapping) else checkpoint_dtypes(checkpoint)
-    kept = module.state_dict(keep_vars=True)
-    names: dict[int, list[str]] = {}
-    for name, tensor in kept.items():
-        if isinstance(tensor, torch.Tensor):
-            names.setdefault(id(tensor), []).append(name)
-    for tied in names.values():
-        expected = plan.of(tied[0]).storage if distributed else plan.of(tied[0]).save
-        is_trained = distributed and kept[tied[0]].requires_grad
+    given = isinstance(checkpoint, Mapping)
+    distributed = not given and any((Path(checkpoint) / name).is_file() for name in (METADATA, TENSORS))
+    found = checkpoint if given else checkpoint_dtypes(checkpoint)
+    for first, *others in saved(module):
+        expected = plan.of(first.name).storage if distributed else plan.of(first.name).save
+        is_trained = distributed and first.tensor.requires_grad
         master = torch.promote_types(expected, torch.float32) if is_trained else expected
-        present = [name for name in tied if name in found]
+        present = [slot.name for slot in (first, *others) if slot.name in found]
         for name in present:
             if found[name] is not master:
                 yield from _differs(name, "is on disk in", found[name], expected)
         if not present:
-            yield f"{tied[0]}: is not in the checkpoint"
+            yield f"{first.name}: is not in the checkpoint"

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -56,12 +57,7 @@ class Rule:
     @property
     def given(self) -> dict[str, torch.dtype]:
         """The dtypes that it names, by field."""
-        named = {field.name: getattr(self, field.name) for field in fields(self)[1:]}
-        return {name: dtype for name, dtype in named.items() if dtype is not None}
-
-    def matches(self, name: str) -> bool:
-        """Whether the pattern matches the fully qualified name, or that of a module around it."""
-        return matches(self.pattern, name)
+        return {f.name: dtype for f in fields(self)[1:] if (dtype := getattr(self, f.name)) is not None}
 
 
 def matches(pattern: str, name: str) -> bool:
@@ -137,35 +133,20 @@ class DTypePlan:
         return torch.promote_types(dtypes.compute, policy.reduce_dtype)
 
     def table(self) -> str:
-        """The plan as text; layers that agree share a line: `layers.0-47.mlp.gate.weight`."""
-        head = ("tensor", "storage", "compute", "reduce", "save", "reason")
-        rows = [head, *self._rows()]
-        widths = [max(map(len, column)) for column in zip(*rows)]
-        return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
-
-    def _rows(self) -> Iterator[tuple[str, ...]]:
+        """The plan as text; layers that agree share a line: `layers.0-2,5.mlp.gate.weight`."""
         layers: defaultdict[tuple, list[int]] = defaultdict(list)
         for name in self.tensors:
             before, *number, after = (*re.split(_NUMBER, name, maxsplit=1), "")[:3]
             layers[before, after, self.of(name), self.reduce_dtype(name)] += map(int, number)
+        rows = [("tensor", "storage", "compute", "reduce", "save", "reason")]
         for (before, after, dtypes, reduce), numbers in layers.items():
+            runs = (list(run) for _, run in groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0]))
+            spans = (str(run[0][1]) if len(run) == 1 else f"{run[0][1]}-{run[-1][1]}" for run in runs)
             reduced = short_name(reduce) if dtypes.compute.is_floating_point else "-"
-            cells = short_name(dtypes.storage), short_name(dtypes.compute), reduced, short_name(dtypes.save)
-            yield f"{before}{_ranges(numbers)}{after}", *cells, dtypes.reason
-
-
-def _ranges(numbers: Iterable[int]) -> str:
-    """[0, 1, 2, 5] -> '0-2,5'."""
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1] = [runs[-1][0], number]
-        else:
-            runs.append([number])
-    return ",".join("-".join(map(str, run)) for run in runs)
-
-
-# -- the tensors of a model
+            storage, compute, save = map(short_name, (dtypes.storage, dtypes.compute, dtypes.save))
+            rows.append((f"{before}{','.join(spans)}{after}", storage, compute, reduced, save, dtypes.reason))
+        widths = [max(map(len, column)) for column in zip(*rows)]
+        return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
 
 
 class Slot(NamedTuple):
@@ -175,32 +156,30 @@ class Slot(NamedTuple):
     owner: nn.Module
     key: str  # its name in the owner
     tensor: Tensor
-
-    @property
-    def is_buffer(self) -> bool:
-        """Whether it is a buffer and not a parameter."""
-        return self.key in self.owner._buffers
-
-    @property
-    def is_saved(self) -> bool:
-        """Whether a checkpoint has it: parameters and persistent buffers."""
-        return self.key not in self.owner._non_persistent_buffers_set  # nn.Module has no public way to ask
+    is_buffer: bool
+    is_saved: bool  # a parameter or persistent buffer
+    is_frozen: bool  # stored in its compute dtype: a scalar that is not trained, all in a module without one that is
 
 
 def slots(root: nn.Module) -> Iterator[Slot]:
     """The places of all parameters and buffers, under every name."""
-    for path, owner in root.named_modules(remove_duplicate=False):
-        for key, tensor in (*owner._parameters.items(), *owner._buffers.items()):
-            if tensor is not None:
-                yield Slot(f"{path}.{key}".lstrip("."), owner, key, tensor)
-
-
-def frozen_tensors(root: nn.Module) -> set[int]:
-    """The identities of what a plan stores in its compute dtype: scalars that are not trained, and all that is in
-    modules of which no parameter is."""
-    found = {id(param) for param in root.parameters() if param.dim() == 0 and not param.requires_grad}
+    frozen = {id(param) for param in root.parameters() if param.dim() == 0 and not param.requires_grad}
     for module in root.modules():
         params = list(module.parameters())
         if params and not any(param.requires_grad for param in params):
-            found.update(map(id, (*params, *module.buffers())))
-    return found
+            frozen.update(map(id, (*params, *module.buffers())))
+    for path, owner in root.named_modules(remove_duplicate=False):
+        unsaved = owner._non_persistent_buffers_set  # nn.Module has no public way to ask
+        for key, tensor in (*owner._parameters.items(), *owner._buffers.items()):
+            if tensor is not None:
+                yield Slot(f"{path}.{key}".lstrip("."), owner, key, tensor, key in owner._buffers, key not in unsaved,
+                           id(tensor) in frozen)
+
+
+def saved(root: nn.Module) -> list[list[Slot]]:
+    """What a checkpoint has of a module: parameters and persistent buffers, each by all the places that it has."""
+    found: dict[int, list[Slot]] = {}
+    for slot in slots(root):
+        if slot.is_saved:
+            found.setdefault(id(slot.tensor), []).append(slot)
+    return list(found.values())

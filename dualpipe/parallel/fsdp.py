@@ -5,7 +5,10 @@ Here a stage's units stay gathered from its first forward to its last weight gra
 `.grad` of the gathered parameters, in the policy's `reduce_dtype` by torch's `grad_dtype`: autograd, the kernels and
 the reduce-scatter share one buffer, and nothing is rounded between micro-batches.
 
-    gather -> wait -> forwards and backwards of all micro-batches -> reduce (or release) -> finish
+    gather -> wait -> forwards and backwards of all micro-batches -> complete -> finish
+
+A pipeline computes weight gradients outside of backwards, of which it runs many in a step. DistributedDataParallel and
+the first FSDP reduce in hooks of one backward, which would then see a part of a gradient, or nothing: `check_stages`.
 
 This is the only file that uses what FSDP2 keeps private; `_private` says so where a torch release has moved it. Public
 calls are used where the installed torch has them: `reset_iter_state` from 2.13, `finalize_backward` from 2.15.
@@ -13,16 +16,24 @@ calls are used where the installed torch has them: `reset_iter_state` from 2.13,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from fnmatch import fnmatchcase
+from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+_SHOWN = 3  # parameters that are not reduced
+_REMEDY = "use dualpipe.parallel.shard or torch's fully_shard"
+_UNREDUCED = (f"gradients would differ from one data-parallel rank to the next: {_REMEDY}, or, where you reduce them "
+              "yourself, name them in unreduced")
 
 
 class StageParameters:
@@ -32,13 +43,25 @@ class StageParameters:
     """
 
     def __init__(self, stage: nn.Module) -> None:
+        sharded = [module for module in stage.modules() if isinstance(module, FSDPModule)]
+        # The modules that `fully_shard` was called on, outermost first; of those sharded together the first.
+        self._units = list({id(_state(unit)): unit for unit in reversed(sharded)}.values())[::-1]
         self._stage = stage
-        self._units = _units(stage)
-        self._roots = _roots(stage)
+        self._roots: list[Any] = _roots(stage)
         self._gathering: list[Any] = []  # handles of gathers that are not waited for
         self._reduced = False
         self._several_groups = all(hasattr(_state(unit), "_fsdp_param_groups") for unit in self._units)
-        self._check()
+        for root in self._roots:
+            if any(kind.__name__ == "ReplicateModule" for kind in type(root).__mro__):  # which is private
+                raise ValueError("a module was given to torch's replicate, which a pipeline cannot drive; use "
+                                 "fully_shard with a mesh of (ranks, 1)")
+            if len(_private(_state(root), "_modules")) > 1:
+                raise ValueError("fully_shard was given several modules together that are in no larger unit of their "
+                                 "stage; call fully_shard on the stage itself as well")
+        for group in self._groups():
+            if isinstance(_private(group, "offload_policy"), CPUOffloadPolicy):
+                raise ValueError("FSDP2's CPU offload is not supported under a pipeline, which keeps parameters "
+                                 "gathered for a whole step; leave offload_policy out")
         for root in self._roots:
             root.set_reshard_after_forward(False)
             if hasattr(root, "set_reduce_scatter_max_input_buffers"):
@@ -53,10 +76,8 @@ class StageParameters:
             yield info.module, info.param_name
             yield from zip(info.shared_modules, info.shared_param_names)
 
-    # -- a step
-
     def gather(self) -> None:
-        """Start to gather all parameters; collective over the data-parallel ranks, as `reduce` is."""
+        """Start to gather all parameters; collective over the data-parallel ranks, as `complete` is."""
         if isinstance(self._stage, FSDPModule) and self._stage not in self._units:
             raise ValueError("a stage was given to fully_shard after the pipeline was built; build the pipeline anew")
         for root in self._roots:
@@ -68,12 +89,11 @@ class StageParameters:
 
     def wait(self) -> None:
         """Wait until the parameters are there; from now on gradients accumulate in `reduce_dtype`."""
-        if not self._gathering:
-            return
         handles, self._gathering = self._gathering, []
         for handle in handles:
             handle.wait()
-        self._fold()
+        if handles:
+            self._fold()
 
     def prepare(self) -> None:
         """Give every parameter whose accumulator is of another dtype than its own one to add to: zeros.
@@ -94,30 +114,26 @@ class StageParameters:
         if not self._several_groups:
             self._set_idle()
 
-    def reduce(self) -> None:
-        """Fold what is not in `reduce_dtype`, start the reductions, free the gathered parameters.
+    def complete(self, *, reduce: bool) -> None:
+        """Free the gathered parameters; before that, with `reduce`, start the reductions, of all gradients in
+        `reduce_dtype`. Without, they stay in their accumulators, for a later step to reduce.
 
         Every trainable parameter takes part, with zeros where it has no gradient: on another rank it may have one, and
         a rank that failed must not keep the others waiting.
         """
         self.wait()
-        self._fold()
-        for param, dtype in self._unsharded():
-            if param.requires_grad and param.grad is None:
-                param.grad = torch.zeros_like(param, dtype=dtype)
-        for root in self._roots:
-            _drive(root, sync=True, by_hand=True)
-        for group in self._groups():
-            _private(group, "post_backward")()
+        if reduce:
+            self._fold()
+            for param, dtype in self._unsharded():
+                if param.requires_grad and param.grad is None:
+                    param.grad = torch.zeros_like(param, dtype=dtype)
+            for root in self._roots:
+                _drive(root, sync=True, by_hand=True)
+            for group in self._groups():
+                _private(group, "post_backward")()
         for unit in self._units:
             unit.reshard()
-        self._reduced = True
-
-    def release(self) -> None:
-        """Free the gathered parameters; gradients stay in their accumulators, for a later step to reduce."""
-        self.wait()
-        for unit in self._units:
-            unit.reshard()
+        self._reduced = reduce
 
     def finish(self) -> None:
         """End the step: what follows on the device comes after the reductions, and FSDP2 is as it was before.
@@ -126,12 +142,21 @@ class StageParameters:
         """
         for root in self._roots:
             _drive(root, sync=self._reduced, by_hand=False)
-            _end_backward(root)
+            if hasattr(root, "finalize_backward"):
+                root.finalize_backward()
+                root.set_manual_backward_finalization(False)
+            else:
+                _private(_state(root), "_root_post_backward_final_callback")()
             _drive(root, sync=True, by_hand=False)
         self._set_idle()
         reduced, self._reduced = self._reduced, False
-        if reduced:
-            self._check_reduced()
+        lost = [
+            _private(fsdp_param, "_param_fqn")
+            for fsdp_param in (self._fsdp_params() if reduced else ())
+            if (param := _private(fsdp_param, "sharded_param")).requires_grad and param.grad is None
+        ]
+        if lost:
+            raise RuntimeError(f"FSDP2 reduced no gradient for {lost}, though every trainable parameter had one")
 
     def abandon(self) -> None:
         """End a step that failed in a collective, as far as that can be done alone, and drop its gradients."""
@@ -161,28 +186,6 @@ class StageParameters:
         for unit in self._units:
             state = _state(unit)
             state._training_state = type(_private(state, "_training_state")).IDLE
-
-    def _check_reduced(self) -> None:
-        lost = [
-            _private(fsdp_param, "_param_fqn")
-            for fsdp_param in self._fsdp_params()
-            if (param := _private(fsdp_param, "sharded_param")).requires_grad and param.grad is None
-        ]
-        if lost:
-            raise RuntimeError(f"FSDP2 reduced no gradient for {lost}, though every trainable parameter had one")
-
-    def _check(self) -> None:
-        for root in self._roots:
-            if any(kind.__name__ == "ReplicateModule" for kind in type(root).__mro__):  # which is private
-                raise ValueError("a module was given to torch's replicate, which a pipeline cannot drive; use "
-                                 "fully_shard with a mesh of (ranks, 1)")
-            if len(_private(_state(root), "_modules")) > 1:
-                raise ValueError("fully_shard was given several modules together that are in no larger unit of their "
-                                 "stage; call fully_shard on the stage itself as well")
-        for group in self._groups():
-            if isinstance(_private(group, "offload_policy"), CPUOffloadPolicy):
-                raise ValueError("FSDP2's CPU offload is not supported under a pipeline, which keeps parameters "
-                                 "gathered for a whole step; leave offload_policy out")
 
     def _groups(self) -> Iterator[Any]:
         """All parameter groups, in the order of a backward."""
@@ -247,8 +250,7 @@ class ParametersStep:
         for stage in self._open.intersection(stages):
             self._open.remove(stage)
             with self._collective():
-                parameters = self._stages[stage]
-                parameters.reduce() if self._reduce else parameters.release()
+                self._stages[stage].complete(reduce=self._reduce)
 
     def complete_after_failure(self, stages: Iterable[int]) -> None:
         """As `complete`, as far as the other ranks are still there."""
@@ -276,6 +278,58 @@ class ParametersStep:
             raise
 
 
+def check_stages(
+    stages: Sequence[nn.Module], parameters: Sequence[StageParameters], unreduced: Iterable[str] | str
+) -> tuple[bool, list[str]]:
+    """Whether FSDP2 reduces any of a rank's gradients over several ranks, and the first parameters of those stages that
+    it has nothing of; for `check_ranks`.
+
+    unreduced: names in their stage, of parameters or modules, with wildcards, whose gradients are the caller's to
+    reduce. Raises ValueError for a stage that reduces in another way, is sharded together with another one, or in part
+    and does not name the rest.
+    """
+    unreduced = (unreduced,) if isinstance(unreduced, str) else tuple(unreduced)
+    patterns = [*unreduced, *(f"{pattern}.*" for pattern in unreduced)]
+    places = [set(its.places()) for its in parameters]
+    managed = set(chain.from_iterable(places))
+    if len(managed) != sum(map(len, places)):
+        raise ValueError("fully_shard was given modules of two stages together, which are gathered and reduced "
+                         "at different times; shard each stage by itself, sharing no parameter")
+    meshes = {param.device_mesh for module, name in managed if isinstance(param := getattr(module, name), DTensor)}
+    ranks = {rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()}
+    plain: list[str] = []
+    for number, (stage, its) in enumerate(zip(stages, places)):
+        missed: list[str] = []
+        for path, module in stage.named_modules():
+            if isinstance(module, DistributedDataParallel | FullyShardedDataParallel):
+                raise ValueError(f"module {number} of this rank {'has' if path else 'is'} a {type(module).__name__}"
+                                 f"{path and f', {path}'}, which does not reduce the gradients of a pipeline's step: "
+                                 f"{_REMEDY} instead")
+            for key, param in module.named_parameters(recurse=False):
+                name = f"{path}.{key}".lstrip(".")
+                # Each of the ranks may have another part of it, as of experts, and so nothing to reduce.
+                apart = (isinstance(param, DTensor) and ranks <= set(param.device_mesh.mesh.flatten().tolist())
+                         and not any(placed.is_replicate() for placed in param.placements))
+                named = any(fnmatchcase(name, pattern) for pattern in patterns)
+                if param.requires_grad and (module, key) not in its and not apart and not named:
+                    missed.append(name)
+        if its and len(ranks) > 1 and missed:
+            raise ValueError(f"module {number} of this rank is sharded in part, but not {_some(missed)}; {_UNREDUCED}")
+        plain += missed
+    return len(ranks) > 1, plain[:_SHOWN]
+
+
+def check_ranks(ranks: Sequence[tuple[bool, list[str]]]) -> None:
+    """Raise ValueError where some stages of a pipeline are sharded over several ranks, and others not at all."""
+    plain = list(chain.from_iterable(names for _, names in ranks))
+    if plain and any(reduces for reduces, _ in ranks):
+        raise ValueError(f"some stages are sharded, but not the one with {_some(plain)}; {_UNREDUCED}")
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
+
+
 def process_groups(stages: Iterable[nn.Module], others: Iterable[ProcessGroup] = ()) -> list[ProcessGroup]:
     """The groups, of more than one rank, over which parameters of `stages` are distributed, and `others`; none within
     another."""
@@ -286,12 +340,6 @@ def process_groups(stages: Iterable[nn.Module], others: Iterable[ProcessGroup] =
         groups.setdefault(tuple(dist.get_process_group_ranks(group)), group)
     ranks = [set(r) for r in groups]
     return [group for r, group in groups.items() if len(r) > 1 and not any(set(r) < other for other in ranks)]
-
-
-def _units(stage: nn.Module) -> list[FSDPModule]:
-    """The modules that `fully_shard` was called on, outermost first; of those sharded together the first."""
-    units = {id(_state(m)): m for m in reversed(list(stage.modules())) if isinstance(m, FSDPModule)}
-    return list(reversed(units.values()))
 
 
 def _roots(stage: nn.Module) -> list[FSDPModule]:
@@ -323,14 +371,6 @@ def _drive(root: FSDPModule, *, sync: bool, by_hand: bool) -> None:
     context.post_backward_final_callback_queued = by_hand  # autograd would call it, for 200 us, after each backward
     if by_hand and hasattr(root, "set_manual_backward_finalization"):
         root.set_manual_backward_finalization(True)
-
-
-def _end_backward(root: Any) -> None:
-    if hasattr(root, "finalize_backward"):
-        root.finalize_backward()
-        root.set_manual_backward_finalization(False)
-    else:
-        _private(_state(root), "_root_post_backward_final_callback")()
 
 
 def _private(owner: Any, name: str) -> Any:

@@ -19,6 +19,7 @@ parameters.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -27,7 +28,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
-from dualpipe.parallel.dtype_plan import DTypePlan, frozen_tensors, slots
+from dualpipe.errors import raise_for
+from dualpipe.parallel.dtype_plan import DTypePlan, saved, slots
 
 _LARGE = 10**9  # bytes: beyond any buffer
 
@@ -44,6 +46,20 @@ class Sliceable(Protocol):
     def __getitem__(self, part: tuple[slice, ...], /) -> Tensor: ...
 
 
+class _LargeOnMeta(TorchFunctionMode):
+    """Makes large tensors of `torch.empty` on meta at once; their values mean nothing yet."""
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function is torch.empty and kwargs.get("device") is None:
+            on_meta = function(*args, **kwargs | {"device": "meta"})
+            if on_meta.nbytes > _LARGE:
+                return on_meta
+        return function(*args, **kwargs)
+
+
 def build_on_meta(fn: Callable[[], T]) -> T:
     """Return `fn()`, which builds modules; their parameters go to meta when registered, buffers keep their values.
 
@@ -51,7 +67,12 @@ def build_on_meta(fn: Callable[[], T]) -> T:
     `torch.device("meta")` instead, a buffer's value would be lost, that of `torch.tensor(...)` too. The hook is the
     process's: build modules in one thread at a time.
     """
-    handle = register_module_parameter_registration_hook(_to_meta)
+
+    def to_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and param.device.type != "meta" and not nn.parameter.is_lazy(param):
+            _replace(param, torch.empty_like(param, device="meta"))
+
+    handle = register_module_parameter_registration_hook(to_meta)
     try:
         with torch.device("cpu"), _LargeOnMeta():  # whatever the caller's default device is
             return fn()
@@ -91,20 +112,34 @@ def materialize(
             has too many; other shapes; values that the plan's dtype would round, but for frozen modules, which the plan
             narrows by intention. Afterwards: what `init_weights` left out; tied names whose values differ.
     """
+    from dualpipe.nn.init import local_part  # with it come all layers and kernels, which few who import this need
+
     recomputed = check_materialize(module, device, plan, seed=seed, source=source)
     device, param_device = torch.device(device), torch.device(device if param_device is None else param_device)
-    empty = {n for n, t in (*module.named_parameters(), *module.named_buffers()) if t.device.type == "meta"}
+    empty = {slot.name for slot in slots(module) if slot.tensor.device.type == "meta"}
     for slot in slots(module):
-        if slot.is_buffer:
-            known = slot.name in recomputed and (not slot.is_saved or slot.tensor.device.type == "meta")
-            value = recomputed[slot.name].detach() if known else slot.tensor
-            _replace(slot.tensor, _moved(value, plan.of(slot.name).storage, device))
-    for name, param in module.named_parameters():
-        _replace(param, _moved(param, plan.of(name).storage, param_device))
+        value, storage = slot.tensor, plan.of(slot.name).storage
+        place = device if slot.is_buffer else param_device
+        if slot.name in recomputed and (not slot.is_saved or value.device.type == "meta"):
+            value = recomputed[slot.name].detach()
+        if value.device.type == "meta":  # without values, and with what `assert_materialized` recognises
+            fraction = storage.is_floating_point or storage.is_complex
+            mark = float("nan") if fraction else storage != torch.bool and torch.iinfo(storage).max
+            value = torch.full_like(value, mark, dtype=storage, device=place)
+        elif not isinstance(value, DTensor):
+            value = value.to(place, storage)
+        _replace(slot.tensor, value)
     if seed is not None:
         module.init_weights(seed)  # type: ignore[operator]
     elif source is not None:
-        _load(module, source)
+        for places in saved(module):
+            local, part = local_part(places[0].tensor)
+            first, *others = [slot.name for slot in places if slot.name in source]
+            local.copy_(source[first][part])
+            for name in others:
+                if not torch.equal(local, source[name][part].to(local)):
+                    raise ValueError(f"{first} and {name} are tied, but their values in the source differ; leave one "
+                                     "out")
     if seed is not None or source is not None:
         assert_materialized(module, device, param_device=param_device, values=empty)
 
@@ -119,7 +154,6 @@ def check_materialize(
     source: Mapping[str, Sliceable] | None = None,
 ) -> dict[str, Tensor]:
     """Raise what `materialize` raises before it changes anything; returns the recomputed buffers, by full name."""
-    device = torch.device(device)
     if seed is not None and source is not None:
         raise ValueError(f"both seed ({seed}) and source are given; choose what fills the parameters")
     if seed is not None and not hasattr(module, "init_weights"):
@@ -128,15 +162,71 @@ def check_materialize(
     recomputed = {
         f"{path}.{name}".lstrip("."): buffer
         for path, owner in module.named_modules(remove_duplicate=False) if hasattr(owner, "recompute_buffers")
-        for name, buffer in owner.recompute_buffers(device).items()
+        for name, buffer in owner.recompute_buffers(torch.device(device)).items()
     }
-    frozen = frozen_tensors(module)
-    problems = [*_buffer_problems(module, device, recomputed, frozen, keep_meta=seed is None)]
-    problems += _parameter_problems(module, plan, frozen)
-    problems += [] if source is None else _source_problems(module, plan, source, frozen)
-    if problems:
-        raise ValueError("\n  ".join([f"{type(module).__name__} cannot be materialised:", *problems]))
+    problems = chain(_buffer_problems(module, torch.device(device), recomputed, keep_meta=seed is None),
+                     _value_problems(module, plan, source))
+    raise_for(f"{type(module).__name__} cannot be materialised:", problems)
     return recomputed
+
+
+def _buffer_problems(
+    module: nn.Module, device: torch.device, recomputed: Mapping[str, Tensor], *, keep_meta: bool
+) -> Iterator[str]:
+    buffers = [slot for slot in slots(module) if slot.is_buffer]
+    for name in sorted(recomputed.keys() - {slot.name for slot in buffers}):
+        yield f"{name}: recompute_buffers returns it, but there is no such buffer"
+    for slot in buffers:
+        name, old, owner = slot.name, slot.tensor, type(slot.owner).__name__
+        if name in recomputed:
+            new = recomputed[name]
+            same = new.shape == old.shape and (new.dtype == old.dtype or slot.is_frozen)
+            if not same or not _is_on(new, device):
+                yield (f"{name}: recompute_buffers returns {tuple(new.shape)} {new.dtype} on {new.device}; the buffer "
+                       f"is {tuple(old.shape)} {old.dtype}, wanted on {device}; make them agree "
+                       "(module.to(dtype) casts buffers, torch.set_default_dtype while building does not)")
+        elif not slot.is_saved:
+            yield (f"{name}: not persistent, so in no checkpoint, and {owner} does not declare how to recompute it; "
+                   "give it recompute_buffers(device), or register the buffer as persistent")
+        elif old.device.type == "meta" and not keep_meta:
+            yield (f"{name}: on meta, so without a value to keep; build with build_on_meta instead of a meta device, "
+                   f"give {owner} recompute_buffers(device), or load a checkpoint")
+
+
+def _value_problems(module: nn.Module, plan: DTypePlan, source: Mapping[str, Sliceable] | None) -> Iterator[str]:
+    """What is wrong with a source, and what would be rounded of it or of parameters that have values."""
+    given = {} if source is None else source
+    held = sorted(saved(module), key=lambda places: places[0].is_buffer)  # parameters first
+    for first, *others in held:
+        tensor, storage, values = first.tensor, plan.of(first.name).storage, []
+        if not first.is_buffer and tensor.device.type != "meta":
+            values = [(first.name, tensor.dtype)]
+            if isinstance(tensor, DTensor) and tensor.dtype != storage:
+                yield f"{first.name}: a DTensor with values in {tensor.dtype} stays so, not {storage}; shard it on meta"
+                values = []
+        present = [slot.name for slot in (first, *others) if slot.name in given]
+        if source is not None and not present:
+            yield f"{first.name}: missing in the source; add it"
+        for name in present:
+            if tuple(given[name].shape) != tuple(tensor.shape):
+                yield f"{name}: {tuple(given[name].shape)} in the source, {tuple(tensor.shape)} in the module"
+            values.append((name, given[name].dtype))
+        for name, dtype in values:
+            if not first.is_frozen and _rounds(dtype, storage):
+                yield (f"{name}: values in {dtype} would be rounded to {storage}; cast them first, or tell "
+                       "resolve_dtypes of them by source_dtypes")
+    known = {slot.name for places in held for slot in places}
+    for name in given:
+        if name not in known:
+            yield f"{name}: the source has it and the module does not; leave it out"
+
+
+def _rounds(dtype: torch.dtype, storage: torch.dtype) -> bool:
+    """Whether a cast may change values: of floats by precision and range, else unless the dtypes are one."""
+    if not (dtype.is_floating_point and storage.is_floating_point):
+        return dtype != storage
+    old, new = torch.finfo(dtype), torch.finfo(storage)
+    return new.eps > old.eps or new.max < old.max or new.tiny > old.tiny
 
 
 @torch.no_grad()
@@ -153,41 +243,25 @@ def assert_materialized(
     booleans are not looked at. This reads all memory once and waits for the device; `values` may be the names to look
     at, or False.
     """
+    from dualpipe.nn.init import local_part
+
     device, param_device = torch.device(device), torch.device(device if param_device is None else param_device)
-    wrong, rest = [], {}
+    wrong: list[str] = []
+    unfilled: dict[str, Tensor] = {}  # flags on the device, so that the host waits once
     for tensors, wanted in ((module.named_parameters(), param_device), (module.named_buffers(), device)):
         for name, tensor in tensors:
             if tensor.device.type == "meta":
                 wrong.append(f"{name} is on meta")
             elif not _is_on(tensor, wanted):
                 wrong.append(f"{name} is on {tensor.device}, not on {wanted}")
-            else:
-                rest[name] = tensor
-    if values is not True:
-        rest = {name: tensor for name, tensor in rest.items() if values and name in values}
-    if rest:
-        wrong += [f"{name} was never filled, or holds NaN" for name in _unfilled(rest)]
-    if wrong:
-        raise ValueError("\n  ".join([f"{type(module).__name__} is not materialised:", *wrong]))
-
-
-class _LargeOnMeta(TorchFunctionMode):
-    """Makes large tensors of `torch.empty` on meta at once; their values mean nothing yet."""
-
-    def __torch_function__(
-        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if function is torch.empty and kwargs.get("device") is None:
-            on_meta = function(*args, **kwargs | {"device": "meta"})
-            if on_meta.nbytes > _LARGE:
-                return on_meta
-        return function(*args, **kwargs)
-
-
-def _to_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-    if param is not None and param.device.type != "meta" and not nn.parameter.is_lazy(param):
-        _replace(param, torch.empty_like(param, device="meta"))
+            elif values is True or (values and name in values):
+                part = local_part(tensor)[0]
+                if part.is_floating_point() or part.is_complex():
+                    unfilled[name] = part.isnan().any()
+                elif part.dtype != torch.bool and part.numel():
+                    unfilled[name] = (part == torch.iinfo(part.dtype).max).all()
+    wrong += [f"{name} was never filled, or holds NaN" for name, flag in unfilled.items() if flag]
+    raise_for(f"{type(module).__name__} is not materialised:", wrong)
 
 
 def _replace(old: Tensor, new: Tensor) -> None:
@@ -200,123 +274,6 @@ def _replace(old: Tensor, new: Tensor) -> None:
             new.grad_dtype = old.grad_dtype
     new.__dict__.update({key: value for key, value in old.__dict__.items() if key not in new.__dict__})
     torch.utils.swap_tensors(old, new)
-
-
-# -- what cannot be materialised
-
-
-def _buffer_problems(
-    module: nn.Module, device: torch.device, recomputed: Mapping[str, Tensor], frozen: set[int], *, keep_meta: bool
-) -> Iterator[str]:
-    buffers = [slot for slot in slots(module) if slot.is_buffer]
-    for name in sorted(recomputed.keys() - {slot.name for slot in buffers}):
-        yield f"{name}: recompute_buffers returns it, but there is no such buffer"
-    for slot in buffers:
-        name, old, owner = slot.name, slot.tensor, type(slot.owner).__name__
-        if name in recomputed:
-            new = recomputed[name]
-            same = new.shape == old.shape and (new.dtype == old.dtype or id(old) in frozen)
-            if not same or not _is_on(new, device):
-                yield (f"{name}: recompute_buffers returns {tuple(new.shape)} {new.dtype} on {new.device}; the buffer "
-                       f"is {tuple(old.shape)} {old.dtype}, wanted on {device}; make them agree "
-                       "(module.to(dtype) casts buffers, torch.set_default_dtype while building does not)")
-        elif not slot.is_saved:
-            yield (f"{name}: not persistent, so in no checkpoint, and {owner} does not declare how to recompute it; "
-                   "give it recompute_buffers(device), or register the buffer as persistent")
-        elif old.device.type == "meta" and not keep_meta:
-            yield (f"{name}: on meta, so without a value to keep; build with build_on_meta instead of a meta device, "
-                   f"give {owner} recompute_buffers(device), or load a checkpoint")
-
-
-def _parameter_problems(module: nn.Module, plan: DTypePlan, frozen: set[int]) -> Iterator[str]:
-    for name, param in module.named_parameters():
-        storage = plan.of(name).storage
-        if param.device.type == "meta" or param.dtype == storage:
-            continue
-        if isinstance(param, DTensor):
-            yield f"{name}: a DTensor with values in {param.dtype} stays so, not {storage}; shard it on meta"
-        elif id(param) not in frozen:
-            yield from _rounding(name, param.dtype, storage)
-
-
-def _source_problems(
-    module: nn.Module, plan: DTypePlan, source: Mapping[str, Sliceable], frozen: set[int]
-) -> Iterator[str]:
-    entries = _entries(module)
-    known = {name for _, names in entries for name in names}
-    for tensor, names in entries:
-        present = [name for name in names if name in source]
-        if not present:
-            yield f"{names[0]}: missing in the source; add it"
-        for name in present:
-            if tuple(source[name].shape) != tuple(tensor.shape):
-                yield f"{name}: {tuple(source[name].shape)} in the source, {tuple(tensor.shape)} in the module"
-            if id(tensor) not in frozen:
-                yield from _rounding(name, source[name].dtype, plan.of(name).storage)
-    for name in source:
-        if name not in known:
-            yield f"{name}: the source has it and the module does not; leave it out"
-
-
-def _rounding(name: str, dtype: torch.dtype, storage: torch.dtype) -> Iterator[str]:
-    """A line where a cast may change values: of floats by precision and range, else unless the dtypes are one."""
-    if dtype.is_floating_point and storage.is_floating_point:
-        old, new = torch.finfo(dtype), torch.finfo(storage)
-        loses = new.eps > old.eps or new.max < old.max or new.tiny > old.tiny
-    else:
-        loses = dtype != storage
-    if loses:
-        yield (f"{name}: values in {dtype} would be rounded to {storage}; cast them first, or tell resolve_dtypes of "
-               "them by source_dtypes")
-
-
-# -- values
-
-
-def _moved(tensor: Tensor, storage: torch.dtype, device: torch.device) -> Tensor:
-    """What takes the place of `tensor`: with its values, or without any and with what `_unfilled` recognises."""
-    if tensor.device.type != "meta":
-        return tensor if isinstance(tensor, DTensor) else tensor.to(device, storage)
-    fraction = storage.is_floating_point or storage.is_complex
-    mark = float("nan") if fraction else storage != torch.bool and torch.iinfo(storage).max
-    return torch.full_like(tensor, mark, dtype=storage, device=device)
-
-
-def _unfilled(tensors: Mapping[str, Tensor]) -> list[str]:
-    """The names of those that hold what `_moved` leaves where there are no values."""
-    flags = {}
-    for name, tensor in tensors.items():
-        local = _local_part(tensor)[0]
-        if local.is_floating_point() or local.is_complex():
-            flags[name] = local.isnan().any()
-        elif local.dtype != torch.bool and local.numel():
-            flags[name] = (local == torch.iinfo(local.dtype).max).all()
-    return [name for name, flag in flags.items() if flag]
-
-
-def _entries(module: nn.Module) -> list[tuple[Tensor, list[str]]]:
-    """What a checkpoint holds of `module`: parameters and persistent buffers, each with all its names."""
-    found: dict[int, tuple[Tensor, list[str]]] = {}
-    for slot in sorted(slots(module), key=lambda slot: slot.is_buffer):  # parameters first
-        if slot.is_saved:
-            found.setdefault(id(slot.tensor), (slot.tensor, []))[1].append(slot.name)
-    return list(found.values())
-
-
-def _load(module: nn.Module, source: Mapping[str, Sliceable]) -> None:
-    for tensor, names in _entries(module):
-        local, part = _local_part(tensor)
-        first, *others = [name for name in names if name in source]
-        local.copy_(source[first][part])
-        for name in others:
-            if not torch.equal(local, source[name][part].to(local)):
-                raise ValueError(f"{first} and {name} are tied, but their values in the source differ; leave one out")
-
-
-def _local_part(tensor: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
-    from dualpipe.nn.init import local_part  # with it come all layers and kernels, which few who import this need
-
-    return local_part(tensor)
 
 
 def _is_on(tensor: Tensor, device: torch.device) -> bool:

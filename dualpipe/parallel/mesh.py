@@ -13,7 +13,7 @@ experts, of which each rank of "ep" holds others, over "dp" alone, `Mesh.experts
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from math import prod
@@ -96,12 +96,11 @@ class Mesh:
 
         None where torch's mesh has none of the dimensions, or there is none: this rank alone.
         """
-        known = () if self.device_mesh is None else self.device_mesh.mesh_dim_names or ()
-        names = tuple(name for name in dimensions if name in known)
-        if self.device_mesh is None or not names:
+        if self.device_mesh is None:
             return None
-        if len(names) == 1:
-            return self.device_mesh[names[0]]
+        names = tuple(name for name in dimensions if name in (self.device_mesh.mesh_dim_names or ()))
+        if len(names) <= 1:
+            return self.device_mesh[names[0]] if names else None
         return self.device_mesh[names]._flatten("_".join(names))  # torch keeps it: made once, found again by its name
 
     def group(self, *dimensions: str) -> dist.ProcessGroup | None:
@@ -134,13 +133,6 @@ def build_mesh(
     return device_mesh
 
 
-def dense_mesh(device_mesh: DeviceMesh) -> DeviceMesh:
-    """`Mesh.dense` of a mesh from `build_mesh`."""
-    dense = Mesh.of(device_mesh).dense
-    assert dense is not None
-    return dense
-
-
 def mesh_sizes(ranks: int, **given: int | None) -> dict[str, int]:
     """The size of each of `DIMENSIONS`, all of which are given; of the one that is None, what the others leave.
 
@@ -148,23 +140,18 @@ def mesh_sizes(ranks: int, **given: int | None) -> dict[str, int]:
     """
     known = {name: size for name in DIMENSIONS if (size := given[name]) is not None}
     _check_positive(known)
+    all_known = len(known) == len(DIMENSIONS)
     rest, unfit = divmod(ranks, prod(known.values()))
-    if unfit or (len(known) == len(DIMENSIONS) and rest != 1):
-        raise ValueError(f"{_product(known)} does not fit {ranks} ranks: {' * '.join(DIMENSIONS)} must be {ranks}. "
-                         f"Possible: {'; '.join(_possible(ranks, known))}; or start another number of ranks")
-    return {name: known.get(name, rest) for name in DIMENSIONS}
-
-
-def _possible(ranks: int, given: Mapping[str, int]) -> Iterator[str]:
-    """What each of the given sizes could be if the others stay."""
-    for name in given:
-        others = {other: size for other, size in given.items() if other != name}
-        rest, unfit = divmod(ranks, prod(others.values()))
-        if unfit:
-            yield f"with {_product(others)}, no {name}"
-        else:
-            fitting = [rest] if len(given) == len(DIMENSIONS) else divisors(rest)
-            yield f"with {_product(others)}, {name} = {' or '.join(map(str, fitting))}"
+    if not unfit and (rest == 1 or not all_known):
+        return {name: known.get(name, rest) for name in DIMENSIONS}
+    possible = []  # what each could be if the others stay
+    for name in known:
+        others = {other: size for other, size in known.items() if other != name}
+        left, unfit = divmod(ranks, prod(others.values()))
+        sizes = " or ".join(map(str, [left] if all_known else divisors(left)))
+        possible.append(f"with {_product(others)}, {f'no {name}' if unfit else f'{name} = {sizes}'}")
+    raise ValueError(f"{_product(known)} does not fit {ranks} ranks: {' * '.join(DIMENSIONS)} must be {ranks}. "
+                     f"Possible: {'; '.join(possible)}; or start another number of ranks")
 
 
 def _check_positive(sizes: Mapping[str, int]) -> None:

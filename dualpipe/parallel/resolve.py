@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, product
 from typing import cast
 
 import torch
@@ -13,8 +13,10 @@ from torch import Tensor, nn
 
 from dualpipe import errors
 from dualpipe.dtypes import short_name
-from dualpipe.parallel.dtype_plan import DTypePlan, DTypePolicy, Rule, TensorDTypes, frozen_tensors, matches, slots
-from dualpipe.parallel.units import Cut
+from dualpipe.parallel.dtype_plan import DTypePlan, DTypePolicy, Rule, TensorDTypes, matches, slots
+from dualpipe.parallel.shard import Cut
+
+_PINS = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict", "keep_fp32")  # attributes of modules
 
 
 def resolve_dtypes(
@@ -51,14 +53,23 @@ def resolve_dtypes(
             dtypes apart (not checked where `sharded` is false).
     """
     modules = (model,) if isinstance(model, nn.Module) else tuple(model)
-    found = _find(modules)
+    found: dict[int, _Found] = {}
+    for slot in chain.from_iterable(map(slots, modules)):
+        item = found.setdefault(id(slot.tensor), _Found(slot.tensor, slot.is_buffer))
+        item.names.append(slot.name)
+        item.frozen |= slot.is_frozen
     _find_pins(modules, found, policy.param_dtype)
     _find_rules(found.values(), cast(Sequence[Rule], policy.rules))  # which a policy has made of tuples
-    _find_sources(found, source_dtypes or {})
-    narrow = any(dtype.is_floating_point and dtype.itemsize < 4 for dtype in (source_dtypes or {}).values())
+    sources = source_dtypes or {}
+    if sources and sources.keys().isdisjoint(chain.from_iterable(item.names for item in found.values())):
+        first = next((item.names[0] for item in found.values()), "nothing")
+        raise ValueError(f"no name of source_dtypes is in the model; it has {next(iter(sources))!r}, the model "
+                         f"{first!r}: convert the checkpoint's names")
+    narrow = any(dtype.is_floating_point and dtype.itemsize < 4 for dtype in sources.values())
     tensors: dict[str, TensorDTypes] = {}
     for item in found.values():
-        tensors.update(dict.fromkeys(item.names, _decide(item, policy.param_dtype, narrow)))
+        source = next((sources[name] for name in item.names if name in sources), None)
+        tensors.update(dict.fromkeys(item.names, _decide(item, source, policy.param_dtype, narrow)))
     plan = DTypePlan(policy, tensors)
     for module in modules if sharded else ():
         Cut(module, plan)  # which refuses what FSDP2 could not keep apart
@@ -76,31 +87,29 @@ class _Found:
     pin: str = ""
     rules: str = ""  # those that match
     given: dict[str, torch.dtype] = field(default_factory=dict)  # what they say together, by their fields
-    source: torch.dtype | None = None  # in the checkpoint
-
-
-def _find(modules: Sequence[nn.Module]) -> dict[int, _Found]:
-    """What the model has, by the tensor's identity."""
-    found: dict[int, _Found] = {}
-    for root in modules:
-        frozen = frozen_tensors(root)
-        for slot in slots(root):
-            item = found.setdefault(id(slot.tensor), _Found(slot.tensor, slot.is_buffer))
-            item.names.append(slot.name)
-            item.frozen |= id(slot.tensor) in frozen
-    return found
 
 
 def _find_pins(roots: Iterable[nn.Module], found: Mapping[int, _Found], base: torch.dtype) -> None:
     unused: dict[tuple[str, str], list[str]] = {}  # by pin and pattern, the names that there were
-    for module in chain.from_iterable(root.modules() for root in roots):
-        for attribute, pattern in _pins(module, base):
-            pin, inside = f"{type(module).__name__}.{attribute} {pattern!r}", _inside(module)
-            matching = [name for name in inside if _pinned(attribute, pattern, name)]
+    for module, attribute in product(chain.from_iterable(root.modules() for root in roots), _PINS):
+        pins, ours = getattr(module, attribute, None) or (), attribute == "keep_fp32"
+        if not isinstance(pins, tuple | list | set | frozenset) or not all(isinstance(pin, str) for pin in pins):
+            raise ValueError(f"{type(module).__name__}.{attribute} must be a tuple, list or set of names; got {pins!r}")
+        if not pins or not (ours or base in (torch.float16, torch.bfloat16)):
+            continue
+        inside = {  # by their names in the module, and None where there could be a tensor, such as a bias
+            f"{path}.{key}".lstrip("."): tensor
+            for path, owner in module.named_modules(remove_duplicate=False)
+            for key, tensor in (*owner._parameters.items(), *owner._buffers.items())
+        }
+        for pattern in pins if isinstance(pins, tuple | list) else sorted(pins):
+            pin, glob = f"{type(module).__name__}.{attribute} {pattern!r}", pattern.replace("*", ".*")
+            # transformers' patterns are found anywhere, as its build_glob_alternation does.
+            matching = [name for name in inside if (matches(pattern, name) if ours else re.search(glob, name))]
             for name in matching:
                 if (tensor := inside[name]) is not None:
                     found[id(tensor)].pin = pin
-            if attribute == "keep_fp32":  # transformers' lists name what some models of a class lack
+            if ours:  # transformers' lists name what some models of a class lack
                 unused[pin, pattern] = [] if matching else unused.get((pin, pattern), list(inside))
     for (pin, pattern), names in unused.items():
         if names:
@@ -108,36 +117,11 @@ def _find_pins(roots: Iterable[nn.Module], found: Mapping[int, _Found], base: to
                              "a pattern is matched by whole segments from the start of a name in that module")
 
 
-def _inside(module: nn.Module) -> dict[str, Tensor | None]:
-    """Every tensor in a module by its names in it, and None where there could be one, such as a bias."""
-    return {
-        f"{path}.{key}".lstrip("."): tensor
-        for path, owner in module.named_modules(remove_duplicate=False)
-        for key, tensor in (*owner._parameters.items(), *owner._buffers.items())
-    }
-
-
-def _pins(module: nn.Module, base: torch.dtype) -> Iterator[tuple[str, str]]:
-    """The attributes by which a module pins tensors inside, each with one of its patterns."""
-    for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict", "keep_fp32"):
-        pins = getattr(module, attribute, None) or ()
-        if not isinstance(pins, tuple | list | set | frozenset) or not all(isinstance(pin, str) for pin in pins):
-            raise ValueError(f"{type(module).__name__}.{attribute} must be a tuple, list or set of names; got {pins!r}")
-        if attribute == "keep_fp32" or base in (torch.float16, torch.bfloat16):
-            yield from ((attribute, pin) for pin in (pins if isinstance(pins, tuple | list) else sorted(pins)))
-
-
-def _pinned(attribute: str, pattern: str, name: str) -> bool:
-    if attribute == "keep_fp32":
-        return matches(pattern, name)
-    return re.search(pattern.replace("*", ".*"), name) is not None  # as transformers' build_glob_alternation
-
-
-def _find_rules(found: Iterable[_Found], rules: Sequence[Rule]) -> None:
+def _find_rules(found: Collection[_Found], rules: Sequence[Rule]) -> None:
     used: set[Rule] = set()
     floating = [item for item in found if item.tensor.is_floating_point()]
     for item in floating:
-        matching = [rule for rule in rules if any(map(rule.matches, item.names))]
+        matching = [rule for rule in rules if any(matches(rule.pattern, name) for name in item.names)]
         used.update(matching)
         for name, dtype in chain.from_iterable(rule.given.items() for rule in matching):
             if item.given.setdefault(name, dtype) is not dtype:
@@ -170,19 +154,10 @@ def _nearest(pattern: str, names: Iterable[str]) -> str:
     return ", ".join(map(repr, errors.nearest(pattern, candidates, 3, cutoff=0.0)))
 
 
-def _find_sources(found: Mapping[int, _Found], sources: Mapping[str, torch.dtype]) -> None:
-    for item in found.values():
-        item.source = next((sources[name] for name in item.names if name in sources), None)
-    if sources and not any(item.source for item in found.values()):
-        first = next((item.names[0] for item in found.values()), "nothing")
-        raise ValueError(f"no name of source_dtypes is in the model; it has {next(iter(sources))!r}, the model "
-                         f"{first!r}: convert the checkpoint's names")
-
-
-def _decide(item: _Found, base: torch.dtype, narrow: bool) -> TensorDTypes:
-    """The dtypes of a tensor under a policy that computes in `base`; narrow: whether the checkpoint has less than
-    float32 somewhere."""
-    own, source, given = item.tensor.dtype, item.source, item.given
+def _decide(item: _Found, source: torch.dtype | None, base: torch.dtype, narrow: bool) -> TensorDTypes:
+    """The dtypes of a tensor, `source` in the checkpoint, under a policy that computes in `base`; narrow: whether the
+    checkpoint has less than float32 somewhere."""
+    own, given = item.tensor.dtype, item.given
     if not own.is_floating_point:
         return TensorDTypes(own, own, own, "not floating point")
     loaded = own

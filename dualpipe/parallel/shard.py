@@ -1,4 +1,11 @@
-"""Sharding a module as its dtype plan says, or having it compute as the plan says where it is not sharded.
+"""Sharding a module as its dtype plan says: into FSDP2 units of one dtype each, with casts where dtypes meet.
+
+    host      the module itself, an element of its outermost ModuleList or ModuleDict (a layer), or a frozen tower
+    unit      parameters of one key (storage, compute, reduce, expert or dense) in a host, gathered and reduced together
+    cast      what goes into a module that owns parameters has their compute dtype, where its host mixes dtypes
+
+FSDP2 gathers a unit in one dtype and reduces it in one; its assertion about that comes in the first forward, and says
+nothing of frozen parameters. So parameters are grouped here, before anything is sharded.
 
 The casts are forward hooks of ours and not those of `MixedPrecisionPolicy`: modules that are not units need them as
 well, so do modules that are not sharded at all, and until torch 2.11 a unit of several modules casts the inputs of its
@@ -8,9 +15,11 @@ first one only.
 from __future__ import annotations
 
 import warnings
+from collections import Counter, defaultdict
 from collections.abc import Iterable
-from functools import partial
-from typing import Any
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +30,8 @@ from torch.utils._pytree import tree_map_only
 
 from dualpipe.dtypes import short_name
 from dualpipe.parallel.dtype_plan import DTypePlan, DTypePolicy, slots
-from dualpipe.parallel.units import Cut, Unit
+
+_Dtypes = tuple[torch.dtype, torch.dtype | None]  # computed in, and returned where that is another
 
 
 def shard(
@@ -52,23 +62,22 @@ def shard(
         raise ValueError("the module is sharded already; shard it once, from the outermost module")
     boundary = boundary_dtype(plan.policy, output_dtype)
     cut = Cut(module, plan, output_dtype=boundary)
-    _check_meshes(module, mesh, plan, expert_mesh)
-    _store(module, plan)
-    dense = None if mesh is None else _two_dimensional(mesh)
+    _store(module, mesh, plan, expert_mesh)
+    if mesh is not None and mesh.ndim > 2:  # FSDP2 takes (shard,) or (replicate, shard)
+        *replicated, last = mesh.mesh_dim_names or ()
+        mesh = DeviceMesh._concatenate([mesh[tuple(replicated)]._flatten("_".join(replicated)), mesh[last]])
     taken: set[nn.Module] = set()
-    for unit in cut.units:
-        managed = [m for outer in unit.modules for m in outer.modules() if m not in taken]
+    for modules, key in cut.units:
+        managed = [m for outer in modules for m in outer.modules() if m not in taken]
         taken.update(managed)
-        if dense is not None:
-            _fully_shard(unit, dense, expert_mesh)
-        if unit.key:
-            _accumulate_in(unit.key.reduce, unit.modules, managed, now=dense is None)
+        if mesh is not None:
+            _fully_shard(modules, key, mesh, expert_mesh)
+        if key:
+            _accumulate_in(key.reduce, modules, managed, now=mesh is None)
     if hasattr(module, "segments"):  # run by its parts, it never comes to the hook
         module.boundary_dtype = boundary  # type: ignore[assignment]
-    for cast in cut.casts:
-        cast.module.register_forward_pre_hook(partial(_cast_inputs, cast.inputs), with_kwargs=True)
-        if cast.outputs is not None:
-            cast.module.register_forward_hook(partial(_cast_outputs, cast.outputs))
+    for inner, (inputs, outputs) in cut.casts.items():
+        _cast(inner, inputs, outputs)
     return module
 
 
@@ -83,15 +92,214 @@ def boundary_dtype(policy: DTypePolicy, explicit: torch.dtype | None = None) -> 
     return explicit
 
 
-def _check_meshes(
-    module: nn.Module, mesh: DeviceMesh | None, plan: DTypePlan, expert_mesh: DeviceMesh | None
-) -> None:
-    for name, param in module.named_parameters():
-        dtypes = plan.of(name)
-        if mesh is None and dtypes.storage is not dtypes.compute:
-            raise ValueError(f"{name} is stored in {short_name(dtypes.storage)} and computes in "
-                             f"{short_name(dtypes.compute)}, which only a sharded module can: shard it over a mesh (of "
-                             "one rank, if there is no other), or build it in its compute dtype")
+# -- how a module is cut
+
+
+class Key(NamedTuple):
+    """What the parameters of a unit have in common."""
+
+    storage: torch.dtype
+    compute: torch.dtype
+    reduce: torch.dtype
+    expert: bool  # already sharded over the expert-parallel ranks
+
+    def __str__(self) -> str:
+        storage, compute, reduce = map(short_name, self[:3])
+        return f"{storage} computing in {compute}, reduced in {reduce}{', expert' if self.expert else ''}"
+
+
+@dataclass
+class _Part:
+    """A module with what `Cut` has to know of it."""
+
+    module: nn.Module
+    name: str
+    own: Key | None  # of the parameters that it owns directly
+    casts: list[_Dtypes]  # of these and of frozen scalars
+    is_host: bool
+    children: list[_Part] = field(default_factory=list)
+    keys: set[Key] = field(default_factory=set)  # of all parameters inside
+    dtypes: set[_Dtypes] = field(default_factory=set)  # of all floating-point tensors inside
+    sizes: Counter[Key] = field(default_factory=Counter)  # dense, computing in the policy's dtype, in no host inside
+    has_hosts: bool = False
+    seen: bool = False  # whether its units are found
+
+    @property
+    def main(self) -> Key | None:
+        """The key of its own parameters or, where it has none, of most that compute in the policy's dtype."""
+        if self.own or len(self.keys) == 1:
+            return self.own or next(iter(self.keys))
+        return max(self.sizes, key=self.sizes.__getitem__, default=None)
+
+
+class Cut:
+    """How a module is cut as its plan says; nothing of the module is changed.
+
+    units: modules whose parameters are gathered and reduced together, and their key (None: no parameters of their own);
+    innermost first, the order in which they are to be sharded. casts: by module, what its floating-point inputs and
+    outputs are cast to; None leaves them. output_dtype: what the module returns, by default the policy's.
+
+    Raises:
+        ValueError: the plan lacks a tensor of the module, or dtypes meet where FSDP2 cannot keep them apart: in the
+            parameters that one module owns directly, in a container without a forward, in tied parameters.
+    """
+
+    def __init__(self, root: nn.Module, plan: DTypePlan, *, output_dtype: torch.dtype | None = None) -> None:
+        self._plan, base = plan, plan.policy.param_dtype
+        self._parts: dict[nn.Module, _Part] = {}
+        self.units: list[tuple[tuple[nn.Module, ...], Key | None]] = []
+        self.casts: dict[nn.Module, _Dtypes] = {}
+        whole = self._look(root, "")
+        self._find_casts(whole, output_dtype or plan.policy.output_dtype)
+        for part in self._parts.values():
+            if part.is_host:  # returns what is computed in, whatever its fp32 parts do; one all in fp32, fp32
+                outputs = {base if any(dtype is base for dtype, _ in part.dtypes) else out for _, out in part.dtypes}
+                self._find_casts(part, outputs.pop() if len(outputs) == 1 else None)
+        self._find_units(whole, whole.main)
+        self._join_tied()
+
+    def _look(self, module: nn.Module, name: str, *, is_host: bool = False, in_layer: bool = False) -> _Part:
+        """Note a module and what is inside, by the first place that it has; a layer has no layers of its own."""
+        own, casts = self._own(module, name)
+        part = self._parts[module] = _Part(module, name, own, casts, is_host)
+        if own:
+            part.keys.add(own)
+            if own.compute is self._plan.policy.param_dtype and not own.expert:
+                part.sizes[own] = sum(param.numel() for param in module.parameters(recurse=False))
+        buffers = (key for key, buffer in module.named_buffers(recurse=False) if buffer.is_floating_point())
+        planned = (self._plan.of(_full(name, key)) for key in buffers)
+        part.dtypes.update(casts, ((dtypes.compute, dtypes.output) for dtypes in planned))
+        for key, child in module.named_children():
+            if child not in self._parts:
+                is_layer = isinstance(module, nn.ModuleList | nn.ModuleDict) and not in_layer
+                has_more = any(True for _ in chain(child.children(), child.buffers(recurse=False)))
+                is_tower = has_more and not _is_trained(child) and _is_trained(module)
+                sharded = any(param.dim() for param in child.parameters())
+                is_host = (is_layer or is_tower) and sharded and _has_forward(child)
+                self._look(child, _full(name, key), is_host=is_host, in_layer=in_layer or (is_host and is_layer))
+            inner = self._parts[child]
+            part.children.append(inner)
+            part.keys |= inner.keys
+            part.dtypes |= inner.dtypes
+            part.has_hosts |= inner.is_host or inner.has_hosts
+            if not inner.is_host:
+                part.sizes.update(inner.sizes)
+        return part
+
+    def _own(self, module: nn.Module, name: str) -> tuple[Key | None, list[_Dtypes]]:
+        """The key of the parameters that a module owns directly, and what they are computed and returned in."""
+        keys: dict[Key, str] = {}
+        casts: dict[_Dtypes, None] = {}
+        for full, param in ((_full(name, key), param) for key, param in module.named_parameters(recurse=False)):
+            dtypes = self._plan.of(full)
+            if param.is_floating_point():
+                casts[dtypes.compute, dtypes.output] = None
+            if param.dim() > 0:
+                key = Key(dtypes.storage, dtypes.compute, self._plan.reduce_dtype(full), isinstance(param, DTensor))
+                keys.setdefault(key, full)
+            elif param.requires_grad:
+                raise ValueError(f"{full} is a scalar, which FSDP2 cannot shard: give it the shape (1,)")
+        if len(keys) > 1:
+            found = ", ".join(f"{full} ({key})" for key, full in keys.items())
+            raise ValueError(f"{name or 'the module'} ({type(module).__name__}) directly owns parameters that FSDP2 "
+                             f"cannot keep apart: {found}; give them the same dtypes with a rule or pin, or move some "
+                             "to a submodule")
+        return next(iter(keys), None), list(casts)
+
+    def _find_casts(self, host: _Part, output: torch.dtype | None) -> None:
+        """The casts of a host, which returns `output`; where it mixes dtypes, those around the largest modules in it of
+        one dtype, and into those that own parameters among other dtypes."""
+        self.casts[host.module] = host.main.compute if host.main else self._plan.policy.param_dtype, output
+        inside = host.children[::-1] if len(host.dtypes) > 1 else []
+        while inside:
+            part = inside.pop()
+            if not part.keys or part.is_host:
+                continue
+            if len(part.dtypes) == 1 and _has_forward(part.module):
+                (self.casts[part.module],) = part.dtypes
+                continue
+            if len({output for _, output in part.casts}) > 1:
+                raise ValueError(f"rules disagree on what {part.name} returns: {set(part.casts)}")
+            if part.casts and _has_forward(part.module):
+                self.casts[part.module] = part.casts[0]
+            inside += part.children[::-1]
+
+    def _find_units(self, host: _Part, main: Key | None) -> None:
+        """The units in a module, and last the module itself with what is around them, of the key `main`."""
+        groups: defaultdict[Key, list[nn.Module]] = defaultdict(list)
+        inside = host.children[::-1]
+        while inside:
+            part = inside.pop()
+            if part.seen or not part.keys:
+                continue
+            part.seen, has_forward = True, _has_forward(part.module)
+            if part.is_host:
+                self._find_units(part, part.main)
+            elif not has_forward and part.own not in (None, main):
+                raise ValueError(f"{part.name} ({type(part.module).__name__}) has no forward, so its parameters, "
+                                 f"{part.own}, cannot be gathered apart from those around it, {main or 'none'}: give "
+                                 "both the same dtype, or move them to a module that has one")
+            elif has_forward and len(part.keys) == 1 and not part.has_hosts:
+                (key,) = part.keys
+                if key != main:
+                    groups[key].append(part.module)
+            elif part.own in (None, main):
+                inside += part.children[::-1]
+            else:
+                self._find_units(part, part.own)
+        self.units += [(tuple(modules), key) for key, modules in groups.items()]
+        self.units.append(((host.module,), main))
+
+    def _join_tied(self) -> None:
+        """Put modules of different units that share a parameter into a unit of their own, ahead of all others."""
+        unit_of: dict[nn.Module, int] = {}
+        for number, (modules, _) in enumerate(self.units):  # innermost first
+            for module in chain.from_iterable(outer.modules() for outer in modules):
+                unit_of.setdefault(module, number)
+        owners: defaultdict[nn.Parameter, list[nn.Module]] = defaultdict(list)
+        for module in self._parts:
+            for param in module.parameters(recurse=False):
+                owners[param].append(module)
+        joined: dict[tuple[nn.Module, ...], Key | None] = {}
+        taken: set[nn.Module] = set()
+        for tied in owners.values():
+            if len({unit_of[module] for module in tied}) > 1:
+                if not taken.isdisjoint(tied) or any(self._parts[module].children for module in tied):
+                    raise ValueError(f"{[type(module).__name__ for module in tied]} share a parameter across units and "
+                                     "have others besides: tie modules that own nothing else")
+                joined[tuple(tied)] = self.units[unit_of[tied[0]]][1]
+                taken.update(tied)
+        rest = [(tuple(m for m in modules if m not in taken), key) for modules, key in self.units]
+        self.units = [*joined.items(), *(unit for unit in rest if unit[0])]
+
+
+def _full(path: str, name: str) -> str:
+    return f"{path}.{name}".lstrip(".")
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward
+
+
+def _is_trained(module: nn.Module) -> bool:
+    return any(param.requires_grad for param in module.parameters())
+
+
+# -- making it so
+
+
+def _store(module: nn.Module, mesh: DeviceMesh | None, plan: DTypePlan, expert_mesh: DeviceMesh | None) -> None:
+    """Give every tensor its storage dtype, in place, so that one shared with another module stays shared; before that,
+    ValueError for a parameter that does not fit the plan or the meshes."""
+    for name, param in ((slot.name, slot.tensor) for slot in slots(module) if not slot.is_buffer):
+        storage, compute = plan.of(name).storage, plan.of(name).compute
+        if mesh is None and storage is not compute:
+            raise ValueError(f"{name} is stored in {short_name(storage)} and computes in {short_name(compute)}, which "
+                             "only a sharded module can: shard it over a mesh (of one rank, if there is no other), or "
+                             "build it in its compute dtype")
+        if param.requires_grad and torch.promote_types(param.dtype, storage) is not storage:
+            raise ValueError(f"{name} is {short_name(param.dtype)} and trainable, but the plan stores it in "
+                             f"{short_name(storage)}: resolve the plan for a model built the same way")
         if not isinstance(param, DTensor):
             continue
         if not all(isinstance(placement, Shard) for placement in param.placements):
@@ -102,19 +310,12 @@ def _check_meshes(
         if whole is None or experts is None or experts * ep != whole:
             raise ValueError(f"{name} is sharded over {ep} expert-parallel ranks: expert_mesh must be given, and mesh "
                              f"have {ep} times its ranks; their sizes are {experts} and {whole}")
-
-
-def _store(module: nn.Module, plan: DTypePlan) -> None:
-    """Give every tensor its storage dtype, in place, so that one shared with another module stays shared."""
     for slot in slots(module):
         tensor, storage = slot.tensor, plan.of(slot.name).storage
         if tensor.dtype is storage:
             continue
         if slot.is_buffer:
             setattr(slot.owner, slot.key, tensor.to(storage))
-        elif tensor.requires_grad and torch.promote_types(tensor.dtype, storage) is not storage:
-            raise ValueError(f"{slot.name} is {short_name(tensor.dtype)} and trainable, but the plan stores it in "
-                             f"{short_name(storage)}: resolve the plan for a model built the same way")
         elif isinstance(tensor, DTensor):  # its data is not assignable
             stored = nn.Parameter(tensor.detach().to(storage), requires_grad=tensor.requires_grad)
             setattr(slot.owner, slot.key, stored)
@@ -122,49 +323,38 @@ def _store(module: nn.Module, plan: DTypePlan) -> None:
             tensor.data = tensor.data.to(storage)
 
 
-def _fully_shard(unit: Unit, dense: DeviceMesh, expert_mesh: DeviceMesh | None) -> None:
-    of_experts = unit.key is not None and unit.key.expert
+def _fully_shard(
+    modules: tuple[nn.Module, ...], key: Key | None, dense: DeviceMesh, expert_mesh: DeviceMesh | None
+) -> None:
+    of_experts = key is not None and key.expert
     mesh = expert_mesh if of_experts and expert_mesh is not None else dense
-    precision = MixedPrecisionPolicy(
-        param_dtype=unit.key.compute if unit.key else None, reduce_dtype=unit.key.reduce if unit.key else None,
-        cast_forward_inputs=False,
-    )
+    ranks = mesh.size(mesh.ndim - 1)
+
+    def off_dimension_0(param: nn.Parameter) -> Shard | None:
+        """A dimension that is not sharded over experts and divides evenly; sharding one twice makes a _StridedShard."""
+        placements = param.placements if isinstance(param, DTensor) else ()
+        taken = {placement.dim for placement in placements if isinstance(placement, Shard)}
+        free = (dim for dim in range(param.dim()) if dim not in taken and param.shape[dim] % ranks == 0)
+        dim = next(free, None)
+        return None if dim is None else Shard(dim)
+
+    def divide(gradient: Tensor) -> None:
+        gradient.div_(dense.size() // mesh.size())
+
     # Nothing trainable is ever ignored, because the gradient of an ignored parameter is not reduced.
-    scalars = {p for m in unit.modules for p in m.parameters() if p.dim() == 0 and not p.requires_grad}
+    scalars = {p for m in modules for p in m.parameters() if p.dim() == 0 and not p.requires_grad}
     fully_shard(
-        list(unit.modules) if len(unit.modules) > 1 else unit.modules[0],
+        list(modules) if len(modules) > 1 else modules[0],
         mesh=mesh,
-        mp_policy=precision,
-        shard_placement_fn=partial(_off_dimension_0, mesh.size(mesh.ndim - 1)) if of_experts else None,
+        mp_policy=MixedPrecisionPolicy(key and key.compute, key and key.reduce, cast_forward_inputs=False),
+        shard_placement_fn=off_dimension_0 if of_experts else None,
         ignored_params=scalars or None,
     )
-    first = unit.modules[0]
+    first = modules[0]
     if mesh.size() != dense.size() and isinstance(first, FSDPModule):
         # FSDP2 takes the mean over its own mesh. Not set_gradient_divide_factor: gloo lacks the reduction that it
         # uses, and with its sums forced, a mesh of one rank is divided twice.
-        first.set_all_reduce_hook(partial(_divide, dense.size() // mesh.size()))
-
-
-def _two_dimensional(mesh: DeviceMesh) -> DeviceMesh:
-    """FSDP2 takes (shard,) or (replicate, shard): dimensions that are replicated over become one."""
-    if mesh.ndim <= 2:
-        return mesh
-    *replicated, last = mesh.mesh_dim_names or ()
-    flat = mesh[tuple(replicated)]._flatten("_".join(replicated))
-    return DeviceMesh._concatenate([flat, mesh[last]])
-
-
-def _off_dimension_0(ranks: int, param: nn.Parameter) -> Shard | None:
-    """A dimension that is not sharded over experts and divides evenly; sharding one twice makes a _StridedShard."""
-    placements = param.placements if isinstance(param, DTensor) else ()
-    taken = {placement.dim for placement in placements if isinstance(placement, Shard)}
-    free = (dim for dim in range(param.dim()) if dim not in taken and param.shape[dim] % ranks == 0)
-    dim = next(free, None)
-    return None if dim is None else Shard(dim)
-
-
-def _divide(factor: int, gradient: Tensor) -> None:
-    gradient.div_(factor)
+        first.set_all_reduce_hook(divide)
 
 
 def _accumulate_in(
@@ -186,9 +376,10 @@ def _accumulate_in(
         module.register_forward_pre_hook(set_grad_dtype)
 
 
-def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple:
-    return _cast_outputs(dtype, module, args, (args, kwargs))
+def _cast(module: nn.Module, inputs: torch.dtype, outputs: torch.dtype | None) -> None:
+    def cast(dtype: torch.dtype, value: Any) -> Any:
+        return tree_map_only(Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value)
 
-
-def _cast_outputs(dtype: torch.dtype, module: nn.Module, args: tuple, output: Any) -> Any:
-    return tree_map_only(Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, output)
+    module.register_forward_pre_hook(lambda _, args, kwargs: cast(inputs, (args, kwargs)), with_kwargs=True)
+    if outputs is not None:
+        module.register_forward_hook(lambda _, args, output: cast(outputs, output))

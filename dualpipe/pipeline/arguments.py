@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import Parameter, signature
-from itertools import chain
+from itertools import chain, starmap
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from dualpipe.nn.segments import Segment, checked, is_reserved
-from dualpipe.parallel.fsdp import StageParameters
-from dualpipe.parallel.reduced import check_ranks
+from dualpipe.parallel.fsdp import StageParameters, check_ranks
 
 
 class SideSpec(NamedTuple):
@@ -43,19 +42,6 @@ class SideSpec(NamedTuple):
         names = set().union(*(part.names for part in parts))
         return SideSpec(tuple(sorted(names)), any(p.every for p in parts), any(p.hooked for p in parts))
 
-    def check(self, given: Sequence[str]) -> None:
-        """ValueError where the stages cannot be given these."""
-        if given and self.hooked:
-            raise ValueError(
-                f"side inputs {given} do not go with overlapped_forward_backward, which has no argument for them; "
-                "return them from the first stage as tensors that all hand on, or give the stages segments()"
-            )
-        if unused := [name for name in given if name not in self.names and not self.every]:
-            raise ValueError(
-                f"no stage takes the side inputs {unused}; the stages' forwards name {list(self.names)} when the "
-                "pipeline is built. Name them there as parameters behind the first"
-            )
-
 
 @dataclass(frozen=True)
 class OwnStages:
@@ -79,18 +65,6 @@ class OwnStages:
 # -- a step
 
 
-class Batch(NamedTuple):
-    """A rank's share of a step's arguments, split into micro-batches; empty where this rank has no use for them."""
-
-    inputs: Sequence[tuple[Tensor, ...]]
-    side: Sequence[tuple[Tensor, ...]]  # in the order of their names
-    labels: Sequence[tuple[Tensor, ...]]
-    criterion: Callable[..., Tensor] | None
-    keep_outputs: bool
-    segments: Mapping[int, Sequence[Segment]]  # of the stages that offer them
-    told: StepArguments
-
-
 class StepArguments(NamedTuple):
     """One rank's arguments, reduced to what the ranks compare. Travels as JSON."""
 
@@ -105,11 +79,16 @@ class StepArguments(NamedTuple):
     label_size: int | None
 
 
-class Agreed(NamedTuple):
-    """What all ranks know of a step."""
+class Batch(NamedTuple):
+    """A rank's share of a step's arguments, split into micro-batches; empty where this rank has no use for them."""
 
-    num_larger: int  # the first micro-batches, which are larger than the others
-    side_names: list[str]
+    inputs: Sequence[tuple[Tensor, ...]]
+    side: Sequence[tuple[Tensor, ...]]  # in the order of their names
+    labels: Sequence[tuple[Tensor, ...]]
+    criterion: Callable[..., Tensor] | None
+    keep_outputs: bool
+    segments: Mapping[int, Sequence[Segment]]  # of the stages that offer them
+    told: StepArguments
 
 
 def split_batch(
@@ -124,24 +103,26 @@ def split_batch(
 ) -> Batch:
     """This rank's micro-batches, and what the other ranks must know of them; ValueError for what it can see to be wrong
     on its own. The arguments are those of `Pipeline.step`."""
-    num_chunks = checked_num_chunks(num_chunks)
+    if not hasattr(num_chunks, "__index__") or int(num_chunks) < 1:
+        raise ValueError(f"num_chunks must be an integer >= 1, got {num_chunks!r}")
+    num_chunks = int(num_chunks)
     labels = (labels,) if isinstance(labels, Tensor) else tuple(labels or ())
     side = _checked_side(side)
     for module in stages.modules.values():
         if (found := getattr(next(module.parameters(), None), "device", stages.device)) != stages.device:
             raise ValueError(f"a stage is on {found}, but the pipeline was built on {stages.device}; build it anew")
     first, last = 0 in stages.modules, stages.count - 1 in stages.modules
-    grad, modules = torch.is_grad_enabled(), stages.modules.values()
+    grad, given = torch.is_grad_enabled(), [t for t in inputs if t is not None]
     if last and criterion is None and grad:
         raise ValueError("criterion is required on the rank of the last stage; evaluate under torch.no_grad()")
-    if first and not _given(inputs):
+    if first and not given:
         raise ValueError("inputs are required on the rank of the first stage, got none")
     cut_inputs, size = _split("input", inputs if first else None, num_chunks, stages)
     cut_side, side_size = _split("side input", side.values() if first and side else None, num_chunks, stages, side)
     cut_labels, label_size = _split("label", labels if last and criterion else None, num_chunks, stages)
     told = StepArguments(
-        num_chunks, grad, bool(sync), [module.training for module in modules],
-        [list(t.shape) for t in _given(inputs)], [[name, list(t.shape)] for name, t in side.items()],
+        num_chunks, grad, bool(sync), [module.training for module in stages.modules.values()],
+        [list(t.shape) for t in given], [[name, list(t.shape)] for name, t in side.items()],
         size, side_size, label_size,
     )
     return Batch(
@@ -149,35 +130,36 @@ def split_batch(
     )
 
 
-def agree(ranks: Sequence[StepArguments], first: int, last: int, spec: SideSpec) -> Agreed:
-    """ValueError, with the same text on every rank, where the ranks disagree.
+def agree(told: Iterable[Sequence[Any]], *, first: int, last: int, spec: SideSpec) -> tuple[int, list[str]]:
+    """What follows from the `StepArguments` of all ranks: how many micro-batches, the first ones, are larger than the
+    others, and the names of the side inputs. ValueError, with the same text on every rank, where they disagree.
 
     first, last: the ranks of the first and the last stage; spec: what the stages of all ranks take.
     """
+    ranks = list(starmap(StepArguments, told))
     _same("num_chunks", [r.num_chunks for r in ranks])
     _same("grad mode", [r.grad for r in ranks])
     _same("sync", [r.sync for r in ranks])
-    if len(set(chain.from_iterable(r.training for r in ranks))) > 1:
-        modes = [r.training for r in ranks]
+    modes = [r.training for r in ranks]
+    if len(set(chain(*modes))) > 1:
         raise ValueError(f"ranks disagree about train/eval mode: training of the stages, by rank: {modes}")
     _same("the shapes of the inputs", [r.input_shapes or ranks[first].input_shapes for r in ranks])
     _same("the side inputs and their shapes", [r.side_shapes or ranks[first].side_shapes for r in ranks])
-    side_names = [name for name, _ in ranks[first].side_shapes]
-    spec.check(side_names)
+    names = [name for name, _ in ranks[first].side_shapes]
+    if names and spec.hooked:
+        raise ValueError(f"side inputs {names} do not go with overlapped_forward_backward, which has no argument for "
+                         "them; return them from the first stage as tensors that all hand on, or give the stages "
+                         "segments()")
+    if unused := [name for name in names if name not in spec.names and not spec.every]:
+        raise ValueError(f"no stage takes the side inputs {unused}; the stages' forwards name {list(spec.names)} when "
+                         "the pipeline is built. Name them there as parameters behind the first")
     batch_size, side_size, label_size = ranks[first].batch_size, ranks[first].side_size, ranks[last].label_size
     if side_size not in (None, batch_size):
-        raise ValueError(f"inputs have batch size {batch_size}, side inputs {side_names} {side_size}")
+        raise ValueError(f"inputs have batch size {batch_size}, side inputs {names} {side_size}")
     if label_size not in (None, batch_size):
         raise ValueError(f"inputs have batch size {batch_size}, labels {label_size}")
     assert batch_size is not None, "the rank of the first stage has inputs"
-    return Agreed(batch_size % ranks[first].num_chunks, side_names)
-
-
-def checked_num_chunks(num_chunks: Any) -> int:
-    """`num_chunks` as an int; ValueError unless it is an integer of 1 or more."""
-    if not hasattr(num_chunks, "__index__") or int(num_chunks) < 1:
-        raise ValueError(f"num_chunks must be an integer >= 1, got {num_chunks!r}")
-    return int(num_chunks)
+    return batch_size % ranks[first].num_chunks, names
 
 
 def _checked_side(side: Any) -> dict[str, Tensor]:
@@ -201,10 +183,6 @@ def _checked_side(side: Any) -> dict[str, Tensor]:
     return found
 
 
-def _given(tensors: Iterable[Tensor | None]) -> list[Tensor]:
-    return [t for t in tensors if t is not None]
-
-
 def _split(
     what: str, tensors: Iterable[Tensor | None] | None, num_chunks: int, stages: OwnStages, names: Iterable[object] = ()
 ) -> tuple[Sequence[tuple[Any, ...]], int | None]:
@@ -213,26 +191,22 @@ def _split(
     if tensors is None:
         return (), None
     tensors, dim = list(tensors), stages.batch_dim
-    for name, tensor in zip(list(names) or range(len(tensors)), tensors):
-        if tensor is not None:
-            _check_splittable(f"{what} {name!r}", tensor, num_chunks, dim, stages.device)
-    given = _given(tensors)
-    if len({t.shape[dim] for t in given}) > 1:
-        raise ValueError(f"{what}s differ in size along dimension {dim}: {[list(t.shape) for t in given]}")
+    given = [(f"{what} {n!r}", t) for n, t in zip(list(names) or range(len(tensors)), tensors) if t is not None]
+    for name, tensor in given:
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"{name} must be a tensor, got {type(tensor).__name__}")
+        shape = list(tensor.shape)
+        if not -tensor.dim() <= dim < tensor.dim():
+            raise ValueError(f"{name} of shape {shape} has no dimension {dim} to split")
+        if shape[dim] < num_chunks:
+            raise ValueError(f"{name} of shape {shape} cannot be split into num_chunks={num_chunks} along dimension "
+                             f"{dim}")
+        if tensor.device != stages.device:
+            raise ValueError(f"{name} is on {tensor.device}, the stages on {stages.device}; move it there")
+    if len({t.shape[dim] for _, t in given}) > 1:
+        raise ValueError(f"{what}s differ in size along dimension {dim}: {[list(t.shape) for _, t in given]}")
     chunks = [[None] * num_chunks if t is None else t.tensor_split(num_chunks, dim) for t in tensors]
-    return list(zip(*chunks)) if chunks else [()] * num_chunks, given[0].shape[dim] if given else None
-
-
-def _check_splittable(name: str, tensor: Any, num_chunks: int, dim: int, device: torch.device) -> None:
-    if not isinstance(tensor, Tensor):
-        raise ValueError(f"{name} must be a tensor, got {type(tensor).__name__}")
-    shape = list(tensor.shape)
-    if not -tensor.dim() <= dim < tensor.dim():
-        raise ValueError(f"{name} of shape {shape} has no dimension {dim} to split")
-    if shape[dim] < num_chunks:
-        raise ValueError(f"{name} of shape {shape} cannot be split into num_chunks={num_chunks} along dimension {dim}")
-    if tensor.device != device:
-        raise ValueError(f"{name} is on {tensor.device}, the stages on {device}; move it there")
+    return list(zip(*chunks)) if chunks else [()] * num_chunks, given[0][1].shape[dim] if given else None
 
 
 def _same(what: str, values: Sequence[Any]) -> None:
@@ -244,43 +218,30 @@ def _same(what: str, values: Sequence[Any]) -> None:
 # -- a pipeline
 
 
-class Construction(NamedTuple):
-    """What a rank tells the others when it builds its pipeline. Travels as JSON."""
+def conclude(ranks: Iterable[Sequence[Any]]) -> tuple[bool | None, SideSpec, torch.dtype]:
+    """Whether pairs run in turn (None: no matter), what the stages take, the dtype of norms; ValueError where ranks do
+    not fit.
 
-    agreed: list[Any]
-    overlaps: bool | None  # whether pairs are to run in turn; None where nothing could
-    spec: SideSpec
-    double: bool  # whether any parameter is float64
-    tied: list[list[list[int]]]  # as of `tied_ends`
-    reduced: tuple[bool, list[str]]  # as of `check_stages`
-
-    @staticmethod
-    def conclude(ranks: Sequence[Construction]) -> tuple[bool | None, SideSpec, torch.dtype]:
-        """Whether pairs run in turn (None: no matter), what the stages take, the dtype of norms; ValueError where
-        ranks do not fit."""
-        _same("(schedule, its checksum, device, batch_dim, rank_mapping)", [r.agreed for r in ranks])
-        check_ranks([r.reduced for r in ranks])
-        embeddings, last = (list(chain.from_iterable(ends)) for ends in zip(*(r.tied for r in ranks)))
-        if any(shape in last for shape in embeddings):
-            raise ValueError("tie_word_embeddings is set, but the first and the last stage are on two ranks and would "
-                             "train two weights; use a V-shaped schedule (dualpipev, zbv), or set it to False in their "
-                             "config")
-        spec = SideSpec.union(SideSpec(*r.spec) for r in ranks)
-        overlaps = [r.overlaps for r in ranks if r.overlaps is not None]
-        dtype = torch.float64 if any(r.double for r in ranks) else torch.float32
-        return any(overlaps) if overlaps else None, spec, dtype
+    ranks: what each says when it builds its pipeline: what must be the same everywhere, whether pairs are to run in
+    turn (None where nothing could), its `SideSpec`, whether a parameter is float64, its `tied_ends` and what
+    `check_stages` has found. Travels as JSON.
+    """
+    same, turns, specs, doubles, tied, reduced = zip(*ranks)
+    _same("(schedule, its checksum, device, batch_dim, rank_mapping)", same)
+    check_ranks(reduced)
+    embeddings, last = (list(chain(*ends)) for ends in zip(*tied))
+    if any(shape in last for shape in embeddings):
+        raise ValueError("tie_word_embeddings is set, but the first and the last stage are on two ranks and would "
+                         "train two weights; use a V-shaped schedule (dualpipev, zbv), or set it to False in their "
+                         "config")
+    wanted = [each for each in turns if each is not None]
+    dtype = torch.float64 if any(doubles) else torch.float32
+    return any(wanted) if wanted else None, SideSpec.union(starmap(SideSpec, specs)), dtype
 
 
-def is_permutation(mapping: Any, size: int) -> bool:
-    """Whether `mapping` holds each of 0..size-1 once."""
-    try:
-        return sorted(mapping) == list(range(size))
-    except TypeError:
-        return False
-
-
-def checked_modules(modules: Any) -> nn.ModuleList:
-    """The stages of a rank; ValueError where they are not modules, or one is there twice."""
+def checked_modules(modules: Any) -> tuple[nn.ModuleList, torch.device | None]:
+    """The stages of a rank, and the device of their parameters and buffers, None where they have none. ValueError where
+    they are not modules, one is there twice, or they are on several devices."""
     sequence = isinstance(modules, list | tuple | nn.ModuleList | nn.Sequential)
     if not sequence or not all(isinstance(module, nn.Module) for module in modules):
         kinds = [type(m).__name__ for m in modules] if isinstance(modules, list | tuple) else type(modules).__name__
@@ -289,15 +250,10 @@ def checked_modules(modules: Any) -> nn.ModuleList:
         names = [type(module).__name__ for module in modules]
         raise ValueError(f"one module is given twice in {names}; give each stage a module of its own, which may "
                          "share Parameters with another")
-    return nn.ModuleList(modules)
-
-
-def common_device(modules: Iterable[nn.Module]) -> torch.device | None:
-    """The device of all parameters and buffers, None where there are none; ValueError where they are on several."""
     devices = {t.device for m in modules for t in chain(m.parameters(), m.buffers())}
     if len(devices) > 1 or any(d.type == "meta" for d in devices):
         raise ValueError(f"all stages of a rank must be on one real device, found {sorted(map(str, devices))}")
-    return devices.pop() if devices else None
+    return nn.ModuleList(modules), devices.pop() if devices else None
 
 
 def tied_ends(first: nn.Module | None, last: nn.Module | None) -> list[list[list[int]]]:

@@ -7,7 +7,7 @@ and they report whether it went well.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import starmap
+from functools import partial
 from typing import Any
 from zlib import crc32
 
@@ -20,23 +20,10 @@ from dualpipe.errors import PipelineError
 from dualpipe.nn.deferral import WeightGradStore
 from dualpipe.nn.segments import communication_groups, has_communication
 from dualpipe.parallel.clipping import clip_grad_norm_
-from dualpipe.parallel.fsdp import ParametersStep, StageParameters, process_groups
-from dualpipe.parallel.reduced import check_stages
-from dualpipe.pipeline.arguments import (
-    Agreed,
-    Construction,
-    OwnStages,
-    SideSpec,
-    StepArguments,
-    agree,
-    checked_modules,
-    common_device,
-    is_permutation,
-    split_batch,
-    tied_ends,
-)
+from dualpipe.parallel.fsdp import ParametersStep, StageParameters, check_stages, process_groups
+from dualpipe.pipeline.arguments import OwnStages, SideSpec, agree, checked_modules, conclude, split_batch, tied_ends
 from dualpipe.pipeline.executor import Executor, Outputs, overlaps_by_itself
-from dualpipe.pipeline.lower import Programs, streams
+from dualpipe.pipeline.lower import Programs
 from dualpipe.pipeline.p2p import P2PGroups, P2PMessages
 from dualpipe.schedule import Schedule
 
@@ -77,9 +64,9 @@ class Pipeline(nn.Module):
             process_group = dist.group.WORLD
         self.num_ranks = process_group.size() if process_group else 1
         identity = list(range(self.num_ranks))
-        mapping = identity if rank_mapping is None else rank_mapping
-        valid = is_permutation(mapping, self.num_ranks)
-        members = [list(mapping).index(r) for r in identity] if valid else identity  # invalid: enough to say so
+        mapping = list(rank_mapping) if isinstance(rank_mapping, Iterable) else identity if rank_mapping is None else []
+        valid = len(mapping) == self.num_ranks and all(rank in mapping for rank in identity)
+        members = [mapping.index(rank) for rank in identity] if valid else identity  # invalid: enough to say so
         self.rank = members.index(process_group.rank()) if process_group else 0
         self.batch_dim, self._process_group = batch_dim, process_group
         self.weight_grad_store = WeightGradStore()
@@ -88,36 +75,32 @@ class Pipeline(nn.Module):
         self._groups: P2PGroups = groups
         found = [m for m in modules if isinstance(m, nn.Module)] if isinstance(modules, Iterable) else []
         self._ranks = self._groups.sync(process_groups(found, communication_groups(found)))
-        with self._ranks.together(ValueError, self._conclude) as told:
+        with self._ranks.together(ValueError, conclude) as told:
             if not valid:
                 raise ValueError(f"rank_mapping must be a permutation of 0..{self.num_ranks - 1}, got {rank_mapping}")
             built = self._build(modules, schedule)
-            first, last = (self._own.modules.get(i) for i in (0, built.num_stages - 1))
-            spec = SideSpec.union(self._own.specs.values())
-            hooked = overlaps_by_itself(self.module)
-            told.value = Construction(
-                [built.name, crc32(repr(built).encode()), self.device.type, batch_dim, list(mapping)],
-                bool(overlap) if has_communication(self._own.segments().values()) or hooked else None,
+            own = self._own
+            spec, hooked = SideSpec.union(own.specs.values()), overlaps_by_itself(self.module)
+            told.value = [
+                [built.name, crc32(repr(built).encode()), self.device.type, batch_dim, mapping],
+                bool(overlap) if has_communication(own.segments().values()) or hooked else None,
                 spec._replace(hooked=hooked),
                 any(p.dtype is torch.float64 for p in self.module.parameters()),
-                tied_ends(first, last),
-                check_stages(list(self.module), list(self._own.parameters.values()), unreduced),
-            )
-        overlaps, self._spec, self._norm_dtype = told.conclusion
+                tied_ends(own.modules.get(0), own.modules.get(built.num_stages - 1)),
+                check_stages(list(self.module), list(own.parameters.values()), unreduced),
+            ]
+        overlaps, spec, self._norm_dtype = told.conclusion
         self._programs.pairs = overlaps is True
+        self._agree = partial(agree, first=built.placement[0], last=built.placement[-1], spec=spec)
         self._ranks.compare_replicas()
-        self._placement = built.placement
-        self._groups.connect(streams(built), self.device)
-        self._programs.packs = self._groups.packs and overlaps is not False
-
-    # -- construction
+        self._groups.connect(built.placement, self.device)
 
     def _build(self, modules: Sequence[nn.Module], schedule: str | Schedule) -> Schedule:
         """The schedule, for the fewest micro-batches; ValueError for what does not fit."""
-        self.module = checked_modules(modules)
+        self.module, device = checked_modules(modules)
         parameters = [StageParameters(module) for module in self.module]
         specs = [SideSpec.of(module) for module in self.module]
-        self.device = common_device(self.module) or self._groups.default_device()
+        self.device = device or self._groups.default_device()
         self._groups.check_device(self.device)
         self._programs = Programs(schedule, num_ranks=self.num_ranks, rank=self.rank, num_modules=len(self.module))
         built = self._programs.schedule()
@@ -131,10 +114,6 @@ class Pipeline(nn.Module):
 
     def _check_placement(self, schedule: Schedule) -> None:
         """ValueError where stages are placed in a way that this kind of pipeline does not have."""
-
-    @staticmethod
-    def _conclude(ranks: Sequence[Sequence[Any]]) -> tuple[bool | None, SideSpec, torch.dtype]:
-        return Construction.conclude(list(starmap(Construction, ranks)))
 
     # -- a step
 
@@ -177,13 +156,12 @@ class Pipeline(nn.Module):
         same = [str(num_chunks), train, bool(sync)]
         with self._ranks.together(ValueError, self._agree, same_everywhere=same) as told:
             batch = split_batch(self._own, inputs, num_chunks, criterion, labels, return_outputs, sync, side)
-            uneven, even = self._programs.programs(batch.told.num_chunks, train=train)
+            program = self._programs.program(batch.told.num_chunks, train=train)
             told.value = batch.told
-        agreed = told.conclusion
-        program = uneven if agreed.num_larger else even
-        messages = P2PMessages(self._groups, program, num_larger=agreed.num_larger, device=self.device)
+        num_larger, side_names = told.conclusion
+        messages = P2PMessages(self._groups, program, num_larger=num_larger, device=self.device)
         parameters = ParametersStep(self._own.parameters, train=train, reduce=train and sync)
-        executor = Executor(self._own, batch, agreed.side_names, program, messages, parameters, self.weight_grad_store)
+        executor = Executor(self._own, batch, side_names, program, messages, parameters, self.weight_grad_store)
         try:
             with self._ranks.together(PipelineError, where=executor.where):
                 result = executor.run()
@@ -192,12 +170,7 @@ class Pipeline(nn.Module):
             raise
         return result
 
-    def _agree(self, ranks: Sequence[Sequence[Any]]) -> Agreed:
-        return agree(list(starmap(StepArguments, ranks)), self._placement[0], self._placement[-1], self._spec)
-
-    def clip_grad_norm_(
-        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
-    ) -> Tensor:
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """`torch.nn.utils.clip_grad_norm_` for the model of all ranks; every rank must call it, after a step.
 
         The norm is that of the gradients of all stages, and of parameters that are sharded over data- or expert-
@@ -242,13 +215,8 @@ class DualPipeV(Pipeline):
         unreduced: Sequence[str] = (),
     ) -> None:
         super().__init__(
-            modules,
-            process_group=process_group,
-            schedule=schedule,
-            batch_dim=batch_dim,
-            rank_mapping=rank_mapping,
-            overlap=overlap,
-            unreduced=unreduced,
+            modules, process_group=process_group, schedule=schedule, batch_dim=batch_dim, rank_mapping=rank_mapping,
+            overlap=overlap, unreduced=unreduced,
         )
 
     def _check_placement(self, schedule: Schedule) -> None:

@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,17 +30,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from dualpipe.device import random_state, set_random_state
 from dualpipe.nn.deferral import WeightGradStore
-from dualpipe.nn.segments import (
-    Communicate,
-    Compute,
-    Names,
-    Pending,
-    Segment,
-    as_results,
-    merged,
-    needed_after,
-    regions,
-)
+from dualpipe.nn.segments import Communicate, Compute, Names, Pending, as_results, merged, needed_after, regions
 
 Task = Generator[None, None, None]
 _DONE = object()
@@ -61,7 +52,7 @@ class SegmentRecord:
     leaves: dict[str, Tensor] = field(default_factory=dict)
     roots: dict[str, GradientEdge] = field(default_factory=dict)
     kept: dict[str, Any] = field(default_factory=dict)  # to run it again, but for what is made again before it
-    rng: Any = None  # the `Rng` of one that is run again
+    rng: Any = None  # the state of the random number generators, for one that is run again
     context: Any = None  # of a communication
     differentiable: tuple[bool, ...] = ()  # which of a communication's inputs have a gradient
 
@@ -75,14 +66,18 @@ class MicrobatchState:
 
     error: BaseException | None = None
     broken = False
-    results: Names = ()  # the names of the results that need a gradient, once the forward is through
-    arrived: Sequence[Tensor] = ()  # their gradients, as they came
+    arrived: Sequence[Tensor] = ()  # the gradients of the results, as they came
+    result: Sequence[Tensor] = ()  # of an action that is walked, until it is handed on
 
     # Of a stage that is one compute segment:
     leaves: tuple[Tensor, ...] = ()  # the inputs whose gradients the stage before expects
     roots: tuple[GradientEdge, ...] = ()
     outputs: tuple[Tensor, ...] = ()  # these and the loss are kept only for modules that overlap by themselves
     loss: Tensor | None = None
+
+    # Of one that is made of several:
+    results: Names = ()  # the names of the results that need a gradient, once the forward is through
+    hiding: Hashable = None  # the key of weight gradients to compute while a communication of the backward is in flight
 
     def __init__(self, inputs: tuple[Tensor, ...] = (), side: tuple[Tensor, ...] = ()) -> None:
         self.inputs, self.side = inputs, side
@@ -94,7 +89,7 @@ class MicrobatchState:
 
     def begin(self, carry: dict[str, Any], inputs: Names = ()) -> None:
         """Start a forward in segments. inputs: the names in the carry whose gradients the stage before expects; those
-        of others go where they came from."""
+        of others, inputs of the first stage and labels, go to the caller."""
         self.inputs, self.carry = (), carry
         wanted = {name: t for name, t in carry.items() if needs_grad(t)}
         self._expected = {name: (t.shape, t.dtype, t.device) for name, t in wanted.items() if name in inputs}
@@ -108,15 +103,18 @@ class MicrobatchState:
         except BaseException as error:
             self.error = error
 
-    def start(self, communication: Callable[..., Pending], *arguments: Any) -> Pending | None:
-        """Start a communication; with nothing where it cannot be started with what there is. None: it failed."""
+    def start(
+        self, communication: Callable[[Any], Pending], values: Mapping[str, Any], names: Iterable[str]
+    ) -> Pending | None:
+        """Start a communication of these values; of nothing where it cannot be started with them. None: it failed."""
         if self.broken:
             return None
-        if self.error is None and arguments[-1] is not None:
+        if self.error is None:
             with self.attempt():
-                return communication(*arguments)
+                found = [values[name] for name in names]
+                return communication(tuple(v.detach() if isinstance(v, Tensor) else v for v in found))
         try:
-            return communication(*arguments[:-1], None)
+            return communication(None)
         except BaseException as error:
             self._fail(error)
             return None
@@ -139,6 +137,9 @@ class MicrobatchState:
     def _fail(self, error: BaseException) -> None:
         self.error, self.broken = self.error or error, isinstance(error, RuntimeError)
 
+    def taken_gradients(self, names: Iterable[str]) -> dict[str, Tensor | None]:
+        return {name: self.gradients.pop(name, None) for name in names}
+
     def add_gradient(self, name: str, gradient: Tensor | None) -> None:
         """Gradients of a tensor that was read more than once add up, in the order of the backward."""
         if gradient is not None:
@@ -147,14 +148,13 @@ class MicrobatchState:
 
     def input_gradients(self) -> list[Tensor]:
         """The gradients of the inputs that need one, in their order; zeros where nothing depends on them."""
-        found = [(self.gradients.pop(name, None), like) for name, like in self._expected.items()]
-        for name, tensor in self._outside.items():  # of the caller: inputs of the first stage, labels
+        for name, tensor in self._outside.items():
             if (gradient := self.gradients.get(name)) is not None:
                 torch.autograd.backward(tensor, gradient)
-        self.gradients.clear()
+        gradients, self.gradients = self.gradients, {}
         return [
-            torch.zeros(shape, dtype=dtype, device=device) if gradient is None else gradient
-            for gradient, (shape, dtype, device) in found
+            gradients[name] if name in gradients else torch.zeros(shape, dtype=dtype, device=device)
+            for name, (shape, dtype, device) in self._expected.items()
         ]
 
 
@@ -168,7 +168,7 @@ class SegmentedStage:
 
     def __init__(
         self,
-        segments: Sequence[Segment],
+        segments: Sequence[Compute | Communicate],
         outputs: Names,
         results: Names,
         *,
@@ -176,98 +176,106 @@ class SegmentedStage:
         ready: Callable[[], None] | None = None,
         autocast: str | None = None,
     ) -> None:
-        self._segments, self.outputs, self._results = merged(segments, results), outputs, results
+        self._segments, self.outputs = merged(segments, results), outputs
         self._store, self._ready, self._autocast = store, ready, autocast
         self.communications = sum(isinstance(segment, Communicate) for segment in segments)
         self._needed = needed_after(self._segments, results)
         self._regions = {max(region): region for region in regions(self._segments)}
         self._kept = {number: names for region in self._regions.values() for number, names in region.items()}
 
-    # -- forward
-
     def forward(self, state: MicrobatchState) -> Task:
-        """Fill `state.carry` with the results, and its records where gradients are wanted."""
-        if self._ready is not None and state.error is None:
+        """Leave the results in `state.carry`; in its records, where gradients are wanted, what the backward needs."""
+        if torch.is_grad_enabled():
+            state.records = [SegmentRecord() for _ in self._segments]
+        return self._through(range(len(self._segments)), state, state.carry)
+
+    def _through(
+        self, numbers: Iterable[int], state: MicrobatchState, carry: dict[str, Any], *, again: bool = False
+    ) -> Task:
+        """Segments forward; `again` from what was kept of them, now with the graphs for their backward."""
+        if self._ready is not None and not again and state.error is None:
             with state.attempt():
                 self._ready()
-        keep, carry = torch.is_grad_enabled(), state.carry
-        for number, (segment, needed) in enumerate(zip(self._segments, self._needed)):
-            record = SegmentRecord()
-            if keep:
-                state.records.append(record)
-                if state.error is None:
-                    record.kept = {name: detached(carry[name]) for name in self._kept.get(number, ())}
+        for number in numbers:
+            segment, record = self._segments[number], state.records[number] if state.records else SegmentRecord()
+            if again:
+                carry |= record.kept
+                record.kept = {}
+            elif state.records and state.error is None:
+                record.kept = {name: detached(carry[name]) for name in self._kept.get(number, ())}
             if isinstance(segment, Communicate):
-                record.differentiable = tuple(needs_grad(carry.get(name)) for name in segment.reads)
-                yield from self._communicate(segment, carry, record, state)
+                communication = segment.communication
+                if not again:
+                    record.differentiable = tuple(needs_grad(carry.get(name)) for name in segment.reads)
+                start = partial(communication.again, record.context) if again else communication.forward
+                pending = state.start(start, carry, segment.reads)
+                self._weight_gradients(state)
+                if pending is not None:
+                    yield
+                _take(segment, carry, record, state, state.finish(pending), again)
+                del pending  # and with it what was sent
             elif state.error is None:
                 with state.attempt():
-                    self._compute(segment, carry, record)
-            for name in carry.keys() - needed:
+                    self._compute(segment, carry, record, again)
+            for name in carry.keys() - self._needed[number]:
                 del carry[name]
-        state.results = tuple(name for name in self._results if needs_grad(carry.get(name)))
 
-    def _communicate(
-        self, segment: Communicate, carry: dict[str, Any], record: SegmentRecord, state: MicrobatchState
-    ) -> Task:
-        pending = state.start(segment.communication.forward, _to_send(segment, carry, state))
-        if pending is not None:
-            yield
-        received = state.finish(pending)
-        if received is not None:
-            record.context = received[1]
-        _take(segment, carry, received, record, state)
-
-    def _compute(self, segment: Compute, carry: dict[str, Any], record: SegmentRecord) -> None:
+    def _compute(self, segment: Compute, carry: dict[str, Any], record: SegmentRecord, again: bool) -> None:
         leaves = {name: detached(carry[name]) for name in segment.reads}  # one, however often it is read
-        inputs = tuple(leaves[name] for name in segment.reads)
+        inputs = [leaves[name] for name in segment.reads]
         grad = torch.is_grad_enabled()
-        if grad and segment.recompute:
-            record.rng = Rng.now(inputs)
+        if grad and segment.recompute and not again:
+            device = next((t.device for t in inputs if isinstance(t, Tensor) and t.is_cuda), None)
+            record.rng = torch.get_rng_state(), device, None if device is None else random_state(device)
             with torch.no_grad():
                 results = as_results(segment, segment.fn(*inputs))
             # Whether they really depend on a parameter or an input shows when they are computed again.
-            results = [as_leaf(r, True) for r in results]
+            results = [as_leaf(result, True) for result in results]
         else:
-            results = as_results(segment, segment.fn(*inputs))
+            with self._as_before(record.rng) if again else nullcontext():
+                results = as_results(segment, segment.fn(*inputs))
             if grad:
-                _record(segment, inputs, results, record)
+                record.leaves = {name: t for name, t in leaves.items() if needs_grad(t)}
+                record.roots = {name: get_gradient_edge(t) for name, t in zip(segment.writes, results) if needs_grad(t)}
         carry.update({name: detached(value) for name, value in zip(segment.writes, results)})
 
-    # -- backward
+    @contextmanager
+    def _as_before(self, rng: tuple[Tensor, torch.device | None, Any]) -> Iterator[None]:
+        """Draw the numbers that a forward has drawn; afterwards everything goes on as if nothing had been drawn."""
+        cpu, device, state = rng
+        autocast = nullcontext() if self._autocast is None else torch.autocast(self._autocast)
+        with autocast, self._store.recompute(), torch.random.fork_rng([] if device is None else [device]):
+            torch.set_rng_state(cpu)
+            if device is not None:
+                set_random_state(state, device)
+            yield
 
     def backward(self, state: MicrobatchState, kind: str, key: Hashable) -> Task:
         """From `state.gradients` of the results to those of the inputs. Weight gradients are queued under `key`, where
         an "I" leaves them; a "B" computes them when a communication has started, and at the end."""
+        state.hiding = key if kind == "B" else None
         for number, segment in reversed(list(enumerate(self._segments))):
             if number in self._regions:
-                yield from self._run_again(self._regions[number], state, kind, key)
+                yield from self._through(self._regions[number], state, {}, again=True)
+            record = state.records.pop() if state.records else SegmentRecord()
             if isinstance(segment, Communicate):
-                yield from self._communicate_backward(segment, state, kind, key)
-            else:
-                record = state.records.pop() if state.records else SegmentRecord()
-                if state.error is None:
-                    with state.attempt():
-                        self._compute_backward(segment, record, state, key)
-                del record  # and with it what the segment read, before anything else is made
-        self._weight_gradients(state, kind, key)
-
-    def _communicate_backward(self, segment: Communicate, state: MicrobatchState, kind: str, key: Hashable) -> Task:
-        record = state.records.pop() if state.records else SegmentRecord()
-        gradients = tuple(state.gradients.pop(name, None) for name in segment.writes) if state.error is None else None
-        pending = state.start(segment.communication.backward, record.context, gradients)
-        self._weight_gradients(state, kind, key)  # what it can be hidden behind
-        if pending is not None:
-            yield
-        received = state.finish(pending)
-        if received is not None and state.error is None:
-            with state.attempt():
-                _give_back(segment, record, state, received[0])
+                start = partial(segment.communication.backward, record.context)
+                pending = state.start(start, state.taken_gradients(segment.writes), segment.writes)
+                self._weight_gradients(state)  # what it can be hidden behind
+                if pending is not None:
+                    yield
+                _give_back(segment, record, state, state.finish(pending))
+                del start, pending
+            elif state.error is None:
+                with state.attempt():
+                    self._compute_backward(segment, record, state, key)
+            del record  # and with it what the segment read, before anything else is made
+        self._weight_gradients(state)
 
     def _compute_backward(
         self, segment: Compute, record: SegmentRecord, state: MicrobatchState, key: Hashable
     ) -> None:
-        gradients = {name: state.gradients.pop(name, None) for name in segment.writes}
+        gradients = state.taken_gradients(segment.writes)
         given = [(edge, gradients[name]) for name, edge in record.roots.items() if gradients[name] is not None]
         if given:
             roots, values = zip(*given)
@@ -276,10 +284,10 @@ class SegmentedStage:
         for name, leaf in record.leaves.items():
             state.add_gradient(name, leaf.grad)
 
-    def _weight_gradients(self, state: MicrobatchState, kind: str, key: Hashable) -> None:
-        if kind == "B" and state.error is None:
+    def _weight_gradients(self, state: MicrobatchState) -> None:
+        if state.hiding is not None and state.error is None:
             with state.attempt():
-                self._store.run(key)
+                self._store.run(state.hiding)
 
     def weight_gradients(self, state: MicrobatchState, key: Hashable, *, turns: int) -> Task:
         """The deferred ones, in `turns` parts, to hide others' communications behind."""
@@ -291,63 +299,17 @@ class SegmentedStage:
             if (i + 1) * turns // len(pieces) > i * turns // len(pieces):
                 yield
 
-    # -- again
-
-    def _run_again(self, region: Mapping[int, Names], state: MicrobatchState, kind: str, key: Hashable) -> Task:
-        """The forward of neighbouring segments from what was kept of them, now with the graphs for their backward."""
-        carry: dict[str, Any] = {}
-        for number in region:
-            segment, record = self._segments[number], state.records[number] if state.records else SegmentRecord()
-            carry |= record.kept
-            record.kept = {}
-            if isinstance(segment, Communicate):
-                yield from self._communicate_again(segment, carry, record, state, kind, key)
-            elif state.error is None:
-                with state.attempt():
-                    self._compute_again(segment, carry, record)
-
-    def _communicate_again(
-        self, segment: Communicate, carry: dict[str, Any], record: SegmentRecord, state: MicrobatchState, kind: str,
-        key: Hashable,
-    ) -> Task:
-        pending = state.start(segment.communication.again, record.context, _to_send(segment, carry, state))
-        self._weight_gradients(state, kind, key)
-        if pending is not None:
-            yield
-        _take(segment, carry, state.finish(pending), record, state)
-
-    def _compute_again(self, segment: Compute, carry: dict[str, Any], record: SegmentRecord) -> None:
-        leaves = {name: detached(carry[name]) for name in segment.reads}  # its own, as in its forward
-        inputs = tuple(leaves[name] for name in segment.reads)
-        autocast = nullcontext() if self._autocast is None else torch.autocast(self._autocast)
-        with autocast, self._store.recompute(), record.rng.replay():
-            results = as_results(segment, segment.fn(*inputs))
-        _record(segment, inputs, results, record)
-        carry.update({name: detached(value) for name, value in zip(segment.writes, results)})
-
 
 # -- what goes into segments and comes out of them
 
 
-def _record(segment: Compute, inputs: Sequence[Any], results: Sequence[Any], record: SegmentRecord) -> None:
-    record.leaves = {name: t for name, t in zip(segment.reads, inputs) if needs_grad(t)}
-    record.roots = {name: get_gradient_edge(t) for name, t in zip(segment.writes, results) if needs_grad(t)}
-
-
-def _to_send(segment: Communicate, carry: Mapping[str, Any], state: MicrobatchState) -> tuple[Any, ...] | None:
-    """What a communication reads, without gradients; None after a failure."""
-    if state.error is None:
-        with state.attempt():
-            found = [carry[name] for name in segment.reads]
-            return tuple(value.detach() if isinstance(value, Tensor) else value for value in found)
-    return None
-
-
 def _take(
-    segment: Communicate, carry: dict[str, Any], received: tuple[tuple[Any, ...], Any] | None, record: SegmentRecord,
-    state: MicrobatchState,
+    segment: Communicate, carry: dict[str, Any], record: SegmentRecord, state: MicrobatchState,
+    received: tuple[tuple[Any, ...], Any] | None, again: bool,
 ) -> None:
-    """Put what was received into the carry."""
+    """Put what was received into the carry; its context is that of the first time."""
+    if received is not None and not again:
+        record.context = received[1]
     if received is not None and state.error is None:
         with state.attempt():
             wanted = any(record.differentiable) and torch.is_grad_enabled()
@@ -356,14 +318,18 @@ def _take(
 
 
 def _give_back(
-    segment: Communicate, record: SegmentRecord, state: MicrobatchState, gradients: Sequence[Any]
+    segment: Communicate, record: SegmentRecord, state: MicrobatchState, received: tuple[Sequence[Any], Any] | None
 ) -> None:
-    if len(gradients) != len(segment.reads):
-        raise ValueError(f"the backward of a communication gave {len(gradients)} gradients for what it reads, "
-                         f"{segment.reads}; None stands for one that is not needed")
-    for name, needed, gradient in zip(segment.reads, record.differentiable, gradients):
-        if needed:
-            state.add_gradient(name, gradient)
+    """Add what came back to the gradients of what was sent."""
+    if received is not None and state.error is None:
+        with state.attempt():
+            gradients = received[0]
+            if len(gradients) != len(segment.reads):
+                raise ValueError(f"the backward of a communication gave {len(gradients)} gradients for what it reads, "
+                                 f"{segment.reads}; None stands for one that is not needed")
+            for name, needed, gradient in zip(segment.reads, record.differentiable, gradients):
+                if needed:
+                    state.add_gradient(name, gradient)
 
 
 def run_backward(roots: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:
@@ -392,27 +358,3 @@ def as_leaf(value: Any, wanted: bool) -> Any:
     if not isinstance(value, Tensor):
         return value
     return value.detach().requires_grad_(wanted and (value.is_floating_point() or value.is_complex()))
-
-
-@dataclass(frozen=True)
-class Rng:
-    """The state of the random number generators that a segment may use."""
-
-    cpu: Tensor
-    device: torch.device | None
-    state: Any  # that of the device
-
-    @staticmethod
-    def now(inputs: Iterable[Any]) -> Rng:
-        """On the CPU, and on the CUDA device of the inputs."""
-        device = next((t.device for t in inputs if isinstance(t, Tensor) and t.is_cuda), None)
-        return Rng(torch.get_rng_state(), device, None if device is None else random_state(device))
-
-    @contextmanager
-    def replay(self) -> Iterator[None]:
-        """Draw the same numbers again inside; afterwards everything goes on as if nothing had been drawn."""
-        with torch.random.fork_rng([] if self.device is None else [self.device]):
-            torch.set_rng_state(self.cpu)
-            if self.device is not None:
-                set_random_state(self.state, self.device)
-            yield

@@ -1,23 +1,12 @@
 """Pipeline schedules as data: built by name or by hand, proved, timed and drawn. Imports no torch."""
 
 from dualpipe.schedule.build import build
-from dualpipe.schedule.costs import Costs
 from dualpipe.schedule.draw import to_svg, to_text
-from dualpipe.schedule.simulate import Timeline, simulate
+from dualpipe.schedule.simulate import Costs, Timeline, simulate
 from dualpipe.schedule.types import Action, Kind, Schedule, ScheduleError, Step
 from dualpipe.schedule.validate import validate
 
 __all__ = [
-    "Action",
-    "Costs",
-    "Kind",
-    "Schedule",
-    "ScheduleError",
-    "Step",
-    "Timeline",
-    "build",
-    "simulate",
-    "to_svg",
-    "to_text",
-    "validate",
+    "Action", "Costs", "Kind", "Schedule", "ScheduleError", "Step", "Timeline", "build", "simulate", "to_svg",
+    "to_text", "validate",
 ]

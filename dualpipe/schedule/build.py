@@ -1,22 +1,16 @@
-"""Schedules by name."""
+"""Schedules by name: DualPipeV, ZB-V, 1F1B and interleaved 1F1B, each as the order of every rank."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from itertools import chain, count
+from typing import cast
 
 from dualpipe.errors import nearest
-from dualpipe.schedule.dualpipev import dualpipev
-from dualpipe.schedule.one_f_one_b import interleaved_1f1b, one_f_one_b
-from dualpipe.schedule.types import Schedule
-from dualpipe.schedule.zbv import zbv
-
-BUILDERS: dict[str, Callable[..., Schedule]] = {
-    "dualpipev": dualpipev,
-    "zbv": zbv,
-    "1f1b": one_f_one_b,
-    "interleaved_1f1b": interleaved_1f1b,
-}
+from dualpipe.schedule.types import Action, Kind, Schedule, Step, v_placement
 
 
 def build(name: str, num_ranks: int, num_microbatches: int, **options: int) -> Schedule:
@@ -25,21 +19,149 @@ def build(name: str, num_ranks: int, num_microbatches: int, **options: int) -> S
     "dualpipev", "zbv" and "1f1b" take no options; "interleaved_1f1b" takes `stages_per_rank` (2).
     Raises ValueError for an unknown name or option, or a size that is not a positive integer.
     """
+
+    def remedy(given: str, known: Sequence[str]) -> str:
+        near = nearest(str(given).lower(), known)
+        return f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}" if known else "it takes none"
+
     builder = BUILDERS.get(name)
     if builder is None:
-        raise ValueError(f"no schedule is called {name!r}; {_remedy(name, list(BUILDERS))}")
+        raise ValueError(f"no schedule is called {name!r}; {remedy(name, list(BUILDERS))}")
     for what, size in (("num_ranks", num_ranks), ("num_microbatches", num_microbatches), *options.items()):
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise ValueError(f"{what} is {size!r}; give an integer of 1 or more")
     known = [p.name for p in inspect.signature(builder).parameters.values() if p.kind is p.KEYWORD_ONLY]
     for option in options:
         if option not in known:
-            raise ValueError(f"schedule {name!r} has no option {option!r}; {_remedy(option, known)}")
+            raise ValueError(f"schedule {name!r} has no option {option!r}; {remedy(option, known)}")
     return builder(num_ranks, num_microbatches, **options)
 
 
-def _remedy(given: str, known: list[str]) -> str:
-    if not known:
-        return "it takes none"
-    near = nearest(str(given).lower(), known)
-    return f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
+def dualpipev(num_ranks: int, num_microbatches: int) -> Schedule:
+    """DualPipeV: a V-shaped pipeline whose forwards overlap the backwards of other micro-batches.
+
+    DeepSeek's order where there are at least two micro-batches a rank, else what is left of it with fewer of them. With
+    so few, the time is that of one micro-batch's way through all stages. So where another rank waits for the
+    gradient of a "B" that overlaps nothing, that gradient comes first and the weights after. With 9 micro-batches on 8
+    ranks that takes 68 instead of 82 (F = W = 1, B = 2), where 1F1B takes 96. DeepSeek's engine, like torch's, refuses
+    fewer than 2P micro-batches.
+
+    Source: github.com/deepseek-ai/DualPipe (DualPipe is section 3.2.1 of arXiv:2412.19437), the "cut-in-half" of
+    DualPipe by Sea AI Lab. Its step is eight numbered phases of calls; here they are data.
+    """
+    full = max(num_microbatches, 2 * num_ranks)
+    ranks = [first_microbatches(_dualpipev_order(num_ranks, full, r), num_microbatches) for r in range(num_ranks)]
+
+    def split(step: Step) -> tuple[Step, ...]:
+        kind, stage, microbatch = step[0].kind, step[0].stage, step[0].microbatch
+        stays_here = stage in (0, num_ranks)  # the end of the V, and its turn
+        if len(step) == 2 or kind != "B" or stays_here:
+            return (step,)
+        return (Action("I", stage, microbatch),), (Action("W", stage, microbatch),)
+
+    if num_microbatches < full:
+        ranks = [tuple(chain.from_iterable(map(split, steps))) for steps in ranks]
+    return Schedule("dualpipev", num_ranks, 2 * num_ranks, num_microbatches, tuple(ranks), v_placement(num_ranks))
+
+
+def _dualpipev_order(num_ranks: int, num_microbatches: int, rank: int) -> list[Step]:
+    """DeepSeek's eight phases. Half 0 is the way down the V, half 1 the way back; a pair overlaps.
+
+    The second half of phase 6 defers its weight gradients, which then fill the bubble of phases 7 and 8.
+    """
+    after = num_ranks - rank - 1  # ranks further down the V
+    pattern = ["F0"] * (2 * after)  # 1: nF0
+    pattern += ["F0", "F1"] * (rank + 1)  # 2: nF0F1
+    pattern += ["I1", "W1", "F1"] * after  # 3: nI1W1F1
+    steady = ["F0&B1", "F1&B0"] * (num_microbatches - 2 * num_ranks + rank + 1)  # 4: nF0B1F1B0
+    if after == 0:  # On the last rank F0 feeds the very next F1: apart, the way down is free one backward earlier.
+        steady[:1] = ["F0", "B1"]
+    pattern += steady + ["B1", "F1&B0"] * after  # 5: nB1F1B0
+    halves = [str(1 - i % 2) for i in range(2 * (rank + 1))]  # 6: nB1B0
+    pattern += ["B" + half for half in halves[: rank + 1]] + ["I" + half for half in halves[rank + 1 :]]
+    deferred = halves[rank + 1 :] + ["0"] * after
+    for half in deferred[:after]:  # 7: nW0B0
+        pattern += ["W" + half, "I0"]
+    pattern += ["W" + half for half in deferred[after:]]  # 8: nW0
+    return in_turn(pattern, (rank, 2 * num_ranks - 1 - rank))
+
+
+def zbv(num_ranks: int, num_microbatches: int) -> Schedule:
+    """ZB-V: the zero-bubble schedule on a V, with the memory of 1F1B; no bubble in its steady state where F = I = W.
+
+    As many forwards as fill the V, then F0 I0 W0 F1 I1 W1 in turn, then what is left, inputs first. Half 0 of the V is
+    the way down, half 1 the way back. Of the order for 2P-1 micro-batches, fewer leave out those that do not exist.
+
+    Source: section 6 of Qi et al., "Zero Bubble Pipeline Parallelism", arXiv:2401.10241.
+    """
+    full, ranks = max(num_microbatches, 2 * num_ranks - 1), []
+    for rank in range(num_ranks):
+        below = num_ranks - rank  # this rank and those further down the V
+        warmup = 2 * num_ranks - 1 - rank  # forwards of half 0 before its first backward
+        pattern = ["F0"] * (2 * below - 1) + ["F1", "F0"] * rank + ["F1", "I1", "W1"] * below
+        pattern += ["F0", "I0", "W0", "F1", "I1", "W1"] * (full - warmup)
+        pattern += ["I0", "W0", "F1", "I1", "W1"] * (warmup - num_ranks)
+        pattern += ["I0", "I1"] * rank + ["I0", "W0"] * below + ["W1"] * rank + ["W0"] * rank
+        ranks.append(first_microbatches(in_turn(pattern, (rank, 2 * num_ranks - 1 - rank)), num_microbatches))
+    return Schedule("zbv", num_ranks, 2 * num_ranks, num_microbatches, tuple(ranks), v_placement(num_ranks))
+
+
+def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
+    """1F1B, with one stage a rank. Source: PipeDream-flush, arXiv:2006.09503."""
+    return replace(interleaved_1f1b(num_ranks, num_microbatches, stages_per_rank=1), name="1f1b")
+
+
+def interleaved_1f1b(num_ranks: int, num_microbatches: int, *, stages_per_rank: int = 2) -> Schedule:
+    """Interleaved 1F1B: `stages_per_rank` stages a rank, stage s on rank s % P. Source: Megatron-LM, arXiv:2104.04473.
+
+    Warm up until the first backward can arrive, then forward and backward in turn, then the backwards left over. Groups
+    of P micro-batches go through one of the rank's stages after the other. Megatron wants a multiple of P; for other
+    numbers this is the order for the next multiple, without the micro-batches that do not exist.
+    """
+    groups, chunks, ranks = range(0, num_microbatches, num_ranks), range(stages_per_rank), []
+    turns = [(chunk, start + i) for start in groups for chunk in chunks for i in range(num_ranks)]
+    for rank in range(num_ranks):
+        forwards = [Action("F", chunk * num_ranks + rank, mb) for chunk, mb in turns]
+        backwards = [Action("B", (stages_per_rank - 1 - chunk) * num_ranks + rank, mb) for chunk, mb in turns]
+        after = num_ranks - rank - 1
+        warmup = after if stages_per_rank == 1 else 2 * after + (stages_per_rank - 1) * num_ranks
+        order = forwards[:warmup]
+        for forward, backward in zip(forwards[warmup:], backwards):
+            order += [forward, backward]
+        order += backwards[max(0, len(forwards) - warmup) :]
+        ranks.append(first_microbatches([(action,) for action in order], num_microbatches))
+    placement = tuple(range(num_ranks)) * stages_per_rank
+    return Schedule("interleaved_1f1b", num_ranks, len(placement), num_microbatches, tuple(ranks), placement)
+
+
+BUILDERS: dict[str, Callable[..., Schedule]] = {
+    "dualpipev": dualpipev, "zbv": zbv, "1f1b": one_f_one_b, "interleaved_1f1b": interleaved_1f1b,
+}
+
+
+def in_turn(pattern: Iterable[str], stages: Sequence[int]) -> list[Step]:
+    """Steps from names such as "F0", or "F1&B0" for a pair: a kind, and which of `stages`; micro-batches in turn.
+
+    Each of the stages counts its forwards and, together, its backwards "B" and "I"; a "W" is the oldest that an "I" of
+    its stage left.
+    """
+    turns: defaultdict[tuple[bool, str], count[int]] = defaultdict(count)
+    deferred: defaultdict[str, deque[int]] = defaultdict(deque)
+
+    def action(kind: str, which: str) -> Action:
+        microbatch = deferred[which].popleft() if kind == "W" else next(turns[kind == "F", which])
+        if kind == "I":
+            deferred[which].append(microbatch)
+        return Action(cast("Kind", kind), stages[int(which)], microbatch)
+
+    return [tuple(action(*name) for name in names.split("&")) for names in pattern]
+
+
+def first_microbatches(steps: Iterable[Step], num_microbatches: int) -> tuple[Step, ...]:
+    """`steps` without what they do for micro-batches from `num_microbatches` on; half of a pair stays as a step.
+
+    Done on all ranks alike this keeps an order valid: what remains keeps its sequence, hence its dependencies, no
+    stream holds more messages, and no more activations are alive than before.
+    """
+    kept = (tuple(action for action in step if action.microbatch < num_microbatches) for step in steps)
+    return tuple(step for step in kept if step)

@@ -12,9 +12,8 @@ from shutil import get_terminal_size
 from typing import Any
 
 from dualpipe.schedule.build import BUILDERS, build
-from dualpipe.schedule.costs import Costs
 from dualpipe.schedule.draw import number, table, to_svg, to_text
-from dualpipe.schedule.simulate import Timeline, simulate
+from dualpipe.schedule.simulate import Costs, Timeline, simulate
 from dualpipe.schedule.types import KINDS
 from dualpipe.schedule.validate import validate
 
@@ -24,7 +23,7 @@ COSTS_HELP = (
 )
 
 
-def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Adds the command `schedule`; `args.run(args)` then runs it."""
     parser = subparsers.add_parser("schedule", help="show, time and draw a pipeline schedule", description=__doc__)
     parser.add_argument("--name", default="dualpipev", help=f"one of {', '.join(BUILDERS)} (default: %(default)s)")
@@ -37,7 +36,6 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write the order as CSV of torch's pipelining")
     parser.add_argument("--width", type=int, help="characters of the text timeline (default: those of the terminal)")
     parser.set_defaults(run=run)
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:
@@ -51,44 +49,29 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> str:
-    options = {} if args.stages_per_rank is None else {"stages_per_rank": args.stages_per_rank}
-    main = _timeline(args.name, args, parse_costs(args.costs), **options)
-    others = [_scaled_timeline(name.strip(), args, main) for name in args.compare.split(",") if name.strip()]
-    timelines = [main, *others]
-    sizes = [main.schedule.num_stages / timeline.schedule.num_stages for timeline in timelines]
-    text = table(timelines, sizes)
-    for timeline, size in zip(timelines, sizes):
+    costs, notes = parse_costs(args.costs), ""
+    timelines: list[Timeline] = []
+    sizes: list[float] = []  # of stages, in those of the first: with fewer of the same model, each costs as much more
+    for name in (args.name, *filter(None, map(str.strip, args.compare.split(",")))):
+        options = {} if timelines or args.stages_per_rank is None else {"stages_per_rank": args.stages_per_rank}
+        schedule = build(name, args.ranks, args.microbatches, **options)
+        validate(schedule)
+        first = timelines[0].schedule if timelines else schedule
+        sizes.append(size := first.num_stages / schedule.num_stages)
+        if size != 1 and costs.per_stage:
+            raise ValueError(f"costs per stage are for {first.num_stages} stages, but {name} has "
+                             f"{schedule.num_stages}; compare with a schedule of as many stages")
+        timelines.append(simulate(schedule, costs if size == 1 else costs.scaled(size)))
         if size != 1:
-            text += (
-                f"{timeline.schedule.name} cuts the same model into {timeline.schedule.num_stages} stages: each costs, "
-                f"and keeps, {number(size)} times as much as one of {main.schedule.name}'s\n"
-            )
-    text += "\n" + to_text(main, args.width or get_terminal_size((120, 24)).columns)
+            notes += (f"{schedule.name} cuts the same model into {schedule.num_stages} stages: each costs, and keeps, "
+                      f"{number(size)} times as much as one of {first.name}'s\n")
+    text = table(timelines, sizes) + notes + "\n"
+    text += to_text(timelines[0], args.width or get_terminal_size((120, 24)).columns)
     for path, content in ((args.svg, to_svg), (args.csv, lambda timeline: timeline.schedule.to_torch_csv())):
         if path:
-            path.write_text(content(main), encoding="utf-8")
+            path.write_text(content(timelines[0]), encoding="utf-8")
             text += f"wrote {path}\n"
     return text
-
-
-def _timeline(name: str, args: argparse.Namespace, costs: Costs, **options: int) -> Timeline:
-    schedule = build(name, args.ranks, args.microbatches, **options)
-    validate(schedule)
-    return simulate(schedule, costs)
-
-
-def _scaled_timeline(name: str, args: argparse.Namespace, main: Timeline) -> Timeline:
-    """Another schedule for the same model: where it has fewer stages, each costs as much more."""
-    timeline = _timeline(name, args, main.costs)
-    size = main.schedule.num_stages / timeline.schedule.num_stages
-    if size == 1:
-        return timeline
-    if main.costs.per_stage:
-        raise ValueError(
-            f"costs per stage are for {main.schedule.num_stages} stages, but {name} has "
-            f"{timeline.schedule.num_stages}; compare with a schedule of as many stages"
-        )
-    return simulate(timeline.schedule, main.costs.scaled(size))
 
 
 def parse_costs(text: str) -> Costs:
@@ -104,34 +87,34 @@ def parse_costs(text: str) -> Costs:
 
 def _costs(given: Mapping[str, object], base: Costs) -> Costs:
     """`base` with what is given; names of two kinds other than FB are pairs."""
+
+    def object_of(values: Mapping[str, object], name: str) -> dict[str, object]:
+        value = values.get(name, {})
+        if not isinstance(value, dict):
+            raise ValueError(f"{name} is {value!r}; give an object")
+        return value
+
     plain = {field.name for field in fields(Costs)} - {"pairs", "per_stage"}
-    pairs = dict(base.pairs or {})
     values: dict[str, Any] = {}
-    for name, value in {**given, **_object(given, "pairs")}.items():
-        if name in plain:
-            values[name] = _number(name, value)
-        elif len(name) == 2 and set(name) <= set(KINDS):
-            pairs[name[0], name[1]] = _number(name, value)
-        elif name not in ("pairs", "per_stage"):
+    pairs = dict(base.pairs or {})
+    for name, value in {**given, **object_of(given, "pairs")}.items():
+        if name in ("pairs", "per_stage"):
+            continue
+        pair = name not in plain
+        if pair and not (len(name) == 2 and set(name) <= set(KINDS)):
             raise ValueError(f"no cost is called {name!r}; known are {', '.join(sorted(plain))}, pairs like FI")
+        try:
+            cost = float(value)  # type: ignore[arg-type]
+        except (TypeError, ValueError):
+            raise ValueError(f"cost {name} is {value!r}; give a number") from None
+        if pair:
+            pairs[name[0], name[1]] = cost
+        else:
+            values[name] = cost
     costs = replace(base, **values, pairs=pairs or None)
-    per_stage = _object(given, "per_stage")
+    per_stage = object_of(given, "per_stage")
     for stage in per_stage:
         if not stage.isdecimal():
             raise ValueError(f"per_stage has {stage!r}; give the number of a stage")
-    stages = {int(stage): _costs(_object(per_stage, stage), costs) for stage in per_stage}
+    stages = {int(stage): _costs(object_of(per_stage, stage), costs) for stage in per_stage}
     return replace(costs, per_stage=stages or None)
-
-
-def _object(given: Mapping[str, object], name: str) -> dict[str, object]:
-    value = given.get(name, {})
-    if not isinstance(value, dict):
-        raise ValueError(f"{name} is {value!r}; give an object")
-    return value
-
-
-def _number(name: str, value: object) -> float:
-    try:
-        return float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        raise ValueError(f"cost {name} is {value!r}; give a number") from None

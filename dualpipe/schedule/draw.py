@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from html import escape
+from itertools import chain
 from math import floor, log10
 from typing import Any
 
@@ -13,18 +13,12 @@ from dualpipe.schedule.types import Kind
 
 LEGEND = "F forward, B backward, I backward for the input only, W weight gradients, . idle"
 
-# (fill of the first half of a rank's stages, fill of the second half), by kind; all light enough for dark text.
-COLOURS: dict[Kind, tuple[str, str]] = {
-    "F": ("#f5b041", "#fce0ac"),
-    "B": ("#58b368", "#bfe3c2"),
-    "I": ("#45b5c4", "#b9e4ea"),
-    "W": ("#8f9be0", "#d3d8f5"),
-}
-MEANINGS: dict[Kind, str] = {
-    "F": "forward",
-    "B": "backward",
-    "I": "backward for the input",
-    "W": "weight gradients",
+# What a kind is, and the fills of the first and of the second half of a rank's stages: all light enough for dark text.
+LOOKS: dict[Kind, tuple[str, str, str]] = {
+    "F": ("forward", "#f5b041", "#fce0ac"),
+    "B": ("backward", "#58b368", "#bfe3c2"),
+    "I": ("backward for the input", "#45b5c4", "#b9e4ea"),
+    "W": ("weight gradients", "#8f9be0", "#d3d8f5"),
 }
 REDUCTION = "#c2554d"
 ROW, GAP, LEFT, RIGHT, TOP, BOTTOM = 30, 6, 64, 76, 76, 34  # pixels
@@ -39,6 +33,17 @@ STYLE = (
 )
 
 
+def number(value: float) -> str:
+    """At most two decimals, and none where there are none."""
+    return f"{value:.2f}".rstrip("0").rstrip(".")
+
+
+def _upper_half(timeline: Timeline) -> set[int]:
+    """The stages in the upper half of those of their rank: on a V, the way back."""
+    stages = map(timeline.schedule.rank_stages, range(len(timeline.spans)))
+    return {stage for mine in stages for stage in mine[(len(mine) + 1) // 2 :]}
+
+
 def to_text(timeline: Timeline, width: int = 120) -> str:
     """One line a rank, at most `width` characters: each step's kinds and, where it has room, its micro-batches.
 
@@ -47,49 +52,30 @@ def to_text(timeline: Timeline, width: int = 120) -> str:
     """
     margin = len(f"rank {len(timeline.spans) - 1} ")
     scale = max(1, width - margin) / timeline.makespan if timeline.makespan else 0.0
-    line = partial(_line, scale=scale, columns=round(timeline.makespan * scale))
+    upper = _upper_half(timeline)
+
+    def line(idle: str, pieces: Sequence[Span] | Sequence[Reduction], text: Callable[[Any, int], str]) -> str:
+        row = [idle] * round(timeline.makespan * scale)
+        for piece in pieces:  # each starts and ends at its time, rounded, so that rows stay aligned
+            start, end = round(piece.start * scale), round(piece.end * scale)
+            row[start:end] = text(piece, end - start).ljust(end - start, "=")[: end - start]
+        return "".join(row).rstrip(". ")
+
+    def cell(span: Span, columns: int) -> str:
+        """As much of the step as fits: kinds and micro-batches, else kinds, else the first kind."""
+        kinds = [action.kind.lower() if action.stage in upper else action.kind for action in span.step]
+        full = "".join(f"{kind}{action.microbatch}" for kind, action in zip(kinds, span.step))
+        return next((text for text in (full, "".join(kinds)) if len(text) <= columns), kinds[0]).ljust(columns)
+
     lines = []
     for rank, (spans, reductions) in enumerate(zip(timeline.spans, timeline.reductions)):
-        lines.append(f"{f'rank {rank}':<{margin}}" + line(".", spans, partial(_cell, second_half(timeline, rank))))
+        lines.append(f"{f'rank {rank}':<{margin}}" + line(".", spans, cell))
         if reductions:
             lines.append(" " * margin + line(" ", reductions, lambda reduction, _: f"R{reduction.stage}"))
-    lines.append(LEGEND + ("; lower case: the later stages of a rank" if _halves(timeline) == 2 else ""))
+    lines.append(LEGEND + ("; lower case: the later stages of a rank" if upper else ""))
     if any(timeline.reductions):
         lines.append("=: gradients being reduced over data-parallel ranks")
     return "\n".join(lines) + "\n"
-
-
-def second_half(timeline: Timeline, rank: int) -> frozenset[int]:
-    """The upper half of the stages of `rank`: those drawn in lower case, or lighter."""
-    stages = timeline.schedule.rank_stages(rank)
-    return frozenset(stages[(len(stages) + 1) // 2 :])
-
-
-def _halves(timeline: Timeline) -> int:
-    return 2 if any(second_half(timeline, rank) for rank in range(len(timeline.spans))) else 1
-
-
-def _line(
-    idle: str,
-    pieces: Sequence[Span] | Sequence[Reduction],
-    text: Callable[[Any, int], str],
-    *,
-    scale: float,
-    columns: int,
-) -> str:
-    """Every piece starts and ends at its time, rounded, so that rows stay aligned; "=" follow its `text`."""
-    row = [idle] * columns
-    for piece in pieces:
-        start, end = round(piece.start * scale), round(piece.end * scale)
-        row[start:end] = text(piece, end - start).ljust(end - start, "=")[: end - start]
-    return "".join(row).rstrip(". ")
-
-
-def _cell(upper: frozenset[int], span: Span, columns: int) -> str:
-    """As much of the step as fits: kinds and micro-batches, else kinds, else the first kind."""
-    kinds = [action.kind.lower() if action.stage in upper else action.kind for action in span.step]
-    full = "".join(f"{kind}{action.microbatch}" for kind, action in zip(kinds, span.step))
-    return next((text for text in (full, "".join(kinds)) if len(text) <= columns), kinds[0]).ljust(columns)
 
 
 def table(timelines: Sequence[Timeline], sizes: Sequence[float]) -> str:
@@ -98,25 +84,18 @@ def table(timelines: Sequence[Timeline], sizes: Sequence[float]) -> str:
     sizes: how big the stages of each timeline are, in stages of the first; activations are counted in those.
     """
     rows = [("schedule", "stages", "makespan", "relative", "bubble", "peak activations")]
-    rows += [
-        (
+    for timeline, size in zip(timelines, sizes):
+        rows.append((
             timeline.schedule.name,
             str(timeline.schedule.num_stages),
             number(timeline.makespan),
             f"{timeline.makespan / timelines[0].makespan:.3f}" if timelines[0].makespan else "-",
             f"{100 * timeline.bubble_fraction:.1f}%",
             number(max(timeline.peak_activations) * size),
-        )
-        for timeline, size in zip(timelines, sizes)
-    ]
+        ))
     first, *others = [max(map(len, column)) for column in zip(*rows)]
     lines = ["  ".join([name.ljust(first), *map(str.rjust, cells, others)]) for name, *cells in rows]
     return "\n".join(lines) + "\n"
-
-
-def number(value: float) -> str:
-    """At most two decimals, and none where there are none."""
-    return f"{value:.2f}".rstrip("0").rstrip(".")
 
 
 def to_svg(timeline: Timeline) -> str:
@@ -125,95 +104,80 @@ def to_svg(timeline: Timeline) -> str:
     Reductions of gradients, which run beside the steps, are bars below the row.
     Hovering over a step tells what it is and when it runs.
     """
-    durations = [span.end - span.start for spans in timeline.spans for span in spans if span.end > span.start]
+    durations = [span.end - span.start for span in chain.from_iterable(timeline.spans) if span.end > span.start]
     scale = min(CELL / min(durations), WIDEST / timeline.makespan) if durations else 1.0  # pixels per unit of time
     width = max(LEFT + timeline.makespan * scale + RIGHT, LEFT + 960)  # room for the legend
-    height = TOP + len(timeline.spans) * (ROW + GAP) + BOTTOM
+    bottom = TOP + len(timeline.spans) * (ROW + GAP)
+    height = bottom + BOTTOM
+    upper = _upper_half(timeline)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height}" '
         f'width="{width:.0f}" height="{height}">',
         f"<style>{STYLE}</style>",
         f'<rect width="{width:.0f}" height="{height}" style="fill:#fff;stroke:none"/>',
-        *_heading(timeline),
-        *_axis(timeline, scale, height),
-        *(part for rank in range(len(timeline.spans)) for part in _row(timeline, rank, scale)),
-        "</svg>",
+        *_heading(timeline, bool(upper)),
     ]
-    return "\n".join(parts) + "\n"
+    # Ticks at least 60 pixels apart: every 1, 2, 5, 10, 20, ... (or 0.5, 0.2, ...) units of time.
+    magnitude = 10.0 ** floor(log10(60 / scale))
+    step = next(step * magnitude for step in (1, 2, 5, 10) if step * magnitude >= 60 / scale * (1 - 1e-9))
+    for i in range(floor(timeline.makespan / step + 1e-9) + 1):
+        x = LEFT + i * step * scale
+        parts.append(f'<line x1="{x:.1f}" y1="{TOP - 8}" x2="{x:.1f}" y2="{bottom + 2}"/>')
+        parts.append(f'<text class="a" x="{x:.1f}" y="{bottom + 16}">{i * step:g}</text>')
+    parts.append(f'<text class="m r" x="{LEFT - 10}" y="{bottom + 16}">time</text>')
+    parts.append(f'<text class="m" x="{LEFT + timeline.makespan * scale + 10:.1f}" y="{TOP - 8}">peak alive</text>')
+    for rank in range(len(timeline.spans)):
+        parts += _row(timeline, rank, scale, upper)
+    return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def _heading(timeline: Timeline) -> Iterator[str]:
-    schedule = timeline.schedule
+def _heading(timeline: Timeline, halves: bool) -> Iterator[str]:
+    """What is drawn, and a legend of what is in it; `halves`: some ranks have stages of both halves."""
+    schedule, spans = timeline.schedule, list(chain.from_iterable(timeline.spans))
     yield f'<text class="h" x="{LEFT}" y="26">{escape(schedule.name)}</text>'
-    facts = (
-        f"{schedule.num_ranks} ranks, {schedule.num_stages} stages, {schedule.num_microbatches} micro-batches; "
-        f"makespan {number(timeline.makespan)}, bubble {100 * timeline.bubble_fraction:.1f}%"
-    )
-    yield f'<text class="m" x="{LEFT + 10 + 9.2 * len(schedule.name):.0f}" y="26">{facts}</text>'
-    halves = _halves(timeline)
-    used = {action.kind for spans in timeline.spans for span in spans for action in span.step}
+    yield (f'<text class="m" x="{LEFT + 10 + 9.2 * len(schedule.name):.0f}" y="26">{schedule.num_ranks} ranks, '
+           f"{schedule.num_stages} stages, {schedule.num_microbatches} micro-batches; "
+           f"makespan {number(timeline.makespan)}, bubble {100 * timeline.bubble_fraction:.1f}%</text>")
+    used = {action.kind for span in spans for action in span.step}
     x = float(LEFT)
-    for kind in (kind for kind in MEANINGS if kind in used):
-        width = 28 / halves
-        for i, colour in enumerate(COLOURS[kind][:halves]):
-            yield f'<rect x="{x + width * i:g}" y="41" width="{width:g}" height="12" fill="{colour}"/>'
-        yield f'<text x="{x + 34:g}" y="51">{MEANINGS[kind]}</text>'
-        x += 62 + 5.8 * len(MEANINGS[kind])
-    if any(len(span.step) == 2 for spans in timeline.spans for span in spans):
+    for meaning, *colours in (LOOKS[kind] for kind in LOOKS if kind in used):
+        width = 14 if halves else 28
+        for i, colour in enumerate(colours if halves else colours[:1]):
+            yield f'<rect x="{x + width * i:g}" y="41" width="{width}" height="12" fill="{colour}"/>'
+        yield f'<text x="{x + 34:g}" y="51">{meaning}</text>'
+        x += 62 + 5.8 * len(meaning)
+    if any(len(span.step) == 2 for span in spans):
         yield f'<rect class="o" x="{x:g}" y="41" width="28" height="12"/><text x="{x + 34:g}" y="51">overlapped</text>'
         x += 118
     if any(timeline.reductions):
         yield f'<rect x="{x:g}" y="45" width="28" height="{GAP - 1}" fill="{REDUCTION}"/>'
         yield f'<text x="{x + 34:g}" y="51">gradients reduced</text>'
         x += 160
-    if halves == 2:
+    if halves:
         yield f'<text class="m" x="{x:g}" y="51">lighter: later stages of the rank</text>'
 
 
-def _axis(timeline: Timeline, scale: float, height: int) -> Iterator[str]:
-    """Ticks at least 60 pixels apart: every 1, 2, 5, 10, 20, ... (or 0.5, 0.2, ...) units of time."""
-    magnitude = 10.0 ** floor(log10(60 / scale))
-    step = next(step * magnitude for step in (1, 2, 5, 10) if step * magnitude >= 60 / scale * (1 - 1e-9))
-    bottom = height - BOTTOM + 2
-    for i in range(floor(timeline.makespan / step + 1e-9) + 1):
-        x = LEFT + i * step * scale
-        yield f'<line x1="{x:.1f}" y1="{TOP - 8}" x2="{x:.1f}" y2="{bottom}"/>'
-        yield f'<text class="a" x="{x:.1f}" y="{bottom + 14}">{i * step:g}</text>'
-    yield f'<text class="m r" x="{LEFT - 10}" y="{bottom + 14}">time</text>'
-    yield f'<text class="m" x="{LEFT + timeline.makespan * scale + 10:.1f}" y="{TOP - 8}">peak alive</text>'
-
-
-def _row(timeline: Timeline, rank: int, scale: float) -> Iterator[str]:
-    top = TOP + rank * (ROW + GAP)
-    width = timeline.makespan * scale
-    upper = second_half(timeline, rank)
+def _row(timeline: Timeline, rank: int, scale: float, upper: set[int]) -> Iterator[str]:
+    top, end_of_row = TOP + rank * (ROW + GAP), timeline.makespan * scale
     yield f'<text class="r" x="{LEFT - 10}" y="{top + ROW / 2 + 4}">rank {rank}</text>'
-    yield f'<rect class="b" x="{LEFT}" y="{top}" width="{width:.2f}" height="{ROW}"/>'
-    for span in timeline.spans[rank]:
-        yield from _step(span, upper, top, scale)
-    for start, end, stage in (reduction[1:] for reduction in timeline.reductions[rank]):
+    yield f'<rect class="b" x="{LEFT}" y="{top}" width="{end_of_row:.2f}" height="{ROW}"/>'
+    for _, start, end, step in timeline.spans[rank]:
+        x, width, height = LEFT + start * scale, (end - start) * scale, ROW / len(step)
+        names = (f"{LOOKS[a.kind][0]} of micro-batch {a.microbatch}, stage {a.stage}" for a in step)
+        yield f"<g><title>{' overlapped with '.join(names)}\nrank {rank}, {number(start)} to {number(end)}</title>"
+        for i, action in enumerate(step):  # of a pair, which runs at the same time, one lies above the other
+            y, colour = top + i * height, LOOKS[action.kind][2 if action.stage in upper else 1]
+            yield f'<rect x="{x:.2f}" y="{y:g}" width="{width:.2f}" height="{height:g}" fill="{colour}"/>'
+            if width >= 7 * len(str(action.microbatch)):
+                style, middle = "n" if len(step) == 1 else "p", y + height / 2 + 3.7
+                yield f'<text class="{style}" x="{x + width / 2:.2f}" y="{middle:g}">{action.microbatch}</text>'
+        if len(step) == 2:
+            yield f'<rect class="o" x="{x + 0.6:.2f}" y="{top + 0.6}" width="{width - 1.2:.2f}" height="{ROW - 1.2}"/>'
+        yield "</g>"
+    for _, start, end, stage in timeline.reductions[rank]:
         yield (
             f"<g><title>gradients of stage {stage} reduced\nrank {rank}, {number(start)} to {number(end)}</title>"
             f'<rect x="{LEFT + start * scale:.2f}" y="{top + ROW:g}" width="{(end - start) * scale:.2f}" '
             f'height="{GAP - 1}" fill="{REDUCTION}"/></g>'
         )
-    yield f'<text x="{LEFT + width + 10:.1f}" y="{top + ROW / 2 + 4}">{timeline.peak_activations[rank]}</text>'
-
-
-def _step(span: Span, upper: frozenset[int], top: float, scale: float) -> Iterator[str]:
-    """A cell; the two actions of a pair, which run at the same time, lie one above the other in it."""
-    x, width = LEFT + span.start * scale, (span.end - span.start) * scale
-    height = ROW / len(span.step)
-    names = " overlapped with ".join(f"{MEANINGS[a.kind]} of micro-batch {a.microbatch}, stage {a.stage}"
-                                     for a in span.step)
-    yield f"<g><title>{names}\nrank {span.rank}, {number(span.start)} to {number(span.end)}</title>"
-    for i, action in enumerate(span.step):
-        y = top + i * height
-        colour = COLOURS[action.kind][action.stage in upper]
-        yield f'<rect x="{x:.2f}" y="{y:g}" width="{width:.2f}" height="{height:g}" fill="{colour}"/>'
-        if width >= 7 * len(str(action.microbatch)):
-            style, middle = "n" if len(span.step) == 1 else "p", y + height / 2 + 3.7
-            yield f'<text class="{style}" x="{x + width / 2:.2f}" y="{middle:g}">{action.microbatch}</text>'
-    if len(span.step) == 2:
-        yield f'<rect class="o" x="{x + 0.6:.2f}" y="{top + 0.6}" width="{width - 1.2:.2f}" height="{ROW - 1.2}"/>'
-    yield "</g>"
+    yield f'<text x="{LEFT + end_of_row + 10:.1f}" y="{top + ROW / 2 + 4}">{timeline.peak_activations[rank]}</text>'

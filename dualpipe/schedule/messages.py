@@ -15,19 +15,19 @@ blocks until its receive is posted, and the least that an engine must do.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, TypeVar
 
 from dualpipe.schedule.types import Action, Schedule, Step
 
 RECEIVE_AHEAD = 1  # receives of a stream that are posted at any time
 
 Stream = tuple[int, int, str]  # source rank, destination rank, kind of message
+T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
+class Message(NamedTuple):
     """An activation (for "F") or a gradient (for "B") for `stage`'s `microbatch`, on its way between two ranks."""
 
     kind: str
@@ -65,20 +65,12 @@ def needs(schedule: Schedule, action: Action) -> tuple[Action, ...]:
     return (Action("B", stage + 1, mb), Action("I", stage + 1, mb))
 
 
-def received(schedule: Schedule, action: Action) -> Message | None:
-    """The message that `action` waits for, or None where its input is already on its rank."""
-    sources = needs(schedule, action)
-    return _message(schedule, action, sources[0].stage, action.stage) if sources else None
-
-
 def sent(schedule: Schedule, action: Action) -> Message | None:
     """The message that `action` produces, or None where its result stays on its rank."""
     target = action.stage + {"F": 1, "B": -1, "I": -1, "W": 0}[action.kind]
-    return _message(schedule, action, action.stage, target) if 0 <= target < schedule.num_stages else None
-
-
-def _message(schedule: Schedule, action: Action, source: int, target: int) -> Message | None:
-    src, dst = schedule.stage_rank(source), schedule.stage_rank(target)
+    if not 0 <= target < schedule.num_stages:
+        return None
+    src, dst = schedule.stage_rank(action.stage), schedule.stage_rank(target)
     return None if src == dst else Message("F" if action.kind == "F" else "B", target, action.microbatch, src, dst)
 
 
@@ -88,21 +80,27 @@ def all_messages(schedule: Schedule) -> list[list[StepMessages]]:
     What it receives comes in the order of the step's actions, but two messages of one stream in the order in which
     they are sent. For a schedule that `validate` accepts, every stream is then taken in its order.
     """
-    ranks = [[_step_messages(schedule, step) for step in steps] for steps in schedule.ranks]
-    sequence = {message: i for i, message in enumerate(m for steps in ranks for step in steps for m in step.outgoing)}
-    for incoming in (step.incoming for steps in ranks for step in steps):
+    ranks: list[list[StepMessages]] = [[] for _ in schedule.ranks]
+    sequence: dict[Message, int] = {}
+    for steps, row in zip(schedule.ranks, ranks):
+        for step in steps:
+            incoming = []
+            for action in step:
+                for need in needs(schedule, action)[:1]:
+                    message = sent(schedule, need)
+                    if message is not None and message.stage == action.stage:  # not what an "I" sends on
+                        incoming.append(message)
+            outgoing = [message for action in step if (message := sent(schedule, action)) is not None]
+            row.append(StepMessages(incoming, outgoing))
+            for message in outgoing:
+                sequence[message] = len(sequence)
+    for incoming in (step.incoming for row in ranks for step in row):
         if len(incoming) == 2 and incoming[0].stream == incoming[1].stream:
             incoming.sort(key=sequence.__getitem__)
     return ranks
 
 
-def _step_messages(schedule: Schedule, step: Step) -> StepMessages:
-    incoming = [m for action in step if (m := received(schedule, action)) is not None]
-    outgoing = [m for action in step if (m := sent(schedule, action)) is not None]
-    return StepMessages(incoming, outgoing)
-
-
-def completed(steps: Sequence[Step], kinds: Iterable[str] = "BW") -> tuple[tuple[int, ...], ...]:
+def completed(steps: Sequence[Step], kinds: str = "BW") -> tuple[tuple[int, ...], ...]:
     """For each step, the stages whose last action of `kinds` it holds, ascending: their gradients are complete.
 
     That is where data parallelism reduces them. The place follows from the order of the actions, so that a schedule
@@ -111,10 +109,22 @@ def completed(steps: Sequence[Step], kinds: Iterable[str] = "BW") -> tuple[tuple
     Example: of the steps (0I0), (0I1), (0W0), (0W1) the last one completes stage 0. With kinds "F", stages are done
     after their last forward, as in an evaluation.
     """
-    wanted, seen = set(kinds), set[int]()
-    stages_of_step = []
-    for step in reversed(steps):
-        last = {action.stage for action in step if action.kind in wanted} - seen
-        seen |= last
-        stages_of_step.append(tuple(sorted(last)))
-    return tuple(reversed(stages_of_step))
+    last = {action.stage: i for i, step in enumerate(steps) for action in step if action.kind in kinds}
+    stages = sorted(last)
+    return tuple(tuple(stage for stage in stages if last[stage] == i) for i in range(len(steps)))
+
+
+def play(programs: Iterable[Iterable[T]], do: Callable[[int, T], bool]) -> list[deque[T]]:
+    """Take every rank through its program, each as far as `do(rank, item)` is true of the next item; what is left.
+
+    The order of play does not matter where, as for messages and inputs, nothing takes back what lets an item go on.
+    """
+    left = [deque(program) for program in programs]
+    moving = True
+    while moving:
+        moving = False
+        for rank, program in enumerate(left):
+            while program and do(rank, program[0]):
+                program.popleft()
+                moving = True
+    return left

@@ -1,14 +1,89 @@
-"""Times a schedule without running it."""
+"""Times a schedule without running it: what each kind of work costs, in any one unit of time, and when each runs."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import NamedTuple
+from math import isfinite
+from typing import Any, NamedTuple, cast
 
-from dualpipe.schedule.costs import Costs
-from dualpipe.schedule.messages import completed, needs
-from dualpipe.schedule.types import Action, Schedule, ScheduleError, Step
+from dualpipe.schedule.messages import completed, needs, play
+from dualpipe.schedule.types import KINDS, Action, Schedule, ScheduleError, Step
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Costs of the actions of one stage, of overlapping them, and of sending.
+
+    F, B, W, I: a forward, a whole backward, the weight gradients, a backward for the input only. I is B - W unless
+        given.
+    FB: a forward overlapped with a whole backward; F + B, nothing saved, unless given.
+    pairs: costs of other overlapped pairs by their two kinds, in either order: {("F", "I"): 1.7}. Their sum unless
+        given.
+    p2p: from the end of a step until its result is on another rank. It takes no time of either rank.
+    per_stage: the Costs of stages that differ from these, by stage; a sequence gives them from stage 0 on. Their own
+        `p2p` and `per_stage` are not used. A pair from two stages saves the mean of what it saves on each.
+    R: reducing a stage's gradients over data-parallel ranks, once they are complete and beside the computing.
+
+    Raises ValueError for a cost that is negative or not finite.
+    """
+
+    F: float = 1.0
+    B: float = 2.0
+    W: float = 1.0
+    I: float | None = None  # noqa: E741 - the name of the kind
+    FB: float | None = None
+    pairs: Mapping[tuple[str, str], float] | None = None
+    p2p: float = 0.0
+    per_stage: Mapping[int, Costs] | Sequence[Costs] | None = None
+    R: float = 0.0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.per_stage, Sequence):
+            object.__setattr__(self, "per_stage", dict(enumerate(self.per_stage)))
+        given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("pairs", "per_stage")}
+        given |= {"&".join(kinds): cost for kinds, cost in (self.pairs or {}).items()}
+        for name, cost in given.items():
+            if cost is not None and not (isfinite(cost) and cost >= 0):
+                raise ValueError(f"cost {name} is {cost}; give a number of 0 or more")
+        if self.I is None and self.W > self.B:
+            raise ValueError(f"cost W is {self.W}, more than the whole backward B = {self.B}; lower it, or give I too")
+        for kinds in self.pairs or {}:
+            if len(kinds) != 2 or not set(kinds) <= set(KINDS):
+                raise ValueError(f"pairs has a cost for {kinds!r}; give two kinds out of {', '.join(KINDS)}")
+
+    def of(self, step: Step) -> float:
+        """How long `step` takes."""
+        kinds, costs = [action.kind for action in step], [self.on(action.stage) for action in step]
+        if all(on is costs[0] for on in costs):
+            return costs[0]._of_kinds(*kinds)
+        saved = (sum(map(on._of_kinds, kinds)) - on._of_kinds(*kinds) for on in costs)
+        return sum(map(Costs._of_kinds, costs, kinds)) - sum(saved) / 2
+
+    def on(self, stage: int) -> Costs:
+        """The costs of `stage`."""
+        return cast("Mapping[int, Costs]", self.per_stage or {}).get(stage, self)
+
+    def scaled(self, factor: float) -> Costs:
+        """The same for stages that are `factor` times as big; what crosses between them, `p2p`, stays as it is."""
+        given = {name: cost for name in ("F", "B", "W", "I", "FB", "R") if (cost := getattr(self, name)) is not None}
+        stages = cast("Mapping[int, Costs] | None", self.per_stage)
+        return replace(
+            self,
+            **{name: cost * factor for name, cost in given.items()},
+            pairs=self.pairs and {kinds: cost * factor for kinds, cost in self.pairs.items()},
+            per_stage=stages and {stage: costs.scaled(factor) for stage, costs in stages.items()},
+        )
+
+    def _of_kinds(self, *kinds: str) -> float:
+        """The cost of an action, or of two of one stage that overlap."""
+        if len(kinds) == 1:
+            return self.B - self.W if kinds == ("I",) and self.I is None else getattr(self, kinds[0])
+        if self.FB is not None and set(kinds) == {"F", "B"}:
+            return self.FB
+        given: Mapping[Any, float] = self.pairs or {}
+        return given.get(kinds, given.get(kinds[::-1], sum(map(self._of_kinds, kinds))))
 
 
 class Span(NamedTuple):
@@ -45,18 +120,12 @@ class Timeline:
     @cached_property
     def makespan(self) -> float:
         """From the start of the first step to the end of the last step or reduction, over all ranks."""
-        ends = [rank[-1].end for rank in self.spans if rank] + [rank[-1].end for rank in self.reductions if rank]
-        return max(ends, default=0.0)
-
-    @cached_property
-    def busy(self) -> tuple[float, ...]:
-        """Per rank, the time that it computes."""
-        return tuple(sum(self.costs.of(span.step) for span in spans) for spans in self.spans)
+        return max((row[-1].end for rows in (self.spans, self.reductions) for row in rows if row), default=0.0)
 
     @cached_property
     def bubble(self) -> tuple[float, ...]:
         """Per rank, the time within the makespan that it does not compute."""
-        return tuple(self.makespan - busy for busy in self.busy)
+        return tuple(self.makespan - sum(self.costs.of(span.step) for span in spans) for spans in self.spans)
 
     @property
     def bubble_fraction(self) -> float:
@@ -69,18 +138,17 @@ class Timeline:
         """Per rank, the most stage activations alive at once.
 
         One is alive from the start of its "F" until the end of its "B", or of its "W" where the backward is split.
+        Steps of one rank do not overlap, so that within one its activations are alive, and freed, together.
         """
-        return tuple(map(_peak, self.spans))
-
-
-def _peak(spans: tuple[Span, ...]) -> int:
-    """Steps of one rank do not overlap, so that within one its activations are alive, and freed, together."""
-    alive = peak = 0
-    for span in spans:
-        alive += sum(action.kind == "F" for action in span.step)
-        peak = max(peak, alive)
-        alive -= sum(action.kind in "BW" for action in span.step)
-    return peak
+        peaks = []
+        for spans in self.spans:
+            alive = peak = 0
+            for span in spans:
+                alive += sum(action.kind == "F" for action in span.step)
+                peak = max(peak, alive)
+                alive -= sum(action.kind in "BW" for action in span.step)
+            peaks.append(peak)
+        return tuple(peaks)
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
@@ -93,45 +161,30 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     costs = costs or Costs()
     finished: dict[Action, tuple[float, int]] = {}  # when, on which rank
     spans: list[list[Span]] = [[] for _ in schedule.ranks]
-    moving = True
-    while moving:
-        moving = False
-        for rank, (steps, done) in enumerate(zip(schedule.ranks, spans)):
-            while len(done) < len(steps):
-                step = steps[len(done)]
-                ready = _ready(schedule, costs.p2p, rank, step, finished)
-                if ready is None:
-                    break
-                start = max(ready, done[-1].end if done else 0.0)
-                done.append(Span(rank, start, start + costs.of(step), step))
-                finished |= dict.fromkeys(step, (done[-1].end, rank))
-                moving = True
-    for rank, steps in enumerate(schedule.ranks):
-        if len(spans[rank]) < len(steps):
+
+    def run(rank: int, step: Step) -> bool:
+        start = spans[rank][-1].end if spans[rank] else 0.0
+        for action in step:
+            possible = needs(schedule, action)
+            source = next((finished[need] for need in possible if need in finished), None)
+            if source is not None:
+                start = max(start, source[0] + (costs.p2p if source[1] != rank else 0.0))
+            elif possible:
+                return False
+        span = Span(rank, start, start + costs.of(step), step)
+        spans[rank].append(span)
+        finished.update(dict.fromkeys(step, (span.end, rank)))
+        return True
+
+    for rank, left in enumerate(play(schedule.ranks, run)):
+        if left:
             raise ScheduleError(f"schedule {schedule.name!r}, rank {rank}: step {len(spans[rank])} can never start")
-    reductions = tuple(_reductions(rank, costs, row) for rank, row in enumerate(spans))
-    return Timeline(schedule, costs, tuple(map(tuple, spans)), reductions)
-
-
-def _ready(
-    schedule: Schedule, p2p: float, rank: int, step: Step, finished: dict[Action, tuple[float, int]]
-) -> float | None:
-    """When all inputs of a step are there; None where one of them does not exist yet."""
-    ready = 0.0
-    for action in step:
-        possible = needs(schedule, action)
-        source = next((finished[need] for need in possible if need in finished), None)
-        if source is not None:
-            ready = max(ready, source[0] + (p2p if source[1] != rank else 0.0))
-        elif possible:
-            return None
-    return ready
-
-
-def _reductions(rank: int, costs: Costs, spans: list[Span]) -> tuple[Reduction, ...]:
-    reductions: list[Reduction] = []
-    for span, stages in zip(spans, completed([span.step for span in spans])):
-        for stage in stages:
-            start = max(span.end, reductions[-1].end if reductions else 0.0)
-            reductions.append(Reduction(rank, start, start + costs.on(stage).R, stage))
-    return tuple(r for r in reductions if r.end > r.start)
+    reductions = []
+    for rank, steps in enumerate(schedule.ranks):
+        row, free = [], 0.0  # when the one before is done
+        for span, stages in zip(spans[rank], completed(steps)):
+            for stage in stages:
+                row.append(Reduction(rank, max(span.end, free), max(span.end, free) + costs.on(stage).R, stage))
+                free = row[-1].end
+        reductions.append(tuple(reduction for reduction in row if reduction.end > reduction.start))
+    return Timeline(schedule, costs, tuple(map(tuple, spans)), tuple(reductions))

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import csv
 import re
-from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections import Counter
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import chain
 from typing import Literal, cast
 
 Kind = Literal["F", "B", "I", "W"]
@@ -59,18 +58,22 @@ class Schedule:
     placement: tuple[int, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
-        ranks = tuple(tuple(_as_step(self.name, step) for step in steps) for steps in self.ranks)
-        object.__setattr__(self, "ranks", ranks)
-        object.__setattr__(self, "placement", tuple(self.placement) or self._placement_of_steps())
-
-    def _placement_of_steps(self) -> tuple[int, ...]:
-        votes: list[Counter[int]] = [Counter() for _ in range(self.num_stages)]
-        for rank, steps in enumerate(self.ranks):
-            for step in steps:
-                for action in step:
+        ranks, placement = tuple(map(tuple, self.ranks)), tuple(self.placement)
+        for step in chain.from_iterable(ranks):
+            if isinstance(step, Action):
+                raise ScheduleError(f"schedule {self.name!r}: {step} stands alone; a step is a tuple of actions: "
+                                    f"({step},)")
+            if not isinstance(step, tuple | list) or not all(isinstance(action, Action) for action in step):
+                raise ScheduleError(f"schedule {self.name!r}: {step!r} is not a step; a step is a tuple of actions")
+        if not placement:
+            votes: list[Counter[int]] = [Counter() for _ in range(self.num_stages)]
+            for rank, steps in enumerate(ranks):
+                for action in chain.from_iterable(steps):
                     if 0 <= action.stage < self.num_stages:
                         votes[action.stage][rank] += 1
-        return tuple(vote.most_common(1)[0][0] if vote else -1 for vote in votes)
+            placement = tuple(vote.most_common(1)[0][0] if vote else -1 for vote in votes)
+        object.__setattr__(self, "ranks", tuple(tuple(map(tuple, steps)) for steps in ranks))
+        object.__setattr__(self, "placement", placement)
 
     def stage_rank(self, stage: int) -> int:
         """The rank that owns `stage`."""
@@ -87,7 +90,15 @@ class Schedule:
         (0F7;7B3)OVERLAP_F_B, in which the forward comes first. torch has no cell for other pairs; their actions are
         written one after the other.
         """
-        return "".join(",".join(cell for step in steps for cell in _cells(step)) + "\n" for steps in self.ranks)
+        rows: list[list[str]] = [[] for _ in self.ranks]
+        for steps, row in zip(self.ranks, rows):
+            for step in steps:
+                if len(step) == 2 and {action.kind for action in step} == {"F", "B"}:
+                    forward, backward = sorted(step, key=lambda action: action.kind != "F")
+                    row.append(f"({forward};{backward})OVERLAP_F_B")
+                else:
+                    row += map(str, step)
+        return "".join(",".join(row) + "\n" for row in rows)
 
     @staticmethod
     def from_torch_csv(text: str, name: str = "csv") -> Schedule:
@@ -100,28 +111,13 @@ class Schedule:
             tuple(_read_cell(cell.strip(), row, column) for column, cell in enumerate(cells) if cell.strip())
             for row, cells in enumerate(csv.reader(text.rstrip("\r\n").splitlines(keepends=True)))
         )
-        actions = [action for steps in ranks for step in steps for action in step]
+        actions = list(chain.from_iterable(chain.from_iterable(ranks)))
         if not actions:
             raise ScheduleError(f"schedule {name!r}: the CSV has no actions")
         num_stages = 1 + max(action.stage for action in actions)
         if num_stages > len(actions):  # before anything is made for each stage
             raise ScheduleError(f"schedule {name!r}: stage {num_stages - 1} among only {len(actions)} actions")
         return Schedule(name, len(ranks), num_stages, 1 + max(action.microbatch for action in actions), ranks)
-
-
-def _as_step(name: str, step: Step) -> Step:
-    if isinstance(step, Action):
-        raise ScheduleError(f"schedule {name!r}: {step} stands alone; a step is a tuple of actions: ({step},)")
-    if not isinstance(step, tuple | list) or not all(isinstance(action, Action) for action in step):
-        raise ScheduleError(f"schedule {name!r}: {step!r} is not a step; a step is a tuple of actions")
-    return tuple(step)
-
-
-def _cells(step: Step) -> list[str]:
-    if len(step) == 2 and {action.kind for action in step} == {"F", "B"}:
-        forward, backward = sorted(step, key=lambda action: action.kind != "F")
-        return [f"({forward};{backward})OVERLAP_F_B"]
-    return [str(action) for action in step]
 
 
 def _read_cell(cell: str, row: int, column: int) -> Step:
@@ -137,37 +133,6 @@ def _read_cell(cell: str, row: int, column: int) -> Step:
     return tuple(step)
 
 
-# What the functions that make schedules share.
-
-
 def v_placement(num_ranks: int) -> tuple[int, ...]:
     """Two stages a rank in a V: down through the ranks and back up, so that rank 0 holds the first and the last."""
     return (*range(num_ranks), *reversed(range(num_ranks)))
-
-
-def in_turn(pattern: Iterable[str], stages: Sequence[int]) -> list[Step]:
-    """Steps from names such as "F0", or "F1&B0" for a pair: a kind, and which of `stages`; micro-batches in turn.
-
-    Each of the stages counts its forwards and, together, its backwards "B" and "I"; a "W" is the oldest that an "I" of
-    its stage left.
-    """
-    turns: defaultdict[tuple[bool, str], count[int]] = defaultdict(count)
-    deferred: defaultdict[str, deque[int]] = defaultdict(deque)
-
-    def action(kind: str, which: str) -> Action:
-        microbatch = deferred[which].popleft() if kind == "W" else next(turns[kind == "F", which])
-        if kind == "I":
-            deferred[which].append(microbatch)
-        return Action(cast("Kind", kind), stages[int(which)], microbatch)
-
-    return [tuple(action(*name) for name in names.split("&")) for names in pattern]
-
-
-def first_microbatches(steps: Iterable[Step], num_microbatches: int) -> tuple[Step, ...]:
-    """`steps` without what they do for micro-batches from `num_microbatches` on; half of a pair stays as a step.
-
-    Done on all ranks alike this keeps an order valid: what remains keeps its sequence, hence its dependencies, no
-    stream holds more messages, and no more activations are alive than before.
-    """
-    kept = (tuple(action for action in step if action.microbatch < num_microbatches) for step in steps)
-    return tuple(step for step in kept if step)

@@ -7,18 +7,12 @@ only where every rank reaches the end with blocking sends and each stream of mes
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from itertools import chain
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
-from dualpipe.schedule.messages import RECEIVE_AHEAD, Message, StepMessages, Stream, all_messages, needs
+from dualpipe.schedule.messages import RECEIVE_AHEAD, Message, Stream, all_messages, needs, play
 from dualpipe.schedule.types import KINDS, Action, Schedule, ScheduleError
 
-
-class Place(NamedTuple):
-    """Where an action stands."""
-
-    rank: int
-    step: int
+Place = tuple[int, int]  # where an action stands: the rank, and the number of the step
 
 
 def validate(schedule: Schedule) -> None:
@@ -31,14 +25,26 @@ def validate(schedule: Schedule) -> None:
     - between two ranks, activations are taken in the order in which they are sent, and so are gradients;
     - no rank waits forever, even if a send blocks until its receive is posted (see `messages.RECEIVE_AHEAD`).
     """
-    _check_sizes(schedule)
+    name = f"schedule {schedule.name!r}"
+    for what in ("num_ranks", "num_stages", "num_microbatches"):
+        size = getattr(schedule, what)
+        if not isinstance(size, int) or size < 1:
+            raise ScheduleError(f"{name}: {what} is {size!r}; it must be an integer of 1 or more")
+    if len(schedule.ranks) != schedule.num_ranks:
+        raise ScheduleError(f"{name} has steps for {len(schedule.ranks)} ranks, but num_ranks is {schedule.num_ranks}")
+    if len(schedule.placement) != schedule.num_stages:
+        raise ScheduleError(f"{name} places {len(schedule.placement)} stages, but num_stages is {schedule.num_stages}")
+    for stage, rank in enumerate(schedule.placement):
+        if not isinstance(rank, int) or not 0 <= rank < schedule.num_ranks:
+            where = "on no rank: it has no actions" if rank == -1 else f"on rank {rank!r}"
+            raise ScheduleError(f"{name}: stage {stage} is {where}; ranks are 0 to {schedule.num_ranks - 1}")
     places = _places(schedule)
-    _check_complete(schedule, places)
-    for action, place in places.items():
-        _check_after_what_it_needs(schedule, places, action, place)
-    messages = all_messages(schedule)
-    _check_message_order(schedule, messages)
-    _check_no_deadlock(schedule, messages)
+    for action, (rank, index) in places.items():
+        for need in needs(schedule, action):
+            there = places.get(need, (-1, -1))
+            if there[0] == rank and there[1] >= index:  # of two ranks, the messages decide
+                _refuse(schedule, rank, index, f"{action} needs {need}, which comes later, at step {there[1]}")
+    _check_messages(schedule)
 
 
 def independent(a: Action, b: Action) -> bool:
@@ -59,55 +65,29 @@ def _refuse(schedule: Schedule, rank: int, index: int, cause: str) -> NoReturn:
     raise ScheduleError(f"schedule {schedule.name!r}, rank {rank}, step {index} ({step}): {cause}")
 
 
-def _check_sizes(schedule: Schedule) -> None:
-    name = f"schedule {schedule.name!r}"
-    for what in ("num_ranks", "num_stages", "num_microbatches"):
-        size = getattr(schedule, what)
-        if not isinstance(size, int) or size < 1:
-            raise ScheduleError(f"{name}: {what} is {size!r}; it must be an integer of 1 or more")
-    if len(schedule.ranks) != schedule.num_ranks:
-        raise ScheduleError(f"{name} has steps for {len(schedule.ranks)} ranks, but num_ranks is {schedule.num_ranks}")
-    if len(schedule.placement) != schedule.num_stages:
-        raise ScheduleError(f"{name} places {len(schedule.placement)} stages, but num_stages is {schedule.num_stages}")
-    for stage, rank in enumerate(schedule.placement):
-        if not isinstance(rank, int) or not 0 <= rank < schedule.num_ranks:
-            where = "on no rank: it has no actions" if rank == -1 else f"on rank {rank!r}"
-            raise ScheduleError(f"{name}: stage {stage} is {where}; ranks are 0 to {schedule.num_ranks - 1}")
-
-
 def _places(schedule: Schedule) -> dict[Action, Place]:
-    """Where each action stands, having checked each by itself."""
+    """Where each action stands, having checked that each may be there and that none is missing."""
     places: dict[Action, Place] = {}
-    for rank, steps in enumerate(schedule.ranks):
-        for index, step in enumerate(steps):
-            if len(step) not in (1, 2):
-                _refuse(schedule, rank, index, f"a step has one action or two, not {len(step)}")
-            for action in step:
-                _check_action(schedule, rank, index, action)
-                if action in places:
-                    first = places[action]
-                    _refuse(schedule, rank, index, f"{action} is also at rank {first.rank}, step {first.step}")
-                places[action] = Place(rank, index)
-            if len(step) == 2 and not independent(*step):
-                _refuse(schedule, rank, index, "these two depend on each other, so they cannot overlap")
-    return places
-
-
-def _check_action(schedule: Schedule, rank: int, index: int, action: Action) -> None:
-    if action.kind not in KINDS:
-        _refuse(schedule, rank, index, f"{action!r} is not an Action of kind {', '.join(KINDS)}")
-    for what, value, size in (
-        ("stage", action.stage, schedule.num_stages),
-        ("micro-batch", action.microbatch, schedule.num_microbatches),
-    ):
-        if not isinstance(value, int) or not 0 <= value < size:
-            _refuse(schedule, rank, index, f"{what} {value} of {action} is not one of 0 to {size - 1}")
-    owner = schedule.stage_rank(action.stage)
-    if owner != rank:
-        _refuse(schedule, rank, index, f"stage {action.stage} of {action} is placed on rank {owner}")
-
-
-def _check_complete(schedule: Schedule, places: dict[Action, Place]) -> None:
+    for rank, index, step in ((r, i, step) for r, steps in enumerate(schedule.ranks) for i, step in enumerate(steps)):
+        if len(step) not in (1, 2):
+            _refuse(schedule, rank, index, f"a step has one action or two, not {len(step)}")
+        for action in step:
+            if action.kind not in KINDS:
+                _refuse(schedule, rank, index, f"{action!r} is not an Action of kind {', '.join(KINDS)}")
+            for what, value, size in (
+                ("stage", action.stage, schedule.num_stages),
+                ("micro-batch", action.microbatch, schedule.num_microbatches),
+            ):
+                if not isinstance(value, int) or not 0 <= value < size:
+                    _refuse(schedule, rank, index, f"{what} {value} of {action} is not one of 0 to {size - 1}")
+            owner = schedule.stage_rank(action.stage)
+            if owner != rank:
+                _refuse(schedule, rank, index, f"stage {action.stage} of {action} is placed on rank {owner}")
+            if action in places:
+                _refuse(schedule, rank, index, "{} is also at rank {}, step {}".format(action, *places[action]))
+            places[action] = rank, index
+        if len(step) == 2 and not independent(*step):
+            _refuse(schedule, rank, index, "these two depend on each other, so they cannot overlap")
     for stage, rank in enumerate(schedule.placement):
         for mb in range(schedule.num_microbatches):
             forward, full, inputs, weights = (Action(kind, stage, mb) for kind in KINDS)
@@ -116,57 +96,38 @@ def _check_complete(schedule: Schedule, places: dict[Action, Place]) -> None:
             if full not in places and inputs not in places:
                 raise ScheduleError(f"schedule {schedule.name!r}, rank {rank}: {full} (or {inputs}) is missing")
             if full in places and inputs in places:
-                _refuse(schedule, *places[inputs], f"{full} at step {places[full].step} is the whole backward already")
+                _refuse(schedule, *places[inputs], f"{full} at step {places[full][1]} is the whole backward already")
             if inputs in places and weights not in places:
                 _refuse(schedule, *places[inputs], f"its weight gradients, {weights}, are missing")
             if weights in places and inputs not in places:
                 _refuse(schedule, *places[weights], f"there is no {inputs} that defers weight gradients to it")
+    return places
 
 
-def _check_after_what_it_needs(schedule: Schedule, places: dict[Action, Place], action: Action, place: Place) -> None:
-    """Where both actions are on one rank their order can be read off; across ranks the messages decide."""
-    for need in needs(schedule, action):
-        there = places.get(need)
-        if there is not None and there.rank == place.rank and there.step >= place.step:
-            _refuse(schedule, *place, f"{action} needs {need}, which comes later, at step {there.step}")
-
-
-def _check_message_order(schedule: Schedule, messages: list[list[StepMessages]]) -> None:
-    arriving: defaultdict[Stream, deque[Message]] = defaultdict(deque)
-    for step in chain.from_iterable(messages):
-        for message in step.outgoing:
-            arriving[message.stream].append(message)
-    for rank, steps in enumerate(messages):
-        for index, step in enumerate(steps):
-            for message in step.incoming:
-                other = arriving[message.stream].popleft()
-                if other != message:
-                    _refuse(schedule, rank, index, f"takes the {message}, but the next to arrive is the {other}")
-
-
-def _check_no_deadlock(schedule: Schedule, messages: list[list[StepMessages]]) -> None:
-    """Plays all takes and sends; computing takes no time here.
-
-    The order of play does not matter: each stream has one sender and one taker.
-    """
-    left = [
-        deque((index, message) for index, step in enumerate(steps) for message in (*step.incoming, *step.outgoing))
+def _check_messages(schedule: Schedule) -> None:
+    """Every stream is taken in its order, and all takes and sends can be played; computing takes no time here."""
+    messages = all_messages(schedule)
+    programs = [
+        [(index, message) for index, step in enumerate(steps) for message in (*step.incoming, *step.outgoing)]
         for steps in messages
     ]
+    arriving: defaultdict[Stream, deque[Message]] = defaultdict(deque)
+    for message in (message for steps in messages for step in steps for message in step.outgoing):
+        arriving[message.stream].append(message)
+    for rank, program in enumerate(programs):
+        for index, message in program:
+            if message.dst == rank and (other := arriving[message.stream].popleft()) != message:
+                _refuse(schedule, rank, index, f"takes the {message}, but the next to arrive is the {other}")
     in_flight: Counter[Stream] = Counter()  # sent and not yet taken
-    moving = True
-    while moving:
-        moving = False
-        for rank, program in enumerate(left):
-            while program:
-                message = program[0][1]
-                takes = message.dst == rank
-                if in_flight[message.stream] == (0 if takes else RECEIVE_AHEAD):
-                    break
-                in_flight[message.stream] += -1 if takes else 1
-                program.popleft()
-                moving = True
-    stuck = [(rank, *program[0]) for rank, program in enumerate(left) if program]
+
+    def move(rank: int, item: tuple[int, Message]) -> bool:
+        takes, stream = item[1].dst == rank, item[1].stream
+        if in_flight[stream] == (0 if takes else RECEIVE_AHEAD):
+            return False
+        in_flight[stream] += -1 if takes else 1
+        return True
+
+    stuck = [(rank, *program[0]) for rank, program in enumerate(play(programs, move)) if program]
     if stuck:
         waits = "; ".join(
             f"rank {rank} waits at step {index} to {'take' if message.dst == rank else 'send'} the {message}"

@@ -39,7 +39,12 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         raise ValueError(f"cannot read the config {path}: {error.strerror}; give the path of a TOML file") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not valid TOML: {error}") from error
-    config = _relative_to(path.parent, _table(Config, tables, where=str(path)))
+    config = _typed(Config, tables, f"{path}")
+    for table, name, word in (("model", "config", ""), ("init", "from_hf", ""), ("data", "path", STDLIB),
+                              ("data", "tokenizer", BYTES), ("data", "validation_path", "")):
+        value = getattr(getattr(config, table), name)
+        if value and value != word:
+            config = _replace(config, table, name, str(path.parent / value))
     if overrides:
         config = _overridden(config, overrides)
     if not config.model_path:
@@ -65,43 +70,22 @@ def _replace(config: Config, table: str, name: str, value: object) -> Config:
     return replace(config, **{table: replace(getattr(config, table), **{name: value})})
 
 
-# -- the file
-
-
-def _relative_to(folder: Path, config: Config) -> Config:
-    for table, name, other in (("model", "config", ""), ("init", "from_hf", ""), ("data", "path", STDLIB),
-                               ("data", "tokenizer", BYTES), ("data", "validation_path", "")):
-        value = getattr(getattr(config, table), name)
-        if value and value != other:
-            config = _replace(config, table, name, str(folder / value))
-    return config
-
-
-def _table(cls: Any, values: object, *, where: str) -> Any:
-    """Build the dataclass `cls` from a TOML table, refusing unknown keys and wrong types."""
-    if not isinstance(values, dict):
-        raise ValueError(f"{where} must be a table, got {values!r}")
-    hints = get_type_hints(cls)
-    for key in values:
-        if key not in hints:
-            raise ValueError(f"{where}: unknown key {key!r}; {_nearest(key, hints)}")
-    return cls(**{
-        key: _value(hints[key], value, where=f"{where}: [{key}]" if is_dataclass(hints[key]) else f"{where}: {key}")
-        for key, value in values.items()
-    })
-
-
-def _value(kind: Any, value: object, *, where: str) -> Any:
-    """`value` as the annotation `kind`; an integer is taken for a float, nothing else is converted."""
+def _typed(kind: Any, value: Any, where: str) -> Any:
+    """`value` of the TOML as the annotation `kind`; an integer is taken for a float, nothing else is converted."""
     origin, inside = get_origin(kind), get_args(kind)
-    if is_dataclass(kind):
-        return _table(kind, value, where=where)
+    if kinds := get_type_hints(kind) if is_dataclass(kind) else {}:
+        if not isinstance(value, dict):
+            raise ValueError(f"{where} must be a table, got {value!r}")
+        read = {}
+        for key, each in value.items():
+            if key not in kinds:
+                raise ValueError(f"{where}: unknown key {key!r}; {_nearest(key, kinds)}")
+            read[key] = _typed(kinds[key], each, f"{where}: [{key}]" if is_dataclass(kinds[key]) else f"{where}: {key}")
+        return kind(**read)
     if origin in (UnionType, Union):
-        return _value(inside[0], value, where=where)  # TOML has no null: a given value is of the first kind
-    if origin is tuple and isinstance(value, list):
-        kinds = inside[:1] * len(value) if inside[-1] is ... else inside
-        if len(kinds) == len(value):
-            return tuple(_value(each, item, where=where) for each, item in zip(kinds, value))
+        return _typed(inside[0], value, where)  # TOML has no null: a given value is of the first kind
+    if origin is tuple and isinstance(value, list) and (inside[-1] is ... or len(inside) == len(value)):
+        return tuple(_typed(inside[0], each, where) for each in value)
     if kind is float and type(value) is int:
         return float(value)
     if value in inside if origin is Literal else type(value) is kind:
@@ -124,10 +108,8 @@ def _nearest(name: str, valid: Collection[str]) -> str:
     return f"the nearest valid name is {nearest(name, valid, cutoff=0)[0]!r}"
 
 
-# -- the command line
-
-
 def _overridden(config: Config, options: Sequence[str]) -> Config:
+    """`config` with what the command line says instead."""
     import tyro
 
     valid = [f"--{table}.{each.name}" for table, cls in get_type_hints(Config).items() for each in fields(cls)]
@@ -152,13 +134,9 @@ def _overridden(config: Config, options: Sequence[str]) -> Config:
     except SystemExit as stop:
         if not stop.code:  # --help
             raise
-        raise ValueError(_unframed(messages.getvalue())) from None
-    parsed = tuple(rule if isinstance(rule, DTypeRule) else DTypeRule.parse(rule) for rule in config.dtypes.rules)
-    return _replace(config, "dtypes", "rules", parsed)
-
-
-def _unframed(message: str) -> str:
-    """What tyro says between the first two rules of its frame, of which there is one in ASCII too."""
-    parts = re.split(r".*[─-]{3}.*\n", message)
-    text = re.sub("^[│|]|[│|]$", "", parts[1] if len(parts) > 1 else message, flags=re.MULTILINE)
-    return " ".join(text.split()).removeprefix("Error parsing Config: ")
+        # what tyro says between the first two rules of its frame, of which there is one in ASCII too
+        said = re.split(r".*[─-]{3}.*\n", messages.getvalue())[:2][-1]
+        text = " ".join(re.sub("^[│|]|[│|]$", "", said, flags=re.MULTILINE).split())
+        raise ValueError(text.removeprefix("Error parsing Config: ")) from None
+    parsed = (rule if isinstance(rule, DTypeRule) else DTypeRule.parse(rule) for rule in config.dtypes.rules)
+    return _replace(config, "dtypes", "rules", tuple(parsed))

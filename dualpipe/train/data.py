@@ -1,27 +1,203 @@
-"""From a `[data]` path to batches: packing on first use, and a loader whose order depends on the seed alone.
+"""From a `[data]` path to batches: packing on first use, packed tokens, which are memory-mapped and checked, documents
+that are held out, and a loader whose order depends on the seed alone.
 
 B sequences that a rank reads of the global batch, T tokens of a sequence.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from dualpipe.train.pack import DOCUMENTS, INDEX, find_sources, fingerprint, pack, stdlib_sources
+from dualpipe.files import checksum_of
+from dualpipe.train.pack import DOCUMENT_TYPE, DOCUMENTS, FORMAT, INDEX, find_sources, load_tokenizer, pack
 from dualpipe.train.tables import TEXT_KEY
-from dualpipe.train.tokenizer import load_tokenizer
-from dualpipe.train.tokens import PackedTokens, Splits, TokenStream, all_documents, split_documents
 
-K = TypeVar("K")
-V = TypeVar("V")
+CHECKSUM_LIMIT = 1 << 30  # bytes; larger data is checked by size only, so that a start does not read terabytes
+
+
+class PackedTokens:
+    """A packed directory, open for reading; ValueError for one that is incomplete or not what its index says."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        try:
+            if not (self.path / INDEX).is_file():
+                raise ValueError(f"there is no {INDEX}")
+            try:
+                index = json.loads((self.path / INDEX).read_text(encoding="utf-8"))
+            except ValueError as error:
+                raise ValueError(f"{INDEX} is not valid JSON ({error})") from error
+            if not isinstance(index, dict) or index.get("format") != FORMAT:
+                raise ValueError(f"{INDEX} is not of the format {FORMAT!r}")
+            self.vocab_size, self.largest = int(index["vocab_size"]), int(index["largest"])
+            self.tokenizer, dtype = str(index["tokenizer"]), np.dtype(index["dtype"]).newbyteorder("<")
+            records = [index["document_index"], *index["shards"]]
+            files = [self.path / Path(record["file"]).name for record in records]
+            total = sum(record["bytes"] for record in records)
+            for file, record in zip(files, records):
+                if not file.is_file():
+                    raise ValueError(f"{file.name} is missing")
+                if (size := file.stat().st_size) != record["bytes"]:
+                    raise ValueError(f"{file.name} has {size} bytes instead of {record['bytes']}")
+                if total <= CHECKSUM_LIMIT and checksum_of(file, "sha256") != record["sha256"]:
+                    raise ValueError(f"the checksum of {file.name} is wrong")
+            self.shards = [np.memmap(file, dtype=dtype, mode="r") for file in files[1:]]
+            self.documents = np.load(files[0], allow_pickle=False)
+            if self.documents.dtype != DOCUMENT_TYPE or len(self.documents) != index["documents"]:
+                raise ValueError(f"{DOCUMENTS} does not hold the {index['documents']} documents of the index")
+        except (KeyError, TypeError, ValueError) as error:
+            what = f"{error}" if isinstance(error, ValueError) else f"{INDEX} lacks or garbles {error}"
+            raise ValueError(f"{path} is not a complete packed directory: {what}; make it again with `dualpipe data "
+                             "pack`") from error
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Refuse tokens that a model with `vocab_size` entries cannot embed."""
+        if self.largest >= vocab_size:
+            raise ValueError(
+                f"{self.path} holds the token {self.largest}, but the model's vocab_size is {vocab_size}; set it to at "
+                f"least {max(self.vocab_size, self.largest + 1)} or pack the text with the model's tokenizer"
+            )
+
+
+class TokenStream:
+    """Documents of a packed directory, read as one long sequence.
+
+    documents: their numbers, ascending; without, all. skip: tokens left out at the start of the first. num_tokens: of
+    the stream, where it ends before the last document does.
+    """
+
+    def __init__(
+        self, packed: PackedTokens, documents: np.ndarray | None = None, *, skip: int = 0, num_tokens: int | None = None
+    ) -> None:
+        self.packed, self._skip = packed, skip
+        self._numbers = np.arange(len(packed.documents)) if documents is None else documents
+        self.num_documents = len(self._numbers)
+        ends = np.cumsum(packed.documents["length"][self._numbers], dtype=np.int64) - skip
+        whole = int(ends[-1]) if len(ends) else 0
+        self.num_tokens = whole if num_tokens is None else num_tokens
+        self._is_cut = skip > 0 or self.num_tokens < whole
+        self._bounds = np.append(-skip, np.minimum(ends, self.num_tokens))  # where each document begins, and the end
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A digest of the tokenizer, the content and order of the documents, and where they are cut."""
+        hashes = self.packed.documents["hash"][self._numbers].tobytes()
+        cut = f"{self._skip}:{self.num_tokens}" if self._is_cut else ""
+        return hashlib.sha256(self.packed.tokenizer.encode() + hashes + cut.encode()).hexdigest()[:16]
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Tokens [start, stop) of the stream as int64."""
+        out, position = np.empty(stop - start, dtype=np.int64), start
+        index = int(np.searchsorted(self._bounds, start, side="right")) - 1
+        while position < stop:
+            begin, end = int(self._bounds[index]), min(stop, int(self._bounds[index + 1]))
+            document = self.packed.documents[self._numbers[index]]
+            shift = int(document["offset"]) - begin  # from the stream to the shard
+            out[position - start : end - start] = self.packed.shards[document["shard"]][position + shift : end + shift]
+            position, index = end, index + 1
+        return out
+
+    def positions(self, start: int, stop: int) -> np.ndarray:
+        """The position of tokens [start, stop) of the stream in their documents, as far as those are inside."""
+        numbers = np.arange(start, stop)
+        begins = self._bounds[np.searchsorted(self._bounds, numbers, side="right") - 1]
+        return numbers - np.maximum(begins, start)
+
+
+class Splits(NamedTuple):
+    """Training text and the text that evaluation uses."""
+
+    train: TokenStream
+    held_out: TokenStream
+
+    def unigram_loss(self, vocab_size: int, max_tokens: int = 1 << 26) -> float:
+        """Nats per token of `held_out` under the token frequencies of `train` (first `max_tokens` of each; add-one)."""
+        block, counts = 1 << 22, np.zeros((2, vocab_size), dtype=np.int64)
+        for stream, count in zip(self, counts):
+            end = min(stream.num_tokens, max_tokens)
+            for start in range(0, end, block):
+                count += np.bincount(stream.read(start, min(end, start + block)), minlength=vocab_size)
+        log_p = np.log(counts[0] + 1.0) - np.log(counts[0].sum() + vocab_size)
+        return float(-(counts[1] * log_p).sum() / counts[1].sum())
+
+
+def split_documents(packed: PackedTokens, fraction: float) -> Splits:
+    """Hold out about `fraction` of the documents, chosen by a hash of their content.
+
+    The choice depends on nothing else: it is the same in every run, and a copy of a document is on the same side. Where
+    it leaves one side without a document, as of a single file, the last `fraction` of all tokens is held out instead;
+    ValueError where that is not one token.
+    """
+    held_out = packed.documents["hash"] < np.uint64(min(int(fraction * 2.0**64), 2**64 - 1))
+    splits = Splits(*(TokenStream(packed, np.flatnonzero(mask)) for mask in (~held_out, held_out)))
+    if not fraction or (splits.train.num_documents and splits.held_out.num_documents):
+        return splits
+    ends = np.cumsum(packed.documents["length"], dtype=np.int64)
+    total, count = int(ends[-1]), int(ends[-1] * fraction)
+    if not count:
+        raise ValueError(
+            f"data.validation_fraction = {fraction} holds out none of the {total} tokens in {packed.path}; choose a "
+            "larger fraction, give more text, or give data.validation_path"
+        )
+    cut = total - count
+    last, first = (int(np.searchsorted(ends, cut, side)) for side in ("left", "right"))  # the same unless between two
+    return Splits(
+        TokenStream(packed, np.arange(last + 1), num_tokens=cut),
+        TokenStream(packed, np.arange(first, len(ends)), skip=cut - (int(ends[first - 1]) if first else 0)),
+    )
+
+
+def packed_directory(path: str, *, tokenizer: str, cache: Path, text_key: str = TEXT_KEY) -> Path:
+    """The packed directory of a `[data]` path, which is made below `cache` where the path is text.
+
+    `path` is a packed directory, a file or folder of text or records, or "stdlib".
+    """
+    folder = Path(path)
+    if folder.is_dir() and any((folder / name).exists() for name in (INDEX, DOCUMENTS)):
+        return folder
+    sources = find_sources([path])
+    if not sources:
+        raise ValueError(f"data.path = {path!r} holds no text; give a folder with files")
+    loaded = load_tokenizer(tokenizer)
+    digest = hashlib.sha256(f"{FORMAT}\n{loaded.identity}\n{text_key}\n".encode())
+    for source in sources:  # are the same where names, sizes and times are, without reading them
+        stat = source.path.stat()
+        digest.update(f"{source.path.resolve()}\0{source.name}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
+    target = cache / f"data-{digest.hexdigest()[:12]}"
+    if not (target / INDEX).exists():
+        pack(sources, loaded, target, text_key=text_key)
+    return target
+
+
+def open_splits(train: Path, held_out: Path | None, fraction: float) -> Splits:
+    """Open packed data: `held_out` as it is where given, otherwise `fraction` of the documents of `train`.
+
+    Raises ValueError where the two were packed with different tokenizers, or `fraction` leaves one side empty.
+    """
+    packed = PackedTokens(train)
+    if held_out is None:
+        return split_documents(packed, fraction)
+    other = PackedTokens(held_out)
+    if other.tokenizer != packed.tokenizer:
+        raise ValueError(
+            f"{train} was packed with the tokenizer {packed.tokenizer!r}, {held_out} with {other.tokenizer!r}; "
+            "pack both with the same"
+        )
+    return Splits(TokenStream(packed), TokenStream(other))
+
+
+# -- batches
 
 
 class Batch(NamedTuple):
@@ -40,8 +216,7 @@ class Loader:
 
     batch_size: sequences of the global batch. rows: those of them that are read here; without, all.
 
-    Raises:
-        ValueError: the stream is shorter than one window.
+    Raises ValueError where the stream is shorter than one window.
     """
 
     def __init__(
@@ -49,20 +224,20 @@ class Loader:
     ) -> None:
         self._stream, self._window, self._batch_size, self._seed = stream, sequence_length + 1, batch_size, seed
         self._rows = range(batch_size) if rows is None else rows
-        self.num_windows = stream.num_tokens // self._window
-        if not self.num_windows:
+        self.num_windows = count = stream.num_tokens // self._window
+        if not count:
             raise ValueError(
                 f"the text has {stream.num_tokens} tokens, but a sequence needs train.sequence_length + 1 = "
                 f"{self._window}; lower train.sequence_length or give more text"
             )
         self.step = 0
-        self._order = lru_cache(maxsize=2)(self._epoch_order)  # of this and, within a batch, the next epoch
+        # of this and, within a batch, the next epoch
+        self._order = lru_cache(2)(lambda epoch: np.random.default_rng([seed, epoch]).permutation(count))
 
     def batch(self, step: int) -> Batch:
         """The batch of training step `step`, counted from 0."""
-        numbers = [step * self._batch_size + row for row in self._rows]
-        windows = [self._order(n // self.num_windows)[n % self.num_windows] for n in numbers]
-        return read_windows(self._stream, windows, self._window)
+        numbers = [divmod(step * self._batch_size + row, self.num_windows) for row in self._rows]
+        return read_windows(self._stream, [self._order(epoch)[n] for epoch, n in numbers], self._window)
 
     @contextmanager
     def batches(self, stop: int) -> Iterator[Iterator[Batch]]:
@@ -76,51 +251,32 @@ class Loader:
         with read_ahead(self.batch, range(self.step, stop)) as ahead:
             yield counted()
 
-    def _epoch_order(self, epoch: int) -> np.ndarray:
-        return np.random.default_rng([self._seed, epoch]).permutation(self.num_windows)
-
     def state_dict(self) -> dict[str, Any]:
         """The next step, and what the order depends on."""
-        return {"step": self.step, **self._identity()}
+        return {
+            "step": self.step, "data": self._stream.fingerprint, "num_windows": self.num_windows,
+            "window": self._window, "batch_size": self._batch_size, "seed": self._seed,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken.
-
-        Raises:
-            ValueError: the data, the sizes or the seed are others, and the order would not be the same.
-        """
-        different = [f"{key} {state.get(key)!r} (now {value!r})" for key, value in self._identity().items()
-                     if state.get(key) != value]
+        """Continue where `state` was taken; ValueError where data, sizes or seed are others, and so is the order."""
+        different = [f"{key} {state.get(key)!r} (now {value!r})" for key, value in self.state_dict().items()
+                     if key != "step" and state.get(key) != value]
         if different:
-            what = ", ".join(different)
-            raise ValueError(f"the loader's state is of another run: {what}; use the same data, sizes and seed")
+            raise ValueError(f"the loader's state is of another run: {', '.join(different)}; use the same data, sizes "
+                             "and seed")
         self.step = int(state["step"])
-
-    def _identity(self) -> dict[str, Any]:
-        return {
-            "data": self._stream.fingerprint, "num_windows": self.num_windows, "window": self._window,
-            "batch_size": self._batch_size, "seed": self._seed,
-        }
 
 
 @contextmanager
-def read_ahead(read: Callable[[K], V], keys: Iterable[K]) -> Iterator[Iterator[V]]:
+def read_ahead(read: Callable[[Any], Batch], keys: Iterable[Any]) -> Iterator[Iterator[Batch]]:
     """For a `with`: `read(key)` for each of `keys`, in order. While one is used, a thread reads the next.
 
     What `read` raises is raised where its result would have been taken. Leaving waits for a `read` that has begun.
     """
-
-    def results() -> Iterator[V]:
-        pending = []
-        for key in keys:
-            pending.append(thread.submit(read, key))
-            if len(pending) > 1:
-                yield pending.pop(0).result()
-        for last in pending:
-            yield last.result()
-
     with ThreadPoolExecutor(1, thread_name_prefix="read_ahead") as thread:
-        yield results()
+        reads = (thread.submit(read, key) for key in keys)
+        yield (this.result() for this, _next in pairwise(chain(reads, [Future[Batch]()])))
 
 
 def read_windows(stream: TokenStream, windows: Sequence[int], window: int) -> Batch:
@@ -143,8 +299,7 @@ def read_batches(
 def evaluation_batches(stream: TokenStream, *, sequence_length: int, batch_size: int, limit: int) -> list[list[int]]:
     """The windows of up to `limit` whole batches, spread evenly over the held-out text; the same at every call.
 
-    Raises:
-        ValueError: the text does not fill one batch.
+    Raises ValueError where the text does not fill one batch.
     """
     available = stream.num_tokens // (sequence_length + 1)
     count = min(limit, available // batch_size)
@@ -155,39 +310,3 @@ def evaluation_batches(stream: TokenStream, *, sequence_length: int, batch_size:
         )
     spread = np.linspace(0, available - 1, count * batch_size, dtype=np.int64)
     return [rows.tolist() for rows in spread.reshape(count, batch_size)] if count else []
-
-
-def packed_directory(path: str, *, tokenizer: str, cache: Path, text_key: str = TEXT_KEY) -> Path:
-    """The packed directory of a `[data]` path, which is made below `cache` where the path is text.
-
-    `path` is a packed directory, a file or folder of text or records, or "stdlib".
-    """
-    folder = Path(path)
-    if folder.is_dir() and any((folder / name).exists() for name in (INDEX, DOCUMENTS)):
-        return folder
-    sources = stdlib_sources() if path == "stdlib" else find_sources([path])
-    if not sources:
-        raise ValueError(f"data.path = {path!r} holds no text; give a folder with files")
-    loaded = load_tokenizer(tokenizer)
-    target = cache / f"data-{fingerprint(sources, loaded, text_key)}"
-    if not (target / INDEX).exists():
-        pack(sources, loaded, target, text_key=text_key)
-    return target
-
-
-def open_splits(train: Path, held_out: Path | None, fraction: float) -> Splits:
-    """Open packed data: `held_out` as it is where given, otherwise `fraction` of the documents of `train`.
-
-    Raises:
-        ValueError: the two were packed with different tokenizers, or `fraction` leaves one side empty.
-    """
-    packed = PackedTokens(train)
-    if held_out is None:
-        return split_documents(packed, fraction)
-    other = PackedTokens(held_out)
-    if other.tokenizer != packed.tokenizer:
-        raise ValueError(
-            f"{train} was packed with the tokenizer {packed.tokenizer!r}, {held_out} with {other.tokenizer!r}; "
-            "pack both with the same"
-        )
-    return Splits(all_documents(packed), all_documents(other))

@@ -1,53 +1,91 @@
-"""One rank of a running job: its device, its process group, and its share of the model."""
+"""A rank of a running job: its device, its process group, its place in the mesh; and where the ranks meet first.
+
+Ranks that train on with other seeds, learning rates or models than the rest do not fail; they spoil the result. So
+before there is any group, each leaves a digest of its settings in the store that MASTER_ADDR and MASTER_PORT name, and
+rank 0 compares; the settings themselves are exchanged only where they differ: a job of thousands of ranks sends 64
+bytes a rank.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+import hashlib
+import json
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from datetime import timedelta
-from functools import cached_property
-from typing import Any
+from importlib.util import find_spec
+from itertools import chain, groupby
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from dualpipe import __version__
 from dualpipe import device as cuda
 from dualpipe.parallel.mesh import Mesh, build_mesh
 from dualpipe.ranks import RankSync
 from dualpipe.train.config import Config, fit_world
 from dualpipe.train.launch import RankInfo
-from dualpipe.train.rendezvous import agree, connect, run_settings
 from dualpipe.train.tables import ParallelConfig
 
+PATIENCE = timedelta(seconds=30)  # of a job that ends, for others to come and read why
+_SHOWN, _CHARACTERS = 8, 80  # fields that differ, and of each value
+_MAY_DIFFER = ("model.config", "output.dir")  # paths on each node
 
-@dataclass(frozen=True)
+T = TypeVar("T")
+
+
 class Job:
-    """Where this rank runs: its device, and the mesh of all ranks; None where it is the only one."""
+    """Where this rank runs: its device, and the mesh of all ranks; None where it is the only one.
 
-    device: torch.device
-    mesh: DeviceMesh | None = None
+    place: where it stands in the mesh; ranks: all of them, for what they agree on; rank: its number among them; group:
+    their process group, None for one.
+    """
 
-    @cached_property
-    def place(self) -> Mesh:
-        """Where this rank stands in the mesh."""
-        return Mesh.of(self.mesh)
+    def __init__(self, device: torch.device, mesh: DeviceMesh | None = None) -> None:
+        self.device, self.mesh = device, mesh
+        self.place, self.ranks = Mesh.of(mesh), RankSync.of_mesh(mesh)
+        self.rank = self.ranks.rank
+        self.group: dist.ProcessGroup | None = None if mesh is None else dist.group.WORLD
 
-    @cached_property
-    def ranks(self) -> RankSync:
-        """All ranks of the job, for what they agree on."""
-        return RankSync.of_mesh(self.mesh)
 
-    @property
-    def rank(self) -> int:
-        """This rank's number among all."""
-        return self.ranks.rank
+@contextmanager
+def join(config: Config, info: RankInfo) -> Iterator[Job]:
+    """Join the job's other ranks (gloo, and NCCL where the ranks have CUDA devices) for the length of a `with` block.
 
-    @property
-    def group(self) -> dist.ProcessGroup | None:
-        """The process group of all ranks."""
-        return None if self.mesh is None else dist.group.WORLD
+    Raises ValueError, on all ranks, where they were not started with the same settings, `config` does not fit their
+    number, or one has no device; see `agree`.
+    """
+
+    def prepare(settings: dict[str, Any]) -> tuple[ParallelConfig, torch.device]:
+        settings["number of ranks"] = info.world_size
+        settings.update(run_settings(config))
+        parallel = fit_world(config, info.world_size).parallel
+        device = choose_device(info, parallel.device, lambda uuid: store.add(f"device {uuid}", 1) == 1)
+        settings["kind of device"] = device.type
+        return parallel, device
+
+    timeout = timedelta(seconds=config.parallel.timeout)
+    store = connect(info, timeout) if info.world_size > 1 else dist.HashStore()
+    parallel, device = agree(store, info, prepare, timeout)
+    cuda.select(device)
+    if info.world_size == 1:
+        yield Job(device)
+        return
+    on_cuda = device.type == "cuda"
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if on_cuda else "gloo", store=store, rank=info.rank, world_size=info.world_size,
+        timeout=timeout, device_id=device if on_cuda else None,
+    )
+    # A rank that fails before all have met would have the others log a broken store.
+    dist.all_reduce(torch.zeros(1, device="cpu"))
+    yield Job(device, build_mesh(parallel.pp, parallel.dp, parallel.ep, device, timeout=timeout))
+    dist.destroy_process_group()  # after an error the process leaves without: destroying would wait for the others
 
 
 def choose_device(info: RankInfo, wanted: str, is_free: Callable[[str], bool]) -> torch.device:
@@ -56,9 +94,8 @@ def choose_device(info: RankInfo, wanted: str, is_free: Callable[[str], bool]) -
     is_free: whether no other rank has asked for the CUDA device of this name. A launcher may show every rank its own
     as the only one (SLURM's --gpus-per-task, CUDA_VISIBLE_DEVICES=$LOCAL_RANK, a container for each).
 
-    Raises:
-        ValueError: this machine has fewer CUDA devices than ranks. "auto" does not take the CPU then: a job that was
-            meant for GPUs would go on a hundred times slower, or with some of its ranks on CPU.
+    Raises ValueError where this machine has fewer CUDA devices than ranks. "auto" does not take the CPU then: a job
+    that was meant for GPUs would go on a hundred times slower, or with some of its ranks on CPU.
     """
     devices = cuda.count() if wanted != "cpu" else 0
     if devices >= info.local_world_size:
@@ -74,37 +111,130 @@ def choose_device(info: RankInfo, wanted: str, is_free: Callable[[str], bool]) -
     return torch.device("cpu")
 
 
-@contextmanager
-def join(config: Config, info: RankInfo) -> Iterator[Job]:
-    """Join the job's other ranks (gloo, and NCCL where the ranks have CUDA devices) for the length of a `with` block.
+# -- what the ranks were started with
 
-    Raises ValueError, on all ranks, where they were not started with the same settings, `config` does not fit their
-    number, or one has no device; see `rendezvous.agree`.
+
+def connect(info: RankInfo, timeout: timedelta) -> dist.Store:
+    """The store of the job, on rank 0's machine; ValueError where MASTER_ADDR and MASTER_PORT lead to none."""
+    address, port = (os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
+    if not address or not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise ValueError(f"MASTER_ADDR = {address!r} and MASTER_PORT = {port!r} must be rank 0's host and a free port "
+                         "there, 1 to 65535; set them on every rank, or start the job by torchrun")
+    hosts_store = info.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else torchrun does
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store still has what the last one wrote
+    try:
+        store = dist.TCPStore(address, int(port), info.world_size, hosts_store, timeout, False, multi_tenant=True)
+        return dist.PrefixStore(f"attempt {attempt}", store)
+    except dist.DistError as error:
+        line = str(error).partition("\n")[0]
+        raise ValueError(f"rank {info.rank} cannot meet the others at MASTER_ADDR:MASTER_PORT = {address}:{port}; give "
+                         f"rank 0's host and a port that is free there, the same on every rank ({line})") from error
+
+
+def run_settings(config: Config) -> Iterator[tuple[str, Any]]:
+    """What makes two ranks part of the same run, by name: their configuration, the model's, and the code.
+
+    What may differ from node to node is left out: the path of the model's config.json, whose content is compared, and
+    output.dir, unless checkpoints, which all ranks write, are in it.
     """
+    from dualpipe.train.model import read_model_config
 
-    def prepare(settings: dict[str, Any]) -> tuple[ParallelConfig, torch.device]:
-        if store is not None:
-            settings["number of ranks"] = info.world_size
-            settings.update(run_settings(config))
-        parallel = fit_world(config, info.world_size).parallel
-        chosen = choose_device(
-            info, parallel.device, lambda device: store is None or store.add(f"device {device}", 1) == 1
-        )
-        settings["kind of device"] = chosen.type
-        return parallel, chosen
+    for table, fields in asdict(config).items():
+        for name, value in fields.items():
+            if f"{table}.{name}" not in _MAY_DIFFER:
+                yield f"{table}.{name}", value
+    if config.checkpoint.interval and config.checkpoint.mode != "off":
+        yield "the directory of checkpoints", str(config.checkpoint_directory)
+    yield "version of torch", str(torch.__version__)
+    yield "version of dualpipe", __version__
+    sources: dict[Path, Path] = {}  # by name: of an installed package the last two are in the first, else they are not
+    for package in ("dualpipe", "dualpipe.kernels", "dualpipe.models"):
+        folder = Path(find_spec(package).submodule_search_locations[0])  # type: ignore[union-attr, index]
+        sources |= {Path(*package.split("."), path.relative_to(folder)): path for path in folder.rglob("*.py")}
+    digest = hashlib.sha256()
+    for name, path in sorted(sources.items()):
+        digest.update(f"{name}\0".encode() + path.read_bytes() + b"\0")
+    yield "sources of dualpipe (digest)", digest.hexdigest()[:16]
+    for name, value in read_model_config(config).to_dict().items():
+        yield f"the model's {name}", value
 
-    timeout = timedelta(seconds=config.parallel.timeout)
-    store = connect(info, timeout) if info.world_size > 1 else None
-    parallel, chosen = prepare({}) if store is None else agree(store, info, prepare, timeout)
-    cuda.select(chosen)
-    if store is None:
-        yield Job(chosen)
-        return
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo", store=store, rank=info.rank,
-        world_size=info.world_size, timeout=timeout, device_id=chosen if chosen.type == "cuda" else None,
-    )
-    # A rank that fails before all have met would have the others log a broken store.
-    dist.all_reduce(torch.zeros(1, device="cpu"))
-    yield Job(chosen, build_mesh(parallel.pp, parallel.dp, parallel.ep, chosen, timeout=timeout))
-    dist.destroy_process_group()  # after an error the process leaves without: destroying would wait for the others
+
+def agree(store: dist.Store, info: RankInfo, prepare: Callable[[dict[str, Any]], T], timeout: timedelta) -> T:
+    """Do `prepare` on every rank, compare their settings, and return what it gave here.
+
+    prepare: puts what must be the same on all ranks (values as in JSON) into the given dictionary.
+
+    Raises ValueError, with the same text on every rank, where settings differ (fields, ranks, values) or `prepare`
+    raised it on some rank; TimeoutError where ranks do not come.
+    """
+    settings: dict[str, Any] = {}
+    wrong, said, error = "", "", None
+    try:
+        prepared = prepare(settings)
+    except Exception as raised:  # told to the others before it is raised here
+        said, error = (isinstance(raised, ValueError) and str(raised)) or repr(raised), raised
+    record = json.dumps({"settings": settings, "error": said}, sort_keys=True, default=str)
+    try:
+        digests = _gather(store, info, "digest", hashlib.sha256(record.encode()).hexdigest(), timeout)
+        if info.rank == 0:
+            store.set("settings/asked", "for" if said or len(set(digests)) > 1 else "")
+        if store.get("settings/asked"):
+            records = [json.loads(each) for each in _gather(store, info, "record", record, timeout)]
+            if info.rank == 0:
+                store.set("settings/wrong", "; ".join(_differences(records)))
+            wrong = store.get("settings/wrong").decode()
+            with suppress(TimeoutError):
+                _gather(store, info, "read", "", PATIENCE)
+    except dist.DistError as lost:
+        raise TimeoutError(f"rank {info.rank} lost rank 0, or waited {timeout.total_seconds():g} s for it, while all "
+                           "ranks compared their settings; see what rank 0 printed") from lost
+    if error is not None and not isinstance(error, ValueError):
+        raise error
+    if wrong:
+        raise ValueError(wrong) from error
+    return prepared
+
+
+def _gather(store: dist.Store, info: RankInfo, what: str, value: str, timeout: timedelta) -> list[bytes]:
+    """Each rank's value, on rank 0; raises TimeoutError there that names the ranks which do not come."""
+    store.set(f"settings/{what}/{info.rank}", value)
+    if info.rank != 0:
+        return []
+    keys = [f"settings/{what}/{rank}" for rank in range(info.world_size)]
+    try:
+        store.wait(keys, timeout)
+    except dist.DistError as error:
+        missing = _ranges([rank for rank, key in enumerate(keys) if not store.check([key])])
+        raise TimeoutError(f"rank 0 waited {timeout.total_seconds():g} s for {missing} of {info.world_size}; they were "
+                           "not started or have failed: see what they printed") from error
+    return store.multi_get(keys)
+
+
+def _differences(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """records: of each rank its settings, as far as it got, and its error."""
+    different, settings = [], [record["settings"] for record in records]
+    for name in dict.fromkeys(chain.from_iterable(settings)):
+        ranks_of = defaultdict(list)
+        for rank, each in enumerate(settings):
+            if name in each:
+                ranks_of[repr(each[name])].append(rank)
+        if len(ranks_of) > 1:
+            values = ", ".join(f"{value[:_CHARACTERS]} on {_ranges(ranks)}" for value, ranks in ranks_of.items())
+            different.append(f"{name} is {values}")
+    if different:
+        more = f" (and {len(different) - _SHOWN} more)" if len(different) > _SHOWN else ""
+        yield (f"the ranks were started with different settings: {', '.join(different[:_SHOWN])}{more}; start all with "
+               "the same command, files and versions")
+    ranks_of = defaultdict(list)
+    for rank, record in enumerate(records):
+        ranks_of[record["error"]].append(rank)
+    for error, ranks in ranks_of.items():
+        if error:
+            yield error if len(ranks) == len(records) else f"{_ranges(ranks)}: {error}"
+
+
+def _ranges(ranks: Sequence[int]) -> str:
+    """[0, 1, 2, 5] -> "ranks 0-2, 5"."""
+    runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ranks), lambda at: at[1] - at[0])]
+    text = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+    return f"rank{'s' if len(ranks) > 1 else ''} {text}"

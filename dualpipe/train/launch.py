@@ -13,13 +13,15 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import Any
 
 from dualpipe.errors import PLAIN, error_line, exit_status
 from dualpipe.lifetime import die_with
@@ -34,9 +36,6 @@ RANKS_PER_CORE = 4  # of CPU ranks: for tests and lessons
 _USUAL_GPUS = 8  # of a node, where this machine has none
 
 
-# -- a rank
-
-
 @dataclass(frozen=True)
 class RankInfo:
     """This process among all ranks of the job, and among those of its machine."""
@@ -45,6 +44,32 @@ class RankInfo:
     world_size: int
     local_rank: int
     local_world_size: int
+
+
+def load_everywhere(path: str, overrides: Sequence[str]) -> tuple[Config, RankInfo | None]:
+    """The configuration, and which rank of its job this process is; None where its ranks are still to be started.
+
+    Raises ValueError where either is wrong; if on this rank alone, the others are told, for 30 s at most, instead of
+    waiting for it.
+    """
+    info = rank_from_environment(os.environ)
+    if info is not None and "RANK" not in os.environ:
+        os.environ.update(slurm_rendezvous(os.environ))
+    try:
+        config = load_config(path, overrides)
+    except ValueError as error:
+        if info is not None and info.world_size > 1:
+            from dualpipe.train.job import PATIENCE, agree, connect  # loads torch
+
+            def fail(settings: dict[str, Any], error: ValueError = error) -> None:
+                raise error
+
+            with suppress(ValueError, TimeoutError):  # it is raised here in any case
+                agree(connect(info, PATIENCE), info, fail, PATIENCE)
+        raise
+    if info is None and config.parallel.world_size == 1:
+        info = RankInfo(0, 1, 0, 1)
+    return config, info
 
 
 def rank_from_environment(environment: Mapping[str, str]) -> RankInfo | None:
@@ -79,58 +104,27 @@ def rank_from_environment(environment: Mapping[str, str]) -> RankInfo | None:
 
 def slurm_rendezvous(environment: Mapping[str, str]) -> dict[str, str]:
     """MASTER_ADDR and MASTER_PORT where they are not set: the step's first node, a port made of the job's number."""
-    found = {}
-    if "MASTER_ADDR" not in environment:
-        found["MASTER_ADDR"] = "127.0.0.1"
-        if int(environment.get("SLURM_STEP_NUM_NODES", 1)) > 1:
-            nodes = environment.get("SLURM_STEP_NODELIST", "")
-            command = ["scontrol", "show", "hostnames", nodes]
-            try:
-                hosts = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
-                found["MASTER_ADDR"] = hosts[0]
-            except (OSError, subprocess.CalledProcessError, IndexError) as error:
-                raise ValueError(f"cannot tell the first node of SLURM_STEP_NODELIST = {nodes!r}; set MASTER_ADDR"
-                                 ) from error
-    if "MASTER_PORT" not in environment:
-        found["MASTER_PORT"] = str(20000 + int(environment.get("SLURM_JOB_ID", 0)) % 20000)
-    return found
-
-
-def load_everywhere(path: str, overrides: Sequence[str]) -> tuple[Config, RankInfo | None]:
-    """The configuration, and which rank of its job this process is; None where its ranks are still to be started.
-
-    Raises ValueError where either is wrong; if on this rank alone, the others are told instead of waiting for it.
-    """
-    info = rank_from_environment(os.environ)
-    if info is not None and "RANK" not in os.environ:
-        os.environ.update(slurm_rendezvous(os.environ))
-    try:
-        config = load_config(path, overrides)
-    except ValueError as error:
-        if info is not None and info.world_size > 1:
-            from dualpipe.train.rendezvous import tell_others  # loads torch
-
-            tell_others(info, error)
-        raise
-    if info is None and config.parallel.world_size == 1:
-        info = RankInfo(0, 1, 0, 1)
-    return config, info
-
-
-@dataclass
-class Ending:
-    """The exit status of a rank that raises nothing."""
-
-    status: int = 0
+    address, port = "127.0.0.1", 20000 + int(environment.get("SLURM_JOB_ID", 0)) % 20000
+    if "MASTER_ADDR" not in environment and int(environment.get("SLURM_STEP_NUM_NODES", 1)) > 1:
+        nodes = environment.get("SLURM_STEP_NODELIST", "")
+        command = ["scontrol", "show", "hostnames", nodes]
+        try:
+            address = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]
+        except (OSError, subprocess.CalledProcessError, IndexError) as error:
+            raise ValueError(f"cannot tell the first node of SLURM_STEP_NODELIST = {nodes!r}; set MASTER_ADDR"
+                             ) from error
+    found = {"MASTER_ADDR": address, "MASTER_PORT": f"{port}"}
+    return {name: value for name, value in found.items() if name not in environment}
 
 
 @contextmanager
-def as_rank(info: RankInfo) -> Iterator[Ending]:
+def as_rank(info: RankInfo) -> Iterator[SimpleNamespace]:
     """Do what is in a `with` block as a rank of a job. Where the job has others, the process ends with the block.
 
-    An error is then told to the launcher, which says the first one, and on stderr where this process has none.
+    It ends with the `status` of what this gives, 0 unless set, or with that of an error, which is told to the launcher,
+    which says the first one, and on stderr where this process has none.
     """
-    ending = Ending()
+    ending = SimpleNamespace(status=0)
     if info.world_size == 1:
         yield ending
         return
@@ -172,62 +166,43 @@ def start_ranks(arguments: Sequence[str], layout: ParallelConfig) -> int:
     """
     check_machine(arguments, layout.world_size, layout.device)
     command = [sys.executable, "-P", "-m", "dualpipe", *arguments]  # -P: the working directory is not imported from
-    with tempfile.TemporaryDirectory(prefix="dualpipe-") as folder:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    world_size, launcher = f"{layout.world_size}", f"{os.getpid()}"
+    with TemporaryDirectory(prefix="dualpipe-") as folder:
         errors = [Path(folder, f"rank{rank}.json") for rank in range(layout.world_size)]
         ranks: list[subprocess.Popen] = []
         previous = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
         try:
-            ranks.extend(subprocess.Popen(command, env=each) for each in _environments(errors))
-            statuses = _wait(ranks)
+            for rank, file in enumerate(errors):
+                ranks.append(subprocess.Popen(command, env={
+                    "OMP_NUM_THREADS": "1",  # else every rank takes all cores
+                    **os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}", "RANK": f"{rank}",
+                    "LOCAL_RANK": f"{rank}", "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size,
+                    LAUNCHER: launcher, ERROR_FILE: f"{file}",
+                }))
+            while None in (statuses := [each.poll() for each in ranks]) and not any(statuses):
+                time.sleep(POLL_SECONDS)
+            if any(statuses):
+                time.sleep(2 * POLL_SECONDS)  # a rank that was killed brings others down: see who else has ended
+                statuses = [each.poll() for each in ranks]
         except KeyboardInterrupt:
             print("\ninterrupted: all ranks are stopped", file=sys.stderr)
             return 128 + signal.SIGINT
         finally:
-            _stop(ranks)
+            for each in ranks:
+                each.terminate()
+            deadline = time.monotonic() + GRACE_SECONDS
+            for each in ranks:
+                with suppress(subprocess.TimeoutExpired):
+                    each.wait(max(0.0, deadline - time.monotonic()))
+                each.kill()
+                each.wait()
             if sys.stdout.isatty():  # a rank that is stopped in the middle of its live line leaves the cursor hidden
                 print("\x1b[?25h", end="", flush=True)
             signal.signal(signal.SIGTERM, previous)
         return _report(statuses, errors) if any(statuses) else 0
-
-
-def _environments(errors: Sequence[Path]) -> Iterator[dict[str, str]]:
-    """That of each rank, which leaves its error in one of these files."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    world_size = str(len(errors))
-    for rank, path in enumerate(errors):
-        yield {
-            "OMP_NUM_THREADS": "1",  # else every rank takes all cores
-            **os.environ,
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size, LAUNCHER: str(os.getpid()), ERROR_FILE: str(path),
-        }
-
-
-def _wait(ranks: Sequence[subprocess.Popen]) -> list[int | None]:
-    """Wait until all ranks are done or one has failed; their exit statuses, None for one that still runs."""
-    while True:
-        statuses = [rank.poll() for rank in ranks]
-        if any(statuses):
-            time.sleep(2 * POLL_SECONDS)  # a rank that was killed brings others down: see who else has ended
-            return [rank.poll() for rank in ranks]
-        if None not in statuses:
-            return statuses
-        time.sleep(POLL_SECONDS)
-
-
-def _stop(ranks: Sequence[subprocess.Popen]) -> None:
-    running = [rank for rank in ranks if rank.poll() is None]
-    for rank in running:
-        rank.terminate()
-    deadline = time.monotonic() + GRACE_SECONDS
-    for rank in running:
-        try:
-            rank.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            rank.kill()
-            rank.wait()
 
 
 def _report(statuses: Sequence[int | None], errors: Sequence[Path]) -> int:
@@ -238,8 +213,7 @@ def _report(statuses: Sequence[int | None], errors: Sequence[Path]) -> int:
         print(f"error: rank {rank} was ended by {number.name}{hint}", file=sys.stderr)
     if killed:
         return 128 + next(iter(killed.values()))
-    written = [json.loads(path.read_text()) for path in errors if path.exists()]
-    if written:
+    if written := [json.loads(path.read_text()) for path in errors if path.exists()]:
         first = min(written, key=lambda error: error["time"])
         if first["text"]:
             print(first["text"], file=sys.stderr)
@@ -249,23 +223,22 @@ def _report(statuses: Sequence[int | None], errors: Sequence[Path]) -> int:
     return status
 
 
-# -- what a machine can serve
-
-
 def check_machine(arguments: Sequence[str], world_size: int, device: str) -> None:
-    """Raise ValueError, with the commands that would start them, where this machine cannot serve `world_size` ranks.
+    """Raise ValueError where this machine cannot serve `world_size` ranks of `dualpipe *arguments`.
 
-    arguments: the command line after `dualpipe`; device: as in parallel.device.
+    Its notes are lines that start them, by torchrun, run on every machine, and by SLURM. device: as in parallel.device.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     gpus = 0 if device == "cpu" else _device_files(os.environ)
-    if world_size <= _limit(device, gpus, cores):
-        return
-    if device != "cpu":
+
+    def serves() -> bool:
+        return world_size <= (gpus if gpus or device == "cuda" else RANKS_PER_CORE * cores)
+
+    if not serves() and device != "cpu":
         from dualpipe import device as cuda  # not at the top: it loads torch, whose count is the one that holds
 
         gpus = cuda.count()
-    if world_size <= _limit(device, gpus, cores):
+    if serves():
         return
     if gpus or device == "cuda":
         reason = f"{world_size} ranks need as many GPUs, and this machine has {gpus}"
@@ -273,28 +246,14 @@ def check_machine(arguments: Sequence[str], world_size: int, device: str) -> Non
         reason = f"{world_size} ranks are more than {RANKS_PER_CORE} for each of this machine's {cores} cores"
     remedy = ", or set parallel.device = 'cpu'" if world_size <= RANKS_PER_CORE * cores else ""
     error = ValueError(f"{reason}; lower parallel.pp, dp or ep{remedy}, or start them on several machines:")
-    for line in start_commands(arguments, world_size, gpus=0 if device == "cpu" else gpus or _USUAL_GPUS, cores=cores):
-        error.add_note(line)
-    raise error
-
-
-def start_commands(arguments: Sequence[str], world_size: int, *, gpus: int, cores: int) -> list[str]:
-    """Lines that start `dualpipe *arguments` as `world_size` ranks by torchrun, run on every machine, and by SLURM.
-
-    gpus: of each machine, 0 for ranks on CPU, which get a core each.
-    """
-    local = max(n for n in range(1, (gpus or cores) + 1) if world_size % n == 0)
+    each = cores if device == "cpu" else gpus or _USUAL_GPUS  # ranks that a machine takes; one of CPU gets a core
+    local = max(n for n in range(1, each + 1) if world_size % n == 0)
     nodes, command = world_size // local, shlex.join(arguments)
-    per_node = f" --gpus-per-node {local}" if gpus else ""
-    return [
-        f"  torchrun --nnodes {nodes} --nproc-per-node {local} --rdzv-backend c10d --rdzv-endpoint FIRST_HOST:29500 "
-        f"-m dualpipe {command}",
-        f"  srun --nodes {nodes} --ntasks-per-node {local}{per_node} dualpipe {command}",
-    ]
-
-
-def _limit(device: str, gpus: int, cores: int) -> int:
-    return gpus if gpus or device == "cuda" else RANKS_PER_CORE * cores
+    per_node = "" if device == "cpu" else f" --gpus-per-node {local}"
+    error.add_note(f"  torchrun --nnodes {nodes} --nproc-per-node {local} --rdzv-backend c10d --rdzv-endpoint "
+                   f"FIRST_HOST:29500 -m dualpipe {command}")
+    error.add_note(f"  srun --nodes {nodes} --ntasks-per-node {local}{per_node} dualpipe {command}")
+    raise error
 
 
 def _device_files(environment: Mapping[str, str]) -> int:

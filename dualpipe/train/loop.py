@@ -33,7 +33,6 @@ from dualpipe.train.metrics import MetricsWriter, StepMetrics, draw, memory_byte
 from dualpipe.train.model import build_model, build_routers, micro_batch_loss, plan_run, read_model_config
 from dualpipe.train.optimizer import Optimizer, learning_rate
 from dualpipe.train.resume import Saver, State, describe
-from dualpipe.train.tokens import unigram_loss
 
 # A router has collapsed that is so near the limit, where one expert gets every token, for so many steps in a row:
 # routers that start at the limit have left it by then.
@@ -159,7 +158,7 @@ class Run:
             f"{self.load_limit:g} (experts / top_k) where one gets every token"
         )
         if held_out.num_tokens:
-            self.unigram = unigram_loss(text, held_out, self.model.config.vocab_size)
+            self.unigram = self.splits.unigram_loss(self.model.config.vocab_size)
             writer.say(f"a unigram model of the same text has a held-out loss of {self.unigram:.4f} nats per token")
         if train.compile and self.done < train.steps:
             writer.say(f"step {self.done + 1} takes longer: it compiles norms, attention and dense MLPs")

@@ -12,28 +12,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, get_args
 
 STDLIB = "stdlib"  # [data] path: the source code of Python's own standard library
 BYTES = "bytes"  # [data] tokenizer: one token per byte
 TEXT_KEY = "text"  # [data] text_key
 
-T = TypeVar("T")
 
-
-def _rule(holds: Callable[[Any], bool], remedy: str) -> Callable[[T], T]:
+def _rule(holds: Callable[[Any], object], remedy: str) -> Callable[[Any], Any]:
     """What makes a field of a default: `Config` refuses other values than those for which `holds`, with the remedy."""
     return lambda default: field(default=default, metadata={"holds": holds, "remedy": remedy})
-
-
-def _below_1(value: float) -> bool:
-    return 0 <= value < 1
-
-
-def _finds_wandb(project: str) -> bool:
-    """Whether the package is installed, where there is a project; a mere folder of that name has no origin."""
-    spec = find_spec("wandb") if project else None
-    return not project or (spec is not None and spec.origin is not None)
 
 
 _at_least_0 = _rule(lambda value: value >= 0, "must be at least 0")
@@ -42,13 +30,14 @@ _not_negative = _rule(lambda value: value >= 0, "must not be negative")
 _positive = _rule(lambda value: value > 0, "must be positive")
 _share = _rule(lambda value: 0 <= value <= 1, "must be from 0 to 1")
 _seconds = _rule(lambda value: 0 < value <= 1e9, "must be positive (seconds), up to 1e9")
-_betas = _rule(lambda betas: all(map(_below_1, betas)), "both must be at least 0 and less than 1")
+_betas = _rule(lambda betas: all(0 <= beta < 1 for beta in betas), "both must be at least 0 and less than 1")
 _stride = _rule(lambda value: value >= 0, "give 0, or a number without a divisor in common with the model's number of "
                 "experts")
-_project = _rule(_finds_wandb, "the package wandb is not installed; `pip install wandb`, or leave this out")
+_project = _rule(lambda name: not name or getattr(find_spec("wandb"), "origin", None),  # a mere folder has none
+                 "the package wandb is not installed; `pip install wandb`, or leave this out")
 
 
-def _require(condition: bool, name: str, value: object, remedy: str) -> None:
+def _require(condition: object, name: str, value: object, remedy: str) -> None:
     if not condition:
         raise ValueError(f"{name} = {value!r}: {remedy}")
 
@@ -88,7 +77,7 @@ class DataConfig:
     """"bytes", or the path of a `tokenizers` JSON file; not used where path is packed already"""
     text_key: str = _rule(bool, "give the key of a record's text")(TEXT_KEY)
     """what the text of a record is called, in files that have records"""
-    validation_fraction: float = _rule(_below_1, "must be at least 0 and less than 1")(0.02)
+    validation_fraction: float = _rule(lambda share: 0 <= share < 1, "must be at least 0 and less than 1")(0.02)
     """share of the documents that is held out for evaluation, chosen by a hash of their content; where that is none of
     them, or all, as with a single file: share of the tokens, the last ones"""
     validation_path: str | None = None

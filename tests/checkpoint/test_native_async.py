@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 from dualpipe import files
 from dualpipe.checkpoint import CheckpointError, Checkpoints, latest, load, save, verify
-from dualpipe.checkpoint.staging import HostMemory
 from dualpipe.checkpoint.tensors import lay_out
-from dualpipe.parallel.mesh import build_mesh, dense_mesh
+from dualpipe.checkpoint.writer import HostMemory
+from dualpipe.parallel.mesh import Mesh, build_mesh
 from native import is_gone, writer_of, writers_of
 from ranks import run_ranks
 
@@ -63,7 +63,7 @@ def test_one_copy_as_it_will_be_on_the_disk(tmp_path):
     wide = torch.arange(24.0).view(4, 6)
     state = {"view": wide[:, 1:3], "none": torch.zeros(0, 3), "number": torch.tensor(2.0), "flag": torch.tensor(True)}
     kinds = {name: (tensor.dtype, tensor.shape) for name, tensor in state.items()}
-    memory = HostMemory(shared=True)
+    memory = HostMemory(is_shared=True)
     for attempt in range(2):
         laid_out = lay_out(kinds, 10**6, f"{attempt}.{{}}.safetensors".format, {})
         places = memory.fill(laid_out, state)
@@ -132,9 +132,9 @@ def test_an_interrupt_that_hides_a_save_leaves_it_alone(tmp_path, monkeypatch, h
     with Checkpoints(tmp_path) as checkpoints:
         submit = checkpoints._executor.submit
 
-        def interrupted(work, *given):
-            submitted = submit(work, *given)
-            if given:  # a checkpoint, which is handed over already
+        def interrupted(work):
+            submitted = submit(work)
+            if work is not int:  # a checkpoint, which is handed over already
                 raise KeyboardInterrupt
             return submitted
 
@@ -275,7 +275,7 @@ def test_a_writer_dies_with_its_rank(tmp_path):
 def save_a_half(rank, folder):
     """One rank saves its share without the others, then both without saying that they belong together."""
     mesh = build_mesh(1, 2, 1, torch.device("cpu"))
-    half = distribute_tensor(torch.arange(8.0), dense_mesh(mesh), [Shard(0)])
+    half = distribute_tensor(torch.arange(8.0), Mesh.of(mesh).dense, [Shard(0)])
     messages = []
     for alone in (0, 1):
         if rank == alone:
@@ -285,7 +285,7 @@ def save_a_half(rank, folder):
                 messages.append(str(error))
         dist.barrier()
     total = half + half
-    partial = DTensor.from_local(torch.ones(2), dense_mesh(mesh), [Partial()])
+    partial = DTensor.from_local(torch.ones(2), Mesh.of(mesh).dense, [Partial()])
     try:
         save(folder, {"sum": partial}, step=1, mesh=mesh)
     except ValueError as error:
@@ -384,7 +384,7 @@ def test_a_full_disk(tmp_path):
 
 def damaged_for_all(rank, folder):
     mesh = build_mesh(1, 2, 1, torch.device("cpu"))
-    wide = distribute_tensor(torch.zeros(1000, 3), dense_mesh(mesh), [Shard(0)])
+    wide = distribute_tensor(torch.zeros(1000, 3), Mesh.of(mesh).dense, [Shard(0)])
     state = {"weight": wide, "bias": torch.zeros(5, dtype=torch.bfloat16)}
     raised = ""
     try:

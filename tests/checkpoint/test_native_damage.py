@@ -16,7 +16,7 @@ from safetensors.torch import save as to_safetensors
 
 from dualpipe.checkpoint import latest, load, save, verify
 from dualpipe.checkpoint.commands import check, ls, show
-from dualpipe.checkpoint.manifest import read_manifest
+from dualpipe.checkpoint.manifest import Checkpoint
 from dualpipe.dtypes import dtype_of
 from dualpipe.parallel import checkpoint_dtypes
 from native import FILES, is_step, state_of
@@ -244,7 +244,7 @@ def test_a_manifest_that_leads_out(two, name):
     path = two / "step-00000002"
     signed(path, files={name: [0, ""]})
     with pytest.raises(ValueError, match="not the plain name of a file; refused"):
-        read_manifest(path)
+        Checkpoint.read(path)
 
 
 @pytest.mark.parametrize("changes", [

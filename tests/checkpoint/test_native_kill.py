@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from dualpipe.checkpoint import CheckpointError, Checkpoints, latest, load, verify
 from dualpipe.checkpoint.directory import scan
-from dualpipe.parallel.mesh import build_mesh, dense_mesh
+from dualpipe.parallel.mesh import Mesh, build_mesh
 from native import writers_of
 from ranks import run_ranks
 
@@ -25,7 +25,7 @@ HOW = ["sync", "thread", "process"]
 
 def state_on(mesh):
     """Sharded, the same on both, and in either alone."""
-    sharded = distribute_tensor(torch.zeros(ROWS, 4), dense_mesh(mesh), [Shard(0)])
+    sharded = distribute_tensor(torch.zeros(ROWS, 4), Mesh.of(mesh).dense, [Shard(0)])
     own = torch.zeros(ROWS)
     return {"sharded": sharded, "same": torch.zeros(ROWS), f"own.{dist.get_rank()}": own}
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from dualpipe.checkpoint import Checkpoints, latest, load, verify
-from dualpipe.checkpoint.manifest import Checkpoint, file_of, read_manifest, stored_in
+from dualpipe.checkpoint.manifest import Checkpoint, file_of
 from dualpipe.checkpoint.tensors import read_header
 from native import Trainee
 from ranks import run_ranks
@@ -91,8 +91,8 @@ def test_the_files_do_not_depend_on_the_layout(saved):
     for shape in FAST:
         path = latest(saved(shape)[0])
         assert not verify(path)
-        manifest = read_manifest(path)
-        stored, wrong = stored_in(Checkpoint(path, manifest))
+        checkpoint = Checkpoint.read(path)
+        manifest, (stored, wrong) = checkpoint.manifest, checkpoint.tensors()
         assert not wrong
         described.append({name: (entry.shape, entry.dtype) for name, entry in stored.items()})
         assert {dtype for _, dtype in described[-1].values()} == {torch.float32}

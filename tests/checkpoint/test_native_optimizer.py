@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from dualpipe.checkpoint import Checkpoints, load, save, training_state
 from dualpipe.checkpoint.commands import show
-from dualpipe.checkpoint.manifest import Checkpoint, read_manifest, stored_in
+from dualpipe.checkpoint.manifest import Checkpoint
 from dualpipe.nn.accumulate import local
-from dualpipe.parallel.mesh import build_mesh, dense_mesh
+from dualpipe.parallel.mesh import Mesh, build_mesh
 from ranks import run_ranks
 
 
@@ -195,7 +195,7 @@ def four(rank, folder):
     pp = mesh["pp"].get_local_rank()
 
     def build():
-        stages = [fully_shard(sequential(), mesh=dense_mesh(mesh)) for _ in range(2)]
+        stages = [fully_shard(sequential(), mesh=Mesh.of(mesh).dense) for _ in range(2)]
         return stages, sgd(stages)
 
     stages, optimizer = build()
@@ -264,7 +264,7 @@ def test_on_four_ranks(tmp_path):
     wanted = sum(p.numel() for p in sequential().parameters()) * 2 * 4
     for kind in ("hsdp", "plain", "replicated"):  # once, in whatever form, and to be loaded by one process
         path = tmp_path / kind / "step-00000001"
-        stored, _ = stored_in(Checkpoint(path, read_manifest(path)))
+        stored, _ = Checkpoint.read(path).tensors()
         sizes = [box.numel * entry.dtype.itemsize for name, entry in stored.items() if not name.endswith("/values")
                  for box in entry.boxes]
         assert sum(sizes) == wanted and len(sizes) == (16 if kind == "hsdp" else 8)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from dualpipe.checkpoint.quantized import Fp8, Mxfp4, Stored, find_stored, fp8_block
+from dualpipe.checkpoint.hub_files import Fp8, Mxfp4, Stored, find_stored, fp8_block
 from dualpipe.checkpoint.tensors import Box, TensorHeader
 
 WHOLE = (slice(0, 3), slice(0, 10), slice(0, 96))
@@ -60,7 +60,7 @@ def test_fp8_is_a_plain_loop(scale_dtype):
     weight = torch.randn(3, 10, 13).to(torch.float8_e4m3fn)
     scales = torch.rand(3, 3, 2).to(scale_dtype)
     expected = fp8_by_loop(weight, scales, 4, 8)
-    stored, files = Fp8("w", (3, 10, 13), (4, 8)), {"w": weight, "w_scale_inv": scales}
+    stored, files = Fp8("w", (3, 10, 13), block=(4, 8)), {"w": weight, "w_scale_inv": scales}
     whole = tuple(slice(0, size) for size in weight.shape)
     for part in [whole, (slice(1, 3), slice(3, 9), slice(7, 9)), (slice(0, 1), slice(8, 10), slice(9, 13)),
                  (slice(0, 3), slice(5, 6), slice(0, 8)), (slice(0, 3), slice(5, 5), slice(0, 8))]:
@@ -82,7 +82,7 @@ def test_stored_forms_are_found():
     found = find_stored(header(w_blocks=(U8, (3, 10, 3, 16)), w_scales=(U8, (3, 10, 3))), "w", None)
     assert found == Mxfp4("w", (3, 10, 96))
     found = find_stored(header(w=(F8, (130, 128)), w_scale_inv=(F32, (2, 1))), "w", (128, 128))
-    assert found == Fp8("w", (130, 128), (128, 128))
+    assert found == Fp8("w", (130, 128), block=(128, 128))
 
 
 @pytest.mark.parametrize("tensors, block, message", [

@@ -62,7 +62,7 @@ def test_files_are_those_of_safetensors(tmp_path, max_bytes, count):
     assert len(files) == count
     found = {}
     for file in files:
-        written = write_file(tmp_path / file.name, file.pieces(TENSORS.__getitem__), "sha256")
+        written = write_file(tmp_path / file.name, file.pieces(TENSORS), "sha256")
         assert written.size == file.size == (tmp_path / file.name).stat().st_size
         header, metadata = read_header(tmp_path / file.name)
         assert header == file.tensors and metadata.get("said") == ("ä" if file is files[0] else None)
@@ -91,17 +91,16 @@ def test_any_box_is_read_and_written(tmp_path):
     descriptor, generator = os.open(path, os.O_RDWR), random.Random(1)
     for name, tensor in tensors.items():
         for box in boxes(generator, tensor.shape, 50):
-            assert torch.equal(read_box(descriptor, header[name], box), tensor[box.slices])
             strided = torch.zeros(*box.shape, 2, dtype=torch.float64)[..., 0]
             for out in (torch.zeros(box.shape, dtype=tensor.dtype), strided):
-                assert read_box(descriptor, header[name], box, out) is out
+                read_box(descriptor, header[name], box, out)
                 assert torch.equal(out, tensor[box.slices].to(out.dtype))
             tensor[box.slices] = 1
             write_box(descriptor, header[name], box, tensor[box.slices])
         assert torch.equal(load_file(path)[name], tensor)
     os.truncate(path, header["bf16"].start + 1)
     with pytest.raises(OSError, match=r"x\.safetensors ends at byte"):
-        read_box(descriptor, header["bf16"], Box.whole(SHAPE))
+        read_box(descriptor, header["bf16"], Box.whole(SHAPE), torch.empty(SHAPE, dtype=torch.bfloat16))
     os.close(descriptor)
 
 

@@ -22,7 +22,7 @@ from dualpipe.nn import cross_entropy_loss
 from dualpipe.nn.init import seeded_normal_
 from dualpipe.nn.rotary import Yarn
 from dualpipe.parallel.materialize import build_on_meta
-from dualpipe.parallel.mesh import build_mesh, dense_mesh
+from dualpipe.parallel.mesh import Mesh, build_mesh
 from dualpipe.schedule import build
 from dualpipe.train.model import build_model, build_whole, micro_batch_loss
 from dualpipe.train.parity import difference
@@ -265,7 +265,7 @@ def pipelined(rank, version, shape):
     """The worst gradient and the loss of this rank, against the unpipelined model."""
     config = tiny(version, **PIPELINED[version], **stretched(mscale=0.707, mscale_all_dim=0.707))
     mesh = build_mesh(*shape, torch.device("cpu"))
-    replicas, replica = dense_mesh(mesh).size(), dense_mesh(mesh).get_local_rank()
+    replicas, replica = Mesh.of(mesh).replicas, Mesh.of(mesh).replica
     common = {"seed": 0, "dtype": torch.float64, "device": torch.device("cpu")}
     schedule = build("dualpipev", shape[0], MICRO_BATCHES)
     model = build_model(config, schedule, mesh["pp"].get_local_rank(), mesh=mesh, **common)

@@ -18,10 +18,9 @@ from dualpipe.nn import cross_entropy_loss
 from dualpipe.nn.attention import packed_positions
 from dualpipe.nn.init import local_part
 from dualpipe.nn.rotary import Yarn
-from dualpipe.parallel.dispatch import Received
-from dualpipe.parallel.expert import run_experts
+from dualpipe.parallel.expert import Received, run_experts
 from dualpipe.parallel.materialize import build_on_meta
-from dualpipe.parallel.mesh import build_mesh, dense_mesh
+from dualpipe.parallel.mesh import Mesh, build_mesh
 from dualpipe.schedule import build
 from dualpipe.train.model import build_model, build_whole, micro_batch_loss
 from dualpipe.train.parity import difference
@@ -313,7 +312,7 @@ def with_biases(model):
 def layout(rank: int, shape: tuple[int, int, int], schedule: str, packed: bool) -> tuple[float, float]:
     """The worst gradient and loss of this rank; `packed`: documents in a row, and layers that are computed again."""
     mesh = build_mesh(*shape, torch.device("cpu"))
-    replicas, replica = dense_mesh(mesh).size(), dense_mesh(mesh).get_local_rank()
+    replicas, replica = Mesh.of(mesh).replicas, Mesh.of(mesh).replica
     common = {"seed": 0, "dtype": torch.float64, "device": torch.device("cpu")}
     plan = build(schedule, shape[0], MICRO_BATCHES)
     recompute = ("layer", "dispatch") if packed else ()

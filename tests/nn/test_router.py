@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import prune
@@ -19,16 +18,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter,
 from dualpipe import Pipeline
 from dualpipe.nn.deferral import WeightGradStore
 from dualpipe.nn.router import BalancedRoutes, Router
-from dualpipe.nn.router_losses import (
-    RouterStatistics,
-    RouterStep,
-    balance_loss,
-    count_load,
-    reduce_statistics,
-    z_loss,
-)
+from dualpipe.nn.router_set import RouterStep, balance_loss, count_load, max_over_mean, z_loss
 from dualpipe.parallel import DTypePolicy, resolve_dtypes
-from ranks import run_ranks
 from routes import Routes
 
 H, E = 16, 12
@@ -50,6 +41,10 @@ def router(top_k=3, dtype=torch.float64, seed=0, experts=E, **options):
     if made.e_score_correction_bias is not None:
         made.e_score_correction_bias.normal_(std=0.2)
     return made.to(dtype)
+
+
+def no_totals(experts=E, device="cpu"):
+    return torch.zeros(experts + 2, dtype=torch.float64, device=device)
 
 
 def tokens(*shape, dtype=torch.float64, seed=1):
@@ -212,16 +207,16 @@ def test_odd_and_empty_sizes(top_k, shape, options):
         options = {**options, "topk_group": options.get("n_group", 1)}
     r, count = router(top_k, **options), torch.Size(shape).numel()
     level = "sequence" if len(shape) == 2 else "microbatch"
-    statistics = RouterStatistics(E)
-    r.step = RouterStep(balance=0.5, level=level, z=0.5, statistics=statistics)
+    totals = no_totals()
+    r.step = RouterStep(balance=0.5, level=level, z=0.5, totals=totals)
     x = tokens(*shape).requires_grad_()
     weights, experts = r(x)
     assert weights.shape == experts.shape == (count, top_k)
     assert all(len(set(row)) == top_k for row in experts.tolist())
     weights.sum().backward()
     assert x.grad.isfinite().all() and r.weight.grad.isfinite().all()
-    assert statistics.load_E.sum() == count * top_k
-    assert statistics.totals.isfinite().all() and statistics.max_over_mean.isfinite()
+    assert totals[:-2].sum() == count * top_k
+    assert totals.isfinite().all() and max_over_mean(totals[:-2]).isfinite()
 
 
 # -- choices from outside
@@ -230,11 +225,11 @@ def test_odd_and_empty_sizes(top_k, shape, options):
 @pytest.mark.parametrize(("count", "top_k", "experts"), [(7, 3, 8), (64, 8, 16), (1, 5, 5), (5, 1, 3), (0, 2, 4)])
 @pytest.mark.parametrize("stride", [1, 7])
 def test_balanced_routes(count, top_k, experts, stride):
-    r, statistics = router(top_k, experts=experts, norm_topk_prob=True), RouterStatistics(experts)
-    r.choice, r.step = BalancedRoutes(stride), RouterStep(statistics=statistics)
+    r, totals = router(top_k, experts=experts, norm_topk_prob=True), no_totals(experts)
+    r.choice, r.step = BalancedRoutes(stride), RouterStep(totals=totals)
     weights, chosen = r(tokens(count))
     weights.sum().backward()
-    load = statistics.load_E
+    load = totals[:-2]
     assert load.max() - load.min() <= 1 and load.sum() == count * top_k
     assert all(len(set(row)) == top_k for row in chosen.tolist())
     assert torch.equal(over_experts(weights, chosen, experts).sum(-1).round(decimals=9), torch.ones(count).double())
@@ -403,17 +398,17 @@ def test_level_microbatch_depends_on_the_cut():
 
 
 def test_loads_of_the_step_before_are_the_same_however_it_was_cut():
-    x, totals = tokens(8, 5), []
+    x, found = tokens(8, 5), []
     for cuts in (1, 4):
-        r, statistics = router(), RouterStatistics(E)
+        r, totals = router(), no_totals()
         for _ in range(2):  # two steps, the second with the loads of the first
-            step = RouterStep(balance=1.0, level="global", load_E=statistics.load_E, z=0.1, statistics=statistics)
-            statistics.reset()
+            step = RouterStep(balance=1.0, level="global", load_E=totals[:-2].long(), z=0.1, totals=totals)
+            totals.zero_()
             dweight, _ = gradients(r, x, step, cuts)
             with torch.no_grad():
                 r.weight -= dweight
-        totals.append((r.weight.detach(), statistics.totals))
-    for a, b in zip(*totals):
+        found.append((r.weight.detach(), totals))
+    for a, b in zip(*found):
         torch.testing.assert_close(a, b)
 
 
@@ -435,14 +430,14 @@ def test_through_a_pipeline(schedule, level):
     results, x = [], tokens(8, 5) / 4
     for chunks in (1, 2, 8):
         stages = [Gated(0), Gated(1)]
-        statistics = [RouterStatistics(E) for _ in stages]
-        for stage, each in zip(stages, statistics):
-            stage.router.step = RouterStep(chunks, 0.5, level, torch.arange(E), z=0.5, statistics=each)
+        totals = [no_totals() for _ in stages]
+        for stage, each in zip(stages, totals):
+            stage.router.step = RouterStep(chunks, 0.5, level, torch.arange(E), z=0.5, totals=each)
         pipeline = Pipeline(stages, schedule=schedule)
         losses, _ = pipeline.step(x, num_chunks=chunks, criterion=lambda y, n=chunks: y.square().mean() / n)
         with torch.no_grad():
             pipeline.step(x, num_chunks=chunks, criterion=lambda y: y.square().mean())
-        results.append([losses.sum(), *(s.router.weight.grad for s in stages), *(each.totals for each in statistics)])
+        results.append([losses.sum(), *(s.router.weight.grad for s in stages), *totals])
     assert results[0][3][:-2].sum() == 8 * 5 * 3
     for result in results[1:]:
         for a, b in zip(result, results[0]):
@@ -454,7 +449,7 @@ def test_losses_leave_results_and_other_gradients_alone():
     weights, experts = r(x)
     dy = torch.randn_like(weights)
     (plain,) = torch.autograd.grad(weights, x, dy)
-    for step in (RouterStep(balance=1.0, z=1.0), RouterStep(statistics=RouterStatistics(E))):
+    for step in (RouterStep(balance=1.0, z=1.0), RouterStep(totals=no_totals())):
         r.step = step
         again, experts_again = r(x)
         assert torch.equal(again, weights) and torch.equal(experts_again, experts)
@@ -462,58 +457,40 @@ def test_losses_leave_results_and_other_gradients_alone():
         assert torch.equal(grad, plain) == (step.z == 0)
 
 
-# -- statistics
+# -- what is counted
 
 
-def test_statistics_are_counted_in_the_backward():
-    r, x, statistics = router(), tokens(4, 9), RouterStatistics(E)
-    step = r.step = step_of(r, x, "sequence", num_chunks=2, statistics=statistics)
+def test_loads_and_losses_are_counted_in_the_backward():
+    r, x, totals = router(), tokens(4, 9), no_totals()
+    step = r.step = step_of(r, x, "sequence", num_chunks=2, totals=totals)
     with torch.no_grad():
         r(x)  # an evaluation
         r(x.flatten(0, 1))  # which needs no sequences
         load = count_load(r(x)[1].view(1, -1), E)[0]
     weights, _ = r(x)
-    assert not statistics.totals.any()
+    assert not totals.any()
     weights.sum().backward()
-    assert statistics.load_E.dtype is torch.int64 and torch.equal(statistics.load_E, load)
-    assert statistics.max_over_mean.item() == pytest.approx(load.max().item() / (4 * 9 * 3 / E))
-    assert statistics.dropped.item() == 0
-    total = step.balance * statistics.balance_loss + step.z * statistics.z_loss
-    torch.testing.assert_close(total, terms(r, x, step) / 2)
+    assert torch.equal(totals[:-2], load.double())
+    assert max_over_mean(totals[:-2]).item() == pytest.approx(load.max().item() / (4 * 9 * 3 / E))
+    torch.testing.assert_close(step.balance * totals[-2] + step.z * totals[-1], terms(r, x, step) / 2)
     r(x)[0].sum().backward()
-    assert torch.equal(statistics.load_E, 2 * load)
-    kept = statistics.load_E
-    statistics.reset()
-    assert not statistics.load_E.any() and statistics.max_over_mean == 0 and kept.any()
+    assert torch.equal(totals[:-2], 2 * load.double())
+    assert max_over_mean(torch.zeros(E)) == 0
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_statistics_and_losses_of_a_recomputed_forward_count_once(reentrant):
+def test_loads_and_losses_of_a_recomputed_forward_count_once(reentrant):
     r, x = router(), tokens(4, 9).requires_grad_()
     results = []
     for again in (False, True):
-        statistics = RouterStatistics(E)
-        r.step = step_of(r, x, "sequence", statistics=statistics)
+        totals = no_totals()
+        r.step = step_of(r, x, "sequence", totals=totals)
         weights = checkpoint(lambda x: r(x)[0], x, use_reentrant=reentrant) if again else r(x)[0]
         weights.sum().backward()
-        results.append((x.grad, r.weight.grad, statistics.totals))
+        results.append((x.grad, r.weight.grad, totals))
         x.grad = r.weight.grad = None
     for a, b in zip(*results):
         assert torch.equal(a, b)
-
-
-def test_statistics_of_an_evaluation():
-    r, x, statistics = router(), tokens(4, 9), RouterStatistics(E, when="forward")
-    r.step = step_of(r, x, "sequence", statistics=statistics)
-    store = WeightGradStore()
-    with torch.no_grad():
-        r(x)
-        with store.activate(), store.recompute():
-            r(x)
-    assert torch.equal(statistics.load_E, r.step.load_E)
-    assert statistics.z_loss > 0
-    r(x)[0].sum().backward()
-    assert torch.equal(statistics.load_E, 2 * r.step.load_E)
 
 
 class NoWaiting(TorchDispatchMode):
@@ -527,17 +504,16 @@ class NoWaiting(TorchDispatchMode):
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_the_host_never_waits(options):
-    r, x, statistics = router(**options), tokens(4, 9).requires_grad_(), RouterStatistics(E)
-    steps = [step_of(r, x, level, statistics=statistics) for level in LEVELS]
+    r, x, totals = router(**options), tokens(4, 9).requires_grad_(), no_totals()
+    steps = [step_of(r, x, level, totals=totals) for level in LEVELS]
     with NoWaiting():
         for r.step in steps:
             r(x)[0].sum().backward()
         for r.choice in (BalancedRoutes(), Routes(1).record(0)):
             r(x)
         if r.e_score_correction_bias is not None:
-            r.update_bias(statistics.load_E, 0.1)
-        assert statistics.max_over_mean.dim() == 0
-        statistics.reset()
+            r.update_bias(totals[:-2].long(), 0.1)
+        assert max_over_mean(totals[:-2]).dim() == 0
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
@@ -545,7 +521,7 @@ def test_on_cuda_as_on_cpu_without_waiting(options, any_cuda):
     r, x = router(**options), tokens(4, 9)
     expected = gradients(r, x, step_of(r, x, "global"))
     r, x = r.cuda(), x.cuda()
-    step = step_of(r, x, "global", statistics=RouterStatistics(E, device="cuda"))
+    step = step_of(r, x, "global", totals=no_totals(device="cuda"))
     gradients(r, x, step)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
@@ -555,20 +531,6 @@ def test_on_cuda_as_on_cpu_without_waiting(options, any_cuda):
         torch.cuda.set_sync_debug_mode("default")
     for a, b in zip(actual, expected):
         torch.testing.assert_close(a.cpu(), b)
-
-
-def reduce_on_ranks(rank):
-    mine = [RouterStatistics(3), RouterStatistics(2)]
-    mine[0].totals += torch.tensor([1.0, 2.0, 3.0, 0.5, 4.0 * rank])
-    mine[1].totals += torch.tensor([rank, 10.0, 0.0, 1.0])
-    reduce_statistics(mine, dist.group.WORLD)
-    reduce_statistics([], dist.group.WORLD)
-    return [each.totals.tolist() for each in mine]
-
-
-def test_statistics_over_ranks():
-    for result in run_ranks(reduce_on_ranks, 2):
-        assert result == [[2, 4, 6, 0.5, 2], [1, 20, 0, 1]]
 
 
 # -- errors
@@ -598,8 +560,6 @@ def test_refuses_steps():
         RouterStep(level="layer")
     with pytest.raises(ValueError, match=r"give torch.zeros\(num_experts\) in the first step"):
         RouterStep(balance=1.0, level="global")
-    with pytest.raises(ValueError, match="when must be 'backward' or 'forward'; got 'never'"):
-        RouterStatistics(3, when="never")
     r = router()
     r.step = RouterStep(balance=1.0)
     with pytest.raises(ValueError, match=r"needs x as \(B, S, H\).* T = 7"):

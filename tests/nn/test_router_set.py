@@ -7,8 +7,7 @@ from torch import nn
 
 from dualpipe.nn import Linear, Router
 from dualpipe.nn.router import BalancedRoutes, random_like_stride
-from dualpipe.nn.router_losses import count_load
-from dualpipe.nn.router_set import RouterSet
+from dualpipe.nn.router_set import RouterSet, count_load
 from ranks import run_ranks
 
 H, E, K = 8, 6, 2
@@ -73,6 +72,20 @@ def test_four_ranks_as_one(level):
     assert {name for _, of_rank in results for name in of_rank} == biases.keys()
 
 
+def sizes_on_two_ranks(rank):
+    routers = RouterSet([nn.ModuleDict({"a": Router(H, 3, 1), "b": Router(H, 2, 1)})], num_chunks=1, replicas=2,
+                        group=dist.group.WORLD)
+    with routers.step():
+        routers.totals["a"] += torch.tensor([1.0, 2.0, 3.0, 0.5, 4.0 * rank])
+        routers.totals["b"] += torch.tensor([rank, 10.0, 0.0, 1.0])
+    return [totals.tolist() for totals in routers.state_tensors().values()]
+
+
+def test_loads_are_summed_and_losses_averaged_for_routers_of_different_sizes():
+    for result in run_ranks(sizes_on_two_ranks, 2):
+        assert result == [[2, 4, 6, 0.5, 2], [1, 20, 0, 1]]
+
+
 def test_coefficients_of_zero_are_not_reported():
     stages = [stage(0)]
     routers = RouterSet(stages, num_chunks=1, z=1.0)
@@ -84,9 +97,9 @@ def test_outside_of_a_step_nothing_is_counted():
     stages = [stage(0)]
     routers = RouterSet(stages, num_chunks=1, balance=1.0)
     run(routers, stages, [tokens(2, 0)])
-    before = routers.statistics["layer0"].totals.clone()
+    before = routers.totals["layer0"].clone()
     stages[0]["layer0"](tokens(3, 1))[0].sum().backward()
-    assert torch.equal(routers.statistics["layer0"].totals, before)
+    assert torch.equal(routers.totals["layer0"], before)
     with pytest.raises(KeyError), routers.step():
         raise KeyError
     assert stages[0]["layer0"].step is None

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dualpipe import DualPipeV, Pipeline
 from dualpipe.models import Qwen3MoeConfig
 from dualpipe.parallel.clipping import clip_grad_norm_
-from dualpipe.parallel.mesh import build_mesh, dense_mesh
+from dualpipe.parallel.mesh import Mesh, build_mesh
 from dualpipe.schedule import build
 from dualpipe.train.model import build_model, build_whole, micro_batch_loss
 from models import compare_gradients
@@ -49,7 +49,7 @@ def as_the_whole(rank: int, shapes: list[tuple[int, int, int]], tied: bool) -> l
         common = {"seed": 0, "dtype": torch.float64, "device": CPU}
         model = build_model(config, build("dualpipev", shape[0], 2), mesh["pp"].get_local_rank(), mesh=mesh, **common)
         whole = build_whole(config, **common)
-        replicas, replica = dense_mesh(mesh).size(), dense_mesh(mesh).get_local_rank()
+        replicas, replica = Mesh.of(mesh).replicas, Mesh.of(mesh).replica
         rows = torch.randint(config.vocab_size, (2 * replicas, 7), generator=torch.Generator().manual_seed(0))
         pipe = DualPipeV(model.stages, process_group=mesh["pp"].get_group())
         mine = rows[2 * replica : 2 * replica + 2] if model.has_first else None

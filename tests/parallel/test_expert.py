@@ -18,7 +18,7 @@ from dualpipe.nn.init import seeded_normal_
 from dualpipe.nn.segments import Communicate, Compute, run_segments
 from dualpipe.parallel import DTypePolicy, build_on_meta, materialize, resolve_dtypes, shard
 from dualpipe.parallel.expert import ExpertParallel, run_experts, shard_experts
-from dualpipe.parallel.mesh import build_mesh, dense_mesh
+from dualpipe.parallel.mesh import Mesh, build_mesh
 from ranks import run_ranks
 from toys import relative_error
 
@@ -433,7 +433,7 @@ def under_fsdp(rank, dp, ep):
     model.dispatcher = ExpertParallel(E, mesh["ep"]).dispatcher()
     policy = DTypePolicy(torch.float32, torch.float32, torch.float32)
     plan = resolve_dtypes(model, policy)
-    shard(model, dense_mesh(mesh), plan, expert_mesh=mesh["dp"])
+    shard(model, Mesh.of(mesh).dense, plan, expert_mesh=mesh["dp"])
     materialize(model, "cpu", plan, seed=3)
     loss_of(model, rank).backward()
     whole = Toy()

@@ -18,11 +18,11 @@ from dualpipe.models.decoder import SparseMLP
 from dualpipe.nn import cross_entropy_loss
 from dualpipe.nn.deferral import WeightGradStore
 from dualpipe.nn.router import BalancedRoutes, Choice, Router
-from dualpipe.nn.router_losses import RouterStep
+from dualpipe.nn.router_set import RouterStep
 from dualpipe.parallel import DTypePolicy, Rule, resolve_dtypes, shard
 from dualpipe.parallel.expert import ExpertParallel, shard_experts
 from dualpipe.parallel.materialize import build_on_meta, materialize
-from dualpipe.parallel.mesh import build_mesh, dense_mesh
+from dualpipe.parallel.mesh import Mesh, build_mesh
 from dualpipe.pipeline import PipelineError
 from dualpipe.schedule import build
 from dualpipe.train.model import build_model, build_whole, micro_batch_loss
@@ -68,7 +68,7 @@ def run_both(
 ) -> Both:
     """The pipelined and sharded model, and a whole one in `dtype`; with `exact` the same weights in float64 as well."""
     mesh = build_mesh(*shape, torch.device("cpu"))
-    replicas, replica = dense_mesh(mesh).size(), dense_mesh(mesh).get_local_rank()
+    replicas, replica = Mesh.of(mesh).replicas, Mesh.of(mesh).replica
     common = {"seed": 0, "dtype": dtype, "device": torch.device("cpu")}
     plan = build(schedule, shape[0], MICRO_BATCHES)
     model = build_model(config, plan, mesh["pp"].get_local_rank(), mesh=mesh, recompute=recompute, **common)
@@ -233,7 +233,7 @@ def counted(rank: int, shape: tuple[int, int, int], recompute: tuple[str, ...]) 
         for name, module in stage.named_modules():
             if isinstance(module, Router):
                 module.choice = routes.record(name)
-    generator = torch.Generator().manual_seed(dense_mesh(mesh).get_local_rank())
+    generator = torch.Generator().manual_seed(Mesh.of(mesh).replica)
     tokens = torch.randint(CONFIG.vocab_size, (2 * MICRO_BATCHES, 7), generator=generator)
     pipe = Pipeline(model.stages, process_group=mesh["pp"].get_group(), schedule="dualpipev")
     pipe.step(
@@ -345,7 +345,7 @@ def losses_of_training(rank: int, overlap: bool, recompute: tuple[str, ...]) -> 
     )
     pipe = Pipeline(model.stages, process_group=mesh["pp"].get_group(), schedule="dualpipev", overlap=overlap)
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
-    generator = torch.Generator().manual_seed(dense_mesh(mesh).get_local_rank())
+    generator = torch.Generator().manual_seed(Mesh.of(mesh).replica)
     rows = torch.randint(CONFIG.vocab_size, (2 * MICRO_BATCHES, 9), generator=generator)
     losses = []
     for _ in range(4):
@@ -376,7 +376,7 @@ def norms_in_float32(rank: int) -> tuple[set, set]:
     rules = [Rule("layers.*.input_layernorm", torch.float32), Rule("layers.*.post_attention_layernorm", torch.float32),
              Rule("layers.*.mlp.gate", torch.float32)]
     plan = resolve_dtypes([stage], DTypePolicy(torch.bfloat16, torch.float32, torch.float32, rules))
-    shard(stage, dense_mesh(mesh), plan, expert_mesh=mesh["dp"])
+    shard(stage, Mesh.of(mesh).dense, plan, expert_mesh=mesh["dp"])
     materialize(stage, "cpu", plan, seed=0)
     seen = set()
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dualpipe.parallel.mesh import DIMENSIONS, Mesh, build_mesh, dense_mesh, mesh_sizes
+from dualpipe.parallel.mesh import DIMENSIONS, Mesh, build_mesh, mesh_sizes
 from ranks import run_ranks
 
 
@@ -40,8 +40,8 @@ def groups(rank, pp, dp, ep):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         mesh = build_mesh(pp, dp, ep, torch.device("cpu"))
-        made = dist.distributed_c10d.get_process_group_ranks(dense_mesh(mesh).get_group())
-        again = dense_mesh(mesh).get_group() is dense_mesh(mesh).get_group()
+        made = dist.distributed_c10d.get_process_group_ranks(Mesh.of(mesh).dense.get_group())
+        again = Mesh.of(mesh).dense.get_group() is Mesh.of(mesh).dense.get_group()
     members = {name: dist.get_process_group_ranks(mesh[name].get_group()) for name in mesh.mesh_dim_names}
     return tuple(mesh.shape), members, made, again
 

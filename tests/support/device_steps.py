@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -30,6 +29,7 @@ from dualpipe.train.model import build_model, micro_batch_loss
 from dualpipe.train.optimizer import Optimizer
 from pretend_cuda import PretendCuda, pretend_cuda
 from pretend_nccl import pretend_nccl
+from run_files import write_files
 from threads import Rank, run_threads
 from toys import stages_of_rank
 
@@ -205,32 +205,15 @@ def _failing(output: Tensor, target: Tensor) -> Tensor:
 
 # -- training
 
-RUN = """
-[model]
-config = "config.json"
-[data]
-path = "text"
-validation_fraction = 0.2
-[parallel]
-device = "cuda"
-[train]
-sequence_length = 16
-micro_batch_size = 2
-num_chunks = 4
-eval_interval = 0
-eval_batches = 1
-[checkpoint]
-interval = 2
-[output]
-dir = "out"
-"""
+TRAINING = (
+    "--parallel.pp", "1", "--parallel.device", "cuda", "--train.eval_interval", "0", "--train.eval_batches", "1",
+    "--checkpoint.interval", "2",
+)
 
 
 def write_run(folder: Path) -> None:
     """What `as_training` needs."""
-    (folder / "text").write_text("the cat sat on the mat and the dog did not. " * 200)
-    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", **dataclasses.asdict(CONFIG)}))
-    (folder / "run.toml").write_text(RUN)
+    write_files(folder, {"model_type": "qwen3_moe", **dataclasses.asdict(CONFIG)})
 
 
 def as_training(rank: int, folder: str, *arguments: str, plant: Plant = nullcontext) -> PretendCuda:
@@ -243,5 +226,5 @@ def as_training(rank: int, folder: str, *arguments: str, plant: Plant = nullcont
             return step(*args, **kwargs)
 
         with mock.patch.object(Pipeline, "step", first_step):
-            assert cli.main(["train", "run.toml", *arguments]) == 0
+            assert cli.main(["train", "run.toml", *TRAINING, *arguments]) == 0
     return device

@@ -17,7 +17,7 @@ from dualpipe.nn import GroupedLinear
 from dualpipe.parallel import DTypePolicy, resolve_dtypes, shard
 from dualpipe.parallel.expert import shard_experts
 from dualpipe.parallel.materialize import build_on_meta
-from dualpipe.parallel.mesh import build_mesh, dense_mesh
+from dualpipe.parallel.mesh import Mesh, build_mesh
 from dualpipe.schedule.types import v_placement
 
 TINY = {
@@ -103,10 +103,10 @@ def stages_on_meta(folder, shape=None, dtype=torch.float32, stages_per_rank=2):
     only = [stage for stage, rank in enumerate(placement) if rank == mesh["pp"].get_local_rank()]
     plan = resolve_dtypes(build_on_meta(lambda: build_stages(config, 1)), policy, sources)
     stages = build_on_meta(lambda: build_stages(config, 2 * shape[0], only=only))
-    if dense_mesh(mesh).size() > 1:
+    if Mesh.of(mesh).dense.size() > 1:
         for stage in stages:
             shard_experts(stage, mesh["ep"])
-            shard(stage, dense_mesh(mesh), plan, expert_mesh=mesh["dp"])
+            shard(stage, Mesh.of(mesh).dense, plan, expert_mesh=mesh["dp"])
     return stages, mesh, plan
 
 

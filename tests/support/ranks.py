@@ -45,9 +45,8 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
 
     With `check`, a rank that raised fails the caller with all tracebacks. Without, its entry is the exception (with the
     traceback text as its only argument where it does not pickle), and a rank that died is a `ChildProcessError`.
-    Ranks that are not done within `timeout` seconds print their stacks and are killed, and `TimeoutError` is raised.
-    `group_timeout` (s) is the timeout of the process group.
-
+    Ranks that are not done within `timeout` seconds print their stacks and are killed, and `TimeoutError` is raised,
+    with what others have raised until then. `group_timeout` (s) is the timeout of the process group.
 
     reuse: take a world that other such calls have used, and leave it to the next, unless something fails: what torch
     does once in each process takes a second of CPU. For an `fn` that leaves its process and the default group as they
@@ -58,7 +57,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
     try:
         target = (fn.__code__.co_filename, fn.__qualname__)
         results = world.run(target, args, group_timeout=group_timeout, timeout=timeout, reuse=reuse)
-        if reuse and all(ok for ok, _ in results) and world.jobs < _JOBS:
+        if reuse and all(ok for ok, _ in results) and world.groups <= _GROUPS:
             _worlds[world_size] = world
     finally:
         if _worlds.get(world_size) is not world:
@@ -82,6 +81,15 @@ class Job(NamedTuple):
     reuse: bool
 
 
+class Result(NamedTuple):
+    """What a rank has returned, or its error and the traceback; how many groups it has by now; whether it goes on."""
+
+    ok: bool
+    value: Any
+    groups: int = 0
+    late: bool = False
+
+
 class _Rank:
     """A process that does jobs."""
 
@@ -94,15 +102,16 @@ class _Rank:
     def start(self, job: Job) -> None:
         self._pipe.send(job)
 
-    def result(self, number: int, deadline: float) -> tuple[bool, Any]:
+    def result(self, number: int, deadline: float) -> Result:
         if not self._pipe.poll(max(0.0, deadline - time.monotonic())):
-            raise TimeoutError(f"rank {number} did not finish in time; its stack is on stderr")
+            text = f"rank {number} did not finish in time; its stack is on stderr"
+            return Result(False, (TimeoutError(text), text), late=True)
         try:
             return self._pipe.recv()
         except (EOFError, ConnectionResetError):
             self._process.join()
             error = ChildProcessError(f"rank {number} died with exit code {self._process.exitcode}")
-            return False, (error, str(error))
+            return Result(False, (error, str(error)))
 
     def end(self) -> None:
         if self._process.is_alive():
@@ -117,15 +126,18 @@ class _World:
     def __init__(self, size: int) -> None:
         self._folder = tempfile.TemporaryDirectory()  # groups that later jobs make meet there too
         self._ranks = [_Rank() for _ in range(size)]
-        self.jobs = 0
+        self.groups = 0
 
     def run(self, target, args, *, group_timeout, timeout, reuse) -> list[tuple[bool, Any]]:
-        self.jobs += 1
         for number, rank in enumerate(self._ranks):
             store = f"{self._folder.name}/store"
             rank.start(Job(number, len(self._ranks), store, target, args, group_timeout, timeout, reuse))
         deadline = time.monotonic() + timeout
-        return [rank.result(number, deadline) for number, rank in enumerate(self._ranks)]
+        results = [rank.result(number, deadline) for number, rank in enumerate(self._ranks)]
+        if any(result.late for result in results):
+            raise TimeoutError("\n".join(result.value[1] for result in results if not result.ok))
+        self.groups = max(result.groups for result in results)
+        return [(result.ok, result.value) for result in results]
 
     def end(self) -> None:
         for rank in self._ranks:
@@ -133,7 +145,9 @@ class _World:
         self._folder.cleanup()
 
 
-_JOBS = 20  # of a world: groups and meshes that jobs have made stay in its processes
+# Of a world: groups that jobs have made stay in its processes, each with five files and three threads, of which one
+# wakes a hundred times a second.
+_GROUPS = 24
 _worlds: dict[int, _World] = {}  # that wait for a job, by their size
 
 
@@ -147,12 +161,14 @@ util.Finalize(None, _end_worlds, exitpriority=0)  # at exit, before multiprocess
 
 def _serve(pipe) -> None:
     import torch
+    import torch.distributed as dist
 
     torch.set_num_threads(1)
     with contextlib.suppress(EOFError):
         while True:
             job = pipe.recv()
-            pipe.send(_do(job))
+            ok, value = _do(job)
+            pipe.send(Result(ok, value, len(dist.distributed_c10d._world.pg_map)))
             if not job.reuse:
                 break
     # Leave without the destructors of a group that a test may have broken on purpose; rank 0 keeps no store to serve.

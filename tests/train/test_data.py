@@ -11,11 +11,20 @@ import pytest
 import torch
 
 from dualpipe.train import data
-from dualpipe.train.data import Loader, evaluation_batches, open_splits, packed_directory, read_ahead, read_windows
-from dualpipe.train.pack import find_sources, pack, stdlib_sources
+from dualpipe.train.data import (
+    Loader,
+    PackedTokens,
+    Splits,
+    TokenStream,
+    evaluation_batches,
+    open_splits,
+    packed_directory,
+    read_ahead,
+    read_windows,
+    split_documents,
+)
+from dualpipe.train.pack import ByteTokenizer, FileTokenizer, find_sources, load_tokenizer, pack
 from dualpipe.train.tables import DataConfig
-from dualpipe.train.tokenizer import ByteTokenizer, FileTokenizer, load_tokenizer
-from dualpipe.train.tokens import PackedTokens, TokenStream, all_documents, split_documents, unigram_loss
 from ranks import run_ranks
 
 END = ByteTokenizer.end_of_document
@@ -54,13 +63,13 @@ def texts_of(stream):
 
 
 def stream_of(path):
-    stream = all_documents(PackedTokens(path))
+    stream = TokenStream(PackedTokens(path))
     return stream.read(0, stream.num_tokens).tolist()
 
 
 def test_pack_bytes_in_order(texts, tmp_path):
     packed = pack(find_sources([texts]), ByteTokenizer(), tmp_path / "out")
-    assert (packed.documents, packed.tokens) == (3, 12)
+    assert (packed["documents"], packed["tokens"]) == (3, 12)
     expected = [*b"a\xff\x01", END, *b"bee", END, *b"sea", END]
     assert stream_of(tmp_path / "out") == expected
     index = json.loads((tmp_path / "out/index.json").read_text())
@@ -180,7 +189,7 @@ def test_split_is_by_document_and_stable(many):
     assert 20 <= held_out.num_documents <= 60
     documents = [texts_of(s) for s in (train, held_out)]
     assert [len(d) for d in documents] == [train.num_documents, held_out.num_documents]
-    assert sorted(documents[0] + documents[1]) == sorted(texts_of(all_documents(packed)))
+    assert sorted(documents[0] + documents[1]) == sorted(texts_of(TokenStream(packed)))
     assert [s.num_tokens for s in split_documents(packed, 0.2)] == [train.num_tokens, held_out.num_tokens]
 
 
@@ -210,7 +219,7 @@ def test_no_split_and_an_impossible_one(many, texts, tmp_path):
 
 def check_last_tokens(packed, fraction):
     """The last of all tokens are held out, the same each time; returns how many documents are on each side."""
-    whole, splits = all_documents(packed), split_documents(packed, fraction)
+    whole, splits = TokenStream(packed), split_documents(packed, fraction)
     count = int(whole.num_tokens * fraction)
     assert [stream.num_tokens for stream in splits] == [whole.num_tokens - count, count]
     text = np.concatenate([stream.read(0, stream.num_tokens) for stream in splits])
@@ -268,11 +277,11 @@ def test_stream_reads_across_documents_and_shards(many):
 
 
 def make_loader(path, seed=0, batch_size=6, sequence_length=10):
-    return Loader(all_documents(PackedTokens(path)), sequence_length=sequence_length, batch_size=batch_size, seed=seed)
+    return Loader(TokenStream(PackedTokens(path)), sequence_length=sequence_length, batch_size=batch_size, seed=seed)
 
 
 def test_positions_start_anew_with_each_document_and_each_sequence(many):
-    stream = all_documents(PackedTokens(many))
+    stream = TokenStream(PackedTokens(many))
     lengths = stream.packed.documents["length"].tolist()
     whole = np.concatenate([np.arange(length) for length in lengths])
     assert (stream.positions(0, stream.num_tokens) == whole).all()
@@ -285,7 +294,7 @@ def test_positions_start_anew_with_each_document_and_each_sequence(many):
 
 def test_every_epoch_reads_every_window_once_in_an_order_of_its_own(many):
     loader = make_loader(many)
-    stream = all_documents(PackedTokens(many))
+    stream = TokenStream(PackedTokens(many))
     windows = {tuple(stream.read(w * 11, w * 11 + 11).tolist()) for w in range(loader.num_windows)}
     count = loader.num_windows
     assert len(windows) == count > 100 and count % 6, "an epoch ends within a batch"
@@ -329,7 +338,7 @@ def test_resume(many):
 
 
 def test_a_rank_reads_its_rows_only(many):
-    stream, read = all_documents(PackedTokens(many)), []
+    stream, read = TokenStream(PackedTokens(many)), []
     whole = make_loader(many).batch(70)
     for rows in (range(2, 4), range(5, 6), range(0)):
         loader = Loader(stream, sequence_length=10, batch_size=6, seed=0, rows=rows)
@@ -399,14 +408,14 @@ def test_other_data_is_noticed(many, tmp_path):
 def test_too_little_text(many, texts):
     with pytest.raises(ValueError, match=r"the text has .* tokens, but a sequence needs .* = 100001"):
         make_loader(many, sequence_length=100000)
-    stream = all_documents(PackedTokens(many))
+    stream = TokenStream(PackedTokens(many))
     with pytest.raises(ValueError, match=r"the held-out text has .* set train\.eval_batches = 0"):
         evaluation_batches(stream, sequence_length=1000, batch_size=50, limit=1)
     assert evaluation_batches(stream, sequence_length=1000, batch_size=50, limit=0) == []
 
 
 def test_evaluation_batches_are_whole_and_distinct(many):
-    stream = all_documents(PackedTokens(many))
+    stream = TokenStream(PackedTokens(many))
     batches = evaluation_batches(stream, sequence_length=20, batch_size=4, limit=5)
     windows = [w for rows in batches for w in rows]
     assert len(batches) == 5 and len(set(windows)) == 20
@@ -434,7 +443,7 @@ def test_text_is_packed_on_first_use_and_again_when_it_changes(texts, tmp_path):
 
 
 def test_stdlib_is_code_without_tests_or_packages():
-    names = [s.name for s in stdlib_sources()]
+    names = [s.name for s in find_sources(["stdlib"])]
     assert "argparse.py" in names and names == sorted(names)
     assert not [n for n in names if n.startswith(("site-packages/", "test/")) or "/tests/" in n]
 
@@ -442,9 +451,9 @@ def test_stdlib_is_code_without_tests_or_packages():
 def test_unigram_loss_of_a_known_text(tmp_path):
     (tmp_path / "t").write_bytes(b"aab")
     pack(find_sources([tmp_path / "t"]), ByteTokenizer(), tmp_path / "out")
-    stream = all_documents(PackedTokens(tmp_path / "out"))
+    stream = TokenStream(PackedTokens(tmp_path / "out"))
     p = np.array([3, 3, 2, 2]) / (4 + 257)  # add-one counts of a, a, b and the end
-    assert unigram_loss(stream, stream, 257) == pytest.approx(-np.log(p).mean(), rel=1e-12)
+    assert Splits(stream, stream).unigram_loss(257) == pytest.approx(-np.log(p).mean(), rel=1e-12)
 
 
 def _prepare(rank, folder, tokenizer):

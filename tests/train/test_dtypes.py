@@ -212,7 +212,7 @@ def test_a_rule_for_another_ranks_stage_is_none_of_its_business(run_folder, tmp_
     assert sorted(first + second) == sorted(plan.tensors)
 
 
-def test_the_document_shows_what_is_printed(printed, capsys, monkeypatch):
+def test_the_document_shows_what_is_printed(printed, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(ROOT)
     text = (ROOT / "docs" / "dtypes.md").read_text()
     program, = re.findall(r"```python\n(.*?)```", text, re.S)
@@ -223,13 +223,5 @@ def test_the_document_shows_what_is_printed(printed, capsys, monkeypatch):
     arguments = shlex.split(command)
     assert printed(*arguments, "--checkpoint.resume", "never")[0] == of_command
     rules = re.search(r"```toml\n(.*?)```", text, re.S)[1]
-    assert load_config_of(rules) == load_config(arguments[0], arguments[1:]).dtypes
-
-
-def load_config_of(toml):
-    import tomllib
-
-    from dualpipe.train.config import _table
-    from dualpipe.train.tables import DTypesConfig
-
-    return _table(DTypesConfig, tomllib.loads(toml)["dtypes"], where="document")
+    (tmp_path / "rules.toml").write_text(f'[model]\nconfig = "x"\n{rules}')
+    assert load_config(tmp_path / "rules.toml").dtypes == load_config(arguments[0], arguments[1:]).dtypes

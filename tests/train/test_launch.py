@@ -14,7 +14,7 @@ import pytest
 from dualpipe import cli
 from dualpipe.train import launch
 from dualpipe.train.job import choose_device
-from dualpipe.train.launch import RankInfo, check_machine, rank_from_environment, slurm_rendezvous, start_commands
+from dualpipe.train.launch import RankInfo, check_machine, rank_from_environment, slurm_rendezvous
 from dualpipe.train.tables import ParallelConfig
 
 
@@ -229,14 +229,20 @@ def test_what_is_refused(gpus, world_size, device, files, torch_finds, refused):
     assert [line.split()[0] for line in error.value.__notes__] == ["torchrun", "srun"]
 
 
-def test_the_commands_have_all_ranks():
-    torchrun, srun = start_commands(["train", "a b.toml"], 1024, gpus=8, cores=2)
+def test_the_commands_have_all_ranks(gpus):
+    def commands(arguments, world_size, device="auto"):
+        with pytest.raises(ValueError) as error:
+            check_machine(arguments, world_size, device)
+        return error.value.__notes__
+
+    gpus(8)
+    torchrun, srun = commands(["train", "a b.toml"], 1024)
     assert torchrun.endswith("-m dualpipe train 'a b.toml'") and srun.endswith(" dualpipe train 'a b.toml'")
     assert "--nnodes 128 --nproc-per-node 8 " in torchrun
     assert "--nodes 128 --ntasks-per-node 8 --gpus-per-node 8 " in srun
-    assert "--nnodes 2 --nproc-per-node 6 " in start_commands(["train"], 12, gpus=8, cores=2)[0], "as even as it goes"
-    assert "--nnodes 8 --nproc-per-node 2 " in start_commands(["train"], 16, gpus=0, cores=2)[0]
-    assert "gpus" not in start_commands(["train"], 16, gpus=0, cores=2)[1]
+    assert "--nnodes 2 --nproc-per-node 6 " in commands(["train"], 12)[0], "as even as it goes"
+    assert "--nnodes 8 --nproc-per-node 2 " in commands(["train"], 16, "cpu")[0]
+    assert "gpus" not in commands(["train"], 16, "cpu")[1]
 
 
 def test_hidden_devices_do_not_count():

@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from dualpipe.nn import Router, linear
+from dualpipe.nn import Router, accumulate, linear
 from dualpipe.nn.accumulate import add_grad
 from dualpipe.parallel.mesh import build_mesh
 from dualpipe.train import model, parity
@@ -210,7 +210,7 @@ def rounded_sums(monkeypatch):
         add_grad(param, grad)
         param.grad.copy_(param.grad.bfloat16())
 
-    monkeypatch.setattr(linear, "add_grad", add)
+    monkeypatch.setattr(accumulate, "add_grad", add)
 
 
 def one_lost(monkeypatch):

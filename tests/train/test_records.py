@@ -14,11 +14,9 @@ import zstandard
 from pyarrow import parquet
 
 from dualpipe import cli
-from dualpipe.train import records
-from dualpipe.train.data import packed_directory
-from dualpipe.train.pack import find_sources, pack
-from dualpipe.train.tokenizer import ByteTokenizer
-from dualpipe.train.tokens import PackedTokens, all_documents
+from dualpipe.train import pack as packing
+from dualpipe.train.data import PackedTokens, TokenStream, packed_directory
+from dualpipe.train.pack import ByteTokenizer, find_sources, pack
 
 END = ByteTokenizer.end_of_document
 TEXTS = ["one", 'two\nlines and "quotes"', "drei \u00e4\u4e09\0", "four" * 500]
@@ -47,7 +45,7 @@ def write(path, content):
 
 def packed_texts(paths, out, **options):
     pack(find_sources(paths), ByteTokenizer(), out, **options)
-    stream = all_documents(PackedTokens(out))
+    stream = TokenStream(PackedTokens(out))
     texts, document = [], []
     for token in stream.read(0, stream.num_tokens).tolist():
         if token == END:
@@ -60,8 +58,8 @@ def packed_texts(paths, out, **options):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_record_is_a_document(tmp_path, kind, monkeypatch):
-    monkeypatch.setattr(records, "PIECE", 7)  # pieces end within lines, and within frames
-    monkeypatch.setattr(records, "ROWS", 3)
+    monkeypatch.setattr(packing, "PIECE", 7)  # pieces end within lines, and within frames
+    monkeypatch.setattr(packing, "ROWS", 3)
     path = write(tmp_path / f"a{kind}", TEXTS)
     assert packed_texts([path], tmp_path / "out") == TEXTS
     assert packed_texts([path.rename(tmp_path / f"A{kind.upper()}")], tmp_path / "upper") == TEXTS
@@ -105,7 +103,7 @@ def test_what_train_packed_is_used_again_for_the_same_content_and_key(tmp_path):
     assert packed() == packed(text_key="text") == first and (first / "index.json").stat().st_mtime_ns == stamp
     other = packed(text_key="other")
     assert other != first
-    streams = [all_documents(PackedTokens(folder)) for folder in (first, other)]
+    streams = [TokenStream(PackedTokens(folder)) for folder in (first, other)]
     assert [bytes(stream.read(0, 1).tolist()) for stream in streams] == [b"a", b"A"]
     assert streams[0].fingerprint != streams[1].fingerprint
     path.write_bytes(path.read_bytes() + b'{"text": "d", "other": "D"}\n')
@@ -227,13 +225,13 @@ def test_binary_files_and_missing_packages_are_found_before_anything_is_tokenise
 @pytest.mark.parametrize("kind", KINDS)
 def test_records_are_read_one_by_one(tmp_path, kind, monkeypatch):
     """8 MB of text, 8 KB each, of which no more than a few are in memory, be it Python's or pyarrow's."""
-    monkeypatch.setattr(records, "ROWS", 16)
+    monkeypatch.setattr(packing, "ROWS", 16)
     path = write(tmp_path / f"large{kind}", [random.Random(i).randbytes(4000).hex() for i in range(1000)])
     before = pa.total_allocated_bytes()
     tracemalloc.start()
     count, of_arrow = 0, []
-    for document in records.documents(path, "text"):
-        count += len(document.text)
+    for text, _ in packing.documents(path, "text"):
+        count += len(text)
         of_arrow.append(pa.total_allocated_bytes() - before)
     peak = tracemalloc.get_traced_memory()[1] + max(of_arrow)
     tracemalloc.stop()

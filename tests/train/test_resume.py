@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from command import COMMAND
 from dualpipe import cli
 from dualpipe.checkpoint import latest
-from dualpipe.checkpoint.manifest import read_manifest
+from dualpipe.checkpoint.manifest import Checkpoint
 from dualpipe.train.loop import Run
 from dualpipe.train.metrics import read_metrics
 from hub import read_all, rewrite, save_qwen
@@ -38,7 +38,7 @@ def losses(folder, out):
 def contents(folder, out):
     """The checksums of the files of the newest checkpoint that hold tensors and random states, by name."""
     newest = latest(folder / out / "checkpoints")
-    files = read_manifest(newest).files
+    files = Checkpoint.read(newest).manifest.files
     found = {name: info for name, info in files.items() if name.startswith("rank-")}
     assert len(found) >= 2, "of two ranks"
     return newest.name, found

@@ -10,11 +10,10 @@ import torch.distributed as dist
 
 from dualpipe import cli
 from dualpipe.train.config import load_config
-from dualpipe.train.data import Loader, evaluation_batches
+from dualpipe.train.data import Loader, PackedTokens, TokenStream, evaluation_batches, split_documents
 from dualpipe.train.launch import RankInfo
 from dualpipe.train.loop import train
 from dualpipe.train.metrics import read_metrics
-from dualpipe.train.tokens import PackedTokens, TokenStream, split_documents
 from ranks import run_ranks
 
 
