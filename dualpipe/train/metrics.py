@@ -19,6 +19,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
 from typing import Any, Self
 
@@ -198,10 +199,8 @@ def _tensorboard(folder: Path, start_step: int) -> Callable[[int, dict[str, floa
 
 
 def _unused_name(path: Path) -> Path:
-    number = 1
-    while (candidate := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
-        number += 1
-    return candidate
+    candidates = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in count(1))
+    return next(candidate for candidate in candidates if not candidate.exists())
 
 
 def json_line(values: Mapping[str, object]) -> str:
