@@ -15,7 +15,15 @@ from typing import Any
 import torch
 
 from dualpipe.kernels.common import tl
-from dualpipe.kernels.grouped_gemm_tiles import GemmConfig, fuses_swiglu, row_configs, weight_configs
+from dualpipe.kernels.grouped_gemm_tiles import (
+    GemmConfig,
+    fuses_swiglu,
+    row_configs,
+    rows_constants,
+    w_block,
+    weight_configs,
+    weight_constants,
+)
 
 # Functions of the same names hide some of the modules.
 GEMM, SWIGLU, ROUTING, CROSS_ENTROPY = (
@@ -113,12 +121,12 @@ def _rows_spec(
 ) -> CompileSpec:
     """`a`, `w`: through a descriptor; `gather`: with bias, and the weight of `swiglu`, too."""
     torch_dtype = _DTYPES[dtype]
-    constants = GEMM.rows_constants(config, forward, a, w, sizes != "odd", config.depth, EXPERTS, torch_dtype, swiglu)
+    constants = rows_constants(config, forward, a, w, sizes != "odd", config.depth, EXPERTS, torch_dtype, swiglu)
     ones = () if sizes == "odd" else ("a_d", "w_d" if forward else "w_c")
     numbers = [n for n in ("M", "C", "D", "E", "a_row", "a_d", "w_e", "w_c", "w_d") if n not in ones]
     signature = {
         "a": _argument(dtype, [config.rows, config.depth], a),
-        "w": _argument(dtype, GEMM.w_block(config, forward, swiglu), w),
+        "w": _argument(dtype, w_block(config, forward, swiglu), w),
         "y": f"*{dtype}",
         "offs": "*i32",
         **({"h": f"*{dtype}"} if swiglu else {}),
@@ -148,7 +156,7 @@ def _weight_spec(
     """`dy`, `x`: through a descriptor; `out`: its dtype, added to through a descriptor where possible and wanted."""
     reduce = out_descriptor and dy and add and out == "fp32"
     ones = () if sizes == "odd" else ("dy_n", "x_h", "out_h")
-    constants = GEMM.weight_constants(config, add, dy, x, reduce, sizes != "odd", _DTYPES[dtype])
+    constants = weight_constants(config, add, dy, x, reduce, sizes != "odd", _DTYPES[dtype])
     numbers = [n for n in ("M", "N", "H", "dy_row", "dy_n", "x_row", "x_h", "out_e", "out_n", "out_h") if n not in ones]
     signature = {
         "dy": _argument(dtype, [config.depth, config.rows], dy),

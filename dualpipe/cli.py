@@ -6,8 +6,7 @@ import argparse
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +22,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     args = _parser().parse_args(arguments, argparse.Namespace(arguments=arguments))
+    ordinary, here = warnings.formatwarning, os.path.dirname(__file__) + os.sep
+
+    def plain(message: Warning | str, category: type[Warning], filename: str, *place: Any) -> str:
+        """What this library warns about is for who runs it, without the line of code."""
+        ours = category is UserWarning and filename.startswith(here)
+        return f"warning: {message}\n" if ours else ordinary(message, category, filename, *place)
+
+    warnings.formatwarning = plain  # type: ignore[assignment]
     try:
-        with _plain_warnings():
-            status = args.run(args)
-            sys.stdout.flush()
-            return status
+        status = args.run(args)
+        sys.stdout.flush()
+        return status or 0
     except BrokenPipeError:  # the reader of our output has gone (`dualpipe schedule | head`)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
@@ -36,20 +42,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return exit_status(error)
     except KeyboardInterrupt:
         return 130
-
-
-@contextmanager
-def _plain_warnings() -> Iterator[None]:
-    """What this library warns about is for who runs it, without the line of code."""
-    ordinary, here = warnings.formatwarning, os.path.dirname(__file__) + os.sep
-
-    def formatted(message: Warning | str, category: type[Warning], filename: str, *place: Any) -> str:
-        ours = category is UserWarning and filename.startswith(here)
-        return f"warning: {message}\n" if ours else ordinary(message, category, filename, *place)
-
-    warnings.formatwarning = formatted  # type: ignore[assignment]
-    try:
-        yield
     finally:
         warnings.formatwarning = ordinary
 
@@ -57,48 +49,42 @@ def _plain_warnings() -> Iterator[None]:
 # -- what there is to run
 
 
-def _train(args: argparse.Namespace) -> int:
+def _on_ranks(args: argparse.Namespace) -> int:
+    """`train` and `parity`: the work of a rank of the job, or starting all ranks where nobody did."""
     from dualpipe.train.launch import as_rank, load_everywhere, start_ranks
 
-    config, info = load_everywhere(args.config, args.overrides)
-    if info is None:
-        return start_ranks(args.arguments, config.parallel)
-    with as_rank(info) as ending:
-        from dualpipe.train.loop import train
-
-        ending.status = train(config, info)
-    return ending.status
-
-
-def _parity(args: argparse.Namespace) -> int:
-    from dualpipe.train.launch import as_rank, load_everywhere, start_ranks
-
-    after_config = argparse.ArgumentParser(prog="dualpipe parity CONFIG", allow_abbrev=False, add_help=False)
-    _add_parity_options(after_config)
-    args, overrides = after_config.parse_known_args(args.overrides, namespace=args)
-    for name in ("pp", "dp", "ep"):
-        if getattr(args, name) is not None:
-            overrides += [f"--parallel.{name}", str(getattr(args, name))]
+    overrides = args.overrides
+    if args.command == "parity":  # its options may stand after CONFIG too
+        after_config = argparse.ArgumentParser(prog="dualpipe parity CONFIG", allow_abbrev=False, add_help=False)
+        _add_arguments(after_config, _PARITY)
+        args, overrides = after_config.parse_known_args(overrides, namespace=args)
+        for name in ("pp", "dp", "ep"):
+            if getattr(args, name) is not None:
+                overrides += [f"--parallel.{name}", str(getattr(args, name))]
     config, info = load_everywhere(args.config, overrides)
     if info is None:
         return start_ranks(args.arguments, config.parallel)
     with as_rank(info) as ending:
-        from dualpipe.train.parity import check
+        if args.command == "parity":
+            from dualpipe.train.parity import check
 
-        ending.status = check(config, info, dtype=args.dtype, tolerance=args.tolerance, worst=args.worst)
+            ending.status = check(config, info, dtype=args.dtype, tolerance=args.tolerance, worst=args.worst)
+        else:
+            from dualpipe.train.loop import train
+
+            ending.status = train(config, info)
     return ending.status
 
 
-def _pack(args: argparse.Namespace) -> int:
+def _pack(args: argparse.Namespace) -> None:
     from dualpipe.train.pack import find_sources, load_tokenizer, pack
 
     sources, tokenizer = find_sources(args.paths), load_tokenizer(args.tokenizer, args.end_of_document)
     packed = pack(sources, tokenizer, args.out, text_key=args.text_key)
     print(f"{Path(args.out)}: {packed['tokens']:,} tokens in {packed['documents']:,} documents")
-    return 0
 
 
-def _dtypes(args: argparse.Namespace) -> int:
+def _dtypes(args: argparse.Namespace) -> None:
     from dualpipe.train.config import fit_world, load_config
     from dualpipe.train.model import plan_run, read_model_config
     from dualpipe.train.resume import find_source
@@ -109,10 +95,9 @@ def _dtypes(args: argparse.Namespace) -> int:
     print(plan_run(config, read_model_config(config), recorded).table())
     p, start = config.parallel, source or config.init.from_hf
     print(f"for pp {p.pp}, dp {p.dp}, ep {p.ep}{f', from {start}' if start else ''}", file=sys.stderr)
-    return 0
 
 
-def _memory(args: argparse.Namespace) -> int:
+def _memory(args: argparse.Namespace) -> None:
     from dualpipe.train.config import load_config
     from dualpipe.train.memory import estimate, table
     from dualpipe.train.model import read_model_config
@@ -124,34 +109,30 @@ def _memory(args: argparse.Namespace) -> int:
     if layers := len(model.carried_layers):
         print(f"{layers} layer{'s' * (layers > 1)} for multi-token prediction: not trained, so nothing is needed; an "
               "export carries what its source has")
-    return 0
 
 
-def _checkpoint(args: argparse.Namespace) -> int:
+def _checkpoint(args: argparse.Namespace) -> None:
     from dualpipe.checkpoint import commands
 
     for line in {"ls": commands.ls, "verify": commands.check, "show": commands.show}[args.command](args.path):
         print(line)
-    return 0
 
 
-def _hf_check(args: argparse.Namespace) -> int:
+def _hf_check(args: argparse.Namespace) -> None:
     from dualpipe.checkpoint.hub_commands import check
     from dualpipe.parallel.mesh import Mesh
 
     for line in check(args.path, Mesh.planned(pp=args.pp, dp=args.dp, ep=args.ep)):
         print(line)
-    return 0
 
 
-def _hf_import(args: argparse.Namespace) -> int:
+def _hf_import(args: argparse.Namespace) -> None:
     from dualpipe.checkpoint.hub_commands import import_hf
 
     print(f"{import_hf(args.source, args.target)}: written")
-    return 0
 
 
-def _hf_export(args: argparse.Namespace) -> int:
+def _hf_export(args: argparse.Namespace) -> None:
     from dualpipe.checkpoint.hub_commands import export, export_checkpoint, is_of_a_run, parse_size
     from dualpipe.dtypes import dtype_of
 
@@ -163,7 +144,6 @@ def _hf_export(args: argparse.Namespace) -> int:
     else:
         export(*how)
     print(f"{args.target}: written")
-    return 0
 
 
 def _doctor(args: argparse.Namespace) -> int:
@@ -174,6 +154,73 @@ def _doctor(args: argparse.Namespace) -> int:
 
 # -- how it is said
 
+_Arguments = dict[str, dict[str, Any]]  # of `add_argument`, by name
+
+_CONFIG: _Arguments = {
+    "config": dict(metavar="CONFIG", help="a TOML file, such as examples/tiny-cpu.toml"),
+    "overrides": dict(nargs=argparse.REMAINDER, metavar="--TABLE.FIELD VALUE",
+                      help="settings that replace those of the file; `CONFIG --help` lists them all"),
+}
+_PARITY: _Arguments = {
+    "--pp": dict(type=int, metavar="N", help="pipeline ranks (default: the file's parallel.pp)"),
+    "--dp": dict(type=int, metavar="N", help="data-parallel ranks (default: the file's)"),
+    "--ep": dict(type=int, metavar="N", help="expert-parallel ranks (default: the file's)"),
+    "--dtype": dict(choices=("float64", "float32", "bf16"), default="float64",
+                    help="default: float64; bf16 is compared with float64, by tolerances that are derived"),
+    "--tolerance": dict(type=float, metavar="X", help="relative error allowed (default: 1e-10, float32 1e-5)"),
+    "--worst": dict(type=int, default=10, metavar="N", help="parameters to print (default: 10)"),
+}
+_PACK: _Arguments = {
+    "paths": dict(nargs="+", metavar="PATH", help="files or folders of text, .jsonl[.gz|.zst] or .parquet, or "
+                  '"stdlib" (Python\'s own source)'),
+    "--tokenizer": dict(default="bytes", metavar="bytes|FILE.json", help="default: bytes"),
+    "--end-of-document": dict(metavar="TOKEN", help="the tokenizer's token that closes a document"),
+    "--text-key": dict(default="text", metavar="KEY", help="of the text of a record; default: text"),
+    "--out": dict(required=True, metavar="DIR", help="the packed directory to make"),
+}
+_CHECKPOINT: _Arguments = {"path": dict(metavar="PATH", help="a checkpoint, or a directory of them")}
+_HUB = "a directory with config.json and safetensors"
+_CHECK: _Arguments = {"path": dict(metavar="PATH", help=_HUB)} | {
+    f"--{name}": dict(type=int, default=1, metavar="N", help=f"{ranks} ranks (default: 1)")
+    for name, ranks in (("pp", "pipeline"), ("dp", "data-parallel"), ("ep", "expert-parallel"))
+}
+_IMPORT: _Arguments = {
+    "source": dict(metavar="SRC", help=_HUB),
+    "target": dict(metavar="DIR", help="the directory of a run's checkpoints"),
+}
+_EXPORT: _Arguments = {
+    "path": dict(metavar="SRC", help="a checkpoint, the directory of a run's, or one with config.json and safetensors"),
+    "target": dict(metavar="OUT", help="the directory to make"),
+    "--dtype": dict(choices=("bf16", "fp32"), default="bf16", help="default: bf16"),
+    "--source": dict(metavar="CHECKPOINT", help="what a run's model was made from: its config.json, tokenizer and "
+                     "layers for multi-token prediction go along"),
+    "--max-shard-size": dict(default="5GB", metavar="SIZE", help="of a file's tensors (default: 5GB)"),
+}
+_GROUPS = {"data": "prepare training data", "checkpoint": "a run's checkpoints", "hf": "Hugging Face checkpoints"}
+_COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int | None], str, _Arguments]] = {
+    "train": (_on_ranks, "train a model; starts the ranks of this machine unless torchrun or SLURM did", _CONFIG),
+    "data pack": (_pack, "tokenise text into memory-mapped shards", _PACK),
+    "parity": (_on_ranks, "compare loss and gradients of the pipelined model with the unpipelined one",
+               {**_PARITY, **_CONFIG}),
+    "dtypes": (_dtypes, "print in which dtype every tensor of the model is stored, computes, is reduced and saved, and "
+               "why", _CONFIG),
+    "memory": (_memory, "print what a run needs on each rank in GiB, by what it is for; nothing is allocated", _CONFIG),
+    "checkpoint ls": (_checkpoint, "list the checkpoints of a directory: step, size, layout, dtypes, complete or not",
+                      _CHECKPOINT),
+    "checkpoint verify": (_checkpoint, "read every byte of a checkpoint, or of all in a directory, and say what is "
+                          "damaged", _CHECKPOINT),
+    "checkpoint show": (_checkpoint, "say what is in a checkpoint: how it was saved, by whom, and its tensors",
+                        _CHECKPOINT),
+    "hf check": (_hf_check, "say whether a checkpoint can be loaded, what it holds, and how much of it each rank reads "
+                 "(headers only)", _CHECK),
+    "hf import": (_hf_import, "make a checkpoint of this library from one of Hugging Face's, as step 0 of a run",
+                  _IMPORT),
+    "hf export": (_hf_export, "write a run's checkpoint, or again one of Hugging Face's, in Hugging Face's form, "
+                  "dequantized", _EXPORT),
+    "doctor": (_doctor, "say what is installed here, and what of it will be used or missed; exit status 1 if training "
+               "cannot run", {}),
+}
+
 
 def _parser() -> argparse.ArgumentParser:
     text = "mixture-of-experts training on a V-shaped bidirectional pipeline"
@@ -181,97 +228,20 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"dualpipe {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     schedule.add_parser(commands)
-    train = _add(commands, "train", _train, "train a model; starts the ranks of this machine unless torchrun or SLURM "
-                 "did")
-    _add_config(train)
-    data = commands.add_parser("data", help="prepare training data").add_subparsers(required=True, metavar="COMMAND")
-    pack = _add(data, "pack", _pack, "tokenise text into memory-mapped shards")
-    pack.add_argument("paths", nargs="+", metavar="PATH", help="files or folders of text, .jsonl[.gz|.zst] or "
-                      '.parquet, or "stdlib" (Python\'s own source)')
-    pack.add_argument("--tokenizer", default="bytes", metavar="bytes|FILE.json", help="default: bytes")
-    pack.add_argument("--end-of-document", metavar="TOKEN", help="the tokenizer's token that closes a document")
-    pack.add_argument("--text-key", default="text", metavar="KEY", help="of the text of a record; default: text")
-    pack.add_argument("--out", required=True, metavar="DIR", help="the packed directory to make")
-    parity = _add(commands, "parity", _parity, "compare loss and gradients of the pipelined model with the unpipelined "
-                  "one")
-    _add_parity_options(parity)
-    _add_config(parity)
-    dtypes = _add(commands, "dtypes", _dtypes, "print in which dtype every tensor of the model is stored, computes, is "
-                  "reduced and saved, and why")
-    _add_config(dtypes)
-    memory = _add(commands, "memory", _memory, "print what a run needs on each rank in GiB, by what it is for; nothing "
-                  "is allocated")
-    _add_config(memory)
-    _add_checkpoint(commands)
-    _add_hf(commands)
-    _add(commands, "doctor", _doctor, "say what is installed here, and what of it will be used or missed; exit status "
-         "1 if training cannot run")
+    groups = {"": commands}
+    for names, (run, text, arguments) in _COMMANDS.items():
+        group, _, name = names.rpartition(" ")
+        if group not in groups:
+            of_group = commands.add_parser(group, help=_GROUPS[group])
+            groups[group] = of_group.add_subparsers(required=True, metavar="COMMAND")
+        command = groups[group].add_parser(name, help=text, description=text, allow_abbrev=False)
+        command.set_defaults(run=run, command=name)
+        _add_arguments(command, arguments)
     return parser
 
 
-def _add(
-    commands: argparse._SubParsersAction, name: str, run: Callable[[argparse.Namespace], int], text: str
-) -> argparse.ArgumentParser:
-    parser = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
-    parser.set_defaults(run=run)
-    return parser
-
-
-def _add_config(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", metavar="CONFIG", help="a TOML file, such as examples/tiny-cpu.toml")
-    overrides = parser.add_argument(
-        "overrides", nargs=argparse.REMAINDER, metavar="--TABLE.FIELD VALUE",
-        help="settings that replace those of the file; `CONFIG --help` lists them all",
-    )
-    overrides.required = False  # Python 3.11 calls them missing where CONFIG is
-
-
-def _add_parity_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--pp", type=int, metavar="N", help="pipeline ranks (default: the file's parallel.pp)")
-    parser.add_argument("--dp", type=int, metavar="N", help="data-parallel ranks (default: the file's)")
-    parser.add_argument("--ep", type=int, metavar="N", help="expert-parallel ranks (default: the file's)")
-    parser.add_argument("--dtype", choices=("float64", "float32", "bf16"), default="float64",
-                        help="default: float64; bf16 is compared with float64, by tolerances that are derived")
-    parser.add_argument(
-        "--tolerance", type=float, metavar="X", help="relative error allowed (default: 1e-10, float32 1e-5)"
-    )
-    parser.add_argument("--worst", type=int, default=10, metavar="N", help="parameters to print (default: 10)")
-
-
-def _add_checkpoint(commands: argparse._SubParsersAction) -> None:
-    parser = commands.add_parser("checkpoint", help="a run's checkpoints")
-    sub = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, text in {
-        "ls": "list the checkpoints of a directory: step, size, layout, dtypes, complete or not",
-        "verify": "read every byte of a checkpoint, or of all in a directory, and say what is damaged",
-        "show": "say what is in a checkpoint: how it was saved, by whom, and its tensors",
-    }.items():
-        command = _add(sub, name, _checkpoint, text)
-        command.add_argument("path", metavar="PATH", help="a checkpoint, or a directory of them")
-        command.set_defaults(command=name)
-
-
-def _add_hf(commands: argparse._SubParsersAction) -> None:
-    parser = commands.add_parser("hf", help="Hugging Face checkpoints")
-    sub = parser.add_subparsers(required=True, metavar="COMMAND")
-    check = _add(sub, "check", _hf_check, "say whether a checkpoint can be loaded, what it holds, and how much of it "
-                 "each rank reads (headers only)")
-    check.add_argument("path", metavar="PATH", help="a directory with config.json and safetensors")
-    for name, ranks in (("pp", "pipeline"), ("dp", "data-parallel"), ("ep", "expert-parallel")):
-        check.add_argument(f"--{name}", type=int, default=1, metavar="N", help=f"{ranks} ranks (default: 1)")
-    imported = _add(sub, "import", _hf_import, "make a checkpoint of this library from one of Hugging Face's, as step "
-                    "0 of a run")
-    imported.add_argument("source", metavar="SRC", help="a directory with config.json and safetensors")
-    imported.add_argument("target", metavar="DIR", help="the directory of a run's checkpoints")
-    export = _add(sub, "export", _hf_export, "write a run's checkpoint, or again one of Hugging Face's, in Hugging "
-                  "Face's form, dequantized")
-    export.add_argument(
-        "path", metavar="SRC", help="a checkpoint, the directory of a run's, or one with config.json and safetensors"
-    )
-    export.add_argument("target", metavar="OUT", help="the directory to make")
-    export.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16", help="default: bf16")
-    export.add_argument(
-        "--source", metavar="CHECKPOINT", help="what a run's model was made from: its config.json, tokenizer and "
-        "layers for multi-token prediction go along",
-    )
-    export.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a file's tensors (default: 5GB)")
+def _add_arguments(parser: argparse.ArgumentParser, arguments: _Arguments) -> None:
+    for name, options in arguments.items():
+        argument = parser.add_argument(name, **options)
+        if argument.nargs == argparse.REMAINDER:
+            argument.required = False  # Python 3.11 calls them missing where what is before them is

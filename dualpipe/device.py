@@ -42,9 +42,6 @@ def select(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
-# -- streams
-
-
 def new_stream(device: torch.device) -> Stream | None:
     """A stream beside the computing one; None on the CPU."""
     return torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -85,9 +82,6 @@ def synchronize(device: torch.device | None = None) -> None:
     torch.cuda.synchronize(device)
 
 
-# -- memory
-
-
 def peak_memory(device: torch.device) -> int:
     """Bytes of tensors that were held on a CUDA device at once, at most."""
     return torch.cuda.max_memory_allocated(device)
@@ -99,9 +93,6 @@ def pin(memory: Tensor) -> Callable[[], None]:
     torch.cuda.check_error(int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)))
     address = memory.data_ptr()
     return lambda: runtime.cudaHostUnregister(address)
-
-
-# -- random numbers
 
 
 def random_state(device: torch.device | None = None) -> Tensor | None:
@@ -117,14 +108,6 @@ def set_random_state(state: Tensor, device: torch.device | None = None) -> None:
         torch.cuda.set_rng_state(state, "cuda" if device is None else device)
 
 
-# -- what a device is
-
-
-def uuid(index: int) -> str:
-    """The name that no other device has."""
-    return str(torch.cuda.get_device_properties(index).uuid)
-
-
 def model_name(device: torch.device) -> str:
     """Such as "NVIDIA H200"; "" for the CPU."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
@@ -138,7 +121,7 @@ def peak_tflops(model: str) -> float | None:
 
 
 def properties(index: int) -> torch.cuda._CudaDeviceProperties:
-    """Name, total_memory, major and minor of a CUDA device, as torch has them."""
+    """Name, uuid, total_memory, major and minor of a CUDA device, as torch has them."""
     return torch.cuda.get_device_properties(index)
 
 

@@ -13,8 +13,8 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
+from itertools import permutations
 from pathlib import Path
-from typing import Literal, NamedTuple
 
 from dualpipe import __version__
 
@@ -29,12 +29,7 @@ OPTIONAL = {
     "transformers": "nothing in training; the tests compare with its models",
 }
 
-
-class Finding(NamedTuple):
-    """What there is, or what it costs that it is not there; "error": `dualpipe train` cannot run."""
-
-    state: Literal["ok", "missing", "error"]
-    text: str
+Finding = tuple[str, str]  # "ok", "missing" or "error" (`dualpipe train` cannot run); what there is, or what it costs
 
 
 def run() -> int:
@@ -48,45 +43,40 @@ def run() -> int:
 
 def examine() -> Iterator[Finding]:
     """Everything there is to say, the most basic first."""
-    yield Finding("ok", f"python {platform.python_version()}, dualpipe {__version__} in {Path(__file__).parent}")
-    yield from _packages()
+    yield "ok", f"python {platform.python_version()}, dualpipe {__version__} in {Path(__file__).parent}"
+    packages = []
+    for name in (*REQUIRED, *OPTIONAL):
+        try:
+            packages.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            cost = OPTIONAL.get(name)
+            yield "missing" if cost else "error", f"{name}: {cost or 'no training'}; pip install {name}"
+    yield "ok", ", ".join(packages)
     try:
         import torch
 
         old = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 11)
     except Exception as error:  # a broken build raises anything; what it says is what is to be known
-        yield Finding("error", f"torch cannot be imported ({type(error).__name__}: {error}): no training")
+        yield "error", f"torch cannot be imported ({type(error).__name__}: {error}): no training"
         return
-    yield Finding("error" if old else "ok", f"torch {torch.__version__}{', but 2.11 is needed' if old else ''}")
+    yield "error" if old else "ok", f"torch {torch.__version__}{', but 2.11 is needed' if old else ''}"
     from dualpipe import device as cuda
 
     count = cuda.count()
     for index in range(count):
         found = cuda.properties(index)
         text = f"cuda:{index} {found.name}, sm_{found.major}{found.minor}, {found.total_memory / 2**30:.0f} GiB"
-        yield Finding("ok", text) if found.major >= 8 else Finding("missing", f"{text}: too old for bf16 and Triton's "
-                                                                   "kernels")
+        yield ("ok", text) if found.major >= 8 else ("missing", f"{text}: too old for bf16 and Triton's kernels")
     if not count:
         cause = "torch is built without CUDA" if torch.version.cuda is None else "torch sees none"
         cause += ", though nvidia-smi is here" if shutil.which("nvidia-smi") else ""
-        yield Finding("missing", f"CUDA devices: {cause}; training runs on {os.cpu_count()} CPU cores, with gloo")
+        yield "missing", f"CUDA devices: {cause}; training runs on {os.cpu_count()} CPU cores, with gloo"
     compiler = shutil.which(os.environ.get("CC", "cc"))
     used = "Triton's kernels and --train.compile" if count else "--train.compile"
-    yield Finding("ok", f"C compiler {compiler}") if compiler else Finding("missing", f"C compiler: no {used}; set CC")
+    yield ("ok", f"C compiler {compiler}") if compiler else ("missing", f"C compiler: no {used}; set CC")
     yield _gloo()
     if count > 1:
         yield from _links(count)
-
-
-def _packages() -> Iterator[Finding]:
-    found: dict[str, str] = {}
-    for name in (*REQUIRED, *OPTIONAL):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            cost = OPTIONAL.get(name)
-            yield Finding("missing" if cost else "error", f"{name}: {cost or 'no training'}; pip install {name}")
-    yield Finding("ok", ", ".join(" ".join(item) for item in found.items()))
 
 
 def _gloo() -> Finding:
@@ -94,19 +84,19 @@ def _gloo() -> Finding:
     import torch
 
     if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
-        return Finding("error", "gloo: this build of torch has none; only one rank can train")
+        return "error", "gloo: this build of torch has none; only one rank can train"
     names = [name for _, name in socket.if_nameindex()]
     if wanted := os.environ.get("GLOO_SOCKET_IFNAME"):
         if set(wanted.split(",")) <= set(names):
-            return Finding("ok", f"gloo on {wanted} (GLOO_SOCKET_IFNAME)")
-        return Finding("error", f"gloo: GLOO_SOCKET_IFNAME={wanted} is none of {', '.join(names)}")
+            return "ok", f"gloo on {wanted} (GLOO_SOCKET_IFNAME)"
+        return "error", f"gloo: GLOO_SOCKET_IFNAME={wanted} is none of {', '.join(names)}"
     host, address = socket.gethostname(), "127.0.0.1"
     with suppress(OSError):
         address = socket.gethostbyname(host)
     if address.startswith("127."):
-        text = f"gloo between machines: {host} means {address} here; set GLOO_SOCKET_IFNAME, one of {', '.join(names)}"
-        return Finding("missing", text)
-    return Finding("ok", f"gloo on {address} ({host}); GLOO_SOCKET_IFNAME chooses another interface")
+        return "missing", (f"gloo between machines: {host} means {address} here; set GLOO_SOCKET_IFNAME, one of "
+                           f"{', '.join(names)}")
+    return "ok", f"gloo on {address} ({host}); GLOO_SOCKET_IFNAME chooses another interface"
 
 
 def _links(count: int) -> Iterator[Finding]:
@@ -116,33 +106,26 @@ def _links(count: int) -> Iterator[Finding]:
     from dualpipe import device as cuda
 
     if torch.distributed.is_nccl_available():
-        yield Finding("ok", f"NCCL {'.'.join(map(str, cuda.nccl_version()))}")
+        yield "ok", f"NCCL {'.'.join(map(str, cuda.nccl_version()))}"
     else:
-        yield Finding("error", "NCCL: this build of torch has none; GPUs cannot train together")
-    pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
-    apart = [f"cuda:{a} to {b}" for a, b in pairs if not cuda.reaches(a, b)]
+        yield "error", "NCCL: this build of torch has none; GPUs cannot train together"
+    apart = [f"cuda:{a} to {b}" for a, b in permutations(range(count), 2) if not cuda.reaches(a, b)]
     if apart:
-        yield Finding("missing", f"peer access from {', '.join(apart[:4])}{', ...' * (len(apart) > 4)}: "
-                      "what they send goes through host memory")
+        yield "missing", (f"peer access from {', '.join(apart[:4])}{', ...' * (len(apart) > 4)}: what they send goes "
+                          "through host memory")
     else:
-        yield Finding("ok", f"peer access between all {count} devices")
-    kinds = _topology()
+        yield "ok", f"peer access between all {count} devices"
+    rows: list[list[str]] = []  # a device, and its links to all: X to itself, NV18, PIX, SYS, ...
+    with suppress(OSError, subprocess.TimeoutExpired):
+        done = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=2)
+        rows = [line.split() for line in done.stdout.splitlines() if line.startswith("GPU")]
+    kinds = sorted({kind for row in rows for kind in row[1 : len(rows) + 1]} - {"X"})
     if kinds and all(kind.startswith("NV") for kind in kinds):
-        yield Finding("ok", f"NVLink between all devices ({', '.join(sorted(kinds))})")
+        yield "ok", f"NVLink between all devices ({', '.join(kinds)})"
     else:
-        seen = f" ({', '.join(sorted(kinds))} in nvidia-smi's words)" if kinds else ": nvidia-smi says nothing of it"
-        yield Finding("missing", f"NVLink between all devices{seen}; experts' all-to-all is slower by far over PCIe")
+        seen = f" ({', '.join(kinds)} in nvidia-smi's words)" if kinds else ": nvidia-smi says nothing of it"
+        yield "missing", f"NVLink between all devices{seen}; experts' all-to-all is slower by far over PCIe"
     fabric = Path("/sys/class/infiniband")
     cards = sorted(path.name for path in fabric.iterdir()) if fabric.is_dir() else []
     text = f"InfiniBand or RoCE: {', '.join(cards) or 'none; between nodes NCCL uses sockets'}"
-    yield Finding("ok" if cards else "missing", text)
-
-
-def _topology() -> set[str]:
-    """The kinds of links between devices in `nvidia-smi topo -m` (NV18, PIX, SYS, ...); empty where it does not run."""
-    try:
-        done = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=2)
-    except (OSError, subprocess.TimeoutExpired):
-        return set()
-    rows = [line.split() for line in done.stdout.splitlines() if line.startswith("GPU")]
-    return {kind for row in rows for kind in row[1 : len(rows) + 1]} - {"X"}
+    yield "ok" if cards else "missing", text

@@ -1,7 +1,10 @@
-"""Errors that every rank raises together, how errors are said, and the names that a mistyped one may have meant."""
+"""Errors that every rank raises together, how they are said, and how processes end."""
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
 from collections.abc import Collection, Iterable
 from difflib import get_close_matches
 
@@ -39,3 +42,16 @@ def raise_for(what: str, problems: Iterable[str]) -> None:
     if problems:
         rest = [f"... and {len(problems) - _LINES} more"] if len(problems) > _LINES else []
         raise ValueError("\n  ".join([what, *problems[:_LINES], *rest]))
+
+
+def die_with(parent: int) -> None:
+    """Have the system kill this process when the thread that started it ends; on Linux alone.
+
+    `parent` is the process of that thread: where it has gone already, this one ends now.
+    """
+    if sys.platform == "linux":
+        import ctypes  # not at the top: for processes that are started by others
+
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG of <sys/prctl.h>
+    if os.getppid() != parent:
+        os._exit(128 + signal.SIGKILL)

@@ -170,37 +170,32 @@ class RankSync:
             error = raised
             text = None if isinstance(raised, UpstreamFailed) else f"{where()}{_said(raised)}"
         try:
-            failure = self._settle(kind, text, told, conclude, same_everywhere)
+            records, failure = self._exchange(text, told.value, kind)
+            if failure is None:
+                try:
+                    told.conclusion = conclude([value for _, value in records])
+                except ValueError as disagreement:
+                    failure = disagreement
+            elsewhere = None if failure is None else str(failure)
+            for replica in self._replicas:
+                peers, _ = replica._exchange(elsewhere, same_everywhere)
+                wrong = [f"data-parallel rank {r}: {text}" for r, (text, _) in enumerate(peers) if text is not None]
+                if not wrong and any(value != peers[0][1] for _, value in peers):
+                    wrong = [f"data-parallel ranks disagree: by rank {[value for _, value in peers]}"]
+                elsewhere = elsewhere or next(iter(wrong), None)
+            if self._tell_back:
+                _, back = self._exchange(elsewhere, None, kind)
+                elsewhere = elsewhere or (None if back is None else str(back))
             if error is not None and not isinstance(error, Exception):
                 raise error
+            if failure is None and elsewhere is not None:
+                failure = kind(elsewhere)
             if failure is None and error is not None:
                 failure = PipelineError("a rank failed and could not report why")
             if failure is not None:
                 raise failure from error
         finally:
             error = failure = None  # this frame is in the error's traceback: the cycle would keep all its tensors
-
-    def _settle(
-        self, kind: type[Exception], text: str | None, told: SimpleNamespace, conclude: Callable[..., Any], same: Any
-    ) -> Exception | None:
-        """What went wrong anywhere; the conclusion where nothing did."""
-        records, failure = self._exchange(text, told.value, kind)
-        if failure is None:
-            try:
-                told.conclusion = conclude([value for _, value in records])
-            except ValueError as disagreement:
-                failure = disagreement
-        elsewhere = None if failure is None else str(failure)
-        for replica in self._replicas:
-            peers, _ = replica._exchange(elsewhere, same)
-            wrong = [f"data-parallel rank {peer}: {text}" for peer, (text, _) in enumerate(peers) if text is not None]
-            if not wrong and any(value != peers[0][1] for _, value in peers):
-                wrong = [f"data-parallel ranks disagree: by rank {[value for _, value in peers]}"]
-            elsewhere = elsewhere or next(iter(wrong), None)
-        if self._tell_back:
-            _, back = self._exchange(elsewhere, None, kind)
-            elsewhere = elsewhere or (None if back is None else str(back))
-        return kind(elsewhere) if failure is None and elsewhere is not None else failure
 
     def compare_replicas(self) -> None:
         """Find out whether every rank hears of a failure among the replicas by itself: where these differ in number,

@@ -18,28 +18,25 @@ from dualpipe.nn.deferral import WeightGradStore as _Store
 warnings.warn("dualpipe.utils is there for code written for DeepSeek's DualPipe; use "
               "dualpipe.WeightGradStore.current()", DeprecationWarning, stacklevel=2)
 
+_NEEDLESS = "is not needed: the ranks agree on shapes and dtypes in each step; leave it out"
 
-class _Class(type):
+
+class _RunningStore:
+    """The store of the pipeline that is running; outside of a step nothing is deferred."""
+
     @property
-    def enabled(cls) -> bool:
+    def enabled(self) -> bool:
         """Whether the backward that runs defers weight gradients."""
         return _Store.current().deferring
 
-
-class WeightGradStore(metaclass=_Class):
-    """The store of the pipeline that is running, by calls of the class; outside of a step nothing is deferred."""
-
-    @classmethod
-    def put(cls, func: Callable[[], None]) -> None:
+    def put(self, func: Callable[[], None]) -> None:
         """As `dualpipe.WeightGradStore.put` of the running pipeline."""
         _Store.current().put(func)
 
-    @classmethod
-    def flush(cls) -> None:
+    def flush(self) -> None:
         """Nothing: the pipeline knows where each backward ends."""
 
-    @classmethod
-    def pop(cls) -> None:
+    def pop(self) -> None:
         """Compute the weight gradients that have waited longest; RuntimeError where none wait."""
         store = _Store.current()
         key = next(iter(store.pending()), None)
@@ -47,10 +44,12 @@ class WeightGradStore(metaclass=_Class):
             raise RuntimeError("no weight gradients wait: outside of a pipeline's step nothing is deferred")
         store.run(key)
 
-    @classmethod
-    def clear(cls) -> None:
+    def clear(self) -> None:
         """Drop everything that waits."""
         _Store.current().clear()
+
+
+WeightGradStore = _RunningStore()
 
 
 def run_backward(tensors: Sequence[Tensor], grad_tensors: Sequence[Tensor | None]) -> None:
@@ -60,14 +59,9 @@ def run_backward(tensors: Sequence[Tensor], grad_tensors: Sequence[Tensor | None
 
 def set_p2p_tensor_shapes(shapes: Sequence[Sequence[int]]) -> None:
     """Nothing, with a DeprecationWarning: shapes need not be announced."""
-    _needless("set_p2p_tensor_shapes")
+    warnings.warn(f"set_p2p_tensor_shapes {_NEEDLESS}", DeprecationWarning, stacklevel=2)
 
 
 def set_p2p_tensor_dtype(dtype: torch.dtype) -> None:
     """Nothing, with a DeprecationWarning: dtypes need not be announced."""
-    _needless("set_p2p_tensor_dtype")
-
-
-def _needless(name: str) -> None:
-    warnings.warn(f"{name} is not needed: the ranks agree on shapes and dtypes in each step; leave it out",
-                  DeprecationWarning, stacklevel=3)
+    warnings.warn(f"set_p2p_tensor_dtype {_NEEDLESS}", DeprecationWarning, stacklevel=2)

@@ -215,8 +215,7 @@ def _cross_entropy_backward_(logits: Tensor, labels: Tensor, stats: Tensor, scal
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     logits, labels, _, ctx.ignore_index, _, ctx.in_place = inputs
-    _, stats, divisor = output
-    ctx.save_for_backward(logits, labels, stats, divisor)
+    ctx.save_for_backward(logits, labels, *output[1:])  # stats and divisor
 
 
 def _backward(ctx: Any, d_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:

@@ -25,34 +25,20 @@ directions, C columns of the result (N or H) and D the summed dimension (H or N)
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from dualpipe.kernels.common import INTERPRET, architecture, compute_dtype, num_sms, tl, tl_dtype, triton, use_triton
-from dualpipe.kernels.grouped_gemm_reference import (
-    check_operands,
-    check_values,
-    reference_grouped_gemm,
-    reference_grouped_gemm_dgrad,
-    reference_grouped_gemm_wgrad,
-)
-from dualpipe.kernels.grouped_gemm_tiles import (
-    GemmConfig,
-    find_tile,
-    fuses_swiglu,
-    max_row_tiles,
-    row_configs,
-    row_shape,
-    rows_of,
-    tiles_per_expert,
-    weight_configs,
-    weight_shape,
-)
+import dualpipe.kernels.grouped_gemm_tiles as tiling
+from dualpipe.kernels.common import INTERPRET, architecture, compute_dtype, num_sms, tl, triton, use_triton
+from dualpipe.kernels.grouped_gemm_tiles import find_tile, rows_of, tiles_per_expert
 from dualpipe.kernels.swiglu import Activation, activate, check_weight, launch_swiglu, swiglu_form, swiglu_reference
 
-GROUP = 8  # tiles of rows that share a tile of weights before the next one
 HALF = (torch.bfloat16, torch.float16)
 
 # --- kernels ---------------------------------------------------------------------------------------------------------
@@ -320,23 +306,25 @@ def _launch_rows(
         return y
     (rows, cols), depth, experts = y.shape, a.shape[1], w.shape[0]
     arch, aligned = architecture(a.device), _aligned(a, w, y)
-    shape = row_shape(a.dtype, rows=rows, experts=experts, cols=cols, aligned=aligned)
-    config = row_configs(arch)[shape]
+    shape = tiling.row_shape(a.dtype, rows=rows, experts=experts, cols=cols, aligned=aligned)
+    config = tiling.row_configs(arch)[shape]
     fused = weight = None
-    if activation is not None and fuses_swiglu(arch, shape, activation.clamped):
+    if activation is not None and tiling.fuses_swiglu(arch, shape, activation.clamped):
         is_aligned = cols % 16 == 0 or not aligned  # up columns too
         if is_aligned and compute_dtype(a, activation.weight) is compute_dtype(a):
             fused, weight = activation, activation.weight
     a_descriptor, w_descriptor = gather is None and _takes_descriptor(a), _takes_descriptor(w)
-    constants = rows_constants(config, forward, a_descriptor, w_descriptor, aligned, depth, experts, a.dtype, fused)
+    constants = tiling.rows_constants(
+        config, forward, a_descriptor, w_descriptor, aligned, depth, experts, a.dtype, fused
+    )
     w_strides = w.stride() if forward else (w.stride(0), w.stride(2), w.stride(1))
     if constants["SWIGLU"] == "halves":
         w = w.unflatten(1, (2, cols // 2))
-    tiles = max_row_tiles(rows, experts, config.rows) * triton.cdiv(cols, config.cols)
+    tiles = (rows // config.rows + min(experts, rows)) * triton.cdiv(cols, config.cols)  # or fewer
     with torch.cuda.device_of(a):
         _rows_kernel[(min(tiles, num_sms(a.device) * config.per_sm),)](
             _operand(a, [config.rows, config.depth], a_descriptor),
-            _operand(w, w_block(config, forward, fused), w_descriptor),
+            _operand(w, tiling.w_block(config, forward, fused), w_descriptor),
             *(y, None if fused is None else h),
             *(None if each is None else each.contiguous() for each in (weight, bias, gather, offs)),
             *(rows, cols, depth, experts, *a.stride(), *w_strides),
@@ -345,30 +333,6 @@ def _launch_rows(
     if activation is not None and h is not None and fused is None:
         launch_swiglu(y, activation, h)
     return y
-
-
-def w_block(config: GemmConfig, forward: bool, activation: Activation | None) -> list[int]:
-    """What a descriptor of the weights loads at a time; of halves, from w as (E, 2, I, H)."""
-    if activation is not None and not activation.clamped:
-        return [1, 2, config.cols // 2, config.depth]
-    return [1, config.cols, config.depth] if forward else [1, config.depth, config.cols]
-
-
-def rows_constants(
-    config: GemmConfig, forward: bool, a_descriptor: bool, w_descriptor: bool, aligned: bool, depth: int, experts: int,
-    dtype: torch.dtype, activation: Activation | None,
-) -> dict[str, Any]:
-    """The constants of `_rows_kernel`."""
-    return dict(
-        FORWARD=forward, A_DESCRIPTOR=a_descriptor, W_DESCRIPTOR=w_descriptor, ALIGNED=aligned,
-        EVEN=depth % config.depth == 0,
-        ROWS=config.rows, COLS=config.cols, DEPTH=config.depth, GROUP=GROUP,
-        E_PADDED=max(16, 1 << (experts - 1).bit_length()),
-        ACC=tl_dtype(torch.promote_types(dtype, torch.float32)),
-        SWIGLU="" if activation is None else "pairs" if activation.clamped else "halves",
-        ALPHA=1.0 if activation is None else activation.alpha,
-        LIMIT=0.0 if activation is None else activation.limit,
-    )
 
 
 def _launch_weight(dy: Tensor, x: Tensor, offs: Tensor, out: Tensor, accumulate: bool, gather: Tensor | None) -> None:
@@ -381,7 +345,8 @@ def _launch_weight(dy: Tensor, x: Tensor, offs: Tensor, out: Tensor, accumulate:
     out_descriptor = accumulate and x.dtype in HALF and _takes_descriptor(out, dtypes=(torch.float32,))
     out_descriptor &= not INTERPRET  # which has no atomic_add of descriptors
     aligned = _aligned(dy, x, out)
-    config = weight_configs(architecture(dy.device))[weight_shape(dy.dtype, out=n, hidden=h, aligned=aligned)]
+    shape = tiling.weight_shape(dy.dtype, out=n, hidden=h, aligned=aligned)
+    config = tiling.weight_configs(architecture(dy.device))[shape]
     tiles = triton.cdiv(n, config.rows) * triton.cdiv(h, config.cols)
     with torch.cuda.device_of(dy):
         _weight_kernel[(experts * tiles,)](
@@ -390,21 +355,11 @@ def _launch_weight(dy: Tensor, x: Tensor, offs: Tensor, out: Tensor, accumulate:
             _operand(out, [1, config.rows, config.cols // 2], out_descriptor),
             *(None if gather is None else gather.contiguous(), offs.contiguous()),
             *(dy.shape[0], n, h, *dy.stride(), *x.stride(), *out.stride()),
-            **weight_constants(config, accumulate, dy_descriptor, x_descriptor, out_descriptor, aligned, dy.dtype),
+            **tiling.weight_constants(
+                config, accumulate, dy_descriptor, x_descriptor, out_descriptor, aligned, dy.dtype
+            ),
             num_warps=config.warps, num_stages=config.stages,
         )
-
-
-def weight_constants(
-    config: GemmConfig, accumulate: bool, dy_descriptor: bool, x_descriptor: bool, out_descriptor: bool, aligned: bool,
-    dtype: torch.dtype,
-) -> dict[str, Any]:
-    """The constants of `_weight_kernel`."""
-    return dict(
-        ACCUMULATE=accumulate, DY_DESCRIPTOR=dy_descriptor, X_DESCRIPTOR=x_descriptor, OUT_DESCRIPTOR=out_descriptor,
-        ALIGNED=aligned, ROWS=config.rows, COLS=config.cols, DEPTH=config.depth,
-        ACC=tl_dtype(torch.promote_types(dtype, torch.float32)),
-    )
 
 
 # --- operators: torch.compile and FakeTensor see these as one call each ---------------------------------------------
@@ -412,10 +367,8 @@ def weight_constants(
 
 @torch.library.custom_op("dualpipe::grouped_gemm", mutates_args=())
 def _grouped_gemm(x: Tensor, w: Tensor, offs: Tensor, bias: Tensor | None, gather: Tensor | None) -> Tensor:
-    check_values(offs, _rows(x, gather), gather, x.shape[0])
-    if use_triton(x):
-        return _launch_rows(x, w, offs, bias, gather, forward=True)
-    return reference_grouped_gemm(x, w, offs, bias, gather)
+    _check_values(offs, _rows(x, gather), gather, x.shape[0])
+    return (_launch_rows if use_triton(x) else _reference_rows)(x, w, offs, bias, gather, forward=True)
 
 
 _grouped_gemm.register_fake(lambda x, w, offs, bias, gather: x.new_empty(_rows(x, gather), w.shape[1]))
@@ -427,11 +380,11 @@ def _grouped_gemm_swiglu(
     clamped: bool, alpha: float, limit: float,
 ) -> tuple[Tensor, Tensor]:
     """(h, gate_up)."""
-    check_values(offs, _rows(x, gather), gather, x.shape[0])
+    _check_values(offs, _rows(x, gather), gather, x.shape[0])
     if use_triton(x):
         h, activation = x.new_empty(_rows(x, gather), w.shape[1] // 2), Activation(weight, clamped, alpha, limit)
         return h, _launch_rows(x, w, offs, bias, gather, forward=True, h=h, activation=activation)
-    gate_up = reference_grouped_gemm(x, w, offs, bias, gather)
+    gate_up = _reference_rows(x, w, offs, bias, gather, forward=True)
     return swiglu_reference(gate_up, weight, clamped, alpha, limit).to(x.dtype), gate_up
 
 
@@ -442,10 +395,8 @@ def _(x: Tensor, w: Tensor, offs: Tensor, bias: Tensor | None, gather: Tensor | 
 
 @torch.library.custom_op("dualpipe::grouped_gemm_dgrad", mutates_args=())
 def _grouped_gemm_dgrad(dy: Tensor, w: Tensor, offs: Tensor) -> Tensor:
-    check_values(offs, dy.shape[0])
-    if use_triton(dy):
-        return _launch_rows(dy, w, offs, None, None, forward=False)
-    return reference_grouped_gemm_dgrad(dy, w, offs)
+    _check_values(offs, dy.shape[0])
+    return (_launch_rows if use_triton(dy) else _reference_rows)(dy, w, offs, None, None, forward=False)
 
 
 _grouped_gemm_dgrad.register_fake(lambda dy, w, offs: dy.new_empty(dy.shape[0], w.shape[2]))
@@ -455,11 +406,8 @@ _grouped_gemm_dgrad.register_fake(lambda dy, w, offs: dy.new_empty(dy.shape[0], 
 def _grouped_gemm_wgrad(
     dy: Tensor, x: Tensor, offs: Tensor, out: Tensor, accumulate: bool, gather: Tensor | None
 ) -> None:
-    check_values(offs, dy.shape[0], gather, x.shape[0])
-    if use_triton(dy):
-        _launch_weight(dy, x, offs, out, accumulate, gather)
-    else:
-        reference_grouped_gemm_wgrad(dy, x, offs, out, accumulate, gather)
+    _check_values(offs, dy.shape[0], gather, x.shape[0])
+    (_launch_weight if use_triton(dy) else _reference_weight)(dy, x, offs, out, accumulate, gather)
 
 
 # --- public functions ------------------------------------------------------------------------------------------------
@@ -475,7 +423,7 @@ def grouped_gemm(
     Rows past `offs[-1]` stay uninitialised. Any strides work; rows that start at multiples of 16 bytes are fast.
     Raises `ValueError` for operands that do not fit.
     """
-    check_operands(offs, [("x", 1), ("w", 2)], gather, bias, w=w, x=x)
+    _check_operands(offs, [("x", 1), ("w", 2)], gather, bias, w=w, x=x)
     return _grouped_gemm(x, w, offs, bias, gather)
 
 
@@ -489,7 +437,7 @@ def grouped_gemm_swiglu(
     -> (M, I), (M, 2I), bit for bit those of the two functions: h comes from gate_up as it was rounded. gate_up is what
     the backward needs. Everything else, `ValueError` included, as for the two functions.
     """
-    check_operands(offs, [("x", 1), ("w", 2)], gather, bias, w=w, x=x)
+    _check_operands(offs, [("x", 1), ("w", 2)], gather, bias, w=w, x=x)
     if w.shape[1] % 2:
         raise ValueError(f"w must hold gate and up, (E, 2I, H); got shape {tuple(w.shape)}")
     check_weight(weight, _rows(x, gather), x.device)
@@ -502,7 +450,7 @@ def grouped_gemm_dgrad(dy: Tensor, w: Tensor, offs: Tensor) -> Tensor:
     `dy` (M, N), `w` (E, N, H), read where it is, `offs` (E,) int32 -> (M, H). Rows past `offs[-1]` stay uninitialised.
     Any strides work. Raises `ValueError` for operands that do not fit.
     """
-    check_operands(offs, [("dy", 1), ("w", 1)], w=w, dy=dy)
+    _check_operands(offs, [("dy", 1), ("w", 1)], w=w, dy=dy)
     return _grouped_gemm_dgrad(dy, w, offs)
 
 
@@ -516,9 +464,110 @@ def grouped_gemm_wgrad(
     are never rounded to bfloat16. An expert without rows gets zeros, and is left as it is with `accumulate`. Any
     strides work that give every element of `out` memory of its own. Raises `ValueError` for operands that do not fit.
     """
-    check_operands(offs, [("dy", 0), ("x" if gather is None else "gather", 0)], gather, out=out, dy=dy, x=x)
+    _check_operands(offs, [("dy", 0), ("x" if gather is None else "gather", 0)], gather, out=out, dy=dy, x=x)
     if out.shape[1:] != (dy.shape[1], x.shape[1]):
         raise ValueError(f"out must have shape (E, {dy.shape[1]}, {x.shape[1]}) for dy and x; got {tuple(out.shape)}")
     if any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape)):
         raise ValueError(f"out has elements that share memory (strides {out.stride()}): give a tensor of its own")
     _grouped_gemm_wgrad(dy, x, offs, out, accumulate, gather)
+
+
+def _check_operands(
+    offs: Tensor, equal: Sequence[tuple[str, int]], gather: Tensor | None = None, bias: Tensor | None = None,
+    **operands: Tensor,
+) -> None:
+    """Refuse operands that do not fit each other. The first one, `w` or `out`, is (E, N, H), the others are matrices.
+
+    equal: two sizes that must be one, by operand (or "gather") and dimension.
+    """
+    (first, weights), *_ = operands.items()
+    for name, operand in operands.items():
+        dim = 3 if name == first else 2
+        if operand.dim() != dim or not operand.is_floating_point():
+            raise ValueError(f"{name} must be a floating-point tensor of {dim} dimensions; got {operand.dtype} of "
+                             f"shape {tuple(operand.shape)}")
+    if offs.dtype is not torch.int32:
+        raise ValueError(f"offs must be int32; got {offs.dtype}: convert it with offs.to(torch.int32)")
+    tensors = [*operands.values(), offs]
+    if len({t.device for t in tensors}) > 1:
+        raise ValueError(f"all operands must be on one device; got {[str(t.device) for t in tensors]}")
+    dtypes = {name: operand.dtype for name, operand in operands.items() if name != "out"}  # whose own may be wider
+    if len(set(dtypes.values())) > 1:
+        raise ValueError(f"{' and '.join(dtypes)} must have one dtype; got {[*dtypes.values()]}")
+    if gather is not None:
+        if gather.dim() != 1 or gather.dtype not in (torch.int32, torch.int64) or gather.device != offs.device:
+            raise ValueError(f"gather must be (M,) int32 or int64 on {offs.device}; got {tuple(gather.shape)} "
+                             f"{gather.dtype} on {gather.device}")
+        operands["gather"] = gather
+    names = [f"{name}.shape[{dim}]" if dim else f"rows of {name}" for name, dim in equal]
+    sizes = [operands[name].shape[dim] for name, dim in equal]
+    if sizes[0] != sizes[1]:
+        raise ValueError(f"{names[0]} must equal {names[1]}; got {sizes[0]} and {sizes[1]}")
+    experts, bias_shape = weights.shape[0], weights.shape[:2]
+    if experts < 1:
+        raise ValueError("there must be at least one expert; got weights of shape (0, ...)")
+    if offs.shape != (experts,):
+        raise ValueError(f"offs must hold one end for each of {experts} experts; got shape {tuple(offs.shape)}")
+    if bias is not None and (bias.shape, bias.dtype, bias.device) != (bias_shape, weights.dtype, offs.device):
+        raise ValueError(f"bias must have shape {tuple(bias_shape)}, one row for each expert, in {weights.dtype} on "
+                         f"{offs.device}; got {tuple(bias.shape)}, {bias.dtype} on {bias.device}")
+
+
+def _check_values(offs: Tensor, rows: int, gather: Tensor | None = None, gathered_rows: int = 0) -> None:
+    """Refuse what only the data can tell: free on CPU, a wait for the device on CUDA and therefore asked for."""
+    if offs.is_cuda and os.environ.get("DUALPIPE_CHECK_OFFSETS", "0") != "1":
+        return
+    ends = [0, *offs.tolist()]
+    if any(a > b for a, b in pairwise(ends)) or ends[-1] > rows:
+        raise ValueError(f"offs must rise from 0 to at most {rows}, the number of rows; got {ends[1:]}")
+    if gather is None or ends[-1] == 0:
+        return
+    low, high = (int(v) for v in gather[: ends[-1]].aminmax())
+    if low < 0 or high >= gathered_rows:
+        raise ValueError(f"gather must stay within the {gathered_rows} rows of x; got {low} to {high}")
+
+
+# --- reference: in PyTorch, for operands on the CPU; it reads `offs` back, so on CUDA it waits for the device --------
+
+
+def _reference_rows(
+    a: Tensor, w: Tensor, offs: Tensor, bias: Tensor | None, gather: Tensor | None, *, forward: bool
+) -> Tensor:
+    """`torch.nn.functional.grouped_mm` where it takes the operands, one product per expert where not."""
+    a, w_EDC = a if gather is None else _gathered(a, gather, offs), w.mT if forward else w
+    if bias is None and _fits_grouped_mm(a, w):
+        return F.grouped_mm(a, w_EDC, offs=offs)
+    y = a.new_empty(a.shape[0], w_EDC.shape[2])
+    for e, (start, end) in enumerate(pairwise([0, *offs.tolist()])):
+        if bias is None:
+            torch.mm(a[start:end], w_EDC[e], out=y[start:end])
+        else:
+            torch.addmm(bias[e], a[start:end], w_EDC[e], out=y[start:end])
+    return y
+
+
+def _reference_weight(
+    dy: Tensor, x: Tensor, offs: Tensor, out: Tensor, accumulate: bool, gather: Tensor | None
+) -> None:
+    """As `_reference_rows`."""
+    x = x if gather is None else _gathered(x, gather, offs)
+    if out.dtype is x.dtype and _fits_grouped_mm(dy, x):
+        dw = F.grouped_mm(dy.t(), x, offs=offs)
+        out.add_(dw) if accumulate else out.copy_(dw)
+        return
+    for e, (start, end) in enumerate(pairwise([0, *offs.tolist()])):
+        dw = dy[start:end].to(out.dtype).t().mm(x[start:end].to(out.dtype))
+        out[e].add_(dw) if accumulate else out[e].copy_(dw)
+
+
+def _gathered(x: Tensor, gather: Tensor, offs: Tensor) -> Tensor:
+    """x[gather] up to the last end; what `gather` holds past it is not looked at."""
+    rows, used = x.new_empty(gather.shape[0], x.shape[1]), int(offs[-1])
+    torch.index_select(x, 0, gather[:used], out=rows[:used])
+    return rows
+
+
+def _fits_grouped_mm(*operands: Tensor) -> bool:
+    """Whether `F.grouped_mm` takes row-major `operands`: half precision, rows that start at multiples of 16 bytes."""
+    return all(t.dtype in HALF and t.is_contiguous() and t.numel() > 0 and t.data_ptr() % 16 == 0
+               and t.shape[-1] * t.element_size() % 16 == 0 for t in operands)

@@ -18,10 +18,14 @@ before the next one, so that programs that run at the same time read the same we
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from dualpipe.kernels.common import tl, triton
+from dualpipe.kernels.common import tl, tl_dtype, triton
+from dualpipe.kernels.swiglu import Activation
+
+GROUP = 8  # tiles of rows that share a tile of weights before the next one
 
 # --- how big ---------------------------------------------------------------------------------------------------------
 
@@ -105,12 +109,41 @@ def fuses_swiglu(arch: int, shape: str, clamped: bool) -> bool:
     return (80 if arch < 90 else 90 if arch < 100 else 100, shape, clamped) not in _APART
 
 
+def w_block(config: GemmConfig, forward: bool, activation: Activation | None) -> list[int]:
+    """What a descriptor of the weights loads at a time; of halves, from w as (E, 2, I, H)."""
+    if activation is not None and not activation.clamped:
+        return [1, 2, config.cols // 2, config.depth]
+    return [1, config.cols, config.depth] if forward else [1, config.depth, config.cols]
+
+
+def rows_constants(
+    config: GemmConfig, forward: bool, a_descriptor: bool, w_descriptor: bool, aligned: bool, depth: int, experts: int,
+    dtype: torch.dtype, activation: Activation | None,
+) -> dict[str, Any]:
+    """The constants of `_rows_kernel`."""
+    return dict(
+        FORWARD=forward, A_DESCRIPTOR=a_descriptor, W_DESCRIPTOR=w_descriptor, ALIGNED=aligned,
+        EVEN=depth % config.depth == 0, ROWS=config.rows, COLS=config.cols, DEPTH=config.depth, GROUP=GROUP,
+        E_PADDED=max(16, 1 << (experts - 1).bit_length()), ACC=tl_dtype(torch.promote_types(dtype, torch.float32)),
+        SWIGLU="" if activation is None else "pairs" if activation.clamped else "halves",
+        ALPHA=1.0 if activation is None else activation.alpha,
+        LIMIT=0.0 if activation is None else activation.limit,
+    )
+
+
+def weight_constants(
+    config: GemmConfig, accumulate: bool, dy_descriptor: bool, x_descriptor: bool, out_descriptor: bool, aligned: bool,
+    dtype: torch.dtype,
+) -> dict[str, Any]:
+    """The constants of `_weight_kernel`."""
+    return dict(
+        ACCUMULATE=accumulate, DY_DESCRIPTOR=dy_descriptor, X_DESCRIPTOR=x_descriptor, OUT_DESCRIPTOR=out_descriptor,
+        ALIGNED=aligned, ROWS=config.rows, COLS=config.cols, DEPTH=config.depth,
+        ACC=tl_dtype(torch.promote_types(dtype, torch.float32)),
+    )
+
+
 # --- which one -------------------------------------------------------------------------------------------------------
-
-
-def max_row_tiles(rows: int, experts: int, tile_rows: int) -> int:
-    """At most so many tiles of rows, however the rows are spread over the experts."""
-    return rows // tile_rows + min(experts, rows)
 
 
 @triton.jit

@@ -164,7 +164,6 @@ def _spread_kernel(
 
 # ---------------------------------------------------------------------------------------------------------- launchers
 
-
 _SORT_ROWS, _SORT_CHUNK = 256, 16  # rows of one program, and of one comparison: 32 pairs a thread
 # By shape class, the same on every architecture: one access of 16 bytes a thread; "narrow" has 8, because 16 spill on
 # sm_100.
@@ -193,9 +192,7 @@ def _launch_sort(expert_idx: Tensor, num_experts: int) -> tuple[Tensor, Tensor, 
     return order, inverse, ends[:num_experts, -1].contiguous(), gather
 
 
-def _launch_sum(
-    rows: Tensor, weights: Tensor | None, inverse: Tensor, offs: Tensor, top_k: int, out: Tensor
-) -> None:
+def _launch_sum(rows: Tensor, weights: Tensor | None, inverse: Tensor, offs: Tensor, top_k: int, out: Tensor) -> None:
     tokens, hidden = out.shape
     rows, tile = with_dense_rows(rows), _tile(hidden, rows.dtype)
     _sum_kernel[triton.cdiv(tokens, tile.rows), triton.cdiv(hidden, tile.cols)](
@@ -354,9 +351,9 @@ def _combine_tokens_backward(
     return dy, d_weights
 
 
-_combine_tokens_backward.register_fake(
-    lambda d_out, y, weights, *_: (y.new_empty(y.shape), weights.new_empty(weights.shape))
-)
+@_combine_tokens_backward.register_fake
+def _(d_out: Tensor, y: Tensor, weights: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
+    return y.new_empty(y.shape), weights.new_empty(weights.shape)
 
 
 def _dispatch_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

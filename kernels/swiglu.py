@@ -126,7 +126,6 @@ def _backward_kernel(
 
 # ---------------------------------------------------------------------------------------------------------- launchers
 
-
 # By shape class, the same on every architecture: one access of 16 bytes a thread; twice as much spills in the backward.
 # 256 columns divide 768 and waste 8% of the lanes at 1408 and 6% at 2880.
 _TILES = {"wide": RowTile(4, 256, 4), "narrow": RowTile(8, 64, 2)}
@@ -182,8 +181,7 @@ def swiglu(gate_up: Tensor, weight: Tensor | None = None) -> Tensor:
     floating-point dtype. The result (M, I) has the dtype of `gate_up`; everything in between is computed in at least
     float32. Differentiable once with respect to both. Raises `ValueError` for operands that do not fit.
     """
-    _check(gate_up, weight)
-    return _swiglu(gate_up, weight, *PLAIN)
+    return _checked(gate_up, weight, PLAIN)
 
 
 def clamped_swiglu(gate_up: Tensor, weight: Tensor | None = None, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
@@ -192,8 +190,7 @@ def clamped_swiglu(gate_up: Tensor, weight: Tensor | None = None, alpha: float =
     `gate_up` (M, 2I) holds gate in its even columns and up in the odd ones; the rest as for `swiglu`. Source:
     transformers' gpt_oss model. Clamped elements have no gradient, those exactly at the limit have one.
     """
-    _check(gate_up, weight)
-    return _swiglu(gate_up, weight, *swiglu_form(True, alpha, limit))
+    return _checked(gate_up, weight, swiglu_form(True, alpha, limit))
 
 
 def swiglu_backward(
@@ -211,11 +208,12 @@ def swiglu_form(clamped: bool, alpha: float, limit: float) -> tuple[bool, float,
     return (True, float(alpha), float(limit)) if clamped else PLAIN
 
 
-def _check(gate_up: Tensor, weight: Tensor | None) -> None:
+def _checked(gate_up: Tensor, weight: Tensor | None, form: tuple[bool, float, float]) -> Tensor:
     if gate_up.dim() != 2 or gate_up.shape[1] % 2 or not gate_up.is_floating_point():
         raise ValueError(f"gate_up must be a floating-point (M, 2I): gate and up of each row, flattened to two "
                          f"dimensions; got {gate_up.dtype} of shape {tuple(gate_up.shape)}")
     check_weight(weight, gate_up.shape[0], gate_up.device)
+    return _swiglu(gate_up, weight, *form)
 
 
 def check_weight(weight: Tensor | None, rows: int, device: torch.device) -> None:

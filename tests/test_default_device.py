@@ -55,7 +55,7 @@ def test_the_rule_finds_what_it_should():
 
 def test_every_tensor_names_its_device():
     found = {str(path.relative_to(ROOT)): unnamed(path.read_text()) for path in FILES}
-    assert len(found) > 100 and {path: lines for path, lines in found.items() if lines} == {}
+    assert len(found) > 50 and {path: lines for path, lines in found.items() if lines} == {}
 
 
 class OursOnMeta(TorchFunctionMode):

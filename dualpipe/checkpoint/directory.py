@@ -47,23 +47,20 @@ class Found(NamedTuple):
     later: str = ""
 
 
-# -- looking
-
-
 def scan(directory: str | PathLike[str]) -> Found:
     """What is in a directory of checkpoints, nothing if it does not exist. Raises ValueError where that is unknown."""
     directory = Path(directory)
     for _ in range(_TRIES):
-        committed, damaged, gone, later = [], {}, False, ""
+        committed, damaged, is_gone, later = [], {}, False, ""
         try:
             if not directory.exists():
                 break
             if not directory.is_dir():
                 raise ValueError(f"{directory} is a file; give the directory that holds the checkpoints")
-            paths = sorted((path for path in directory.iterdir() if _NAME.fullmatch(path.name)), reverse=True)
+            paths = [path for path in directory.iterdir() if _NAME.fullmatch(path.name)]
         except OSError as error:
             raise ValueError(f"{directory} cannot be read: {error}") from error
-        for path in paths:
+        for path in sorted(paths, reverse=True):
             try:
                 committed.append(Checkpoint.read(path))
             except ValueError as error:
@@ -71,8 +68,8 @@ def scan(directory: str | PathLike[str]) -> Found:
                     damaged[path] = str(error)
                     later = str(error) if isinstance(error, UnknownLayout) and not committed else later
                 else:  # deleted meanwhile: then there is a newer one, perhaps since after the names were listed
-                    gone = True
-        if not gone:
+                    is_gone = True
+        if not is_gone:
             break
     committed.sort(key=lambda each: (each.manifest.sequence, each.manifest.saved_at), reverse=True)
     return Found(committed, damaged, later)
@@ -119,11 +116,8 @@ def step_of(path: Path) -> int:
     return int(found[1]) if found else -1
 
 
-# -- writing: what rank 0 of the job that saves there does
-
-
 class Directory:
-    """The directory where one job saves.
+    """The directory where one job saves, in the hands of its rank 0.
 
     keep_last, keep_every: which checkpoints stay: the last so many, and those of steps that are multiples. None: all.
     """

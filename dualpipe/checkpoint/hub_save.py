@@ -19,7 +19,7 @@ import secrets
 import shutil
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from io import FileIO
 from math import prod
@@ -111,6 +111,9 @@ def write_model(
 
     def look() -> tuple[Path, dict[str, TensorHeader]]:
         """Where to write, and what is carried of the source, which may have a config.json and a tokenizer alone."""
+        is_free = not any(target.iterdir()) if target.is_dir() else not target.exists()
+        if target.is_symlink() or not is_free:
+            raise ValueError(f"{target} exists already; give a new directory, or an empty one")
         folder = target.parent / f".{target.name}.{secrets.token_hex(4)}.partial"
         if source is None:
             return folder, {}
@@ -131,6 +134,7 @@ def write_model(
         return files, [piece for piece, rank in written_by.items() if rank == ranks.rank]
 
     files, own = ranks.agree(arrange)
+    header = {name: tensor for file in files for name, tensor in file.tensors.items()}
 
     def data() -> Iterator[tuple[str, Box, Tensor]]:
         """What this rank writes: tensors of the files, boxes in them, and their values in the same dtype."""
@@ -144,9 +148,9 @@ def write_model(
 
     with ExitStack() as locks:  # of rank 0
         try:
-            ranks.first(lambda: _make(folder, target, locks))
-            ranks.first(lambda: _prepare(folder, files, _config_json(config, dtype, source, kept), source))
-            ranks.agree(lambda: _write(folder, files, data()))
+            ranks.first(lambda: _begin(folder, target, locks, files, _documents(config, dtype, source, kept, header),
+                                       source))
+            ranks.agree(lambda: _write(folder, header, data()))
             ranks.first(lambda: _finish(folder, target))
         except BaseException:
             if ranks.rank == 0:
@@ -182,10 +186,9 @@ def writers(config: HubConfig, held: Sequence[Sequence[Piece]]) -> dict[Piece, i
                 writer.setdefault(piece, rank)
                 tensors.setdefault(piece.name, {})[piece] = None
     for name, (first, *others) in tensors.items():
-        for other in others:
-            if (other.shape, other.dtype) != (first.shape, first.dtype):
-                raise ValueError(f"{name} is {other.shape} {other.dtype} on one rank, {first.shape} {first.dtype} on "
-                                 "another; resolve one plan for the whole model")
+        if other := next((each for each in others if (each.shape, each.dtype) != (first.shape, first.dtype)), None):
+            raise ValueError(f"{name} is {other.shape} {other.dtype} on one rank, {first.shape} {first.dtype} on "
+                             "another; resolve one plan for the whole model")
         if (count := sum(piece.box.numel for piece in (first, *others))) != prod(first.shape):
             raise ValueError(f"{name}: the ranks hold {count} of {prod(first.shape)} elements; pass the mesh, and all "
                              "stages of every rank")
@@ -203,17 +206,20 @@ def carried(config: HubConfig, header: Mapping[str, TensorHeader]) -> dict[str, 
     return {name: header[name] for name, layer in layer_of.items() if layer is not None and layer < stop}
 
 
-def _config_json(config: HubConfig, dtype: torch.dtype, source: StrPath | None, kept: Iterable[str]) -> dict[str, Any]:
-    """The content of `config.json`; `kept`: the tensors that are carried."""
+def _documents(
+    config: HubConfig, dtype: torch.dtype, source: StrPath | None, kept: Iterable[str],
+    header: Mapping[str, TensorHeader],
+) -> dict[str, dict[str, Any]]:
+    """The files in JSON; `kept`: the tensors that are carried, `header`: all that are written."""
     content = config.to_dict() if source is None else read_json(source, CONFIG)
-    if source is not None and (other := config_from_dict(content)) != config:
-        theirs, ours = asdict(other), asdict(config)
+    described = config_from_dict(content)
+    if source is not None and described != config:
+        theirs, ours = asdict(described), asdict(config)
         differ = ", ".join(f"{key}: {theirs.get(key)} there, {value} in the model" for key, value in ours.items()
                            if theirs.get(key) != value)
-        raise ValueError(f"{source} is of another model ({differ or other.model_type}); give the one that the model "
-                         "was made from, or none")
+        raise ValueError(f"{source} is of another model ({differ or described.model_type}); give the one that the "
+                         "model was made from, or none")
     content = {key: value for key, value in content.items() if key not in _OF_FILES}
-    described = config_from_dict(content)
     layers = len({described.carried_layer(name) for name in kept})
     for key in MTP_LAYERS:
         if content.get(key, layers) != layers:
@@ -224,45 +230,31 @@ def _config_json(config: HubConfig, dtype: torch.dtype, source: StrPath | None, 
                 "from (init.from_hf, or `dualpipe hf export --source`)", stacklevel=2,
             )
             content[key] = layers
-    return content | {"dtype": long_name(dtype)}
-
-
-def _make(folder: Path, target: Path, locks: ExitStack) -> None:
-    """Make the directory, and remove those of writers of the same target that were killed.
-
-    What is locked belongs to a process that lives: the system frees it when that dies.
-    """
-    if target.is_symlink() or (target.exists() and not target.is_dir()) or (target.is_dir() and any(target.iterdir())):
-        raise ValueError(f"{target} exists already; give a new directory, or an empty one")
-    for left in target.parent.glob(f".{glob.escape(target.name)}.????????.partial"):
-        with suppress(OSError), _locked(left):
-            shutil.rmtree(left)
-    folder.mkdir(parents=True)
-    with suppress(OSError):  # of a file system without locks
-        locks.enter_context(_locked(folder))
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Raises OSError where another process has it."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _prepare(folder: Path, files: Sequence[NewFile], config: Mapping[str, Any], source: StrPath | None) -> None:
-    """Fill it with all files, of which only the tensors are still missing."""
-    documents = {CONFIG: config}
-    if len(files) > 1:
-        header = {name: tensor for file in files for name, tensor in file.tensors.items()}
+    documents = {CONFIG: content | {"dtype": long_name(dtype)}}
+    if len({tensor.file for tensor in header.values()}) > 1:
         documents[INDEX] = {
             "metadata": {"total_parameters": sum(prod(tensor.shape) for tensor in header.values()),
                          "total_size": sum(tensor.nbytes for tensor in header.values())},
             "weight_map": {name: tensor.file for name, tensor in sorted(header.items())},
         }
+    return documents
+
+
+def _begin(
+    folder: Path, target: Path, locks: ExitStack, files: Sequence[NewFile], documents: Mapping[str, dict[str, Any]],
+    source: StrPath | None,
+) -> None:
+    """Make the directory, with all files but their tensors; remove those that killed writers of the same target left.
+
+    What is locked belongs to a process that lives: the system frees it when that dies.
+    """
+    for left in target.parent.glob(f".{glob.escape(target.name)}.????????.partial"):
+        with suppress(OSError), ExitStack() as while_removed:
+            _lock(left, while_removed)
+            shutil.rmtree(left)
+    folder.mkdir(parents=True)
+    with suppress(OSError):  # of a file system without locks
+        _lock(folder, locks)
     for name, content in documents.items():
         with naming(folder / name), open(folder / name, "x", encoding="utf-8") as document:
             document.write(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
@@ -275,9 +267,15 @@ def _prepare(folder: Path, files: Sequence[NewFile], config: Mapping[str, Any], 
             out.truncate(file.size)
 
 
-def _write(folder: Path, files: Iterable[NewFile], data: Iterable[tuple[str, Box, Tensor]]) -> None:
+def _lock(folder: Path, until: ExitStack) -> None:
+    """Raises OSError where another process has it."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    until.callback(os.close, descriptor)
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _write(folder: Path, header: Mapping[str, TensorHeader], data: Iterable[tuple[str, Box, Tensor]]) -> None:
     """Write values where they belong, flushed to the disk."""
-    header = {name: tensor for file in files for name, tensor in file.tensors.items()}
     opened: dict[str, FileIO] = {}
     with ExitStack() as stack:
         for name, box, values in data:

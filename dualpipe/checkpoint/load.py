@@ -172,49 +172,42 @@ def read_parts(checkpoint: Checkpoint, stored: Mapping[str, StoredTensor], parts
                     read_box(opened.fileno(), headers[name], shared.within(box), target)
 
 
-# -- whether it fits
-
-
 def _compare(
     ranks: RankSync, path: Path, stored: Mapping[str, StoredTensor], parts: Mapping[str, Part], allow: Sequence[str]
 ) -> tuple[str, ...]:
     """The differences that are allowed, the same on all ranks; raises ValueError for all others."""
     names = sorted(stored)
 
-    def differences() -> tuple[dict[str, str], set[str], int, set[int]]:
-        """What of this rank's tensors is otherwise in the checkpoint, or missing; which it has; their stages."""
+    def differences() -> tuple[dict[str, str], int]:
+        """What of this rank's tensors is otherwise in the checkpoint, or missing; which of its names are known here."""
         differ = {}
         for name, (shape, _, tensor) in parts.items():
             if name not in stored:
-                continue
-            if (there := stored[name].shape) != shape:
+                differ[name] = "is missing from the checkpoint"
+            elif (there := stored[name].shape) != shape:
                 differ[name] = f"has shape {there} in the checkpoint, {shape} in the model"
             elif (dtype := stored[name].dtype) != tensor.dtype:
                 differ[name] = f"is {short_name(dtype)} in the checkpoint, {short_name(tensor.dtype)} in the model"
-        known = sum(1 << place for place, name in enumerate(names) if name in parts)  # small, to be sent to all
-        return differ, parts.keys() - stored.keys(), known, numbered(parts)
+        return differ, sum(1 << place for place, name in enumerate(names) if name in parts)  # small, to be sent to all
 
     differ: dict[str, str] = {}
-    missing: set[str] = set()
-    numbers: set[int] = set()
     known = 0
-    for rank_differ, rank_missing, rank_known, rank_numbers in ranks.gather(differences):
+    for rank_differ, rank_known in ranks.gather(differences):
         differ |= rank_differ
-        missing |= rank_missing
-        numbers |= rank_numbers
         known |= rank_known
+    missing = differ.keys() - stored.keys()
     unexpected = {name for place, name in enumerate(names) if not known >> place & 1}
-    for here, what, others, rest in ((missing, "is missing from the checkpoint", unexpected, names),
-                                     (unexpected, "is in the checkpoint only", missing, [])):
-        for number, name in enumerate(sorted(here)):
-            is_sought = number < _NEAREST and len(others) < _MANY
-            near = is_sought and (nearest(name, others) or nearest(name, rest))
-            differ[name] = what + (f"; the nearest name is {near[0]}" if near else "")
+    differ |= dict.fromkeys(unexpected, "is in the checkpoint only")
+    for here, others, rest in ((missing, unexpected, names), (unexpected, missing, [])):
+        for name in sorted(here)[: _NEAREST if len(others) < _MANY else 0]:
+            if near := nearest(name, others) or nearest(name, rest):
+                differ[name] += f"; the nearest name is {near[0]}"
+    numbers = numbered(missing | stored.keys() - unexpected)
     if (had := numbered(names)) != numbers:
         raise ValueError(f"{path} has names by the numbers of {len(had)} stages, the model by those of {len(numbers)}: "
                          "such a checkpoint can be loaded into a pipeline of the same stages alone")
     lines = {name: f"{name} {difference}" for name, difference in sorted(differ.items())}
-    allowed = {name for name in lines if any(fnmatchcase(name, pattern) for pattern in allow)}
+    allowed = {name: line for name, line in lines.items() if any(fnmatchcase(name, pattern) for pattern in allow)}
     raise_for(f"{path} does not fit the model; name what may differ in `allow`:",
               [line for name, line in lines.items() if name not in allowed])
-    return tuple(line for name, line in lines.items() if name in allowed)
+    return tuple(allowed.values())

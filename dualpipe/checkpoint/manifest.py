@@ -1,9 +1,7 @@
 """What one checkpoint is, by its manifest: which files it has, which tensors are in them, and whether all is whole.
 
-    manifest.json   step, layout, versions, dtypes, configuration, and size and checksum of every other file
-    tensors.json    dtype and shape of each tensor, and the boxes that make it up, each with the rank that wrote it
-
-Where in a rank's files a box is, their own headers say. Files of a checkpoint may come from anywhere: what they say is
+tensors.json has dtype and shape of each tensor, and the boxes that make it up, each with the rank that wrote it. Where
+in that rank's files a box is, their own headers say. Files of a checkpoint may come from anywhere: what they say is
 checked before it is used, and leads nowhere else.
 """
 

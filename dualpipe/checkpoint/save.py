@@ -17,14 +17,12 @@ import platform
 import shutil
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import wait as wait_for
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal
 
 import torch
@@ -36,7 +34,7 @@ from dualpipe.checkpoint.directory import Directory
 from dualpipe.checkpoint.manifest import RANDOM, Manifest, StoredTensor, file_of, gaps_in, layout_of
 from dualpipe.checkpoint.state import REPEATED, Part, State, as_number, capture_random, parts_of
 from dualpipe.checkpoint.tensors import Box, as_bytes, bytes_of, lay_out, storable
-from dualpipe.checkpoint.writer import HostMemory, write_in_process
+from dualpipe.checkpoint.writer import HostMemory
 from dualpipe.dtypes import short_name
 from dualpipe.errors import raise_for
 from dualpipe.files import CHECKSUMS, Written, write_files
@@ -46,6 +44,7 @@ from dualpipe.ranks import RankSync
 
 MAX_FILE_BYTES = 2**34  # of tensors in a file
 _SAMPLE = 64  # elements of a part
+_WIDE = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 Offer = tuple[torch.dtype, tuple[int, ...], Box]  # what a rank could write of a tensor: its dtype and shape, a box
 
 
@@ -141,7 +140,7 @@ class Checkpoints:
         """
         if self._pending is None:
             return None
-        wait_for([self._pending])  # an interrupt leaves it pending: its memory and its directory are still in use
+        wait([self._pending])  # an interrupt leaves it pending: its memory and its directory are still in use
         pending, self._pending = self._pending, None
         with self._reported(self._pending_step):
             return pending.result()
@@ -168,16 +167,13 @@ class Checkpoints:
     def __enter__(self) -> Checkpoints:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-                 ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         try:
             self.close()
         except Exception as failure:
             if error is None:
                 raise
             error.add_note(f"and: {failure}")
-
-    # -- on every rank
 
     @contextmanager
     def _reported(self, step: int) -> Iterator[None]:
@@ -202,11 +198,9 @@ class Checkpoints:
         def prepare() -> tuple[int, bool]:
             manifest, parts = self._describe(step, plan, config, extra), parts_of(state)
             offers = {name: (part.tensor.dtype, part.shape, part.box) for name, part in parts.items()}
-            pinned = {name: dtype for name, (dtype, _, _) in offers.items()
-                      if manifest.dtypes.get(name, {}).get("save") == "fp32"}
             raise_for("what the dtype plan saves in float32 must be stored so:",
-                      [f"{name} is stored in {short_name(dtype)}" for name, dtype in pinned.items()
-                       if torch.promote_types(dtype, torch.float32) != dtype])
+                      [f"{name} is stored in {short_name(dtype)}" for name, (dtype, _, _) in offers.items()
+                       if manifest.dtypes.get(name, {}).get("save") == "fp32" and dtype not in _WIDE])
             mine.append((manifest, json.dumps(capture_random()), parts, offers))
             return step, offers == self._planned[0]
 
@@ -225,11 +219,11 @@ class Checkpoints:
             memory, checksum = self._memory, self._checksum
             if not is_staged:
                 return lambda folder: write_files(folder, {each.name: each.pieces(tensors) for each in files}, checksum)
-            places = memory.fill(files, tensors)
+            memory.fill(files, tensors)
             if self._kind == "thread":
-                return lambda folder: write_files(folder, memory.pieces(places), checksum)
+                return lambda folder: write_files(folder, memory.pieces(), checksum)
             timeout = 0.8 * self._timeout  # before the others give this rank up
-            return lambda folder: write_in_process(folder, places, checksum, memory.descriptor, timeout)
+            return lambda folder: memory.write_in_process(folder, checksum, timeout)
 
         write = ranks.agree(writing) if is_staged else writing()
         return partial(self._write, manifest, names, stored, write)
@@ -290,13 +284,10 @@ def save(directory: str | PathLike[str], state: State, *, step: int, mesh: Devic
         return checkpoints.save(state, step=step, plan=plan, config=config, extra=extra)
 
 
-# -- who writes what: every box of every tensor once, by a rank that holds it
-
-
 def plan_together(
     ranks: RankSync, stages: int, parts: Mapping[str, Part]
 ) -> tuple[list[str], dict[str, StoredTensor]]:
-    """The names that this rank writes and, on rank 0, all tensors. Collective.
+    """Who writes what, every box of every tensor once: the names that this rank writes and, on rank 0, all tensors.
 
     stages: a number that ranks with the same stages share. Raises ValueError, on all ranks, where they disagree on a
     tensor, or its parts overlap or leave a gap.

@@ -192,15 +192,12 @@ def numbered(names: Iterable[str]) -> set[int]:
     return {int(found[1]) for name in names if (found := _NUMBERED.match(name))}
 
 
-# -- parts
-
-
 class Part(NamedTuple):
-    """What this rank holds of a tensor: the shape of the whole, the box in it, and a plain tensor of that box."""
+    """What this rank holds of a tensor."""
 
-    shape: tuple[int, ...]
-    box: Box
-    tensor: Tensor
+    shape: tuple[int, ...]  # of the whole
+    box: Box  # in it
+    tensor: Tensor  # a plain one, of that box
 
 
 def parts_of(state: State, stored: Mapping[str, StoredTensor] | None = None) -> dict[str, Part]:
@@ -239,9 +236,6 @@ def as_number(value: Any) -> Any:
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.item()
     raise TypeError(f"{brief(value)} is a {type(value).__name__}")
-
-
-# -- random numbers
 
 
 def capture_random() -> dict[str, Any]:

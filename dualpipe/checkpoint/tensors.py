@@ -52,15 +52,13 @@ class Box(NamedTuple):
 
     def intersection(self, other: Box) -> Box | None:
         """What two boxes in one tensor share; None where that is nothing."""
-        starts, sizes = [], []
+        shared = []
         for start, size, other_start, other_size in zip(*self, *other, strict=True):
-            first = max(start, other_start)
-            rest = min(start + size, other_start + other_size) - first
-            if rest <= 0:  # most boxes of a tensor in many parts: no time is lost on them
+            first, stop = max(start, other_start), min(start + size, other_start + other_size)
+            if first >= stop:  # as of most boxes of a tensor in many parts: no time is lost on them
                 return None
-            starts.append(first)
-            sizes.append(rest)
-        return Box(tuple(starts), tuple(sizes))
+            shared.append(slice(first, stop))
+        return Box.at(shared)
 
     def within(self, outer: Box) -> Box:
         """The same box in a tensor that is the box `outer`."""
@@ -159,9 +157,6 @@ def as_bytes(tensor: Tensor) -> Tensor:
 def bytes_of(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous tensor in host memory, sharing it."""
     return as_bytes(tensor).numpy().data
-
-
-# -- new files
 
 
 class NewFile(NamedTuple):

@@ -1,9 +1,8 @@
-"""A rank's files in host memory, as they will be on the disk, and another process that writes them while training goes
-on, without holding the rank's interpreter.
+"""A rank's files in host memory, as they will be on the disk: what is written while training goes on.
 
-That process talks to its rank alone, so it needs no process group, and no port that another job might have. It dies
-with its rank: what would be written afterwards, nobody could commit. Each save starts one: this file run as a script,
-which imports no torch, and so takes 0.1 s and 20 MB.
+Another process may do that, without holding the rank's interpreter. It talks to its rank alone, so it needs no process
+group, and no port that another job might have. It dies with its rank: what would be written afterwards, nobody could
+commit. Each save starts one: this file run as a script, which imports no torch, and so takes 0.1 s and 20 MB.
 """
 
 from __future__ import annotations
@@ -18,51 +17,50 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dualpipe.errors import die_with
 from dualpipe.files import Written, write_files
-from dualpipe.lifetime import die_with
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from dualpipe.checkpoint.tensors import NewFile
 
-Places = Mapping[str, tuple[int, int]]  # where the bytes of each file begin and end in the memory
 _PAGE = 2**16  # bytes; a file begins at a multiple, so any dtype is aligned in it, and the next header may be longer
 
 
 class HostMemory:
     """Holds the files of one save, the last that was made: one copy of what the rank writes, never two.
 
-    is_shared: with another process, as an anonymous file that is given away by its descriptor; no limit on /dev/shm
-        applies to that.
+    is_shared: with another process, as an anonymous file, given away by its descriptor; no limit on /dev/shm applies.
     """
 
     def __init__(self, *, is_shared: bool) -> None:
-        self.descriptor, self._size, self._is_shared = -1, 0, is_shared
+        self._is_shared, self._descriptor = is_shared, -1
         self._map: mmap.mmap | None = None
+        self._places: dict[str, tuple[int, int]] = {}  # where the bytes of each file begin and end
         self._unpin: Callable[[], None] | None = None
 
-    def fill(self, files: Sequence[NewFile], tensors: Mapping[str, Tensor]) -> Places:
+    def fill(self, files: Sequence[NewFile], tensors: Mapping[str, Tensor]) -> None:
         """Make these files over what was here; done when it returns, so that the tensors may change."""
         import torch
 
         from dualpipe.device import pin, synchronize
 
-        places, end = {}, 0
+        self._places, end = {}, 0
         for file in files:
-            places[file.name] = end, end + file.size
+            self._places[file.name] = end, end + file.size
             end += -(-file.size // _PAGE) * _PAGE
         on_gpu = any(tensor.is_cuda for tensor in tensors.values())
-        if self._map is None or end > self._size:
+        if self._map is None or end > len(self._map):
             self.close()
             if self._is_shared:
-                self.descriptor = os.memfd_create("checkpoint")
-                os.ftruncate(self.descriptor, end)
-            self._map, self._size = mmap.mmap(self.descriptor, end), end  # of this process alone with -1
+                self._descriptor = os.memfd_create("checkpoint")
+                os.ftruncate(self._descriptor, end)
+            self._map = mmap.mmap(self._descriptor, end)  # of this process alone with -1
             if on_gpu:  # which then copies into it directly
                 self._unpin = pin(torch.frombuffer(self._map, dtype=torch.uint8))
         for file in files:
-            start, _ = places[file.name]
+            start, _ = self._places[file.name]
             self._map[start : start + len(file.head)] = file.head
             for name, header in file.tensors.items():
                 if count := prod(header.shape):
@@ -70,42 +68,40 @@ class HostMemory:
                     copied.view(header.shape).copy_(tensors[name].detach(), non_blocking=True)
         if on_gpu:
             synchronize()
-        return places
 
-    def pieces(self, places: Places) -> dict[str, list[memoryview]]:
+    def pieces(self) -> dict[str, list[memoryview]]:
         """The bytes of each file, for `write_files`."""
         assert self._map is not None
-        return {name: [memoryview(self._map)[start:stop]] for name, (start, stop) in places.items()}
+        return {name: [memoryview(self._map)[start:stop]] for name, (start, stop) in self._places.items()}
+
+    def write_in_process(self, folder: Path, checksum: str, timeout: float) -> dict[str, Written]:
+        """Have another process write the files into a folder, as `write_files` does; the memory must be shared.
+
+        The system ends that process together with the thread that calls this. Raises RuntimeError where it has failed
+        or died, TimeoutError where it is not done after `timeout` seconds.
+        """
+        command = [sys.executable, "-P", __file__, str(os.getpid()), str(self._descriptor)]
+        try:
+            done = subprocess.run(command, pass_fds=[self._descriptor], stdout=subprocess.PIPE, text=True,
+                                  input=json.dumps([str(folder), self._places, checksum]), timeout=timeout)
+        except subprocess.TimeoutExpired:
+            raise TimeoutError(f"the process that writes checkpoints gave no answer for {timeout:.0f} s; the next save "
+                               "starts another") from None
+        if done.returncode:
+            raise RuntimeError(f"the process that writes checkpoints has died (exit status {done.returncode}); the "
+                               "next save starts another")
+        outcome = json.loads(done.stdout)
+        if isinstance(outcome, str):
+            raise RuntimeError(outcome)
+        return {name: Written(*written) for name, written in outcome.items()}
 
     def close(self) -> None:
         """Give the memory back, once nothing uses it."""
         if self._unpin is not None:
             self._unpin()  # while it is still mapped
-        if self.descriptor >= 0:
-            os.close(self.descriptor)
-        self.descriptor, self._size, self._map, self._unpin = -1, 0, None, None
-
-
-def write_in_process(folder: Path, places: Places, checksum: str, memory: int, timeout: float) -> dict[str, Written]:
-    """Write files into a folder as `write_files` does, from the file that the descriptor `memory` names.
-
-    The system ends the process together with the thread that calls this. Raises RuntimeError where it has failed or
-    died, TimeoutError where it is not done after `timeout` seconds.
-    """
-    command = [sys.executable, "-P", __file__, str(os.getpid()), str(memory)]
-    job = json.dumps([str(folder), places, checksum])
-    try:
-        done = subprocess.run(command, pass_fds=[memory], input=job, stdout=subprocess.PIPE, text=True, timeout=timeout)
-    except subprocess.TimeoutExpired:
-        raise TimeoutError(f"the process that writes checkpoints gave no answer for {timeout:.0f} s; the next save "
-                           "starts another") from None
-    if done.returncode:
-        raise RuntimeError(f"the process that writes checkpoints has died (exit status {done.returncode}); the next "
-                           "save starts another")
-    outcome = json.loads(done.stdout)
-    if isinstance(outcome, str):
-        raise RuntimeError(outcome)
-    return {name: Written(*written) for name, written in outcome.items()}
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._descriptor, self._map, self._unpin = -1, None, None
 
 
 if __name__ == "__main__":
@@ -113,8 +109,8 @@ if __name__ == "__main__":
     folder, places, checksum = json.load(sys.stdin)
     outcome: str | dict[str, Written]
     try:
-        shared = int(sys.argv[2])
-        memory = memoryview(mmap.mmap(shared, os.fstat(shared).st_size))
+        descriptor = int(sys.argv[2])
+        memory = memoryview(mmap.mmap(descriptor, os.fstat(descriptor).st_size))
         content = {name: [memory[start:stop]] for name, (start, stop) in places.items()}
         outcome = write_files(Path(folder), content, checksum)
     except Exception as error:

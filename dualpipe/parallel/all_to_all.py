@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 import torch.distributed as dist
@@ -29,11 +29,9 @@ class AsyncAllToAll(Protocol):
     def start(
         self, received: Tensor, sent: Tensor, received_rows: Sequence[int], sent_rows: Sequence[int]
     ) -> dist.Work:
-        """Send `sent_rows[r]` rows to each rank r, one after the other in `sent`; `received` likewise by source.
-
-        The tensors are contiguous and of one dtype. On CUDA it comes after what the current stream has been given, and
-        `wait` of the result makes the current stream wait, not the host.
-        """
+        """Send `sent_rows[r]` rows to each rank r, one after the other in `sent`; `received` likewise by source; both
+        contiguous and of one dtype. On CUDA it comes after what the current stream has been given, and `wait` of the
+        result makes the current stream wait, not the host."""
 
 
 class GroupAllToAll:
@@ -47,20 +45,17 @@ class GroupAllToAll:
     def start(
         self, received: Tensor, sent: Tensor, received_rows: Sequence[int], sent_rows: Sequence[int]
     ) -> dist.Work:
-        """See `AsyncAllToAll`."""
-        return dist.all_to_all_single(
-            received, sent, list(received_rows), list(sent_rows), group=self.group, async_op=True
-        )
+        sizes = list(received_rows), list(sent_rows)
+        return dist.all_to_all_single(received, sent, *sizes, group=self.group, async_op=True)
 
 
 class CommStream:
-    """What all layers share: the ranks' all-to-all, the stream beside the computing one, and the count of bytes."""
+    """What all layers share: the all-to-all, the stream beside the computing one, and the count of bytes sent."""
 
     def __init__(self, all_to_all: AsyncAllToAll) -> None:
-        self.all_to_all, self.device, self.size = all_to_all, all_to_all.device, all_to_all.size
-        self.group = all_to_all.group
+        self.all_to_all, self.group, self.size = all_to_all, all_to_all.group, all_to_all.size
+        self.device, self.sent_bytes = all_to_all.device, 0
         self._stream = device.new_stream(self.device)
-        self.sent_bytes = 0
 
     def beside(self, made: device.Event | None, *tensors: Tensor | None) -> AbstractContextManager[None]:
         """Give to the stream beside what reads `tensors`, which exist after `made`; on CPU there is no other stream."""
@@ -75,11 +70,8 @@ class CommStream:
 
 
 class PendingRows:
-    """Rows on their way to all ranks, as bytes, so that a rank can take in what it knows nothing about.
-
-    What is sent has been made by all that the current stream has been given. besides: what `wait` returns behind the
-    rows; context: for a backward.
-    """
+    """Rows on their way to all ranks, made by all that the current stream has been given; as bytes, so that a rank can
+    take in what it knows nothing about. besides: what `wait` returns behind the rows; context: for a backward."""
 
     def __init__(self, stream: CommStream, *, besides: tuple[Any, ...] = (), context: Any = None) -> None:
         self._stream, self._made = stream, device.record(stream.device)
@@ -91,12 +83,9 @@ class PendingRows:
     def send(
         self, rows: Tensor | None, row_bytes: int, sent: Sequence[int], received: Sequence[int],
         dtype: torch.dtype | None, room: int | None = None,
-    ) -> None:
-        """Start to send `rows`, zeros where there are none, and to receive into the first of `room` rows.
-
-        row_bytes: of what a row consists of; sent, received: how many for and from each rank; dtype: of what is
-        received, None where it is for nobody here.
-        """
+    ) -> Self:
+        """Start to send `rows` (None: zeros) of `row_bytes`, `sent` of them to each rank, and to receive `received`
+        from each into the first of `room`, as `dtype` (None: for nobody here)."""
         assert rows is None or (rows.shape[0], row_bytes_of(rows)) == (sum(sent), row_bytes), "not the rows announced"
         stream, total = self._stream, sum(received)
         with stream.beside(self._made, rows):
@@ -110,6 +99,7 @@ class PendingRows:
                 self._works.append((work, rows))
         self._received.append((buffer, dtype))
         stream.sent_bytes += row_bytes * (sum(sent) - sent[stream.all_to_all.rank])
+        return self
 
     def receive(self) -> list[Any]:
         """What was received, (rows, ...) or None: the current stream waits for it, on CPU the host."""

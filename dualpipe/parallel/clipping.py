@@ -11,7 +11,7 @@ stays on the device: the scaling is queued before the host can know the norm.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import inf, isinf
 
 import torch
@@ -22,17 +22,13 @@ from torch.distributed.tensor import DTensor
 
 from dualpipe.nn.deferral import local
 
+_Groups = tuple[ProcessGroup, ...]
+
 
 @torch.no_grad()
 def clip_grad_norm_(
-    parameters: Iterable[Tensor],
-    max_norm: float,
-    norm_type: float = 2.0,
-    error_if_nonfinite: bool = False,
-    *,
-    group: ProcessGroup | None = None,
-    device: torch.device,
-    dtype: torch.dtype = torch.float64,
+    parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, *,
+    group: ProcessGroup | None = None, device: torch.device, dtype: torch.dtype = torch.float64,
 ) -> Tensor:
     """As `torch.nn.utils.clip_grad_norm_`, with the norm over all ranks of `group` and of the parameters' meshes.
 
@@ -47,17 +43,23 @@ def clip_grad_norm_(
     if not norm_type > 0 or not max_norm >= 0:
         raise ValueError(f"norm_type must be above 0 and max_norm at least 0, got norm_type = {norm_type} and "
                          f"max_norm = {max_norm}")
-    to_measure: defaultdict[tuple[ProcessGroup, ...], list[Tensor]] = defaultdict(list)
+    to_measure: defaultdict[_Groups, list[Tensor]] = defaultdict(list)
     to_scale: list[Tensor] = []
     for parameter in dict.fromkeys(parameters):
-        measured = to_measure[_sharded_over(parameter)]
-        if parameter.grad is not None:
-            if parameter.grad.is_sparse:  # has no norm, its values have one
-                parameter.grad = parameter.grad.coalesce()
-            measured.append(_placed_as(parameter, parameter.grad))
-            to_scale.append(_values(parameter.grad))
-    parts = [_part(gradients, groups, norm_type, device) for groups, gradients in to_measure.items()]
-    norm = _norm(parts, () if group is None else (group,), norm_type, device)
+        groups: _Groups = ()  # whose ranks hold different parts of it
+        if isinstance(parameter, DTensor):
+            placed = enumerate(parameter.placements)
+            groups = tuple(parameter.device_mesh.get_group(i) for i, place in placed if not place.is_replicate())
+        measured = to_measure[groups]
+        if (grad := parameter.grad) is not None:
+            if grad.is_sparse:  # has no norm, its values have one
+                grad = parameter.grad = grad.coalesce()
+            to_scale.append(grad._values() if grad.is_sparse else local(grad))
+            if isinstance(grad, DTensor) and isinstance(parameter, DTensor) and grad.placements != parameter.placements:
+                measured.append(local(grad.redistribute(placements=parameter.placements)))  # of sums to be made
+            else:
+                measured.append(to_scale[-1])
+    norm = _norm(to_measure, () if group is None else (group,), norm_type, device)
     if max_norm < inf:
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch has it
         if error_if_nonfinite:
@@ -70,58 +72,39 @@ def clip_grad_norm_(
     return norm.to(dtype)
 
 
-def _part(
-    gradients: Sequence[Tensor], groups: Sequence[ProcessGroup], norm_type: float, device: torch.device
+def _norm(
+    to_measure: Mapping[_Groups, Sequence[Tensor]], groups: _Groups, norm_type: float, device: torch.device
 ) -> Tensor:
-    """What these gradients, and those of the other ranks of the groups, add to a norm: two float64.
+    """The norm of the gradients of all ranks of `groups`, which are cut over the groups that they are given by.
 
-    The sum of powers; of the infinity norm the maximum, and whether any is NaN, which a maximum over ranks would lose.
+    What is added up are two float64: the sum of powers; of the infinity norm the maximum, and whether any is NaN, which
+    a maximum over ranks would lose.
     """
-    norms: list[Tensor] = []
-    for dtype, tensors in _by_dtype(gradient for gradient in gradients if gradient.numel()):
-        norms += torch._foreach_norm(tensors, norm_type, dtype=torch.promote_types(dtype, torch.float32))
-    if not norms:
-        return _reduced(torch.zeros(2, dtype=torch.float64, device=device), groups, norm_type)
-    found = torch.stack([norm.double() for norm in norms])
-    found = found.max() if isinf(norm_type) else found.pow(norm_type).sum()
-    return _reduced(torch.stack([found, found.isnan().double()]), groups, norm_type)
 
+    def reduced(part: Tensor, groups: _Groups) -> Tensor:
+        for group in groups:
+            if group.size() > 1:
+                dist.all_reduce(part, dist.ReduceOp.MAX if isinf(norm_type) else dist.ReduceOp.SUM, group=group)
+        return part
 
-def _norm(parts: Sequence[Tensor], groups: Sequence[ProcessGroup], norm_type: float, device: torch.device) -> Tensor:
-    """The norm of the `parts` of all ranks of the groups."""
-    stacked = torch.stack([torch.zeros(2, dtype=torch.float64, device=device), *parts])
-    value, bad = _reduced(stacked.amax(0) if isinf(norm_type) else stacked.sum(0), groups, norm_type)
+    parts = [torch.zeros(2, dtype=torch.float64, device=device)]
+    for shards, gradients in to_measure.items():
+        part = torch.zeros_like(parts[0])
+        norms: list[Tensor] = []
+        for dtype, tensors in _by_dtype(gradient for gradient in gradients if gradient.numel()):
+            norms += torch._foreach_norm(tensors, norm_type, dtype=torch.promote_types(dtype, torch.float32))
+        if norms:
+            found = torch.stack([norm.double() for norm in norms])
+            found = found.max() if isinf(norm_type) else found.pow(norm_type).sum()
+            part = torch.stack([found, found.isnan().double()])
+        parts.append(reduced(part, shards))
+    stacked = torch.stack(parts)
+    value, bad = reduced(stacked.amax(0) if isinf(norm_type) else stacked.sum(0), groups)
     return torch.where(bad > 0, torch.nan, value if isinf(norm_type) else value.pow(1 / norm_type))
 
 
-def _reduced(part: Tensor, groups: Sequence[ProcessGroup], norm_type: float) -> Tensor:
-    for group in groups:
-        if group.size() > 1:
-            dist.all_reduce(part, dist.ReduceOp.MAX if isinf(norm_type) else dist.ReduceOp.SUM, group=group)
-    return part
-
-
-def _sharded_over(parameter: Tensor) -> tuple[ProcessGroup, ...]:
-    """The groups whose ranks hold different parts of a parameter."""
-    if not isinstance(parameter, DTensor):
-        return ()
-    mesh = parameter.device_mesh
-    return tuple(mesh.get_group(i) for i, placed in enumerate(parameter.placements) if not placed.is_replicate())
-
-
-def _placed_as(parameter: Tensor, grad: Tensor) -> Tensor:
-    """This rank's part of a gradient, cut as its parameter is; a DTensor's may be left as sums that are to be made."""
-    if isinstance(grad, DTensor) and isinstance(parameter, DTensor) and grad.placements != parameter.placements:
-        grad = grad.redistribute(placements=parameter.placements)
-    return _values(grad)
-
-
-def _values(grad: Tensor) -> Tensor:
-    return grad._values() if grad.is_sparse else local(grad)
-
-
 def _by_dtype(tensors: Iterable[Tensor]) -> Iterable[tuple[torch.dtype, list[Tensor]]]:
-    found: dict[torch.dtype, list[Tensor]] = {}
+    found: defaultdict[torch.dtype, list[Tensor]] = defaultdict(list)
     for tensor in tensors:
-        found.setdefault(tensor.dtype, []).append(tensor)
+        found[tensor.dtype].append(tensor)
     return found.items()

@@ -14,16 +14,23 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
+from functools import partial
 from itertools import groupby
-from typing import NamedTuple
+from os import PathLike
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.fsdp import FSDPModule
 
-from dualpipe.dtypes import short_name
+from dualpipe.dtypes import dtype_of_code, short_name
 
 _NUMBER = re.compile(r"(?<![^.])(\d+)(?![^.])")  # a segment of a name: "layers.3.up" -> "layers.", "3", ".up"
 
@@ -34,7 +41,6 @@ class Rule:
 
     The pattern is matched segment by segment: `*` alone stands for one or more whole segments, `?_norm` for part of
     one. It names tensors, or a module and so every tensor inside. `gate` never matches `gate_up_proj`.
-
     What a module of another dtype than its surroundings returns stays in that dtype, unless `output_dtype` names
     another: `Rule("*.q_norm", torch.float32, output_dtype=torch.bfloat16)` suits a caller that mixes it with others.
     """
@@ -183,3 +189,104 @@ def saved(root: nn.Module) -> list[list[Slot]]:
         if slot.is_saved:
             found.setdefault(id(slot.tensor), []).append(slot)
     return list(found.values())
+
+
+class ContractError(AssertionError):
+    """A tensor is not what the plan says; the message names all of them."""
+
+
+def assert_contract(
+    module: nn.Module | Sequence[nn.Module], plan: DTypePlan, *, run: Callable[[], object] | None = None,
+    checkpoint: str | PathLike[str] | Mapping[str, torch.dtype] | None = None,
+) -> None:
+    """Check a module, or the stages of a rank, against its plan, between two training steps.
+
+    Storage is checked always. `run`, a forward or a whole step of the module, is called once; while it runs, each
+    module's parameters and buffers are compared with their compute dtype, and what gradients accumulate in with the
+    reduce dtype. Gradients that are there afterwards are checked too. `checkpoint` is a distributed checkpoint, which
+    has storage dtypes or the float32 masters of trained parameters, or an export as safetensors or the dtypes by name,
+    which have the save dtypes.
+
+    Raises ContractError where something differs, or no parameter was seen in a forward; ValueError where the plan lacks
+    a tensor of the module, or `checkpoint` cannot be read.
+    """
+    modules = (module,) if isinstance(module, nn.Module) else tuple(module)
+    on_disk: Any = checkpoint
+    distributed = False
+    if isinstance(checkpoint, str | PathLike):
+        on_disk = checkpoint_dtypes(checkpoint)
+        distributed = any((Path(checkpoint) / name).is_file() for name in (".metadata", "tensors.json"))
+    wrong: dict[str, None] = {}  # each once
+
+    def check(name: str, what: str, actual: torch.dtype | None, expected: torch.dtype) -> None:
+        if actual is not expected:
+            found = short_name(actual) if actual else "any dtype"
+            wrong[f"{name}: {what} {found}, planned {short_name(expected)}"] = None
+
+    if run is not None and not _watch(modules, plan, run, check):
+        wrong["no module with parameters ran its forward: `run` must call the module, not only its methods"] = None
+    for each in modules:
+        for inner in each.modules():
+            if isinstance(inner, FSDPModule):
+                inner.reshard()  # a root stays gathered after a forward
+        for slot in slots(each):
+            check(slot.name, "is stored in", slot.tensor.dtype, plan.of(slot.name).storage)
+        for name, param in each.named_parameters():
+            if param.grad is not None:  # FSDP2 hands on a reduced one in the storage dtype; a plain one accumulates
+                sharded = isinstance(each, FSDPModule)
+                check(name, "has a gradient in", param.grad.dtype,
+                      plan.of(name).storage if sharded else plan.reduce_dtype(name))
+        for places in saved(each) if on_disk is not None else ():
+            first, present = places[0], [slot.name for slot in places if slot.name in on_disk]
+            expected = plan.of(first.name).storage if distributed else plan.of(first.name).save
+            is_trained = distributed and first.tensor.requires_grad
+            master = torch.promote_types(expected, torch.float32) if is_trained else expected
+            for name in present:
+                check(name, "is on disk in", expected if on_disk[name] is master else on_disk[name], expected)
+            if not present:
+                wrong[f"{first.name}: is not in the checkpoint"] = None
+    if wrong:
+        raise ContractError("the dtype contract does not hold:\n" + "\n".join(f"  {line}" for line in wrong))
+
+
+def checkpoint_dtypes(path: str | PathLike[str]) -> dict[str, torch.dtype]:
+    """The dtype of every tensor in a safetensors file, a folder of them, or a distributed checkpoint, without loading;
+    ValueError where there is none of these at `path`, or a tensor has a dtype that torch lacks.
+
+    What `torch.distributed.checkpoint` wrote by itself is described by a pickle: of that read only what you trust.
+    """
+    path = Path(path)
+    files = [path] if path.suffix == ".safetensors" and path.is_file() else sorted(path.glob("*.safetensors"))
+    if not files and (path / ".metadata").is_file():
+        entries = FileSystemReader(path).read_metadata().state_dict_metadata
+        return {name: entry.properties.dtype for name, entry in entries.items() if hasattr(entry, "properties")}
+    if not files:
+        raise ValueError(f"{path} is no safetensors file, folder of them, or distributed checkpoint")
+    dtypes: dict[str, torch.dtype] = {}
+    for file in files:
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118  (not a mapping)
+                dtypes[name] = dtype_of_code(tensors.get_slice(name).get_dtype(), name)
+    return dtypes
+
+
+def _watch(
+    modules: Sequence[nn.Module], plan: DTypePlan, run: Callable[[], object], check: Callable[..., None]
+) -> bool:
+    """Whether a module with parameters ran its forward in `run`."""
+    seen: list[str] = []
+
+    def look(prefix: str, module: nn.Module, args: Any) -> None:
+        for key, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+            name = f"{prefix}.{key}".lstrip(".")
+            check(name, "computes in", tensor.dtype, plan.of(name).compute)
+            if isinstance(tensor, nn.Parameter):
+                seen.append(name)
+                if tensor.requires_grad:
+                    check(name, "accumulates in", tensor.grad_dtype, plan.reduce_dtype(name))
+
+    with ExitStack() as hooks:
+        for prefix, inner in (pair for module in modules for pair in module.named_modules()):
+            hooks.callback(inner.register_forward_pre_hook(partial(look, prefix)).remove)
+        run()
+    return bool(seen)

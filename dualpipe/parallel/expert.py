@@ -7,18 +7,16 @@
     finish    rows, plan -> y_TH                                      Dispatcher.finish: sum over the ranks
 
 No token is dropped. A token with several experts on one rank is sent there once, with its K choices as that rank
-numbers them (-1 for those that are elsewhere) and their weights; the rank's grouped products read the row for each of
-its experts, and what they make of it is summed there, in float32 at least, before it is sent back. With 8 choices over
-8 ranks a token goes to 5.3 ranks on average instead of 8.
+numbers them (-1 for those that are elsewhere) and their weights; what its experts make of the row is summed there, in
+float32 at least, before it is sent back. With 8 choices over 8 ranks a token goes to 5.3 ranks on average, not to 8.
 
 Example: 4 experts on 2 ranks, K = 2. A token that chose experts 2 and 3 is sent to rank 1 only, with ids [0, 1]; one
 that chose 3 and 0 to rank 0 with ids [-1, 0] and to rank 1 with ids [1, -1]. Its result is that of rank 0 plus that of
 rank 1, in this order.
 
 How many rows go to each rank is known on the device. One small all-to-all tells the receivers, and copies everything
-that the host must know; that copy is the only thing that the host waits for, in the forward alone. On CUDA all of it
-runs on a stream of its own. Dispatch and combine are `Communication`s: they go in between a stage's compute segments
-(`dualpipe.nn.segments`), which a pipeline overlaps and `run_segments` runs as a plain forward.
+that the host must know; that copy is the only thing that the host waits for, in the forward alone. Dispatch and combine
+are `Communication`s in between a stage's compute segments (`dualpipe.nn.segments`), beside the computing.
 
 Dimension letters: T tokens, K experts per token, E experts, G ranks of the group, D = min(K, G) copies of a token at
 most, S rows that a rank sends, R rows that it receives, M received (row, expert) pairs, H hidden.
@@ -28,7 +26,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -59,14 +57,13 @@ class ExpertParallel:
 
     @property
     def sent_bytes(self) -> int:
-        """What this rank has sent to others: rows, weights, choices and gradients, but not their numbers (40 bytes to
-        each rank in a forward)."""
+        """What this rank has sent to others, but for the numbers of rows (40 bytes to each rank in a forward)."""
         return 0 if self._stream is None else self._stream.sent_bytes
 
     def dispatcher(self) -> Dispatcher:
         """A new one, for one layer."""
         if self._stream is None:
-            return LocalDispatcher(self.num_experts)
+            return Dispatcher(self.num_experts)
         return AllToAllDispatcher(self.num_experts, self._stream)
 
 
@@ -87,8 +84,8 @@ def run_experts(
 def shard_experts(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """Make the stacked parameters of every `GroupedLinear` DTensors, Shard(0) over `mesh` ("ep"), in place; returns it.
 
-    A rank keeps its part; nothing is sent, and meta tensors stay on meta. One rank: nothing is changed. Raises
-    ValueError for experts that cannot be divided evenly, and for parameters that are sharded already.
+    A rank keeps its part, on meta too; one rank alone changes nothing. Raises ValueError for experts that cannot be
+    divided evenly, and for parameters that are sharded already.
     """
     places: list[tuple[nn.Module, str, nn.Parameter, int]] = []
     for path, layer in module.named_modules() if mesh.size() > 1 else ():
@@ -149,58 +146,43 @@ class Received(NamedTuple):
     sizes: Sizes | None  # None without other ranks
 
 
-class Dispatcher(Protocol):
-    """The ways of one layer's tokens to their experts and back: all that a model and the engine see of them."""
+class Dispatcher:
+    """The ways of one layer's tokens to their experts and back, here on a rank that has all experts."""
 
-    dispatch: Communication | None  # rows, weights, plan -> rows (R, H), weights (R, K), Received
-    combine: Communication | None  # rows (R, H), Received -> rows; None, both: the plan is what is `Received`
-
-    def plan(self, x_TH: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> tuple[Tensor, Tensor, Any]:
-        """Rows and weights to dispatch, differentiable, and the plan. An expert of -1 is unassigned."""
-
-    def finish(self, rows: Tensor, plan: Any) -> Tensor:
-        """The tokens' results (T, H) from what combine returned, differentiable."""
-
-
-class LocalDispatcher:
-    """The dispatcher of a rank that has all experts."""
-
-    dispatch: Communication | None = None
-    combine: Communication | None = None
+    dispatch: Communication | None = None  # rows, weights, plan -> rows (R, H), weights (R, K), Received
+    combine: Communication | None = None  # rows (R, H), Received -> rows; None, both: the plan is what is `Received`
 
     def __init__(self, num_experts: int) -> None:
         self._num_experts = num_experts
 
-    def plan(self, x_TH: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> tuple[Tensor, Tensor, Received]:
-        """See `Dispatcher`."""
+    def plan(self, x_TH: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> tuple[Tensor, Tensor, Any]:
+        """Rows and weights to dispatch, differentiable, and the plan. An expert of -1 is unassigned."""
         return x_TH, weights_TK, Received(experts_TK, self._num_experts, experts_TK.numel(), None)
 
-    def finish(self, rows: Tensor, plan: Received) -> Tensor:
-        """See `Dispatcher`."""
+    def finish(self, rows: Tensor, plan: Any) -> Tensor:
+        """The tokens' results (T, H) from what combine returned, differentiable."""
         return rows
 
 
-class AllToAllDispatcher:
+class AllToAllDispatcher(Dispatcher):
     """The dispatcher over an `AsyncAllToAll`."""
 
     def __init__(self, num_experts: int, stream: CommStream) -> None:
+        super().__init__(num_experts)
         self._ranks, self._local = stream.size, num_experts // stream.size
         under_way: deque[_PendingDispatch] = deque()
-        self.dispatch: Communication | None = _Dispatch(stream, self._local, under_way)
-        self.combine: Communication | None = _Combine(stream, under_way)  # type: ignore[assignment]  # never `again`
+        self.dispatch = _Dispatch(stream, self._local, under_way)
+        self.combine = _Combine(stream, under_way)  # type: ignore[assignment]  # never `again`
 
     def plan(self, x_TH: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> tuple[Tensor, Tensor, Plan]:
-        """See `Dispatcher`: rows (T * D, H) and float32 weights (T * D, K), those to send first, sorted by rank.
-
-        Raises ValueError for operands that do not fit.
-        """
+        """Rows (T * D, H) and float32 weights (T * D, K), those to send first, sorted by rank; ValueError for operands
+        that do not fit."""
         if not (x_TH.dim() == weights_TK.dim() == 2 and experts_TK.shape == weights_TK.shape == (
             x_TH.shape[0], weights_TK.shape[1])):
             raise ValueError(f"tokens (T, H), weights (T, K) and experts (T, K) are needed; got {tuple(x_TH.shape)}, "
                              f"{tuple(weights_TK.shape)} and {tuple(experts_TK.shape)}")
-        experts = self._local * self._ranks
-        if experts_TK.device.type == "cpu" and ((experts_TK < -1) | (experts_TK >= experts)).any():
-            raise ValueError(f"experts must be between 0 and {experts - 1}, or -1 for none; "
+        if experts_TK.device.type == "cpu" and ((experts_TK < -1) | (experts_TK >= self._num_experts)).any():
+            raise ValueError(f"experts must be between 0 and {self._num_experts - 1}, or -1 for none; "
                              f"got {experts_TK.min()} to {experts_TK.max()}")
         ranks_TK = torch.div(experts_TK, self._local, rounding_mode="floor")  # -1 stays -1
         each_G = torch.arange(self._ranks, device=experts_TK.device)
@@ -223,22 +205,13 @@ class AllToAllDispatcher:
         return rows, weights, Plan(tokens, copies, ids, counts)
 
     def finish(self, rows: Tensor, plan: Plan) -> Tensor:
-        """See `Dispatcher`: adds a token's rows (S, H) in the order of the ranks, in float32 at least."""
+        """Adds a token's rows (S, H) in the order of the ranks, in float32 at least."""
         return combine_tokens(rows, None, plan.tokens.cut(rows.shape[0]), top_k=plan.copies)
 
 
-class _Dispatched(NamedTuple):
-    """What dispatch's backward needs."""
-
-    sizes: Sizes
-    places: int = 0  # rows that `plan` returned: T * D
-    dtypes: tuple[torch.dtype | None, torch.dtype | None] = (None, None)  # of rows and weights
-    weights: Tensor | None = None  # (R, K), these two for a second time
-    received: Received | None = None
-
-
 class _Dispatch:
-    """Communication of rows and weights to their experts."""
+    """Communication of rows and weights to their experts. Context: sizes, T * D, dtypes of rows and weights, and what
+    `again` returns besides the rows."""
 
     def __init__(self, stream: CommStream, num_experts: int, under_way: deque[_PendingDispatch]) -> None:
         self._stream, self._num_experts, self._under_way, self.group = stream, num_experts, under_way, stream.group
@@ -248,28 +221,24 @@ class _Dispatch:
         self._under_way.append(pending)
         return pending
 
-    def backward(self, context: _Dispatched, gradients: tuple[Tensor | None, ...] | None) -> Pending:
-        sizes, places, dtypes, *_ = context
+    def backward(self, context: tuple[Any, ...], gradients: tuple[Tensor | None, ...] | None) -> Pending:
+        sizes, places, dtypes, _ = context
         pending = PendingRows(self._stream, besides=(None,))
         # The gradients have the shapes of what `plan` returned; rows past those that were sent are unassigned.
         for gradient, row_bytes, dtype in zip(gradients or (None, None), (sizes.row, sizes.weights), dtypes):
             pending.send(gradient, row_bytes, sizes.received, sizes.sent, dtype, places)
         return pending
 
-    def again(self, context: _Dispatched, inputs: tuple[Tensor, Tensor, Plan] | None) -> Pending:
+    def again(self, context: tuple[Any, ...], inputs: tuple[Tensor, Tensor, Plan] | None) -> Pending:
         """The rows alone: how many, their weights and their choices are known from the first time."""
-        sizes = context.sizes
-        pending = PendingRows(self._stream, besides=(context.weights, context.received))
+        sizes, _, (dtype, _), besides = context
         rows = None if inputs is None else inputs[0][: sum(sizes.sent)]
-        pending.send(rows, sizes.row, sizes.sent, sizes.received, context.dtypes[0])
-        return pending
+        return PendingRows(self._stream, besides=besides).send(rows, sizes.row, sizes.sent, sizes.received, dtype)
 
 
 class _PendingDispatch(PendingRows):
-    """A dispatch under way: the numbers of rows first, then the rows.
-
-    A rank without inputs sends none, and takes in as bytes what the others send.
-    """
+    """A dispatch under way: the numbers of rows first, then the rows. A rank without inputs sends none, and takes in as
+    bytes what the others send."""
 
     def __init__(self, stream: CommStream, num_experts: int, inputs: tuple[Tensor, Tensor, Plan] | None) -> None:
         super().__init__(stream)
@@ -325,16 +294,15 @@ class _PendingDispatch(PendingRows):
         sizes = self.sizes
         assert sizes is not None
         if self._inputs is None:
-            return (None, None, None), _Dispatched(sizes)
+            return (None, None, None), (sizes, 0, (None, None), (None, None))
         (rows, weights, _), self._inputs = self._inputs, None  # what was sent may be freed
         weights_RK, ids_RK = (  # copied: a part of one row has a stride that a wider dtype cannot have
             part.clone(memory_format=torch.contiguous_format)
             for part in packed.split((sizes.weights, sizes.ids), 1)
         )
         received = Received(ids_RK.view(torch.int32), self._num_experts, self._pairs, sizes)
-        weights_RK = weights_RK.view(weights.dtype)
-        context = _Dispatched(sizes, rows.shape[0], (rows.dtype, weights.dtype), weights_RK, received)
-        return (rows_RH.view(rows.dtype), weights_RK, received), context
+        besides = weights_RK.view(weights.dtype), received
+        return (rows_RH.view(rows.dtype), *besides), (sizes, len(rows), (rows.dtype, weights.dtype), besides)
 
 
 class _Combine:
@@ -355,14 +323,9 @@ class _Combine:
             raise ValueError(f"combine takes one row of {sizes.row} bytes for each of {sum(sizes.received)} received "
                              f"ones; got {tuple(rows.shape)} in {rows.dtype}: keep shape and dtype")
         dtype = None if rows is None else rows.dtype
-        pending = PendingRows(self._stream, context=(sizes, dtype))
-        pending.send(rows, sizes.row, sizes.received, sizes.sent, dtype)
-        return pending
+        return PendingRows(self._stream, context=(sizes, dtype)).send(
+            rows, sizes.row, sizes.received, sizes.sent, dtype)
 
-    def backward(
-        self, context: tuple[Sizes, torch.dtype | None], gradients: tuple[Tensor | None] | None
-    ) -> Pending:
+    def backward(self, context: tuple[Sizes, torch.dtype | None], gradients: tuple[Tensor | None] | None) -> Pending:
         (sizes, dtype), (d_rows,) = context, gradients or (None,)
-        pending = PendingRows(self._stream, besides=(None,))
-        pending.send(d_rows, sizes.row, sizes.sent, sizes.received, dtype)
-        return pending
+        return PendingRows(self._stream, besides=(None,)).send(d_rows, sizes.row, sizes.sent, sizes.received, dtype)

@@ -7,8 +7,8 @@ the reduce-scatter share one buffer, and nothing is rounded between micro-batche
 
     gather -> wait -> forwards and backwards of all micro-batches -> complete -> finish
 
-A pipeline computes weight gradients outside of backwards, of which it runs many in a step. DistributedDataParallel and
-the first FSDP reduce in hooks of one backward, which would then see a part of a gradient, or nothing: `check_stages`.
+DistributedDataParallel and the first FSDP reduce in hooks of one backward, which would see a part of a gradient, or
+nothing, as weight gradients are computed outside of backwards: `check_stages` refuses them.
 
 This is the only file that uses what FSDP2 keeps private; `_private` says so where a torch release has moved it. Public
 calls are used where the installed torch has them: `reset_iter_state` from 2.13, `finalize_backward` from 2.15.
@@ -16,9 +16,10 @@ calls are used where the installed torch has them: `reset_iter_state` from 2.13,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from fnmatch import fnmatchcase
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -37,20 +38,22 @@ _UNREDUCED = (f"gradients would differ from one data-parallel rank to the next: 
 
 
 class StageParameters:
-    """Drives the FSDP2 units of one stage through a step; a stage without any needs nothing of it.
-
-    Raises ValueError for what FSDP2 offers and a pipeline cannot honour.
-    """
+    """Drives the FSDP2 units of a stage, if there are any, through a step; ValueError for what cannot be in one."""
 
     def __init__(self, stage: nn.Module) -> None:
-        sharded = [module for module in stage.modules() if isinstance(module, FSDPModule)]
+        sharded: list[Any] = [module for module in stage.modules() if isinstance(module, FSDPModule)]
         # The modules that `fully_shard` was called on, outermost first; of those sharded together the first.
         self._units = list({id(_state(unit)): unit for unit in reversed(sharded)}.values())[::-1]
-        self._stage = stage
-        self._roots: list[Any] = _roots(stage)
+        inside = {inner for outer in sharded for inner in outer.modules() if inner is not outer}
+        self._roots: list[Any] = [module for module in sharded if module not in inside]
+        states = [_state(unit) for unit in reversed(self._units)]
+        self.several_groups = all(hasattr(state, "_fsdp_param_groups") for state in states)
+        self._groups: list[Any] = []  # of parameters, in the order of a backward
+        for state in states:
+            groups = state._fsdp_param_groups if self.several_groups else [_private(state, "_fsdp_param_group")]
+            self._groups += [group for group in reversed(groups) if group is not None]
+        self._stage, self._reduced = stage, False
         self._gathering: list[Any] = []  # handles of gathers that are not waited for
-        self._reduced = False
-        self._several_groups = all(hasattr(_state(unit), "_fsdp_param_groups") for unit in self._units)
         for root in self._roots:
             if any(kind.__name__ == "ReplicateModule" for kind in type(root).__mro__):  # which is private
                 raise ValueError("a module was given to torch's replicate, which a pipeline cannot drive; use "
@@ -58,7 +61,7 @@ class StageParameters:
             if len(_private(_state(root), "_modules")) > 1:
                 raise ValueError("fully_shard was given several modules together that are in no larger unit of their "
                                  "stage; call fully_shard on the stage itself as well")
-        for group in self._groups():
+        for group in self._groups:
             if isinstance(_private(group, "offload_policy"), CPUOffloadPolicy):
                 raise ValueError("FSDP2's CPU offload is not supported under a pipeline, which keeps parameters "
                                  "gathered for a whole step; leave offload_policy out")
@@ -109,10 +112,11 @@ class StageParameters:
                     if param.requires_grad and param.grad is None and dtype not in (None, param.dtype):
                         param.grad = torch.zeros_like(param, dtype=dtype)
 
-    def before_forward(self) -> None:
-        """Until torch 2.12, FSDP2 takes a forward after a backward for a recomputation, and does not cast for it."""
-        if not self._several_groups:
-            self._set_idle()
+    def set_idle(self) -> None:
+        """Have no unit left in its backward: it would take the next forward for a recomputation."""
+        for unit in self._units:
+            state = _state(unit)
+            state._training_state = type(_private(state, "_training_state")).IDLE
 
     def complete(self, *, reduce: bool) -> None:
         """Free the gathered parameters; before that, with `reduce`, start the reductions, of all gradients in
@@ -123,33 +127,39 @@ class StageParameters:
         """
         self.wait()
         if reduce:
-            self._fold()
-            for param, dtype in self._unsharded():
-                if param.requires_grad and param.grad is None:
-                    param.grad = torch.zeros_like(param, dtype=dtype)
+            self._fold(zeros=True)
             for root in self._roots:
                 _drive(root, sync=True, by_hand=True)
-            for group in self._groups():
+            for group in self._groups:
                 _private(group, "post_backward")()
         for unit in self._units:
             unit.reshard()
         self._reduced = reduce
 
-    def finish(self) -> None:
+    def finish(self, *, broken: bool = False) -> None:
         """End the step: what follows on the device comes after the reductions, and FSDP2 is as it was before.
 
+        broken: a collective failed; the step is ended as far as that can be done alone, and its gradients are dropped.
         Raises RuntimeError where a gradient was lost.
         """
+        reduced, self._reduced = self._reduced and not broken, False
         for root in self._roots:
-            _drive(root, sync=self._reduced, by_hand=False)
-            if hasattr(root, "finalize_backward"):
-                root.finalize_backward()
+            if not broken:
+                _drive(root, sync=reduced, by_hand=False)
+                by_torch = getattr(root, "finalize_backward", None)
+                (by_torch or _private(_state(root), "_root_post_backward_final_callback"))()
+            elif hasattr(root, "reset_iter_state"):
+                root.reset_iter_state()
+            if hasattr(root, "set_manual_backward_finalization"):
                 root.set_manual_backward_finalization(False)
-            else:
-                _private(_state(root), "_root_post_backward_final_callback")()
             _drive(root, sync=True, by_hand=False)
-        self._set_idle()
-        reduced, self._reduced = self._reduced, False
+        if broken:
+            self._gathering = []
+            for unit in self._units:
+                unit.reshard()
+            self.discard()
+            return
+        self.set_idle()
         lost = [
             _private(fsdp_param, "_param_fqn")
             for fsdp_param in (self._fsdp_params() if reduced else ())
@@ -157,19 +167,6 @@ class StageParameters:
         ]
         if lost:
             raise RuntimeError(f"FSDP2 reduced no gradient for {lost}, though every trainable parameter had one")
-
-    def abandon(self) -> None:
-        """End a step that failed in a collective, as far as that can be done alone, and drop its gradients."""
-        self._gathering, self._reduced = [], False
-        for root in self._roots:
-            if hasattr(root, "reset_iter_state"):
-                root.reset_iter_state()
-            if hasattr(root, "set_manual_backward_finalization"):
-                root.set_manual_backward_finalization(False)
-            _drive(root, sync=True, by_hand=False)
-        for unit in self._units:
-            unit.reshard()
-        self.discard()
 
     def discard(self) -> None:
         """Drop gradients that wait for a later step to reduce them."""
@@ -179,23 +176,9 @@ class StageParameters:
             if hasattr(fsdp_param, "accumulate_unsharded_grad_if_needed"):  # before torch 2.15, it has another place
                 fsdp_param.unsharded_accumulated_grad = None
 
-    # -- FSDP2
-
-    def _set_idle(self) -> None:
-        """A unit that is left in its backward takes the next forward for a recomputation."""
-        for unit in self._units:
-            state = _state(unit)
-            state._training_state = type(_private(state, "_training_state")).IDLE
-
-    def _groups(self) -> Iterator[Any]:
-        """All parameter groups, in the order of a backward."""
-        for unit in reversed(self._units):
-            yield from reversed(_param_groups(unit))
-
     def _fsdp_params(self) -> Iterator[Any]:
         """FSDP2's own records of the parameters."""
-        for group in self._groups():
-            yield from _private(group, "fsdp_params")
+        return chain.from_iterable(_private(group, "fsdp_params") for group in self._groups)
 
     def _unsharded(self) -> Iterator[tuple[Tensor, torch.dtype]]:
         """The gathered parameters and the dtype of their accumulators; none before the first gather."""
@@ -204,7 +187,7 @@ class StageParameters:
                 own = getattr(fsdp_param, "unsharded_grad_dtype", None)  # torch 2.15 decides
                 yield param, own or _private(fsdp_param, "mp_policy").reduce_dtype or param.dtype
 
-    def _fold(self) -> None:
+    def _fold(self, *, zeros: bool = False) -> None:
         """Have all gradients in `reduce_dtype`, as a reduce-scatter takes one dtype: also those of backwards outside of
         steps, and of code that assigned one in the parameter's dtype. FSDP2 adds what it has put elsewhere itself."""
         for param, dtype in self._unsharded():
@@ -213,15 +196,16 @@ class StageParameters:
                 param.grad_dtype = dtype
                 if grad is not None:
                     param.grad = grad.to(dtype)
+            if zeros and param.requires_grad and param.grad is None:
+                param.grad = torch.zeros_like(param, dtype=dtype)
 
 
 class ParametersStep:
     """The parameters of one rank's stages during one step.
 
-    train: whether there are backwards; reduce: whether the gradients of sharded stages are reduced at the end.
-
-    Its collectives come in the order of the rank's program, which is that of every data-parallel rank. A rank that
-    failed goes on to `complete` what it has not, so that no other one waits for it.
+    train: whether there are backwards; reduce: whether gradients are reduced at the end. Its collectives come in the
+    order of the rank's program, which is that of every data-parallel rank. A rank that failed goes on to `complete`
+    what it has not, so that no other one waits for it.
     """
 
     def __init__(self, stages: Mapping[int, StageParameters], *, train: bool, reduce: bool) -> None:
@@ -231,26 +215,25 @@ class ParametersStep:
 
     def gather(self) -> None:
         """Start to gather all stages."""
-        with self._collective():
-            for parameters in self._stages.values():
-                parameters.gather()
+        for parameters in self._stages.values():
+            self._meet(parameters.gather)
 
     def wait(self, stage: int) -> None:
         """Wait for the parameters of a stage that is about to run a forward."""
+        parameters = self._stages[stage]
         if stage in self._waiting:
             self._waiting.remove(stage)
-            with self._collective():
-                self._stages[stage].wait()
+            self._meet(parameters.wait)
             if self._train:
-                self._stages[stage].prepare()
-        self._stages[stage].before_forward()
+                parameters.prepare()
+        if not parameters.several_groups:  # until torch 2.12, whose FSDP2 does not cast for a recomputation
+            parameters.set_idle()
 
     def complete(self, stages: Iterable[int]) -> None:
         """These have nothing left to do: reduce or keep their gradients, and free their parameters."""
         for stage in self._open.intersection(stages):
             self._open.remove(stage)
-            with self._collective():
-                self._stages[stage].complete(reduce=self._reduce)
+            self._meet(partial(self._stages[stage].complete, reduce=self._reduce))
 
     def complete_after_failure(self, stages: Iterable[int]) -> None:
         """As `complete`, as far as the other ranks are still there."""
@@ -263,16 +246,15 @@ class ParametersStep:
         errors = []
         for parameters in self._stages.values():
             try:
-                parameters.abandon() if self._broken else parameters.finish()
+                parameters.finish(broken=self._broken)
             except Exception as error:  # the others are ended all the same
                 errors.append(error)
         if errors and not self._broken:  # what broke a collective is raised already
             raise errors[0]
 
-    @contextmanager
-    def _collective(self) -> Iterator[None]:
+    def _meet(self, collective: Callable[[], None]) -> None:
         try:
-            yield
+            collective()
         except BaseException:
             self._broken = True
             raise
@@ -282,11 +264,9 @@ def check_stages(
     stages: Sequence[nn.Module], parameters: Sequence[StageParameters], unreduced: Iterable[str] | str
 ) -> tuple[bool, list[str]]:
     """Whether FSDP2 reduces any of a rank's gradients over several ranks, and the first parameters of those stages that
-    it has nothing of; for `check_ranks`.
-
-    unreduced: names in their stage, of parameters or modules, with wildcards, whose gradients are the caller's to
-    reduce. Raises ValueError for a stage that reduces in another way, is sharded together with another one, or in part
-    and does not name the rest.
+    it has nothing of, for `check_ranks`. unreduced: names in their stage, of parameters or modules, with wildcards,
+    whose gradients are the caller's to reduce. Raises ValueError for a stage that reduces in another way, is sharded
+    together with another one, or in part and does not name the rest.
     """
     unreduced = (unreduced,) if isinstance(unreduced, str) else tuple(unreduced)
     patterns = [*unreduced, *(f"{pattern}.*" for pattern in unreduced)]
@@ -342,24 +322,8 @@ def process_groups(stages: Iterable[nn.Module], others: Iterable[ProcessGroup] =
     return [group for r, group in groups.items() if len(r) > 1 and not any(set(r) < other for other in ranks)]
 
 
-def _roots(stage: nn.Module) -> list[FSDPModule]:
-    """The units that are in no other one."""
-    if isinstance(stage, FSDPModule):
-        return [stage]
-    return list(dict.fromkeys(root for child in stage.children() for root in _roots(child)))
-
-
 def _state(unit: FSDPModule) -> Any:
     return _private(unit, "_get_fsdp_state")()
-
-
-def _param_groups(unit: FSDPModule) -> list[Any]:
-    """Several where torch can have several; before that, one or none."""
-    state = _state(unit)
-    if hasattr(state, "_fsdp_param_groups"):
-        return state._fsdp_param_groups
-    group = _private(state, "_fsdp_param_group")
-    return [] if group is None else [group]
 
 
 def _drive(root: FSDPModule, *, sync: bool, by_hand: bool) -> None:

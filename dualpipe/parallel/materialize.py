@@ -1,9 +1,8 @@
 """From a module without values to one that trains: parameters on meta, sharded or not, get memory once and are filled.
 
     module = build_on_meta(lambda: Stage(config))       parameters on meta, buffers with their values
-    ... fully_shard(module) where wanted ...            DTensors, still on meta
+    ... shard(module, mesh, plan) where wanted ...      DTensors, still on meta
     materialize(module, device, plan, seed=0)           each rank's shard allocated and filled
-    assert_materialized(module, device)                 (`materialize` has asked this itself after filling)
 
 What a module offers:
 
@@ -63,9 +62,9 @@ class _LargeOnMeta(TorchFunctionMode):
 def build_on_meta(fn: Callable[[], T]) -> T:
     """Return `fn()`, which builds modules; their parameters go to meta when registered, buffers keep their values.
 
-    One parameter at a time has memory, unless it is larger than 1 GB, as stacked experts are. Under
-    `torch.device("meta")` instead, a buffer's value would be lost, that of `torch.tensor(...)` too. The hook is the
-    process's: build modules in one thread at a time.
+    One parameter at a time has memory, none that is larger than 1 GB, as stacked experts are. Under
+    `torch.device("meta")` instead, a buffer's value would be lost. The hook is the process's: build modules in one
+    thread at a time.
     """
 
     def to_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -82,35 +81,28 @@ def build_on_meta(fn: Callable[[], T]) -> T:
 
 @torch.no_grad()
 def materialize(
-    module: nn.Module,
-    device: torch.device | str,
-    plan: DTypePlan,
-    *,
-    seed: int | None = None,
-    source: Mapping[str, Sliceable] | None = None,
-    param_device: torch.device | str | None = None,
+    module: nn.Module, device: torch.device | str, plan: DTypePlan, *, seed: int | None = None,
+    source: Mapping[str, Sliceable] | None = None, param_device: torch.device | str | None = None,
 ) -> None:
     """Give `module` values on `device`, in the dtypes `plan.of(name).storage`.
 
     A parameter on meta is allocated, of a DTensor the local shard; one with values moves, but a DTensor stays.
-    Persistent buffers move with their values, others are recomputed on `device`. Every parameter and buffer remains
-    the same object, so tied ones stay tied, also across calls for the stages of one rank. Then the module is filled,
-    one parameter at a time:
+    Persistent buffers move with their values, others are recomputed on `device`. Every tensor remains the same object,
+    so tied ones stay tied, also across calls for the stages of one rank. Then, one parameter at a time, it is filled:
 
     - with `seed`, by `module.init_weights(seed)`;
-    - with `source`, from the tensors of these names, of which only this rank's part is asked for: every parameter (one
-      name of a tied one is enough) and persistent buffer. Whole tensors, never DTensors;
+    - with `source`, from whole tensors of these names, of which only this rank's part is asked for: every parameter
+      (one name of a tied one is enough) and persistent buffer;
     - with neither, what was on meta is left for a distributed checkpoint to load into: NaN, integers their maximum, so
       that `assert_materialized` can name what was not loaded.
 
     `param_device` is where parameters are if not on `device`: "cpu" under FSDP2's CPU offload. Optimizers are to be
     built afterwards. FSDP2 copies an uneven shard once more, into one that is padded, when it first runs.
 
-    Raises:
-        ValueError: before anything is changed, with a line for each: a buffer with neither value nor
-            `recompute_buffers`, or of which that returns another shape, dtype or device; names that `source` lacks or
-            has too many; other shapes; values that the plan's dtype would round, but for frozen modules, which the plan
-            narrows by intention. Afterwards: what `init_weights` left out; tied names whose values differ.
+    Raises ValueError, before anything is changed, with a line for each: a buffer with neither value nor
+    `recompute_buffers`, or of which that returns another shape, dtype or device; names that `source` lacks or has too
+    many; other shapes; values that the plan's dtype would round, but for frozen modules, which the plan narrows by
+    intention. Afterwards: what `init_weights` left out; tied names whose values differ.
     """
     from dualpipe.nn.init import local_part  # with it come all layers and kernels, which few who import this need
 
@@ -146,11 +138,7 @@ def materialize(
 
 @torch.no_grad()
 def check_materialize(
-    module: nn.Module,
-    device: torch.device | str,
-    plan: DTypePlan,
-    *,
-    seed: int | None = None,
+    module: nn.Module, device: torch.device | str, plan: DTypePlan, *, seed: int | None = None,
     source: Mapping[str, Sliceable] | None = None,
 ) -> dict[str, Tensor]:
     """Raise what `materialize` raises before it changes anything; returns the recomputed buffers, by full name."""
@@ -231,18 +219,12 @@ def _rounds(dtype: torch.dtype, storage: torch.dtype) -> bool:
 
 @torch.no_grad()
 def assert_materialized(
-    module: nn.Module,
-    device: torch.device | str,
-    *,
-    param_device: torch.device | str | None = None,
+    module: nn.Module, device: torch.device | str, *, param_device: torch.device | str | None = None,
     values: bool | Collection[str] = True,
 ) -> None:
-    """Raise ValueError naming every parameter and buffer that is on meta, on the wrong device, or uninitialised.
-
-    Uninitialised is what holds a NaN, or integers that are all their dtype's maximum, as `materialize` leaves them;
-    booleans are not looked at. This reads all memory once and waits for the device; `values` may be the names to look
-    at, or False.
-    """
+    """Raise ValueError naming every parameter and buffer that is on meta, on the wrong device, or uninitialised: that
+    holds a NaN, or integers that are all their dtype's maximum, as `materialize` leaves them; booleans are not looked
+    at. This reads all memory once and waits for the device; `values` may be the names to look at, or False."""
     from dualpipe.nn.init import local_part
 
     device, param_device = torch.device(device), torch.device(device if param_device is None else param_device)

@@ -2,13 +2,8 @@
 
 Dimensions are ("pp", "dp", "ep"), outermost first: the ranks of an expert-parallel group, which talk most, are next to
 each other; those of a pipeline, which talk least, furthest apart. Example: 8 ranks as pp 2, dp 2, ep 2: ranks 0 and 1
-share the experts of a stage, ranks 0 to 3 hold the same stages, ranks 0 and 4 are one pipeline.
-
-Every rank of "dp" and "ep" together has data of its own, so dense parameters are sharded over both, `Mesh.dense`;
-experts, of which each rank of "ep" holds others, over "dp" alone, `Mesh.experts`.
-
-`build_mesh` makes torch's `DeviceMesh`, and `Mesh` says where a rank stands in one. To add a dimension is to name it in
-`DIMENSIONS`, at its place, and to give its size to `build_mesh`.
+share the experts of a stage, ranks 0 to 3 hold the same stages, ranks 0 and 4 are one pipeline. To add a dimension is
+to name it in `DIMENSIONS`, at its place, and to give its size to `build_mesh`.
 """
 
 from __future__ import annotations
@@ -29,11 +24,8 @@ EXPERTS = tuple(name for name in DENSE if name != "ep")  # the ranks of these ha
 
 @dataclass(frozen=True)
 class Mesh:
-    """The sizes of a mesh and where this rank stands in it; its groups, where there are processes.
-
-    sizes, places: the number of ranks along each dimension, and this rank's own number there. All of `DIMENSIONS` are
-    among them, and those of a mesh of the user's own.
-    """
+    """The sizes of a mesh and where this rank stands in it, by dimensions: all of `DIMENSIONS`, and those of a mesh of
+    the user's own; its groups, where there are processes."""
 
     sizes: Mapping[str, int]
     places: Mapping[str, int]
@@ -41,8 +33,7 @@ class Mesh:
 
     @classmethod
     def of(cls, device_mesh: DeviceMesh | None) -> Mesh:
-        """A mesh from `build_mesh`, or one that lacks some of `DIMENSIONS`: they have one rank. None: this process
-        alone."""
+        """A mesh from `build_mesh`, or one that lacks `DIMENSIONS`, which have one rank; None: this process alone."""
         if device_mesh is None:
             return cls.planned()
         names, here = device_mesh.mesh_dim_names or (), device_mesh.get_coordinate() or ()
@@ -62,7 +53,7 @@ class Mesh:
 
     @property
     def replicas(self) -> int:
-        """The number of pipelines, which train on different data."""
+        """The number of pipelines, each of which has data of its own."""
         return self.size(*DENSE)
 
     @property
@@ -72,12 +63,12 @@ class Mesh:
 
     @property
     def dense(self) -> DeviceMesh | None:
-        """The ranks that dense parameters are sharded over: those that have the same stages, as one dimension."""
+        """The ranks with the same stages, which dense parameters are sharded over, as one dimension."""
         return self.part(*DENSE)
 
     @property
     def experts(self) -> DeviceMesh | None:
-        """The ranks that a rank's experts are sharded over: those that have the same ones."""
+        """The ranks with the same experts, which those are sharded over."""
         return self.part(*EXPERTS)
 
     def size(self, *dimensions: str) -> int:
@@ -92,10 +83,8 @@ class Mesh:
         return number
 
     def part(self, *dimensions: str) -> DeviceMesh | None:
-        """The ranks that differ from this one along these dimensions only, as one dimension, in the order of `rank`.
-
-        None where torch's mesh has none of the dimensions, or there is none: this rank alone.
-        """
+        """The ranks that differ from this one along these dimensions only, as one dimension, in the order of `rank`;
+        None, where torch's mesh has none of the dimensions: this rank alone."""
         if self.device_mesh is None:
             return None
         names = tuple(name for name in dimensions if name in (self.device_mesh.mesh_dim_names or ()))
@@ -112,12 +101,11 @@ class Mesh:
 def build_mesh(
     pp: int, dp: int | None, ep: int, device: torch.device, *, timeout: timedelta | None = None
 ) -> DeviceMesh:
-    """The mesh over all ranks of the default process group, each of its groups used once.
+    """The mesh over all ranks of the default process group, each of its groups used once: a communicator that is made
+    in the middle of a step, in another order on each rank, can deadlock.
 
-    A communicator that is made in the middle of a step, in another order on each rank, can deadlock; so all are made
-    here. `dp` None: what pp and ep leave. `timeout`: after which a rank gives up waiting for another; that of the
-    default group is not inherited. Raises ValueError, with the sizes that are possible, unless there are pp * dp * ep
-    ranks.
+    `dp` None: what pp and ep leave. `timeout`: after which a rank gives up waiting for another; that of the default
+    group is not inherited. Raises ValueError, with the sizes that are possible, unless pp * dp * ep is all ranks.
     """
     sizes = mesh_sizes(dist.get_world_size(), pp=pp, dp=dp, ep=ep)
     device_mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
@@ -134,10 +122,8 @@ def build_mesh(
 
 
 def mesh_sizes(ranks: int, **given: int | None) -> dict[str, int]:
-    """The size of each of `DIMENSIONS`, all of which are given; of the one that is None, what the others leave.
-
-    Raises ValueError where they do not make `ranks`.
-    """
+    """The size of each of `DIMENSIONS`, all given; of the one that is None, what the others leave. Raises ValueError
+    where they do not make `ranks`."""
     known = {name: size for name in DIMENSIONS if (size := given[name]) is not None}
     _check_positive(known)
     all_known = len(known) == len(DIMENSIONS)

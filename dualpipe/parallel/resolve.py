@@ -20,11 +20,8 @@ _PINS = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict", "keep_fp32")  
 
 
 def resolve_dtypes(
-    model: nn.Module | Sequence[nn.Module],
-    policy: DTypePolicy,
-    source_dtypes: Mapping[str, torch.dtype] | None = None,
-    *,
-    sharded: bool = True,
+    model: nn.Module | Sequence[nn.Module], policy: DTypePolicy,
+    source_dtypes: Mapping[str, torch.dtype] | None = None, *, sharded: bool = True,
 ) -> DTypePlan:
     """Decide storage, compute and save dtype of every parameter and buffer.
 
@@ -47,10 +44,9 @@ def resolve_dtypes(
     parameter are stored in their compute dtype, buffers included; other buffers keep the dtype that they have, because
     nothing casts them in a forward. Integers and booleans are left alone.
 
-    Raises:
-        ValueError: a rule or `keep_fp32` matches nothing; a rule stores a tensor in less than it computes in, or
-            disagrees with another on one; no name of `source_dtypes` is in the model; or FSDP2 could not keep the
-            dtypes apart (not checked where `sharded` is false).
+    Raises ValueError where a rule or `keep_fp32` matches nothing, a rule stores a tensor in less than it computes in or
+    disagrees with another on one, no name of `source_dtypes` is in the model, or FSDP2 could not keep the dtypes apart
+    (not checked where `sharded` is false).
     """
     modules = (model,) if isinstance(model, nn.Module) else tuple(model)
     found: dict[int, _Found] = {}

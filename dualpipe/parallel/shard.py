@@ -5,11 +5,9 @@
     cast      what goes into a module that owns parameters has their compute dtype, where its host mixes dtypes
 
 FSDP2 gathers a unit in one dtype and reduces it in one; its assertion about that comes in the first forward, and says
-nothing of frozen parameters. So parameters are grouped here, before anything is sharded.
-
-The casts are forward hooks of ours and not those of `MixedPrecisionPolicy`: modules that are not units need them as
-well, so do modules that are not sharded at all, and until torch 2.11 a unit of several modules casts the inputs of its
-first one only.
+nothing of frozen parameters. So parameters are grouped here, before anything is sharded. The casts are forward hooks of
+ours and not those of `MixedPrecisionPolicy`: modules that are no units, or not sharded, need them as well, and until
+torch 2.11 a unit of several modules casts the inputs of its first one only.
 """
 
 from __future__ import annotations
@@ -29,17 +27,13 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_map_only
 
 from dualpipe.dtypes import short_name
-from dualpipe.parallel.dtype_plan import DTypePlan, DTypePolicy, slots
+from dualpipe.parallel.dtype_plan import DTypePlan, slots
 
 _Dtypes = tuple[torch.dtype, torch.dtype | None]  # computed in, and returned where that is another
 
 
 def shard(
-    module: nn.Module,
-    mesh: DeviceMesh | None,
-    plan: DTypePlan,
-    *,
-    expert_mesh: DeviceMesh | None = None,
+    module: nn.Module, mesh: DeviceMesh | None, plan: DTypePlan, *, expert_mesh: DeviceMesh | None = None,
     output_dtype: torch.dtype | None = None,
 ) -> nn.Module:
     """Shard a module with FSDP2 as the plan says, in place; returns it. Works on the meta device too.
@@ -47,20 +41,24 @@ def shard(
     `mesh` is what dense parameters are sharded over: the last dimension; over the others they are replicated, and their
     gradients reduced (HSDP). Parameters that are `DTensor`s already are experts, sharded over expert-parallel ranks;
     they are sharded further over `expert_mesh`, the data-parallel ranks that hold the same ones. Gradients of both are
-    the mean over all ranks of `mesh`. Each layer is gathered in as many units as it has dtypes. Inside a layer,
-    what a float32 unit returns stays float32 (a rule may say otherwise) and is cast where it enters a module of another
-    dtype; the layer returns the policy's `param_dtype`, and `module` its `output_dtype` or, with a warning, the one
-    given here.
+    the mean over all ranks of `mesh`. With no `mesh` nothing is sharded, and the plan holds all the same.
 
-    With no `mesh` nothing is sharded, and the plan holds all the same: dtypes, casts, gradients in the reduce dtype.
+    Each layer is gathered in as many units as it has dtypes. Inside a layer, what a float32 unit returns stays float32
+    (a rule may say otherwise) and is cast where it enters a module of another dtype; the layer returns the policy's
+    `param_dtype`, and `module` its `output_dtype` or, with a warning, the one given here.
 
-    Raises:
-        ValueError: `Cut` does; the module is sharded already; meshes do not fit the experts; or, with no mesh, a
-            parameter would have to compute in another dtype than it is stored in.
+    Raises ValueError where `Cut` does, the module is sharded already, meshes do not fit the experts, or, with no mesh,
+    a parameter would have to compute in another dtype than it is stored in.
     """
     if isinstance(module, FSDPModule):
         raise ValueError("the module is sharded already; shard it once, from the outermost module")
-    boundary = boundary_dtype(plan.policy, output_dtype)
+    planned = plan.policy.output_dtype
+    boundary = output_dtype or planned  # what crosses pipeline ranks
+    if not boundary.is_floating_point:
+        raise ValueError(f"output_dtype must be a floating-point dtype; got {boundary}")
+    if boundary is not planned:
+        warnings.warn(f"the module returns {short_name(boundary)}, not the policy's output_dtype {short_name(planned)}",
+                      stacklevel=2)
     cut = Cut(module, plan, output_dtype=boundary)
     _store(module, mesh, plan, expert_mesh)
     if mesh is not None and mesh.ndim > 2:  # FSDP2 takes (shard,) or (replicate, shard)
@@ -79,20 +77,6 @@ def shard(
     for inner, (inputs, outputs) in cut.casts.items():
         _cast(inner, inputs, outputs)
     return module
-
-
-def boundary_dtype(policy: DTypePolicy, explicit: torch.dtype | None = None) -> torch.dtype:
-    """What crosses pipeline ranks: the policy's output dtype. An explicit other one is honoured, with a warning."""
-    if explicit is None or explicit is policy.output_dtype:
-        return policy.output_dtype
-    if not explicit.is_floating_point:
-        raise ValueError(f"output_dtype must be a floating-point dtype; got {explicit}")
-    warnings.warn(f"the module returns {short_name(explicit)}, not the policy's output_dtype "
-                  f"{short_name(policy.output_dtype)}", stacklevel=3)
-    return explicit
-
-
-# -- how a module is cut
 
 
 class Key(NamedTuple):
@@ -114,9 +98,9 @@ class _Part:
 
     module: nn.Module
     name: str
-    own: Key | None  # of the parameters that it owns directly
-    casts: list[_Dtypes]  # of these and of frozen scalars
     is_host: bool
+    own: Key | None = None  # of the parameters that it owns directly
+    casts: dict[_Dtypes, None] = field(default_factory=dict)  # of these and of frozen scalars, in order
     children: list[_Part] = field(default_factory=list)
     keys: set[Key] = field(default_factory=set)  # of all parameters inside
     dtypes: set[_Dtypes] = field(default_factory=set)  # of all floating-point tensors inside
@@ -139,9 +123,8 @@ class Cut:
     innermost first, the order in which they are to be sharded. casts: by module, what its floating-point inputs and
     outputs are cast to; None leaves them. output_dtype: what the module returns, by default the policy's.
 
-    Raises:
-        ValueError: the plan lacks a tensor of the module, or dtypes meet where FSDP2 cannot keep them apart: in the
-            parameters that one module owns directly, in a container without a forward, in tied parameters.
+    Raises ValueError where the plan lacks a tensor, or dtypes meet where FSDP2 cannot keep them apart: in parameters
+    that one module owns directly, in a container without a forward, in tied parameters.
     """
 
     def __init__(self, root: nn.Module, plan: DTypePlan, *, output_dtype: torch.dtype | None = None) -> None:
@@ -160,15 +143,7 @@ class Cut:
 
     def _look(self, module: nn.Module, name: str, *, is_host: bool = False, in_layer: bool = False) -> _Part:
         """Note a module and what is inside, by the first place that it has; a layer has no layers of its own."""
-        own, casts = self._own(module, name)
-        part = self._parts[module] = _Part(module, name, own, casts, is_host)
-        if own:
-            part.keys.add(own)
-            if own.compute is self._plan.policy.param_dtype and not own.expert:
-                part.sizes[own] = sum(param.numel() for param in module.parameters(recurse=False))
-        buffers = (key for key, buffer in module.named_buffers(recurse=False) if buffer.is_floating_point())
-        planned = (self._plan.of(_full(name, key)) for key in buffers)
-        part.dtypes.update(casts, ((dtypes.compute, dtypes.output) for dtypes in planned))
+        part = self._parts[module] = self._part(module, name, is_host)
         for key, child in module.named_children():
             if child not in self._parts:
                 is_layer = isinstance(module, nn.ModuleList | nn.ModuleDict) and not in_layer
@@ -176,7 +151,8 @@ class Cut:
                 is_tower = has_more and not _is_trained(child) and _is_trained(module)
                 sharded = any(param.dim() for param in child.parameters())
                 is_host = (is_layer or is_tower) and sharded and _has_forward(child)
-                self._look(child, _full(name, key), is_host=is_host, in_layer=in_layer or (is_host and is_layer))
+                in_host = in_layer or (is_host and is_layer)
+                self._look(child, f"{name}.{key}".lstrip("."), is_host=is_host, in_layer=in_host)
             inner = self._parts[child]
             part.children.append(inner)
             part.keys |= inner.keys
@@ -186,25 +162,32 @@ class Cut:
                 part.sizes.update(inner.sizes)
         return part
 
-    def _own(self, module: nn.Module, name: str) -> tuple[Key | None, list[_Dtypes]]:
-        """The key of the parameters that a module owns directly, and what they are computed and returned in."""
-        keys: dict[Key, str] = {}
-        casts: dict[_Dtypes, None] = {}
-        for full, param in ((_full(name, key), param) for key, param in module.named_parameters(recurse=False)):
+    def _part(self, module: nn.Module, name: str, is_host: bool) -> _Part:
+        """A module with what it owns directly."""
+        part = _Part(module, name, is_host)
+        owned: dict[Key, str] = {}
+        for key, tensor in chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False)):
+            full, is_param = f"{name}.{key}".lstrip("."), isinstance(tensor, nn.Parameter)
             dtypes = self._plan.of(full)
-            if param.is_floating_point():
-                casts[dtypes.compute, dtypes.output] = None
-            if param.dim() > 0:
-                key = Key(dtypes.storage, dtypes.compute, self._plan.reduce_dtype(full), isinstance(param, DTensor))
-                keys.setdefault(key, full)
-            elif param.requires_grad:
+            if tensor.is_floating_point():
+                part.dtypes.add((dtypes.compute, dtypes.output))
+                if is_param:
+                    part.casts[dtypes.compute, dtypes.output] = None
+            if is_param and tensor.dim() > 0:
+                reduce = self._plan.reduce_dtype(full)
+                part.own = Key(dtypes.storage, dtypes.compute, reduce, isinstance(tensor, DTensor))
+                owned.setdefault(part.own, full)
+            elif is_param and tensor.requires_grad:
                 raise ValueError(f"{full} is a scalar, which FSDP2 cannot shard: give it the shape (1,)")
-        if len(keys) > 1:
-            found = ", ".join(f"{full} ({key})" for key, full in keys.items())
+        if len(owned) > 1:
+            found = ", ".join(f"{full} ({key})" for key, full in owned.items())
             raise ValueError(f"{name or 'the module'} ({type(module).__name__}) directly owns parameters that FSDP2 "
                              f"cannot keep apart: {found}; give them the same dtypes with a rule or pin, or move some "
                              "to a submodule")
-        return next(iter(keys), None), list(casts)
+        part.keys.update(owned)
+        if part.own and part.own.compute is self._plan.policy.param_dtype and not part.own.expert:
+            part.sizes[part.own] = sum(param.numel() for param in module.parameters(recurse=False))
+        return part
 
     def _find_casts(self, host: _Part, output: torch.dtype | None) -> None:
         """The casts of a host, which returns `output`; where it mixes dtypes, those around the largest modules in it of
@@ -221,7 +204,7 @@ class Cut:
             if len({output for _, output in part.casts}) > 1:
                 raise ValueError(f"rules disagree on what {part.name} returns: {set(part.casts)}")
             if part.casts and _has_forward(part.module):
-                self.casts[part.module] = part.casts[0]
+                self.casts[part.module] = next(iter(part.casts))
             inside += part.children[::-1]
 
     def _find_units(self, host: _Part, main: Key | None) -> None:
@@ -271,10 +254,6 @@ class Cut:
                 taken.update(tied)
         rest = [(tuple(m for m in modules if m not in taken), key) for modules, key in self.units]
         self.units = [*joined.items(), *(unit for unit in rest if unit[0])]
-
-
-def _full(path: str, name: str) -> str:
-    return f"{path}.{name}".lstrip(".")
 
 
 def _has_forward(module: nn.Module) -> bool:
@@ -357,9 +336,7 @@ def _fully_shard(
         first.set_all_reduce_hook(divide)
 
 
-def _accumulate_in(
-    dtype: torch.dtype, called: Iterable[nn.Module], managed: Iterable[nn.Module], *, now: bool
-) -> None:
+def _accumulate_in(dtype: torch.dtype, called: Iterable[nn.Module], managed: list[nn.Module], *, now: bool) -> None:
     """Gradients of the parameters of `managed` modules that a forward sees accumulate in `dtype`; gathered parameters
     exist from then on only, so hooks on the `called` modules see to it."""
     places = [(module, name) for module in managed for name, _ in module.named_parameters(recurse=False)]

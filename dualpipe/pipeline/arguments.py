@@ -35,13 +35,6 @@ class SideSpec(NamedTuple):
         names = tuple(p.name for p in parameters[1:] if p.kind in by_name and not is_reserved(p.name))
         return SideSpec(names, any(p.kind is Parameter.VAR_KEYWORD for p in parameters))
 
-    @staticmethod
-    def union(parts: Iterable[SideSpec]) -> SideSpec:
-        """What any of them can be given."""
-        parts = list(parts)
-        names = set().union(*(part.names for part in parts))
-        return SideSpec(tuple(sorted(names)), any(p.every for p in parts), any(p.hooked for p in parts))
-
 
 @dataclass(frozen=True)
 class OwnStages:
@@ -53,6 +46,12 @@ class OwnStages:
     count: int
     device: torch.device
     batch_dim: int
+
+    @property
+    def hooked(self) -> bool:
+        """Whether they are of one type that offers DeepSeek's `overlapped_forward_backward`."""
+        types = {type(module) for module in self.modules.values()}
+        return len(types) == 1 and hasattr(types.pop(), "overlapped_forward_backward")
 
     def segments(self) -> dict[int, list[Segment]]:
         """Those of each stage that offers them."""
@@ -92,13 +91,8 @@ class Batch(NamedTuple):
 
 
 def split_batch(
-    stages: OwnStages,
-    inputs: Sequence[Tensor | None],
-    num_chunks: int,
-    criterion: Callable[..., Tensor] | None,
-    labels: Sequence[Tensor | None] | Tensor | None,
-    return_outputs: bool,
-    sync: bool,
+    stages: OwnStages, inputs: Sequence[Tensor | None], num_chunks: int, criterion: Callable[..., Tensor] | None,
+    labels: Sequence[Tensor | None] | Tensor | None, return_outputs: bool, sync: bool,
     side: Mapping[str, Tensor | None] | None,
 ) -> Batch:
     """This rank's micro-batches, and what the other ranks must know of them; ValueError for what it can see to be wrong
@@ -106,7 +100,6 @@ def split_batch(
     if not hasattr(num_chunks, "__index__") or int(num_chunks) < 1:
         raise ValueError(f"num_chunks must be an integer >= 1, got {num_chunks!r}")
     num_chunks = int(num_chunks)
-    labels = (labels,) if isinstance(labels, Tensor) else tuple(labels or ())
     side = _checked_side(side)
     for module in stages.modules.values():
         if (found := getattr(next(module.parameters(), None), "device", stages.device)) != stages.device:
@@ -117,9 +110,10 @@ def split_batch(
         raise ValueError("criterion is required on the rank of the last stage; evaluate under torch.no_grad()")
     if first and not given:
         raise ValueError("inputs are required on the rank of the first stage, got none")
-    cut_inputs, size = _split("input", inputs if first else None, num_chunks, stages)
-    cut_side, side_size = _split("side input", side.values() if first and side else None, num_chunks, stages, side)
-    cut_labels, label_size = _split("label", labels if last and criterion else None, num_chunks, stages)
+    cut_inputs, size = _split("input", dict(enumerate(inputs)) if first else None, num_chunks, stages)
+    cut_side, side_size = _split("side input", side if first and side else None, num_chunks, stages)
+    by_number = dict(enumerate((labels,) if isinstance(labels, Tensor) else labels or ()))
+    cut_labels, label_size = _split("label", by_number if last and criterion else None, num_chunks, stages)
     told = StepArguments(
         num_chunks, grad, bool(sync), [module.training for module in stages.modules.values()],
         [list(t.shape) for t in given], [[name, list(t.shape)] for name, t in side.items()],
@@ -153,11 +147,10 @@ def agree(told: Iterable[Sequence[Any]], *, first: int, last: int, spec: SideSpe
     if unused := [name for name in names if name not in spec.names and not spec.every]:
         raise ValueError(f"no stage takes the side inputs {unused}; the stages' forwards name {list(spec.names)} when "
                          "the pipeline is built. Name them there as parameters behind the first")
-    batch_size, side_size, label_size = ranks[first].batch_size, ranks[first].side_size, ranks[last].label_size
-    if side_size not in (None, batch_size):
-        raise ValueError(f"inputs have batch size {batch_size}, side inputs {names} {side_size}")
-    if label_size not in (None, batch_size):
-        raise ValueError(f"inputs have batch size {batch_size}, labels {label_size}")
+    batch_size = ranks[first].batch_size
+    for what, size in ((f"side inputs {names}", ranks[first].side_size), ("labels", ranks[last].label_size)):
+        if size not in (None, batch_size):
+            raise ValueError(f"inputs have batch size {batch_size}, {what} {size}")
     assert batch_size is not None, "the rank of the first stage has inputs"
     return batch_size % ranks[first].num_chunks, names
 
@@ -184,14 +177,13 @@ def _checked_side(side: Any) -> dict[str, Tensor]:
 
 
 def _split(
-    what: str, tensors: Iterable[Tensor | None] | None, num_chunks: int, stages: OwnStages, names: Iterable[object] = ()
+    what: str, tensors: Mapping[Any, Tensor | None] | None, num_chunks: int, stages: OwnStages
 ) -> tuple[Sequence[tuple[Any, ...]], int | None]:
     """The micro-batches, as `torch.tensor_split` cuts them, and the size of the batch; none of None. ValueError, with
-    `what` and one of the `names` (default: numbers), where a tensor cannot be cut."""
+    `what` and its name or number, where a tensor cannot be cut."""
     if tensors is None:
         return (), None
-    tensors, dim = list(tensors), stages.batch_dim
-    given = [(f"{what} {n!r}", t) for n, t in zip(list(names) or range(len(tensors)), tensors) if t is not None]
+    dim, given = stages.batch_dim, [(f"{what} {name!r}", t) for name, t in tensors.items() if t is not None]
     for name, tensor in given:
         if not isinstance(tensor, Tensor):
             raise ValueError(f"{name} must be a tensor, got {type(tensor).__name__}")
@@ -205,7 +197,7 @@ def _split(
             raise ValueError(f"{name} is on {tensor.device}, the stages on {stages.device}; move it there")
     if len({t.shape[dim] for _, t in given}) > 1:
         raise ValueError(f"{what}s differ in size along dimension {dim}: {[list(t.shape) for _, t in given]}")
-    chunks = [[None] * num_chunks if t is None else t.tensor_split(num_chunks, dim) for t in tensors]
+    chunks = [[None] * num_chunks if t is None else t.tensor_split(num_chunks, dim) for t in tensors.values()]
     return list(zip(*chunks)) if chunks else [()] * num_chunks, given[0][1].shape[dim] if given else None
 
 
@@ -223,10 +215,10 @@ def conclude(ranks: Iterable[Sequence[Any]]) -> tuple[bool | None, SideSpec, tor
     not fit.
 
     ranks: what each says when it builds its pipeline: what must be the same everywhere, whether pairs are to run in
-    turn (None where nothing could), its `SideSpec`, whether a parameter is float64, its `tied_ends` and what
-    `check_stages` has found. Travels as JSON.
+    turn (None where nothing could), the `SideSpec` of each stage, whether DeepSeek's hook runs them, whether any
+    parameter is float64, the `tied_ends` and what `check_stages` has found. Travels as JSON.
     """
-    same, turns, specs, doubles, tied, reduced = zip(*ranks)
+    same, turns, specs, hooked, doubles, tied, reduced = zip(*ranks)
     _same("(schedule, its checksum, device, batch_dim, rank_mapping)", same)
     check_ranks(reduced)
     embeddings, last = (list(chain(*ends)) for ends in zip(*tied))
@@ -235,8 +227,10 @@ def conclude(ranks: Iterable[Sequence[Any]]) -> tuple[bool | None, SideSpec, tor
                          "train two weights; use a V-shaped schedule (dualpipev, zbv), or set it to False in their "
                          "config")
     wanted = [each for each in turns if each is not None]
-    dtype = torch.float64 if any(doubles) else torch.float32
-    return any(wanted) if wanted else None, SideSpec.union(starmap(SideSpec, specs)), dtype
+    parts = list(starmap(SideSpec, chain(*specs)))
+    names = sorted(set(chain.from_iterable(part.names for part in parts)))
+    spec = SideSpec(tuple(names), any(part.every for part in parts), any(hooked))
+    return any(wanted) if wanted else None, spec, torch.float64 if any(doubles) else torch.float32
 
 
 def checked_modules(modules: Any) -> tuple[nn.ModuleList, torch.device | None]:
@@ -260,11 +254,11 @@ def tied_ends(first: nn.Module | None, last: nn.Module | None) -> list[list[list
     """Shapes of the first stage's embeddings and of the last one's matrices, where a config like one of transformers'
     ties them; none of a stage on another rank (None). ValueError where both are here, with weights of one shape, and
     share no Parameter."""
-    ends: list[list[Tensor]] = [[], []]
-    if first is not None and _ties(first):
-        ends[0] = [m.weight for m in first.modules() if isinstance(m, nn.Embedding)]
-    if last is not None and _ties(last):
-        ends[1] = [p for p in last.parameters() if p.dim() == 2]
+    ties = [getattr(getattr(stage, "config", None), "tie_word_embeddings", False) for stage in (first, last)]
+    ends: list[list[Tensor]] = [
+        [m.weight for m in first.modules() if isinstance(m, nn.Embedding)] if first is not None and ties[0] else [],
+        [p for p in last.parameters() if p.dim() == 2] if last is not None and ties[1] else [],
+    ]
     embeddings, matrices = ([list(shape) for shape in dict.fromkeys(w.shape for w in weights)] for weights in ends)
     if first is None or last is None:
         return [embeddings, matrices]
@@ -273,7 +267,3 @@ def tied_ends(first: nn.Module | None, last: nn.Module | None) -> list[list[list
         raise ValueError("tie_word_embeddings is set, but the first and the last stage share no Parameter and would "
                          "train two weights; give one the other's, or set it to False in their config")
     return [[], []]
-
-
-def _ties(stage: nn.Module) -> bool:
-    return bool(getattr(getattr(stage, "config", None), "tie_word_embeddings", False))

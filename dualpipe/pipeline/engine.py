@@ -22,7 +22,7 @@ from dualpipe.nn.segments import communication_groups, has_communication
 from dualpipe.parallel.clipping import clip_grad_norm_
 from dualpipe.parallel.fsdp import ParametersStep, StageParameters, check_stages, process_groups
 from dualpipe.pipeline.arguments import OwnStages, SideSpec, agree, checked_modules, conclude, split_batch, tied_ends
-from dualpipe.pipeline.executor import Executor, Outputs, overlaps_by_itself
+from dualpipe.pipeline.executor import Executor, Outputs
 from dualpipe.pipeline.lower import Programs
 from dualpipe.pipeline.p2p import P2PGroups, P2PMessages
 from dualpipe.schedule import Schedule
@@ -48,16 +48,12 @@ class Pipeline(nn.Module):
     Raises ValueError on every rank where arguments of one of them do not fit.
     """
 
+    _only_v = False  # whether stages must be placed in a V
+
     def __init__(
-        self,
-        modules: Sequence[nn.Module],
-        *,
-        process_group: ProcessGroup | None = None,
-        schedule: str | Schedule = "1f1b",
-        batch_dim: int = 0,
-        rank_mapping: Sequence[int] | None = None,
-        overlap: bool = True,
-        unreduced: Sequence[str] = (),
+        self, modules: Sequence[nn.Module], *, process_group: ProcessGroup | None = None,
+        schedule: str | Schedule = "1f1b", batch_dim: int = 0, rank_mapping: Sequence[int] | None = None,
+        overlap: bool = True, unreduced: Sequence[str] = (),
     ) -> None:
         super().__init__()
         if process_group is None and dist.is_initialized():
@@ -70,9 +66,8 @@ class Pipeline(nn.Module):
         self.rank = members.index(process_group.rank()) if process_group else 0
         self.batch_dim, self._process_group = batch_dim, process_group
         self.weight_grad_store = WeightGradStore()
-        given = isinstance(process_group, P2PGroups)  # such as one of threads
-        groups: Any = process_group if given else P2PGroups(process_group, members, self.rank)
-        self._groups: P2PGroups = groups
+        given: Any = process_group if isinstance(process_group, P2PGroups) else None  # such as one of threads
+        self._groups: P2PGroups = given or P2PGroups(process_group, members, self.rank)
         found = [m for m in modules if isinstance(m, nn.Module)] if isinstance(modules, Iterable) else []
         self._ranks = self._groups.sync(process_groups(found, communication_groups(found)))
         with self._ranks.together(ValueError, conclude) as told:
@@ -80,11 +75,11 @@ class Pipeline(nn.Module):
                 raise ValueError(f"rank_mapping must be a permutation of 0..{self.num_ranks - 1}, got {rank_mapping}")
             built = self._build(modules, schedule)
             own = self._own
-            spec, hooked = SideSpec.union(own.specs.values()), overlaps_by_itself(self.module)
             told.value = [
                 [built.name, crc32(repr(built).encode()), self.device.type, batch_dim, mapping],
-                bool(overlap) if has_communication(own.segments().values()) or hooked else None,
-                spec._replace(hooked=hooked),
+                bool(overlap) if has_communication(own.segments().values()) or own.hooked else None,
+                list(own.specs.values()),
+                own.hooked,
                 any(p.dtype is torch.float64 for p in self.module.parameters()),
                 tied_ends(own.modules.get(0), own.modules.get(built.num_stages - 1)),
                 check_stages(list(self.module), list(own.parameters.values()), unreduced),
@@ -100,11 +95,13 @@ class Pipeline(nn.Module):
         self.module, device = checked_modules(modules)
         parameters = [StageParameters(module) for module in self.module]
         specs = [SideSpec.of(module) for module in self.module]
-        self.device = device or self._groups.default_device()
-        self._groups.check_device(self.device)
+        self.device = self._groups.checked_device(device)
         self._programs = Programs(schedule, num_ranks=self.num_ranks, rank=self.rank, num_modules=len(self.module))
         built = self._programs.schedule()
-        self._check_placement(built)
+        ranks = range(self.num_ranks)
+        if self._only_v and built.placement != (*ranks, *reversed(ranks)):
+            where = f"schedule {built.name!r} has them on ranks {built.placement}"
+            raise ValueError(f"DualPipeV needs stages placed in a V, {where}")
         numbers = built.rank_stages(self.rank)
         self._own = OwnStages(
             dict(zip(numbers, self.module)), dict(zip(numbers, specs)), dict(zip(numbers, parameters)),
@@ -112,19 +109,11 @@ class Pipeline(nn.Module):
         )
         return built
 
-    def _check_placement(self, schedule: Schedule) -> None:
-        """ValueError where stages are placed in a way that this kind of pipeline does not have."""
-
     # -- a step
 
     def step(
-        self,
-        *inputs: Tensor | None,
-        num_chunks: int = 0,
-        criterion: Callable[..., Tensor] | None = None,
-        labels: Sequence[Tensor | None] | Tensor | None = (),
-        return_outputs: bool = False,
-        sync: bool = True,
+        self, *inputs: Tensor | None, num_chunks: int = 0, criterion: Callable[..., Tensor] | None = None,
+        labels: Sequence[Tensor | None] | Tensor | None = (), return_outputs: bool = False, sync: bool = True,
         side: Mapping[str, Tensor | None] | None = None,
     ) -> tuple[Tensor | None, Outputs]:
         """One batch through the pipeline: forward and backward, or forward only under `torch.no_grad()`.
@@ -203,24 +192,14 @@ class DualPipeV(Pipeline):
     only. Keeps the signature of https://github.com/deepseek-ai/DualPipe.
     """
 
+    _only_v = True
+
     def __init__(
-        self,
-        modules: Sequence[nn.Module],
-        batch_dim: int = 0,
-        process_group: ProcessGroup | None = None,
-        rank_mapping: Sequence[int] | None = None,
-        *,
-        schedule: str | Schedule = "dualpipev",
-        overlap: bool = True,
+        self, modules: Sequence[nn.Module], batch_dim: int = 0, process_group: ProcessGroup | None = None,
+        rank_mapping: Sequence[int] | None = None, *, schedule: str | Schedule = "dualpipev", overlap: bool = True,
         unreduced: Sequence[str] = (),
     ) -> None:
         super().__init__(
             modules, process_group=process_group, schedule=schedule, batch_dim=batch_dim, rank_mapping=rank_mapping,
             overlap=overlap, unreduced=unreduced,
         )
-
-    def _check_placement(self, schedule: Schedule) -> None:
-        ranks = range(schedule.num_ranks)
-        if schedule.placement != (*ranks, *reversed(ranks)):
-            where = f"schedule {schedule.name!r} has them on ranks {schedule.placement}"
-            raise ValueError(f"DualPipeV needs stages placed in a V, {where}")

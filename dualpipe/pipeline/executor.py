@@ -8,14 +8,13 @@ any plain module is, takes the short way (`_alone`), the others are walked (`ove
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
-from operator import itemgetter
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.profiler import record_function
 
@@ -28,10 +27,8 @@ from dualpipe.pipeline.arguments import Batch, OwnStages
 from dualpipe.pipeline.lower import Instruction, Program
 from dualpipe.pipeline.overlap import MicrobatchState, SegmentedStage, Task, detached, no_autocast, run_backward, walk
 from dualpipe.pipeline.p2p import P2PMessages
-from dualpipe.schedule.messages import Message
 from dualpipe.schedule.types import Action
 
-Slot = tuple[int, int]  # (stage, micro-batch)
 Outputs = Tensor | tuple[Tensor, ...] | None
 
 _NAMES = {"F": "forward", "B": "backward", "I": "input backward", "W": "weight gradients"}
@@ -41,14 +38,8 @@ class Executor:
     """One step on one rank: `batch` through its `stages`, in the order of `program`."""
 
     def __init__(
-        self,
-        stages: OwnStages,
-        batch: Batch,
-        side_names: Sequence[str],
-        program: Program,
-        messages: P2PMessages,
-        parameters: ParametersStep,
-        store: WeightGradStore,
+        self, stages: OwnStages, batch: Batch, side_names: Sequence[str], program: Program, messages: P2PMessages,
+        parameters: ParametersStep, store: WeightGradStore,
     ) -> None:
         self._modules, self._specs, self._last_stage = stages.modules, stages.specs, stages.count - 1
         self._batch, self._side_names, self._batch_dim = batch, side_names, stages.batch_dim
@@ -58,7 +49,7 @@ class Executor:
         # Asked first whether there is a profiler: idle, its ranges would cost 5 us an action.
         profiled = torch.autograd._profiler_enabled()
         self._annotate = record_function if profiled else annotation(stages.device) or nullcontext
-        self._hooked = overlaps_by_itself(stages.modules.values())
+        self._hooked = stages.hooked
         self._segmented: dict[int, SegmentedStage] = {}
         side = batch.side or [()] * len(batch.inputs)
         self._states = {(0, i): MicrobatchState(*both) for i, both in enumerate(zip(batch.inputs, side))}
@@ -99,17 +90,23 @@ class Executor:
 
     def where(self) -> str:
         """What an error of `run` is reported with."""
-        if not self._doing:
-            return "at the ends of the step: "
-        parts = (f"{a} ({_NAMES[a.kind]} of stage {a.stage}, micro-batch {a.microbatch})" for a in self._doing)
-        return " and ".join(parts) + ": "
+        parts = [f"{a} ({_NAMES[a.kind]} of stage {a.stage}, micro-batch {a.microbatch})" for a in self._doing]
+        return " and ".join(parts or ["at the ends of the step"]) + ": "
 
     def _run(self, instruction: Instruction) -> None:
         """Take what the actions need, run them, and pass on what they give: the outputs of a forward, the input
         gradients of a backward, nothing of a "W"."""
         actions = self._doing = instruction.actions
         for message in instruction.incoming:
-            self._take(message)
+            tensors = self._messages.take(message)
+            if tensors is None:
+                raise UpstreamFailed
+            slot = message.stage, message.microbatch
+            if message.kind == "F":
+                self._states[slot] = self._arrived(tensors)
+            else:
+                self._states[slot].arrived = tensors
+            del tensors  # the state keeps them as long as they are needed
         self._begun += 1
         with self._annotate(instruction.name):
             if self._segmented and any(action.stage in self._segmented for action in actions):
@@ -136,16 +133,6 @@ class Executor:
 
     # -- the state of a micro-batch in a stage
 
-    def _take(self, message: Message) -> None:
-        tensors = self._messages.take(message)
-        if tensors is None:
-            raise UpstreamFailed
-        slot = message.stage, message.microbatch
-        if message.kind == "F":
-            self._states[slot] = self._arrived(tensors)
-        else:
-            self._states[slot].arrived = tensors
-
     def _arrived(self, message: tuple[Tensor, ...]) -> MicrobatchState:
         """The side inputs are behind the activation."""
         end = len(message) - len(self._side_names)
@@ -159,17 +146,21 @@ class Executor:
         return {name: tensor.detach() for name, tensor in found if spec.every or name in spec.names}
 
     def _keep(
-        self, slot: Slot, state: MicrobatchState, outputs: tuple[Tensor, ...], loss: Tensor | None
+        self, stage: int, microbatch: int, state: MicrobatchState, outputs: tuple[Tensor, ...], loss: Tensor | None
     ) -> tuple[Tensor, ...]:
         """Note a forward's results for the backward and the caller; return the message to the next stage."""
-        stage, microbatch = slot
         if stage == self._last_stage:
             if loss is not None or self._train:
-                self._losses[microbatch] = _checked_loss(loss)
+                if not isinstance(loss, Tensor) or loss.numel() != 1:
+                    found = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+                    raise ValueError(f"criterion must return a scalar tensor, got {found}")
+                if self._train and not loss.requires_grad:
+                    raise ValueError("the loss requires no gradient; call step under torch.no_grad() to evaluate")
+                self._losses[microbatch] = loss.detach()
             if self._batch.keep_outputs:
                 self._outputs[microbatch] = tuple(t.detach() for t in outputs)
         if not self._train:
-            del self._states[slot]
+            del self._states[stage, microbatch]
         elif loss is not None:
             state.arrived = (torch.ones_like(loss),)
         if self._train and stage not in self._segmented:
@@ -193,7 +184,7 @@ class Executor:
             loss = None
             if stage == self._last_stage and self._batch.criterion is not None:
                 loss = self._batch.criterion(*outputs, *self._batch.labels[microbatch])
-            return self._keep(slot, state, outputs, loss)
+            return self._keep(*slot, state, outputs, loss)
         with no_autocast(self._autocast), self._store.defer(slot) if action.kind == "I" else nullcontext():
             if action.kind == "W":
                 self._store.run(slot)
@@ -202,7 +193,7 @@ class Executor:
             gradients, state.arrived = state.arrived, ()
             if state.roots:
                 run_backward(state.roots, gradients)
-            return _input_gradients(state)
+            return state.input_gradients()
 
     def _inputs(self, stage: int, state: MicrobatchState) -> tuple[Tensor, ...]:
         """What a forward is called with, once the parameters are there."""
@@ -221,14 +212,14 @@ class Executor:
         inputs = self._inputs(forward.stage, state)
         criterion = self._batch.criterion if forward.stage == self._last_stage else None
         labels = self._batch.labels[forward.microbatch] if criterion else ()
-        ends = [t for t in state1.outputs if t.requires_grad]
+        ends = tuple(t for t in state1.outputs if t.requires_grad)
         gradients = () if state1.loss is not None else tuple(state1.arrived)
         with self._store.defer(behind) if backward.kind == "I" else nullcontext():
             outputs, loss = type(module).overlapped_forward_backward(
                 module, list(inputs), criterion, list(labels), self._modules[backward.stage], state1.loss, ends,
                 gradients,
             )
-        results = {forward: self._keep(ahead, state, as_tuple(outputs), loss), backward: _input_gradients(state1)}
+        results = {forward: self._keep(*ahead, state, as_tuple(outputs), loss), backward: state1.input_gradients()}
         return [results[action] for action in actions]
 
     # -- stages that are made of segments
@@ -259,7 +250,9 @@ class Executor:
 
         error: after a failure, only take part in their communications, for the sake of other ranks.
         """
-        states, tasks = [], []
+        states: list[MicrobatchState] = []
+        first: list[Task] = []
+        then: list[Task] = []
         for action in actions:
             kind, slot, segmented = action.kind, (action.stage, action.microbatch), self._segmented.get(action.stage)
             state = MicrobatchState() if kind == "W" else self._states.setdefault(slot, MicrobatchState())
@@ -267,7 +260,12 @@ class Executor:
             if segmented is None:
                 task = self._plain(action, state)
             elif kind == "F":
-                self._begin(slot, state)
+                names, labels = input_names(len(state.inputs)), self._batch.labels
+                carry = dict.fromkeys(self._specs[action.stage].names) | self._side(action.stage, state)
+                carry |= zip(names, state.inputs)
+                if action.stage == self._last_stage and self._batch.criterion is not None:
+                    carry |= zip(label_names(labels), labels[action.microbatch])
+                state.begin(carry, names if action.stage else ())
                 task = segmented.forward(state)
             elif kind == "W":  # in as many parts as another action has communications to hide, there and back
                 turns = 1 if len(actions) == 1 else max(1, segmented.communications)
@@ -276,8 +274,8 @@ class Executor:
                 state.gradients, state.arrived = dict(zip(state.results, state.arrived)), ()
                 task = segmented.backward(state, kind, slot)
             states.append(state)
-            tasks.append((kind not in "BI", task))
-        return states, [task for _, task in sorted(tasks, key=itemgetter(0))]
+            (first if kind in "BI" else then).append(task)
+        return states, first + then
 
     def _plain(self, action: Action, state: MicrobatchState) -> Task:
         """An action of a stage that is one segment, beside one that has several."""
@@ -286,23 +284,11 @@ class Executor:
                 state.result = self._alone(action)
         yield from ()
 
-    def _begin(self, slot: Slot, state: MicrobatchState) -> None:
-        stage, microbatch = slot
-        names = input_names(len(state.inputs))
-        carry = dict.fromkeys(self._specs[stage].names) | self._side(stage, state) | dict(zip(names, state.inputs))
-        if stage == self._last_stage and self._batch.criterion is not None:
-            carry |= zip(label_names(self._batch.labels), self._batch.labels[microbatch])
-        state.begin(carry, names if stage else ())
-
     def _finished(self, action: Action, state: MicrobatchState) -> Sequence[Tensor]:
         """The result of an action that was walked; raises its error."""
         self._doing = (action,)
-        error, state.error = state.error, None
-        if error is not None:
-            try:
-                raise error
-            finally:
-                del error  # whose traceback has this frame
+        if state.error is not None:
+            raise vars(state).pop("error")  # which nothing else may keep: this frame is in its traceback
         segmented, slot = self._segmented.get(action.stage), (action.stage, action.microbatch)
         if segmented is None or action.kind == "W":
             result, state.result = state.result, ()
@@ -312,11 +298,9 @@ class Executor:
             return state.input_gradients()
         carry, state.carry = state.carry, {}
         names, loss = [name for name in segmented.outputs if name in carry], carry.get("loss")
-        outputs = tuple(carry[name] for name in names)  # none of the last stage where the criterion alone reads them
-        outputs = outputs and as_tuple(outputs)
-        needed = [name for name, output in zip(names, outputs) if output.requires_grad]
-        state.results = tuple(needed) if loss is None else ("loss",)
-        return self._keep(slot, state, outputs, loss)
+        outputs = as_tuple([carry[name] for name in names]) if names else ()  # none if the criterion alone reads them
+        state.results = tuple(n for n, t in zip(names, outputs) if t.requires_grad) if loss is None else ("loss",)
+        return self._keep(*slot, state, outputs, loss)
 
     # -- the end
 
@@ -342,12 +326,6 @@ class Executor:
         return loss, outputs[0] if len(outputs) == 1 else tuple(outputs)
 
 
-def overlaps_by_itself(modules: Iterable[nn.Module]) -> bool:
-    """Whether the stages are of one type that offers DeepSeek's hook."""
-    types = {type(module) for module in modules}
-    return len(types) == 1 and hasattr(types.pop(), "overlapped_forward_backward")
-
-
 def as_tuple(outputs: object) -> tuple[Tensor, ...]:
     """What a stage returned; ValueError where it may not."""
     if isinstance(outputs, Tensor):
@@ -359,19 +337,6 @@ def as_tuple(outputs: object) -> tuple[Tensor, ...]:
         raise ValueError("a stage must return a tensor or a tuple of tensors, not an empty one; return what it was "
                          "given where it has nothing to add")
     return tuple(outputs)
-
-
-def _input_gradients(state: MicrobatchState) -> list[Tensor]:
-    return [torch.zeros_like(x) if x.grad is None else x.grad for x in state.leaves]
-
-
-def _checked_loss(loss: Tensor | None) -> Tensor:
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        shape = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-        raise ValueError(f"criterion must return a scalar tensor, got {shape}")
-    if torch.is_grad_enabled() and not loss.requires_grad:
-        raise ValueError("the loss requires no gradient; call step under torch.no_grad() to evaluate")
-    return loss.detach()
 
 
 def _cast(dtype: torch.dtype, *tensors: Tensor) -> tuple[Tensor, ...]:

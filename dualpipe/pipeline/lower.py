@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -35,7 +36,7 @@ class Program:
     outgoing: tuple[Stream, ...]
 
 
-def lower(schedule: Schedule, rank: int, *, train: bool = True) -> Program:
+def lower(schedule: Schedule, rank: int, *, train: bool) -> Program:
     """The program of `rank`, in the same order without backwards for an evaluation. The schedule must be valid."""
     kinds = "FBIW" if train else "F"
     steps = [tuple(action for action in step if action.kind in kinds) for step in schedule.ranks[rank]]
@@ -61,16 +62,21 @@ class Programs:
     def __init__(self, schedule: str | Schedule, *, num_ranks: int, rank: int, num_modules: int) -> None:
         self._schedule, self._num_ranks, self._rank, self._num_modules = schedule, num_ranks, rank, num_modules
         self.pairs = True  # whether pairs stay together
-        self._lowered: dict[tuple[int, bool], Program] = {}
+        self._lowered: dict[int, dict[bool, Program]] = {}  # and by whether they are for training
 
     def program(self, num_microbatches: int, *, train: bool) -> Program:
         """The program for a number of micro-batches, forward only unless in training. Raises ValueError where the
         schedule does not fit."""
-        key = num_microbatches, train
-        if key not in self._lowered:
+        if num_microbatches not in self._lowered:
             schedule = self.schedule(num_microbatches)
-            self._lowered[key] = lower(schedule if self.pairs else _one_at_a_time(schedule), self._rank, train=train)
-        return self._lowered[key]
+            if not self.pairs:  # as nothing overlaps, the first result may leave before the second is begun
+                steps = (((action,) for step in rank for action in step) for rank in schedule.ranks)
+                one_at_a_time = replace(schedule, ranks=tuple(map(tuple, steps)))
+                with suppress(ScheduleError):  # where that could deadlock
+                    validate(one_at_a_time)
+                    schedule = one_at_a_time
+            self._lowered[num_microbatches] = {t: lower(schedule, self._rank, train=t) for t in (True, False)}
+        return self._lowered[num_microbatches][train]
 
     def schedule(self, num_microbatches: int | None = None) -> Schedule:
         """The schedule for a number of micro-batches (default: the fewest); ValueError where it does not fit."""
@@ -91,15 +97,3 @@ class Programs:
             raise ValueError(f"rank {self._rank} has {self._num_modules} modules, but schedule {schedule.name!r} gives "
                              f"it {len(stages)} stages {stages}")
         return schedule
-
-
-def _one_at_a_time(schedule: Schedule) -> Schedule:
-    """The same order without pairs: where nothing overlaps, the first result of a pair may leave before the second is
-    begun. The schedule itself where that could deadlock."""
-    steps = (((action,) for step in rank for action in step) for rank in schedule.ranks)
-    candidate = replace(schedule, ranks=tuple(map(tuple, steps)))
-    try:
-        validate(candidate)
-    except ScheduleError:
-        return schedule
-    return candidate

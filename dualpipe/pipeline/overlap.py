@@ -33,7 +33,6 @@ from dualpipe.nn.deferral import WeightGradStore
 from dualpipe.nn.segments import Communicate, Compute, Names, Pending, as_results, merged, needed_after, regions
 
 Task = Generator[None, None, None]
-_DONE = object()
 
 
 def walk(tasks: Iterable[Task]) -> None:
@@ -41,7 +40,7 @@ def walk(tasks: Iterable[Task]) -> None:
     running = deque(tasks)
     while running:
         task = running.popleft()
-        if next(task, _DONE) is not _DONE:
+        if next(task, "done") is None:
             running.append(task)
 
 
@@ -96,12 +95,14 @@ class MicrobatchState:
         self._outside = {name: t for name, t in wanted.items() if name not in inputs}
 
     @contextmanager
-    def attempt(self) -> Iterator[None]:
-        """Keep an error of what is done inside, instead of raising it."""
+    def attempt(self, *, on_its_way: bool = False) -> Iterator[None]:
+        """Keep an error of what is done inside, instead of raising it. After a communication that fails on its way with
+        the backend's error, a RuntimeError, no other is started: they could only end by its timeout."""
         try:
             yield
         except BaseException as error:
-            self.error = error
+            self.error = self.error or error
+            self.broken = self.broken or (on_its_way and isinstance(error, RuntimeError))
 
     def start(
         self, communication: Callable[[Any], Pending], values: Mapping[str, Any], names: Iterable[str]
@@ -113,46 +114,33 @@ class MicrobatchState:
             with self.attempt():
                 found = [values[name] for name in names]
                 return communication(tuple(v.detach() if isinstance(v, Tensor) else v for v in found))
-        try:
+        with self.attempt(on_its_way=True):
             return communication(None)
-        except BaseException as error:
-            self._fail(error)
-            return None
+        return None
 
     def finish(self, pending: Pending | None) -> tuple[tuple[Any, ...], Any] | None:
-        """What was received, and the context for the backward; None where it failed.
+        """What was received, and the context for the backward; None where it failed."""
+        if pending is not None:
+            with self.attempt(on_its_way=True):
+                pending.advance()
+                return pending.wait()
+        return None
 
-        After one that fails on its way with the backend's error, a RuntimeError, no other is started: they could only
-        end by its timeout.
-        """
-        if pending is None:
-            return None
-        try:
-            pending.advance()
-            return pending.wait()
-        except BaseException as error:
-            self._fail(error)
-            return None
-
-    def _fail(self, error: BaseException) -> None:
-        self.error, self.broken = self.error or error, isinstance(error, RuntimeError)
-
-    def taken_gradients(self, names: Iterable[str]) -> dict[str, Tensor | None]:
-        return {name: self.gradients.pop(name, None) for name in names}
-
-    def add_gradient(self, name: str, gradient: Tensor | None) -> None:
+    def add_gradients(self, found: Iterable[tuple[str, Tensor | None]]) -> None:
         """Gradients of a tensor that was read more than once add up, in the order of the backward."""
-        if gradient is not None:
-            earlier = self.gradients.get(name)
-            self.gradients[name] = gradient if earlier is None else earlier + gradient
+        for name, gradient in found:
+            if gradient is not None:
+                earlier = self.gradients.get(name)
+                self.gradients[name] = gradient if earlier is None else earlier + gradient
 
     def input_gradients(self) -> list[Tensor]:
         """The gradients of the inputs that need one, in their order; zeros where nothing depends on them."""
+        found = [torch.zeros_like(x) if x.grad is None else x.grad for x in self.leaves]
         for name, tensor in self._outside.items():
             if (gradient := self.gradients.get(name)) is not None:
                 torch.autograd.backward(tensor, gradient)
         gradients, self.gradients = self.gradients, {}
-        return [
+        return found + [
             gradients[name] if name in gradients else torch.zeros(shape, dtype=dtype, device=device)
             for name, (shape, dtype, device) in self._expected.items()
         ]
@@ -167,14 +155,8 @@ class SegmentedStage:
     """
 
     def __init__(
-        self,
-        segments: Sequence[Compute | Communicate],
-        outputs: Names,
-        results: Names,
-        *,
-        store: WeightGradStore,
-        ready: Callable[[], None] | None = None,
-        autocast: str | None = None,
+        self, segments: Sequence[Compute | Communicate], outputs: Names, results: Names, *, store: WeightGradStore,
+        ready: Callable[[], None] | None = None, autocast: str | None = None,
     ) -> None:
         self._segments, self.outputs = merged(segments, results), outputs
         self._store, self._ready, self._autocast = store, ready, autocast
@@ -204,16 +186,24 @@ class SegmentedStage:
             elif state.records and state.error is None:
                 record.kept = {name: detached(carry[name]) for name in self._kept.get(number, ())}
             if isinstance(segment, Communicate):
-                communication = segment.communication
                 if not again:
                     record.differentiable = tuple(needs_grad(carry.get(name)) for name in segment.reads)
-                start = partial(communication.again, record.context) if again else communication.forward
+                start = partial(segment.communication.again, record.context) if again else segment.communication.forward
                 pending = state.start(start, carry, segment.reads)
                 self._weight_gradients(state)
                 if pending is not None:
                     yield
-                _take(segment, carry, record, state, state.finish(pending), again)
-                del pending  # and with it what was sent
+                received = state.finish(pending)
+                if received is not None and not again:
+                    record.context = received[1]
+                if received is not None and state.error is None:
+                    with state.attempt():
+                        wanted = any(record.differentiable) and torch.is_grad_enabled()
+                        carry.update({
+                            name: as_leaf(value, wanted)
+                            for name, value in zip(segment.writes, as_results(segment, received[0]))
+                        })
+                del pending, received  # and with them what was sent
             elif state.error is None:
                 with state.attempt():
                     self._compute(segment, carry, record, again)
@@ -258,31 +248,39 @@ class SegmentedStage:
             if number in self._regions:
                 yield from self._through(self._regions[number], state, {}, again=True)
             record = state.records.pop() if state.records else SegmentRecord()
+            given = {name: state.gradients.pop(name, None) for name in segment.writes}
             if isinstance(segment, Communicate):
-                start = partial(segment.communication.backward, record.context)
-                pending = state.start(start, state.taken_gradients(segment.writes), segment.writes)
+                pending = state.start(partial(segment.communication.backward, record.context), given, segment.writes)
                 self._weight_gradients(state)  # what it can be hidden behind
                 if pending is not None:
                     yield
-                _give_back(segment, record, state, state.finish(pending))
-                del start, pending
+                received = state.finish(pending)
+                if received is not None and state.error is None:
+                    with state.attempt():
+                        if len(received[0]) != len(segment.reads):
+                            raise ValueError(f"the backward of a communication gave {len(received[0])} gradients for "
+                                             f"what it reads, {segment.reads}; None stands for one that is not needed")
+                        state.add_gradients(
+                            (name, gradient)
+                            for name, needed, gradient in zip(segment.reads, record.differentiable, received[0])
+                            if needed
+                        )
+                del pending, received
             elif state.error is None:
                 with state.attempt():
-                    self._compute_backward(segment, record, state, key)
-            del record  # and with it what the segment read, before anything else is made
+                    self._compute_backward(record, given, state, key)
+            del record, given  # and with them what the segment read, before anything else is made
         self._weight_gradients(state)
 
     def _compute_backward(
-        self, segment: Compute, record: SegmentRecord, state: MicrobatchState, key: Hashable
+        self, record: SegmentRecord, gradients: Mapping[str, Tensor | None], state: MicrobatchState, key: Hashable
     ) -> None:
-        gradients = state.taken_gradients(segment.writes)
         given = [(edge, gradients[name]) for name, edge in record.roots.items() if gradients[name] is not None]
         if given:
             roots, values = zip(*given)
             with self._store.defer(key), no_autocast(self._autocast):
                 run_backward(roots, values)
-        for name, leaf in record.leaves.items():
-            state.add_gradient(name, leaf.grad)
+        state.add_gradients((name, leaf.grad) for name, leaf in record.leaves.items())
 
     def _weight_gradients(self, state: MicrobatchState) -> None:
         if state.hiding is not None and state.error is None:
@@ -298,38 +296,6 @@ class SegmentedStage:
                     piece()
             if (i + 1) * turns // len(pieces) > i * turns // len(pieces):
                 yield
-
-
-# -- what goes into segments and comes out of them
-
-
-def _take(
-    segment: Communicate, carry: dict[str, Any], record: SegmentRecord, state: MicrobatchState,
-    received: tuple[tuple[Any, ...], Any] | None, again: bool,
-) -> None:
-    """Put what was received into the carry; its context is that of the first time."""
-    if received is not None and not again:
-        record.context = received[1]
-    if received is not None and state.error is None:
-        with state.attempt():
-            wanted = any(record.differentiable) and torch.is_grad_enabled()
-            for name, value in zip(segment.writes, as_results(segment, received[0])):
-                carry[name] = as_leaf(value, wanted)
-
-
-def _give_back(
-    segment: Communicate, record: SegmentRecord, state: MicrobatchState, received: tuple[Sequence[Any], Any] | None
-) -> None:
-    """Add what came back to the gradients of what was sent."""
-    if received is not None and state.error is None:
-        with state.attempt():
-            gradients = received[0]
-            if len(gradients) != len(segment.reads):
-                raise ValueError(f"the backward of a communication gave {len(gradients)} gradients for what it reads, "
-                                 f"{segment.reads}; None stands for one that is not needed")
-            for name, needed, gradient in zip(segment.reads, record.differentiable, gradients):
-                if needed:
-                    state.add_gradient(name, gradient)
 
 
 def run_backward(roots: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:

@@ -35,8 +35,6 @@ from dualpipe.schedule.messages import Message, Stream
 SENDS_IN_FLIGHT = 2  # messages per link whose buffers are kept; the one before them is waited for
 _TAGS = {"F": 11, "B": 12, "header": 15}  # gloo's; any that differ
 
-Purpose = tuple[tuple[int, ...], str]  # of a process group: global ranks, and what for
-
 
 class Link(NamedTuple):
     """One direction between this rank and a peer: a group, the peer's rank inside it, and a tag.
@@ -84,22 +82,19 @@ class P2PGroups:
         """The ranks of the pipeline, and those that share parameters with this one, as they agree on a step."""
         return RankSync(self._control, self._peers, replicas)
 
-    def default_device(self) -> torch.device:
-        """Where a rank without a single tensor in its stages works: as its group does."""
-        if self._group is not None and self._backends.get("cuda", "gloo") != "gloo":
-            return devices.current()
-        return torch.device("cpu")
-
-    def check_device(self, device: torch.device) -> None:
-        """ValueError where the process group cannot carry tensors of `device` between ranks."""
-        if self._size == 1:
-            return
-        backend = self._backends.get(device.type)
+    def checked_device(self, device: torch.device | None) -> torch.device:
+        """The device of the stages, by default the one on which the group works; ValueError where the group cannot
+        carry its tensors between ranks."""
+        if device is None:
+            on_gpu = self._group is not None and self._backends.get("cuda", "gloo") != "gloo"
+            device = devices.current() if on_gpu else torch.device("cpu")
+        backend = self._backends.get(device.type) if self._size > 1 else device.type
         if backend is None or (backend == "gloo" and device.type != "cpu"):
             raise ValueError(
                 f"the stages are on {device}, but the process group's backends ({self._backends}) do not send such "
                 'tensors; initialise it with "gloo" for CPU or "cpu:gloo,cuda:nccl" for GPUs, or move the stages'
             )
+        return device
 
     def connect(self, placement: Sequence[int], device: torch.device, *, own_groups: bool | None = None) -> None:
         """Open a link for each stream between stages that are on the ranks of `placement`, and use it once.
@@ -108,19 +103,19 @@ class P2PGroups:
         """
         own_groups = device.type != "cpu" if own_groups is None else own_groups
         boundaries = [(a, b) for a, b in pairwise(placement) if a != b]
-        streams = {stream for a, b in boundaries for stream in ((a, b, "F"), (b, a, "B"))}
-        wanted = {(self._global[src], self._global[dst], kind): (src, dst, kind) for src, dst, kind in streams}
+        streams = sorted({stream for a, b in boundaries for stream in ((a, b, "F"), (b, a, "B"))})
+        purposes = {(src, dst, kind): ((self._global[src], self._global[dst]), kind) for src, dst, kind in streams}
         groups = {}
         if own_groups and self._size > 1:
-            keys = [((src, dst), kind) for src, dst, kind in wanted]
-            groups = create_groups(keys, backend=self._backends[device.type], timeout=timeout_of(self._group))
-        for key, (src, dst, kind) in sorted(wanted.items()):
+            backend, timeout = self._backends[device.type], timeout_of(self._group)
+            groups = create_groups(list(purposes.values()), backend=backend, timeout=timeout)
+        for stream, purpose in purposes.items():
+            src, dst, kind = stream
             if self._rank not in (src, dst):
                 continue
-            peer = key[1] if self._rank == src else key[0]
-            group, tag = (groups[key[:2], kind], 0) if own_groups else (self._group, _TAGS[kind])
-            link = Link(group, dist.get_group_rank(group, peer), tag, as_bytes=own_groups)
-            self._links[src, dst, kind] = link
+            group, tag = (groups[purpose], 0) if own_groups else (self._group, _TAGS[kind])
+            peer = dist.get_group_rank(group, self._global[dst if self._rank == src else src])
+            link = self._links[stream] = Link(group, peer, tag, as_bytes=own_groups)
             # A communicator made lazily in the middle of a step can deadlock; everybody goes through the sorted links.
             probe = torch.zeros(1, device=device)
             (link.send(probe) if self._rank == src else link.receive(probe)).wait()
@@ -136,7 +131,7 @@ class P2PGroups:
         return Link(self._control, self._peers[peer], _TAGS["header"])
 
 
-def create_groups(wanted: Sequence[Purpose], *, backend: str, timeout: timedelta) -> dict[Purpose, ProcessGroup]:
+def create_groups(wanted: Sequence[tuple[Any, str]], *, backend: str, timeout: timedelta) -> dict[Any, ProcessGroup]:
     """A process group for each (global ranks, purpose) that this rank wants.
 
     `new_group` must be called by every rank of the default group in one order, also for groups that it is not in; so
@@ -215,7 +210,7 @@ class P2PMessages:
                 channel.header, told = None, unpack_record(header)
                 metas = told and tuple(TensorMeta(torch.Size(shape), dtype_of(d), grad) for shape, d, grad in told)
                 self._agree(self._boundary(message), metas)
-            self._post(channel)  # may lack the memory; then it is still to be taken
+            self._post(channel, message)  # may lack the memory; then it is still to be taken
         tensors, works = channel.tensors, channel.works
         channel.ahead, channel.tensors, channel.works = None, None, ()
         channel.done += 1
@@ -322,19 +317,18 @@ class P2PMessages:
     def _post_next(self, channel: Channel) -> None:
         message = channel.ahead = next(channel.incoming, None)
         if message is not None and self._boundary(message) in self._agreed:
-            self._post(channel)
+            self._post(channel, message)
         elif message is not None and message.kind == "F":
             header = empty_record()
             channel.header = self._groups.header(message.src).receive(header), header
 
-    def _post(self, channel: Channel) -> None:
-        assert channel.ahead is not None
-        metas = self._metas(channel.ahead)
+    def _post(self, channel: Channel, message: Message) -> None:
+        metas = self._metas(message)
         if metas is None:
             return
         tensors = channel.tensors = tuple([torch.empty(m.shape, dtype=m.dtype, device=self._device) for m in metas])
         channel.works = [channel.link.receive(tensor) for tensor in tensors if tensor.numel()]
-        if channel.ahead.kind == "F":
+        if message.kind == "F":
             for tensor, meta in zip(tensors, metas):
                 if meta.requires_grad:
                     tensor.requires_grad_()

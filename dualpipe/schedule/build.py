@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
-from itertools import chain, count
+from itertools import count
 from typing import cast
 
 from dualpipe.errors import nearest
@@ -40,50 +40,47 @@ def build(name: str, num_ranks: int, num_microbatches: int, **options: int) -> S
 def dualpipev(num_ranks: int, num_microbatches: int) -> Schedule:
     """DualPipeV: a V-shaped pipeline whose forwards overlap the backwards of other micro-batches.
 
-    DeepSeek's order where there are at least two micro-batches a rank, else what is left of it with fewer of them. With
-    so few, the time is that of one micro-batch's way through all stages. So where another rank waits for the
-    gradient of a "B" that overlaps nothing, that gradient comes first and the weights after. With 9 micro-batches on 8
-    ranks that takes 68 instead of 82 (F = W = 1, B = 2), where 1F1B takes 96. DeepSeek's engine, like torch's, refuses
-    fewer than 2P micro-batches.
+    DeepSeek's order where there are at least two micro-batches a rank, else what is left of it with fewer of them;
+    DeepSeek's engine, like torch's, refuses those. The time is then that of one micro-batch's way through all stages:
+    where another rank waits for the gradient of a "B" that overlaps nothing, that gradient comes first and the weights
+    after. With 9 micro-batches on 8 ranks that takes 68 instead of 82 (F = W = 1, B = 2), where 1F1B takes 96.
 
     Source: github.com/deepseek-ai/DualPipe (DualPipe is section 3.2.1 of arXiv:2412.19437), the "cut-in-half" of
-    DualPipe by Sea AI Lab. Its step is eight numbered phases of calls; here they are data.
+    DualPipe by Sea AI Lab. Its step is eight numbered phases of calls; here they are data. Half 0 is the way down the
+    V, half 1 the way back; a pair overlaps.
     """
-    full = max(num_microbatches, 2 * num_ranks)
-    ranks = [first_microbatches(_dualpipev_order(num_ranks, full, r), num_microbatches) for r in range(num_ranks)]
-
-    def split(step: Step) -> tuple[Step, ...]:
-        kind, stage, microbatch = step[0].kind, step[0].stage, step[0].microbatch
-        stays_here = stage in (0, num_ranks)  # the end of the V, and its turn
-        if len(step) == 2 or kind != "B" or stays_here:
-            return (step,)
-        return (Action("I", stage, microbatch),), (Action("W", stage, microbatch),)
-
-    if num_microbatches < full:
-        ranks = [tuple(chain.from_iterable(map(split, steps))) for steps in ranks]
+    full, ranks = max(num_microbatches, 2 * num_ranks), []
+    for rank in range(num_ranks):
+        after = num_ranks - rank - 1  # ranks further down the V
+        pattern = ["F0"] * (2 * after)  # 1: nF0
+        pattern += ["F0", "F1"] * (rank + 1)  # 2: nF0F1
+        pattern += ["I1", "W1", "F1"] * after  # 3: nI1W1F1
+        steady = ["F0&B1", "F1&B0"] * (full - 2 * num_ranks + rank + 1)  # 4: nF0B1F1B0
+        if after == 0:  # On the last rank F0 feeds the very next F1: apart, the way down is free one backward earlier.
+            steady[:1] = ["F0", "B1"]
+        pattern += steady + ["B1", "F1&B0"] * after  # 5: nB1F1B0
+        halves = [str(1 - i % 2) for i in range(2 * (rank + 1))]  # 6: nB1B0, the second half without weight gradients
+        pattern += ["B" + half for half in halves[: rank + 1]] + ["I" + half for half in halves[rank + 1 :]]
+        deferred = halves[rank + 1 :] + ["0"] * after  # which then fill the bubble of phases 7 and 8
+        for half in deferred[:after]:  # 7: nW0B0
+            pattern += ["W" + half, "I0"]
+        pattern += ["W" + half for half in deferred[after:]]  # 8: nW0
+        order = first_microbatches(in_turn(pattern, (rank, 2 * num_ranks - 1 - rank)), num_microbatches)
+        # At the end of the V and at its turn no other rank waits.
+        ranks.append(order if num_microbatches == full else _gradients_first(order, (0, num_ranks)))
     return Schedule("dualpipev", num_ranks, 2 * num_ranks, num_microbatches, tuple(ranks), v_placement(num_ranks))
 
 
-def _dualpipev_order(num_ranks: int, num_microbatches: int, rank: int) -> list[Step]:
-    """DeepSeek's eight phases. Half 0 is the way down the V, half 1 the way back; a pair overlaps.
-
-    The second half of phase 6 defers its weight gradients, which then fill the bubble of phases 7 and 8.
-    """
-    after = num_ranks - rank - 1  # ranks further down the V
-    pattern = ["F0"] * (2 * after)  # 1: nF0
-    pattern += ["F0", "F1"] * (rank + 1)  # 2: nF0F1
-    pattern += ["I1", "W1", "F1"] * after  # 3: nI1W1F1
-    steady = ["F0&B1", "F1&B0"] * (num_microbatches - 2 * num_ranks + rank + 1)  # 4: nF0B1F1B0
-    if after == 0:  # On the last rank F0 feeds the very next F1: apart, the way down is free one backward earlier.
-        steady[:1] = ["F0", "B1"]
-    pattern += steady + ["B1", "F1&B0"] * after  # 5: nB1F1B0
-    halves = [str(1 - i % 2) for i in range(2 * (rank + 1))]  # 6: nB1B0
-    pattern += ["B" + half for half in halves[: rank + 1]] + ["I" + half for half in halves[rank + 1 :]]
-    deferred = halves[rank + 1 :] + ["0"] * after
-    for half in deferred[:after]:  # 7: nW0B0
-        pattern += ["W" + half, "I0"]
-    pattern += ["W" + half for half in deferred[after:]]  # 8: nW0
-    return in_turn(pattern, (rank, 2 * num_ranks - 1 - rank))
+def _gradients_first(order: Iterable[Step], except_for: Collection[int]) -> tuple[Step, ...]:
+    """The same with each "B" that overlaps nothing as an "I" and a "W", but for those of the stages `except_for`."""
+    steps: list[Step] = []
+    for step in order:
+        kind, stage, microbatch = step[0].kind, step[0].stage, step[0].microbatch
+        if len(step) == 1 and kind == "B" and stage not in except_for:
+            steps += [(Action("I", stage, microbatch),), (Action("W", stage, microbatch),)]
+        else:
+            steps.append(step)
+    return tuple(steps)
 
 
 def zbv(num_ranks: int, num_microbatches: int) -> Schedule:

@@ -96,21 +96,16 @@ def _costs(given: Mapping[str, object], base: Costs) -> Costs:
 
     plain = {field.name for field in fields(Costs)} - {"pairs", "per_stage"}
     values: dict[str, Any] = {}
-    pairs = dict(base.pairs or {})
     for name, value in {**given, **object_of(given, "pairs")}.items():
         if name in ("pairs", "per_stage"):
             continue
-        pair = name not in plain
-        if pair and not (len(name) == 2 and set(name) <= set(KINDS)):
+        if name not in plain and not (len(name) == 2 and set(name) <= set(KINDS)):
             raise ValueError(f"no cost is called {name!r}; known are {', '.join(sorted(plain))}, pairs like FI")
         try:
-            cost = float(value)  # type: ignore[arg-type]
+            values[name] = float(value)  # type: ignore[arg-type]
         except (TypeError, ValueError):
             raise ValueError(f"cost {name} is {value!r}; give a number") from None
-        if pair:
-            pairs[name[0], name[1]] = cost
-        else:
-            values[name] = cost
+    pairs = {**(base.pairs or {}), **{(name[0], name[1]): values.pop(name) for name in [*values] if name not in plain}}
     costs = replace(base, **values, pairs=pairs or None)
     per_stage = object_of(given, "per_stage")
     for stage in per_stage:

@@ -28,9 +28,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     Relative paths of what a run starts with, as in [model] and [data], are relative to the file; those in [output],
     [checkpoint] and [export], and those in `overrides`, to the working directory. `--help` prints all fields and exits.
 
-    Raises:
-        ValueError: the file is missing or no TOML, a table, key or option does not exist (the message names the
-            nearest that does), or a value has the wrong type or is impossible.
+    Raises ValueError where the file is missing or no TOML, a table, key or option does not exist (the message names the
+    nearest that does), or a value has the wrong type or is impossible.
     """
     path = Path(path)
     try:

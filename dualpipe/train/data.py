@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import cached_property, lru_cache
 from itertools import chain, pairwise
 from pathlib import Path
@@ -70,6 +70,14 @@ class PackedTokens:
             )
 
 
+class Batch(NamedTuple):
+    """A global batch, or a rank's rows of it: `targets` are `tokens` shifted by one."""
+
+    tokens: torch.Tensor  # (B, T) int64
+    targets: torch.Tensor  # (B, T) int64
+    positions: torch.Tensor  # (B, T) int64: of each token in its document, or in what the sequence has of it
+
+
 class TokenStream:
     """Documents of a packed directory, read as one long sequence.
 
@@ -113,6 +121,15 @@ class TokenStream:
         numbers = np.arange(start, stop)
         begins = self._bounds[np.searchsorted(self._bounds, numbers, side="right") - 1]
         return numbers - np.maximum(begins, start)
+
+    def read_windows(self, windows: Sequence[int], window: int) -> Batch:
+        """The batch made of the given windows of `window` tokens."""
+        rows, positions = np.empty((2, len(windows), window), dtype=np.int64)
+        for row, number in enumerate(windows):
+            span = int(number) * window, (int(number) + 1) * window
+            rows[row], positions[row] = self.read(*span), self.positions(*span)
+        parts = rows[:, :-1], rows[:, 1:], positions[:, :-1]
+        return Batch(*(torch.from_numpy(part.copy()) for part in parts))
 
 
 class Splits(NamedTuple):
@@ -200,14 +217,6 @@ def open_splits(train: Path, held_out: Path | None, fraction: float) -> Splits:
 # -- batches
 
 
-class Batch(NamedTuple):
-    """A global batch, or a rank's rows of it: `targets` are `tokens` shifted by one."""
-
-    tokens: torch.Tensor  # (B, T) int64
-    targets: torch.Tensor  # (B, T) int64
-    positions: torch.Tensor  # (B, T) int64: of each token in its document, or in what the sequence has of it
-
-
 class Loader:
     """Windows of T + 1 tokens of a stream, in a new random order each epoch.
 
@@ -237,7 +246,7 @@ class Loader:
     def batch(self, step: int) -> Batch:
         """The batch of training step `step`, counted from 0."""
         numbers = [divmod(step * self._batch_size + row, self.num_windows) for row in self._rows]
-        return read_windows(self._stream, [self._order(epoch)[n] for epoch, n in numbers], self._window)
+        return self._stream.read_windows([self._order(epoch)[n] for epoch, n in numbers], self._window)
 
     @contextmanager
     def batches(self, stop: int) -> Iterator[Iterator[Batch]]:
@@ -279,27 +288,12 @@ def read_ahead(read: Callable[[Any], Batch], keys: Iterable[Any]) -> Iterator[It
         yield (this.result() for this, _next in pairwise(chain(reads, [Future[Batch]()])))
 
 
-def read_windows(stream: TokenStream, windows: Sequence[int], window: int) -> Batch:
-    """The batch made of the given windows of `window` tokens."""
-    rows, positions = np.empty((2, len(windows), window), dtype=np.int64)
-    for row, number in enumerate(windows):
-        span = int(number) * window, (int(number) + 1) * window
-        rows[row], positions[row] = stream.read(*span), stream.positions(*span)
-    parts = rows[:, :-1], rows[:, 1:], positions[:, :-1]
-    return Batch(*(torch.from_numpy(part.copy()) for part in parts))
-
-
-def read_batches(
-    stream: TokenStream, batches: Iterable[Sequence[int]], *, sequence_length: int, rows: range
-) -> AbstractContextManager[Iterator[Batch]]:
-    """For a `with`: these rows of each of `batches`, which are given by their windows; read ahead."""
-    return read_ahead(lambda batch: read_windows(stream, [batch[row] for row in rows], sequence_length + 1), batches)
-
-
-def evaluation_batches(stream: TokenStream, *, sequence_length: int, batch_size: int, limit: int) -> list[list[int]]:
+def evaluation_batches(
+    stream: TokenStream, *, sequence_length: int, batch_size: int, limit: int, rows: range | None = None
+) -> list[list[int]]:
     """The windows of up to `limit` whole batches, spread evenly over the held-out text; the same at every call.
 
-    Raises ValueError where the text does not fill one batch.
+    rows: those of a batch that are read here; without, all. Raises ValueError where the text does not fill one batch.
     """
     available = stream.num_tokens // (sequence_length + 1)
     count = min(limit, available // batch_size)
@@ -308,5 +302,5 @@ def evaluation_batches(stream: TokenStream, *, sequence_length: int, batch_size:
             f"the held-out text has {available} sequences of {sequence_length} tokens, but a batch needs {batch_size}; "
             "raise data.validation_fraction, give data.validation_path, or set train.eval_batches = 0"
         )
-    spread = np.linspace(0, available - 1, count * batch_size, dtype=np.int64)
-    return [rows.tolist() for rows in spread.reshape(count, batch_size)] if count else []
+    spread = np.linspace(0, available - 1, count * batch_size, dtype=np.int64).reshape(count, batch_size)
+    return spread[:, range(batch_size) if rows is None else rows].tolist()

@@ -100,7 +100,7 @@ def choose_device(info: RankInfo, wanted: str, is_free: Callable[[str], bool]) -
     devices = cuda.count() if wanted != "cpu" else 0
     if devices >= info.local_world_size:
         return torch.device("cuda", info.local_rank)
-    if devices == 1 and is_free(cuda.uuid(0)):
+    if devices == 1 and is_free(str(cuda.properties(0).uuid)):
         return torch.device("cuda", 0)
     if wanted == "cuda" or devices:
         raise ValueError(

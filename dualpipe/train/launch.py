@@ -17,14 +17,12 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
-from dualpipe.errors import PLAIN, error_line, exit_status
-from dualpipe.lifetime import die_with
+from dualpipe.errors import PLAIN, die_with, error_line, exit_status
 from dualpipe.train.config import load_config
 from dualpipe.train.tables import Config, ParallelConfig
 
@@ -36,8 +34,7 @@ RANKS_PER_CORE = 4  # of CPU ranks: for tests and lessons
 _USUAL_GPUS = 8  # of a node, where this machine has none
 
 
-@dataclass(frozen=True)
-class RankInfo:
+class RankInfo(NamedTuple):
     """This process among all ranks of the job, and among those of its machine."""
 
     rank: int

@@ -25,11 +25,10 @@ from dualpipe.models.sizes import flops_per_token
 from dualpipe.nn.deferral import local
 from dualpipe.schedule import build
 from dualpipe.train.config import Config, fit_world
-from dualpipe.train.console import say
-from dualpipe.train.data import Batch, Loader, evaluation_batches, open_splits, packed_directory, read_batches
+from dualpipe.train.data import Batch, Loader, evaluation_batches, open_splits, packed_directory, read_ahead
 from dualpipe.train.job import Job, join
 from dualpipe.train.launch import RankInfo
-from dualpipe.train.metrics import MetricsWriter, StepMetrics, draw, memory_bytes
+from dualpipe.train.metrics import MetricsWriter, StepMetrics, draw, memory_bytes, say
 from dualpipe.train.model import build_model, build_routers, micro_batch_loss, plan_run, read_model_config
 from dualpipe.train.optimizer import Optimizer, learning_rate
 from dualpipe.train.resume import Saver, State, describe
@@ -104,13 +103,13 @@ class Run:
         for stream in self.splits:
             stream.packed.check_vocabulary(self.model.config.vocab_size)
         own = train.micro_batch_size * train.num_chunks if self.model.has_first or self.model.has_last else 0
-        self.rows = range(own * place.replica, own * (place.replica + 1))  # of the global batch, for this pipeline
+        rows = range(own * place.replica, own * (place.replica + 1))  # of the global batch, for this pipeline
         self.batch_size = train.micro_batch_size * train.num_chunks * self.config.parallel.replicas
         sizes = {"sequence_length": train.sequence_length, "batch_size": self.batch_size}
-        self.loader = Loader(self.splits.train, **sizes, seed=train.seed, rows=self.rows)
+        self.loader = Loader(self.splits.train, **sizes, seed=train.seed, rows=rows)
         held_out = self.splits.held_out
         self.held_out = (  # windows, by batch
-            evaluation_batches(held_out, **sizes, limit=train.eval_batches) if held_out.num_documents else []
+            evaluation_batches(held_out, **sizes, limit=train.eval_batches, rows=rows) if held_out.num_documents else []
         )
 
     def train(self) -> None:
@@ -232,10 +231,10 @@ class Run:
     @torch.no_grad()
     def _evaluate(self) -> float:
         """Mean loss over the held-out batches (NaN on ranks without the last stage)."""
-        length, losses = self.config.train.sequence_length, []
+        losses, read = [], partial(self.splits.held_out.read_windows, window=self.config.train.sequence_length + 1)
         for stage in self.model.stages:
             stage.eval()
-        with read_batches(self.splits.held_out, self.held_out, sequence_length=length, rows=self.rows) as ahead:
+        with read_ahead(read, self.held_out) as ahead:
             for batch in ahead:
                 loss = self._forward_backward(batch)
                 if loss is not None:

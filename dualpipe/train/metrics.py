@@ -12,15 +12,18 @@ import os
 import resource
 import shutil
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
 from typing import Any, Self
 
+import rich.console
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column
@@ -28,7 +31,6 @@ from rich.table import Column
 from dualpipe.device import peak_memory
 from dualpipe.files import replace_file
 from dualpipe.schedule import Schedule, simulate, to_svg
-from dualpipe.train.console import Console, say, warn
 
 METRICS = "metrics.jsonl"
 PICTURES = {"tensorboard": "no TensorBoard events", "matplotlib": "no picture of the loss"}  # what it costs to lack one
@@ -197,10 +199,8 @@ def _tensorboard(folder: Path, start_step: int) -> Callable[[int, dict[str, floa
 
 
 def _unused_name(path: Path) -> Path:
-    number = 1
-    while (candidate := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
-        number += 1
-    return candidate
+    candidates = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in count(1))
+    return next(candidate for candidate in candidates if not candidate.exists())
 
 
 def json_line(values: Mapping[str, object]) -> str:
@@ -270,3 +270,34 @@ def _draw_loss(rows: list[dict[str, Any]], picture: Path, unigram: float | None)
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
     figure.savefig(picture)
+
+
+# -- what a run prints; where nobody can read it any more, the run goes on
+
+
+class Console(rich.console.Console):
+    """Rich's console, which would end the process where the reader of a pipe has gone."""
+
+    def on_broken_pipe(self) -> None:
+        _go_on_without(BrokenPipeError())
+
+
+def say(text: str, console: rich.console.Console | None = None) -> None:
+    """Print a line."""
+    try:
+        print(text, flush=True) if console is None else console.print(text, markup=False)
+    except OSError as error:
+        _go_on_without(error)
+
+
+def warn(text: str) -> None:
+    """Print a line on stderr, if that is possible."""
+    with suppress(OSError):
+        print(f"WARNING: {text}", file=sys.stderr, flush=True)
+
+
+def _go_on_without(error: OSError) -> None:
+    with suppress(OSError):  # where stdout is no file of the system's
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    reason = "nobody reads it any more" if isinstance(error, BrokenPipeError) else error.strerror or str(error)
+    warn(f"what is printed is lost from here on: {reason}; the run goes on without it (Ctrl-C ends it)")

@@ -44,7 +44,6 @@ SHARD_TOKENS = 1 << 28  # a shard is closed once it has this many
 # Of the standard library: no third-party packages, no tests, and no tables that are data rather than code.
 NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data"}
 END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "<|begin_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>", "[SEP]")
-
 KINDS = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")  # of files with records; others are text
 PACKAGES = {".jsonl.zst": "zstandard", ".parquet": "pyarrow.parquet"}
 PIECE = 1 << 12  # bytes of zstd that are decompressed at a time: some 10 KB of text
@@ -97,9 +96,7 @@ def pack(
     return index
 
 
-def _write(
-    sources: Sequence[Source], tokenizer: Tokenizer, folder: Path, shard_tokens: int, text_key: str
-) -> dict[str, Any]:
+def _write(sources: Sequence[Source], tokenizer: Tokenizer, out: Path, shard_tokens: int, key: str) -> dict[str, Any]:
     """Write all files of a packed directory; returns its index."""
     dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
     largest, table = tokenizer.end_of_document, bytearray()  # of DOCUMENT_TYPE: 28 bytes each, of maybe billions
@@ -109,7 +106,7 @@ def _write(
         nonlocal largest
         shard = filled = 0
         for source in sources:
-            for text, where in documents(source.path, text_key):
+            for text, where in documents(source.path, key):
                 try:
                     tokens = tokenizer.encode(text)
                 except ValueError as error:
@@ -123,8 +120,8 @@ def _write(
 
     def write(name: str, pieces: Iterable[bytes | memoryview]) -> dict[str, object]:
         """Write a file; what the index says of it."""
-        with naming(folder / name):
-            size, checksum = write_file(folder / name, pieces, "sha256")
+        with naming(out / name):
+            size, checksum = write_file(out / name, pieces, "sha256")
         return {"file": name, "bytes": size, "sha256": checksum}
 
     shards = [write(f"tokens-{shard:05d}.bin", map(itemgetter(1), pieces))
@@ -230,8 +227,8 @@ def _read(path: Path, size: int = -1) -> bytes:
         try:
             importlib.import_module(module)
         except ImportError as error:
-            package = module.partition(".")[0]
-            raise ValueError(f"{path} needs the package {package}: pip install 'dualpipe[data]'") from error
+            raise ValueError(f"{path} needs the package {module.partition('.')[0]}: pip install 'dualpipe[data]'"
+                             ) from error
     elif kind != ".jsonl.gz":
         for name, offset, magic in MAGIC:
             if content.startswith(magic, offset):

@@ -40,9 +40,9 @@ from dualpipe.nn.router_set import RouterSet
 from dualpipe.parallel import DTypePlan
 from dualpipe.schedule import build
 from dualpipe.train.config import Config, fit_world
-from dualpipe.train.console import Console, say
 from dualpipe.train.job import Job, join
 from dualpipe.train.launch import RankInfo
+from dualpipe.train.metrics import Console, say
 from dualpipe.train.model import build_model, build_routers, build_whole, micro_batch_loss, plan_run, read_model_config
 from dualpipe.train.tables import DTypesConfig
 

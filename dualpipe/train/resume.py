@@ -21,9 +21,9 @@ from dualpipe.checkpoint.directory import find, none_whole
 from dualpipe.checkpoint.state import ParameterState
 from dualpipe.dtypes import dtype_of
 from dualpipe.nn.router_set import RouterSet
-from dualpipe.train.console import say
 from dualpipe.train.data import Loader
 from dualpipe.train.job import Job
+from dualpipe.train.metrics import say
 from dualpipe.train.model import Model
 from dualpipe.train.optimizer import Optimizer
 from dualpipe.train.tables import Config

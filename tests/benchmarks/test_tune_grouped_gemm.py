@@ -82,11 +82,11 @@ def test_every_class_of_the_table_is_tuned_on_its_own_shapes(tuner):
 
 def test_launching_is_undone(tuner):
     config = GemmConfig(1, 2, 3, 4, 5)
+    tables = grouped_gemm_tiles.row_configs, grouped_gemm_tiles.weight_configs
     with pytest.raises(KeyError), tuner.launching(config):
-        assert tuner.LAUNCHERS.row_configs(90)["wide"] is tuner.LAUNCHERS.weight_configs(90)["odd"] is config
+        assert grouped_gemm_tiles.row_configs(90)["wide"] is grouped_gemm_tiles.weight_configs(90)["odd"] is config
         raise KeyError
-    assert tuner.LAUNCHERS.row_configs is grouped_gemm_tiles.row_configs
-    assert tuner.LAUNCHERS.weight_configs is grouped_gemm_tiles.weight_configs
+    assert (grouped_gemm_tiles.row_configs, grouped_gemm_tiles.weight_configs) == tables
 
 
 def test_tunes_a_tiny_class_on_cpu(tuner, parts, monkeypatch):

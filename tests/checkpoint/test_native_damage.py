@@ -263,6 +263,18 @@ def test_a_manifest_of_odd_types_hides_no_other(two, changes):
     assert latest(two).name == "step-00000003"
 
 
+@pytest.mark.parametrize("name", ["tensors.json", "rank-00000.safetensors"])
+def test_a_manifest_lists_all_that_is_read(two, name):
+    """Else what has no checksum would be loaded."""
+    path = two / "step-00000002"
+    manifest = json.loads((path / "manifest.json").read_text())["manifest"]
+    del manifest["files"][name]
+    sign(path, manifest)
+    assert f"manifest.json is damaged: it does not list {name}" in verify(path)[0]
+    with pytest.warns(UserWarning, match="step-00000002"):
+        assert load(two, state_of(0)).manifest.step == 1
+
+
 def test_a_format_of_later_is_named(two):
     path = two / "step-00000002" / "manifest.json"
     path.write_text(path.read_text().replace('"format": 2', '"format": 3'))

@@ -22,7 +22,7 @@ from dualpipe.nn.deferral import WeightGradStore
 from dualpipe.parallel import fsdp
 from dualpipe.pipeline import PipelineError
 from ranks import run_ranks
-from toys import Stage, make_stages, num_stages, reference, relative_error, stages_of_rank
+from toys import Stage, make_stages, num_stages, param_groups, reference, relative_error, stages_of_rank
 
 WIDTH = 8
 
@@ -198,7 +198,7 @@ def fsdp2_alone(rank: int) -> str:
     stage.set_requires_gradient_sync(False)
     stage.set_reshard_after_backward(False)
     stage(torch.ones(2, 4)).sum().backward()
-    (group,) = fsdp._param_groups(stage)
+    (group,) = param_groups(stage)
     weight = group.fsdp_params[0]
     if NEWER:
         weight.unsharded_param.grad, weight.unsharded_param.grad_dtype = None, None
@@ -594,7 +594,7 @@ def lost(rank: int) -> str:
     pipe = DualPipeV(stages, process_group=torch.distributed.new_subgroups(1)[0])
     x, y = batch(2, 1)
     try:
-        with patch.object(type(fsdp._param_groups(stages[0])[0]), "post_backward", lambda group: None):
+        with patch.object(type(param_groups(stages[0])[0]), "post_backward", lambda group: None):
             pipe.step(x, num_chunks=2, criterion=F.mse_loss, labels=(y,))
     except PipelineError as error:
         return str(error)
@@ -635,7 +635,7 @@ def other_units(rank: int, layout: str) -> float:
     stages = [copy.deepcopy(stage) for stage in expected]
     if layout == "several groups":
         stages = [several_groups(stage, mesh) for stage in stages]
-        assert len(fsdp._param_groups(stages[0])) == 2
+        assert len(param_groups(stages[0])) == 2
     else:
         stages = [ByMethod(shard_nested(stage, mesh)) for stage in stages]
     pipe = DualPipeV(stages, process_group=torch.distributed.new_subgroups(1)[0])

@@ -15,7 +15,6 @@ from dualpipe.parallel import (
     Rule,
     TensorDTypes,
     assert_contract,
-    boundary_dtype,
     checkpoint_dtypes,
     resolve_dtypes,
     shard,
@@ -332,8 +331,13 @@ def test_given_several_stages_then_a_rule_may_match_in_any_of_them_and_tied_name
 
 
 def test_given_no_boundary_dtype_then_it_is_the_policys_output_dtype(recwarn):
-    assert boundary_dtype(policy(output=FP32)) is FP32 and boundary_dtype(policy(), BF16) is BF16
+    for output, explicit in ((FP32, None), (BF16, BF16)):
+        model = nn.Linear(4, 4, dtype=BF16)
+        shard(model, None, resolve_dtypes(model, policy(output=output)), output_dtype=explicit)
+        assert model(torch.ones(1, 4)).dtype is output
     assert not recwarn.list
+    with pytest.raises(ValueError, match=r"output_dtype must be a floating-point dtype; got torch.int8"):
+        shard(model, None, resolve_dtypes(model, policy()), output_dtype=torch.int8)
 
 
 def test_given_another_boundary_dtype_then_it_is_honoured_with_a_warning():

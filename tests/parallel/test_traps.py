@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from dualpipe.parallel import fsdp
 from dualpipe.parallel.clipping import clip_grad_norm_
 from ranks import run_ranks
+from toys import param_groups
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 NEWER = hasattr(FSDPModule, "finalize_backward")  # torch 2.15
@@ -33,7 +33,7 @@ def gathered_without_a_root(rank: int) -> str:
     stage = fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (2,)))
     stage.unshard()
     nn.Linear.forward(stage, torch.ones(2, 4)).sum().backward()
-    return error_of(lambda: [group.post_backward() for group in fsdp._param_groups(stage)])
+    return error_of(lambda: [group.post_backward() for group in param_groups(stage)])
 
 
 def test_given_unshard_alone_then_the_root_state_is_missing():
@@ -47,7 +47,7 @@ def accumulated_twice(rank: int) -> list[float]:
     stage.set_requires_gradient_sync(False)
     stage.set_reshard_after_backward(False)
     stage(torch.ones(1, 4)).sum().backward()
-    (param,) = (p for group in fsdp._param_groups(stage) for p in group.fsdp_params)
+    (param,) = (p for group in param_groups(stage) for p in group.fsdp_params)
     if NEWER:
         before = param.unsharded_param.grad.sum().item()
         stage(torch.ones(1, 4)).sum().backward()

@@ -298,7 +298,6 @@ class Resident(Positioned):
 
 
 def positions_alive(rank, world):
-    use_own_groups()  # nothing is packed: there they share the memory of the activation
     stages = make(2 * world, "Resident")
     pipe = DualPipeV([stages[s] for s in stages_of_rank("dualpipev", world, rank)])
     x, y, side = problem(20)

@@ -195,7 +195,7 @@ class Group(P2PGroups):
     """What `Pipeline` takes for its connections, in place of a process group: ranks that are threads."""
 
     def __init__(self, rank: Rank, name: str, members: tuple[int, ...]) -> None:
-        self.of, self._name, self._members, self.packs = rank, name, members, rank.device.type == "cpu"
+        self.of, self._name, self._members = rank, name, members
 
     def size(self) -> int:
         return len(self._members)
@@ -206,13 +206,11 @@ class Group(P2PGroups):
     def sync(self, replicas: Any) -> RankSync:
         return RankSync(self._between("record"))
 
-    def default_device(self) -> torch.device:
-        return self.of.device
+    def checked_device(self, device: torch.device | None) -> torch.device:
+        assert device is None or device.type == self.of.device.type, device
+        return device or self.of.device
 
-    def check_device(self, device: torch.device) -> None:
-        assert device.type == self.of.device.type, device
-
-    def connect(self, streams: Any, device: torch.device) -> None:
+    def connect(self, placement: Any, device: torch.device) -> None:
         """Links need no preparation."""
 
     def link(self, stream: tuple[int, int, str]) -> Link:

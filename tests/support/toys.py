@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from dualpipe.nn import defer_weight_grads
 from dualpipe.pipeline.p2p import P2PGroups
@@ -59,7 +60,13 @@ def reference(
 def use_own_groups() -> None:
     """Give every link a process group and send bytes, as with NCCL. For the process that calls it."""
     connect = P2PGroups.connect
-    P2PGroups.connect = lambda self, streams, device: connect(self, streams, device, own_groups=True)
+    P2PGroups.connect = lambda self, placement, device: connect(self, placement, device, own_groups=True)
+
+
+def param_groups(unit: FSDPModule) -> list:
+    """FSDP2's own parameter groups of a unit; torch 2.11 has one or none."""
+    state = unit._get_fsdp_state()
+    return getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
 
 
 def relative_error(actual: Tensor | None, expected: Tensor | None) -> float:

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from dualpipe.train import data
 from dualpipe.train.data import (
     Loader,
     PackedTokens,
@@ -20,7 +19,6 @@ from dualpipe.train.data import (
     open_splits,
     packed_directory,
     read_ahead,
-    read_windows,
     split_documents,
 )
 from dualpipe.train.pack import ByteTokenizer, FileTokenizer, find_sources, load_tokenizer, pack
@@ -288,7 +286,7 @@ def test_positions_start_anew_with_each_document_and_each_sequence(many):
     start = lengths[0] + 2  # in the second document
     expected = np.concatenate((np.arange(lengths[1] - 2), np.arange(5)))
     assert (stream.positions(start, start + len(expected)) == expected).all()
-    batch = read_windows(stream, [0, 3], 21)
+    batch = stream.read_windows([0, 3], 21)
     assert batch.positions.shape == batch.tokens.shape and (batch.positions[0].numpy() == whole[:20]).all()
 
 
@@ -347,11 +345,9 @@ def test_a_rank_reads_its_rows_only(many):
         assert all(torch.equal(part, all_rows[rows.start : rows.stop]) for part, all_rows in zip(batch, whole))
         assert batch.tokens.shape == (len(rows), 10) and len(read) == len(rows)
         assert loader.state_dict() == make_loader(many).state_dict(), "of the global batch, in any layout"
-        windows = list(range(20, 26))
-        with data.read_batches(stream, [windows], sequence_length=10, rows=rows) as batches:
-            (batch,) = batches
-        expected = read_windows(stream, windows, 11).tokens[rows.start : rows.stop]
-        assert torch.equal(batch.tokens, expected)
+        sizes = dict(sequence_length=10, batch_size=6, limit=2)
+        expected = [batch[rows.start : rows.stop] for batch in evaluation_batches(stream, **sizes)]
+        assert evaluation_batches(stream, **sizes, rows=rows) == expected
         read.clear()
 
 
@@ -419,7 +415,7 @@ def test_evaluation_batches_are_whole_and_distinct(many):
     batches = evaluation_batches(stream, sequence_length=20, batch_size=4, limit=5)
     windows = [w for rows in batches for w in rows]
     assert len(batches) == 5 and len(set(windows)) == 20
-    assert read_windows(stream, batches[-1], 21).tokens.shape == (4, 20)
+    assert stream.read_windows(batches[-1], 21).tokens.shape == (4, 20)
 
 
 def test_vocabulary(many):

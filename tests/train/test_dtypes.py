@@ -11,8 +11,14 @@ import torch.distributed as dist
 
 from dualpipe import cli
 from dualpipe.dtypes import dtype_of
-from dualpipe.parallel import DTypePlan, DTypePolicy, TensorDTypes, assert_contract, checkpoint_dtypes
-from dualpipe.parallel.contract import ContractError
+from dualpipe.parallel import (
+    ContractError,
+    DTypePlan,
+    DTypePolicy,
+    TensorDTypes,
+    assert_contract,
+    checkpoint_dtypes,
+)
 from dualpipe.parallel.mesh import build_mesh
 from dualpipe.train.config import fit_world, load_config
 from dualpipe.train.job import Job

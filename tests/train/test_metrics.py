@@ -13,9 +13,8 @@ import torch
 from rich.console import Console
 
 from dualpipe.device import peak_tflops
-from dualpipe.train.console import Console as RunConsole
-from dualpipe.train.console import say
-from dualpipe.train.metrics import MetricsWriter, StepMetrics, json_line, memory_bytes, read_metrics
+from dualpipe.train.metrics import Console as RunConsole
+from dualpipe.train.metrics import MetricsWriter, StepMetrics, json_line, memory_bytes, read_metrics, say
 
 
 def metrics(step, loss=2.0, **more):

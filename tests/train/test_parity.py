@@ -195,6 +195,14 @@ def test_bf16_passes_and_prints_both_errors(run_toml, capsys):
         run(run_toml, dtype="bf16", tolerance=0.1)
 
 
+@pytest.mark.parametrize("dtype", ["float64", "bf16"])
+def test_tied_embeddings_are_compared_by_both_names(run_toml, capsys, dtype):
+    file = run_toml.parent / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"tie_word_embeddings": True}))
+    assert run(run_toml, dtype=dtype) == 0
+    assert "parity passed: all 48 within" in capsys.readouterr().out
+
+
 def rounded_sums(monkeypatch):
     """Weight gradients are accumulated in bfloat16, in buffers that are float32."""
 

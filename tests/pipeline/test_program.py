@@ -1,9 +1,8 @@
-"""Few messages: what a pair, or a micro-batch's tensors, send to one rank is one message, and nothing else changes."""
+"""A rank's program: its messages in one order on both sides, a failure anywhere in it, and pairs that stay apart."""
 
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 
 import pytest
 import torch
@@ -11,89 +10,31 @@ import torch.nn.functional as F
 
 from dualpipe import DualPipeV, Pipeline, PipelineError
 from dualpipe.nn.segments import Communicate, Compute
-from dualpipe.pipeline.lower import BOTH, Programs
-from dualpipe.pipeline.p2p import PACKED_BYTES, Link, Signature, TensorMeta
+from dualpipe.pipeline import p2p
+from dualpipe.pipeline.lower import Programs
 from dualpipe.schedule import build
 from ranks import run_ranks
 from threads import run_threads
-from toys import Stage, gradient_error, make_stages, reference, relative_error
+from toys import Stage, gradient_error, make_stages, reference
 
 
-def programs(name: str, num_ranks: int, num_microbatches: int):
-    stages = len(build(name, num_ranks, 1).rank_stages(0))
-    found = [Programs(name, num_ranks=num_ranks, rank=rank, num_modules=stages) for rank in range(num_ranks)]
-    for each in found:
-        each.packs = True
-    return [each.programs(num_microbatches, train=True) for each in found]
-
-
-@pytest.mark.parametrize("num_ranks, num_microbatches", [(2, 4), (2, 16), (4, 9), (8, 20)])
-def test_both_sides_pack_the_same_and_in_one_order(num_ranks, num_microbatches):
-    plain, packed = zip(*programs("dualpipev", num_ranks, num_microbatches))
-    sent = {rank: [t for i in program.instructions for t in i.sends()] for rank, program in enumerate(packed)}
-    for rank, program in enumerate(packed):
-        for (src, dst, kind), transfers in program.incoming.items():
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("name", ["dualpipev", "zbv", "1f1b", "interleaved_1f1b"])
+@pytest.mark.parametrize("num_ranks, num_microbatches", [(2, 4), (2, 16), (4, 12), (8, 24)])
+def test_messages_are_taken_in_the_order_in_which_they_are_sent(name, num_ranks, num_microbatches, train):
+    stages = len(build(name, num_ranks, num_ranks).rank_stages(0))
+    programs = [
+        Programs(name, num_ranks=num_ranks, rank=rank, num_modules=stages).program(num_microbatches, train=train)
+        for rank in range(num_ranks)
+    ]
+    sent = [[m for i in program.instructions for m in i.outgoing if m is not None] for program in programs]
+    for rank, program in enumerate(programs):
+        assert set(program.outgoing) == {message.stream for message in sent[rank]}
+        for (src, dst, kind), messages in program.incoming.items():
             assert dst == rank
-            assert [t for t in sent[src] if t.stream == (src, dst, kind)] == list(transfers)
-    before, after = (sum(len(i.sends()) for p in each for i in p.instructions) for each in (plain, packed))
-    messages = [m for ts in sent.values() for t in ts for m in (t, t.second) if m is not None]
-    assert len(messages) == before, "each message is sent once, by itself or in another one"
-    both = sum(t.stream[2] == BOTH for ts in sent.values() for t in ts)
-    assert after == before - both and (both > 0.3 * before or num_microbatches < 3 * num_ranks)
-
-
-@pytest.mark.parametrize("name", ["zbv", "1f1b", "interleaved_1f1b"])
-def test_schedules_without_pairs_send_as_before(name):
-    for plain, packed in programs(name, 2, 8):
-        assert [i.outgoing for i in plain.instructions] == [i.outgoing for i in packed.instructions]
-
-
-def test_a_message_of_small_tensors_is_one_buffer():
-    half = torch.randn(2, dtype=torch.half)
-    tensors = (torch.randn(3, 5), torch.tensor(True), torch.zeros(0, 4), torch.arange(7), half)
-    signature = Signature(map(TensorMeta.of, tensors), packs=True)
-    (sent,) = signature.buffers(tensors)
-    received, (buffer,) = signature.empty(torch.device("cpu"))
-    assert sent.shape == buffer.shape
-    buffer.copy_(sent)
-    for tensor, arrived in zip(tensors, received, strict=True):
-        assert arrived.dtype == tensor.dtype and arrived.shape == tensor.shape and arrived.equal(tensor)
-        assert arrived.data_ptr() % 16 == 0 or not arrived.numel()
-    large = (torch.zeros(PACKED_BYTES, dtype=torch.uint8), torch.zeros(1))
-    assert len(Signature(map(TensorMeta.of, large), packs=True).buffers(large)) == 2
-    assert len(Signature(map(TensorMeta.of, tensors), packs=False).buffers(tensors)) == 4
-
-
-def counted(rank: int, num_chunks: int, rows: int) -> tuple[Counter, float, list]:
-    """How many buffers go over each kind of link in a step, the error of gradients, and all losses."""
-    stages, expected = make_stages(4), make_stages(4)
-    pipe = DualPipeV((stages[rank], stages[3 - rank]))
-    x, y = torch.randn(rows, 8).double(), torch.randn(rows, 8).double()
-    found, losses, send = Counter(), [], Link.send
-
-    def counting(link: Link, tensor: torch.Tensor):
-        found[link.tag] += 1
-        return send(link, tensor)
-
-    Link.send = counting
-    try:
-        loss, _ = pipe.step(x, num_chunks=num_chunks, criterion=F.mse_loss, labels=(y,))
-    finally:
-        Link.send = send
-    wanted, _ = reference(expected, x, y, num_chunks)
-    if loss is not None:
-        losses = [relative_error(loss, wanted)]
-    return found, max(gradient_error(stages[s], expected[s]) for s in (rank, 3 - rank)), losses
-
-
-@pytest.mark.parametrize("rows", [32, 33])
-def test_a_step_with_packed_messages(rows):
-    """Micro-batches of two sizes go each by themselves: one of the smaller ones may be the first to cross."""
-    results = run_ranks(counted, 2, 16, rows, reuse=True)
-    for found, error, losses in results:
-        assert error < 1e-10 and all(loss < 1e-12 for loss in losses)
-        assert (found[13] > 0) == (rows == 32)
-        assert found[11] + found[12] + 2 * found[13] == 32
+            assert messages == [m for m in sent[src] if m.stream == (src, dst, kind)]
+    crossings = sum(a != b for a, b in itertools.pairwise(build(name, num_ranks, num_microbatches).placement))
+    assert sum(map(len, sent)) == crossings * num_microbatches * (2 if train else 1)
 
 
 class Fragile(Stage):
@@ -156,7 +97,7 @@ def in_place(rank):
     return pipe.step(torch.randn(6, 4), num_chunks=3, criterion=lambda y, _: y.sum(), return_outputs=True)[1]
 
 
-def test_a_change_in_place_is_none_of_what_came_in_the_same_buffer():
+def test_what_comes_beside_an_activation_may_be_changed_in_place():
     *_, (_, counts) = run_threads(in_place, 3)
     assert counts.tolist() == [2] * 6
 
@@ -194,17 +135,33 @@ def without_memory(rank):
     return str(raised.value)
 
 
-@pytest.mark.parametrize("what", ["buffers", "empty"])
+class Scarce:
+    """The module torch, as far as messages use it, of which one call finds no memory."""
+
+    def __init__(self, count):
+        self.calls, self.count = itertools.count(), count
+
+    def __getattr__(self, name):
+        return getattr(torch, name)
+
+    def once(self, method):
+        def call(*args, **kwargs):
+            if next(self.calls) == self.count:
+                raise MemoryError("no room")
+            return method(*args, **kwargs)
+
+        return call
+
+
+@pytest.mark.parametrize("what", ["send", "receive"])
 @pytest.mark.parametrize("count", [0, 1, 6, 11, 14])
 def test_a_message_for_which_there_is_no_memory_leaves_no_rank_waiting(monkeypatch, what, count):
-    calls, method = itertools.count(), getattr(Signature, what)
-
-    def failing_once(*args):
-        if next(calls) == count:
-            raise MemoryError("no room")
-        return method(*args)
-
-    monkeypatch.setattr(Signature, what, failing_once)
+    scarce = Scarce(count)
+    if what == "send":
+        monkeypatch.setattr(torch.Tensor, "resolve_neg", scarce.once(torch.Tensor.resolve_neg))
+    else:
+        scarce.empty = scarce.once(torch.empty)
+        monkeypatch.setattr(p2p, "torch", scarce)
     one, other = run_threads(without_memory, 2, timeout=3)
     assert one == other and "MemoryError: no room" in one
 
