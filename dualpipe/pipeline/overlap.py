@@ -140,19 +140,15 @@ class Flight:
 
     def start(self) -> None:
         """Start it, with nothing where it cannot be started with the values; then compute what it can hide behind."""
-        self._start(*self._given.pop())
-        self._state.weight_gradients()
-
-    def _start(self, start: Callable[[Any], Pending], values: Mapping[str, Any], names: Iterable[str]) -> None:
-        state = self._state
+        state, (start, values, names) = self._state, self._given.pop()
         if state.error is None:
             with state.attempt():
                 found = [values[name] for name in names]
                 self._pending = start(tuple(v.detach() if isinstance(v, Tensor) else v for v in found))
-                return
-        if not state.broken:
+        if state.error is not None and not state.broken:
             with state.attempt(on_its_way=True):
                 self._pending = start(None)
+        state.weight_gradients()
 
     def advance(self) -> None:
         """Do what could not be done at the start, once."""
