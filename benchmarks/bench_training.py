@@ -287,7 +287,7 @@ def main() -> int:
     print_table([row | {"error": row["error"] and row["error"].partition("\n")[0][:SHOWN]} for row in rows])
     print()
     if processes.first and args.save:
-        save("training", rows, args.save, options=asdict(options))
+        save("training", rows, args.save, options=asdict(options) | {"model": read_config(options.model).to_dict()})
         if find_spec("matplotlib"):
             draw(rows, args.save / "training.png")
     measured = [{name: value for name, value in row.items() if value is not None} for row in rows if not row["error"]]
