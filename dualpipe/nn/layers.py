@@ -122,6 +122,7 @@ def defer_weight_grads(module: ModuleT) -> ModuleT:
             child.__class__ = Linear
     return module
 
+
 class GroupedLinear(nn.Module):
     """y[m] = W[e] x[m] (+ b[e]) for every row m of expert e: `num_groups` times `nn.Linear` on consecutive rows.
 
@@ -252,6 +253,7 @@ def grouped_bias_grad(bias: Tensor, dy: Tensor, ends: Tensor) -> Tensor:
     dtype, bounds = accumulation_dtype(bias, dy.dtype), torch.cat([ends.new_zeros(1), ends]).long()
     wide = dy.to(torch.promote_types(torch.promote_types(dy.dtype, dtype), torch.float32))
     return torch.segment_reduce(wide, "sum", offsets=bounds, axis=0, unsafe=True).to(dtype)
+
 
 class RMSNorm(nn.Module):
     """y = weight * x / sqrt(mean(x^2) + eps) over the last dimension, computed in `promote_types(dtype, float32)` and

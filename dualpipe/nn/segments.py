@@ -39,7 +39,8 @@ class Pending(Protocol):
 
     def advance(self) -> None:
         """Do what could not be done at the start without waiting for the device, such as sending rows whose number had
-        to be exchanged first. Called once, when other work has been given to the device."""
+        to be exchanged first. Called once, when other work has been given to the device and no other communication has
+        been started behind it; on all ranks at the same place, so that it may start collectives."""
 
     def wait(self) -> tuple[tuple[Any, ...], Any]:
         """(what was received, a context for the backward). The current stream, not the host, waits where it can."""

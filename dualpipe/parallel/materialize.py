@@ -99,9 +99,9 @@ def materialize(
     `param_device` is where parameters are if not on `device`: "cpu" under FSDP2's CPU offload. Optimizers are to be
     built afterwards. FSDP2 copies an uneven shard once more, into one that is padded, when it first runs.
 
-    Raises ValueError, before anything is changed, with a line for each: a buffer with neither value nor
-    `recompute_buffers`, or of which that returns another shape, dtype or device; names that `source` lacks or has too
-    many; other shapes; values that the plan's dtype would round, but for frozen modules, which the plan narrows by
+    Raises ValueError, before anything is changed, with a line for each of the first 200: a buffer with neither value
+    nor `recompute_buffers`, or of which that returns another shape, dtype or device; names that `source` lacks or has
+    too many; other shapes; values that the plan's dtype would round, but for frozen modules, which the plan narrows by
     intention. Afterwards: what `init_weights` left out; tied names whose values differ.
     """
     from dualpipe.nn.init import local_part  # with it come all layers and kernels, which few who import this need
@@ -222,9 +222,10 @@ def assert_materialized(
     module: nn.Module, device: torch.device | str, *, param_device: torch.device | str | None = None,
     values: bool | Collection[str] = True,
 ) -> None:
-    """Raise ValueError naming every parameter and buffer that is on meta, on the wrong device, or uninitialised: that
-    holds a NaN, or integers that are all their dtype's maximum, as `materialize` leaves them; booleans are not looked
-    at. This reads all memory once and waits for the device; `values` may be the names to look at, or False."""
+    """Raise ValueError naming the parameters and buffers, the first 200 of them, that are on meta, on the wrong device,
+    or uninitialised: that hold a NaN, or integers that are all their dtype's maximum, as `materialize` leaves them;
+    booleans are not looked at. This reads all memory once and waits for the device; `values` may be the names to look
+    at, or False."""
     from dualpipe.nn.init import local_part
 
     device, param_device = torch.device(device), torch.device(device if param_device is None else param_device)

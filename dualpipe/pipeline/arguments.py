@@ -215,7 +215,7 @@ def conclude(ranks: Iterable[Sequence[Any]]) -> tuple[bool | None, SideSpec, tor
     not fit.
 
     ranks: what each says when it builds its pipeline: what must be the same everywhere, whether pairs are to run in
-    turn (None where nothing could), the `SideSpec` of each stage, whether DeepSeek's hook runs them, whether any
+    turn (None where nothing could), the `SideSpec`s of the stages, whether DeepSeek's hook runs them, whether any
     parameter is float64, the `tied_ends` and what `check_stages` has found. Travels as JSON.
     """
     same, turns, specs, hooked, doubles, tied, reduced = zip(*ranks)

@@ -78,7 +78,7 @@ class Pipeline(nn.Module):
             told.value = [
                 [built.name, crc32(repr(built).encode()), self.device.type, batch_dim, mapping],
                 bool(overlap) if has_communication(own.segments().values()) or own.hooked else None,
-                list(own.specs.values()),
+                list(dict.fromkeys(own.specs.values())),  # each once: a record has little room
                 own.hooked,
                 any(p.dtype is torch.float64 for p in self.module.parameters()),
                 tied_ends(own.modules.get(0), own.modules.get(built.num_stages - 1)),

@@ -1,15 +1,23 @@
 """Running stages that are made of segments: one micro-batch, or several in turn so that communication is hidden.
 
-Each action (a forward, a backward, weight gradients) is a generator that computes until it has a communication in
-flight, yields, and waits for it when it is resumed. `walk` resumes those of a step in turn:
+Each action (a forward, a backward, weight gradients) is a generator that computes until its next communication, yields
+it to be started, and waits for it when it is resumed. `walk` resumes those of a step in turn:
 
     F   attend 0   [dispatch 0]   experts 0   [combine 0]   finish 0, attend 1   ...
     B              finish 3       [combine 3] experts 3     [dispatch 3]         ...
 
 While [dispatch 0] is in flight the backward computes `finish 3`, while [combine 3] is in flight the forward computes
 `experts 0`, and so on, for any number of segments on either side and any kinds of actions. A full backward defers its
-weight gradients and computes them when its own next communication has started: alone, it hides that behind them. All
-ranks walk the same actions in the same order, so their communications match.
+weight gradients and computes them when its own next communication has started: alone, it hides that behind them.
+
+A communication may start in two parts: [dispatch 0] sends the numbers of rows, and the rows when the host knows them.
+Communications run one behind the other, so the rows must be on their way before the backward starts [dispatch 3], which
+waits for `experts 3`: before one action starts a communication, those of the others are advanced. On a device:
+
+    computing       finish 3    attend 0    experts 3           experts 0    attend 3    finish 0
+    communicating               combine 3   counts 0, rows 0    dispatch 3   combine 0
+
+All ranks walk the same actions in the same order, whatever has arrived, so their communications match.
 
 An action that fails goes on without computing and takes part in its communications, so that no other rank waits.
 """
@@ -31,17 +39,6 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from dualpipe.device import random_state, set_random_state
 from dualpipe.nn.deferral import WeightGradStore
 from dualpipe.nn.segments import Communicate, Compute, Names, Pending, as_results, merged, needed_after, regions
-
-Task = Generator[None, None, None]
-
-
-def walk(tasks: Iterable[Task]) -> None:
-    """Run tasks in turn, each until it has a communication in flight, or nothing for the others to hide."""
-    running = deque(tasks)
-    while running:
-        task = running.popleft()
-        if next(task, "done") is None:
-            running.append(task)
 
 
 @dataclass
@@ -76,7 +73,7 @@ class MicrobatchState:
 
     # Of one that is made of several:
     results: Names = ()  # the names of the results that need a gradient, once the forward is through
-    hiding: Hashable = None  # the key of weight gradients to compute while a communication of the backward is in flight
+    deferred: Callable[[], None] | None = None  # a full backward's weight gradients, to hide its communications behind
 
     def __init__(self, inputs: tuple[Tensor, ...] = (), side: tuple[Tensor, ...] = ()) -> None:
         self.inputs, self.side = inputs, side
@@ -104,27 +101,11 @@ class MicrobatchState:
             self.error = self.error or error
             self.broken = self.broken or (on_its_way and isinstance(error, RuntimeError))
 
-    def start(
-        self, communication: Callable[[Any], Pending], values: Mapping[str, Any], names: Iterable[str]
-    ) -> Pending | None:
-        """Start a communication of these values; of nothing where it cannot be started with them. None: it failed."""
-        if self.broken:
-            return None
-        if self.error is None:
+    def weight_gradients(self) -> None:
+        """Compute those of a full backward that have been deferred until now."""
+        if self.deferred is not None and self.error is None:
             with self.attempt():
-                found = [values[name] for name in names]
-                return communication(tuple(v.detach() if isinstance(v, Tensor) else v for v in found))
-        with self.attempt(on_its_way=True):
-            return communication(None)
-        return None
-
-    def finish(self, pending: Pending | None) -> tuple[tuple[Any, ...], Any] | None:
-        """What was received, and the context for the backward; None where it failed."""
-        if pending is not None:
-            with self.attempt(on_its_way=True):
-                pending.advance()
-                return pending.wait()
-        return None
+                self.deferred()
 
     def add_gradients(self, found: Iterable[tuple[str, Tensor | None]]) -> None:
         """Gradients of a tensor that was read more than once add up, in the order of the backward."""
@@ -144,6 +125,68 @@ class MicrobatchState:
             gradients[name] if name in gradients else torch.zeros(shape, dtype=dtype, device=device)
             for name, (shape, dtype, device) in self._expected.items()
         ]
+
+
+class Flight:
+    """One communication of an action, from what is to be sent to what has arrived; its errors are the action's."""
+
+    _pending: Pending | None = None  # None before the start, at the end, and when it has failed
+    _advanced = False
+
+    def __init__(
+        self, state: MicrobatchState, start: Callable[[Any], Pending], values: Mapping[str, Any], names: Iterable[str]
+    ) -> None:
+        self._state, self._given = state, [(start, values, names)]  # until it starts, so as to keep nothing alive
+
+    def start(self) -> None:
+        """Start it, with nothing where it cannot be started with the values; then compute what it can hide behind."""
+        state, (start, values, names) = self._state, self._given.pop()
+        if state.error is None:
+            with state.attempt():
+                found = [values[name] for name in names]
+                self._pending = start(tuple(v.detach() if isinstance(v, Tensor) else v for v in found))
+        if state.error is not None and not state.broken:
+            with state.attempt(on_its_way=True):
+                self._pending = start(None)
+        state.weight_gradients()
+
+    def advance(self) -> None:
+        """Do what could not be done at the start, once."""
+        if self._pending is not None and not self._advanced:
+            self._advanced = True
+            with self._state.attempt(on_its_way=True):
+                self._pending.advance()
+                return
+            self._pending = None
+
+    def finish(self) -> tuple[tuple[Any, ...], Any] | None:
+        """What was received, and the context for the backward; None where it failed."""
+        self.advance()
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            with self._state.attempt(on_its_way=True):
+                return pending.wait()
+        return None
+
+
+Task = Generator[Flight | None, None, None]  # None: it has computed something to hide the others' behind
+
+
+def walk(tasks: Iterable[Task]) -> None:
+    """Run tasks in turn, each until its next communication, and start that once those of the others are advanced."""
+    running: deque[tuple[Task, Flight | None]] = deque((task, None) for task in tasks)
+    while running:
+        task, _ = running.popleft()
+        try:
+            flight = next(task)
+        except StopIteration:
+            continue
+        for _, other in running:
+            if other is not None:
+                other.advance()
+        if flight is not None:
+            flight.start()
+        running.append((task, flight))
 
 
 class SegmentedStage:
@@ -189,11 +232,9 @@ class SegmentedStage:
                 if not again:
                     record.differentiable = tuple(needs_grad(carry.get(name)) for name in segment.reads)
                 start = partial(segment.communication.again, record.context) if again else segment.communication.forward
-                pending = state.start(start, carry, segment.reads)
-                self._weight_gradients(state)
-                if pending is not None:
-                    yield
-                received = state.finish(pending)
+                flight = Flight(state, start, carry, segment.reads)
+                yield flight
+                received = flight.finish()
                 if received is not None and not again:
                     record.context = received[1]
                 if received is not None and state.error is None:
@@ -203,7 +244,7 @@ class SegmentedStage:
                             name: as_leaf(value, wanted)
                             for name, value in zip(segment.writes, as_results(segment, received[0]))
                         })
-                del pending, received  # and with them what was sent
+                del received  # and with it what was sent
             elif state.error is None:
                 with state.attempt():
                     self._compute(segment, carry, record, again)
@@ -243,18 +284,16 @@ class SegmentedStage:
     def backward(self, state: MicrobatchState, kind: str, key: Hashable) -> Task:
         """From `state.gradients` of the results to those of the inputs. Weight gradients are queued under `key`, where
         an "I" leaves them; a "B" computes them when a communication has started, and at the end."""
-        state.hiding = key if kind == "B" else None
+        state.deferred = partial(self._store.run, key) if kind == "B" else None
         for number, segment in reversed(list(enumerate(self._segments))):
             if number in self._regions:
                 yield from self._through(self._regions[number], state, {}, again=True)
             record = state.records.pop() if state.records else SegmentRecord()
             given = {name: state.gradients.pop(name, None) for name in segment.writes}
             if isinstance(segment, Communicate):
-                pending = state.start(partial(segment.communication.backward, record.context), given, segment.writes)
-                self._weight_gradients(state)  # what it can be hidden behind
-                if pending is not None:
-                    yield
-                received = state.finish(pending)
+                flight = Flight(state, partial(segment.communication.backward, record.context), given, segment.writes)
+                yield flight
+                received = flight.finish()
                 if received is not None and state.error is None:
                     with state.attempt():
                         if len(received[0]) != len(segment.reads):
@@ -265,12 +304,12 @@ class SegmentedStage:
                             for name, needed, gradient in zip(segment.reads, record.differentiable, received[0])
                             if needed
                         )
-                del pending, received
+                del received
             elif state.error is None:
                 with state.attempt():
                     self._compute_backward(record, given, state, key)
             del record, given  # and with them what the segment read, before anything else is made
-        self._weight_gradients(state)
+        state.weight_gradients()
 
     def _compute_backward(
         self, record: SegmentRecord, gradients: Mapping[str, Tensor | None], state: MicrobatchState, key: Hashable
@@ -282,11 +321,6 @@ class SegmentedStage:
                 run_backward(roots, values)
         state.add_gradients((name, leaf.grad) for name, leaf in record.leaves.items())
 
-    def _weight_gradients(self, state: MicrobatchState) -> None:
-        if state.hiding is not None and state.error is None:
-            with state.attempt():
-                self._store.run(state.hiding)
-
     def weight_gradients(self, state: MicrobatchState, key: Hashable, *, turns: int) -> Task:
         """The deferred ones, in `turns` parts, to hide others' communications behind."""
         pieces = self._store.take(key)
@@ -295,7 +329,7 @@ class SegmentedStage:
                 with state.attempt(), torch.no_grad():
                     piece()
             if (i + 1) * turns // len(pieces) > i * turns // len(pieces):
-                yield
+                yield None
 
 
 def run_backward(roots: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:

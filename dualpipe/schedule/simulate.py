@@ -54,7 +54,9 @@ class Costs:
                 raise ValueError(f"pairs has a cost for {kinds!r}; give two kinds out of {', '.join(KINDS)}")
 
     def of(self, step: Step) -> float:
-        """How long `step` takes."""
+        """How long `step` takes; ValueError unless it is one action or two."""
+        if len(step) not in (1, 2):
+            raise ValueError(f"a step has one action or two, not {len(step)}")
         kinds, costs = [action.kind for action in step], [self.on(action.stage) for action in step]
         if all(on is costs[0] for on in costs):
             return costs[0]._of_kinds(*kinds)
@@ -156,13 +158,17 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
 
     A result is there `costs.p2p` after the step that yields it where it comes from another rank. Sends and receives
     cost a rank no time and are never waited for otherwise. The actions of a pair start and end together.
-    Raises ScheduleError where the steps wait for each other; `validate` says why.
+    Raises ScheduleError where the steps wait for each other, of which `validate` says why, or one of them has not one
+    action or two.
     """
     costs = costs or Costs()
     finished: dict[Action, tuple[float, int]] = {}  # when, on which rank
     spans: list[list[Span]] = [[] for _ in schedule.ranks]
 
     def run(rank: int, step: Step) -> bool:
+        if len(step) not in (1, 2):
+            raise ScheduleError(f"schedule {schedule.name!r}, rank {rank}, step {len(spans[rank])}: a step has one "
+                                f"action or two, not {len(step)}")
         start = spans[rank][-1].end if spans[rank] else 0.0
         for action in step:
             possible = needs(schedule, action)

@@ -214,18 +214,23 @@ class Comparison:
                     loss.backward()
                     losses.append(loss.detach())
         own = torch.stack(losses).tensor_split(replicas)[self.job.place.replica] * replicas
-        return gradients([whole]) | _router_losses(routers) | {"loss": own}
+        return gradients([whole], by_all_names=True) | _router_losses(routers) | {"loss": own}
 
 
 def _router_losses(routers: RouterSet) -> dict[str, Tensor]:
     return {name: value for name, value in routers.metrics().items() if name.endswith("_loss")}
 
 
-def gradients(modules: Iterable[nn.Module], *, of_rank: bool = False) -> dict[str, Tensor]:
-    """All parameters' gradients by name, zero where there is none; whole, which is collective, or this rank's parts."""
+def gradients(
+    modules: Iterable[nn.Module], *, of_rank: bool = False, by_all_names: bool = False
+) -> dict[str, Tensor]:
+    """All parameters' gradients by name, zero where there is none; whole, which is collective, or this rank's parts.
+
+    One that is tied within a module counts once, by its first name, unless wanted by all of them.
+    """
     found = {}
     for module in modules:
-        for name, parameter in module.named_parameters(remove_duplicate=False):
+        for name, parameter in module.named_parameters(remove_duplicate=not by_all_names):
             grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             found[name] = grad.full_tensor() if isinstance(grad, DTensor) and not of_rank else local(grad)
     return found

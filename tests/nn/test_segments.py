@@ -6,6 +6,7 @@ import copy
 import itertools
 import weakref
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -143,31 +144,59 @@ def begun(x: Tensor) -> MicrobatchState:
     return state
 
 
+class Named(list):
+    """One side's entries in a log of both."""
+
+    def __init__(self, name, log):
+        self.name, self.log = name, log
+
+    def append(self, entry):
+        self.log.append(f"{self.name} {entry}")
+
+
 def test_a_walk_computes_on_one_side_while_the_other_communicates():
-    """Two forwards of two layers: each communication is started, the other side computes, and only then is it waited
-    for."""
-    log = []
-
-    class Log(list):
-        def __init__(self, name):
-            self.name = name
-
-        def append(self, entry):
-            log.append(f"{self.name} {entry}")
-
-    tasks = []
+    """Two forwards of two layers: each communication is started, the other side computes, the first one is advanced
+    before the other's starts, and only then is it waited for."""
+    log, tasks = [], []
     for name in "ab":
         side = Layered()
-        side.log = Log(name)
+        side.log = Named(name, log)
         stage = SegmentedStage(side.segments(), ("x",), ("x",), store=WeightGradStore())
         tasks.append(stage.forward(begun(torch.ones(2, WIDTH, dtype=torch.float64))))
     walk(tasks)
-    expected = []
-    for turn in (["before 0", "forward"], ["advance", "wait", "after 0", "before 1", "forward"],
-                 ["advance", "wait", "after 1"]):
-        expected += [f"{side} {entry}" for side in "ab" for entry in turn]
-    # `after 0` and `before 1` are two segments with no communication between them: one turn.
-    assert log == expected
+    assert log == [
+        "a before 0", "a forward",
+        "b before 0", "a advance", "b forward",
+        "a wait", "a after 0", "a before 1", "b advance", "a forward",  # two segments without a communication between
+        "b wait", "b after 0", "b before 1", "a advance", "b forward",
+        "a wait", "a after 1",
+        "b advance", "b wait", "b after 1",
+    ]
+
+
+def test_what_cannot_be_advanced_fails_its_own_action_which_goes_on_to_take_part():
+    """The rows of the first side's first communication cannot be sent, when the other side's turn is to start one."""
+    log, states, tasks = [], [], []
+    failing = Rolled.Pending((), [])
+    failing.advance = Mock(side_effect=ValueError("rows of different sizes"))
+    failing.wait = Mock()
+    for name in "ab":
+        side = Layered()
+        side.log = Named(name, log)
+        segments = side.segments()
+        if name == "a":
+            segments[1].communication.forward = lambda inputs: failing
+        stage = SegmentedStage(segments, ("x",), ("x",), store=WeightGradStore())
+        states.append(begun(torch.ones(2, WIDTH, dtype=torch.float64)))
+        tasks.append(stage.forward(states[-1]))
+    walk(tasks)
+    assert str(states[0].error) == "rows of different sizes" and states[1].error is None
+    failing.advance.assert_called_once()
+    failing.wait.assert_not_called()
+    assert log == [
+        "a before 0", "b before 0", "b forward", "b advance", "a forward", "b wait", "b after 0", "b before 1",
+        "a advance", "b forward", "a wait", "b advance", "b wait", "b after 1",
+    ]
 
 
 class Clock:

@@ -16,6 +16,7 @@ from dualpipe.nn import defer_weight_grads
 from dualpipe.nn.segments import Communicate, Compute, checked
 from dualpipe.pipeline.arguments import SideSpec
 from ranks import run_ranks
+from threads import run_threads
 from toys import Stage, gradient_error, num_stages, relative_error, stages_of_rank, use_own_groups
 
 SCHEDULES = ["dualpipev", "zbv", "1f1b", "interleaved_1f1b"]
@@ -282,6 +283,27 @@ def test_what_a_forward_takes(name, names, every):
 
 def test_a_compiled_module_takes_what_the_module_takes():
     assert SideSpec.of(torch.compile(Positioned())) == SideSpec(("positions",), False)
+
+
+class Wordy(Stage):
+    """Names as much as a stage of transformers does."""
+
+    def forward(
+        self, x, attention_mask=None, position_ids=None, past_key_values=None, inputs_embeds=None, use_cache=None,
+        output_attentions=None, output_hidden_states=None, output_router_logits=None, cache_position=None,
+    ):
+        return super().forward(x)
+
+
+def wordy(rank):
+    stages = [Wordy(2) for _ in range(50)]
+    pipe = Pipeline(stages, process_group=rank.group("pp", (0, 1)), schedule="interleaved_1f1b")
+    with torch.no_grad():
+        pipe.step(torch.randn(2, 2).double(), num_chunks=1, return_outputs=True)
+
+
+def test_many_stages_on_a_rank_may_name_much():
+    run_threads(wordy, 2)
 
 
 class Resident(Positioned):

@@ -127,6 +127,14 @@ def test_steps_that_wait_for_each_other_are_refused():
         simulate(two_ranks(((B(0, 0),), (F(0, 0),)), ((F(1, 0),), (B(1, 0),))))
 
 
+@pytest.mark.parametrize("step", [(), (F(0, 1), F(0, 2), F(0, 3))])
+def test_steps_of_no_or_of_three_actions_are_refused(step):
+    with pytest.raises(ScheduleError, match=rf"'s', rank 0, step 1: a step has one action or two, not {len(step)}"):
+        simulate(Schedule("s", 1, 1, 4, (((F(0, 0),), step, (B(0, 0),)),)))
+    with pytest.raises(ValueError, match=f"a step has one action or two, not {len(step)}"):
+        Costs().of(step)
+
+
 @pytest.mark.parametrize(
     "given, message",
     [

@@ -194,7 +194,12 @@ class Book:
         storage = local(tensor).untyped_storage()
         key, block = storage._cdata, Block(kind, self.current_stream(), 0, where())
         self._blocks[key] = block
-        weakref.finalize(storage, lambda: self._dead.append((key, block, self.of_thread.host))).atexit = False
+
+        def died() -> None:
+            if self in _devices:  # else nobody asks any more, and this thread may have no timeline
+                self._dead.append((key, block, self.of_thread.host))
+
+        weakref.finalize(storage, died).atexit = False
         if kind == "device":
             self._allocate(block, storage.nbytes())
 

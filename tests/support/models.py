@@ -111,5 +111,5 @@ def randomize_vectors(model):
 
 def compare_gradients(stages, whole):
     """How far the gradient of every parameter of `stages` is from that of the same name in `whole`. Collective."""
-    reference = gradients([whole])
+    reference = gradients([whole], by_all_names=True)
     return [difference(name, value, reference[name]) for name, value in gradients(stages).items()]

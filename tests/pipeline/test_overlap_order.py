@@ -1,0 +1,217 @@
+"""What a pair starts in which order, and what each all-to-all of expert parallelism is beside, on a pretend device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dualpipe.nn import GroupedLinear, defer_weight_grads
+from dualpipe.nn.deferral import WeightGradStore
+from dualpipe.nn.segments import Communicate, Compute
+from dualpipe.parallel.expert import ExpertParallel, run_experts
+from dualpipe.pipeline.overlap import MicrobatchState, SegmentedStage, walk
+from pretend_cuda import pretend_cuda
+from threads import Rank, ThreadAllToAll, run_threads
+
+RANKS, TOKENS, WIDTH, EXPERTS = 2, 6, 8, 4
+
+
+class Entry(NamedTuple):
+    what: str
+    time: int  # of the computing stream: when it is given to it, or up to when a communication waits for it
+
+
+class Noted(ThreadAllToAll):
+    """An all-to-all with the log of its rank: computing, starts, and waits."""
+
+    def __init__(self, rank: Rank) -> None:
+        super().__init__(rank, "ep", range(RANKS))
+        self.log: list[Entry] = []
+        self.who, self._computing = "", torch.cuda.current_stream()
+
+    def note(self, what: str) -> None:
+        self.log.append(Entry(what, torch.cuda.current_stream().clock[self._computing.number]))
+
+    def start(self, received: Tensor, sent: Tensor, *rows: Any) -> Any:
+        self.note(f"{self.who}: {'counts' if sent.dtype is torch.int64 else 'rows'}")
+        return super().start(received, sent, *rows)
+
+
+class Named:
+    """A communication, or what is pending of it, under a name of which the starts and the wait are noted."""
+
+    group = None
+
+    def __init__(self, name: str, noted: Noted, inner: Any) -> None:
+        self._name, self._noted, self._inner = name, noted, inner
+
+    def _call(self, method: str, *args: Any) -> Any:
+        with mock.patch.object(self._noted, "who", self._name):
+            return getattr(self._inner, method)(*args)
+
+    def forward(self, inputs: Any) -> Named:
+        return Named(self._name, self._noted, self._call("forward", inputs))
+
+    def backward(self, context: Any, gradients: Any) -> Named:
+        return Named(self._name, self._noted, self._call("backward", context, gradients))
+
+    def advance(self) -> None:
+        self._call("advance")
+
+    def wait(self) -> Any:
+        self._noted.note(f"{self._name}: wait")
+        return self._call("wait")
+
+
+class Layer(nn.Module):
+    """A linear for attention, and an expert each for tokens that all go to both ranks.
+
+    fails: the segment that fails in the forward, or, with a "-" before it, in the backward.
+    """
+
+    def __init__(self, name: str, noted: Noted, fails: str) -> None:
+        super().__init__()
+        self.attention, self.up = nn.Linear(WIDTH, WIDTH), GroupedLinear(EXPERTS // RANKS, WIDTH, WIDTH)
+        self._name, self._noted, self._fails = name, noted, fails
+
+    def _computed(self, segment: str, fn: Callable[..., Tensor], *args: Any) -> Tensor:
+        """What `fn` returns; noted when it begins, and when its backward does."""
+
+        def begin(way: str) -> None:
+            self._noted.note(f"{self._name} {segment}")
+            if self._fails == f"{way}{self._name} {segment}":
+                raise KeyError("out of luck")
+
+        begin("")
+        result = fn(*args)
+        if result.requires_grad:
+            result.register_hook(lambda _: begin("-"))
+        return result
+
+    def segments(self, dispatcher: Any) -> list:
+        def attend(x):
+            h = self._computed("attend", self.attention, x)
+            first = torch.arange(len(x), device=x.device) % EXPERTS
+            choices = torch.stack((first, (first + EXPERTS // 2) % EXPERTS), 1)
+            return x, *dispatcher.plan(h, h[:, :2].sigmoid(), choices)
+
+        def up(x, tokens, weights):
+            return self.up(x, tokens.offs) * weights[:, None]
+
+        def experts(*inputs):
+            return self._computed("experts", run_experts, up, *inputs)
+
+        def finish(residual, rows, plan):
+            return self._computed("finish", lambda: residual + dispatcher.finish(rows, plan))
+
+        dispatch, combine = (Named(f"{self._name} {way}", self._noted, getattr(dispatcher, way))
+                             for way in ("dispatch", "combine"))
+        return [
+            Compute(attend, "x", ("residual", "rows", "weights", "plan")),
+            Communicate(dispatch, ("rows", "weights", "plan"), ("rows", "weights", "received")),
+            Compute(experts, ("rows", "weights", "received"), "rows"),
+            Communicate(combine, ("rows", "received"), "rows"),
+            Compute(finish, ("residual", "rows", "plan"), "x"),
+        ]
+
+
+class Store(WeightGradStore):
+    def __init__(self, noted: Noted) -> None:
+        super().__init__()
+        self._noted = noted
+
+    def put(self, fn: Any) -> None:
+        super().put(lambda: (self._noted.note("weights"), fn()))
+
+
+def walked(rank: Rank, kinds: str, fails: str = "") -> list[Entry]:
+    """The log of a walk of two actions, in the order in which the executor gives them: backwards first. Rank 1 fails.
+
+    They are called by their kind, a second one of a kind by "G".
+    """
+    noted = Noted(rank)
+    store, expert_parallel = Store(noted), ExpertParallel(EXPERTS, noted)
+    tasks, states = [], []
+    with store.activate(), torch.autograd.set_multithreading_enabled(False):
+        for i, kind in enumerate(kinds):
+            layer = defer_weight_grads(Layer("G" if kind in kinds[:i] else kind, noted, fails * rank.number))
+            segments = layer.to(rank.device).segments(expert_parallel.dispatcher())
+            stage, state = SegmentedStage(segments, ("x",), ("x",), store=store), MicrobatchState()
+            state.begin({"x": torch.ones(TOKENS, WIDTH, device=rank.device, requires_grad=True)})
+            task = stage.forward(state)
+            if kind != "F":
+                walk([task])
+                state.gradients = {"x": torch.ones_like(state.carry.pop("x"))}
+                task = stage.backward(state, "B" if kind == "B" else "I", i)
+            if kind == "W":
+                walk([task])
+                task = stage.weight_gradients(state, i, turns=2)
+            tasks.append(task)
+            states.append(state)
+        noted.log.clear()
+        walk(tasks)
+    failed = [kind for kind, state in zip(kinds, states) if state.error is not None]
+    assert failed == [fails.strip("-")[0]] * rank.number if fails else not failed
+    return noted.log
+
+
+def beside(log: list[Entry]) -> list[tuple[str, str]]:
+    """The starts in their order, each with what is computed from when it may begin, until it is waited for."""
+    found = []
+    for i, start in enumerate(log):
+        name, _, part = start.what.partition(": ")
+        if part in ("counts", "rows"):
+            end = next(n for n, entry in enumerate(log) if n > i and entry.what == f"{name}: wait")
+            computed = [entry.what for entry in log[:end] if ":" not in entry.what and entry.time >= start.time]
+            found.append((start.what, ", ".join(dict.fromkeys(computed))))
+    return found
+
+
+# In a dispatch the rows go out as two all-to-alls: the hidden states, and their weights.
+ORDER = {
+    "BF": [
+        ("B combine: rows", "F attend"),
+        ("F dispatch: counts", "B experts, weights"),
+        ("F dispatch: rows", "B experts, weights"), ("F dispatch: rows", "B experts, weights"),
+        ("B dispatch: rows", "weights, F experts"), ("B dispatch: rows", "weights, F experts"),
+        ("F combine: rows", "B attend, weights"),
+    ],
+    "IF": [
+        ("I combine: rows", "F attend"),
+        ("F dispatch: counts", "I experts"), ("F dispatch: rows", "I experts"), ("F dispatch: rows", "I experts"),
+        ("I dispatch: rows", "F experts"), ("I dispatch: rows", "F experts"),
+        ("F combine: rows", "I attend"),
+    ],
+    "FW": [
+        ("F dispatch: counts", "weights"), ("F dispatch: rows", "weights"), ("F dispatch: rows", "weights"),
+        ("F combine: rows", "weights"),
+    ],
+    "FF": [
+        ("F dispatch: counts", "G attend"), ("F dispatch: rows", "G attend"), ("F dispatch: rows", "G attend"),
+        ("G dispatch: counts", "F experts"), ("G dispatch: rows", "F experts"), ("G dispatch: rows", "F experts"),
+        ("F combine: rows", "G experts"),
+        ("G combine: rows", "F finish"),
+    ],
+}
+
+
+@pytest.mark.parametrize("kinds", ORDER)
+def test_order_of_starts_and_what_each_is_beside(kinds):
+    with pretend_cuda() as device:
+        logs = run_threads(walked, RANKS, kinds, device="cuda")
+    assert [beside(log) for log in logs] == [ORDER[kinds]] * RANKS
+    assert device.report({}) == []
+
+
+@pytest.mark.parametrize("fails", ["F attend", "F experts", "-B finish", "-B experts"])
+def test_order_of_starts_when_a_rank_fails(fails):
+    with pretend_cuda() as device:
+        logs = run_threads(walked, RANKS, "BF", fails, device="cuda")
+    starts = [[entry.what for entry in log if entry.what.endswith(("counts", "rows"))] for log in logs]
+    assert starts == [[what for what, _ in ORDER["BF"]]] * RANKS
+    assert device.report({}) == []
