@@ -7,6 +7,7 @@ events are None, and to wait for None is nothing.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
@@ -106,6 +107,28 @@ def set_random_state(state: Tensor, device: torch.device | None = None) -> None:
     """Continue from a state of `random_state`, where there is a device."""
     if torch.cuda.is_available():
         torch.cuda.set_rng_state(state, "cuda" if device is None else device)
+
+
+@contextmanager
+def deterministic(wanted: bool = True) -> Iterator[None]:
+    """Have operators give the same bits each time, where `wanted`; one of torch's that cannot raises RuntimeError.
+
+    Warnings would not do: with them torch leaves the backward of flash attention as it is, whose atomic additions come
+    in any order. To be entered before CUDA and NCCL are used, as their libraries read the environment once: torch
+    refuses cuBLAS's products without a fixed workspace; and NCCL is not to add in the switch (NVLS), where the order of
+    a sum is not said. What is set there already stays, and what is set here too.
+    """
+    if not wanted:
+        yield
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ.setdefault("NCCL_ALGO", "^NVLS")
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 def model_name(device: torch.device) -> str:

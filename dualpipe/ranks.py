@@ -285,6 +285,12 @@ def timeout_of(group: ProcessGroup) -> timedelta:
     return group._get_backend(torch.device(device)).options._timeout
 
 
+def set_timeout(group: ProcessGroup, timeout: timedelta) -> None:
+    """Give a process group this timeout, in the backends of all devices; torch has no public call for it until 2.14."""
+    for device in backends(group):
+        group._get_backend(torch.device(device))._set_default_timeout(timeout)
+
+
 def gloo_beside(group: ProcessGroup) -> ProcessGroup:
     """A group of the same ranks and timeout that can carry host tensors."""
     ranks = dist.get_process_group_ranks(group)

@@ -70,6 +70,15 @@ def test_a_step_that_fails_and_the_one_after_it(shape):
     assert run_ranks(trained, math.prod(shape), shape, torch.float32, True, reuse=True) == [[]] * math.prod(shape)
 
 
+def trained_narrow(rank):
+    device, layers = as_process(rank, (1, 1, 2), torch.bfloat16, narrow=True)
+    return device.report(waits={COUNTS: layers * MICRO_BATCHES * STEPS})
+
+
+def test_gradients_that_are_divided_and_stored_in_less_than_they_are_reduced_in():
+    assert run_ranks(trained_narrow, 2, reuse=True) == [[]] * 2
+
+
 def training(rank, folder, steps, waits):
     device = as_training(rank, folder, "--train.steps", steps)
     assert device.launches > 1000

@@ -46,12 +46,9 @@ class StageParameters:
         self._units = list({id(_state(unit)): unit for unit in reversed(sharded)}.values())[::-1]
         inside = {inner for outer in sharded for inner in outer.modules() if inner is not outer}
         self._roots: list[Any] = [module for module in sharded if module not in inside]
-        states = [_state(unit) for unit in reversed(self._units)]
-        self.several_groups = all(hasattr(state, "_fsdp_param_groups") for state in states)
-        self._groups: list[Any] = []  # of parameters, in the order of a backward
-        for state in states:
-            groups = state._fsdp_param_groups if self.several_groups else [_private(state, "_fsdp_param_group")]
-            self._groups += [group for group in reversed(groups) if group is not None]
+        self.several_groups = all(hasattr(_state(unit), "_fsdp_param_groups") for unit in self._units)
+        # Groups of parameters, in the order of a backward.
+        self._groups = [group for unit in reversed(self._units) for group in reversed(_groups(unit))]
         self._stage, self._reduced = stage, False
         self._gathering: list[Any] = []  # handles of gathers that are not waited for
         for root in self._roots:
@@ -87,6 +84,7 @@ class StageParameters:
             _private(_state(root), "_lazy_init")()
             _drive(root, sync=False, by_hand=True)
         for unit in self._units:
+            keep_hook_on_reduce_stream(unit)
             unit.reshard()  # one that was left gathered may be older than the last optimizer step
             self._gathering.append(unit.unshard(async_op=True))
 
@@ -322,8 +320,28 @@ def process_groups(stages: Iterable[nn.Module], others: Iterable[ProcessGroup] =
     return [group for r, group in groups.items() if len(r) > 1 and not any(set(r) < other for other in ranks)]
 
 
+def keep_hook_on_reduce_stream(unit: FSDPModule) -> None:
+    """Have a hook on a unit's reduced gradients run where they are reduced, once FSDP2 has its streams.
+
+    FSDP2 has another stream for such hooks, on which it then also casts and adds gradients, out of memory that it gives
+    back to the reducing stream at once: the next unit's reduction may write there before. After an all-reduce it keeps
+    that memory itself, and does not look at this.
+    """
+    for group in _groups(unit):
+        if _private(group, "_all_reduce_hook") is not None and _private(group, "_all_reduce_hook_stream") is None:
+            group._all_reduce_hook_stream = _private(_private(group, "comm_ctx"), "reduce_scatter_stream")
+
+
 def _state(unit: FSDPModule) -> Any:
     return _private(unit, "_get_fsdp_state")()
+
+
+def _groups(unit: FSDPModule) -> list[Any]:
+    """A unit's groups of parameters; until torch 2.12 it has one."""
+    state = _state(unit)
+    several = getattr(state, "_fsdp_param_groups", None)
+    groups = [_private(state, "_fsdp_param_group")] if several is None else several
+    return [group for group in groups if group is not None]
 
 
 def _drive(root: FSDPModule, *, sync: bool, by_hand: bool) -> None:

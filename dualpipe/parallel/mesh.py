@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from dualpipe.ranks import set_timeout
+
 DIMENSIONS = ("pp", "dp", "ep")
 DENSE = DIMENSIONS[1:]  # the ranks of these have the same stages, and each has data of its own
 EXPERTS = tuple(name for name in DENSE if name != "ep")  # the ranks of these have the same experts
@@ -114,7 +116,7 @@ def build_mesh(
         group = mesh.group(*dimensions)
         assert group is not None
         if timeout is not None:
-            group._get_backend(device)._set_default_timeout(timeout)  # torch has no public call for it
+            set_timeout(group, timeout)
         dist.all_reduce(torch.zeros(1, device=device), group=group)
     rows = torch.zeros(sizes["ep"], device=device)  # NCCL connects pairs of ranks on their first all-to-all
     dist.all_to_all_single(torch.empty_like(rows), rows, group=mesh.group("ep"))

@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_map_only
 
 from dualpipe.dtypes import short_name
 from dualpipe.parallel.dtype_plan import DTypePlan, slots
+from dualpipe.parallel.fsdp import keep_hook_on_reduce_stream
 
 _Dtypes = tuple[torch.dtype, torch.dtype | None]  # computed in, and returned where that is another
 
@@ -334,6 +335,8 @@ def _fully_shard(
         # FSDP2 takes the mean over its own mesh. Not set_gradient_divide_factor: gloo lacks the reduction that it
         # uses, and with its sums forced, a mesh of one rank is divided twice.
         first.set_all_reduce_hook(divide)
+        for module in modules:
+            module.register_forward_pre_hook(lambda *_: keep_hook_on_reduce_stream(first))
 
 
 def _accumulate_in(dtype: torch.dtype, called: Iterable[nn.Module], managed: list[nn.Module], *, now: bool) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from dualpipe import Pipeline
 from dualpipe.checkpoint import save_hf
 from dualpipe.checkpoint.state import derive_random
-from dualpipe.device import model_name, peak_tflops
+from dualpipe.device import deterministic, model_name, peak_tflops
 from dualpipe.dtypes import dtype_of
 from dualpipe.files import lock
 from dualpipe.models import HubConfig, read_config
@@ -40,7 +40,7 @@ NEAR, PATIENCE = 0.9, 50
 
 def train(config: Config, info: RankInfo) -> int:
     """Train as rank `info` of the job; returns the exit status 0, raises on failure."""
-    with join(config, info) as job, ExitStack() as held:
+    with deterministic(config.train.deterministic), join(config, info) as job, ExitStack() as held:
         config = fit_world(config, job.ranks.size)
         job.ranks.first(partial(_hold, Path(config.output.dir), held))
         with Saver(config, job) as saver:

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dualpipe import Pipeline
+from dualpipe.device import deterministic
 from dualpipe.dtypes import dtype_of, long_name
 from dualpipe.nn.deferral import local
 from dualpipe.nn.router_set import RouterSet
@@ -99,12 +100,8 @@ def check(config: Config, info: RankInfo, *, dtype: str, tolerance: float | None
 
 def check_bf16(config: Config, job: Job, worst: int) -> int:
     """Compare in bfloat16; rank 0 prints the table and returns 1 where a bound is exceeded."""
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)  # attention's backward: the same bits twice
-    try:
+    with deterministic():
         mine = compare_bf16(config, job)
-    finally:
-        torch.use_deterministic_algorithms(deterministic)
     of_ranks = job.ranks.gather(lambda: mine)
     if job.rank:
         return 0

@@ -135,6 +135,8 @@ class TrainConfig:
     """what the initial weights and the order of the data are drawn by"""
     compile: bool = False
     """norms, attention and dense MLPs go through torch.compile"""
+    deterministic: bool = False
+    """operators give the same bits each time, or raise; on CUDA the backward of attention otherwise does not"""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """dtype of parameters and activations in the model; the optimizer keeps fp32 in both cases"""
     eval_interval: int = _not_negative(0)

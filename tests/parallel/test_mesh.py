@@ -1,12 +1,17 @@
 """The mesh of a job: its sizes, what is said where they do not fit, and its groups."""
 
 import warnings
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from dualpipe.checkpoint import Checkpoints
 from dualpipe.parallel.mesh import DIMENSIONS, Mesh, build_mesh, mesh_sizes
+from dualpipe.ranks import gloo_beside
+from pretend_cuda import pretend_cuda
+from pretend_nccl import pretend_nccl
 from ranks import run_ranks
 
 
@@ -115,3 +120,24 @@ def test_alone():
     mesh = Mesh.of(None)
     assert mesh == Mesh.planned() and mesh.world_size == mesh.replicas == mesh.size("pp") == 1
     assert mesh.replica == mesh.rank("ep") == 0 and mesh.dense is mesh.experts is mesh.group("pp") is None
+
+
+def timeouts(rank, folder):
+    """Of every process group there is, by backend, on GPUs with another gloo in place of NCCL."""
+    dist.destroy_process_group()
+    dist.Backend.register_backend("beside", dist.ProcessGroupGloo, devices=["cuda"])
+    seconds, cuda = timedelta(seconds=77), torch.device("cuda", 0)
+    with pretend_cuda(strict=False) as device, pretend_nccl(device):
+        dist.init_process_group("cpu:gloo,cuda:beside", init_method=f"file://{folder}/store", rank=rank, world_size=4,
+                                timeout=seconds)
+        mesh = build_mesh(2, 1, 2, cuda, timeout=seconds)
+        Checkpoints(f"{folder}/checkpoints", mesh, timeout=seconds).close()
+        gloo_beside(mesh["pp"].get_group())
+        groups = list(dist.distributed_c10d._world.pg_map)
+        found = [{kind.type: group._get_backend(kind) for kind in group._device_types} for group in groups]
+    assert sum("cuda" in of_group and of_group["cpu"] is not of_group["cuda"] for of_group in found) >= 5
+    return {backend.options._timeout for of_group in found for backend in of_group.values()}
+
+
+def test_a_timeout_reaches_both_backends_of_every_group(tmp_path):
+    assert run_ranks(timeouts, 4, str(tmp_path)) == [{timedelta(seconds=77)}] * 4

@@ -15,7 +15,7 @@ from dualpipe.models import Qwen3MoeConfig, build_stages
 from dualpipe.parallel import DTypePolicy, Rule, assert_contract, resolve_dtypes, shard
 from dualpipe.parallel.shard import Cut
 from ranks import run_ranks
-from toys import relative_error
+from toys import param_groups, relative_error
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 WIDTH = 8
@@ -662,6 +662,20 @@ def test_given_experts_then_their_gradients_too_are_the_mean_over_the_global_bat
         assert expert < 1e-6 and dense < 1e-6
         assert placements == "(Shard(dim=1), Shard(dim=0))", "dimension 0 is sharded over ep already"
         assert reduced == {FP64 if param is FP64 else FP32}
+
+
+def hooked(rank):
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "ep"))
+    model = Moe(mesh["ep"], BF16)
+    plan = resolve_dtypes(model, policy())
+    shard(model, init_device_mesh("cpu", (2,)), plan, expert_mesh=mesh["dp"])
+    backward(model, batch(rank, BF16))
+    (group,) = param_groups(model.experts)
+    return group._all_reduce_hook_stream is group.comm_ctx.reduce_scatter_stream
+
+
+def test_given_a_plain_backward_then_gradients_of_experts_are_divided_where_they_are_reduced():
+    assert run_ranks(hooked, 2, reuse=True) == [True, True]
 
 
 def strided(rank):

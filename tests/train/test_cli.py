@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from command import COMMAND
-from dualpipe import __version__, cli
+from dualpipe import Pipeline, __version__, cli
 
 ROOT = Path(cli.__file__).parents[1]
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "dualpipe")
@@ -276,6 +276,21 @@ def train_alone(run_toml, monkeypatch):
     """Run `dualpipe train` in this process, on one rank, with these options besides."""
     monkeypatch.chdir(run_toml.parent)
     return lambda *options: cli.main(["train", "run.toml", "--parallel.pp", "1", "--train.steps", "2", *options])
+
+
+@pytest.mark.parametrize("wanted", ["True", "False"])
+def test_a_deterministic_run(train_alone, monkeypatch, wanted):
+    for name in ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO"):
+        monkeypatch.setenv(name, "as it was")
+    modes, step = [], Pipeline.step
+
+    def noted(*args, **kwargs):
+        modes.append(torch.get_deterministic_debug_mode())
+        return step(*args, **kwargs)
+
+    monkeypatch.setattr(Pipeline, "step", noted)
+    assert train_alone("--train.deterministic", wanted) == 0
+    assert set(modes) == {2 if wanted == "True" else 0} and torch.get_deterministic_debug_mode() == 0
 
 
 def test_the_model_is_exported_whatever_becomes_of_the_metrics(train_alone, capsys):
