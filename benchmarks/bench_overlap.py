@@ -41,7 +41,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from expert_shapes import MODELS, Model, every
-from gpu_bench import RESULTS, Bench, Goal, Machine, Row, add_save, report, require_gpu, run_settings, save
+from gpu_bench import RESULTS, Bench, Goal, Machine, Row, Spans, add_save, report, require_gpu, run_settings, save
 from torch import Tensor, nn
 
 from dualpipe import Pipeline
@@ -154,33 +154,20 @@ class Scale(nn.Module):
         return x * self.factor
 
 
-class Timed(Pipeline):
-    """Records how long each instruction takes."""
-
-    def __init__(self, *args: object, **options: object) -> None:
-        super().__init__(*args, **options)
-        self.spans: list[tuple[str, Callable[[], float]]] = []  # name, milliseconds once the device is through
-        cuda = self.device.type == "cuda"
-        self._flushed = torch.empty(FLUSHED, dtype=torch.uint8, device=self.device) if cuda else None
-
-    def _annotation(self) -> Callable[[str], object]:
-        return self._host_span if self._flushed is None else self._device_span
+def time_actions(device: torch.device) -> Spans:
+    """Records how long each instruction of a pipeline takes."""
+    spans = Spans(device)
+    flushed = torch.empty(FLUSHED, dtype=torch.uint8, device=device) if device.type == "cuda" else None
 
     @contextmanager
-    def _host_span(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        took = 1000 * (time.perf_counter() - start)
-        self.spans.append((name, lambda: took))
+    def span(name: str) -> Iterator[None]:
+        if flushed is not None:
+            flushed.zero_()  # also gives the host a lead
+        with spans.span(name):
+            yield
 
-    @contextmanager
-    def _device_span(self, name: str) -> Iterator[None]:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        self._flushed.zero_()  # also gives the host a lead
-        start.record()
-        yield
-        end.record()
-        self.spans.append((name, lambda: start.elapsed_time(end)))
+    spans.of_actions(span)
+    return spans
 
 
 def before(kind: str, mb: int) -> list[tuple[Action, ...]]:
@@ -266,21 +253,22 @@ def measure(options: Options, machine: Machine, model: str, tokens: int) -> Iter
     stage = make_stage(sizes, HEADS[model], real.local_experts, options.layers, device)
     stage.use_expert_parallelism(real)  # which the pipeline is to know of
     schedule, names = schedule_of_all()
+    spans = time_actions(device)
     dtype = next(stage.parameters()).dtype
     ends = (Scale(device, dtype), Scale(device, dtype))
-    pipe = Timed((ends[0], stage, ends[1]), process_group=options.process_group, schedule=schedule)
+    pipe = Pipeline((ends[0], stage, ends[1]), process_group=options.process_group, schedule=schedule)
     length = min(tokens, SEQUENCE)
     x = torch.randn(tokens // length, length, sizes.hidden, device=device, dtype=dtype)
     x = x.repeat(schedule.num_microbatches, 1, 1)
 
     def run(experts: ExpertParallel) -> dict[str, float]:
         stage.use_expert_parallelism(experts)
-        pipe.spans.clear()
+        spans.take()
         loss, _ = pipe.step(x, num_chunks=schedule.num_microbatches, criterion=lambda y: y.float().square().mean())
         losses = loss.tolist()  # waits for the device
         if not all(abs(one - losses[0]) <= 1e-3 * losses[0] for one in losses):  # NaN too
             raise RuntimeError(f"micro-batches that are the same have different losses, by what they run in: {losses}")
-        return {names[name]: ms() for name, ms in pipe.spans if name in names}
+        return {names[name]: ms for name, ms in spans.take() if name in names}
 
     computing, given = side_by_side(run, free, real, mirror, options)
     yield from rows_of(computing, given)
@@ -402,10 +390,11 @@ def main() -> int:
         how = {"share": None if args.group else args.share, "stand_in": "group" if args.group else args.stand_in}
         save("overlap", outcome.rows, args.save, **how, ranks=options.ranks, layers=args.layers,
              failures=outcome.failures, skipped=outcome.skipped)
-    status = report(GOALS, outcome)
-    if dist.is_initialized():
+    status = [report(GOALS, outcome)]
+    if dist.is_initialized():  # a rank's own times may miss a goal that those of rank 0, which are shown, meet
+        dist.broadcast_object_list(status, device=torch.device("cpu"))
         dist.destroy_process_group()
-    return status
+    return status[0]
 
 
 if __name__ == "__main__":

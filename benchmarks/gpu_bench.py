@@ -13,15 +13,18 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from dualpipe.pipeline import executor
 
 RESULTS = Path(__file__).parent / "results"
 WORST_ROW = 5  # times the tolerance of the whole
@@ -212,6 +215,57 @@ def dense_ms(shapes: Sequence[tuple[int, int, int]], device: torch.device) -> fl
         b = torch.randn(n, k, device=device, dtype=torch.bfloat16)
         total += time_ms(lambda a=a, b=b: torch.mm(a, b.t()))
     return total
+
+
+class Spans:
+    """How long named pieces of work take: by events on the computing stream, on CPU by the host's clock."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_cuda = device.type == "cuda"
+        self._open: set[str] = set()
+        self._spans: list[tuple[str, Callable[[], float]]] = []
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """A piece of work; inside of one of the same name it is a part of that."""
+        if name in self._open:
+            yield
+            return
+        start = self._now()
+        self._open.add(name)
+        try:
+            yield
+        finally:
+            self._open.remove(name)
+            self._spans.append((name, partial(self._ms, start, self._now())))
+
+    def around(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        """The same call within a span."""
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            with self.span(name):
+                return call(*args, **kwargs)
+
+        return timed
+
+    def take(self) -> list[tuple[str, float]]:
+        """Names and milliseconds, in the order of their ends, once the device is through; they are forgotten."""
+        spans, self._spans = self._spans, []
+        return [(name, ms()) for name, ms in spans]
+
+    def of_actions(self, span: Callable[[str], AbstractContextManager]) -> None:
+        """Have every pipeline of this process run its instructions within `span(name)`."""
+        executor.annotation = lambda device: span  # where the ranges of a profile are named
+
+    def _now(self) -> Any:
+        if not self._on_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _ms(self, start: Any, end: Any) -> float:
+        return start.elapsed_time(end) if self._on_cuda else 1000 * (end - start)
 
 
 def peak_gb(fn: Callable[[], Any], device: torch.device) -> float | None:

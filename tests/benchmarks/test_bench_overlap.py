@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from dualpipe.cli import main
+from dualpipe.pipeline import executor
 from dualpipe.schedule import validate
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
@@ -55,6 +56,37 @@ def test_between_real_ranks(tmp_path, capsys):
     result = run_script("--device", "cpu", "--repeats", "1", "--group", "--costs", str(tmp_path), launcher=launcher)
     assert "FAILED" not in result.stdout and result.stdout.count("goal: ") == 1, result.stdout + result.stderr
     check_costs(tmp_path / "overlap_tiny_512.json", capsys)
+
+
+DISAGREEING = """
+import os, sys
+import bench_overlap
+MISSING = sys.argv.pop()
+bench_overlap.settings = lambda args: []
+bench_overlap.report = lambda goals, outcome: int(os.environ["RANK"] == MISSING)
+sys.exit(bench_overlap.main())
+"""
+
+
+@pytest.mark.parametrize("missing, status", [("1", 0), ("0", 1)])
+def test_between_ranks_the_status_is_that_of_rank_0(tmp_path, missing, status):
+    """Whose rows are shown, whatever the times of the others say."""
+    path = tmp_path / "disagreeing.py"
+    path.write_text(DISAGREEING)
+    launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
+    env = {key: value for key, value in os.environ.items() if key != "PYTHONSAFEPATH"} | {"PYTHONPATH": str(FOLDER)}
+    command = [sys.executable, *launcher, str(path), "--device", "cpu", "--group", missing]
+    result = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert result.returncode == status, result.stdout + result.stderr
+
+
+def test_measures_a_tiny_layer(bench, monkeypatch):
+    """Each kind and pair is found among the timed instructions."""
+    monkeypatch.setattr(executor, "annotation", executor.annotation)  # as it was, afterwards
+    options = bench.Options(4, 0.35, "copy", 1, 1, None, None, None)
+    machine = bench.Machine(torch.device("cpu"), copy_gb_per_s=10.0, dense_tflops=0.1)
+    rows = list(bench.measure(options, machine, "tiny", 16))
+    assert [row["work"].replace("&", "") for row in rows] == bench.WORK and all(row["ms"] > 0 for row in rows)
 
 
 def test_every_kind_and_pair_is_a_step_of_a_valid_schedule(bench):

@@ -1,0 +1,299 @@
+"""How fast are whole training steps, over meshes, schedules, overlap and recomputation, next to torch's pipelines?
+
+A model with random weights and tokens trains for some steps in each setting: forward and backward of all micro-batches,
+clipping, AdamW, its loss read at the end, as `dualpipe train` does. Routing is balanced. The same stages also run, by
+their plain forward, under torch's own ScheduleDualPipeV and Schedule1F1B, and without a pipeline (pp = 1): FSDP2 and
+expert parallelism alone, micro-batch by micro-batch. All compute the same, which is checked by the first step's loss
+and gradient norm. Each setting has processes of its own, on all ranks: one that fails, does not fit or does not come to
+its end is a row with its reason, and leaves the others alone.
+
+    step ms      median, of the slowest rank
+    tokens/s     of each GPU, or rank on CPU
+    TFLOP/s      of each, in the model's matrix products (models/sizes.py); MFU: of its peak in bf16
+    bubble       share of forward and backward in which a rank runs no action: it waits for others, for the gathering of
+                 parameters or the reduction of gradients; mean of the ranks. Not measured without a pipeline
+    exposed      share of it in which the computing waits for rows on their way to experts or back; mean of the ranks
+    GB           peak memory of the worst rank; on CPU what its process holds
+    x others     tokens/s over those of the fastest comparison with the same mesh and recomputation
+
+    python benchmarks/bench_training.py [--model NAME|CONFIG.JSON] [--tokens N] [--save]     all GPUs of this machine
+    srun --ntasks-per-node 8 --gpus-per-node 8 python benchmarks/bench_training.py --mesh 2x2x8 4x1x8    or torchrun
+    python benchmarks/bench_training.py --device cpu     tiny sizes on two ranks
+
+Exit status: rank 0's, of the goals and of failures of this library's settings; not to fit is none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from itertools import product
+from math import gcd
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from gpu_bench import Goal, Outcome, Row, Spans, add_save, print_table, report, require_gpu, save
+from rank_processes import RankProcesses
+from training_step import TORCHS, training_step
+
+from dualpipe import device as cuda
+from dualpipe.models import read_config
+from dualpipe.models.sizes import flops_per_token
+from dualpipe.nn.router import random_like_stride
+from dualpipe.parallel.all_to_all import PendingRows
+from dualpipe.schedule import build
+from dualpipe.train.job import join
+from dualpipe.train.launch import RankInfo
+from dualpipe.train.metrics import memory_bytes
+from dualpipe.train.tables import Config, MemoryConfig, ModelConfig, ParallelConfig, RouterConfig, TrainConfig
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+OURS = "dualpipe"
+WARMUP = 2  # steps
+TOLERANCE = {"fp32": 1e-3, "bf16": 3e-2}  # relative, of a loss and a gradient norm
+SHOWN = 90  # characters of a reason in the table
+GOALS = (
+    Goal("dualpipev with overlap is at least as fast as torch's pipelines, or as FSDP2 alone, on the same mesh",
+         "x others", 1.0, lambda row: row["run by"] == OURS and row["schedule"] == "dualpipev" and row["overlap"]),
+)
+
+# ----------------------------------------------------------------------------------------------------------- a setting
+
+
+@dataclass(frozen=True)
+class Options:
+    """What all settings have in common."""
+
+    model: str
+    meshes: tuple[tuple[int, ...], ...]  # pp, dp, ep
+    ranks: int
+    tokens: int  # of a step, on all ranks
+    sequence_length: int
+    micro_batch_size: int
+    steps: int
+    seconds: float
+    device: str
+    dtype: str
+    stride: int  # of balanced routing, the same in all settings
+
+
+def settings(args: argparse.Namespace, options: Options) -> Iterator[Row]:
+    """Every combination that differs: overlap matters where a schedule has pairs, and comparisons run without."""
+    for (pp, dp, ep), recompute in product(options.meshes, args.recompute):
+        same = {"mesh": f"{pp}x{dp}x{ep}", "recompute": recompute}
+        for schedule, overlap in product(args.schedule, args.overlap):
+            pairs = any(len(step) > 1 for rank in build(schedule, pp, 2 * pp).ranks for step in rank)
+            if pairs or overlap == args.overlap[0]:
+                yield {"run by": OURS, "schedule": schedule, "overlap": overlap == "on" and pairs, **same}
+        if recompute in ("none", "layer"):  # what torch's checkpoint can do to the layers of a plain forward
+            others = [("FSDP2", "1f1b")] if pp == 1 else [("torch", schedule) for schedule in TORCHS]
+            for name, schedule in others:
+                yield {"run by": name, "schedule": schedule, "overlap": False, **same}
+
+
+def config_of(options: Options, setting: Row) -> Config:
+    pp, dp, ep = map(int, setting["mesh"].split("x"))
+    own, unfit = divmod(options.tokens, options.sequence_length * options.micro_batch_size * dp * ep)
+    if unfit or not own:
+        raise ValueError(f"{options.tokens} tokens are not so many micro-batches of {options.micro_batch_size} x "
+                         f"{options.sequence_length} for each of {dp * ep} pipelines; give a multiple")
+    return Config(
+        model=ModelConfig(options.model),
+        parallel=ParallelConfig(
+            pp=pp, dp=dp, ep=ep, overlap=setting["overlap"], schedule=setting["schedule"],
+            device=options.device, timeout=options.seconds,
+        ),
+        train=TrainConfig(
+            num_chunks=own, micro_batch_size=options.micro_batch_size, sequence_length=options.sequence_length,
+            dtype=options.dtype,
+        ),
+        memory=MemoryConfig((setting["recompute"],) if setting["run by"] == OURS else ()),
+        router=RouterConfig(balanced=True, balanced_stride=options.stride),
+    )
+
+
+def measure(given: tuple[Options, Row], info: RankInfo) -> Row:
+    """What a rank finds in a setting: the loss is that of its pipeline in the first step, None where it is not known,
+    and the norm that of the whole gradient."""
+    options, setting = given
+    config = config_of(options, setting)
+    if options.device == "cpu":
+        torch.set_num_threads(1)
+    with join(config, info) as job:
+        spans, times = Spans(job.device), []
+        spans.of_actions(lambda _: spans.span("action"))
+        for kind in (PendingRows, *PendingRows.__subclasses__()):  # not where they are begun, but where they are met
+            kind.wait = spans.around("exposed", kind.wait)
+        by, again = setting["run by"], setting["recompute"] == "layer"
+        step = training_step(config, by, job, spans, checkpointed=again and by != OURS)
+        loss, norm = step()
+        for _ in range(WARMUP - 1):
+            step()
+        spans.take()
+        for _ in range(options.steps):
+            start = time.perf_counter()
+            step()
+            times.append(time.perf_counter() - start)
+        ms: dict[str, float] = dict.fromkeys(("all", "action", "exposed"), 0.0)
+        for name, took in spans.take():
+            ms[name] += took
+        return {
+            "seconds": statistics.median(times), "exposed": ms["exposed"] / ms["all"], "loss": loss, "norm": norm,
+            "bubble": 1 - ms["action"] / ms["all"] if ms["action"] else None, "bytes": memory_bytes(job.device),
+            "gpu": cuda.model_name(job.device),
+        }
+
+
+# ------------------------------------------------------------------------------------------------------------ the table
+
+
+def row_of(found: Sequence[Row], options: Options) -> Row:
+    """A row of the table from what the ranks have found, or with the reason why there is none."""
+    row = dict.fromkeys(("step ms", "tokens/s", "TFLOP/s", "MFU", "bubble", "exposed", "GB", "x others", "error"))
+    if errors := [each["error"] for each in found if "error" in each]:
+        return row | {"error": next((text for text in errors if not_fitting(text)), errors[0])}
+    seconds = max(each["seconds"] for each in found)
+    speed, peak = options.tokens / seconds / options.ranks, cuda.peak_tflops(found[0]["gpu"])
+    tflops = speed * flops_per_token(read_config(options.model), options.sequence_length).both / 1e12
+    bubbles, losses = ([each[what] for each in found if each[what] is not None] for what in ("bubble", "loss"))
+    return row | {
+        "step ms": 1000 * seconds, "tokens/s": speed, "TFLOP/s": tflops,
+        "MFU": tflops / peak if peak and options.dtype == "bf16" else None,
+        "bubble": statistics.mean(bubbles) if bubbles else None,
+        "exposed": statistics.mean(each["exposed"] for each in found),
+        "GB": max(each["bytes"] for each in found) / 1e9, "loss": statistics.mean(losses), "norm": found[0]["norm"],
+    }
+
+
+def not_fitting(error: str) -> bool:
+    return "out of memory" in error.lower()
+
+
+def checked(row: Row, rows: Sequence[Row], tolerance: float) -> Row:
+    """The row, with an error where its loss or gradient is another than the first row's: it computes another step."""
+    first = next((each for each in rows if each["error"] is None), row)
+    if row["error"] is None and not all(abs(row[n] - first[n]) <= tolerance * first[n] for n in ("loss", "norm")):
+        differs = ", ".join(f"{name} {row[name]:.5g} instead of {first[name]:.5g}" for name in ("loss", "norm"))
+        return row | {"error": f"computes another step: {differs}"}
+    return row
+
+
+def compared(rows: Sequence[Row]) -> None:
+    """Fill in "x others"."""
+    for row in (row for row in rows if row["error"] is None and row["run by"] == OURS):
+        speeds = [each["tokens/s"] for each in rows if each["run by"] != OURS and each["error"] is None
+                  and all(each[name] == row[name] for name in ("mesh", "recompute"))]
+        row["x others"] = row["tokens/s"] / max(speeds) if speeds else None
+
+
+# -------------------------------------------------------------------------------------------------------- main program
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", help="a config.json, or a folder of examples/models: qwen3-30b-a3b")
+    parser.add_argument("--layers", type=int, help="only the first ones, for a model that does not fit")
+    parser.add_argument("--tokens", type=int, help="of a step, on all ranks: 16 sequences for each")
+    parser.add_argument("--sequence-length", type=int, help="4096")
+    parser.add_argument("--micro-batch-size", type=int, default=1, help="sequences")
+    parser.add_argument("--mesh", nargs="+", metavar="PPxDPxEP", help="every power of two as pp, ep what is left")
+    parser.add_argument("--schedule", nargs="+", default=["dualpipev", "zbv", "1f1b"])
+    parser.add_argument("--overlap", nargs="+", default=["on", "off"], choices=("on", "off"))
+    parser.add_argument("--recompute", nargs="+", default=["none"], help="as memory.recompute of `dualpipe train`")
+    parser.add_argument("--steps", type=int, default=10, help=f"that are timed, after {WARMUP}")
+    parser.add_argument("--seconds", type=float, default=600.0, help="after which a setting is given up")
+    parser.add_argument("--ranks", type=int, help="to start, without torchrun and SLURM: all GPUs; on CPU 2")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: tiny sizes")
+    add_save(parser, "training")
+    return parser.parse_args()
+
+
+def options_of(args: argparse.Namespace, ranks: int, folder: str) -> Options:
+    """What the command line asks for. folder: where a config.json with fewer layers may be written."""
+    tiny = args.device == "cpu"
+    given = Path(args.model or ("../tiny-cpu" if tiny else "qwen3-30b-a3b"))
+    path = given if given.exists() and args.model else EXAMPLES / "models" / given
+    path = path / "config.json" if path.is_dir() else path
+    if args.layers:
+        path = with_layers(path, args.layers, Path(folder))
+    model, length = read_config(path), args.sequence_length or (32 if tiny else 4096)
+    if args.mesh:
+        meshes = [tuple(map(int, mesh.split("x"))) for mesh in args.mesh]
+    else:
+        rests = [(pp, ranks // pp) for pp in (2**n for n in range(ranks.bit_length())) if ranks % pp == 0]
+        meshes = [(pp, rest // gcd(rest, model.num_experts), gcd(rest, model.num_experts)) for pp, rest in rests]
+    return Options(
+        str(path), tuple(meshes), ranks, args.tokens or (4 if tiny else 16) * ranks * length, length,
+        args.micro_batch_size, args.steps, args.seconds, args.device, "fp32" if tiny else "bf16",
+        random_like_stride(model.num_experts, model.num_experts_per_tok, max(ep for _, _, ep in meshes)),
+    )
+
+
+def with_layers(path: Path, layers: int, folder: Path) -> Path:
+    """The path of the same model's config.json with its first layers only."""
+    described = json.loads(path.read_text()) | {"num_hidden_layers": layers}
+    if "layer_types" in described:
+        described["layer_types"] = described["layer_types"][:layers]
+    (folder / "config.json").write_text(json.dumps(described))
+    return folder / "config.json"
+
+
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """A bar for each setting: its tokens/s of each GPU."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 1 + 0.25 * len(rows)), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    names = [f"{at}  " + describe(row) for at, row in enumerate(rows, 1)]
+    colors = {OURS: "#1f77b4", "torch": "#ff7f0e", "FSDP2": "#7f7f7f"}
+    bars = axes.barh(names, [row["tokens/s"] or 0 for row in rows], color=[colors[row["run by"]] for row in rows])
+    axes.bar_label(bars, [f"{row['tokens/s']:,.0f}" if row["tokens/s"] else "none" for row in rows], padding=3)
+    axes.invert_yaxis()
+    axes.set(xlabel="tokens/s of each GPU", xmargin=0.1)
+    figure.savefig(path)
+    print(f"saved {path}")
+
+
+def describe(row: Row) -> str:
+    overlap = " with overlap" if row["overlap"] else ""
+    return f"{row['run by']} {row['mesh']} {row['schedule'] or ''}{overlap}, recompute {row['recompute']}"
+
+
+def main() -> int:
+    args = parse()
+    alone = args.ranks or (2 if args.device == "cpu" else require_gpu() and cuda.count())
+    processes = RankProcesses(measure, alone=alone, seconds=args.seconds)
+    if not processes.first:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - to the end of the process
+    rows: list[Row] = []
+    with TemporaryDirectory() as folder:
+        options = options_of(args, processes.size, folder)
+        for setting in settings(args, options):
+            print(f"{describe(setting)} ...", flush=True)
+            row = setting | row_of(processes.run((options, setting)), options)
+            rows.append(checked(row, rows, TOLERANCE[options.dtype]))
+            print(f"    {row['error'] or '{:.0f} ms a step'.format(row['step ms'])}", flush=True)
+    compared(rows)
+    print_table([row | {"error": row["error"] and row["error"].partition("\n")[0][:SHOWN]} for row in rows])
+    print()
+    if processes.first and args.save:
+        save("training", rows, args.save, options=asdict(options) | {"model": read_config(options.model).to_dict()})
+        if find_spec("matplotlib"):
+            draw(rows, args.save / "training.png")
+    measured = [{name: value for name, value in row.items() if value is not None} for row in rows if not row["error"]]
+    failures = [row for row in rows if row["error"] and row["run by"] == OURS and not not_fitting(row["error"])]
+    return processes.from_first(report(GOALS, Outcome(measured, failures)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

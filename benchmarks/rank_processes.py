@@ -1,0 +1,117 @@
+"""Settings of a benchmark on all ranks of a job, each in processes of its own: what happens to one leaves the others
+alone, be it out of memory, stuck in a collective, or killed.
+
+    start    under torchrun or SLURM a process for each rank, alone one for all; they meet in the job's store, no more
+      -> run(setting): each starts its ranks (fork server), which join each other under a prefix of their own
+      -> one that fails tells it in the store: the others have `GRACE` seconds to say why they fail too, and are killed
+      -> every process reads what all ranks have found, and goes on to the next setting
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing as mp
+import os
+import socket
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch.distributed as dist
+
+from dualpipe.errors import die_with
+from dualpipe.train.job import connect
+from dualpipe.train.launch import RankInfo, rank_from_environment, slurm_rendezvous
+
+GRACE = 10.0
+_ATTEMPT = "TORCHELASTIC_RESTART_COUNT"  # what `dualpipe.train.job.connect` makes a prefix of
+_PRELOADED = ["torch", "dualpipe.train.model", "torch.distributed.pipelining.schedules", "torch.distributed.tensor"]
+
+Found = dict[str, Any]
+Measure = Callable[[Any, RankInfo], Found]  # of a setting, on a rank
+
+
+class RankProcesses:
+    """first: whether this is the process of rank 0; size: the number of ranks."""
+
+    def __init__(self, measure: Measure, *, alone: int, seconds: float) -> None:
+        """measure: joins the other ranks by `dualpipe.train.job.join` and returns what it found, as JSON. alone: ranks
+        to start where neither torchrun nor SLURM did. seconds: after which a setting is given up."""
+        self._measure, self._seconds, self._number = measure, seconds, 0
+        info = rank_from_environment(os.environ)
+        if info is None:
+            self._infos = [RankInfo(rank, alone, rank, alone) for rank in range(alone)]
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{probe.getsockname()[1]}"}
+        else:
+            self._infos = [info]
+            if "RANK" not in os.environ:
+                os.environ |= slurm_rendezvous(os.environ)
+        self.size, self.first = self._infos[0].world_size, self._infos[0].rank == 0
+        self._store = connect(self._infos[0], timedelta(seconds=seconds)) if self.size > 1 else dist.HashStore()
+        self._context = mp.get_context("forkserver")
+        self._context.set_forkserver_preload(_PRELOADED)
+
+    def run(self, setting: Any) -> list[Found]:
+        """What each rank has found, by rank; {"error": why} where it failed, {} where it only ended for others."""
+        self._number += 1
+        attempt = f"{os.environ.get(_ATTEMPT, 0)}.{self._number}"
+        failed, running = f"{attempt} failed", {}
+
+        def tell(info: RankInfo, found: Found) -> None:
+            self._store.set(f"{attempt} found {info.rank}", json.dumps(found))
+            if "error" in found:
+                self._store.set(failed, "yes")
+
+        for info in self._infos:
+            ours, theirs = self._context.Pipe(duplex=False)
+            child = self._context.Process(target=_run_rank, args=(theirs, self._measure, setting, info, attempt))
+            child.start()
+            theirs.close()  # so that with the process the pipe ends
+            running[ours] = info, child
+        deadline, told = time.monotonic() + self._seconds, False
+        while running:
+            for pipe in wait(list(running), timeout=0.2):
+                info, child = running.pop(pipe)
+                try:
+                    found = pipe.recv()
+                except EOFError:
+                    found = None
+                child.join()
+                tell(info, found or {"error": f"rank {info.rank} ended with exit status {child.exitcode}"})
+            if not told and self._store.check([failed]):
+                deadline, told = min(deadline, time.monotonic() + GRACE), True
+            if time.monotonic() > deadline:
+                for info, child in running.values():
+                    child.kill()
+                    child.join()
+                    tell(info, {} if told else {"error": f"no end after {self._seconds:g} s"})
+                running = {}
+        keys = [f"{attempt} found {rank}" for rank in range(self.size)]
+        self._store.wait(keys, timedelta(seconds=self._seconds + 6 * GRACE))
+        return [json.loads(self._store.get(key)) for key in keys]
+
+    def from_first(self, value: int) -> int:
+        """Rank 0's value, on all, for which they wait."""
+        own = self._infos[0].rank
+        if self.first:
+            self._store.set("value", f"{value}")
+        found = int(self._store.get("value"))
+        self._store.set(f"read {own}", "")
+        if self.first and self.size > len(self._infos):  # the store may be in this process
+            self._store.wait([f"read {rank}" for rank in range(self.size)], timedelta(seconds=GRACE))
+        return found
+
+
+def _run_rank(pipe: Connection, measure: Measure, setting: Any, info: RankInfo, attempt: str) -> None:
+    die_with(os.getppid())
+    os.environ |= {_ATTEMPT: attempt, "TORCHELASTIC_USE_AGENT_STORE": "True"}  # the store is there already
+    try:
+        found = measure(setting, info)
+    except BaseException as error:
+        found = {"error": str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"}
+    pipe.send(found)
+    os._exit(0)  # not through the destructors of process groups, which wait for ranks that are not coming
