@@ -61,18 +61,27 @@ def scan(directory: str | PathLike[str]) -> Found:
         except OSError as error:
             raise ValueError(f"{directory} cannot be read: {error}") from error
         for path in sorted(paths, reverse=True):
+            node = _node(path)
             try:
                 committed.append(Checkpoint.read(path))
             except ValueError as error:
-                if os.path.lexists(path):
+                if node is not None and node == _node(path):
                     damaged[path] = str(error)
                     later = str(error) if isinstance(error, UnknownLayout) and not committed else later
-                else:  # deleted meanwhile: then there is a newer one, perhaps since after the names were listed
+                else:  # deleted or replaced meanwhile: there is a newer one, perhaps since after the names were listed
                     is_gone = True
         if not is_gone:
             break
     committed.sort(key=lambda each: (each.manifest.sequence, each.manifest.saved_at), reverse=True)
     return Found(committed, damaged, later)
+
+
+def _node(path: Path) -> int | None:
+    """What tells a file from one that has its name later; None where there is none."""
+    try:
+        return os.lstat(path).st_ino
+    except OSError:
+        return None
 
 
 def is_checkpoint(path: Path) -> bool:

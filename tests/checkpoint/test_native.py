@@ -28,7 +28,8 @@ from dualpipe.checkpoint import (
     verify,
 )
 from dualpipe.checkpoint.commands import check, ls, show
-from dualpipe.checkpoint.directory import Directory
+from dualpipe.checkpoint.directory import Directory, scan
+from dualpipe.checkpoint.manifest import Checkpoint
 from dualpipe.train.optimizer import Optimizer
 from native import FILES, Trainee, is_step, state_of, steps_in
 
@@ -293,6 +294,25 @@ def test_a_child_of_the_process_does_not_hold_the_directory(tmp_path):
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+
+
+def test_one_that_is_replaced_while_it_is_read_is_not_damaged(tmp_path, monkeypatch):
+    """The first reading comes between the old one's end and the new one's getting its name."""
+    save(tmp_path, state_of(1), step=1, extra=1)
+    (path,) = tmp_path.glob("step-*")
+    read, meanwhile = Checkpoint.read, tmp_path / "meanwhile"
+
+    def once_without(wanted):
+        monkeypatch.undo()
+        path.rename(meanwhile)
+        try:
+            return read(wanted)
+        finally:
+            shutil.copytree(meanwhile, path)
+
+    monkeypatch.setattr(Checkpoint, "read", once_without)
+    found = scan(tmp_path)
+    assert [each.manifest.extra for each in found.committed] == [1] and not found.damaged
 
 
 @pytest.mark.parametrize("keep_every", [None, 5, "the same step"])
