@@ -240,7 +240,7 @@ class _Grouped(torch.autograd.Function):
 def _grouped_weight_grad(
     weight: Tensor, dy: Tensor, x: Tensor, out: Tensor | None = None, *, ends: Tensor, gather: Tensor | None
 ) -> Tensor:
-    """Of this rank's experts (E, N, H), in the dtype of the accumulator; added to `out` where there is one."""
+    """The gradient of this rank's experts (E, N, H), in the dtype of the accumulator; added to `out` if it is given."""
     dw = out
     if dw is None:
         dw = torch.empty_like(local(weight.detach()), dtype=accumulation_dtype(weight, weight.dtype))

@@ -1,15 +1,14 @@
 """Benchmarks are scripts: their folder is on `sys.path` only while a test imports them."""
 
 from importlib import import_module
-from pathlib import Path
 
 import pytest
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
+from scripts import BENCHMARKS
 
 
 @pytest.fixture
 def script(monkeypatch):
     """script(name) -> the module of benchmarks/<name>.py."""
-    monkeypatch.syspath_prepend(str(FOLDER))
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
     return import_module

@@ -1,10 +1,6 @@
 """`bench_overlap.py` on tiny layers: what it measures, and that the costs that it writes can be used."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,14 +8,9 @@ import torch
 from dualpipe.cli import main
 from dualpipe.pipeline import executor
 from dualpipe.schedule import validate
+from scripts import BENCHMARKS, TORCHRUN, run_script
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
-
-
-def run_script(*arguments, launcher=(), **environment):
-    command = [sys.executable, *launcher, str(FOLDER / "bench_overlap.py"), *arguments]
-    env = {key: value for key, value in os.environ.items() if key != "PYTHONSAFEPATH"} | environment
-    return subprocess.run(command, env=env, capture_output=True, text=True)
+SCRIPT = "bench_overlap.py"
 
 
 @pytest.fixture
@@ -28,7 +19,7 @@ def bench(script):
 
 
 def test_without_a_gpu_it_says_so():
-    result = run_script(CUDA_VISIBLE_DEVICES="")
+    result = run_script(SCRIPT, CUDA_VISIBLE_DEVICES="")
     assert result.returncode == 0 and "needs a CUDA device" in result.stdout, result.stderr
 
 
@@ -42,7 +33,7 @@ def check_costs(path, capsys):
 
 @pytest.mark.slow
 def test_writes_costs_for_the_schedule_command(tmp_path, capsys):
-    result = run_script("--device", "cpu", "--repeats", "2", "--costs", str(tmp_path), "--save", str(tmp_path))
+    result = run_script(SCRIPT, "--device", "cpu", "--repeats", "2", "--costs", str(tmp_path), "--save", str(tmp_path))
     assert result.returncode in (0, 1) and "FAILED" not in result.stdout, result.stdout + result.stderr
     assert "goal: F&B at most 0.75 of F + B" in result.stdout
     check_costs(tmp_path / "overlap_tiny_512.json", capsys)
@@ -52,8 +43,8 @@ def test_writes_costs_for_the_schedule_command(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_between_real_ranks(tmp_path, capsys):
-    launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
-    result = run_script("--device", "cpu", "--repeats", "1", "--group", "--costs", str(tmp_path), launcher=launcher)
+    arguments = ("--device", "cpu", "--repeats", "1", "--group", "--costs", str(tmp_path))
+    result = run_script(SCRIPT, *arguments, launcher=TORCHRUN)
     assert "FAILED" not in result.stdout and result.stdout.count("goal: ") == 1, result.stdout + result.stderr
     check_costs(tmp_path / "overlap_tiny_512.json", capsys)
 
@@ -73,10 +64,8 @@ def test_between_ranks_the_status_is_that_of_rank_0(tmp_path, missing, status):
     """Whose rows are shown, whatever the times of the others say."""
     path = tmp_path / "disagreeing.py"
     path.write_text(DISAGREEING)
-    launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
-    env = {key: value for key, value in os.environ.items() if key != "PYTHONSAFEPATH"} | {"PYTHONPATH": str(FOLDER)}
-    command = [sys.executable, *launcher, str(path), "--device", "cpu", "--group", missing]
-    result = subprocess.run(command, env=env, capture_output=True, text=True)
+    options = ("--device", "cpu", "--group", missing)
+    result = run_script(path, *options, launcher=TORCHRUN, PYTHONPATH=str(BENCHMARKS))
     assert result.returncode == status, result.stdout + result.stderr
 
 
@@ -140,6 +129,6 @@ def test_runs_on_a_gpu(tmp_path, capsys):
     """The goal may be missed; nothing may fail."""
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    result = run_script("--quick", "--costs", str(tmp_path), "--model", "qwen3-30b-a3b")
+    result = run_script(SCRIPT, "--quick", "--costs", str(tmp_path), "--model", "qwen3-30b-a3b")
     assert result.returncode in (0, 1) and "FAILED" not in result.stdout, result.stdout[-3000:] + result.stderr[-3000:]
     check_costs(tmp_path / "overlap_qwen3-30b-a3b_16384.json", capsys)

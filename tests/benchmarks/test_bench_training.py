@@ -1,23 +1,15 @@
 """`bench_training.py` on tiny sizes: what it measures and compares, and that a setting that fails is a row."""
 
 import json
-import os
-import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
-TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
+from scripts import BENCHMARKS, TORCHRUN, run_script
 
-
-def run(script, *arguments, launcher=(), **environment):
-    command = [sys.executable, *launcher, str(script), *arguments]
-    env = {key: value for key, value in os.environ.items() if key != "PYTHONSAFEPATH"} | environment
-    return subprocess.run(command, env=env, capture_output=True, text=True)
+SCRIPT = "bench_training.py"
 
 
 @pytest.fixture
@@ -26,13 +18,13 @@ def bench(script):
 
 
 def test_without_a_gpu_it_says_so():
-    result = run(FOLDER / "bench_training.py", CUDA_VISIBLE_DEVICES="")
+    result = run_script(SCRIPT, CUDA_VISIBLE_DEVICES="")
     assert result.returncode == 0 and "needs a CUDA device" in result.stdout, result.stderr
 
 
 def table(folder, *arguments, launcher=()):
     fixed = ("--device", "cpu", "--steps", "1", "--seconds", "200", "--save", str(folder))
-    result = run(FOLDER / "bench_training.py", *fixed, *arguments, launcher=launcher)
+    result = run_script(SCRIPT, *fixed, *arguments, launcher=launcher)
     said = result.stdout + result.stderr
     assert result.returncode in (0, 1) and "goal: dualpipev with overlap" in said, said
     assert (folder / "training.png").exists()
@@ -182,7 +174,7 @@ def test_a_rank_that_fails_ends_its_setting_alone(tmp_path, setting, launcher):
     path = tmp_path / "failing.py"
     path.write_text(FAILING)
     start = time.monotonic()
-    result = run(path, setting, launcher=launcher, PYTHONPATH=str(FOLDER))
+    result = run_script(path, setting, launcher=launcher, PYTHONPATH=str(BENCHMARKS))
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout.splitlines()[-1] == str([WHY[setting], [{"rank": rank, "of": 2} for rank in range(2)]])
     assert time.monotonic() - start < 200
@@ -194,7 +186,7 @@ def test_runs_on_gpus(tmp_path):
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     few = ("--layers", "4", "--steps", "2", "--schedule", "dualpipev", "--seconds", "120")
-    result = run(FOLDER / "bench_training.py", *few, "--save", str(tmp_path))
+    result = run_script(SCRIPT, *few, "--save", str(tmp_path))
     assert result.returncode in (0, 1) and "FAILED" not in result.stdout, result.stdout[-3000:] + result.stderr[-3000:]
     rows = json.loads((tmp_path / "training.json").read_text())["rows"]
     assert any(row["MFU"] for row in rows if row["run by"] == "dualpipe")

@@ -1,15 +1,13 @@
 """The kernels' benchmarks: what they decide on any device, what they measure on tiny layers, and that they run."""
 
 import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
+from scripts import run_script
+
 BENCHES = ("bench_grouped_gemm", "bench_expert_layer", "bench_swiglu", "bench_routing", "bench_cross_entropy")
 TINY = {
     "bench_grouped_gemm": {"share": 2, "routing": "skewed"},
@@ -55,7 +53,7 @@ def test_without_a_gpu_nothing_is_measured(script, bench, monkeypatch, capsys, n
 
 
 def test_scripts_start_by_themselves():
-    result = run_script("bench_grouped_gemm", "--quick", CUDA_VISIBLE_DEVICES="")
+    result = run_script("bench_grouped_gemm.py", "--quick", CUDA_VISIBLE_DEVICES="")
     assert result.returncode == 0, result.stderr
     assert "needs a CUDA device" in result.stdout
 
@@ -205,12 +203,6 @@ def test_every_combination(script):
 # ------------------------------------------------------------------------------------------------------------ on a GPU
 
 
-def run_script(name, *arguments, **environment):
-    command = [sys.executable, str(FOLDER / f"{name}.py"), *arguments]
-    env = {key: value for key, value in os.environ.items() if key != "PYTHONSAFEPATH"} | environment
-    return subprocess.run(command, env=env, capture_output=True, text=True)
-
-
 @pytest.mark.gpu
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", BENCHES)
@@ -218,6 +210,6 @@ def test_runs_on_a_gpu(name):
     """Goals may be missed; nothing may fail."""
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    result = run_script(name, "--quick")
+    result = run_script(f"{name}.py", "--quick")
     assert result.returncode in (0, 1) and "FAILED" not in result.stdout, result.stdout[-3000:] + result.stderr[-3000:]
     assert "goal: " in result.stdout

@@ -1,20 +1,17 @@
 """The tuner's decisions on any device, and a short run on a GPU."""
 
 import math
-import os
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
 
 from dualpipe.kernels import grouped_gemm_tiles
 from dualpipe.kernels.grouped_gemm_tiles import GemmConfig
+from scripts import run_script
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "tune_grouped_gemm.py"
+SCRIPT = "tune_grouped_gemm.py"
 CPU = torch.device("cpu")
 
 
@@ -138,13 +135,8 @@ def test_the_filter_knows_what_spills(parts):
     assert "spills" in parts.problem(wide, GemmConfig(128, 256, 64, 4, 3), 90)[0]
 
 
-def run(*arguments, **environment):
-    env = {key: value for key, value in os.environ.items() if key != "PYTHONSAFEPATH"} | environment
-    return subprocess.run([sys.executable, str(SCRIPT), *arguments], env=env, capture_output=True, text=True)
-
-
 def test_without_a_gpu_nothing_is_tuned():
-    result = run(CUDA_VISIBLE_DEVICES="")
+    result = run_script(SCRIPT, CUDA_VISIBLE_DEVICES="")
     assert result.returncode == 0 and "needs a CUDA device" in result.stdout, result.stderr
 
 
@@ -153,6 +145,6 @@ def test_without_a_gpu_nothing_is_tuned():
 def test_tunes_on_a_gpu(tmp_path):
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    result = run("--minutes", "2", "--classes", "row narrow", "--save", str(tmp_path))
+    result = run_script(SCRIPT, "--minutes", "2", "--classes", "row narrow", "--save", str(tmp_path))
     assert result.returncode == 0 and '"narrow": GemmConfig(' in result.stdout, result.stderr[-3000:]
     assert (tmp_path / "tune_grouped_gemm.json").exists()
