@@ -345,7 +345,8 @@ LISTED = {
 
 
 def planted_training(rank: int, folder: str, name: str) -> list[str]:
-    return as_training(rank, folder, "--train.steps", "2", plant=TRAINING[name][1]).report(LISTED)
+    short = "--train.num_chunks", "1", "--train.steps", "2"
+    return as_training(rank, folder, *short, plant=TRAINING[name][1]).report(LISTED)
 
 
 @pytest.mark.slow
