@@ -327,7 +327,7 @@ TRAINING = {  # name: (how the fault begins, how to plant it)
     "a batch is read before it is copied": ("race", lambda: without_waits("_Copies.finish", depth=2)),
     "a batch is given back before it is read": ("free", lambda: instead(Tensor, "record_stream", lambda _: nothing)),
     "a batch is written over the one that is copied": ("race", lambda: not_waited_for("_Copies.start")),
-    "numbers are read before they are copied": ("race", lambda: not_waited_for("Run._report")),
+    "numbers are read before they are copied": ("race", lambda: not_waited_for("Run._read")),
     "numbers are copied to pageable memory": (
         "sync: pageable copy in dualpipe/train/loop.py: Run._step",
         lambda: instead(torch, "empty", lambda real: lambda *a, pin_memory=False, **k: real(*a, **k))),
@@ -338,7 +338,7 @@ TRAINING = {  # name: (how the fault begins, how to plant it)
         lambda: instead(torch.optim.AdamW, "step", reading)),
 }
 LISTED = {
-    "Event.synchronize in dualpipe/train/loop.py: Run._report": 2,
+    "Event.synchronize in dualpipe/train/loop.py: Run._read": 2,
     "_local_scalar_dense in dualpipe/train/loop.py: Run._evaluate": 1,
     "synchronize in dualpipe/checkpoint/writer.py: HostMemory.fill": 1,
 }

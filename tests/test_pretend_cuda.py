@@ -30,7 +30,7 @@ from ranks import run_ranks
 COUNTS = "Event.synchronize in dualpipe/parallel/expert.py: _PendingDispatch.advance"
 # In training beside it: for the loss, the norm and the routers' metrics, once a step (when: tests/train/test_loop.py);
 # for the mean of an evaluation; and for the copy of what a checkpoint holds.
-READ = "Event.synchronize in dualpipe/train/loop.py: Run._report"
+READ = "Event.synchronize in dualpipe/train/loop.py: Run._read"
 EVALUATE = "_local_scalar_dense in dualpipe/train/loop.py: Run._evaluate"
 SAVE = "synchronize in dualpipe/checkpoint/writer.py: HostMemory.fill"
 

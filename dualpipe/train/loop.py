@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -192,17 +192,18 @@ class Run:
                     self.unread.append(self._step(self.done, batches))
                     self.done += 1
                     if len(self.unread) > 1:
-                        self._report(writer)  # the step before, while the device computes this one
+                        self._write(writer, self._read())  # the step before, while the device computes this one
                     is_last, every = self.done == train.steps, train.eval_interval
                     evaluates = bool(self.held_out) and (is_last or (every > 0 and self.done % every == 0))
                     if on_cpu or is_last or evaluates or self.saver.is_due(self.done):
-                        self._report(writer, evaluates)
+                        metrics = self._read()
+                        self._write(writer, metrics, self._evaluate() if evaluates else None)
                     self.saver.save(self.state, self.done)
         except BaseException:
             with suppress(FloatingPointError, RuntimeError):  # the latter where the device has failed
                 # Without waiting, which could be for ranks that have failed.
                 while self.unread and (self.unread[0].arrived is None or self.unread[0].arrived.query()):
-                    self._report(writer)
+                    self._write(writer, self._read())
             raise
 
     def _step(self, step: int, batches: Iterator[Batch]) -> QueuedStep:
@@ -223,9 +224,9 @@ class Run:
         numbers, arrived = to_host(torch.stack([value.double() for value in found.values()]), timed=True)
         return QueuedStep(step + 1, lr, time.perf_counter() - start, tuple(found), numbers, began, arrived)
 
-    def _report(self, writer: MetricsWriter | None, evaluates: bool = False) -> None:
-        """Write the metrics of the first step that is unread, having waited for its numbers and, where wanted,
-        evaluated. FloatingPointError for a gradient that was not finite, on every rank."""
+    def _read(self) -> dict[str, Any]:
+        """Wait for the numbers of the first step that is unread; its metrics. FloatingPointError for a gradient that is
+        not finite, on every rank."""
         if (arrived := self.unread[0].arrived) is not None:
             arrived.synchronize()  # orders: the step and the copy of its numbers, then the host
         queued = self.unread.popleft()
@@ -236,18 +237,20 @@ class Run:
                 f"the gradient norm is {values['grad_norm']} at step {queued.step}; lower optimizer.lr, lengthen "
                 "optimizer.warmup_steps, or check the data"
             )
-        eval_loss = self._evaluate() if evaluates else None
-        if writer is None:
-            return
         seconds = queued.began.elapsed_time(arrived) / 1e3 if queued.began and arrived else queued.seconds
         tokens_per_second = self.batch_size * self.config.train.sequence_length / seconds
         tflops = tokens_per_second * self.flops_per_token / 1e12 / self.job.ranks.size
-        writer.write(StepMetrics(
-            **values, step=queued.step, lr=queued.lr, tokens_per_second=tokens_per_second, tflops_per_rank=tflops,
-            memory_bytes=memory_bytes(self.job.device), mfu=self.peak_tflops and tflops / self.peak_tflops,
-            eval_loss=eval_loss,
-        ))
-        load, limit = values.get("load_max_over_mean", 0.0), self.load_limit
+        return {
+            **values, "step": queued.step, "lr": queued.lr, "tokens_per_second": tokens_per_second,
+            "tflops_per_rank": tflops, "mfu": self.peak_tflops and tflops / self.peak_tflops,
+            "memory_bytes": memory_bytes(self.job.device),
+        }
+
+    def _write(self, writer: MetricsWriter | None, metrics: dict[str, Any], eval_loss: float | None = None) -> None:
+        if writer is None:
+            return
+        writer.write(StepMetrics(**metrics, eval_loss=eval_loss))
+        load, limit = metrics.get("load_max_over_mean", 0.0), self.load_limit
         self.near = self.near + 1 if limit > 1 and load >= NEAR * limit else 0
         if self.near == PATIENCE:  # once in a collapse
             writer.say(f"WARNING: for {PATIENCE} steps one expert of some layer got nearly every token "

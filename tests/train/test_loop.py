@@ -34,7 +34,7 @@ def test_a_step_is_read_when_the_next_one_is_queued_or_before_it_is_saved(folder
     monkeypatch.setattr(Optimizer, "step", step)
     device = as_training(0, folder, *STEPS, "3")
     assert queued == [0, 0, 1, 4], "waits of the host until then: for steps, and the copy of the third's checkpoint"
-    read = "Event.synchronize in dualpipe/train/loop.py: Run._report"
+    read = "Event.synchronize in dualpipe/train/loop.py: Run._read"
     assert device.waits[read] == 4 and steps_written(folder) == [1, 2, 3, 4]
 
 
