@@ -48,9 +48,12 @@ def new_stream(device: torch.device) -> Stream | None:
     return torch.cuda.Stream(device) if device.type == "cuda" else None
 
 
-def record(device: torch.device) -> Event | None:
-    """An event after all that the current stream has been given; None on the CPU."""
-    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+def record(device: torch.device, *, timed: bool = False) -> Event | None:
+    """An event after all that the current stream has been given; None on the CPU. timed: its `elapsed_time` works."""
+    if device.type != "cuda":
+        return None
+    stream = torch.cuda.current_stream(device)
+    return stream.record_event(torch.cuda.Event(enable_timing=True)) if timed else stream.record_event()
 
 
 def wait(event: Event | None, device: torch.device) -> None:
@@ -76,6 +79,16 @@ def keep(*tensors: Tensor) -> None:
     for tensor in tensors:
         if tensor.is_cuda:
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+
+def to_host(tensor: Tensor, *, timed: bool = False) -> tuple[Tensor, Event | None]:
+    """Begin to copy a tensor to the host, into pinned memory: the copy, and the event to wait for before it is read,
+    `timed` as in `record`. A tensor of the CPU is given back as it is, with None."""
+    if not tensor.is_cuda:
+        return tensor, None
+    copied = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+    copied.copy_(tensor, non_blocking=True)
+    return copied, record(tensor.device, timed=timed)
 
 
 def synchronize(device: torch.device | None = None) -> None:

@@ -318,7 +318,19 @@ def reading(step: Callable) -> Callable:
     return call
 
 
+def not_waited_for(*callers: str) -> AbstractContextManager:
+    """These functions of the host do not wait for the events that they ask for."""
+    return instead(Event, "synchronize", lambda real: lambda event: None if caller(*callers) else real(event))
+
+
 TRAINING = {  # name: (how the fault begins, how to plant it)
+    "a batch is read before it is copied": ("race", lambda: without_waits("_Copies.finish", depth=2)),
+    "a batch is given back before it is read": ("free", lambda: instead(Tensor, "record_stream", lambda _: nothing)),
+    "a batch is written over the one that is copied": ("race", lambda: not_waited_for("_Copies.start")),
+    "numbers are read before they are copied": ("race", lambda: not_waited_for("Run._read")),
+    "numbers are copied to pageable memory": (
+        "sync: pageable copy in dualpipe/train/loop.py: Run._step",
+        lambda: instead(torch, "empty", lambda real: lambda *a, pin_memory=False, **k: real(*a, **k))),
     "a checkpoint is written before it is copied": (  # as bytes, not by operators: a wait that is listed is not there
         "sync: synchronize in dualpipe/checkpoint/", lambda: instead(torch.cuda, "synchronize", lambda _: nothing)),
     "the optimizer reads a parameter": (
@@ -326,15 +338,15 @@ TRAINING = {  # name: (how the fault begins, how to plant it)
         lambda: instead(torch.optim.AdamW, "step", reading)),
 }
 LISTED = {
-    "copy in dualpipe/train/loop.py: Run._forward_backward": 4,
-    "tolist in dualpipe/train/loop.py: Run._step": 2,
+    "Event.synchronize in dualpipe/train/loop.py: Run._read": 2,
     "_local_scalar_dense in dualpipe/train/loop.py: Run._evaluate": 1,
     "synchronize in dualpipe/checkpoint/writer.py: HostMemory.fill": 1,
 }
 
 
 def planted_training(rank: int, folder: str, name: str) -> list[str]:
-    return as_training(rank, folder, "--train.steps", "2", plant=TRAINING[name][1]).report(LISTED)
+    short = "--train.num_chunks", "1", "--train.steps", "2"
+    return as_training(rank, folder, *short, plant=TRAINING[name][1]).report(LISTED)
 
 
 @pytest.mark.slow

@@ -28,10 +28,9 @@ from ranks import run_ranks
 # The waits of the host. In a step there is but one: for how many rows come from other ranks, for each micro-batch in
 # the forward of each layer with experts. Where tokens are dispatched again the numbers are known.
 COUNTS = "Event.synchronize in dualpipe/parallel/expert.py: _PendingDispatch.advance"
-# In training beside it: for tokens and targets to be copied to the device; for the loss, the norm and the routers'
-# metrics, once a step; for the mean of an evaluation; and for the copy of what a checkpoint holds.
-BATCH = "copy in dualpipe/train/loop.py: Run._forward_backward"
-READ = "tolist in dualpipe/train/loop.py: Run._step"
+# In training beside it: for the loss, the norm and the routers' metrics, once a step (when: tests/train/test_loop.py);
+# for the mean of an evaluation; and for the copy of what a checkpoint holds.
+READ = "Event.synchronize in dualpipe/train/loop.py: Run._read"
 EVALUATE = "_local_scalar_dense in dualpipe/train/loop.py: Run._evaluate"
 SAVE = "synchronize in dualpipe/checkpoint/writer.py: HostMemory.fill"
 
@@ -88,7 +87,7 @@ def training(rank, folder, steps, waits):
 def test_training_with_checkpoints(tmp_path):
     write_run(tmp_path)
     for steps, waits in [
-        ("2", {BATCH: 2 * (1 + 1), READ: 2, EVALUATE: 1, SAVE: 1}),  # but for the batch before the first step
-        ("3", {BATCH: 2 * 1, READ: 1, EVALUATE: 1, SAVE: 1}),  # from the checkpoint
+        ("2", {READ: 2, EVALUATE: 1, SAVE: 1}),
+        ("3", {READ: 1, EVALUATE: 1, SAVE: 1}),  # from the checkpoint
     ]:
         assert run_ranks(training, 1, str(tmp_path), steps, waits) == [[]]

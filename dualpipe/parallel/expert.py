@@ -256,9 +256,7 @@ class _PendingDispatch(PendingRows):
             self._counts, self._told = both, stream.all_to_all.start(both[1], both[0], each, each)
             self._copied: device.Event | None = None
             if stream.after(self._told) is not None:
-                self._counts = torch.empty(both.shape, dtype=both.dtype, device="cpu", pin_memory=True)
-                self._counts.copy_(both, non_blocking=True)
-                self._copied = device.record(stream.device)
+                self._counts, self._copied = device.to_host(both)
         if stream.device.type == "cpu":
             self.advance()  # the host computes, so rows must be on their way before it does
 

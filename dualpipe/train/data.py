@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from dualpipe.device import Event, Stream, beside, keep, record, wait
 from dualpipe.files import checksum_of
 from dualpipe.train.pack import DOCUMENT_TYPE, DOCUMENTS, FORMAT, INDEX, find_sources, load_tokenizer, pack
 from dualpipe.train.tables import TEXT_KEY
@@ -249,15 +250,18 @@ class Loader:
         return self._stream.read_windows([self._order(epoch)[n] for epoch, n in numbers], self._window)
 
     @contextmanager
-    def batches(self, stop: int) -> Iterator[Iterator[Batch]]:
-        """For a `with`: the batches from `step` to before `stop`, read ahead. `step` counts those that were taken."""
+    def batches(self, stop: int, stream: Stream | None = None) -> Iterator[Iterator[Batch]]:
+        """For a `with`: the batches from `step` to before `stop`, read ahead. `step` counts those that were taken.
+
+        stream: as in `read_ahead`.
+        """
 
         def counted() -> Iterator[Batch]:
             for batch in ahead:
                 self.step += 1
                 yield batch
 
-        with read_ahead(self.batch, range(self.step, stop)) as ahead:
+        with read_ahead(self.batch, range(self.step, stop), stream) as ahead:
             yield counted()
 
     def state_dict(self) -> dict[str, Any]:
@@ -278,14 +282,53 @@ class Loader:
 
 
 @contextmanager
-def read_ahead(read: Callable[[Any], Batch], keys: Iterable[Any]) -> Iterator[Iterator[Batch]]:
+def read_ahead(
+    read: Callable[[Any], Batch], keys: Iterable[Any], stream: Stream | None = None
+) -> Iterator[Iterator[Batch]]:
     """For a `with`: `read(key)` for each of `keys`, in order. While one is used, a thread reads the next.
+
+    stream: beside the computing one; it copies batches, which must be of one shape, to its device, as they are read.
 
     What `read` raises is raised where its result would have been taken. Leaving waits for a `read` that has begun.
     """
+    copies = None if stream is None else _Copies(read, stream)
     with ThreadPoolExecutor(1, thread_name_prefix="read_ahead") as thread:
-        reads = (thread.submit(read, key) for key in keys)
-        yield (this.result() for this, _next in pairwise(chain(reads, [Future[Batch]()])))
+        reads = (thread.submit(copies.start if copies else read, key) for key in keys)
+        results = (this.result() for this, _next in pairwise(chain(reads, [Future[Any]()])))
+        yield map(copies.finish, results) if copies else results
+
+
+class _Copies:
+    """Batches on their way to a device, from pinned memory that each of them is copied to first.
+
+    It is pinned once, before the first batch is used: pinning takes a lock of the driver's, and was seen to hold up a
+    host that launches kernels for 12 ms (vllm-project/vllm#37006).
+    """
+
+    def __init__(self, read: Callable[[Any], Batch], stream: Stream) -> None:
+        self._read, self._stream = read, stream
+        self._pinned: torch.Tensor | None = None  # (3, B, T) int64
+        self._copied: Event | None = None
+
+    def start(self, key: Any) -> tuple[Batch, Event | None]:
+        """In the thread that reads: a batch of the device, and the event after which it is there."""
+        batch = self._read(key)
+        with beside(self._stream, None):
+            if self._pinned is None:
+                self._pinned = torch.empty(3, *batch.tokens.shape, dtype=torch.int64, device="cpu", pin_memory=True)
+            if self._copied is not None:
+                self._copied.synchronize()  # orders: the copy of the batch before, then this thread, which alone waits
+            torch.stack(batch, out=self._pinned)
+            copied = self._pinned.to(self._stream.device, non_blocking=True)
+            self._copied = record(self._stream.device)
+        return Batch(*copied), self._copied
+
+    def finish(self, started: tuple[Batch, Event | None]) -> Batch:
+        """In the thread that computes: the batch, for its current stream."""
+        batch, copied = started
+        wait(copied, self._stream.device)  # orders: the copy, then what reads it
+        keep(*batch)
+        return batch
 
 
 def evaluation_batches(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from torch import Tensor
 from dualpipe import Pipeline
 from dualpipe.checkpoint import save_hf
 from dualpipe.checkpoint.state import derive_random
-from dualpipe.device import deterministic, model_name, peak_tflops
+from dualpipe.device import Event, deterministic, model_name, new_stream, peak_tflops, record, to_host
 from dualpipe.dtypes import dtype_of
 from dualpipe.files import lock
 from dualpipe.models import HubConfig, read_config
@@ -59,9 +60,26 @@ def _hold(folder: Path, held: ExitStack) -> None:
         raise ValueError(f"output.dir = {str(folder)!r} {cannot}; choose another") from error
 
 
+class QueuedStep(NamedTuple):
+    """A training step that the device has been given, and its numbers, on their way to the host."""
+
+    step: int  # from 1
+    lr: float
+    seconds: float  # of the host
+    names: tuple[str, ...]
+    numbers: Tensor  # float64, by `names`; on the host, in pinned memory where they come from a device
+    began: Event | None
+    arrived: Event | None  # after which the numbers may be read
+
+
 class Run:
     """Everything that one rank needs to train. The rank of the last stage knows the loss and writes the metrics; of
-    several pipelines (`parallel.dp` and `ep`) that of the first."""
+    several pipelines (`parallel.dp` and `ep`) that of the first.
+
+    On CUDA the host does not wait for a step: it reads the numbers when it has given the device the next one, or before
+    anything is evaluated or saved. A gradient that is not finite leaves the parameters as they were, which the device
+    sees to; the next step may be under way when the host comes to know.
+    """
 
     def __init__(self, config: Config, job: Job, saver: Saver) -> None:
         self.config, self.job, self.saver = config, job, saver
@@ -91,6 +109,9 @@ class Run:
         self.peak_tflops = peak_tflops(model_name(job.device)) if train.dtype == "bf16" else None
         self.load_limit = model_config.num_experts / model_config.num_experts_per_tok  # of load_max_over_mean
         self.done = 0
+        self.unread: deque[QueuedStep] = deque()  # at most two
+        self.near = 0  # steps in a row in which one expert got nearly every token
+        self.copying = new_stream(job.device)
         self.unigram: float | None = None  # what a unigram model of the held-out text would reach
 
     def _open_data(self) -> None:
@@ -164,62 +185,86 @@ class Run:
         return writer
 
     def _steps(self, writer: MetricsWriter | None) -> None:
-        train, limit = self.config.train, self.load_limit
-        near = 0  # steps in a row in which one expert got nearly every token
-        with self.loader.batches(train.steps) as batches:
-            while self.done < train.steps:
-                metrics = self._step(self.done, batches)
-                self.done += 1
-                due = self.done == train.steps or (train.eval_interval and self.done % train.eval_interval == 0)
-                eval_loss = self._evaluate() if self.held_out and due else None
-                if writer is not None:
-                    writer.write(StepMetrics(**metrics, eval_loss=eval_loss))
-                    load = metrics.get("load_max_over_mean", 0.0)
-                    near = near + 1 if limit > 1 and load >= NEAR * limit else 0
-                    if near == PATIENCE:  # once in a collapse
-                        writer.say(f"WARNING: for {PATIENCE} steps one expert of some layer got nearly every token "
-                                   f"(load_max_over_mean {load:.2f}, at most {limit:g}): its router has collapsed; "
-                                   "raise router.balance, to 0.01 for a start")
-                self.saver.save(self.state, self.done)
+        train, on_cpu = self.config.train, self.copying is None
+        try:
+            with self.loader.batches(train.steps, self.copying) as batches:
+                while self.done < train.steps:
+                    self.unread.append(self._step(self.done, batches))
+                    self.done += 1
+                    if len(self.unread) > 1:
+                        self._write(writer, self._read())  # the step before, while the device computes this one
+                    is_last, every = self.done == train.steps, train.eval_interval
+                    evaluates = bool(self.held_out) and (is_last or (every > 0 and self.done % every == 0))
+                    if on_cpu or is_last or evaluates or self.saver.is_due(self.done):
+                        metrics = self._read()
+                        self._write(writer, metrics, self._evaluate() if evaluates else None)
+                    self.saver.save(self.state, self.done)
+        except BaseException:
+            with suppress(FloatingPointError, RuntimeError):  # the latter where the device has failed
+                # Without waiting, which could be for ranks that have failed.
+                while self.unread and (self.unread[0].arrived is None or self.unread[0].arrived.query()):
+                    self._write(writer, self._read())
+            raise
 
-    def _step(self, step: int, batches: Iterator[Batch]) -> dict[str, Any]:
-        start, o = time.perf_counter(), self.config.optimizer
+    def _step(self, step: int, batches: Iterator[Batch]) -> QueuedStep:
+        """Give the device a training step, counted from 0. The host does not wait."""
+        start, began, o = time.perf_counter(), record(self.job.device, timed=True), self.config.optimizer
         with self.routers.step():
             loss = self._forward_backward(next(batches))
-        fetched = {"grad_norm": self.pipeline.clip_grad_norm_(o.clip_norm or math.inf)}
-        if loss is not None:
-            fetched |= {"loss": loss} | self.routers.metrics()
-        # From the device at once; the loss is NaN where it is not known.
-        numbers = torch.stack([value.double() for value in fetched.values()]).tolist()
-        values = {"loss": math.nan} | dict(zip(fetched, numbers))
-        if not math.isfinite(values["grad_norm"]):
-            raise FloatingPointError(
-                f"the gradient norm is {values['grad_norm']} at step {step + 1}; lower optimizer.lr, lengthen "
-                "optimizer.warmup_steps, or check the data"
-            )
+        norm = self.pipeline.clip_grad_norm_(o.clip_norm or math.inf)
         lr = learning_rate(
             step, peak=o.lr, total_steps=self.config.train.steps, warmup_steps=o.warmup_steps, schedule=o.schedule,
             min_ratio=o.min_lr_ratio, decay_fraction=o.decay_fraction,
         )
-        self.optimizer.step(lr)
+        self.optimizer.step(lr, norm)
         self.optimizer.zero_grad()
-        tokens_per_second = self.batch_size * self.config.train.sequence_length / (time.perf_counter() - start)
+        found = {"grad_norm": norm}
+        if loss is not None:
+            found |= {"loss": loss} | self.routers.metrics()
+        numbers, arrived = to_host(torch.stack([value.double() for value in found.values()]), timed=True)
+        return QueuedStep(step + 1, lr, time.perf_counter() - start, tuple(found), numbers, began, arrived)
+
+    def _read(self) -> dict[str, Any]:
+        """Wait for the numbers of the first step that is unread; its metrics. FloatingPointError for a gradient that is
+        not finite, on every rank."""
+        if (arrived := self.unread[0].arrived) is not None:
+            arrived.synchronize()  # orders: the step and the copy of its numbers, then the host
+        queued = self.unread.popleft()
+        values = {"loss": math.nan} | dict(zip(queued.names, queued.numbers.tolist()))  # NaN where it is not known
+        if not math.isfinite(values["grad_norm"]):
+            self.unread.clear()
+            raise FloatingPointError(
+                f"the gradient norm is {values['grad_norm']} at step {queued.step}; lower optimizer.lr, lengthen "
+                "optimizer.warmup_steps, or check the data"
+            )
+        seconds = queued.began.elapsed_time(arrived) / 1e3 if queued.began and arrived else queued.seconds
+        tokens_per_second = self.batch_size * self.config.train.sequence_length / seconds
         tflops = tokens_per_second * self.flops_per_token / 1e12 / self.job.ranks.size
         return {
-            **values, "step": step + 1, "lr": lr, "tokens_per_second": tokens_per_second,
+            **values, "step": queued.step, "lr": queued.lr, "tokens_per_second": tokens_per_second,
             "tflops_per_rank": tflops, "mfu": self.peak_tflops and tflops / self.peak_tflops,
             "memory_bytes": memory_bytes(self.job.device),
         }
 
+    def _write(self, writer: MetricsWriter | None, metrics: dict[str, Any], eval_loss: float | None = None) -> None:
+        if writer is None:
+            return
+        writer.write(StepMetrics(**metrics, eval_loss=eval_loss))
+        load, limit = metrics.get("load_max_over_mean", 0.0), self.load_limit
+        self.near = self.near + 1 if limit > 1 and load >= NEAR * limit else 0
+        if self.near == PATIENCE:  # once in a collapse
+            writer.say(f"WARNING: for {PATIENCE} steps one expert of some layer got nearly every token "
+                       f"(load_max_over_mean {load:.2f}, at most {limit:g}): its router has collapsed; "
+                       "raise router.balance, to 0.01 for a start")
+
     def _forward_backward(self, batch: Batch) -> Tensor | None:
         """Run the pipeline once; the mean loss of all pipelines on the ranks of the last stage, None elsewhere."""
-        device, first, last = self.job.device, self.model.has_first, self.model.has_last
-        inputs = (batch.tokens.to(device),) if first else ()
-        labels = (batch.targets.to(device),) if last else ()
+        first, last = self.model.has_first, self.model.has_last
+        inputs, labels = (batch.tokens,) if first else (), (batch.targets,) if last else ()
         apart = first and self.config.data.separate_documents
         losses, _ = self.pipeline.step(
             *inputs, num_chunks=self.config.train.num_chunks, criterion=self.criterion, labels=labels,
-            side={"positions": batch.positions.to(device)} if apart else None,
+            side={"positions": batch.positions} if apart else None,
         )
         if losses is None:
             return None
@@ -234,7 +279,7 @@ class Run:
         losses, read = [], partial(self.splits.held_out.read_windows, window=self.config.train.sequence_length + 1)
         for stage in self.model.stages:
             stage.eval()
-        with read_ahead(read, self.held_out) as ahead:
+        with read_ahead(read, self.held_out, self.copying) as ahead:
             for batch in ahead:
                 loss = self._forward_backward(batch)
                 if loss is not None:

@@ -59,8 +59,13 @@ class Optimizer:
         self._adamw = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
 
     @torch.no_grad()
-    def step(self, lr: float) -> None:
-        """Update the parameters from their gradients at learning rate `lr`."""
+    def step(self, lr: float, grad_norm: Tensor | None = None) -> None:
+        """Update the parameters from their gradients at learning rate `lr`.
+
+        grad_norm: a scalar on their device. Where it is infinite or NaN nothing changes; the host need not know.
+        """
+        skip = None if grad_norm is None else (~grad_norm.isfinite()).float()
+        self._adamw.found_inf = skip  # type: ignore[attr-defined]  # which torch.amp tells it as well
         for group in self._adamw.param_groups:
             group["lr"] = lr
         pairs = [(p, m) for p, m in zip(self.parameters, self._masters) if p is not m]

@@ -115,14 +115,19 @@ class Saver:
             self._checkpoints.ignore(loaded.damaged)
         return manifest.step
 
+    def is_due(self, step: int) -> bool:
+        """Whether `save` saves after this step."""
+        settings, is_last = self._settings, step == self._config.train.steps
+        return self._checkpoints is not None and (step % settings.interval == 0 or is_last)
+
     def save(self, state: State, step: int) -> None:
-        """Where it is time to.
+        """Save where it is due.
 
         One checkpoint that cannot be written is said and training goes on; the error of a second in a row is raised. So
         is that of the last, when this is left: all that is wanted of the run besides has been done then.
         """
         settings, is_last, checkpoints = self._settings, step == self._config.train.steps, self._checkpoints
-        if checkpoints is None or (step % settings.interval and not is_last):
+        if checkpoints is None or not self.is_due(step):
             return
         save = checkpoints.save if settings.mode == "sync" else checkpoints.save_async
 

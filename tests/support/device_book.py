@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 import weakref
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping
@@ -40,8 +41,8 @@ class Timeline:
         self.name = f"{kind} {self.number}"
         the_device().lines.append(self)
 
-    def record_event(self) -> Event:
-        event = Event()
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event()
         event.record(self)
         return event
 
@@ -59,15 +60,23 @@ class Event:
     """torch.cuda.Event. One that was never recorded is waited for by nobody, as there."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        self.clock = Clock()
+        self.clock, self._time = Clock(), 0.0
 
     def record(self, stream: Timeline | None = None) -> None:
         stream = stream or the_device().current_stream()
         the_device().order(stream, Clock())
-        self.clock = stream.clock.copy()
+        self.clock, self._time = stream.clock.copy(), time.perf_counter()
 
     def synchronize(self) -> None:
         the_device().host_waits("Event.synchronize", self.clock)
+
+    def query(self) -> bool:
+        """Whether this thread of the host has waited for it, or for what came after."""
+        known = the_device().of_thread.host.clock
+        return all(known[line] >= number for line, number in self.clock.items())
+
+    def elapsed_time(self, end: Event) -> float:
+        return (end._time - self._time) * 1e3
 
 
 class Access(NamedTuple):

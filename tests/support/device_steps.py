@@ -193,8 +193,7 @@ def as_process(rank: int, shape: tuple[int, int, int], dtype: torch.dtype = torc
                 assert not failing, "the step that fails has not raised"
             with device.watched():
                 if not failing:
-                    pipe.clip_grad_norm_(1.0)
-                    optimizer.step(1e-3)
+                    optimizer.step(1e-3, pipe.clip_grad_norm_(1.0))
                 optimizer.zero_grad()
     layers = sum(isinstance(module, Router) for stage in model.stages for module in stage.modules())
     return device, layers if shape[2] > 1 else 0
@@ -217,7 +216,9 @@ def write_run(folder: Path) -> None:
     write_files(folder, {"model_type": "qwen3_moe", **dataclasses.asdict(CONFIG)})
 
 
-def as_training(rank: int, folder: str, *arguments: str, plant: Plant = nullcontext) -> PretendCuda:
+def as_training(
+    rank: int, folder: str, *arguments: str, status: int = 0, plant: Plant = nullcontext
+) -> PretendCuda:
     """`dualpipe train`, one rank, here; waits of the host are counted from the first step of the pipeline on."""
     step, one = Pipeline.step, {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     with pretend_cuda() as device, plant(), mock.patch.dict(os.environ, one), contextlib.chdir(folder):
@@ -227,5 +228,5 @@ def as_training(rank: int, folder: str, *arguments: str, plant: Plant = nullcont
             return step(*args, **kwargs)
 
         with mock.patch.object(Pipeline, "step", first_step):
-            assert cli.main(["train", "run.toml", *TRAINING, *arguments]) == 0
+            assert cli.main(["train", "run.toml", *TRAINING, *arguments]) == status
     return device

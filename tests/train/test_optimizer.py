@@ -1,5 +1,7 @@
 """Learning rates at known steps, and fp32 masters."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -91,6 +93,22 @@ def test_bf16_parameters_do_not_lose_small_updates():
         optimizer.zero_grad()
     assert weight.dtype is torch.bfloat16
     torch.testing.assert_close(weight.detach().float(), torch.full((4, 4), 0.98), atol=2**-8, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gradient_that_is_not_finite_changes_nothing(dtype):
+    weight = nn.Parameter(torch.ones(4, 4, dtype=dtype))
+    optimizer = Optimizer([nn.ParameterList([weight])], **{**ADAMW, "weight_decay": 0.5})
+
+    def step(gradient, norm):
+        weight.grad = torch.full((4, 4), gradient)
+        optimizer.step(1e-2, torch.tensor(norm, dtype=torch.float64))
+        return [tensor.clone() for tensor in (weight, *optimizer.state_tensors()[weight].values())]
+
+    first = step(1.0, 4.0)
+    for gradient, norm in ((math.nan, math.nan), (3e38, math.inf)):
+        assert all(map(torch.equal, step(gradient, norm), first))
+    assert not any(map(torch.equal, step(1.0, 4.0), first))
 
 
 def test_tied_parameters_are_updated_once():

@@ -1,0 +1,72 @@
+"""When the host reads the numbers of a step that a device computes, a pretend one here, and what is left of a run that
+ends early."""
+
+import math
+
+import pytest
+
+from device_book import the_device
+from device_steps import as_training, write_run
+from dualpipe import Pipeline
+from dualpipe.train.metrics import read_metrics
+from dualpipe.train.optimizer import Optimizer
+
+STEPS = ("--train.num_chunks", "1", "--train.steps", "4", "--checkpoint.interval")
+CLIP = Pipeline.clip_grad_norm_
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write_run(tmp_path)
+    return tmp_path
+
+
+def steps_written(folder):
+    return [row["step"] for row in read_metrics(folder / "out" / "metrics.jsonl")]
+
+
+def test_a_step_is_read_when_the_next_one_is_queued_or_before_it_is_saved(folder, monkeypatch):
+    def step(self, *arguments):
+        queued.append(sum(the_device().waits.values()))
+        return real(self, *arguments)
+
+    real, queued = Optimizer.step, []
+    monkeypatch.setattr(Optimizer, "step", step)
+    device = as_training(0, folder, *STEPS, "3")
+    assert queued == [0, 0, 1, 4], "waits of the host until then: for steps, and the copy of the third's checkpoint"
+    read = "Event.synchronize in dualpipe/train/loop.py: Run._read"
+    assert device.waits[read] == 4 and steps_written(folder) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("interval, steps", [("0", 3), ("2", 2)])
+def test_a_norm_that_is_not_finite_ends_the_run_before_anything_is_kept(folder, monkeypatch, capsys, interval, steps):
+    def poisoned(self, max_norm):
+        parameters.append([parameter.detach().clone() for parameter in self.parameters()])
+        if len(parameters) == 2:
+            next(self.parameters()).grad.view(-1)[0] = math.nan
+        return CLIP(self, max_norm)
+
+    parameters = []
+    monkeypatch.setattr(Pipeline, "clip_grad_norm_", poisoned)
+    as_training(0, folder, *STEPS, interval, status=1)
+    assert "error: the gradient norm is nan at step 2; lower optimizer.lr" in capsys.readouterr().err
+    assert len(parameters) == steps, "one more step is queued, unless this one is to be saved"
+    assert all(one.equal(other) for one, other in zip(parameters[1], parameters[-1])), "it was not updated by NaN"
+    assert not any(one.equal(other) for one, other in zip(parameters[0], parameters[1]) if one.numel() > 1)
+    assert steps_written(folder) == [1] and not list(folder.glob("out/checkpoints/step-*"))
+
+
+@pytest.mark.parametrize("known", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_what_is_known_when_a_step_fails_is_written(folder, monkeypatch, capsys, known):
+    def failing(self, max_norm):
+        clipped.append(None)
+        if len(clipped) == 3:
+            raise OSError(28, "No space left on device")
+        return CLIP(self, max_norm)
+
+    clipped = []
+    monkeypatch.setattr(Pipeline, "clip_grad_norm_", failing)
+    monkeypatch.setattr("device_book.Event.query", lambda event: known)
+    as_training(0, folder, *STEPS, "0", status=1)
+    assert "No space left on device" in capsys.readouterr().err
+    assert steps_written(folder) == ([1, 2] if known else [1])
