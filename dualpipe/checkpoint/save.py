@@ -196,6 +196,7 @@ class Checkpoints:
         ranks, mine = self._ranks, []
 
         def prepare() -> tuple[int, bool]:
+            """Check what is to be saved: its step, and whether it is planned for since the last time."""
             manifest, parts = self._describe(step, plan, config, extra), parts_of(state)
             offers = {name: (part.tensor.dtype, part.shape, part.box) for name, part in parts.items()}
             raise_for("what the dtype plan saves in float32 must be stored so:",
@@ -216,6 +217,7 @@ class Checkpoints:
                         lambda number, _: file_of(ranks.rank, number), {RANDOM: random})
 
         def writing() -> Callable[[Path], dict[str, Written]]:
+            """What writes the files into a folder, after the copy to host memory if it is to be staged."""
             memory, checksum = self._memory, self._checksum
             if not is_staged:
                 return lambda folder: write_files(folder, {each.name: each.pieces(tensors) for each in files}, checksum)
