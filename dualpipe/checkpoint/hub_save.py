@@ -135,16 +135,11 @@ def write_model(
             read = Reader(source, kept)
             yield from ((name, box, read(name, box)) for name, info in kept.items() for box in [Box.whole(info.shape)])
 
-    with ExitStack() as locks:  # of rank 0
-        try:
-            ranks.first(lambda: _begin(folder, target, locks, files, _documents(config, dtype, source, kept, header),
-                                       source))
-            ranks.agree(lambda: _write(folder, header, data()))
-            ranks.first(lambda: _finish(folder, target))
-        except BaseException:
-            if ranks.rank == 0:
-                shutil.rmtree(folder, ignore_errors=True)
-            raise
+    with ExitStack() as ending:  # of rank 0
+        ranks.first(lambda: _begin(folder, target, ending, files, _documents(config, dtype, source, kept, header),
+                                   source))
+        ranks.agree(lambda: _write(folder, header, data()))
+        ranks.first(lambda: _finish(folder, target))
 
 
 def new_tensors(config: HubConfig, dtypes: Mapping[str, torch.dtype]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
@@ -208,12 +203,13 @@ def _documents(
 
 
 def _begin(
-    folder: Path, target: Path, locks: ExitStack, files: Sequence[NewFile], documents: Mapping[str, dict[str, Any]],
+    folder: Path, target: Path, ending: ExitStack, files: Sequence[NewFile], documents: Mapping[str, dict[str, Any]],
     source: StrPath | None,
 ) -> None:
     """Make the directory, with all files but their tensors; remove those that killed writers of the same target left.
 
-    What is locked belongs to a process that lives: the system frees it when that dies.
+    What is locked belongs to a process that lives: the system frees it when that dies. `ending` removes the directory,
+    if it still has this name, and frees it.
     """
     for left in target.parent.glob(f".{glob.escape(target.name)}.????????.partial"):
         with suppress(OSError), ExitStack() as while_removed:
@@ -221,7 +217,8 @@ def _begin(
             shutil.rmtree(left)
     folder.mkdir(parents=True)
     with suppress(OSError):  # of a file system without locks
-        _lock(folder, locks)
+        _lock(folder, ending)
+    ending.callback(shutil.rmtree, folder, ignore_errors=True)
     for name, content in documents.items():
         with naming(folder / name), open(folder / name, "x", encoding="utf-8") as document:
             document.write(json.dumps(content, indent=2, ensure_ascii=False) + "\n")

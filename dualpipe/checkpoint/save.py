@@ -273,10 +273,9 @@ class Checkpoints:
                 return self._target.commit(folder, complete, stored)
 
             return ranks.first(commit)
-        except BaseException:
+        finally:
             if ranks.rank == 0:
-                shutil.rmtree(folder, ignore_errors=True)
-            raise
+                shutil.rmtree(folder, ignore_errors=True)  # where it was not committed: else it has another name
 
 
 def save(directory: str | PathLike[str], state: State, *, step: int, mesh: DeviceMesh | None = None,
