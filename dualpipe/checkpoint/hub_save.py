@@ -94,7 +94,8 @@ def write_model(
 ) -> None:
     """Write what each rank holds. parts: this rank's, by our names, as of `Part`."""
     target, dtype = Path(path), plan.policy.param_dtype
-    own = [name for name in parts if not (config.tie_word_embeddings and name == "lm_head.weight")]  # the embedding
+    # A tied head is written as the embedding.
+    own = [name for name in parts if not (config.tie_word_embeddings and name == "lm_head.weight")]
     offers = ranks.gather(lambda: (0, {name: ((plan.of(name).save, *parts[name][:2]), b"") for name in own}))
 
     def look() -> tuple[Path, dict[str, TensorHeader]]:
