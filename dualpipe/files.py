@@ -28,6 +28,14 @@ class Written(NamedTuple):
     checksum: str  # "" where none was wanted
 
 
+def node_of(path: Path) -> int | None:
+    """What tells a file from one that has its name later; None where there is none."""
+    try:
+        return os.lstat(path).st_ino
+    except OSError:
+        return None
+
+
 def sync(path: Path) -> None:
     """Have the system write a file, or the names in a directory, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)

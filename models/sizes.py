@@ -32,6 +32,7 @@ class Flops(NamedTuple):
 
     @property
     def both(self) -> float:
+        """Forward and backward together."""
         return self.forward + self.backward
 
 

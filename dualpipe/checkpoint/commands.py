@@ -9,7 +9,7 @@ from math import prod
 from os import PathLike
 from pathlib import Path
 
-from dualpipe.checkpoint.directory import Found, find, none_whole
+from dualpipe.checkpoint.directory import find, none_whole
 from dualpipe.checkpoint.hub_commands import format_bytes
 from dualpipe.checkpoint.manifest import Manifest, StoredTensor, verify
 from dualpipe.dtypes import short_name
@@ -18,8 +18,9 @@ from dualpipe.errors import raise_for
 
 def ls(path: str | PathLike[str]) -> Iterator[str]:
     """A line for each checkpoint, newest first, and for what is unfinished. Checks sizes; reads no tensors."""
-    unfinished = sorted(Path(path).glob(".tmp-step-*"))
-    found = _found(path, or_none=bool(unfinished))
+    unfinished, found = sorted(Path(path).glob(".tmp-step-*")), find(path)
+    if not (found.committed or found.damaged or unfinished):
+        none_whole(path, ())
     yield f"{'step':>10}  {'saved at':25}  {'size':>9}  {'layout':22}  {'dtypes':15}  state"
     for checkpoint in found.committed:
         manifest, (stored, wrong) = checkpoint.manifest, checkpoint.tensors()
@@ -36,8 +37,10 @@ def ls(path: str | PathLike[str]) -> Iterator[str]:
 
 def check(path: str | PathLike[str]) -> Iterator[str]:
     """Read every byte of a checkpoint, or of all in a directory; at the end raises ValueError for what is wrong."""
-    found = _found(path)
+    found = find(path)
     problems = [*found.damaged.values()]
+    if not (found.committed or problems):
+        none_whole(path, ())
     for each in found.committed:
         wrong = verify(each.path)
         if wrong and not each.is_there():
@@ -51,7 +54,7 @@ def check(path: str | PathLike[str]) -> Iterator[str]:
 def show(path: str | PathLike[str]) -> Iterator[str]:
     """What is in a checkpoint, of a directory in the newest. Reads no tensors. Raises ValueError for a damaged one."""
     while True:
-        found = _found(path)
+        found = find(path)
         if not found.committed:
             none_whole(path, found.damaged.values())
         checkpoint = found.committed[0]
@@ -78,13 +81,6 @@ def show(path: str | PathLike[str]) -> Iterator[str]:
         if "/" not in name:
             uses = ", ".join(f"{use} {dtype}" for use, dtype in manifest.dtypes.get(name, {}).items())
             yield f"  {name}  {entry.shape}  {short_name(entry.dtype)}" + (f"  ({uses})" if uses else "")
-
-
-def _found(path: str | PathLike[str], or_none: bool = False) -> Found:
-    found = find(path)
-    if not (found.committed or found.damaged or or_none):
-        none_whole(path, ())
-    return found
 
 
 def _layout(manifest: Manifest) -> str:

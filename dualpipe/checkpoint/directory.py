@@ -30,7 +30,7 @@ from typing import NamedTuple, NoReturn
 
 from dualpipe.checkpoint.manifest import MANIFEST, Checkpoint, Manifest, StoredTensor, UnknownLayout, write_description
 from dualpipe.errors import raise_for
-from dualpipe.files import lock, replace_file, sync
+from dualpipe.files import lock, node_of, replace_file, sync
 
 _NAME = re.compile(r"step-(\d{8,})(?:\.\d+)?")
 _TRIES = 100  # of a reader, beside a job that deletes old checkpoints while new ones come
@@ -61,11 +61,11 @@ def scan(directory: str | PathLike[str]) -> Found:
         except OSError as error:
             raise ValueError(f"{directory} cannot be read: {error}") from error
         for path in sorted(paths, reverse=True):
-            node = _node(path)
+            node = node_of(path)
             try:
                 committed.append(Checkpoint.read(path))
             except ValueError as error:
-                if node is not None and node == _node(path):
+                if node is not None and node == node_of(path):
                     damaged[path] = str(error)
                     later = str(error) if isinstance(error, UnknownLayout) and not committed else later
                 else:  # deleted or replaced meanwhile: there is a newer one, perhaps since after the names were listed
@@ -74,14 +74,6 @@ def scan(directory: str | PathLike[str]) -> Found:
             break
     committed.sort(key=lambda each: (each.manifest.sequence, each.manifest.saved_at), reverse=True)
     return Found(committed, damaged, later)
-
-
-def _node(path: Path) -> int | None:
-    """What tells a file from one that has its name later; None where there is none."""
-    try:
-        return os.lstat(path).st_ino
-    except OSError:
-        return None
 
 
 def is_checkpoint(path: Path) -> bool:

@@ -18,7 +18,7 @@ from torch import nn
 from dualpipe.checkpoint.directory import find, is_checkpoint, latest, none_whole, scan
 from dualpipe.checkpoint.hub_files import CONFIG, StrPath
 from dualpipe.checkpoint.hub_load import hub_dtypes, load_hf, meta_stages, open_hf
-from dualpipe.checkpoint.hub_save import Piece, carried, save_hf, write_model
+from dualpipe.checkpoint.hub_save import carried, save_hf, write_model
 from dualpipe.checkpoint.load import load
 from dualpipe.checkpoint.manifest import Checkpoint
 from dualpipe.checkpoint.save import save
@@ -127,9 +127,8 @@ def export(source: StrPath, target: StrPath, dtype: torch.dtype, max_shard_bytes
     config = read_config(source)
     _, tensors = open_hf(source, config)
     plan = _plan(_stages(config), dtype, {name: tensor.dtype for name, tensor in tensors.items()})
-    pieces = [Piece(name, tensor.shape, plan.of(name).save, Box.whole(tensor.shape))
-              for name, tensor in tensors.items()]
-    write_model(RankSync(None), config, [pieces], tensors, target, dtype, source, max_shard_bytes)
+    parts = {name: (tensor.shape, Box.whole(tensor.shape), tensor) for name, tensor in tensors.items()}
+    write_model(RankSync(None), config, parts, target, plan, source, max_shard_bytes)
 
 
 def export_checkpoint(

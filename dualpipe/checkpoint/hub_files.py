@@ -172,11 +172,13 @@ class Mxfp4(Stored):
     """A tensor in MXFP4. Read and decoded by whole groups."""
 
     def raw(self, box: Box) -> list[tuple[str, Box]]:
+        """Blocks and scales of the groups that the box touches."""
         groups = *box.slices[:-1], _touched(box.slices[-1], _GROUP)
         blocks = Box.at((*groups, slice(0, _GROUP // 2)))
         return [(f"{self.name}_blocks", blocks), (f"{self.name}_scales", Box.at(groups))]
 
     def decode(self, raw: Sequence[Tensor], box: Box, out: Tensor) -> None:
+        """Look up the two values of each byte, and multiply each group by its scale."""
         pairs = torch.tensor([(_E2M1[byte & 15], _E2M1[byte >> 4]) for byte in range(256)], device="cpu")
         first = box.offsets[-1] % _GROUP
         for expert in np.ndindex(out.shape[:-2]):
@@ -194,11 +196,13 @@ class Fp8(Stored):
     block: tuple[int, int] = (128, 128)
 
     def raw(self, box: Box) -> list[tuple[str, Box]]:
+        """The values of the box, and the scales of the blocks that it touches."""
         *experts, rows, columns = box.slices
         blocks = _touched(rows, self.block[0]), _touched(columns, self.block[1])
         return [(self.name, box), (f"{self.name}_scale_inv", Box.at((*experts, *blocks)))]
 
     def decode(self, raw: Sequence[Tensor], box: Box, out: Tensor) -> None:
+        """Multiply each row of blocks by its scales."""
         height, width = self.block
         above, left = box.offsets[-2] % height, box.offsets[-1] % width  # of the first block, what is outside
         for expert in np.ndindex(out.shape[:-2]):

@@ -22,9 +22,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from io import FileIO
+from itertools import chain
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,13 +33,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from dualpipe.checkpoint.hub_files import CONFIG, INDEX, SINGLE, Reader, StrPath, file_within, read_headers, read_json
-from dualpipe.checkpoint.hub_load import blocks, config_of, model_shapes, stage_tensors
+from dualpipe.checkpoint.hub_load import blocks, config_of, model_shapes
+from dualpipe.checkpoint.save import assign
+from dualpipe.checkpoint.state import Part, parts_of, training_state
 from dualpipe.checkpoint.tensors import Box, NewFile, TensorHeader, lay_out, write_box
 from dualpipe.dtypes import long_name
 from dualpipe.files import naming, sync
 from dualpipe.models import HubConfig, config_from_dict, read_config
 from dualpipe.models.hub import MTP_LAYERS
-from dualpipe.nn.init import local_part
 from dualpipe.parallel import DTypePlan
 from dualpipe.parallel.materialize import Sliceable
 from dualpipe.ranks import RankSync
@@ -50,15 +52,6 @@ CARRIED = (
     "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json",
 )
 _OF_FILES = {"quantization_config", "auto_map", "torch_dtype", "dtype"}  # in config.json: of the source's files alone
-
-
-class Piece(NamedTuple):
-    """What a rank holds of a tensor of ours, and how it is to be written."""
-
-    name: str
-    shape: tuple[int, ...]  # of the whole tensor
-    dtype: torch.dtype
-    box: Box
 
 
 def save_hf(
@@ -85,29 +78,25 @@ def save_hf(
     """
     ranks = RankSync.of_mesh(mesh)
     config = ranks.agree(lambda: config_of(stages))
-    local: dict[str, Tensor] = {}
 
-    def pieces() -> list[Piece]:
-        found = []
-        for stage in stages:
-            for inner in stage.modules():
-                if isinstance(inner, FSDPModule):
-                    inner.reshard()  # a root stays gathered after a forward
-            for name, whole in stage_tensors(stage).items():
-                local[name], place = local_part(whole)
-                found.append(Piece(name, tuple(whole.shape), plan.of(name).save, Box.at(place)))
-        return found
+    def held() -> dict[str, Part]:
+        for inner in chain.from_iterable(stage.modules() for stage in stages):
+            if isinstance(inner, FSDPModule):
+                inner.reshard()  # a root stays gathered after a forward
+        return parts_of(training_state(stages))
 
-    held = ranks.gather(pieces)
-    write_model(ranks, config, held, local, path, plan.policy.param_dtype, source, max_shard_bytes)
+    write_model(ranks, config, ranks.agree(held), path, plan, source, max_shard_bytes)
 
 
 def write_model(
-    ranks: RankSync, config: HubConfig, held: Sequence[Sequence[Piece]], local: Mapping[str, Sliceable],
-    path: StrPath, dtype: torch.dtype, source: StrPath | None, max_shard_bytes: int,
+    ranks: RankSync, config: HubConfig, parts: Mapping[str, tuple[tuple[int, ...], Box, Sliceable]], path: StrPath,
+    plan: DTypePlan, source: StrPath | None, max_shard_bytes: int,
 ) -> None:
-    """Write what each rank holds. `local`: this rank's pieces, by our names. `dtype`: that config.json names."""
-    target = Path(path)
+    """Write what each rank holds. parts: this rank's, by our names, as of `Part`."""
+    target, dtype = Path(path), plan.policy.param_dtype
+    # A tied head is written as the embedding.
+    own = [name for name in parts if not (config.tie_word_embeddings and name == "lm_head.weight")]
+    offers = ranks.gather(lambda: (0, {name: ((plan.of(name).save, *parts[name][:2]), b"") for name in own}))
 
     def look() -> tuple[Path, dict[str, TensorHeader]]:
         """Where to write, and what is carried of the source, which may have a config.json and a tokenizer alone."""
@@ -122,40 +111,36 @@ def write_model(
 
     folder, kept = ranks.first(look)
 
-    def arrange() -> tuple[list[NewFile], list[Piece]]:
-        """All files, and the pieces that this rank writes."""
+    def arrange() -> tuple[list[NewFile], list[str]]:
+        """All files, and the names of ours whose parts this rank writes."""
         if max_shard_bytes < 1:
             raise ValueError(f"max_shard_bytes must be at least 1; got {max_shard_bytes}")
-        written_by = writers(config, held)
-        tensors = new_tensors(config, {piece.name: piece.dtype for piece in written_by})
+        names, stored = assign(offers)
+        tensors = new_tensors(config, {name: each.dtype for name, each in stored.items()})
         tensors |= {name: (info.dtype, info.shape) for name, info in kept.items()}
         files = lay_out(tensors, max_shard_bytes, metadata={}, name=lambda number, count:
                         SINGLE if count == 1 else f"model-{number + 1:05}-of-{count:05}.safetensors")
-        return files, [piece for piece, rank in written_by.items() if rank == ranks.rank]
+        return files, names[ranks.rank]
 
-    files, own = ranks.agree(arrange)
+    files, written = ranks.agree(arrange)
     header = {name: tensor for file in files for name, tensor in file.tensors.items()}
 
     def data() -> Iterator[tuple[str, Box, Tensor]]:
         """What this rank writes: tensors of the files, boxes in them, and their values in the same dtype."""
-        for piece in own:
-            for part, at, into in blocks(config.hub_parts(piece.name, piece.shape)[0], piece.box):
-                values = local[piece.name][into.slices]
-                yield part.name, at, (values.mT if part.transposed else values).to("cpu", piece.dtype)
+        for name in written:
+            shape, box, held = parts[name]
+            for part, at, into in blocks(config.hub_parts(name, shape)[0], box):
+                values = held[into.slices]
+                yield part.name, at, (values.mT if part.transposed else values).to("cpu", plan.of(name).save)
         if source is not None and ranks.rank == 0:
             read = Reader(source, kept)
             yield from ((name, box, read(name, box)) for name, info in kept.items() for box in [Box.whole(info.shape)])
 
-    with ExitStack() as locks:  # of rank 0
-        try:
-            ranks.first(lambda: _begin(folder, target, locks, files, _documents(config, dtype, source, kept, header),
-                                       source))
-            ranks.agree(lambda: _write(folder, header, data()))
-            ranks.first(lambda: _finish(folder, target))
-        except BaseException:
-            if ranks.rank == 0:
-                shutil.rmtree(folder, ignore_errors=True)
-            raise
+    with ExitStack() as ending:  # of rank 0
+        ranks.first(lambda: _begin(folder, target, ending, files, _documents(config, dtype, source, kept, header),
+                                   source))
+        ranks.agree(lambda: _write(folder, header, data()))
+        ranks.first(lambda: _finish(folder, target))
 
 
 def new_tensors(config: HubConfig, dtypes: Mapping[str, torch.dtype]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
@@ -171,28 +156,6 @@ def new_tensors(config: HubConfig, dtypes: Mapping[str, torch.dtype]) -> dict[st
                          "and all stages of every rank")
     return {part.name: (dtypes[name], part.shape) for name, shape in shapes.items()
             for part in config.hub_parts(name, shape)[0]}
-
-
-def writers(config: HubConfig, held: Sequence[Sequence[Piece]]) -> dict[Piece, int]:
-    """Which rank writes each piece, by what each rank holds: the first of those that hold it.
-
-    Raises `ValueError` where ranks disagree on a tensor's dtype, or hold parts of it that overlap or do not make it up.
-    """
-    writer: dict[Piece, int] = {}
-    tensors: dict[str, dict[Piece, None]] = {}
-    for rank, pieces in enumerate(held):
-        for piece in pieces:
-            if not (config.tie_word_embeddings and piece.name == "lm_head.weight"):  # else written as the embedding
-                writer.setdefault(piece, rank)
-                tensors.setdefault(piece.name, {})[piece] = None
-    for name, (first, *others) in tensors.items():
-        if other := next((each for each in others if (each.shape, each.dtype) != (first.shape, first.dtype)), None):
-            raise ValueError(f"{name} is {other.shape} {other.dtype} on one rank, {first.shape} {first.dtype} on "
-                             "another; resolve one plan for the whole model")
-        if (count := sum(piece.box.numel for piece in (first, *others))) != prod(first.shape):
-            raise ValueError(f"{name}: the ranks hold {count} of {prod(first.shape)} elements; pass the mesh, and all "
-                             "stages of every rank")
-    return writer
 
 
 def carried(config: HubConfig, header: Mapping[str, TensorHeader]) -> dict[str, TensorHeader]:
@@ -241,12 +204,13 @@ def _documents(
 
 
 def _begin(
-    folder: Path, target: Path, locks: ExitStack, files: Sequence[NewFile], documents: Mapping[str, dict[str, Any]],
+    folder: Path, target: Path, ending: ExitStack, files: Sequence[NewFile], documents: Mapping[str, dict[str, Any]],
     source: StrPath | None,
 ) -> None:
     """Make the directory, with all files but their tensors; remove those that killed writers of the same target left.
 
-    What is locked belongs to a process that lives: the system frees it when that dies.
+    What is locked belongs to a process that lives: the system frees it when that dies. `ending` removes the directory,
+    if it still has this name, and frees it.
     """
     for left in target.parent.glob(f".{glob.escape(target.name)}.????????.partial"):
         with suppress(OSError), ExitStack() as while_removed:
@@ -254,7 +218,8 @@ def _begin(
             shutil.rmtree(left)
     folder.mkdir(parents=True)
     with suppress(OSError):  # of a file system without locks
-        _lock(folder, locks)
+        _lock(folder, ending)
+    ending.callback(shutil.rmtree, folder, ignore_errors=True)
     for name, content in documents.items():
         with naming(folder / name), open(folder / name, "x", encoding="utf-8") as document:
             document.write(json.dumps(content, indent=2, ensure_ascii=False) + "\n")

@@ -126,6 +126,7 @@ def _load(
             check_groups(states)
 
     def restore() -> bool:
+        """Read everything into its place, and go on with the random state; whether it was that of this rank."""
         read_parts(checkpoint, stored, fitting)
         for each in states.values():
             each.restore()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 import stat
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
@@ -26,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dualpipe.checkpoint.tensors import Box
 from dualpipe.dtypes import dtype_of, short_name
-from dualpipe.files import CHECKSUMS, Written, checksum_of, write_file
+from dualpipe.files import CHECKSUMS, Written, checksum_of, node_of, write_file
 from dualpipe.parallel.mesh import DIMENSIONS, Mesh
 
 FORMAT = 2  # of all that a checkpoint consists of
@@ -123,10 +122,11 @@ class Checkpoint(NamedTuple):
 
     def is_there(self) -> bool:
         """Whether it was neither deleted nor replaced by another of its step since it was read."""
+        node = node_of(self.path)
         try:
             return Checkpoint.read(self.path).manifest.sequence == self.manifest.sequence
         except ValueError:
-            return os.path.lexists(self.path)  # damaged
+            return node is not None and node == node_of(self.path)  # damaged, not replaced at this moment
 
     def damage(self, names: Iterable[str] | None = None) -> list[str]:
         """What is wrong with these of its files; None: with all, as far as can be seen without reading them."""

@@ -196,6 +196,7 @@ class Checkpoints:
         ranks, mine = self._ranks, []
 
         def prepare() -> tuple[int, bool]:
+            """Check what is to be saved: its step, and whether it is planned for since the last time."""
             manifest, parts = self._describe(step, plan, config, extra), parts_of(state)
             offers = {name: (part.tensor.dtype, part.shape, part.box) for name, part in parts.items()}
             raise_for("what the dtype plan saves in float32 must be stored so:",
@@ -216,6 +217,7 @@ class Checkpoints:
                         lambda number, _: file_of(ranks.rank, number), {RANDOM: random})
 
         def writing() -> Callable[[Path], dict[str, Written]]:
+            """What writes the files into a folder, after the copy to host memory if it is to be staged."""
             memory, checksum = self._memory, self._checksum
             if not is_staged:
                 return lambda folder: write_files(folder, {each.name: each.pieces(tensors) for each in files}, checksum)
@@ -271,10 +273,9 @@ class Checkpoints:
                 return self._target.commit(folder, complete, stored)
 
             return ranks.first(commit)
-        except BaseException:
+        finally:
             if ranks.rank == 0:
-                shutil.rmtree(folder, ignore_errors=True)
-            raise
+                shutil.rmtree(folder, ignore_errors=True)  # where it was not committed: else it has another name
 
 
 def save(directory: str | PathLike[str], state: State, *, step: int, mesh: DeviceMesh | None = None,
@@ -306,14 +307,18 @@ def plan_together(
                         for name, (shape, box, tensor) in parts.items()}
 
     held = ranks.collect(ranks.agree(sampled))
-    names, stored = ranks.agree(lambda: (None, {}) if held is None else _assign(held))
+    names, stored = ranks.agree(lambda: (None, {}) if held is None else assign(held))
     return ranks.hand_out(names), stored
 
 
-def _assign(
+def assign(
     held: Sequence[tuple[int, Mapping[str, tuple[Offer, bytes]]]],
 ) -> tuple[list[list[str]], dict[str, StoredTensor]]:
-    """The names that each rank writes, and the tensors: of several that hold a box, the one with least writes it."""
+    """The names that each rank writes, and the tensors: of several that hold a box, the one with least writes it.
+
+    held: of each rank the number of its stages, and by name what it offers, with a sample of the values. Raises
+    ValueError where ranks disagree on a tensor, or its parts overlap or leave a gap.
+    """
     stored: dict[str, StoredTensor] = {}
     holders: dict[tuple[str, Box], list[int]] = {}
     wrong = []
@@ -328,7 +333,7 @@ def _assign(
                 wrong.append(f"{name} has other values on rank {rank} than in an earlier one's stages; {REPEATED}")
             if stored.setdefault(name, StoredTensor(dtype, shape, {}))[:2] != (dtype, shape):
                 wrong.append(f"{name} is {short_name(dtype)} {shape} on rank {rank}, and another on an earlier one")
-    raise_for("all ranks must have the same tensors:", wrong)
+    raise_for("all ranks must have the same tensors, in the dtypes of one plan for the whole model:", wrong)
     names: list[list[str]] = [[] for _ in held]
     filled = [0] * len(held)
     for (name, box), ranks in sorted(holders.items(), key=lambda item: len(item[1]) > 1):  # what one alone has first

@@ -71,7 +71,7 @@ class HostMemory:
 
     def pieces(self) -> dict[str, list[memoryview]]:
         """The bytes of each file, for `write_files`."""
-        assert self._map is not None
+        assert self._map is not None, "fill makes the files"
         return {name: [memoryview(self._map)[start:stop]] for name, (start, stop) in self._places.items()}
 
     def write_in_process(self, folder: Path, checksum: str, timeout: float) -> dict[str, Written]:

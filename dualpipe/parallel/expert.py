@@ -290,7 +290,7 @@ class _PendingDispatch(PendingRows):
         self.advance()
         rows_RH, packed = self.receive()
         sizes = self.sizes
-        assert sizes is not None
+        assert sizes is not None, "advance makes the sizes"
         if self._inputs is None:
             return (None, None, None), (sizes, 0, (None, None), (None, None))
         (rows, weights, _), self._inputs = self._inputs, None  # what was sent may be freed

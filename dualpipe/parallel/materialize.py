@@ -23,10 +23,12 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
+from dualpipe.dtypes import short_name
 from dualpipe.errors import raise_for
 from dualpipe.parallel.dtype_plan import DTypePlan, saved, slots
 
@@ -245,6 +247,44 @@ def assert_materialized(
                     unfilled[name] = (part == torch.iinfo(part.dtype).max).all()
     wrong += [f"{name} was never filled, or holds NaN" for name, flag in unfilled.items() if flag]
     raise_for(f"{type(module).__name__} is not materialised:", wrong)
+
+
+def store(module: nn.Module, mesh: DeviceMesh | None, plan: DTypePlan, expert_mesh: DeviceMesh | None) -> None:
+    """Give every tensor the storage dtype of the plan, in place, so that one shared with another module stays shared.
+
+    mesh, expert_mesh: what it will be sharded over, as of `shard`. Raises ValueError, before anything is changed, for a
+    parameter that does not fit the plan or the meshes.
+    """
+    for name, param in ((slot.name, slot.tensor) for slot in slots(module) if not slot.is_buffer):
+        storage, compute = plan.of(name).storage, plan.of(name).compute
+        if mesh is None and storage is not compute:
+            raise ValueError(f"{name} is stored in {short_name(storage)} and computes in {short_name(compute)}, which "
+                             "only a sharded module can: shard it over a mesh (of one rank, if there is no other), or "
+                             "build it in its compute dtype")
+        if param.requires_grad and torch.promote_types(param.dtype, storage) is not storage:
+            raise ValueError(f"{name} is {short_name(param.dtype)} and trainable, but the plan stores it in "
+                             f"{short_name(storage)}: resolve the plan for a model built the same way")
+        if not isinstance(param, DTensor):
+            continue
+        if not all(isinstance(placement, Shard) for placement in param.placements):
+            raise ValueError(f"{name} is a DTensor placed {param.placements}; its gradient would not be reduced over "
+                             "the ranks that it is replicated on: make it a plain parameter")
+        ep = param.device_mesh.size()
+        whole, experts = (None if m is None else m.size() for m in (mesh, expert_mesh))
+        if whole is None or experts is None or experts * ep != whole:
+            raise ValueError(f"{name} is sharded over {ep} expert-parallel ranks: expert_mesh must be given, and mesh "
+                             f"have {ep} times its ranks; their sizes are {experts} and {whole}")
+    for slot in slots(module):
+        tensor, storage = slot.tensor, plan.of(slot.name).storage
+        if tensor.dtype is storage:
+            continue
+        if slot.is_buffer:
+            setattr(slot.owner, slot.key, tensor.to(storage))
+        elif isinstance(tensor, DTensor):  # its data is not assignable
+            stored = nn.Parameter(tensor.detach().to(storage), requires_grad=tensor.requires_grad)
+            setattr(slot.owner, slot.key, stored)
+        else:
+            tensor.data = tensor.data.to(storage)
 
 
 def _replace(old: Tensor, new: Tensor) -> None:

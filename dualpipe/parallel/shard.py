@@ -27,8 +27,9 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_map_only
 
 from dualpipe.dtypes import short_name
-from dualpipe.parallel.dtype_plan import DTypePlan, slots
+from dualpipe.parallel.dtype_plan import DTypePlan
 from dualpipe.parallel.fsdp import keep_hook_on_reduce_stream
+from dualpipe.parallel.materialize import store
 
 _Dtypes = tuple[torch.dtype, torch.dtype | None]  # computed in, and returned where that is another
 
@@ -61,7 +62,7 @@ def shard(
         warnings.warn(f"the module returns {short_name(boundary)}, not the policy's output_dtype {short_name(planned)}",
                       stacklevel=2)
     cut = Cut(module, plan, output_dtype=boundary)
-    _store(module, mesh, plan, expert_mesh)
+    store(module, mesh, plan, expert_mesh)
     if mesh is not None and mesh.ndim > 2:  # FSDP2 takes (shard,) or (replicate, shard)
         *replicated, last = mesh.mesh_dim_names or ()
         mesh = DeviceMesh._concatenate([mesh[tuple(replicated)]._flatten("_".join(replicated)), mesh[last]])
@@ -268,41 +269,6 @@ def _is_trained(module: nn.Module) -> bool:
 # -- making it so
 
 
-def _store(module: nn.Module, mesh: DeviceMesh | None, plan: DTypePlan, expert_mesh: DeviceMesh | None) -> None:
-    """Give every tensor its storage dtype, in place, so that one shared with another module stays shared; before that,
-    ValueError for a parameter that does not fit the plan or the meshes."""
-    for name, param in ((slot.name, slot.tensor) for slot in slots(module) if not slot.is_buffer):
-        storage, compute = plan.of(name).storage, plan.of(name).compute
-        if mesh is None and storage is not compute:
-            raise ValueError(f"{name} is stored in {short_name(storage)} and computes in {short_name(compute)}, which "
-                             "only a sharded module can: shard it over a mesh (of one rank, if there is no other), or "
-                             "build it in its compute dtype")
-        if param.requires_grad and torch.promote_types(param.dtype, storage) is not storage:
-            raise ValueError(f"{name} is {short_name(param.dtype)} and trainable, but the plan stores it in "
-                             f"{short_name(storage)}: resolve the plan for a model built the same way")
-        if not isinstance(param, DTensor):
-            continue
-        if not all(isinstance(placement, Shard) for placement in param.placements):
-            raise ValueError(f"{name} is a DTensor placed {param.placements}; its gradient would not be reduced over "
-                             "the ranks that it is replicated on: make it a plain parameter")
-        ep = param.device_mesh.size()
-        whole, experts = (None if m is None else m.size() for m in (mesh, expert_mesh))
-        if whole is None or experts is None or experts * ep != whole:
-            raise ValueError(f"{name} is sharded over {ep} expert-parallel ranks: expert_mesh must be given, and mesh "
-                             f"have {ep} times its ranks; their sizes are {experts} and {whole}")
-    for slot in slots(module):
-        tensor, storage = slot.tensor, plan.of(slot.name).storage
-        if tensor.dtype is storage:
-            continue
-        if slot.is_buffer:
-            setattr(slot.owner, slot.key, tensor.to(storage))
-        elif isinstance(tensor, DTensor):  # its data is not assignable
-            stored = nn.Parameter(tensor.detach().to(storage), requires_grad=tensor.requires_grad)
-            setattr(slot.owner, slot.key, stored)
-        else:
-            tensor.data = tensor.data.to(storage)
-
-
 def _fully_shard(
     modules: tuple[nn.Module, ...], key: Key | None, dense: DeviceMesh, expert_mesh: DeviceMesh | None
 ) -> None:
@@ -314,9 +280,8 @@ def _fully_shard(
         """A dimension that is not sharded over experts and divides evenly; sharding one twice makes a _StridedShard."""
         placements = param.placements if isinstance(param, DTensor) else ()
         taken = {placement.dim for placement in placements if isinstance(placement, Shard)}
-        free = (dim for dim in range(param.dim()) if dim not in taken and param.shape[dim] % ranks == 0)
-        dim = next(free, None)
-        return None if dim is None else Shard(dim)
+        free = (Shard(dim) for dim in range(param.dim()) if dim not in taken and param.shape[dim] % ranks == 0)
+        return next(free, None)
 
     def divide(gradient: Tensor) -> None:
         gradient.div_(dense.size() // mesh.size())

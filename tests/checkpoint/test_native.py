@@ -300,19 +300,21 @@ def test_one_that_is_replaced_while_it_is_read_is_not_damaged(tmp_path, monkeypa
     """The first reading comes between the old one's end and the new one's getting its name."""
     save(tmp_path, state_of(1), step=1, extra=1)
     (path,) = tmp_path.glob("step-*")
-    read, meanwhile = Checkpoint.read, tmp_path / "meanwhile"
+    read, meanwhile = Checkpoint.read, iter([tmp_path / "one", tmp_path / "two"])
 
     def once_without(wanted):
         monkeypatch.undo()
-        path.rename(meanwhile)
+        old = path.rename(next(meanwhile))
         try:
             return read(wanted)
         finally:
-            shutil.copytree(meanwhile, path)
+            shutil.copytree(old, path)
 
     monkeypatch.setattr(Checkpoint, "read", once_without)
     found = scan(tmp_path)
     assert [each.manifest.extra for each in found.committed] == [1] and not found.damaged
+    monkeypatch.setattr(Checkpoint, "read", once_without)
+    assert not found.committed[0].is_there()
 
 
 @pytest.mark.parametrize("keep_every", [None, 5, "the same step"])
