@@ -1,6 +1,7 @@
 """Linear with deferred weight gradients against nn.Linear: same bits, whatever is frozen, shared, empty or hooked."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from dualpipe.nn import Embedding, Linear, defer_weight_grads, layers
 from dualpipe.nn.deferral import WeightGradStore
+from pretend_cuda import pretend_cuda
 
 SHAPES = [(5, 6), (6,), (2, 3, 6), (2, 1, 3, 6), (0, 6), (2, 0, 6)]
 
@@ -207,21 +209,23 @@ class Made(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("how", ["deferred", "in a full backward"])
+@pytest.mark.parametrize(("device", "how"), [("cpu", "deferred"), ("cpu", "in a full backward"), ("cuda", "deferred")])
 @pytest.mark.parametrize("make", [Linear, Embedding])
-def test_a_gradient_is_added_to_a_wider_accumulator_without_one_of_the_whole_weight(make, how, monkeypatch):
+def test_a_gradient_is_added_to_a_wider_accumulator_without_one_of_the_whole_weight(device, make, how, monkeypatch):
     monkeypatch.setattr(layers, "_CHUNK", 7 * 64)
-    layer, store, sums = make(64, 64, dtype=torch.bfloat16), WeightGradStore(), []
-    layer.weight.grad_dtype = torch.float32
-    given = torch.randint(64, (5,)) if make is Embedding else torch.randn(5, 64).bfloat16()
-    for _ in range(2):
-        with store.activate(), store.defer("I") if how == "deferred" else store.accumulate(), Made() as made:
-            layer(given).sum().backward()
-            store.run("I")
-        sums.append(layer.weight.grad.clone())
-        accumulator = layer.weight.grad
-    assert made.largest < layer.weight.numel() / 2, "of the second micro-batch"
-    assert layer.weight.grad is accumulator and torch.equal(sums[1], 2 * sums[0])
+    with nullcontext() if device == "cpu" else pretend_cuda():
+        layer, store, sums = make(64, 64, device=device, dtype=torch.bfloat16), WeightGradStore(), []
+        layer.weight.grad_dtype = torch.float32
+        given = torch.randint(64, (5,)) if make is Embedding else torch.randn(5, 64).bfloat16()
+        given = given.to(device)
+        for _ in range(2):
+            with store.activate(), store.defer("I") if how == "deferred" else store.accumulate(), Made() as made:
+                layer(given).sum().backward()
+                store.run("I")
+            sums.append(layer.weight.grad.clone())
+            accumulator = layer.weight.grad
+        assert made.largest < layer.weight.numel() / 2, "of the second micro-batch"
+        assert layer.weight.grad is accumulator and torch.equal(sums[1], 2 * sums[0])
 
 
 def test_a_gradient_in_chunks_is_that_of_the_whole(monkeypatch):
