@@ -47,9 +47,9 @@ class Blocks:
     def __init__(self, device: torch.device) -> None:
         from torch.cuda._utils import _cuda_load_module  # torch has no public way to launch a kernel given as PTX
 
+        self._words = torch.zeros(_KEPT + 2, dtype=torch.int32, device=device)  # first: it makes the device's context
         self._kernel = _cuda_load_module(held_ptx(), ["hold"])["hold"]
         self._kernel.set_shared_memory_config(SHARED)
-        self._words = torch.zeros(_KEPT + 2, dtype=torch.int32, device=device)
         self._stream = torch.cuda.Stream(device)
 
     @contextmanager

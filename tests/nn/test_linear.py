@@ -249,19 +249,26 @@ def test_a_gradient_of_the_input_inside_of_a_forward_leaves_accumulators_alone()
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_nothing_of_the_size_of_the_weight_is_allocated():
+@pytest.mark.parametrize("make", [Linear, Embedding])
+def test_on_a_gpu_nothing_of_the_size_of_the_weight_is_allocated_and_bits_repeat(make):
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    layer, store = Linear(512, 4096, bias=False, device="cuda", dtype=torch.bfloat16), WeightGradStore()
+    layer, store, results = make(512, 4096, device="cuda", dtype=torch.bfloat16), WeightGradStore(), []
     layer.weight.grad_dtype = torch.float32
-    x, dy = (torch.randn(64, n, device="cuda", dtype=torch.bfloat16) for n in (512, 4096))
-    for _ in range(3):
-        backward(layer, x, dy, store)
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        store.run("I")
-    assert torch.cuda.max_memory_allocated() - before < layer.weight.numel()
-    torch.testing.assert_close(layer.weight.grad, 3 * (dy.float().T @ x.float()), rtol=1e-4, atol=1e-3)
+    tokens, dy = torch.randint(512, (64,), device="cuda"), torch.randn(64, 4096, device="cuda").bfloat16()
+    x = nn.functional.one_hot(tokens, 512).bfloat16()
+    for _ in range(2):
+        layer.weight.grad = None
+        for _ in range(3):
+            backward(layer, tokens if make is Embedding else x, dy, store)
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            store.run("I")
+        assert torch.cuda.max_memory_allocated() - before < 2 * layer.weight.numel()  # bytes
+        results.append(layer.weight.grad)
+    expected = 3 * (x.float().T @ dy.float())
+    assert torch.equal(*results)
+    torch.testing.assert_close(results[0], expected if make is Embedding else expected.T, rtol=1e-4, atol=1e-3)
 
 
 def test_autograd_grad_and_parameter_hooks_work_outside_of_defer():
