@@ -7,12 +7,15 @@ of them in each step, so that what is compared was measured side by side. Routin
 The other ranks are modelled: each sends what this one sends to it, and the bytes take the time that makes communication
 `--share` of a forward and a backward that hide none of it. `--stand-in copy` has a copy engine busy with copies to the
 host for so long, `kernel` a kernel on one multiprocessor. Under torchrun, `--group` exchanges rows between real ranks.
+NCCL takes multiprocessors too: what is computed is timed again beside N blocks of the size of its own, which hold
+theirs throughout (`--blocks`).
 
     ms             median of a step's action or pair, on the computing stream from its start to its end
     alone ms       the same actions one after the other, their communication not hidden: F, and for B the sum of I and W
     communication  what of that is communication: what it takes longer than with communication that takes no time
     hidden         the part of it that is hidden: (alone - ms) / communication
     of alone       ms / alone; x alone the inverse
+    beside N       speed with communication that takes no time beside N blocks, of that without them
 
     python benchmarks/bench_overlap.py [--model NAME ...] [--tokens N ...] [--share 0.35] [--costs [FOLDER]] [--save]
     torchrun --nproc-per-node 8 benchmarks/bench_overlap.py --group --model qwen3-30b-a3b
@@ -32,7 +35,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import combinations_with_replacement
@@ -42,6 +45,7 @@ import torch
 import torch.distributed as dist
 from expert_shapes import MODELS, Model, every
 from gpu_bench import RESULTS, Bench, Goal, Machine, Row, Spans, add_save, report, require_gpu, run_settings, save
+from stand_ins import STAND_INS, Blocks
 from torch import Tensor, nn
 
 from dualpipe import Pipeline
@@ -103,42 +107,6 @@ class Mirror:
         self._free_at = max(self._free_at, time.perf_counter()) + seconds  # one after the other, as on a stream
         return Done(self._free_at)
 
-
-def copies_to_host(device: torch.device) -> Callable[[float], None]:
-    """Keeps a copy engine busy, and almost nothing else: for some seconds of the current stream."""
-    source = torch.empty(2**25, dtype=torch.uint8, device=device)
-    target = torch.empty(2**25, dtype=torch.uint8, pin_memory=True)
-
-    def copy(size: int) -> None:
-        while size > 0:
-            target[:size].copy_(source[:size], non_blocking=True)
-            size -= len(source)
-
-    each = 2**28
-    rate = each / stream_seconds(lambda: copy(each))
-    return lambda seconds: copy(int(seconds * rate))
-
-
-def waiting_kernel(device: torch.device) -> Callable[[float], None]:
-    """Keeps one multiprocessor busy."""
-    cycles = 10**7
-    rate = cycles / stream_seconds(lambda: torch.cuda._sleep(cycles))
-    return lambda seconds: torch.cuda._sleep(int(seconds * rate))
-
-
-def stream_seconds(work: Callable[[], None]) -> float:
-    times = []
-    for _ in range(5):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        work()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1000)
-    return statistics.median(times)
-
-
-STAND_INS = {"copy": copies_to_host, "kernel": waiting_kernel}
 
 # --------------------------------------------------------------------------------------------------- the timed pipeline
 
@@ -242,6 +210,7 @@ class Options:
     costs: Path | None
     group: AsyncAllToAll | None
     process_group: dist.ProcessGroup | None
+    blocks: Sequence[int] = ()
 
 
 def measure(options: Options, machine: Machine, model: str, tokens: int) -> Iterator[Row]:
@@ -260,27 +229,29 @@ def measure(options: Options, machine: Machine, model: str, tokens: int) -> Iter
     length = min(tokens, SEQUENCE)
     x = torch.randn(tokens // length, length, sizes.hidden, device=device, dtype=dtype)
     x = x.repeat(schedule.num_microbatches, 1, 1)
+    held = Blocks(device).held if options.blocks else nullcontext
 
-    def run(experts: ExpertParallel) -> dict[str, float]:
+    def run(experts: ExpertParallel, blocks: int = 0) -> dict[str, float]:
         stage.use_expert_parallelism(experts)
         spans.take()
-        loss, _ = pipe.step(x, num_chunks=schedule.num_microbatches, criterion=lambda y: y.float().square().mean())
-        losses = loss.tolist()  # waits for the device
+        with held(blocks):
+            loss, _ = pipe.step(x, num_chunks=schedule.num_microbatches, criterion=lambda y: y.float().square().mean())
+            losses = loss.tolist()  # waits for the device
         if not all(abs(one - losses[0]) <= 1e-3 * losses[0] for one in losses):  # NaN too
             raise RuntimeError(f"micro-batches that are the same have different losses, by what they run in: {losses}")
         return {names[name]: ms for name, ms in spans.take() if name in names}
 
-    computing, given = side_by_side(run, free, real, mirror, options)
-    yield from rows_of(computing, given)
+    computing, given, *beside = side_by_side(run, free, real, mirror, options)
+    yield from rows_of(computing, given, dict(zip(options.blocks, beside)))
     if options.costs is not None and (options.group is None or options.group.rank == 0):
         write_costs(options.costs / f"overlap_{model}_{tokens}.json", given)
 
 
 def side_by_side(
-    run: Callable[[ExpertParallel], dict[str, float]], free: ExpertParallel, real: ExpertParallel, mirror: Mirror,
-    options: Options,
-) -> tuple[dict[str, float], dict[str, float]]:
-    """Median milliseconds of each work with communication that takes no time, and with that which is asked for."""
+    run: Callable[..., dict[str, float]], free: ExpertParallel, real: ExpertParallel, mirror: Mirror, options: Options
+) -> list[dict[str, float]]:
+    """Median milliseconds of each work with communication that takes no time, with that which is asked for, and with
+    none beside each number of blocks."""
     for _ in range(2):
         run(free)  # the first calls compile
     before = free.sent_bytes
@@ -288,17 +259,20 @@ def side_by_side(
     computing = statistics.median(ms["F"] + ms["I"] + ms["W"] for ms in tried) / 1000
     sent = (free.sent_bytes - before) / len(tried) / len("".join(WORK))  # of a micro-batch: a forward and a backward
     seconds_per_byte = computing * options.share / (1 - options.share) / sent
-    found: tuple[defaultdict[str, list[float]], ...] = (defaultdict(list), defaultdict(list))
+    conditions = [(free, 0.0, 0), (real, seconds_per_byte, 0), *((free, 0.0, blocks) for blocks in options.blocks)]
+    found: list[defaultdict[str, list[float]]] = [defaultdict(list) for _ in conditions]
     for _ in range(options.repeats):
-        for times, experts, rate in ((found[0], free, 0.0), (found[1], real, seconds_per_byte)):
+        for times, (experts, rate, blocks) in zip(found, conditions):
             mirror.seconds_per_byte = rate
-            for work, ms in run(experts).items():
+            for work, ms in run(experts, blocks).items():
                 times[work].append(ms)
-    return tuple({work: statistics.median(ms) for work, ms in times.items()} for times in found)
+    return [{work: statistics.median(ms) for work, ms in times.items()} for times in found]
 
 
-def rows_of(computing: dict[str, float], given: dict[str, float]) -> Iterator[Row]:
-    """From milliseconds with communication that takes no time, and with that which is `given`."""
+def rows_of(
+    computing: dict[str, float], given: dict[str, float], beside: dict[int, dict[str, float]]
+) -> Iterator[Row]:
+    """From milliseconds with communication that takes no time, with that which is `given`, and `beside` blocks."""
     parts = {"F": "F", "B": "IW", "I": "I", "W": "W"}
     for work in WORK:
         pieces = "".join(parts[kind] for kind in work)
@@ -308,7 +282,7 @@ def rows_of(computing: dict[str, float], given: dict[str, float]) -> Iterator[Ro
             "work": "&".join(work), "ms": given[work], "alone ms": alone, "communication ms": communication,
             "hidden": None if work == "W" else (alone - given[work]) / communication,
             "of alone": given[work] / alone, "x alone": alone / given[work],
-        }
+        } | {f"beside {blocks}": computing[work] / ms[work] for blocks, ms in beside.items()}
 
 
 def write_costs(path: Path, ms: dict[str, float]) -> None:
@@ -330,6 +304,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=8, help="expert-parallel ranks that are modelled")
     parser.add_argument("--share", type=float, default=0.35, help="of communication in F + B that hide none of it")
     parser.add_argument("--stand-in", default="copy", choices=list(STAND_INS), help="what takes the time of it")
+    parser.add_argument("--blocks", type=int, nargs="*", default=[4, 16, 32], help="numbers of NCCL's blocks beside it")
     parser.add_argument("--layers", type=int, default=1, help="of the stage")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--minutes", type=float, default=9.0, help="start no setting after so long")
@@ -342,6 +317,8 @@ def parse() -> argparse.Namespace:
     args = parser.parse_args()
     if not 0 < args.share < 1:
         parser.error(f"--share must be between 0 and 1; got {args.share}")
+    if args.device == "cpu":
+        args.blocks = []  # of which there is none to hold
     if args.quick:
         args.tokens = [16384]
     return args
@@ -364,10 +341,15 @@ def settings(args: argparse.Namespace) -> list[Row]:
     return every(model=TINY, tokens=(512,)) if args.device == "cpu" else every(model=args.model, tokens=args.tokens)
 
 
-GOALS = (
-    Goal("F&B at most 0.75 of F + B with communication unhidden", "x alone", 1 / 0.75,
-         lambda row: row["work"] == "F&B"),
-)
+def goals(blocks: Sequence[int], multiprocessors: int) -> list[Goal]:
+    """What is held to: of `multiprocessors`, N blocks take N, and no more than that may be lost, and 5%."""
+    slowest = {n: multiprocessors / (multiprocessors - n) + 0.05 for n in blocks}
+    return [
+        Goal("F&B at most 0.75 of F + B with communication unhidden", "x alone", 1 / 0.75,
+             lambda row: row["work"] == "F&B"),
+        *(Goal(f"at most {times:.3f} times as long beside {n} blocks of NCCL's size", f"beside {n}", 1 / times)
+          for n, times in slowest.items()),
+    ]
 
 
 def main() -> int:
@@ -378,10 +360,14 @@ def main() -> int:
     group, process_group = joined(args, device)
     options = Options(
         args.ranks if group is None else group.size, args.share, args.stand_in, args.layers, args.repeats, args.costs,
-        group, process_group,
+        group, process_group, args.blocks,
     )
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if args.blocks else 0
+    if any(not 0 < blocks < multiprocessors for blocks in args.blocks):
+        raise SystemExit(f"--blocks must be between 1 and {multiprocessors - 1}; got {args.blocks}")
     torch.manual_seed(0)
-    bench = Bench(__doc__, "overlap", settings(args), {}, partial(measure, options), GOALS)
+    bench = Bench(__doc__, "overlap", settings(args), {}, partial(measure, options),
+                  goals(args.blocks, multiprocessors))
     machine = Machine(device, copy_gb_per_s=float("nan"), dense_tflops=float("nan"))
     outcome = run_settings(bench, bench.settings, machine, args.minutes)
     if group is not None and group.rank > 0:
@@ -390,7 +376,7 @@ def main() -> int:
         how = {"share": None if args.group else args.share, "stand_in": "group" if args.group else args.stand_in}
         save("overlap", outcome.rows, args.save, **how, ranks=options.ranks, layers=args.layers,
              failures=outcome.failures, skipped=outcome.skipped)
-    status = [report(GOALS, outcome)]
+    status = [report(bench.goals, outcome)]
     if dist.is_initialized():  # a rank's own times may miss a goal that those of rank 0, which are shown, meet
         dist.broadcast_object_list(status, device=torch.device("cpu"))
         sys.stdout.flush()

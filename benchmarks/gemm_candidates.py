@@ -9,7 +9,7 @@ chip's shared memory and with its matrix instructions.
 from __future__ import annotations
 
 from concurrent.futures import Executor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 
@@ -78,38 +78,24 @@ def compile_all(shape_class: ShapeClass, config: GemmConfig, arch: int) -> list[
     return results
 
 
-def problem(shape_class: ShapeClass, config: GemmConfig, arch: int) -> tuple[str, int]:
-    """(why `config` is no good, or nothing; how many programs of its smallest kernel fit on a multiprocessor)."""
+def problem(shape_class: ShapeClass, config: GemmConfig, arch: int) -> str:
+    """Why `config` is no good, or nothing."""
     try:
-        results = compile_all(shape_class, config, arch)
+        return ", ".join(compile_all(shape_class, config, arch)[-1].problems)
     except Exception as error:  # whatever the compiler raises: one candidate less
-        return f"does not compile: {type(error).__name__}", 0
-    return ", ".join(results[-1].problems), max(programs_per_sm(r, config.warps, arch) for r in results)
-
-
-def programs_per_sm(resources: Resources, warps: int, arch: int) -> int:
-    """By registers (65536, given out in units of 8 a thread) and shared memory (1 KB of each program is reserved)."""
-    by_registers = 65536 // (32 * warps * -(-resources.registers // 8) * 8)
-    return min(by_registers, (SHARED_LIMIT[arch] + 1024) // (resources.shared + 1024))
+        return f"does not compile: {type(error).__name__}"
 
 
 def survivors(shape_class: ShapeClass, arch: int, pool: Executor) -> tuple[list[GemmConfig], dict[GemmConfig, str]]:
-    """(candidates worth timing, why the others are not). Persistent kernels are tried with all programs that fit."""
+    """(candidates worth timing, why the others are not)."""
     tried = candidates(shape_class, arch)
-    kept, dropped = [], {}
-    for config, (why, per_sm) in zip(tried, pool.map(partial(problem, shape_class, arch=arch), tried)):
-        if why:
-            dropped[config] = why
-            continue
-        counts = {1, min(per_sm, 3)} if shape_class.table == "row" else {1}
-        kept += [replace(config, per_sm=count) for count in sorted(counts)]
-    return kept, dropped
+    reasons = dict(zip(tried, pool.map(partial(problem, shape_class, arch=arch), tried)))
+    return [c for c, why in reasons.items() if not why], {c: why for c, why in reasons.items() if why}
 
 
 def source(config: GemmConfig) -> str:
     """As it is written in the table."""
-    per_sm = f", per_sm={config.per_sm}" if config.per_sm > 1 else ""
-    return f"GemmConfig({config.rows}, {config.cols}, {config.depth}, {config.warps}, {config.stages}{per_sm})"
+    return f"GemmConfig({config.rows}, {config.cols}, {config.depth}, {config.warps}, {config.stages})"
 
 
 def present_entry(shape_class: ShapeClass, arch: int) -> GemmConfig:

@@ -39,11 +39,6 @@ def architecture(device: torch.device) -> int:
     return 10 * major + minor
 
 
-def num_sms(device: torch.device) -> int:
-    """Multiprocessors of the device, for persistent kernels; a few under the interpreter, which runs them in turn."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-
-
 def compute_dtype(first: Tensor, *others: Tensor | None) -> torch.dtype:
     """What to compute in: at least float32, float64 where an operand has it."""
     dtype = torch.promote_types(first.dtype, torch.float32)

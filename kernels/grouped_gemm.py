@@ -11,6 +11,9 @@ and a launch; the weight gradient goes into its float32 accumulator from the reg
 all weights. Every element of a result has one writer and one order of additions: the bits are those of every other run.
 
 Two kernels, one for the products that make rows (forward, input gradient), one for the sum over rows (weight gradient).
+Both have one program for each tile, which the hardware hands out as multiprocessors fall idle: experts differ in rows,
+and NCCL's blocks (82 KB of shared memory and 640 threads, NVIDIA/nccl#689) leave no room for a program (147 KB or more)
+beside them. Of a fixed share of tiles for each multiprocessor, theirs would be left to a second wave.
 On sm_90 and later, operands whose rows start at multiples of 16 bytes are read by the copy engine (tensor descriptors);
 others, gathered ones and those on sm_80 through pointers. None of these functions is meant for autograd:
 `dualpipe.nn.GroupedLinear` and `GroupedSwiGLU` have the backward.
@@ -35,7 +38,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import dualpipe.kernels.grouped_gemm_tiles as tiling
-from dualpipe.kernels.common import INTERPRET, architecture, compute_dtype, num_sms, tl, triton, use_triton
+from dualpipe.kernels.common import INTERPRET, architecture, compute_dtype, tl, triton, use_triton
 from dualpipe.kernels.grouped_gemm_tiles import find_tile, rows_of, tiles_per_expert
 from dualpipe.kernels.swiglu import Activation, activate, check_weight, launch_swiglu, swiglu_form, swiglu_reference
 
@@ -83,58 +86,59 @@ def _rows_kernel(
         split = split // 8 * 8
     col_tiles = tl.cdiv(C, COLS)
     row_tiles = tiles_per_expert(offs, M, E, ROWS, E_PADDED)
-    last_tiles = tl.cumsum(row_tiles, 0)
-    for tile in range(tl.program_id(0), tl.sum(row_tiles) * col_tiles, tl.num_programs(0)):
-        expert, row, end, col_tile = find_tile(tile, offs, row_tiles, last_tiles, col_tiles, M, ROWS, GROUP)
-        rows = row + tl.arange(0, ROWS)
-        cols = tl.arange(0, COLS)
-        if SWIGLU == "halves":
-            left, left_end, right = col_tile * HALF, split, col_tile * HALF + split
-            cols = tl.where(cols < HALF, left + cols, right - HALF + cols)
+    tile = tl.program_id(0)
+    if tile >= tl.sum(row_tiles) * col_tiles:
+        return
+    expert, row, end, col_tile = find_tile(tile, offs, row_tiles, col_tiles, M, ROWS, GROUP)
+    rows = row + tl.arange(0, ROWS)
+    cols = tl.arange(0, COLS)
+    if SWIGLU == "halves":
+        left, left_end, right = col_tile * HALF, split, col_tile * HALF + split
+        cols = tl.where(cols < HALF, left + cols, right - HALF + cols)
+    else:
+        left, left_end, right = col_tile * COLS, C, col_tile * COLS + HALF
+        cols = left + cols
+    if not A_DESCRIPTOR:
+        source = rows
+        if gather is not None:
+            source = tl.load(gather + rows, mask=rows < end, other=0)
+        a_rows = a + source.to(tl.int64)[:, None] * a_row
+    if not W_DESCRIPTOR:
+        w_cols = w + expert.to(tl.int64) * w_e + cols.to(tl.int64)[None, :] * w_c
+    acc = tl.zeros((ROWS, COLS), dtype=ACC)
+    for d in range(0, D, DEPTH):
+        ds = d + tl.arange(0, DEPTH)
+        if A_DESCRIPTOR:
+            a_tile = a.load([row, d])
         else:
-            left, left_end, right = col_tile * COLS, C, col_tile * COLS + HALF
-            cols = left + cols
-        if not A_DESCRIPTOR:
-            source = rows
-            if gather is not None:
-                source = tl.load(gather + rows, mask=rows < end, other=0)
-            a_rows = a + source.to(tl.int64)[:, None] * a_row
-        if not W_DESCRIPTOR:
-            w_cols = w + expert.to(tl.int64) * w_e + cols.to(tl.int64)[None, :] * w_c
-        acc = tl.zeros((ROWS, COLS), dtype=ACC)
-        for d in range(0, D, DEPTH):
-            ds = d + tl.arange(0, DEPTH)
-            if A_DESCRIPTOR:
-                a_tile = a.load([row, d])
-            else:
-                a_mask = (rows < end)[:, None]
-                if not EVEN:
-                    a_mask &= (ds < D)[None, :]
-                a_tile = tl.load(a_rows + ds.to(tl.int64)[None, :] * a_d, mask=a_mask, other=0.0)
-            if W_DESCRIPTOR and SWIGLU == "halves":
-                w_tile = w.load([expert, 0, left, d]).reshape(COLS, DEPTH).T
-            elif W_DESCRIPTOR and FORWARD:
-                w_tile = w.load([expert, left, d]).reshape(COLS, DEPTH).T
-            elif W_DESCRIPTOR:
-                w_tile = w.load([expert, d, left]).reshape(DEPTH, COLS)
-            else:
-                w_mask = (cols < C)[None, :]
-                if not EVEN:
-                    w_mask &= (ds < D)[:, None]
-                w_tile = tl.load(w_cols + ds.to(tl.int64)[:, None] * w_d, mask=w_mask, other=0.0)
-            acc = tl.dot(a_tile, w_tile, acc, input_precision="ieee", out_dtype=ACC)
-        # In two halves, which need fewer registers than the whole.
-        part0, part1 = acc.reshape(ROWS, 2, HALF).permute(0, 2, 1).split()
-        part0 = _store_rows(y, bias, part0, expert, rows, end, left, left_end, C)
-        if SWIGLU == "pairs":
-            gate, up = part0.reshape(ROWS, HALF // 2, 2).split()
-            _store_activated(h, weight, gate, up, rows, end, left // 2, split, ACC, ALPHA, LIMIT, True)
-        part1 = _store_rows(y, bias, part1, expert, rows, end, right, C, C)
-        if SWIGLU == "pairs":
-            gate, up = part1.reshape(ROWS, HALF // 2, 2).split()
-            _store_activated(h, weight, gate, up, rows, end, right // 2, split, ACC, ALPHA, LIMIT, True)
-        if SWIGLU == "halves":
-            _store_activated(h, weight, part0, part1, rows, end, left, split, ACC, ALPHA, LIMIT, False)
+            a_mask = (rows < end)[:, None]
+            if not EVEN:
+                a_mask &= (ds < D)[None, :]
+            a_tile = tl.load(a_rows + ds.to(tl.int64)[None, :] * a_d, mask=a_mask, other=0.0)
+        if W_DESCRIPTOR and SWIGLU == "halves":
+            w_tile = w.load([expert, 0, left, d]).reshape(COLS, DEPTH).T
+        elif W_DESCRIPTOR and FORWARD:
+            w_tile = w.load([expert, left, d]).reshape(COLS, DEPTH).T
+        elif W_DESCRIPTOR:
+            w_tile = w.load([expert, d, left]).reshape(DEPTH, COLS)
+        else:
+            w_mask = (cols < C)[None, :]
+            if not EVEN:
+                w_mask &= (ds < D)[:, None]
+            w_tile = tl.load(w_cols + ds.to(tl.int64)[:, None] * w_d, mask=w_mask, other=0.0)
+        acc = tl.dot(a_tile, w_tile, acc, input_precision="ieee", out_dtype=ACC)
+    # In two halves, which need fewer registers than the whole.
+    part0, part1 = acc.reshape(ROWS, 2, HALF).permute(0, 2, 1).split()
+    part0 = _store_rows(y, bias, part0, expert, rows, end, left, left_end, C)
+    if SWIGLU == "pairs":
+        gate, up = part0.reshape(ROWS, HALF // 2, 2).split()
+        _store_activated(h, weight, gate, up, rows, end, left // 2, split, ACC, ALPHA, LIMIT, True)
+    part1 = _store_rows(y, bias, part1, expert, rows, end, right, C, C)
+    if SWIGLU == "pairs":
+        gate, up = part1.reshape(ROWS, HALF // 2, 2).split()
+        _store_activated(h, weight, gate, up, rows, end, right // 2, split, ACC, ALPHA, LIMIT, True)
+    if SWIGLU == "halves":
+        _store_activated(h, weight, part0, part1, rows, end, left, split, ACC, ALPHA, LIMIT, False)
 
 
 @triton.jit
@@ -144,9 +148,10 @@ def _store_rows(y, bias, part, expert, rows, end, col, col_end, C):
     inside = cols < col_end
     if bias is not None:
         part += tl.load(bias + (expert.to(tl.int64) * C + cols), mask=inside, other=0.0).to(part.dtype)[None, :]
+    part = part.to(y.dtype.element_ty)
     at = y + (rows.to(tl.int64) * C)[:, None] + cols.to(tl.int64)[None, :]
-    tl.store(at, part.to(y.dtype.element_ty), mask=(rows < end)[:, None] & inside[None, :])
-    return part.to(y.dtype.element_ty)
+    tl.store(at, part, mask=(rows < end)[:, None] & inside[None, :])
+    return part
 
 
 @triton.jit
@@ -227,10 +232,9 @@ def _weight_kernel(
     ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr,
     ACC: tl.constexpr,  # what is summed in
 ):
-    """out[e, n, h] (+)= sum over the rows m of expert e of dy[m, n] x[m, h]; one program for each tile of (n, h).
+    """out[e, n, h] (+)= sum over the rows m of expert e of dy[m, n] x[m, h].
 
-    Not persistent: experts differ in rows, so the hardware hands out tiles as multiprocessors fall idle. Only the last
-    step of an expert can reach into the next one's rows, and is the only one that masks them.
+    Only the last step of an expert can reach into the next one's rows, and is the only one that masks them.
     """
     if ALIGNED:
         N, H, dy_row, x_row = N // 8 * 8, H // 8 * 8, dy_row // 8 * 8, x_row // 8 * 8
@@ -320,9 +324,9 @@ def _launch_rows(
     w_strides = w.stride() if forward else (w.stride(0), w.stride(2), w.stride(1))
     if constants["SWIGLU"] == "halves":
         w = w.unflatten(1, (2, cols // 2))
-    tiles = (rows // config.rows + min(experts, rows)) * triton.cdiv(cols, config.cols)  # or fewer
+    tiles = (rows // config.rows + min(experts, rows)) * triton.cdiv(cols, config.cols)  # at most
     with torch.cuda.device_of(a):
-        _rows_kernel[(min(tiles, num_sms(a.device) * config.per_sm),)](
+        _rows_kernel[(tiles,)](
             _operand(a, [config.rows, config.depth], a_descriptor),
             _operand(w, tiling.w_block(config, forward, fused), w_descriptor),
             *(y, None if fused is None else h),

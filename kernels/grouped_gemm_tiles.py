@@ -7,7 +7,7 @@ benchmarks/compile_kernels.py --match grouped` shows what each entry costs in re
 Every expert's rows start a tile of their own, so that a tile never holds rows of two experts. Their number is known on
 the device alone: experts e with r_e rows need sum(cdiv(r_e, TILE_ROWS)) tiles of rows, at most M // TILE_ROWS +
 min(E, M), which is what the host sizes the grid by. A table of them would be one more launch for every product; each
-program finds its own tiles instead, with two sums over E numbers.
+program finds its own tile instead, with three sums over E numbers, and returns at once if it is one too many.
 
 Example: offs = [2, 2, 9], tiles of 4 rows and 2 tiles of columns. Experts 0, 1, 2 have 1, 0 and 2 tiles of rows, so
 tiles 0 and 1 belong to expert 0 and tiles 2 to 5 to expert 2: (expert, first row, tile of columns) are (0, 0, 0),
@@ -39,7 +39,6 @@ class GemmConfig:
     depth: int
     warps: int
     stages: int
-    per_sm: int = 1  # programs that fit on a multiprocessor at once
 
 
 # Shape classes of grouped_gemm and its input gradient. 128 x 256 with 8 warps keeps the tensor cores of Hopper fed; a
@@ -48,12 +47,12 @@ _ROWS = {
     80: {
         "wide": GemmConfig(128, 256, 32, 8, 4),
         "narrow": GemmConfig(128, 128, 32, 8, 4),
-        "few": GemmConfig(64, 128, 64, 4, 3, per_sm=2),
+        "few": GemmConfig(64, 128, 64, 4, 3),
     },
     90: {
         "wide": GemmConfig(128, 256, 64, 8, 3),
-        "narrow": GemmConfig(128, 128, 64, 8, 3, per_sm=2),
-        "few": GemmConfig(64, 128, 64, 4, 4, per_sm=2),
+        "narrow": GemmConfig(128, 128, 64, 8, 3),
+        "few": GemmConfig(64, 128, 64, 4, 4),
     },
 }
 # The weight gradient has tiles of N x H whatever the experts got; rows are what it sums over.
@@ -64,9 +63,9 @@ _WEIGHT = {
 # Operands that cannot be read 16 bytes at a time pass through registers, which takes small tiles: 128 x 256 spills 1.4
 # KB a thread. float32 and float64 are multiplied as they are and are there to check results.
 _ANY = {
-    "odd": GemmConfig(64, 64, 32, 4, 3, per_sm=2),
-    "float32": GemmConfig(32, 64, 32, 4, 2, per_sm=2),
-    "float64": GemmConfig(32, 32, 16, 4, 1, per_sm=2),
+    "odd": GemmConfig(64, 64, 32, 4, 3),
+    "float32": GemmConfig(32, 64, 32, 4, 2),
+    "float64": GemmConfig(32, 32, 16, 4, 1),
 }
 # Where SwiGLU, in the clamped form or not, is computed in the product before it: everywhere but where the compiler
 # spilled (Triton 3.7.1 on sm_80, 3.6 on sm_100). It saves a launch and reading gate and up back, 4 I bytes a row in
@@ -163,12 +162,12 @@ def rows_of(offs, expert, M):
 
 
 @triton.jit
-def find_tile(tile, offs, row_tiles, last_tiles, col_tiles, M, TILE_ROWS: tl.constexpr, GROUP: tl.constexpr):
+def find_tile(tile, offs, row_tiles, col_tiles, M, TILE_ROWS: tl.constexpr, GROUP: tl.constexpr):
     """(expert, first row, end of its rows, tile of columns) of `tile`.
 
-    `row_tiles` is `tiles_per_expert`, `last_tiles` its running sum, `col_tiles` the tiles of columns of any expert.
+    `row_tiles` is `tiles_per_expert`, `col_tiles` the tiles of columns of any expert.
     """
-    before = last_tiles <= tile // col_tiles  # experts whose tiles are all before this one
+    before = tl.cumsum(row_tiles, 0) <= tile // col_tiles  # experts whose tiles are all before this one
     expert = tl.sum(before.to(tl.int32))
     local = tile - tl.sum(tl.where(before, row_tiles, 0)) * col_tiles
     start, end = rows_of(offs, expert, M)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from dualpipe.models.decoder import DenseMLP, Layer, SparseMLP
 from dualpipe.models.hub import HubConfig
 from dualpipe.models.sizes import head_flops, layer_flops
-from dualpipe.nn import Linear, RMSNorm
+from dualpipe.nn import Embedding, Linear, RMSNorm
 from dualpipe.nn.attention import Context
 from dualpipe.nn.init import seeded_normal_
 from dualpipe.nn.segments import Compute, Segment, run_segments
@@ -77,7 +77,7 @@ class Stage(nn.Module):
         super().__init__()
         self.config, self.first, self.last, self.recompute = config, first, last, Recompute()
         if first:
-            embedding = self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+            embedding = self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleDict({str(index): config.layer(index) for index in layers})
         if last:
             self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)

@@ -1,10 +1,18 @@
 """Modules whose weight gradient can be deferred, and what the models share."""
 
-from dualpipe.nn.layers import GroupedLinear, GroupedSwiGLU, Linear, RMSNorm, cross_entropy_loss, defer_weight_grads
+from dualpipe.nn.layers import (
+    Embedding,
+    GroupedLinear,
+    GroupedSwiGLU,
+    Linear,
+    RMSNorm,
+    cross_entropy_loss,
+    defer_weight_grads,
+)
 from dualpipe.nn.router import Router
 from dualpipe.nn.router_set import RouterSet
 
 __all__ = [
-    "GroupedLinear", "GroupedSwiGLU", "Linear", "RMSNorm", "Router", "RouterSet", "cross_entropy_loss",
+    "Embedding", "GroupedLinear", "GroupedSwiGLU", "Linear", "RMSNorm", "Router", "RouterSet", "cross_entropy_loss",
     "defer_weight_grads",
 ]

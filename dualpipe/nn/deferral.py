@@ -31,7 +31,7 @@ class WeightGradStore:
     def __init__(self) -> None:
         self._queues: dict[Hashable, list[Callable[[], None]]] = {}
         self._queue: list[Callable[[], None]] | None = None  # the queue that `put` fills; None: run at once
-        self.active = False  # whether its pipeline is running
+        self.accumulating = False  # whether layers add to accumulators that are wider than their parameters themselves
         self.recomputing = False  # whether a forward is run again, whose statistics have been counted
 
     @staticmethod
@@ -54,12 +54,20 @@ class WeightGradStore:
     @contextmanager
     def activate(self) -> Iterator[None]:
         """Make this the store that `current` finds in this thread."""
-        token, self.active = _running.set(self), True
+        token = _running.set(self)
         try:
             yield
         finally:
             _running.reset(token)
-            self.active = False
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Say that the backward inside is for every parameter, so that layers may add to accumulators themselves."""
+        self.accumulating = True
+        try:
+            yield
+        finally:
+            self.accumulating = False
 
     @contextmanager
     def recompute(self) -> Iterator[None]:
@@ -115,7 +123,7 @@ def weight_grads(
     if weight is None and bias is None:
         return None, None
     store = WeightGradStore.current()
-    straight = in_place and store.active and any(
+    straight = in_place and store.accumulating and not torch.is_grad_enabled() and any(
         param is not None and accumulation_dtype(param, param.dtype) is not param.dtype for param in (weight, bias)
     )
     if not (store.deferring or straight) or _has_hooks(ctx.weight) or _has_hooks(ctx.bias):
@@ -128,10 +136,10 @@ def weight_grads(
     x = None if x is None else x.detach()
 
     # Neither dy nor x requires a gradient, so no graph is made; torch.no_grad() would add 1.4 us to about 6.
-    # mm and add_ instead of addmm_: 1 us more, and bitwise what autograd accumulates over micro-batches.
     def add() -> None:
-        if weight is not None and in_place and weight.grad is not None:
-            weight_grad(weight, dy, x, local(weight.grad))
+        into = weight.grad if weight is not None and in_place else None
+        if into is not None and into.layout is torch.strided:
+            weight_grad(weight, dy, x, local(into))
         elif weight is not None:
             add_grad(weight, weight_grad(weight, dy, x))
         if bias is not None:

@@ -185,7 +185,7 @@ class Executor:
             if stage == self._last_stage and self._batch.criterion is not None:
                 loss = self._batch.criterion(*outputs, *self._batch.labels[microbatch])
             return self._keep(*slot, state, outputs, loss)
-        with no_autocast(self._autocast), self._store.defer(slot) if action.kind == "I" else nullcontext():
+        with no_autocast(self._autocast), self._store.defer(slot) if action.kind == "I" else self._store.accumulate():
             if action.kind == "W":
                 self._store.run(slot)
                 return ()
@@ -214,7 +214,7 @@ class Executor:
         labels = self._batch.labels[forward.microbatch] if criterion else ()
         ends = tuple(t for t in state1.outputs if t.requires_grad)
         gradients = () if state1.loss is not None else tuple(state1.arrived)
-        with self._store.defer(behind) if backward.kind == "I" else nullcontext():
+        with self._store.defer(behind) if backward.kind == "I" else self._store.accumulate():
             outputs, loss = type(module).overlapped_forward_backward(
                 module, list(inputs), criterion, list(labels), self._modules[backward.stage], state1.loss, ends,
                 gradients,

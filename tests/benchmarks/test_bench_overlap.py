@@ -1,6 +1,11 @@
 """`bench_overlap.py` on tiny layers: what it measures, and that the costs that it writes can be used."""
 
 import json
+import re
+import subprocess
+import time
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
@@ -90,11 +95,46 @@ def test_what_is_hidden(bench):
     """F of 2 and I of 3 units with 2 of communication each, W of 1."""
     computing = dict.fromkeys(bench.WORK, 0.0) | {"F": 2.0, "I": 3.0, "W": 1.0}
     given = dict.fromkeys(bench.WORK, 10.0) | {"F": 4.0, "I": 5.0, "W": 1.0, "B": 5.0, "FB": 7.0}
-    rows = {row["work"]: row for row in bench.rows_of(computing, given)}
+    rows = {row["work"]: row for row in bench.rows_of(computing, given, {})}
     assert rows["F"]["hidden"] == 0.0 and rows["W"]["hidden"] is None
     assert (rows["B"]["alone ms"], rows["B"]["communication ms"], rows["B"]["hidden"]) == (6.0, 2.0, 0.5)
     assert (rows["F&B"]["alone ms"], rows["F&B"]["communication ms"], rows["F&B"]["hidden"]) == (10.0, 4.0, 0.75)
-    assert rows["F&B"]["of alone"] == 0.7 and rows["F&B"]["x alone"] >= bench.GOALS[0].minimum
+    assert rows["F&B"]["of alone"] == 0.7 and rows["F&B"]["x alone"] >= bench.goals([], 0)[0].minimum
+
+
+def test_beside_blocks_no_more_is_lost_than_their_multiprocessors_and_five_percent(bench):
+    """Of 132, 32 are lost: 1.32 times as long, and 0.05."""
+    computing = dict.fromkeys(bench.WORK, 100.0)
+    beside = {4: computing | {"F": 109.0, "W": 107.0}, 32: computing | {"F": 136.0, "W": 138.0}}
+    rows = list(bench.rows_of(computing, dict.fromkeys(bench.WORK, 110.0), beside))
+    _, few, many = bench.goals(beside, 132)
+    assert [row["work"] for row in few.missed(rows)] == ["F"] and [row["work"] for row in many.missed(rows)] == ["W"]
+    assert len(few.rows(rows)) == len(bench.WORK)
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="ptxas comes with Triton")
+@pytest.mark.parametrize("arch", [80, 90, 100])
+def test_blocks_have_the_registers_of_nccls(script, tmp_path, arch):
+    stand_ins, path = script("stand_ins"), tmp_path / "hold.ptx"
+    path.write_text(stand_ins.held_ptx())
+    tool = Path(find_spec("triton").origin).parent / "backends" / "nvidia" / "bin"
+    tool /= "ptxas-blackwell" if arch == 100 and (tool / "ptxas-blackwell").exists() else "ptxas"
+    command = [tool, "-v", f"--gpu-name=sm_{arch}", path, "-o", tmp_path / "hold.cubin"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    assert "0 bytes spill stores" in said
+    registers = int(re.search(r"Used (\d+) registers", said)[1])
+    assert -(-registers // 8) * 8 == stand_ins.REGISTERS  # they are given out in eights
+
+
+@pytest.mark.gpu
+def test_blocks_stay_until_the_work_beside_them_is_done(script):
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    blocks, x = script("stand_ins").Blocks(torch.device("cuda")), torch.ones(4, device="cuda")
+    with blocks.held(4):
+        assert x.sum().item() == 4
+    with pytest.raises(RuntimeError, match=r"4 blocks gave up after 0\.01 s"), blocks.held(4, limit_us=10_000):
+        time.sleep(0.1)
 
 
 def test_modelled_ranks_take_the_time_of_what_is_sent_to_others(bench):

@@ -45,7 +45,7 @@ def test_without_measurements_the_present_entry_stays(tuner):
 
 
 def test_the_table_is_python_source(tuner):
-    config = GemmConfig(64, 128, 64, 4, 4, per_sm=2)
+    config = GemmConfig(64, 128, 64, 4, 4)
     tuned = [tuner.Tuned(c, tuner.source(config), 1.25, 3, [], {}) for c in tuner.CLASSES]
     values = {"GemmConfig": GemmConfig}
     exec(tuner.table(tuned, 90), values)
@@ -91,14 +91,14 @@ def test_tunes_a_tiny_class_on_cpu(tuner, parts, monkeypatch):
     models = {"tiny": tuner.Model(32, 80, 8, 2)}
     tiny = tuner.ShapeClass("row", "wide", ((64, 128),), models, ("tiny",), (512, 1024), 1.0)
     bad, good = GemmConfig(64, 128, 32, 4, 2), GemmConfig(64, 128, 32, 4, 3)
-    monkeypatch.setattr(parts, "problem", lambda shape_class, config, arch: ("", 2) if config == good else ("no", 0))
+    monkeypatch.setattr(parts, "problem", lambda shape_class, config, arch: "" if config == good else "no")
     monkeypatch.setattr(parts, "candidates", lambda shape_class, arch: [bad, good])
     with ThreadPoolExecutor(1) as pool:
         tuned = tuner.tune(tiny, math.inf, 90, CPU, pool)
         assert tuner.tune(tiny, 0.0, 90, CPU, pool).cases == 0
     assert tuned.discarded == {tuner.source(bad): "no"}
     timed = {row["config"] for row in tuned.rows}
-    assert timed == {tuner.source(c) for c in (tuner.present_entry(tiny, 90), good, GemmConfig(64, 128, 32, 4, 3, 2))}
+    assert timed == {tuner.source(c) for c in (tuner.present_entry(tiny, 90), good)}
     assert tuned.cases > 2 and {row["product"] for row in tuned.rows} >= {"up forward", "up forward, gathered"}
     assert tuner.best_of_each_product(tuned.rows)
 
@@ -131,8 +131,8 @@ def test_compiling_ahead_launches_nothing(tuner):
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 def test_the_filter_knows_what_spills(parts):
     wide = parts.CLASSES[0]
-    assert parts.problem(wide, parts.present_entry(wide, 90), 90) == ("", 1)
-    assert "spills" in parts.problem(wide, GemmConfig(128, 256, 64, 4, 3), 90)[0]
+    assert parts.problem(wide, parts.present_entry(wide, 90), 90) == ""
+    assert "spills" in parts.problem(wide, GemmConfig(128, 256, 64, 4, 3), 90)
 
 
 def test_without_a_gpu_nothing_is_tuned():

@@ -112,7 +112,7 @@ def test_numbers_of_experts(experts, dtype, device, chip):
 
 
 def test_more_rows_per_expert_than_the_few_class(device, chip):
-    """The persistent loop takes several tiles, in groups; a large class of tile is chosen."""
+    """Tiles of rows come in groups; a large class of tile is chosen."""
     dtype = torch.float16
     check_products([1300, 0, 400], 16, 136, dtype, device)
 
@@ -210,6 +210,33 @@ def test_every_run_has_the_same_bits(device, chip):
     assert torch.equal(out[0], out[1])
     assert torch.equal(grouped_gemm(x, w, offs), grouped_gemm(x, w, offs))
     assert torch.equal(grouped_gemm_dgrad(dy, w, offs), grouped_gemm_dgrad(dy, w, offs))
+
+
+def test_bits_depend_neither_on_the_order_of_programs_nor_on_their_number(device, chip, monkeypatch):
+    """As when others hold multiprocessors and the tiles go to those that are left; the grid is an upper bound."""
+    if not (INTERPRET or device.type == "cuda"):
+        pytest.skip("the reference has no programs")
+    x, dy, w, offs = make([70, 0, 30], 72, 136, torch.float16, device, extra=0)
+
+    def results():
+        dw = torch.ones_like(w, dtype=torch.float32)
+        grouped_gemm_wgrad(dy, x, offs, out=dw, accumulate=True)
+        return grouped_gemm(x, w, offs), grouped_gemm_dgrad(dy, w, offs), dw
+
+    class More:
+        kernel = MODULE._rows_kernel
+
+        def __getitem__(self, grid):
+            return self.kernel[(grid[0] + 7,)]
+
+    expected = results()
+    monkeypatch.setattr(MODULE, "_rows_kernel", More())
+    if INTERPRET:
+        from triton.runtime.interpreter import interpreter_builder as programs
+
+        place = programs.set_grid_idx
+        monkeypatch.setattr(programs, "set_grid_idx", lambda x, y, z: place(programs.grid_dim[0] - 1 - x, y, z))
+    assert all(torch.equal(actual, first) for actual, first in zip(results(), expected, strict=True))
 
 
 def test_no_rows_at_all(device):

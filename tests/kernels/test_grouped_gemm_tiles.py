@@ -14,9 +14,9 @@ pytestmark = pytest.mark.skipif(
 @triton.jit
 def _list_tiles(offs, out, M, E, col_tiles, ROWS: tl.constexpr, GROUP: tl.constexpr, E_PADDED: tl.constexpr):
     row_tiles = tiles_per_expert(offs, M, E, ROWS, E_PADDED)
-    last_tiles = tl.cumsum(row_tiles, 0)
-    for tile in range(tl.program_id(0), tl.sum(row_tiles) * col_tiles, tl.num_programs(0)):
-        expert, row, end, col_tile = find_tile(tile, offs, row_tiles, last_tiles, col_tiles, M, ROWS, GROUP)
+    tile = tl.program_id(0)
+    if tile < tl.sum(row_tiles) * col_tiles:
+        expert, row, end, col_tile = find_tile(tile, offs, row_tiles, col_tiles, M, ROWS, GROUP)
         tl.store(out + tile * 4, expert)
         tl.store(out + tile * 4 + 1, row)
         tl.store(out + tile * 4 + 2, end)
@@ -29,7 +29,7 @@ def tiles(ends, rows, col_tiles, tile_rows, group):
     out = torch.full((bound, 4), -1, dtype=torch.int32, device=device)
     offs = torch.tensor(ends, dtype=torch.int32, device=device)
     padded = max(16, 1 << (len(ends) - 1).bit_length())
-    _list_tiles[(3,)](offs, out, rows, len(ends), col_tiles, ROWS=tile_rows, GROUP=group, E_PADDED=padded)
+    _list_tiles[(max(1, bound),)](offs, out, rows, len(ends), col_tiles, ROWS=tile_rows, GROUP=group, E_PADDED=padded)
     used = int((out[:, 0] >= 0).sum())
     assert (out[used:] == -1).all()
     return [tuple(row) for row in out[:used].tolist()]

@@ -1,15 +1,19 @@
 """Linear with deferred weight gradients against nn.Linear: same bits, whatever is frozen, shared, empty or hooked."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch.nn.utils import parametrizations, prune
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from dualpipe.nn import Linear, defer_weight_grads
+from dualpipe.nn import Embedding, Linear, defer_weight_grads, layers
 from dualpipe.nn.deferral import WeightGradStore
+from pretend_cuda import pretend_cuda
 
 SHAPES = [(5, 6), (6,), (2, 3, 6), (2, 1, 3, 6), (0, 6), (2, 0, 6)]
 
@@ -188,6 +192,83 @@ def test_accumulates_in_place_and_aliases_nothing():
     assert ours.weight.grad is accumulator
     assert torch.equal(dy, torch.ones(4))
     assert (ours.bias.grad == 2).all()
+
+
+class Made(TorchDispatchMode):
+    """The most elements of a tensor that an operator has made: not of one that it was given, or of a view."""
+
+    def __init__(self):
+        super().__init__()
+        self.largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        given = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        made = (t for t in tree_leaves(out) if isinstance(t, torch.Tensor))
+        self.largest = max([self.largest, *(t.numel() for t in made if t.untyped_storage().data_ptr() not in given)])
+        return out
+
+
+@pytest.mark.parametrize(("device", "how"), [("cpu", "deferred"), ("cpu", "in a full backward"), ("cuda", "deferred")])
+@pytest.mark.parametrize("make", [Linear, Embedding])
+def test_a_gradient_is_added_to_a_wider_accumulator_without_one_of_the_whole_weight(device, make, how, monkeypatch):
+    monkeypatch.setattr(layers, "_CHUNK", 7 * 64)
+    with nullcontext() if device == "cpu" else pretend_cuda():
+        layer, store, sums = make(64, 64, device=device, dtype=torch.bfloat16), WeightGradStore(), []
+        layer.weight.grad_dtype = torch.float32
+        given = torch.randint(64, (5,)) if make is Embedding else torch.randn(5, 64).bfloat16()
+        given = given.to(device)
+        for _ in range(2):
+            with store.activate(), store.defer("I") if how == "deferred" else store.accumulate(), Made() as made:
+                layer(given).sum().backward()
+                store.run("I")
+            sums.append(layer.weight.grad.clone())
+            accumulator = layer.weight.grad
+        assert made.largest < layer.weight.numel() / 2, "of the second micro-batch"
+        assert layer.weight.grad is accumulator and torch.equal(sums[1], 2 * sums[0])
+
+
+def test_a_gradient_in_chunks_is_that_of_the_whole(monkeypatch):
+    store, layer, x, dy = WeightGradStore(), Linear(6, 50), torch.randn(9, 6), torch.randn(9, 50)
+    for chunk in (layers._CHUNK, 6 * 7, 1):
+        monkeypatch.setattr(layers, "_CHUNK", chunk)
+        layer.weight.grad = torch.ones_like(layer.weight)
+        backward(layer, x, dy, store)
+        store.run("I")
+        torch.testing.assert_close(layer.weight.grad, 1 + dy.T @ x)
+
+
+def test_a_gradient_of_the_input_inside_of_a_forward_leaves_accumulators_alone():
+    """A layer that differentiates in its forward, such as a force: only a backward of the pipeline accumulates."""
+    _, ours = pair(torch.bfloat16)
+    ours.weight.grad_dtype = torch.float32
+    x, store = torch.randn(5, 6, requires_grad=True).bfloat16(), WeightGradStore()
+    with store.activate():
+        torch.autograd.grad(ours(x).sum(), [x])
+    assert ours.weight.grad is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("make", [Linear, Embedding])
+def test_on_a_gpu_nothing_of_the_size_of_the_weight_is_allocated_and_bits_repeat(make):
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    layer, store, results = make(512, 4096, device="cuda", dtype=torch.bfloat16), WeightGradStore(), []
+    layer.weight.grad_dtype = torch.float32
+    tokens, dy = torch.randint(512, (64,), device="cuda"), torch.randn(64, 4096, device="cuda").bfloat16()
+    x = nn.functional.one_hot(tokens, 512).bfloat16()
+    for _ in range(2):
+        layer.weight.grad = None
+        for _ in range(3):
+            backward(layer, tokens if make is Embedding else x, dy, store)
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            store.run("I")
+        assert torch.cuda.max_memory_allocated() - before < 2 * layer.weight.numel()  # bytes
+        results.append(layer.weight.grad)
+    expected = 3 * (x.float().T @ dy.float())
+    assert torch.equal(*results)
+    torch.testing.assert_close(results[0], expected if make is Embedding else expected.T, rtol=1e-4, atol=1e-3)
 
 
 def test_autograd_grad_and_parameter_hooks_work_outside_of_defer():

@@ -186,7 +186,10 @@ class _Functions(TorchFunctionMode):
 
 
 _LIBRARY = torch.library.Library("aten", "IMPL")
-_LIBRARY.impl("mm.dtype", lambda a, b, dtype: torch.mm(a.to(dtype), b.to(dtype)), "CPU")  # which only CUDA has
+# Which only CUDA has.
+_LIBRARY.impl("mm.dtype", lambda a, b, dtype: torch.mm(a.to(dtype), b.to(dtype)), "CPU")
+_LIBRARY.impl("addmm.dtype_out", lambda into, a, b, dtype, *, out: torch.addmm(into, a.to(dtype), b.to(dtype), out=out),
+              "CPU")
 
 
 def _replacements(device: PretendCuda) -> Iterator[tuple[Any, str, Any]]:
