@@ -84,6 +84,19 @@ def test_kernels_that_do_not_match_and_hosts_that_do_not_meet():
     assert run([first, second]).stuck == []
 
 
+def test_streams_that_share_a_queue():
+    """A receive, what comes after it, and a send for which that need not be waited: one queue is too few."""
+    traces = []
+    for number, (incoming, outgoing) in enumerate((("10", "01"), ("01", "10"))):
+        traces.append(trace := Trace(f"rank {number}"))
+        trace.launch("in", "recv", incoming, 2)
+        trace.after("main", trace.event("in"))
+        trace.launch("out", "send", outgoing, 2)
+    assert run(traces).stuck == run(traces, connections=2).stuck == run(traces, connections=2, depth=1).stuck == []
+    assert len(run(traces, connections=1).stuck) == 4  # of each rank the receive, and what comes after it
+    assert len(run(traces, connections=1, depth=1).stuck) == 6  # and the host, which cannot launch the send
+
+
 # -- what others have met
 
 
@@ -151,6 +164,7 @@ def ctas(trace: Trace) -> int:
 
 def check(traces: Sequence[Trace]) -> None:
     assert stuck(traces) == []
+    assert run(traces, loading=0, connections=1, depth=1).stuck == []  # streams that share a queue only take longer
     assert different_orders(traces) == []
     assert run(traces, loading=0).most_ctas <= max(map(ctas, traces)) <= MULTIPROCESSORS
 

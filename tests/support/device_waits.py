@@ -14,8 +14,10 @@ to it. A step of a host is one of
 
 A kernel starts when its stream has come to it and CTAs are free. A computing one needs one, as it runs in waves, and
 ends. One of NCCL needs all of its own, and keeps them until all members of its communicator have started theirs of the
-same number; then these end. A communicator's kernels run one after the other. Nothing has a duration: where the NCCL
-kernels that can wait at once all fit the device, what is left in the end does not depend on who came first.
+same number; then these end. A communicator's kernels run one after the other. Streams may share hardware queues
+(`connections`), each of which holds what has not begun, at most `depth` of it, before its host waits; what is not at
+the head of its queue does not begin. Nothing has a duration: where the NCCL kernels that can wait at once all fit the
+device, what is left in the end does not depend on who came first.
 
 Two ranks that receive ahead on the link from the other one, compute, and send:
 
@@ -26,8 +28,8 @@ other host has not launched: stuck. Received after the sends, mm is loaded while
 which the receive takes, mm never starts; with 5 it does, but the send does not.
 
 A send waits for its receive, as one does that is larger than NCCL's buffers (4 MiB a channel). Where it need not, less
-waits, and what is free of deadlocks here is so there. Not in the model: hardware queues that streams share
-(CUDA_DEVICE_MAX_CONNECTIONS), queues of launches that are full, partial residence of a kernel.
+waits, and what is free of deadlocks here is so there. A kernel of NCCL of which some CTAs have started and others find
+no room is not in the model.
 """
 
 from __future__ import annotations
@@ -132,14 +134,17 @@ class Outcome(NamedTuple):
     most_ctas: int  # that kernels of NCCL had at once on one device
 
 
-def run(traces: Sequence[Trace], *, loading: int | None = None, multiprocessors: int = MULTIPROCESSORS) -> Outcome:
+def run(
+    traces: Sequence[Trace], *, loading: int | None = None, multiprocessors: int = MULTIPROCESSORS,
+    connections: int = 128, depth: int = 1024,
+) -> Outcome:
     """Have all hosts and streams go as far as they can.
 
     loading: for so many steps of training every kernel is loaded when it is launched, and afterwards none; by default
     the first one of each name.
     """
     world = _World()
-    ranks = [_Rank(trace, world, loading, multiprocessors) for trace in traces]
+    ranks = [_Rank(trace, world, loading, multiprocessors, connections, depth) for trace in traces]
     while any(rank.advance() for rank in ranks) and not world.faults:
         pass
     waiting = [line for rank in ranks for line in rank.waiting()]
@@ -156,10 +161,13 @@ class _World:
 
 
 class _Rank:
-    def __init__(self, trace: Trace, world: _World, loading: int | None, multiprocessors: int) -> None:
+    def __init__(
+        self, trace: Trace, world: _World, loading: int | None, multiprocessors: int, connections: int, depth: int
+    ) -> None:
         self.name, self._steps, self._world, self._at = trace.name, trace.steps, world, 0
         self._by_name, self._loads_until = loading is None, trace.ends[loading - 1] if loading else 0
-        self._queues: defaultdict[Hashable, deque[tuple[Any, int]]] = defaultdict(deque)  # by stream
+        self._depth, self._queues = depth, [deque[tuple[Any, int]]() for _ in range(connections)]
+        self._queue_of: dict[Hashable, deque] = {}  # by stream
         self._given, self._done = Counter[Hashable](), Counter[Hashable]()  # entries by stream
         self._launched, self._ended = Counter[Hashable](), Counter[Hashable]()  # kernels by communicator
         self._running: dict[Hashable, tuple[Launch, int]] = {}  # of NCCL, by stream
@@ -171,8 +179,8 @@ class _Rank:
         before = self._at, self._done.total(), len(self._running)
         while self._at < len(self._steps) and self._host(self._steps[self._at]):
             self._at += 1
-        for stream, queue in self._queues.items():
-            while queue and stream not in self._running and self._stream(*queue[0]):
+        for queue in self._queues:
+            while queue and queue[0][0].stream not in self._running and self._stream(queue, *queue[0]):
                 pass
         return before != (self._at, self._done.total(), len(self._running))
 
@@ -190,19 +198,22 @@ class _Rank:
             if not is_loaded and not self._reached(self._given):
                 return False
             self._loaded.add(step.name)
-        self._queues[step.stream].append((step, self._launched[communicator]))
+        queue = self._queue_of.setdefault(step.stream, self._queues[len(self._queue_of) % len(self._queues)])
+        if len(queue) >= self._depth:
+            return False
+        queue.append((step, self._launched[communicator]))
         self._launched[communicator] += 1
         self._given[step.stream] += 1
         return True
 
-    def _stream(self, entry: Launch | After, number: int) -> bool:
-        """Whether a stream can begin its next entry, which it then has."""
+    def _stream(self, queue: deque, entry: Launch | After, number: int) -> bool:
+        """Whether a queue can begin its next entry, which it then has."""
         if isinstance(entry, After):
             if not self._reached(entry.events):
                 return False
         elif self._free < entry.ctas or (entry.communicator is not None and self._ended[entry.communicator] < number):
             return False
-        self._queues[entry.stream].popleft()
+        queue.popleft()
         if isinstance(entry, Launch) and entry.communicator is not None:
             self._start(entry, number)
         else:
@@ -238,6 +249,6 @@ class _Rank:
         for kernel, number in self._running.values():
             there = ", ".join(rank.name for rank in self._world.started[kernel.communicator, number])
             yield f"{self.name}: {kernel.name}, number {number} of {kernel.communicator}, where only {there} is"
-        for stream, queue in self._queues.items():
-            if queue and stream not in self._running:
-                yield f"{self.name}: stream {stream}, with {self._free} CTAs free: {queue[0][0]}"
+        for queue in self._queues:
+            if queue and queue[0][0].stream not in self._running:
+                yield f"{self.name}: with {self._free} CTAs free: {queue[0][0]}"
