@@ -28,14 +28,16 @@ from ranks import run_ranks
 # The waits of the host. In a step there is but one: for how many rows come from other ranks, for each micro-batch in
 # the forward of each layer with experts. Where tokens are dispatched again the numbers are known.
 COUNTS = "Event.synchronize in dualpipe/parallel/expert.py: _PendingDispatch.advance"
-# In the first step, in which kernels are loaded, also for each message between ranks, which goes through the host.
-BY_HOST = [f"copy in dualpipe/pipeline/p2p.py: P2PMessages.{method}" for method in ("send", "take")]
 # In training beside it: for tokens and targets to be copied to the device; for the loss, the norm and the routers'
 # metrics, once a step; for the mean of an evaluation; and for the copy of what a checkpoint holds.
 BATCH = "copy in dualpipe/train/loop.py: Run._forward_backward"
 READ = "tolist in dualpipe/train/loop.py: Run._step"
 EVALUATE = "_local_scalar_dense in dualpipe/train/loop.py: Run._evaluate"
 SAVE = "synchronize in dualpipe/checkpoint/writer.py: HostMemory.fill"
+
+
+# In the first step, in which kernels are loaded, also for each message between ranks, which goes through the host.
+BY_HOST = [f"copy in dualpipe/pipeline/p2p.py: P2PMessages.{method}" for method in ("send", "take")]
 
 
 def messages(pp: int, ranks: int) -> dict[str, int]:

@@ -61,15 +61,16 @@ class Timeline:
 class Event:
     """torch.cuda.Event. One that was never recorded is waited for by nobody, as there."""
 
+    after: Events = {}  # noqa: RUF012 (replaced, never changed)
+
     def __init__(self, *_: Any, **__: Any) -> None:
         self.clock = Clock()
-        self.after: Events = {}
 
     def record(self, stream: Timeline | None = None) -> None:
         stream = stream or the_device().current_stream()
+        self.after = the_device().of_thread.trace.event(stream.number)
         the_device().order(stream, Clock())
         self.clock = stream.clock.copy()
-        self.after = the_device().of_thread.trace.event(stream.number)
 
     def synchronize(self) -> None:
         the_device().host_waits("Event.synchronize", self.clock, self.after)

@@ -34,6 +34,18 @@ OPERATIONS = (  # what they write comes first, then what they read, if it is som
 )
 
 
+class HostWork(torch._C._distributed_c10d.Work):
+    """Of a message between hosts."""
+
+    def __init__(self, trace: Trace, inner: dist.Work, meet: Meet) -> None:
+        super().__init__()
+        self._trace, self._inner, self._meet = trace, inner, meet
+
+    def wait(self, timeout: Any = None) -> bool:
+        self._trace.wait_for(self._meet)
+        return self._inner.wait()
+
+
 class Work(torch._C._distributed_c10d.Work):  # FSDP2 asks for the type
     def __init__(self, device: PretendCuda, inner: dist.Work, done: Event, tensors: list[Tensor]) -> None:
         super().__init__()
@@ -46,18 +58,6 @@ class Work(torch._C._distributed_c10d.Work):  # FSDP2 asks for the type
             self._tensors = []
         self._device.current_stream().wait_event(self._done)
         return True
-
-
-class HostWork(torch._C._distributed_c10d.Work):
-    """Of a message between hosts."""
-
-    def __init__(self, trace: Trace, inner: dist.Work, meet: Meet) -> None:
-        super().__init__()
-        self._trace, self._inner, self._meet = trace, inner, meet
-
-    def wait(self, timeout: Any = None) -> bool:
-        self._trace.wait_for(self._meet)
-        return self._inner.wait()
 
 
 @contextmanager
