@@ -35,10 +35,19 @@ EVALUATE = "_local_scalar_dense in dualpipe/train/loop.py: Run._evaluate"
 SAVE = "synchronize in dualpipe/checkpoint/writer.py: HostMemory.fill"
 
 
+# In the first step, in which kernels are loaded, also for each message between ranks, which goes through the host.
+BY_HOST = [f"copy in dualpipe/pipeline/p2p.py: P2PMessages.{method}" for method in ("send", "take")]
+
+
+def messages(pp: int, ranks: int) -> dict[str, int]:
+    """The waits for messages of so many ranks, in pipelines of `pp`: two there and two back between neighbours."""
+    return dict.fromkeys(BY_HOST, 4 * (pp - 1) * MICRO_BATCHES * ranks // pp) if pp > 1 else {}
+
+
 @pytest.mark.parametrize("overlap", [True, False])
 def test_toy_stages(overlap):
     device = by_threads(toys, 2, 2, overlap)
-    assert device.report(waits={}) == []
+    assert device.report(waits=messages(2, ranks=4)) == []
     assert device.launches > 1000
 
 
@@ -47,13 +56,18 @@ def test_toy_stages(overlap):
 ])
 def test_qwen3_moe(overlap, recompute):
     device = by_threads(qwen, 2, 2, overlap, recompute)
-    assert device.report(waits={COUNTS: 2 * LAYERS_WITH_EXPERTS * MICRO_BATCHES * STEPS}) == []
+    counts = 2 * LAYERS_WITH_EXPERTS * MICRO_BATCHES * STEPS
+    assert device.report(waits={COUNTS: counts} | messages(2, ranks=4)) == []
 
 
 def trained(rank, shape, dtype, fails):
     device, layers = as_process(rank, shape, dtype, fails)
     assert device.launches > 1000
-    return device.report(waits={COUNTS: layers * MICRO_BATCHES * STEPS})
+    by_host = messages(shape[0], ranks=1)
+    if fails:  # then the one after it is the first one too
+        assert all(device.waits[wait] > count for wait, count in by_host.items())
+        by_host = {wait: device.waits[wait] for wait in by_host}
+    return device.report(waits={COUNTS: layers * MICRO_BATCHES * STEPS} | by_host)
 
 
 @pytest.mark.parametrize("shape, dtype", [

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from inspect import Parameter, signature
 from itertools import chain, starmap
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -124,9 +125,10 @@ def split_batch(
     )
 
 
-def agree(told: Iterable[Sequence[Any]], *, first: int, last: int, spec: SideSpec) -> tuple[int, list[str]]:
+def agree(told: Iterable[Sequence[Any]], *, first: int, last: int, spec: SideSpec) -> tuple[int, list[str], int]:
     """What follows from the `StepArguments` of all ranks: how many micro-batches, the first ones, are larger than the
-    others, and the names of the side inputs. ValueError, with the same text on every rank, where they disagree.
+    others; the names of the side inputs; and a number for the kind of step, the same where all arguments and shapes
+    are. ValueError, with the same text on every rank, where they disagree.
 
     first, last: the ranks of the first and the last stage; spec: what the stages of all ranks take.
     """
@@ -152,7 +154,7 @@ def agree(told: Iterable[Sequence[Any]], *, first: int, last: int, spec: SideSpe
         if size not in (None, batch_size):
             raise ValueError(f"inputs have batch size {batch_size}, {what} {size}")
     assert batch_size is not None, "the rank of the first stage has inputs"
-    return batch_size % ranks[first].num_chunks, names
+    return batch_size % ranks[first].num_chunks, names, crc32(repr(ranks).encode())
 
 
 def _checked_side(side: Any) -> dict[str, Tensor]:

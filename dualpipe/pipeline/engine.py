@@ -66,6 +66,7 @@ class Pipeline(nn.Module):
         self.rank = members.index(process_group.rank()) if process_group else 0
         self.batch_dim, self._process_group = batch_dim, process_group
         self.weight_grad_store = WeightGradStore()
+        self._loaded = set[int]()  # the kinds of steps whose kernels are loaded
         given: Any = process_group if isinstance(process_group, P2PGroups) else None  # such as one of threads
         self._groups: P2PGroups = given or P2PGroups(process_group, members, self.rank)
         found = [m for m in modules if isinstance(m, nn.Module)] if isinstance(modules, Iterable) else []
@@ -147,8 +148,9 @@ class Pipeline(nn.Module):
             batch = split_batch(self._own, inputs, num_chunks, criterion, labels, return_outputs, sync, side)
             program = self._programs.program(batch.told.num_chunks, train=train)
             told.value = batch.told
-        num_larger, side_names = told.conclusion
-        messages = P2PMessages(self._groups, program, num_larger=num_larger, device=self.device)
+        num_larger, side_names, kind = told.conclusion
+        by_host = self.device.type != "cpu" and kind not in self._loaded
+        messages = P2PMessages(self._groups, program, num_larger=num_larger, device=self.device, by_host=by_host)
         parameters = ParametersStep(self._own.parameters, train=train, reduce=train and sync)
         executor = Executor(self._own, batch, side_names, program, messages, parameters, self.weight_grad_store)
         try:
@@ -157,6 +159,7 @@ class Pipeline(nn.Module):
         except BaseException:
             self._discard()
             raise
+        self._loaded.add(kind)
         return result
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:

@@ -5,6 +5,11 @@ a receive which is posted ahead never stands in front of anything else: with glo
 no tags and runs a communicator's operations one after the other, a communicator of its own. Headers go over gloo and
 never wait for the device.
 
+A kernel of NCCL keeps the device busy until its peer's has come, and to load a kernel the host waits for the whole
+device: where CUDA loads lazily, and for Triton's in any case. So two hosts could wait for each other's next launch for
+ever: behind a receive that is posted ahead, and as well behind a send of more than NCCL's buffers hold. Therefore the
+first step of a kind on a device, in which its kernels are loaded, sends by the host's memory, over gloo.
+
 A message is the tuple of tensors that crosses from one stage to the next (an activation, and the step's side inputs
 behind it) or back (a gradient). The first activation of each size class is preceded by a header with shapes and dtypes;
 later ones must match it, and the gradients follow from it. A rank that failed keeps sending and receiving to the end of
@@ -122,9 +127,12 @@ class P2PGroups:
         if self._size > 1:
             dist.all_reduce(torch.zeros(1, device=device), group=self._group)  # that of norms, likewise
 
-    def link(self, stream: Stream) -> Link:
-        """That of a stream that starts or ends at this rank."""
-        return self._links[stream]
+    def link(self, stream: Stream, *, by_host: bool = False) -> Link:
+        """That of a stream that starts or ends at this rank. by_host: for tensors in host memory, of any device."""
+        if not by_host:
+            return self._links[stream]
+        src, dst, kind = stream
+        return Link(self._control, self._peers[dst if self._rank == src else src], _TAGS[kind])
 
     def header(self, peer: int) -> Link:
         """The link for headers to or from `peer`."""
@@ -181,12 +189,19 @@ class Channel:
 
 
 class P2PMessages:
-    """One rank's messages of one step of `program`. The first `num_larger` micro-batches are larger than the others."""
+    """One rank's messages of one step of `program`. The first `num_larger` micro-batches are larger than the others.
 
-    def __init__(self, groups: P2PGroups, program: Program, *, num_larger: int, device: torch.device) -> None:
+    by_host: send by the host's memory, as the first step of its kind on a device must, on all ranks.
+    """
+
+    def __init__(
+        self, groups: P2PGroups, program: Program, *, num_larger: int, device: torch.device, by_host: bool
+    ) -> None:
         self._groups, self._num_larger, self._device = groups, num_larger, device
+        self._memory = torch.device("cpu") if by_host else device  # what is sent and received
         streams = (*program.incoming, *program.outgoing)
-        self._channels = {s: Channel(groups.link(s), iter(program.incoming.get(s, ()))) for s in streams}
+        links = {s: groups.link(s, by_host=by_host) for s in streams}
+        self._channels = {s: Channel(links[s], iter(program.incoming.get(s, ()))) for s in streams}
         # What crosses forward and back between two stages, agreed once a step for the micro-batches of one size: by the
         # second stage and whether they are larger. None: the sender failed before it knew.
         self._agreed: dict[tuple[int, bool], tuple[Metas, Metas] | None] = {}
@@ -217,6 +232,13 @@ class P2PMessages:
         for work in works:
             work.wait()
         self._post_next(channel)
+        if tensors is None:
+            return None
+        tensors = tuple([tensor.to(self._device) for tensor in tensors])
+        if message.kind == "F":
+            for tensor, meta in zip(tensors, self._metas(message) or ()):
+                if meta.requires_grad:
+                    tensor.requires_grad_()
         return tensors
 
     def send(self, message: Message, tensors: Sequence[Tensor] | None) -> None:
@@ -245,8 +267,8 @@ class P2PMessages:
             _wait(channel.in_flight.popleft())
         if tensors is None:
             metas = self._metas(message) or ()
-            tensors = [torch.zeros(m.shape, dtype=m.dtype, device=self._device) for m in metas]
-        buffers = [t.detach().contiguous().resolve_conj().resolve_neg() for t in tensors if t.numel()]
+            tensors = [torch.zeros(m.shape, dtype=m.dtype, device=self._memory) for m in metas]
+        buffers = [t.detach().contiguous().resolve_conj().resolve_neg().to(self._memory) for t in tensors if t.numel()]
         channel.done += 1  # not before: what could not be made is still to be sent
         channel.in_flight.append(works)
         works += [(channel.link.send(buffer), buffer) for buffer in buffers]
@@ -326,12 +348,8 @@ class P2PMessages:
         metas = self._metas(message)
         if metas is None:
             return
-        tensors = channel.tensors = tuple([torch.empty(m.shape, dtype=m.dtype, device=self._device) for m in metas])
+        tensors = channel.tensors = tuple([torch.empty(m.shape, dtype=m.dtype, device=self._memory) for m in metas])
         channel.works = [channel.link.receive(tensor) for tensor in tensors if tensor.numel()]
-        if message.kind == "F":
-            for tensor, meta in zip(tensors, metas):
-                if meta.requires_grad:
-                    tensor.requires_grad_()
 
 
 def _wait(works: list[tuple[Work, Tensor]]) -> None:

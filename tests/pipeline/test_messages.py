@@ -1,6 +1,7 @@
 """What crosses a boundary between stages: any tensors of any shapes, and no memory that stays."""
 
 import gc
+from functools import partial
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dualpipe import DualPipeV, Pipeline, WeightGradStore
+from dualpipe.pipeline import engine
 from dualpipe.ranks import gloo_beside
 from ranks import run_ranks
 from toys import Stage, gradient_error, make_stages, reference, relative_error, use_own_groups
@@ -52,18 +54,25 @@ class Many(nn.Module):
         return out, mask, ids, empty, half, scalar * self.scale, eight
 
 
-def many_tensors(rank, world, own_groups):
-    if own_groups:
+def many_tensors(rank, world, way):
+    if way == "own groups":
         use_own_groups()
+    if way == "by host":
+        engine.P2PMessages = partial(always_by_host, engine.P2PMessages)
     x, y = torch.randn(6, 8).double(), torch.randn(6, 8).double()
     loss = lambda out, mask, ids, empty, half, scalar, eight, y: F.mse_loss(out, y) + scalar.double() ** 2  # noqa: E731
     return run_v(rank, world, Many, (x,), y, 3, steps=2, criterion=loss)
 
 
-@pytest.mark.parametrize("own_groups", [False, True])
-def test_tuples_of_any_dtypes_with_tensors_that_need_no_gradient(own_groups):
+def always_by_host(messages, *args, by_host, **kwargs):
+    """As in the first step on a device."""
+    return messages(*args, by_host=True, **kwargs)
+
+
+@pytest.mark.parametrize("way", ["tags", "own groups", "by host"])
+def test_tuples_of_any_dtypes_with_tensors_that_need_no_gradient(way):
     # 1e-6: a float32 scalar is among what flows backward.
-    assert max(run_ranks(many_tensors, 2, 2, own_groups)) < 1e-6
+    assert max(run_ranks(many_tensors, 2, 2, way)) < 1e-6
 
 
 class Aliases(nn.Module):

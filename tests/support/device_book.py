@@ -7,7 +7,7 @@ import threading
 import time
 import weakref
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from itertools import count, islice
@@ -19,6 +19,8 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+
+from device_waits import Events, Trace
 
 CUDA = torch.device("cuda", 0)
 ROOT, SUPPORT = (f"{Path(__file__).parents[up]}/" for up in (2, 0))
@@ -48,27 +50,31 @@ class Timeline:
 
     def wait_event(self, event: Event) -> None:
         the_device().order(self, event.clock)
+        the_device().of_thread.trace.after(self.number, event.after)
 
     def wait_stream(self, stream: Timeline) -> None:
         self.wait_event(stream.record_event())
 
     def synchronize(self) -> None:
-        the_device().host_waits("Stream.synchronize", self.clock)
+        the_device().host_waits("Stream.synchronize", self.clock, the_device().of_thread.trace.event(self.number))
 
 
 class Event:
     """torch.cuda.Event. One that was never recorded is waited for by nobody, as there."""
+
+    after: Events = {}  # noqa: RUF012 (replaced, never changed)
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.clock, self._time = Clock(), 0.0
 
     def record(self, stream: Timeline | None = None) -> None:
         stream = stream or the_device().current_stream()
+        self.after = the_device().of_thread.trace.event(stream.number)
         the_device().order(stream, Clock())
         self.clock, self._time = stream.clock.copy(), time.perf_counter()
 
     def synchronize(self) -> None:
-        the_device().host_waits("Event.synchronize", self.clock)
+        the_device().host_waits("Event.synchronize", self.clock, self.after)
 
     def query(self) -> bool:
         """Whether this thread of the host has waited for it, or for what came after."""
@@ -115,6 +121,8 @@ class OfThread(threading.local):
 
     def __init__(self) -> None:
         self.host = Timeline(kind="host")
+        self.trace = Trace(threading.current_thread().name)
+        the_device().traces.append(self.trace)
 
 
 class Book:
@@ -128,6 +136,7 @@ class Book:
         self.faults: Counter[str] = Counter()
         self.waits: Counter[str] = Counter()
         self.lines: list[Timeline] = []
+        self.traces: list[Trace] = []  # of the threads of the host
         self.pinned: dict[int, Block] = {}  # by address: memory of the host that was registered
         self._lock = threading.RLock()
         self._blocks: dict[int, Block] = {}  # by storage
@@ -170,8 +179,11 @@ class Book:
         with self._lock:
             line.clock |= self.of_thread.host.clock | clock
 
-    def host_waits(self, what: str, clock: Clock) -> None:
+    def host_waits(self, what: str, clock: Clock, after: Events | None = None) -> None:
+        """For `clock`, which is after `after`; by default after all of the current stream."""
         self._bury()
+        trace = self.of_thread.trace
+        trace.host_waits(trace.event(self.current_stream().number) if after is None else after)
         with self._lock:
             if self.of_thread.watched:
                 self.waits[f"{what} in {where(1, '')}"] += 1
@@ -179,7 +191,8 @@ class Book:
 
     def synchronize(self, device: Any = None) -> None:
         """This thread waits, and will tell the others."""
-        self.host_waits("synchronize", Clock({line.number: line.clock[line.number] for line in self.lines}))
+        clock = Clock({line.number: line.clock[line.number] for line in self.lines})
+        self.host_waits("synchronize", clock, self.of_thread.trace.everything())
         for line in self.lines:
             line.clock |= self.of_thread.host.clock
 
@@ -277,9 +290,17 @@ class Book:
                 kept.append(old)
         block.accesses = [*kept, new]
 
-    def launch(self, name: str, reads: list[Tensor], writes: list[Tensor], line: Timeline | None = None) -> Clock:
-        """Give an operator to a timeline, by default the current stream; returns what comes after it."""
+    def launch(
+        self, name: str, reads: list[Tensor], writes: list[Tensor], line: Timeline | None = None,
+        communicator: tuple[Hashable, int] | None = None,
+    ) -> Clock:
+        """Give an operator, or a kernel of NCCL on a communicator of so many ranks, to a timeline, by default the
+        current stream; returns what comes after it."""
         line = line or self.current_stream()
+        if communicator is not None:
+            self.of_thread.trace.launch(line.number, name, *communicator)
+        elif line is not self.of_thread.host and (reads or writes):  # else it is memory that is made
+            self.of_thread.trace.launch(line.number, " ".join((name, *(str(t.dtype) for t in (*reads, *writes)))))
         with self._lock:
             self.order(line, Clock({line.number: line.clock[line.number] + 1}))
             self.launches += 1
@@ -294,7 +315,8 @@ class Book:
 def _label(code: CodeType) -> str:
     """The name of a function of the project or of its tests."""
     ours = code.co_filename.startswith(ROOT) and not code.co_filename.startswith(PASSED_BY)
-    return f"{code.co_filename.removeprefix(ROOT)}: {code.co_qualname}" if ours else ""
+    name = code.co_qualname.removesuffix(".<locals>.<listcomp>")  # which is a function until Python 3.12
+    return f"{code.co_filename.removeprefix(ROOT)}: {name}" if ours else ""
 
 
 def where(most: int = 3, line: str = ", line {}") -> str:

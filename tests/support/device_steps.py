@@ -8,15 +8,22 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import islice
 from pathlib import Path
+from traceback import walk_stack
+from typing import Any
 from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import threads
+from device_book import the_device
+from device_waits import Meet
 from dualpipe import Communicate, Compute, Pipeline, cli
 from dualpipe.models import Qwen3MoeConfig, build_stages
 from dualpipe.models.stages import Recompute
@@ -30,8 +37,8 @@ from dualpipe.train.optimizer import Optimizer
 from pretend_cuda import PretendCuda, pretend_cuda
 from pretend_nccl import pretend_nccl
 from run_files import write_files
-from threads import Rank, run_threads
-from toys import stages_of_rank
+from threads import Rank, Side, ThreadAllToAll, Transfer, Works, World, run_threads
+from toys import num_stages, stages_of_rank
 
 MICRO_BATCHES, ROWS, WIDTH, STEPS = 4, 2, 8, 2
 CUDA = torch.device("cuda", 0)
@@ -52,14 +59,63 @@ def watched_steps(strict: bool = True) -> Iterator[PretendCuda]:
     with pretend_cuda(strict) as device:
 
         def watched(*args, **kwargs):
+            trace = device.of_thread.trace
             with device.watched():
-                return step(*args, **kwargs)
+                result = step(*args, **kwargs)
+            trace.ends.append(len(trace.steps))
+            return result
 
         with mock.patch.object(Pipeline, "step", watched):
             yield device
 
 
 # -- ranks as threads
+
+
+@contextmanager
+def booked_transfers() -> Iterator[None]:
+    """Have the traces hold what ranks that are threads exchange as NCCL, and for the host gloo, would do it."""
+    post, start, wait, spoil = World.post, ThreadAllToAll.start, Transfer.wait, threads._spoil
+
+    def booked_post(world: World, kind: str, key: tuple, side: Side, role: str) -> Transfer:
+        device, name = the_device(), "send" if role == "send" else "recv"
+        trace, on_device = device.of_thread.trace, device.kind(side.tensor) == "device"
+        booked = (trace.communicate(name, key, 2, current=device.current_stream().number) if on_device
+                  else trace.meet(key, name))
+        with trace.paused():
+            transfer = post(world, kind, key, side, role)
+        vars(transfer).setdefault("booked", {})[trace] = booked
+        return transfer
+
+    def booked_start(all_to_all: ThreadAllToAll, *tensors_and_rows: Any) -> Works:
+        device = the_device()
+        trace, current = device.of_thread.trace, device.current_stream().number
+        name = " < ".join(frame.f_code.co_qualname for frame, _ in islice(walk_stack(sys._getframe(1)), 5))
+        booked = trace.communicate(name, all_to_all._name, all_to_all.size, current=current)
+        with trace.paused():
+            works = start(all_to_all, *tensors_and_rows)
+        works._transfers[0].booked[trace] = booked
+        return works
+
+    def booked_wait(transfer: Transfer) -> bool:
+        device = the_device()
+        trace = device.of_thread.trace
+        with trace.paused():
+            wait(transfer)
+        booked = transfer.booked[trace]
+        if isinstance(booked, Meet):
+            trace.wait_for(booked)
+        else:
+            trace.after(device.current_stream().number, booked)
+        return True
+
+    def unbooked_spoil(tensor: Tensor) -> None:
+        with the_device().of_thread.trace.paused():
+            spoil(tensor)
+
+    with (mock.patch.object(World, "post", booked_post), mock.patch.object(ThreadAllToAll, "start", booked_start),
+          mock.patch.object(Transfer, "wait", booked_wait), mock.patch.object(threads, "_spoil", unbooked_spoil)):
+        yield
 
 
 class Exchange:
@@ -125,22 +181,27 @@ def qwen(count: int) -> list[nn.Module]:
     return stages
 
 
-def by_threads(make: Callable[[int], list[nn.Module]], pp: int, ep: int, overlap: bool = True,
-               recompute: Sequence[str] = (), *, plant: Plant = nullcontext) -> PretendCuda:
+def by_threads(
+    make: Callable[[int], list[nn.Module]], pp: int, ep: int, overlap: bool = True, recompute: Sequence[str] = (), *,
+    schedule: str = "dualpipev", plant: Plant = nullcontext,
+) -> PretendCuda:
     """Two steps of pp x ep ranks with the stages that `make(count)` returns, and an update of the parameters."""
-    with watched_steps() as device, plant():
-        run_threads(_thread, pp * ep, make, pp, ep, overlap, recompute, device="cuda")
+    with watched_steps() as device, booked_transfers(), plant():
+        run_threads(_thread, pp * ep, make, pp, ep, overlap, recompute, schedule, device="cuda")
+    device.traces = [trace for trace in device.traces if trace.ends]  # without that of this thread
     return device
 
 
-def _thread(rank: Rank, make, pp: int, ep: int, overlap: bool, recompute: Sequence[str]) -> None:
+def _thread(rank: Rank, make, pp: int, ep: int, overlap: bool, recompute: Sequence[str], schedule: str) -> None:
     mine, replica = divmod(rank.number, ep)
+    the_device().of_thread.trace.name = f"rank {rank.number}"
     all_to_all = rank.all_to_all(f"ep of {mine}", [mine * ep + e for e in range(ep)])
-    stages = [make(2 * pp)[number].to(rank.device) for number in stages_of_rank("dualpipev", pp, mine)]
+    stages = make(num_stages(schedule, pp))
+    stages = [stages[number].to(rank.device) for number in stages_of_rank(schedule, pp, mine)]
     for stage in stages:
         _connect(stage, all_to_all, recompute)
     group = rank.group(f"pp of {replica}", [p * ep + replica for p in range(pp)])
-    pipe = Pipeline(stages, process_group=group, schedule="dualpipev", overlap=overlap)
+    pipe = Pipeline(stages, process_group=group, schedule=schedule, overlap=overlap)
     if make is qwen:
         rows, criterion = torch.randint(CONFIG.vocab_size, (ROWS * MICRO_BATCHES, 9)), micro_batch_loss(MICRO_BATCHES)
         x, y = rows[:, :-1].to(rank.device), rows[:, 1:].contiguous().to(rank.device)
@@ -176,6 +237,7 @@ def as_process(rank: int, shape: tuple[int, int, int], dtype: torch.dtype = torc
     fails: rank 0 fails in its first step, all ranks with it. narrow: parameters are stored in `dtype`.
     """
     with watched_steps(strict) as device, pretend_nccl(device), plant():
+        device.of_thread.trace.name = f"rank {rank}"
         mesh = build_mesh(*shape, CUDA)
         schedule = build("dualpipev", shape[0], MICRO_BATCHES)
         model = build_model(CONFIG, schedule, mesh["pp"].get_local_rank(), seed=0, dtype=dtype, device=CUDA, mesh=mesh,

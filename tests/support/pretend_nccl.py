@@ -25,12 +25,25 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from device_book import Event, Timeline
+from device_waits import Meet, Trace
 from pretend_cuda import PretendCuda
 
 OPERATIONS = (  # what they write comes first, then what they read, if it is something else
     "send", "recv", "allreduce", "broadcast", "reduce", "all_gather_single", "reduce_scatter_single",
     "all_to_all_single", "_allgather_base", "_reduce_scatter_base", "alltoall_base",  # the last three until torch 2.12
 )
+
+
+class HostWork(torch._C._distributed_c10d.Work):
+    """Of a message between hosts."""
+
+    def __init__(self, trace: Trace, inner: dist.Work, meet: Meet) -> None:
+        super().__init__()
+        self._trace, self._inner, self._meet = trace, inner, meet
+
+    def wait(self, timeout: Any = None) -> bool:
+        self._trace.wait_for(self._meet)
+        return self._inner.wait()
 
 
 class Work(torch._C._distributed_c10d.Work):  # FSDP2 asks for the type
@@ -55,13 +68,21 @@ def pretend_nccl(device: PretendCuda) -> Iterator[None]:
 
     def ordered(name: str, real: Callable[..., dist.Work], group: ProcessGroup, *args: Any) -> dist.Work:
         first, second = ([t for t in tree_leaves(arg) if isinstance(t, Tensor)] for arg in args[:2])
+        name_of_group = *dist.get_process_group_ranks(group), group.group_name
         if all(device.kind(tensor) != "device" for tensor in first + second):
-            return real(group, *args)
+            inner = real(group, *args)
+            if name not in ("send", "recv"):
+                return inner
+            _, peer, tag = args
+            ends = (group.rank(), peer) if name == "send" else (peer, group.rank())
+            trace = device.of_thread.trace
+            return HostWork(trace, inner, trace.meet((name_of_group, *ends, tag), name))
         stream = current = device.current_stream()
         if getattr(args[-1], "asyncOp", True):
             stream = streams[group]
             stream.wait_stream(current)
-        device.launch(name, second or first, [] if name == "send" else first, stream)
+        communicator = name_of_group, group.size()
+        device.launch(name, second or first, [] if name == "send" else first, stream, communicator)
         with torch._C.DisableTorchFunction(), _disable_current_modes():
             inner = real(group, *args)
         works.append(Work(device, inner, stream.record_event(), first + second))

@@ -213,7 +213,7 @@ class Group(P2PGroups):
     def connect(self, placement: Any, device: torch.device) -> None:
         """Links need no preparation."""
 
-    def link(self, stream: tuple[int, int, str]) -> Link:
+    def link(self, stream: tuple[int, int, str], *, by_host: bool = False) -> Link:
         src, dst, kind = stream
         return Link(self._between(kind), dst if src == self.rank() else src)
 
