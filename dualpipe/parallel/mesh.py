@@ -3,7 +3,7 @@
 Dimensions are ("pp", "dp", "ep"), outermost first: the ranks of an expert-parallel group, which talk most, are next to
 each other; those of a pipeline, which talk least, furthest apart. Example: 8 ranks as pp 2, dp 2, ep 2: ranks 0 and 1
 share the experts of a stage, ranks 0 to 3 hold the same stages, ranks 0 and 4 are one pipeline. To add a dimension is
-to name it in `DIMENSIONS`, at its place, and to give its size to `build_mesh`.
+to name it in `TRAFFIC`, at its place, and to give its size to `build_mesh`.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from dualpipe.device import EXPERTS as EXPERT_ROWS
 from dualpipe.device import LINK, SHARDS, one_queue
 from dualpipe.ranks import backends, create_groups, timeout_of
 
-DIMENSIONS = ("pp", "dp", "ep")
+TRAFFIC = {"pp": LINK, "dp": SHARDS, "ep": EXPERT_ROWS}  # what goes between the ranks along a dimension
+DIMENSIONS = tuple(TRAFFIC)
 DENSE = DIMENSIONS[1:]  # the ranks of these have the same stages, and each has data of its own
 EXPERTS = tuple(name for name in DENSE if name != "ep")  # the ranks of these have the same experts
-_DENSE_MESH = "dualpipe_dense"  # attribute of a mesh from `build_mesh`: the ranks of DENSE as one dimension
+_PARTS = "dualpipe_parts"  # attribute of a mesh from `build_mesh`: several dimensions as one, by their names
 
 
 @dataclass(frozen=True)
@@ -96,8 +97,8 @@ class Mesh:
         names = tuple(name for name in dimensions if name in (self.device_mesh.mesh_dim_names or ()))
         if len(names) <= 1:
             return self.device_mesh[names[0]] if names else None
-        if names == DENSE and hasattr(self.device_mesh, _DENSE_MESH):
-            return getattr(self.device_mesh, _DENSE_MESH)
+        if (part := getattr(self.device_mesh, _PARTS, {}).get(names)) is not None:
+            return part
         return self.device_mesh[names]._flatten("_".join(names))  # torch keeps it: made once, found again by its name
 
     def group(self, *dimensions: str) -> dist.ProcessGroup | None:
@@ -128,11 +129,15 @@ def build_mesh(
         index = tuple(slice(None) if name in dimensions else place for name, place in here.items())
         return numbers[index].flatten().tolist()
 
-    wanted = [(along("pp"), LINK), (along("dp"), SHARDS), (along("ep"), EXPERT_ROWS), (along(*DENSE), SHARDS)]
+    several = [names for names in dict.fromkeys((DENSE, EXPERTS)) if len(names) > 1]
+    wanted = [(along(name), traffic) for name, traffic in TRAFFIC.items()]
+    wanted += [(along(*names), SHARDS) for names in several]
     groups = create_groups(wanted, beside=world, timeout=timeout or timeout_of(world))
-    *dimensions, dense = groups
-    device_mesh = DeviceMesh.from_group(dimensions, device.type, mesh=numbers, mesh_dim_names=DIMENSIONS)
-    setattr(device_mesh, _DENSE_MESH, DeviceMesh.from_group(dense, device.type, mesh_dim_names=("_".join(DENSE),)))
+    each = groups[: len(TRAFFIC)]
+    device_mesh = DeviceMesh.from_group(each, device.type, mesh=numbers, mesh_dim_names=DIMENSIONS)
+    parts = {names: DeviceMesh.from_group(group, device.type, mesh_dim_names=("_".join(names),))
+             for names, group in zip(several, groups[len(TRAFFIC):])}
+    setattr(device_mesh, _PARTS, parts)
     if "cpu" in backends(world):
         dist.all_reduce(torch.zeros(1, device="cpu"))  # who is missing here would be waited for without end below
     for group in (world, *groups):

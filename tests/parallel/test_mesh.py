@@ -196,6 +196,16 @@ def test_ranks_outside_take_no_part_beside_a_group_that_is_bound_to_a_device():
         assert all(group.bound_device_id is None for name, group in found.items() if name != "all ranks")
 
 
+def test_one_hardware_queue_for_all_streams_is_warned_of(monkeypatch):
+    for connections in ("1", "32"):
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", connections)
+        with pretend_cuda(strict=False), lone_rank(0, 2), warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            build_mesh(1, 1, 2, torch.device("cuda", 0))
+        assert ["DEVICE_MAX_CONNECTIONS=1: all streams" in str(each.message) for each in caught] == [True] * (
+            connections == "1")
+
+
 def one_fails(rank, at):
     """Rank 1 fails in the middle of the construction; what the others then do on the device, and for how long."""
     seconds, cuda, on_device = timedelta(seconds=4), torch.device("cuda", 0), []
