@@ -179,8 +179,8 @@ def set_environment() -> None:
     """Set what CUDA and torch's allocator read once, when they start, unless the user has.
 
     Hardware queues: a rank has some 20 streams, and of two that share a queue (8 by default) one waits for the other.
-    Kernels are loaded at the start and memory grows in place: to load one at its first launch, or to free memory, waits
-    for all that the device does, also for a message whose sender waits for this rank.
+    torch's kernels are loaded at the start (Triton's are not), and memory grows in place: to load one at its first
+    launch, or to free memory, waits for all that the device does, also for a message whose sender waits for this rank.
     """
     os.environ.setdefault(_CONNECTIONS, "32")
     os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")

@@ -143,8 +143,9 @@ def build_mesh(
     for group in (world, *groups):
         if group.size() > 1:
             dist.all_reduce(torch.zeros(1, device=device), group=group)
-    rows = torch.zeros(sizes["ep"], device=device)  # NCCL connects pairs of ranks on their first all-to-all
-    dist.all_to_all_single(torch.empty_like(rows), rows, group=device_mesh.get_group("ep"))
+    if sizes["ep"] > 1:  # NCCL connects pairs of ranks on their first all-to-all
+        rows = torch.zeros(sizes["ep"], device=device)
+        dist.all_to_all_single(torch.empty_like(rows), rows, group=device_mesh.get_group("ep"))
     return device_mesh
 
 
