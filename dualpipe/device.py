@@ -10,8 +10,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 Stream = torch.cuda.Stream
@@ -25,6 +28,25 @@ _PEAKS = {
     ("H100", "PCIe"): 756, ("H100", "NVL"): 835, ("H100",): 989, ("H800", "PCIe"): 756, ("H800",): 989,
     ("A100",): 312, ("A800",): 312, ("L40S",): 362, ("A10",): 125, ("L4",): 121,
 }
+
+_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+
+
+class Traffic(NamedTuple):
+    """What a communicator of NCCL is for. ctas: at most so many blocks in its kernels, of which each has a
+    multiprocessor for itself as long as it waits; urgent: they are given one before the blocks of other kernels."""
+
+    ctas: int
+    urgent: bool
+
+
+# A communicator runs one kernel at a time, and any may wait for its peer: all of them together must fit the device, and
+# leave most of it to computing. NCCL by itself takes a block for each 10 GB/s of NVLink, 32 on an H100.
+LINK = Traffic(4, urgent=True)  # between two stages, one direction; and what little all ranks of a pipeline exchange
+TOTALS = Traffic(4, urgent=False)  # what little all ranks exchange
+EXPERTS = Traffic(16, urgent=True)  # rows to experts and back
+SHARDS = Traffic(16, urgent=False)  # parameters and gradients of FSDP2
+MOST_LINKS = 8  # of a rank in the middle of a V: to and from both neighbours, activations and gradients
 
 
 def count() -> int:
@@ -44,8 +66,8 @@ def select(device: torch.device) -> None:
 
 
 def new_stream(device: torch.device) -> Stream | None:
-    """A stream beside the computing one; None on the CPU."""
-    return torch.cuda.Stream(device) if device.type == "cuda" else None
+    """A stream beside the computing one, whose kernels start before those that wait there; None on the CPU."""
+    return torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
 
 def record(device: torch.device, *, timed: bool = False) -> Event | None:
@@ -164,6 +186,45 @@ def properties(index: int) -> torch.cuda._CudaDeviceProperties:
 def reaches(first: int, second: int) -> bool:
     """Whether a device can read another one's memory."""
     return torch.cuda.can_device_access_peer(first, second)
+
+
+def set_environment() -> None:
+    """Set what CUDA and torch's allocator read once, when they start, unless the user has.
+
+    Hardware queues: a rank has some 20 streams, and of two that share a queue (8 by default) one waits for the other.
+    torch's kernels are loaded at the start (Triton's are not), and memory grows in place: to load one at its first
+    launch, or to free memory, waits for all that the device does, also for a message whose sender waits for this rank.
+    """
+    os.environ.setdefault(_CONNECTIONS, "32")
+    os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+
+
+def one_queue() -> str | None:
+    """What is wrong where all streams share one hardware queue; None where they do not."""
+    if os.environ.get(_CONNECTIONS) != "1":
+        return None
+    return (f"{_CONNECTIONS}=1: all streams share one queue, so that nothing overlaps, and a message that is waited "
+            "for can hold up the work that it waits for; set it to 32")
+
+
+def nccl_options(traffic: Traffic, timeout: timedelta) -> dist.ProcessGroupNCCL.Options:
+    """Options for one process group: torch writes the group's name and ranks into them."""
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=traffic.urgent)
+    options.config.max_ctas, options._timeout = traffic.ctas, timeout
+    return options
+
+
+def waiting_blocks(links: int = MOST_LINKS) -> int:
+    """How many blocks of NCCL's kernels can wait at once on a rank with so many links.
+
+    There is a communicator for each, and one for "pp", "ep", "dp", "dp" with "ep", and all ranks. NCCL_MAX_CTAS
+    replaces our limits, NCCL_MAX_NCHANNELS lowers them.
+    """
+    instead, most = (os.environ.get(f"NCCL_MAX_{name}") for name in ("CTAS", "NCHANNELS"))
+    wanted = (int(instead or traffic.ctas) for traffic in (*[LINK] * links, LINK, EXPERTS, SHARDS, SHARDS, TOTALS))
+    return sum(min(blocks, int(most or blocks)) for blocks in wanted)
 
 
 def nccl_version() -> tuple[int, ...]:

@@ -75,6 +75,8 @@ def examine() -> Iterator[Finding]:
     used = "Triton's kernels and --train.compile" if count else "--train.compile"
     yield ("ok", f"C compiler {compiler}") if compiler else ("missing", f"C compiler: no {used}; set CC")
     yield _gloo()
+    if wrong := cuda.one_queue():
+        yield "missing", wrong
     if count > 1:
         yield from _links(count)
 
@@ -107,6 +109,10 @@ def _links(count: int) -> Iterator[Finding]:
 
     if torch.distributed.is_nccl_available():
         yield "ok", f"NCCL {'.'.join(map(str, cuda.nccl_version()))}"
+        blocks, room = cuda.waiting_blocks(), cuda.properties(0).multi_processor_count
+        text = f"NCCL's kernels, where all wait at once: up to {blocks} blocks on {room} multiprocessors"
+        yield ("ok", text) if blocks < room else ("missing", f"{text}; they can wait for each other: set "
+                                                  "NCCL_MAX_NCHANNELS=8 for all ranks")
     else:
         yield "error", "NCCL: this build of torch has none; GPUs cannot train together"
     apart = [f"cuda:{a} to {b}" for a, b in permutations(range(count), 2) if not cuda.reaches(a, b)]

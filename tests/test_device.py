@@ -1,10 +1,13 @@
 """What dualpipe/device.py asks of torch beside streams, which are for test_pretend_cuda.py."""
 
 import os
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 
+from dualpipe import device
 from dualpipe.device import deterministic
 
 
@@ -35,3 +38,38 @@ def test_what_cannot_be_deterministic_raises_and_all_is_reset(environment, warns
         assert (os.environ["CUBLAS_WORKSPACE_CONFIG"], os.environ["NCCL_ALGO"]) == (":4096:8", "Ring")
         write_twice()
     assert modes() == before
+
+
+READ_AT_START = ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+OURS = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER",
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+
+
+@pytest.mark.parametrize("users", [
+    {}, {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "CUDA_MODULE_LOADING": "LAZY", "PYTORCH_ALLOC_CONF": "backend:native"},
+    {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"},
+])
+def test_what_is_read_at_the_start_is_set_unless_the_user_has(monkeypatch, users):
+    monkeypatch.setattr(os, "environ", dict(users))
+    device.set_environment()
+    expected = OURS | users
+    if "PYTORCH_CUDA_ALLOC_CONF" in users:
+        del expected["PYTORCH_ALLOC_CONF"]  # torch would read one of the two, by version
+    assert {name: os.environ[name] for name in READ_AT_START if name in os.environ} == expected
+    assert (device.one_queue() is None) == (expected["CUDA_DEVICE_MAX_CONNECTIONS"] == "32")
+
+
+def test_blocks_that_can_wait_at_once(monkeypatch):
+    monkeypatch.setattr(os, "environ", {})
+    assert device.waiting_blocks() == 8 * 4 + 4 + 16 + 16 + 16 + 4 == 88 < 108, "multiprocessors of an A100"
+    assert device.waiting_blocks(links=4) == 72
+    monkeypatch.setitem(os.environ, "NCCL_MAX_NCHANNELS", "8")
+    assert device.waiting_blocks() == 8 * 4 + 4 + 8 + 8 + 8 + 4
+    monkeypatch.setattr(os, "environ", {"NCCL_MAX_CTAS": "32"})
+    assert device.waiting_blocks() == 13 * 32
+
+
+def test_the_stream_beside_goes_first():
+    with mock.patch.object(torch.cuda, "Stream", lambda *args, **options: SimpleNamespace(**options)):
+        assert device.new_stream(torch.device("cuda", 0)).priority == -1
+    assert device.new_stream(torch.device("cpu")) is None

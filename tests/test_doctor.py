@@ -11,7 +11,7 @@ import torch
 
 from dualpipe import cli, doctor
 
-H200 = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, total_memory=141 * 2**30)
+H200 = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, total_memory=141 * 2**30, multi_processor_count=132)
 NVLINK = """printf '\\033[4m\\tGPU0\\tGPU1\\tNIC0\\tCPU Affinity\\033[0m\\n'
 printf 'GPU0\\t X \\tNV18\\tPIX\\t0-47\\nGPU1\\tNV18\\t X \\tSYS\\t48-95\\nNIC0\\tPIX\\tSYS\\t X \\n\\nLegend:\\n'"""
 
@@ -47,10 +47,22 @@ def test_two_devices(two_devices, monkeypatch, capsys):
     found = says(capsys)
     assert found["error"] == []
     for text in ("cuda:0 NVIDIA H200, sm_90, 141 GiB", "cuda:1 NVIDIA H200, sm_90, 141 GiB", "NCCL 2.28.3",
+                 "NCCL's kernels, where all wait at once: up to 88 blocks on 132 multiprocessors",
                  "peer access between all 2 devices", "NVLink between all devices (NV18)",
                  "gloo on lo (GLOO_SOCKET_IFNAME)", f"torch {torch.__version__}"):
         assert text in found["ok"], text
     assert not any("NVLink" in text or "CUDA" in text for text in found["missing"])
+
+
+def test_blocks_that_do_not_fit_and_streams_that_share_a_queue(two_devices, monkeypatch, capsys):
+    h20 = SimpleNamespace(**vars(H200) | {"name": "NVIDIA H20", "multi_processor_count": 78})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: h20)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    said = "\n".join(says(capsys)["missing"])
+    assert "up to 88 blocks on 78 multiprocessors; they can wait for each other: set NCCL_MAX_NCHANNELS=8" in said
+    assert "CUDA_DEVICE_MAX_CONNECTIONS=1: all streams share one queue" in said
+    monkeypatch.setenv("NCCL_MAX_NCHANNELS", "8")
+    assert any("up to 64 blocks on 78" in text for text in says(capsys)["ok"])
 
 
 def test_what_two_devices_can_miss(two_devices, monkeypatch, tmp_path, capsys):

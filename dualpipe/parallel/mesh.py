@@ -3,11 +3,12 @@
 Dimensions are ("pp", "dp", "ep"), outermost first: the ranks of an expert-parallel group, which talk most, are next to
 each other; those of a pipeline, which talk least, furthest apart. Example: 8 ranks as pp 2, dp 2, ep 2: ranks 0 and 1
 share the experts of a stage, ranks 0 to 3 hold the same stages, ranks 0 and 4 are one pipeline. To add a dimension is
-to name it in `DIMENSIONS`, at its place, and to give its size to `build_mesh`.
+to name it in `TRAFFIC`, at its place, and to give its size to `build_mesh`.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,13 +16,17 @@ from math import prod
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
-from dualpipe.ranks import set_timeout
+from dualpipe.device import EXPERTS as EXPERT_ROWS
+from dualpipe.device import LINK, SHARDS, one_queue
+from dualpipe.ranks import backends, create_groups, timeout_of
 
-DIMENSIONS = ("pp", "dp", "ep")
+TRAFFIC = {"pp": LINK, "dp": SHARDS, "ep": EXPERT_ROWS}  # what goes between the ranks along a dimension
+DIMENSIONS = tuple(TRAFFIC)
 DENSE = DIMENSIONS[1:]  # the ranks of these have the same stages, and each has data of its own
 EXPERTS = tuple(name for name in DENSE if name != "ep")  # the ranks of these have the same experts
+_PARTS = "dualpipe_parts"  # attribute of a mesh from `build_mesh`: several dimensions as one, by their names
 
 
 @dataclass(frozen=True)
@@ -92,6 +97,8 @@ class Mesh:
         names = tuple(name for name in dimensions if name in (self.device_mesh.mesh_dim_names or ()))
         if len(names) <= 1:
             return self.device_mesh[names[0]] if names else None
+        if (part := getattr(self.device_mesh, _PARTS, {}).get(names)) is not None:
+            return part
         return self.device_mesh[names]._flatten("_".join(names))  # torch keeps it: made once, found again by its name
 
     def group(self, *dimensions: str) -> dist.ProcessGroup | None:
@@ -103,23 +110,42 @@ class Mesh:
 def build_mesh(
     pp: int, dp: int | None, ep: int, device: torch.device, *, timeout: timedelta | None = None
 ) -> DeviceMesh:
-    """The mesh over all ranks of the default process group, each of its groups used once: a communicator that is made
-    in the middle of a step, in another order on each rank, can deadlock.
+    """The mesh over all ranks of the default process group. Each dimension has groups of its own, and so have dp and ep
+    together: with NCCL what shares a communicator waits for one another, and so does what shares its stream.
 
-    `dp` None: what pp and ep leave. `timeout`: after which a rank gives up waiting for another; that of the default
-    group is not inherited. Raises ValueError, with the sizes that are possible, unless pp * dp * ep is all ranks.
+    Each group is used once: a communicator that is made in the middle of a step, in another order on each rank, can
+    deadlock. `dp` None: what pp and ep leave. `timeout`: after which a rank gives up waiting for another (default: as
+    in the default group). Raises ValueError, with the sizes that are possible, unless pp * dp * ep is all ranks.
     """
-    sizes = mesh_sizes(dist.get_world_size(), pp=pp, dp=dp, ep=ep)
-    device_mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    mesh = Mesh.of(device_mesh)
-    for dimensions in dict.fromkeys([*((name,) for name in DIMENSIONS), DENSE, EXPERTS]):
-        group = mesh.group(*dimensions)
-        assert group is not None
-        if timeout is not None:
-            set_timeout(group, timeout)
-        dist.all_reduce(torch.zeros(1, device=device), group=group)
-    rows = torch.zeros(sizes["ep"], device=device)  # NCCL connects pairs of ranks on their first all-to-all
-    dist.all_to_all_single(torch.empty_like(rows), rows, group=mesh.group("ep"))
+    world = dist.group.WORLD
+    assert world is not None
+    sizes = mesh_sizes(world.size(), pp=pp, dp=dp, ep=ep)
+    if device.type == "cuda" and (wrong := one_queue()):
+        warnings.warn(wrong, stacklevel=2)
+    numbers = torch.arange(world.size(), device="cpu").view(*sizes.values())
+    here = dict(zip(sizes, (numbers == world.rank()).nonzero()[0].tolist()))
+
+    def along(*dimensions: str) -> list[int]:
+        index = tuple(slice(None) if name in dimensions else place for name, place in here.items())
+        return numbers[index].flatten().tolist()
+
+    several = [names for names in dict.fromkeys((DENSE, EXPERTS)) if len(names) > 1]
+    wanted = [(along(name), traffic) for name, traffic in TRAFFIC.items()]
+    wanted += [(along(*names), SHARDS) for names in several]
+    groups = create_groups(wanted, beside=world, timeout=timeout or timeout_of(world))
+    each = groups[: len(TRAFFIC)]
+    device_mesh = DeviceMesh.from_group(each, device.type, mesh=numbers, mesh_dim_names=DIMENSIONS)
+    parts = {names: DeviceMesh.from_group(group, device.type, mesh_dim_names=("_".join(names),))
+             for names, group in zip(several, groups[len(TRAFFIC):])}
+    setattr(device_mesh, _PARTS, parts)
+    if "cpu" in backends(world):
+        dist.all_reduce(torch.zeros(1, device="cpu"))  # who is missing here would be waited for without end below
+    for group in (world, *groups):
+        if group.size() > 1:
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
+    if sizes["ep"] > 1:  # NCCL connects pairs of ranks on their first all-to-all
+        rows = torch.zeros(sizes["ep"], device=device)
+        dist.all_to_all_single(torch.empty_like(rows), rows, group=device_mesh.get_group("ep"))
     return device_mesh
 
 

@@ -22,8 +22,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +33,16 @@ from torch.distributed import ProcessGroup, Work
 from dualpipe import device as devices
 from dualpipe.dtypes import dtype_of, long_name
 from dualpipe.pipeline.lower import Instruction, Program
-from dualpipe.ranks import RankSync, backends, empty_record, pack_record, timeout_of, unpack_record
+from dualpipe.ranks import (
+    RankSync,
+    backends,
+    create_groups,
+    empty_record,
+    gloo_beside,
+    pack_record,
+    timeout_of,
+    unpack_record,
+)
 from dualpipe.schedule.messages import Message, Stream
 
 SENDS_IN_FLIGHT = 2  # messages per link whose buffers are kept; the one before them is waited for
@@ -65,8 +73,7 @@ class P2PGroups:
     """The connections of one pipeline rank.
 
     `members[r]` is the rank inside `group` of pipeline rank r. Where `group` cannot carry host tensors (NCCL alone) a
-    gloo group is created beside it. Creating groups is collective over the default group, so there all of its ranks
-    must build their pipelines at the same time.
+    gloo group is created beside it. No rank of another pipeline takes part in any of this.
     """
 
     def __init__(self, group: ProcessGroup | None, members: Sequence[int], rank: int) -> None:
@@ -79,8 +86,7 @@ class P2PGroups:
         self._global = tuple(dist.get_global_rank(group, member) for member in members)
         self._backends = backends(group)
         if "cpu" not in self._backends:
-            key = (self._global, "control")
-            self._control = create_groups([key], backend="gloo", timeout=timeout_of(group))[key]
+            self._control = gloo_beside(group)
         self._peers = [dist.get_group_rank(self._control, g) for g in self._global]
 
     def sync(self, replicas: Iterable[ProcessGroup]) -> RankSync:
@@ -108,20 +114,23 @@ class P2PGroups:
         """
         own_groups = device.type != "cpu" if own_groups is None else own_groups
         boundaries = [(a, b) for a, b in pairwise(placement) if a != b]
-        streams = sorted({stream for a, b in boundaries for stream in ((a, b, "F"), (b, a, "B"))})
-        purposes = {(src, dst, kind): ((self._global[src], self._global[dst]), kind) for src, dst, kind in streams}
-        groups = {}
-        if own_groups and self._size > 1:
-            backend, timeout = self._backends[device.type], timeout_of(self._group)
-            groups = create_groups(list(purposes.values()), backend=backend, timeout=timeout)
-        for stream, purpose in purposes.items():
-            src, dst, kind = stream
-            if self._rank not in (src, dst):
+        rounds = in_rounds(sorted({stream for a, b in boundaries for stream in ((a, b, "F"), (b, a, "B"))}))
+        mine = [each.get(self._rank) for each in rounds]
+        groups = [self._group] * len(mine)
+        if own_groups and mine:
+            ends = [(self._rank,) if stream is None else stream[:2] for stream in mine]
+            wanted = [([self._global[rank] for rank in ranks], devices.LINK) for ranks in ends]
+            groups = create_groups(
+                wanted, beside=self._control, timeout=timeout_of(self._group), backend=self._backends[device.type]
+            )
+            dist.all_reduce(torch.zeros(1, device="cpu"), group=self._control)  # NCCL would wait for ever for who fails
+        for stream, group in zip(mine, groups):
+            if stream is None:
                 continue
-            group, tag = (groups[purpose], 0) if own_groups else (self._group, _TAGS[kind])
+            src, dst, kind = stream
             peer = dist.get_group_rank(group, self._global[dst if self._rank == src else src])
-            link = self._links[stream] = Link(group, peer, tag, as_bytes=own_groups)
-            # A communicator made lazily in the middle of a step can deadlock; everybody goes through the sorted links.
+            link = self._links[stream] = Link(group, peer, 0 if own_groups else _TAGS[kind], as_bytes=own_groups)
+            # A communicator made lazily in the middle of a step can deadlock; everybody goes through the rounds.
             probe = torch.zeros(1, device=device)
             (link.send(probe) if self._rank == src else link.receive(probe)).wait()
         if self._size > 1:
@@ -139,17 +148,17 @@ class P2PGroups:
         return Link(self._control, self._peers[peer], _TAGS["header"])
 
 
-def create_groups(wanted: Sequence[tuple[Any, str]], *, backend: str, timeout: timedelta) -> dict[Any, ProcessGroup]:
-    """A process group for each (global ranks, purpose) that this rank wants.
-
-    `new_group` must be called by every rank of the default group in one order, also for groups that it is not in; so
-    the ranks first tell each other what they want.
-    """
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, wanted)
-    keys = sorted(set(chain(*everyone)))
-    created = {key: dist.new_group(list(key[0]), timeout=timeout, backend=backend) for key in keys}
-    return {key: created[key] for key in wanted}
+def in_rounds(streams: Iterable[Stream]) -> list[dict[int, Stream]]:
+    """Rounds of streams by the ranks at both ends, of which each has one in a round: 8 rounds for any length of a V."""
+    rounds: list[dict[int, Stream]] = []
+    for stream in streams:
+        ends = dict.fromkeys(stream[:2], stream)
+        free = next((others for others in rounds if not others.keys() & ends.keys()), None)
+        if free is None:
+            rounds.append(ends)
+        else:
+            free.update(ends)
+    return rounds
 
 
 # -- the messages of a step

@@ -70,6 +70,8 @@ def join(config: Config, info: RankInfo) -> Iterator[Job]:
         settings["kind of device"] = device.type
         return parallel, device
 
+    if info.world_size > 1 and config.parallel.device != "cpu":
+        cuda.set_environment()
     timeout = timedelta(seconds=config.parallel.timeout)
     store = connect(info, timeout) if info.world_size > 1 else dist.HashStore()
     parallel, device = agree(store, info, prepare, timeout)
@@ -80,7 +82,7 @@ def join(config: Config, info: RankInfo) -> Iterator[Job]:
     on_cuda = device.type == "cuda"
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if on_cuda else "gloo", store=store, rank=info.rank, world_size=info.world_size,
-        timeout=timeout, device_id=device if on_cuda else None,
+        timeout=timeout, pg_options=cuda.nccl_options(cuda.TOTALS, timeout) if on_cuda else None,
     )
     # A rank that fails before all have met would have the others log a broken store.
     dist.all_reduce(torch.zeros(1, device="cpu"))

@@ -6,18 +6,21 @@
     gradients    accumulators in float32: of the whole stages during a step, and of the shard at its end
     activations  of as many micro-batches as the schedule has alive, counted (`dualpipe.models.activations`)
     logits       of one micro-batch: themselves and their gradient
+    nccl         buffers to peers within a node, as NCCL's p2p.cc makes them; between nodes it takes fewer
 
-What the allocator leaves unused, buffers of communication libraries and the CUDA context, a few GB, come on top.
+What the allocator leaves unused and the CUDA context, a few GB, come on top.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 
 import torch
 from torch import nn
 
+from dualpipe.device import EXPERTS, LINK, SHARDS, TOTALS
 from dualpipe.dtypes import dtype_of
 from dualpipe.models import HubConfig, Stage, build_stages
 from dualpipe.models.activations import activation_bytes
@@ -26,8 +29,13 @@ from dualpipe.nn import GroupedLinear
 from dualpipe.schedule import Costs, build, simulate
 from dualpipe.train.config import Config
 from dualpipe.train.model import check_tied
+from dualpipe.train.tables import ParallelConfig
 
 MOMENTS = 2 * 4  # bytes of AdamW's for a parameter
+# Of one channel (a block of a kernel) to a peer and back: the buffers of three protocols, 0.5, 4.69 and 4 MiB, in
+# pieces of 2 MiB. On Hopper 10 where it receives and 2 where it sends; 6 each on an A100, which reads from its peer.
+CHANNEL = 12 * 2**20
+_NODE = 8  # GPUs, as a rule
 
 
 @dataclass(frozen=True)
@@ -40,6 +48,7 @@ class RankMemory:
     gradients: int
     activations: int
     logits: int
+    nccl: int
 
     @property
     def total(self) -> int:
@@ -89,8 +98,20 @@ def estimate(config: Config, model: HubConfig) -> list[RankMemory]:
             gradients=4 * whole + (4 * shard if sharded else 0),
             activations=peak * max(map(activations, mine)),
             logits=2 * dtype.itemsize * tokens * model.vocab_size if any(stage.last for stage in mine) else 0,
+            nccl=_nccl_buffers(p, schedule.placement, rank),
         ))
     return ranks
+
+
+def _nccl_buffers(p: ParallelConfig, placement: Sequence[int], rank: int) -> int:
+    """Bytes of a rank: to each peer that experts are on, around the ring of each group, and half of CHANNEL a link."""
+    if p.device == "cpu":
+        return 0
+    neighbours = {a + b - rank for a, b in pairwise(placement) if a != b and rank in (a, b)}
+    links, peers, replicas = 4 * len(neighbours), min(p.ep, _NODE) - 1, max(1, p.dp) * p.ep
+    rings = ((p.pp, LINK), (p.ep, EXPERTS), (p.dp, SHARDS), (replicas, SHARDS), (p.pp * replicas, TOTALS))
+    channels = sum(traffic.ctas for ranks, traffic in rings if ranks > 1) + peers * EXPERTS.ctas
+    return CHANNEL * channels + CHANNEL // 2 * links * LINK.ctas
 
 
 def table(ranks: Sequence[RankMemory]) -> Iterator[str]:
@@ -100,4 +121,4 @@ def table(ranks: Sequence[RankMemory]) -> Iterator[str]:
     for rank, values in enumerate(columns):
         yield f"{rank:>11} " + " ".join(f"{value / 2**30:>11.2f}" for value in values.values())
     most = max(memory.total for memory in ranks) / 2**30
-    yield f"at most {most:.1f} GiB, besides what torch and the communication libraries take"
+    yield f"at most {most:.1f} GiB, besides what torch and CUDA take"

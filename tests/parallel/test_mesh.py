@@ -1,15 +1,26 @@
 """The mesh of a job: its sizes, what is said where they do not fit, and its groups."""
 
+import os
+import time
 import warnings
+from contextlib import nullcontext
 from datetime import timedelta
+from itertools import product
+from math import prod
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
+from dualpipe import device as devices
 from dualpipe.checkpoint import Checkpoints
 from dualpipe.parallel.mesh import DIMENSIONS, Mesh, build_mesh, mesh_sizes
+from dualpipe.pipeline.p2p import P2PGroups
 from dualpipe.ranks import gloo_beside
+from dualpipe.schedule.types import v_placement
+from lone_rank import lone_rank
 from pretend_cuda import pretend_cuda
 from pretend_nccl import pretend_nccl
 from ranks import run_ranks
@@ -122,22 +133,142 @@ def test_alone():
     assert mesh.replica == mesh.rank("ep") == 0 and mesh.dense is mesh.experts is mesh.group("pp") is None
 
 
+# -- its groups
+
+SIZES = [sizes for sizes in product((1, 2, 3), repeat=3) if prod(sizes) > 1]
+CPU = torch.device("cpu")
+
+
+def groups_of_a_rank(mesh, *, links=True):
+    """By what they carry."""
+    place = Mesh.of(mesh)
+    found = {"all ranks": dist.group.WORLD, "dense": place.group("dp", "ep")}
+    found |= {name: place.group(name) for name in DIMENSIONS}
+    if links:
+        connections = P2PGroups(found["pp"], range(place.size("pp")), place.rank("pp"))
+        connections.connect(v_placement(place.size("pp")), CPU, own_groups=True)
+        found |= {stream: link.group for stream, link in connections._links.items()}
+    return found
+
+
+@pytest.mark.parametrize("rank", [0, -1])
+def test_no_two_kinds_of_traffic_share_a_group(rank):
+    for sizes in SIZES:
+        size = prod(sizes)
+        with lone_rank(rank % size, size):
+            found = groups_of_a_rank(build_mesh(*sizes, CPU))
+            assert len({id(group) for group in found.values()}) == len(found) == 5 + 4 * min(sizes[0] - 1, 1), sizes
+            assert len({group.group_name for group in found.values()}) == len(found)
+
+
+def groups_with_gloo(rank):
+    found = groups_of_a_rank(build_mesh(1, 1, 2, CPU), links=False)
+    return [dist.get_process_group_ranks(group) for group in found.values()], len({*found.values()})
+
+
+def test_groups_of_one_dimension_that_spans_all_ranks():
+    for rank, (members, different) in enumerate(run_ranks(groups_with_gloo, 2, reuse=True)):
+        assert members == [[0, 1], [0, 1], [rank], [rank], [0, 1]] and different == 5
+
+
+def test_the_work_of_a_rank_does_not_grow_with_the_job():
+    """But for the list of its ranks, which torch's mesh holds. Once it was a call for each group of the job, 32400."""
+    counted = []
+    for size in (1024, 8192):
+        with lone_rank(size // 2 + 3, size) as calls:
+            mesh = build_mesh(16, None, 8, CPU)
+            assert (calls.groups, calls.collectives) == (4, 3)
+            groups = P2PGroups(mesh.get_group("pp"), range(16), mesh.get_local_rank("pp"))
+            groups.connect(v_placement(16), CPU, own_groups=True)
+            assert (calls.groups, calls.collectives) == (12, 3), "a link is no matter of other pipelines"
+        counted.append(calls.work)
+    assert counted[0] == counted[1]
+
+
+def test_ranks_outside_take_no_part_beside_a_group_that_is_bound_to_a_device():
+    """There torch would split groups off that one, which takes all its ranks; for a gloo group, all but the members."""
+    with lone_rank(5, 8), mock.patch.object(dist.distributed_c10d, "_get_split_source", side_effect=AssertionError):
+        dist.group.WORLD.bound_device_id = cuda = torch.device("cuda", 0)
+        with pytest.raises(AssertionError):
+            dist.new_group([5])
+        found = groups_of_a_rank(build_mesh(2, 2, 2, CPU))
+        assert dist.group.WORLD.bound_device_id == cuda
+        assert all(group.bound_device_id is None for name, group in found.items() if name != "all ranks")
+
+
+def test_one_hardware_queue_for_all_streams_is_warned_of(monkeypatch):
+    for connections in ("1", "32"):
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", connections)
+        with pretend_cuda(strict=False), lone_rank(0, 2), warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            build_mesh(1, 1, 2, torch.device("cuda", 0))
+        assert ["DEVICE_MAX_CONNECTIONS=1: all streams" in str(each.message) for each in caught] == [True] * (
+            connections == "1")
+
+
+def one_fails(rank, at):
+    """Rank 1 fails in the middle of the construction; what the others then do on the device, and for how long."""
+    seconds, cuda, on_device = timedelta(seconds=4), torch.device("cuda", 0), []
+    all_reduce, start = dist.all_reduce, time.monotonic()
+
+    def watched(tensor, *args, **options):
+        on_device.extend([tensor.is_cuda] * tensor.is_cuda)
+        return all_reduce(tensor, *args, **options)
+
+    with pretend_cuda(strict=False) as device, pretend_nccl(device), mock.patch.object(dist, "all_reduce", watched):
+        if at == "links":
+            mesh = build_mesh(3, 1, 1, cuda, timeout=seconds)
+            on_device.clear()
+        owner, name = (DeviceMesh, "from_group") if at == "mesh" else (dist, "new_group")
+        with mock.patch.object(owner, name, side_effect=KeyError("out of luck")) if rank == 1 else nullcontext():
+            try:
+                if at == "links":
+                    P2PGroups(mesh.get_group("pp"), range(3), rank).connect(v_placement(3), cuda)
+                else:
+                    build_mesh(1, 1, 3, cuda, timeout=seconds)
+            except Exception as error:
+                if rank == 1:
+                    os._exit(1)
+                return type(error).__name__, len(on_device), time.monotonic() - start
+
+
+@pytest.mark.parametrize("at", ["groups", "mesh", "links"])
+def test_a_rank_that_fails_while_groups_are_made_is_not_waited_for_without_end(at):
+    """NCCL has no timeout when it makes a communicator: nobody comes so far."""
+    first, _, last = run_ranks(one_fails, 3, at, check=False, group_timeout=4)
+    for name, on_device, seconds in (first, last):
+        assert "Error" in name and on_device == 0 and seconds < 30
+
+
 def timeouts(rank, folder):
     """Of every process group there is, by backend, on GPUs with another gloo in place of NCCL."""
     dist.destroy_process_group()
     dist.Backend.register_backend("beside", dist.ProcessGroupGloo, devices=["cuda"])
     seconds, cuda = timedelta(seconds=77), torch.device("cuda", 0)
-    with pretend_cuda(strict=False) as device, pretend_nccl(device):
+    with pretend_cuda(strict=False) as device, pretend_nccl(device) as options:
         dist.init_process_group("cpu:gloo,cuda:beside", init_method=f"file://{folder}/store", rank=rank, world_size=4,
                                 timeout=seconds)
         mesh = build_mesh(2, 1, 2, cuda, timeout=seconds)
+        pp = P2PGroups(mesh.get_group("pp"), (0, 1), mesh.get_local_rank("pp"))
+        pp.connect(v_placement(2), cuda)
+        kinds = {name: kind_of(options[mesh.get_group(name)]) for name in DIMENSIONS}
+        kinds |= {"dense": kind_of(options[Mesh.of(mesh).group("dp", "ep")])}
+        kinds |= {"link": {kind_of(options[link.group]) for link in pp._links.values()}}
         Checkpoints(f"{folder}/checkpoints", mesh, timeout=seconds).close()
         gloo_beside(mesh["pp"].get_group())
         groups = list(dist.distributed_c10d._world.pg_map)
         found = [{kind.type: group._get_backend(kind) for kind in group._device_types} for group in groups]
     assert sum("cuda" in of_group and of_group["cpu"] is not of_group["cuda"] for of_group in found) >= 5
-    return {backend.options._timeout for of_group in found for backend in of_group.values()}
+    known = {backend.options._timeout for of_group in found for backend in of_group.values()}
+    return known | {given._timeout for given in options.values()}, kinds
 
 
-def test_a_timeout_reaches_both_backends_of_every_group(tmp_path):
-    assert run_ranks(timeouts, 4, str(tmp_path)) == [{timedelta(seconds=77)}] * 4
+def kind_of(options):
+    return devices.Traffic(options.config.max_ctas, options.is_high_priority_stream)
+
+
+def test_options_of_every_group_and_a_timeout_in_both_of_its_backends(tmp_path):
+    kinds = {"pp": devices.LINK, "dp": devices.SHARDS, "ep": devices.EXPERTS, "dense": devices.SHARDS,
+             "link": {devices.LINK}}
+    assert run_ranks(timeouts, 4, str(tmp_path)) == [({timedelta(seconds=77)}, kinds)] * 4
+    assert devices.LINK == (4, True) and devices.EXPERTS.urgent and not devices.SHARDS.urgent

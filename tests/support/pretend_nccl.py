@@ -5,7 +5,8 @@
 
 An operation runs on a stream of its process group, after what the current stream was given before; one that blocks (not
 async_op) on the current stream itself. `Work.wait` makes the current stream wait, not the host; until then the work
-keeps its tensors, as ProcessGroupNCCL does. Backends are said to be gloo for the CPU and NCCL for the device.
+keeps its tensors, as ProcessGroupNCCL does. Backends are said to be gloo for the CPU and NCCL for the device. What is
+yielded are the options by which each group was made.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -60,9 +63,18 @@ class Work(torch._C._distributed_c10d.Work):  # FSDP2 asks for the type
         return True
 
 
+class Options:
+    """As ProcessGroupNCCL.Options. max_ctas: 0 where it was not set."""
+
+    def __init__(self, is_high_priority_stream: bool = False) -> None:
+        self.is_high_priority_stream, self._timeout = is_high_priority_stream, timedelta(minutes=10)
+        self.config = SimpleNamespace(max_ctas=0)
+
+
 @contextmanager
-def pretend_nccl(device: PretendCuda) -> Iterator[None]:
+def pretend_nccl(device: PretendCuda) -> Iterator[dict[ProcessGroup, Options]]:
     """Have process groups carry tensors of `device` as NCCL would."""
+    made: dict[ProcessGroup, Options] = {}
     streams: defaultdict[ProcessGroup, Timeline] = defaultdict(Timeline)
     works: list[Work] = []  # one that nobody waits for keeps its tensors
 
@@ -88,8 +100,12 @@ def pretend_nccl(device: PretendCuda) -> Iterator[None]:
         works.append(Work(device, inner, stream.record_event(), first + second))
         return works[-1]
 
-    def new_group(*args: Any, backend: str | None = None, **options: Any) -> Any:
-        return real_new_group(*args, backend="gloo" if backend == "nccl" else backend, **options)
+    def new_group(*args: Any, backend: str | None = None, pg_options: Any = None, **options: Any) -> Any:
+        group = real_new_group(*args, backend="gloo" if backend == "nccl" else backend, **options)
+        if pg_options is not None:
+            assert not any(pg_options is other for other in made.values()), "torch writes into a group's options"
+            made[group] = pg_options
+        return group
 
     real_new_group = dist.new_group
     with ExitStack() as stack:
@@ -98,5 +114,7 @@ def pretend_nccl(device: PretendCuda) -> Iterator[None]:
                 method = partial(ordered, name, real)
                 stack.enter_context(mock.patch.object(ProcessGroup, name, lambda *args, call=method: call(*args)))
         stack.enter_context(mock.patch.object(dist, "new_group", new_group))
+        nccl = SimpleNamespace(Options=Options)
+        stack.enter_context(mock.patch.object(dist, "ProcessGroupNCCL", nccl, create=True))
         stack.enter_context(mock.patch.object(dist, "get_backend_config", lambda *_: "cpu:gloo,cuda:nccl"))
-        yield
+        yield made

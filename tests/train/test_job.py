@@ -78,6 +78,30 @@ def test_ranks_with_different_settings_do_not_join(run_toml):
         assert (expected in texts[0]) if expected else not texts[0], f"{name} = {value}: {texts[0]}"
 
 
+def environment(rank, config, port):
+    """What CUDA would have found in the environment when it was first asked for anything."""
+    dist.destroy_process_group()
+    names = "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
+    for name in names:
+        os.environ.pop(name, None)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}", "CUDA_MODULE_LOADING": "LAZY"}
+    found, count = {}, job.cuda.count
+
+    def counted():
+        found.update(os.environ)
+        return count()
+
+    job.cuda.count = counted
+    with join(config, RankInfo(rank, 2, rank, 2)):
+        return [found.get(name) for name in names]
+
+
+def test_the_environment_is_set_before_cuda_starts(run_toml):
+    config = changed(load_config(run_toml), "parallel.device", "auto")
+    found = run_ranks(environment, 2, config, free_ports(1)[0])
+    assert found == [["32", "LAZY", "expandable_segments:True", None]] * 2, "LAZY is the user's"
+
+
 def agree_in_threads(prepare, world_size, *, seconds=20, absent=()):
     """What `agree` returned or raised on each of so many ranks, and the records that it exchanged."""
     store = torch.distributed.HashStore()

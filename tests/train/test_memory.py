@@ -78,8 +78,24 @@ def test_the_command_prints_a_line_for_each_rank(capsys):
     assert main(["memory", str(EXAMPLES / "tiny-cpu.toml"), "--parallel.pp", "2"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["rank", "parameters", "optimizer", "gathered", "gradients", "activations", "logits",
-                                "total"]
+                                "nccl", "total"]
     assert len(lines) == 4 and lines[-1].startswith("at most")
+
+
+def test_buffers_of_nccl():
+    """12 MiB a channel: links have 4, one way; what is in a ring, and pairs of experts' ranks in a node, 16."""
+
+    def buffers(pp: int, dp: int, ep: int, device: str = "auto") -> list[float]:
+        options = ["--parallel.pp", f"{pp}", "--parallel.dp", f"{dp}", "--parallel.ep", f"{ep}",
+                   "--parallel.device", device]
+        config = load_config(EXAMPLES / "qwen3-30b-a3b.toml", options)
+        model = dataclasses.replace(read_config(config.model.config), num_hidden_layers=8)
+        return [rank.nccl / (12 * 2**20) for rank in estimate(config, model)]
+
+    assert buffers(1, 1, 1) == [0] and buffers(2, 2, 2, "cpu") == [0, 0]
+    assert buffers(3, 1, 1) == [8 + 4 + 4, 16 + 4 + 4, 8 + 4 + 4]  # 4 or 8 links, norms, totals
+    assert buffers(1, 2, 1) == [16 + 16 + 4]  # "dp", "dp" with "ep", totals
+    assert buffers(2, 1, 16) == [8 + 4 + 4 + 16 + 16 + 7 * 16] * 2
 
 
 def test_a_layout_that_the_experts_do_not_fit_is_refused(capsys):
