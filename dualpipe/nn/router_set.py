@@ -119,38 +119,47 @@ class RouterStep:
                 raise ValueError("level 'sequence' needs x as (B, S, H), to know the sequences; got (T, H) with "
                                  f"T = {len(experts_TK)}")
             experts_NM = experts_TK.reshape(sequences, experts_TK.numel() // max(sequences, 1))
-        load_NE = given_NE = count_load(experts_NM, logits_TE.shape[1])
+        given_NE = None
         if self.balance and self.level == "global" and self.load_E is not None:
             given_NE = self.load_E[None]
-            if given_NE.shape != load_NE.shape:
-                raise ValueError(f"load_E must have the shape {tuple(load_NE.shape[1:])}; "
+            if given_NE.shape[1:] != logits_TE.shape[1:]:
+                raise ValueError(f"load_E must have the shape {tuple(logits_TE.shape[1:])}; "
                                  f"got {tuple(self.load_E.shape)}")
-        zero = logits_TE.new_zeros(())
-        balance = balance_loss(probs(), given_NE) if self.balance else zero
-        z = z_loss(logits_TE) if self.z else zero
-        counts = None
-        if self.totals is not None:
-            losses = torch.stack((balance, z)).detach() / self.num_chunks
-            counts = torch.cat((load_NE.sum(0), losses.double()))
-        loss = (self.balance * balance + self.z * z) / self.num_chunks
-        return _AddLosses.apply(weights_TK, loss, self.totals, counts)
+        elif self.balance:
+            given_NE = count_load(experts_NM, logits_TE.shape[1])
+        # Launches for losses that there are: without any, two in the backward are all that a step costs.
+        losses = {}
+        if given_NE is not None:
+            losses[-2] = self.balance, balance_loss(probs(), given_NE)
+        if self.z:
+            losses[-1] = self.z, z_loss(logits_TE)
+        loss = sum(coefficient * value for coefficient, value in losses.values()) / self.num_chunks if losses else None
+        found = {at: value.detach() / self.num_chunks for at, (_, value) in losses.items()}
+        if loss is None and self.totals is None:
+            return weights_TK
+        return _AddLosses.apply(weights_TK, loss, self.totals, experts_TK, found)
 
 
 class _AddLosses(torch.autograd.Function):
-    """The weights as they are; in the backward, the loss gets a gradient of 1, and the counts are added to `totals`."""
+    """The weights as they are; in the backward, the loss gets a gradient of 1, and `totals` what it counts."""
 
     @staticmethod
     def forward(
-        ctx: Any, weights_TK: Tensor, loss: Tensor, totals: Tensor | None, counts: Tensor | None
+        ctx: Any, weights_TK: Tensor, loss: Tensor | None, totals: Tensor | None, experts_TK: Tensor,
+        found: dict[int, Tensor],
     ) -> Tensor:
-        ctx.totals, ctx.counts, ctx.seed = totals, counts, loss.new_ones(())
+        ctx.totals, ctx.experts_TK, ctx.found = totals, experts_TK, found
+        ctx.seed = None if loss is None else loss.new_ones(())
         return weights_TK.view_as(weights_TK)
 
     @staticmethod
-    def backward(ctx: Any, dweights_TK: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, dweights_TK: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.totals is not None:
-            ctx.totals.add_(ctx.counts)
-        return dweights_TK, ctx.seed, None, None
+            chosen_M = ctx.experts_TK.flatten()
+            ctx.totals.scatter_add_(0, chosen_M, ctx.totals.new_ones(()).expand(chosen_M.shape))
+            for at, value in ctx.found.items():
+                ctx.totals[at] += value
+        return dweights_TK, ctx.seed, None, None, None
 
 
 class RouterSet:

@@ -5,8 +5,9 @@ import torch
 import torch.nn.functional as F
 
 from dualpipe.kernels import combine_tokens, dispatch_tokens, sort_tokens
+from dualpipe.kernels.rotary import apply_rotary
 from dualpipe.nn import RMSNorm, cross_entropy_loss
-from dualpipe.nn.attention import Rotary, apply_rotary
+from dualpipe.nn.attention import Rotary
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
