@@ -149,7 +149,7 @@ def _backward_rows(
             d_weight_a += d_a * a.to(first.dtype).to(COMPUTE)
             d_weight_b += d_b * b.to(first.dtype).to(COMPUTE)
             d_a, d_b = d_a * weight_a, d_b * weight_b
-            mean = ((tl.sum(d_a * a, 1) + tl.sum(d_b * b, 1)) / D)[:, None]
+            mean = ((tl.sum(d_a * a, 1) + tl.sum(d_b * b, 1)) * (1.0 / D))[:, None]
             d_a, d_b = scale * (d_a - a * mean), scale * (d_b - b * mean)
         mask = (rows < N)[:, None] & (pairs < D // 2)[None, :]
         dx_ptrs = dx_ptr + rows.to(tl.int64)[:, None] * D + (pairs * STEP)[None, :]

@@ -82,7 +82,7 @@ def launches(num_layers: int, ep: bool) -> Counter[tuple[str, str]]:
     return found
 
 
-@pytest.mark.parametrize("ep", [False], ids=["all experts here"])
+@pytest.mark.parametrize("ep", [False, True], ids=["all experts here", "on two ranks"])
 def test_a_layer_of_qwen3_moe(ep):
     one, two = launches(1, ep), launches(2, ep)
     layer = {what: (two[what] - one[what]) / MICRO_BATCHES for what in two if two[what] != one[what]}
