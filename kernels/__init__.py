@@ -6,10 +6,11 @@ from dualpipe.kernels.norm import rms_norm, rms_norm_backward
 from dualpipe.kernels.rotary import rotate_heads, rotate_heads_backward
 from dualpipe.kernels.routing import SortedTokens, combine_tokens, dispatch_tokens, sort_tokens
 from dualpipe.kernels.swiglu import clamped_swiglu, swiglu
-from dualpipe.kernels.top_k import softmax_top_k
+from dualpipe.kernels.top_k import softmax_top_k, softmax_top_k_backward
 
 __all__ = [
     "SortedTokens", "clamped_swiglu", "combine_tokens", "cross_entropy", "dispatch_tokens", "grouped_gemm",
     "grouped_gemm_dgrad", "grouped_gemm_swiglu", "grouped_gemm_wgrad", "rms_norm", "rms_norm_backward", "rotate_heads",
-    "rotate_heads_backward", "softmax_top_k", "sort_tokens", "swiglu",
+    "rotate_heads_backward", "softmax_top_k",
+    "softmax_top_k_backward", "sort_tokens", "swiglu",
 ]

@@ -24,7 +24,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dualpipe.kernels.common import RowTile, compute_dtype, tl, tl_dtype, triton, use_triton, with_dense_rows
+from dualpipe.kernels.common import RowTile, compute_dtype, operator, tl, tl_dtype, triton, use_triton, with_dense_rows
 
 # ------------------------------------------------------------------------------------------------------------ kernels
 
@@ -167,7 +167,16 @@ def rms_norm_backward(
     return _rms_norm_backward(dy, d_sum, total, scale, weight)
 
 
-@torch.library.custom_op("dualpipe::rms_norm", mutates_args=())
+def _new_results(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    of_sum = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
+    return (
+        x.new_empty(x.shape, dtype=torch.promote_types(of_sum, weight.dtype)),
+        x.new_empty(0 if residual is None else x.shape, dtype=of_sum),
+        x.new_empty(x.shape[:-1].numel(), dtype=compute_dtype(x, weight, residual)),
+    )
+
+
+@operator(_new_results)
 def _rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """(y, the sum or nothing, scale)."""
     if not _has_kernel(x):
@@ -179,17 +188,15 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) ->
     return y, total, scale
 
 
-@_rms_norm.register_fake
-def _new_results(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    of_sum = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
-    return (
-        x.new_empty(x.shape, dtype=torch.promote_types(of_sum, weight.dtype)),
-        x.new_empty(0 if residual is None else x.shape, dtype=of_sum),
-        x.new_empty(x.shape[:-1].numel(), dtype=compute_dtype(x, weight, residual)),
-    )
+def _new_gradients(
+    dy: Tensor, d_sum: Tensor | None, total: Tensor, scale: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor]:
+    rows, width = scale.shape[0], total.shape[-1]
+    parts = triton.cdiv(rows, _span(rows, width)) if _has_kernel(total) else 1
+    return total.new_empty(total.shape), scale.new_empty(parts, width)
 
 
-@torch.library.custom_op("dualpipe::rms_norm_backward", mutates_args=())
+@operator(_new_gradients)
 def _rms_norm_backward(
     dy: Tensor, d_sum: Tensor | None, total: Tensor, scale: Tensor, weight: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -200,15 +207,6 @@ def _rms_norm_backward(
         d_sum = None if d_sum is None else _rows(d_sum)
         _launch_backward(_rows(dy), d_sum, _rows(total), scale, weight, dx, parts)
     return dx, parts
-
-
-@_rms_norm_backward.register_fake
-def _new_gradients(
-    dy: Tensor, d_sum: Tensor | None, total: Tensor, scale: Tensor, weight: Tensor
-) -> tuple[Tensor, Tensor]:
-    rows, width = scale.shape[0], total.shape[-1]
-    parts = triton.cdiv(rows, _span(rows, width)) if _has_kernel(total) else 1
-    return total.new_empty(total.shape), scale.new_empty(parts, width)
 
 
 def _has_kernel(x: Tensor) -> bool:

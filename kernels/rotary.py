@@ -26,7 +26,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from dualpipe.kernels.common import RowTile, compute_dtype, tl, tl_dtype, triton, use_triton
+from dualpipe.kernels.common import RowTile, compute_dtype, operator, tl, tl_dtype, triton, use_triton
 from dualpipe.kernels.norm import rms_norm_backward_reference, rms_norm_reference
 
 # ------------------------------------------------------------------------------------------------------------ kernels
@@ -311,7 +311,17 @@ def rotate_heads_backward(
     ))
 
 
-@torch.library.custom_op("dualpipe::rotate_heads", mutates_args=())
+def _new_results(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, *_: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dtype, operands = compute_dtype(q, k, q_weight, k_weight), ((q, q_weight), (k, k_weight))
+    q_out, k_out = (x.new_empty(x.shape, dtype=x.dtype if w is None else torch.promote_types(x.dtype, w.dtype))
+                    for x, w in operands)
+    q_scale, k_scale = (x.new_empty(0 if w is None else x[..., 0].numel(), dtype=dtype) for x, w in operands)
+    return q_out, k_out, q_scale, k_scale
+
+
+@operator(_new_results)
 def _rotate_heads(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, eps: float,
     interleaved: bool,
@@ -328,18 +338,18 @@ def _rotate_heads(
     return results
 
 
-@_rotate_heads.register_fake
-def _new_results(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, *_: Any
+def _new_gradients(
+    dq_out: Tensor, dk_out: Tensor, q: Tensor | None, k: Tensor | None, cos: Tensor, sin: Tensor,
+    q_weight: Tensor | None, k_weight: Tensor | None, q_scale: Tensor, k_scale: Tensor, interleaved: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dtype, operands = compute_dtype(q, k, q_weight, k_weight), ((q, q_weight), (k, k_weight))
-    q_out, k_out = (x.new_empty(x.shape, dtype=x.dtype if w is None else torch.promote_types(x.dtype, w.dtype))
-                    for x, w in operands)
-    q_scale, k_scale = (x.new_empty(0 if w is None else x[..., 0].numel(), dtype=dtype) for x, w in operands)
-    return q_out, k_out, q_scale, k_scale
+    dim, operands = dq_out.shape[-1], ((dq_out, q, q_scale), (dk_out, k, k_scale))
+    dq, dk = (dy.new_empty(dy.shape, dtype=dy.dtype if x is None else x.dtype) for dy, x, _ in operands)
+    span = _SPAN if use_triton(dq_out) else max(1, *(scale.numel() for _, _, scale in operands))
+    q_parts, k_parts = (scale.new_empty(triton.cdiv(scale.numel(), span), dim) for _, _, scale in operands)
+    return dq, dk, q_parts, k_parts
 
 
-@torch.library.custom_op("dualpipe::rotate_heads_backward", mutates_args=())
+@operator(_new_gradients)
 def _rotate_heads_backward(
     dq_out: Tensor, dk_out: Tensor, q: Tensor | None, k: Tensor | None, cos: Tensor, sin: Tensor,
     q_weight: Tensor | None, k_weight: Tensor | None, q_scale: Tensor, k_scale: Tensor, interleaved: bool,
@@ -355,18 +365,6 @@ def _rotate_heads_backward(
     elif dq_out.numel() or dk_out.numel():
         _launch_backward(*operands, gradients)
     return gradients
-
-
-@_rotate_heads_backward.register_fake
-def _new_gradients(
-    dq_out: Tensor, dk_out: Tensor, q: Tensor | None, k: Tensor | None, cos: Tensor, sin: Tensor,
-    q_weight: Tensor | None, k_weight: Tensor | None, q_scale: Tensor, k_scale: Tensor, interleaved: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dim, operands = dq_out.shape[-1], ((dq_out, q, q_scale), (dk_out, k, k_scale))
-    dq, dk = (dy.new_empty(dy.shape, dtype=dy.dtype if x is None else x.dtype) for dy, x, _ in operands)
-    span = _SPAN if use_triton(dq_out) else max(1, *(scale.numel() for _, _, scale in operands))
-    q_parts, k_parts = (scale.new_empty(triton.cdiv(scale.numel(), span), dim) for _, _, scale in operands)
-    return dq, dk, q_parts, k_parts
 
 
 # ---------------------------------------------------------------------------------------------------------- reference

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dualpipe.kernels.common import RowTile, compute_dtype, once_only, tl, tl_dtype, triton, use_triton, with_dense_rows
+from dualpipe.kernels.common import RowTile, compute_dtype, operator, tl, tl_dtype, triton, use_triton, with_dense_rows
 
 # ------------------------------------------------------------------------------------------------------------ kernels
 
@@ -145,14 +145,32 @@ def softmax_top_k(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Weights (T, K) in the dtype of `logits` (T, E), experts (T, K) int64, and the probabilities (T, E) in at least
     float32, in which everything is computed. norm: the weights of a token sum to `factor`; else they are `factor` times
-    their probabilities. Differentiable once. Raises `ValueError` for operands that do not fit."""
+    their probabilities. Not differentiable: `dualpipe.nn.Router` is. Raises `ValueError` for operands that do not fit.
+    """
     if logits.dim() != 2 or not logits.is_floating_point() or not 1 <= top_k <= logits.shape[1]:
         raise ValueError(f"logits must be a floating-point (T, E) and top_k 1 to E; got {logits.dtype} of shape "
                          f"{tuple(logits.shape)} and {top_k}")
     return _softmax_top_k(logits, top_k, norm, factor)
 
 
-@torch.library.custom_op("dualpipe::softmax_top_k", mutates_args=())
+def softmax_top_k_backward(
+    d_weights: Tensor, d_probs: Tensor | None, experts: Tensor, probs: Tensor, norm: bool = False, factor: float = 1.0
+) -> Tensor:
+    """The gradient of the logits (T, E), in the dtype of `d_weights` (T, K); d_probs (T, E) is that of the
+    probabilities, None for none."""
+    return _softmax_top_k_backward(d_weights, d_probs, experts, probs, norm, factor)
+
+
+def _new_results(logits: Tensor, top_k: int, norm: bool, factor: float) -> tuple[Tensor, Tensor, Tensor]:
+    weights = logits.new_empty(logits.shape[0], top_k)
+    experts, probs = (
+        logits.new_empty(like.shape, dtype=dtype)
+        for like, dtype in ((weights, torch.int64), (logits, compute_dtype(logits)))
+    )
+    return weights, experts, probs
+
+
+@operator(_new_results)
 def _softmax_top_k(logits: Tensor, top_k: int, norm: bool, factor: float) -> tuple[Tensor, Tensor, Tensor]:
     """(weights, experts, probabilities)."""
     if not use_triton(logits):
@@ -163,14 +181,7 @@ def _softmax_top_k(logits: Tensor, top_k: int, norm: bool, factor: float) -> tup
     return weights, experts, probs
 
 
-@_softmax_top_k.register_fake
-def _new_results(logits: Tensor, top_k: int, norm: bool, factor: float) -> tuple[Tensor, Tensor, Tensor]:
-    weights = logits.new_empty(logits.shape[0], top_k)
-    return weights, weights.new_empty(weights.shape, dtype=torch.int64), logits.new_empty(
-        logits.shape, dtype=compute_dtype(logits))
-
-
-@torch.library.custom_op("dualpipe::softmax_top_k_backward", mutates_args=())
+@operator(lambda d_weights, _, __, probs, *___: d_weights.new_empty(probs.shape))
 def _softmax_top_k_backward(
     d_weights: Tensor, d_probs: Tensor | None, experts: Tensor, probs: Tensor, norm: bool, factor: float
 ) -> Tensor:
@@ -181,30 +192,6 @@ def _softmax_top_k_backward(
         _launch_backward(d_weights, d_probs, experts, probs, norm, factor, d_logits)
     return d_logits
 
-
-_softmax_top_k_backward.register_fake(lambda d_weights, _, __, probs, *___: d_weights.new_empty(probs.shape))
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    _, _, ctx.norm, ctx.factor = inputs
-    weights, experts, probs = output
-    ctx.mark_non_differentiable(experts)
-    ctx.set_materialize_grads(False)  # most have no use for the probabilities
-    ctx.dtype = weights.dtype
-    ctx.save_for_backward(experts, probs)
-
-
-def _backward(ctx: Any, d_weights: Tensor | None, _: None, d_probs: Tensor | None) -> tuple[Tensor | None, ...]:
-    experts, probs = ctx.saved_tensors
-    if d_weights is None:
-        d_weights = probs.new_zeros(experts.shape, dtype=ctx.dtype)
-    return _softmax_top_k_backward(d_weights, d_probs, experts, probs, ctx.norm, ctx.factor), None, None, None
-
-
-_softmax_top_k.register_autograd(_backward, setup_context=_setup_context)
-_softmax_top_k_backward.register_autograd(
-    once_only("softmax_top_k", "dualpipe.kernels.top_k.softmax_top_k_reference")
-)
 
 # ---------------------------------------------------------------------------------------------------------- reference
 

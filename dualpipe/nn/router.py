@@ -18,12 +18,13 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from dualpipe.kernels.top_k import softmax_top_k
+from dualpipe.kernels.top_k import softmax_top_k, softmax_top_k_backward
 from dualpipe.nn.layers import Linear
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ class Router(Linear):
         logits_TE = super().forward(x_TH, wide)
         if self.score == "softmax" and self.choice is None and self.topk_group == self.n_group and (
             self.e_score_correction_bias is None):
-            weights_TK, experts_TK, scores_TE = softmax_top_k(
+            weights_TK, experts_TK, scores_TE = _TopK.apply(
                 logits_TE, self.top_k, self.norm_topk_prob, self.routed_scaling_factor
             )
         else:
@@ -155,6 +156,29 @@ class Router(Linear):
         if self.score == "softmax_topk":
             return scores_TE.softmax(-1)
         return scores_TE / (scores_TE.sum(-1, keepdim=True) + 1e-20) if self.score == "sigmoid" else scores_TE
+
+
+class _TopK(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits_TE: Tensor, top_k: int, norm: bool, factor: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        weights_TK, experts_TK, probs_TE = softmax_top_k(logits_TE, top_k, norm, factor)
+        ctx.mark_non_differentiable(experts_TK)
+        ctx.set_materialize_grads(False)  # the probabilities have none without a balance loss
+        ctx.form = norm, factor
+        ctx.save_for_backward(weights_TK, experts_TK, probs_TE)
+        return weights_TK, experts_TK, probs_TE
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, d_weights_TK: Tensor | None, _: None, d_probs_TE: Tensor | None
+    ) -> tuple[Tensor | None, None, None, None]:
+        weights_TK, experts_TK, probs_TE = ctx.saved_tensors
+        if d_weights_TK is None:
+            d_weights_TK = torch.zeros_like(weights_TK)
+        return softmax_top_k_backward(d_weights_TK, d_probs_TE, experts_TK, probs_TE, *ctx.form), None, None, None
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from row_kernels import assert_close, far_apart, no_synchronisation, poisoned_me
 # Half precision rounds h, n and y; the gradients are rounded once. float32 sums at most 3000 products.
 TOLERANCE = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 6e-3, torch.float16: 8e-4}
 # T, H: several rows in a program and one, one part of the weight's gradient and several, odd, empty, the widest
-SHAPES = [(5, 7), (3, 1), (37, 300), (33, 2048), (70, 16), (0, 4), (2, 9000)]
+SHAPES = [(5, 7), (3, 1), (37, 300), (2, 2048), (300, 16), (0, 4), (2, 9000)]
 EPS = 1e-3
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -130,10 +130,10 @@ def test_rows_of_zeros_and_of_nan(added, device):
 
 
 def test_same_bits_on_every_run_and_parts_of_so_many_rows(device):
-    operands = make(70, 200, torch.float16, device)
+    operands = make(35, 130, torch.float16, device)
     first, second = (check(*operands, TOLERANCE[torch.float16]) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second))
-    assert len(first[3]) == (5 if module.use_triton(operands[0]) else 1), "16 rows each"
+    assert len(first[3]) == (3 if module.use_triton(operands[0]) else 1), "16 rows each"
 
 
 def test_registration(device):
