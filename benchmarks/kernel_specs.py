@@ -26,8 +26,9 @@ from dualpipe.kernels.grouped_gemm_tiles import (
 )
 
 # Functions of the same names hide some of the modules.
-GEMM, SWIGLU, ROUTING, CROSS_ENTROPY = (
-    import_module(f"dualpipe.kernels.{name}") for name in ("grouped_gemm", "swiglu", "routing", "cross_entropy")
+GEMM, SWIGLU, ROUTING, CROSS_ENTROPY, NORM, ROTARY, TOP_K = (
+    import_module(f"dualpipe.kernels.{name}")
+    for name in ("grouped_gemm", "swiglu", "routing", "cross_entropy", "norm", "rotary", "top_k")
 )
 EXPERTS = 128
 _EXACT = {"odd": "bf16", "float32": "fp32", "float64": "fp64"}  # shape classes for operands of any size
@@ -62,6 +63,9 @@ def all_specs(arch: int) -> Iterator[CompileSpec]:
     yield from _swiglu_specs()
     yield from _routing_specs()
     yield from _cross_entropy_specs()
+    yield from _norm_specs()
+    yield from _rotary_specs()
+    yield from _top_k_specs()
 
 
 def row_specs(name: str, config: GemmConfig, arch: int) -> Iterator[CompileSpec]:
@@ -272,3 +276,62 @@ def _cross_entropy_specs() -> Iterator[CompileSpec]:
             needs_mma=False,
             divisible_by_16=tuple(aligned),
         )
+
+
+def _norm_specs() -> Iterator[CompileSpec]:
+    """Widths of a head, of a latent, and up to the widest; with what is added, and without."""
+    for dtype, width, added, odd, kernel in product(
+        ("bf16", "fp32"), (128, 1536, 2048, 4096, NORM._WIDEST), (False, True), (False, True),
+        (NORM._forward_kernel, NORM._backward_kernel),
+    ):
+        tile, forward = NORM.tile_of(width), kernel is NORM._forward_kernel
+        constexprs = {"COMPUTE": tl.float32, "BLOCK_T": tile.rows, "BLOCK_H": tile.cols}
+        constexprs |= {"HAS_RESIDUAL": added, "EPS": 1e-6} if forward else {"HAS_D_SUM": added}
+        words = ["norm", "forward" if forward else "backward", dtype, str(width)]
+        words += [word for word, said in (("added", added), ("odd", odd)) if said]
+        aligned = () if odd else ("H", "stride", "residual_stride", "stride_dy", "stride_d_sum", "span")
+        yield _rows_spec_of(".".join(words), kernel, dtype, constexprs, tile.warps, aligned)
+
+
+def _rotary_specs() -> Iterator[CompileSpec]:
+    for dtype, dim, interleaved, norm, odd, kernel in product(
+        ("bf16", "fp32"), (64, 128), (False, True), (False, True), (False, True),
+        (ROTARY._forward_kernel, ROTARY._backward_kernel),
+    ):
+        if interleaved and norm and dtype == "fp32":
+            continue  # of no model, and 8 bytes spill on sm_80
+        constexprs = ROTARY.constants(dim, interleaved, norm, _DTYPES[dtype], torch.float32)
+        warps, forward = constexprs.pop("num_warps"), kernel is ROTARY._forward_kernel
+        words = ["rotary", "forward" if forward else "backward", dtype, str(dim)]
+        words += [word for word, said in (("interleaved", interleaved), ("norm", norm), ("odd", odd)) if said]
+        aligned = () if odd else ("A", "R", *(name for name in kernel.arg_names if name.endswith(("_token", "_head"))))
+        yield _rows_spec_of(".".join(words), kernel, dtype, constexprs | ({"EPS": 1e-6} if forward else {}), warps,
+                             aligned)
+
+
+def _top_k_specs() -> Iterator[CompileSpec]:
+    """The experts and choices of real models: Mixtral and gpt-oss, Qwen3, DeepSeek-V2, Qwen3-Next."""
+    for dtype, (experts, top_k), norm, balanced in product(
+        ("bf16", "fp32"), ((8, 2), (32, 4), (128, 8), (160, 6), (512, 10)), (False, True), (False, True),
+    ):
+        constexprs = TOP_K.constants(experts, top_k, norm, 1.0, torch.float32)
+        warps = constexprs.pop("num_warps")
+        name = f"{dtype}.{experts}.{top_k}{'.norm' if norm else ''}"
+        if not balanced:
+            yield _rows_spec_of(f"top_k.forward.{name}", TOP_K._forward_kernel, dtype,
+                                constexprs | {"BLOCK_K": TOP_K.block_k(top_k)}, warps, ("E", "stride"))
+        yield _rows_spec_of(f"top_k.backward.{name}{'.balanced' if balanced else ''}", TOP_K._backward_kernel, dtype,
+                            constexprs | {"HAS_D_PROBS": balanced}, warps, ("E",))
+
+
+def _rows_spec_of(
+    name: str, kernel: Any, dtype: str, constexprs: dict[str, Any], warps: int, aligned: tuple[str, ...]
+) -> CompileSpec:
+    wide = ("scale_ptr", "parts_ptr", "cos_ptr", "sin_ptr", "probs_ptr")
+    names = [name for name in kernel.arg_names if name not in constexprs]
+    types = {name: f"*{'fp32' if name.endswith(wide) else dtype}" for name in names if name.endswith("_ptr")}
+    types |= {"experts_ptr": "*i64"} if "experts_ptr" in names else {}
+    return CompileSpec(
+        name, kernel, {name: types.get(name, "i32") for name in names}, constexprs, warps, num_stages=1,
+        needs_mma=False, divisible_by_16=tuple(name for name in names if name in types or name in aligned),
+    )

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from dualpipe.kernels import SortedTokens
 from dualpipe.models.hub import GroupedQueryConfig, HubConfig
 from dualpipe.nn import GroupedLinear, GroupedSwiGLU, Linear, RMSNorm, Router
-from dualpipe.nn.attention import Context, apply_rotary, attend
+from dualpipe.nn.attention import Context, attend, rotate
 from dualpipe.nn.segments import Communicate, Compute, Segment, run_segments
 from dualpipe.parallel.expert import Dispatcher, ExpertParallel, run_experts
 
@@ -67,10 +67,8 @@ class GroupedQueryAttention(Attention):
         # One by one: a loop that calls them cannot be traced past the first, and nothing here would be compiled.
         projected = self.q_proj(x_BSH), self.k_proj(x_BSH), self.v_proj(x_BSH)
         q, k, v = (rearrange(x, "B S (A D) -> B S A D", D=self.head_dim) for x in projected)
-        if self.norms:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q_BASD, k_BGSD, v_BGSD = (x.transpose(1, 2) for x in (q, k, v))
-        q_BASD, k_BGSD = (apply_rotary(x, *context.tables(x.dtype)) for x in (q_BASD, k_BGSD))
+        q_BASD, k_BGSD = rotate(q, k, context, (self.q_norm, self.k_norm) if self.norms else ())
+        v_BGSD = v.transpose(1, 2)
         y_BASD = attend(
             q_BASD, k_BGSD, v_BGSD, context, scale=self.head_dim**-0.5, window=self.window, sinks_A=self.sinks
         )
@@ -175,16 +173,14 @@ class Layer(nn.Module):
     def segments(self, recompute: Parts) -> list[Segment]:
         """From "x" and "context" to "x"; `recompute` says which parts are computed again."""
 
-        def with_attention(x_BSH: Tensor, normed_BSH: Tensor, context: Context) -> Tensor:
-            return x_BSH + self.self_attn(normed_BSH.to(x_BSH.dtype), context)
-
-        def normed(x_BSH: Tensor) -> Tensor:
-            return self.post_attention_layernorm(x_BSH).to(x_BSH.dtype)  # which a dtype plan may keep in float32
+        def normed(norm: RMSNorm, *added: Tensor) -> tuple[Tensor, Tensor]:
+            normed_BSH, x_BSH = norm(*added, keep=True)
+            return x_BSH, normed_BSH.to(x_BSH.dtype)  # which a dtype plan may keep in float32
 
         return [
-            Compute(self.input_layernorm, "x", "normed", recompute("norms")),
-            Compute(with_attention, ("x", "normed", "context"), "x", recompute("attention")),
-            Compute(normed, "x", "normed", recompute("norms")),
+            Compute(partial(normed, self.input_layernorm), "x", ("x", "normed"), recompute("norms")),
+            Compute(self.self_attn, ("normed", "context"), "y", recompute("attention")),
+            Compute(partial(normed, self.post_attention_layernorm), ("x", "y"), ("x", "normed"), recompute("norms")),
             *self.mlp.segments(recompute),
             Compute(torch.add, ("x", "y"), "x", recompute("layer")),
         ]

@@ -19,7 +19,7 @@ from torch import Tensor
 from dualpipe.models.decoder import Attention, DenseMLP, Experts, Layer, SparseMLP
 from dualpipe.models.hub import MTP_LAYERS, HubConfig
 from dualpipe.nn import Linear, RMSNorm, Router
-from dualpipe.nn.attention import Context, apply_rotary, apply_rotary_interleaved, attend, yarn_mscale
+from dualpipe.nn.attention import Context, attend, rotate, yarn_mscale
 
 LATENT_EPS = 1e-6  # of the norms of latents, whatever rms_norm_eps is
 
@@ -171,7 +171,7 @@ class LatentAttention(Attention):
         # tables have the rest of the temperature: see `Yarn.scale`.
         temperature = 1.0 if config.yarn is None else yarn_mscale(config.yarn.factor, config.yarn.mscale_all_dim)
         self.scale = self.qk_dim**-0.5 * temperature**2
-        self.rotate = apply_rotary_interleaved if config.rope_interleave else apply_rotary
+        self.interleaved = config.rope_interleave
         if config.q_lora_rank is None:
             self.q_proj = Linear(hidden, heads * self.qk_dim, bias=False)
         else:
@@ -190,10 +190,10 @@ class LatentAttention(Attention):
         k_BASN, v_BASV = kv_BASX.split((self.nope_dim, self.v_dim), dim=-1)
         narrow = not hasattr(self, "q_proj")
         q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_BSH))) if narrow else self.q_proj(x_BSH)
-        q_BASD = rearrange(q, "B S (A D) -> B A S D", A=self.num_heads)
-        q_BASN, q_BASP = q_BASD.split((self.nope_dim, self.rope_dim), dim=-1)
-        q_BASP, k_B1SP = (self.rotate(x, *context.tables(x.dtype)) for x in (q_BASP, k_BSP.unsqueeze(1)))
-        q_BASD = torch.cat((q_BASN, q_BASP), dim=-1)
+        q_BSAD = rearrange(q, "B S (A D) -> B S A D", A=self.num_heads)
+        q_BSAN, q_BSAP = q_BSAD.split((self.nope_dim, self.rope_dim), dim=-1)
+        q_BASP, k_B1SP = rotate(q_BSAP, k_BSP.unsqueeze(2), context, interleaved=self.interleaved)
+        q_BASD = torch.cat((q_BSAN.transpose(1, 2), q_BASP), dim=-1)
         k_BASD = torch.cat((k_BASN, k_B1SP.expand_as(q_BASP)), dim=-1)
         y_BASV = attend(q_BASD, k_BASD, v_BASV, context, scale=self.scale)
         return self.o_proj(rearrange(y_BASV, "B A S V -> B S (A V)"))

@@ -99,11 +99,11 @@ class Stage(nn.Module):
                 module.dispatcher = experts.dispatcher()
 
     def compile_dense(self, **options: Any) -> None:
-        """Have norms, attention and dense MLPs go through `torch.compile(**options)`: what is between linear layers,
-        which hand out weight gradients that no compiler sees. Experts have their own kernels."""
+        """Have attention and dense MLPs go through `torch.compile(**options)`: what is between linear layers, which
+        hand out weight gradients that no compiler sees. Experts and norms have their own kernels: the host takes 60 us
+        for a norm forward and backward, and 120 for a compiled one."""
         for _, layer in self.numbered():
-            parts = [layer.input_layernorm, layer.self_attn, layer.post_attention_layernorm]
-            for part in (*parts, *(module for module in layer.mlp.modules() if isinstance(module, DenseMLP))):
+            for part in (layer.self_attn, *(module for module in layer.mlp.modules() if isinstance(module, DenseMLP))):
                 part.compile(**options)
 
     def segments(self) -> list[Segment]:

@@ -1,7 +1,7 @@
 """Causal attention over documents: where a token is, which others it sees, and what it makes of them.
 
     context = Context(rotary, x_BSH, positions_BS)     once for a micro-batch and stage
-    q_BASD = apply_rotary(q_BASD, *context.tables(q_BASD.dtype))
+    q_BASD, k_BGSD = rotate(q_BSAD, k_BSGD, context)
     attend(q_BASD, k_BGSD, v_BGSV, context, scale=D**-0.5, window=None, sinks_A=None)
 
 Rotary position embedding (Su et al., arXiv:2104.09864), also stretched by YaRN (Peng et al., arXiv:2309.00071), is
@@ -20,13 +20,20 @@ dimension of queries and keys, V of values; d pairs of its dimensions, D / 2.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from dualpipe.kernels.rotary import rotate_heads, rotate_heads_backward, rotate_reference
+from dualpipe.nn.deferral import weight_grads
+from dualpipe.nn.layers import RMSNorm, norm_weight_grad
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -98,18 +105,44 @@ class Rotary:
         return angles.cos() * scale, angles.sin() * scale
 
 
-def apply_rotary(x_BASD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate each pair (x[i], x[i + D/2]) of (B, A, S, D) by its position's angle."""
-    first, second = x_BASD.chunk(2, dim=-1)
-    return x_BASD * cos + torch.cat((-second, first), dim=-1) * sin
+def rotate(
+    q_BSAD: Tensor, k_BSGD: Tensor, context: Context, norms: Sequence[RMSNorm] = (), *, interleaved: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Queries and keys behind their norms, of which there are two or none, turned by their positions' angles ->
+    (B, A, S, D) and (B, G, S, D). interleaved: each pair (x[2i], x[2i + 1]), as DeepSeek stores them, instead of
+    (x[i], x[i + D/2]); the result has the pairs' halves."""
+    q_weight, k_weight = (norm.weight for norm in norms) if norms else (None, None)
+    eps = norms[0].eps if norms else 0.0
+    cos, sin = context.tables(torch.promote_types(q_BSAD.dtype, torch.float32))
+    plain = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    if plain or not all(weight is None or weight.is_leaf for weight in (q_weight, k_weight)):
+        q, k = (rotate_reference(x, cos, sin, weight, eps, interleaved)[0]
+                for x, weight in ((q_BSAD, q_weight), (k_BSGD, k_weight)))
+    else:
+        q, k = _Rotate.apply(q_BSAD, q_weight, k_weight, k_BSGD, cos, sin, eps, interleaved)
+    return q.transpose(1, 2), k.transpose(1, 2)
 
 
-def apply_rotary_interleaved(x_BASD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate each pair (x[2i], x[2i + 1]), as DeepSeek stores them -> the pairs' halves, first all first ones.
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, k: Tensor, cos: Tensor, sin: Tensor,
+        eps: float, interleaved: bool,
+    ) -> tuple[Tensor, Tensor]:
+        q_out, k_out, *scales = rotate_heads(q, k, cos, sin, q_weight, k_weight, eps, interleaved)
+        # The two weights, as `weight_grads` has them; the parameters themselves: saved tensors may come back as copies.
+        ctx.weight, ctx.bias, ctx.interleaved = q_weight, k_weight, interleaved
+        ctx.save_for_backward(*((None, None) if q_weight is None else (q, k)), cos, sin, q_weight, k_weight, *scales)
+        return q_out, k_out
 
-    Queries and keys come out in the same order, so their products do not depend on it.
-    """
-    return apply_rotary(rearrange(x_BASD, "B A S (pairs two) -> B A S (two pairs)", two=2), cos, sin)
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
+        dq, dk, *parts = rotate_heads_backward(dq, dk, *ctx.saved_tensors, ctx.interleaved)
+        dq_weight, dk_weight = weight_grads(
+            ctx, parts[0], None, *(partial(norm_weight_grad, parts=each) for each in parts)
+        )
+        return dq, dq_weight, dk_weight, dk, None, None, None, None
 
 
 class Context:

@@ -18,11 +18,13 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from dualpipe.kernels.top_k import softmax_top_k, softmax_top_k_backward
 from dualpipe.nn.layers import Linear
 
 if TYPE_CHECKING:
@@ -86,10 +88,23 @@ class Router(Linear):
         x_TH = x.flatten(0, -2)
         wide = torch.promote_types(x_TH.dtype, torch.float32) if self.wide_logits else None
         logits_TE = super().forward(x_TH, wide)
-        wide_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
-        scores_TE = wide_TE  # a softmax over those that are chosen comes later
-        if self.score != "softmax_topk":
-            scores_TE = wide_TE.softmax(-1) if self.score == "softmax" else wide_TE.sigmoid()
+        if self.score == "softmax" and self.choice is None and self.topk_group == self.n_group and (
+            self.e_score_correction_bias is None):
+            weights_TK, experts_TK, scores_TE = _TopK.apply(
+                logits_TE, self.top_k, self.norm_topk_prob, self.routed_scaling_factor
+            )
+        else:
+            weights_TK, experts_TK, scores_TE = self._weigh(logits_TE)
+        if self.step is not None:
+            sequences, probs = len(x) if x.dim() == 3 else None, partial(self._probs, scores_TE)
+            weights_TK = self.step.add_losses(weights_TK, experts_TK, logits_TE, probs, sequences)
+        return weights_TK, experts_TK
+
+    def _weigh(self, logits_TE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(weights_TK, experts_TK, scores_TE) of any router."""
+        scores_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
+        if self.score != "softmax_topk":  # where a softmax over those that are chosen comes later
+            scores_TE = scores_TE.softmax(-1) if self.score == "softmax" else scores_TE.sigmoid()
         experts_TK = self._choose(scores_TE.detach())
         weights_TK = scores_TE.gather(1, experts_TK)
         if self.score == "softmax_topk":
@@ -98,11 +113,7 @@ class Router(Linear):
             weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
         if self.routed_scaling_factor != 1:
             weights_TK = weights_TK * self.routed_scaling_factor
-        weights_TK = weights_TK.to(logits_TE.dtype)
-        if self.step is not None:
-            sequences, probs = len(x) if x.dim() == 3 else None, partial(self._probs, scores_TE)
-            weights_TK = self.step.add_losses(weights_TK, experts_TK, wide_TE, probs, sequences)
-        return weights_TK, experts_TK
+        return weights_TK.to(logits_TE.dtype), experts_TK, scores_TE
 
     @torch.no_grad()
     def update_bias(self, load_E: Tensor, rate: float) -> None:
@@ -145,6 +156,29 @@ class Router(Linear):
         if self.score == "softmax_topk":
             return scores_TE.softmax(-1)
         return scores_TE / (scores_TE.sum(-1, keepdim=True) + 1e-20) if self.score == "sigmoid" else scores_TE
+
+
+class _TopK(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits_TE: Tensor, top_k: int, norm: bool, factor: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        weights_TK, experts_TK, probs_TE = softmax_top_k(logits_TE, top_k, norm, factor)
+        ctx.mark_non_differentiable(experts_TK)
+        ctx.set_materialize_grads(False)  # the probabilities have none without a balance loss
+        ctx.form = norm, factor
+        ctx.save_for_backward(weights_TK, experts_TK, probs_TE)
+        return weights_TK, experts_TK, probs_TE
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, d_weights_TK: Tensor | None, _: None, d_probs_TE: Tensor | None
+    ) -> tuple[Tensor | None, None, None, None]:
+        weights_TK, experts_TK, probs_TE = ctx.saved_tensors
+        if d_weights_TK is None:
+            d_weights_TK = torch.zeros_like(weights_TK)
+        return softmax_top_k_backward(d_weights_TK, d_probs_TE, experts_TK, probs_TE, *ctx.form), None, None, None
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
@@ -52,17 +52,26 @@ def balance_loss(probs_TE: Tensor, load_NE: Tensor) -> Tensor:
     (arXiv:2101.03961, equation 4) with f as in DeepSeek-V3 (arXiv:2412.19437, equation 18), sum_e f_e = 1;
     transformers' `load_balancing_loss_func` has sum_e f_e = K, and so K times this loss.
     """
+    return _balance_loss(probs_TE, balance_factors(load_NE, probs_TE.dtype))
+
+
+def balance_factors(load_NE: Tensor, dtype: torch.dtype) -> Tensor:
+    """E f_e / N (N, E): what the mean probabilities are multiplied by in the balance loss."""
+    parts, experts = load_NE.shape
+    return load_NE.to(dtype) * (experts / max(parts, 1)) / load_NE.sum(-1, keepdim=True).clamp(min=1)
+
+
+def _balance_loss(probs_TE: Tensor, factors_NE: Tensor) -> Tensor:
     if not probs_TE.numel():
         return probs_TE.sum()
-    (parts, experts), tokens = load_NE.shape, len(probs_TE)
-    share_NE = load_NE.to(probs_TE.dtype) / load_NE.sum(-1, keepdim=True).clamp(min=1)
-    mean_NE = probs_TE.view(parts, tokens // parts, experts).mean(1)
-    return experts * (share_NE * mean_NE).sum(-1).mean()
+    mean_NE = probs_TE.view(len(factors_NE), -1, probs_TE.shape[1]).mean(1)
+    return (factors_NE * mean_NE).sum()
 
 
 def z_loss(logits_TE: Tensor) -> Tensor:
     """The mean square of logsumexp over the tokens, which keeps logits small (ST-MoE, arXiv:2202.08906, equation 5)."""
-    return logits_TE.logsumexp(-1).square().sum() / max(len(logits_TE), 1)
+    wide_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
+    return wide_TE.logsumexp(-1).square().sum() / max(len(logits_TE), 1)
 
 
 def count_load(experts_NM: Tensor, num_experts: int) -> Tensor:
@@ -95,6 +104,8 @@ class RouterStep:
     load_E: Tensor | None = None
     z: float = 0.0
     totals: Tensor | None = None
+    _factors: dict[torch.dtype, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """`balance_factors` of `load_E`, which are the same for all micro-batches"""
 
     def __post_init__(self) -> None:
         if self.num_chunks < 1:
@@ -119,38 +130,50 @@ class RouterStep:
                 raise ValueError("level 'sequence' needs x as (B, S, H), to know the sequences; got (T, H) with "
                                  f"T = {len(experts_TK)}")
             experts_NM = experts_TK.reshape(sequences, experts_TK.numel() // max(sequences, 1))
-        load_NE = given_NE = count_load(experts_NM, logits_TE.shape[1])
-        if self.balance and self.level == "global" and self.load_E is not None:
-            given_NE = self.load_E[None]
-            if given_NE.shape != load_NE.shape:
-                raise ValueError(f"load_E must have the shape {tuple(load_NE.shape[1:])}; "
-                                 f"got {tuple(self.load_E.shape)}")
-        zero = logits_TE.new_zeros(())
-        balance = balance_loss(probs(), given_NE) if self.balance else zero
-        z = z_loss(logits_TE) if self.z else zero
-        counts = None
-        if self.totals is not None:
-            losses = torch.stack((balance, z)).detach() / self.num_chunks
-            counts = torch.cat((load_NE.sum(0), losses.double()))
-        loss = (self.balance * balance + self.z * z) / self.num_chunks
-        return _AddLosses.apply(weights_TK, loss, self.totals, counts)
+        # Launches for losses that there are: without any, the two that count the loads are all that a step costs.
+        losses: dict[int, Tensor] = {}
+        if self.balance:
+            losses[-2] = self._balance_loss(probs(), experts_NM)
+        if self.z:
+            losses[-1] = z_loss(logits_TE)
+        if not losses and self.totals is None:
+            return weights_TK
+        parts = [value * ((self.balance if at == -2 else self.z) / self.num_chunks) for at, value in losses.items()]
+        found = [(at, value.detach()) for at, value in losses.items()]
+        loss = parts[0] + parts[1] if len(parts) == 2 else parts[0] if parts else None
+        return _AddLosses.apply(weights_TK, loss, self.totals, experts_TK, found, 1 / self.num_chunks)
+
+    def _balance_loss(self, probs_TE: Tensor, experts_NM: Tensor) -> Tensor:
+        dtype, experts = probs_TE.dtype, probs_TE.shape[1]
+        if self.level != "global" or self.load_E is None:
+            return balance_loss(probs_TE, count_load(experts_NM, experts))
+        if self.load_E.shape != (experts,):
+            raise ValueError(f"load_E must have the shape {(experts,)}; got {tuple(self.load_E.shape)}")
+        if dtype not in self._factors:
+            self._factors[dtype] = balance_factors(self.load_E[None], dtype)
+        return _balance_loss(probs_TE, self._factors[dtype])
 
 
 class _AddLosses(torch.autograd.Function):
-    """The weights as they are; in the backward, the loss gets a gradient of 1, and the counts are added to `totals`."""
+    """The weights as they are; in the backward, the loss gets a gradient of 1, and `totals` what it counts."""
 
     @staticmethod
     def forward(
-        ctx: Any, weights_TK: Tensor, loss: Tensor, totals: Tensor | None, counts: Tensor | None
+        ctx: Any, weights_TK: Tensor, loss: Tensor | None, totals: Tensor | None, experts_TK: Tensor,
+        found: list[tuple[int, Tensor]], share: float,
     ) -> Tensor:
-        ctx.totals, ctx.counts, ctx.seed = totals, counts, loss.new_ones(())
+        ctx.totals, ctx.experts_TK, ctx.found, ctx.share = totals, experts_TK, found, share
+        ctx.seed = None if loss is None else loss.new_ones(())
         return weights_TK.view_as(weights_TK)
 
     @staticmethod
-    def backward(ctx: Any, dweights_TK: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, dweights_TK: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.totals is not None:
-            ctx.totals.add_(ctx.counts)
-        return dweights_TK, ctx.seed, None, None
+            chosen_M = ctx.experts_TK.flatten()
+            ctx.totals.scatter_add_(0, chosen_M, ctx.totals.new_ones(()).expand(chosen_M.shape))
+            for at, value in ctx.found:
+                ctx.totals[at].add_(value, alpha=ctx.share)
+        return dweights_TK, ctx.seed, None, None, None, None
 
 
 class RouterSet:

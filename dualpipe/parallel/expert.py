@@ -57,7 +57,7 @@ class ExpertParallel:
 
     @property
     def sent_bytes(self) -> int:
-        """What this rank has sent to others, but for the numbers of rows (40 bytes to each rank in a forward)."""
+        """What this rank has sent to others, but for the numbers of rows (24 bytes to each rank in a forward)."""
         return 0 if self._stream is None else self._stream.sent_bytes
 
     def dispatcher(self) -> Dispatcher:
@@ -187,18 +187,19 @@ class AllToAllDispatcher(Dispatcher):
         ranks_TK = torch.div(experts_TK, self._local, rounding_mode="floor")  # -1 stays -1
         each_G = torch.arange(self._ranks, device=experts_TK.device)
         of_rank_TKG = ranks_TK.unsqueeze(-1) == each_G
+        there_TG = of_rank_TKG.any(1)
         # The ranks that a token goes to, ascending, once each; -1 elsewhere among the D places.
         if experts_TK.shape[1] >= self._ranks:
-            ranks_TD = each_G.where(of_rank_TKG.any(1), -1)
+            ranks_TD = each_G.where(there_TG, -1)
         else:
             sorted_TK = ranks_TK.sort(-1).values
             ranks_TD = sorted_TK.where(sorted_TK.diff(dim=-1, prepend=sorted_TK[:, :1] - 1) != 0, -1)
         tokens, copies = sort_tokens(ranks_TD, self._ranks), ranks_TD.shape[1]
         here_TDK = ranks_TD.unsqueeze(2) == ranks_TK.unsqueeze(1)
-        ids_TDK = (experts_TK - ranks_TK * self._local).unsqueeze(1).where(here_TDK, -1)
+        ids_TDK = (experts_TK % self._local).unsqueeze(1).where(here_TDK, -1)
         wide_TK = weights_TK.to(torch.promote_types(weights_TK.dtype, torch.float32))
         weights_TDK = wide_TK.unsqueeze(1).where(here_TDK, 0)
-        counts = torch.stack((tokens.offs.diff(prepend=tokens.offs.new_zeros(1)), of_rank_TKG.sum((0, 1))), 1)
+        counts = torch.stack((there_TG.sum(0), of_rank_TKG.sum((0, 1))), 1)
         rows = dispatch_tokens(x_TH, tokens, copies)
         weights = dispatch_tokens(weights_TDK.flatten(0, 1), tokens, 1)
         ids = ids_TDK.flatten(0, 1).to(torch.int32).index_select(0, tokens.order)
@@ -246,12 +247,12 @@ class _PendingDispatch(PendingRows):
         self.sizes: Sizes | None = None  # known when rows are under way
         # How many rows the other ranks get and what is in one, for them and the host, which must know.
         with stream.beside(self._made, None if inputs is None else inputs[2].counts):
-            both = torch.zeros(2, stream.size, 5, dtype=torch.int64, device=stream.device)  # sent, received
+            make = torch.zeros if inputs is None else torch.empty
+            both = make(2, stream.size, 3, dtype=torch.int64, device=stream.device)  # sent, received
             if inputs is not None:
                 rows, weights, plan = inputs
                 both[0, :, :2] = plan.counts
-                for column, matrix in enumerate((rows, weights, plan.ids), 2):
-                    both[0, :, column].fill_(row_bytes_of(matrix))
+                both[0, :, 2].fill_(_packed(*map(row_bytes_of, (rows, weights, plan.ids))))
             each = [1] * stream.size
             self._counts, self._told = both, stream.all_to_all.start(both[1], both[0], each, each)
             self._copied: device.Event | None = None
@@ -269,7 +270,7 @@ class _PendingDispatch(PendingRows):
         else:
             self._copied.synchronize()  # orders: the copy, then the host, which alone waits here
         sent, received = self._counts.tolist()  # the records for and from each rank
-        told = {tuple(record[2:]) for record in (*sent, *received)} - {(0, 0, 0)}  # nothing from one without inputs
+        told = {_unpacked(record[2]) for record in (*sent, *received) if record[2]}  # 0 from one without inputs
         if len(told) > 1:
             raise ValueError(f"the ranks' rows consist of different numbers of bytes (hidden state, weights, choices): "
                              f"{sorted(told)}; give the layer the same sizes and dtypes everywhere")
@@ -301,6 +302,15 @@ class _PendingDispatch(PendingRows):
         received = Received(ids_RK.view(torch.int32), self._num_experts, self._pairs, sizes)
         besides = weights_RK.view(weights.dtype), received
         return (rows_RH.view(rows.dtype), *besides), (sizes, len(rows), (rows.dtype, weights.dtype), besides)
+
+
+def _packed(row: int, weights: int, ids: int) -> int:
+    """Three sizes in one number, for a single launch to tell; weights and ids of a row are a few bytes an expert."""
+    return row << 32 | weights << 16 | ids
+
+
+def _unpacked(sizes: int) -> tuple[int, int, int]:
+    return sizes >> 32, sizes >> 16 & 0xFFFF, sizes & 0xFFFF
 
 
 class _Combine:

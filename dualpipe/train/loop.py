@@ -181,7 +181,7 @@ class Run:
             self.unigram = self.splits.unigram_loss(self.model.config.vocab_size)
             writer.say(f"a unigram model of the same text has a held-out loss of {self.unigram:.4f} nats per token")
         if train.compile and self.done < train.steps:
-            writer.say(f"step {self.done + 1} takes longer: it compiles norms, attention and dense MLPs")
+            writer.say(f"step {self.done + 1} takes longer: it compiles attention and dense MLPs")
         return writer
 
     def _steps(self, writer: MetricsWriter | None) -> None:

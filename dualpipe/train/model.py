@@ -103,7 +103,7 @@ def build_model(
 
     recompute: what is computed again instead of kept, see `dualpipe.models.stages.Recompute`.
     layers_per_stage: instead of stages that cost about the same.
-    compiled: norms, attention and dense MLPs go through torch.compile.
+    compiled: attention and dense MLPs go through torch.compile.
     from_hf: a directory with a Hugging Face checkpoint, whose weights are taken instead. Collective over `mesh`.
     plan: of the whole model, from `plan_model`; without, the one that it makes for these arguments.
     mesh: from `build_mesh`. Where it has several pipelines, they share the parameters' storage: those are stored in at

@@ -134,7 +134,7 @@ class TrainConfig:
     seed: int = _not_negative(0)
     """what the initial weights and the order of the data are drawn by"""
     compile: bool = False
-    """norms, attention and dense MLPs go through torch.compile"""
+    """attention and dense MLPs go through torch.compile"""
     deterministic: bool = False
     """operators give the same bits each time, or raise; on CUDA the backward of attention otherwise does not"""
     dtype: Literal["fp32", "bf16"] = "fp32"

@@ -1,6 +1,7 @@
 """The router against transformers' and against plain formulas: choices, weights, losses, loads, whatever the cut."""
 
 import copy
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -327,7 +328,7 @@ def gradients(r, x_BSH, step, cuts=1, ranks=1):
     """Of the weight and of x, as after a step of `ranks` ranks, each with its share of the batch in `cuts` pieces."""
     total, dx = torch.zeros_like(r.weight), []
     for batch in x_BSH.chunk(ranks):
-        r.step = RouterStep(**{**vars(step), "num_chunks": cuts})
+        r.step = replace(step, num_chunks=cuts)
         r.weight.grad = None
         for piece in batch.chunk(cuts):
             piece = piece.detach().requires_grad_()

@@ -366,7 +366,7 @@ def test_compiling_is_announced(train_alone, capsys, monkeypatch):
     monkeypatch.setattr("dualpipe.models.Stage.compile_dense", lambda self: None)
     assert train_alone("--train.compile", "True") == 0
     out = capsys.readouterr().out
-    assert "step 1 takes longer: it compiles norms, attention and dense MLPs\nstep 1/2" in out
+    assert "step 1 takes longer: it compiles attention and dense MLPs\nstep 1/2" in out
 
 
 def test_a_wrong_number_of_ranks_under_torchrun(run_folder, dualpipe):

@@ -1,0 +1,223 @@
+"""A softmax router's choice in one launch each way: scores, the K best experts of a token, and their weights.
+
+As PyTorch operations it is ten launches forward and a dozen backward, for a matrix of a few hundred columns.
+
+    p = softmax(x)                                         over the experts, in float32 at least
+    the K largest p of a token, in descending order; of equal ones the first
+    w[k] = factor * p[k] / total, total = sum_k p[k]       with `norm`; else w[k] = factor * p[k]
+    dp[e] = (dw[k] - sum_j dw[j] w[j]) / total             for the chosen ones, with `norm` and a factor of 1; 0 for
+                                                           the others; and what p itself gets, of a balance loss
+    dx = p * (dp - sum_e dp[e] p[e])
+
+Example: p = [1/2, 1/8, 3/8] and K = 2 choose experts 0 and 2, with weights 1/2 and 3/8, or by `norm` 4/7 and 3/7.
+
+Dimension letters: T tokens, E experts, K experts per token.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dualpipe.kernels.common import RowTile, compute_dtype, operator, tl, tl_dtype, triton, use_triton, with_dense_rows
+
+# ------------------------------------------------------------------------------------------------------------ kernels
+
+
+@triton.jit
+def _forward_kernel(
+    logits_ptr,  # (T, E), rows `stride` apart
+    weights_ptr,  # (T, K) contiguous
+    experts_ptr,  # (T, K) int64, contiguous
+    probs_ptr,  # (T, E) COMPUTE, contiguous
+    T, E, stride,
+    K: tl.constexpr, NORM: tl.constexpr, FACTOR: tl.constexpr, TINY: tl.constexpr, COMPUTE: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
+):
+    rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    cols, places = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)
+    mask = (rows < T)[:, None] & (cols < E)[None, :]
+    logits_ptrs = logits_ptr + rows.to(tl.int64)[:, None] * stride + cols[None, :]
+    x = tl.load(logits_ptrs, mask=mask, other=float("-inf")).to(COMPUTE)
+    x = tl.where((rows < T)[:, None], x, 0.0)  # a row of -inf would be NaN
+    exp = tl.exp(x - tl.max(x, 1)[:, None])
+    total = tl.sum(exp, 1)
+    p = exp / total[:, None]
+    tl.store(probs_ptr + rows.to(tl.int64)[:, None] * E + cols[None, :], p, mask=mask)
+    p = tl.where((cols < E)[None, :], p, -1.0)
+    weights = tl.zeros((BLOCK_T, BLOCK_K), COMPUTE) + (total - total)[:, None]  # NaN stays NaN, which a maximum drops
+    experts = tl.zeros((BLOCK_T, BLOCK_K), tl.int32)
+    for k in tl.static_range(K):
+        best = tl.minimum(tl.argmax(p, 1), E - 1)  # also where all are NaN
+        here = (places == k)[None, :]
+        weights += tl.where(here, tl.max(p, 1)[:, None], 0.0)
+        experts = tl.where(here, best[:, None], experts)
+        p = tl.where(cols[None, :] == best[:, None], -1.0, p)
+    if NORM:
+        weights = weights / (tl.sum(weights, 1) + TINY)[:, None]
+    at = rows.to(tl.int64)[:, None] * K + places[None, :]
+    mask = (rows < T)[:, None] & (places < K)[None, :]
+    tl.store(weights_ptr + at, (weights * FACTOR).to(weights_ptr.dtype.element_ty), mask=mask)
+    tl.store(experts_ptr + at, experts.to(tl.int64), mask=mask)
+
+
+@triton.jit
+def _backward_kernel(
+    d_weights_ptr,  # (T, K), rows `d_stride` apart
+    d_probs_ptr,  # (T, E), elements `row_stride` and `col_stride` apart (0: of a mean), or unused
+    experts_ptr,  # (T, K) int64, contiguous
+    probs_ptr,  # (T, E) COMPUTE, contiguous
+    d_logits_ptr,  # (T, E) contiguous
+    T, E, d_stride, row_stride, col_stride,
+    HAS_D_PROBS: tl.constexpr, K: tl.constexpr, NORM: tl.constexpr, FACTOR: tl.constexpr, TINY: tl.constexpr,
+    COMPUTE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
+):
+    rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    cols = tl.arange(0, BLOCK_E)
+    mask = (rows < T)[:, None] & (cols < E)[None, :]
+    at = rows.to(tl.int64)[:, None] * E + cols[None, :]
+    p = tl.load(probs_ptr + at, mask=mask, other=0.0)
+    chosen = tl.zeros((BLOCK_T, BLOCK_E), tl.int1)
+    dp = tl.zeros((BLOCK_T, BLOCK_E), COMPUTE)
+    for k in tl.static_range(K):
+        expert = tl.load(experts_ptr + rows.to(tl.int64) * K + k, mask=rows < T, other=0)
+        d_weight = tl.load(d_weights_ptr + rows.to(tl.int64) * d_stride + k, mask=rows < T, other=0.0).to(COMPUTE)
+        here = cols[None, :] == expert[:, None]
+        dp = tl.where(here, d_weight[:, None] * FACTOR, dp)
+        chosen = chosen | here
+    if NORM:
+        total = tl.sum(tl.where(chosen, p, 0.0), 1) + TINY
+        mean = tl.sum(dp * p, 1) / total
+        dp = tl.where(chosen, (dp - mean[:, None]) / total[:, None], 0.0)
+    if HAS_D_PROBS:
+        d_probs_ptrs = d_probs_ptr + rows.to(tl.int64)[:, None] * row_stride + (cols * col_stride)[None, :]
+        dp += tl.load(d_probs_ptrs, mask=mask, other=0.0).to(COMPUTE)
+    dx = p * (dp - tl.sum(dp * p, 1)[:, None])
+    tl.store(d_logits_ptr + at, dx.to(d_logits_ptr.dtype.element_ty), mask=mask)
+
+
+# ---------------------------------------------------------------------------------------------------------- launchers
+
+_TINY = 1e-20  # matters only where all K scores underflow
+
+
+def constants(num_experts: int, top_k: int, norm: bool, factor: float, dtype: torch.dtype) -> dict[str, Any]:
+    """What both kernels are compiled for, but for BLOCK_K; `dtype` is what they compute in."""
+    block = max(16, 1 << (num_experts - 1).bit_length())
+    tile = RowTile(rows=max(1, 2048 // block), cols=block, warps=max(4, block // 512))
+    return dict(K=top_k, NORM=norm, FACTOR=factor, TINY=_TINY, COMPUTE=tl_dtype(dtype), BLOCK_T=tile.rows,
+                BLOCK_E=tile.cols, num_warps=tile.warps)
+
+
+def block_k(top_k: int) -> int:
+    """K to a power of two."""
+    return 1 << (top_k - 1).bit_length()
+
+
+def _launch_forward(logits: Tensor, weights: Tensor, experts: Tensor, probs: Tensor, norm: bool, factor: float) -> None:
+    logits, (tokens, num_experts), top_k = with_dense_rows(logits), logits.shape, weights.shape[1]
+    compiled = constants(num_experts, top_k, norm, factor, probs.dtype)
+    _forward_kernel[(triton.cdiv(tokens, compiled["BLOCK_T"]),)](
+        logits, weights, experts, probs, tokens, num_experts, logits.stride(0), BLOCK_K=block_k(top_k), **compiled
+    )
+
+
+def _launch_backward(
+    d_weights: Tensor, d_probs: Tensor | None, experts: Tensor, probs: Tensor, norm: bool, factor: float,
+    d_logits: Tensor,
+) -> None:
+    d_weights, (tokens, num_experts) = with_dense_rows(d_weights), probs.shape
+    compiled = constants(num_experts, experts.shape[1], norm, factor, probs.dtype)
+    _backward_kernel[(triton.cdiv(tokens, compiled["BLOCK_T"]),)](
+        d_weights, probs if d_probs is None else d_probs, experts, probs, d_logits, tokens, num_experts,
+        d_weights.stride(0), *(0, 0) if d_probs is None else d_probs.stride(), HAS_D_PROBS=d_probs is not None,
+        **compiled,
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------- public
+
+
+def softmax_top_k(
+    logits: Tensor, top_k: int, norm: bool = False, factor: float = 1.0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Weights (T, K) in the dtype of `logits` (T, E), experts (T, K) int64, and the probabilities (T, E) in at least
+    float32, in which everything is computed. norm: the weights of a token sum to `factor`; else they are `factor` times
+    their probabilities. Not differentiable: `dualpipe.nn.Router` is. Raises `ValueError` for operands that do not fit.
+    """
+    if logits.dim() != 2 or not logits.is_floating_point() or not 1 <= top_k <= logits.shape[1]:
+        raise ValueError(f"logits must be a floating-point (T, E) and top_k 1 to E; got {logits.dtype} of shape "
+                         f"{tuple(logits.shape)} and {top_k}")
+    return _softmax_top_k(logits, top_k, norm, factor)
+
+
+def softmax_top_k_backward(
+    d_weights: Tensor, d_probs: Tensor | None, experts: Tensor, probs: Tensor, norm: bool = False, factor: float = 1.0
+) -> Tensor:
+    """The gradient of the logits (T, E), in the dtype of `d_weights` (T, K); d_probs (T, E) is that of the
+    probabilities, None for none."""
+    return _softmax_top_k_backward(d_weights, d_probs, experts, probs, norm, factor)
+
+
+def _new_results(logits: Tensor, top_k: int, norm: bool, factor: float) -> tuple[Tensor, Tensor, Tensor]:
+    weights = logits.new_empty(logits.shape[0], top_k)
+    experts, probs = (
+        logits.new_empty(like.shape, dtype=dtype)
+        for like, dtype in ((weights, torch.int64), (logits, compute_dtype(logits)))
+    )
+    return weights, experts, probs
+
+
+@operator(_new_results)
+def _softmax_top_k(logits: Tensor, top_k: int, norm: bool, factor: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(weights, experts, probabilities)."""
+    if not use_triton(logits):
+        return softmax_top_k_reference(logits, top_k, norm, factor)
+    weights, experts, probs = _new_results(logits, top_k, norm, factor)
+    if logits.numel():
+        _launch_forward(logits, weights, experts, probs, norm, factor)
+    return weights, experts, probs
+
+
+@operator(lambda d_weights, _, __, probs, *___: d_weights.new_empty(probs.shape))
+def _softmax_top_k_backward(
+    d_weights: Tensor, d_probs: Tensor | None, experts: Tensor, probs: Tensor, norm: bool, factor: float
+) -> Tensor:
+    if not use_triton(probs):
+        return softmax_top_k_backward_reference(d_weights, d_probs, experts, probs, norm, factor).to(d_weights.dtype)
+    d_logits = d_weights.new_empty(probs.shape)
+    if d_logits.numel():
+        _launch_backward(d_weights, d_probs, experts, probs, norm, factor, d_logits)
+    return d_logits
+
+
+# ---------------------------------------------------------------------------------------------------------- reference
+
+
+def softmax_top_k_reference(
+    logits: Tensor, top_k: int, norm: bool, factor: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`softmax_top_k` in PyTorch, which autograd can differentiate; of equal scores it takes any."""
+    probs = logits.to(compute_dtype(logits)).softmax(-1)
+    experts = probs.detach().topk(top_k, dim=-1).indices
+    weights = probs.gather(1, experts)
+    if norm:
+        weights = weights / (weights.sum(-1, keepdim=True) + _TINY)
+    return (weights if factor == 1 else weights * factor).to(logits.dtype), experts, probs
+
+
+def softmax_top_k_backward_reference(
+    d_weights: Tensor, d_probs: Tensor | None, experts: Tensor, probs: Tensor, norm: bool, factor: float
+) -> Tensor:
+    """The gradient of the logits in the dtype that the kernel computes in."""
+    d_chosen = d_weights.to(probs.dtype) * factor
+    if norm:
+        chosen = probs.gather(1, experts)
+        total = chosen.sum(-1, keepdim=True) + _TINY
+        d_chosen = (d_chosen - (d_chosen * chosen).sum(-1, keepdim=True) / total) / total
+    dp = torch.zeros_like(probs).scatter(1, experts, d_chosen)
+    if d_probs is not None:
+        dp = dp + d_probs
+    return probs * (dp - (dp * probs).sum(-1, keepdim=True))
