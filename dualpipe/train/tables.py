@@ -236,6 +236,8 @@ class OptimizerConfig:
     """decay of the running means of the gradient and of its square"""
     eps: float = _positive(1e-8)
     """added to the root of the mean square"""
+    moments: Literal["fp32", "bf16"] = "fp32"
+    """dtype that both running means are kept in; bf16 saves 4 bytes of each parameter and asks for betas below 0.996"""
     weight_decay: float = _not_negative(0.1)
     """on matrices only: norms, biases and other vectors are not decayed"""
     warmup_steps: int = _not_negative(0)
@@ -248,6 +250,10 @@ class OptimizerConfig:
     """wsd: share of all steps in which the learning rate decays"""
     clip_norm: float = _not_negative(1.0)
     """largest global gradient norm; 0 does not clip"""
+
+    def __post_init__(self) -> None:
+        _require(self.moments == "fp32" or max(self.betas) < 1 - 2**-8, "optimizer.betas", self.betas,
+                 "moments in bf16 would not decay by them; give both below 0.996, or optimizer.moments = \"fp32\"")
 
 
 @dataclass(frozen=True)
