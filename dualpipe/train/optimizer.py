@@ -54,7 +54,9 @@ class Optimizer:
         moments: torch.dtype = torch.float32,
     ) -> None:
         """A parameter that appears twice (tied) is updated once. moments: bfloat16, or float32 for the dtype of what is
-        updated."""
+        updated; ValueError for others."""
+        if moments not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"moments = {moments!r}: give torch.float32 or torch.bfloat16")
         self._narrow = moments is torch.bfloat16
         trainable = (p for module in modules for p in module.parameters() if p.requires_grad)
         self.parameters: list[nn.Parameter] = list(dict.fromkeys(trainable))
