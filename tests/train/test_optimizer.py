@@ -8,6 +8,7 @@ from dualpipe import Pipeline
 from dualpipe.train.config import load_config
 from dualpipe.train.launch import RankInfo
 from dualpipe.train.loop import train
+from dualpipe.train.metrics import read_metrics
 from dualpipe.train.optimizer import Optimizer, learning_rate
 
 ADAMW = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
@@ -146,3 +147,16 @@ def test_bf16_moments_decay_by_the_betas_that_are_allowed(beta, decays):
     before, weight.grad = moment.clone(), torch.zeros(128, 1)
     optimizer.step(0.1)
     assert torch.all(moment < before) if decays else torch.equal(moment, before)
+
+
+def test_a_run_with_bf16_moments_has_the_same_loss(run_toml, tmp_path):
+    """Within a hundredth, over the last third of its steps."""
+    means = []
+    for moments in ("fp32", "bf16"):
+        out = tmp_path / moments
+        options = ["--parallel.pp", "1", "--train.steps", "60", "--train.eval_batches", "0", "--output.dir", str(out)]
+        assert train(load_config(run_toml, [*options, "--optimizer.moments", moments]), RankInfo(0, 1, 0, 1)) == 0
+        losses = [row["loss"] for row in read_metrics(out / "metrics.jsonl")]
+        means.append(sum(losses[40:]) / 20)
+    assert means[1] == pytest.approx(means[0], rel=0.01) and means[0] != means[1]
+    assert means[0] < 0.9 * losses[0]
