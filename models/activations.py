@@ -27,7 +27,7 @@ from dualpipe.nn.deferral import WeightGradStore
 from dualpipe.parallel.expert import Received
 from dualpipe.pipeline.overlap import MicrobatchState, SegmentedStage, walk
 
-_PROBE = 64  # tokens of the shorter run
+_PROBE = 8, 16  # sequences of the two runs, and tokens of each: few, so that scores do not decide where the peak is
 
 
 class ActivationBytes(NamedTuple):
@@ -69,9 +69,10 @@ def activation_bytes(
             repeated = attention.num_heads - attention.num_kv_heads
             per_token += 4 * attention.num_heads - repeated * (attention.qk_dim + attention.v_dim) * dtype.itemsize
     # Scores grow with the square of the length, everything else with the tokens: two runs tell them apart.
-    short, long = (_run(stage, mode, batch, length, dtype) for batch, length in ((2, _PROBE), (1, 2 * _PROBE)))
+    few, many = _PROBE
+    short, long = (_run(stage, mode, *shape, dtype) for shape in ((many, few), (few, many)))
     tokens = batch * sequence_length
-    found = [round((2 * one - other) / (2 * _PROBE) * tokens) for one, other in zip(short, long)]
+    found = [round((2 * one - other) / (few * many) * tokens) for one, other in zip(short, long)]
     return ActivationBytes(*(size + (per_token * tokens if i != 1 else 0) for i, size in enumerate(found)))
 
 

@@ -70,7 +70,7 @@ def measured(rank: int, path: str, options: list[str]) -> tuple[int, int]:
     )
     pipe = Pipeline(model.stages, process_group=place.group("pp"), schedule=p.schedule)
     tokens = torch.randint(model.config.vocab_size, (t.micro_batch_size * t.num_chunks, t.sequence_length))
-    criterion = micro_batch_loss(t.num_chunks)
+    criterion = micro_batch_loss(t.num_chunks) if model.has_last else None
     for profiled in (nullcontext(), profile(activities=[ProfilerActivity.CPU], profile_memory=True)):
         held = {tensor.data_ptr(): tensor for parameter, state in optimizer.state_tensors().items()
                 for tensor in map(local, (parameter.detach(), *(each.detach() for each in state.values())))}
@@ -105,7 +105,7 @@ def test_a_step_takes_what_is_counted(layout, schedule, moments, recompute, tmp_
         options += [f"--parallel.{name}", str(size)]
     config = load_config(path, options)
     expected = estimate(config, read_config(config.model.config))
-    for pp_rank, most in run_ranks(measured, prod(layout), path, options, reuse=True):
+    for pp_rank, most in run_ranks(measured, prod(layout), path, options, reuse=True, timeout=240):
         assert expected[pp_rank].total == pytest.approx(most, rel=0.1)
 
 
@@ -146,7 +146,7 @@ def test_the_command_prints_a_line_for_each_rank(capsys):
 
 def test_the_command_says_what_a_device_has_left(capsys):
     options = [str(EXAMPLES / "tiny-cpu.toml"), "--memory.capacity"]
-    for capacity, said in (("1", r"of 1 GB: 0\.\d to spare"), ("0.01", r"0\.\d GB more than 0\.01")):
+    for capacity, said in (("9", r"of 9 GB: \d\.\d to spare"), ("0.001", r"\d\.\d GB more than 0\.001")):
         assert main(["memory", *options, capacity]) == 0
         assert re.fullmatch(said, capsys.readouterr().out.splitlines()[-1])
 
