@@ -31,8 +31,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDat
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from dualpipe.nn.deferral import local
-
 _SHOWN = 3  # parameters that are not reduced
 _REMEDY = "use dualpipe.parallel.shard or torch's fully_shard"
 _UNREDUCED = (f"gradients would differ from one data-parallel rank to the next: {_REMEDY}, or, where you reduce them "
@@ -358,7 +356,7 @@ def _hand_over(group: Any) -> None:
         if (grad is None or grad.dtype is not sharded.dtype or sharded.grad is not None
                 or sharded._post_accumulate_grad_hooks or _private(group, "gradient_divide_factor") is not None):
             continue
-        param.grad, reduced = None, local(grad).contiguous()
+        param.grad, reduced = None, (grad.to_local() if isinstance(grad, DTensor) else grad).contiguous()
         if (hook := _private(group, "_all_reduce_hook")) is not None:
             hook(reduced.view(-1))
         sharded.grad = _private(fsdp_param, "to_sharded_dtensor")(reduced)
