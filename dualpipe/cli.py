@@ -104,7 +104,7 @@ def _memory(args: argparse.Namespace) -> None:
 
     config = load_config(args.config, args.overrides)
     model = read_model_config(config)
-    for line in table(estimate(config, model)):
+    for line in table(estimate(config, model), config.memory.capacity):
         print(line)
     if layers := len(model.carried_layers):
         print(f"{layers} layer{'s' * (layers > 1)} for multi-token prediction: not trained, so nothing is needed; an "

@@ -1,20 +1,22 @@
-"""What a stage keeps of one micro-batch from its forward to its backward, in bytes: counted, not guessed.
+"""What a micro-batch takes in a stage, in bytes: counted, not guessed.
 
-The stage's segments are run as the pipeline runs them, on tensors without memory, and what autograd and the pipeline
-then hold is counted, each storage once. Attention's scores, which the CPU keeps and the fused kernels of GPUs do not,
-are taken off.
+The stage's segments are run as the pipeline runs them, forward and backward, on tensors without memory, and what lives
+meanwhile is counted, each storage once. Attention's scores, which the CPU keeps and the fused kernels of GPUs do not,
+are taken off. So is what weight gradients take while they are computed: it does not grow with the micro-batch.
 
 Dimension letters: T tokens, H hidden, K experts per token, R rows that a rank's experts receive.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+import weakref
+from collections.abc import Collection, Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dualpipe.models.decoder import SparseMLP
@@ -25,26 +27,38 @@ from dualpipe.nn.deferral import WeightGradStore
 from dualpipe.parallel.expert import Received
 from dualpipe.pipeline.overlap import MicrobatchState, SegmentedStage, walk
 
-_PROBE = 64  # tokens of the shorter run
+_PROBE = 8, 16  # sequences of the two runs, and tokens of each: few, so that scores do not decide where the peak is
+
+
+class ActivationBytes(NamedTuple):
+    """Bytes of a micro-batch in a stage: what it keeps between its forward and its backward, what an "I" leaves for its
+    "W", and the most that there is at once, all of it, while a forward, a "B" and an "I" run."""
+
+    kept: int
+    deferred: int
+    forward: int
+    backward: int
+    input_backward: int
 
 
 def activation_bytes(
-    config: HubConfig, layers: range, *, batch: int, sequence_length: int, first: bool = False,
-    dtype: torch.dtype = torch.bfloat16, recompute: Iterable[str] = (), ep: int = 1,
-) -> int:
-    """The bytes that a stage keeps of a micro-batch of (batch, sequence_length) tokens computed in `dtype`.
+    config: HubConfig, layers: range, *, batch: int, sequence_length: int, dtype: torch.dtype = torch.bfloat16,
+    recompute: Iterable[str] = (), ep: int = 1,
+) -> ActivationBytes:
+    """What the layers take for a micro-batch of (batch, sequence_length) tokens computed in `dtype`.
 
-    Without the head: the logits live for one micro-batch at a time. recompute: the rules of `Recompute`. ep: the number
-    of expert-parallel ranks, over which tokens are taken to be spread evenly.
+    Without the embedding, which keeps the tokens alone, and the head: the logits live for one micro-batch at a time.
+    recompute: the rules of `Recompute`. ep: the number of expert-parallel ranks, over which tokens are taken to be
+    spread evenly.
     """
     mode = FakeTensorMode()
     with mode, torch.device("cpu"):
-        stage = Stage(config, layers, first=first, last=False)
+        stage = Stage(config, layers, first=False, last=False)
         for module in stage.modules():  # Module.to(dtype) does not work on tensors without memory
             for name, param in module.named_parameters(recurse=False):
                 setattr(module, name, nn.Parameter(param.detach().to(dtype)))
     stage.recompute = Recompute(recompute, config.num_hidden_layers)
-    per_token = 0.0
+    per_token = 0
     for index, layer in stage.numbered():
         if isinstance(layer.mlp, SparseMLP) and ep > 1:
             layer.mlp.dispatcher = _Even(layer.mlp.gate, ep)
@@ -55,34 +69,67 @@ def activation_bytes(
             repeated = attention.num_heads - attention.num_kv_heads
             per_token += 4 * attention.num_heads - repeated * (attention.qk_dim + attention.v_dim) * dtype.itemsize
     # Scores grow with the square of the length, everything else with the tokens: two runs tell them apart.
-    short, long = (_kept(stage, mode, batch, length, dtype) for batch, length in ((2, _PROBE), (1, 2 * _PROBE)))
-    return round((per_token + (2 * short - long) / (2 * _PROBE)) * batch * sequence_length)
+    few, many = _PROBE
+    short, long = (_run(stage, mode, *shape, dtype) for shape in ((many, few), (few, many)))
+    tokens = batch * sequence_length
+    found = [round((2 * one - other) / (few * many) * tokens) for one, other in zip(short, long)]
+    return ActivationBytes(*(size + (per_token * tokens if i != 1 else 0) for i, size in enumerate(found)))
 
 
-def _kept(stage: Stage, mode: FakeTensorMode, batch: int, length: int, dtype: torch.dtype) -> int:
-    kept: dict[int, Tensor] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        kept[tensor.untyped_storage()._cdata] = tensor  # which keeps the storage, so that its address stays its own
-        return tensor
-
-    with mode:
-        hidden = (batch, length, stage.config.hidden_size)
-        tokens = torch.zeros(batch, length, dtype=torch.int64, device="cpu")
-        x = tokens if stage.first else torch.empty(hidden, dtype=dtype, device="cpu", requires_grad=True)
-        segmented, state = SegmentedStage(stage.segments(), ("x",), ("x",), store=WeightGradStore()), MicrobatchState()
-        state.begin({"x": x, "positions": None})
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+def _run(stage: Stage, mode: FakeTensorMode, batch: int, length: int, dtype: torch.dtype) -> ActivationBytes:
+    found = {}
+    for kind in "BI":
+        store, live = _NoWeightGradients(), _Live([*stage.parameters(), *stage.buffers()])
+        segmented, state = SegmentedStage(stage.segments(), ("x",), ("x",), store=store), MicrobatchState()
+        with mode, live, store.activate():
+            x = torch.empty((batch, length, stage.config.hidden_size), dtype=dtype, device="cpu", requires_grad=True)
+            state.begin({"x": x, "positions": None}, ("x",))
+            del x
             walk([segmented.forward(state)])
-    if state.error is not None:
-        raise state.error
-    for tensor in tree_leaves([(record.leaves, record.kept, record.context) for record in state.records]):
-        if isinstance(tensor, Tensor):
-            keep(tensor)
-    for tensor in (*stage.parameters(), *stage.buffers()):
-        kept.pop(tensor.untyped_storage()._cdata, None)
-    # But for who sees whom, bool (S, S), which the CPU alone needs.
-    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values() if tensor.dtype is not torch.bool)
+            forward, live.peak = live.peak, 0
+            state.gradients = {"x": torch.empty_like(state.carry.pop("x"))}
+            kept = live.bytes - state.gradients["x"].untyped_storage().nbytes()
+            walk([segmented.backward(state, kind, kind)])
+            if state.error is not None:
+                raise state.error
+            state.gradients = {}
+            found[kind] = kept, live.bytes, forward, live.peak
+    (kept, _, forward, backward), (_, deferred, _, input_backward) = found["B"], found["I"]
+    return ActivationBytes(kept, deferred, forward, backward, input_backward)
+
+
+class _NoWeightGradients(WeightGradStore):
+    """A store whose weight gradients are dropped where they would be computed."""
+
+    def run(self, key: Any) -> None:
+        self.take(key)
+
+
+class _Live(TorchDispatchMode):
+    """The bytes of all storages that are made inside and alive, and the most that there were; without `known` tensors,
+    and without who sees whom, bool (S, S), which the CPU alone needs."""
+
+    def __init__(self, known: Collection[Tensor]) -> None:
+        super().__init__()
+        self.bytes = self.peak = 0
+        self._known = {tensor.untyped_storage()._cdata for tensor in known}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(results):
+            if isinstance(tensor, Tensor) and tensor.dtype is not torch.bool:
+                storage = tensor.untyped_storage()
+                key, size = storage._cdata, storage.nbytes()
+                if key not in self._known:
+                    self._known.add(key)
+                    self.bytes += size
+                    self.peak = max(self.peak, self.bytes)
+                    weakref.finalize(storage, self._freed, key, size)
+        return results
+
+    def _freed(self, key: int, size: int) -> None:
+        self._known.remove(key)
+        self.bytes -= size
 
 
 class _Even:
@@ -118,6 +165,13 @@ class _Arriving:
 
     def forward(self, inputs: tuple[Any, ...]) -> _Arriving:
         return _Arriving(tree_map_only(Tensor, torch.clone, inputs[: 3 if len(inputs) > 2 else 1]))
+
+    def again(self, context: Any, inputs: tuple[Any, ...]) -> _Arriving:
+        return self.forward(inputs)
+
+    def backward(self, context: Any, gradients: tuple[Tensor | None, ...]) -> _Arriving:
+        """What is sent beside tensors has no gradient."""
+        return _Arriving((*tree_map_only(Tensor, torch.clone, gradients[:2]), None))
 
     def advance(self) -> None:
         """All of it is there."""

@@ -129,6 +129,8 @@ class StageParameters:
             for root in self._roots:
                 _drive(root, sync=True, by_hand=True)
             for group in self._groups:
+                if _private(_private(group, "mesh_info"), "mesh").size() == 1:
+                    _hand_over(group)
                 _private(group, "post_backward")()
         for unit in self._units:
             unit.reshard()
@@ -342,6 +344,22 @@ def _groups(unit: FSDPModule) -> list[Any]:
     several = getattr(state, "_fsdp_param_groups", None)
     groups = [_private(state, "_fsdp_param_group")] if several is None else several
     return [group for group in groups if group is not None]
+
+
+def _hand_over(group: Any) -> None:
+    """Make the accumulators of a group of one rank its reduced gradients, as such experts have without data-parallel
+    ranks. FSDP2 would copy them into memory of another stream, which both keep: 4 bytes a parameter. It does where more
+    is asked of it: another dtype, to add, to divide, hooks of parameters."""
+    for fsdp_param in _private(group, "fsdp_params"):
+        param, sharded = _private(fsdp_param, "_unsharded_param"), _private(fsdp_param, "sharded_param")
+        grad = param.grad
+        if (grad is None or grad.dtype is not sharded.dtype or sharded.grad is not None
+                or sharded._post_accumulate_grad_hooks or _private(group, "gradient_divide_factor") is not None):
+            continue
+        param.grad, reduced = None, (grad.to_local() if isinstance(grad, DTensor) else grad).contiguous()
+        if (hook := _private(group, "_all_reduce_hook")) is not None:
+            hook(reduced.view(-1))
+        sharded.grad = _private(fsdp_param, "to_sharded_dtensor")(reduced)
 
 
 def _drive(root: FSDPModule, *, sync: bool, by_hand: bool) -> None:

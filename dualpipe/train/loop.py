@@ -98,7 +98,10 @@ class Run:
         if config.export.to_hf:
             job.ranks.first(partial(_check_export, config, model_config))  # before the work of hours
         self._open_data()
-        self.optimizer = Optimizer(self.model.stages, lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay)
+        self.optimizer = Optimizer(
+            self.model.stages, lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay,
+            moments=dtype_of(o.moments),
+        )
         self.pipeline = Pipeline(
             self.model.stages, process_group=job.place.group("pp"), schedule=parallel.schedule, overlap=parallel.overlap
         )

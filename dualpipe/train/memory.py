@@ -3,8 +3,10 @@
     parameters   as they are stored: this rank's shard
     optimizer    two moments and, where parameters are narrower than float32, masters: of the shard
     gathered     the stages' parameters in the dtype that they compute in, whole, where they are sharded
-    gradients    accumulators in float32: of the whole stages during a step, and of the shard at its end
-    activations  of as many micro-batches as the schedule has alive, counted (`dualpipe.models.activations`)
+    gradients    accumulators in float32, of the whole stages; of parameters that several ranks share, the shard's as
+                 well, and of the largest unit what is on its way there
+    activations  of the micro-batches that the schedule has alive, with what its weight gradients wait for and what is
+                 computed again, at the worst step: counted (`dualpipe.models.activations`)
     logits       of one micro-batch: themselves and their gradient
     nccl         buffers to peers within a node, as NCCL's p2p.cc makes them; between nodes it takes fewer
 
@@ -13,7 +15,7 @@ What the allocator leaves unused and the CUDA context, a few GB, come on top.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 
@@ -23,15 +25,15 @@ from torch import nn
 from dualpipe.device import EXPERTS, LINK, SHARDS, TOTALS
 from dualpipe.dtypes import dtype_of
 from dualpipe.models import HubConfig, Stage, build_stages
-from dualpipe.models.activations import activation_bytes
+from dualpipe.models.activations import ActivationBytes, activation_bytes
 from dualpipe.models.stages import RECOMPUTE, Recompute
 from dualpipe.nn import GroupedLinear
-from dualpipe.schedule import Costs, build, simulate
+from dualpipe.schedule import Step, build
 from dualpipe.train.config import Config
 from dualpipe.train.model import check_tied
 from dualpipe.train.tables import ParallelConfig
 
-MOMENTS = 2 * 4  # bytes of AdamW's for a parameter
+GB = 10**9
 # Of one channel (a block of a kernel) to a peer and back: the buffers of three protocols, 0.5, 4.69 and 4 MiB, in
 # pieces of 2 MiB. On Hopper 10 where it receives and 2 where it sends; 6 each on an A100, which reads from its peer.
 CHANNEL = 12 * 2**20
@@ -70,34 +72,41 @@ def estimate(config: Config, model: HubConfig) -> list[RankMemory]:
         stages = build_stages(model, schedule.num_stages, layers_per_stage=p.layers_per_stage)
     dtype, sharded, recompute = dtype_of(train.dtype), dp * ep > 1, Recompute(rules, model.num_hidden_layers)
     stored, tokens = 4 if sharded else dtype.itemsize, train.micro_batch_size * train.sequence_length
-    known: dict[object, int] = {}  # so that stages with the same kinds of layers are counted once
+    moments, fp32 = 2 * dtype_of(config.optimizer.moments).itemsize, 4
+    known: dict[object, ActivationBytes] = {}  # so that stages with the same kinds of layers are counted once
 
-    def activations(stage: Stage) -> int:
-        kinds = [(str(layer), layer.self_attn.window, *(recompute(part, int(index)) for part in RECOMPUTE))
-                 for index, layer in stage.layers.items()]
-        numbers, kind = [*map(int, stage.layers)], (stage.first, *kinds)
-        if kind not in known:
-            known[kind] = activation_bytes(
-                model, range(numbers[0], numbers[-1] + 1) if numbers else range(0), first=stage.first, ep=ep,
-                batch=train.micro_batch_size, sequence_length=train.sequence_length, dtype=dtype, recompute=rules,
+    def activations(stage: Stage) -> ActivationBytes:
+        kinds = tuple((str(layer), layer.self_attn.window, *(recompute(part, int(index)) for part in RECOMPUTE))
+                      for index, layer in stage.layers.items())
+        numbers = [*map(int, stage.layers)]
+        if kinds not in known:
+            known[kinds] = activation_bytes(
+                model, range(numbers[0], numbers[-1] + 1) if numbers else range(0), ep=ep, recompute=rules, dtype=dtype,
+                batch=train.micro_batch_size, sequence_length=train.sequence_length,
             )
-        return known[kind]
+        return known[kinds]
 
     ranks = []
-    for rank, peak in enumerate(simulate(schedule, Costs()).peak_activations):
-        mine = [stages[number] for number in schedule.rank_stages(rank)]
-        together = nn.ModuleList(mine)  # so that a tied parameter counts once
-        grouped = (module for module in together.modules() if isinstance(module, GroupedLinear))
-        experts = sum(param.numel() for module in grouped for param in module.parameters())
-        dense = sum(param.numel() for param in together.parameters()) - experts
-        whole, shard = dense + experts // ep, -(-dense // (dp * ep)) + -(-experts // (ep * dp))
+    for rank, steps in enumerate(schedule.ranks):
+        mine = {number: stages[number] for number in schedule.rank_stages(rank)}
+        together = nn.ModuleList(mine.values())  # so that a tied parameter counts once
+        dense, experts = _sizes(together, ep)
+        whole, dense_shard, expert_shard = dense + experts, -(-dense // (dp * ep)), -(-experts // dp)
+        shard, copied, reduced = dense_shard + expert_shard, 0, [0]  # the last: what is reduced at once
+        for stage in mine.values():
+            layers = [_sizes(layer, ep) for layer in stage.layers.values()]
+            reduced += [_sizes(stage, ep)[0] - sum(dense for dense, _ in layers), *(dense for dense, _ in layers)]
+            if dp > 1:  # else experts are nobody else's, and their accumulators become their gradients
+                reduced += [experts for _, experts in layers]
+        if sharded:
+            copied = dense_shard + (expert_shard if dp > 1 else 0) + max(reduced)
         ranks.append(RankMemory(
             parameters=stored * shard,
-            optimizer=(MOMENTS + (4 if stored < 4 else 0)) * shard,
+            optimizer=(moments + (fp32 if stored < fp32 else 0)) * shard,
             gathered=dtype.itemsize * whole if sharded else 0,
-            gradients=4 * whole + (4 * shard if sharded else 0),
-            activations=peak * max(map(activations, mine)),
-            logits=2 * dtype.itemsize * tokens * model.vocab_size if any(stage.last for stage in mine) else 0,
+            gradients=fp32 * (whole + copied),
+            activations=_peak(steps, {number: activations(stage) for number, stage in mine.items()}),
+            logits=2 * dtype.itemsize * tokens * model.vocab_size if any(stage.last for stage in mine.values()) else 0,
             nccl=_nccl_buffers(p, schedule.placement, rank),
         ))
     return ranks
@@ -114,11 +123,38 @@ def _nccl_buffers(p: ParallelConfig, placement: Sequence[int], rank: int) -> int
     return CHANNEL * channels + CHANNEL // 2 * links * LINK.ctas
 
 
-def table(ranks: Sequence[RankMemory]) -> Iterator[str]:
-    """The estimate as lines of text, in GiB."""
+def _sizes(module: nn.Module, ep: int) -> tuple[int, int]:
+    """Dense parameters, and those of the experts of one of `ep` ranks."""
+    grouped = (inner for inner in module.modules() if isinstance(inner, GroupedLinear))
+    experts = sum(param.numel() for inner in grouped for param in inner.parameters())
+    return sum(param.numel() for param in module.parameters()) - experts, experts // ep
+
+
+def _peak(steps: Iterable[Step], stages: Mapping[int, ActivationBytes]) -> int:
+    """The most bytes of activations that there are during the steps of a rank, by what its stages take."""
+    held = most = 0
+    for step in steps:
+        during = after = held
+        for action in step:
+            of = stages[action.stage]
+            before, there, left = {
+                "F": (0, of.forward, of.kept), "B": (of.kept, of.backward, 0),
+                "I": (of.kept, of.input_backward, of.deferred), "W": (of.deferred, of.deferred, 0),
+            }[action.kind]
+            during, after = during + there - before, after + left - before
+        held, most = after, max(most, during)
+    return most
+
+
+def table(ranks: Sequence[RankMemory], capacity: float = 0.0) -> Iterator[str]:
+    """The estimate as lines of text, in GiB; and what it leaves of the `capacity` of a device, in GB, where one is
+    given."""
     columns = [asdict(memory) | {"total": memory.total} for memory in ranks]
     yield " ".join(f"{name:>11}" for name in ("rank", *columns[0]))
     for rank, values in enumerate(columns):
         yield f"{rank:>11} " + " ".join(f"{value / 2**30:>11.2f}" for value in values.values())
-    most = max(memory.total for memory in ranks) / 2**30
-    yield f"at most {most:.1f} GiB, besides what torch and CUDA take"
+    most = max(memory.total for memory in ranks)
+    yield f"at most {most / 2**30:.1f} GiB, besides what torch and CUDA take"
+    if capacity:
+        spare = capacity - most / GB
+        yield f"of {capacity:g} GB: {spare:.1f} to spare" if spare > 0 else f"{-spare:.1f} GB more than {capacity:g}"

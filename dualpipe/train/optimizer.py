@@ -2,6 +2,10 @@
 
 bf16: parameters are bf16, their `.grad` is fp32 (torch's `grad_dtype`), and the optimizer updates fp32 masters that are
 rounded into the parameters after each step. Small updates are not lost that way, and nothing computes under autocast.
+
+Moments in bf16, as DeepSeek-V3 keeps them (arXiv:2412.19437, section 3.3.3), take 4 bytes of a parameter less. They are
+widened, updated as ever and rounded to the nearest. Where 1 - beta is above 2^-8, half the largest step of bf16, a
+gradient of zero still makes them smaller; with a beta of 0.999 they would never decay.
 """
 
 from __future__ import annotations
@@ -13,6 +17,11 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw
+
+from dualpipe.nn.deferral import local
+
+MOMENTS = ("exp_avg", "exp_avg_sq")  # as torch calls them
 
 
 def learning_rate(
@@ -41,9 +50,14 @@ class Optimizer:
     """AdamW that does not decay vectors, with fp32 masters for parameters of a lower precision."""
 
     def __init__(
-        self, modules: Iterable[nn.Module], *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float
+        self, modules: Iterable[nn.Module], *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float,
+        moments: torch.dtype = torch.float32,
     ) -> None:
-        """A parameter that appears twice (tied) is updated once."""
+        """A parameter that appears twice (tied) is updated once. moments: bfloat16, or float32 for the dtype of what is
+        updated; ValueError for others."""
+        if moments not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"moments = {moments!r}: give torch.float32 or torch.bfloat16")
+        self._narrow = moments is torch.bfloat16
         trainable = (p for module in modules for p in module.parameters() if p.requires_grad)
         self.parameters: list[nn.Parameter] = list(dict.fromkeys(trainable))
         self._masters: list[Tensor] = list(self.parameters)
@@ -57,6 +71,10 @@ class Optimizer:
         groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
         groups = [group for group in groups if group["params"]]
         self._adamw = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
+        for master in self._masters:  # what AdamW would make at its first step
+            state = self._adamw.state[master]
+            state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
+            state |= {name: torch.zeros_like(master, dtype=moments if self._narrow else None) for name in MOMENTS}
 
     @torch.no_grad()
     def step(self, lr: float, grad_norm: Tensor | None = None) -> None:
@@ -71,10 +89,26 @@ class Optimizer:
         pairs = [(p, m) for p, m in zip(self.parameters, self._masters) if p is not m]
         for parameter, master in pairs:
             master.grad = None if parameter.grad is None else parameter.grad.to(master.dtype)
-        self._adamw.step()
+        if self._narrow:
+            self._step_one_by_one()
+        else:
+            self._adamw.step()
         for _, master in pairs:
             master.grad = None
         self.round_parameters()
+
+    def _step_one_by_one(self) -> None:
+        """As AdamW's, with wide moments of one parameter at a time."""
+        for group in self._adamw.param_groups:
+            (beta1, beta2), same = group["betas"], {name: group[name] for name in ("lr", "weight_decay", "eps")}
+            for master in (each for each in group["params"] if each.grad is not None):
+                state = self._adamw.state[master]
+                kept = [local(state[name]) for name in MOMENTS]
+                wide = [moment.to(master.dtype) for moment in kept]
+                own, grad, first, second = local(master.detach()), local(master.grad), *wide
+                adamw([own], [grad], [first], [second], [], [state["step"]], fused=True, amsgrad=False, maximize=False,
+                      beta1=beta1, beta2=beta2, **same)
+                torch._foreach_copy_(kept, wide)
 
     def zero_grad(self) -> None:
         """Drop all gradients."""
@@ -85,16 +119,10 @@ class Optimizer:
         """What a checkpoint holds of each parameter, sharing memory: "master", its values in at least float32, which is
         the parameter itself where that is no narrower, and AdamW's "step", "exp_avg" and "exp_avg_sq".
 
-        What AdamW would make at its first step is made here. After loading into these call `round_parameters`.
+        After loading into these call `round_parameters`.
         """
-        found = {}
-        for parameter, master in zip(self.parameters, self._masters):
-            state = self._adamw.state[master]
-            if not state:
-                state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
-                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(master), torch.zeros_like(master)
-            found[parameter] = {"master": master, **state}
-        return found
+        return {parameter: {"master": master, **self._adamw.state[master]}
+                for parameter, master in zip(self.parameters, self._masters)}
 
     @torch.no_grad()
     def round_parameters(self) -> None:

@@ -99,8 +99,8 @@ class ParallelConfig:
     """expert-parallel ranks: each has a part of the experts and data of its own, and sends tokens to the others"""
     overlap: bool = True
     """run the two actions of a pair in turn, so that one's communication is hidden behind the other's computing"""
-    schedule: Literal["dualpipev", "zbv", "1f1b", "interleaved_1f1b"] = "dualpipev"
-    """order of the pipeline's work"""
+    schedule: Literal["dualpipev", "dualpipev_full", "zbv", "1f1b", "interleaved_1f1b"] = "dualpipev"
+    """order of the pipeline's work; dualpipev_full defers no weight gradients: less memory, a larger bubble"""
     layers_per_stage: tuple[int, ...] = ()
     """layers of each stage of the pipeline, from the first; without, stages compute about the same"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -200,11 +200,13 @@ class DTypesConfig:
 
 @dataclass(frozen=True)
 class MemoryConfig:
-    """[memory]: what is computed again instead of kept."""
+    """[memory]: what is computed again instead of kept, and what there is."""
 
     recompute: tuple[str, ...] = ()
     """parts of layers: attention, experts, norms or layer, dispatch (the experts, and tokens are sent to them again
     instead of kept); of some layers as in experts:0-7; or none"""
+    capacity: float = _not_negative(0.0)
+    """GB (10^9 bytes) of a device, for `dualpipe memory` to say what is left; 0: not said"""
 
 
 @dataclass(frozen=True)
@@ -236,6 +238,8 @@ class OptimizerConfig:
     """decay of the running means of the gradient and of its square"""
     eps: float = _positive(1e-8)
     """added to the root of the mean square"""
+    moments: Literal["fp32", "bf16"] = "fp32"
+    """dtype that both running means are kept in; bf16 saves 4 bytes of each parameter and asks for betas below 0.996"""
     weight_decay: float = _not_negative(0.1)
     """on matrices only: norms, biases and other vectors are not decayed"""
     warmup_steps: int = _not_negative(0)
@@ -248,6 +252,10 @@ class OptimizerConfig:
     """wsd: share of all steps in which the learning rate decays"""
     clip_norm: float = _not_negative(1.0)
     """largest global gradient norm; 0 does not clip"""
+
+    def __post_init__(self) -> None:
+        _require(self.moments == "fp32" or max(self.betas) < 1 - 2**-8, "optimizer.betas", self.betas,
+                 "moments in bf16 would not decay by them; give both below 0.996, or optimizer.moments = \"fp32\"")
 
 
 @dataclass(frozen=True)

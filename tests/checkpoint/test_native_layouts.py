@@ -14,15 +14,16 @@ from ranks import run_ranks
 
 LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (1, 2, 2)]
 FAST = [(1, 1, 1), (2, 1, 2), (1, 2, 2)]  # saved in each, and loaded in the first two
+MOMENTS = {"narrow": torch.bfloat16}
 
 
 def write(rank, folder, shape, how):
-    trainee = Trainee(shape)
+    trainee = Trainee(shape, moments=MOMENTS.get(how, torch.float32))
     trainee.fill(7)
     torch.manual_seed(100 + rank)
     kind = "process" if how == "process" else "thread"
     with Checkpoints(folder, trainee.mesh, kind=kind) as checkpoints:
-        if how == "sync":
+        if how in ("sync", "narrow"):
             checkpoints.save(trainee.state, step=3, plan=trainee.plan, extra={"loader": [1, 2]})
         else:
             checkpoints.save_async(trainee.state, step=3, plan=trainee.plan, extra={"loader": [1, 2]})
@@ -30,9 +31,9 @@ def write(rank, folder, shape, how):
     return torch.rand(1).item()
 
 
-def read(rank, folders, shape):
+def read(rank, folders, shape, how):
     found = {}
-    trainee = Trainee(shape)
+    trainee = Trainee(shape, moments=MOMENTS.get(how, torch.float32))
     for saved, folder in folders.items():
         trainee.wreck()
         loaded = load(folder, trainee.state, mesh=trainee.mesh)
@@ -59,7 +60,7 @@ def saved(tmp_path_factory):
 
 def check(saved, sources, target, how="sync"):
     folders = {shape: saved(shape, how)[0] for shape in sources}
-    results = run_ranks(read, prod(target), folders, target, reuse=True)
+    results = run_ranks(read, prod(target), folders, target, how, reuse=True)
     for shape in sources:
         for found in results:
             assert not found[shape][0], (shape, target)
@@ -84,6 +85,22 @@ def test_every_pair(saved, target):
 @pytest.mark.parametrize("how", ["thread", pytest.param("process", marks=pytest.mark.slow)])
 def test_saved_in_the_background(saved, how):
     check(saved, [(2, 1, 2)], (1, 2, 2), how)
+
+
+def test_moments_in_bf16(saved):
+    check(saved, [(2, 1, 2)], (1, 2, 2), "narrow")
+
+
+def test_moments_of_another_dtype_are_refused_unless_it_is_allowed_to_round_them(saved):
+    folder, _ = saved((1, 1, 1))
+    trainee = Trainee((1, 1, 1), moments=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"exp_avg.* is fp32 in the checkpoint, bf16 in the model"):
+        load(folder, trainee.state)
+    load(folder, trainee.state, allow=("optimizer/*/exp_avg*",))
+    wide = Trainee((1, 1, 1))
+    wide.fill(7)
+    for name, tensor in wide.state.items():
+        assert torch.equal(trainee.state[name], tensor.to(trainee.state[name].dtype)), name
 
 
 def test_the_files_do_not_depend_on_the_layout(saved):

@@ -723,6 +723,40 @@ def test_experts_on_another_mesh_have_the_mean_over_the_global_batch_too():
             assert error < 1e-10
 
 
+def handed_over(rank: int) -> tuple[list[bool], float]:
+    """Whether each gradient is in the memory of its accumulator, and the largest error of the gradients of two steps
+    that add up."""
+    stages = make_stages(2)
+    for stage in stages:
+        for module in (stage.up, stage):
+            fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
+    expected, same = make_stages(2), []
+    complete = fsdp.StageParameters.complete
+
+    def watched(self, **how):
+        places = [param.grad.data_ptr() for param, _ in self._unsharded()]
+        first = all(each.sharded_param.grad is None for each in self._fsdp_params())
+        complete(self, **how)
+        if first:
+            same.extend(each.sharded_param.grad.to_local().data_ptr() == place
+                        for each, place in zip(self._fsdp_params(), places, strict=True))
+
+    pipe = DualPipeV(stages, process_group=torch.distributed.new_subgroups(1)[0])
+    x, y = batch(2, 1)
+    with patch.object(fsdp.StageParameters, "complete", watched):
+        for _ in range(2):
+            pipe.step(x, num_chunks=2, criterion=F.mse_loss, labels=(y,))
+    reference(expected, torch.cat([x, x]), torch.cat([y, y]), 4)
+    return same, gradient_errors(stages, (0, 1), expected)
+
+
+def test_a_group_of_one_rank_keeps_its_accumulators_as_gradients():
+    """No copies; what a second step adds to, FSDP2 reduces."""
+    for same, error in run_ranks(handed_over, 1):
+        assert same and all(same)
+        assert error < 1e-10
+
+
 def outside(rank: int) -> tuple[float, float, bool]:
     """A stage used without the pipeline, before and after steps of it: it is as FSDP2 alone would have it."""
     mesh = init_device_mesh("cpu", (2,))

@@ -8,7 +8,7 @@ import pytest
 
 from dualpipe.schedule import Costs, Schedule, build, simulate, validate
 
-NAMES = ("dualpipev", "zbv", "1f1b", "interleaved_1f1b")
+NAMES = ("dualpipev", "dualpipev_full", "zbv", "1f1b", "interleaved_1f1b")
 
 
 def order(text: str) -> list[str]:
@@ -179,7 +179,7 @@ def test_building_is_cheap():
     [
         (("dualpipe-v", 2, 4), {}, "no schedule is called 'dualpipe-v'; did you mean 'dualpipev'?"),
         (("1F1B", 2, 4), {}, "did you mean '1f1b'?"),
-        (("gpipe", 2, 4), {}, "known are dualpipev, zbv, 1f1b, interleaved_1f1b"),
+        (("gpipe", 2, 4), {}, "known are dualpipev, dualpipev_full, zbv, 1f1b, interleaved_1f1b"),
         (("zbv", 0, 4), {}, "num_ranks is 0; give an integer of 1 or more"),
         (("zbv", 2, -1), {}, "num_microbatches is -1"),
         (("zbv", 2.0, 4), {}, "num_ranks is 2.0"),

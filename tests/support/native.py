@@ -30,14 +30,15 @@ CONFIG = {
 class Trainee:
     """This rank's stages in a layout (pp, dp, ep), their optimizer and what a checkpoint holds of them."""
 
-    def __init__(self, shape, *, dtype=torch.bfloat16, **changes):
+    def __init__(self, shape, *, dtype=torch.bfloat16, moments=torch.float32, **changes):
         self.mesh = None if shape == (1, 1, 1) else build_mesh(*shape, torch.device("cpu"))
         rank = 0 if self.mesh is None else self.mesh["pp"].get_local_rank()
         self.model = build_model(
             config_from_dict(CONFIG | changes), build("dualpipev", shape[0], 2 * shape[0]), rank, seed=0, dtype=dtype,
             device=torch.device("cpu"), mesh=self.mesh,
         )
-        self.optimizer = Optimizer(self.model.stages, lr=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+        terms = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+        self.optimizer, self.moments = Optimizer(self.model.stages, **terms, moments=moments), moments
         self.plan = self.model.plan
         self.state = training_state(self.model.stages, self.optimizer)
 
@@ -66,7 +67,8 @@ class Trainee:
         rounded = {name: part.tensor for name, part in parts_of(parameters).items()}
         wrong = [name for name in expected if not _same(found[name], expected[name])]
         wrong += [f"parameter {name}" for name in rounded if not _same(held[name], rounded[name])]
-        return wrong + [name for name, dtype in dtypes.items() if dtype is not torch.float32]
+        return wrong + [name for name, dtype in dtypes.items()
+                        if dtype is not (self.moments if "/exp_avg" in name else torch.float32)]
 
 
 def _same(actual, expected):

@@ -83,6 +83,7 @@ def test_overrides_replace_the_file(toml):
         (GOOD.replace("steps = 7", 'dtype = "fp16"'), "dtype = 'fp16' .* one of 'fp32', 'bf16'"),
         (GOOD.replace("[0.8, 0.9]", "[0.8]"), "betas = .* a list of 2"),
         (GOOD.replace("[0.8, 0.9]", "[0.8, 1.0]"), "optimizer.betas .* less than 1"),
+        (GOOD.replace("[0.8, 0.9]", '[0.8, 0.999]\nmoments = "bf16"'), "optimizer.betas .* give both below 0.996"),
         (GOOD.replace("lr = 1", "lr = nan"), "optimizer.lr = nan: must be positive"),
         (GOOD.replace("pp = 2", "dp = -1"), "parallel.dp = -1: must be at least 0"),
         (GOOD.replace("pp = 2", "ep = 0"), "parallel.ep = 0: must be at least 1"),
