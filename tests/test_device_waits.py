@@ -23,6 +23,7 @@ from device_book import the_device
 from device_steps import as_process, by_threads, qwen, toys
 from device_waits import COLLECTIVE, LINK, MULTIPROCESSORS, Launch, Trace, run
 from dualpipe import Pipeline
+from dualpipe.device import waiting_blocks
 from dualpipe.pipeline import PipelineError, engine, executor
 from dualpipe.pipeline.overlap import Task
 from dualpipe.pipeline.p2p import P2PMessages
@@ -166,7 +167,9 @@ def check(traces: Sequence[Trace]) -> None:
     assert stuck(traces) == []
     assert run(traces, loading=0, connections=1, depth=1).stuck == []  # streams that share a queue only take longer
     assert different_orders(traces) == []
-    assert run(traces, loading=0).most_ctas <= max(map(ctas, traces)) <= MULTIPROCESSORS
+    most = run(traces, loading=0).most_ctas
+    assert most <= max(map(ctas, traces)) <= MULTIPROCESSORS
+    assert most <= waiting_blocks() < MULTIPROCESSORS  # what `dualpipe doctor` prints
 
 
 SCHEDULES = "dualpipev", "zbv", "1f1b", "interleaved_1f1b"

@@ -8,12 +8,14 @@ import torch
 
 from scripts import run_script
 
-BENCHES = ("bench_grouped_gemm", "bench_expert_layer", "bench_swiglu", "bench_routing", "bench_cross_entropy")
+BENCHES = ("bench_grouped_gemm", "bench_expert_layer", "bench_swiglu", "bench_routing", "bench_norm",
+           "bench_cross_entropy")
 TINY = {
     "bench_grouped_gemm": {"share": 2, "routing": "skewed"},
     "bench_expert_layer": {"routing": "skewed"},
     "bench_swiglu": {"weighted": True},
     "bench_routing": {"routing": "skewed"},
+    "bench_norm": {"kernel": "norm"},
     "bench_cross_entropy": {},
 }
 
