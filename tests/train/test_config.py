@@ -114,7 +114,7 @@ IMPOSSIBLE = {  # values, by what is said of them
     "must not be negative": dict.fromkeys(
         ("train.seed", "train.eval_interval", "train.eval_batches", "router.balance", "router.z_loss",
          "router.bias_update_rate", "optimizer.weight_decay", "optimizer.warmup_steps", "optimizer.clip_norm",
-         "checkpoint.interval", "checkpoint.keep_last", "checkpoint.keep_every"), -1),
+         "checkpoint.interval", "checkpoint.keep_last", "checkpoint.keep_every", "memory.capacity"), -1),
     "must be positive": {"optimizer.lr": 0, "optimizer.eps": -1, "parallel.timeout": 0},
     "must be from 0 to 1": {"optimizer.min_lr_ratio": 1.5, "optimizer.decay_fraction": -0.5},
     "must be at least 0 and less than 1": {"data.validation_fraction": 1},
