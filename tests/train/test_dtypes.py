@@ -31,7 +31,8 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.toml"))
 BF16, FP32 = torch.bfloat16, torch.float32
 SMALL = ["--parallel.device", "cpu", "--train.steps", "1", "--train.sequence_length", "8", "--train.num_chunks", "4",
-         "--train.micro_batch_size", "1", "--train.eval_interval", "0", "--train.eval_batches", "0"]
+         "--train.micro_batch_size", "1", "--train.eval_interval", "0", "--train.eval_batches", "0",
+         "--train.compile", "False"]  # which takes longer on CPU than ranks wait for each other here
 
 
 @pytest.fixture
