@@ -8,6 +8,7 @@ import torch
 from dualpipe.kernels import combine_tokens, sort_tokens
 from dualpipe.kernels.common import INTERPRET
 from dualpipe.models.decoder import Experts
+from dualpipe.nn.deferral import WeightGradStore
 from dualpipe.parallel.expert import Received, run_experts
 
 jit = pytest.importorskip("triton.runtime.jit")
@@ -43,7 +44,9 @@ def forms(request, monkeypatch):
 @pytest.mark.parametrize("options", FORMS.values(), ids=FORMS)
 def test_rows_that_arrive_choose_no_form(options, intermediate, forms):
     """Forward and backward of experts, written and added to their gradients, and the sum of what comes back."""
-    experts = Experts(EXPERTS, HIDDEN, intermediate, **options).bfloat16()
+    experts, store = Experts(EXPERTS, HIDDEN, intermediate, **options).bfloat16(), WeightGradStore()
+    for param in experts.parameters():
+        param.grad_dtype = torch.float32
     places = sort_tokens(torch.zeros(SENT, TOP_K, dtype=torch.int64), 4)
     found = {}
     for rows, pairs in [(4096, 5000), (0, 0), (1, 1), (1, 2), (16, 16), (17, 31), (300, 512)]:
@@ -53,7 +56,9 @@ def test_rows_that_arrive_choose_no_form(options, intermediate, forms):
             x = torch.zeros(rows, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
             weights = torch.zeros(rows, TOP_K, requires_grad=True)
             ids = torch.zeros(rows, TOP_K, dtype=torch.int32)
-            run_experts(experts, x, weights, Received(ids, EXPERTS, pairs, None)).backward(torch.zeros_like(x))
+            with store.activate(), store.defer("W"):
+                run_experts(experts, x, weights, Received(ids, EXPERTS, pairs, None)).backward(torch.zeros_like(x))
+            store.run("W")
         combine_tokens(torch.zeros(min(rows, SENT), HIDDEN), None, places.cut(min(rows, SENT)), top_k=TOP_K)
         found[rows, pairs] = set(forms)
     assert len(found[4096, 5000]) >= 10
