@@ -42,14 +42,12 @@ class ShapeClass:
 
 
 LARGE = ((128, 128), (128, 256), (256, 128), (64, 256), (256, 64))
-FLAT = ((64, 64), (64, 128), (64, 256))
 SLIM = ((64, 128), (128, 64), (128, 128), (256, 64), (256, 128))
 UNLIKE = ("qwen3-30b-a3b", "gpt-oss-20b")  # many small experts, few large ones whose widths few tiles divide
 MIDDLE_FIRST = (16384, 65536, 4096)
 CLASSES = (
     ShapeClass("row", "wide", LARGE, MODELS, UNLIKE, MIDDLE_FIRST, 0.45),
     ShapeClass("weight", "wide", LARGE, MODELS, UNLIKE, MIDDLE_FIRST, 0.3),
-    ShapeClass("row", "few", FLAT, MODELS, UNLIKE, (512,), 0.13),
     ShapeClass("row", "narrow", SLIM, FINE_GRAINED, tuple(FINE_GRAINED), (16384, 4096), 0.06),
     ShapeClass("weight", "narrow", SLIM, FINE_GRAINED, tuple(FINE_GRAINED), (16384, 4096), 0.06),
 )

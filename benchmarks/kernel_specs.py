@@ -214,7 +214,7 @@ def _swiglu_specs() -> Iterator[CompileSpec]:
             tile.warps,
             num_stages=1,
             needs_mma=False,
-            divisible_by_16=tuple(name for name in names if name.endswith("_ptr") or not odd),
+            divisible_by_16=tuple(name for name in names if name.endswith("_ptr") or not (odd or name == "M")),
         )
 
 

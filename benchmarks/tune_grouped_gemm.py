@@ -124,12 +124,12 @@ def settings(shape_class: ShapeClass, coarse: bool) -> list[Setting]:
     return [Setting(sizes=shape_class.models[s["model"]], **s) for s in found]
 
 
-def class_of(case: Case, experts: int) -> str:
+def class_of(case: Case) -> str:
     """The entry of the table that `case` is launched with, as in `str` of a `ShapeClass`."""
     m, n, _ = case.dense
     if "weight" in case.name:
         return f"weight {weight_shape(torch.bfloat16, out=m, hidden=n)}"
-    return f"row {row_shape(torch.bfloat16, rows=m, experts=experts, cols=n)}"
+    return f"row {row_shape(torch.bfloat16, cols=n)}"
 
 
 def measure(
@@ -140,7 +140,7 @@ def measure(
     for setting in settings(shape_class, coarse):
         layer = setting.layer(device)
         for case in cases(setting.sizes, layer, device):
-            if class_of(case, layer.experts) != str(shape_class):
+            if class_of(case) != str(shape_class):
                 continue
             if time.monotonic() > end:
                 return rows

@@ -3,6 +3,12 @@
 Kernels run as Triton on CUDA, and everywhere under TRITON_INTERPRET=1; elsewhere their PyTorch references run. Kernel
 files import `triton` and `tl` from here, so that they can be imported where Triton is not installed (it exists for
 Linux only).
+
+How many rows come from other ranks is data: any step may be the first with none, with one, or with a multiple of 16,
+on each of which Triton compiles a kernel of its own. To load it the host waits for the whole device, and so for
+messages of NCCL whose other ends may be waiting for this rank. So one kernel, loaded in the first step, is for any
+number of rows: `do_not_specialize` names the arguments that follow from it, no tile is chosen by it, and without rows a
+program is launched that finds nothing to do.
 """
 
 from __future__ import annotations
@@ -22,7 +28,7 @@ if find_spec("triton") is not None:
     import triton
     import triton.language as tl
 else:
-    triton = SimpleNamespace(jit=lambda fn: fn, cdiv=lambda a, b: -(-a // b))
+    triton = SimpleNamespace(jit=lambda fn=None, **_: fn or (lambda kernel: kernel), cdiv=lambda a, b: -(-a // b))
     tl = None
 
 

@@ -47,7 +47,7 @@ HALF = (torch.bfloat16, torch.float16)
 # --- kernels ---------------------------------------------------------------------------------------------------------
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _rows_kernel(
     a,  # (R, D): descriptor of [ROWS, DEPTH] or pointer; R is M unless gathered
     w,  # forward (E, C, D), input gradient (E, D, C): descriptor or pointer
@@ -219,7 +219,7 @@ def _store_columns(out, part, expert, row, col, N, H, out_e, out_n, out_h, ACCUM
         tl.store(at, part.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _weight_kernel(
     dy,  # (M, N): descriptor of [DEPTH, ROWS] or pointer
     x,  # (R, H): descriptor of [DEPTH, COLS] or pointer; R is M unless gathered
@@ -279,7 +279,7 @@ def _aligned(*tensors: Tensor) -> bool:
 
 def _takes_descriptor(tensor: Tensor, *, dtypes: tuple[torch.dtype, ...] = HALF) -> bool:
     """Whether the copy engine (sm_90 and later) can read or add to `tensor`; float32 products do not use it."""
-    fits = tensor.dtype in dtypes and _rows_aligned(tensor) and tensor.numel() > 0
+    fits = tensor.dtype in dtypes and _rows_aligned(tensor) and 0 not in tensor.shape[1:]
     return fits and architecture(tensor.device) >= 90
 
 
@@ -289,6 +289,8 @@ def _operand(tensor: Tensor, block: list[int], descriptor: bool) -> Any:
         return tensor
     from triton.tools.tensor_descriptor import TensorDescriptor  # Triton exists for Linux only
 
+    if not tensor.shape[0]:  # of which there is no descriptor; none of the row is read
+        tensor = tensor.new_empty_strided((1, *tensor.shape[1:]), tensor.stride())
     return TensorDescriptor.from_tensor(tensor, block)
 
 
@@ -306,11 +308,11 @@ def _launch_rows(
     h: takes the activation of the result, written by the same kernel where that pays.
     """
     y = a.new_empty(_rows(a, gather), w.shape[1 if forward else 2])
-    if not y.numel():
+    if not y.shape[1]:
         return y
     (rows, cols), depth, experts = y.shape, a.shape[1], w.shape[0]
     arch, aligned = architecture(a.device), _aligned(a, w, y)
-    shape = tiling.row_shape(a.dtype, rows=rows, experts=experts, cols=cols, aligned=aligned)
+    shape = tiling.row_shape(a.dtype, cols=cols, aligned=aligned)
     config = tiling.row_configs(arch)[shape]
     fused = weight = None
     if activation is not None and tiling.fuses_swiglu(arch, shape, activation.clamped):
@@ -324,7 +326,7 @@ def _launch_rows(
     w_strides = w.stride() if forward else (w.stride(0), w.stride(2), w.stride(1))
     if constants["SWIGLU"] == "halves":
         w = w.unflatten(1, (2, cols // 2))
-    tiles = (rows // config.rows + min(experts, rows)) * triton.cdiv(cols, config.cols)  # at most
+    tiles = max(1, rows // config.rows + min(experts, rows)) * triton.cdiv(cols, config.cols)  # at most
     with torch.cuda.device_of(a):
         _rows_kernel[(tiles,)](
             _operand(a, [config.rows, config.depth], a_descriptor),
@@ -340,7 +342,7 @@ def _launch_rows(
 
 
 def _launch_weight(dy: Tensor, x: Tensor, offs: Tensor, out: Tensor, accumulate: bool, gather: Tensor | None) -> None:
-    if out.numel() == 0 or (accumulate and dy.shape[0] == 0):
+    if not out.numel():
         return
     experts, n, h = out.shape
     if out.dtype is torch.float64:  # no chip multiplies other operands in float64

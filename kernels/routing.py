@@ -38,7 +38,7 @@ from dualpipe.kernels.common import RowTile, compute_dtype, once_only, tl, tl_dt
 # ------------------------------------------------------------------------------------------------------------ kernels
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "B"])
 def _count_kernel(
     experts_ptr,  # (N,) int32 or int64
     counts_ptr,  # (E + 1, B) int32; the last row counts what belongs to no expert
@@ -54,7 +54,7 @@ def _count_kernel(
     tl.store(counts_ptr + bins.to(tl.int64) * B + block, counts, mask=bins <= num_experts)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "B"])
 def _place_kernel(
     experts_ptr,  # (N,) int32 or int64
     ends_ptr,  # (E + 1, B) int32: running sums of the counts
@@ -91,7 +91,7 @@ def _load_experts(experts_ptr, rows, N, num_experts):
     return tl.where(valid & (rows < N), expert, num_experts).to(tl.int32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "top_k"])  # layers cannot tell K without rows
 def _sum_kernel(
     rows_ptr,  # (M, H), rows `stride` apart
     weights_ptr,  # (T, K) contiguous, or unused
@@ -121,7 +121,7 @@ def _sum_kernel(
     tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=(tokens < T)[:, None] & (cols < H)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "top_k"])
 def _spread_kernel(
     x_ptr,  # (T, H), rows `stride` apart
     weights_ptr,  # (T, K) contiguous, or unused
@@ -178,9 +178,7 @@ def _launch_sort(expert_idx: Tensor, num_experts: int) -> tuple[Tensor, Tensor, 
     """(order, inverse, offs, gather)."""
     experts, rows = expert_idx.contiguous(), expert_idx.numel()
     order, inverse, gather = (experts.new_empty(rows, dtype=torch.int32) for _ in range(3))
-    if not rows:
-        return order, inverse, experts.new_zeros(num_experts, dtype=torch.int32), gather
-    blocks = triton.cdiv(rows, _SORT_ROWS)
+    blocks = triton.cdiv(max(rows, 1), _SORT_ROWS)
     counts = torch.empty(num_experts + 1, blocks, dtype=torch.int32, device=experts.device)
     bins = max(64, 1 << num_experts.bit_length())  # of every expert and of none; `tl.histogram` needs a warp at least
     _count_kernel[(blocks,)](experts, counts, rows, blocks, num_experts, ROWS=_SORT_ROWS, BINS=bins, num_warps=4)
@@ -195,7 +193,7 @@ def _launch_sort(expert_idx: Tensor, num_experts: int) -> tuple[Tensor, Tensor, 
 def _launch_sum(rows: Tensor, weights: Tensor | None, inverse: Tensor, offs: Tensor, top_k: int, out: Tensor) -> None:
     tokens, hidden = out.shape
     rows, tile = with_dense_rows(rows), _tile(hidden, rows.dtype)
-    _sum_kernel[triton.cdiv(tokens, tile.rows), triton.cdiv(hidden, tile.cols)](
+    _sum_kernel[triton.cdiv(max(tokens, 1), tile.rows), triton.cdiv(hidden, tile.cols)](
         rows, rows if weights is None else weights.contiguous(), inverse, offs, out, tokens, offs.shape[0], hidden,
         rows.stride(0), top_k,
         HAS_WEIGHTS=weights is not None, COMPUTE=tl_dtype(compute_dtype(rows, weights)),
@@ -210,7 +208,7 @@ def _launch_spread(
     tokens, hidden = x.shape
     x, tile = with_dense_rows(x), _tile(hidden, x.dtype)
     rows = x if rows is None else with_dense_rows(rows)
-    _spread_kernel[(triton.cdiv(tokens, tile.rows),)](
+    _spread_kernel[(triton.cdiv(max(tokens, 1), tile.rows),)](
         x, x if weights is None else weights.contiguous(), rows, inverse, offs, out,
         x if d_weights is None else d_weights, tokens, offs.shape[0], hidden, x.stride(0), rows.stride(0), top_k,
         HAS_WEIGHTS=weights is not None, COMPUTE=tl_dtype(compute_dtype(x, weights)),
@@ -314,7 +312,7 @@ def _dispatch_tokens(x: Tensor, inverse: Tensor, offs: Tensor, top_k: int, rows:
     if not use_triton(x):
         choices = _used(inverse, offs)
         out.index_copy_(0, inverse[choices].long(), x.index_select(0, choices // top_k))
-    elif out.numel():
+    elif out.shape[1]:
         _launch_spread(x, None, None, inverse, offs, top_k, out, None)
     return out
 
@@ -327,7 +325,7 @@ def _combine_tokens(y: Tensor, weights: Tensor | None, inverse: Tensor, offs: Te
     out = y.new_empty(inverse.shape[0] // top_k, y.shape[1])
     if not use_triton(y):
         out.copy_(combine_tokens_reference(y, weights, inverse, offs, top_k))
-    elif out.numel():
+    elif out.shape[1]:
         _launch_sum(y, weights, inverse, offs, top_k, out)
     return out
 
@@ -344,7 +342,7 @@ def _combine_tokens_backward(
     if not use_triton(y):
         for out, value in zip((dy, d_weights), combine_tokens_backward_reference(d_out, y, weights, inverse, offs)):
             out.copy_(value)
-    elif y.numel():
+    elif y.shape[1]:
         _launch_spread(d_out, weights, y, inverse, offs, weights.shape[1], dy, d_weights)
     else:
         d_weights.zero_()

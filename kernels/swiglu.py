@@ -59,7 +59,7 @@ def activate(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr, CLAMPED: tl.con
     return gate, 1.0 / (1.0 + tl.exp(-ALPHA * gate)), up
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _forward_kernel(
     gate_up_ptr,  # (M, 2I), rows `stride` apart
     weight_ptr,  # (M,) or unused
@@ -80,7 +80,7 @@ def _forward_kernel(
     tl.store(h_ptrs, h.to(h_ptr.dtype.element_ty), mask=(rows < M)[:, None] & (cols < width)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _backward_kernel(
     dh_ptr,  # (M, I), rows `stride_dh` apart
     gate_up_ptr,  # (M, 2I), rows `stride` apart
@@ -143,7 +143,7 @@ class Activation(NamedTuple):
 def launch_swiglu(gate_up: Tensor, activation: Activation, h: Tensor) -> None:
     """Write the activation of `gate_up` (M, 2I) to `h` (M, I), contiguous."""
     (rows, width), constants, gate_up = h.shape, _constants(gate_up, activation), with_dense_rows(gate_up)
-    _forward_kernel[triton.cdiv(rows, constants["BLOCK_M"]), triton.cdiv(width, constants["BLOCK_I"])](
+    _forward_kernel[triton.cdiv(max(rows, 1), constants["BLOCK_M"]), triton.cdiv(width, constants["BLOCK_I"])](
         gate_up, h if activation.weight is None else activation.weight.contiguous(), h, rows, width,
         gate_up.stride(0), **constants,
     )
@@ -154,7 +154,7 @@ def _launch_backward(dh: Tensor, gate_up: Tensor, activation: Activation, d_gate
     dh, gate_up = with_dense_rows(dh), with_dense_rows(gate_up)
     blocks = triton.cdiv(width, constants["BLOCK_I"])
     spans = 1 if activation.weight is not None else blocks
-    _backward_kernel[triton.cdiv(rows, constants["BLOCK_M"]), spans](
+    _backward_kernel[triton.cdiv(max(rows, 1), constants["BLOCK_M"]), spans](
         dh, gate_up, dh if activation.weight is None else activation.weight.contiguous(), d_gate_up, d_weight, rows,
         width, gate_up.stride(0), dh.stride(0), blocks // spans * constants["BLOCK_I"], **constants,
     )
@@ -232,7 +232,7 @@ def _swiglu(gate_up: Tensor, weight: Tensor | None, clamped: bool, alpha: float,
     h = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
     if not use_triton(gate_up):
         h.copy_(swiglu_reference(gate_up, weight, clamped, alpha, limit))
-    elif h.numel():
+    elif h.shape[1]:
         launch_swiglu(gate_up, Activation(weight, clamped, alpha, limit), h)
     return h
 
@@ -250,7 +250,7 @@ def _swiglu_backward(
         d_x, d_w = swiglu_backward_reference(dh, gate_up, weight, clamped, alpha, limit)
         d_gate_up.copy_(d_x)
         d_weight.copy_(d_w)
-    elif dh.numel():
+    elif dh.shape[1]:
         _launch_backward(dh, gate_up, Activation(weight, clamped, alpha, limit), d_gate_up, d_weight)
     else:
         d_weight.zero_()

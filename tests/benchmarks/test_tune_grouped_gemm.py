@@ -49,7 +49,7 @@ def test_the_table_is_python_source(tuner):
     tuned = [tuner.Tuned(c, tuner.source(config), 1.25, 3, [], {}) for c in tuner.CLASSES]
     values = {"GemmConfig": GemmConfig}
     exec(tuner.table(tuned, 90), values)
-    assert values["_ROWS"] == {90: dict.fromkeys(("wide", "few", "narrow"), config)}
+    assert values["_ROWS"] == {90: dict.fromkeys(("wide", "narrow"), config)}
     assert values["_WEIGHT"] == {90: dict.fromkeys(("wide", "narrow"), config)}
 
 
@@ -68,12 +68,12 @@ def test_every_class_of_the_table_is_tuned_on_its_own_shapes(tuner):
     tuned = {str(shape_class) for shape_class in tuner.CLASSES}
     listed = {f"row {name}" for name in grouped_gemm_tiles.row_configs(90)}
     listed |= {f"weight {name}" for name in grouped_gemm_tiles.weight_configs(90)}
-    assert {name for name in listed if name.split()[1] in ("wide", "narrow", "few")} == tuned
+    assert {name for name in listed if name.split()[1] in ("wide", "narrow")} == tuned
     for shape_class in tuner.CLASSES:
         for setting in tuner.settings(shape_class, coarse=False):
             layer = setting.layer(torch.device("meta"))
             cases = tuner.cases(setting.sizes, layer, torch.device("meta"))
-            names = [case.name for case in cases if tuner.class_of(case, layer.experts) == str(shape_class)]
+            names = [case.name for case in cases if tuner.class_of(case) == str(shape_class)]
             assert names, (str(shape_class), setting)
 
 

@@ -111,8 +111,8 @@ def test_numbers_of_experts(experts, dtype, device, chip):
     check_products(counts if sum(counts) else [300], 40, 24, dtype, device)
 
 
-def test_more_rows_per_expert_than_the_few_class(device, chip):
-    """Tiles of rows come in groups; a large class of tile is chosen."""
+def test_more_than_a_group_of_tiles(device, chip):
+    """Tiles of rows come in groups."""
     dtype = torch.float16
     check_products([1300, 0, 400], 16, 136, dtype, device)
 

@@ -97,7 +97,7 @@ def test_weight_bias_and_gather(hidden, width, dtype, clamped, device, chip):
 @pytest.mark.parametrize("clamped", FORMS.values(), ids=FORMS)
 @pytest.mark.parametrize(("counts", "width"), [([300], 136), ([300], 40), ([70, 0, 40], 200)], ids=str)
 def test_every_class_of_tiles(counts, width, clamped, device, chip):
-    """wide, narrow and few, with more than one tile."""
+    """wide and narrow, with more than one tile."""
     check(*make(counts, 16, width, torch.float16, device), clamped)
 
 
