@@ -209,9 +209,12 @@ def test_ranks_as_processes_with_sharded_parameters(shape):
 def several_steps(rank: Rank) -> None:
     pipe = Pipeline([nn.Linear(4, 4).to(rank.device)], process_group=rank.group("pp", (0, 1)), schedule="1f1b")
 
-    def step(rows: int, num_chunks: int = 2, criterion: Callable = F.mse_loss, sync: bool = True) -> None:
+    def step(
+        rows: int, num_chunks: int = 2, criterion: Callable = F.mse_loss, sync: bool = True,
+        labels: torch.dtype = torch.float32,
+    ) -> None:
         x = torch.ones(rows, 4).to(rank.device)
-        pipe.step(x, num_chunks=num_chunks, criterion=criterion, labels=(x,), sync=sync)
+        pipe.step(x, num_chunks=num_chunks, criterion=criterion, labels=(x.to(labels),), sync=sync)
 
     step(4), step(4), step(6), step(6), step(4), step(4, num_chunks=4), step(4, sync=False)
     with torch.no_grad():
@@ -219,6 +222,9 @@ def several_steps(rank: Rank) -> None:
     with pytest.raises(PipelineError, match="out of luck"):
         step(8, criterion=out_of_luck)
     step(8), step(8)
+    step(8, labels=torch.float64), step(8, labels=torch.float64)
+    with torch.autocast(rank.device.type, torch.bfloat16):
+        step(8), step(8)
 
 
 def out_of_luck(*_: Tensor) -> None:
@@ -227,7 +233,7 @@ def out_of_luck(*_: Tensor) -> None:
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_the_first_step_of_a_kind_sends_by_the_host(device):
-    """Other shapes, numbers of micro-batches, evaluations are another kind; a step that failed was none."""
+    """Other shapes, dtypes, numbers of micro-batches, evaluations are another kind; a step that failed was none."""
     found: dict[int, list[int]] = {0: [], 1: []}
     messages = engine.P2PMessages
 
@@ -237,7 +243,7 @@ def test_the_first_step_of_a_kind_sends_by_the_host(device):
 
     with pretend_cuda() if device == "cuda" else nullcontext(), mock.patch.object(engine, "P2PMessages", noted):
         run_threads(several_steps, 2, device=device)
-    expected = [1, 0, 1, 0, 0, 1, 1, 1, 0, 1, 1, 0] if device == "cuda" else [0] * 12
+    expected = [1, 0, 1, 0, 0, 1, 1, 1, 0, 1, 1, 0, 1, 0, 1, 0] if device == "cuda" else [0] * 16
     assert found == {0: expected, 1: expected}
 
 

@@ -77,6 +77,8 @@ class StepArguments(NamedTuple):
     batch_size: int | None  # of the inputs, the side inputs and the labels, where this rank needs them
     side_size: int | None
     label_size: int | None
+    operands: list[str]  # of the inputs, the side inputs and the labels, where this rank needs them: what is not above
+    autocast: str  # to which dtype, or nothing
 
 
 class Batch(NamedTuple):
@@ -115,10 +117,13 @@ def split_batch(
     cut_side, side_size = _split("side input", side if first and side else None, num_chunks, stages)
     by_number = dict(enumerate((labels,) if isinstance(labels, Tensor) else labels or ()))
     cut_labels, label_size = _split("label", by_number if last and criterion else None, num_chunks, stages)
+    used = *(chain(inputs, side.values()) if first else ()), *(by_number.values() if last and criterion else ())
+    kind = stages.device.type
     told = StepArguments(
         num_chunks, grad, bool(sync), [module.training for module in stages.modules.values()],
         [list(t.shape) for t in given], [[name, list(t.shape)] for name, t in side.items()],
-        size, side_size, label_size,
+        size, side_size, label_size, [f"{t.dtype}{list(t.shape)}" for t in used if t is not None],
+        str(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else "",
     )
     return Batch(
         cut_inputs, cut_side, cut_labels, criterion if last else None, last and return_outputs, stages.segments(), told
@@ -127,8 +132,8 @@ def split_batch(
 
 def agree(told: Iterable[Sequence[Any]], *, first: int, last: int, spec: SideSpec) -> tuple[int, list[str], int]:
     """What follows from the `StepArguments` of all ranks: how many micro-batches, the first ones, are larger than the
-    others; the names of the side inputs; and a number for the kind of step, the same where all arguments and shapes
-    are. ValueError, with the same text on every rank, where they disagree.
+    others; the names of the side inputs; and a number for the kind of step, the same where all arguments, shapes and
+    dtypes are. ValueError, with the same text on every rank, where they disagree.
 
     first, last: the ranks of the first and the last stage; spec: what the stages of all ranks take.
     """
