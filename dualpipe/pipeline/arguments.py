@@ -77,8 +77,7 @@ class StepArguments(NamedTuple):
     batch_size: int | None  # of the inputs, the side inputs and the labels, where this rank needs them
     side_size: int | None
     label_size: int | None
-    operands: list[str]  # of the inputs, the side inputs and the labels, where this rank needs them: what is not above
-    autocast: str  # to which dtype, or nothing
+    operands: int  # checksum of the dtypes of these tensors, the labels' shapes, and autocast
 
 
 class Batch(NamedTuple):
@@ -118,12 +117,12 @@ def split_batch(
     by_number = dict(enumerate((labels,) if isinstance(labels, Tensor) else labels or ()))
     cut_labels, label_size = _split("label", by_number if last and criterion else None, num_chunks, stages)
     used = *(chain(inputs, side.values()) if first else ()), *(by_number.values() if last and criterion else ())
-    kind = stages.device.type
+    operands, kind = [(t.dtype, t.shape) for t in used if t is not None], stages.device.type
+    autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
     told = StepArguments(
         num_chunks, grad, bool(sync), [module.training for module in stages.modules.values()],
         [list(t.shape) for t in given], [[name, list(t.shape)] for name, t in side.items()],
-        size, side_size, label_size, [f"{t.dtype}{list(t.shape)}" for t in used if t is not None],
-        str(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else "",
+        size, side_size, label_size, crc32(repr((operands, autocast)).encode()),
     )
     return Batch(
         cut_inputs, cut_side, cut_labels, criterion if last else None, last and return_outputs, stages.segments(), told
