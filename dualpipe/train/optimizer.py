@@ -90,14 +90,14 @@ class Optimizer:
         for parameter, master in pairs:
             master.grad = None if parameter.grad is None else parameter.grad.to(master.dtype)
         if self._narrow:
-            self._step_one_by_one()
+            self._step_one_by_one(skip)
         else:
             self._adamw.step()
         for _, master in pairs:
             master.grad = None
         self.round_parameters()
 
-    def _step_one_by_one(self) -> None:
+    def _step_one_by_one(self, skip: Tensor | None) -> None:
         """As AdamW's, with wide moments of one parameter at a time."""
         for group in self._adamw.param_groups:
             (beta1, beta2), same = group["betas"], {name: group[name] for name in ("lr", "weight_decay", "eps")}
@@ -106,8 +106,8 @@ class Optimizer:
                 kept = [local(state[name]) for name in MOMENTS]
                 wide = [moment.to(master.dtype) for moment in kept]
                 own, grad, first, second = local(master.detach()), local(master.grad), *wide
-                adamw([own], [grad], [first], [second], [], [state["step"]], fused=True, amsgrad=False, maximize=False,
-                      beta1=beta1, beta2=beta2, **same)
+                adamw([own], [grad], [first], [second], [], [state["step"]], fused=True, found_inf=skip, amsgrad=False,
+                      maximize=False, beta1=beta1, beta2=beta2, **same)
                 torch._foreach_copy_(kept, wide)
 
     def zero_grad(self) -> None:

@@ -96,10 +96,11 @@ def test_bf16_parameters_do_not_lose_small_updates():
     torch.testing.assert_close(weight.detach().float(), torch.full((4, 4), 0.98), atol=2**-8, rtol=0)
 
 
+@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_gradient_that_is_not_finite_changes_nothing(dtype):
+def test_a_gradient_that_is_not_finite_changes_nothing(dtype, moments):
     weight = nn.Parameter(torch.ones(4, 4, dtype=dtype))
-    optimizer = Optimizer([nn.ParameterList([weight])], **{**ADAMW, "weight_decay": 0.5})
+    optimizer = Optimizer([nn.ParameterList([weight])], **{**ADAMW, "weight_decay": 0.5}, moments=moments)
 
     def step(gradient, norm):
         weight.grad = torch.full((4, 4), gradient)
