@@ -89,7 +89,7 @@ class Router(Linear):
         wide = torch.promote_types(x_TH.dtype, torch.float32) if self.wide_logits else None
         logits_TE = super().forward(x_TH, wide)
         if self.score == "softmax" and self.choice is None and self.topk_group == self.n_group and (
-            self.e_score_correction_bias is None):
+            self.e_score_correction_bias is None and not torch._C._are_functorch_transforms_active()):
             weights_TK, experts_TK, scores_TE = _TopK.apply(
                 logits_TE, self.top_k, self.norm_topk_prob, self.routed_scaling_factor
             )
