@@ -83,7 +83,8 @@ class Router(Linear):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """(T, H), or (B, S, H) with a sequence in each row -> weights (T, K), experts (T, K) int64.
 
-        Scores are computed in `promote_types(dtype, float32)`; weights are returned in the dtype of the logits.
+        Scores are computed in `promote_types(dtype, float32)`; weights are returned in the dtype of the logits. With
+        the score "softmax" and neither groups nor correction bias they are differentiable once.
         """
         x_TH = x.flatten(0, -2)
         wide = torch.promote_types(x_TH.dtype, torch.float32) if self.wide_logits else None
