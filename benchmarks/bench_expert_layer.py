@@ -39,7 +39,7 @@ from dualpipe.kernels import (
     sort_tokens,
     swiglu,
 )
-from dualpipe.nn.layers import grouped_bias_grad as bias_grad  # what a training step uses
+from dualpipe.nn.grouped_linear import grouped_bias_grad as bias_grad  # what a training step uses
 
 TOLERANCE = {"result": 1e-2, "gradient": 2e-2}  # four roundings one after the other; six
 

@@ -1,14 +1,7 @@
 """Modules whose weight gradient can be deferred, and what the models share."""
 
-from dualpipe.nn.layers import (
-    Embedding,
-    GroupedLinear,
-    GroupedSwiGLU,
-    Linear,
-    RMSNorm,
-    cross_entropy_loss,
-    defer_weight_grads,
-)
+from dualpipe.nn.grouped_linear import GroupedLinear, GroupedSwiGLU
+from dualpipe.nn.layers import Embedding, Linear, RMSNorm, cross_entropy_loss, defer_weight_grads
 from dualpipe.nn.router import Router
 from dualpipe.nn.router_set import RouterSet
 

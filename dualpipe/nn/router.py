@@ -83,13 +83,14 @@ class Router(Linear):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """(T, H), or (B, S, H) with a sequence in each row -> weights (T, K), experts (T, K) int64.
 
-        Scores are computed in `promote_types(dtype, float32)`; weights are returned in the dtype of the logits.
+        Scores are computed in `promote_types(dtype, float32)`; weights are returned in the dtype of the logits. With
+        the score "softmax" and neither groups nor correction bias they are differentiable once.
         """
         x_TH = x.flatten(0, -2)
         wide = torch.promote_types(x_TH.dtype, torch.float32) if self.wide_logits else None
         logits_TE = super().forward(x_TH, wide)
         if self.score == "softmax" and self.choice is None and self.topk_group == self.n_group and (
-            self.e_score_correction_bias is None):
+            self.e_score_correction_bias is None and not torch._C._are_functorch_transforms_active()):
             weights_TK, experts_TK, scores_TE = _TopK.apply(
                 logits_TE, self.top_k, self.norm_topk_prob, self.routed_scaling_factor
             )

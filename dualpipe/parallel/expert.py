@@ -35,7 +35,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from dualpipe import device
 from dualpipe.kernels import SortedTokens, combine_tokens, dispatch_tokens, sort_tokens
-from dualpipe.nn.layers import GroupedLinear
+from dualpipe.nn.grouped_linear import GroupedLinear
 from dualpipe.nn.segments import Communication, Pending
 from dualpipe.parallel.all_to_all import AsyncAllToAll, CommStream, GroupAllToAll, PendingRows, row_bytes_of
 from dualpipe.parallel.mesh import divisors

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from inspect import Parameter, signature
 from itertools import chain, starmap
 from typing import Any, NamedTuple
@@ -11,9 +12,17 @@ from zlib import crc32
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from dualpipe.nn.segments import Segment, checked, is_reserved
-from dualpipe.parallel.fsdp import StageParameters, check_ranks
+from dualpipe.parallel.fsdp import StageParameters
+
+_SHOWN = 3  # parameters that are not reduced
+_REMEDY = "use dualpipe.parallel.shard or torch's fully_shard"
+_UNREDUCED = (f"gradients would differ from one data-parallel rank to the next: {_REMEDY}, or, where you reduce them "
+              "yourself, name them in unreduced")
 
 
 class SideSpec(NamedTuple):
@@ -273,3 +282,55 @@ def tied_ends(first: nn.Module | None, last: nn.Module | None) -> list[list[list
         raise ValueError("tie_word_embeddings is set, but the first and the last stage share no Parameter and would "
                          "train two weights; give one the other's, or set it to False in their config")
     return [[], []]
+
+
+def check_stages(
+    stages: Sequence[nn.Module], parameters: Sequence[StageParameters], unreduced: Iterable[str] | str
+) -> tuple[bool, list[str]]:
+    """Whether FSDP2 reduces any of a rank's gradients over several ranks, and the first parameters of those stages that
+    it has nothing of, for `check_ranks`. unreduced: names in their stage, of parameters or modules, with wildcards,
+    whose gradients are the caller's to reduce. Raises ValueError for a stage that is sharded together with another one,
+    or in part and does not name the rest, or that reduces in another way: DistributedDataParallel and the first FSDP do
+    in hooks of one backward, which would see a part of a gradient, or nothing, as weight gradients are computed outside
+    of backwards.
+    """
+    unreduced = (unreduced,) if isinstance(unreduced, str) else tuple(unreduced)
+    patterns = [*unreduced, *(f"{pattern}.*" for pattern in unreduced)]
+    places = [set(its.places()) for its in parameters]
+    managed = set(chain.from_iterable(places))
+    if len(managed) != sum(map(len, places)):
+        raise ValueError("fully_shard was given modules of two stages together, which are gathered and reduced "
+                         "at different times; shard each stage by itself, sharing no parameter")
+    meshes = {param.device_mesh for module, name in managed if isinstance(param := getattr(module, name), DTensor)}
+    ranks = {rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()}
+    plain: list[str] = []
+    for number, (stage, its) in enumerate(zip(stages, places)):
+        missed: list[str] = []
+        for path, module in stage.named_modules():
+            if isinstance(module, DistributedDataParallel | FullyShardedDataParallel):
+                raise ValueError(f"module {number} of this rank {'has' if path else 'is'} a {type(module).__name__}"
+                                 f"{path and f', {path}'}, which does not reduce the gradients of a pipeline's step: "
+                                 f"{_REMEDY} instead")
+            for key, param in module.named_parameters(recurse=False):
+                name = f"{path}.{key}".lstrip(".")
+                # Each of the ranks may have another part of it, as of experts, and so nothing to reduce.
+                apart = (isinstance(param, DTensor) and ranks <= set(param.device_mesh.mesh.flatten().tolist())
+                         and not any(placed.is_replicate() for placed in param.placements))
+                named = any(fnmatchcase(name, pattern) for pattern in patterns)
+                if param.requires_grad and (module, key) not in its and not apart and not named:
+                    missed.append(name)
+        if its and len(ranks) > 1 and missed:
+            raise ValueError(f"module {number} of this rank is sharded in part, but not {_some(missed)}; {_UNREDUCED}")
+        plain += missed
+    return len(ranks) > 1, plain[:_SHOWN]
+
+
+def check_ranks(ranks: Sequence[tuple[bool, list[str]]]) -> None:
+    """Raise ValueError where some stages of a pipeline are sharded over several ranks, and others not at all."""
+    plain = list(chain.from_iterable(names for _, names in ranks))
+    if plain and any(reduces for reduces, _ in ranks):
+        raise ValueError(f"some stages are sharded, but not the one with {_some(plain)}; {_UNREDUCED}")
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")

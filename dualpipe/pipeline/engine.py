@@ -20,8 +20,17 @@ from dualpipe.errors import PipelineError
 from dualpipe.nn.deferral import WeightGradStore
 from dualpipe.nn.segments import communication_groups, has_communication
 from dualpipe.parallel.clipping import clip_grad_norm_
-from dualpipe.parallel.fsdp import ParametersStep, StageParameters, check_stages, process_groups
-from dualpipe.pipeline.arguments import OwnStages, SideSpec, agree, checked_modules, conclude, split_batch, tied_ends
+from dualpipe.parallel.fsdp import ParametersStep, StageParameters, process_groups
+from dualpipe.pipeline.arguments import (
+    OwnStages,
+    SideSpec,
+    agree,
+    check_stages,
+    checked_modules,
+    conclude,
+    split_batch,
+    tied_ends,
+)
 from dualpipe.pipeline.executor import Executor, Outputs
 from dualpipe.pipeline.lower import Programs
 from dualpipe.pipeline.p2p import P2PGroups, P2PMessages

@@ -201,6 +201,21 @@ def test_wide_logits_of_a_pruned_weight():
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_torch_func_goes_through(options):
+    r, x = router(2, **options), tokens(3, 6)
+    weights, experts = r(x.flatten(0, 1))
+    weights.square().sum().backward()
+
+    def loss(weight):
+        return torch.func.functional_call(r, {"weight": weight}, (x.flatten(0, 1),))[0].square().sum()
+
+    torch.testing.assert_close(torch.func.grad(loss)(r.weight.detach()), r.weight.grad)
+    mapped = torch.func.vmap(r)(x)
+    torch.testing.assert_close(mapped[0].flatten(0, 1), weights)
+    assert torch.equal(mapped[1].flatten(0, 1), experts)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("shape", [(2, 6), (1,), (0,), (0, 6), (2, 0)], ids=str)
 @pytest.mark.parametrize("top_k", [1, E])
 def test_odd_and_empty_sizes(top_k, shape, options):
