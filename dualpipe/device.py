@@ -220,11 +220,12 @@ def waiting_blocks(links: int = MOST_LINKS) -> int:
     """How many blocks of NCCL's kernels can wait at once on a rank with so many links.
 
     There is a communicator for each, and one for "pp", "ep", "dp", "dp" with "ep", and all ranks. NCCL_MAX_CTAS
-    replaces our limits, NCCL_MAX_NCHANNELS lowers them.
+    replaces our limits, NCCL_MAX_NCHANNELS lowers them; what is no number counts as not set.
     """
-    instead, most = (os.environ.get(f"NCCL_MAX_{name}") for name in ("CTAS", "NCHANNELS"))
-    wanted = (int(instead or traffic.ctas) for traffic in (*[LINK] * links, LINK, EXPERTS, SHARDS, SHARDS, TOTALS))
-    return sum(min(blocks, int(most or blocks)) for blocks in wanted)
+    given = (os.environ.get(f"NCCL_MAX_{name}", "") for name in ("CTAS", "NCHANNELS"))
+    instead, most = (int(value) if value.isdecimal() else 0 for value in given)
+    wanted = (instead or traffic.ctas for traffic in (*[LINK] * links, LINK, EXPERTS, SHARDS, SHARDS, TOTALS))
+    return sum(min(blocks, most or blocks) for blocks in wanted)
 
 
 def nccl_version() -> tuple[int, ...]:

@@ -65,6 +65,8 @@ def test_blocks_that_can_wait_at_once(monkeypatch):
     assert device.waiting_blocks(links=4) == 72
     monkeypatch.setitem(os.environ, "NCCL_MAX_NCHANNELS", "8")
     assert device.waiting_blocks() == 8 * 4 + 4 + 8 + 8 + 8 + 4
+    monkeypatch.setattr(os, "environ", {"NCCL_MAX_CTAS": "some", "NCCL_MAX_NCHANNELS": ""})
+    assert device.waiting_blocks() == 88
     monkeypatch.setattr(os, "environ", {"NCCL_MAX_CTAS": "32"})
     assert device.waiting_blocks() == 13 * 32
 
