@@ -117,9 +117,9 @@ def build_mesh(
     deadlock. `dp` None: what pp and ep leave. `timeout`: after which a rank gives up waiting for another (default: as
     in the default group). Raises ValueError, with the sizes that are possible, unless pp * dp * ep is all ranks.
     """
+    sizes = mesh_sizes(dist.get_world_size(), pp=pp, dp=dp, ep=ep)  # without a default group torch says so
     world = dist.group.WORLD
-    assert world is not None
-    sizes = mesh_sizes(world.size(), pp=pp, dp=dp, ep=ep)
+    assert world is not None, "it has a size"
     if device.type == "cuda" and (wrong := one_queue()):
         warnings.warn(wrong, stacklevel=2)
     numbers = torch.arange(world.size(), device="cpu").view(*sizes.values())

@@ -127,6 +127,11 @@ def test_mesh_of_ones_own_lacks_dimensions(case):
         assert members["experts"] == ([rank & ~2, rank | 2] if case == "no pipeline" else None)
 
 
+def test_without_a_default_group_torch_says_so():
+    with pytest.raises(ValueError, match="has not been initialized"):
+        build_mesh(1, 1, 1, torch.device("cpu"))
+
+
 def test_alone():
     mesh = Mesh.of(None)
     assert mesh == Mesh.planned() and mesh.world_size == mesh.replicas == mesh.size("pp") == 1
