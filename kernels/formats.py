@@ -15,6 +15,7 @@ quantize what was dequantized gives the same bytes. `quantize_reference` has the
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -99,6 +100,14 @@ def format_of(name: str | Format) -> Format:
     if name not in FORMATS:
         raise ValueError(f"there is no format {name!r}; choose one of {', '.join(FORMATS)}")
     return FORMATS[name]
+
+
+class QuantizedRows(NamedTuple):
+    """Activations, each row quantized by itself: elements (M, K) float8_e4m3fn, and a scale (M, ceil(K / block)) for
+    each 128 columns in float32, or each 32 in float8_e8m0fnu."""
+
+    elements: Tensor
+    scales: Tensor
 
 
 # --- references ------------------------------------------------------------------------------------------------------
