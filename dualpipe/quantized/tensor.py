@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from dualpipe.kernels.formats import FORMATS, Format, format_of
+from dualpipe.kernels.formats import Format, format_of
 from dualpipe.kernels.quantize import dequantize, quantize
 
 _strict: ContextVar[bool] = ContextVar("dualpipe_quantized_strict", default=False)
@@ -89,8 +89,8 @@ class QuantizedTensor(Tensor):
 
     @classmethod
     def empty(
-        cls, shape: Sequence[int], format: Format | str, *, dtype: torch.dtype, device: torch.device | str | None = None,
-        keep_master: bool = False,
+        cls, shape: Sequence[int], format: Format | str, *, dtype: torch.dtype,
+        device: torch.device | str | None = None, keep_master: bool = False,
     ) -> QuantizedTensor:
         """One of zeros, whose bytes are zeros too."""
         format = format_of(format)
@@ -129,8 +129,8 @@ class QuantizedTensor(Tensor):
         through = start % step or (stop % step and stop != shape[-2])
         if self.dim() == 1 or dim == dims - 1 or (dim == dims - 2 and stop > start and through):
             if (start, stop) != (0, self.shape[dim]):
-                raise ValueError(f"[{start}:{stop}] of dimension {dim} of {tuple(self.shape)} in {self.format} would cut "
-                                 f"through blocks; cut rows at multiples of {step}, or dequantize() first")
+                raise ValueError(f"[{start}:{stop}] of dimension {dim} of {tuple(self.shape)} in {self.format} would "
+                                 f"cut through blocks; cut rows at multiples of {step}, or dequantize() first")
         else:
             data = data[:, rows] if dim == dims - 2 else data[start:stop]
         changed = list(shape)
@@ -144,7 +144,7 @@ class QuantizedTensor(Tensor):
         flat, master = self.dim() == 1, None if self.master is None else change(self.master)
         return self.like(change(self.block_rows), flat=flat, master=master, **changed)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         trained = ", master" if self.master is not None else ""
         return (f"QuantizedTensor({self.format}, {tuple(self.shape)}, {self.dtype}, {self.device}{trained}, "
                 f"requires_grad={self.requires_grad})")
@@ -166,18 +166,20 @@ class QuantizedTensor(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         if (own := _OPERATORS.get(function)) is not None and (done := own(*args, **kwargs)) is not NotImplemented:
             return done
         name = str(function)
         written = args[0] if function._schema.is_mutable and args else None
         if isinstance(written, QuantizedTensor):
-            raise ValueError(f"{name} would change a quantized tensor in place; update its master, or a plain copy, and "
-                             "copy_ that into it")
+            raise ValueError(f"{name} would change a quantized tensor in place; update its master, or a plain copy, "
+                             "and copy_ that into it")
         if _strict.get():
-            raise ValueError(f"{name} would dequantize {next(a for a in args if isinstance(a, cls))!r} to compute; call "
-                             "dequantize() where that is meant")
+            raise ValueError(f"{name} would dequantize a quantized tensor to compute; call dequantize() where that is "
+                             "meant")
         plain = tree_map_only(QuantizedTensor, lambda each: each.dequantize().to(each.dtype), (args, kwargs))
         return function(*plain[0], **plain[1])
 
@@ -192,7 +194,10 @@ def rebuild(
         raise ValueError(f"the file holds {name} in blocks of {tuple(block)}, which are {format.block} here; write it "
                          "again with this version, or load it dequantized")
     found = QuantizedTensor(block_rows, tuple(shape), getattr(torch, dtype), format, master, flat=flat)
-    return cast(QuantizedTensor, nn.Parameter(found, requires_grad)) if is_param else found.requires_grad_(requires_grad)
+    if is_param:
+        return cast(QuantizedTensor, nn.Parameter(found, requires_grad))
+    found.requires_grad = requires_grad
+    return found
 
 
 torch.serialization.add_safe_globals([rebuild, QuantizedTensor])
@@ -230,7 +235,8 @@ def _clone(x: QuantizedTensor, **_: Any) -> QuantizedTensor:
 def _to(x: QuantizedTensor, *, dtype: torch.dtype | None = None, device: Any = None, **options: Any) -> Any:
     if dtype not in (None, x.dtype):
         return x.dequantize().to(device=device, dtype=dtype)
-    return x.both(lambda part: part.to(device or part.device, copy=True, non_blocking=options.get("non_blocking", False)))
+    non_blocking = options.get("non_blocking", False)
+    return x.both(lambda part: part.to(device or part.device, copy=True, non_blocking=non_blocking))
 
 
 @_operator(aten._pin_memory.default)
@@ -245,7 +251,9 @@ def _is_pinned(x: QuantizedTensor, device: Any = None) -> bool:
 
 @_operator(aten.record_stream.default)
 def _record_stream(x: QuantizedTensor, stream: Any) -> None:
-    x.both(lambda part: (part.record_stream(stream), part)[1])
+    for part in (x.block_rows, x.master):
+        if part is not None:
+            part.record_stream(stream)
 
 
 @_operator(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
@@ -361,9 +369,7 @@ def _equal(x: Any, y: Any) -> bool:
     return cast(bool, NotImplemented)
 
 
-def _new(
-    x: QuantizedTensor, size: Sequence[int], dtype: torch.dtype | None, device: Any
-) -> QuantizedTensor | None:
+def _new(x: QuantizedTensor, size: Sequence[int], dtype: torch.dtype | None, device: Any) -> QuantizedTensor | None:
     """One of zeros in this format; None where a plain tensor is asked for, or all that can have this size."""
     size = tuple(size)
     if dtype not in (None, x.dtype) or (len(size) not in (2, 3) and size != (x.numel(),)):
@@ -381,7 +387,9 @@ def _empty_like(x: QuantizedTensor, *, dtype: torch.dtype | None = None, device:
 
 
 @_operator(aten.full_like.default)
-def _full_like(x: QuantizedTensor, value: Any, *, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> Any:
+def _full_like(
+    x: QuantizedTensor, value: Any, *, dtype: torch.dtype | None = None, device: Any = None, **options: Any
+) -> Any:
     return _empty_like(x, dtype=dtype, device=device).fill_(value)
 
 

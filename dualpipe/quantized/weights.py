@@ -43,8 +43,8 @@ def quantize_weights(module: nn.Module, format: Format | str, match: Sequence[st
     names. A parameter that requires gradients keeps its values in float32 as its master, which the optimizer updates:
     without one, updates smaller than half a step of the format would be lost.
 
-    Raises ValueError, before anything is changed, for a format that there is not or that a weight's shape does not suit,
-    patterns that match none, and weights that are tied, sharded or quantized already.
+    Raises ValueError, before anything is changed, for a format that there is not or that a weight's shape does not
+    suit, patterns that match none, and weights that are tied, sharded or quantized already.
     """
     format = format_of(format)
     patterns = [match] if isinstance(match, str) else list(match)
@@ -52,8 +52,8 @@ def quantize_weights(module: nn.Module, format: Format | str, match: Sequence[st
     for pattern in patterns:
         if not any(fnmatchcase(weight.name, pattern) for weight in weights):
             names = ", ".join(map(repr, errors.nearest(pattern, [weight.name for weight in weights], 3, cutoff=0.0)))
-            raise ValueError(f"no weight that can be quantized matches {pattern!r}, nearest: {names or 'none'}; these are "
-                             "the matrices of linear layers and experts, but for heads and routers")
+            raise ValueError(f"no weight that can be quantized matches {pattern!r}, nearest: {names or 'none'}; these "
+                             "are the matrices of linear layers and experts, but for heads and routers")
     chosen = [each for each in weights if any(fnmatchcase(each.name, pattern) for pattern in patterns)]
     places: dict[int, int] = {}
     for owner in module.modules():
