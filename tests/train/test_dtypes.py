@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from dualpipe import cli
 from dualpipe.dtypes import dtype_of
+from dualpipe.kernels.formats import FORMATS
 from dualpipe.parallel import (
     ContractError,
     DTypePlan,
@@ -51,9 +52,12 @@ def printed(capsys):
 def read(text):
     tensors = {}
     for line in text.splitlines()[1:]:
-        name, storage, compute, reduce, save, reason = line.split(maxsplit=5)
-        dtypes = TensorDTypes(dtype_of(storage), dtype_of(compute), dtype_of(save), reason,
-                              reduce=None if reduce == "-" else dtype_of(reduce))
+        name, stored, compute, reduce, save, reason = re.split("  +", line, maxsplit=5)
+        storage, gather = re.fullmatch(r"(\w+)(?:, gathered as (\w+))?(?: \+ fp32 masters)?", stored).groups()
+        format = FORMATS.get(gather or storage)
+        dtypes = TensorDTypes(dtype_of("fp32" if storage in FORMATS else storage), dtype_of(compute), dtype_of(save),
+                              reason, reduce=None if reduce == "-" else dtype_of(reduce), format=format,
+                              gathered=bool(gather), master="masters" in stored)
         layers = re.search(r"(?<=\.)\d[\d,-]*(?=\.)", name)
         for part in layers[0].split(",") if layers else [None]:
             first, _, last = (part or "0").partition("-")
