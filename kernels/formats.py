@@ -2,7 +2,7 @@
 
 A matrix (N, K) is stored as block rows: all rows that share scales, one row or 128, as their elements, then their
 scales, then zeros up to a multiple of 16 bytes. So a cut between block rows is one range of bytes, and to gather is to
-concatenate. A scale of the whole matrix is repeated in the last four bytes of every block row, so that none can lose it.
+concatenate. A scale of the whole matrix is repeated in the last four bytes of each block row: no part can lose it.
 
     mxfp8   K = 64   | 64 x e4m3 | 2 x e8m0 | 14 zeros                           80 bytes a row
     nvfp4   K = 64   | 32 bytes, two e2m1 each | 4 x e4m3 | 8 zeros | fp32       48 bytes a row
@@ -33,7 +33,7 @@ class Format:
     scale: torch.dtype  # of a block: float8_e8m0fnu, float8_e4m3fn or float32
     matrix_scale: bool = False  # whether a whole matrix has a scale besides, in float32
     power_of_two: bool = False  # whether float32 scales are powers of two
-    computes: bool = False  # whether there are matrix instructions for it; otherwise products take what it dequantizes to
+    computes: bool = False  # whether products are in FP8; else they take what it dequantizes to
 
     @property
     def largest(self) -> float:
@@ -170,7 +170,8 @@ def quantize_reference(
         if format.scale is torch.float32:
             scales = torch.where(broken, torch.nan, scales)
         else:
-            scales = torch.where(broken, 255 if format.scale is _E8M0 else 127, scales.view(torch.uint8)).view(format.scale)
+            nan = 255 if format.scale is _E8M0 else 127
+            scales = torch.where(broken, nan, scales.view(torch.uint8)).view(format.scale)
         format.scales(data, columns).copy_(scales)
     elements = elements.flatten(-2)[..., :columns]  # (..., bands, rows of a block, K)
     if rows % step_rows:

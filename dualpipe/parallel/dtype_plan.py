@@ -31,6 +31,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.fsdp import FSDPModule
 
 from dualpipe.dtypes import dtype_of_code, short_name
+from dualpipe.kernels.formats import Format
 
 _NUMBER = re.compile(r"(?<![^.])(\d+)(?![^.])")  # a segment of a name: "layers.3.up" -> "layers.", "3", ".up"
 
@@ -115,6 +116,8 @@ class TensorDTypes:
     reason: str
     output: torch.dtype | None = None
     reduce: torch.dtype | None = None
+    format: Format | None = None  # what is gathered and computed with; and stored, unless
+    gathered: bool = False  # the shards are plain, and are quantized for each gather
 
 
 @dataclass(frozen=True)

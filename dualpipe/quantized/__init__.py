@@ -1,0 +1,7 @@
+"""Tensors of blocks with scales, as parameters: see `tensor`."""
+
+from dualpipe.kernels.formats import FORMATS, Format
+from dualpipe.quantized.tensor import QuantizedTensor, strict
+from dualpipe.quantized.weights import quantize_weights
+
+__all__ = ["FORMATS", "Format", "QuantizedTensor", "quantize_weights", "strict"]

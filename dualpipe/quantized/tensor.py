@@ -1,0 +1,401 @@
+"""A tensor whose numbers are quantized in blocks, for parameters that are sharded, trained and checkpointed as bytes.
+
+    weight = QuantizedTensor.quantize(torch.randn(256, 512), "mxfp8")
+    weight.dequantize()                 plain float32
+    weight[128:].block_rows             a view of the bytes of the second half
+
+It holds one uint8 tensor of block rows (`dualpipe.kernels.formats`), and gives itself out as a tensor of the shape and
+dtype of the numbers, so that modules, FSDP2, checkpoints and optimizers take it for one. Whatever moves, cuts, copies
+or makes a new one like it works on the bytes. Whatever computes sees the numbers in that dtype, unless `strict` says
+that this shall raise, as it hides a cost. To write into it quantizes into the bytes that are there.
+
+A trained one has a master: the float32 values that were quantized, which an optimizer updates. Where there is one, it
+goes through everything that the bytes go through.
+
+Dimension letters: M matrices, N rows, K columns, R block rows, B bytes of a block row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from math import prod
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from dualpipe.kernels.formats import FORMATS, Format, format_of
+from dualpipe.kernels.quantize import dequantize, quantize
+
+_strict: ContextVar[bool] = ContextVar("dualpipe_quantized_strict", default=False)
+
+
+@contextmanager
+def strict() -> Iterator[None]:
+    """Raise in this block where an operator would have to dequantize, instead of doing so."""
+    token = _strict.set(True)
+    try:
+        yield
+    finally:
+        _strict.reset(token)
+
+
+class QuantizedTensor(Tensor):
+    """A matrix (N, K), or a stack (M, N, K), in a `Format`; see this file's beginning."""
+
+    format: Format
+    block_rows: Tensor  # (M, R, B) uint8, of a matrix M is 1; rows may be any distance apart
+    master: Tensor | None  # float32, of this tensor's shape
+    matrix_shape: tuple[int, ...]  # the shape, also of a view that is flat
+    transposed: Tensor | None  # block rows of the transposed matrices, where products of the backward take them
+
+    @staticmethod
+    def __new__(
+        cls, block_rows: Tensor, shape: Sequence[int], dtype: torch.dtype, format: Format, master: Tensor | None = None,
+        *, flat: bool = False, requires_grad: bool = False,
+    ) -> QuantizedTensor:
+        """block_rows: (M, R, B) uint8; shape: (N, K) or (M, N, K). flat: the same with one dimension."""
+        size = (prod(shape),) if flat else tuple(shape)
+        self = cast(QuantizedTensor, Tensor._make_wrapper_subclass(
+            cls, size, dtype=dtype, device=block_rows.device, requires_grad=requires_grad))
+        self.format, self.block_rows, self.master, self.matrix_shape = format, block_rows, master, tuple(shape)
+        self.transposed = None
+        return self
+
+    @classmethod
+    def quantize(
+        cls, x: Tensor, format: Format | str, *, dtype: torch.dtype | None = None, keep_master: bool = False,
+        amax: Tensor | None = None,
+    ) -> QuantizedTensor:
+        """Quantize (N, K) or (M, N, K) floating-point numbers.
+
+        dtype: what it gives itself out as, by default that of `x`. keep_master: with the numbers as its master. amax:
+        the largest magnitude of each whole matrix, (M,), where `x` is a part of it; see `matrix_amax`.
+
+        Raises ValueError for another number of dimensions, no floating-point numbers, a format that there is not, or
+        one of 4 bits and an odd K.
+        """
+        format = format_of(format)
+        if not x.is_floating_point() or x.dim() not in (2, 3):
+            raise ValueError(f"{format} takes floating-point numbers of shape (N, K) or (M, N, K); got "
+                             f"{tuple(x.shape)} {x.dtype}")
+        format.check(x.shape)
+        x, dtype = x.detach(), dtype or x.dtype
+        master = x.float().clone() if keep_master else None
+        return cls(quantize(_stack(x), format, amax), x.shape, dtype, format, master)
+
+    @classmethod
+    def empty(
+        cls, shape: Sequence[int], format: Format | str, *, dtype: torch.dtype, device: torch.device | str | None = None,
+        keep_master: bool = False,
+    ) -> QuantizedTensor:
+        """One of zeros, whose bytes are zeros too."""
+        format = format_of(format)
+        format.check(tuple(shape))
+        matrices = 1 if len(shape) == 2 else shape[0]
+        size = (matrices, format.block_rows(shape[-2]), format.row_bytes(shape[-1]))
+        master = torch.zeros(tuple(shape), device=device) if keep_master else None
+        return cls(torch.zeros(size, dtype=torch.uint8, device=device), shape, dtype, format, master)
+
+    def dequantize(self) -> Tensor:
+        """The numbers that the bytes stand for, plain float32."""
+        rows, columns = self.matrix_shape[-2:]
+        return dequantize(self.block_rows, self.format, rows, columns).reshape(self.shape)
+
+    def quantize_(self, x: Tensor, amax: Tensor | None = None) -> None:
+        """Take other numbers, of the same shape, into the same memory; amax: as of `quantize`."""
+        plain = x.dequantize() if isinstance(x, QuantizedTensor) else x.detach()
+        plain = plain.to(self.device).expand(self.shape).reshape(self.matrix_shape)
+        if self.master is not None and self.master is not x:
+            self.master.copy_(plain)
+        quantize(_stack(plain), self.format, amax, out=self.block_rows)
+
+    def like(self, block_rows: Tensor, shape: Sequence[int] | None = None, **changed: Any) -> QuantizedTensor:
+        """One of the same format and dtype with other bytes; what is not given is as it is here, but for the master."""
+        shape = self.matrix_shape if shape is None else shape
+        return QuantizedTensor(block_rows, shape, changed.pop("dtype", self.dtype), self.format, **changed)
+
+    def cut(self, dim: int, start: int, stop: int) -> QuantizedTensor:
+        """Rows, or matrices of a stack, from `start` to `stop`, sharing memory.
+
+        Raises ValueError where that cuts columns, or through the rows that share a scale.
+        """
+        shape, dims = self.matrix_shape, len(self.matrix_shape)
+        dim, step, data = dim % self.dim(), self.format.block[0], self.block_rows
+        rows = slice(start // step, -(-stop // step) if stop > start else start // step)
+        through = start % step or (stop % step and stop != shape[-2])
+        if self.dim() == 1 or dim == dims - 1 or (dim == dims - 2 and stop > start and through):
+            if (start, stop) != (0, self.shape[dim]):
+                raise ValueError(f"[{start}:{stop}] of dimension {dim} of {tuple(self.shape)} in {self.format} would cut "
+                                 f"through blocks; cut rows at multiples of {step}, or dequantize() first")
+        else:
+            data = data[:, rows] if dim == dims - 2 else data[start:stop]
+        changed = list(shape)
+        if self.dim() > 1:
+            changed[dim] = stop - start
+        master = self.master if self.master is None else self.master.narrow(dim, start, stop - start)
+        return self.like(data, changed, flat=self.dim() == 1, master=master)
+
+    def both(self, change: Callable[[Tensor], Tensor], **changed: Any) -> QuantizedTensor:
+        """One whose bytes and master are what `change` makes of those here."""
+        flat, master = self.dim() == 1, None if self.master is None else change(self.master)
+        return self.like(change(self.block_rows), flat=flat, master=master, **changed)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        trained = ", master" if self.master is not None else ""
+        return (f"QuantizedTensor({self.format}, {tuple(self.shape)}, {self.dtype}, {self.device}{trained}, "
+                f"requires_grad={self.requires_grad})")
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        inner = ["block_rows"] if self.master is None else ["block_rows", "master"]
+        return inner, (self.matrix_shape, self.dtype, self.format, self.dim() == 1)
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> QuantizedTensor:
+        shape, dtype, format, flat = context
+        return QuantizedTensor(inner["block_rows"], shape, dtype, format, inner.get("master"), flat=flat)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        place = (self.format.name, self.format.block, self.matrix_shape, str(self.dtype).removeprefix("torch."))
+        is_param = isinstance(self, nn.Parameter)
+        return rebuild, (self.block_rows, self.master, *place, self.dim() == 1, self.requires_grad, is_param)
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if (own := _OPERATORS.get(function)) is not None and (done := own(*args, **kwargs)) is not NotImplemented:
+            return done
+        name = str(function)
+        written = args[0] if function._schema.is_mutable and args else None
+        if isinstance(written, QuantizedTensor):
+            raise ValueError(f"{name} would change a quantized tensor in place; update its master, or a plain copy, and "
+                             "copy_ that into it")
+        if _strict.get():
+            raise ValueError(f"{name} would dequantize {next(a for a in args if isinstance(a, cls))!r} to compute; call "
+                             "dequantize() where that is meant")
+        plain = tree_map_only(QuantizedTensor, lambda each: each.dequantize().to(each.dtype), (args, kwargs))
+        return function(*plain[0], **plain[1])
+
+
+def rebuild(
+    block_rows: Tensor, master: Tensor | None, name: str, block: Sequence[int], shape: Sequence[int], dtype: str,
+    flat: bool, requires_grad: bool, is_param: bool,
+) -> QuantizedTensor:
+    """Make a `QuantizedTensor` of what its pickle holds; raises ValueError for a format of other blocks than here."""
+    format = format_of(name)
+    if tuple(block) != format.block:
+        raise ValueError(f"the file holds {name} in blocks of {tuple(block)}, which are {format.block} here; write it "
+                         "again with this version, or load it dequantized")
+    found = QuantizedTensor(block_rows, tuple(shape), getattr(torch, dtype), format, master, flat=flat)
+    return cast(QuantizedTensor, nn.Parameter(found, requires_grad)) if is_param else found.requires_grad_(requires_grad)
+
+
+torch.serialization.add_safe_globals([rebuild, QuantizedTensor])
+
+
+def _stack(x: Tensor) -> Tensor:
+    return x[None] if x.dim() == 2 else x
+
+
+# --- operators: those that work on bytes; they return NotImplemented where the numbers are needed ---------------------
+
+aten = torch.ops.aten
+_OPERATORS: dict[Any, Callable[..., Any]] = {}
+
+
+def _operator(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def register(own: Callable[..., Any]) -> Callable[..., Any]:
+        _OPERATORS.update(dict.fromkeys(functions, own))
+        return own
+
+    return register
+
+
+@_operator(aten.detach.default, aten.alias.default)
+def _alias(x: QuantizedTensor) -> QuantizedTensor:
+    return x.both(lambda part: part.detach())
+
+
+@_operator(aten.clone.default)
+def _clone(x: QuantizedTensor, **_: Any) -> QuantizedTensor:
+    return x.both(lambda part: part.contiguous().clone())
+
+
+@_operator(aten._to_copy.default)
+def _to(x: QuantizedTensor, *, dtype: torch.dtype | None = None, device: Any = None, **options: Any) -> Any:
+    if dtype not in (None, x.dtype):
+        return x.dequantize().to(device=device, dtype=dtype)
+    return x.both(lambda part: part.to(device or part.device, copy=True, non_blocking=options.get("non_blocking", False)))
+
+
+@_operator(aten._pin_memory.default)
+def _pin_memory(x: QuantizedTensor, device: Any = None) -> QuantizedTensor:
+    return x.both(lambda part: part.contiguous().pin_memory())
+
+
+@_operator(aten.is_pinned.default)
+def _is_pinned(x: QuantizedTensor, device: Any = None) -> bool:
+    return x.block_rows.is_pinned()
+
+
+@_operator(aten.record_stream.default)
+def _record_stream(x: QuantizedTensor, stream: Any) -> None:
+    x.both(lambda part: (part.record_stream(stream), part)[1])
+
+
+@_operator(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+def _view(x: QuantizedTensor, size: Sequence[int]) -> Any:
+    return _reshaped(x, torch.empty(x.shape, device="meta").view(size).shape)
+
+
+@_operator(aten.as_strided.default)
+def _as_strided(x: QuantizedTensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> Any:
+    """Only what FSDP2 asks for of a gathered parameter: contiguous, from the start, perhaps without the last rows."""
+    contiguous = list(stride) == [prod(size[dim + 1 :]) for dim in range(len(size))] or not prod(size)
+    if not contiguous or offset:
+        raise ValueError(f"as_strided({list(size)}, {list(stride)}, {offset}) is no view of {x!r}; dequantize() first")
+    if len(size) == x.dim() and tuple(size[1:]) == tuple(x.shape[1:]) and size[0] < x.shape[0]:
+        rows = x.format.block_rows(size[0])
+        data = x.block_rows[:, :rows] if x.dim() == 2 else x.block_rows[: size[0]]
+        return x.like(data, tuple(size), master=None if x.master is None else x.master[: size[0]])
+    return _reshaped(x, size)
+
+
+def _reshaped(x: QuantizedTensor, size: Sequence[int]) -> Any:
+    size, shape = tuple(size), x.matrix_shape
+    if size not in (shape, (x.numel(),)):
+        if not (len(size) in (2, 3) and size[-2:] == shape[-2:] and prod(size) == x.numel()):
+            raise ValueError(f"{x!r} cannot be viewed as {size}: it is {shape} in blocks, or flat; dequantize() first")
+        shape = size
+    master = None if x.master is None else x.master.view(size)
+    return x.like(x.block_rows, shape, flat=len(size) == 1, master=master)
+
+
+@_operator(aten.slice.Tensor)
+def _slice(
+    x: QuantizedTensor, dim: int = 0, start: int | None = None, stop: int | None = None, step: int = 1
+) -> QuantizedTensor:
+    begin, end, stride = slice(start, stop, step).indices(x.shape[dim])
+    if stride != 1:
+        raise ValueError(f"every {stride}th row of {x!r} is no range of bytes; dequantize() first")
+    return x.cut(dim, begin, max(begin, end))
+
+
+@_operator(aten.select.int)
+def _select(x: QuantizedTensor, dim: int, index: int) -> QuantizedTensor:
+    if x.dim() != 3 or dim % 3:
+        raise ValueError(f"[{index}] of dimension {dim} of {x!r} is no matrix; slice rows, or dequantize() first")
+    index %= x.shape[0]
+    part = x.cut(0, index, index + 1)
+    return x.like(part.block_rows, x.shape[1:], master=None if part.master is None else part.master[0])
+
+
+@_operator(aten.split.Tensor)
+def _split(x: QuantizedTensor, size: int, dim: int = 0) -> list[QuantizedTensor]:
+    starts = range(0, max(1, x.shape[dim]), max(1, size))
+    return [x.cut(dim, start, min(start + size, x.shape[dim])) for start in starts]
+
+
+@_operator(aten.split_with_sizes.default)
+def _split_with_sizes(x: QuantizedTensor, sizes: Sequence[int], dim: int = 0) -> list[QuantizedTensor]:
+    ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
+    return [x.cut(dim, end - size, end) for size, end in zip(sizes, ends)]
+
+
+@_operator(aten.unbind.int)
+def _unbind(x: QuantizedTensor, dim: int = 0) -> list[QuantizedTensor]:
+    return [_select(x, dim, index) for index in range(x.shape[dim])]
+
+
+@_operator(aten.cat.default)
+def _cat(parts: Sequence[Any], dim: int = 0) -> Any:
+    first = parts[0]
+    dims, kept = first.dim(), all(isinstance(part, QuantizedTensor) and part.format == first.format for part in parts)
+    dim %= dims
+    # Only the last part may end within a block row.
+    whole = dim != dims - 2 or not any(part.shape[dim] % first.format.block[0] for part in parts[:-1])
+    if not kept or dims == 1 or dim == dims - 1 or not whole:
+        return NotImplemented
+    shape = list(first.shape)
+    shape[dim] = sum(part.shape[dim] for part in parts)
+    masters = [part.master for part in parts]
+    return first.like(torch.cat([part.block_rows for part in parts], 1 if dim == dims - 2 else 0), shape,
+                      master=None if any(master is None for master in masters) else torch.cat(masters, dim))
+
+
+@_operator(aten.copy_.default)
+def _copy(into: Any, source: Any, non_blocking: bool = False) -> Any:
+    if not isinstance(into, QuantizedTensor):
+        into.copy_(source.dequantize(), non_blocking)
+    elif not (isinstance(source, QuantizedTensor) and source.format == into.format and source.shape == into.shape):
+        better = source.master if isinstance(source, QuantizedTensor) and source.master is not None else source
+        into.quantize_(better)
+    else:
+        into.block_rows.copy_(source.block_rows, non_blocking)
+        if into.master is not None:
+            into.master.copy_(source.dequantize() if source.master is None else source.master, non_blocking)
+    return into
+
+
+def _filler(function: Any) -> Callable[..., QuantizedTensor]:
+    def fill(x: QuantizedTensor, *args: Any, **kwargs: Any) -> QuantizedTensor:
+        x.quantize_(function(torch.empty(x.shape, device=x.device), *args, **kwargs))
+        return x
+
+    return fill
+
+
+for _each in (aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default, aten.normal_.default, aten.uniform_.default):
+    _OPERATORS[_each] = _filler(_each)
+
+
+@_operator(aten.equal.default)
+def _equal(x: Any, y: Any) -> bool:
+    if isinstance(x, QuantizedTensor) and isinstance(y, QuantizedTensor) and x.format == y.format:
+        return x.shape == y.shape and torch.equal(x.block_rows, y.block_rows)
+    return cast(bool, NotImplemented)
+
+
+def _new(
+    x: QuantizedTensor, size: Sequence[int], dtype: torch.dtype | None, device: Any
+) -> QuantizedTensor | None:
+    """One of zeros in this format; None where a plain tensor is asked for, or all that can have this size."""
+    size = tuple(size)
+    if dtype not in (None, x.dtype) or (len(size) not in (2, 3) and size != (x.numel(),)):
+        return None
+    shape = x.matrix_shape if len(size) == 1 else size
+    fresh = QuantizedTensor.empty(shape, x.format, dtype=x.dtype, device=device or x.device,
+                                  keep_master=x.master is not None)
+    return cast(QuantizedTensor, _reshaped(fresh, size))
+
+
+@_operator(aten.empty_like.default, aten.zeros_like.default)
+def _empty_like(x: QuantizedTensor, *, dtype: torch.dtype | None = None, device: Any = None, **options: Any) -> Any:
+    fresh = _new(x, x.shape, dtype, device)
+    return torch.zeros(x.shape, dtype=dtype or x.dtype, device=device or x.device) if fresh is None else fresh
+
+
+@_operator(aten.full_like.default)
+def _full_like(x: QuantizedTensor, value: Any, *, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> Any:
+    return _empty_like(x, dtype=dtype, device=device).fill_(value)
+
+
+@_operator(aten.new_empty.default, aten.new_zeros.default)
+def _new_empty(
+    x: QuantizedTensor, size: Sequence[int], *, dtype: torch.dtype | None = None, device: Any = None, **options: Any
+) -> Any:
+    fresh = _new(x, size, dtype, device)
+    return torch.zeros(tuple(size), dtype=dtype or x.dtype, device=device or x.device) if fresh is None else fresh
+
+
+@_operator(aten.new_full.default)
+def _new_full(
+    x: QuantizedTensor, size: Sequence[int], value: Any, *, dtype: torch.dtype | None = None, device: Any = None,
+    **options: Any,
+) -> Any:
+    return _new_empty(x, size, dtype=dtype, device=device).fill_(value)

@@ -1,0 +1,75 @@
+"""Quantizing a model's weights, and which of them that may be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from dualpipe import errors
+from dualpipe.kernels.formats import Format, format_of
+from dualpipe.quantized.tensor import QuantizedTensor
+
+HEADS = ("lm_head", "head", "output")  # names of modules that are left alone, as embeddings and routers are
+
+
+class Weight(NamedTuple):
+    """A weight that may be quantized: its name in the model, its module and the parameter."""
+
+    name: str
+    owner: nn.Module
+    param: nn.Parameter
+
+
+def quantizable(module: nn.Module) -> Iterator[Weight]:
+    """The matrices of linear layers and of experts, but for heads, and layers that say `quantizable = False` (routers).
+
+    A class that is no `nn.Linear` says `quantizable = True` where its products take a quantized `weight`.
+    """
+    for path, owner in module.named_modules():
+        weight = owner._parameters.get("weight")
+        if (weight is not None and getattr(owner, "quantizable", isinstance(owner, nn.Linear))
+                and path.rpartition(".")[2] not in HEADS):
+            yield Weight(f"{path}.weight".lstrip("."), owner, weight)
+
+
+def quantize_weights(module: nn.Module, format: Format | str, match: Sequence[str] = ("*",)) -> list[str]:
+    """Store weights of a module in a format, in place, before it is sharded; returns their names.
+
+    match: glob patterns of names of parameters, such as "*.experts.*"; of those that match, the ones that `quantizable`
+    names. A parameter that requires gradients keeps its values in float32 as its master, which the optimizer updates:
+    without one, updates smaller than half a step of the format would be lost.
+
+    Raises ValueError, before anything is changed, for a format that there is not or that a weight's shape does not suit,
+    patterns that match none, and weights that are tied, sharded or quantized already.
+    """
+    format = format_of(format)
+    patterns = [match] if isinstance(match, str) else list(match)
+    weights = list(quantizable(module))
+    for pattern in patterns:
+        if not any(fnmatchcase(weight.name, pattern) for weight in weights):
+            names = ", ".join(map(repr, errors.nearest(pattern, [weight.name for weight in weights], 3, cutoff=0.0)))
+            raise ValueError(f"no weight that can be quantized matches {pattern!r}, nearest: {names or 'none'}; these are "
+                             "the matrices of linear layers and experts, but for heads and routers")
+    chosen = [each for each in weights if any(fnmatchcase(each.name, pattern) for pattern in patterns)]
+    places: dict[int, int] = {}
+    for owner in module.modules():
+        for param in owner._parameters.values():
+            places[id(param)] = places.get(id(param), 0) + 1
+    for name, _, param in chosen:
+        problem = ("is sharded already; quantize before" if isinstance(param, DTensor) else
+                   "is quantized already" if isinstance(param, QuantizedTensor) else
+                   "is tied to another module, which may need its numbers; untie it" if places[id(param)] > 1 else "")
+        if problem:
+            raise ValueError(f"{name} cannot be stored in {format}: it {problem}, or leave it out of match")
+        try:
+            format.check(param.shape)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}; choose a format of 8 bits, or leave it out of match") from None
+    for _, owner, param in chosen:
+        values: Tensor = QuantizedTensor.quantize(param, format, keep_master=param.requires_grad)
+        owner.weight = nn.Parameter(values, requires_grad=param.requires_grad)
+    return [name for name, _, _ in chosen]
