@@ -79,8 +79,12 @@ class RowTile(NamedTuple):
 _LIBRARY = torch.library.Library("dualpipe", "FRAGMENT")
 
 
-def operator(fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def operator(
+    fake: Callable[..., Any], mutates: tuple[str, ...] = ()
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Make a function, `_name`, the operator `dualpipe::name`, whose results have the form of those of `fake`.
+
+    mutates: the arguments that it writes to.
 
     For what an autograd function calls: `torch.library.custom_op` has a part for autograd and one for aliases besides,
     with which a call takes the host 12 to 20 us instead of 4; PyTorch's own operators take about as long.
@@ -88,7 +92,7 @@ def operator(fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callabl
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         name = function.__name__.removeprefix("_")
-        _LIBRARY.define(name + torch.library.infer_schema(function, mutates_args=()))
+        _LIBRARY.define(name + torch.library.infer_schema(function, mutates_args=mutates))
         _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
         torch.library.register_fake(f"dualpipe::{name}", fake, lib=_LIBRARY)
         return getattr(torch.ops.dualpipe, name).default

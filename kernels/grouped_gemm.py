@@ -429,7 +429,7 @@ def grouped_gemm(
     Rows past `offs[-1]` stay uninitialised. Any strides work; rows that start at multiples of 16 bytes are fast.
     Raises `ValueError` for operands that do not fit.
     """
-    _check_operands(offs, [("x", 1), ("w", 2)], gather, bias, w=w, x=x)
+    check_operands(offs, [("x", 1), ("w", 2)], gather, bias, w=w, x=x)
     return _grouped_gemm(x, w, offs, bias, gather)
 
 
@@ -443,7 +443,7 @@ def grouped_gemm_swiglu(
     -> (M, I), (M, 2I), bit for bit those of the two functions: h comes from gate_up as it was rounded. gate_up is what
     the backward needs. Everything else, `ValueError` included, as for the two functions.
     """
-    _check_operands(offs, [("x", 1), ("w", 2)], gather, bias, w=w, x=x)
+    check_operands(offs, [("x", 1), ("w", 2)], gather, bias, w=w, x=x)
     if w.shape[1] % 2:
         raise ValueError(f"w must hold gate and up, (E, 2I, H); got shape {tuple(w.shape)}")
     check_weight(weight, _rows(x, gather), x.device)
@@ -456,7 +456,7 @@ def grouped_gemm_dgrad(dy: Tensor, w: Tensor, offs: Tensor) -> Tensor:
     `dy` (M, N), `w` (E, N, H), read where it is, `offs` (E,) int32 -> (M, H). Rows past `offs[-1]` stay uninitialised.
     Any strides work. Raises `ValueError` for operands that do not fit.
     """
-    _check_operands(offs, [("dy", 1), ("w", 1)], w=w, dy=dy)
+    check_operands(offs, [("dy", 1), ("w", 1)], w=w, dy=dy)
     return _grouped_gemm_dgrad(dy, w, offs)
 
 
@@ -470,7 +470,7 @@ def grouped_gemm_wgrad(
     are never rounded to bfloat16. An expert without rows gets zeros, and is left as it is with `accumulate`. Any
     strides work that give every element of `out` memory of its own. Raises `ValueError` for operands that do not fit.
     """
-    _check_operands(offs, [("dy", 0), ("x" if gather is None else "gather", 0)], gather, out=out, dy=dy, x=x)
+    check_operands(offs, [("dy", 0), ("x" if gather is None else "gather", 0)], gather, out=out, dy=dy, x=x)
     if out.shape[1:] != (dy.shape[1], x.shape[1]):
         raise ValueError(f"out must have shape (E, {dy.shape[1]}, {x.shape[1]}) for dy and x; got {tuple(out.shape)}")
     if any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape)):
@@ -478,7 +478,7 @@ def grouped_gemm_wgrad(
     _grouped_gemm_wgrad(dy, x, offs, out, accumulate, gather)
 
 
-def _check_operands(
+def check_operands(
     offs: Tensor, equal: Sequence[tuple[str, int]], gather: Tensor | None = None, bias: Tensor | None = None,
     **operands: Tensor,
 ) -> None:

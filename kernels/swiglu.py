@@ -209,11 +209,16 @@ def swiglu_form(clamped: bool, alpha: float, limit: float) -> tuple[bool, float,
 
 
 def _checked(gate_up: Tensor, weight: Tensor | None, form: tuple[bool, float, float]) -> Tensor:
+    check_gate_up(gate_up, weight)
+    return _swiglu(gate_up, weight, *form)
+
+
+def check_gate_up(gate_up: Tensor, weight: Tensor | None) -> None:
+    """Raise `ValueError` for operands that are not gate and up, and the weight of each row."""
     if gate_up.dim() != 2 or gate_up.shape[1] % 2 or not gate_up.is_floating_point():
         raise ValueError(f"gate_up must be a floating-point (M, 2I): gate and up of each row, flattened to two "
                          f"dimensions; got {gate_up.dtype} of shape {tuple(gate_up.shape)}")
     check_weight(weight, gate_up.shape[0], gate_up.device)
-    return _swiglu(gate_up, weight, *form)
 
 
 def check_weight(weight: Tensor | None, rows: int, device: torch.device) -> None:
