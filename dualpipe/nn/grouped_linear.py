@@ -33,6 +33,7 @@ class GroupedLinear(nn.Module):
     """
 
     makes_accumulators = True  # of the dtype that `grad_dtype` says
+    quantizable = True
     form: tuple[bool, float, float] | None = None  # of the SwiGLU behind the product, as the kernels take it
 
     def __init__(

@@ -51,6 +51,7 @@ class Router(Linear):
     """
 
     keep_fp32 = ("e_score_correction_bias",)
+    quantizable = False
     e_score_correction_bias: Tensor | None
 
     def __init__(
