@@ -134,6 +134,14 @@ def upright(part: Part) -> Part:
     return replace(part, shape=shape, transposed=False) if part.transposed else part
 
 
+def cut_through(parts: Iterable[Part], shape: Sequence[int], format: Format) -> str:
+    """Which part is rows of ours that are no whole blocks, such as of gate above up; "" where there is none."""
+    for name, rows in ((part.name, part.where[-2]) for part in parts):
+        if rows.start % format.block[0] or (rows.stop % format.block[0] and rows.stop != shape[-2]):
+            return f"{name} is rows {rows.start} to {rows.stop} here, which are no whole blocks of {format.block[0]}"
+    return ""
+
+
 @dataclass(frozen=True)
 class HubTensor:
     """A tensor of ours in a checkpoint: a `Sliceable`, which reads the part that it is indexed with.
@@ -196,15 +204,15 @@ class HubTensor:
     def problem(self, format: Format) -> str:
         """Why blocks that are in the files cannot be taken over into a format of the same kind; "" where they can, and
         where there are none."""
-        for part in self.parts if any(stored.format == format for stored in self.stored.values()) else ():
-            stored, rows, step = self.stored[part.name], part.where[-2], format.block[0]
+        if not any(stored.format == format for stored in self.stored.values()):
+            return ""
+        for part in self.parts:
+            stored = self.stored[part.name]
             if stored.format != format:
                 return f"{part.name} is {stored.dtype} in the files, where others are in {format}"
             if isinstance(stored, Fp8) and stored.block != format.block:
                 return f"{part.name} is in blocks of {stored.block} in the files, and {format} is in {format.block}"
-            if rows.start % step or (rows.stop % step and rows.stop != self.shape[-2]):
-                return f"{part.name} becomes rows {rows.start} to {rows.stop}, which are no whole blocks of {step}"
-        return ""
+        return cut_through(self.parts, self.shape, format)
 
 
 def find_tensors(config: HubConfig, reader: Reader) -> dict[str, HubTensor]:
