@@ -415,6 +415,24 @@ def _check(
     check_operands(offs, [("x", 1), ("w", summed)], gather, bias, w=w, x=x)
 
 
+def slower_in_fp8(format: Format, shape: tuple[int, int, int], rows: float, device: torch.device) -> str | None:
+    """Why `grouped_gemm_fp8` and quantizing its rows take longer than `grouped_gemm` of bfloat16, or None.
+
+    shape: (E, N, K) of the weights, or (E, K, N) of transposed ones; rows: of an expert on average. Of gains that were
+    counted and not measured, see grouped_gemm_tiles.py; of those on CPU, where everything quantized is slower, nothing.
+    """
+    _, cols, depth = shape
+    if device.type != "cuda":
+        return None
+    arch = architecture(device)
+    if arch < 89 or depth % 16:
+        return f"sm_{arch} has no products of e4m3" if arch < 89 else f"{depth} columns are not a multiple of 16"
+    gain = tiling.fp8_gain(arch, "block" if format.block[0] > 1 else "mx", rows, cols)
+    if gain >= 1:
+        return None
+    return f"{format} with {rows:.0f} rows an expert and {cols} columns takes about {1 / gain:.1f} times as long"
+
+
 # --- references: products of what is dequantized ---------------------------------------------------------------------
 
 

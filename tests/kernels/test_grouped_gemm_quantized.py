@@ -331,3 +331,19 @@ def test_errors_of_weight_only_products():
     for name, most in {"mxfp8": 0.03, "nvfp4": 0.10, "fp8_block": 0.03}.items():
         y = grouped_gemm_dequantize(x, quantize_reference(w, FORMATS[name]), FORMATS[name], w.shape, offs)
         assert (y - exact).norm() <= most * exact.norm()
+
+
+@pytest.mark.parametrize(("arch", "format", "shape", "rows", "reason"), [
+    (90, "fp8_block", (8, 5760, 2880), 4096, None),
+    (90, "fp8_block", (8, 512, 2048), 4096, "fp8_block with 4096 rows an expert and 512 columns takes about 1.2 times"),
+    (90, "mxfp8", (8, 5760, 2880), 4096, "takes about 1.6 times as long"),
+    (90, "mxfp8", (8, 5760, 2880), 30, None),  # reading the weights is all that takes time
+    (100, "mxfp8", (8, 5760, 2880), 4096, None),
+    (80, "mxfp8", (8, 5760, 2880), 4096, "sm_80 has no products of e4m3"),
+    (90, "fp8_block", (8, 5760, 2888), 4096, "2888 columns are not a multiple of 16"),
+])
+def test_where_fp8_is_slower(arch, format, shape, rows, reason, monkeypatch):
+    monkeypatch.setattr(MODULES[1], "architecture", lambda device: arch)
+    found = MODULES[1].slower_in_fp8(FORMATS[format], shape, rows, torch.device("cuda"))
+    assert found is None if reason is None else reason in found
+    assert MODULES[1].slower_in_fp8(FORMATS[format], shape, rows, torch.device("cpu")) is None
