@@ -77,8 +77,12 @@ class StageParameters:
             private(state_of(root), "_lazy_init")()
             _drive(root, sync=False, by_hand=True)
         for unit in self._units:
-            keep_hook_on_reduce_stream(unit)
             unit.reshard()  # one that was left gathered may be older than the last optimizer step
+        for fsdp_param in self._fsdp_params():
+            if (packed := getattr(fsdp_param, "packed_gather", None)) is not None:
+                packed.attach()
+        for unit in self._units:
+            keep_hook_on_reduce_stream(unit)
             self._gathering.append(unit.unshard(async_op=True))
 
     def wait(self) -> None:

@@ -1,10 +1,10 @@
 """Parameters that FSDP2 gathers as quantized bytes where a `QuantizedTensor` alone could not have it do so.
 
-    gathered            shards are plain and are quantized for each gather: a quarter to a seventh of the bytes of float32
+    gathered            shards are plain and are quantized for each gather: a quarter to a seventh of float32's bytes
     rows of a stack     shards are quantized, and were cut on dimension 1: of experts (E, N, K), the rows of each
 
-FSDP2 asks the tensor that a shard is in for `fsdp_pre_all_gather` and `fsdp_post_all_gather`. A plain tensor gets them as
-attributes of its own, again whenever another has taken its place: FSDP2 pads shards at its first forward, checkpoints and
+FSDP2 asks the tensor that a shard is in for `fsdp_pre_all_gather` and `fsdp_post_all_gather`. It gets them as its own
+attributes, again whenever another has taken its place: FSDP2 pads shards at its first forward, checkpoints and
 `materialize` put others there.
 """
 
@@ -87,8 +87,8 @@ class PackedGather:
 
 
 def gather_packed(unit: FSDPModule, formats: Mapping[tuple[nn.Module, str], Format]) -> list[PackedGather]:
-    """Have FSDP2 gather those parameters of a unit as bytes that are in one of `formats`, given by module and name, where
-    they are plain or not cut on dimension 0."""
+    """Have FSDP2 gather parameters of a unit as bytes in their formats, which are given by module and name: those whose
+    shards are plain, or not cut on dimension 0."""
     made = []
     for fsdp_param in (each for group in groups_of(unit) for each in private(group, "fsdp_params")):
         info, shard = private(fsdp_param, "_module_info"), private(fsdp_param, "_sharded_local_tensor")
