@@ -39,6 +39,7 @@ class GroupedLinear(nn.Module):
     """
 
     makes_accumulators = True  # of the dtype that `grad_dtype` says
+    quantizable = True
     form: tuple[bool, float, float] | None = None  # of the SwiGLU behind the product, as the kernels take it
     quantizable = True  # see `dualpipe.quantized.weights.quantizable`
     products: Products = "auto"  # this and the next count where the weight is quantized: see `dualpipe.nn.products`
