@@ -16,13 +16,13 @@ _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "
 _LONG = {short: long for long, short in _SHORT.items()}
 
 
-def long_name(dtype: torch.dtype) -> str:
-    """torch.bfloat16 -> 'bfloat16'."""
+def long_name(dtype: object) -> str:
+    """torch.bfloat16 -> 'bfloat16'; what is no dtype, such as a format, by the name that it has."""
     return str(dtype).removeprefix("torch.")
 
 
-def short_name(dtype: torch.dtype) -> str:
-    """torch.bfloat16 -> 'bf16'."""
+def short_name(dtype: object) -> str:
+    """torch.bfloat16 -> 'bf16'; the rest as `long_name`."""
     name = long_name(dtype)
     return _SHORT.get(name, name)
 

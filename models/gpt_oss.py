@@ -33,6 +33,7 @@ class GptOssConfig(GroupedQueryConfig):
     # How a checkpoint is quantized is seen from its tensors.
     _ignored: ClassVar[frozenset[str]] = frozenset({"initial_context_length", "quantization_config"})
     _fixed: ClassVar[dict[str, Any]] = {"hidden_act": "silu", "attention_dropout": 0.0, "output_router_logits": False}
+    quantized_as: ClassVar[str] = "mxfp4"  # of experts alone
 
     intermediate_size: int  # of each expert
     layer_types: tuple[str, ...]  # "sliding_attention" or "full_attention", of every layer

@@ -64,6 +64,7 @@ class HubConfig:
     _ignored: ClassVar[frozenset[str]] = frozenset()  # keys without a meaning for the family's mathematics
     _fixed: ClassVar[dict[str, Any]] = {}  # keys of which one value is supported
     _nullable: ClassVar[frozenset[str]] = frozenset()  # keys for which null is a value, not the same as no such key
+    quantized_as: ClassVar[str] = "fp8_block"  # the format of the family's quantized checkpoints
 
     vocab_size: int
     hidden_size: int

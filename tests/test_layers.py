@@ -75,4 +75,4 @@ def loaded_by(module: str) -> set[str]:
 
 def test_lower_layers_load_no_upper_ones() -> None:
     assert not {name for name in loaded_by("dualpipe.nn") if name.startswith(("dualpipe.p", "dualpipe.m"))}
-    assert len(loaded_by("dualpipe.parallel.mesh")) < 15
+    assert len(loaded_by("dualpipe.parallel.mesh")) < 32  # kernels among them, for what formats are

@@ -11,6 +11,7 @@ directory. A tensor is stored as it is, in MXFP4 (gpt-oss), or in FP8 with a sca
 
 Products are taken in float32 and rounded once, to what they are copied into. Those of MXFP4 are exact in bfloat16;
 those of FP8 are not, so a float32 parameter gets more of them than the bfloat16 that the hub's own loaders make.
+A weight that is stored in the format "mxfp4" or "fp8_block" takes elements and scales as they are, without loss.
 
 Dimension letters: N outputs, H inputs, G groups of 32 inputs.
 """
@@ -22,7 +23,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -31,6 +32,7 @@ from torch import Tensor
 
 from dualpipe.checkpoint.tensors import Box, TensorHeader, read_header
 from dualpipe.errors import raise_for
+from dualpipe.kernels.formats import FORMATS, Format
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 StrPath = str | PathLike[str]
@@ -157,6 +159,8 @@ class Stored:
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.bfloat16  # the narrowest that holds its values as well as the hub's own loaders do
+    format: ClassVar[Format | None] = None  # has the same elements and scales, in blocks that may be larger or smaller
+    dtypes: ClassVar[tuple[torch.dtype, ...]] = ()  # of what `raw` names, where that is elements and scales
 
     def raw(self, box: Box) -> list[tuple[str, Box]]:
         """The tensors in the files, and the boxes of them, that a box of this one is made of."""
@@ -170,6 +174,8 @@ class Stored:
 @dataclass(frozen=True)
 class Mxfp4(Stored):
     """A tensor in MXFP4. Read and decoded by whole groups."""
+
+    format, dtypes = FORMATS["mxfp4"], (torch.uint8, torch.uint8)
 
     def raw(self, box: Box) -> list[tuple[str, Box]]:
         """Blocks and scales of the groups that the box touches."""
@@ -194,6 +200,7 @@ class Fp8(Stored):
     """A tensor in FP8, computed in float32; block: (rows, columns) that share a scale."""
 
     block: tuple[int, int] = (128, 128)
+    format, dtypes = FORMATS["fp8_block"], (torch.float8_e4m3fn, torch.float32)
 
     def raw(self, box: Box) -> list[tuple[str, Box]]:
         """The values of the box, and the scales of the blocks that it touches."""

@@ -28,6 +28,7 @@ from dualpipe import device as devices
 from dualpipe.checkpoint.hub_files import SUFFIXES, Fp8, Mxfp4, Reader, Stored, StrPath, find_stored
 from dualpipe.checkpoint.tensors import Box
 from dualpipe.errors import nearest
+from dualpipe.kernels.formats import Format
 from dualpipe.models import HubConfig, Stage, build_stages
 from dualpipe.models.hub import Part
 from dualpipe.parallel import DTypePlan
@@ -127,6 +128,20 @@ def blocks(parts: Iterable[Part], wanted: Box) -> Iterator[tuple[Part, Box, Box]
             yield part, Box(*at), both.within(wanted)
 
 
+def upright(part: Part) -> Part:
+    """The part in MXFP4, whose blocks have inputs last, as ours do, where the plain tensor has them before outputs."""
+    shape = (*part.shape[:-2], part.shape[-1], part.shape[-2])
+    return replace(part, shape=shape, transposed=False) if part.transposed else part
+
+
+def cut_through(parts: Iterable[Part], shape: Sequence[int], format: Format) -> str:
+    """Which part is rows of ours that are no whole blocks, such as of gate above up; "" where there is none."""
+    for name, rows in ((part.name, part.where[-2]) for part in parts):
+        if rows.start % format.block[0] or (rows.stop % format.block[0] and rows.stop != shape[-2]):
+            return f"{name} is rows {rows.start} to {rows.stop} here, which are no whole blocks of {format.block[0]}"
+    return ""
+
+
 @dataclass(frozen=True)
 class HubTensor:
     """A tensor of ours in a checkpoint: a `Sliceable`, which reads the part that it is indexed with.
@@ -164,6 +179,41 @@ class HubTensor:
             stored.decode(raw, at, values.mT if part.transposed else values)
         return out
 
+    def quantized(self, place: tuple[slice, ...], format: Format) -> Tensor | None:
+        """The block rows (M, R, B) uint8 of whole blocks, made of what is in the files without computing; None where
+        that is in another form, so that values are to be quantized. Raises ValueError for what `problem` names."""
+        if problem := self.problem(format):
+            raise ValueError(problem)
+        wanted = Box.at(place)
+        *matrices, rows, columns = wanted.shape
+        out = torch.zeros(*(matrices or [1]), format.block_rows(rows), format.row_bytes(columns), dtype=torch.uint8,
+                          device="cpu")
+        for part, at, into in blocks(self.parts, wanted):
+            stored, step = self.stored[part.name], format.block[0]
+            if stored.format != format:
+                return None
+            elements, scales = (self.reader(*read) for read in stored.raw(at))
+            elements = elements.view(torch.uint8).flatten(len(at.shape) - 1)  # (..., N, bytes of a row)
+            elements = nn.functional.pad(elements, (0, 0, 0, -elements.shape[-2] % step)).unflatten(-2, (-1, step))
+            first = into.offsets[-2] // step
+            bands = out[into.slices[0] if matrices else slice(None), first : first + elements.shape[-3]]
+            format.elements(bands, columns).copy_(elements)
+            format.scales(bands, columns).copy_(scales.view(format.scale) if format.scale.itemsize == 1 else scales)
+        return out
+
+    def problem(self, format: Format) -> str:
+        """Why blocks that are in the files cannot be taken over into a format of the same kind; "" where they can, and
+        where there are none."""
+        if not any(stored.format == format for stored in self.stored.values()):
+            return ""
+        for part in self.parts:
+            stored = self.stored[part.name]
+            if stored.format != format:
+                return f"{part.name} is {stored.dtype} in the files, where others are in {format}"
+            if isinstance(stored, Fp8) and stored.block != format.block:
+                return f"{part.name} is in blocks of {stored.block} in the files, and {format} is in {format.block}"
+        return cut_through(self.parts, self.shape, format)
+
 
 def find_tensors(config: HubConfig, reader: Reader) -> dict[str, HubTensor]:
     """Every tensor of a model in a checkpoint: of several ways to store one, the first of which most is there.
@@ -186,8 +236,8 @@ def find_tensors(config: HubConfig, reader: Reader) -> dict[str, HubTensor]:
             except ValueError as error:
                 wrong[part.name] = str(error)
                 continue
-            if part.transposed and isinstance(stored, Mxfp4):  # whose blocks have inputs last, as ours do
-                part = replace(part, shape=(*part.shape[:-2], part.shape[-1], part.shape[-2]), transposed=False)
+            if isinstance(stored, Mxfp4):
+                part = upright(part)
             if stored is None:
                 missing[part.name] = None
             elif not stored.dtype.is_floating_point:

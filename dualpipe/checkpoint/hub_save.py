@@ -25,24 +25,28 @@ from io import FileIO
 from itertools import chain
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from dualpipe.checkpoint.hub_files import CONFIG, INDEX, SINGLE, Reader, StrPath, file_within, read_headers, read_json
 from dualpipe.checkpoint.hub_load import blocks, config_of, model_shapes
+from dualpipe.checkpoint.hub_quantized import check_quantized, forms, quantization_config, unpack
 from dualpipe.checkpoint.save import assign
-from dualpipe.checkpoint.state import Part, parts_of, training_state
+from dualpipe.checkpoint.state import parts_of, training_state
 from dualpipe.checkpoint.tensors import Box, NewFile, TensorHeader, lay_out, write_box
 from dualpipe.dtypes import long_name
 from dualpipe.files import naming, sync
 from dualpipe.models import HubConfig, config_from_dict, read_config
 from dualpipe.models.hub import MTP_LAYERS
+from dualpipe.nn.init import local_part
 from dualpipe.parallel import DTypePlan
 from dualpipe.parallel.materialize import Sliceable
+from dualpipe.quantized import QuantizedTensor
 from dualpipe.ranks import RankSync
 
 MAX_SHARD_BYTES = 5 * 10**9
@@ -56,7 +60,7 @@ _OF_FILES = {"quantization_config", "auto_map", "torch_dtype", "dtype"}  # in co
 
 def save_hf(
     stages: Sequence[nn.Module], path: StrPath, mesh: DeviceMesh | None, plan: DTypePlan, *,
-    source: StrPath | None = None, max_shard_bytes: int = MAX_SHARD_BYTES,
+    source: StrPath | None = None, max_shard_bytes: int = MAX_SHARD_BYTES, quantized: bool = False,
 ) -> None:
     """Write the model to a new directory as safetensors, which transformers, vLLM and others read.
 
@@ -66,37 +70,60 @@ def save_hf(
     memory of one hub tensor on top. The timeout of the default process group must be longer than the writing takes.
 
     `source`, a checkpoint of the same model, is where `config.json`, `generation_config.json` and the tokenizer come
-    from; without one, `config.json` has only what this library knows. It never says quantized: what is written is not.
-    But for layers for multi-token prediction (DeepSeek-V3): as they are not trained here, they are carried from the
-    source byte for byte, FP8 with its scales too. Those that it lacks `config.json` does not announce; that is warned.
+    from; without one, `config.json` has only what this library knows. Layers for multi-token prediction (DeepSeek-V3),
+    as they are not trained here, are carried from it byte for byte, FP8 with its scales too. Those that it lacks
+    `config.json` does not announce; that is warned.
+    `quantized`: weights that are stored in the format of the family's quantized checkpoints, fp8_block or of gpt-oss
+    mxfp4, are written as their elements and scales, which untrained are those that were loaded, and `config.json` says
+    so. Otherwise that never says quantized, and of such weights the masters are written, or where frozen what they
+    stand for.
     `max_shard_bytes`: of the tensors in a file; a larger tensor has a file of its own.
 
     The directory appears when it is complete. Raises, on every rank, with nothing left behind:
         ValueError: `path` exists and is not empty; a source that is another model; ranks that do not hold all of the
-            model between them; a plan that lacks a tensor.
+            model between them; a plan that lacks a tensor; `quantized`, and weights in a format that the family's
+            checkpoints lack, or none in one.
         OSError (RuntimeError with several ranks): writing failed on some rank.
     """
     ranks = RankSync.of_mesh(mesh)
     config = ranks.agree(lambda: config_of(stages))
 
-    def held() -> dict[str, Part]:
+    def held() -> dict[str, tuple[tuple[int, ...], Box, Sliceable]]:
         for inner in chain.from_iterable(stage.modules() for stage in stages):
             if isinstance(inner, FSDPModule):
                 inner.reshard()  # a root stays gathered after a forward
-        return parts_of(training_state(stages))
+        state = cast(dict[str, Tensor], training_state(stages))
+        local = {name: each.to_local() if isinstance(each, DTensor) else each for name, each in state.items()}
+        kept = {name: cast(QuantizedTensor, part.detach()) for name, part in local.items()
+                if isinstance(part, QuantizedTensor)}
+        if quantized:
+            check_quantized(config, {name: part.format for name, part in kept.items()})
+        parts: dict[str, Any] = parts_of({name: each for name, each in state.items() if name not in kept})
+        for name, part in kept.items():
+            values = part if quantized or part.master is None else part.master
+            parts[name] = tuple(state[name].shape), Box.at(local_part(state[name])[1]), values
+        return parts
 
-    write_model(ranks, config, ranks.agree(held), path, plan, source, max_shard_bytes)
+    write_model(ranks, config, ranks.agree(held), path, plan, source, max_shard_bytes, quantized)
 
 
 def write_model(
     ranks: RankSync, config: HubConfig, parts: Mapping[str, tuple[tuple[int, ...], Box, Sliceable]], path: StrPath,
-    plan: DTypePlan, source: StrPath | None, max_shard_bytes: int,
+    plan: DTypePlan, source: StrPath | None, max_shard_bytes: int, quantized: bool = False,
 ) -> None:
     """Write what each rank holds. parts: this rank's, by our names, as of `Part`."""
     target, dtype = Path(path), plan.policy.param_dtype
     # A tied head is written as the embedding.
     own = [name for name in parts if not (config.tie_word_embeddings and name == "lm_head.weight")]
-    offers = ranks.gather(lambda: (0, {name: ((plan.of(name).save, *parts[name][:2]), b"") for name in own}))
+
+    def saved_in(name: str) -> torch.dtype:
+        """Of what stays quantized the dtype of elements in the files, which `forms` knows it by."""
+        held = parts[name][2]
+        if quantized and isinstance(held, QuantizedTensor):
+            return torch.uint8 if held.format.bits == 4 else torch.float8_e4m3fn
+        return plan.of(name).save
+
+    offers = ranks.gather(lambda: (0, {name: ((saved_in(name), *parts[name][:2]), b"") for name in own}))
 
     def look() -> tuple[Path, dict[str, TensorHeader]]:
         """Where to write, and what is carried of the source, which may have a config.json and a tokenizer alone."""
@@ -116,6 +143,9 @@ def write_model(
         if max_shard_bytes < 1:
             raise ValueError(f"max_shard_bytes must be at least 1; got {max_shard_bytes}")
         names, stored = assign(offers)
+        if quantized and not any(each.dtype in (torch.uint8, torch.float8_e4m3fn) for each in stored.values()):
+            raise ValueError(f"no weight is stored in {config.quantized_as}, so nothing can be exported quantized; "
+                             "store some so by a rule of the dtype plan, or leave out quantized (export.quantized)")
         tensors = new_tensors(config, {name: each.dtype for name, each in stored.items()})
         tensors |= {name: (info.dtype, info.shape) for name, info in kept.items()}
         files = lay_out(tensors, max_shard_bytes, metadata={}, name=lambda number, count:
@@ -129,8 +159,16 @@ def write_model(
         """What this rank writes: tensors of the files, boxes in them, and their values in the same dtype."""
         for name in written:
             shape, box, held = parts[name]
-            for part, at, into in blocks(config.hub_parts(name, shape)[0], box):
-                values = held[into.slices]
+            stored = {part.name: (part, how) for part, how in forms(config, name, shape, saved_in(name))}
+            for part, at, into in blocks((part for part, _ in stored.values()), box):
+                if not isinstance(held, QuantizedTensor):
+                    values = held[into.slices]
+                elif quantized:
+                    files = stored[part.name][1].raw(at)
+                    yield from ((*file, each) for file, each in zip(files, unpack(held, into)))
+                    continue
+                else:  # of a stack the matrices that are wanted, whole: rows may be cut within blocks
+                    values = held[into.slices[:-2]].dequantize()[..., into.slices[-2], :]
                 yield part.name, at, (values.mT if part.transposed else values).to("cpu", plan.of(name).save)
         if source is not None and ranks.rank == 0:
             read = Reader(source, kept)
@@ -154,8 +192,9 @@ def new_tensors(config: HubConfig, dtypes: Mapping[str, torch.dtype]) -> dict[st
     if missing := [name for name in shapes if name not in dtypes]:
         raise ValueError(f"no rank holds {', '.join(missing[:10])}{' ...' if missing[10:] else ''}; pass the mesh, "
                          "and all stages of every rank")
-    return {part.name: (dtypes[name], part.shape) for name, shape in shapes.items()
-            for part in config.hub_parts(name, shape)[0]}
+    return {file: (dtype, box.shape) for name, shape in shapes.items()
+            for _, how in forms(config, name, shape, dtypes[name])
+            for (file, box), dtype in zip(how.raw(Box.whole(how.shape)), how.dtypes or (how.dtype,))}
 
 
 def carried(config: HubConfig, header: Mapping[str, TensorHeader]) -> dict[str, TensorHeader]:
@@ -193,6 +232,9 @@ def _documents(
                 "from (init.from_hf, or `dualpipe hf export --source`)", stacklevel=2,
             )
             content[key] = layers
+    told = {} if source is None else read_json(source, CONFIG).get("quantization_config")
+    if quantization := quantization_config(config, header, told or {}):
+        content["quantization_config"] = quantization
     documents = {CONFIG: content | {"dtype": long_name(dtype)}}
     if len({tensor.file for tensor in header.values()}) > 1:
         documents[INDEX] = {

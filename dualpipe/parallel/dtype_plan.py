@@ -22,16 +22,18 @@ from functools import partial
 from itertools import groupby
 from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from dualpipe.dtypes import dtype_of_code, short_name
-from dualpipe.kernels.formats import Format
+from dualpipe.kernels.formats import Format, format_of
+from dualpipe.quantized.tensor import QuantizedTensor
 
 _NUMBER = re.compile(r"(?<![^.])(\d+)(?![^.])")  # a segment of a name: "layers.3.up" -> "layers.", "3", ".up"
 
@@ -44,26 +46,46 @@ class Rule:
     one. It names tensors, or a module and so every tensor inside. `gate` never matches `gate_up_proj`.
     What a module of another dtype than its surroundings returns stays in that dtype, unless `output_dtype` names
     another: `Rule("*.q_norm", torch.float32, output_dtype=torch.bfloat16)` suits a caller that mixes it with others.
+
+    A `Format`, or its name, says that weights are quantized: in `storage` they are stored so, those that are trained
+    beside float32 masters; in `gather` plain shards are, each time that they are gathered. It holds for the weights
+    that the pattern matches and `dualpipe.quantized.weights.quantizable` names, but for those that are pinned.
     """
 
     pattern: str
     dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
-    storage: torch.dtype | None = None
+    storage: torch.dtype | Format | str | None = None
     reduce: torch.dtype | None = None
     save: torch.dtype | None = None
+    gather: Format | str | None = None
 
     def __post_init__(self) -> None:
         if not self.pattern or not all(self.pattern.split(".")):
             raise ValueError(f"a rule's pattern is segments joined by dots, such as '*.A_log'; got {self.pattern!r}")
         if not self.given:
             raise ValueError(f"rule {self.pattern!r} names no dtype; give it one to compute in")
+        for name in ("storage", "gather"):
+            if isinstance(value := getattr(self, name), str) or (name == "gather" and value is not None):
+                try:
+                    object.__setattr__(self, name, format_of(value))
+                except ValueError as error:
+                    raise ValueError(f"rule {self.pattern!r}: {name}: {error}") from None
+        if self.gather and isinstance(self.storage, Format):
+            raise ValueError(f"rule {self.pattern!r} both stores weights in {self.storage} and gathers them in "
+                             f"{self.gather}; name one of them")
         for dtype in self.given.values():
-            _require_floating(dtype, f"rule {self.pattern!r}")
+            if not isinstance(dtype, Format):
+                _require_floating(dtype, f"rule {self.pattern!r}")
 
     @property
-    def given(self) -> dict[str, torch.dtype]:
-        """The dtypes that it names, by field."""
+    def format(self) -> Format | None:
+        """The format that it names for weights."""
+        return cast(Format | None, self.gather) or (self.storage if isinstance(self.storage, Format) else None)
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The dtypes and formats that it names, by field."""
         return {f.name: dtype for f in fields(self)[1:] if (dtype := getattr(self, f.name)) is not None}
 
 
@@ -118,6 +140,12 @@ class TensorDTypes:
     reduce: torch.dtype | None = None
     format: Format | None = None  # what is gathered and computed with; and stored, unless
     gathered: bool = False  # the shards are plain, and are quantized for each gather
+    master: bool = False  # float32 ones are beside what is stored in the format
+
+    @property
+    def stored(self) -> torch.dtype | Format:
+        """What the parameter is stored in."""
+        return self.format if self.format and not self.gathered else self.storage
 
 
 @dataclass(frozen=True)
@@ -152,7 +180,10 @@ class DTypePlan:
             runs = (list(run) for _, run in groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0]))
             spans = (str(run[0][1]) if len(run) == 1 else f"{run[0][1]}-{run[-1][1]}" for run in runs)
             reduced = short_name(reduce) if dtypes.compute.is_floating_point else "-"
-            storage, compute, save = map(short_name, (dtypes.storage, dtypes.compute, dtypes.save))
+            storage, compute, save = map(short_name, (dtypes.stored, dtypes.compute, dtypes.save))
+            if dtypes.format:
+                storage += (f", gathered as {dtypes.format}" if dtypes.gathered else
+                            " + fp32 masters" if dtypes.master else "")
             rows.append((f"{before}{','.join(spans)}{after}", storage, compute, reduced, save, dtypes.reason))
         widths = [max(map(len, column)) for column in zip(*rows)]
         return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
@@ -204,11 +235,11 @@ def assert_contract(
 ) -> None:
     """Check a module, or the stages of a rank, against its plan, between two training steps.
 
-    Storage is checked always. `run`, a forward or a whole step of the module, is called once; while it runs, each
-    module's parameters and buffers are compared with their compute dtype, and what gradients accumulate in with the
-    reduce dtype. Gradients that are there afterwards are checked too. `checkpoint` is a distributed checkpoint, which
-    has storage dtypes or the float32 masters of trained parameters, or an export as safetensors or the dtypes by name,
-    which have the save dtypes.
+    Storage is checked always, with formats and masters. `run`, a forward or a whole step of the module, is called once;
+    while it runs, each module's parameters and buffers are compared with their compute dtype and format, and what
+    gradients accumulate in with the reduce dtype. Gradients that are there afterwards are checked too. `checkpoint` is
+    a distributed checkpoint, which has storage dtypes or the float32 masters of trained parameters, or an export as
+    safetensors or the dtypes by name, which have the save dtypes.
 
     Raises ContractError where something differs, or no parameter was seen in a forward; ValueError where the plan lacks
     a tensor of the module, or `checkpoint` cannot be read.
@@ -221,8 +252,8 @@ def assert_contract(
         distributed = any((Path(checkpoint) / name).is_file() for name in (".metadata", "tensors.json"))
     wrong: dict[str, None] = {}  # each once
 
-    def check(name: str, what: str, actual: torch.dtype | None, expected: torch.dtype) -> None:
-        if actual is not expected:
+    def check(name: str, what: str, actual: torch.dtype | Format | None, expected: torch.dtype | Format) -> None:
+        if actual != expected:
             found = short_name(actual) if actual else "any dtype"
             wrong[f"{name}: {what} {found}, planned {short_name(expected)}"] = None
 
@@ -233,11 +264,14 @@ def assert_contract(
             if isinstance(inner, FSDPModule):
                 inner.reshard()  # a root stays gathered after a forward
         for slot in slots(each):
-            check(slot.name, "is stored in", slot.tensor.dtype, plan.of(slot.name).storage)
+            planned, stored = plan.of(slot.name), _local(slot.tensor)
+            check(slot.name, "is stored in", _kind(stored), planned.stored)
+            if isinstance(stored, QuantizedTensor) and planned.master != (stored.master is not None):
+                wrong[f"{slot.name}: is stored with{'out' * planned.master} masters, planned otherwise"] = None
         for name, param in each.named_parameters():
             if param.grad is not None:  # FSDP2 hands on a reduced one in the storage dtype; a plain one accumulates
                 sharded = isinstance(each, FSDPModule)
-                check(name, "has a gradient in", param.grad.dtype,
+                check(name, "has a gradient in", _kind(_local(param.grad)),
                       plan.of(name).storage if sharded else plan.reduce_dtype(name))
         for places in saved(each) if on_disk is not None else ():
             first, present = places[0], [slot.name for slot in places if slot.name in on_disk]
@@ -250,6 +284,14 @@ def assert_contract(
                 wrong[f"{first.name}: is not in the checkpoint"] = None
     if wrong:
         raise ContractError("the dtype contract does not hold:\n" + "\n".join(f"  {line}" for line in wrong))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _kind(tensor: Tensor) -> torch.dtype | Format:
+    return tensor.format if isinstance(tensor, QuantizedTensor) else tensor.dtype
 
 
 def checkpoint_dtypes(path: str | PathLike[str]) -> dict[str, torch.dtype]:
@@ -282,7 +324,9 @@ def _watch(
     def look(prefix: str, module: nn.Module, args: Any) -> None:
         for key, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
             name = f"{prefix}.{key}".lstrip(".")
-            check(name, "computes in", tensor.dtype, plan.of(name).compute)
+            planned = plan.of(name)
+            check(name, "computes in", tensor.dtype, planned.compute)
+            check(name, "computes with", _kind(_local(tensor)), planned.format or planned.compute)
             if isinstance(tensor, nn.Parameter):
                 seen.append(name)
                 if tensor.requires_grad:

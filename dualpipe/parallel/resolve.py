@@ -6,15 +6,18 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, product
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from dualpipe import errors
 from dualpipe.dtypes import short_name
+from dualpipe.kernels.formats import Format
 from dualpipe.parallel.dtype_plan import DTypePlan, DTypePolicy, Rule, TensorDTypes, matches, slots
 from dualpipe.parallel.shard import Cut
+from dualpipe.quantized.tensor import QuantizedTensor
+from dualpipe.quantized.weights import quantizable
 
 _PINS = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict", "keep_fp32")  # attributes of modules
 
@@ -40,13 +43,15 @@ def resolve_dtypes(
     5. the policy.
 
     Storage is `promote_types(checkpoint, requested)`, widened to the compute dtype; gradients are reduced in at least
-    the compute dtype; what is computed in is saved. A rule may say otherwise of each. Modules without a trainable
-    parameter are stored in their compute dtype, buffers included; other buffers keep the dtype that they have, because
-    nothing casts them in a forward. Integers and booleans are left alone.
+    the compute dtype; what is computed in is saved. A rule may say otherwise of each. What one quantizes is stored in
+    its format, beside float32 masters if it is trained, or gathered in it from shards in the storage dtype. Modules
+    without a trainable parameter are stored in their compute dtype, buffers included; other buffers keep the dtype that
+    they have, because nothing casts them in a forward. Integers and booleans are left alone.
 
-    Raises ValueError where a rule or `keep_fp32` matches nothing, a rule stores a tensor in less than it computes in or
-    disagrees with another on one, no name of `source_dtypes` is in the model, or FSDP2 could not keep the dtypes apart
-    (not checked where `sharded` is false).
+    Raises ValueError where a rule or `keep_fp32` matches nothing, or a format nothing that can be quantized; a rule
+    stores a tensor in less than it computes in, quantizes one that is tied or does not suit the format, or disagrees
+    with another; no name of `source_dtypes` is in the model; or FSDP2 could not keep the dtypes apart (not checked
+    where `sharded` is false).
     """
     modules = (model,) if isinstance(model, nn.Module) else tuple(model)
     found: dict[int, _Found] = {}
@@ -55,6 +60,8 @@ def resolve_dtypes(
         item.names.append(slot.name)
         item.frozen |= slot.is_frozen
     _find_pins(modules, found, policy.param_dtype)
+    for weight in chain.from_iterable(map(quantizable, modules)):
+        found[id(weight.param)].quantizable = not found[id(weight.param)].pin
     _find_rules(found.values(), cast(Sequence[Rule], policy.rules))  # which a policy has made of tuples
     sources = source_dtypes or {}
     if sources and sources.keys().isdisjoint(chain.from_iterable(item.names for item in found.values())):
@@ -80,9 +87,10 @@ class _Found:
     is_buffer: bool
     frozen: bool = False  # stored in its compute dtype
     names: list[str] = field(default_factory=list)
+    quantizable: bool = False
     pin: str = ""
     rules: str = ""  # those that match
-    given: dict[str, torch.dtype] = field(default_factory=dict)  # what they say together, by their fields
+    given: dict[str, Any] = field(default_factory=dict)  # what they say together, by their fields
 
 
 def _find_pins(roots: Iterable[nn.Module], found: Mapping[int, _Found], base: torch.dtype) -> None:
@@ -117,25 +125,36 @@ def _find_rules(found: Collection[_Found], rules: Sequence[Rule]) -> None:
     used: set[Rule] = set()
     floating = [item for item in found if item.tensor.is_floating_point()]
     for item in floating:
-        matching = [rule for rule in rules if any(matches(rule.pattern, name) for name in item.names)]
-        used.update(matching)
-        for name, dtype in chain.from_iterable(rule.given.items() for rule in matching):
-            if item.given.setdefault(name, dtype) is not dtype:
-                both = " and ".join(map(_say, matching))
-                raise ValueError(f"rules disagree on {' = '.join(item.names)}: {both}; make one of the patterns "
-                                 "narrower")
+        matching: list[Rule] = []
+        for rule in rules:
+            if not any(matches(rule.pattern, name) for name in item.names):
+                continue
+            given = {n: what for n, what in rule.given.items() if item.quantizable or not isinstance(what, Format)}
+            if item.quantizable or not rule.format:
+                used.add(rule)
+            if given:
+                matching.append(rule)
+            if isinstance(given.get("storage"), Format):
+                given["gather"] = None  # which another rule may not name
+            for name, what in given.items():
+                if item.given.setdefault(name, what) != what:
+                    both = " and ".join(map(_say, matching))
+                    raise ValueError(f"rules disagree on {' = '.join(item.names)}: {both}; make one of the patterns "
+                                     "narrower")
         if matching:
             item.rules = "rule " + ", ".join(dict.fromkeys(repr(rule.pattern) for rule in matching))
-    if unused := [rule for rule in rules if rule not in used]:
-        names = [name for item in floating for name in item.names]
-        raise ValueError("no floating-point tensor of the model matches "
-                         + "; ".join(f"{_say(rule)}, nearest: {_nearest(rule.pattern, names)}" for rule in unused)
-                         + "; a pattern is matched by whole segments from the start of a name")
+    for formats, what in ((False, "floating-point tensor of the model"),
+                          (True, "weight of the model that can be quantized")):
+        if unused := [rule for rule in rules if rule not in used and bool(rule.format) is formats]:
+            names = [name for item in floating for name in item.names if item.quantizable or not formats]
+            raise ValueError(f"no {what} matches "
+                             + "; ".join(f"{_say(rule)}, nearest: {_nearest(rule.pattern, names)}" for rule in unused)
+                             + "; a pattern is matched by whole segments from the start of a name")
 
 
 def _say(rule: Rule) -> str:
     words = {"dtype": "", "output_dtype": "returning ", "storage": "stored in ", "reduce": "reduced in ",
-             "save": "saved in "}
+             "save": "saved in ", "gather": "gathered as "}
     return f"{rule.pattern!r} ({' '.join(words[name] + short_name(dtype) for name, dtype in rule.given.items())})"
 
 
@@ -159,9 +178,14 @@ def _decide(item: _Found, source: torch.dtype | None, base: torch.dtype, narrow:
     loaded = own
     if source is not None and source.is_floating_point and source.itemsize > 1:  # quantized ones take what is requested
         loaded = torch.promote_types(source, own)
-    kept = item.is_buffer and not item.frozen
+    kept, gather, asked_storage = item.is_buffer and not item.frozen, given.get("gather"), given.get("storage")
+    format = gather or (item.tensor.format if isinstance(item.tensor, QuantizedTensor) else None)
+    if isinstance(asked_storage, Format):
+        format, asked_storage = asked_storage, None  # it gives itself out as what it would be stored in
+    if format:
+        _check_quantized(item, format)
     as_computed = item.frozen or item.is_buffer  # stored in its compute dtype
-    if asked := given.get("dtype", given.get("storage") if as_computed else None):
+    if asked := given.get("dtype", asked_storage if as_computed else None):
         compute, reason = asked, item.rules
     elif item.pin:
         compute, reason = torch.promote_types(loaded if kept else base, torch.float32), item.pin
@@ -174,11 +198,26 @@ def _decide(item: _Found, source: torch.dtype | None, base: torch.dtype, narrow:
     if item.rules not in ("", reason):
         reason = f"{reason}; {item.rules}"
     storage = compute if as_computed else torch.promote_types(loaded, compute)
-    if (asked := given.get("storage", storage)) is not storage:
+    if (asked := asked_storage or storage) is not storage:
         if as_computed or torch.promote_types(asked, compute) is not asked:
             what = "a buffer or frozen, and is stored as it computes" if as_computed else "to compute in more than that"
             raise ValueError(f"{item.names[0]} is {what}, {short_name(compute)}, but {item.rules} stores it in "
                              f"{short_name(asked)}; give both the same dtype")
         storage = asked
     return TensorDTypes(storage, compute, given.get("save", compute), f"{reason}; frozen" if item.frozen else reason,
-                        given.get("output_dtype"), given.get("reduce"))
+                        given.get("output_dtype"), given.get("reduce"), format, gathered=bool(gather),
+                        master=bool(format and not gather and item.tensor.requires_grad))
+
+
+def _check_quantized(item: _Found, format: Format) -> None:
+    """Raise ValueError where a weight cannot be quantized as planned."""
+    what = f"{' = '.join(item.names)} cannot be quantized to {format}, as {item.rules} says"
+    if isinstance(item.tensor, QuantizedTensor) and (item.tensor.format != format or item.given.get("gather")):
+        raise ValueError(f"{what}: it is stored in {item.tensor.format} already; leave one of them out")
+    if len(item.names) > 1:
+        raise ValueError(f"{what}: it is tied, and the other place may need its numbers; untie it, or make the pattern "
+                         "narrower")
+    try:
+        format.check(item.tensor.shape)
+    except ValueError as error:
+        raise ValueError(f"{what}: {error}; choose a format of 8 bits, or make the pattern narrower") from None

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from dualpipe.kernels.formats import Format, format_of
-from dualpipe.kernels.quantize import dequantize, quantize
+from dualpipe.kernels.quantize import dequantize, quantize, transpose_blocks
 
 _strict: ContextVar[bool] = ContextVar("dualpipe_quantized_strict", default=False)
 
@@ -50,7 +50,8 @@ class QuantizedTensor(Tensor):
     block_rows: Tensor  # (M, R, B) uint8, of a matrix M is 1; rows may be any distance apart
     master: Tensor | None  # float32, of this tensor's shape
     matrix_shape: tuple[int, ...]  # the shape, also of a view that is flat
-    transposed: Tensor | None  # block rows of the transposed matrices, where products of the backward take them
+    transposed: Tensor | None  # block rows of the transposed matrices, where a gather made them with the others
+    _turned: tuple[int, Tensor] | None  # what `transposed_rows` made, and of which version of the bytes
 
     @staticmethod
     def __new__(
@@ -62,7 +63,7 @@ class QuantizedTensor(Tensor):
         self = cast(QuantizedTensor, Tensor._make_wrapper_subclass(
             cls, size, dtype=dtype, device=block_rows.device, requires_grad=requires_grad))
         self.format, self.block_rows, self.master, self.matrix_shape = format, block_rows, master, tuple(shape)
-        self.transposed = None
+        self.transposed, self._turned = None, None
         return self
 
     @classmethod
@@ -104,6 +105,17 @@ class QuantizedTensor(Tensor):
         """The numbers that the bytes stand for, plain float32."""
         rows, columns = self.matrix_shape[-2:]
         return dequantize(self.block_rows, self.format, rows, columns).reshape(self.shape)
+
+    def transposed_rows(self) -> Tensor:
+        """Block rows of the transposed matrices, which products of a backward take, in a format with square blocks:
+        `transposed`, or made here when first asked for and kept until the bytes change."""
+        if self.transposed is not None:
+            return self.transposed
+        version = self.block_rows._version
+        if self._turned is None or self._turned[0] != version:
+            turned = transpose_blocks(self.block_rows, self.format, *self.matrix_shape[-2:])
+            self._turned = version, turned
+        return self._turned[1]
 
     def quantize_(self, x: Tensor, amax: Tensor | None = None) -> None:
         """Take other numbers, of the same shape, into the same memory; amax: as of `quantize`."""
@@ -207,8 +219,11 @@ class QuantizedTensor(Tensor):
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if (own := _OPERATORS.get(function)) is not None and (done := own(*args, **kwargs)) is not NotImplemented:
-            return done
+        if (own := _OPERATORS.get(function)) is not None:
+            # As outside: views of the bytes then share their version, and writing raises it; see `transposed_rows`.
+            with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+                if (done := own(*args, **kwargs)) is not NotImplemented:
+                    return done
         name = str(function)
         written = args[0] if function._schema.is_mutable and args else None
         if isinstance(written, QuantizedTensor):

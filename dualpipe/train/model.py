@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dualpipe.checkpoint import hub_dtypes, load_hf
 from dualpipe.dtypes import dtype_of
+from dualpipe.kernels.formats import FORMATS
 from dualpipe.models import HubConfig, Stage, build_stages, read_config
 from dualpipe.models.stages import Recompute
 from dualpipe.nn import cross_entropy_loss
@@ -51,11 +53,11 @@ def plan_run(
 
     recorded: what the checkpoint that is gone on from says, see `plan_model`; None where there is none.
     """
-    rules = [
-        Rule(rule.pattern, *(name and dtype_of(name) for name in
-             (rule.compute, rule.output, rule.storage, rule.reduce, rule.save)))
-        for rule in config.dtypes.rules
-    ]
+    def of(name: str | None) -> Any:
+        return name if name is None or name in FORMATS else dtype_of(name)
+
+    rules = [Rule(r.pattern, *map(of, (r.compute, r.output, r.storage, r.reduce, r.save, r.gather)))
+             for r in config.dtypes.rules]
     return plan_model(
         model, dtype_of(config.train.dtype), replicas=config.parallel.replicas, rules=rules, recorded=recorded,
         from_hf=config.init.from_hf if recorded is None else "", mesh=mesh,
@@ -70,7 +72,7 @@ def plan_model(
     at least float32. Collective over `mesh` where `from_hf` is given.
 
     Parameters that several replicas share are stored in at least float32; others in `dtype`, and the optimizer keeps
-    float32 masters.
+    float32 masters. There, where nothing is gathered, what a rule gathers in a format is stored in it: the same bytes.
 
     recorded, from_hf: the dtypes in the checkpoint that will be loaded, by name, or a directory with a Hugging Face
     checkpoint: what is float32 among narrower ones stays so.
@@ -78,6 +80,8 @@ def plan_model(
     Raises ValueError as `resolve_dtypes` does, and for a Hugging Face checkpoint that would have to be rounded.
     """
     wide, known = torch.promote_types(dtype, torch.float32), recorded
+    if replicas == 1:
+        rules = [replace(rule, storage=rule.gather, gather=None) if rule.gather else rule for rule in rules]
     (whole,) = build_on_meta(lambda: build_stages(config, 1))
     whole.to(dtype=wide if replicas > 1 else dtype)
     if from_hf:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, get_type_hints
 
 STDLIB = "stdlib"  # [data] path: the source code of Python's own standard library
 BYTES = "bytes"  # [data] tokenizer: one token per byte
@@ -148,6 +148,7 @@ class TrainConfig:
 
 
 DTypeName = Literal["fp32", "bf16", "fp16", "fp64"]
+FormatName = Literal["mxfp8", "nvfp4", "fp8_block", "fp8_block_pow2", "mxfp4", "fp8_tensor"]
 
 
 @dataclass(frozen=True)
@@ -156,8 +157,8 @@ class DTypeRule:
 
     pattern: str = ""
     """segments joined by dots, of a tensor's name or of a module's: *.mlp.gate; "*" is any number of whole segments"""
-    storage: DTypeName | None = None
-    """dtype of the parameter that the optimizer updates"""
+    storage: Literal[DTypeName, FormatName] | None = None
+    """dtype of the parameter that the optimizer updates, or format that weights are stored in, beside fp32 masters"""
     compute: DTypeName | None = None
     """dtype of what a forward sees"""
     reduce: DTypeName | None = None
@@ -166,10 +167,15 @@ class DTypeRule:
     """dtype of the tensor in an export"""
     output: DTypeName | None = None
     """dtype of what a module returns that computes in another dtype than those around it"""
+    gather: FormatName | None = None
+    """format that weights are gathered in, each time from shards in their storage dtype"""
 
     def __post_init__(self) -> None:
-        _require(any((self.storage, self.compute, self.reduce, self.save, self.output)), "dtypes.rules", self.pattern,
-                 "a rule needs a pattern and at least one of storage, compute, reduce, save, output")
+        names = [each.name for each in fields(self)[1:]]
+        _require(any(getattr(self, name) for name in names), "dtypes.rules", self.pattern,
+                 f"a rule needs a pattern and at least one of {', '.join(names)}")
+        _require(not self.gather or self.storage not in get_args(FormatName), "dtypes.rules", str(self),
+                 "weights are stored in a format or gathered in one; give storage a dtype, or leave one of them out")
         _require(all(self.pattern.split(".")), "dtypes.rules: pattern", self.pattern,
                  "give segments joined by dots, such as *.mlp.gate")
 
@@ -178,10 +184,11 @@ class DTypeRule:
         """The rule "PATTERN,FIELD=DTYPE,...", as it is given on a command line."""
         pattern, *rest = text.split(",")
         named: dict[str, Any] = {name: dtype for name, _, dtype in (each.partition("=") for each in rest)}
-        names = [each.name for each in fields(cls)][1:]
-        known = all(name in names and dtype in get_args(DTypeName) for name, dtype in named.items())
+        values = {name: get_args(get_args(hint)[0]) for name, hint in get_type_hints(cls).items() if name != "pattern"}
+        known = all(dtype in values.get(name, ()) for name, dtype in named.items())
         _require(known, "dtypes.rules", text, f"give PATTERN,FIELD=DTYPE,..., where a field is one of "
-                 f"{', '.join(names)}, and a dtype one of {', '.join(get_args(DTypeName))}")
+                 f"{', '.join(values)}, and a dtype one of {', '.join(get_args(DTypeName))}; gather takes formats, and "
+                 f"storage as well: {', '.join(get_args(FormatName))}")
         return cls(pattern, **named)
 
     def __str__(self) -> str:

@@ -8,6 +8,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from dualpipe import Pipeline, cli
+from dualpipe.kernels.formats import FORMATS
 from dualpipe.models import Qwen3MoeConfig, build_stages
 from dualpipe.parallel import (
     ContractError,
@@ -19,6 +20,7 @@ from dualpipe.parallel import (
     resolve_dtypes,
     shard,
 )
+from dualpipe.quantized import QuantizedTensor, quantize_weights
 from hub import FAMILIES
 from ranks import run_ranks
 
@@ -370,6 +372,110 @@ def crossing(rank, output, explicit):
 )
 def test_given_two_pipeline_ranks_then_the_output_dtype_crosses_both_ways(output, explicit, expected):
     assert run_ranks(crossing, 2, output, explicit) == [(expected, int(explicit is not None))] * 2
+
+
+# -- formats
+
+
+def formats(model, *rules):
+    """By name what a plan says of quantized tensors: format, gathered, master."""
+    return {name: (str(each.format), each.gathered, each.master)
+            for name, each in resolve(model, policy(*rules)).tensors.items() if each.format}
+
+
+def test_given_a_wildcard_then_it_quantizes_linear_layers_and_experts_but_for_head_and_routers():
+    with torch.device("meta"):
+        (whole,) = build_stages(CONFIG, 1)
+    names = {name.replace("layers.0.", "") for name in formats(whole, Rule("*", storage="mxfp8")) if ".0." in name}
+    assert names == {*(f"self_attn.{part}_proj.weight" for part in "qkvo"), "mlp.experts.gate_up_proj.weight",
+                     "mlp.experts.down_proj.weight"}
+    assert {name.partition(".")[0] for name in formats(whole, Rule("*", gather="nvfp4"))} == {"layers"}
+
+
+def test_given_formats_then_what_is_stored_trained_and_frozen_is_told_apart():
+    model = Model()
+    model.embed.requires_grad_(False)
+    rules = (Rule("embed", storage="mxfp8"), Rule("layers.0", storage=FORMATS["fp8_block"]),
+             Rule("*.1.gate", gather="nvfp4"))
+    assert formats(model, *rules) == {
+        "embed.weight": ("mxfp8", False, False), "layers.0.gate.weight": ("fp8_block", False, True),
+        "layers.0.gate_up_proj.weight": ("fp8_block", False, True), "layers.1.gate.weight": ("nvfp4", True, False),
+    }
+    plan = resolve(model, policy(*rules))
+    assert plan.of("embed.weight").stored == FORMATS["mxfp8"] and plan.of("layers.1.gate.weight").stored is FP32
+    assert plan.of("layers.0.gate.bias") == TensorDTypes(FP32, BF16, BF16, "policy")
+    words = (" mxfp8  ", "fp8_block + fp32 masters  ", "fp32, gathered as nvfp4  ")
+    assert all(word in plan.table() for word in words)
+    narrow = resolve(Model(), policy(Rule("*.gate", storage=BF16, gather="mxfp8"))).of("layers.0.gate.weight")
+    assert narrow.stored is BF16 and narrow.gathered
+
+
+def test_given_a_pinned_weight_then_a_wildcard_leaves_it_alone():
+    class Pinned(Mixer):
+        keep_fp32 = ("gate",)
+
+    assert formats(Pinned(), Rule("*", storage="mxfp8")).keys() == {"gate_up_proj.weight"}
+
+
+def test_given_quantized_weights_then_the_plan_takes_them_as_they_are():
+    model = Model()
+    quantize_weights(model, "mxfp8", "embed.*")
+    assert formats(model) == {"embed.weight": ("mxfp8", False, True)}
+    with pytest.raises(ValueError, match=r"to nvfp4, as rule 'embed' says: .* mxfp8 already"):
+        resolve(model, policy(Rule("embed", storage="nvfp4")))
+
+
+def tied():
+    model = Model()
+    model.layers[1].gate.weight = model.embed.weight
+    return model
+
+
+def odd():
+    return nn.Sequential(nn.Linear(5, 4))
+
+
+@pytest.mark.parametrize(
+    ("make", "rules", "message"),
+    [
+        (Model, [Rule("*", storage="mxfp8"), Rule("embed", gather="mxfp8")], "rules disagree on embed.weight"),
+        (Model, [Rule("*", storage="mxfp8"), Rule("embed", storage="nvfp4")], "rules disagree on embed.weight"),
+        (Model, [Rule("*", storage="mxfp8"), Rule("embed", storage=BF16)], "rules disagree on embed.weight"),
+        (Model, [Rule("head", storage="mxfp8")], r"can be quantized matches 'head' \(stored in mxfp8\), nearest: "),
+        (Model, [Rule("*.decay", gather="mxfp8")], "gathered as mxfp8.*, nearest: "),
+        (tied, [Rule("*", storage="mxfp8")], "embed.weight = layers.1.gate.weight cannot be quantized .* tied"),
+        (odd, [Rule("*", gather="nvfp4")], "0.weight cannot be quantized to nvfp4, as rule .* even; got .* 8 bits"),
+    ],
+)
+def test_given_a_format_that_cannot_be_then_it_is_refused(make, rules, message):
+    with pytest.raises(ValueError, match=message):
+        resolve(make(), policy(*rules))
+
+
+@pytest.mark.parametrize("given", [{"storage": "mxfp9"}, {"gather": FP32}, {"storage": "mxfp8", "gather": "nvfp4"}])
+def test_given_a_rule_with_no_or_two_formats_then_it_is_refused(given):
+    with pytest.raises(ValueError, match=r"rule '\*'.* mxfp8"):
+        Rule("*", **given)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda weight: None, ""),
+        (lambda weight: weight.dequantize(), "0.weight: is stored in fp32, planned mxfp8"),
+        (lambda weight: QuantizedTensor.quantize(weight.dequantize(), "nvfp4"), "is stored in nvfp4, planned mxfp8"),
+        (lambda weight: QuantizedTensor.quantize(weight.dequantize(), "mxfp8"), "is stored without masters, planned"),
+    ],
+)
+def test_given_quantized_weights_then_the_contract_holds_their_formats(spoil, message):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, bias=False))
+    plan = resolve_dtypes(model, policy(Rule("*", storage="mxfp8"), param=FP32))
+    quantize_weights(model, "mxfp8")
+    assert_contract(model, plan, run=lambda: model(torch.ones(2, 4)))
+    if message:
+        model[0].weight = nn.Parameter(spoil(model[0].weight))
+        with pytest.raises(ContractError, match=message):
+            assert_contract(model, plan, run=lambda: model(torch.ones(2, 4)))
 
 
 # -- asserting

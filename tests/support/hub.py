@@ -62,17 +62,16 @@ FAMILIES = {
 }
 
 
-def save_family(folder, model_type, vocab_size=61, **options):
+def save_family(folder, model_type, max_shard_size="1GB", **sizes):
     """A random model of a family, written by transformers; returns it."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    sizes = FAMILIES[model_type] | {"vocab_size": vocab_size}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **sizes))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **FAMILIES[model_type] | sizes))
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.normal_()
-    model.save_pretrained(folder, **options)
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
     return model
 
 

@@ -3,12 +3,13 @@
 import json
 import re
 from dataclasses import fields
-from typing import get_type_hints
+from typing import get_args, get_type_hints
 
 import pytest
 
+from dualpipe.kernels.formats import FORMATS
 from dualpipe.train.config import fit_world, load_config
-from dualpipe.train.tables import Config
+from dualpipe.train.tables import Config, DTypeRule, FormatName
 
 GOOD = """
 [model]
@@ -79,6 +80,9 @@ def test_overrides_replace_the_file(toml):
         (GOOD + "[memory]\nrecompute = 'layer'", "recompute = 'layer' has the wrong type; it must be a list, each a"),
         (GOOD + "[dtypes]\nrules = ['a,save=fp32']", r"\[dtypes\]: rules must be a table, got 'a,save=fp32'"),
         (GOOD + "[[dtypes.rules]]\npatern = 'a'", r"\[dtypes\]: rules: unknown key 'patern'; .* is 'pattern'"),
+        (GOOD + "[[dtypes.rules]]\nstorage = 'mxfp9'", r"rules: storage = 'mxfp9' .* 'fp64', 'mxfp8', 'nvfp4'"),
+        (GOOD + "[[dtypes.rules]]\ngather = 'fp32'", r"rules: gather = 'fp32' .* must be one of 'mxfp8', 'nvfp4'"),
+        (GOOD + "[[dtypes.rules]]\nstorage = 'mxfp8'\ngather = 'mxfp8'", "= ',storage=.*: weights are stored"),
         (GOOD.replace("steps = 7", "steps = 0"), "train.steps = 0: must be at least 1"),
         (GOOD.replace("steps = 7", 'dtype = "fp16"'), "dtype = 'fp16' .* one of 'fp32', 'bf16'"),
         (GOOD.replace("[0.8, 0.9]", "[0.8]"), "betas = .* a list of 2"),
@@ -104,6 +108,13 @@ def test_overrides_replace_the_file(toml):
 def test_refuses_a_bad_file(toml, text, message):
     with pytest.raises(ValueError, match=message):
         load_config(toml(text))
+
+
+def test_formats_are_those_that_there_are(toml):
+    assert get_args(FormatName) == tuple(FORMATS)
+    text = "[[dtypes.rules]]\npattern = '*'\nstorage = 'bf16'\ngather = 'nvfp4'"
+    (rule,) = load_config(toml(GOOD + text)).dtypes.rules
+    assert DTypeRule.parse(str(rule)) == rule == DTypeRule("*", storage="bf16", gather="nvfp4")
 
 
 IMPOSSIBLE = {  # values, by what is said of them

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from dualpipe import cli
 from dualpipe.dtypes import dtype_of
+from dualpipe.kernels.formats import FORMATS
 from dualpipe.parallel import (
     ContractError,
     DTypePlan,
@@ -51,9 +52,12 @@ def printed(capsys):
 def read(text):
     tensors = {}
     for line in text.splitlines()[1:]:
-        name, storage, compute, reduce, save, reason = line.split(maxsplit=5)
-        dtypes = TensorDTypes(dtype_of(storage), dtype_of(compute), dtype_of(save), reason,
-                              reduce=None if reduce == "-" else dtype_of(reduce))
+        name, stored, compute, reduce, save, reason = re.split("  +", line, maxsplit=5)
+        storage, gather = re.fullmatch(r"(\w+)(?:, gathered as (\w+))?(?: \+ fp32 masters)?", stored).groups()
+        format = FORMATS.get(gather or storage)
+        dtypes = TensorDTypes(dtype_of("fp32" if storage in FORMATS else storage), dtype_of(compute), dtype_of(save),
+                              reason, reduce=None if reduce == "-" else dtype_of(reduce), format=format,
+                              gathered=bool(gather), master="masters" in stored)
         layers = re.search(r"(?<=\.)\d[\d,-]*(?=\.)", name)
         for part in layers[0].split(",") if layers else [None]:
             first, _, last = (part or "0").partition("-")
@@ -197,6 +201,8 @@ def kept_on_disk(folder):
     [
         (["--dtypes.rules", "*.mlp.gat,compute=fp32"], "matches '*.mlp.gat' (fp32), nearest: '*.mlp.gate'"),
         (["--dtypes.rules", "*.mlp.gate,comput=fp32"], "give PATTERN,FIELD=DTYPE,..., where a field is one of storage"),
+        (["--dtypes.rules", "*.experts,gather=mxfp9"], "gather takes formats, and storage as well: mxfp8, nvfp4, fp8_"),
+        (["--dtypes.rules", "*.mlp.gate,storage=mxfp8"], "that can be quantized matches '*.mlp.gate' (stored"),
         (["--dtypes.rules", "lm_head"], "a rule needs a pattern and at least one of storage, compute"),
         (["--dtypes.rules", "lm_head,storage=bf16", "--train.dtype", "fp32"], "to compute in more than that, fp32"),
         (["--dtypes.rules", "lm_head,storage=fp32", "--train.dtype", "bf16"], "which only a sharded module can"),

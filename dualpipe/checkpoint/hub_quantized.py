@@ -1,0 +1,78 @@
+"""Writing quantized weights as Hugging Face's quantized checkpoints have them: FP8 blocks, and MXFP4 of gpt-oss.
+
+Their elements and scales go from block rows to the files as they are. `hub_load.HubTensor.quantized` is the way in.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from dualpipe.checkpoint.hub_files import Fp8, Mxfp4, Stored
+from dualpipe.checkpoint.hub_load import cut_through, meta_stages, model_shapes, upright
+from dualpipe.checkpoint.tensors import Box
+from dualpipe.kernels.formats import FORMATS, Format
+from dualpipe.models import HubConfig
+from dualpipe.models.hub import Part
+from dualpipe.quantized import QuantizedTensor
+from dualpipe.quantized.weights import quantizable
+
+
+def check_quantized(config: HubConfig, formats: Mapping[str, Format]) -> None:
+    """Raise ValueError for weights in formats in which the checkpoints of their family are not.
+
+    formats: of the quantized weights, by our names.
+    """
+    shapes, theirs = model_shapes(config), FORMATS[config.quantized_as]
+    for name, format in formats.items():
+        if (format.bits, format.block, format.scale) != (theirs.bits, theirs.block, theirs.scale):
+            problem = f"it is in {format}, and checkpoints of {config.model_type} are in {theirs}"
+        elif theirs.bits == 4 and len(shapes[name]) == 2:
+            problem = f"in checkpoints of {config.model_type}, experts alone are in {theirs}"
+        else:
+            problem = cut_through(config.hub_parts(name, shapes[name])[0], shapes[name], format)
+        if problem:
+            raise ValueError(f"{name} cannot be exported quantized: {problem}; store it otherwise, or export numbers "
+                             "(quantized=False, export.quantized = false)")
+
+
+def forms(config: HubConfig, name: str, shape: Sequence[int], dtype: torch.dtype) -> Iterator[tuple[Part, Stored]]:
+    """The hub's tensors that one of ours is written as, and how: in FP8 where `dtype` is float8_e4m3fn, in MXFP4 where
+    it is uint8."""
+    for part in config.hub_parts(name, shape)[0]:
+        if dtype is torch.uint8:
+            part = upright(part)
+            yield part, Mxfp4(part.name, part.shape)
+        else:
+            yield part, (Fp8 if dtype is torch.float8_e4m3fn else Stored)(part.name, part.shape, dtype)
+
+
+def unpack(weight: QuantizedTensor, box: Box) -> tuple[Tensor, Tensor]:
+    """Elements (M, N, bytes of a row) uint8 and scales (M, block rows, blocks across) of whole blocks, on the host."""
+    part, format = cast(QuantizedTensor, weight[box.slices]), weight.format
+    data, (rows, columns) = part.block_rows.cpu(), part.shape[-2:]
+    return format.elements(data, columns).flatten(1, 2)[:, :rows], format.scales(data, columns)
+
+
+def quantization_config(config: HubConfig, written: Collection[str], source: Mapping[str, Any]) -> dict[str, Any]:
+    """What config.json says of blocks that are written: what `source` says, and which layers have none.
+
+    written: the names of all tensors; without blocks among them there is nothing to say.
+    """
+    is_fp8 = config.quantized_as != "mxfp4"
+    names = [part.name for each in quantizable(meta_stages(config)[0])
+             for part in config.hub_parts(each.name, each.param.shape)[0]]
+    plain = [name for name in names if f"{name}{'_scale_inv' if is_fp8 else '_scales'}" not in written]
+    if len(plain) == len(names):
+        return {}
+    form = {"quant_method": "mxfp4"} if not is_fp8 else {
+        "quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    told = dict(source) if source.get("quant_method") == form["quant_method"] else {}
+    layers = [re.sub(r"(\.experts)\..*|\.weight$", r"\1", name) for name in plain]
+    # Readers that are told of some quantize the head too, unless it is among them.
+    skipped = told.pop("modules_to_not_convert", None) or (["lm_head"] if plain else [])
+    return told | form | ({"modules_to_not_convert": list(dict.fromkeys((*skipped, *layers)))} if skipped else {})

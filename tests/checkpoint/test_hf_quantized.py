@@ -1,0 +1,282 @@
+"""FP8 blocks and MXFP4 of Hugging Face checkpoints, kept as they are: what becomes of their very bytes, in and out."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+from transformers.quantizers import quantizer_finegrained_fp8, quantizer_mxfp4
+
+from dualpipe.checkpoint import hub_dtypes, load_hf, save_hf
+from dualpipe.checkpoint.hub_load import open_hf
+from dualpipe.checkpoint.tensors import bytes_of
+from dualpipe.kernels.formats import FORMATS
+from dualpipe.models import build_stages, read_config
+from dualpipe.parallel import DTypePolicy, resolve_dtypes
+from dualpipe.parallel.materialize import build_on_meta
+from dualpipe.quantized import QuantizedTensor, quantize_weights
+from dualpipe.quantized.weights import quantizable
+from hub import read_all, rewrite, save_family
+from models import from_hub
+
+# Columns and rows that end within a block, as DeepSeek-V3's 576 and 18432 + 64 do.
+DEEPSEEK = {"hidden_size": 192, "moe_intermediate_size": 128, "num_hidden_layers": 2, "n_routed_experts": 4,
+            "kv_lora_rank": 128, "qk_rope_head_dim": 8, "intermediate_size": 136, "n_group": 2, "topk_group": 1,
+            "num_nextn_predict_layers": 0}
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic", "fmt": "e4m3"}
+
+
+def save_deepseek(folder, **changes):
+    """A DeepSeek-V3 with random FP8 blocks, of scales that no format of ours would choose; returns its tensors."""
+    save_family(folder, "deepseek_v3", **DEEPSEEK | changes)
+    tensors = read_all(folder)
+    for name, weight in list(tensors.items()):
+        if name.endswith("proj.weight") or "_proj_with_mqa" in name:
+            grid = [-(-size // 128) for size in weight.shape]
+            tensors[name] = (weight * 1000).to(torch.float8_e4m3fn)
+            tensors[f"{name}_scale_inv"] = torch.rand(grid) / 1000
+        else:
+            tensors[name] = weight.bfloat16() if "e_score" not in name else weight
+    rewrite(folder, tensors, quantization_config=FP8)
+    return tensors
+
+
+def save_gpt_oss(folder):
+    """A gpt-oss with random MXFP4 blocks, small numbers under large scales among them; returns its tensors."""
+    save_family(folder, "gpt_oss", hidden_size=64, intermediate_size=96)
+    tensors = read_all(folder)
+    for name, weight in list(tensors.items()):
+        if name.endswith(("gate_up_proj", "down_proj")):
+            experts, inputs, outputs = tensors.pop(name).shape
+            tensors[f"{name}_blocks"] = torch.randint(256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
+            tensors[f"{name}_blocks"][1] &= 0xBB  # of an expert none above 1.5, of which ours would be 6
+            tensors[f"{name}_scales"] = torch.randint(118, 124, (experts, outputs, inputs // 32), dtype=torch.uint8)
+        else:
+            tensors[name] = weight.bfloat16()
+    rewrite(folder, tensors, quantization_config={"quant_method": "mxfp4"})
+    return tensors
+
+
+def whole(shape):
+    return tuple(slice(0, size) for size in shape)
+
+
+def quantized(tensor, format, place=None):
+    """A tensor of the checkpoint as a quantized one, or the part `place` of it."""
+    place = place or whole(tensor.shape)
+    shape = [part.stop - part.start for part in place]
+    return QuantizedTensor(tensor.quantized(place, FORMATS[format]), shape, torch.float32, FORMATS[format])
+
+
+def test_fp8_blocks_become_block_rows(tmp_path):
+    files = save_deepseek(tmp_path)
+    tensors = open_hf(tmp_path, read_config(tmp_path))[1]
+    for name, parts in {
+        "layers.0.self_attn.kv_a_proj_with_mqa.weight": ["model.layers.0.self_attn.kv_a_proj_with_mqa.weight"],
+        "layers.0.mlp.up_proj.weight": ["model.layers.0.mlp.up_proj.weight"],
+        "layers.1.mlp.experts.gate_up_proj.weight": [f"model.layers.1.mlp.experts.{expert}.{half}_proj.weight"
+                                                     for expert in range(4) for half in ("gate", "up")],
+    }.items():
+        kept, format = quantized(tensors[name], "fp8_block"), FORMATS["fp8_block"]
+        assert torch.equal(kept.dequantize(), tensors[name][whole(kept.shape)].float())
+        rows, columns = kept.shape[-2:]
+        assert torch.equal(format.scales(kept.block_rows, columns).flatten(0, 1),
+                           torch.cat([files[f"{part}_scale_inv"] for part in parts]))
+        elements = format.elements(kept.block_rows, columns).flatten(1, 2)[:, :rows].flatten(0, 1)
+        assert torch.equal(elements, torch.cat([files[part].view(torch.uint8) for part in parts]))
+        # Nothing but elements and scales is there: what is compared, hashed and saved is the same for the same weight.
+        again = QuantizedTensor.empty(kept.shape, format, dtype=torch.float32)
+        format.elements(again.block_rows, columns).copy_(format.elements(kept.block_rows, columns))
+        format.scales(again.block_rows, columns).copy_(format.scales(kept.block_rows, columns))
+        assert torch.equal(again.block_rows, kept.block_rows)
+        # Quantized from its values it would be another: these scales are not ours.
+        assert not torch.equal(QuantizedTensor.quantize(kept.dequantize(), format).block_rows, kept.block_rows)
+
+
+def test_mxfp4_blocks_become_block_rows(tmp_path):
+    files = save_gpt_oss(tmp_path)
+    tensors = open_hf(tmp_path, read_config(tmp_path))[1]
+    for name in ("gate_up_proj", "down_proj"):
+        fused = f"model.layers.1.mlp.experts.{name}"
+        expected = convert_moe_packed_tensors(files[f"{fused}_blocks"], files[f"{fused}_scales"]).mT.float()
+        kept = quantized(tensors[f"layers.1.mlp.experts.{name}.weight"], "mxfp4")
+        assert torch.equal(kept.dequantize(), expected)
+        assert not torch.equal(QuantizedTensor.quantize(expected, "mxfp4").block_rows, kept.block_rows)
+
+
+def test_a_part_is_the_part_of_the_whole(tmp_path):
+    save_deepseek(tmp_path / "fp8")
+    save_gpt_oss(tmp_path / "mxfp4")
+    for format, places in {"fp8_block": [(1, 3, 0, 128), (2, 4, 128, 256), (3, 4, 0, 256), (0, 0, 0, 256)],
+                           "mxfp4": [(1, 3, 5, 6), (0, 4, 100, 192), (3, 4, 0, 192)]}.items():
+        folder = tmp_path / format.partition("_")[0]
+        reader, tensors = open_hf(folder, read_config(folder))
+        tensor = tensors["layers.1.mlp.experts.gate_up_proj.weight"]
+        all_of_it = quantized(tensor, format)
+        for first, last, top, bottom in places:
+            before, place = reader.bytes_read, (slice(first, last), slice(top, bottom), slice(0, tensor.shape[2]))
+            assert torch.equal(quantized(tensor, format, place).block_rows, all_of_it[place].block_rows)
+            # No byte besides is read: a gate's half of the rows reads no up projection.
+            elements = (last - first) * (bottom - top) * tensor.shape[2]
+            share = elements * 17 // 32 if format == "mxfp4" else elements + 4 * 2 * (elements // (128 * 192))
+            assert reader.bytes_read - before == share
+
+
+def test_of_another_form_there_are_no_blocks(tmp_path):
+    save_deepseek(tmp_path)
+    tensors = open_hf(tmp_path, read_config(tmp_path))[1]
+    for name, format in (("layers.1.mlp.experts.down_proj.weight", "mxfp8"), ("embed_tokens.weight", "fp8_block"),
+                         ("layers.1.mlp.experts.down_proj.weight", "fp8_block_pow2")):
+        assert tensors[name].quantized(whole(tensors[name].shape), FORMATS[format]) is None
+
+
+@pytest.mark.parametrize("changes, message", [
+    ({"moe_intermediate_size": 136}, r"experts.0.gate_proj.weight is rows 0 to 136 here, which are no whole blocks"),
+    ({"block": 64}, r"experts.0.gate_proj.weight is in blocks of \(64, 64\) in the files, and fp8_block is in"),
+    ({"plain": "model.layers.1.mlp.experts.2.up_proj.weight"}, r"experts.2.up_proj.weight is torch.bfloat16 in the f"),
+])
+def test_blocks_that_cannot_be_kept(tmp_path, changes, message):
+    changes = dict(changes)
+    block, plain = changes.pop("block", 128), changes.pop("plain", None)
+    files = save_deepseek(tmp_path, **changes)
+    if plain:
+        del files[f"{plain}_scale_inv"]
+        files[plain] = files[plain].bfloat16()
+    for name in files:
+        if name.endswith("_scale_inv"):
+            files[name] = torch.ones([-(-size // block) for size in files[name.removesuffix("_scale_inv")].shape])
+    rewrite(tmp_path, files, quantization_config=FP8 | {"weight_block_size": [block, block]})
+    tensor = open_hf(tmp_path, read_config(tmp_path))[1]["layers.1.mlp.experts.gate_up_proj.weight"]
+    with pytest.raises(ValueError, match=message):
+        tensor.quantized(whole(tensor.shape), FORMATS["fp8_block"])
+    assert not tensor.problem(FORMATS["mxfp8"])
+
+
+def test_scales_that_are_powers_of_two_lose_nothing_in_fp8_block_pow2(tmp_path):
+    """DeepSeek-V3.1's: the bytes may be others, the values are the same."""
+    files = save_deepseek(tmp_path)
+    for name, scales in files.items():
+        if name.endswith("_scale_inv"):
+            files[name] = torch.exp2(torch.randint(-30, -3, scales.shape).float())
+    rewrite(tmp_path, files)
+    values = open_hf(tmp_path, read_config(tmp_path))[1]["layers.1.mlp.experts.down_proj.weight"][whole((4, 192, 128))]
+    assert torch.equal(QuantizedTensor.quantize(values, "fp8_block_pow2").dequantize(), values)
+
+
+def stored(folder, format, dtype=torch.bfloat16, trained=False):
+    """(the model in one stage, whose weights are those of the files; its plan)."""
+    config = read_config(folder)
+    stages = build_on_meta(lambda: build_stages(config, 1))
+    stages[0].to(dtype).requires_grad_(trained)
+    plan = resolve_dtypes(stages, DTypePolicy(dtype, torch.float32, dtype), hub_dtypes(folder, config))
+    load_hf(stages, folder, None, plan)
+    tensors = open_hf(folder, config)[1]
+    for each in list(quantizable(stages[0])):
+        data = tensors[each.name].quantized(whole(each.param.shape), FORMATS[format])
+        if data is not None:
+            weight = QuantizedTensor(data, each.param.shape, dtype, FORMATS[format])
+            weight.master = weight.dequantize() if trained else None
+            each.owner.weight = torch.nn.Parameter(weight, requires_grad=trained)
+    return stages, plan
+
+
+SAVERS = {"fp8_block": save_deepseek, "mxfp4": save_gpt_oss}
+
+
+def assert_same_bytes(actual, expected):
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert actual[name].dtype is tensor.dtype and bytes_of(actual[name]) == bytes_of(tensor), name
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("format", SAVERS)
+def test_written_as_they_came(tmp_path, format, trained):
+    files = SAVERS[format](tmp_path / "source")
+    stages, plan = stored(tmp_path / "source", format, trained=trained)
+    save_hf(stages, tmp_path / "again", None, plan, source=tmp_path / "source", quantized=True)
+    save_hf(stages, tmp_path / "without", None, plan, quantized=True)
+    for target in ("again", "without"):
+        assert_same_bytes(read_all(tmp_path / target), files)
+        told = json.loads((tmp_path / target / "config.json").read_text())["quantization_config"]
+        others = told.pop("modules_to_not_convert", None)
+        if format == "fp8_block":
+            assert told == FP8 and others is None
+        else:
+            attention = [f"model.layers.{layer}.self_attn.{name}_proj" for layer in (0, 1) for name in "qkvo"]
+            assert told == {"quant_method": "mxfp4"} and others == ["lm_head", *attention]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("format", SAVERS)
+def test_written_in_numbers(tmp_path, format, trained, dtype):
+    """Of what is trained those of the masters, whatever the bytes are."""
+    SAVERS[format](tmp_path / "source")
+    stages, plan = stored(tmp_path / "source", format, dtype, trained)
+    tensors = open_hf(tmp_path / "source", stages[0].config)[1]
+    expected = {name: tensor[whole(tensor.shape)] for name, tensor in tensors.items()}
+    for name, param in stages[0].named_parameters():
+        if isinstance(param, QuantizedTensor) and trained:
+            param.master.mul_(1.1)
+            expected[name] = expected[name].float() * 1.1
+    save_hf(stages, tmp_path / "again", None, plan, source=tmp_path / "source")
+    assert "quantization_config" not in json.loads((tmp_path / "again/config.json").read_text())
+    again = open_hf(tmp_path / "again", stages[0].config)[1]
+    for name, tensor in again.items():
+        kept = torch.float32 if "correction_bias" in name else dtype
+        assert tensor.dtype is kept and torch.equal(tensor[whole(tensor.shape)], expected[name].to(kept)), name
+
+
+@pytest.mark.parametrize("format", SAVERS)
+def test_transformers_reads_what_is_written(tmp_path, format, monkeypatch):
+    """Without a GPU it dequantizes, and takes no notice of accelerate, which it asks for first."""
+    for module in (quantizer_finegrained_fp8, quantizer_mxfp4):
+        monkeypatch.setattr(module, "is_accelerate_available", lambda: True)
+    # It takes a weight of two blocks for one of two equal halves, so partial blocks stand alone here.
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "kv_lora_rank": 64} if format == "fp8_block" else {}
+    SAVERS[format](tmp_path / "source", **sizes)
+    stages, plan = stored(tmp_path / "source", format)
+    save_hf(stages, tmp_path / "again", None, plan, quantized=True)
+    theirs, ours = AutoModelForCausalLM.from_pretrained(tmp_path / "again", dtype=torch.bfloat16), stages[0]
+    reference = from_hub(ours.config, {name: tensor.shape for name, tensor in ours.state_dict().items()},
+                         theirs.state_dict())
+    for name, tensor in ours.state_dict().items():
+        numbers = tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor
+        assert torch.equal(numbers.bfloat16(), reference[name].bfloat16()), name
+
+
+def test_layers_that_are_not_quantized_are_named(tmp_path):
+    save_deepseek(tmp_path / "source")
+    stages, plan = stored(tmp_path / "source", "fp8_block")
+    attention = stages[0].layers["1"].self_attn
+    attention.o_proj.weight = torch.nn.Parameter(attention.o_proj.weight.dequantize().bfloat16())
+    save_hf(stages, tmp_path / "again", None, plan, source=tmp_path / "source", quantized=True)
+    told = json.loads((tmp_path / "again/config.json").read_text())["quantization_config"]
+    assert told == FP8 | {"modules_to_not_convert": ["lm_head", "model.layers.1.self_attn.o_proj"]}
+
+
+def test_what_the_hub_does_not_have_is_not_exported(tmp_path):
+    save_deepseek(tmp_path / "source")
+    stages, plan = stored(tmp_path / "source", "fp8_block")
+    experts, target = stages[0].layers["1"].mlp.experts, tmp_path / "again"
+    kept = experts.down_proj.weight
+    for format, message in (("mxfp8", "it is in mxfp8, and checkpoints of deepseek_v3 are in fp8_block"),
+                            ("mxfp4", "it is in mxfp4, and")):
+        experts.down_proj.weight = torch.nn.Parameter(QuantizedTensor.quantize(kept.dequantize(), format))
+        with pytest.raises(ValueError, match=f"layers.1.mlp.experts.down_proj.weight cannot be exported.*{message}"):
+            save_hf(stages, target, None, plan, quantized=True)
+    save_family(tmp_path / "odd", "deepseek_v3", **DEEPSEEK | {"moe_intermediate_size": 136})
+    stages, plan = stored(tmp_path / "odd", "fp8_block")
+    with pytest.raises(ValueError, match="no weight is stored in fp8_block, so nothing can be exported quantized"):
+        save_hf(stages, target, None, plan, quantized=True)
+    quantize_weights(stages[0], "fp8_block", "*.gate_up_proj.weight")
+    with pytest.raises(ValueError, match=r"quantized: model.*experts.0.gate_proj.weight is rows 0 to 136 here"):
+        save_hf(stages, target, None, plan, quantized=True)
+    save_gpt_oss(tmp_path / "gpt")
+    stages, plan = stored(tmp_path / "gpt", "mxfp4")
+    quantize_weights(stages[0], "mxfp4", "layers.0.self_attn.*")
+    with pytest.raises(ValueError, match="in checkpoints of gpt_oss, experts alone are in mxfp4"):
+        save_hf(stages, target, None, plan, quantized=True)
+    assert not target.exists()
