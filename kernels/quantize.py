@@ -101,6 +101,7 @@ def quantize(
         raise ValueError(f"out must be uint8 of shape {shape} on {x.device}; got {out.dtype} of shape "
                          f"{tuple(out.shape)} on {out.device}")
     _quantize(x.detach(), out, format.name, amax, seed)
+    torch.autograd.graph.increment_version(out)  # which the operator does not; what was made of these bytes is outdated
     return out
 
 

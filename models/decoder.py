@@ -89,8 +89,9 @@ class Experts(nn.Module):
         """Tokens (T, H) and where they go, or rows (M, H) sorted by expert and their ends (E,) -> (M, H), times the
         sorted rows' routing weights `weight_M`."""
         # Without a last bias, weighting before the last product is the same, and its result need not be kept.
-        h_MI = self.gate_up_proj(x, rows, None if self.biased else weight_M)
-        y_MH = self.down_proj(h_MI, rows.offs if isinstance(rows, SortedTokens) else rows)
+        scale_M, ends = None if self.biased else weight_M, rows.offs if isinstance(rows, SortedTokens) else rows
+        h_MI, quantized = self.gate_up_proj(x, rows, scale_M, then=self.down_proj)
+        y_MH = self.down_proj(h_MI, ends, quantized=quantized)
         if not self.biased:
             return y_MH
         return (y_MH * weight_M.unsqueeze(1)).to(y_MH.dtype)  # a float32 router's weights do not widen the rows

@@ -3,7 +3,8 @@
 Weights are stacked. Rows come in two ways: sorted by expert, (M, H), with where those of each end; or as tokens,
 (T, H), with `SortedTokens`, which says where the K rows of each go. Tokens are read where they are, so that no sorted
 copy of K times their size is written, read and kept for the backward; there, the gradients of a token's rows are summed
-in a fixed order. Weight gradients are deferred as those of `dualpipe.nn.Linear`.
+in a fixed order. Weight gradients are deferred as those of `dualpipe.nn.Linear`. What products with quantized weights
+are in is said in `products`.
 
 Dimension letters: T tokens, K experts per token, M rows (T * K at most), E experts (groups), H in_features, N
 out_features, I intermediate (N is 2I where gate and up follow).
@@ -12,6 +13,7 @@ out_features, I intermediate (N is 2I where gate and up follow).
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,10 +21,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from dualpipe.kernels.formats import QuantizedRows
 from dualpipe.kernels.grouped_gemm import grouped_gemm, grouped_gemm_dgrad, grouped_gemm_swiglu, grouped_gemm_wgrad
+from dualpipe.kernels.quantize import quantize_rows, swiglu_quantize
 from dualpipe.kernels.routing import SortedTokens, combine_tokens
-from dualpipe.kernels.swiglu import swiglu_backward, swiglu_form
+from dualpipe.kernels.swiglu import clamped_swiglu, swiglu, swiglu_backward, swiglu_form
 from dualpipe.nn.deferral import accumulation_dtype, local, weight_grads
+from dualpipe.nn.products import Products, input_grad, product, row_block, weight_grad_of_rows
+from dualpipe.quantized import QuantizedTensor
 
 
 class GroupedLinear(nn.Module):
@@ -33,8 +39,10 @@ class GroupedLinear(nn.Module):
     """
 
     makes_accumulators = True  # of the dtype that `grad_dtype` says
-    quantizable = True
     form: tuple[bool, float, float] | None = None  # of the SwiGLU behind the product, as the kernels take it
+    quantizable = True  # see `dualpipe.quantized.weights.quantizable`
+    products: Products = "auto"  # this and the next count where the weight is quantized: see `dualpipe.nn.products`
+    fp8_weight_grad = False
 
     def __init__(
         self, num_groups: int, in_features: int, out_features: int, bias: bool = False,
@@ -53,12 +61,19 @@ class GroupedLinear(nn.Module):
         for param in self.parameters():
             nn.init.uniform_(param, -bound, bound)
 
-    def forward(self, x: Tensor, rows: Tensor | SortedTokens) -> Tensor:
+    def forward(
+        self, x: Tensor, rows: Tensor | SortedTokens, *, quantized: QuantizedRows | None = None
+    ) -> Tensor:
         """(M, H) and the experts' running ends (E,) int32, or (T, H) and where the tokens go -> (M, N). Rows past the
-        last end are undefined. Raises `ValueError` for operands that do not fit, and under torch.func."""
-        return self._forward(x, rows, None)
+        last end are undefined. quantized: the rows of `x` in blocks of this layer's `row_block`, if they are at hand.
+        Raises `ValueError` for operands that do not fit, and under torch.func."""
+        return self._forward(x, rows, None, quantized, None)[0]
 
-    def _forward(self, x: Tensor, rows: Tensor | SortedTokens, scale: Tensor | None) -> Tensor:
+    def _forward(
+        self, x: Tensor, rows: Tensor | SortedTokens, scale: Tensor | None, quantized: QuantizedRows | None,
+        then: nn.Module | None,
+    ) -> tuple[Tensor, QuantizedRows | None]:
+        """The result, and its rows as `then` takes them; None where it takes no quantized ones."""
         if torch._C._are_functorch_transforms_active():
             raise ValueError("torch.func does not go through GroupedLinear, whose kernels have a backward for autograd "
                              "alone; use torch.autograd.grad, or experts that are nn.Linear")
@@ -66,7 +81,10 @@ class GroupedLinear(nn.Module):
         if torch.is_autocast_enabled(x.device.type) and x.dtype is not torch.float64:
             dtype = torch.get_autocast_dtype(x.device.type)
             x = x.to(dtype)
-        return _Grouped.apply(x, self.weight, self.bias, rows, dtype, self.form, scale)
+        blocks = row_block(self, x.dtype), None if then is None else row_block(then, x.dtype)
+        y, *y_rows = _Grouped.apply(x, self.weight, self.bias, rows, dtype, self.form, scale, *blocks, quantized,
+                                    self.fp8_weight_grad)
+        return y, QuantizedRows(*y_rows) if y_rows else None
 
     def extra_repr(self) -> str:
         return f"{self.num_groups}, {self.in_features}, {self.out_features}, bias={self.bias is not None}"
@@ -87,9 +105,14 @@ class GroupedSwiGLU(GroupedLinear):
         super().__init__(num_groups, in_features, 2 * intermediate, bias, device, dtype)
         self.form = swiglu_form(clamped, alpha, limit)
 
-    def forward(self, x: Tensor, rows: Tensor | SortedTokens, scale: Tensor | None = None) -> Tensor:
-        """As `GroupedLinear` -> (M, I); `scale` (M,) is multiplied in, such as the sorted rows' routing weights."""
-        return self._forward(x, rows, scale)
+    def forward(
+        self, x: Tensor, rows: Tensor | SortedTokens, scale: Tensor | None = None, *,
+        quantized: QuantizedRows | None = None, then: nn.Module | None = None,
+    ) -> Any:
+        """As `GroupedLinear` -> (M, I); `scale` (M,) is multiplied in, such as the sorted rows' routing weights. then:
+        the layer that takes the result; with it come the rows as that takes them, None where it quantizes none."""
+        y, y_rows = self._forward(x, rows, scale, quantized, then)
+        return y if then is None else (y, y_rows)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, clamped={self.form is not None and self.form[0]}"
@@ -99,8 +122,9 @@ class _Grouped(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor | SortedTokens,
-        dtype: torch.dtype | None, form: tuple[bool, float, float] | None, scale: Tensor | None,
-    ) -> Tensor:
+        dtype: torch.dtype | None, form: tuple[bool, float, float] | None, scale: Tensor | None, block: int | None,
+        next_block: int | None, x_rows: QuantizedRows | None, fp8_weight_grad: bool,
+    ) -> tuple[Tensor, ...]:
         ctx.weight, ctx.bias = weight, bias  # the parameters themselves: saved tensors may come back as copies
         ctx.tokens, ctx.ends, ctx.gather = None, rows, None
         if not isinstance(rows, Tensor):
@@ -112,32 +136,61 @@ class _Grouped(torch.autograd.Function):
                                  f"them; got {x.shape[0]}")
         weight, bias = local(weight), None if bias is None else local(bias)  # this rank's experts
         if dtype is not None:
-            weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
-        ctx.form, gate_up = form, None
-        if form is None:
+            weight = weight if isinstance(weight, QuantizedTensor) else weight.to(dtype)
+            bias = None if bias is None else bias.to(dtype)
+        ctx.form, ctx.block, gate_up, y_rows = form, block, None, None
+        x_rows = None if block is None else x_rows or quantize_rows(x, block)
+        if isinstance(weight, QuantizedTensor):
+            y = product(x_rows or x, weight, ctx.ends, bias, ctx.gather, x.dtype)
+            if form is not None:
+                gate_up, (y, y_rows) = y, _activated(y, scale, *form, next_block)
+        elif form is None:
             y = grouped_gemm(x, weight, ctx.ends, bias=bias, gather=ctx.gather)
         else:
             clamped, alpha, limit = form
             y, gate_up = grouped_gemm_swiglu(x, weight, ctx.ends, bias=bias, gather=ctx.gather, weight=scale,
                                              clamped=clamped, alpha=alpha, limit=limit)
+        if next_block is not None:
+            y_rows = y_rows or quantize_rows(y, next_block)
+            ctx.mark_non_differentiable(*y_rows)
         need_x, need_weight, *_ = ctx.needs_input_grad
-        ctx.save_for_backward(x if need_weight else None, weight if need_x else None, gate_up, scale)
-        return y
+        x_rows = x_rows if need_weight and fp8_weight_grad else None
+        ctx.save_for_backward(
+            x if need_weight and x_rows is None else None,
+            weight if need_x and not isinstance(weight, QuantizedTensor) else None,  # the parameter itself is kept
+            gate_up, scale, *(x_rows or (None, None)),
+        )
+        return y, *(y_rows or ())
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, used_weight, gate_up, scale = ctx.saved_tensors
-        dx = d_scale = None
+    def backward(ctx: Any, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        x, used_weight, gate_up, scale, *x_rows = ctx.saved_tensors
+        dx = d_scale = dy_rows = None
         if ctx.form is not None:
             dy, d_scale = swiglu_backward(dy, gate_up, scale, *ctx.form)
         if ctx.needs_input_grad[0]:
-            dx = grouped_gemm_dgrad(dy, used_weight, ctx.ends)  # (M, H)
+            if used_weight is not None:
+                dx = grouped_gemm_dgrad(dy, used_weight, ctx.ends)  # (M, H)
+            else:
+                dx, dy_rows = input_grad(dy, local(ctx.weight), ctx.ends, ctx.block)
             if ctx.tokens is not None:  # (T, H), the sum of a token's rows
                 dx = combine_tokens(dx, None, ctx.tokens, top_k=ctx.top_k)
-        weight_grad = partial(_grouped_weight_grad, ends=ctx.ends, gather=ctx.gather)
+        weight_grad: Callable[..., Tensor] = partial(_grouped_weight_grad, ends=ctx.ends, gather=ctx.gather)
+        if x_rows[0] is not None:
+            weight_grad = weight_grad_of_rows(weight_grad, dy, dy_rows, QuantizedRows(*x_rows), ctx.block)
+            dy = dy if ctx.needs_input_grad[2] else dy.new_empty(0)  # the bias's alone reads it: not kept otherwise
         dw, db = weight_grads(ctx, dy, x, weight_grad, partial(grouped_bias_grad, ends=ctx.ends), in_place=True)
-        return dx, dw, db, None, None, None, d_scale
+        return dx, dw, db, None, None, None, d_scale, None, None, None, None
+
+
+def _activated(
+    gate_up: Tensor, scale: Tensor | None, clamped: bool, alpha: float, limit: float, block: int | None
+) -> tuple[Tensor, QuantizedRows | None]:
+    """The activation (M, I) of (M, 2I), and its quantized rows where `block` is given."""
+    if block is not None:
+        return swiglu_quantize(gate_up, scale, block=block, clamped=clamped, alpha=alpha, limit=limit)
+    return clamped_swiglu(gate_up, scale, alpha, limit) if clamped else swiglu(gate_up, scale), None
 
 
 def _grouped_weight_grad(
@@ -146,7 +199,7 @@ def _grouped_weight_grad(
     """The gradient of this rank's experts (E, N, H), in the dtype of the accumulator; added to `out` if it is given."""
     dw = out
     if dw is None:
-        dw = torch.empty_like(local(weight.detach()), dtype=accumulation_dtype(weight, weight.dtype))
+        dw = dy.new_empty(local(weight.detach()).shape, dtype=accumulation_dtype(weight, weight.dtype))
     grouped_gemm_wgrad(dy, x, ends, out=dw, accumulate=out is not None, gather=gather)
     return dw
 

@@ -9,6 +9,7 @@ Dimension letters: M rows (all leading dimensions together), H in_features, N ou
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, TypeVar
@@ -19,8 +20,12 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from dualpipe.kernels import cross_entropy
+from dualpipe.kernels.formats import QuantizedRows
 from dualpipe.kernels.norm import rms_norm, rms_norm_backward, rms_norm_reference
+from dualpipe.kernels.quantize import quantize_rows
 from dualpipe.nn.deferral import accumulation_dtype, weight_grads
+from dualpipe.nn.products import Products, input_grad, product, row_block, weight_grad_of_rows
+from dualpipe.quantized import QuantizedTensor
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 _CHUNK = 2**24  # elements of a weight's gradient that are made at a time to be added to its accumulator: 64 MB of fp32
@@ -34,6 +39,8 @@ class Linear(nn.Linear):
     """
 
     makes_accumulators = True  # of the dtype that `grad_dtype` says
+    products: Products = "auto"  # this and the next count where the weight is quantized: see `dualpipe.nn.products`
+    fp8_weight_grad = False
 
     def forward(self, x: Tensor, wide: torch.dtype | None = None) -> Tensor:
         """(..., H) -> (..., N). wide: compute and return in this dtype, whatever autocast says; x, which may be
@@ -49,6 +56,9 @@ class Linear(nn.Linear):
         if wide is None and torch.is_autocast_enabled(x.device.type) and x.dtype is not torch.float64:
             dtype = torch.get_autocast_dtype(x.device.type)  # autocast leaves float64 alone
             x = x.to(dtype)
+        if isinstance(weight, QuantizedTensor):
+            x = x if wide is None else x.to(wide)
+            return _Quantized.apply(x, weight, bias, row_block(self, x.dtype), self.fp8_weight_grad)
         return _Linear.apply(x, weight, bias, dtype, wide)
 
 
@@ -71,6 +81,40 @@ class _Linear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:  # after a wide product, autograd casts it to the dtype of x
             dx = dy.matmul(weight if weight.dtype is dy.dtype else weight.to(dy.dtype))
         return dx, *weight_grads(ctx, dy, x, _weight_grad, _bias_grad, in_place=True), None, None
+
+
+class _Quantized(torch.autograd.Function):
+    """The product with a quantized weight, in the dtype of x."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: QuantizedTensor, bias: Tensor | None, block: int | None, fp8_weight_grad: bool
+    ) -> Tensor:
+        ctx.weight, ctx.bias, ctx.block = weight, bias, block
+        x_MH, x_rows = _rows(x), None
+        ctx.ends = torch.full((1,), x_MH.shape[0], dtype=torch.int32, device=x.device)  # one expert's
+        if block is not None:
+            x_rows = quantize_rows(x_MH, block)
+        bias_1N = None if bias is None else bias.to(x.dtype).unsqueeze(0)
+        y_MN = product(x_rows or x_MH, weight, ctx.ends, bias_1N, None, x.dtype)
+        need_weight = ctx.needs_input_grad[1]
+        x_rows = x_rows if need_weight and fp8_weight_grad else None
+        ctx.save_for_backward(x if need_weight and x_rows is None else None, *(x_rows or (None, None)))
+        return y_MN.view(*x.shape[:-1], y_MN.shape[1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        x, *x_rows = ctx.saved_tensors
+        dx = dy_rows = None
+        if ctx.needs_input_grad[0]:
+            dx, dy_rows = input_grad(_rows(dy), ctx.weight, ctx.ends, ctx.block)
+            dx = dx.view(*dy.shape[:-1], dx.shape[1])
+        weight_grad: Callable[..., Tensor] = _weight_grad
+        if x_rows[0] is not None:
+            weight_grad = weight_grad_of_rows(weight_grad, _rows(dy), dy_rows, QuantizedRows(*x_rows), ctx.block)
+            dy = dy if ctx.needs_input_grad[2] else dy.new_empty(0)  # the bias's alone reads it: not kept otherwise
+        return dx, *weight_grads(ctx, dy, x, weight_grad, _bias_grad, in_place=True), None, None
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, wide: torch.dtype | None) -> Tensor:

@@ -51,7 +51,7 @@ class Router(Linear):
     """
 
     keep_fp32 = ("e_score_correction_bias",)
-    quantizable = False
+    quantizable = False  # an error in a logit sends tokens to other experts
     e_score_correction_bias: Tensor | None
 
     def __init__(

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from dualpipe.kernels.formats import Format, format_of
-from dualpipe.kernels.quantize import dequantize, quantize
+from dualpipe.kernels.quantize import dequantize, quantize, transpose_blocks
 
 _strict: ContextVar[bool] = ContextVar("dualpipe_quantized_strict", default=False)
 
@@ -50,7 +50,8 @@ class QuantizedTensor(Tensor):
     block_rows: Tensor  # (M, R, B) uint8, of a matrix M is 1; rows may be any distance apart
     master: Tensor | None  # float32, of this tensor's shape
     matrix_shape: tuple[int, ...]  # the shape, also of a view that is flat
-    transposed: Tensor | None  # block rows of the transposed matrices, where products of the backward take them
+    transposed: Tensor | None  # block rows of the transposed matrices, where a gather made them with the others
+    _turned: tuple[int, Tensor] | None  # what `transposed_rows` made, and of which version of the bytes
 
     @staticmethod
     def __new__(
@@ -62,7 +63,7 @@ class QuantizedTensor(Tensor):
         self = cast(QuantizedTensor, Tensor._make_wrapper_subclass(
             cls, size, dtype=dtype, device=block_rows.device, requires_grad=requires_grad))
         self.format, self.block_rows, self.master, self.matrix_shape = format, block_rows, master, tuple(shape)
-        self.transposed = None
+        self.transposed, self._turned = None, None
         return self
 
     @classmethod
@@ -105,6 +106,17 @@ class QuantizedTensor(Tensor):
         rows, columns = self.matrix_shape[-2:]
         return dequantize(self.block_rows, self.format, rows, columns).reshape(self.shape)
 
+    def transposed_rows(self) -> Tensor:
+        """Block rows of the transposed matrices, which products of a backward take, in a format with square blocks:
+        `transposed`, or made here when first asked for and kept until the bytes change."""
+        if self.transposed is not None:
+            return self.transposed
+        version = self.block_rows._version
+        if self._turned is None or self._turned[0] != version:
+            turned = transpose_blocks(self.block_rows, self.format, *self.matrix_shape[-2:])
+            self._turned = version, turned
+        return self._turned[1]
+
     def quantize_(self, x: Tensor, amax: Tensor | None = None) -> None:
         """Take other numbers, of the same shape, into the same memory; amax: as of `quantize`."""
         plain = x.dequantize() if isinstance(x, QuantizedTensor) else x.detach()
@@ -126,7 +138,7 @@ class QuantizedTensor(Tensor):
         shape, dims = self.matrix_shape, len(self.matrix_shape)
         dim, step, data = dim % self.dim(), self.format.block[0], self.block_rows
         rows = slice(start // step, -(-stop // step) if stop > start else start // step)
-        through = start % step or (stop % step and stop != shape[-2])
+        through = start % step or (stop % step and rows.stop != data.shape[1])  # the last block may end in padding
         if self.dim() == 1 or dim == dims - 1 or (dim == dims - 2 and stop > start and through):
             if (start, stop) != (0, self.shape[dim]):
                 raise ValueError(f"[{start}:{stop}] of dimension {dim} of {tuple(self.shape)} in {self.format} would "
@@ -144,6 +156,41 @@ class QuantizedTensor(Tensor):
         flat, master = self.dim() == 1, None if self.master is None else change(self.master)
         return self.like(change(self.block_rows), flat=flat, master=master, **changed)
 
+    # What torch keeps below is a storage of no bytes, at no address, that says it has numel x itemsize of them: whoever
+    # compares storages would take all quantized tensors for one. `data_ptr()` stays 0, by which torch knows a wrapper.
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """The storage that the bytes are in, which may be part of it."""
+        if torch._guards.TracingContext.try_get():  # torch.compile, to which a storage belongs to one tensor
+            return super().untyped_storage()
+        return self.block_rows.untyped_storage()
+
+    def __dlpack__(self, **_: Any) -> Any:
+        """Raises ValueError: who takes it so would read at no address."""
+        raise ValueError(f"{self!r} has no memory that others could read as numbers; dequantize() first")
+
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]
+        """What the block rows take; where that is less than the storage has, there are other tensors in it."""
+        return self.block_rows.numel()
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        """As of any tensor. To assign plain numbers quantizes them and takes their dtype, as `module.to(dtype)` does;
+        those that are here already, in that dtype, leave the bytes and the master as they are."""
+        return cast(Tensor, Tensor.data.__get__(self))  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if not isinstance(value, QuantizedTensor):
+            numbers, value = value, self.both(lambda part: part.to(value.device), dtype=value.dtype)
+            if not torch.equal(value, numbers):
+                value = value.both(torch.clone)
+                value.quantize_(numbers)
+        Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+        for name in ("format", "block_rows", "master", "matrix_shape", "transposed"):
+            setattr(self, name, getattr(value, name))
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         trained = ", master" if self.master is not None else ""
         return (f"QuantizedTensor({self.format}, {tuple(self.shape)}, {self.dtype}, {self.device}{trained}, "
@@ -159,9 +206,13 @@ class QuantizedTensor(Tensor):
         return QuantizedTensor(inner["block_rows"], shape, dtype, format, inner.get("master"), flat=flat)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        """A parameter, as of a model that is pickled, goes with its master; any other, as of a state dict, without, as
+        masters are the optimizer's. Of the storage only what is this tensor's, so that equal ones have equal files."""
         place = (self.format.name, self.format.block, self.matrix_shape, str(self.dtype).removeprefix("torch."))
-        is_param = isinstance(self, nn.Parameter)
-        return rebuild, (self.block_rows, self.master, *place, self.dim() == 1, self.requires_grad, is_param)
+        is_param, rows = isinstance(self, nn.Parameter), self.block_rows
+        if not rows.is_contiguous() or rows.untyped_storage().nbytes() != rows.numel():
+            rows = rows.contiguous().clone()
+        return rebuild, (rows, self.master if is_param else None, *place, self.dim() == 1, self.requires_grad, is_param)
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -170,8 +221,11 @@ class QuantizedTensor(Tensor):
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if (own := _OPERATORS.get(function)) is not None and (done := own(*args, **kwargs)) is not NotImplemented:
-            return done
+        if (own := _OPERATORS.get(function)) is not None:
+            # As outside: views of the bytes then share their version, and writing raises it; see `transposed_rows`.
+            with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+                if (done := own(*args, **kwargs)) is not NotImplemented:
+                    return done
         name = str(function)
         written = args[0] if function._schema.is_mutable and args else None
         if isinstance(written, QuantizedTensor):
@@ -209,7 +263,7 @@ def _stack(x: Tensor) -> Tensor:
 
 # --- operators: those that work on bytes; they return NotImplemented where the numbers are needed ---------------------
 
-aten = torch.ops.aten
+aten, functional = torch.ops.aten, torch.ops._c10d_functional
 _OPERATORS: dict[Any, Callable[..., Any]] = {}
 
 
@@ -276,12 +330,16 @@ def _as_strided(x: QuantizedTensor, size: Sequence[int], stride: Sequence[int], 
 
 def _reshaped(x: QuantizedTensor, size: Sequence[int]) -> Any:
     size, shape = tuple(size), x.matrix_shape
+    data = x.block_rows
     if size not in (shape, (x.numel(),)):
-        if not (len(size) in (2, 3) and size[-2:] == shape[-2:] and prod(size) == x.numel()):
+        between = all(rows % x.format.block[0] == 0 for rows in (*size[-2:-1], shape[-2]))  # block rows of two matrices
+        if not (len(size) in (2, 3) and size[-1] == shape[-1] and prod(size) == x.numel()
+                and (size[-2] == shape[-2] or between)):
             raise ValueError(f"{x!r} cannot be viewed as {size}: it is {shape} in blocks, or flat; dequantize() first")
+        data = data.view(1 if len(size) == 2 else size[0], x.format.block_rows(size[-2]), data.shape[-1])
         shape = size
     master = None if x.master is None else x.master.view(size)
-    return x.like(x.block_rows, shape, flat=len(size) == 1, master=master)
+    return x.like(data, shape, flat=len(size) == 1, master=master)
 
 
 @_operator(aten.slice.Tensor)
@@ -336,6 +394,37 @@ def _cat(parts: Sequence[Any], dim: int = 0) -> Any:
                       master=None if any(master is None for master in masters) else torch.cat(masters, dim))
 
 
+@_operator(aten.constant_pad_nd.default)
+def _pad(x: QuantizedTensor, pad: Sequence[int], value: float = 0) -> Any:
+    """With rows or matrices of zeros at the end, as of shards before they are gathered: their bytes are zeros too."""
+    if value or any(pad[::2]) or any(pad[1:2]) or x.dim() == 1:
+        return NotImplemented
+    grown = [size + more for size, more in zip(reversed(x.shape), [*pad[1::2], 0, 0])]
+    (matrices, rows, _), padded = x.block_rows.shape, cast(QuantizedTensor, x.new_zeros(grown[::-1]))
+    padded.block_rows[:matrices, :rows].copy_(x.block_rows)
+    if padded.master is not None:
+        padded.master[tuple(map(slice, x.shape))].copy_(cast(Tensor, x.master))
+    return padded
+
+
+@_operator(functional.all_gather_into_tensor.default)
+def _all_gather(x: QuantizedTensor, size: int, group: str) -> QuantizedTensor:
+    """Bytes only, along the first dimension: of a state dict of whole tensors. Masters stay where they are."""
+    rows, columns = x.matrix_shape[-2:]
+    if x.dim() == 2 and size > 1 and rows % x.format.block[0]:
+        raise ValueError(f"{x!r} cannot be gathered: its rows must be a multiple of {x.format.block[0]}")
+    data = functional.all_gather_into_tensor(x.block_rows.contiguous(), size, group)
+    if x.dim() == 2:
+        return x.like(data.view(1, -1, data.shape[-1]), (size * rows, columns))
+    return x.like(data, (len(data), rows, columns))
+
+
+@_operator(functional.wait_tensor.default)
+def _wait(x: QuantizedTensor) -> QuantizedTensor:
+    functional.wait_tensor(x.block_rows)
+    return x
+
+
 @_operator(aten.copy_.default)
 def _copy(into: Any, source: Any, non_blocking: bool = False) -> Any:
     if not isinstance(into, QuantizedTensor):
@@ -344,9 +433,11 @@ def _copy(into: Any, source: Any, non_blocking: bool = False) -> Any:
         better = source.master if isinstance(source, QuantizedTensor) and source.master is not None else source
         into.quantize_(better)
     else:
+        if source.master is not None and into.master is not None:
+            into.master.copy_(source.master, non_blocking)
+        elif into.master is not None and not torch.equal(into.block_rows, source.block_rows):  # else it is closer
+            into.master.copy_(source.dequantize(), non_blocking)
         into.block_rows.copy_(source.block_rows, non_blocking)
-        if into.master is not None:
-            into.master.copy_(source.dequantize() if source.master is None else source.master, non_blocking)
     return into
 
 
