@@ -1,6 +1,7 @@
 """FP8 blocks and MXFP4 of Hugging Face checkpoints, kept as they are: what becomes of their very bytes, in and out."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.quantizers import quantizer_finegrained_fp8, quantizer_mxfp4
 
 from dualpipe.checkpoint import hub_dtypes, load_hf, save_hf
-from dualpipe.checkpoint.hub_load import open_hf
+from dualpipe.checkpoint.hub_load import cut_through, meta_stages, open_hf
 from dualpipe.checkpoint.tensors import bytes_of
 from dualpipe.kernels.formats import FORMATS
 from dualpipe.models import build_stages, read_config
@@ -277,3 +278,14 @@ def test_what_the_hub_does_not_have_is_not_exported(tmp_path, family, sizes, for
     with pytest.raises(ValueError, match=message):
         save_hf(stages, tmp_path / "again", None, plan, quantized=True)
     assert not (tmp_path / "again").exists()
+
+
+@pytest.mark.parametrize("model", ["deepseek-v3", "deepseek-v2", "deepseek-v2-lite", "qwen3-235b-a22b"])
+def test_weights_of_real_models_are_whole_blocks(model):
+    """Gate and up of experts meet between blocks: nothing is refused, or rounded again."""
+    config = read_config(Path(__file__).parents[2] / "examples/models" / model)
+    weights = list(quantizable(meta_stages(config)[0]))
+    assert len(weights) > 200
+    for each in weights:
+        parts = config.hub_parts(each.name, each.param.shape)[0]
+        assert not cut_through(parts, each.param.shape, FORMATS["fp8_block"]), each.name
