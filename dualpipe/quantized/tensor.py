@@ -207,6 +207,8 @@ class QuantizedTensor(Tensor):
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """The storage that the bytes are in, which may be part of it."""
+        if torch._guards.TracingContext.try_get():  # torch.compile, to which a storage belongs to one tensor
+            return super().untyped_storage()
         return self.block_rows.untyped_storage()
 
     def __dlpack__(self, **_: Any) -> Any:
