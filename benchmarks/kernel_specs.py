@@ -29,10 +29,11 @@ from dualpipe.kernels.grouped_gemm_tiles import (
 )
 
 # Functions of the same names hide some of the modules.
-GEMM, GEMM_QUANTIZED, SWIGLU, ROUTING, CROSS_ENTROPY, NORM, ROTARY, TOP_K = (
+GEMM, GEMM_QUANTIZED, SWIGLU, ROUTING, CROSS_ENTROPY, NORM, ROTARY, TOP_K, QUANTIZE = (
     import_module(f"dualpipe.kernels.{name}")
     for name in (
-        "grouped_gemm", "grouped_gemm_quantized", "swiglu", "routing", "cross_entropy", "norm", "rotary", "top_k"
+        "grouped_gemm", "grouped_gemm_quantized", "swiglu", "routing", "cross_entropy", "norm", "rotary", "top_k",
+        "quantize",
     )
 )
 EXPERTS = 128
@@ -77,6 +78,7 @@ def all_specs(arch: int) -> Iterator[CompileSpec]:
     yield from _norm_specs()
     yield from _rotary_specs()
     yield from _top_k_specs()
+    yield from _quantize_specs()
 
 
 def row_specs(name: str, config: GemmConfig, arch: int) -> Iterator[CompileSpec]:
@@ -412,6 +414,58 @@ def _top_k_specs() -> Iterator[CompileSpec]:
                                 constexprs | {"BLOCK_K": TOP_K.block_k(top_k)}, warps, ("E", "stride"))
         yield _rows_spec_of(f"top_k.backward.{name}{'.balanced' if balanced else ''}", TOP_K._backward_kernel, dtype,
                             constexprs | {"HAS_D_PROBS": balanced}, warps, ("E",))
+
+
+def _quantize_specs() -> Iterator[CompileSpec]:
+    formats, rows = QUANTIZE.FORMATS, {f"rows.{block}": how for block, how in QUANTIZE.ROW_FORMATS.items()}
+    for dtype, (name, how), odd in product(("bf16", "fp32"), (formats | rows).items(), (False, True)):
+        constants = QUANTIZE.constants(how, QUANTIZE.tile_of(how, _DTYPES[dtype]))
+        matrix_scale, end = {"MATRIX_SCALE": how.matrix_scale}, f"{name}.{dtype}{'.odd' if odd else ''}"
+        own = {"TAIL": name in formats, "POWER_OF_TWO": how.power_of_two, **matrix_scale}
+        for stochastic in (False, True) if name in formats else (False,):
+            yield _quantize_spec(f"quantize.{end}{'.stochastic' if stochastic else ''}", QUANTIZE._quantize_kernel, how,
+                                 dtype, constants | own | {"STOCHASTIC": stochastic}, odd)
+        constants = QUANTIZE.constants(how, QUANTIZE.tile_of(rows["rows.32"], torch.bfloat16))
+        constants |= matrix_scale
+        yield _quantize_spec(f"dequantize.{end}", QUANTIZE._dequantize_kernel, how, dtype, constants, odd)
+        if how.matrix_scale:
+            tile = QUANTIZE.tile_of(formats["mxfp8"], _DTYPES[dtype])
+            constants = {"ROWS": tile.rows, "COLS": tile.cols, "BLOCK": how.block[1] or 1, "num_warps": tile.warps}
+            yield _quantize_spec(f"amax.{end}", QUANTIZE._amax_kernel, how, dtype, constants, odd)
+        if how.block[0] == how.block[1] and dtype == "bf16":
+            constants = {"BLOCK": how.block[0], "num_warps": 8}
+            yield _quantize_spec(f"transpose.{end}", QUANTIZE._transpose_kernel, how, dtype, constants, odd)
+    for dtype, (name, how), clamped, weighted, odd in product(
+        ("bf16", "fp32"), rows.items(), (False, True), (False, True), (False, True),
+    ):
+        constants = QUANTIZE.constants(how, QUANTIZE.tile_of(how, _DTYPES[dtype])) | {
+            "CLAMPED": clamped, "ALPHA": 1.702, "LIMIT": 7.0, "HAS_WEIGHT": weighted, "COMPUTE": tl.float32}
+        words = ["swiglu_quantize", name, dtype]
+        words += [word for word, said in (("clamped", clamped), ("weighted", weighted), ("odd", odd)) if said]
+        yield _quantize_spec(".".join(words), QUANTIZE._swiglu_quantize_kernel, how, dtype, constants, odd)
+
+
+def _quantize_spec(
+    name: str, kernel: Any, how: Any, dtype: str, constants: dict[str, Any], odd: bool
+) -> CompileSpec:
+    """`odd`: only of what block rows promise is anything known, which start at multiples of 16 bytes."""
+    scales = "*i32" if how.scale is torch.float32 and how.block[1] else "*u8"
+    types = {"x_ptr": f"*{dtype}", "y_ptr": f"*{dtype}", "elements_ptr": "*u8", "scales_ptr": scales}
+    types |= dict.fromkeys(("amax_ptr", "wholes_ptr"), "*fp32")
+    types |= dict.fromkeys(("gate_up_ptr", "weight_ptr", "h_ptr"), f"*{dtype}")
+    if kernel is QUANTIZE._transpose_kernel:
+        types |= {"x_ptr": "*u8", "y_ptr": "*u8", "x_scales_ptr": "*i32", "y_scales_ptr": "*i32"}
+    elif kernel is QUANTIZE._amax_kernel:
+        types["amax_ptr"] = "*i32"
+    warps = constants.pop("num_warps")
+    names = [name for name in kernel.arg_names if name not in constants]
+    aligned = {"elements_matrix", "elements_band", "row_bytes"}
+    if not odd:
+        aligned |= {name for name in names if name not in ("N", "M", "seed", "used")}
+    return CompileSpec(
+        name, kernel, {name: types.get(name, "i64" if name == "seed" else "i32") for name in names}, constants, warps,
+        num_stages=1, needs_mma=False, divisible_by_16=tuple(name for name in names if name in aligned),
+    )
 
 
 def _rows_spec_of(
