@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from dualpipe import Pipeline
-from dualpipe.kernels.formats import FORMATS
+from dualpipe.kernels.formats import FORMATS, Format
 from dualpipe.models import Qwen3MoeConfig
 from dualpipe.nn.deferral import local
 from dualpipe.parallel import DTypePolicy, Rule, resolve_dtypes, shard
@@ -190,6 +190,36 @@ def test_given_a_seed_then_every_layout_gathers_the_bytes_of_the_quantized_whole
     formats = ["mxfp8", "nvfp4", "fp8_block", "fp8_tensor"]
     compared = run_ranks(seeded, shape[0] * shape[1], shape, formats, reuse=True)
     assert all(number >= 2 * 2 * (2 + 3 * 12) for number in compared)
+
+
+def check(weight: Tensor, values: Tensor, format: Format) -> None:
+    expected = QuantizedTensor.quantize(values, format)
+    assert isinstance(weight, QuantizedTensor) and weight.dtype is BF16 and torch.equal(weight, expected)
+    if format.block[0] > 1:
+        assert torch.equal(weight.transposed, expected.transposed_rows())
+
+
+def loaded_twice(rank: int, shape: tuple[int, ...], rows: int, rules: list[Rule]) -> None:
+    for rule in rules:
+        model = nn.Sequential(nn.Linear(COLUMNS, rows), nn.Linear(rows, 8, bias=False))
+        plan = resolve_dtypes(model, DTypePolicy(BF16, FP32, BF16, [rule]))
+        shard(model, mesh_of(*shape), plan)
+        for seed in range(2):  # the first forward pads; what is loaded afterwards is in other memory
+            values = torch.randn(rows, COLUMNS, generator=torch.Generator().manual_seed(seed))
+            placed = distribute_tensor(values, mesh_of(*shape), model[0].weight.placements)
+            state = {name: param.detach().clone() for name, param in model.state_dict().items()}
+            model.load_state_dict(state | {"0.weight": placed}, assign=True)
+            handle = model[0].register_forward_hook(lambda module, *_: check(module.weight, values, rule.format))  # noqa: B023
+            model(torch.ones(2, COLUMNS, dtype=BF16)).sum().backward()
+            handle.remove()
+            assert model[0].weight.grad.dtype is FP32
+
+
+@pytest.mark.parametrize(("shape", "rows", "blocks"), [((2,), 7, 255), ((4,), 5, 511), ((2, 2), 7, 255), ((1,), 7, 300)])
+def test_given_plain_shards_that_are_loaded_then_they_are_gathered_quantized(shape, rows, blocks):
+    byte_formats = [Rule("0", gather=format) for format in ("mxfp8", "nvfp4", "fp8_tensor")]
+    run_ranks(loaded_twice, torch.Size(shape).numel(), shape, rows, byte_formats, reuse=True)
+    run_ranks(loaded_twice, torch.Size(shape).numel(), shape, blocks, [Rule("0", gather="fp8_block")], reuse=True)
 
 
 # -- training
