@@ -91,7 +91,8 @@ class Run:
             model_config, self.schedule, job.place.rank("pp"), seed=train.seed, dtype=dtype_of(train.dtype),
             device=job.device, mesh=job.mesh, recompute=config.memory.recompute, compiled=train.compile,
             layers_per_stage=parallel.layers_per_stage, from_hf=config.init.from_hf if saver.source is None else "",
-            plan=plan_run(config, model_config, saver.source_dtypes, job.mesh),
+            plan=plan_run(config, model_config, saver.source_dtypes, job.mesh), products=config.dtypes.products,
+            fp8_weight_grad=config.dtypes.fp8_weight_grad, fp8_dispatch=config.dtypes.fp8_dispatch,
         )
         self.reports = self.model.has_last and not job.place.replica
         self.folder = Path(config.output.dir)
