@@ -7,7 +7,7 @@ the reduce-scatter share one buffer, and nothing is rounded between micro-batche
 
     gather -> wait -> forwards and backwards of all micro-batches -> complete -> finish
 
-This is the only file that uses what FSDP2 keeps private; `_private` says so where a torch release has moved it. Public
+What FSDP2 keeps private is used here and in `gather` only; `private` says so where a torch release has moved it. Public
 calls are used where the installed torch has them: `reset_iter_state` from 2.13, `finalize_backward` from 2.15.
 """
 
@@ -26,6 +26,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 
+from dualpipe.nn.deferral import as_grad_of, local
+from dualpipe.parallel.private import groups_of, private, state_of
+
 
 class StageParameters:
     """Drives the FSDP2 units of a stage, if there are any, through a step; ValueError for what cannot be in one."""
@@ -33,23 +36,23 @@ class StageParameters:
     def __init__(self, stage: nn.Module) -> None:
         sharded: list[Any] = [module for module in stage.modules() if isinstance(module, FSDPModule)]
         # The modules that `fully_shard` was called on, outermost first; of those sharded together the first.
-        self._units = list({id(_state(unit)): unit for unit in reversed(sharded)}.values())[::-1]
+        self._units = list({id(state_of(unit)): unit for unit in reversed(sharded)}.values())[::-1]
         inside = {inner for outer in sharded for inner in outer.modules() if inner is not outer}
         self._roots: list[Any] = [module for module in sharded if module not in inside]
-        self.several_groups = all(hasattr(_state(unit), "_fsdp_param_groups") for unit in self._units)
+        self.several_groups = all(hasattr(state_of(unit), "_fsdp_param_groups") for unit in self._units)
         # Groups of parameters, in the order of a backward.
-        self._groups = [group for unit in reversed(self._units) for group in reversed(_groups(unit))]
+        self._groups = [group for unit in reversed(self._units) for group in reversed(groups_of(unit))]
         self._stage, self._reduced = stage, False
         self._gathering: list[Any] = []  # handles of gathers that are not waited for
         for root in self._roots:
             if any(kind.__name__ == "ReplicateModule" for kind in type(root).__mro__):  # which is private
                 raise ValueError("a module was given to torch's replicate, which a pipeline cannot drive; use "
                                  "fully_shard with a mesh of (ranks, 1)")
-            if len(_private(_state(root), "_modules")) > 1:
+            if len(private(state_of(root), "_modules")) > 1:
                 raise ValueError("fully_shard was given several modules together that are in no larger unit of their "
                                  "stage; call fully_shard on the stage itself as well")
         for group in self._groups:
-            if isinstance(_private(group, "offload_policy"), CPUOffloadPolicy):
+            if isinstance(private(group, "offload_policy"), CPUOffloadPolicy):
                 raise ValueError("FSDP2's CPU offload is not supported under a pipeline, which keeps parameters "
                                  "gathered for a whole step; leave offload_policy out")
         for root in self._roots:
@@ -62,7 +65,7 @@ class StageParameters:
     def places(self) -> Iterator[tuple[nn.Module, str]]:
         """Where the parameters that FSDP2 has are: module and name in it."""
         for fsdp_param in self._fsdp_params():
-            info = _private(fsdp_param, "_module_info")
+            info = private(fsdp_param, "_module_info")
             yield info.module, info.param_name
             yield from zip(info.shared_modules, info.shared_param_names)
 
@@ -71,11 +74,15 @@ class StageParameters:
         if isinstance(self._stage, FSDPModule) and self._stage not in self._units:
             raise ValueError("a stage was given to fully_shard after the pipeline was built; build the pipeline anew")
         for root in self._roots:
-            _private(_state(root), "_lazy_init")()
+            private(state_of(root), "_lazy_init")()
             _drive(root, sync=False, by_hand=True)
         for unit in self._units:
-            keep_hook_on_reduce_stream(unit)
             unit.reshard()  # one that was left gathered may be older than the last optimizer step
+        for fsdp_param in self._fsdp_params():
+            if (packed := getattr(fsdp_param, "packed_gather", None)) is not None:
+                packed.attach()
+        for unit in self._units:
+            keep_hook_on_reduce_stream(unit)
             self._gathering.append(unit.unshard(async_op=True))
 
     def wait(self) -> None:
@@ -103,8 +110,8 @@ class StageParameters:
     def set_idle(self) -> None:
         """Have no unit left in its backward: it would take the next forward for a recomputation."""
         for unit in self._units:
-            state = _state(unit)
-            state._training_state = type(_private(state, "_training_state")).IDLE
+            state = state_of(unit)
+            state._training_state = type(private(state, "_training_state")).IDLE
 
     def complete(self, *, reduce: bool) -> None:
         """Free the gathered parameters; before that, with `reduce`, start the reductions, of all gradients in
@@ -119,9 +126,9 @@ class StageParameters:
             for root in self._roots:
                 _drive(root, sync=True, by_hand=True)
             for group in self._groups:
-                if _private(_private(group, "mesh_info"), "mesh").size() == 1:
+                if private(private(group, "mesh_info"), "mesh").size() == 1:
                     _hand_over(group)
-                _private(group, "post_backward")()
+                private(group, "post_backward")()
         for unit in self._units:
             unit.reshard()
         self._reduced = reduce
@@ -137,7 +144,7 @@ class StageParameters:
             if not broken:
                 _drive(root, sync=reduced, by_hand=False)
                 by_torch = getattr(root, "finalize_backward", None)
-                (by_torch or _private(_state(root), "_root_post_backward_final_callback"))()
+                (by_torch or private(state_of(root), "_root_post_backward_final_callback"))()
             elif hasattr(root, "reset_iter_state"):
                 root.reset_iter_state()
             if hasattr(root, "set_manual_backward_finalization"):
@@ -151,9 +158,9 @@ class StageParameters:
             return
         self.set_idle()
         lost = [
-            _private(fsdp_param, "_param_fqn")
+            private(fsdp_param, "_param_fqn")
             for fsdp_param in (self._fsdp_params() if reduced else ())
-            if (param := _private(fsdp_param, "sharded_param")).requires_grad and param.grad is None
+            if (param := private(fsdp_param, "sharded_param")).requires_grad and param.grad is None
         ]
         if lost:
             raise RuntimeError(f"FSDP2 reduced no gradient for {lost}, though every trainable parameter had one")
@@ -168,14 +175,14 @@ class StageParameters:
 
     def _fsdp_params(self) -> Iterator[Any]:
         """FSDP2's own records of the parameters."""
-        return chain.from_iterable(_private(group, "fsdp_params") for group in self._groups)
+        return chain.from_iterable(private(group, "fsdp_params") for group in self._groups)
 
     def _unsharded(self) -> Iterator[tuple[Tensor, torch.dtype]]:
         """The gathered parameters and the dtype of their accumulators; none before the first gather."""
         for fsdp_param in self._fsdp_params():
             if (param := getattr(fsdp_param, "_unsharded_param", None)) is not None:
                 own = getattr(fsdp_param, "unsharded_grad_dtype", None)  # torch 2.15 decides
-                yield param, own or _private(fsdp_param, "mp_policy").reduce_dtype or param.dtype
+                yield param, own or private(fsdp_param, "mp_policy").reduce_dtype or param.dtype
 
     def _fold(self, *, zeros: bool = False) -> None:
         """Have all gradients in `reduce_dtype`, as a reduce-scatter takes one dtype: also those of backwards outside of
@@ -187,7 +194,8 @@ class StageParameters:
                 if grad is not None:
                     param.grad = grad.to(dtype)
             if zeros and param.requires_grad and param.grad is None:
-                param.grad = torch.zeros_like(param, dtype=dtype)
+                part = local(param.detach())  # not zeros_like: of a quantized weight that may be quantized, too
+                param.grad = as_grad_of(param, torch.zeros(part.shape, dtype=dtype, device=part.device))
 
 
 class ParametersStep:
@@ -269,55 +277,33 @@ def keep_hook_on_reduce_stream(unit: FSDPModule) -> None:
     back to the reducing stream at once: the next unit's reduction may write there before. After an all-reduce it keeps
     that memory itself, and does not look at this.
     """
-    for group in _groups(unit):
-        if _private(group, "_all_reduce_hook") is not None and _private(group, "_all_reduce_hook_stream") is None:
-            group._all_reduce_hook_stream = _private(_private(group, "comm_ctx"), "reduce_scatter_stream")
-
-
-def _state(unit: FSDPModule) -> Any:
-    return _private(unit, "_get_fsdp_state")()
-
-
-def _groups(unit: FSDPModule) -> list[Any]:
-    """A unit's groups of parameters; until torch 2.12 it has one."""
-    state = _state(unit)
-    several = getattr(state, "_fsdp_param_groups", None)
-    groups = [_private(state, "_fsdp_param_group")] if several is None else several
-    return [group for group in groups if group is not None]
+    for group in groups_of(unit):
+        if private(group, "_all_reduce_hook") is not None and private(group, "_all_reduce_hook_stream") is None:
+            group._all_reduce_hook_stream = private(private(group, "comm_ctx"), "reduce_scatter_stream")
 
 
 def _hand_over(group: Any) -> None:
     """Make the accumulators of a group of one rank its reduced gradients, as such experts have without data-parallel
     ranks. FSDP2 would copy them into memory of another stream, which both keep: 4 bytes a parameter. It does where more
     is asked of it: another dtype, to add, to divide, hooks of parameters."""
-    for fsdp_param in _private(group, "fsdp_params"):
-        param, sharded = _private(fsdp_param, "_unsharded_param"), _private(fsdp_param, "sharded_param")
+    for fsdp_param in private(group, "fsdp_params"):
+        param, sharded = private(fsdp_param, "_unsharded_param"), private(fsdp_param, "sharded_param")
         grad = param.grad
         if (grad is None or grad.dtype is not sharded.dtype or sharded.grad is not None
-                or sharded._post_accumulate_grad_hooks or _private(group, "gradient_divide_factor") is not None):
+                or sharded._post_accumulate_grad_hooks or private(group, "gradient_divide_factor") is not None):
             continue
         param.grad, reduced = None, (grad.to_local() if isinstance(grad, DTensor) else grad).contiguous()
-        if (hook := _private(group, "_all_reduce_hook")) is not None:
+        if (hook := private(group, "_all_reduce_hook")) is not None:
             hook(reduced.view(-1))
-        sharded.grad = _private(fsdp_param, "to_sharded_dtensor")(reduced)
+        sharded.grad = private(fsdp_param, "to_sharded_dtensor")(reduced)
 
 
 def _drive(root: FSDPModule, *, sync: bool, by_hand: bool) -> None:
     """What the units below `root` do in a backward: reduce with `sync`; reshard, and end it, unless `by_hand`."""
     root.set_requires_gradient_sync(sync)
     root.set_reshard_after_backward(not by_hand)
-    context = _private(_state(root), "_state_ctx")
-    _private(context, "post_backward_final_callback_queued")
+    context = private(state_of(root), "_state_ctx")
+    private(context, "post_backward_final_callback_queued")
     context.post_backward_final_callback_queued = by_hand  # autograd would call it, for 200 us, after each backward
     if by_hand and hasattr(root, "set_manual_backward_finalization"):
         root.set_manual_backward_finalization(True)
-
-
-def _private(owner: Any, name: str) -> Any:
-    try:
-        return getattr(owner, name)
-    except AttributeError:
-        raise RuntimeError(
-            f"torch {torch.__version__} has no {type(owner).__name__}.{name}, which dualpipe needs to run FSDP2 under "
-            "a pipeline; use torch 2.11 to 2.15"
-        ) from None

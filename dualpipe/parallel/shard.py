@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple
@@ -27,8 +27,10 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_map_only
 
 from dualpipe.dtypes import short_name
-from dualpipe.parallel.dtype_plan import DTypePlan
+from dualpipe.kernels.formats import Format
+from dualpipe.parallel.dtype_plan import DTypePlan, slots
 from dualpipe.parallel.fsdp import keep_hook_on_reduce_stream
+from dualpipe.parallel.gather import PackedGather, gather_packed
 from dualpipe.parallel.materialize import store
 
 _Dtypes = tuple[torch.dtype, torch.dtype | None]  # computed in, and returned where that is another
@@ -66,14 +68,18 @@ def shard(
     if mesh is not None and mesh.ndim > 2:  # FSDP2 takes (shard,) or (replicate, shard)
         *replicated, last = mesh.mesh_dim_names or ()
         mesh = DeviceMesh._concatenate([mesh[tuple(replicated)]._flatten("_".join(replicated)), mesh[last]])
+    formats = {(slot.owner, slot.key): format for slot in slots(module) if (format := plan.of(slot.name).format)}
+    gathers: list[PackedGather] = []
     taken: set[nn.Module] = set()
     for modules, key in cut.units:
         managed = [m for outer in modules for m in outer.modules() if m not in taken]
         taken.update(managed)
         if mesh is not None:
-            _fully_shard(modules, key, mesh, expert_mesh)
+            gathers += _fully_shard(modules, key, mesh, expert_mesh, formats)
         if key:
             _accumulate_in(key.reduce, modules, managed, now=mesh is None)
+    if gathers:  # ahead of FSDP2, whose first forward may pad the shards of all units
+        module.register_forward_pre_hook(lambda *_: [each.attach() for each in gathers] and None, prepend=True)
     if hasattr(module, "segments"):  # run by its parts, it never comes to the hook
         module.boundary_dtype = boundary  # type: ignore[assignment]
     for inner, (inputs, outputs) in cut.casts.items():
@@ -270,17 +276,24 @@ def _is_trained(module: nn.Module) -> bool:
 
 
 def _fully_shard(
-    modules: tuple[nn.Module, ...], key: Key | None, dense: DeviceMesh, expert_mesh: DeviceMesh | None
-) -> None:
+    modules: tuple[nn.Module, ...], key: Key | None, dense: DeviceMesh, expert_mesh: DeviceMesh | None,
+    formats: Mapping[tuple[nn.Module, str], Format],
+) -> list[PackedGather]:
     of_experts = key is not None and key.expert
     mesh = expert_mesh if of_experts and expert_mesh is not None else dense
     ranks = mesh.size(mesh.ndim - 1)
 
+    quantized = {owner._parameters[key]: format for (owner, key), format in formats.items()}
+
     def off_dimension_0(param: nn.Parameter) -> Shard | None:
-        """A dimension that is not sharded over experts and divides evenly; sharding one twice makes a _StridedShard."""
+        """A dimension that is not sharded over experts and divides evenly; sharding one twice makes a _StridedShard.
+        Of quantized ones, rows in whole blocks."""
         placements = param.placements if isinstance(param, DTensor) else ()
         taken = {placement.dim for placement in placements if isinstance(placement, Shard)}
-        free = (Shard(dim) for dim in range(param.dim()) if dim not in taken and param.shape[dim] % ranks == 0)
+        step, dims = 1, range(param.dim())
+        if (format := quantized.get(param)) is not None:
+            step, dims = format.block[0] if ranks > 1 else 1, range(param.dim() - 1)
+        free = (Shard(dim) for dim in dims if dim not in taken and param.shape[dim] % (ranks * step) == 0)
         return next(free, None)
 
     def divide(gradient: Tensor) -> None:
@@ -296,12 +309,16 @@ def _fully_shard(
         ignored_params=scalars or None,
     )
     first = modules[0]
+    gathers = gather_packed(first, formats) if isinstance(first, FSDPModule) else []
+    for module in modules if gathers else ():
+        module.register_forward_pre_hook(lambda *_: [each.attach() for each in gathers] and None, prepend=True)
     if mesh.size() != dense.size() and isinstance(first, FSDPModule):
         # FSDP2 takes the mean over its own mesh. Not set_gradient_divide_factor: gloo lacks the reduction that it
         # uses, and with its sums forced, a mesh of one rank is divided twice.
         first.set_all_reduce_hook(divide)
         for module in modules:
             module.register_forward_pre_hook(lambda *_: keep_hook_on_reduce_stream(first))
+    return gathers
 
 
 def _accumulate_in(dtype: torch.dtype, called: Iterable[nn.Module], managed: list[nn.Module], *, now: bool) -> None:

@@ -43,6 +43,17 @@ def strict() -> Iterator[None]:
         _strict.reset(token)
 
 
+class _PreGather:
+    """What FSDP2 calls for what it gathers of a tensor: the bytes, without the master, and the shape of what they are.
+
+    Of a shard that is smaller than others it compares the size with that of the bytes, and fails on that rank alone,
+    unless the function asks for the mesh only; the shape is then the padded one, of which FSDP2 takes a part.
+    """
+
+    def __get__(self, tensor: QuantizedTensor, kind: type) -> Callable[..., Any]:
+        return tensor._to_gather if tensor.padded is None else tensor._to_gather_padded
+
+
 class QuantizedTensor(Tensor):
     """A matrix (N, K), or a stack (M, N, K), in a `Format`; see this file's beginning."""
 
@@ -52,6 +63,7 @@ class QuantizedTensor(Tensor):
     matrix_shape: tuple[int, ...]  # the shape, also of a view that is flat
     transposed: Tensor | None  # block rows of the transposed matrices, where a gather made them with the others
     _turned: tuple[Tensor, int, Tensor] | None  # block rows, their version, and what `transposed_rows` made of them
+    padded: Tensor | None  # of a shard that is smaller than others: what `block_rows` is the first part of, as large
 
     @staticmethod
     def __new__(
@@ -63,7 +75,7 @@ class QuantizedTensor(Tensor):
         self = cast(QuantizedTensor, Tensor._make_wrapper_subclass(
             cls, size, dtype=dtype, device=block_rows.device, requires_grad=requires_grad))
         self.format, self.block_rows, self.master, self.matrix_shape = format, block_rows, master, tuple(shape)
-        self.transposed, self._turned = None, None
+        self.transposed = self._turned = self.padded = None
         return self
 
     @classmethod
@@ -149,12 +161,46 @@ class QuantizedTensor(Tensor):
         if self.dim() > 1:
             changed[dim] = stop - start
         master = self.master if self.master is None else self.master.narrow(dim, start, stop - start)
-        return self.like(data, changed, flat=self.dim() == 1, master=master)
+        part = self.like(data, changed, flat=self.dim() == 1, master=master)
+        part.padded = self.padded if dim == start == 0 and stop < shape[0] else None
+        return part
 
     def both(self, change: Callable[[Tensor], Tensor], **changed: Any) -> QuantizedTensor:
         """One whose bytes and master are what `change` makes of those here."""
         flat, master = self.dim() == 1, None if self.master is None else change(self.master)
-        return self.like(change(self.block_rows), flat=flat, master=master, **changed)
+        if self.padded is None:
+            return self.like(change(self.block_rows), flat=flat, master=master, **changed)
+        padded, (matrices, rows, _) = change(self.padded), self.block_rows.shape
+        part = self.like(padded[:matrices, :rows], flat=flat, master=master, **changed)
+        part.padded = padded
+        return part
+
+    # --- FSDP2 ---
+
+    fsdp_pre_all_gather = _PreGather()
+
+    def _to_gather(
+        self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, policy: Any
+    ) -> tuple[tuple[Tensor], torch.Size]:
+        if self.shape[1:] != outer_size[1:]:
+            raise ValueError(f"FSDP2 gathers bytes of dimension 0 only; {tuple(outer_size)} was sharded into "
+                             f"{tuple(self.shape)}: leave shard_placement_fn out, or shard by dualpipe.parallel.shard")
+        rows = self.block_rows if self.dim() == 3 else self.block_rows[0]
+        return (rows.contiguous(),), outer_size
+
+    def _to_gather_padded(self, mesh: Any) -> tuple[tuple[Tensor], torch.Size]:
+        whole = cast(Tensor, self.padded)
+        rows, first = (whole, len(whole)) if self.dim() == 3 else (whole[0], whole.shape[1] * self.format.block[0])
+        return (rows.contiguous(),), torch.Size((mesh.size() * first, *self.shape[1:]))
+
+    def fsdp_post_all_gather(
+        self, gathered: Sequence[Tensor], shape: torch.Size, dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        """What FSDP2 calls with gathered bytes; `out`: the parameter of before, in whose memory they are."""
+        rows = _stack(gathered[0])[: shape[0] if len(shape) == 3 else 1, : self.format.block_rows(shape[-2])]
+        weight = QuantizedTensor(rows, shape, dtype, self.format) if out is None else out
+        inner = finish_gather(weight, exact=self.padded is None)
+        return None if out is not None else (weight, inner)
 
     # What torch keeps below is a storage of no bytes, at no address, that says it has numel x itemsize of them: whoever
     # compares storages would take all quantized tensors for one. `data_ptr()` stays 0, by which torch knows a wrapper.
@@ -188,7 +234,7 @@ class QuantizedTensor(Tensor):
                 value = value.both(torch.clone)
                 value.quantize_(numbers)
         Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
-        for name in ("format", "block_rows", "master", "matrix_shape", "transposed"):
+        for name in ("format", "block_rows", "master", "matrix_shape", "transposed", "padded"):
             setattr(self, name, getattr(value, name))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -238,6 +284,24 @@ class QuantizedTensor(Tensor):
         return function(*plain[0], **plain[1])
 
 
+def finish_gather(weight: Tensor, *, exact: bool) -> tuple[Tensor, ...]:
+    """Make what a gathered weight, or its local part, has besides its bytes, in the memory that is there; returns it.
+
+    exact: whether its shape is that of the parameter, and not of what is padded.
+    """
+    local = cast(QuantizedTensor, getattr(weight, "_local_tensor", weight))
+    local._turned = None  # FSDP2 hides the change of the bytes
+    if not exact or local.format.block[0] != local.format.block[1]:
+        return ()
+    turned = transpose_blocks(local.block_rows, local.format, *local.matrix_shape[-2:])
+    if local.transposed is None:
+        local.transposed = turned
+    else:
+        with torch.autograd._unsafe_preserve_version_counter(local.transposed):  # as FSDP2 does for the bytes
+            local.transposed.copy_(turned)
+    return (local.transposed,)
+
+
 def rebuild(
     block_rows: Tensor, master: Tensor | None, name: str, block: Sequence[int], shape: Sequence[int], dtype: str,
     flat: bool, requires_grad: bool, is_param: bool,
@@ -277,7 +341,9 @@ def _operator(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., A
 
 @_operator(aten.detach.default, aten.alias.default)
 def _alias(x: QuantizedTensor) -> QuantizedTensor:
-    return x.both(lambda part: part.detach())
+    same = x.both(lambda part: part.detach())
+    same.transposed = x.transposed
+    return same
 
 
 @_operator(aten.clone.default)
@@ -339,7 +405,9 @@ def _reshaped(x: QuantizedTensor, size: Sequence[int]) -> Any:
         data = data.view(1 if len(size) == 2 else size[0], x.format.block_rows(size[-2]), data.shape[-1])
         shape = size
     master = None if x.master is None else x.master.view(size)
-    return x.like(data, shape, flat=len(size) == 1, master=master)
+    same = x.like(data, shape, flat=len(size) == 1, master=master)
+    same.transposed = x.transposed if shape == x.matrix_shape else None
+    return same
 
 
 @_operator(aten.slice.Tensor)
@@ -488,8 +556,10 @@ def _full_like(
 def _new_empty(
     x: QuantizedTensor, size: Sequence[int], *, dtype: torch.dtype | None = None, device: Any = None, **options: Any
 ) -> Any:
-    fresh = _new(x, size, dtype, device)
-    return torch.zeros(tuple(size), dtype=dtype or x.dtype, device=device or x.device) if fresh is None else fresh
+    if (fresh := _new(x, size, dtype, device)) is None:
+        return torch.zeros(tuple(size), dtype=dtype or x.dtype, device=device or x.device)
+    fresh.padded = fresh.block_rows  # FSDP2 takes such for a shard and what there is too much of it
+    return fresh
 
 
 @_operator(aten.new_full.default)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from dualpipe import errors
 from dualpipe.kernels.formats import Format, format_of
+from dualpipe.kernels.quantize import matrix_amax
 from dualpipe.quantized.tensor import QuantizedTensor
 
 HEADS = ("lm_head", "head", "output")  # names of modules that are left alone, as embeddings and routers are
@@ -73,3 +78,41 @@ def quantize_weights(module: nn.Module, format: Format | str, match: Sequence[st
         values: Tensor = QuantizedTensor.quantize(param, format, keep_master=param.requires_grad)
         owner.weight = nn.Parameter(values, requires_grad=param.requires_grad)
     return [name for name, _, _ in chosen]
+
+
+def quantized_part(param: Tensor) -> QuantizedTensor | None:
+    """What this rank holds of a parameter, the very tensor; None where it is not quantized."""
+    local = param._local_tensor if isinstance(param, DTensor) else param  # `to_local` would give another one
+    return local if isinstance(local, QuantizedTensor) else None
+
+
+@torch.no_grad()
+def requantize(params: Iterable[Tensor]) -> None:
+    """Quantize the masters of quantized parameters, `DTensor`s or not, into their bytes; others are left alone.
+
+    Collective over the ranks that hold rows of a matrix, for formats with a scale of the matrix: these quantize with
+    the largest magnitude of all, one all-reduce for all parameters of a group.
+    """
+    held = [(param, part) for param in params if (part := quantized_part(param)) is not None]
+    shared: defaultdict[tuple[ProcessGroup, ...], list[tuple[QuantizedTensor, Tensor]]] = defaultdict(list)
+    for param, part in held:
+        if (master := part.master) is not None and part.format.matrix_scale:
+            stack = master if master.dim() == 3 else master[None]
+            shared[matrix_groups(param)].append((part, matrix_amax(stack, part.format)))
+        elif master is not None:
+            part.quantize_(master)
+    for groups, parts in shared.items():
+        largest = torch.cat([amax for _, amax in parts])
+        for group in groups:
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+        for (part, _), amax in zip(parts, largest.split([len(amax) for _, amax in parts])):
+            part.quantize_(cast(Tensor, part.master), amax)
+
+
+def matrix_groups(param: Tensor) -> tuple[ProcessGroup, ...]:
+    """The groups of ranks that hold other rows of the same matrices as this one."""
+    if not isinstance(param, DTensor):
+        return ()
+    mesh, rows = param.device_mesh, param.dim() - 2
+    return tuple(mesh.get_group(dim) for dim, placement in enumerate(param.placements)
+                 if placement.is_shard(rows) and mesh.size(dim) > 1)
