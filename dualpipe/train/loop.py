@@ -30,7 +30,14 @@ from dualpipe.train.data import Batch, Loader, evaluation_batches, open_splits, 
 from dualpipe.train.job import Job, join
 from dualpipe.train.launch import RankInfo
 from dualpipe.train.metrics import MetricsWriter, StepMetrics, draw, memory_bytes, say
-from dualpipe.train.model import build_model, build_routers, micro_batch_loss, plan_run, read_model_config
+from dualpipe.train.model import (
+    build_model,
+    build_routers,
+    micro_batch_loss,
+    plan_run,
+    read_model_config,
+    slow_products,
+)
 from dualpipe.train.optimizer import Optimizer, learning_rate
 from dualpipe.train.resume import Saver, State, describe
 
@@ -184,6 +191,9 @@ class Run:
         if held_out.num_tokens:
             self.unigram = self.splits.unigram_loss(self.model.config.vocab_size)
             writer.say(f"a unigram model of the same text has a held-out loss of {self.unigram:.4f} nats per token")
+        tokens = train.micro_batch_size * train.sequence_length * config.parallel.ep
+        for slow in slow_products(self.model, tokens, self.job.device):
+            writer.say(f"WARNING: slower in FP8 than in bfloat16, see dtypes.products and rules: {slow}")
         if train.compile and self.done < train.steps:
             writer.say(f"step {self.done + 1} takes longer: it compiles attention and dense MLPs")
         return writer

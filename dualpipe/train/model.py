@@ -14,6 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from dualpipe.checkpoint import hub_dtypes, load_hf
 from dualpipe.dtypes import dtype_of
 from dualpipe.kernels.formats import FORMATS
+from dualpipe.kernels.grouped_gemm import HALF
+from dualpipe.kernels.grouped_gemm_quantized import slower_in_fp8
 from dualpipe.models import HubConfig, Stage, build_stages, read_config
 from dualpipe.models.stages import Recompute
 from dualpipe.nn import GroupedLinear, Linear, cross_entropy_loss
@@ -163,6 +165,27 @@ def _rows_of_experts(plan: DTypePlan) -> int:
         raise ValueError("dtypes.fp8_dispatch is for experts whose products are in FP8; give *.experts.gate_up_proj a "
                          f"format by a rule ({names}); got {', '.join(sorted(map(str, formats))) or 'no experts'}")
     return blocks.pop()
+
+
+def slow_products(model: Model, tokens: int, device: torch.device) -> list[str]:
+    """Which products of the stages' weights in formats are slower in FP8 than in bfloat16, and why; nothing on CPU.
+
+    tokens: of a micro-batch, on all expert-parallel ranks.
+    """
+    top_k, found = model.config.num_experts_per_tok, []
+    for stage in model.stages:
+        for name, module in stage.named_modules():
+            if not isinstance(module, Linear | GroupedLinear) or module.products == "weight-only":
+                continue
+            item, experts = model.plan.of(f"{name}.weight"), 1
+            rows: float = tokens
+            if isinstance(module, GroupedLinear):
+                experts, rows = module.num_groups, tokens * top_k / module.num_groups
+            if item.format and item.format.computes and item.compute in HALF:
+                shape = (experts, module.out_features, module.in_features)
+                if why := slower_in_fp8(item.format, shape, rows, device):
+                    found.append(f"{name.rpartition('.')[2]}: {why}")
+    return list(dict.fromkeys(found))  # once for all layers
 
 
 def check_tied(config: HubConfig, replicas: int) -> None:
