@@ -327,7 +327,7 @@ def _stack(x: Tensor) -> Tensor:
 
 # --- operators: those that work on bytes; they return NotImplemented where the numbers are needed ---------------------
 
-aten, functional = torch.ops.aten, torch.ops._c10d_functional
+aten, functional, c10d = torch.ops.aten, torch.ops._c10d_functional, torch.ops.c10d
 _OPERATORS: dict[Any, Callable[..., Any]] = {}
 
 
@@ -481,16 +481,40 @@ def _all_gather(x: QuantizedTensor, size: int, group: str) -> QuantizedTensor:
     rows, columns = x.matrix_shape[-2:]
     if x.dim() == 2 and size > 1 and rows % x.format.block[0]:
         raise ValueError(f"{x!r} cannot be gathered: its rows must be a multiple of {x.format.block[0]}")
-    data = functional.all_gather_into_tensor(x.block_rows.contiguous(), size, group)
+    data = functional.wait_tensor(functional.all_gather_into_tensor(x.block_rows.contiguous(), size, group))
     if x.dim() == 2:
         return x.like(data.view(1, -1, data.shape[-1]), (size * rows, columns))
     return x.like(data, (len(data), rows, columns))
 
 
-@_operator(functional.wait_tensor.default)
-def _wait(x: QuantizedTensor) -> QuantizedTensor:
-    functional.wait_tensor(x.block_rows)
-    return x
+@_operator(functional.wait_tensor.default, *(
+    wrap.default for name in ("_wrap_tensor_autograd",) if (wrap := getattr(functional, name, None))  # since torch 2.13
+))
+def _gathered(x: QuantizedTensor) -> QuantizedTensor:
+    return x  # `_all_gather` has waited
+
+
+@_operator(c10d.scatter_.default)
+def _scatter(into: Sequence[QuantizedTensor], parts: Sequence[Sequence[QuantizedTensor]], *rest: Any) -> Any:
+    """What `distribute_tensor` does for shards: bytes, and masters where there are some, are sent."""
+    work = None
+    for name in ("block_rows", "master") if into[0].master is not None else ("block_rows",):
+        sent = [[getattr(part, name).contiguous() for part in each] for each in parts]
+        _, work = c10d.scatter_([getattr(each, name) for each in into], sent, *rest)
+        work.wait()
+    return into, work
+
+
+@_operator(c10d.broadcast_.default)
+def _broadcast(tensors: Sequence[Any], *rest: Any) -> Any:
+    """Numbers are sent, as the other ranks may have plain tensors for them, and quantized again by whoever has not."""
+    kept = [each.dequantize() if each.master is None else each.master for each in tensors]
+    sent = [numbers.to(each.dtype, copy=True) for each, numbers in zip(tensors, kept)]
+    _, work = c10d.broadcast_(sent, *rest)
+    work.wait()
+    for each, numbers in zip(tensors, sent):
+        each.quantize_(numbers)
+    return tensors, work
 
 
 @_operator(aten.copy_.default)
