@@ -52,14 +52,14 @@ def compile_spec(spec: CompileSpec, arch: int) -> Resources:
     options = {"num_warps": spec.num_warps, "num_stages": spec.num_stages, **spec.options}
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     registers, stack = _resource_usage(compiled.asm["cubin"])
-    count = compiled.asm["ptx"].count(MATRIX_INSTRUCTION[arch])
+    count = len(re.findall(re.escape(MATRIX_INSTRUCTION[arch]) + spec.mma_kind, compiled.asm["ptx"]))
     problems = []
     if stack:
         problems.append(f"spills: {stack} bytes of stack")
     if compiled.metadata.shared > SHARED_LIMIT[arch]:
         problems.append(f"needs {compiled.metadata.shared} bytes of shared memory, sm_{arch} has {SHARED_LIMIT[arch]}")
     if spec.needs_mma and not count:
-        problems.append(f"no {MATRIX_INSTRUCTION[arch]}")
+        problems.append(f"no {MATRIX_INSTRUCTION[arch]}{spec.mma_kind}")
     return Resources(spec.name, arch, registers, stack, compiled.metadata.shared, count, tuple(problems))
 
 

@@ -15,8 +15,11 @@ from typing import Any
 import torch
 
 from dualpipe.kernels.common import tl
+from dualpipe.kernels.formats import FORMATS, Format
 from dualpipe.kernels.grouped_gemm_tiles import (
     GemmConfig,
+    dequantize_configs,
+    fp8_configs,
     fuses_swiglu,
     row_configs,
     rows_constants,
@@ -26,12 +29,17 @@ from dualpipe.kernels.grouped_gemm_tiles import (
 )
 
 # Functions of the same names hide some of the modules.
-GEMM, SWIGLU, ROUTING, CROSS_ENTROPY, NORM, ROTARY, TOP_K = (
+GEMM, GEMM_QUANTIZED, SWIGLU, ROUTING, CROSS_ENTROPY, NORM, ROTARY, TOP_K, QUANTIZE = (
     import_module(f"dualpipe.kernels.{name}")
-    for name in ("grouped_gemm", "swiglu", "routing", "cross_entropy", "norm", "rotary", "top_k")
+    for name in (
+        "grouped_gemm", "grouped_gemm_quantized", "swiglu", "routing", "cross_entropy", "norm", "rotary", "top_k",
+        "quantize",
+    )
 )
 EXPERTS = 128
 _EXACT = {"odd": "bf16", "float32": "fp32", "float64": "fp64"}  # shape classes for operands of any size
+# Of the products with quantized weights, how the names of strides start.
+_STRIDES = ("a_row", "a_d", "a_scales_", "w_e", "w_band", "w_row", "w_scales_", "matrix_scales_")
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
 
@@ -40,7 +48,8 @@ class CompileSpec:
     """One kernel in one configuration.
 
     signature: Triton's type by argument name ("*bf16", "i32", "fp32"), in the kernel's order, without constexprs;
-    constexprs: their values; divisible_by_16: arguments that the launcher guarantees to be multiples of 16.
+    constexprs: their values; divisible_by_16: arguments that the launcher guarantees to be multiples of 16; mma_kind: a
+    pattern of how the names of its matrix instructions go on.
     """
 
     name: str
@@ -52,6 +61,7 @@ class CompileSpec:
     needs_mma: bool
     divisible_by_16: tuple[str, ...] = ()
     options: dict[str, Any] = field(default_factory=dict)
+    mma_kind: str = ""
 
 
 def all_specs(arch: int) -> Iterator[CompileSpec]:
@@ -60,12 +70,15 @@ def all_specs(arch: int) -> Iterator[CompileSpec]:
         yield from row_specs(name, config, arch)
     for name, config in weight_configs(arch).items():
         yield from weight_specs(name, config, arch)
+    if arch >= 90:
+        yield from _gemm_quantized_specs(arch)
     yield from _swiglu_specs()
     yield from _routing_specs()
     yield from _cross_entropy_specs()
     yield from _norm_specs()
     yield from _rotary_specs()
     yield from _top_k_specs()
+    yield from _quantize_specs()
 
 
 def row_specs(name: str, config: GemmConfig, arch: int) -> Iterator[CompileSpec]:
@@ -117,6 +130,85 @@ def weight_specs(name: str, config: GemmConfig, arch: int) -> Iterator[CompileSp
     if chip:
         yield _weight_spec(name, config, "bf16", "fp32", True, sizes="16", dy=True, x=True, out_descriptor=False)
     yield _weight_spec(name, config, "fp16", "fp32", True, sizes="16", dy=chip, x=chip)
+
+
+def _gemm_quantized_specs(arch: int) -> Iterator[CompileSpec]:
+    """Products with weights of every format, with borders inside of tiles and without; fp8_block_pow2 is fp8_block."""
+    for name, even in product(("mxfp8", "fp8_block"), (True, False)):
+        yield _fp8_spec(FORMATS[name], arch, even, a=True, w=True)
+        yield _fp8_spec(FORMATS[name], arch, even, a=False, w=True, gather=True)
+        yield _fp8_spec(FORMATS[name], arch, even, a=False, w=False, gather=True)
+    for name, forward in product([name for name in FORMATS if name != "fp8_block_pow2"], (True, False)):
+        for shape, dtype, even, a in (
+            ("half", "bf16", True, True), ("half", "bf16", False, True), ("half", "bf16", True, False),
+            ("half", "bf16", False, False), ("half", "fp16", True, True), ("odd", "bf16", False, False),
+            ("float32", "fp32", False, False),
+        ):
+            yield _dequantize_spec(FORMATS[name], shape, dtype, forward, even, a=a)
+
+
+def _fp8_spec(format: Format, arch: int, even: bool, *, a: bool, w: bool, gather: bool = False) -> CompileSpec:
+    """`even`: the steps through K have no border; the others as for `_rows_spec`."""
+    blocks, kernel = format.block[0] > 1, GEMM_QUANTIZED._fp8_kernel
+    config = fp8_configs(arch)["block" if blocks else "mx"]
+    constants = GEMM_QUANTIZED.fp8_constants(config, format, a, w, config.depth + 16 * (not even), EXPERTS)
+    w_tile = [1, 1, config.cols, config.depth] if blocks else [1, config.cols, 1, config.depth]
+    scale = "*fp32" if blocks else "*u8"
+    signature = {
+        "a": _argument("fp8e4nv", [config.rows, config.depth], a),
+        "w": _argument("fp8e4nv", w_tile, w),
+        "a_scales": scale, "w_scales": scale, "y": "*bf16", "offs": "*i32",
+        **({"gather": "*i32", "bias": "*bf16"} if gather else {}),
+        **dict.fromkeys(("M", "N", "K", "E", *(name for name in kernel.arg_names if name.startswith(_STRIDES))), "i32"),
+    }
+    kind = "e4m3\\.e4m3" if arch < 100 else "kind::f8f6f4" if blocks else "kind::mxf8f6f4\\.block_scale"
+    return CompileSpec(
+        name=f"grouped_gemm_fp8.{format}{'' if even else '.border'}{'.gather_bias' if gather else ''}{_read('.a', a)}"
+        f"{_read('.w', w)}",
+        kernel=kernel,
+        signature=signature,
+        constexprs=constants | ({} if gather else {"gather": None, "bias": None}),
+        num_warps=config.warps,
+        num_stages=config.stages,
+        needs_mma=True,
+        divisible_by_16=_divisible(signature, ["N", "K", "a_row", "w_e", "w_band", "w_row"], "16", never=()),
+        mma_kind=r"\S*" + kind,
+    )
+
+
+def _dequantize_spec(
+    format: Format, name: str, dtype: str, forward: bool, even: bool, *, a: bool
+) -> CompileSpec:
+    """`a`: through a descriptor; if not, with `gather` and bias."""
+    config, kernel, odd = dequantize_configs()[name], GEMM_QUANTIZED._dequantize_kernel, name in _EXACT
+    constants = GEMM_QUANTIZED.dequantize_constants(
+        config, format, forward, a, config.depth + 8 * (not even), EXPERTS, _DTYPES[dtype]
+    )
+    scales = {torch.float32: "*fp32", torch.float8_e4m3fn: "*fp8e4nv", torch.float8_e8m0fnu: "*u8"}
+    signature = {
+        "a": _argument(dtype, [config.rows, config.depth], a),
+        "w": "*u8" if format.bits == 4 else "*fp8e4nv", "y": f"*{dtype}",
+        "offs": "*i32", **({"matrix_scales": "*fp32"} if format.matrix_scale else {}),
+        **({"w_scales": scales[format.scale]} if format.block[1] else {}),
+        **({} if a else {"gather": "*i32", "bias": f"*{dtype}"}),
+        **dict.fromkeys(("M", "N", "K", "E", *(name for name in kernel.arg_names if name.startswith(_STRIDES))), "i32"),
+    }
+    if not odd:
+        del signature["a_d"]
+    return CompileSpec(
+        name=f"grouped_gemm_dequantize.{format}.{'rows' if forward else 'rows_dgrad'}.{name}.{dtype}"
+        f"{'' if even else '.border'}{_read('.a', a) or '.gather_bias'}",
+        kernel=kernel,
+        signature=signature,
+        constexprs=constants | dict.fromkeys({"w_scales", "matrix_scales", "gather", "bias"} - signature.keys())
+        | ({} if odd else {"a_d": 1}),
+        num_warps=config.warps,
+        num_stages=config.stages,
+        needs_mma=dtype in ("bf16", "fp16"),
+        divisible_by_16=_divisible(
+            signature, ["N", "K", "a_row", "w_e", "w_band", "w_row"], "odd" if odd else "16", never=()
+        ),
+    )
 
 
 def _rows_spec(
@@ -322,6 +414,58 @@ def _top_k_specs() -> Iterator[CompileSpec]:
                                 constexprs | {"BLOCK_K": TOP_K.block_k(top_k)}, warps, ("E", "stride"))
         yield _rows_spec_of(f"top_k.backward.{name}{'.balanced' if balanced else ''}", TOP_K._backward_kernel, dtype,
                             constexprs | {"HAS_D_PROBS": balanced}, warps, ("E",))
+
+
+def _quantize_specs() -> Iterator[CompileSpec]:
+    formats, rows = QUANTIZE.FORMATS, {f"rows.{block}": how for block, how in QUANTIZE.ROW_FORMATS.items()}
+    for dtype, (name, how), odd in product(("bf16", "fp32"), (formats | rows).items(), (False, True)):
+        constants = QUANTIZE.constants(how, QUANTIZE.tile_of(how, _DTYPES[dtype]))
+        matrix_scale, end = {"MATRIX_SCALE": how.matrix_scale}, f"{name}.{dtype}{'.odd' if odd else ''}"
+        own = {"TAIL": name in formats, "POWER_OF_TWO": how.power_of_two, **matrix_scale}
+        for stochastic in (False, True) if name in formats else (False,):
+            yield _quantize_spec(f"quantize.{end}{'.stochastic' if stochastic else ''}", QUANTIZE._quantize_kernel, how,
+                                 dtype, constants | own | {"STOCHASTIC": stochastic}, odd)
+        constants = QUANTIZE.constants(how, QUANTIZE.tile_of(rows["rows.32"], torch.bfloat16))
+        constants |= matrix_scale
+        yield _quantize_spec(f"dequantize.{end}", QUANTIZE._dequantize_kernel, how, dtype, constants, odd)
+        if how.matrix_scale:
+            tile = QUANTIZE.tile_of(formats["mxfp8"], _DTYPES[dtype])
+            constants = {"ROWS": tile.rows, "COLS": tile.cols, "BLOCK": how.block[1] or 1, "num_warps": tile.warps}
+            yield _quantize_spec(f"amax.{end}", QUANTIZE._amax_kernel, how, dtype, constants, odd)
+        if how.block[0] == how.block[1] and dtype == "bf16":
+            constants = {"BLOCK": how.block[0], "num_warps": 8}
+            yield _quantize_spec(f"transpose.{end}", QUANTIZE._transpose_kernel, how, dtype, constants, odd)
+    for dtype, (name, how), clamped, weighted, odd in product(
+        ("bf16", "fp32"), rows.items(), (False, True), (False, True), (False, True),
+    ):
+        constants = QUANTIZE.constants(how, QUANTIZE.tile_of(how, _DTYPES[dtype])) | {
+            "CLAMPED": clamped, "ALPHA": 1.702, "LIMIT": 7.0, "HAS_WEIGHT": weighted, "COMPUTE": tl.float32}
+        words = ["swiglu_quantize", name, dtype]
+        words += [word for word, said in (("clamped", clamped), ("weighted", weighted), ("odd", odd)) if said]
+        yield _quantize_spec(".".join(words), QUANTIZE._swiglu_quantize_kernel, how, dtype, constants, odd)
+
+
+def _quantize_spec(
+    name: str, kernel: Any, how: Any, dtype: str, constants: dict[str, Any], odd: bool
+) -> CompileSpec:
+    """`odd`: only of what block rows promise is anything known, which start at multiples of 16 bytes."""
+    scales = "*i32" if how.scale is torch.float32 and how.block[1] else "*u8"
+    types = {"x_ptr": f"*{dtype}", "y_ptr": f"*{dtype}", "elements_ptr": "*u8", "scales_ptr": scales}
+    types |= dict.fromkeys(("amax_ptr", "wholes_ptr"), "*fp32")
+    types |= dict.fromkeys(("gate_up_ptr", "weight_ptr", "h_ptr"), f"*{dtype}")
+    if kernel is QUANTIZE._transpose_kernel:
+        types |= {"x_ptr": "*u8", "y_ptr": "*u8", "x_scales_ptr": "*i32", "y_scales_ptr": "*i32"}
+    elif kernel is QUANTIZE._amax_kernel:
+        types["amax_ptr"] = "*i32"
+    warps = constants.pop("num_warps")
+    names = [name for name in kernel.arg_names if name not in constants]
+    aligned = {"elements_matrix", "elements_band", "row_bytes"}
+    if not odd:
+        aligned |= {name for name in names if name not in ("N", "M", "seed", "used")}
+    return CompileSpec(
+        name, kernel, {name: types.get(name, "i64" if name == "seed" else "i32") for name in names}, constants, warps,
+        num_stages=1, needs_mma=False, divisible_by_16=tuple(name for name in names if name in aligned),
+    )
 
 
 def _rows_spec_of(

@@ -208,7 +208,8 @@ def round_to_element(x: Tensor, format: Format, generator: torch.Generator | Non
     if generator is None:
         whole = x.round()
     else:
-        whole = (x + torch.rand(x.shape, generator=generator, device=x.device)).floor()
+        whole = x.floor()  # compared, as a sum with almost 1 could round up what an element holds
+        whole += torch.rand(x.shape, generator=generator, device=x.device) < x - whole
     return (whole * ulp).clamp(-format.largest, format.largest)
 
 

@@ -129,11 +129,11 @@ def _rows_kernel(
         acc = tl.dot(a_tile, w_tile, acc, input_precision="ieee", out_dtype=ACC)
     # In two halves, which need fewer registers than the whole.
     part0, part1 = acc.reshape(ROWS, 2, HALF).permute(0, 2, 1).split()
-    part0 = _store_rows(y, bias, part0, expert, rows, end, left, left_end, C)
+    part0 = store_rows(y, bias, part0, expert, rows, end, left, left_end, C)
     if SWIGLU == "pairs":
         gate, up = part0.reshape(ROWS, HALF // 2, 2).split()
         _store_activated(h, weight, gate, up, rows, end, left // 2, split, ACC, ALPHA, LIMIT, True)
-    part1 = _store_rows(y, bias, part1, expert, rows, end, right, C, C)
+    part1 = store_rows(y, bias, part1, expert, rows, end, right, C, C)
     if SWIGLU == "pairs":
         gate, up = part1.reshape(ROWS, HALF // 2, 2).split()
         _store_activated(h, weight, gate, up, rows, end, right // 2, split, ACC, ALPHA, LIMIT, True)
@@ -142,7 +142,7 @@ def _rows_kernel(
 
 
 @triton.jit
-def _store_rows(y, bias, part, expert, rows, end, col, col_end, C):
+def store_rows(y, bias, part, expert, rows, end, col, col_end, C):
     """Write the columns of a tile from `col` to `col_end` at most, plus the bias; returns them as written."""
     cols = col + tl.arange(0, part.shape[1])
     inside = cols < col_end
@@ -266,24 +266,24 @@ def _weight_kernel(
 # --- launchers -------------------------------------------------------------------------------------------------------
 
 
-def _rows_aligned(tensor: Tensor) -> bool:
+def rows_aligned(tensor: Tensor) -> bool:
     """Whether rows are consecutive numbers and start at multiples of 16 bytes and of 8 numbers."""
-    starts = tensor.stride()[:-1]
-    return tensor.stride(-1) == 1 and all(s > 0 and s % 8 == 0 for s in starts) and tensor.data_ptr() % 16 == 0
+    starts, step = tensor.stride()[:-1], max(8, 16 // tensor.element_size())
+    return tensor.stride(-1) == 1 and all(s > 0 and s % step == 0 for s in starts) and tensor.data_ptr() % 16 == 0
 
 
 def _aligned(*tensors: Tensor) -> bool:
     """Whether all can be read and written 16 bytes at a time, up to their last column."""
-    return all(_rows_aligned(t) and t.shape[-1] % 8 == 0 for t in tensors)
+    return all(rows_aligned(t) and t.shape[-1] % 8 == 0 for t in tensors)
 
 
-def _takes_descriptor(tensor: Tensor, *, dtypes: tuple[torch.dtype, ...] = HALF) -> bool:
+def takes_descriptor(tensor: Tensor, dtypes: tuple[torch.dtype, ...] = HALF) -> bool:
     """Whether the copy engine (sm_90 and later) can read or add to `tensor`; float32 products do not use it."""
-    fits = tensor.dtype in dtypes and _rows_aligned(tensor) and 0 not in tensor.shape[1:]
+    fits = tensor.dtype in dtypes and rows_aligned(tensor) and 0 not in tensor.shape[1:]
     return fits and architecture(tensor.device) >= 90
 
 
-def _operand(tensor: Tensor, block: list[int], descriptor: bool) -> Any:
+def operand(tensor: Tensor, block: list[int], descriptor: bool) -> Any:
     """What the kernel takes: a descriptor that loads such a block, or the tensor as a pointer."""
     if not descriptor:
         return tensor
@@ -319,18 +319,17 @@ def _launch_rows(
         is_aligned = cols % 16 == 0 or not aligned  # up columns too
         if is_aligned and compute_dtype(a, activation.weight) is compute_dtype(a):
             fused, weight = activation, activation.weight
-    a_descriptor, w_descriptor = gather is None and _takes_descriptor(a), _takes_descriptor(w)
+    a_descriptor, w_descriptor = gather is None and takes_descriptor(a), takes_descriptor(w)
     constants = tiling.rows_constants(
         config, forward, a_descriptor, w_descriptor, aligned, depth, experts, a.dtype, fused
     )
     w_strides = w.stride() if forward else (w.stride(0), w.stride(2), w.stride(1))
     if constants["SWIGLU"] == "halves":
         w = w.unflatten(1, (2, cols // 2))
-    tiles = max(1, rows // config.rows + min(experts, rows)) * triton.cdiv(cols, config.cols)  # at most
     with torch.cuda.device_of(a):
-        _rows_kernel[(tiles,)](
-            _operand(a, [config.rows, config.depth], a_descriptor),
-            _operand(w, tiling.w_block(config, forward, fused), w_descriptor),
+        _rows_kernel[(tiling.most_tiles(config, rows, cols, experts),)](
+            operand(a, [config.rows, config.depth], a_descriptor),
+            operand(w, tiling.w_block(config, forward, fused), w_descriptor),
             *(y, None if fused is None else h),
             *(None if each is None else each.contiguous() for each in (weight, bias, gather, offs)),
             *(rows, cols, depth, experts, *a.stride(), *w_strides),
@@ -347,8 +346,8 @@ def _launch_weight(dy: Tensor, x: Tensor, offs: Tensor, out: Tensor, accumulate:
     experts, n, h = out.shape
     if out.dtype is torch.float64:  # no chip multiplies other operands in float64
         dy, x = dy.double(), x.double()
-    dy_descriptor, x_descriptor = _takes_descriptor(dy), gather is None and _takes_descriptor(x)
-    out_descriptor = accumulate and x.dtype in HALF and _takes_descriptor(out, dtypes=(torch.float32,))
+    dy_descriptor, x_descriptor = takes_descriptor(dy), gather is None and takes_descriptor(x)
+    out_descriptor = accumulate and x.dtype in HALF and takes_descriptor(out, dtypes=(torch.float32,))
     out_descriptor &= not INTERPRET  # which has no atomic_add of descriptors
     aligned = _aligned(dy, x, out)
     shape = tiling.weight_shape(dy.dtype, out=n, hidden=h, aligned=aligned)
@@ -356,9 +355,9 @@ def _launch_weight(dy: Tensor, x: Tensor, offs: Tensor, out: Tensor, accumulate:
     tiles = triton.cdiv(n, config.rows) * triton.cdiv(h, config.cols)
     with torch.cuda.device_of(dy):
         _weight_kernel[(experts * tiles,)](
-            _operand(dy, [config.depth, config.rows], dy_descriptor),
-            _operand(x, [config.depth, config.cols], x_descriptor),
-            _operand(out, [1, config.rows, config.cols // 2], out_descriptor),
+            operand(dy, [config.depth, config.rows], dy_descriptor),
+            operand(x, [config.depth, config.cols], x_descriptor),
+            operand(out, [1, config.rows, config.cols // 2], out_descriptor),
             *(None if gather is None else gather.contiguous(), offs.contiguous()),
             *(dy.shape[0], n, h, *dy.stride(), *x.stride(), *out.stride()),
             **tiling.weight_constants(
@@ -373,7 +372,7 @@ def _launch_weight(dy: Tensor, x: Tensor, offs: Tensor, out: Tensor, accumulate:
 
 @torch.library.custom_op("dualpipe::grouped_gemm", mutates_args=())
 def _grouped_gemm(x: Tensor, w: Tensor, offs: Tensor, bias: Tensor | None, gather: Tensor | None) -> Tensor:
-    _check_values(offs, _rows(x, gather), gather, x.shape[0])
+    check_values(offs, _rows(x, gather), gather, x.shape[0])
     return (_launch_rows if use_triton(x) else _reference_rows)(x, w, offs, bias, gather, forward=True)
 
 
@@ -386,7 +385,7 @@ def _grouped_gemm_swiglu(
     clamped: bool, alpha: float, limit: float,
 ) -> tuple[Tensor, Tensor]:
     """(h, gate_up)."""
-    _check_values(offs, _rows(x, gather), gather, x.shape[0])
+    check_values(offs, _rows(x, gather), gather, x.shape[0])
     if use_triton(x):
         h, activation = x.new_empty(_rows(x, gather), w.shape[1] // 2), Activation(weight, clamped, alpha, limit)
         return h, _launch_rows(x, w, offs, bias, gather, forward=True, h=h, activation=activation)
@@ -401,7 +400,7 @@ def _(x: Tensor, w: Tensor, offs: Tensor, bias: Tensor | None, gather: Tensor | 
 
 @torch.library.custom_op("dualpipe::grouped_gemm_dgrad", mutates_args=())
 def _grouped_gemm_dgrad(dy: Tensor, w: Tensor, offs: Tensor) -> Tensor:
-    _check_values(offs, dy.shape[0])
+    check_values(offs, dy.shape[0])
     return (_launch_rows if use_triton(dy) else _reference_rows)(dy, w, offs, None, None, forward=False)
 
 
@@ -412,7 +411,7 @@ _grouped_gemm_dgrad.register_fake(lambda dy, w, offs: dy.new_empty(dy.shape[0], 
 def _grouped_gemm_wgrad(
     dy: Tensor, x: Tensor, offs: Tensor, out: Tensor, accumulate: bool, gather: Tensor | None
 ) -> None:
-    _check_values(offs, dy.shape[0], gather, x.shape[0])
+    check_values(offs, dy.shape[0], gather, x.shape[0])
     (_launch_weight if use_triton(dy) else _reference_weight)(dy, x, offs, out, accumulate, gather)
 
 
@@ -519,7 +518,7 @@ def check_operands(
                          f"{offs.device}; got {tuple(bias.shape)}, {bias.dtype} on {bias.device}")
 
 
-def _check_values(offs: Tensor, rows: int, gather: Tensor | None = None, gathered_rows: int = 0) -> None:
+def check_values(offs: Tensor, rows: int, gather: Tensor | None = None, gathered_rows: int = 0) -> None:
     """Refuse what only the data can tell: free on CPU, a wait for the device on CUDA and therefore asked for."""
     if offs.is_cuda and os.environ.get("DUALPIPE_CHECK_OFFSETS", "0") != "1":
         return

@@ -66,6 +66,25 @@ _ANY = {
     "float32": GemmConfig(32, 64, 32, 4, 2),
     "float64": GemmConfig(32, 32, 16, 4, 1),
 }
+# Products of e4m3 (grouped_gemm_quantized.py), by what is under one scale. `block`, 128 x 128: registers hold the sum
+# and what is promoted into it every 128 numbers, 153 of them with eight warps; four warps spill. `mx`: promoted every
+# 32 numbers, until sm_100 scales as it multiplies. The first line is for sm_89 and the interpreter.
+_FP8 = {
+    80: {"block": GemmConfig(64, 64, 128, 4, 3), "mx": GemmConfig(64, 64, 32, 4, 4)},
+    90: {"block": GemmConfig(128, 128, 128, 8, 4), "mx": GemmConfig(128, 128, 32, 8, 6)},
+    100: {"block": GemmConfig(128, 128, 128, 8, 4), "mx": GemmConfig(128, 256, 128, 8, 4)},
+}
+# What products of e4m3 are faster by than ours of bfloat16 where nothing but arithmetic counts. Counted, not measured:
+# 128 x 128 x 128 takes Hopper's tensor cores 512 cycles, in bfloat16 1024; to promote it once, 128 more, and every 32
+# with a scale for each row and column, 1024. sm_100 takes 256 and 512, and as long as before to promote.
+_FP8_RATE = {(90, "block"): 1.6, (90, "mx"): 0.65, (100, "block"): 1.0, (100, "mx"): 1.9}
+# Weights that are dequantized on their way: 128 registers, so that two programs share a multiprocessor and one's matrix
+# instructions hide the other's conversions.
+_DEQUANTIZE = {
+    "half": GemmConfig(128, 128, 64, 8, 3),
+    "odd": GemmConfig(64, 64, 32, 4, 3),
+    "float32": GemmConfig(32, 32, 32, 8, 2),
+}
 # Where SwiGLU, in the clamped form or not, is computed in the product before it: everywhere but where the compiler
 # spilled (Triton 3.7.1 on sm_80, 3.6 on sm_100). It saves a launch and reading gate and up back, 4 I bytes a row in
 # half precision, about a tenth of the first product's time at the shapes of Qwen3 and DeepSeek. Chosen from compiling
@@ -81,6 +100,26 @@ def row_configs(arch: int) -> dict[str, GemmConfig]:
 def weight_configs(arch: int) -> dict[str, GemmConfig]:
     """Tiles of weight gradients on sm_`arch`, by shape class."""
     return _WEIGHT[80 if arch < 90 else 90] | _ANY
+
+
+def fp8_configs(arch: int) -> dict[str, GemmConfig]:
+    """Tiles of products of e4m3 on sm_`arch`, by shape class."""
+    return _FP8[80 if arch < 90 else 90 if arch < 100 else 100]
+
+
+def fp8_gain(arch: int, shape: str, rows: float, cols: int) -> float:
+    """How many times faster than in bfloat16 a product is in FP8, with its rows quantized for it; an estimate.
+
+    rows: of an expert on average; cols: of the result. In both, time goes by the bytes of the weights or by operations,
+    of which 200 fit beside a byte; to quantize a row reads and writes three bytes a number.
+    """
+    bfloat16 = max(rows * cols / 100, 2.0 * cols)
+    return bfloat16 / (max(rows * cols / 100 / _FP8_RATE[90 if arch < 100 else 100, shape], cols) + 3 * rows)
+
+
+def dequantize_configs() -> dict[str, GemmConfig]:
+    """Tiles of products with weights that are dequantized on their way, by shape class."""
+    return _DEQUANTIZE
 
 
 def row_shape(dtype: torch.dtype, *, cols: int, aligned: bool = True) -> str:
@@ -110,6 +149,17 @@ def w_block(config: GemmConfig, forward: bool, activation: Activation | None) ->
     return [1, config.cols, config.depth] if forward else [1, config.depth, config.cols]
 
 
+def tile_constants(config: GemmConfig, experts: int) -> dict[str, Any]:
+    """What every kernel that makes rows has to know to find its tile."""
+    return dict(ROWS=config.rows, COLS=config.cols, DEPTH=config.depth, GROUP=GROUP,
+                E_PADDED=max(16, 1 << (experts - 1).bit_length()))
+
+
+def most_tiles(config: GemmConfig, rows: int, cols: int, experts: int) -> int:
+    """Tiles that there can be at most, one at least."""
+    return max(1, rows // config.rows + min(experts, rows)) * -(-cols // config.cols)
+
+
 def rows_constants(
     config: GemmConfig, forward: bool, a_descriptor: bool, w_descriptor: bool, aligned: bool, depth: int, experts: int,
     dtype: torch.dtype, activation: Activation | None,
@@ -117,8 +167,8 @@ def rows_constants(
     """The constants of `_rows_kernel`."""
     return dict(
         FORWARD=forward, A_DESCRIPTOR=a_descriptor, W_DESCRIPTOR=w_descriptor, ALIGNED=aligned,
-        EVEN=depth % config.depth == 0, ROWS=config.rows, COLS=config.cols, DEPTH=config.depth, GROUP=GROUP,
-        E_PADDED=max(16, 1 << (experts - 1).bit_length()), ACC=tl_dtype(torch.promote_types(dtype, torch.float32)),
+        EVEN=depth % config.depth == 0, **tile_constants(config, experts),
+        ACC=tl_dtype(torch.promote_types(dtype, torch.float32)),
         SWIGLU="" if activation is None else "pairs" if activation.clamped else "halves",
         ALPHA=1.0 if activation is None else activation.alpha,
         LIMIT=0.0 if activation is None else activation.limit,

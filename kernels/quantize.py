@@ -10,10 +10,21 @@ rows, I intermediate size.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
-from dualpipe.kernels.common import operator
+from dualpipe.kernels.common import (
+    RowTile,
+    compute_dtype,
+    operator,
+    tl,
+    tl_dtype,
+    triton,
+    use_triton,
+    with_dense_rows,
+)
 from dualpipe.kernels.formats import (
     FORMATS,
     Format,
@@ -23,36 +34,439 @@ from dualpipe.kernels.formats import (
     quantize_reference,
 )
 from dualpipe.kernels.formats import matrix_amax as matrix_amax_reference
-from dualpipe.kernels.swiglu import check_gate_up, swiglu_form, swiglu_reference
+from dualpipe.kernels.swiglu import activate, check_gate_up, load_gate_up, swiglu_form, swiglu_reference
+
+# --- kernels ---------------------------------------------------------------------------------------------------------
+# Elements and scales are integers here, made by exact arithmetic on bits: the same on every architecture. Names that
+# kernels/formats.py has too are explained there.
+
+
+@triton.jit
+def _exponent(amax, MANTISSA: tl.constexpr, ABOVE: tl.constexpr):
+    bits = amax.to(tl.int32, bitcast=True)
+    return (bits >> 23) - ABOVE + ((bits & 0x7FFFFF) > MANTISSA).to(tl.int32)
+
+
+@triton.jit
+def _float32_scale(amax):
+    """The bits of the scale."""
+    return (tl.maximum(tl.div_rn(amax, 448.0), 2.0**-100).to(tl.int32, bitcast=True) + 0x8) & -0x10
+
+
+@triton.jit
+def _matrix_scale(amax, BITS: tl.constexpr):
+    """The bits of the scale."""
+    if BITS == 8:
+        return _float32_scale(amax)
+    return tl.minimum(tl.maximum(_exponent(tl.div_rn(amax, 6.0), 0x680000, 8), 27), 254) << 23
+
+
+@triton.jit
+def _mixed(bits):
+    """Integers of 32 bits so mixed that each bit depends on every bit (the lowbias32 of C. Wellons, 2018)."""
+    bits = bits.to(tl.uint32)
+    bits = tl.mul(bits ^ (bits >> 16), 0x7FEB352D, sanitize_overflow=False)
+    bits = tl.mul(bits ^ (bits >> 15), 0x846CA68B, sanitize_overflow=False)
+    return bits ^ (bits >> 16)
+
+
+@triton.jit
+def _random(place, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Integers below 2^24 for a tile at `place`: (seed, matrix, first row, first column)."""
+    seed, matrix, first, column = place
+    key = _mixed(_mixed(_mixed(seed) ^ (seed >> 32).to(tl.uint32)) ^ matrix.to(tl.uint32))
+    rows = _mixed(key ^ (first + tl.arange(0, ROWS)).to(tl.uint32))
+    return (_mixed(rows[:, None] ^ (column + tl.arange(0, COLS)).to(tl.uint32)[None, :]) >> 8).to(tl.int32)
+
+
+@triton.jit
+def _encode(scaled, place, BITS: tl.constexpr, STOCHASTIC: tl.constexpr):
+    """Numbers in units of their scale -> elements, int32. `place`: what randomness follows from."""
+    LARGEST: tl.constexpr = 448.0 if BITS == 8 else 6.0
+    SMALLEST: tl.constexpr = -6 if BITS == 8 else 0
+    DIGITS: tl.constexpr = 3 if BITS == 8 else 1
+    bits = scaled.to(tl.int32, bitcast=True)
+    magnitude = tl.minimum((bits & 0x7FFFFFFF).to(tl.float32, bitcast=True), LARGEST)
+    exponent = tl.maximum((magnitude.to(tl.int32, bitcast=True) >> 23) - 127, SMALLEST)
+    units = magnitude * ((127 + DIGITS - exponent) << 23).to(tl.float32, bitcast=True)  # of the last place, below 16
+    if STOCHASTIC:
+        whole = ((units * 16777216.0).to(tl.int32) + _random(place, scaled.shape[0], scaled.shape[1])) >> 24
+    else:
+        whole = (units + 8388608.0).to(tl.int32, bitcast=True) & 0xFF  # 2^23 plus an integer: rounded, ties to even
+    return (((exponent - SMALLEST) << DIGITS) + whole) | (((bits >> 31) & 1) << (BITS - 1))
+
+
+@triton.jit
+def decode(elements, BITS: tl.constexpr):
+    """Elements, int32 -> float32."""
+    DIGITS: tl.constexpr = 3 if BITS == 8 else 1
+    BIAS: tl.constexpr = 7 if BITS == 8 else 1
+    low = elements & ((1 << (BITS - 1)) - 1)
+    subnormal = (low.to(tl.float32) * 2.0 ** (1 - BIAS - DIGITS)).to(tl.int32, bitcast=True)
+    bits = tl.where((low >> DIGITS) == 0, subnormal, (low << (23 - DIGITS)) + ((127 - BIAS) << 23))
+    if BITS == 8:
+        bits = tl.where(low == 127, 0x7FC00000, bits)
+    return (bits | ((elements >> (BITS - 1)) << 31)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def decode_scale(scale, SCALE: tl.constexpr):
+    """Scales as they are stored, int32 -> float32."""
+    if SCALE == "e4m3":
+        return decode(scale, 8)
+    if SCALE == "e8m0":
+        scale = tl.where(scale == 255, 0x7FC00000, tl.where(scale == 0, 0x400000, scale << 23))
+    return scale.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _quantize_tile(
+    x, whole, place, ROWS: tl.constexpr, COLS: tl.constexpr, BAND: tl.constexpr, BLOCK: tl.constexpr,
+    BITS: tl.constexpr, SCALE: tl.constexpr, POWER_OF_TWO: tl.constexpr, STOCHASTIC: tl.constexpr,
+):
+    """Numbers (ROWS, COLS) float32, `whole` the scale of their matrix -> elements (ROWS, COLS) and scales
+    (ROWS / BAND, COLS / BLOCK) as they are stored, int32.
+
+    Magnitudes are compared as integers, where an infinity is larger than any number, and NaN larger still.
+    """
+    magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    if SCALE == "":
+        elements = tl.where(magnitude < 0x7F800000, _encode(tl.div_rn(x, whole), place, BITS, STOCHASTIC), 0x7F)
+        scale = magnitude  # of no use
+    else:
+        blocks = tl.reshape(magnitude, (ROWS // BAND, BAND, COLS // BLOCK, BLOCK))
+        largest = tl.max(tl.max(blocks, 3), 1)
+        broken = largest >= 0x7F800000
+        amax = tl.where(broken, 0, largest).to(tl.float32, bitcast=True)
+        x = tl.reshape(x, (ROWS // BAND, BAND, COLS // BLOCK, BLOCK))
+        x = tl.where(broken[:, None, :, None], 0.0, x)
+        if SCALE == "e8m0" or POWER_OF_TWO:
+            biased = _exponent(amax, 0x680000, 8) if BITS == 8 else _exponent(amax, 0x5FFFFF, 2)
+            biased = tl.maximum(biased, 0 if SCALE == "e8m0" else 27)
+            x *= ((254 - biased) << 23).to(tl.float32, bitcast=True)[:, None, :, None]  # exact; 2^-127 is subnormal
+            scale = biased if SCALE == "e8m0" else biased << 23
+        else:
+            if SCALE == "e4m3":
+                share = tl.div_rn(tl.div_rn(amax, whole), 6.0)
+                scale = _encode(tl.maximum(share, 0.015625), 0, 8, False)
+                unit = decode(scale, 8) * whole
+            else:
+                scale = _float32_scale(amax)
+                unit = scale.to(tl.float32, bitcast=True)
+            x = tl.div_rn(x, tl.broadcast_to(unit[:, None, :, None], (ROWS // BAND, BAND, COLS // BLOCK, BLOCK)))
+        NAN: tl.constexpr = 0x7FC00000 if SCALE == "float32" else 255 if SCALE == "e8m0" else 127
+        scale = tl.where(broken, NAN, scale)
+        elements = _encode(tl.reshape(x, (ROWS, COLS)), place, BITS, STOCHASTIC)
+    return elements, scale
+
+
+@triton.jit
+def _store_tile(
+    elements_ptr, scales_ptr, elements, scales, first, column, N, K, elements_band, scales_band, ROWS: tl.constexpr,
+    COLS: tl.constexpr, BAND: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, SCALE: tl.constexpr,
+):
+    """Write what `_quantize_tile` made, of the last band all rows: those past N are zeros."""
+    if BITS == 4:
+        low, high = tl.split(tl.reshape(elements, (ROWS, COLS // 2, 2)))
+        elements = low | (high << 4)
+    rows, row_bytes = first + tl.arange(0, ROWS), K * BITS // 8
+    if BAND == 1:
+        starts = rows.to(tl.int64) * elements_band
+    else:  # of one band, within 32 bits
+        elements_ptr += (first // BAND).to(tl.int64) * elements_band
+        starts = (rows - first) * row_bytes
+    at = column * BITS // 8 + tl.arange(0, COLS * BITS // 8)
+    tl.store(elements_ptr + starts[:, None] + at[None, :], elements.to(tl.uint8),
+             mask=(rows // BAND * BAND < N)[:, None] & (at < row_bytes)[None, :])
+    if SCALE != "":
+        bands = first // BAND + tl.arange(0, ROWS // BAND)
+        blocks = column // BLOCK + tl.arange(0, COLS // BLOCK)
+        tl.store(scales_ptr + bands.to(tl.int64)[:, None] * scales_band + blocks[None, :],
+                 scales.to(scales_ptr.dtype.element_ty),
+                 mask=(bands * BAND < N)[:, None] & (blocks * BLOCK < K)[None, :])
+
+
+@triton.jit(do_not_specialize=["N", "seed"])
+def _quantize_kernel(
+    x_ptr,  # (E, N, K), neighbours in a row
+    elements_ptr, scales_ptr,  # (E, R, ...) bytes; float32 scales as int32
+    amax_ptr,  # (E,) or unused
+    N, K, x_matrix, x_row, elements_matrix, elements_band, scales_matrix, scales_band, seed,
+    used, row_bytes,  # bytes of elements and scales; those with zeros and the matrix's scale, which `TAIL` writes
+    MATRIX_SCALE: tl.constexpr, TAIL: tl.constexpr, STOCHASTIC: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, BAND: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr,
+    SCALE: tl.constexpr,
+):
+    tiles = tl.maximum(tl.cdiv(N, ROWS), 1)
+    matrix = (tl.program_id(0) // tiles).to(tl.int64)
+    first, column = tl.program_id(0) % tiles * ROWS, tl.program_id(1) * COLS
+    rows, cols = first + tl.arange(0, ROWS), column + tl.arange(0, COLS)
+    x = tl.load(x_ptr + matrix * x_matrix + rows.to(tl.int64)[:, None] * x_row + cols[None, :],
+                mask=(rows < N)[:, None] & (cols < K)[None, :], other=0.0).to(tl.float32)
+    whole_bits = _matrix_scale(tl.load(amax_ptr + matrix), BITS) if MATRIX_SCALE else tl.full((), 0, tl.int32)
+    whole, place = whole_bits.to(tl.float32, bitcast=True), (seed, matrix, first, column)
+    elements, scales = _quantize_tile(x, whole, place, ROWS, COLS, BAND, BLOCK, BITS, SCALE, POWER_OF_TWO, STOCHASTIC)
+    elements_ptr += matrix * elements_matrix
+    _store_tile(elements_ptr, scales_ptr + matrix * scales_matrix, elements, scales, first, column, N, K, elements_band,
+                scales_band, ROWS, COLS, BAND, BLOCK, BITS, SCALE)
+    if TAIL and tl.program_id(1) == 0:
+        bands = first // BAND + tl.arange(0, ROWS // BAND)
+        at = row_bytes - 32 + tl.arange(0, 32)  # at most 19 of them are past `used`
+        last = row_bytes - 4 if MATRIX_SCALE else row_bytes
+        tail = tl.where(at < last, 0, whole_bits >> (tl.maximum(at - last, 0) * 8))
+        tl.store(elements_ptr + bands.to(tl.int64)[:, None] * elements_band + at[None, :],
+                 tl.broadcast_to(tail.to(tl.uint8)[None, :], (ROWS // BAND, 32)),
+                 mask=(bands * BAND < N)[:, None] & (at >= used)[None, :])
+
+
+@triton.jit(do_not_specialize=["M"])
+def _swiglu_quantize_kernel(
+    gate_up_ptr,  # (M, 2I), rows `stride` apart
+    weight_ptr,  # (M,) or unused
+    h_ptr, elements_ptr,  # (M, I) contiguous
+    scales_ptr,  # (M, I / BLOCK) contiguous, float32 ones as int32
+    M, width, stride,  # width is I
+    CLAMPED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, HAS_WEIGHT: tl.constexpr, COMPUTE: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, BAND: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr,
+    SCALE: tl.constexpr,
+):
+    first, column = tl.program_id(0) * ROWS, tl.program_id(1) * COLS
+    rows, cols = first + tl.arange(0, ROWS), column + tl.arange(0, COLS)
+    gate, up = load_gate_up(gate_up_ptr, rows, column, M, width, stride, CLAMPED, ROWS, COLS)
+    gate, s, u = activate(gate.to(COMPUTE), up.to(COMPUTE), ALPHA, LIMIT, CLAMPED)
+    h = u * gate * s
+    if HAS_WEIGHT:
+        h = h * tl.load(weight_ptr + rows, mask=rows < M, other=0.0).to(COMPUTE)[:, None]
+    h = h.to(h_ptr.dtype.element_ty)  # what is quantized is what was rounded
+    h_ptrs = h_ptr + rows.to(tl.int64)[:, None] * width + cols[None, :]
+    tl.store(h_ptrs, h, mask=(rows < M)[:, None] & (cols < width)[None, :])
+    elements, scales = _quantize_tile(h.to(tl.float32), 0.0, 0, ROWS, COLS, BAND, BLOCK, BITS, SCALE, False, False)
+    _store_tile(elements_ptr, scales_ptr, elements, scales, first, column, M, width, width, tl.cdiv(width, BLOCK), ROWS,
+                COLS, BAND, BLOCK, BITS, SCALE)
+
+
+@triton.jit(do_not_specialize=["N"])
+def _dequantize_kernel(
+    y_ptr,  # (E, N, K) contiguous
+    elements_ptr, scales_ptr,  # (E, R, ...) bytes; float32 scales as int32
+    wholes_ptr,  # (E, R) or unused
+    N, K, elements_matrix, elements_band, scales_matrix, scales_band, wholes_matrix, wholes_band,
+    MATRIX_SCALE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, BAND: tl.constexpr, BLOCK: tl.constexpr,
+    BITS: tl.constexpr, SCALE: tl.constexpr,
+):
+    tiles = tl.maximum(tl.cdiv(N, ROWS), 1)
+    matrix = (tl.program_id(0) // tiles).to(tl.int64)
+    rows, column = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS), tl.program_id(1) * COLS
+    bands, row_bytes = (rows // BAND).to(tl.int64), K * BITS // 8
+    at = column * BITS // 8 + tl.arange(0, COLS * BITS // 8)
+    starts = matrix * elements_matrix + bands * elements_band + (rows % BAND).to(tl.int64) * row_bytes
+    elements = tl.load(elements_ptr + starts[:, None] + at[None, :],
+                       mask=(rows < N)[:, None] & (at < row_bytes)[None, :], other=0).to(tl.int32)
+    if BITS == 4:
+        elements = tl.interleave(elements & 0xF, elements >> 4)
+    y = tl.reshape(decode(elements, BITS), (ROWS, COLS // BLOCK, BLOCK))
+    unit = tl.full((ROWS, COLS // BLOCK), 1.0, tl.float32)
+    if SCALE != "":
+        blocks = column // BLOCK + tl.arange(0, COLS // BLOCK)
+        scales = tl.load(scales_ptr + matrix * scales_matrix + (bands * scales_band)[:, None] + blocks[None, :],
+                         mask=(rows < N)[:, None] & (blocks * BLOCK < K)[None, :], other=0)
+        unit = decode_scale(scales.to(tl.int32), SCALE)
+    if MATRIX_SCALE:
+        unit *= tl.load(wholes_ptr + matrix * wholes_matrix + bands * wholes_band, mask=rows < N, other=0.0)[:, None]
+    cols = column + tl.arange(0, COLS)
+    tl.store(y_ptr + (matrix * N + rows)[:, None] * K + cols[None, :],
+             tl.reshape(y * unit[:, :, None], (ROWS, COLS)).to(y_ptr.dtype.element_ty),
+             mask=(rows < N)[:, None] & (cols < K)[None, :])
+
+
+@triton.jit
+def _amax_kernel(
+    x_ptr,  # (E, N, K), neighbours in a row
+    amax_ptr,  # (E,) float32 as int32, zeros
+    N, K, x_matrix, x_row, ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr,
+):
+    tiles = tl.cdiv(N, ROWS)
+    matrix = (tl.program_id(0) // tiles).to(tl.int64)
+    rows, cols = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS), tl.program_id(1) * COLS + tl.arange(0, COLS)
+    x = tl.load(x_ptr + matrix * x_matrix + rows.to(tl.int64)[:, None] * x_row + cols[None, :],
+                mask=(rows < N)[:, None] & (cols < K)[None, :], other=0.0).to(tl.float32)
+    magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    largest = tl.max(tl.reshape(magnitude, (ROWS * COLS // BLOCK, BLOCK)), 1)
+    tl.atomic_max(amax_ptr + matrix, tl.max(tl.where(largest < 0x7F800000, largest, 0), 0))
+
+
+@triton.jit
+def _transpose_kernel(
+    x_ptr, y_ptr,  # (E, N / BLOCK, bytes), (E, K / BLOCK, bytes)
+    x_scales_ptr, y_scales_ptr,  # (E, N / BLOCK, K / BLOCK) float32 as int32, and the other way around
+    N, K, x_matrix, x_band, y_matrix, y_band, x_scales_matrix, x_scales_band, y_scales_matrix, y_scales_band,
+    used, row_bytes,  # of a block row of y: elements and scales; with zeros
+    BLOCK: tl.constexpr,
+):
+    """A block for each program; no tl.trans, which 3.7 has got wrong for single bytes: its rows are read as columns."""
+    band, across, matrix = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    row, col = tl.arange(0, BLOCK)[None, :], tl.arange(0, BLOCK)[:, None]
+    x_ptr, y_ptr = x_ptr + matrix * x_matrix + band * x_band, y_ptr + matrix * y_matrix + across * y_band
+    inside = band * BLOCK + row < N
+    block = tl.load(x_ptr + row * K + (across * BLOCK + col), mask=inside & (across * BLOCK + col < K), other=0)
+    tl.store(y_ptr + col * N + (band * BLOCK + row), block, mask=inside & (col < BLOCK))
+    scale = tl.load(x_scales_ptr + matrix * x_scales_matrix + band * x_scales_band + across)
+    tl.store(y_scales_ptr + matrix * y_scales_matrix + across * y_scales_band + band, scale)
+    if band == 0:
+        at = used + tl.arange(0, 16)
+        tl.store(y_ptr + at, tl.zeros((16,), tl.uint8), mask=at < row_bytes)
+
+
+# --- launchers -------------------------------------------------------------------------------------------------------
+
+ROW_FORMATS = {128: Format("rows", 8, (1, 128), torch.float32), 32: FORMATS["mxfp8"]}  # of activations, by block
+_SCALES = {torch.float8_e8m0fnu: "e8m0", torch.float8_e4m3fn: "e4m3", torch.float32: "float32"}
+
+
+def tile_of(format: Format, dtype: torch.dtype) -> RowTile:
+    """What one program takes: a block, or of formats for parts of rows two accesses of 16 bytes a thread."""
+    return RowTile(*format.block, 8) if format.block[0] > 1 else RowTile(8, 256, 4).sized(dtype)
+
+
+def constants(format: Format, tile: RowTile) -> dict[str, Any]:
+    """What every kernel knows of a format, and its warps."""
+    return dict(ROWS=tile.rows, COLS=tile.cols, BAND=format.block[0], BLOCK=format.block[1] or tile.cols,
+                BITS=format.bits, SCALE=_SCALES[format.scale] if format.block[1] else "", num_warps=tile.warps)
+
+
+class _Parts(NamedTuple):
+    """Where block rows have what: bytes from the first element on, and scales as kernels see them, (E, R, ...)."""
+
+    elements: Tensor
+    scales: Tensor
+    used: int = 0  # bytes of elements and scales of a block row
+    row_bytes: int = 0
+
+    @classmethod
+    def of_data(cls, data: Tensor, format: Format, columns: int) -> _Parts:
+        """Of (..., R, bytes)."""
+        data = data.view(-1, *data.shape[-2:])
+        scales = _integers(format.scales(data, columns)) if format.block[1] else data
+        used = format.block[0] * columns * format.bits // 8 + format.scales_per_row(columns) * format.scale.itemsize
+        return cls(data, scales, used, format.row_bytes(columns))
+
+    @classmethod
+    def of_rows(cls, elements: Tensor, scales: Tensor) -> _Parts:
+        return cls(elements.view(torch.uint8)[None], _integers(scales)[None])
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        return *_strides(self.elements), *_strides(self.scales)
+
+
+def _integers(scales: Tensor) -> Tensor:
+    return scales.view(torch.int32 if scales.dtype is torch.float32 else torch.uint8)
+
+
+def _strides(x: Tensor) -> tuple[int, int]:
+    """From a matrix to the next, and from a row; of a single matrix no multiple of its rows, whose number is data."""
+    return x.stride(0) if x.shape[0] > 1 else 0, x.stride(1)
+
+
+def _matrices(x: Tensor) -> Tensor:
+    """(..., N, K) -> (E, N, K), neighbours in a row."""
+    x = x.reshape(-1, *x.shape[-2:])
+    return x if x.stride(2) == 1 or x.shape[2] == 1 else x.contiguous()
+
+
+def _grid(x: Tensor, tile: RowTile) -> tuple[int, int]:
+    """Tiles of matrices (E, N, K), of which the first dimension of a grid has more than 65535."""
+    return x.shape[0] * max(triton.cdiv(x.shape[1], tile.rows), 1), triton.cdiv(x.shape[2], tile.cols)
+
+
+def _launch_quantize(
+    x: Tensor, to: _Parts, format: Format, amax: Tensor | None = None, seed: int | None = None
+) -> None:
+    """`x` (E, N, K)."""
+    tile = tile_of(format, x.dtype)
+    _quantize_kernel[_grid(x, tile)](
+        x, to.elements, to.scales, x if amax is None else amax, x.shape[1], x.shape[2], *_strides(x), *to.strides,
+        seed or 0, to.used, to.row_bytes, MATRIX_SCALE=amax is not None, TAIL=to.row_bytes > 0,
+        STOCHASTIC=seed is not None, POWER_OF_TWO=format.power_of_two, **constants(format, tile),
+    )
+
+
+def _launch_dequantize(parts: _Parts, wholes: Tensor | None, format: Format, y: Tensor) -> None:
+    """`y` (E, N, K) contiguous."""
+    tile = tile_of(ROW_FORMATS[32], torch.bfloat16)
+    _dequantize_kernel[_grid(y, tile)](
+        y, parts.elements, parts.scales, y if wholes is None else wholes, y.shape[1], y.shape[2], *parts.strides,
+        *((0, 0) if wholes is None else _strides(wholes)), MATRIX_SCALE=wholes is not None, **constants(format, tile),
+    )
+
 
 # --- operators: torch.compile and FakeTensor see these as one call each ----------------------------------------------
 
 
 @operator(lambda *_: None, mutates=("out",))
 def _quantize(x: Tensor, out: Tensor, format: str, amax: Tensor | None, seed: int | None) -> None:
-    generator = None if seed is None else torch.Generator(x.device).manual_seed(seed)
-    out.copy_(quantize_reference(x, FORMATS[format], amax, generator=generator))
+    how = FORMATS[format]
+    if not x.numel():
+        out.zero_()
+    elif use_triton(x):
+        if how.matrix_scale:
+            amax = (_matrix_amax(x, format) if amax is None else amax.float()).reshape(-1)
+        x_ENK = _matrices(x)
+        _launch_quantize(x_ENK, _Parts.of_data(out, how, x.shape[-1]), how, amax if how.matrix_scale else None, seed)
+    else:
+        generator = None if seed is None else torch.Generator(x.device).manual_seed(seed)
+        out.copy_(quantize_reference(x, how, amax, generator=generator))
 
 
 @operator(lambda data, _, rows, columns, dtype: data.new_empty((*data.shape[:-2], rows, columns), dtype=dtype))
 def _dequantize(data: Tensor, format: str, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-    return dequantize_reference(data, FORMATS[format], rows, columns).to(dtype).contiguous()
+    how = FORMATS[format]
+    if not use_triton(data):
+        return dequantize_reference(data, how, rows, columns).to(dtype)
+    y = data.new_empty((*data.shape[:-2], rows, columns), dtype=dtype)
+    if y.numel():
+        data = _matrices(data)
+        wholes = how.matrix_scales(data) if how.matrix_scale else None
+        _launch_dequantize(_Parts.of_data(data, how, columns), wholes, how, y.view(-1, rows, columns))
+    return y
 
 
 @operator(lambda x, format: x.new_empty(x.shape[:-2], dtype=torch.float32))
 def _matrix_amax(x: Tensor, format: str) -> Tensor:
-    return matrix_amax_reference(x, FORMATS[format])
+    if not use_triton(x) or not x.numel():
+        return matrix_amax_reference(x, FORMATS[format])
+    amax = x.new_zeros(x.shape[:-2], dtype=torch.float32)
+    tile, x = tile_of(FORMATS["mxfp8"], x.dtype), _matrices(x)
+    _amax_kernel[_grid(x, tile)](x, amax.view(torch.int32), x.shape[1], x.shape[2], *_strides(x), ROWS=tile.rows,
+                                 COLS=tile.cols, BLOCK=FORMATS[format].block[1] or 1, num_warps=tile.warps)
+    return amax
 
 
 def _new_rows(x: Tensor, columns: int, block: int) -> tuple[Tensor, Tensor]:
-    format = _ROWS[block]
+    format = ROW_FORMATS[block]
     return (x.new_empty(x.shape[0], columns, dtype=torch.float8_e4m3fn),
             x.new_empty(x.shape[0], format.scales_per_row(columns), dtype=format.scale))
 
 
 @operator(lambda x, block: _new_rows(x, x.shape[1], block))
 def _quantize_rows(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    return quantize_rows_reference(x, block)
+    if not use_triton(x):
+        return quantize_rows_reference(x, block)
+    elements, scales = _new_rows(x, x.shape[1], block)
+    if x.shape[1]:
+        _launch_quantize(with_dense_rows(x)[None], _Parts.of_rows(elements, scales), ROW_FORMATS[block])
+    return elements, scales
+
+
+@operator(lambda elements, _, dtype: elements.new_empty(elements.shape, dtype=dtype))
+def _dequantize_rows(elements: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    block = next(size for size, format in ROW_FORMATS.items() if format.scale is scales.dtype)
+    if not use_triton(elements):
+        return (elements.float() * scales.float().repeat_interleave(block, 1)[:, : elements.shape[1]]).to(dtype)
+    y, parts = elements.new_empty(elements.shape, dtype=dtype), _Parts.of_rows(elements, scales)
+    if y.shape[1]:
+        _launch_dequantize(parts, None, ROW_FORMATS[block], y[None])
+    return y
 
 
 def _new_activation(gate_up: Tensor, block: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -64,13 +478,33 @@ def _new_activation(gate_up: Tensor, block: int) -> tuple[Tensor, Tensor, Tensor
 def _swiglu_quantize(
     gate_up: Tensor, weight: Tensor | None, block: int, clamped: bool, alpha: float, limit: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    h = swiglu_reference(gate_up, weight, clamped, alpha, limit).to(gate_up.dtype)
-    return h, *quantize_rows_reference(h, block)
+    if not use_triton(gate_up):
+        h = swiglu_reference(gate_up, weight, clamped, alpha, limit).to(gate_up.dtype)
+        return h, *quantize_rows_reference(h, block)
+    h, elements, scales = _new_activation(gate_up, block)
+    if h.shape[1]:
+        gate_up, tile = with_dense_rows(gate_up), tile_of(ROW_FORMATS[block], gate_up.dtype)
+        _swiglu_quantize_kernel[max(triton.cdiv(h.shape[0], tile.rows), 1), triton.cdiv(h.shape[1], tile.cols)](
+            gate_up, h if weight is None else weight.contiguous(), h, elements.view(torch.uint8), _integers(scales),
+            *h.shape, gate_up.stride(0), CLAMPED=clamped, ALPHA=alpha, LIMIT=limit, HAS_WEIGHT=weight is not None,
+            COMPUTE=tl_dtype(compute_dtype(gate_up, weight)), **constants(ROW_FORMATS[block], tile),
+        )
+    return h, elements, scales
 
 
 @operator(lambda data, format, rows, columns: transpose_blocks_reference(data, FORMATS[format], rows, columns))
 def _transpose_blocks(data: Tensor, format: str, rows: int, columns: int) -> Tensor:
-    return transpose_blocks_reference(data, FORMATS[format], rows, columns)
+    how = FORMATS[format]
+    if not data.numel() or not use_triton(data):
+        return transpose_blocks_reference(data, how, rows, columns)
+    turned = data.new_empty((*data.shape[:-2], how.block_rows(columns), how.row_bytes(rows)))
+    x, y = _Parts.of_data(_matrices(data), how, columns), _Parts.of_data(turned, how, rows)
+    strides = (stride for x_part, y_part in zip(x[:2], y[:2]) for part in (x_part, y_part) for stride in _strides(part))
+    _transpose_kernel[how.block_rows(rows), how.block_rows(columns), x.elements.shape[0]](
+        x.elements, y.elements, x.scales, y.scales, rows, columns, *strides, y.used, y.row_bytes, BLOCK=how.block[0],
+        num_warps=8,
+    )
+    return turned
 
 
 # --- public functions ------------------------------------------------------------------------------------------------
@@ -138,9 +572,7 @@ def quantize_rows(x: Tensor, block: int) -> QuantizedRows:
 
 def dequantize_rows(rows: QuantizedRows, dtype: torch.dtype = torch.float32) -> Tensor:
     """What `quantize_rows` made -> (M, K), exact in float32, rounded to `dtype` once."""
-    elements, scales = rows
-    block = next(size for size, format in _ROWS.items() if format.scale is scales.dtype)
-    return (elements.float() * scales.float().repeat_interleave(block, 1)[:, : elements.shape[1]]).to(dtype)
+    return _dequantize_rows(*rows, dtype)
 
 
 def swiglu_quantize(
@@ -179,19 +611,17 @@ def _check_data(data: Tensor, format: Format, rows: int, columns: int) -> None:
 
 
 def _checked_block(block: int) -> int:
-    if block not in _ROWS:
-        raise ValueError(f"activations are quantized in blocks of {' or '.join(map(str, _ROWS))}; got {block}")
+    if block not in ROW_FORMATS:
+        raise ValueError(f"activations are quantized in blocks of {' or '.join(map(str, ROW_FORMATS))}; got {block}")
     return block
 
 
 # --- reference: of what kernels/formats.py has none for --------------------------------------------------------------
 
-_ROWS = {128: Format("rows", 8, (1, 128), torch.float32), 32: FORMATS["mxfp8"]}  # by block, as what rows are quantized
-
 
 def quantize_rows_reference(x: Tensor, block: int) -> QuantizedRows:
     """The rows of (M, K), as a matrix with scales for parts of rows."""
-    format, columns = _ROWS[block], x.shape[1]
+    format, columns = ROW_FORMATS[block], x.shape[1]
     data = quantize_reference(x, format)
     elements = format.elements(data, columns).squeeze(-2).view(torch.float8_e4m3fn)
     return QuantizedRows(elements.contiguous(), format.scales(data, columns).contiguous())
@@ -201,6 +631,8 @@ def transpose_blocks_reference(data: Tensor, format: Format, rows: int, columns:
     """Elements as a matrix, which is transposed and cut into block rows again; scales likewise."""
     band, bands = format.block[0], format.block_rows(columns)
     turned = data.new_zeros((*data.shape[:-2], bands, format.row_bytes(rows)))
+    if not data.numel():
+        return turned
     elements = format.elements(data, columns).flatten(-3, -2)[..., :rows, :].mT  # (..., columns, rows)
     elements = torch.nn.functional.pad(elements, (0, 0, 0, -columns % band))
     format.elements(turned, rows).copy_(elements.unflatten(-2, (bands, band)))

@@ -32,7 +32,7 @@ from dualpipe.kernels.common import RowTile, compute_dtype, once_only, tl, tl_dt
 
 
 @triton.jit
-def _load_gate_up(
+def load_gate_up(
     ptr, rows, start, M, width, stride, CLAMPED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_I: tl.constexpr
 ):
     """gate and up of a tile as they are stored, each (BLOCK_M, BLOCK_I); zero outside the matrix."""
@@ -70,7 +70,7 @@ def _forward_kernel(
 ):
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     start = tl.program_id(1) * BLOCK_I
-    gate, up = _load_gate_up(gate_up_ptr, rows, start, M, width, stride, CLAMPED, BLOCK_M, BLOCK_I)
+    gate, up = load_gate_up(gate_up_ptr, rows, start, M, width, stride, CLAMPED, BLOCK_M, BLOCK_I)
     gate, s, u = activate(gate.to(COMPUTE), up.to(COMPUTE), ALPHA, LIMIT, CLAMPED)
     h = u * gate * s
     if HAS_WEIGHT:
@@ -102,7 +102,7 @@ def _backward_kernel(
         mask = (rows < M)[:, None] & (cols < width)[None, :]
         dh_ptrs = dh_ptr + rows.to(tl.int64)[:, None] * stride_dh + cols[None, :]
         dh = tl.load(dh_ptrs, mask=mask, other=0.0).to(COMPUTE)
-        raw_gate, raw_up = _load_gate_up(gate_up_ptr, rows, start, M, width, stride, CLAMPED, BLOCK_M, BLOCK_I)
+        raw_gate, raw_up = load_gate_up(gate_up_ptr, rows, start, M, width, stride, CLAMPED, BLOCK_M, BLOCK_I)
         raw_gate, raw_up = raw_gate.to(COMPUTE), raw_up.to(COMPUTE)
         gate, s, u = activate(raw_gate, raw_up, ALPHA, LIMIT, CLAMPED)
         d_u = dh * (gate * s)

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from dualpipe.quantized.weights import quantized_part
+
 _BLOCK = 2**20  # elements drawn at a time: 4 MB, little beside any layer, and enough that the drawing takes the time
 _GROUP = 16  # torch draws normal values in groups of this many, and fewer than one group by another method
 
@@ -51,8 +53,13 @@ def local_part(param: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
     """What this rank holds of `param`, as a plain tensor that shares its memory, and where that lies in the whole.
 
     Example: rank 1 of 2 holds `(slice(2, 4), slice(0, 3))` of a (4, 3) DTensor sharded on dimension 0.
+
+    Of a quantized one it is the master, if there is one: after filling that, call `dualpipe.quantized.requantize`.
     """
+    quantized = quantized_part(param)
+    master = None if quantized is None else quantized.master
     if not isinstance(param, DTensor):
-        return param.detach(), tuple(slice(0, size) for size in param.shape)
+        return param.detach() if master is None else master, tuple(slice(0, size) for size in param.shape)
     (chunk,) = param.__create_chunk_list__()  # what distributed checkpoints go by; right for every order of the shards
-    return param.to_local().detach(), tuple(slice(o, o + size) for o, size in zip(chunk.offsets, chunk.sizes))
+    place = tuple(slice(o, o + size) for o, size in zip(chunk.offsets, chunk.sizes))
+    return param.to_local().detach() if master is None else master, place

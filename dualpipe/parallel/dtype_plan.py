@@ -238,8 +238,8 @@ def assert_contract(
     Storage is checked always, with formats and masters. `run`, a forward or a whole step of the module, is called once;
     while it runs, each module's parameters and buffers are compared with their compute dtype and format, and what
     gradients accumulate in with the reduce dtype. Gradients that are there afterwards are checked too. `checkpoint` is
-    a distributed checkpoint, which has storage dtypes or the float32 masters of trained parameters, or an export as
-    safetensors or the dtypes by name, which have the save dtypes.
+    a distributed checkpoint, which has storage dtypes, the float32 masters of trained parameters, or bytes of quantized
+    ones, or an export as safetensors or the dtypes by name, which have the save dtypes.
 
     Raises ContractError where something differs, or no parameter was seen in a forward; ValueError where the plan lacks
     a tensor of the module, or `checkpoint` cannot be read.
@@ -275,11 +275,15 @@ def assert_contract(
                       plan.of(name).storage if sharded else plan.reduce_dtype(name))
         for places in saved(each) if on_disk is not None else ():
             first, present = places[0], [slot.name for slot in places if slot.name in on_disk]
-            expected = plan.of(first.name).storage if distributed else plan.of(first.name).save
-            is_trained = distributed and first.tensor.requires_grad
-            master = torch.promote_types(expected, torch.float32) if is_trained else expected
+            planned = plan.of(first.name)
+            expected = planned.storage if distributed else planned.save
+            as_well: set[torch.dtype] = set()
+            if distributed and first.tensor.requires_grad:
+                as_well.add(torch.promote_types(expected, torch.float32))
+            if distributed and isinstance(planned.stored, Format):
+                as_well.add(torch.uint8)  # block rows
             for name in present:
-                check(name, "is on disk in", expected if on_disk[name] is master else on_disk[name], expected)
+                check(name, "is on disk in", expected if on_disk[name] in as_well else on_disk[name], expected)
             if not present:
                 wrong[f"{first.name}: is not in the checkpoint"] = None
     if wrong:

@@ -26,8 +26,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 
-from dualpipe.nn.deferral import as_grad_of, local
+from dualpipe.parallel.gather import attach
 from dualpipe.parallel.private import groups_of, private, state_of
+from dualpipe.quantized.weights import placed_as, quantized_part
 
 
 class StageParameters:
@@ -78,9 +79,7 @@ class StageParameters:
             _drive(root, sync=False, by_hand=True)
         for unit in self._units:
             unit.reshard()  # one that was left gathered may be older than the last optimizer step
-        for fsdp_param in self._fsdp_params():
-            if (packed := getattr(fsdp_param, "packed_gather", None)) is not None:
-                packed.attach()
+        attach(packed for each in self._fsdp_params() if (packed := getattr(each, "packed_gather", None)) is not None)
         for unit in self._units:
             keep_hook_on_reduce_stream(unit)
             self._gathering.append(unit.unshard(async_op=True))
@@ -194,8 +193,10 @@ class StageParameters:
                 if grad is not None:
                     param.grad = grad.to(dtype)
             if zeros and param.requires_grad and param.grad is None:
-                part = local(param.detach())  # not zeros_like: of a quantized weight that may be quantized, too
-                param.grad = as_grad_of(param, torch.zeros(part.shape, dtype=dtype, device=part.device))
+                # Not zeros_like where it is quantized: in the dtype that it gives itself out as, that is quantized too.
+                part = quantized_part(param)
+                param.grad = (torch.zeros_like(param, dtype=dtype) if part is None else
+                              placed_as(param, torch.zeros(part.shape, dtype=dtype, device=part.device)))
 
 
 class ParametersStep:

@@ -10,7 +10,7 @@ attributes, again whenever another has taken its place: FSDP2 pads shards at its
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -99,3 +99,9 @@ def gather_packed(unit: FSDPModule, formats: Mapping[tuple[nn.Module, str], Form
             fsdp_param.packed_gather.attach()
             made.append(fsdp_param.packed_gather)
     return made
+
+
+def attach(gathers: Iterable[PackedGather]) -> None:
+    """Have FSDP2 gather so from now on."""
+    for gather in gathers:
+        gather.attach()

@@ -31,6 +31,7 @@ from torch.overrides import TorchFunctionMode
 from dualpipe.dtypes import short_name
 from dualpipe.errors import raise_for
 from dualpipe.parallel.dtype_plan import DTypePlan, saved, slots
+from dualpipe.quantized.weights import check_cut, filling, quantized, quantized_part
 
 _LARGE = 10**9  # bytes: beyond any buffer
 
@@ -98,6 +99,9 @@ def materialize(
     - with neither, what was on meta is left for a distributed checkpoint to load into: NaN, integers their maximum, so
       that `assert_materialized` can name what was not loaded.
 
+    Quantized parameters are filled through their masters, which frozen ones have until then: bytes are those of the
+    whole weight, quantized. With a format that has a scale of the matrix this is collective over the ranks of a matrix.
+
     `param_device` is where parameters are if not on `device`: "cpu" under FSDP2's CPU offload. Optimizers are to be
     built afterwards. FSDP2 copies an uneven shard once more, into one that is padded, when it first runs.
 
@@ -113,6 +117,8 @@ def materialize(
     empty = {slot.name for slot in slots(module) if slot.tensor.device.type == "meta"}
     for slot in slots(module):
         value, storage = slot.tensor, plan.of(slot.name).storage
+        if quantized_part(value) is not None:
+            storage = value.dtype  # what it gives itself out as
         place = device if slot.is_buffer else param_device
         if slot.name in recomputed and (not slot.is_saved or value.device.type == "meta"):
             value = recomputed[slot.name].detach()
@@ -124,18 +130,27 @@ def materialize(
             value = value.to(place, storage)
         _replace(slot.tensor, value)
     if seed is not None:
-        module.init_weights(seed)  # type: ignore[operator]
+        with filling(module.parameters()):
+            module.init_weights(seed)  # type: ignore[operator]
     elif source is not None:
-        for places in saved(module):
-            local, part = local_part(places[0].tensor)
-            first, *others = [slot.name for slot in places if slot.name in source]
-            local.copy_(source[first][part])
-            for name in others:
-                if not torch.equal(local, source[name][part].to(local)):
-                    raise ValueError(f"{first} and {name} are tied, but their values in the source differ; leave one "
-                                     "out")
+        together = [param for param in module.parameters() if _has_matrix_scale(param)]
+        with filling(together):
+            for places in saved(module):
+                with filling([] if _has_matrix_scale(places[0].tensor) else [places[0].tensor]):
+                    local, part = local_part(places[0].tensor)
+                    first, *others = [slot.name for slot in places if slot.name in source]
+                    local.copy_(source[first][part])
+                for name in others:
+                    if not torch.equal(local, source[name][part].to(local)):
+                        raise ValueError(f"{first} and {name} are tied, but their values in the source differ; leave "
+                                         "one out")
     if seed is not None or source is not None:
         assert_materialized(module, device, param_device=param_device, values=empty)
+
+
+def _has_matrix_scale(param: Tensor) -> bool:
+    part = quantized_part(param)
+    return part is not None and part.format.matrix_scale
 
 
 @torch.no_grad()
@@ -250,14 +265,17 @@ def assert_materialized(
 
 
 def store(module: nn.Module, mesh: DeviceMesh | None, plan: DTypePlan, expert_mesh: DeviceMesh | None) -> None:
-    """Give every tensor the storage dtype of the plan, in place, so that one shared with another module stays shared.
+    """Give every tensor the storage dtype or format of the plan, in place, so that one shared with another module stays
+    shared.
 
     mesh, expert_mesh: what it will be sharded over, as of `shard`. Raises ValueError, before anything is changed, for a
     parameter that does not fit the plan or the meshes.
     """
     for name, param in ((slot.name, slot.tensor) for slot in slots(module) if not slot.is_buffer):
-        storage, compute = plan.of(name).storage, plan.of(name).compute
-        if mesh is None and storage is not compute:
+        storage, compute, format = plan.of(name).storage, plan.of(name).compute, plan.of(name).format
+        if format is not None:
+            check_cut(name, param, format, 1 if mesh is None else mesh.size(mesh.ndim - 1))
+        elif mesh is None and storage is not compute:
             raise ValueError(f"{name} is stored in {short_name(storage)} and computes in {short_name(compute)}, which "
                              "only a sharded module can: shard it over a mesh (of one rank, if there is no other), or "
                              "build it in its compute dtype")
@@ -275,7 +293,11 @@ def store(module: nn.Module, mesh: DeviceMesh | None, plan: DTypePlan, expert_me
             raise ValueError(f"{name} is sharded over {ep} expert-parallel ranks: expert_mesh must be given, and mesh "
                              f"have {ep} times its ranks; their sizes are {experts} and {whole}")
     for slot in slots(module):
-        tensor, storage = slot.tensor, plan.of(slot.name).storage
+        tensor, storage, format = slot.tensor, plan.of(slot.name).storage, plan.of(slot.name).format
+        if format is not None and (mesh is None or not plan.of(slot.name).gathered):
+            stored = quantized(tensor, format, storage if mesh is not None else plan.of(slot.name).compute)
+            setattr(slot.owner, slot.key, nn.Parameter(stored, requires_grad=tensor.requires_grad))
+            continue
         if tensor.dtype is storage:
             continue
         if slot.is_buffer:

@@ -30,7 +30,7 @@ from dualpipe.dtypes import short_name
 from dualpipe.kernels.formats import Format
 from dualpipe.parallel.dtype_plan import DTypePlan, slots
 from dualpipe.parallel.fsdp import keep_hook_on_reduce_stream
-from dualpipe.parallel.gather import PackedGather, gather_packed
+from dualpipe.parallel.gather import PackedGather, attach, gather_packed
 from dualpipe.parallel.materialize import store
 
 _Dtypes = tuple[torch.dtype, torch.dtype | None]  # computed in, and returned where that is another
@@ -79,7 +79,7 @@ def shard(
         if key:
             _accumulate_in(key.reduce, modules, managed, now=mesh is None)
     if gathers:  # ahead of FSDP2, whose first forward may pad the shards of all units
-        module.register_forward_pre_hook(lambda *_: [each.attach() for each in gathers] and None, prepend=True)
+        module.register_forward_pre_hook(lambda *_: attach(gathers), prepend=True)
     if hasattr(module, "segments"):  # run by its parts, it never comes to the hook
         module.boundary_dtype = boundary  # type: ignore[assignment]
     for inner, (inputs, outputs) in cut.casts.items():
@@ -311,7 +311,7 @@ def _fully_shard(
     first = modules[0]
     gathers = gather_packed(first, formats) if isinstance(first, FSDPModule) else []
     for module in modules if gathers else ():
-        module.register_forward_pre_hook(lambda *_: [each.attach() for each in gathers] and None, prepend=True)
+        module.register_forward_pre_hook(lambda *_: attach(gathers), prepend=True)
     if mesh.size() != dense.size() and isinstance(first, FSDPModule):
         # FSDP2 takes the mean over its own mesh. Not set_gradient_divide_factor: gloo lacks the reduction that it
         # uses, and with its sums forced, a mesh of one rank is divided twice.

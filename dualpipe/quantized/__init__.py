@@ -2,6 +2,6 @@
 
 from dualpipe.kernels.formats import FORMATS, Format
 from dualpipe.quantized.tensor import QuantizedTensor, strict
-from dualpipe.quantized.weights import quantize_weights
+from dualpipe.quantized.weights import quantize_weights, requantize
 
-__all__ = ["FORMATS", "Format", "QuantizedTensor", "quantize_weights", "strict"]
+__all__ = ["FORMATS", "Format", "QuantizedTensor", "quantize_weights", "requantize", "strict"]

@@ -62,7 +62,7 @@ class QuantizedTensor(Tensor):
     master: Tensor | None  # float32, of this tensor's shape
     matrix_shape: tuple[int, ...]  # the shape, also of a view that is flat
     transposed: Tensor | None  # block rows of the transposed matrices, where a gather made them with the others
-    _turned: tuple[int, Tensor] | None  # what `transposed_rows` made, and of which version of the bytes
+    _turned: tuple[Tensor, int, Tensor] | None  # block rows, their version, and what `transposed_rows` made of them
     padded: Tensor | None  # of a shard that is smaller than others: what `block_rows` is the first part of, as large
 
     @staticmethod
@@ -123,11 +123,11 @@ class QuantizedTensor(Tensor):
         `transposed`, or made here when first asked for and kept until the bytes change."""
         if self.transposed is not None:
             return self.transposed
-        version = self.block_rows._version
-        if self._turned is None or self._turned[0] != version:
-            turned = transpose_blocks(self.block_rows, self.format, *self.matrix_shape[-2:])
-            self._turned = version, turned
-        return self._turned[1]
+        data, turned = self.block_rows, self._turned
+        if turned is None or turned[0] is not data or turned[1] != data._version:
+            made = transpose_blocks(data, self.format, *self.matrix_shape[-2:])
+            self._turned = turned = data, data._version, made
+        return turned[2]
 
     def quantize_(self, x: Tensor, amax: Tensor | None = None) -> None:
         """Take other numbers, of the same shape, into the same memory; amax: as of `quantize`."""

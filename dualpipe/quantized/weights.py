@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import NamedTuple, cast
 
@@ -116,3 +117,60 @@ def matrix_groups(param: Tensor) -> tuple[ProcessGroup, ...]:
     mesh, rows = param.device_mesh, param.dim() - 2
     return tuple(mesh.get_group(dim) for dim, placement in enumerate(param.placements)
                  if placement.is_shard(rows) and mesh.size(dim) > 1)
+
+
+@contextmanager
+def filling(params: Iterable[Tensor]) -> Iterator[None]:
+    """Quantize masters that are filled meanwhile; parameters that are not trained have one until then."""
+    params = list(params)
+    parts = [part for param in params if (part := quantized_part(param)) is not None and part.master is None]
+    for part in parts:
+        part.master = torch.full(part.shape, torch.nan, device=part.device)
+    try:
+        yield
+    finally:
+        requantize(params)  # also where this rank has failed: others may wait for it
+        for part in parts:
+            part.master = None
+
+
+def check_cut(name: str, param: Tensor, format: Format, ranks: int) -> None:
+    """Raise ValueError where to shard the rows of a matrix over this many ranks would cut through its blocks, and for a
+    trained weight that has no master."""
+    rows = -(-param.shape[0] // ranks)
+    if param.dim() == 2 and rows < param.shape[0] and rows % format.block[0]:
+        raise ValueError(f"{name} is {tuple(param.shape)}; over {ranks} ranks each would have {rows} rows, which cuts "
+                         f"through the blocks of {format.block[0]} rows of {format}: leave it out of the rule, choose "
+                         "a format whose blocks are of one row, such as mxfp8, or shard over fewer ranks (HSDP)")
+    held = quantized_part(param)
+    if held is not None and held.master is None and param.requires_grad:
+        raise ValueError(untrained(name, held))
+
+
+def untrained(name: str, part: QuantizedTensor) -> str:
+    """Why a weight without a master is not trained."""
+    return (f"{name} is trainable and stored in {part.format} without a master: updates smaller than half a step of "
+            "the format would be lost; quantize it while it requires gradients, or freeze it")
+
+
+def quantized(param: Tensor, format: Format, dtype: torch.dtype) -> Tensor:
+    """A parameter in a format, that gives itself out as `dtype`, with a master if it is trained; also on meta.
+
+    One that is a DTensor has whole matrices on each rank.
+    """
+    keep_master, local = param.requires_grad, (param._local_tensor if isinstance(param, DTensor) else param).detach()
+    if isinstance(local, QuantizedTensor):
+        part = local.both(lambda each: each, dtype=dtype)
+    elif local.device.type == "meta":
+        part = QuantizedTensor.empty(local.shape, format, dtype=dtype, device="meta", keep_master=keep_master)
+    else:
+        part = QuantizedTensor.quantize(local, format, dtype=dtype, keep_master=keep_master)
+    return placed_as(param, part)
+
+
+def placed_as(param: Tensor, part: Tensor) -> Tensor:
+    """A tensor of which this rank's part is given, distributed as a parameter is; it shares memory."""
+    if not isinstance(param, DTensor):
+        return part
+    return DTensor.from_local(part, param.device_mesh, param.placements, run_check=False, shape=param.shape,
+                              stride=param.stride())

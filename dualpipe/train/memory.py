@@ -2,7 +2,8 @@
 
     parameters   as they are stored: this rank's shard
     optimizer    two moments and, where parameters are narrower than float32, masters: of the shard
-    gathered     the stages' parameters in the dtype that they compute in, whole, where they are sharded
+    gathered     the stages' parameters in the dtype or format that they compute in, whole, where they are sharded: what
+                 is sent; and weights in blocks of 128 x 128 once more, transposed, for input gradients in FP8
     gradients    accumulators in float32, of the whole stages; of parameters that several ranks share, the shard's as
                  well, and of the largest unit what is on its way there
     activations  of the micro-batches that the schedule has alive, with what its weight gradients wait for and what is
@@ -28,9 +29,10 @@ from dualpipe.models import HubConfig, Stage, build_stages
 from dualpipe.models.activations import ActivationBytes, activation_bytes
 from dualpipe.models.stages import RECOMPUTE, Recompute
 from dualpipe.nn import GroupedLinear
+from dualpipe.parallel import DTypePlan
 from dualpipe.schedule import Step, build
-from dualpipe.train.config import Config
-from dualpipe.train.model import check_tied
+from dualpipe.train.config import Config, fit_world
+from dualpipe.train.model import check_tied, plan_run
 from dualpipe.train.tables import ParallelConfig
 
 GB = 10**9
@@ -86,6 +88,7 @@ def estimate(config: Config, model: HubConfig) -> list[RankMemory]:
             )
         return known[kinds]
 
+    plan = plan_run(fit_world(config, p.pp * dp * ep), model, {})
     ranks = []
     for rank, steps in enumerate(schedule.ranks):
         mine = {number: stages[number] for number in schedule.rank_stages(rank)}
@@ -98,18 +101,41 @@ def estimate(config: Config, model: HubConfig) -> list[RankMemory]:
             reduced += [_sizes(stage, ep)[0] - sum(dense for dense, _ in layers), *(dense for dense, _ in layers)]
             if dp > 1:  # else experts are nobody else's, and their accumulators become their gradients
                 reduced += [experts for _, experts in layers]
+        stored_less, masters, gathered_less = _quantized(mine.values(), plan, dp, ep)
         if sharded:
             copied = dense_shard + (expert_shard if dp > 1 else 0) + max(reduced)
         ranks.append(RankMemory(
-            parameters=stored * shard,
-            optimizer=(moments + (fp32 if stored < fp32 else 0)) * shard,
-            gathered=dtype.itemsize * whole if sharded else 0,
+            parameters=stored * shard - stored_less,
+            optimizer=(moments + (fp32 if stored < fp32 else 0)) * shard + masters,
+            gathered=(dtype.itemsize * whole if sharded else 0) - gathered_less,
             gradients=fp32 * (whole + copied),
             activations=_peak(steps, {number: activations(stage) for number, stage in mine.items()}),
             logits=2 * dtype.itemsize * tokens * model.vocab_size if any(stage.last for stage in mine.values()) else 0,
             nccl=_nccl_buffers(p, schedule.placement, rank),
         ))
     return ranks
+
+
+def _quantized(stages: Iterable[Stage], plan: DTypePlan, dp: int, ep: int) -> tuple[int, int, int]:
+    """What formats change of a rank's bytes: how many fewer are stored, masters that other weights have no need of, and
+    how many fewer are gathered, less those that are transposed."""
+    stored = masters = gathered = 0
+    for name, param in (pair for stage in stages for pair in stage.named_parameters()):
+        planned = plan.of(name)
+        if (format := planned.format) is None:
+            continue
+        *experts, rows, columns = param.shape
+        matrices, shards = (experts[0] // ep, dp) if experts else (1, dp * ep)
+        elements, width = matrices * rows * columns, planned.storage.itemsize
+        packed = matrices * format.block_rows(rows) * format.row_bytes(columns)
+        if not planned.gathered:
+            stored += (width * elements - packed) // shards
+            masters += 4 * elements // shards if width >= 4 else 0
+        if dp * ep > 1:
+            gathered += planned.compute.itemsize * elements - packed
+        if format.block[0] == format.block[1] and planned.compute is torch.bfloat16:
+            gathered -= matrices * format.block_rows(columns) * format.row_bytes(rows)
+    return stored, masters, gathered
 
 
 def _nccl_buffers(p: ParallelConfig, placement: Sequence[int], rank: int) -> int:

@@ -2,6 +2,7 @@
 
 bf16: parameters are bf16, their `.grad` is fp32 (torch's `grad_dtype`), and the optimizer updates fp32 masters that are
 rounded into the parameters after each step. Small updates are not lost that way, and nothing computes under autocast.
+Quantized parameters bring their masters along, and are quantized anew from them.
 
 Moments in bf16, as DeepSeek-V3 keeps them (arXiv:2412.19437, section 3.3.3), take 4 bytes of a parameter less. They are
 widened, updated as ever and rounded to the nearest. Where 1 - beta is above 2^-8, half the largest step of bf16, a
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from dualpipe.nn.deferral import local
+from dualpipe.quantized import requantize
+from dualpipe.quantized.weights import placed_as, quantized_part, untrained
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # as torch calls them
 
@@ -54,7 +57,7 @@ class Optimizer:
         moments: torch.dtype = torch.float32,
     ) -> None:
         """A parameter that appears twice (tied) is updated once. moments: bfloat16, or float32 for the dtype of what is
-        updated; ValueError for others."""
+        updated; ValueError for others, and for a quantized parameter that is trained without a master."""
         if moments not in (torch.float32, torch.bfloat16):
             raise ValueError(f"moments = {moments!r}: give torch.float32 or torch.bfloat16")
         self._narrow = moments is torch.bfloat16
@@ -62,7 +65,13 @@ class Optimizer:
         self.parameters: list[nn.Parameter] = list(dict.fromkeys(trainable))
         self._masters: list[Tensor] = list(self.parameters)
         for index, parameter in enumerate(self.parameters):
-            if parameter.dtype in (torch.bfloat16, torch.float16):
+            if (part := quantized_part(parameter)) is not None:
+                if part.master is None:
+                    raise ValueError(untrained(f"a parameter of shape {tuple(parameter.shape)}", part))
+                self._masters[index] = placed_as(parameter, part.master)
+                if not isinstance(parameter, DTensor):
+                    parameter.grad_dtype = torch.float32
+            elif parameter.dtype in (torch.bfloat16, torch.float16):
                 self._masters[index] = parameter.detach().float()
                 if not isinstance(parameter, DTensor):  # FSDP2 hands out reduced gradients in the parameter's own dtype
                     parameter.grad_dtype = torch.float32
@@ -82,6 +91,7 @@ class Optimizer:
 
         grad_norm: a scalar on their device. Where it is infinite or NaN nothing changes; the host need not know.
         """
+        self._follow()
         skip = None if grad_norm is None else (~grad_norm.isfinite()).float()
         self._adamw.found_inf = skip  # type: ignore[attr-defined]  # which torch.amp tells it as well
         for group in self._adamw.param_groups:
@@ -121,12 +131,22 @@ class Optimizer:
 
         After loading into these call `round_parameters`.
         """
+        self._follow()
         return {parameter: {"master": master, **self._adamw.state[master]}
                 for parameter, master in zip(self.parameters, self._masters)}
 
     @torch.no_grad()
     def round_parameters(self) -> None:
-        """Give the parameters the values of their masters."""
+        """Give the parameters the values of their masters. Collective, as `requantize` is, over the ranks that share a
+        quantized matrix."""
         for parameter, master in zip(self.parameters, self._masters):
-            if parameter is not master:
+            if parameter is not master and quantized_part(parameter) is None:
                 parameter.copy_(master)
+        requantize(self.parameters)
+
+    def _follow(self) -> None:
+        """Update the masters that quantized parameters have now: FSDP2 pads shards, into other memory, at its first
+        forward."""
+        for parameter, master in zip(self.parameters, self._masters):
+            if (part := quantized_part(parameter)) is not None and isinstance(master, DTensor):
+                master._local_tensor = cast(Tensor, part.master)

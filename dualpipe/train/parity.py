@@ -36,15 +36,24 @@ from torch.distributed.tensor import DTensor
 from dualpipe import Pipeline
 from dualpipe.device import deterministic
 from dualpipe.dtypes import dtype_of, long_name
+from dualpipe.kernels.formats import FORMATS
 from dualpipe.nn.deferral import local
 from dualpipe.nn.router_set import RouterSet
-from dualpipe.parallel import DTypePlan
+from dualpipe.parallel import DTypePlan, Rule
 from dualpipe.schedule import build
 from dualpipe.train.config import Config, fit_world
 from dualpipe.train.job import Job, join
 from dualpipe.train.launch import RankInfo
 from dualpipe.train.metrics import Console, say
-from dualpipe.train.model import build_model, build_routers, build_whole, micro_batch_loss, plan_run, read_model_config
+from dualpipe.train.model import (
+    build_model,
+    build_routers,
+    build_whole,
+    micro_batch_loss,
+    plan_model,
+    plan_run,
+    read_model_config,
+)
 from dualpipe.train.tables import DTypesConfig
 
 TOLERANCES = {"float64": 1e-10, "float32": 1e-5}  # relative; rounding alone stays orders of magnitude below
@@ -237,10 +246,18 @@ def gradients(
 
 
 def compare(config: Config, job: Job, dtype: torch.dtype) -> list[Difference]:
-    """Loss and gradients of one step against the unpipelined model, on random tokens; of all ranks."""
-    p = Comparison(config, job, dtype)
+    """Loss and gradients of one step against the unpipelined model, on random tokens; of all ranks. Weights that
+    [dtypes] quantizes are compared with what they dequantize to, in a model that is not quantized."""
+    model_config, seed = read_model_config(config), config.train.seed
+    formats = [Rule(rule.pattern, storage=rule.storage if rule.storage in FORMATS else None, gather=rule.gather)
+               for rule in config.dtypes.rules if rule.gather or rule.storage in FORMATS]
+    make_plan = partial(plan_model, model_config, dtype, rules=formats)
+    make_whole = partial(build_whole, model_config, seed=seed, dtype=dtype, device=job.device)
+    p = Comparison(config, job, dtype, make_plan(replicas=config.parallel.replicas))
     found = p.run()
-    whole = build_whole(p.model.config, seed=config.train.seed, dtype=dtype, device=job.device)
+    whole = make_whole()
+    if formats:
+        whole.load_state_dict(make_whole(plan=make_plan(replicas=1)).state_dict())
     expected = p.run_whole(whole)
     # A gradient can be zero but for rounding, as a router's is with one expert per token and norm_topk_prob: its terms
     # cancel, and what they leave differs by as much as it is from one order of sums to another. Measured: up to 0.06
@@ -279,7 +296,8 @@ def compare_bf16(config: Config, job: Job) -> tuple[list[Rounding], list[tuple[s
         return {name: values[name].cpu() for name in found}
 
     make_whole = partial(build_whole, model_config, seed=config.train.seed, device=job.device)
-    unstored = [replace(r, storage=None) for r in config.dtypes.rules if r.compute or r.reduce or r.save or r.output]
+    unstored = [replace(r, storage=r.storage if r.storage in FORMATS else None) for r in config.dtypes.rules
+                if any((r.storage in FORMATS, r.gather, r.compute, r.reduce, r.save, r.output))]
     alone = replace(config, parallel=replace(config.parallel, dp=1, ep=1), dtypes=DTypesConfig(tuple(unstored)))
     whole = make_whole(dtype=torch.bfloat16, plan=plan_run(alone, model_config, {}))
     unpipelined, state = run(whole), {name: tensor.cpu() for name, tensor in whole.state_dict().items()}

@@ -64,6 +64,8 @@ class ExportConfig:
 
     to_hf: str = ""
     """a directory to make, with the model as a Hugging Face checkpoint"""
+    quantized: bool = False
+    """weights that are stored in fp8_block (of gpt-oss in mxfp4) are written so, instead of in numbers"""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 from scripts import run_script
 
 BENCHES = ("bench_grouped_gemm", "bench_expert_layer", "bench_swiglu", "bench_routing", "bench_norm",
-           "bench_cross_entropy")
+           "bench_cross_entropy", "bench_quantized")
 TINY = {
     "bench_grouped_gemm": {"share": 2, "routing": "skewed"},
     "bench_expert_layer": {"routing": "skewed"},
@@ -17,6 +17,7 @@ TINY = {
     "bench_routing": {"routing": "skewed"},
     "bench_norm": {"kernel": "norm"},
     "bench_cross_entropy": {},
+    "bench_quantized": {"share": 2, "routing": "balanced", "format": "fp8_block"},
 }
 
 

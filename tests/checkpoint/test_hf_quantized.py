@@ -1,6 +1,7 @@
 """FP8 blocks and MXFP4 of Hugging Face checkpoints, kept as they are: what becomes of their very bytes, in and out."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,13 +10,13 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.quantizers import quantizer_finegrained_fp8, quantizer_mxfp4
 
 from dualpipe.checkpoint import hub_dtypes, load_hf, save_hf
-from dualpipe.checkpoint.hub_load import open_hf
+from dualpipe.checkpoint.hub_load import cut_through, meta_stages, open_hf
 from dualpipe.checkpoint.tensors import bytes_of
 from dualpipe.kernels.formats import FORMATS
 from dualpipe.models import build_stages, read_config
-from dualpipe.parallel import DTypePolicy, resolve_dtypes
+from dualpipe.parallel import DTypePolicy, Rule, resolve_dtypes
 from dualpipe.parallel.materialize import build_on_meta
-from dualpipe.quantized import QuantizedTensor, quantize_weights
+from dualpipe.quantized import QuantizedTensor
 from dualpipe.quantized.weights import quantizable
 from hub import read_all, rewrite, save_family
 from models import from_hub
@@ -164,17 +165,21 @@ def test_scales_that_are_powers_of_two_lose_nothing_in_fp8_block_pow2(tmp_path):
     assert torch.equal(QuantizedTensor.quantize(values, "fp8_block_pow2").dequantize(), values)
 
 
-def stored(folder, format, dtype=torch.bfloat16, trained=False):
+PATTERNS = {"fp8_block": "*", "mxfp4": "*.experts"}
+
+
+def stored(folder, format, dtype=torch.bfloat16, trained=False, pattern=None):
     """(the model in one stage, whose weights are those of the files; its plan)."""
     config = read_config(folder)
     stages = build_on_meta(lambda: build_stages(config, 1))
     stages[0].to(dtype).requires_grad_(trained)
-    plan = resolve_dtypes(stages, DTypePolicy(dtype, torch.float32, dtype), hub_dtypes(folder, config))
+    rules = [Rule(pattern or PATTERNS[format], storage=format)]
+    plan = resolve_dtypes(stages, DTypePolicy(dtype, torch.float32, dtype, rules), hub_dtypes(folder, config))
     load_hf(stages, folder, None, plan)
     tensors = open_hf(folder, config)[1]
     for each in list(quantizable(stages[0])):
-        data = tensors[each.name].quantized(whole(each.param.shape), FORMATS[format])
-        if data is not None:
+        if plan.of(each.name).format:
+            data = tensors[each.name].quantized(whole(each.param.shape), FORMATS[format])
             weight = QuantizedTensor(data, each.param.shape, dtype, FORMATS[format])
             weight.master = weight.dequantize() if trained else None
             each.owner.weight = torch.nn.Parameter(weight, requires_grad=trained)
@@ -249,34 +254,38 @@ def test_transformers_reads_what_is_written(tmp_path, format, monkeypatch):
 
 def test_layers_that_are_not_quantized_are_named(tmp_path):
     save_deepseek(tmp_path / "source")
-    stages, plan = stored(tmp_path / "source", "fp8_block")
-    attention = stages[0].layers["1"].self_attn
-    attention.o_proj.weight = torch.nn.Parameter(attention.o_proj.weight.dequantize().bfloat16())
+    stages, plan = stored(tmp_path / "source", "fp8_block", pattern="*.experts.*")
     save_hf(stages, tmp_path / "again", None, plan, source=tmp_path / "source", quantized=True)
     told = json.loads((tmp_path / "again/config.json").read_text())["quantization_config"]
-    assert told == FP8 | {"modules_to_not_convert": ["lm_head", "model.layers.1.self_attn.o_proj"]}
+    names = told.pop("modules_to_not_convert")
+    assert told == FP8 and names[0] == "lm_head" and "model.layers.1.self_attn.o_proj" in names
+    assert len(names) == 1 + 2 * 5 + 3 + 3  # of two layers' attention, a dense MLP and a shared expert
 
 
-def test_what_the_hub_does_not_have_is_not_exported(tmp_path):
-    save_deepseek(tmp_path / "source")
-    stages, plan = stored(tmp_path / "source", "fp8_block")
-    experts, target = stages[0].layers["1"].mlp.experts, tmp_path / "again"
-    kept = experts.down_proj.weight
-    for format, message in (("mxfp8", "it is in mxfp8, and checkpoints of deepseek_v3 are in fp8_block"),
-                            ("mxfp4", "it is in mxfp4, and")):
-        experts.down_proj.weight = torch.nn.Parameter(QuantizedTensor.quantize(kept.dequantize(), format))
-        with pytest.raises(ValueError, match=f"layers.1.mlp.experts.down_proj.weight cannot be exported.*{message}"):
-            save_hf(stages, target, None, plan, quantized=True)
-    save_family(tmp_path / "odd", "deepseek_v3", **DEEPSEEK | {"moe_intermediate_size": 136})
-    stages, plan = stored(tmp_path / "odd", "fp8_block")
-    with pytest.raises(ValueError, match="no weight is stored in fp8_block, so nothing can be exported quantized"):
-        save_hf(stages, target, None, plan, quantized=True)
-    quantize_weights(stages[0], "fp8_block", "*.gate_up_proj.weight")
-    with pytest.raises(ValueError, match=r"quantized: model.*experts.0.gate_proj.weight is rows 0 to 136 here"):
-        save_hf(stages, target, None, plan, quantized=True)
-    save_gpt_oss(tmp_path / "gpt")
-    stages, plan = stored(tmp_path / "gpt", "mxfp4")
-    quantize_weights(stages[0], "mxfp4", "layers.0.self_attn.*")
-    with pytest.raises(ValueError, match="in checkpoints of gpt_oss, experts alone are in mxfp4"):
-        save_hf(stages, target, None, plan, quantized=True)
-    assert not target.exists()
+@pytest.mark.parametrize("family, sizes, format, pattern, message", [
+    ("deepseek_v3", {}, "mxfp8", "*.down_proj", r"down_proj.weight cannot be .* in mxfp8, and checkpoints of deepseek"),
+    ("deepseek_v3", {}, "mxfp4", "*.o_proj", r"o_proj.weight cannot be exported quantized: it is in mxfp4, and check"),
+    ("gpt_oss", {}, "mxfp4", "*.o_proj", r"in checkpoints of gpt_oss, experts alone are in mxfp4"),
+    ("deepseek_v3", {"moe_intermediate_size": 136}, "fp8_block", "*.experts", r"gate_proj.weight is rows 0 to 136 he"),
+    ("deepseek_v3", {}, None, "*", r"the dtype plan stores no weight in fp8_block; give it a rule"),
+])
+def test_what_the_hub_does_not_have_is_not_exported(tmp_path, family, sizes, format, pattern, message):
+    save_family(tmp_path / "source", family, **(DEEPSEEK if family == "deepseek_v3" else {}) | sizes)
+    config = read_config(tmp_path / "source")
+    stages = build_on_meta(lambda: build_stages(config, 1))
+    rules = [Rule(pattern, torch.float32, storage=format)]
+    plan = resolve_dtypes(stages, DTypePolicy(torch.float32, torch.float32, torch.float32, rules))
+    with pytest.raises(ValueError, match=message):
+        save_hf(stages, tmp_path / "again", None, plan, quantized=True)
+    assert not (tmp_path / "again").exists()
+
+
+@pytest.mark.parametrize("model", ["deepseek-v3", "deepseek-v2", "deepseek-v2-lite", "qwen3-235b-a22b"])
+def test_weights_of_real_models_are_whole_blocks(model):
+    """Gate and up of experts meet between blocks: nothing is refused, or rounded again."""
+    config = read_config(Path(__file__).parents[2] / "examples/models" / model)
+    weights = list(quantizable(meta_stages(config)[0]))
+    assert len(weights) > 200
+    for each in weights:
+        parts = config.hub_parts(each.name, each.param.shape)[0]
+        assert not cut_through(parts, each.param.shape, FORMATS["fp8_block"]), each.name

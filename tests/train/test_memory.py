@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
 from contextlib import nullcontext
@@ -22,7 +23,7 @@ from dualpipe.nn.deferral import local
 from dualpipe.parallel.mesh import Mesh, build_mesh
 from dualpipe.schedule import build
 from dualpipe.train.config import load_config
-from dualpipe.train.memory import estimate
+from dualpipe.train.memory import RankMemory, estimate
 from dualpipe.train.model import build_model, micro_batch_loss, read_model_config
 from dualpipe.train.optimizer import Optimizer
 from ranks import run_ranks
@@ -181,6 +182,27 @@ def test_recomputation_and_more_ranks_take_less():
     plain = total()
     assert total("--memory.recompute", "layer", "dispatch") < total("--memory.recompute", "layer") < plain
     assert total("--parallel.dp", "2") < plain < total("--train.micro_batch_size", "2")
+
+
+@pytest.mark.parametrize(("format", "share"), [("mxfp8", 1.035), ("nvfp4", 0.566), ("fp8_block", 1.0)])
+@pytest.mark.parametrize("ep", [8, 1])
+def test_formats_take_their_bytes_beside_masters_and_blocks_are_transposed(format, share, ep):
+    def of(rule: str) -> RankMemory:
+        options = ["--dtypes.rules", f"*.experts,{rule}", "--parallel.pp", "1", "--parallel.ep", str(ep)]
+        config = load_config(EXAMPLES / "qwen3-30b-a3b.toml", options)
+        model = dataclasses.replace(read_config(config.model.config), num_hidden_layers=1)
+        return estimate(config, model)[0]
+
+    plain, stored, gathered = of("reduce=fp32"), of(f"storage={format}"), of(f"gather={format}")
+    elements = 3 * 2048 * 768 * 128 // ep
+    width, transposed = 4 if ep > 1 else 2, elements * (format == "fp8_block")
+    almost = functools.partial(pytest.approx, rel=0.01, abs=elements // 1000)
+    assert plain.parameters - stored.parameters == almost((width - share) * elements)
+    assert stored.optimizer - plain.optimizer == almost((4 if ep > 1 else 0) * elements)
+    moved = (2 - share) * elements if ep > 1 else 0
+    assert plain.gathered - stored.gathered == almost(moved - transposed)
+    assert gathered == (dataclasses.replace(stored, parameters=plain.parameters, optimizer=plain.optimizer)
+                        if ep > 1 else stored)
 
 
 def test_tied_embeddings_over_shared_parameters_are_refused(tmp_path):
