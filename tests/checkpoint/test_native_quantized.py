@@ -5,17 +5,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from dualpipe.checkpoint import Checkpoints, load, save, verify
 from dualpipe.checkpoint.commands import ls, show
 from dualpipe.checkpoint.hub_commands import format_bytes
+from dualpipe.checkpoint.state import parts_of
 from dualpipe.checkpoint.tensors import read_header
 from dualpipe.dtypes import short_name
 from dualpipe.kernels.formats import FORMATS
+from dualpipe.nn.deferral import local
+from dualpipe.parallel import Rule
 from dualpipe.parallel.mesh import build_mesh
 from dualpipe.quantized import QuantizedTensor
 from dualpipe.quantized.weights import quantized_part
+from native import Trainee
 from ranks import run_ranks
 
 SHAPES = {"dense.weight": (512, 64), "experts.weight": (4, 512, 32), "partial.weight": (300, 32)}
@@ -182,3 +186,88 @@ def test_commands_name_formats_and_sizes(tmp_path):
     model = next(line for line in lines if line.startswith("model: "))
     assert "4 tensors (3 fp8_block, 1 fp32)" in model and model.endswith(format_bytes(stored))
     assert "  dense.weight  (512, 64)  fp8_block" in lines
+
+
+# --- trained ones: their masters are what is stored, and give the bytes ----------------------------------------------
+
+RULES = {
+    "stored": (Rule("*.experts", storage="nvfp4"), Rule("*.self_attn", storage="mxfp8")),
+    "gathered": (Rule("*.experts", gather="nvfp4"), Rule("*.self_attn", gather="mxfp8")),
+    "plain": (),
+}
+
+
+def write_trained(rank, folder, shape, way):
+    trainee = Trainee(shape, rules=RULES[way])
+    trainee.fill(7)
+    with Checkpoints(folder, trainee.mesh) as checkpoints:
+        checkpoints.save(trainee.state, step=3, plan=trainee.plan)
+
+
+def read_trained(rank, folder, shape, way):
+    trainee = Trainee(shape, rules=RULES[way])
+    is_stored = any(quantized_part(param) is not None for param in trainee.optimizer.parameters)
+    assert is_stored == (way == "stored" or (way == "gathered" and prod(shape) == 1))  # without a mesh to gather over
+    trainee.wreck()
+    load(folder, trainee.state, mesh=trainee.mesh)
+    trainee.optimizer.round_parameters()
+    assert trainee.wrong(7) == []
+
+
+@pytest.mark.parametrize("saved, loaded, ways", [
+    ((1, 2, 2), (2, 1, 2), ("stored", "stored")), ((1, 2, 2), (1, 1, 1), ("gathered", "gathered")),
+    ((1, 1, 1), (1, 2, 2), ("plain", "stored")), ((2, 1, 2), (1, 2, 1), ("stored", "gathered")),
+])
+def test_masters_go_into_every_layout_and_way(tmp_path, saved, loaded, ways):
+    """Also into a run that stores them otherwise: a checkpoint does not know the difference."""
+    run_ranks(write_trained, prod(saved), str(tmp_path), saved, ways[0], reuse=True)
+    run_ranks(read_trained, prod(loaded), str(tmp_path), loaded, ways[1], reuse=True)
+
+
+def go_on(rank, folder, way):
+    shape, ends = (1, 2, 2), []
+    for is_first in (True, False):
+        trainee = Trainee(shape, rules=RULES[way])
+        if is_first:
+            step(trainee, 1)
+            with Checkpoints(folder, trainee.mesh) as checkpoints:
+                checkpoints.save(trainee.state, step=1)
+        else:
+            trainee.wreck()
+            load(folder, trainee.state, mesh=trainee.mesh)
+            trainee.optimizer.round_parameters()
+        step(trainee, 2)
+        tensors = {name: part.tensor.clone() for name, part in parts_of(trainee.state).items()}
+        ends.append((tensors, [part_bytes(p) for p in trainee.optimizer.parameters]))
+    (first, bytes_of_first), (second, bytes_of_second) = ends
+    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+    assert len(bytes_of_first) > 20 and all(map(torch.equal, bytes_of_first, bytes_of_second))
+
+
+def part_bytes(param):
+    part = quantized_part(param)
+    return local(param.detach()).clone() if part is None else part.block_rows.clone()
+
+
+def step(trainee, number):
+    for index, param in enumerate(trainee.optimizer.parameters):
+        values = torch.randn(param.shape, generator=torch.Generator().manual_seed(1000 * number + index))
+        if isinstance(param, DTensor):
+            values = distribute_tensor(values, param.device_mesh, param.placements, src_data_rank=None)
+        param.grad = values if isinstance(param, DTensor) or param.grad_dtype is not None else values.to(param.dtype)
+    trainee.optimizer.step(0.01)
+    trainee.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("way", ["stored", "gathered"])
+def test_going_on(tmp_path, way):
+    """Parameters' bytes, masters and moments are those of the run that nothing interrupted."""
+    run_ranks(go_on, 4, str(tmp_path), way, reuse=True)
+
+
+def test_commands_say_how_trained_weights_are_quantized(tmp_path):
+    for way in ("stored", "gathered"):
+        trainee = Trainee((1, 1, 1), rules=RULES[way])
+        save(tmp_path / way, trainee.state, step=1, plan=trainee.plan)
+        lines = [line for line in show(tmp_path / way) if line.startswith("  layers.1.mlp.experts.down_proj.weight")]
+        assert len(lines) == 1 and "nvfp4" in lines[0] and "  fp32  (" in lines[0], lines
