@@ -1,6 +1,7 @@
 """FP8 blocks and MXFP4 of Hugging Face checkpoints, kept as they are: what becomes of their very bytes, in and out."""
 
 import json
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -14,12 +15,13 @@ from dualpipe.checkpoint.hub_load import cut_through, meta_stages, open_hf
 from dualpipe.checkpoint.tensors import bytes_of
 from dualpipe.kernels.formats import FORMATS
 from dualpipe.models import build_stages, read_config
-from dualpipe.parallel import DTypePolicy, Rule, resolve_dtypes
+from dualpipe.parallel import DTypePolicy, Rule, resolve_dtypes, shard
 from dualpipe.parallel.materialize import build_on_meta
 from dualpipe.quantized import QuantizedTensor
 from dualpipe.quantized.weights import quantizable
-from hub import read_all, rewrite, save_family
+from hub import read_all, rewrite, save_family, stages_on_meta
 from models import from_hub
+from ranks import run_ranks
 
 # Columns and rows that end within a block, as DeepSeek-V3's 576 and 18432 + 64 do.
 DEEPSEEK = {"hidden_size": 192, "moe_intermediate_size": 128, "num_hidden_layers": 2, "n_routed_experts": 4,
@@ -151,7 +153,11 @@ def test_blocks_that_cannot_be_kept(tmp_path, changes, message):
     tensor = open_hf(tmp_path, read_config(tmp_path))[1]["layers.1.mlp.experts.gate_up_proj.weight"]
     with pytest.raises(ValueError, match=message):
         tensor.quantized(whole(tensor.shape), FORMATS["fp8_block"])
-    assert not tensor.problem(FORMATS["mxfp8"])
+    stages, plan = on_meta(tmp_path, "fp8_block")
+    with pytest.raises(ValueError, match=message):
+        load_hf(stages, tmp_path, None, plan)
+    assert all(param.device.type == "meta" for param in stages[0].parameters())
+    stored(tmp_path, "mxfp8")  # of the values of whatever blocks
 
 
 def test_scales_that_are_powers_of_two_lose_nothing_in_fp8_block_pow2(tmp_path):
@@ -165,24 +171,24 @@ def test_scales_that_are_powers_of_two_lose_nothing_in_fp8_block_pow2(tmp_path):
     assert torch.equal(QuantizedTensor.quantize(values, "fp8_block_pow2").dequantize(), values)
 
 
-PATTERNS = {"fp8_block": "*", "mxfp4": "*.experts"}
+PATTERNS = {"fp8_block": "*", "mxfp8": "*", "mxfp4": "*.experts"}
 
 
-def stored(folder, format, dtype=torch.bfloat16, trained=False, pattern=None):
-    """(the model in one stage, whose weights are those of the files; its plan)."""
+def on_meta(folder, format, dtype=torch.bfloat16, trained=False, pattern=None):
+    """(the model in one stage, planned to be stored in a format, without values; its plan)."""
     config = read_config(folder)
     stages = build_on_meta(lambda: build_stages(config, 1))
     stages[0].to(dtype).requires_grad_(trained)
     rules = [Rule(pattern or PATTERNS[format], storage=format)]
     plan = resolve_dtypes(stages, DTypePolicy(dtype, torch.float32, dtype, rules), hub_dtypes(folder, config))
+    shard(stages[0], None, plan)
+    return stages, plan
+
+
+def stored(folder, *args, **options):
+    """The same, loaded."""
+    stages, plan = on_meta(folder, *args, **options)
     load_hf(stages, folder, None, plan)
-    tensors = open_hf(folder, config)[1]
-    for each in list(quantizable(stages[0])):
-        if plan.of(each.name).format:
-            data = tensors[each.name].quantized(whole(each.param.shape), FORMATS[format])
-            weight = QuantizedTensor(data, each.param.shape, dtype, FORMATS[format])
-            weight.master = weight.dequantize() if trained else None
-            each.owner.weight = torch.nn.Parameter(weight, requires_grad=trained)
     return stages, plan
 
 
@@ -224,6 +230,7 @@ def test_written_in_numbers(tmp_path, format, trained, dtype):
     expected = {name: tensor[whole(tensor.shape)] for name, tensor in tensors.items()}
     for name, param in stages[0].named_parameters():
         if isinstance(param, QuantizedTensor) and trained:
+            assert torch.equal(param.master, expected[name].float())  # there is nothing better to start from
             param.master.mul_(1.1)
             expected[name] = expected[name].float() * 1.1
     save_hf(stages, tmp_path / "again", None, plan, source=tmp_path / "source")
@@ -289,3 +296,26 @@ def test_weights_of_real_models_are_whole_blocks(model):
     for each in weights:
         parts = config.hub_parts(each.name, each.param.shape)[0]
         assert not cut_through(parts, each.param.shape, FORMATS["fp8_block"]), each.name
+
+
+def load_and_save(rank, source, target, shape, format):
+    """Through ranks; those of experts alone are quantized, of which each rank has whole blocks."""
+    rules = [Rule("*.experts", storage=format)]
+    stages, mesh, plan = stages_on_meta(source, shape, rules=rules)
+    load_hf(stages, source, mesh, plan)
+    save_hf(stages, target, mesh, plan, source=source, quantized=True)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 2), *(pytest.param(shape, marks=pytest.mark.slow) for shape in
+                                                [(1, 2, 1), (2, 1, 1), (1, 2, 2), (2, 1, 2)])])
+@pytest.mark.parametrize("format", SAVERS)
+def test_ranks_write_what_one_writes(tmp_path, format, shape):
+    files = SAVERS[format](tmp_path / "source")
+    stages, plan = stored(tmp_path / "source", format, torch.float32, pattern="*.experts")
+    save_hf(stages, tmp_path / "alone", None, plan, source=tmp_path / "source", quantized=True)
+    run_ranks(load_and_save, prod(shape), str(tmp_path / "source"), str(tmp_path / "ranks"), shape, format)
+    alone, ranks = (read_all(tmp_path / target) for target in ("alone", "ranks"))
+    assert_same_bytes(ranks, alone)
+    kept = [name for name in files if ".experts." in name and not name.endswith("bias")]
+    assert_same_bytes(*({name: each[name] for name in kept} for each in (ranks, files)))
+    assert (tmp_path / "alone/config.json").read_bytes() == (tmp_path / "ranks/config.json").read_bytes()

@@ -89,10 +89,10 @@ def rewrite(folder, tensors, **config):
     path.write_text(json.dumps(json.loads(path.read_text()) | config))
 
 
-def stages_on_meta(folder, shape=None, dtype=torch.float32, stages_per_rank=2):
+def stages_on_meta(folder, shape=None, dtype=torch.float32, stages_per_rank=2, rules=()):
     """(stages, mesh, plan) of this rank, sharded, without values; the whole model in one stage without a shape."""
     config = read_config(folder)
-    policy = DTypePolicy(dtype, torch.float32, dtype)
+    policy = DTypePolicy(dtype, torch.float32, dtype, rules)
     sources = hub_dtypes(folder, config)
     if shape is None:
         stages = build_on_meta(lambda: build_stages(config, stages_per_rank))
@@ -102,10 +102,12 @@ def stages_on_meta(folder, shape=None, dtype=torch.float32, stages_per_rank=2):
     only = [stage for stage, rank in enumerate(placement) if rank == mesh["pp"].get_local_rank()]
     plan = resolve_dtypes(build_on_meta(lambda: build_stages(config, 1)), policy, sources)
     stages = build_on_meta(lambda: build_stages(config, 2 * shape[0], only=only))
-    if Mesh.of(mesh).dense.size() > 1:
-        for stage in stages:
+    for stage in stages:
+        if Mesh.of(mesh).dense.size() > 1:
             shard_experts(stage, mesh["ep"])
             shard(stage, Mesh.of(mesh).dense, plan, expert_mesh=mesh["dp"])
+        elif rules:
+            shard(stage, None, plan)
     return stages, mesh, plan
 
 
