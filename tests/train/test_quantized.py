@@ -89,10 +89,14 @@ def test_stored_and_gathered_weights_train_alike_and_as_in_bf16(run_toml, tmp_pa
 
 @pytest.mark.slow
 def test_200_steps_end_where_bf16_does(tmp_path):
-    """The tiny run; FP8 within 1% of bf16. Of nvfp4 nothing is promised: measured, it ends 0.7% above."""
-    runs = {"bf16": (), "mxfp8": ("*,gather=mxfp8",), "fp8_block": ("*.experts,gather=fp8_block",),
-            "stored mxfp8": ("*,storage=mxfp8",), "stored fp8_block": ("*.experts,storage=fp8_block",),
-            "nvfp4": ("*,gather=nvfp4",)}
-    found = losses(TINY, tmp_path, runs, "--train.steps", "200", "--train.num_chunks", "2", timeout=3600)
-    ends = {name: sum(values[-10:]) / 10 for name, values in found.items()}
-    assert ends == {name: pytest.approx(ends["bf16"], rel=0.03 if name == "nvfp4" else 0.01) for name in runs}, ends
+    """The tiny run, of its last 20 steps, as single ones differ by percents both ways: FP8 within 1% of bf16. Dense
+    weights are too narrow here for two ranks to cut between blocks of 128 rows. Of 4 bits only that it trains."""
+    rules = {"mxfp8": "*", "fp8_block": "*.experts", "nvfp4": "*"}
+    runs = {f"{way}={format}": (f"{pattern},{way}={format}",) for format, pattern in rules.items()
+            for way in ("gather", "storage")}
+    options = ["--train.steps", "200", "--train.num_chunks", "2"]  # as many sequences as on one rank
+    found = losses(TINY, tmp_path, {"bf16": (), **runs}, *options, timeout=7200)
+    ends = {name: sum(values[-20:]) / 20 for name, values in found.items()}
+    for format in rules:
+        assert found[f"gather={format}"] == found[f"storage={format}"]
+        assert ends[f"gather={format}"] == pytest.approx(ends["bf16"], rel=0.05 if format == "nvfp4" else 0.01), ends
