@@ -38,7 +38,8 @@ from dualpipe.dtypes import short_name
 from dualpipe.errors import nearest, raise_for
 from dualpipe.kernels.formats import Format
 from dualpipe.kernels.quantize import dequantize
-from dualpipe.quantized.weights import requantize
+from dualpipe.quantized import QuantizedTensor
+from dualpipe.quantized.weights import filling
 from dualpipe.ranks import RankSync
 
 _NEAREST, _MANY = 20, 2000  # of so many names is the nearest looked for, among so many, which takes a while
@@ -122,10 +123,8 @@ def _load(
     allowed = _compare(ranks, path, stored, parts, [*allow, *(() if manifest.step else allow_at_start)])
     fitting = {name: part for name, part in parts.items() if name in stored and stored[name].shape == part.shape}
     states = {name: each for name, each in state.items() if isinstance(each, ParameterState)}
-    # What is quantized here and stored otherwise is read into masters, which frozen ones have only for that.
-    quantizeds = {name: (part.quantized, part) for name, part in fitting.items() if part.quantized is not None}
-    frozen = [quantized for quantized, _ in quantizeds.values() if quantized.master is None]
-    masters: dict[str, Part] = {}
+    converted = {name: part for name, part in fitting.items()  # quantized, and stored otherwise: read into masters
+                 if part.quantized is not None and stored[name].dtype != part.dtype}
 
     def read_groups() -> None:
         """Read the hyperparameters of torch's optimizers, which must fit the groups before anything is changed."""
@@ -135,15 +134,12 @@ def _load(
 
     def restore() -> bool:
         """Read everything into its place, and go on with the random state; whether it was that of this rank."""
-        for name, (quantized, part) in quantizeds.items():
-            if stored[name].dtype != quantized.format:
-                if quantized.master is None:
-                    quantized.master = torch.empty(part.box.shape, device=quantized.device)
-                masters[name] = part._replace(tensor=quantized.master, quantized=None)
+        masters = {name: Part(part.shape, part.box, cast(Tensor, cast(QuantizedTensor, part.quantized).master))
+                   for name, part in converted.items()}
         read_parts(checkpoint, stored, fitting | masters)
-        for name, (quantized, _) in quantizeds.items():
-            if quantized.master is not None and name not in masters:
-                quantized.master.copy_(quantized.dequantize())
+        for name, part in fitting.items():
+            if part.quantized is not None and part.quantized.master is not None and name not in masters:
+                part.quantized.master.copy_(part.quantized.dequantize())
         for each in states.values():
             each.restore()
         if manifest.layout != layout:
@@ -154,13 +150,10 @@ def _load(
 
     ranks.agree(read_groups)
     try:
-        restored = ranks.agree(restore)
-        requantize(cast(Tensor, state[name]) for name in masters)
+        with filling(cast(Tensor, state[name]) for name in converted):
+            restored = ranks.agree(restore)
     except (ValueError, OSError) as error:
         raise RuntimeError(f"{path} could not be read to its end: {error}") from error
-    finally:
-        for quantized in frozen:
-            quantized.master = None
     must_be_there()
     return Loaded(path, manifest, restored, damaged, allowed)
 

@@ -159,7 +159,8 @@ class Checkpoint(NamedTuple):
                 for numbers in (shape, *chain(*((offsets, sizes, [rank]) for offsets, sizes, rank in boxes))):
                     if not isinstance(numbers, list) or any(type(each) is not int or each < 0 for each in numbers):
                         raise ValueError(f"{numbers!r} are not numbers of elements or of a rank")
-                held = _dtype_of(dtype, name)
+                if isinstance(held := _dtype_of(dtype, name), Format) and len(shape) not in (2, 3):
+                    raise ValueError(f"{name} {shape} is no matrix, or stack of them, as those in {held} are")
                 for offsets, sizes, rank in boxes:
                     if any(offset + size > whole for offset, size, whole in zip(offsets, sizes, shape, strict=True)):
                         raise ValueError(f"a part at {offsets} of sizes {sizes} is not inside a tensor of shape "

@@ -31,7 +31,15 @@ from dualpipe.train.data import Batch, Loader, evaluation_batches, open_splits, 
 from dualpipe.train.job import Job, join
 from dualpipe.train.launch import RankInfo
 from dualpipe.train.metrics import MetricsWriter, StepMetrics, draw, memory_bytes, say
-from dualpipe.train.model import Model, build_model, build_routers, micro_batch_loss, plan_run, read_model_config
+from dualpipe.train.model import (
+    Model,
+    build_model,
+    build_routers,
+    micro_batch_loss,
+    plan_run,
+    read_model_config,
+    slow_products,
+)
 from dualpipe.train.optimizer import Optimizer, learning_rate
 from dualpipe.train.resume import Saver, State, describe
 
@@ -92,7 +100,8 @@ class Run:
             model_config, self.schedule, job.place.rank("pp"), seed=train.seed, dtype=dtype_of(train.dtype),
             device=job.device, mesh=job.mesh, recompute=config.memory.recompute, compiled=train.compile,
             layers_per_stage=parallel.layers_per_stage, from_hf=config.init.from_hf if saver.source is None else "",
-            plan=plan_run(config, model_config, saver.source_dtypes, job.mesh),
+            plan=plan_run(config, model_config, saver.source_dtypes, job.mesh), products=config.dtypes.products,
+            fp8_weight_grad=config.dtypes.fp8_weight_grad, fp8_dispatch=config.dtypes.fp8_dispatch,
         )
         self.reports = self.model.has_last and not job.place.replica
         self.folder = Path(config.output.dir)
@@ -185,6 +194,9 @@ class Run:
         if held_out.num_tokens:
             self.unigram = self.splits.unigram_loss(self.model.config.vocab_size)
             writer.say(f"a unigram model of the same text has a held-out loss of {self.unigram:.4f} nats per token")
+        tokens = train.micro_batch_size * train.sequence_length * config.parallel.ep
+        for slow in slow_products(self.model, tokens, self.job.device):
+            writer.say(f"WARNING: slower in FP8 than in bfloat16, see dtypes.products and rules: {slow}")
         if train.compile and self.done < train.steps:
             writer.say(f"step {self.done + 1} takes longer: it compiles attention and dense MLPs")
         return writer

@@ -11,18 +11,23 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from dualpipe.kernels.formats import FORMATS
+from dualpipe import Pipeline
+from dualpipe.kernels.formats import FORMATS, Format
 from dualpipe.models import Qwen3MoeConfig
 from dualpipe.nn.deferral import local
-from dualpipe.parallel import Rule
+from dualpipe.parallel import DTypePolicy, Rule, resolve_dtypes, shard
 from dualpipe.parallel.fsdp import StageParameters
+from dualpipe.parallel.materialize import assert_materialized, build_on_meta, materialize
 from dualpipe.parallel.mesh import Mesh, build_mesh
 from dualpipe.quantized import QuantizedTensor, quantize_weights
+from dualpipe.quantized.weights import quantized_part
 from dualpipe.schedule import build
-from dualpipe.train.model import build_model, build_whole, plan_model
+from dualpipe.train.model import build_model, build_whole, micro_batch_loss, plan_model
+from dualpipe.train.optimizer import Optimizer
 from ranks import run_ranks
+from toys import relative_error
 
 BF16, FP32 = torch.bfloat16, torch.float32
 COLUMNS = 64
@@ -185,3 +190,219 @@ def test_given_a_seed_then_every_layout_gathers_the_bytes_of_the_quantized_whole
     formats = ["mxfp8", "nvfp4", "fp8_block", "fp8_tensor"]
     compared = run_ranks(seeded, shape[0] * shape[1], shape, formats, reuse=True)
     assert all(number >= 2 * 2 * (2 + 3 * 12) for number in compared)
+
+
+def check(weight: Tensor, values: Tensor, format: Format) -> None:
+    expected = QuantizedTensor.quantize(values, format)
+    assert isinstance(weight, QuantizedTensor) and weight.dtype is BF16 and torch.equal(weight, expected)
+    if format.block[0] > 1:
+        assert torch.equal(weight.transposed, expected.transposed_rows())
+
+
+def loaded_twice(rank: int, shape: tuple[int, ...], rows: int, rules: list[Rule]) -> None:
+    for rule in rules:
+        model = nn.Sequential(nn.Linear(COLUMNS, rows), nn.Linear(rows, 8, bias=False))
+        plan = resolve_dtypes(model, DTypePolicy(BF16, FP32, BF16, [rule]))
+        shard(model, mesh_of(*shape), plan)
+        for seed in range(2):  # the first forward pads; what is loaded afterwards is in other memory
+            values = torch.randn(rows, COLUMNS, generator=torch.Generator().manual_seed(seed))
+            placed = distribute_tensor(values, mesh_of(*shape), model[0].weight.placements)
+            state = {name: param.detach().clone() for name, param in model.state_dict().items()}
+            model.load_state_dict(state | {"0.weight": placed}, assign=True)
+            handle = model[0].register_forward_hook(lambda module, *_: check(module.weight, values, rule.format))  # noqa: B023
+            model(torch.ones(2, COLUMNS, dtype=BF16)).sum().backward()
+            handle.remove()
+            assert model[0].weight.grad.dtype is FP32
+
+
+@pytest.mark.parametrize(
+    ("shape", "rows", "blocks"), [((2,), 7, 255), ((4,), 5, 511), ((2, 2), 7, 255), ((1,), 7, 300)]
+)
+def test_given_plain_shards_that_are_loaded_then_they_are_gathered_quantized(shape, rows, blocks):
+    byte_formats = [Rule("0", gather=format) for format in ("mxfp8", "nvfp4", "fp8_tensor")]
+    run_ranks(loaded_twice, torch.Size(shape).numel(), shape, rows, byte_formats, reuse=True)
+    run_ranks(loaded_twice, torch.Size(shape).numel(), shape, blocks, [Rule("0", gather="fp8_block")], reuse=True)
+
+
+# -- training
+
+
+def whole(values: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: each.full_tensor() if isinstance(each, DTensor) else each.clone() for name, each in values.items()}
+
+
+def trained(
+    shape: tuple[int, int], rules: list[Rule], dtype: torch.dtype
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The gradients of the first step, and what the optimizer updates as it is after three."""
+    stage, mesh = made(shape, rules, dtype)
+    place = Mesh.of(mesh)
+    pipe = Pipeline([stage], process_group=mesh["pp"].get_group(), schedule="1f1b")
+    optimizer = Optimizer([stage], lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    rows = torch.randint(CONFIG.vocab_size, (8, 9), generator=torch.Generator().manual_seed(1))
+    mine, gradients = rows.chunk(place.replicas)[place.replica], {}
+    for _ in range(3):
+        pipe.step(mine[:, :-1], num_chunks=2, criterion=micro_batch_loss(2), labels=(mine[:, 1:].contiguous(),))
+        assert not any(isinstance(local(param.grad), QuantizedTensor) for param in stage.parameters())
+        gradients = gradients or whole({name: param.grad for name, param in stage.named_parameters()})
+        optimizer.step(0.01)
+        optimizer.zero_grad()
+    state, masters = optimizer.state_tensors(), {}
+    for name, param in stage.named_parameters():
+        masters[name] = state[param]["master"].detach()
+        if (part := quantized_part(param)) is not None:
+            assert local(masters[name]).data_ptr() == part.master.data_ptr()
+    for name, master in (masters := whole(masters)).items():
+        param = stage.get_parameter(name)
+        if (part := quantized_part(param)) is not None:
+            expected = QuantizedTensor.quantize(master, part.format)
+            place = tuple(slice(o, o + n) for o, n in zip(*offsets(param)))
+            assert torch.equal(part, expected[place[:-1]])
+    return gradients, masters
+
+
+def offsets(param: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    if not isinstance(param, DTensor):
+        return (0,) * param.dim(), tuple(param.shape)
+    (chunk,) = param.__create_chunk_list__()
+    return tuple(chunk.offsets), tuple(chunk.sizes)
+
+
+def both_ways(rank: int, shape: tuple[int, int], format: str, dtype: torch.dtype) -> dict[str, tuple[dict, dict]]:
+    return {way: trained(shape, [rule(pattern_of(format), format)], dtype) for way, rule in WAYS.items()}
+
+
+@pytest.mark.parametrize(("shape", "format", "dtype"), [
+    ((2, 2), "mxfp8", BF16), ((2, 1), "fp8_block", BF16), ((2, 2), "nvfp4", FP32), ((2, 1), "fp8_tensor", FP32),
+])
+def test_stored_and_gathered_weights_are_trained_alike_and_as_on_one_rank(shape, format, dtype):
+    """Bit for bit alike: the same bytes are computed with, and the same float32 values updated. The sums of another
+    number of ranks differ, in float32."""
+    (alone,) = run_ranks(both_ways, 1, (1, 1), format, dtype, reuse=True)
+    for results in run_ranks(both_ways, shape[0] * shape[1], shape, format, dtype, reuse=True):
+        for stored, gathered in zip(results["stored"], results["gathered"]):
+            assert stored.keys() == gathered.keys() == alone["stored"][0].keys()
+            assert not [name for name in stored if not torch.equal(stored[name], gathered[name])]
+        for name, expected in alone["stored"][0].items() if dtype is FP32 else ():
+            assert relative_error(results["stored"][0][name], expected) < 1e-5, name
+
+
+def kept_in_fp32(rank: int) -> None:
+    """Weights that compute in the dtype that they give themselves out as."""
+    model = linears(8, "mxfp8").float()
+    fully_shard(model, mesh=mesh_of(2))
+    assert model[0].weight.dtype is FP32
+    for _ in range(2):
+        model(torch.randn(3, COLUMNS)).sum().backward()
+    assert type(model[0].weight.grad.to_local()) is Tensor
+    parameters = StageParameters(model)
+    parameters.gather()
+    parameters.wait()
+    parameters.complete(reduce=True)  # of a step without a backward: zeros
+    parameters.finish()
+    assert type(model[0].weight.grad.to_local()) is Tensor
+
+
+def test_gradients_are_plain_where_weights_compute_in_the_dtype_of_their_shards():
+    run_ranks(kept_in_fp32, 2, reuse=True)
+
+
+def late_optimizer(rank: int) -> None:
+    """An optimizer that is made before the first forward, which pads 7 rows over 2 ranks into other memory."""
+    model = linears(7, "mxfp8")
+    expected = model[0].weight.master.clone()
+    for layer in model:
+        fully_shard(layer, mesh=mesh_of(2))
+    fully_shard(model, mesh=mesh_of(2))
+    optimizer = Optimizer([model], lr=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+    model(torch.ones(3, COLUMNS, dtype=BF16)).sum().backward()
+    optimizer.step(0.1)
+    updated = quantized_part(model[0].weight).master
+    assert torch.allclose((updated - expected.chunk(2)[rank]).abs(), torch.tensor(0.1), atol=1e-3)
+    model[0].unshard()
+    assert torch.equal(model[0].weight[4 * rank :][: len(updated)].dequantize(),
+                       QuantizedTensor.quantize(updated, "mxfp8").dequantize())
+
+
+def test_given_an_optimizer_that_is_older_than_the_padding_then_it_updates_what_is_gathered():
+    run_ranks(late_optimizer, 2, reuse=True)
+
+
+# -- refusals
+
+
+def refused(rank: int) -> list[str]:
+    mesh, texts = mesh_of(2), []
+    policy = DTypePolicy(BF16, FP32, BF16, [Rule("0", storage="fp8_block")])
+    for rows, rule in ((300, Rule("0", storage="fp8_block")), (300, Rule("0", gather="fp8_block"))):
+        model = nn.Sequential(nn.Linear(COLUMNS, rows), nn.Linear(rows, 8))
+        plan = resolve_dtypes(model, DTypePolicy(BF16, FP32, BF16, [rule]))
+        with pytest.raises(ValueError) as error:
+            shard(model, mesh, plan)
+        texts.append(str(error.value))
+        assert not any(isinstance(p, DTensor | QuantizedTensor) for p in model.parameters())
+    frozen = linears(256, "fp8_block", trained=False).requires_grad_()
+    with pytest.raises(ValueError) as error:
+        shard(frozen, mesh, resolve_dtypes(frozen, policy))
+    texts.append(str(error.value))
+    with pytest.raises(ValueError) as error:
+        Optimizer([frozen], lr=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+    return [*texts, str(error.value)]
+
+
+def test_given_cut_blocks_or_no_masters_then_every_rank_is_refused_with_the_remedy():
+    for *cut, sharded, optimized in run_ranks(refused, 2, reuse=True):
+        assert all("0.weight is (300, 64)" in text and "150 rows" in text and "mxfp8" in text for text in cut)
+        assert "0.weight is trainable" in sharded and "or freeze it" in sharded
+        assert "without a master" in optimized
+
+
+# -- filling
+
+
+class Gone:
+    """A tensor in a file that cannot be read any more."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.shape, self.dtype = tensor.shape, tensor.dtype
+
+    def __getitem__(self, part: tuple[slice, ...]) -> Tensor:
+        raise OSError("the file is gone")
+
+
+def on_meta(trained: bool, rule: Rule) -> tuple[nn.Module, Any]:
+    model = build_on_meta(lambda: nn.Sequential(nn.Linear(COLUMNS, 7), nn.Linear(7, 6, bias=False)))
+    model.requires_grad_(trained)
+    plan = resolve_dtypes(model, DTypePolicy(BF16, FP32, BF16, [rule]))
+    return shard(model, mesh_of(2), plan), plan
+
+
+def filled(rank: int) -> None:
+    torch.manual_seed(5)
+    source = {"0.weight": torch.randn(7, COLUMNS), "0.bias": torch.randn(7), "1.weight": torch.randn(6, 7)}
+    for format in ("mxfp8", "nvfp4"):
+        for trained in (True, False):
+            rule = Rule("0" if format == "nvfp4" else "*", storage=format)  # 7 columns are odd
+            values = source if trained else {name: value.to(BF16) for name, value in source.items()}
+            model, plan = on_meta(trained, rule)
+            materialize(model, "cpu", plan, source=values)
+            part = quantized_part(model[0].weight)
+            expected = QuantizedTensor.quantize(values["0.weight"], format)
+            mine = slice(0, 4) if rank == 0 else slice(4, 7)
+            assert torch.equal(part, expected[mine])
+            assert (part.master is None) is not trained
+            if trained:
+                assert torch.equal(part.master, values["0.weight"][mine])
+            empty, plan = on_meta(trained, rule)
+            materialize(empty, "cpu", plan)
+            with pytest.raises(ValueError, match=r"0\.weight was never filled"):
+                assert_materialized(empty, "cpu")
+            broken, plan = on_meta(trained, rule)
+            with pytest.raises((OSError, ValueError)) as error:  # rank 0 ends, too
+                materialize(broken, "cpu", plan, source=values | ({"0.bias": Gone(values["0.bias"])} if rank else {}))
+                raise ValueError("done")
+            assert str(error.value) == ("the file is gone" if rank else "done")
+
+
+def test_given_a_source_then_bytes_are_those_of_the_whole_and_a_rank_that_fails_keeps_no_other_waiting():
+    run_ranks(filled, 2, reuse=True)
