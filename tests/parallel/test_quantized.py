@@ -287,10 +287,10 @@ def test_stored_and_gathered_weights_are_trained_alike_and_as_on_one_rank(shape,
             assert relative_error(results["stored"][0][name], expected) < 1e-5, name
 
 
-def kept_in_fp32(rank: int) -> None:
+def kept_in_fp32(rank: int, world: int) -> None:
     """Weights that compute in the dtype that they give themselves out as."""
     model = linears(8, "mxfp8").float()
-    fully_shard(model, mesh=mesh_of(2))
+    fully_shard(model, mesh=mesh_of(world))
     assert model[0].weight.dtype is FP32
     for _ in range(2):
         model(torch.randn(3, COLUMNS)).sum().backward()
@@ -303,8 +303,9 @@ def kept_in_fp32(rank: int) -> None:
     assert type(model[0].weight.grad.to_local()) is Tensor
 
 
-def test_gradients_are_plain_where_weights_compute_in_the_dtype_of_their_shards():
-    run_ranks(kept_in_fp32, 2, reuse=True)
+@pytest.mark.parametrize("world", [1, 2])  # of one rank the gradients become the reduced ones as they are
+def test_gradients_are_plain_where_weights_compute_in_the_dtype_of_their_shards(world):
+    run_ranks(kept_in_fp32, world, world, reuse=True)
 
 
 def late_optimizer(rank: int) -> None:
