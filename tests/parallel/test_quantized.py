@@ -295,6 +295,7 @@ def kept_in_fp32(rank: int, world: int) -> None:
     for _ in range(2):
         model(torch.randn(3, COLUMNS)).sum().backward()
     assert type(model[0].weight.grad.to_local()) is Tensor
+    model.zero_grad()
     parameters = StageParameters(model)
     parameters.gather()
     parameters.wait()
