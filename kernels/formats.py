@@ -142,7 +142,7 @@ def quantize_reference(
 
     A block of zeros, or of less than the smallest scale can express, is zeros under the smallest scale; nothing is
     divided by zero. A block with an infinity or NaN is NaN as a whole: its scale is, and its elements are zeros; in
-    fp8_tensor such elements are NaN themselves.
+    fp8_tensor such elements are NaN themselves. Of a number above 2.9e38 the element may be more than float32 holds.
     """
     rows, columns = x.shape[-2:]
     format.check(x.shape)

@@ -420,11 +420,10 @@ def _quantize(x: Tensor, out: Tensor, format: str, amax: Tensor | None, seed: in
 
 @operator(lambda data, _, rows, columns, dtype: data.new_empty((*data.shape[:-2], rows, columns), dtype=dtype))
 def _dequantize(data: Tensor, format: str, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-    how = FORMATS[format]
-    if not use_triton(data):
-        return dequantize_reference(data, how, rows, columns).to(dtype)
-    y = data.new_empty((*data.shape[:-2], rows, columns), dtype=dtype)
-    if y.numel():
+    how, y = FORMATS[format], data.new_empty((*data.shape[:-2], rows, columns), dtype=dtype)
+    if y.numel() and not use_triton(data):
+        y.copy_(dequantize_reference(data, how, rows, columns))
+    elif y.numel():
         data = _matrices(data)
         wholes = how.matrix_scales(data) if how.matrix_scale else None
         _launch_dequantize(_Parts.of_data(data, how, columns), wholes, how, y.view(-1, rows, columns))
@@ -450,9 +449,9 @@ def _new_rows(x: Tensor, columns: int, block: int) -> tuple[Tensor, Tensor]:
 
 @operator(lambda x, block: _new_rows(x, x.shape[1], block))
 def _quantize_rows(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    if not use_triton(x):
-        return quantize_rows_reference(x, block)
     elements, scales = _new_rows(x, x.shape[1], block)
+    if not use_triton(x):
+        return quantize_rows_reference(x, block) if x.numel() else (elements, scales)
     if x.shape[1]:
         _launch_quantize(with_dense_rows(x)[None], _Parts.of_rows(elements, scales), ROW_FORMATS[block])
     return elements, scales
@@ -480,7 +479,7 @@ def _swiglu_quantize(
 ) -> tuple[Tensor, Tensor, Tensor]:
     if not use_triton(gate_up):
         h = swiglu_reference(gate_up, weight, clamped, alpha, limit).to(gate_up.dtype)
-        return h, *quantize_rows_reference(h, block)
+        return h, *_quantize_rows(h, block)
     h, elements, scales = _new_activation(gate_up, block)
     if h.shape[1]:
         gate_up, tile = with_dense_rows(gate_up), tile_of(ROW_FORMATS[block], gate_up.dtype)
@@ -620,11 +619,12 @@ def _checked_block(block: int) -> int:
 
 
 def quantize_rows_reference(x: Tensor, block: int) -> QuantizedRows:
-    """The rows of (M, K), as a matrix with scales for parts of rows."""
+    """The rows of (M, K), neither 0, as those of a matrix of whole blocks."""
     format, columns = ROW_FORMATS[block], x.shape[1]
+    x = torch.nn.functional.pad(x, (0, -columns % block))
     data = quantize_reference(x, format)
-    elements = format.elements(data, columns).squeeze(-2).view(torch.float8_e4m3fn)
-    return QuantizedRows(elements.contiguous(), format.scales(data, columns).contiguous())
+    elements = format.elements(data, x.shape[1])[:, 0, :columns].view(torch.float8_e4m3fn)
+    return QuantizedRows(elements.contiguous(), format.scales(data, x.shape[1]).contiguous())
 
 
 def transpose_blocks_reference(data: Tensor, format: Format, rows: int, columns: int) -> Tensor:

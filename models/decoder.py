@@ -18,6 +18,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from dualpipe.kernels import SortedTokens
+from dualpipe.kernels.formats import QuantizedRows
 from dualpipe.models.hub import GroupedQueryConfig, HubConfig
 from dualpipe.nn import GroupedLinear, GroupedSwiGLU, Linear, RMSNorm, Router
 from dualpipe.nn.attention import Context, attend, rotate
@@ -85,13 +86,15 @@ class Experts(nn.Module):
         self.down_proj = GroupedLinear(experts, intermediate, hidden, bias)
         self.biased = bias
 
-    def forward(self, x: Tensor, rows: SortedTokens | Tensor, weight_M: Tensor) -> Tensor:
+    def forward(
+        self, x: Tensor, rows: SortedTokens | Tensor, weight_M: Tensor, quantized: QuantizedRows | None = None
+    ) -> Tensor:
         """Tokens (T, H) and where they go, or rows (M, H) sorted by expert and their ends (E,) -> (M, H), times the
-        sorted rows' routing weights `weight_M`."""
+        sorted rows' routing weights `weight_M`. quantized: see `GroupedLinear`."""
         # Without a last bias, weighting before the last product is the same, and its result need not be kept.
         scale_M, ends = None if self.biased else weight_M, rows.offs if isinstance(rows, SortedTokens) else rows
-        h_MI, quantized = self.gate_up_proj(x, rows, scale_M, then=self.down_proj)
-        y_MH = self.down_proj(h_MI, ends, quantized=quantized)
+        h_MI, h_rows = self.gate_up_proj(x, rows, scale_M, quantized=quantized, then=self.down_proj)
+        y_MH = self.down_proj(h_MI, ends, quantized=h_rows)
         if not self.biased:
             return y_MH
         return (y_MH * weight_M.unsqueeze(1)).to(y_MH.dtype)  # a float32 router's weights do not widen the rows

@@ -24,6 +24,7 @@ from torch.distributed import ProcessGroup
 import threads
 from device_book import Event, Timeline
 from device_steps import Toy, as_process, as_training, by_threads, qwen, toys, write_run
+from dualpipe.quantized import QuantizedTensor
 from pretend_cuda import pretend_cuda
 from pretend_nccl import Work
 from ranks import run_ranks
@@ -87,6 +88,17 @@ def test_memory_given_back_while_another_stream_uses_it(strict, recorded):
         torch.cuda.current_stream().wait_stream(side)
         torch.zeros(4, device="cuda")
         assert len(pretended.report({})) == (not recorded)
+
+
+def test_a_quantized_tensor_is_its_bytes():
+    with pretend_cuda() as pretended:
+        side, weight = torch.cuda.Stream(), QuantizedTensor.quantize(torch.randn(64, 64), "mxfp8").to("cuda")
+        side.wait_stream(torch.cuda.current_stream())
+        weight.quantize_(torch.zeros(64, 64, device="cuda"))
+        with torch.cuda.stream(side):
+            assert weight.clone().is_cuda
+        assert kinds(pretended.report({})) == ["race"]
+        torch.cuda.current_stream().wait_stream(side)
 
 
 def test_memory_belongs_to_the_stream_it_is_made_on():

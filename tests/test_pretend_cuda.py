@@ -19,6 +19,7 @@ from device_steps import (
     as_process,
     as_training,
     by_threads,
+    quantized_qwen,
     qwen,
     toys,
     write_run,
@@ -56,6 +57,13 @@ def test_toy_stages(overlap):
 ])
 def test_qwen3_moe(overlap, recompute):
     device = by_threads(qwen, 2, 2, overlap, recompute)
+    counts = 2 * LAYERS_WITH_EXPERTS * MICRO_BATCHES * STEPS
+    assert device.report(waits={COUNTS: counts} | messages(2, ranks=4)) == []
+
+
+@pytest.mark.parametrize("recompute", [(), pytest.param(("layer", "dispatch"), marks=pytest.mark.slow)], ids=str)
+def test_quantized_weights(recompute):
+    device = by_threads(quantized_qwen, 2, 2, recompute=recompute)
     counts = 2 * LAYERS_WITH_EXPERTS * MICRO_BATCHES * STEPS
     assert device.report(waits={COUNTS: counts} | messages(2, ranks=4)) == []
 

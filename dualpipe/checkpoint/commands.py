@@ -12,6 +12,7 @@ from pathlib import Path
 from dualpipe.checkpoint.directory import find, none_whole
 from dualpipe.checkpoint.hub_commands import format_bytes
 from dualpipe.checkpoint.manifest import Manifest, StoredTensor, verify
+from dualpipe.checkpoint.tensors import bytes_in_file
 from dualpipe.dtypes import short_name
 from dualpipe.errors import raise_for
 
@@ -73,7 +74,8 @@ def show(path: str | PathLike[str]) -> Iterator[str]:
         counts = Counter(short_name(entry.dtype) for entry in tensors)
         dtypes = ", ".join(f"{count:,} {dtype}" for dtype, count in counts.most_common())
         elements = sum(prod(entry.shape) for entry in tensors)
-        yield f"{title}: {len(tensors):,} tensors ({dtypes}), {elements:,} elements"
+        size = sum(bytes_in_file(entry.dtype, entry.shape) for entry in tensors)
+        yield f"{title}: {len(tensors):,} tensors ({dtypes}), {elements:,} elements, {format_bytes(size)}"
     for title, used in (("extra", manifest.extra), ("config", manifest.config)):
         if used is not None:
             yield f"{title}: {json.dumps(used)}"

@@ -27,12 +27,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from dualpipe import device as devices
 from dualpipe.checkpoint.hub_files import SUFFIXES, Fp8, Mxfp4, Reader, Stored, StrPath, find_stored
 from dualpipe.checkpoint.tensors import Box
-from dualpipe.errors import nearest
+from dualpipe.errors import nearest, raise_for
 from dualpipe.kernels.formats import Format
 from dualpipe.models import HubConfig, Stage, build_stages
 from dualpipe.models.hub import Part
 from dualpipe.parallel import DTypePlan
 from dualpipe.parallel.materialize import check_materialize, materialize
+from dualpipe.quantized.weights import quantized_part
 from dualpipe.ranks import RankSync
 
 _NAMED = 3  # tensors of each kind that are wrong
@@ -48,12 +49,15 @@ def load_hf(
     with None. The stages are on meta, sharded or not. Each rank reads the byte ranges of its stages, its experts and
     its shards, one parameter at a time: that is the memory it takes on top. Experts may be stacked or apart on disk,
     and stored in MXFP4 or FP8 (`hub_files`). Parameters get the dtypes `plan.of(name).storage`; FP8, computed in
-    float32, is rounded to it once. Tied tensors of one stage are read once, of two stages twice.
+    float32, is rounded to it once. Those that the plan stores in the format of the files, fp8_block or mxfp4, take
+    their very bytes, and if they are trained the dequantized values as masters. Tied tensors of one stage are read
+    once, of two stages twice.
 
     `device`: default the mesh's, or the CPU; `param_device` as for `materialize`. Raises, on every rank:
         ValueError: before anything is changed: files that are missing, cut short, no safetensors or outside the
             directory; tensors that are missing, unexpected, misshapen, integers or lack their scales; values that the
-            plan's dtype would round. A checkpoint of another model type.
+            plan's dtype would round; blocks that do not fit those of the plan's format (`HubTensor.problem`). A
+            checkpoint of another model type.
         RuntimeError: reading failed on some rank after all that, as when a disk fails. The stages are not usable then:
             what was not read is NaN.
     """
@@ -66,9 +70,14 @@ def load_hf(
 
     def prepare() -> list[dict[str, HubTensor]]:
         tensors = find_tensors(config, reader)
-        sources = [{name: tensors[name] for name in stage_tensors(stage) if name in tensors} for stage in stages]
+        held = [stage_tensors(stage) for stage in stages]
+        sources = [{name: tensors[name] for name in each if name in tensors} for each in held]
         reader.check(name for source in sources for tensor in source.values()
                      for name, _ in tensor.reads(Box.whole(tensor.shape)))
+        quantized = ((name, part.format) for each in held for name, param in each.items()
+                     if name in tensors and (part := quantized_part(param)) is not None)
+        raise_for(f"{path} does not fit the formats of the dtype plan; give these weights another one, or none:", (
+            f"{name}: {problem}" for name, format in quantized if (problem := tensors[name].problem(format))))
         for stage, source in zip(stages, sources):
             check_materialize(stage, device, plan, source=source)
         return sources

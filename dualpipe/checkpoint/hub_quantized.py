@@ -18,16 +18,18 @@ from dualpipe.checkpoint.tensors import Box
 from dualpipe.kernels.formats import FORMATS, Format
 from dualpipe.models import HubConfig
 from dualpipe.models.hub import Part
+from dualpipe.parallel import DTypePlan
 from dualpipe.quantized import QuantizedTensor
 from dualpipe.quantized.weights import quantizable
 
 
-def check_quantized(config: HubConfig, formats: Mapping[str, Format]) -> None:
-    """Raise ValueError for weights in formats in which the checkpoints of their family are not.
-
-    formats: of the quantized weights, by our names.
-    """
+def check_quantized(config: HubConfig, plan: DTypePlan) -> None:
+    """Raise ValueError for a plan that stores weights as the checkpoints of their family do not, or none as they do."""
     shapes, theirs = model_shapes(config), FORMATS[config.quantized_as]
+    formats = {name: each.stored for name, each in plan.tensors.items() if isinstance(each.stored, Format)}
+    if not formats:
+        raise ValueError(f"nothing can be exported quantized: the dtype plan stores no weight in {theirs}; give it a "
+                         f"rule with storage {str(theirs)!r}, or leave out quantized (export.quantized)")
     for name, format in formats.items():
         if (format.bits, format.block, format.scale) != (theirs.bits, theirs.block, theirs.scale):
             problem = f"it is in {format}, and checkpoints of {config.model_type} are in {theirs}"
@@ -36,8 +38,8 @@ def check_quantized(config: HubConfig, formats: Mapping[str, Format]) -> None:
         else:
             problem = cut_through(config.hub_parts(name, shapes[name])[0], shapes[name], format)
         if problem:
-            raise ValueError(f"{name} cannot be exported quantized: {problem}; store it otherwise, or export numbers "
-                             "(quantized=False, export.quantized = false)")
+            raise ValueError(f"{name} cannot be exported quantized: {problem}; store it otherwise, or leave out "
+                             "quantized (export.quantized), which gives numbers")
 
 
 def forms(config: HubConfig, name: str, shape: Sequence[int], dtype: torch.dtype) -> Iterator[tuple[Part, Stored]]:

@@ -97,10 +97,11 @@ def save_hf(
         kept = {name: cast(QuantizedTensor, part.detach()) for name, part in local.items()
                 if isinstance(part, QuantizedTensor)}
         if quantized:
-            check_quantized(config, {name: part.format for name, part in kept.items()})
+            check_quantized(config, plan)
         parts: dict[str, Any] = parts_of({name: each for name, each in state.items() if name not in kept})
         for name, part in kept.items():
-            values = part if quantized or part.master is None else part.master
+            as_blocks = (quantized and not plan.of(name).gathered) or part.master is None
+            values = part if as_blocks else part.master
             parts[name] = tuple(state[name].shape), Box.at(local_part(state[name])[1]), values
         return parts
 
@@ -143,9 +144,6 @@ def write_model(
         if max_shard_bytes < 1:
             raise ValueError(f"max_shard_bytes must be at least 1; got {max_shard_bytes}")
         names, stored = assign(offers)
-        if quantized and not any(each.dtype in (torch.uint8, torch.float8_e4m3fn) for each in stored.values()):
-            raise ValueError(f"no weight is stored in {config.quantized_as}, so nothing can be exported quantized; "
-                             "store some so by a rule of the dtype plan, or leave out quantized (export.quantized)")
         tensors = new_tensors(config, {name: each.dtype for name, each in stored.items()})
         tensors |= {name: (info.dtype, info.shape) for name, info in kept.items()}
         files = lay_out(tensors, max_shard_bytes, metadata={}, name=lambda number, count:

@@ -14,9 +14,10 @@ from functools import partial
 from itertools import count, groupby, takewhile
 from os import PathLike
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from dualpipe.checkpoint.directory import Found, find, none_whole, step_of
@@ -32,9 +33,13 @@ from dualpipe.checkpoint.state import (
     parts_of,
     restore_random,
 )
-from dualpipe.checkpoint.tensors import Box, read_box, read_header, storable
+from dualpipe.checkpoint.tensors import Box, TensorHeader, block_rows, in_file, read_box, read_header
 from dualpipe.dtypes import short_name
 from dualpipe.errors import nearest, raise_for
+from dualpipe.kernels.formats import Format
+from dualpipe.kernels.quantize import dequantize
+from dualpipe.quantized import QuantizedTensor
+from dualpipe.quantized.weights import filling
 from dualpipe.ranks import RankSync
 
 _NEAREST, _MANY = 20, 2000  # of so many names is the nearest looked for, among so many, which takes a while
@@ -58,7 +63,7 @@ def load(path: str | PathLike[str], state: State, *, mesh: DeviceMesh | None = N
     path: a checkpoint, or a directory of them: then the one that was committed last and is undamaged. That newer ones
         were passed over is warned about, and said in the result. Another job may save there, and delete old ones.
     allow: globs of names that may be missing on either side or have another shape, which leaves the tensor as it is,
-        or have another dtype, which casts it.
+        or have another dtype or format, which casts, quantizes or dequantizes it.
     allow_at_start: the same, for a checkpoint of step 0 alone, which `import_hf` makes.
     seed: what the random state is derived from if it was saved in another layout.
 
@@ -118,6 +123,8 @@ def _load(
     allowed = _compare(ranks, path, stored, parts, [*allow, *(() if manifest.step else allow_at_start)])
     fitting = {name: part for name, part in parts.items() if name in stored and stored[name].shape == part.shape}
     states = {name: each for name, each in state.items() if isinstance(each, ParameterState)}
+    converted = {name: part for name, part in fitting.items()  # quantized, and stored otherwise: read into masters
+                 if part.quantized is not None and stored[name].dtype != part.dtype}
 
     def read_groups() -> None:
         """Read the hyperparameters of torch's optimizers, which must fit the groups before anything is changed."""
@@ -127,7 +134,12 @@ def _load(
 
     def restore() -> bool:
         """Read everything into its place, and go on with the random state; whether it was that of this rank."""
-        read_parts(checkpoint, stored, fitting)
+        masters = {name: Part(part.shape, part.box, cast(Tensor, cast(QuantizedTensor, part.quantized).master))
+                   for name, part in converted.items()}
+        read_parts(checkpoint, stored, fitting | masters)
+        for name, part in fitting.items():
+            if part.quantized is not None and part.quantized.master is not None and name not in masters:
+                part.quantized.master.copy_(part.quantized.dequantize())
         for each in states.values():
             each.restore()
         if manifest.layout != layout:
@@ -138,7 +150,8 @@ def _load(
 
     ranks.agree(read_groups)
     try:
-        restored = ranks.agree(restore)
+        with filling(cast(Tensor, state[name]) for name in converted):
+            restored = ranks.agree(restore)
     except (ValueError, OSError) as error:
         raise RuntimeError(f"{path} could not be read to its end: {error}") from error
     must_be_there()
@@ -160,17 +173,39 @@ def read_parts(checkpoint: Checkpoint, stored: Mapping[str, StoredTensor], parts
         headers = {name: each for file in files for name, each in read_header(checkpoint.path / file)[0].items()}
         for name, box, _ in boxes:
             dtype, found = stored[name].dtype, headers.get(name)
-            expected = storable(torch.empty(box.shape, dtype=dtype, device="meta"))
-            if found is None or (found.dtype, found.shape) != (expected.dtype, tuple(expected.shape)):
+            if found is None or (found.dtype, found.shape) != in_file(dtype, box.shape):
                 raise RuntimeError(f"{checkpoint.path / file_of(rank)} does not hold {dtype} {box.shape} of {name}, as "
                                    "it should")
-            headers[name] = found._replace(dtype=dtype, shape=box.shape)  # also of what is held as bytes
+            if not isinstance(dtype, Format):
+                headers[name] = found._replace(dtype=dtype, shape=box.shape)  # also of what is held as bytes
         boxes.sort(key=lambda each: headers[each[0]][2:])  # by file, and as they lie in it
         for file, inside in groupby(boxes, key=lambda each: headers[each[0]].file):
             with open(checkpoint.path / file, "rb", buffering=0) as opened:
                 for name, box, shared in inside:
-                    target = parts[name].tensor[shared.within(parts[name].box).slices]
-                    read_box(opened.fileno(), headers[name], shared.within(box), target)
+                    part, dtype = parts[name], stored[name].dtype
+                    there, here = shared.within(box), shared.within(part.box)
+                    if not isinstance(dtype, Format):
+                        read_box(opened.fileno(), headers[name], there, part.tensor[here.slices])
+                    elif part.quantized is not None:
+                        rows = block_rows(here, dtype, box.shape[-1])
+                        read_box(opened.fileno(), headers[name], block_rows(there, dtype, box.shape[-1]),
+                                 part.tensor[rows.slices])
+                    else:
+                        _read_numbers(opened.fileno(), headers[name], dtype, box, there, part.tensor[here.slices])
+
+
+def _read_numbers(
+    descriptor: int, header: TensorHeader, format: Format, box: Box, there: Box, out: Tensor
+) -> None:
+    """Read a part of a stored box and dequantize it; blocks of which it has some rows are read whole."""
+    columns, rows = box.shape[-1], block_rows(there, format, box.shape[-1])
+    data = torch.empty(rows.shape, dtype=torch.uint8, device="cpu")
+    read_box(descriptor, header, rows, data)
+    start = rows.offsets[1] * format.block[0]
+    numbers = dequantize(data, format, min(rows.shape[1] * format.block[0], box.shape[-2] - start), columns)
+    first = there.offsets[-2] - start
+    wanted = numbers[:, first : first + there.shape[-2], there.slices[-1]]
+    out.copy_(wanted.reshape(out.shape))
 
 
 def _compare(
@@ -182,13 +217,13 @@ def _compare(
     def differences() -> tuple[dict[str, str], int]:
         """What of this rank's tensors is otherwise in the checkpoint, or missing; which of its names are known here."""
         differ = {}
-        for name, (shape, _, tensor) in parts.items():
+        for name, part in parts.items():
             if name not in stored:
                 differ[name] = "is missing from the checkpoint"
-            elif (there := stored[name].shape) != shape:
-                differ[name] = f"has shape {there} in the checkpoint, {shape} in the model"
-            elif (dtype := stored[name].dtype) != tensor.dtype:
-                differ[name] = f"is {short_name(dtype)} in the checkpoint, {short_name(tensor.dtype)} in the model"
+            elif (there := stored[name].shape) != part.shape:
+                differ[name] = f"has shape {there} in the checkpoint, {part.shape} in the model"
+            elif (dtype := stored[name].dtype) != part.dtype:
+                differ[name] = f"is {short_name(dtype)} in the checkpoint, {short_name(part.dtype)} in the model"
         return differ, sum(1 << place for place, name in enumerate(names) if name in parts)  # small, to be sent to all
 
     differ: dict[str, str] = {}

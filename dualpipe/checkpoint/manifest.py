@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dualpipe.checkpoint.tensors import Box
 from dualpipe.dtypes import dtype_of, short_name
 from dualpipe.files import CHECKSUMS, Written, checksum_of, node_of, write_file
+from dualpipe.kernels.formats import FORMATS, Format
 from dualpipe.parallel.mesh import DIMENSIONS, Mesh
 
 FORMAT = 2  # of all that a checkpoint consists of
@@ -43,7 +44,7 @@ class Manifest:
     layout: dict[str, int]  # of `layout_of`
     own_dimensions: list[str]  # of its names, those of a mesh of the user's own
     versions: dict[str, str]
-    dtypes: dict[str, dict[str, str]]  # of the plan, by name: "storage", "compute" and "save"
+    dtypes: dict[str, dict[str, str]]  # of the plan, by name: "storage", "compute", "save"; "stored" or "gathered" in
     config: Any
     extra: Any
     checksum: str  # which one: of `files.CHECKSUMS`
@@ -58,7 +59,7 @@ class Manifest:
 class StoredTensor(NamedTuple):
     """A tensor of a checkpoint, whole in its boxes, each with the rank that wrote it."""
 
-    dtype: torch.dtype
+    dtype: torch.dtype | Format
     shape: tuple[int, ...]
     boxes: dict[Box, int]
 
@@ -158,14 +159,20 @@ class Checkpoint(NamedTuple):
                 for numbers in (shape, *chain(*((offsets, sizes, [rank]) for offsets, sizes, rank in boxes))):
                     if not isinstance(numbers, list) or any(type(each) is not int or each < 0 for each in numbers):
                         raise ValueError(f"{numbers!r} are not numbers of elements or of a rank")
+                if isinstance(held := _dtype_of(dtype, name), Format) and len(shape) not in (2, 3):
+                    raise ValueError(f"{name} {shape} is no matrix, or stack of them, as those in {held} are")
                 for offsets, sizes, rank in boxes:
                     if any(offset + size > whole for offset, size, whole in zip(offsets, sizes, shape, strict=True)):
                         raise ValueError(f"a part at {offsets} of sizes {sizes} is not inside a tensor of shape "
                                          f"{shape}")
+                    first, end = (offsets[-2], offsets[-2] + sizes[-2]) if isinstance(held, Format) else (0, 0)
+                    if isinstance(held, Format) and (sizes[-1] != shape[-1] or first % held.block[0]
+                                                     or (end % held.block[0] and end != shape[-2])):
+                        raise ValueError(f"a part at {offsets} of sizes {sizes} cuts through blocks of {held}")
                     if file_of(rank) not in self.manifest.files:
                         raise ValueError(f"a part was written by rank {rank}, of which there is no file")
                     found[Box(tuple(offsets), tuple(sizes))] = rank
-                stored[name] = StoredTensor(dtype_of(dtype), tuple(shape), found)
+                stored[name] = StoredTensor(held, tuple(shape), found)
         except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
             return {}, [f"{file} cannot be read: {error}"]
         gaps = gaps_in(stored)
@@ -183,7 +190,7 @@ def verify(path: str | PathLike[str]) -> list[str]:
 
 def write_description(folder: Path, manifest: Manifest, stored: Mapping[str, StoredTensor]) -> None:
     """Complete a checkpoint of which all files but these two are there; on the disk when this returns."""
-    described = {name: (short_name(each.dtype), each.shape, [(*box, rank) for box, rank in each.boxes.items()])
+    described = {name: (_name_of(each.dtype), each.shape, [(*box, rank) for box, rank in each.boxes.items()])
                  for name, each in stored.items()}
     written = write_file(folder / TENSORS, [json.dumps(described).encode()], manifest.checksum)
     body = dataclasses.asdict(manifest) | {"files": dict(sorted({**manifest.files, TENSORS: written}.items()))}
@@ -194,6 +201,20 @@ def write_description(folder: Path, manifest: Manifest, stored: Mapping[str, Sto
 def _digest_of(body: Any) -> str:
     """The checksum that a manifest has of itself."""
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def _name_of(dtype: torch.dtype | Format) -> str:
+    """'bf16', or 'fp8_block 128x128': a format with the rows and columns of its blocks."""
+    return f"{dtype} {dtype.block[0]}x{dtype.block[1]}" if isinstance(dtype, Format) else short_name(dtype)
+
+
+def _dtype_of(name: str, tensor: str) -> torch.dtype | Format:
+    """What `_name_of` names; raises ValueError for a format of other blocks than here."""
+    format = FORMATS.get(name.partition(" ")[0])
+    if format is not None and name != _name_of(format):
+        raise ValueError(f"{tensor} is stored in {name}, and this release has {_name_of(format)}; load it with the one "
+                         "that saved it")
+    return format or dtype_of(name)
 
 
 def gaps_in(tensors: Mapping[str, StoredTensor]) -> list[str]:

@@ -33,11 +33,12 @@ from dualpipe import __version__
 from dualpipe.checkpoint.directory import Directory
 from dualpipe.checkpoint.manifest import RANDOM, Manifest, StoredTensor, file_of, gaps_in, layout_of
 from dualpipe.checkpoint.state import REPEATED, Part, State, as_number, capture_random, parts_of
-from dualpipe.checkpoint.tensors import Box, as_bytes, bytes_of, lay_out, storable
+from dualpipe.checkpoint.tensors import Box, as_bytes, bytes_in_file, bytes_of, lay_out, storable
 from dualpipe.checkpoint.writer import HostMemory
 from dualpipe.dtypes import short_name
 from dualpipe.errors import raise_for
 from dualpipe.files import CHECKSUMS, Written, write_files
+from dualpipe.kernels.formats import Format
 from dualpipe.parallel import DTypePlan
 from dualpipe.parallel.mesh import DIMENSIONS, Mesh
 from dualpipe.ranks import RankSync
@@ -45,7 +46,8 @@ from dualpipe.ranks import RankSync
 MAX_FILE_BYTES = 2**34  # of tensors in a file
 _SAMPLE = 64  # elements of a part
 _WIDE = (torch.float32, torch.float64, torch.complex64, torch.complex128)
-Offer = tuple[torch.dtype, tuple[int, ...], Box]  # what a rank could write of a tensor: its dtype and shape, a box
+# What a rank could write of a tensor: its dtype and shape, a box.
+Offer = tuple[torch.dtype | Format, tuple[int, ...], Box]
 
 
 class CheckpointError(OSError):
@@ -198,10 +200,11 @@ class Checkpoints:
         def prepare() -> tuple[int, bool]:
             """Check what is to be saved: its step, and whether it is planned for since the last time."""
             manifest, parts = self._describe(step, plan, config, extra), parts_of(state)
-            offers = {name: (part.tensor.dtype, part.shape, part.box) for name, part in parts.items()}
+            offers = {name: (part.dtype, part.shape, part.box) for name, part in parts.items()}
             raise_for("what the dtype plan saves in float32 must be stored so:",
                       [f"{name} is stored in {short_name(dtype)}" for name, (dtype, _, _) in offers.items()
-                       if manifest.dtypes.get(name, {}).get("save") == "fp32" and dtype not in _WIDE])
+                       if manifest.dtypes.get(name, {}).get("save") == "fp32" and isinstance(dtype, torch.dtype)
+                       and dtype not in _WIDE])
             mine.append((manifest, json.dumps(capture_random()), parts, offers))
             return step, offers == self._planned[0]
 
@@ -236,6 +239,7 @@ class Checkpoints:
             raise ValueError(f"step must be a number of optimizer steps, 0 or more; got {step!r}")
         dtypes = {} if plan is None else {
             name: {use: short_name(getattr(of, use)) for use in ("storage", "compute", "save")}
+            | ({"gathered" if of.gathered else "stored": of.format.name} if of.format else {})
             for name, of in plan.tensors.items()
         }
         copies = []  # as they will be read
@@ -303,8 +307,8 @@ def plan_together(
             together = torch.cat([*heads.values()]).cpu()  # the host waits for the device once
             samples |= {name: bytes(bytes_of(head))
                         for name, head in zip(heads, together.split([*map(len, heads.values())]))}
-        return stages, {name: ((tensor.dtype, shape, box), samples.get(name, b""))
-                        for name, (shape, box, tensor) in parts.items()}
+        return stages, {name: ((part.dtype, part.shape, part.box), samples.get(name, b""))
+                        for name, part in parts.items()}
 
     held = ranks.collect(ranks.agree(sampled))
     names, stored = ranks.agree(lambda: (None, {}) if held is None else assign(held))
@@ -338,7 +342,7 @@ def assign(
     filled = [0] * len(held)
     for (name, box), ranks in sorted(holders.items(), key=lambda item: len(item[1]) > 1):  # what one alone has first
         writer = min(ranks, key=filled.__getitem__)
-        filled[writer] += box.numel * stored[name].dtype.itemsize
+        filled[writer] += bytes_in_file(stored[name].dtype, box.shape)
         names[writer].append(name)
         stored[name].boxes[box] = writer
     raise_for("all ranks together must have all of every tensor; a mesh that spans them must be given, and saving be "

@@ -2,14 +2,15 @@
 
     layers.3.mlp.experts.gate_up_proj.weight                          a parameter, in at least float32 if trained
     layers.3.mlp.gate.e_score_correction_bias                         a buffer, in its own dtype
+    layers.3.mlp.shared_expert.down_proj.weight                       a frozen one that is quantized, as its block rows
     optimizer/layers.3.mlp.experts.gate_up_proj.weight/exp_avg        a tensor of the optimizer's state, by its key
     optimizer/layers.3.mlp.experts.gate_up_proj.weight/values         JSON as bytes: the rest, of torch's optimizers
     stage-3.0.weight                                                  of stages whose names repeat, by their numbers
 
 A trained parameter is stored once, as the values that the optimizer updates: the float32 master of a bfloat16
 parameter, or the float32 parameter itself where ranks share its storage. So one layout's master is another's parameter,
-and a bfloat16 parameter, being its master rounded, comes back bit for bit without being stored. Nothing depends on the
-order of parameters or groups of an optimizer.
+and a bfloat16 parameter, being its master rounded, comes back bit for bit without being stored; as does a quantized one
+that is trained, whose bytes its master gives. Nothing depends on the order of parameters or groups of an optimizer.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ from torch.distributed.tensor import DTensor, Replicate
 from dualpipe.checkpoint.manifest import StoredTensor
 from dualpipe.checkpoint.tensors import Box
 from dualpipe.device import random_state, set_random_state
+from dualpipe.kernels.formats import Format
 from dualpipe.nn.init import local_part
+from dualpipe.quantized import QuantizedTensor
+from dualpipe.quantized.weights import quantized_part
 
 OPTIMIZER, VALUES = "optimizer/", "values"
 REPEATED = "give training_state the stages of one model, with the names of the whole, or the numbers of the stages"
@@ -197,7 +201,13 @@ class Part(NamedTuple):
 
     shape: tuple[int, ...]  # of the whole
     box: Box  # in it
-    tensor: Tensor  # a plain one, of that box
+    tensor: Tensor  # a plain one, of that box; or the block rows of
+    quantized: QuantizedTensor | None = None
+
+    @property
+    def dtype(self) -> torch.dtype | Format:
+        """Of the numbers, in a file."""
+        return self.tensor.dtype if self.quantized is None else self.quantized.format
 
 
 def parts_of(state: State, stored: Mapping[str, StoredTensor] | None = None) -> dict[str, Part]:
@@ -222,6 +232,13 @@ def parts_of(state: State, stored: Mapping[str, StoredTensor] | None = None) -> 
             raise ValueError(f"{name!r} is a {type(name).__name__}; the names of tensors must be texts")
         if isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements):
             raise ValueError(f"{name} is a sum that is not yet reduced ({tensor.placements}); redistribute it first")
+        if (quantized := quantized_part(tensor)) is not None:
+            box = Box.whole(tensor.shape)
+            if isinstance(tensor, DTensor):
+                (chunk,) = tensor.__create_chunk_list__()
+                box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
+            parts[name] = Part(tuple(tensor.shape), box, quantized.block_rows, quantized)
+            continue
         local, place = local_part(tensor)
         if type(local.detach()) is not Tensor:
             raise ValueError(f"{name} is a {type(local).__name__}; only plain tensors can be stored")

@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dualpipe.dtypes import SAFETENSORS_CODES, dtype_of_code
+from dualpipe.kernels.formats import Format
 
 
 class Box(NamedTuple):
@@ -142,6 +143,27 @@ def _transfer(move: Callable[[memoryview, int], int], tensor: TensorHeader, box:
             if not count:
                 raise OSError(f"{tensor.file} ends at byte {start}")
             part, start = part[count:], start + count
+
+
+def in_file(dtype: torch.dtype | Format, shape: Sequence[int]) -> tuple[torch.dtype, tuple[int, ...]]:
+    """Dtype and shape that a box of a tensor has in a safetensors file; of one in a format those of its block rows."""
+    if isinstance(dtype, Format):
+        return torch.uint8, block_rows(Box.whole(shape), dtype, shape[-1]).shape
+    return (dtype, tuple(shape)) if dtype in SAFETENSORS_CODES else (torch.uint8, (*shape, dtype.itemsize))
+
+
+def bytes_in_file(dtype: torch.dtype | Format, shape: Sequence[int]) -> int:
+    """Bytes that a box of a tensor takes in a file."""
+    held, shape = in_file(dtype, shape)
+    return prod(shape) * held.itemsize
+
+
+def block_rows(box: Box, format: Format, columns: int) -> Box:
+    """The box of block rows (matrices, block rows, bytes) that a box of numbers, (N, K) or (M, N, K), is in."""
+    step, first, rows = format.block[0], box.offsets[-2], box.shape[-2]
+    start, stop = first // step, -(-(first + rows) // step)
+    matrices = (box.offsets[0], box.shape[0]) if len(box.shape) == 3 else (0, 1)
+    return Box((matrices[0], start, 0), (matrices[1], stop - start, format.row_bytes(columns)))
 
 
 def storable(tensor: Tensor) -> Tensor:

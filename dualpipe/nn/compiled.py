@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
+from dualpipe.nn.grouped_linear import GroupedLinear
 from dualpipe.nn.layers import Linear
 
 
@@ -22,6 +23,12 @@ def linear(layer: Linear, x: Tensor, wide: torch.dtype | None) -> Tensor:
     """`Linear.forward`, which a compiler must not trace: its backward asks each time whether to defer. It is kept out
     from the first line on, since it would look at each size of weight anew, up to its limit of eight."""
     return Linear.forward(layer, x, wide)  # not that of a subclass, which has called this one
+
+
+@torch.compiler.disable
+def grouped(layer: GroupedLinear, *arguments: Any) -> Any:
+    """`GroupedLinear._forward`, likewise."""
+    return layer._forward(*arguments)
 
 
 def make_blocks(length: int, window: int | None, documents_BS: Tensor | None, device: torch.device) -> BlockMask:

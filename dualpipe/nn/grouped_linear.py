@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -74,6 +74,10 @@ class GroupedLinear(nn.Module):
         then: nn.Module | None,
     ) -> tuple[Tensor, QuantizedRows | None]:
         """The result, and its rows as `then` takes them; None where it takes no quantized ones."""
+        if torch.compiler.is_compiling():
+            from dualpipe.nn.compiled import grouped  # not at the top: it brings the compiler
+
+            return cast(tuple[Tensor, QuantizedRows | None], grouped(self, x, rows, scale, quantized, then))
         if torch._C._are_functorch_transforms_active():
             raise ValueError("torch.func does not go through GroupedLinear, whose kernels have a backward for autograd "
                              "alone; use torch.autograd.grad, or experts that are nn.Linear")

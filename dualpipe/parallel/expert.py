@@ -16,7 +16,8 @@ rank 1, in this order.
 
 How many rows go to each rank is known on the device. One small all-to-all tells the receivers, and copies everything
 that the host must know; that copy is the only thing that the host waits for, in the forward alone. Dispatch and combine
-are `Communication`s in between a stage's compute segments (`dualpipe.nn.segments`), beside the computing.
+are `Communication`s in between a stage's compute segments (`dualpipe.nn.segments`), beside the computing. Rows can go
+to their experts in FP8 (`fp8_rows`), half of the bytes.
 
 Dimension letters: T tokens, K experts per token, E experts, G ranks of the group, D = min(K, G) copies of a token at
 most, S rows that a rank sends, R rows that it receives, M received (row, expert) pairs, H hidden.
@@ -35,9 +36,12 @@ from torch.distributed.tensor import DTensor, Shard
 
 from dualpipe import device
 from dualpipe.kernels import SortedTokens, combine_tokens, dispatch_tokens, sort_tokens
+from dualpipe.kernels.formats import QuantizedRows
+from dualpipe.kernels.quantize import quantize_rows
 from dualpipe.nn.grouped_linear import GroupedLinear
 from dualpipe.nn.segments import Communication, Pending
 from dualpipe.parallel.all_to_all import AsyncAllToAll, CommStream, GroupAllToAll, PendingRows, row_bytes_of
+from dualpipe.parallel.fp8_rows import SCALES, PendingFp8, dequantized, scale_bytes
 from dualpipe.parallel.mesh import divisors
 
 
@@ -45,10 +49,18 @@ class ExpertParallel:
     """The experts of a model over the ranks of a group; layers take a dispatcher each.
 
     ranks: the mesh's "ep" dimension, or an `AsyncAllToAll`; None or one rank: all experts are here, nothing is sent.
-    Raises ValueError for experts that cannot be divided evenly.
+    fp8_rows: dispatch rows in FP8 with a scale for so many numbers, 128 for weights in blocks of FP8, 32 for mxfp8, to
+    experts that take `quantized` besides; results and gradients go as they are. None: rows too.
+    Raises ValueError for experts that cannot be divided evenly, and scales for other numbers.
     """
 
-    def __init__(self, num_experts: int, ranks: DeviceMesh | AsyncAllToAll | None = None) -> None:
+    def __init__(
+        self, num_experts: int, ranks: DeviceMesh | AsyncAllToAll | None = None, *, fp8_rows: int | None = None
+    ) -> None:
+        if fp8_rows not in (None, *SCALES):
+            raise ValueError(f"fp8_rows must be {', '.join(map(str, SCALES))}, numbers under a scale, or None; got "
+                             f"{fp8_rows!r}")
+        self._fp8_rows = fp8_rows
         size = 1 if ranks is None else ranks.size() if isinstance(ranks, DeviceMesh) else ranks.size
         self.num_experts, self.local_experts, self.size = num_experts, _share("the model", num_experts, size), size
         self._stream: CommStream | None = None
@@ -64,20 +76,22 @@ class ExpertParallel:
         """A new one, for one layer."""
         if self._stream is None:
             return Dispatcher(self.num_experts)
-        return AllToAllDispatcher(self.num_experts, self._stream)
+        return AllToAllDispatcher(self.num_experts, self._stream, self._fp8_rows)
 
 
 def run_experts(
-    experts: Callable[[Tensor, SortedTokens, Tensor], Tensor], rows: Tensor, weights_RK: Tensor, received: Received
+    experts: Callable[..., Tensor], rows: Tensor, weights_RK: Tensor, received: Received
 ) -> Tensor:
     """The weighted sum of each received row's local experts (R, H), in the dtype of the rows, (R, H) or (B, S, H).
 
-    `experts(rows_RH, tokens, weights_M)` returns (M, H), multiplied with the weights of the sorted rows.
+    `experts(rows_RH, tokens, weights_M)` returns (M, H), multiplied with the weights of the sorted rows; rows that came
+    in FP8 it gets besides as they came, as `quantized`.
     """
     # The rows by expert, M of them, so that nothing past the last end is computed.
     rows_RH, tokens = rows.flatten(0, -2), sort_tokens(received.ids, received.num_experts).cut(received.pairs)
     weights_M = dispatch_tokens(weights_RK.reshape(-1, 1), tokens, 1).squeeze(1)  # one row for each choice
-    y_MH = experts(rows_RH, tokens, weights_M)
+    as_they_came = {} if received.quantized is None else {"quantized": received.quantized}
+    y_MH = experts(rows_RH, tokens, weights_M, **as_they_came)
     return combine_tokens(y_MH, None, tokens, top_k=weights_RK.shape[1]).to(rows_RH.dtype)  # may differ under autocast
 
 
@@ -126,6 +140,8 @@ class Sizes(NamedTuple):
     row: int  # bytes of the hidden state
     weights: int
     ids: int
+    there: int  # of the hidden state on its way to the experts: less than `row` in FP8
+    scales: int  # which then travel with the weights
 
 
 class Plan(NamedTuple):
@@ -144,6 +160,7 @@ class Received(NamedTuple):
     num_experts: int  # on this rank
     pairs: int  # M
     sizes: Sizes | None  # None without other ranks
+    quantized: QuantizedRows | None = None  # the rows, where they came in FP8
 
 
 class Dispatcher:
@@ -167,11 +184,11 @@ class Dispatcher:
 class AllToAllDispatcher(Dispatcher):
     """The dispatcher over an `AsyncAllToAll`."""
 
-    def __init__(self, num_experts: int, stream: CommStream) -> None:
+    def __init__(self, num_experts: int, stream: CommStream, fp8_rows: int | None = None) -> None:
         super().__init__(num_experts)
         self._ranks, self._local = stream.size, num_experts // stream.size
         under_way: deque[_PendingDispatch] = deque()
-        self.dispatch = _Dispatch(stream, self._local, under_way)
+        self.dispatch = _Dispatch(stream, self._local, under_way, fp8_rows)
         self.combine = _Combine(stream, under_way)  # type: ignore[assignment]  # never `again`
 
     def plan(self, x_TH: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> tuple[Tensor, Tensor, Plan]:
@@ -214,11 +231,14 @@ class _Dispatch:
     """Communication of rows and weights to their experts. Context: sizes, T * D, dtypes of rows and weights, and what
     `again` returns besides the rows."""
 
-    def __init__(self, stream: CommStream, num_experts: int, under_way: deque[_PendingDispatch]) -> None:
+    def __init__(
+        self, stream: CommStream, num_experts: int, under_way: deque[_PendingDispatch], fp8_rows: int | None
+    ) -> None:
         self._stream, self._num_experts, self._under_way, self.group = stream, num_experts, under_way, stream.group
+        self._fp8_rows = fp8_rows
 
     def forward(self, inputs: tuple[Tensor, Tensor, Plan] | None) -> Pending:
-        pending = _PendingDispatch(self._stream, self._num_experts, inputs)
+        pending = _PendingDispatch(self._stream, self._num_experts, inputs, self._fp8_rows)
         self._under_way.append(pending)
         return pending
 
@@ -234,16 +254,20 @@ class _Dispatch:
         """The rows alone: how many, their weights and their choices are known from the first time."""
         sizes, _, (dtype, _), besides = context
         rows = None if inputs is None else inputs[0][: sum(sizes.sent)]
-        return PendingRows(self._stream, besides=besides).send(rows, sizes.row, sizes.sent, sizes.received, dtype)
+        if self._fp8_rows is None:
+            return PendingRows(self._stream, besides=besides).send(rows, sizes.row, sizes.sent, sizes.received, dtype)
+        return PendingFp8(self._stream, self._fp8_rows, rows, sizes.there, sizes.sent, sizes.received, besides)
 
 
 class _PendingDispatch(PendingRows):
     """A dispatch under way: the numbers of rows first, then the rows. A rank without inputs sends none, and takes in as
     bytes what the others send."""
 
-    def __init__(self, stream: CommStream, num_experts: int, inputs: tuple[Tensor, Tensor, Plan] | None) -> None:
+    def __init__(
+        self, stream: CommStream, num_experts: int, inputs: tuple[Tensor, Tensor, Plan] | None, fp8_rows: int | None
+    ) -> None:
         super().__init__(stream)
-        self._num_experts, self._inputs = num_experts, inputs
+        self._num_experts, self._inputs, self._fp8_rows = num_experts, inputs, fp8_rows
         self.sizes: Sizes | None = None  # known when rows are under way
         # How many rows the other ranks get and what is in one, for them and the host, which must know.
         with stream.beside(self._made, None if inputs is None else inputs[2].counts):
@@ -252,7 +276,9 @@ class _PendingDispatch(PendingRows):
             if inputs is not None:
                 rows, weights, plan = inputs
                 both[0, :, :2] = plan.counts
-                both[0, :, 2].fill_(_packed(*map(row_bytes_of, (rows, weights, plan.ids))))
+                fp8 = 0 if self._fp8_rows is None else rows.itemsize << 4 | self._fp8_rows // 32
+                row, weight, ids = map(row_bytes_of, (rows, weights, plan.ids))
+                both[0, :, 2].fill_(_packed(row, weight, ids, fp8))
             each = [1] * stream.size
             self._counts, self._told = both, stream.all_to_all.start(both[1], both[0], each, each)
             self._copied: device.Event | None = None
@@ -272,19 +298,26 @@ class _PendingDispatch(PendingRows):
         sent, received = self._counts.tolist()  # the records for and from each rank
         told = {_unpacked(record[2]) for record in (*sent, *received) if record[2]}  # 0 from one without inputs
         if len(told) > 1:
-            raise ValueError(f"the ranks' rows consist of different numbers of bytes (hidden state, weights, choices): "
-                             f"{sorted(told)}; give the layer the same sizes and dtypes everywhere")
-        row, weight, ids = told.pop() if told else (0, 0, 0)
-        sizes = Sizes([record[0] for record in sent], [record[0] for record in received], row, weight, ids)
+            raise ValueError("the ranks' rows consist of different numbers of bytes (hidden state, weights, choices; "
+                             f"in FP8: not 0): {sorted(told)}; give the layer the same sizes, dtypes and fp8_rows "
+                             "everywhere")
+        row, weight, ids, fp8 = told.pop() if told else (0, 0, 0, 0)
+        there = row // (fp8 >> 4) if fp8 else row
+        sizes = Sizes([record[0] for record in sent], [record[0] for record in received], row, weight, ids, there,
+                      scale_bytes(there, fp8 % 16 * 32) if fp8 else 0)
         self.sizes, self._pairs, total = sizes, sum(record[1] for record in received), sum(sizes.sent)
         rows = packed = dtype = None
         if self._inputs is not None:
             rows, weights, plan = self._inputs
             rows, dtype = rows[:total], torch.uint8
-            with self._stream.beside(self._made, weights, plan.ids):
-                packed = torch.cat((weights[:total].view(torch.int32), plan.ids[:total]), 1)
-        self.send(rows, sizes.row, sizes.sent, sizes.received, dtype)
-        self.send(packed, sizes.weights + sizes.ids, sizes.sent, sizes.received, dtype)
+            with self._stream.beside(self._made, rows, weights, plan.ids):
+                parts, word = [weights[:total], plan.ids[:total]], torch.int32
+                if self._fp8_rows is not None:
+                    rows, scales = quantize_rows(rows, self._fp8_rows)
+                    parts, word = [*parts, scales], torch.uint8
+                packed = torch.cat([part.view(word) for part in parts], 1)
+        self.send(rows, sizes.there, sizes.sent, sizes.received, dtype)
+        self.send(packed, sizes.weights + sizes.ids + sizes.scales, sizes.sent, sizes.received, dtype)
 
     def wait(self) -> tuple[tuple[Any, ...], Any]:
         """Rows, weights and `Received`, and what the way back needs."""
@@ -295,22 +328,26 @@ class _PendingDispatch(PendingRows):
         if self._inputs is None:
             return (None, None, None), (sizes, 0, (None, None), (None, None))
         (rows, weights, _), self._inputs = self._inputs, None  # what was sent may be freed
-        weights_RK, ids_RK = (  # copied: a part of one row has a stride that a wider dtype cannot have
+        weights_RK, ids_RK, *scales = (  # copied: a part of one row has a stride that a wider dtype cannot have
             part.clone(memory_format=torch.contiguous_format)
-            for part in packed.split((sizes.weights, sizes.ids), 1)
+            for part in packed.split((sizes.weights, sizes.ids, *[sizes.scales] * bool(sizes.scales)), 1)
         )
         received = Received(ids_RK.view(torch.int32), self._num_experts, self._pairs, sizes)
         besides = weights_RK.view(weights.dtype), received
-        return (rows_RH.view(rows.dtype), *besides), (sizes, len(rows), (rows.dtype, weights.dtype), besides)
+        context = sizes, len(rows), (rows.dtype, weights.dtype), besides
+        if scales and self._fp8_rows is not None:
+            return dequantized(rows_RH, scales[0], self._fp8_rows, rows.dtype, *besides), context
+        return (rows_RH.view(rows.dtype), *besides), context
 
 
-def _packed(row: int, weights: int, ids: int) -> int:
-    """Three sizes in one number, for a single launch to tell; weights and ids of a row are a few bytes an expert."""
-    return row << 32 | weights << 16 | ids
+def _packed(row: int, weights: int, ids: int, fp8: int) -> int:
+    """Three sizes in one number, for a single launch to tell; weights and ids of a row are a few bytes an expert. fp8:
+    16 times the bytes of a number before it is quantized, and how many times 32 have a scale; 0: rows as they are."""
+    return row << 32 | weights << 20 | ids << 8 | fp8
 
 
-def _unpacked(sizes: int) -> tuple[int, int, int]:
-    return sizes >> 32, sizes >> 16 & 0xFFFF, sizes & 0xFFFF
+def _unpacked(sizes: int) -> tuple[int, int, int, int]:
+    return sizes >> 32, sizes >> 20 & 0xFFF, sizes >> 8 & 0xFFF, sizes & 0xFF
 
 
 class _Combine:

@@ -39,7 +39,11 @@ T = TypeVar("T")
 
 
 class Sliceable(Protocol):
-    """A tensor, or anything that reads a part of one where it is indexed, such as a tensor in a file."""
+    """A tensor, or anything that reads a part of one where it is indexed, such as a tensor in a file.
+
+    One that holds blocks has a method `quantized(part, format)` too: a part's block rows (M, R, B), or None where it is
+    in another format.
+    """
 
     @property
     def shape(self) -> Sequence[int]: ...
@@ -136,9 +140,11 @@ def materialize(
         together = [param for param in module.parameters() if _has_matrix_scale(param)]
         with filling(together):
             for places in saved(module):
+                first, *others = [slot.name for slot in places if slot.name in source]
+                if _take_bytes(places[0].tensor, source[first], local_part(places[0].tensor)[1]):
+                    continue
                 with filling([] if _has_matrix_scale(places[0].tensor) else [places[0].tensor]):
                     local, part = local_part(places[0].tensor)
-                    first, *others = [slot.name for slot in places if slot.name in source]
                     local.copy_(source[first][part])
                 for name in others:
                     if not torch.equal(local, source[name][part].to(local)):
@@ -146,6 +152,16 @@ def materialize(
                                          "one out")
     if seed is not None or source is not None:
         assert_materialized(module, device, param_device=param_device, values=empty)
+
+
+def _take_bytes(param: Tensor, source: Sliceable, part: tuple[slice, ...]) -> bool:
+    """Whether a source has blocks in the format of a parameter, which takes them as they are."""
+    held, read = quantized_part(param), getattr(source, "quantized", None)
+    block_rows = None if held is None or read is None else read(part, held.format)
+    if held is None or block_rows is None:
+        return False
+    held.copy_(held.like(block_rows))  # and a master what they stand for
+    return True
 
 
 def _has_matrix_scale(param: Tensor) -> bool:

@@ -62,7 +62,7 @@ class QuantizedTensor(Tensor):
     master: Tensor | None  # float32, of this tensor's shape
     matrix_shape: tuple[int, ...]  # the shape, also of a view that is flat
     transposed: Tensor | None  # block rows of the transposed matrices, where a gather made them with the others
-    _turned: tuple[int, Tensor] | None  # what `transposed_rows` made, and of which version of the bytes
+    _turned: tuple[Tensor, int, Tensor] | None  # block rows, their version, and what `transposed_rows` made of them
     padded: Tensor | None  # of a shard that is smaller than others: what `block_rows` is the first part of, as large
 
     @staticmethod
@@ -123,11 +123,11 @@ class QuantizedTensor(Tensor):
         `transposed`, or made here when first asked for and kept until the bytes change."""
         if self.transposed is not None:
             return self.transposed
-        version = self.block_rows._version
-        if self._turned is None or self._turned[0] != version:
-            turned = transpose_blocks(self.block_rows, self.format, *self.matrix_shape[-2:])
-            self._turned = version, turned
-        return self._turned[1]
+        data, turned = self.block_rows, self._turned
+        if turned is None or turned[0] is not data or turned[1] != data._version:
+            made = transpose_blocks(data, self.format, *self.matrix_shape[-2:])
+            self._turned = turned = data, data._version, made
+        return turned[2]
 
     def quantize_(self, x: Tensor, amax: Tensor | None = None) -> None:
         """Take other numbers, of the same shape, into the same memory; amax: as of `quantize`."""
@@ -327,7 +327,7 @@ def _stack(x: Tensor) -> Tensor:
 
 # --- operators: those that work on bytes; they return NotImplemented where the numbers are needed ---------------------
 
-aten, functional = torch.ops.aten, torch.ops._c10d_functional
+aten, functional, c10d = torch.ops.aten, torch.ops._c10d_functional, torch.ops.c10d
 _OPERATORS: dict[Any, Callable[..., Any]] = {}
 
 
@@ -481,16 +481,40 @@ def _all_gather(x: QuantizedTensor, size: int, group: str) -> QuantizedTensor:
     rows, columns = x.matrix_shape[-2:]
     if x.dim() == 2 and size > 1 and rows % x.format.block[0]:
         raise ValueError(f"{x!r} cannot be gathered: its rows must be a multiple of {x.format.block[0]}")
-    data = functional.all_gather_into_tensor(x.block_rows.contiguous(), size, group)
+    data = functional.wait_tensor(functional.all_gather_into_tensor(x.block_rows.contiguous(), size, group))
     if x.dim() == 2:
         return x.like(data.view(1, -1, data.shape[-1]), (size * rows, columns))
     return x.like(data, (len(data), rows, columns))
 
 
-@_operator(functional.wait_tensor.default)
-def _wait(x: QuantizedTensor) -> QuantizedTensor:
-    functional.wait_tensor(x.block_rows)
-    return x
+@_operator(functional.wait_tensor.default, *(
+    wrap.default for name in ("_wrap_tensor_autograd",) if (wrap := getattr(functional, name, None))  # since torch 2.13
+))
+def _gathered(x: QuantizedTensor) -> QuantizedTensor:
+    return x  # `_all_gather` has waited
+
+
+@_operator(c10d.scatter_.default)
+def _scatter(into: Sequence[QuantizedTensor], parts: Sequence[Sequence[QuantizedTensor]], *rest: Any) -> Any:
+    """What `distribute_tensor` does for shards: bytes, and masters where there are some, are sent."""
+    work = None
+    for name in ("block_rows", "master") if into[0].master is not None else ("block_rows",):
+        sent = [[getattr(part, name).contiguous() for part in each] for each in parts]
+        _, work = c10d.scatter_([getattr(each, name) for each in into], sent, *rest)
+        work.wait()
+    return into, work
+
+
+@_operator(c10d.broadcast_.default)
+def _broadcast(tensors: Sequence[Any], *rest: Any) -> Any:
+    """Numbers are sent, as the other ranks may have plain tensors for them, and quantized again by whoever has not."""
+    kept = [each.dequantize() if each.master is None else each.master for each in tensors]
+    sent = [numbers.to(each.dtype, copy=True) for each, numbers in zip(tensors, kept)]
+    _, work = c10d.broadcast_(sent, *rest)
+    work.wait()
+    for each, numbers in zip(tensors, sent):
+        each.quantize_(numbers)
+    return tensors, work
 
 
 @_operator(aten.copy_.default)

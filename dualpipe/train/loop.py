@@ -17,11 +17,12 @@ from torch import Tensor
 
 from dualpipe import Pipeline
 from dualpipe.checkpoint import save_hf
+from dualpipe.checkpoint.hub_quantized import check_quantized
 from dualpipe.checkpoint.state import derive_random
 from dualpipe.device import Event, deterministic, model_name, new_stream, peak_tflops, record, to_host
 from dualpipe.dtypes import dtype_of
 from dualpipe.files import lock
-from dualpipe.models import HubConfig, read_config
+from dualpipe.models import read_config
 from dualpipe.models.sizes import flops_per_token
 from dualpipe.nn.deferral import local
 from dualpipe.schedule import build
@@ -30,7 +31,15 @@ from dualpipe.train.data import Batch, Loader, evaluation_batches, open_splits, 
 from dualpipe.train.job import Job, join
 from dualpipe.train.launch import RankInfo
 from dualpipe.train.metrics import MetricsWriter, StepMetrics, draw, memory_bytes, say
-from dualpipe.train.model import build_model, build_routers, micro_batch_loss, plan_run, read_model_config
+from dualpipe.train.model import (
+    Model,
+    build_model,
+    build_routers,
+    micro_batch_loss,
+    plan_run,
+    read_model_config,
+    slow_products,
+)
 from dualpipe.train.optimizer import Optimizer, learning_rate
 from dualpipe.train.resume import Saver, State, describe
 
@@ -91,12 +100,13 @@ class Run:
             model_config, self.schedule, job.place.rank("pp"), seed=train.seed, dtype=dtype_of(train.dtype),
             device=job.device, mesh=job.mesh, recompute=config.memory.recompute, compiled=train.compile,
             layers_per_stage=parallel.layers_per_stage, from_hf=config.init.from_hf if saver.source is None else "",
-            plan=plan_run(config, model_config, saver.source_dtypes, job.mesh),
+            plan=plan_run(config, model_config, saver.source_dtypes, job.mesh), products=config.dtypes.products,
+            fp8_weight_grad=config.dtypes.fp8_weight_grad, fp8_dispatch=config.dtypes.fp8_dispatch,
         )
         self.reports = self.model.has_last and not job.place.replica
         self.folder = Path(config.output.dir)
         if config.export.to_hf:
-            job.ranks.first(partial(_check_export, config, model_config))  # before the work of hours
+            job.ranks.first(partial(_check_export, config, self.model))  # before the work of hours
         self._open_data()
         self.optimizer = Optimizer(
             self.model.stages, lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay,
@@ -144,7 +154,8 @@ class Run:
             with self._writer() as writer:
                 self._steps(writer)
             if target:  # also where the last checkpoint could not be written, which is said at the end
-                save_hf(self.model.stages, target, self.job.mesh, self.model.plan, source=source or None)
+                save_hf(self.model.stages, target, self.job.mesh, self.model.plan, source=source or None,
+                        quantized=self.config.export.quantized)
                 if self.job.rank == 0:
                     say(f"the model: {target}")
         except OSError as error:
@@ -183,6 +194,9 @@ class Run:
         if held_out.num_tokens:
             self.unigram = self.splits.unigram_loss(self.model.config.vocab_size)
             writer.say(f"a unigram model of the same text has a held-out loss of {self.unigram:.4f} nats per token")
+        tokens = train.micro_batch_size * train.sequence_length * config.parallel.ep
+        for slow in slow_products(self.model, tokens, self.job.device):
+            writer.say(f"WARNING: slower in FP8 than in bfloat16, see dtypes.products and rules: {slow}")
         if train.compile and self.done < train.steps:
             writer.say(f"step {self.done + 1} takes longer: it compiles attention and dense MLPs")
         return writer
@@ -292,12 +306,14 @@ class Run:
         return torch.stack(losses).mean().item() if losses else math.nan
 
 
-def _check_export(config: Config, model: HubConfig) -> None:
+def _check_export(config: Config, model: Model) -> None:
     """Refuse what `save_hf` would refuse at the end."""
     target, source = Path(config.export.to_hf), config.init.from_hf
     if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
         raise ValueError(f"export.to_hf = {str(target)!r} exists and is not empty; give a directory to make")
-    if source and read_config(source) != model:
+    if config.export.quantized:
+        check_quantized(model.config, model.plan)
+    if source and read_config(source) != model.config:
         raise ValueError(f"export.to_hf takes config.json from init.from_hf = {source!r}, but model.config says "
                          "another model; change the config.json there and leave out model.config")
     try:

@@ -14,9 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from dualpipe.checkpoint import hub_dtypes, load_hf
 from dualpipe.dtypes import dtype_of
 from dualpipe.kernels.formats import FORMATS
+from dualpipe.kernels.grouped_gemm import HALF
+from dualpipe.kernels.grouped_gemm_quantized import slower_in_fp8
 from dualpipe.models import HubConfig, Stage, build_stages, read_config
 from dualpipe.models.stages import Recompute
-from dualpipe.nn import cross_entropy_loss
+from dualpipe.nn import GroupedLinear, Linear, cross_entropy_loss
+from dualpipe.nn.products import Products
 from dualpipe.nn.router import Router, random_like_stride
 from dualpipe.nn.router_set import RouterSet
 from dualpipe.parallel import DTypePlan, DTypePolicy, Rule, resolve_dtypes, shard
@@ -99,7 +102,8 @@ def plan_model(
 def build_model(
     config: HubConfig, schedule: Schedule, rank: int, *, seed: int, dtype: torch.dtype, device: torch.device,
     mesh: DeviceMesh | None = None, recompute: Sequence[str] = (), layers_per_stage: Sequence[int] = (),
-    compiled: bool = False, from_hf: str = "", plan: DTypePlan | None = None,
+    compiled: bool = False, from_hf: str = "", plan: DTypePlan | None = None, products: Products = "auto",
+    fp8_weight_grad: bool = False, fp8_dispatch: bool = False,
 ) -> Model:
     """Build the stages of pipeline rank `rank`. The weights depend on `seed` only, not on how the model is cut.
 
@@ -110,6 +114,8 @@ def build_model(
     compiled: attention and dense MLPs go through torch.compile.
     from_hf: a directory with a Hugging Face checkpoint, whose weights are taken instead. Collective over `mesh`.
     plan: of the whole model, from `plan_model`; without, the one that it makes for these arguments.
+    products, fp8_weight_grad: of layers with weights in a format, see `dualpipe.nn.products`. fp8_dispatch: rows go to
+    experts on other ranks as their products take them, see `ExpertParallel`; ValueError where these are not in FP8.
     mesh: from `build_mesh`. Where it has several pipelines, they share the parameters' storage: those are stored in at
     least float32 and computed with in `dtype`. Without, they are stored in `dtype`.
     """
@@ -122,6 +128,7 @@ def build_model(
         )
     check_tied(config, place.replicas)
     plan = plan or plan_model(config, dtype, replicas=place.replicas, from_hf=from_hf, mesh=mesh)
+    fp8_rows = _rows_of_experts(plan) if fp8_dispatch else None
     try:
         stages = build_on_meta(lambda: build_stages(config, schedule.num_stages, numbers, layers_per_stage))
     except ValueError as error:
@@ -130,13 +137,16 @@ def build_model(
         stage.recompute = Recompute(recompute, config.num_hidden_layers)
         if compiled:
             stage.compile_dense()
+        for module in stage.modules():
+            if isinstance(module, Linear | GroupedLinear):
+                module.products, module.fp8_weight_grad = products, fp8_weight_grad
         for name, parameter in stage.named_parameters():  # still on meta
             parameter.data = parameter.data.to(plan.of(name).storage)
         if mesh is None or place.replicas == 1:
             shard(stage, None, plan)
         else:
             shard_experts(stage, mesh["ep"])
-            stage.use_expert_parallelism(ExpertParallel(config.num_experts, mesh["ep"]))
+            stage.use_expert_parallelism(ExpertParallel(config.num_experts, mesh["ep"], fp8_rows=fp8_rows))
             shard(stage, place.dense, plan, expert_mesh=place.experts)
     if from_hf:
         load_hf(stages, from_hf, mesh, plan, device=device)
@@ -144,6 +154,38 @@ def build_model(
         for stage in stages:
             materialize(stage, device, plan, seed=seed)
     return Model(config, tuple(stages), plan, first, last)
+
+
+def _rows_of_experts(plan: DTypePlan) -> int:
+    """The numbers under a scale in the rows that the experts' products take."""
+    formats = {each.format for name, each in plan.tensors.items() if name.endswith(".experts.gate_up_proj.weight")}
+    blocks = {format.block[1] for format in formats if format and format.computes}
+    if len(blocks) != 1 or not all(format and format.computes for format in formats):
+        names = ", ".join(name for name, format in FORMATS.items() if format.computes)
+        raise ValueError("dtypes.fp8_dispatch is for experts whose products are in FP8; give *.experts.gate_up_proj a "
+                         f"format by a rule ({names}); got {', '.join(sorted(map(str, formats))) or 'no experts'}")
+    return blocks.pop()
+
+
+def slow_products(model: Model, tokens: int, device: torch.device) -> list[str]:
+    """Which products of the stages' weights in formats are slower in FP8 than in bfloat16, and why; nothing on CPU.
+
+    tokens: of a micro-batch, on all expert-parallel ranks.
+    """
+    top_k, found = model.config.num_experts_per_tok, []
+    for stage in model.stages:
+        for name, module in stage.named_modules():
+            if not isinstance(module, Linear | GroupedLinear) or module.products == "weight-only":
+                continue
+            item, experts = model.plan.of(f"{name}.weight"), 1
+            rows: float = tokens
+            if isinstance(module, GroupedLinear):
+                experts, rows = module.num_groups, tokens * top_k / module.num_groups
+            if item.format and item.format.computes and item.compute in HALF:
+                shape = (experts, module.out_features, module.in_features)
+                if why := slower_in_fp8(item.format, shape, rows, device):
+                    found.append(f"{name.rpartition('.')[2]}: {why}")
+    return list(dict.fromkeys(found))  # once for all layers
 
 
 def check_tied(config: HubConfig, replicas: int) -> None:

@@ -64,6 +64,8 @@ class ExportConfig:
 
     to_hf: str = ""
     """a directory to make, with the model as a Hugging Face checkpoint"""
+    quantized: bool = False
+    """weights that are stored in fp8_block (of gpt-oss in mxfp4) are written so, instead of in numbers"""
 
 
 @dataclass(frozen=True)
@@ -203,6 +205,13 @@ class DTypesConfig:
 
     rules: tuple[DTypeRule, ...] = ()
     """rules for tensors, as [[dtypes.rules]] in the TOML; on the command line each is PATTERN,FIELD=DTYPE,..."""
+    products: Literal["auto", "weight-only"] = "auto"
+    """of weights in a format: "auto" is in FP8 where the format has such products and train.dtype is bf16;
+    "weight-only" takes rows as they are"""
+    fp8_weight_grad: bool = False
+    """make the weight gradients of products in FP8 from rows in FP8, which take half of the memory until then"""
+    fp8_dispatch: bool = False
+    """send tokens to the experts of other ranks in FP8, half of the bytes; results and gradients go as they are"""
 
 
 @dataclass(frozen=True)

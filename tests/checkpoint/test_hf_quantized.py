@@ -1,6 +1,8 @@
 """FP8 blocks and MXFP4 of Hugging Face checkpoints, kept as they are: what becomes of their very bytes, in and out."""
 
 import json
+from math import prod
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,53 +11,17 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.quantizers import quantizer_finegrained_fp8, quantizer_mxfp4
 
 from dualpipe.checkpoint import hub_dtypes, load_hf, save_hf
-from dualpipe.checkpoint.hub_load import open_hf
+from dualpipe.checkpoint.hub_load import cut_through, meta_stages, open_hf
 from dualpipe.checkpoint.tensors import bytes_of
 from dualpipe.kernels.formats import FORMATS
 from dualpipe.models import build_stages, read_config
-from dualpipe.parallel import DTypePolicy, resolve_dtypes
+from dualpipe.parallel import DTypePolicy, Rule, resolve_dtypes, shard
 from dualpipe.parallel.materialize import build_on_meta
-from dualpipe.quantized import QuantizedTensor, quantize_weights
+from dualpipe.quantized import QuantizedTensor
 from dualpipe.quantized.weights import quantizable
-from hub import read_all, rewrite, save_family
+from hub import FP8_CONFIG, FP8_SIZES, read_all, rewrite, save_family, save_fp8, save_mxfp4, stages_on_meta
 from models import from_hub
-
-# Columns and rows that end within a block, as DeepSeek-V3's 576 and 18432 + 64 do.
-DEEPSEEK = {"hidden_size": 192, "moe_intermediate_size": 128, "num_hidden_layers": 2, "n_routed_experts": 4,
-            "kv_lora_rank": 128, "qk_rope_head_dim": 8, "intermediate_size": 136, "n_group": 2, "topk_group": 1,
-            "num_nextn_predict_layers": 0}
-FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic", "fmt": "e4m3"}
-
-
-def save_deepseek(folder, **changes):
-    """A DeepSeek-V3 with random FP8 blocks, of scales that no format of ours would choose; returns its tensors."""
-    save_family(folder, "deepseek_v3", **DEEPSEEK | changes)
-    tensors = read_all(folder)
-    for name, weight in list(tensors.items()):
-        if name.endswith("proj.weight") or "_proj_with_mqa" in name:
-            grid = [-(-size // 128) for size in weight.shape]
-            tensors[name] = (weight * 1000).to(torch.float8_e4m3fn)
-            tensors[f"{name}_scale_inv"] = torch.rand(grid) / 1000
-        else:
-            tensors[name] = weight.bfloat16() if "e_score" not in name else weight
-    rewrite(folder, tensors, quantization_config=FP8)
-    return tensors
-
-
-def save_gpt_oss(folder):
-    """A gpt-oss with random MXFP4 blocks, small numbers under large scales among them; returns its tensors."""
-    save_family(folder, "gpt_oss", hidden_size=64, intermediate_size=96)
-    tensors = read_all(folder)
-    for name, weight in list(tensors.items()):
-        if name.endswith(("gate_up_proj", "down_proj")):
-            experts, inputs, outputs = tensors.pop(name).shape
-            tensors[f"{name}_blocks"] = torch.randint(256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
-            tensors[f"{name}_blocks"][1] &= 0xBB  # of an expert none above 1.5, of which ours would be 6
-            tensors[f"{name}_scales"] = torch.randint(118, 124, (experts, outputs, inputs // 32), dtype=torch.uint8)
-        else:
-            tensors[name] = weight.bfloat16()
-    rewrite(folder, tensors, quantization_config={"quant_method": "mxfp4"})
-    return tensors
+from ranks import run_ranks
 
 
 def whole(shape):
@@ -70,7 +36,7 @@ def quantized(tensor, format, place=None):
 
 
 def test_fp8_blocks_become_block_rows(tmp_path):
-    files = save_deepseek(tmp_path)
+    files = save_fp8(tmp_path)
     tensors = open_hf(tmp_path, read_config(tmp_path))[1]
     for name, parts in {
         "layers.0.self_attn.kv_a_proj_with_mqa.weight": ["model.layers.0.self_attn.kv_a_proj_with_mqa.weight"],
@@ -95,7 +61,7 @@ def test_fp8_blocks_become_block_rows(tmp_path):
 
 
 def test_mxfp4_blocks_become_block_rows(tmp_path):
-    files = save_gpt_oss(tmp_path)
+    files = save_mxfp4(tmp_path)
     tensors = open_hf(tmp_path, read_config(tmp_path))[1]
     for name in ("gate_up_proj", "down_proj"):
         fused = f"model.layers.1.mlp.experts.{name}"
@@ -106,8 +72,8 @@ def test_mxfp4_blocks_become_block_rows(tmp_path):
 
 
 def test_a_part_is_the_part_of_the_whole(tmp_path):
-    save_deepseek(tmp_path / "fp8")
-    save_gpt_oss(tmp_path / "mxfp4")
+    save_fp8(tmp_path / "fp8")
+    save_mxfp4(tmp_path / "mxfp4")
     for format, places in {"fp8_block": [(1, 3, 0, 128), (2, 4, 128, 256), (3, 4, 0, 256), (0, 0, 0, 256)],
                            "mxfp4": [(1, 3, 5, 6), (0, 4, 100, 192), (3, 4, 0, 192)]}.items():
         folder = tmp_path / format.partition("_")[0]
@@ -124,7 +90,7 @@ def test_a_part_is_the_part_of_the_whole(tmp_path):
 
 
 def test_of_another_form_there_are_no_blocks(tmp_path):
-    save_deepseek(tmp_path)
+    save_fp8(tmp_path)
     tensors = open_hf(tmp_path, read_config(tmp_path))[1]
     for name, format in (("layers.1.mlp.experts.down_proj.weight", "mxfp8"), ("embed_tokens.weight", "fp8_block"),
                          ("layers.1.mlp.experts.down_proj.weight", "fp8_block_pow2")):
@@ -139,23 +105,27 @@ def test_of_another_form_there_are_no_blocks(tmp_path):
 def test_blocks_that_cannot_be_kept(tmp_path, changes, message):
     changes = dict(changes)
     block, plain = changes.pop("block", 128), changes.pop("plain", None)
-    files = save_deepseek(tmp_path, **changes)
+    files = save_fp8(tmp_path, **changes)
     if plain:
         del files[f"{plain}_scale_inv"]
         files[plain] = files[plain].bfloat16()
     for name in files:
         if name.endswith("_scale_inv"):
             files[name] = torch.ones([-(-size // block) for size in files[name.removesuffix("_scale_inv")].shape])
-    rewrite(tmp_path, files, quantization_config=FP8 | {"weight_block_size": [block, block]})
+    rewrite(tmp_path, files, quantization_config=FP8_CONFIG | {"weight_block_size": [block, block]})
     tensor = open_hf(tmp_path, read_config(tmp_path))[1]["layers.1.mlp.experts.gate_up_proj.weight"]
     with pytest.raises(ValueError, match=message):
         tensor.quantized(whole(tensor.shape), FORMATS["fp8_block"])
-    assert not tensor.problem(FORMATS["mxfp8"])
+    stages, plan = on_meta(tmp_path, "fp8_block")
+    with pytest.raises(ValueError, match=message):
+        load_hf(stages, tmp_path, None, plan)
+    assert all(param.device.type == "meta" for param in stages[0].parameters())
+    stored(tmp_path, "mxfp8")  # of the values of whatever blocks
 
 
 def test_scales_that_are_powers_of_two_lose_nothing_in_fp8_block_pow2(tmp_path):
     """DeepSeek-V3.1's: the bytes may be others, the values are the same."""
-    files = save_deepseek(tmp_path)
+    files = save_fp8(tmp_path)
     for name, scales in files.items():
         if name.endswith("_scale_inv"):
             files[name] = torch.exp2(torch.randint(-30, -3, scales.shape).float())
@@ -164,24 +134,28 @@ def test_scales_that_are_powers_of_two_lose_nothing_in_fp8_block_pow2(tmp_path):
     assert torch.equal(QuantizedTensor.quantize(values, "fp8_block_pow2").dequantize(), values)
 
 
-def stored(folder, format, dtype=torch.bfloat16, trained=False):
-    """(the model in one stage, whose weights are those of the files; its plan)."""
+PATTERNS = {"fp8_block": "*", "mxfp8": "*", "mxfp4": "*.experts"}
+
+
+def on_meta(folder, format, dtype=torch.bfloat16, trained=False, pattern=None):
+    """(the model in one stage, planned to be stored in a format, without values; its plan)."""
     config = read_config(folder)
     stages = build_on_meta(lambda: build_stages(config, 1))
     stages[0].to(dtype).requires_grad_(trained)
-    plan = resolve_dtypes(stages, DTypePolicy(dtype, torch.float32, dtype), hub_dtypes(folder, config))
-    load_hf(stages, folder, None, plan)
-    tensors = open_hf(folder, config)[1]
-    for each in list(quantizable(stages[0])):
-        data = tensors[each.name].quantized(whole(each.param.shape), FORMATS[format])
-        if data is not None:
-            weight = QuantizedTensor(data, each.param.shape, dtype, FORMATS[format])
-            weight.master = weight.dequantize() if trained else None
-            each.owner.weight = torch.nn.Parameter(weight, requires_grad=trained)
+    rules = [Rule(pattern or PATTERNS[format], storage=format)]
+    plan = resolve_dtypes(stages, DTypePolicy(dtype, torch.float32, dtype, rules), hub_dtypes(folder, config))
+    shard(stages[0], None, plan)
     return stages, plan
 
 
-SAVERS = {"fp8_block": save_deepseek, "mxfp4": save_gpt_oss}
+def stored(folder, *args, **options):
+    """The same, loaded."""
+    stages, plan = on_meta(folder, *args, **options)
+    load_hf(stages, folder, None, plan)
+    return stages, plan
+
+
+SAVERS = {"fp8_block": save_fp8, "mxfp4": save_mxfp4}
 
 
 def assert_same_bytes(actual, expected):
@@ -202,7 +176,7 @@ def test_written_as_they_came(tmp_path, format, trained):
         told = json.loads((tmp_path / target / "config.json").read_text())["quantization_config"]
         others = told.pop("modules_to_not_convert", None)
         if format == "fp8_block":
-            assert told == FP8 and others is None
+            assert told == FP8_CONFIG and others is None
         else:
             attention = [f"model.layers.{layer}.self_attn.{name}_proj" for layer in (0, 1) for name in "qkvo"]
             assert told == {"quant_method": "mxfp4"} and others == ["lm_head", *attention]
@@ -219,6 +193,7 @@ def test_written_in_numbers(tmp_path, format, trained, dtype):
     expected = {name: tensor[whole(tensor.shape)] for name, tensor in tensors.items()}
     for name, param in stages[0].named_parameters():
         if isinstance(param, QuantizedTensor) and trained:
+            assert torch.equal(param.master, expected[name].float())  # there is nothing better to start from
             param.master.mul_(1.1)
             expected[name] = expected[name].float() * 1.1
     save_hf(stages, tmp_path / "again", None, plan, source=tmp_path / "source")
@@ -248,35 +223,62 @@ def test_transformers_reads_what_is_written(tmp_path, format, monkeypatch):
 
 
 def test_layers_that_are_not_quantized_are_named(tmp_path):
-    save_deepseek(tmp_path / "source")
-    stages, plan = stored(tmp_path / "source", "fp8_block")
-    attention = stages[0].layers["1"].self_attn
-    attention.o_proj.weight = torch.nn.Parameter(attention.o_proj.weight.dequantize().bfloat16())
+    save_fp8(tmp_path / "source")
+    stages, plan = stored(tmp_path / "source", "fp8_block", pattern="*.experts.*")
     save_hf(stages, tmp_path / "again", None, plan, source=tmp_path / "source", quantized=True)
     told = json.loads((tmp_path / "again/config.json").read_text())["quantization_config"]
-    assert told == FP8 | {"modules_to_not_convert": ["lm_head", "model.layers.1.self_attn.o_proj"]}
+    names = told.pop("modules_to_not_convert")
+    assert told == FP8_CONFIG and names[0] == "lm_head" and "model.layers.1.self_attn.o_proj" in names
+    assert len(names) == 1 + 2 * 5 + 3 + 3  # of two layers' attention, a dense MLP and a shared expert
 
 
-def test_what_the_hub_does_not_have_is_not_exported(tmp_path):
-    save_deepseek(tmp_path / "source")
-    stages, plan = stored(tmp_path / "source", "fp8_block")
-    experts, target = stages[0].layers["1"].mlp.experts, tmp_path / "again"
-    kept = experts.down_proj.weight
-    for format, message in (("mxfp8", "it is in mxfp8, and checkpoints of deepseek_v3 are in fp8_block"),
-                            ("mxfp4", "it is in mxfp4, and")):
-        experts.down_proj.weight = torch.nn.Parameter(QuantizedTensor.quantize(kept.dequantize(), format))
-        with pytest.raises(ValueError, match=f"layers.1.mlp.experts.down_proj.weight cannot be exported.*{message}"):
-            save_hf(stages, target, None, plan, quantized=True)
-    save_family(tmp_path / "odd", "deepseek_v3", **DEEPSEEK | {"moe_intermediate_size": 136})
-    stages, plan = stored(tmp_path / "odd", "fp8_block")
-    with pytest.raises(ValueError, match="no weight is stored in fp8_block, so nothing can be exported quantized"):
-        save_hf(stages, target, None, plan, quantized=True)
-    quantize_weights(stages[0], "fp8_block", "*.gate_up_proj.weight")
-    with pytest.raises(ValueError, match=r"quantized: model.*experts.0.gate_proj.weight is rows 0 to 136 here"):
-        save_hf(stages, target, None, plan, quantized=True)
-    save_gpt_oss(tmp_path / "gpt")
-    stages, plan = stored(tmp_path / "gpt", "mxfp4")
-    quantize_weights(stages[0], "mxfp4", "layers.0.self_attn.*")
-    with pytest.raises(ValueError, match="in checkpoints of gpt_oss, experts alone are in mxfp4"):
-        save_hf(stages, target, None, plan, quantized=True)
-    assert not target.exists()
+@pytest.mark.parametrize("family, sizes, format, pattern, message", [
+    ("deepseek_v3", {}, "mxfp8", "*.down_proj", r"down_proj.weight cannot be .* in mxfp8, and checkpoints of deepseek"),
+    ("deepseek_v3", {}, "mxfp4", "*.o_proj", r"o_proj.weight cannot be exported quantized: it is in mxfp4, and check"),
+    ("gpt_oss", {}, "mxfp4", "*.o_proj", r"in checkpoints of gpt_oss, experts alone are in mxfp4"),
+    ("deepseek_v3", {"moe_intermediate_size": 136}, "fp8_block", "*.experts", r"gate_proj.weight is rows 0 to 136 he"),
+    ("deepseek_v3", {}, None, "*", r"the dtype plan stores no weight in fp8_block; give it a rule"),
+])
+def test_what_the_hub_does_not_have_is_not_exported(tmp_path, family, sizes, format, pattern, message):
+    save_family(tmp_path / "source", family, **(FP8_SIZES if family == "deepseek_v3" else {}) | sizes)
+    config = read_config(tmp_path / "source")
+    stages = build_on_meta(lambda: build_stages(config, 1))
+    rules = [Rule(pattern, torch.float32, storage=format)]
+    plan = resolve_dtypes(stages, DTypePolicy(torch.float32, torch.float32, torch.float32, rules))
+    with pytest.raises(ValueError, match=message):
+        save_hf(stages, tmp_path / "again", None, plan, quantized=True)
+    assert not (tmp_path / "again").exists()
+
+
+@pytest.mark.parametrize("model", ["deepseek-v3", "deepseek-v2", "deepseek-v2-lite", "qwen3-235b-a22b"])
+def test_weights_of_real_models_are_whole_blocks(model):
+    """Gate and up of experts meet between blocks: nothing is refused, or rounded again."""
+    config = read_config(Path(__file__).parents[2] / "examples/models" / model)
+    weights = list(quantizable(meta_stages(config)[0]))
+    assert len(weights) > 200
+    for each in weights:
+        parts = config.hub_parts(each.name, each.param.shape)[0]
+        assert not cut_through(parts, each.param.shape, FORMATS["fp8_block"]), each.name
+
+
+def load_and_save(rank, source, target, shape, format):
+    """Through ranks; those of experts alone are quantized, of which each rank has whole blocks."""
+    rules = [Rule("*.experts", storage=format)]
+    stages, mesh, plan = stages_on_meta(source, shape, rules=rules)
+    load_hf(stages, source, mesh, plan)
+    save_hf(stages, target, mesh, plan, source=source, quantized=True)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 2), *(pytest.param(shape, marks=pytest.mark.slow) for shape in
+                                                [(1, 2, 1), (2, 1, 1), (1, 2, 2), (2, 1, 2)])])
+@pytest.mark.parametrize("format", SAVERS)
+def test_ranks_write_what_one_writes(tmp_path, format, shape):
+    files = SAVERS[format](tmp_path / "source")
+    stages, plan = stored(tmp_path / "source", format, torch.float32, pattern="*.experts")
+    save_hf(stages, tmp_path / "alone", None, plan, source=tmp_path / "source", quantized=True)
+    run_ranks(load_and_save, prod(shape), str(tmp_path / "source"), str(tmp_path / "ranks"), shape, format)
+    alone, ranks = (read_all(tmp_path / target) for target in ("alone", "ranks"))
+    assert_same_bytes(ranks, alone)
+    kept = [name for name in files if ".experts." in name and not name.endswith("bias")]
+    assert_same_bytes(*({name: each[name] for name in kept} for each in (ranks, files)))
+    assert (tmp_path / "alone/config.json").read_bytes() == (tmp_path / "ranks/config.json").read_bytes()

@@ -19,6 +19,7 @@ from dualpipe.checkpoint.commands import check, ls, show
 from dualpipe.checkpoint.manifest import Checkpoint
 from dualpipe.dtypes import dtype_of
 from dualpipe.parallel import checkpoint_dtypes
+from dualpipe.quantized import QuantizedTensor
 from native import FILES, is_step, state_of
 
 
@@ -217,6 +218,39 @@ def test_a_file_that_holds_something_else_than_is_said(two):
         forge(path, "tensors.json", json.dumps(changed(B, 0, to=dtype)(described(path))).encode())
         with pytest.raises(RuntimeError, match="does not hold torch"):
             load(path, state_of(0) | {B: torch.zeros(7, dtype=dtype_of(dtype))})
+
+
+W = "w.weight"
+
+
+@pytest.mark.parametrize("change, message", [
+    (changed(W, 0, to="fp8_block 64x64"), "w.weight is stored in fp8_block 64x64, and .* has fp8_block 128x128"),
+    (changed(W, 0, to="fp7 1x32"), "torch has no dtype 'fp7 1x32'"),
+    (changed(W, 2, to=[[[0, 0], [100, 32], 0], [[100, 0], [200, 32], 0]]), "cuts through blocks of fp8_block"),
+    (changed(W, 2, to=[[[0, 0], [300, 16], 0], [[0, 16], [300, 16], 0]]), "cuts through blocks of fp8_block"),
+    (lambda content: content | {W: ["fp8_block 128x128", [7], [[[0], [7], 0]]]}, "is no matrix"),
+    (lambda content: content | {W: ["mxfp8 1x32", [2, 2, 2, 2], [[[0] * 4, [2] * 4, 0]]]}, "is no matrix"),
+])
+def test_a_description_of_other_blocks(tmp_path, change, message):
+    """Refused before anything is changed, also as an older one to go back to is not there."""
+    values = torch.randn(300, 32)
+    save(tmp_path, {W: QuantizedTensor.quantize(values, "fp8_block")}, step=1)
+    path = tmp_path / "step-00000001"
+    forge(path, "tensors.json", json.dumps(change(described(path))).encode())
+    weight = QuantizedTensor.quantize(-values, "fp8_block")
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path, {W: weight})
+    assert torch.equal(weight, QuantizedTensor.quantize(-values, "fp8_block"))
+
+
+def test_files_of_another_format_than_is_said(tmp_path):
+    weight = QuantizedTensor.quantize(torch.randn(300, 32), "mxfp8")
+    save(tmp_path, {W: weight}, step=1)
+    forge(path := tmp_path / "step-00000001", "tensors.json",
+          json.dumps(changed(W, 0, to="nvfp4 1x16")(described(path))).encode())
+    for target in (QuantizedTensor.quantize(torch.randn(300, 32), "nvfp4"), torch.zeros(300, 32)):
+        with pytest.raises(RuntimeError, match=r"does not hold nvfp4 \(300, 32\) of w.weight"):
+            load(tmp_path, {W: target}, allow=["*"])
 
 
 def test_a_fifo_in_place_of_a_file_stops_nobody(two):

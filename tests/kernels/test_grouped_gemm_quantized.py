@@ -130,7 +130,7 @@ def test_many_experts(format, device):
 @pytest.mark.parametrize("format", FORMATS.values(), ids=ids)
 def test_bias_and_gather(format, device, chip):
     """What `gather` holds past the last end is not looked at, and rows that are taken twice are two rows."""
-    counts, n, k = [2, 0, 3], 24, 48
+    counts, n, k = [2, 0, 3], 72, 48
     data, w, x, _dy, offs = make(format, counts, n, k, device, extra=0)
     gather, bias = torch.tensor([3, 0, 0, 1, 2, 10**6, -1], device=device), torch.randn(3, n, device=device)
     added = bias.double().repeat_interleave(torch.tensor(counts, device=device), 0)

@@ -20,6 +20,7 @@ from dualpipe import Pipeline
 from dualpipe.models import Qwen3MoeConfig, build_stages
 from dualpipe.nn import GroupedLinear, RouterSet
 from dualpipe.parallel.expert import ExpertParallel
+from dualpipe.quantized import FORMATS, quantize_weights
 from pretend_cuda import UNWRITTEN, PretendCuda, pretend_cuda
 
 MOST = 120
@@ -44,8 +45,9 @@ class AllRanksAlike:
         return mock.Mock()
 
 
-def launches(num_layers: int, ep: bool) -> Counter[tuple[str, str]]:
-    """In a step with accumulators to add to: how often what was launched where."""
+def launches(num_layers: int, ep: bool, format: str | None = None) -> Counter[tuple[str, str]]:
+    """In a step with accumulators to add to: how often what was launched where. format: of quantized weights, whose
+    rows then go to other ranks in FP8."""
     config = Qwen3MoeConfig(
         vocab_size=64, hidden_size=32, num_hidden_layers=num_layers, num_attention_heads=4, num_key_value_heads=2,
         head_dim=16, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16, norm_topk_prob=True,
@@ -64,8 +66,11 @@ def launches(num_layers: int, ep: bool) -> Counter[tuple[str, str]]:
         (stage,) = build_stages(config, 1)
         stage.init_weights(0)
         stage = stage.to(CUDA, torch.bfloat16)
+        if format is not None:
+            quantize_weights(stage, format)
         if ep:
-            stage.use_expert_parallelism(ExpertParallel(config.num_experts, AllRanksAlike()))
+            fp8_rows = None if format is None else FORMATS[format].block[1]
+            stage.use_expert_parallelism(ExpertParallel(config.num_experts, AllRanksAlike(), fp8_rows=fp8_rows))
             for module in stage.modules():
                 if isinstance(module, GroupedLinear):
                     module.weight = nn.Parameter(module.weight.detach().chunk(AllRanksAlike.size)[0].clone())
@@ -82,10 +87,13 @@ def launches(num_layers: int, ep: bool) -> Counter[tuple[str, str]]:
     return found
 
 
-@pytest.mark.parametrize("ep", [False, True], ids=["all experts here", "on two ranks"])
-def test_a_layer_of_qwen3_moe(ep):
-    one, two = launches(1, ep), launches(2, ep)
+@pytest.mark.parametrize("ep, format, most", [
+    (False, None, MOST), (True, None, MOST), (True, "fp8_block", 136),
+    pytest.param(True, "mxfp8", 130, marks=pytest.mark.slow),
+])
+def test_a_layer_of_qwen3_moe(ep, format, most):
+    one, two = launches(1, ep, format), launches(2, ep, format)
     layer = {what: (two[what] - one[what]) / MICRO_BATCHES for what in two if two[what] != one[what]}
     most_first = sorted(layer.items(), key=lambda item: -item[1])
     table = "\n".join(f"{count:6.1f} {name:40} {at}" for (name, at), count in most_first)
-    assert 50 < sum(layer.values()) <= MOST, f"{sum(layer.values())} launches\n{table}"
+    assert 50 < sum(layer.values()) <= most, f"{sum(layer.values())} launches\n{table}"

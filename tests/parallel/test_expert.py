@@ -504,7 +504,7 @@ def test_what_does_not_fit_is_refused_with_the_sizes_that_would():
         assert "15 experts" in model and "2 expert-parallel ranks" in model and "1, 3, 5, 15" in model
         assert "0.weight: 5 experts" in layer and "1, 5" in layer
         assert "sharded already" in twice
-        assert "[(64, 24, 12), (128, 24, 12)]" in disagree
+        assert "[(64, 24, 12, 0), (128, 24, 12, 0)]" in disagree
         assert "one row of 128 bytes" in combine and "torch.float32" in combine
 
 

@@ -215,9 +215,9 @@ def loaded_twice(rank: int, shape: tuple[int, ...], rows: int, rules: list[Rule]
             assert model[0].weight.grad.dtype is FP32
 
 
-@pytest.mark.parametrize(("shape", "rows", "blocks"), [
-    ((2,), 7, 255), ((4,), 5, 511), ((2, 2), 7, 255), ((1,), 7, 300),
-])
+@pytest.mark.parametrize(
+    ("shape", "rows", "blocks"), [((2,), 7, 255), ((4,), 5, 511), ((2, 2), 7, 255), ((1,), 7, 300)]
+)
 def test_given_plain_shards_that_are_loaded_then_they_are_gathered_quantized(shape, rows, blocks):
     byte_formats = [Rule("0", gather=format) for format in ("mxfp8", "nvfp4", "fp8_tensor")]
     run_ranks(loaded_twice, torch.Size(shape).numel(), shape, rows, byte_formats, reuse=True)

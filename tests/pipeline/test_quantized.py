@@ -19,7 +19,7 @@ from dualpipe.models.gpt_oss import GptOssConfig
 from dualpipe.models.stages import Recompute
 from dualpipe.nn import GroupedLinear, cross_entropy_loss
 from dualpipe.parallel.expert import ExpertParallel
-from dualpipe.quantized import QuantizedTensor, quantize_weights
+from dualpipe.quantized import FORMATS, QuantizedTensor, quantize_weights
 from threads import Rank, run_threads
 from toys import relative_error, stages_of_rank
 
@@ -71,7 +71,9 @@ class Result(NamedTuple):
     gradients: dict[str, Tensor]  # by stage and name
 
 
-def step(rank: Rank, stages: list[nn.Module], pp: int, ep: int, overlap: bool, recompute: Sequence[str]) -> Result:
+def step(
+    rank: Rank, stages: list[nn.Module], pp: int, ep: int, overlap: bool, recompute: Sequence[str], fp8_rows: int | None
+) -> Result:
     """As rank (pipeline rank) * ep + (expert-parallel rank)."""
     mine, replica = divmod(rank.number, ep)
     all_to_all = rank.all_to_all(f"ep of {mine}", [mine * ep + e for e in range(ep)])
@@ -86,7 +88,7 @@ def step(rank: Rank, stages: list[nn.Module], pp: int, ep: int, overlap: bool, r
                     part.grad_dtype = param.grad_dtype
                     setattr(layer, name, part)
         if ep > 1:
-            stage.use_expert_parallelism(ExpertParallel(8, all_to_all))
+            stage.use_expert_parallelism(ExpertParallel(8, all_to_all, fp8_rows=fp8_rows))
     pipe = Pipeline(stages, process_group=rank.group(f"pp of {replica}", [p * ep + replica for p in range(pp)]),
                     schedule="dualpipev", overlap=overlap)
     x, y = batches(ep)[replica][:, :-1], batches(ep)[replica][:, 1:].contiguous()
@@ -96,9 +98,12 @@ def step(rank: Rank, stages: list[nn.Module], pp: int, ep: int, overlap: bool, r
     return Result(loss, found)
 
 
-def run(stages: list[nn.Module], pp: int, ep: int, overlap: bool = True, recompute: Sequence[str] = ()) -> Result:
+def run(
+    stages: list[nn.Module], pp: int, ep: int, overlap: bool = True, recompute: Sequence[str] = (),
+    fp8_rows: int | None = None,
+) -> Result:
     """All ranks' losses, and gradients: experts joined, everything else summed over the expert-parallel ranks."""
-    results = run_threads(step, pp * ep, stages, pp, ep, overlap, recompute)
+    results = run_threads(step, pp * ep, stages, pp, ep, overlap, recompute, fp8_rows)
     whole = {}
     for first in range(0, len(results), ep):
         for name in results[first].gradients:
@@ -152,7 +157,13 @@ def test_in_fp8_a_pipeline_has_the_losses_of_one_rank(family, format):
     ("gpt-oss", "mxfp8"), pytest.param("DeepSeek", "fp8_block", marks=pytest.mark.slow),
 ])
 def test_in_fp8_neither_overlap_nor_recomputation_changes_a_bit(family, format):
+    """Nor whether rows are quantized before they are dispatched, or by the layer that takes them."""
     stages = made(family, format, torch.bfloat16, 4)
-    found, other = run(stages, 2, 2), run(stages, 2, 2, overlap=False, recompute=("layer", "dispatch"))
-    assert torch.equal(other.loss, found.loss)
-    assert all(torch.equal(other.gradients[name], grad) for name, grad in found.gradients.items())
+    for stage in stages:
+        for module in stage.modules():
+            module.fp8_weight_grad = True
+    found = run(stages, 2, 2)
+    for overlap, recompute in ((False, ()), (True, ("layer", "dispatch"))):
+        other = run(stages, 2, 2, overlap, recompute, fp8_rows=FORMATS[format].block[1])
+        assert torch.equal(other.loss, found.loss)
+        assert all(torch.equal(other.gradients[name], grad) for name, grad in found.gradients.items())

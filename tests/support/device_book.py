@@ -326,5 +326,6 @@ def where(most: int = 3, line: str = ", line {}") -> str:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Of a DTensor, this rank's part."""
-    return getattr(tensor, "_local_tensor", tensor)
+    """Of a DTensor, this rank's part; of a quantized tensor, its bytes."""
+    tensor = getattr(tensor, "_local_tensor", tensor)
+    return getattr(tensor, "block_rows", tensor)

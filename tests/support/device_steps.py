@@ -31,6 +31,7 @@ from dualpipe.nn import GroupedLinear, Router, defer_weight_grads
 from dualpipe.parallel.expert import ExpertParallel
 from dualpipe.parallel.mesh import build_mesh
 from dualpipe.pipeline import PipelineError
+from dualpipe.quantized import QuantizedTensor, quantize_weights
 from dualpipe.schedule import build
 from dualpipe.train.model import build_model, micro_batch_loss, plan_model
 from dualpipe.train.optimizer import Optimizer
@@ -181,6 +182,14 @@ def qwen(count: int) -> list[nn.Module]:
     return stages
 
 
+def quantized_qwen(count: int) -> list[nn.Module]:
+    """In bfloat16, so that products are in FP8."""
+    stages = [stage.bfloat16() for stage in qwen(count)]
+    for stage in stages:
+        quantize_weights(stage, "fp8_block")
+    return stages
+
+
 def by_threads(
     make: Callable[[int], list[nn.Module]], pp: int, ep: int, overlap: bool = True, recompute: Sequence[str] = (), *,
     schedule: str = "dualpipev", plant: Plant = nullcontext,
@@ -202,7 +211,7 @@ def _thread(rank: Rank, make, pp: int, ep: int, overlap: bool, recompute: Sequen
         _connect(stage, all_to_all, recompute)
     group = rank.group(f"pp of {replica}", [p * ep + replica for p in range(pp)])
     pipe = Pipeline(stages, process_group=group, schedule=schedule, overlap=overlap)
-    if make is qwen:
+    if make is not toys:
         rows, criterion = torch.randint(CONFIG.vocab_size, (ROWS * MICRO_BATCHES, 9)), micro_batch_loss(MICRO_BATCHES)
         x, y = rows[:, :-1].to(rank.device), rows[:, 1:].contiguous().to(rank.device)
     else:
@@ -211,7 +220,10 @@ def _thread(rank: Rank, make, pp: int, ep: int, overlap: bool, recompute: Sequen
         pipe.step(x, num_chunks=MICRO_BATCHES, criterion=criterion, labels=(y,))
         with torch.no_grad():
             for parameter in pipe.parameters():
-                parameter.sub_(parameter.grad, alpha=1e-3)
+                if isinstance(parameter, QuantizedTensor):
+                    parameter.quantize_(parameter.master.sub_(parameter.grad, alpha=1e-3))
+                else:
+                    parameter.sub_(parameter.grad, alpha=1e-3)
         pipe.zero_grad()
 
 

@@ -89,10 +89,50 @@ def rewrite(folder, tensors, **config):
     path.write_text(json.dumps(json.loads(path.read_text()) | config))
 
 
-def stages_on_meta(folder, shape=None, dtype=torch.float32, stages_per_rank=2):
+# Rows and columns that end within a block, as 576 of DeepSeek-V3's latents do and 10944 of V2-Lite's dense MLP.
+FP8_SIZES = {
+    "hidden_size": 192, "moe_intermediate_size": 128, "num_hidden_layers": 2, "n_routed_experts": 4, "n_group": 2,
+    "topk_group": 1, "kv_lora_rank": 128, "qk_rope_head_dim": 8, "intermediate_size": 136,
+    "num_nextn_predict_layers": 0,
+}
+FP8_CONFIG = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic", "fmt": "e4m3"}
+
+
+def save_fp8(folder, **changes):
+    """A DeepSeek-V3 with random FP8 blocks, of scales that no format of ours would choose; returns its tensors."""
+    save_family(folder, "deepseek_v3", **FP8_SIZES | changes)
+    tensors = read_all(folder)
+    for name, weight in list(tensors.items()):
+        if name.endswith("proj.weight") or "_proj_with_mqa" in name:
+            grid = [-(-size // 128) for size in weight.shape]
+            tensors[name] = (weight * 1000).to(torch.float8_e4m3fn)
+            tensors[f"{name}_scale_inv"] = torch.rand(grid) / 1000
+        else:
+            tensors[name] = weight.bfloat16() if "e_score" not in name else weight
+    rewrite(folder, tensors, quantization_config=FP8_CONFIG)
+    return tensors
+
+
+def save_mxfp4(folder, **changes):
+    """A gpt-oss with random MXFP4 blocks, small numbers under large scales among them; returns its tensors."""
+    save_family(folder, "gpt_oss", **{"hidden_size": 64, "intermediate_size": 96} | changes)
+    tensors = read_all(folder)
+    for name, weight in list(tensors.items()):
+        if name.endswith(("gate_up_proj", "down_proj")):
+            experts, inputs, outputs = tensors.pop(name).shape
+            tensors[f"{name}_blocks"] = torch.randint(256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
+            tensors[f"{name}_blocks"][1] &= 0xBB  # of an expert none above 1.5, of which ours would be 6
+            tensors[f"{name}_scales"] = torch.randint(118, 124, (experts, outputs, inputs // 32), dtype=torch.uint8)
+        else:
+            tensors[name] = weight.bfloat16()
+    rewrite(folder, tensors, quantization_config={"quant_method": "mxfp4"})
+    return tensors
+
+
+def stages_on_meta(folder, shape=None, dtype=torch.float32, stages_per_rank=2, rules=()):
     """(stages, mesh, plan) of this rank, sharded, without values; the whole model in one stage without a shape."""
     config = read_config(folder)
-    policy = DTypePolicy(dtype, torch.float32, dtype)
+    policy = DTypePolicy(dtype, torch.float32, dtype, rules)
     sources = hub_dtypes(folder, config)
     if shape is None:
         stages = build_on_meta(lambda: build_stages(config, stages_per_rank))
@@ -102,10 +142,12 @@ def stages_on_meta(folder, shape=None, dtype=torch.float32, stages_per_rank=2):
     only = [stage for stage, rank in enumerate(placement) if rank == mesh["pp"].get_local_rank()]
     plan = resolve_dtypes(build_on_meta(lambda: build_stages(config, 1)), policy, sources)
     stages = build_on_meta(lambda: build_stages(config, 2 * shape[0], only=only))
-    if Mesh.of(mesh).dense.size() > 1:
-        for stage in stages:
+    for stage in stages:
+        if Mesh.of(mesh).dense.size() > 1:
             shard_experts(stage, mesh["ep"])
             shard(stage, Mesh.of(mesh).dense, plan, expert_mesh=mesh["dp"])
+        elif rules:
+            shard(stage, None, plan)
     return stages, mesh, plan
 
 

@@ -14,7 +14,7 @@ from dualpipe.models import config_from_dict
 from dualpipe.nn.init import seeded_normal_
 from dualpipe.parallel.mesh import build_mesh
 from dualpipe.schedule import build
-from dualpipe.train.model import build_model
+from dualpipe.train.model import build_model, plan_model
 from dualpipe.train.optimizer import Optimizer
 
 # Five layers of two kinds over two or four stages; 6 experts, which four ranks do not share evenly; buffers in float32.
@@ -28,14 +28,16 @@ CONFIG = {
 
 
 class Trainee:
-    """This rank's stages in a layout (pp, dp, ep), their optimizer and what a checkpoint holds of them."""
+    """This rank's stages in a layout (pp, dp, ep), their optimizer and what a checkpoint holds of them. rules: of the
+    dtype plan."""
 
-    def __init__(self, shape, *, dtype=torch.bfloat16, moments=torch.float32, **changes):
+    def __init__(self, shape, *, dtype=torch.bfloat16, moments=torch.float32, rules=(), **changes):
         self.mesh = None if shape == (1, 1, 1) else build_mesh(*shape, torch.device("cpu"))
         rank = 0 if self.mesh is None else self.mesh["pp"].get_local_rank()
+        config = config_from_dict(CONFIG | changes)
         self.model = build_model(
-            config_from_dict(CONFIG | changes), build("dualpipev", shape[0], 2 * shape[0]), rank, seed=0, dtype=dtype,
-            device=torch.device("cpu"), mesh=self.mesh,
+            config, build("dualpipev", shape[0], 2 * shape[0]), rank, seed=0, dtype=dtype, device=torch.device("cpu"),
+            mesh=self.mesh, plan=plan_model(config, dtype, replicas=shape[1] * shape[2], rules=rules, mesh=self.mesh),
         )
         terms = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
         self.optimizer, self.moments = Optimizer(self.model.stages, **terms, moments=moments), moments

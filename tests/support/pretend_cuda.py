@@ -53,6 +53,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from device_book import CUDA, Book, Event, Timeline, the_device, where
+from dualpipe.quantized import QuantizedTensor
 
 WAITING = {"nonzero", "_local_scalar_dense", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "equal",
            "bincount", "histc"}
@@ -128,6 +129,11 @@ class _Operators(TorchDispatchMode):
     """Books the operators."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(kind, QuantizedTensor) for kind in types):
+            return NotImplemented  # it works on its bytes, by operators that come here, also those made of others
+        with self:
+            if (out := func.decompose(*args, **(kwargs or {}))) is not NotImplemented:
+                return out
         with torch._C.DisableTorchFunction():
             out = func(*args, **(kwargs or {}))
             the_device().ran(func, args, kwargs or {}, out)

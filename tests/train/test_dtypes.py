@@ -118,10 +118,12 @@ def shrunken(config, folder):
 
 RULES = ["--dtypes.rules", "*.mlp.gate,compute=fp32", "lm_head,reduce=bf16,save=fp32", "embed_tokens,storage=bf16",
          "*.o_proj,compute=fp32,output=bf16"]
+QUANTIZED = ["--dtypes.rules", "*.experts,gather=mxfp8", "*.self_attn,storage=nvfp4",
+             "*.v_proj,compute=fp32,output=bf16"]
 
 
 def test_the_printed_plan_is_that_of_the_tensors_that_train_makes(tmp_path, printed):
-    """Every example, with its own dtypes and recomputation, at pp 2 x ep 2; one of them with rules as well."""
+    """Every example, with its own dtypes and recomputation, at pp 2 x ep 2; one of them with rules and formats too."""
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.txt").write_text("the cat sat on the mat. " * 200)
     runs = []
@@ -130,14 +132,16 @@ def test_the_printed_plan_is_that_of_the_tensors_that_train_makes(tmp_path, prin
         options = ["--model.config", str(shrunken(config, tmp_path / toml.stem)), "--data.path", str(tmp_path / "text"),
                    "--data.validation_fraction", "0", "--output.dir", str(tmp_path / "out"), "--parallel.pp", "2",
                    "--parallel.ep", "2", *SMALL]
-        rules = [*RULES, "--train.dtype", "bf16"] if toml.stem == "tiny-cpu" else []
-        both = [options, options + rules] if rules else [options]
-        runs += [(str(toml), each, printed(toml, *each)[1]) for each in both]
-    assert len(runs) == len(EXAMPLES) + 1
+        rules = (RULES, QUANTIZED) if toml.stem == "tiny-cpu" else ()
+        several = [options, *([*options, *each, "--train.dtype", "bf16"] for each in rules)]
+        runs += [(str(toml), each, printed(toml, *each)[1]) for each in several]
+    assert len(runs) == len(EXAMPLES) + 2
     for found in run_ranks(all_trained, 4, runs, timeout=120):
         assert [*map(len, found)] == [len(plan.tensors) for _, _, plan in runs], found
         assert all(set(names) == plan.tensors.keys() for names, (_, _, plan) in zip(found, runs))
-    ruled = runs[-1][2]
+    ruled, quantized = (plan for _, _, plan in runs[-2:])
+    assert quantized.of("layers.2.mlp.experts.down_proj.weight").gathered
+    assert quantized.of("layers.1.self_attn.v_proj.weight").master
     assert ruled.of("layers.2.mlp.gate.weight").compute is FP32
     assert (ruled.reduce_dtype("lm_head.weight"), ruled.of("lm_head.weight").save) == (BF16, FP32)
     assert ruled.of("embed_tokens.weight").storage is BF16

@@ -1,0 +1,229 @@
+"""The kernels' bytes against the references', with poisoned results; what the references do is in test_formats.py."""
+
+import importlib
+
+import pytest
+import torch
+
+from dualpipe.kernels.common import INTERPRET
+from dualpipe.kernels.formats import FORMATS, dequantize_reference, quantize_reference
+from dualpipe.kernels.formats import matrix_amax as matrix_amax_reference
+from dualpipe.kernels.quantize import (
+    dequantize,
+    dequantize_rows,
+    matrix_amax,
+    quantize,
+    quantize_rows,
+    quantize_rows_reference,
+    swiglu_quantize,
+    transpose_blocks,
+)
+from dualpipe.kernels.swiglu import clamped_swiglu, swiglu
+from row_kernels import far_apart, poisoned_memory  # noqa: F401
+
+MODULE = importlib.import_module("dualpipe.kernels.quantize")
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+ALL = pytest.mark.parametrize("format", FORMATS.values(), ids=str)
+KINDS = pytest.mark.parametrize("format", [FORMATS["mxfp8"], FORMATS["nvfp4"], FORMATS["fp8_block"]], ids=str)
+SQUARE = [format for format in FORMATS.values() if format.block[0] == format.block[1]]
+DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
+
+
+def make(shape, dtype, device, seed=0):
+    """Numbers of all magnitudes, zeros of both signs, the tiniest and largest, infinities and NaN."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator, dtype=torch.float64)
+    x *= 2.0 ** torch.randint(-30, 15, (*shape[:-1], 1), generator=generator)
+    if shape[-2] > 4 and shape[-1] > 130:
+        x[..., 0, 4:6], x[..., 2, :] = -0.0, x[..., 2, :] * 1e-40
+        x[..., 1, :], x[..., -1, 70] = 0, 1e38
+        x[..., 3, 16], x[..., 3, 66], x[..., 3, 116] = float("inf"), -float("inf"), float("nan")
+    return x.to(dtype).to(device)
+
+
+def bits(x):
+    """What can be compared, NaN with NaN too."""
+    return x.nan_to_num(nan=12345.0).view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
+
+
+def same_rows(a, b):
+    return all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in zip(a, b))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@ALL
+def test_bytes_and_numbers(format, dtype, device):
+    matrices, rows = (1, 130) if format.block[0] > 1 else (2, 5)
+    for shape in ((matrices, rows, 270), (3, 64), (1, 2), (2, 1, 3, 34), (0, 4, 32), (2, 0, 32), (2, 3, 0)):
+        x = make(shape, dtype, device)
+        data = quantize(x, format)
+        assert torch.equal(data, quantize_reference(x, format))
+        for wanted in (torch.float32, dtype):
+            y = dequantize(data, format, *shape[-2:], wanted)
+            assert y.shape == shape and y.dtype is wanted
+            if x.numel():
+                assert torch.equal(bits(y), bits(dequantize_reference(data, format, *shape[-2:]).to(wanted)))
+        assert torch.equal(matrix_amax(x, format), matrix_amax_reference(x, format))
+
+
+@pytest.mark.slow
+@ALL
+def test_bytes_at_every_scale(format, device):
+    """Mantissas of 8 bits at every exponent, and so each side of each step of a scale, and of ties of elements."""
+    steps = 2.0 ** torch.arange(-150, 127, dtype=torch.float64)[:, None] * (1 + torch.arange(2**8) / 2**8)
+    x = (steps[..., None] * torch.linspace(1, -1, 32, dtype=torch.float64)).float().to(device)  # (exponents, 256, 32)
+    x = x if format.block[0] == 1 else x[:, :, None, :].expand(-1, -1, 4, -1).flatten(0, 1)
+    assert torch.equal(quantize(x, format), quantize_reference(x, format))
+
+
+@KINDS
+def test_strides(format, device):
+    rows = 129 if format.block[0] > 1 else 5
+    x = make((2, rows, 132), torch.float32, device)
+    spaced = torch.full((2, rows + 1, 150), float("nan"), device=device)[:, :rows, 7:139].copy_(x)
+    turned = x.mT.contiguous().mT
+    data = quantize_reference(x, format)
+    numbers = bits(dequantize_reference(data, format, rows, 132))
+    room = torch.full((3, data.shape[1] + 1, data.shape[2] + 32), 7, dtype=torch.uint8, device=device)
+    out = room[1:, :-1, 16:-16]
+    for other in (spaced, turned, x.flip(0).flip(0)):
+        assert quantize(other, format, out=out.fill_(9)) is out and torch.equal(out, data)
+        assert torch.equal(bits(dequantize(out, format, rows, 132)), numbers)
+    room[1:, :-1, 16:-16] = 7
+    assert (room == 7).all()  # nothing was written beside it
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp8"])
+def test_rows_beyond_two_to_the_31_elements(name):
+    x = make((3, 130), torch.float16, "cpu")
+    assert torch.equal(quantize(far_apart(x), name), quantize(x, name))
+    data = quantize(x, name)
+    assert torch.equal(bits(dequantize(far_apart(data), name, 3, 130)), bits(dequantize(data, name, 3, 130)))
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "fp8_tensor"])
+def test_parts_of_a_matrix_share_its_scale(name, device):
+    x = torch.randn(2, 6, 100, generator=torch.Generator().manual_seed(0)).to(device)
+    x[:, 0] *= 64
+    whole, parts = quantize(x, name), x.split((4, 2), 1)
+    amax = torch.stack([matrix_amax(part, name) for part in parts]).amax(0)
+    assert torch.equal(torch.cat([quantize(part, name, amax) for part in parts], 1), whole)
+    assert not torch.equal(quantize(parts[1], name), whole[:, 4:])
+
+
+@KINDS
+def test_stochastic_rounding(format, device):
+    """Unbiased, between the two neighbours, the same for one seed, and other for others, rows, columns and matrices."""
+    rows = 128 if format.block[0] > 1 else 6
+    x = torch.full((2, rows, 128), 2.1, device=device)
+    x[..., ::16] = format.largest  # so that scales are 1, or close to it
+    x[..., 1::2] *= -1
+    seeds = (0, 1, 2**40)
+    data = [quantize(x, format, seed=seed) for seed in seeds]
+    y = torch.stack([dequantize(part, format, rows, 128) for part in data])
+    assert torch.equal(quantize(x, format, seed=1), data[1])
+    size = y.abs()[:, x.abs() == 2.1]
+    low, high = size.min(), size.max()
+    assert ((size == low) | (size == high)).all() and 0 < high - low <= 1.01 and low < 2.1 < high
+    assert (size.mean() - 2.1).abs() < 4 * (high - low) / 2 / size.numel() ** 0.5
+    up = y.abs() == high
+    for a, b in ((up[0], up[1]), (up[1], up[2]), (up[:, 0], up[:, 1]), (up[:, :, 0], up[:, :, 1]),
+                 (up[..., 2], up[..., 4])):
+        assert not torch.equal(a, b)
+    held = dequantize(data[0], format, rows, 128)
+    assert torch.equal(dequantize(quantize(held, format, seed=3), format, rows, 128), held)
+
+
+@pytest.mark.parametrize("block", [128, 32])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows(dtype, block, device):
+    for shape in ((9, 304), (2, 16), (0, 64), (3, 0)):
+        x = make(shape, dtype, device)
+        rows = quantize_rows(x, block)
+        assert rows.elements.dtype is torch.float8_e4m3fn and rows.elements.shape == shape
+        assert rows.scales.dtype is {128: torch.float32, 32: torch.float8_e8m0fnu}[block]
+        assert rows.scales.shape == (shape[0], -(-shape[1] // block))
+        assert not x.numel() or same_rows(rows, quantize_rows_reference(x, block))
+        wide = rows.scales.float().repeat_interleave(block, 1)[:, : shape[1]] * rows.elements.float()
+        assert torch.equal(bits(dequantize_rows(rows, dtype)), bits(wide.to(dtype)))
+
+
+@pytest.mark.parametrize("block", [128, 32])
+def test_a_row_depends_on_itself_alone(block, device):
+    torch.manual_seed(0)
+    x = torch.randn(7, 160, device=device)
+    rows = quantize_rows(x, block)
+    x[3:] = float("nan")  # as rows past the last expert's end may be
+    garbage = quantize_rows(x, block)
+    assert same_rows((part[:3] for part in garbage), (part[:3] for part in rows))
+    assert dequantize_rows(garbage)[3:].isnan().all()
+    error = (dequantize_rows(rows) - x)[:3].abs().unflatten(1, (-1, 32)).amax(-1)
+    assert (error <= x[:3].abs().amax(1, keepdim=True) / (16 if block == 32 else 28)).all()
+
+
+@pytest.mark.parametrize("block", [128, 32])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("form", [swiglu, clamped_swiglu])
+def test_activation_and_quantization_in_one(form, dtype, weighted, block, device):
+    for rows, width in ((5, 144), (3, 7), (0, 32), (2, 0)):
+        generator = torch.Generator().manual_seed(0)
+        gate_up = (4 * torch.randn(rows, 2 * width, generator=generator)).to(device, dtype)
+        weight = torch.rand(rows, generator=generator).to(device) if weighted else None
+        if rows == 5:
+            gate_up[4] = float("nan")
+        h, quantized = swiglu_quantize(gate_up, weight, block=block, clamped=form is clamped_swiglu)
+        assert torch.equal(bits(h), bits(form(gate_up, weight)))
+        assert same_rows(quantized, quantize_rows(h, block))
+
+
+@pytest.mark.parametrize("rows, columns", [(128, 128), (130, 200), (300, 64), (1, 129), (0, 5)])
+@pytest.mark.parametrize("format", SQUARE, ids=str)
+def test_transposed_blocks(format, rows, columns, device):
+    data = quantize(make((2, rows, columns), torch.float32, device), format)
+    turned = transpose_blocks(data, format, rows, columns)
+    expected = dequantize(data, format, rows, columns).mT.contiguous()
+    assert torch.equal(bits(dequantize(turned, format, columns, rows)), bits(expected))
+    assert torch.equal(transpose_blocks(turned, format, columns, rows), data)  # and so its zeros are where they belong
+    spaced = torch.full((2, data.shape[1] + 1, data.shape[2] + 16), 9, dtype=torch.uint8, device=device)[:, 1:, 16:]
+    assert torch.equal(transpose_blocks(spaced.copy_(data), format, rows, columns), turned)
+
+
+@pytest.mark.skipif(INTERPRET, reason="of operators")
+def test_registration(device):
+    x = torch.randn(2, 130, 64, device=device)
+    for name, format in FORMATS.items():
+        data = quantize(x, name)
+        torch.library.opcheck(MODULE._quantize, (x, data, name, None, None))
+        torch.library.opcheck(MODULE._dequantize, (data, name, 130, 64, torch.float16))
+        torch.library.opcheck(MODULE._matrix_amax, (x, name))
+        if format in SQUARE:
+            torch.library.opcheck(MODULE._transpose_blocks, (data, name, 130, 64))
+    torch.library.opcheck(MODULE._quantize_rows, (x[0], 128))
+    torch.library.opcheck(MODULE._dequantize_rows, (*quantize_rows(x[0], 32), torch.bfloat16),
+                          test_utils=("test_autograd_registration", "test_faketensor"))  # others compare e4m3
+    torch.library.opcheck(MODULE._swiglu_quantize, (x[0], None, 32, False, 1.0, 0.0))
+
+
+X = torch.zeros(2, 4, 6)
+BAD = {
+    "there is no format 'int8'": lambda: quantize(X, "int8"),
+    r"must be even; got \(4, 5\)": lambda: quantize(X[0, :, :5], "nvfp4"),
+    r"matrices.*shape \(6,\)": lambda: quantize(X[0, 0], "mxfp8"),
+    "got torch.int64": lambda: quantize(X.long(), "mxfp8"),
+    r"amax must be \(2,\).*got \(4,\)": lambda: quantize(X, "nvfp4", torch.zeros(4)),
+    r"out must be uint8 of shape \(2, 4, 16\).*got torch.float32": lambda: quantize(X, "mxfp8", out=X),
+    r"uint8 \(..., 4, 16\); got torch.uint8 of shape \(2, 4, 32\)":
+        lambda: dequantize(torch.zeros(2, 4, 32, dtype=torch.uint8), "mxfp8", 4, 6),
+    "blocks of mxfp8 are 1 x 32, not square": lambda: transpose_blocks(quantize(X, "mxfp8"), "mxfp8", 4, 6),
+    "blocks of 128 or 32; got 64": lambda: quantize_rows(X[0], 64),
+    r"\(M, K\); got torch.float32 of shape \(2, 4, 6\)": lambda: quantize_rows(X, 32),
+    r"weight must be floating-point of shape \(4,\)": lambda: swiglu_quantize(X[0], torch.zeros(3), block=32),
+    "limit must be positive": lambda: swiglu_quantize(X[0], block=32, clamped=True, limit=0.0),
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_misfit_is_a_value_error(message):
+    with pytest.raises(ValueError, match=message):
+        BAD[message]()

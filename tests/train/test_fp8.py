@@ -1,0 +1,78 @@
+"""What `[dtypes]` says of products with quantized weights, beside the rules."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import dualpipe.train.model as train_model
+from dualpipe.nn import GroupedLinear, Linear
+from dualpipe.parallel.mesh import build_mesh
+from dualpipe.train.config import fit_world, load_config
+from dualpipe.train.job import Job
+from dualpipe.train.loop import Run
+from dualpipe.train.resume import Saver
+from ranks import run_ranks
+
+STEPS = 2
+SMALL = ["--parallel.pp", "1", "--parallel.ep", "2", "--train.num_chunks", "2", "--train.eval_interval", "0",
+         "--train.eval_batches", "0", "--train.dtype", "bf16", "--train.compile", "False"]
+
+
+def trained(rank, toml, runs):
+    """For each run's options its parameters after some steps, and what was sent to the experts of other ranks."""
+    cpu, found = torch.device("cpu"), []
+    for options in runs:
+        config = fit_world(load_config(toml, [*SMALL, *options]), 2)
+        p = config.parallel
+        job = Job(cpu, build_mesh(p.pp, p.dp, p.ep, cpu))
+        with Saver(config, job) as saver:
+            run = Run(config, job, saver)
+            sent = run.model.stages[0].layers["0"].mlp.dispatcher.dispatch._stream
+            with run.loader.batches(STEPS) as batches:
+                for step in range(STEPS):
+                    run._step(step, batches)
+            layers = [m for stage in run.model.stages for m in stage.modules() if isinstance(m, Linear | GroupedLinear)]
+            assert {(m.products, m.fp8_weight_grad) for m in layers} == {
+                (config.dtypes.products, config.dtypes.fp8_weight_grad)}
+            norm = torch.stack([p.detach().to_local().double().norm() for p in run.pipeline.parameters()])
+            found.append((norm.tolist(), sent.sent_bytes))
+    return found
+
+
+@pytest.mark.parametrize("rule", ["*,gather=mxfp8", pytest.param("*.experts,gather=fp8_block", marks=pytest.mark.slow)])
+def test_rows_that_are_dispatched_in_fp8_train_the_same(run_toml, rule):
+    common = ["--dtypes.rules", rule, "--dtypes.fp8_weight_grad", "True"]
+    runs = [common, [*common, "--dtypes.fp8_dispatch", "True"], [*common, "--dtypes.products", "weight-only"]]
+    for (plain, sent), (fp8, fewer), (weight_only, _) in run_ranks(trained, 2, str(run_toml), runs, timeout=90):
+        assert fp8 == plain and weight_only != plain
+        assert 0.8 * sent < fewer < 0.92 * sent  # 33 or 36 bytes a row instead of 64, on one of the four ways
+
+
+@pytest.mark.parametrize("rules, found", [([], "None"), (["*.experts.down_proj,gather=mxfp8"], "None"),
+                                          (["*,storage=nvfp4"], "nvfp4")])
+def test_fp8_dispatch_is_for_experts_with_products_in_fp8(run_toml, rules, found):
+    config = load_config(run_toml, ["--dtypes.rules", *rules] if rules else [])
+    model = train_model.read_model_config(config)
+    plan = train_model.plan_run(config, model, None)
+    with pytest.raises(ValueError, match=rf"fp8_dispatch is for experts whose products are in FP8.*got {found}"):
+        train_model.build_model(model, train_model.build("1f1b", 1, 1), 0, seed=0, dtype=torch.bfloat16, plan=plan,
+                                device=torch.device("cpu"), fp8_dispatch=True)
+
+
+def test_a_run_says_which_products_are_slower_in_fp8(run_toml, monkeypatch):
+    asked = []
+    monkeypatch.setattr(train_model, "slower_in_fp8", lambda *call: asked.append(call) or "a reason")
+    config = load_config(run_toml, ["--dtypes.rules", "*.experts,gather=mxfp8", "--train.dtype", "bf16"])
+    model = train_model.read_model_config(config)
+    plan, device = train_model.plan_run(config, model, None), torch.device("cpu")
+    (stage,) = train_model.build_stages(model, 1)
+    built = SimpleNamespace(config=model, plan=plan, stages=(stage,))
+    assert train_model.slow_products(built, 64, device) == ["gate_up_proj: a reason", "down_proj: a reason"]
+    assert {(format.name, shape, rows) for format, shape, rows, _ in asked} == {
+        ("mxfp8", (4, 64, 32), 32.0), ("mxfp8", (4, 32, 32), 32.0)}
+    for module in stage.modules():
+        module.products = "weight-only"
+    assert train_model.slow_products(built, 64, device) == []

@@ -1,0 +1,98 @@
+"""Training with quantized weights: a step is that of what they dequantize to, and a run ends where one in bf16 does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dualpipe.parallel.mesh import build_mesh
+from dualpipe.train import parity
+from dualpipe.train.config import fit_world, load_config
+from dualpipe.train.job import Job
+from dualpipe.train.loop import Run
+from dualpipe.train.metrics import read_metrics
+from dualpipe.train.resume import Saver
+from hub import FAMILIES
+from ranks import run_ranks
+
+TINY = Path(__file__).parents[2] / "examples" / "tiny-cpu.toml"
+LAYOUTS = {"pp2 x ep2": ("--parallel.ep", "2"), "pp2 x dp2": ("--parallel.dp", "2")}
+
+
+def job_of(config):
+    p, cpu = config.parallel, torch.device("cpu")
+    return Job(cpu, build_mesh(p.pp, p.dp, p.ep, cpu) if dist.is_initialized() else None)
+
+
+def differences(rank, toml, runs):
+    """The largest relative difference of each run."""
+    found = []
+    for options in runs:
+        config = fit_world(load_config(toml, options), 4)
+        found.append(max(each.relative for each in parity.compare(config, job_of(config), torch.float32)))
+    return found
+
+
+def step_options(folder, family, layout, *rules):
+    path = folder / f"{family}.json"
+    path.write_text(json.dumps(FAMILIES[family] | {"model_type": family}))
+    return ["--model.config", str(path), *LAYOUTS[layout], "--dtypes.rules", *rules]
+
+
+STEPS = [("gpt_oss", "pp2 x ep2", "*,gather=mxfp8"), ("deepseek_v3", "pp2 x dp2", "*,storage=nvfp4"),
+         ("deepseek_v2", "pp2 x ep2", "*.experts,storage=fp8_block", "*.self_attn,gather=fp8_tensor"),
+         ("gpt_oss", "pp2 x dp2", "*.experts,storage=mxfp4", "*.self_attn,storage=mxfp8")]
+MORE = [(family, layout, f"*,{way}={format}") for family in FAMILIES for layout in LAYOUTS
+        for way in ("storage", "gather") for format in ("mxfp8", "nvfp4", "mxfp4", "fp8_tensor")]
+
+
+@pytest.mark.parametrize("steps", [STEPS, pytest.param(MORE, marks=pytest.mark.slow)], ids=["some", "all"])
+def test_a_step_is_that_of_the_dequantized_weights(run_toml, steps):
+    """In float32 a product takes what a weight dequantizes to, so nothing but the order of sums may differ."""
+    runs = [step_options(run_toml.parent, *step) for step in steps]
+    for found in run_ranks(differences, 4, str(run_toml), runs, timeout=60 + 20 * len(runs)):
+        assert max(found) < parity.TOLERANCES["float32"], dict(zip(steps, found))
+
+
+def train(rank, toml, runs):
+    for options in runs:
+        config = fit_world(load_config(toml, options), dist.get_world_size())
+        job = job_of(config)
+        with Saver(config, job) as saver:
+            Run(config, job, saver).train()
+
+
+def losses(toml, folder, runs, *options, timeout):
+    """By run, its rules, the loss of each step on two ranks that share experts and storage."""
+    every = ["--parallel.pp", "1", "--parallel.ep", "2", "--train.dtype", "bf16", "--checkpoint.resume", "never",
+             "--train.eval_interval", "0", "--train.eval_batches", "0", *options]
+    asked = [[*every, "--output.dir", str(folder / name), *(["--dtypes.rules", *rules] if rules else [])]
+             for name, rules in runs.items()]
+    run_ranks(train, 2, str(toml), asked, timeout=timeout, group_timeout=120)
+    return {name: [row["loss"] for row in read_metrics(folder / name / "metrics.jsonl")] for name in runs}
+
+
+def test_stored_and_gathered_weights_train_alike_and_as_in_bf16(run_toml, tmp_path):
+    """Both have the bytes of the same float32 values, so they are the same training, bit for bit."""
+    runs = {"bf16": (), **{f"{format} {way}": (f"*,{way}={format}",) for format in ("mxfp8", "nvfp4")
+                           for way in ("storage", "gather")}}
+    found = losses(run_toml, tmp_path, runs, "--train.steps", "6", timeout=240)
+    assert found["bf16"][-1] < found["bf16"][0] - 0.5
+    for format, near in (("mxfp8", 0.01), ("nvfp4", 0.03)):
+        assert found[f"{format} storage"] == found[f"{format} gather"] != found["bf16"]
+        assert found[f"{format} storage"] == pytest.approx(found["bf16"], rel=near)
+
+
+@pytest.mark.slow
+def test_200_steps_end_where_bf16_does(tmp_path):
+    """The tiny run; FP8 within 1% of bf16. Of nvfp4 nothing is promised: measured, it ends 0.7% above."""
+    runs = {"bf16": (), "mxfp8": ("*,gather=mxfp8",), "fp8_block": ("*.experts,gather=fp8_block",),
+            "stored mxfp8": ("*,storage=mxfp8",), "stored fp8_block": ("*.experts,storage=fp8_block",),
+            "nvfp4": ("*,gather=nvfp4",)}
+    found = losses(TINY, tmp_path, runs, "--train.steps", "200", "--train.num_chunks", "2", timeout=3600)
+    ends = {name: sum(values[-10:]) / 10 for name, values in found.items()}
+    assert ends == {name: pytest.approx(ends["bf16"], rel=0.03 if name == "nvfp4" else 0.01) for name in runs}, ends
