@@ -221,7 +221,7 @@ def loaded_twice(rank: int, shape: tuple[int, ...], rows: int, rules: list[Rule]
 
 
 @pytest.mark.parametrize(
-    ("shape", "rows", "blocks"), [((2,), 7, 255), ((4,), 5, 511), ((2, 2), 7, 255), ((1,), 7, 300)]
+    ("shape", "rows", "blocks"), [((2,), 7, 255), slow((4,), 5, 511), slow((2, 2), 7, 255), ((1,), 7, 300)]
 )
 def test_given_plain_shards_that_are_loaded_then_they_are_gathered_quantized(shape, rows, blocks):
     byte_formats = [Rule("0", gather=format) for format in ("mxfp8", "nvfp4", "fp8_tensor")]
