@@ -42,15 +42,17 @@ def check_quantized(config: HubConfig, plan: DTypePlan) -> None:
                              "quantized (export.quantized), which gives numbers")
 
 
-def forms(config: HubConfig, name: str, shape: Sequence[int], dtype: torch.dtype) -> Iterator[tuple[Part, Stored]]:
-    """The hub's tensors that one of ours is written as, and how: in FP8 where `dtype` is float8_e4m3fn, in MXFP4 where
-    it is uint8."""
+def forms(
+    config: HubConfig, name: str, shape: Sequence[int], dtype: torch.dtype | Format
+) -> Iterator[tuple[Part, Stored]]:
+    """The hub's tensors that one of ours is written as, and how each is stored; dtype: or the format of its blocks."""
     for part in config.hub_parts(name, shape)[0]:
-        if dtype is torch.uint8:
-            part = upright(part)
-            yield part, Mxfp4(part.name, part.shape)
+        if isinstance(dtype, torch.dtype):
+            yield part, Stored(part.name, part.shape, dtype)
+        elif dtype.bits == 8:
+            yield part, Fp8(part.name, part.shape)
         else:
-            yield part, (Fp8 if dtype is torch.float8_e4m3fn else Stored)(part.name, part.shape, dtype)
+            yield upright(part), Mxfp4(part.name, upright(part).shape)
 
 
 def unpack(weight: QuantizedTensor, box: Box) -> tuple[Tensor, Tensor]:

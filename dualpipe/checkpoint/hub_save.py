@@ -31,7 +31,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from dualpipe.checkpoint.hub_files import CONFIG, INDEX, SINGLE, Reader, StrPath, file_within, read_headers, read_json
 from dualpipe.checkpoint.hub_load import blocks, config_of, model_shapes
@@ -41,9 +40,9 @@ from dualpipe.checkpoint.state import parts_of, training_state
 from dualpipe.checkpoint.tensors import Box, NewFile, TensorHeader, lay_out, write_box
 from dualpipe.dtypes import long_name
 from dualpipe.files import naming, sync
+from dualpipe.kernels.formats import Format
 from dualpipe.models import HubConfig, config_from_dict, read_config
 from dualpipe.models.hub import MTP_LAYERS
-from dualpipe.nn.init import local_part
 from dualpipe.parallel import DTypePlan
 from dualpipe.parallel.materialize import Sliceable
 from dualpipe.quantized import QuantizedTensor
@@ -92,18 +91,15 @@ def save_hf(
         for inner in chain.from_iterable(stage.modules() for stage in stages):
             if isinstance(inner, FSDPModule):
                 inner.reshard()  # a root stays gathered after a forward
-        state = cast(dict[str, Tensor], training_state(stages))
-        local = {name: each.to_local() if isinstance(each, DTensor) else each for name, each in state.items()}
-        kept = {name: cast(QuantizedTensor, part.detach()) for name, part in local.items()
-                if isinstance(part, QuantizedTensor)}
         if quantized:
             check_quantized(config, plan)
-        parts: dict[str, Any] = parts_of({name: each for name, each in state.items() if name not in kept})
-        for name, part in kept.items():
-            as_blocks = (quantized and not plan.of(name).gathered) or part.master is None
-            values = part if as_blocks else part.master
-            parts[name] = tuple(state[name].shape), Box.at(local_part(state[name])[1]), values
-        return parts
+        found: dict[str, tuple[tuple[int, ...], Box, Sliceable]] = {}
+        for name, (shape, box, tensor, weight) in parts_of(training_state(stages)).items():
+            if weight is not None:
+                as_blocks = (quantized and not plan.of(name).gathered) or weight.master is None
+                tensor = weight.detach() if as_blocks else cast(Tensor, weight.master)
+            found[name] = shape, box, tensor
+        return found
 
     write_model(ranks, config, ranks.agree(held), path, plan, source, max_shard_bytes, quantized)
 
@@ -117,12 +113,9 @@ def write_model(
     # A tied head is written as the embedding.
     own = [name for name in parts if not (config.tie_word_embeddings and name == "lm_head.weight")]
 
-    def saved_in(name: str) -> torch.dtype:
-        """Of what stays quantized the dtype of elements in the files, which `forms` knows it by."""
+    def saved_in(name: str) -> torch.dtype | Format:
         held = parts[name][2]
-        if quantized and isinstance(held, QuantizedTensor):
-            return torch.uint8 if held.format.bits == 4 else torch.float8_e4m3fn
-        return plan.of(name).save
+        return held.format if quantized and isinstance(held, QuantizedTensor) else plan.of(name).save
 
     offers = ranks.gather(lambda: (0, {name: ((saved_in(name), *parts[name][:2]), b"") for name in own}))
 
@@ -179,10 +172,12 @@ def write_model(
         ranks.first(lambda: _finish(folder, target))
 
 
-def new_tensors(config: HubConfig, dtypes: Mapping[str, torch.dtype]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+def new_tensors(
+    config: HubConfig, dtypes: Mapping[str, torch.dtype | Format]
+) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """Dtype and shape of the hub's tensors of a model, in its order, without a tied head.
 
-    `dtypes`: those of ours that they are part of. Raises `ValueError` for tensors that have none.
+    `dtypes`: those of ours that they are part of, or formats. Raises `ValueError` for tensors that have none.
     """
     shapes = model_shapes(config)
     if config.tie_word_embeddings:
