@@ -68,15 +68,19 @@ def quantization_config(config: HubConfig, written: Collection[str], source: Map
     written: the names of all tensors; without blocks among them there is nothing to say.
     """
     is_fp8 = config.quantized_as != "mxfp4"
+    scales = "_scale_inv" if is_fp8 else "_scales"
     names = [part.name for each in quantizable(meta_stages(config)[0])
              for part in config.hub_parts(each.name, each.param.shape)[0]]
-    plain = [name for name in names if f"{name}{'_scale_inv' if is_fp8 else '_scales'}" not in written]
+    plain = [name for name in names if name + scales not in written]
     if len(plain) == len(names):
         return {}
     form = {"quant_method": "mxfp4"} if not is_fp8 else {
         "quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
     told = dict(source) if source.get("quant_method") == form["quant_method"] else {}
     layers = [re.sub(r"(\.experts)\..*|\.weight$", r"\1", name) for name in plain]
+    carried = {config.carried_layer(name): None for name in written}
+    with_blocks = {config.carried_layer(name) for name in written if name.endswith(scales)}
+    layers += [f"model.layers.{layer}" for layer in carried if layer not in (None, *with_blocks)]
     # Readers that are told of some quantize the head too, unless it is among them.
-    skipped = told.pop("modules_to_not_convert", None) or (["lm_head"] if plain else [])
+    skipped = told.pop("modules_to_not_convert", None) or (["lm_head"] if layers else [])
     return told | form | ({"modules_to_not_convert": list(dict.fromkeys((*skipped, *layers)))} if skipped else {})

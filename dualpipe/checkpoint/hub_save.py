@@ -93,13 +93,8 @@ def save_hf(
                 inner.reshard()  # a root stays gathered after a forward
         if quantized:
             check_quantized(config, plan)
-        found: dict[str, tuple[tuple[int, ...], Box, Sliceable]] = {}
-        for name, (shape, box, tensor, weight) in parts_of(training_state(stages)).items():
-            if weight is not None:
-                as_blocks = (quantized and not plan.of(name).gathered) or weight.master is None
-                tensor = weight.detach() if as_blocks else cast(Tensor, weight.master)
-            found[name] = shape, box, tensor
-        return found
+        return {name: (shape, box, tensor if weight is None else weight.detach())
+                for name, (shape, box, tensor, weight) in parts_of(training_state(stages)).items()}
 
     write_model(ranks, config, ranks.agree(held), path, plan, source, max_shard_bytes, quantized)
 
@@ -114,8 +109,8 @@ def write_model(
     own = [name for name in parts if not (config.tie_word_embeddings and name == "lm_head.weight")]
 
     def saved_in(name: str) -> torch.dtype | Format:
-        held = parts[name][2]
-        return held.format if quantized and isinstance(held, QuantizedTensor) else plan.of(name).save
+        dtypes = plan.of(name)
+        return dtypes.stored if quantized and isinstance(dtypes.stored, Format) else dtypes.save
 
     offers = ranks.gather(lambda: (0, {name: ((saved_in(name), *parts[name][:2]), b"") for name in own}))
 
@@ -149,18 +144,19 @@ def write_model(
     def data() -> Iterator[tuple[str, Box, Tensor]]:
         """What this rank writes: tensors of the files, boxes in them, and their values in the same dtype."""
         for name in written:
-            shape, box, held = parts[name]
-            stored = {part.name: (part, how) for part, how in forms(config, name, shape, saved_in(name))}
+            (shape, box, held), form = parts[name], saved_in(name)
+            plain = held.master if isinstance(held, QuantizedTensor) else held
+            stored = {part.name: (part, how) for part, how in forms(config, name, shape, form)}
             for part, at, into in blocks((part for part, _ in stored.values()), box):
-                if not isinstance(held, QuantizedTensor):
-                    values = held[into.slices]
-                elif quantized:
+                if isinstance(form, Format):
                     files = stored[part.name][1].raw(at)
-                    yield from ((*file, each) for file, each in zip(files, unpack(held, into)))
+                    yield from ((*file, each) for file, each in zip(files, unpack(cast(QuantizedTensor, held), into)))
                     continue
-                else:  # of a stack the matrices that are wanted, whole: rows may be cut within blocks
-                    values = held[into.slices[:-2]].dequantize()[..., into.slices[-2], :]
-                yield part.name, at, (values.mT if part.transposed else values).to("cpu", plan.of(name).save)
+                if plain is None:  # whole matrices are dequantized, as these rows may cut through blocks
+                    values = cast(QuantizedTensor, held[into.slices[:-2]]).dequantize()[..., into.slices[-2], :]
+                else:
+                    values = plain[into.slices]
+                yield part.name, at, (values.mT if part.transposed else values).to("cpu", form)
         if source is not None and ranks.rank == 0:
             read = Reader(source, kept)
             yield from ((name, box, read(name, box)) for name, info in kept.items() for box in [Box.whole(info.shape)])
