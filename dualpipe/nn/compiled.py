@@ -27,7 +27,7 @@ def linear(layer: Linear, x: Tensor, wide: torch.dtype | None) -> Tensor:
 
 @torch.compiler.disable
 def grouped(layer: GroupedLinear, *arguments: Any) -> Any:
-    """`GroupedLinear._forward`, likewise, also because the compiler fails at quantized weights."""
+    """`GroupedLinear._forward`, likewise."""
     return layer._forward(*arguments)
 
 

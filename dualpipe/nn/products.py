@@ -5,7 +5,9 @@
     weight gradient   dW = dy^T x  of dy and x as they were, or by choice of what their quantized rows stand for
 
 Where a product is not in FP8, rows stay as they are, and the weight is dequantized on its way into the product, each
-number rounded once to the dtype of the rows. DeepSeek-V3 (arXiv:2412.19437, section 3.3) has all three in FP8.
+number rounded once to the dtype of the rows. DeepSeek-V3 (arXiv:2412.19437, section 3.3) has all three in FP8. mxfp8's
+input gradient could be, by quantizing once more along the other dimension; of Gaussians it is then 3.8% of its norm off
+in float64, instead of 2.7%.
 
 A layer has `products`: "auto" is FP8 for formats that compute where rows are in half precision, and "weight-only"
 elsewhere; both can be asked for. With `fp8_weight_grad` it keeps rows of one byte a number for the weight gradient, not

@@ -7,6 +7,7 @@ import torch
 
 from dualpipe.kernels import combine_tokens, sort_tokens
 from dualpipe.kernels.common import INTERPRET
+from dualpipe.kernels.quantize import dequantize_rows, quantize_rows, swiglu_quantize
 from dualpipe.models.decoder import Experts
 from dualpipe.nn.deferral import WeightGradStore
 from dualpipe.parallel.expert import Received, run_experts
@@ -32,7 +33,7 @@ def forms(request, monkeypatch):
         launched.add((kernel.module, kernel.__name__, str(arguments), str(options)))
 
     monkeypatch.setattr(jit.JITFunction, "run", run)
-    for name in ("grouped_gemm", "routing", "swiglu"):
+    for name in ("grouped_gemm", "quantize", "routing", "swiglu"):
         monkeypatch.setattr(importlib.import_module(f"dualpipe.kernels.{name}"), "use_triton", lambda tensor: True)
     gemm = importlib.import_module("dualpipe.kernels.grouped_gemm")
     monkeypatch.setattr(gemm, "architecture", lambda device: request.param)
@@ -65,3 +66,16 @@ def test_rows_that_arrive_choose_no_form(options, intermediate, forms):
     for rows, launched in found.items():
         different = launched ^ found[4096, 5000]
         assert not different, "\n".join(map(str, (rows, *sorted(different))))
+
+
+@pytest.mark.parametrize("block", [128, 32])
+def test_rows_that_arrive_choose_no_form_of_quantization(block, forms):
+    found = {}
+    for rows in (4096, 0, 1, 2, 16, 17, 300):
+        forms.clear()
+        gate_up = torch.zeros(rows, 576, dtype=torch.bfloat16)
+        _, quantized = swiglu_quantize(gate_up, torch.zeros(rows), block=block)
+        dequantize_rows(quantized, torch.bfloat16)
+        quantize_rows(gate_up, block)
+        found[rows] = set(forms)
+    assert len(found[0]) >= 3 and all(launched == found[0] for launched in found.values()), found

@@ -24,6 +24,7 @@ from row_kernels import far_apart, poisoned_memory  # noqa: F401
 MODULE = importlib.import_module("dualpipe.kernels.quantize")
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 ALL = pytest.mark.parametrize("format", FORMATS.values(), ids=str)
+KINDS = pytest.mark.parametrize("format", [FORMATS["mxfp8"], FORMATS["nvfp4"], FORMATS["fp8_block"]], ids=str)
 SQUARE = [format for format in FORMATS.values() if format.block[0] == format.block[1]]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 
@@ -75,7 +76,7 @@ def test_bytes_at_every_scale(format, device):
     assert torch.equal(quantize(x, format), quantize_reference(x, format))
 
 
-@ALL
+@KINDS
 def test_strides(format, device):
     rows = 129 if format.block[0] > 1 else 5
     x = make((2, rows, 132), torch.float32, device)
@@ -110,7 +111,7 @@ def test_parts_of_a_matrix_share_its_scale(name, device):
     assert not torch.equal(quantize(parts[1], name), whole[:, 4:])
 
 
-@ALL
+@KINDS
 def test_stochastic_rounding(format, device):
     """Unbiased, between the two neighbours, the same for one seed, and other for others, rows, columns and matrices."""
     rows = 128 if format.block[0] > 1 else 6

@@ -23,7 +23,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from dualpipe.parallel import Rule
+from dualpipe.parallel.fsdp import StageParameters
 from dualpipe.quantized import FORMATS, QuantizedTensor, quantize_weights
+from native import Trainee
 from ranks import run_ranks
 
 WEIGHTS = ("0.weight", "2.weight")
@@ -326,3 +329,45 @@ def test_going_on(tmp_path, format):
     for name, state in moments[0].items():
         assert all(torch.equal(state[key], moments[1][name][key]) for key in state)
 
+
+
+# --- of dualpipe's own sharding --------------------------------------------------------------------------------------
+
+RULES = {
+    "stored": (Rule("*.experts", storage="nvfp4"), Rule("*.self_attn", storage="mxfp8")),
+    "gathered": (Rule("*.experts", gather="nvfp4"), Rule("*.self_attn", gather="mxfp8")),
+}
+
+
+def own_sharding(rank, path, way):
+    """Saved where weights were gathered before, in the background; what is gathered has plain float32 shards."""
+    trainee = Trainee((1, 2, 2), rules=RULES[way])
+    units = [StageParameters(stage) for stage in trainee.model.stages]
+    for unit in units:
+        unit.gather()
+        unit.wait()
+        unit.complete(reduce=False)
+        unit.finish()
+    state = {f"{number}.{name}": tensor for number, stage in enumerate(trainee.model.stages)
+             for name, tensor in stage.state_dict().items()}
+    name = next(name for name in state if "experts.gate_up_proj" in name)
+    assert isinstance(local(state[name]), QuantizedTensor) == (way == "stored")
+    expected = {name: local(tensor).clone() for name, tensor in state.items()}
+    dcp.save(state, checkpoint_id=path / "sync")
+    saving = dcp.async_save(state, checkpoint_id=path / "async")
+    trainee.wreck()
+    saving.result()
+    assert files(path / "sync") == files(path / "async")
+    dcp.load(state, checkpoint_id=path / "async")
+    assert all(same(state[name], expected[name]) for name in expected)
+    trainee.fill(7)
+    dcp.save(trainee.state, checkpoint_id=path / "training")  # masters and moments suit torch, too
+    trainee.wreck()
+    dcp.load(trainee.state, checkpoint_id=path / "training")
+    trainee.optimizer.round_parameters()
+    assert trainee.wrong(7) == []
+
+
+@pytest.mark.parametrize("way", RULES)
+def test_own_sharding(tmp_path, way):
+    run_ranks(own_sharding, 4, tmp_path, way, reuse=True)

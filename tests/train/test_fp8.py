@@ -48,7 +48,7 @@ def test_rows_that_are_dispatched_in_fp8_train_the_same(run_toml, rule):
     runs = [common, [*common, "--dtypes.fp8_dispatch", "True"], [*common, "--dtypes.products", "weight-only"]]
     for (plain, sent), (fp8, fewer), (weight_only, _) in run_ranks(trained, 2, str(run_toml), runs, timeout=90):
         assert fp8 == plain and weight_only != plain
-        assert 0.8 * sent < fewer < 0.9 * sent  # 33 bytes a row instead of 64, on one of the four ways
+        assert 0.8 * sent < fewer < 0.92 * sent  # 33 or 36 bytes a row instead of 64, on one of the four ways
 
 
 @pytest.mark.parametrize("rules, found", [([], "None"), (["*.experts.down_proj,gather=mxfp8"], "None"),

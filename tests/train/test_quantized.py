@@ -13,6 +13,9 @@ from dualpipe.parallel.mesh import build_mesh
 from dualpipe.train import parity
 from dualpipe.train.config import fit_world, load_config
 from dualpipe.train.job import Job
+from dualpipe.train.loop import Run
+from dualpipe.train.metrics import read_metrics
+from dualpipe.train.resume import Saver
 from hub import FAMILIES
 from ranks import run_ranks
 
@@ -53,3 +56,43 @@ def test_a_step_is_that_of_the_dequantized_weights(run_toml, steps):
     runs = [step_options(run_toml.parent, *step) for step in steps]
     for found in run_ranks(differences, 4, str(run_toml), runs, timeout=60 + 20 * len(runs)):
         assert max(found) < parity.TOLERANCES["float32"], dict(zip(steps, found))
+
+
+def train(rank, toml, runs):
+    for options in runs:
+        config = fit_world(load_config(toml, options), dist.get_world_size())
+        job = job_of(config)
+        with Saver(config, job) as saver:
+            Run(config, job, saver).train()
+
+
+def losses(toml, folder, runs, *options, timeout):
+    """By run, its rules, the loss of each step on two ranks that share experts and storage."""
+    every = ["--parallel.pp", "1", "--parallel.ep", "2", "--train.dtype", "bf16", "--checkpoint.resume", "never",
+             "--train.eval_interval", "0", "--train.eval_batches", "0", *options]
+    asked = [[*every, "--output.dir", str(folder / name), *(["--dtypes.rules", *rules] if rules else [])]
+             for name, rules in runs.items()]
+    run_ranks(train, 2, str(toml), asked, timeout=timeout, group_timeout=120)
+    return {name: [row["loss"] for row in read_metrics(folder / name / "metrics.jsonl")] for name in runs}
+
+
+def test_stored_and_gathered_weights_train_alike_and_as_in_bf16(run_toml, tmp_path):
+    """Both have the bytes of the same float32 values, so they are the same training, bit for bit."""
+    runs = {"bf16": (), **{f"{format} {way}": (f"*,{way}={format}",) for format in ("mxfp8", "nvfp4")
+                           for way in ("storage", "gather")}}
+    found = losses(run_toml, tmp_path, runs, "--train.steps", "6", timeout=240)
+    assert found["bf16"][-1] < found["bf16"][0] - 0.5
+    for format, near in (("mxfp8", 0.01), ("nvfp4", 0.03)):
+        assert found[f"{format} storage"] == found[f"{format} gather"] != found["bf16"]
+        assert found[f"{format} storage"] == pytest.approx(found["bf16"], rel=near)
+
+
+@pytest.mark.slow
+def test_200_steps_end_where_bf16_does(tmp_path):
+    """The tiny run; FP8 within 1% of bf16. Of nvfp4 nothing is promised: measured, it ends 0.7% above."""
+    runs = {"bf16": (), "mxfp8": ("*,gather=mxfp8",), "fp8_block": ("*.experts,gather=fp8_block",),
+            "stored mxfp8": ("*,storage=mxfp8",), "stored fp8_block": ("*.experts,storage=fp8_block",),
+            "nvfp4": ("*,gather=nvfp4",)}
+    found = losses(TINY, tmp_path, runs, "--train.steps", "200", "--train.num_chunks", "2", timeout=3600)
+    ends = {name: sum(values[-10:]) / 10 for name, values in found.items()}
+    assert ends == {name: pytest.approx(ends["bf16"], rel=0.03 if name == "nvfp4" else 0.01) for name in runs}, ends
