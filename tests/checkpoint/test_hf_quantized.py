@@ -137,12 +137,12 @@ def test_scales_that_are_powers_of_two_lose_nothing_in_fp8_block_pow2(tmp_path):
 PATTERNS = {"fp8_block": "*", "mxfp8": "*", "mxfp4": "*.experts"}
 
 
-def on_meta(folder, format, dtype=torch.bfloat16, trained=False, pattern=None):
+def on_meta(folder, format, dtype=torch.bfloat16, trained=False, pattern=None, others=()):
     """(the model in one stage, planned to be stored in a format, without values; its plan)."""
     config = read_config(folder)
     stages = build_on_meta(lambda: build_stages(config, 1))
     stages[0].to(dtype).requires_grad_(trained)
-    rules = [Rule(pattern or PATTERNS[format], storage=format)]
+    rules = [Rule(pattern or PATTERNS[format], storage=format), *others]
     plan = resolve_dtypes(stages, DTypePolicy(dtype, torch.float32, dtype, rules), hub_dtypes(folder, config))
     shard(stages[0], None, plan)
     return stages, plan
@@ -223,13 +223,20 @@ def test_transformers_reads_what_is_written(tmp_path, format, monkeypatch):
 
 
 def test_layers_that_are_not_quantized_are_named(tmp_path):
-    save_fp8(tmp_path / "source")
-    stages, plan = stored(tmp_path / "source", "fp8_block", pattern="*.experts.*")
+    """Also those that are only gathered in a format, and layers that are carried."""
+    files = save_fp8(tmp_path / "source")
+    carried = {"model.layers.2.eh_proj.weight": torch.randn(192, 384).bfloat16()}
+    rewrite(tmp_path / "source", files | carried, num_nextn_predict_layers=1)
+    stages, plan = stored(tmp_path / "source", "fp8_block", pattern="*.experts.*", others=[
+        Rule("*.self_attn", gather="mxfp8")])
+    assert stages[0].layers["1"].self_attn.o_proj.weight.format.name == "mxfp8"  # as nobody is here to gather from
     save_hf(stages, tmp_path / "again", None, plan, source=tmp_path / "source", quantized=True)
+    assert read_all(tmp_path / "again")["model.layers.1.self_attn.o_proj.weight"].dtype is torch.bfloat16
     told = json.loads((tmp_path / "again/config.json").read_text())["quantization_config"]
     names = told.pop("modules_to_not_convert")
-    assert told == FP8_CONFIG and names[0] == "lm_head" and "model.layers.1.self_attn.o_proj" in names
-    assert len(names) == 1 + 2 * 5 + 3 + 3  # of two layers' attention, a dense MLP and a shared expert
+    assert told == FP8_CONFIG and names[0] == "lm_head" and names[-1] == "model.layers.2"
+    assert "model.layers.1.self_attn.o_proj" in names
+    assert len(names) == 2 + 2 * 5 + 3 + 3  # of two layers' attention, a dense MLP and a shared expert
 
 
 @pytest.mark.parametrize("family, sizes, format, pattern, message", [

@@ -64,6 +64,17 @@ def test_errors_and_idempotence(format, kind):
         assert (error <= bound * (1 + 1e-5)).all(), (error / bound).max()
 
 
+@pytest.mark.parametrize("name", ["fp8_block", "fp8_block_pow2", "fp8_tensor"])
+def test_products_of_elements_and_float32_scales_are_exact(name):
+    format, generator = FORMATS[name], torch.Generator().manual_seed(0)
+    x = spread("rows", (256, 128), generator)
+    data = quantize_reference(x, format)
+    elements = format.elements(data, 128).view(torch.float8_e4m3fn).double()
+    scales = format.matrix_scales(data)[:, None] if format.matrix_scale else format.scales(data, 128)
+    exact = (elements * scales.double()[:, None]).flatten(0, 1)
+    assert torch.equal(dequantize_reference(data, format, 256, 128).double(), exact)
+
+
 @ALL
 def test_odd_shapes_are_idempotent_and_parts_of_blocks_are_whole(format):
     torch.manual_seed(0)

@@ -441,7 +441,7 @@ def odd():
         (Model, [Rule("*", storage="mxfp8"), Rule("embed", gather="mxfp8")], "rules disagree on embed.weight"),
         (Model, [Rule("*", storage="mxfp8"), Rule("embed", storage="nvfp4")], "rules disagree on embed.weight"),
         (Model, [Rule("*", storage="mxfp8"), Rule("embed", storage=BF16)], "rules disagree on embed.weight"),
-        (Model, [Rule("head", storage="mxfp8")], r"can be quantized matches 'head' \(stored in mxfp8\), nearest: "),
+        (Model, [Rule("head", storage="mxfp8")], r"heads, .* matches 'head' \(stored in mxfp8\), nearest: "),
         (Model, [Rule("*.decay", gather="mxfp8")], "gathered as mxfp8.*, nearest: "),
         (tied, [Rule("*", storage="mxfp8")], "embed.weight = layers.1.gate.weight cannot be quantized .* tied"),
         (odd, [Rule("*", gather="nvfp4")], "0.weight cannot be quantized to nvfp4, as rule .* even; got .* 8 bits"),

@@ -24,7 +24,7 @@ from dualpipe.parallel.mesh import Mesh, build_mesh
 from dualpipe.schedule import build
 from dualpipe.train.config import load_config
 from dualpipe.train.memory import RankMemory, estimate
-from dualpipe.train.model import build_model, micro_batch_loss, read_model_config
+from dualpipe.train.model import build_model, micro_batch_loss, plan_run, read_model_config
 from dualpipe.train.optimizer import Optimizer
 from ranks import run_ranks
 from run_files import MODEL, write_files
@@ -118,23 +118,26 @@ def held(rank: int, path: str, options: list[str]) -> tuple[int, int, int]:
     model = build_model(
         read_config(config.model.config), build(p.schedule, p.pp, config.train.num_chunks), mesh["pp"].get_local_rank(),
         seed=0, dtype=torch.bfloat16, device=torch.device("cpu"), mesh=mesh,
+        plan=plan_run(config, read_config(config.model.config), {}),
     )
     params = [param for stage in model.stages for param in stage.parameters()]
-    gathered = sum(param.numel() // (p.ep if param.dim() == 3 else 1) for param in params) * 2
-    return mesh["pp"].get_local_rank(), sum(local(p).numel() * local(p).itemsize for p in params), gathered
+    plain = sum(param.numel() // (p.ep if param.dim() == 3 else 1) for param in params) * 2
+    parts = [getattr(local(param.detach()), "block_rows", local(param.detach())) for param in params]
+    return mesh["pp"].get_local_rank(), sum(part.numel() * part.itemsize for part in parts), plain
 
 
+@pytest.mark.parametrize("rules", [(), ("*,storage=mxfp8",), ("*,storage=nvfp4",)], ids=str)
 @pytest.mark.parametrize("layout", [(2, 1, 2), (2, 2, 1), (1, 2, 2)], ids=str)
-def test_parameters_are_as_many_bytes_as_ranks_hold(layout):
-    options = ["--train.dtype", "bf16"]
+def test_parameters_are_as_many_bytes_as_ranks_hold(layout, rules):
+    options = ["--train.dtype", "bf16", *(["--dtypes.rules", *rules] if rules else [])]
     for name, size in zip(("pp", "dp", "ep"), layout):
         options += [f"--parallel.{name}", str(size)]
     path = str(EXAMPLES / "tiny-cpu.toml")
     config = load_config(path, options)
     expected = estimate(config, read_config(config.model.config))
-    for pp_rank, stored, gathered in run_ranks(held, 4, path, options, reuse=True):
+    for pp_rank, stored, plain in run_ranks(held, 4, path, options, reuse=True):
         assert expected[pp_rank].parameters == pytest.approx(stored, rel=0.01)
-        assert expected[pp_rank].gathered == gathered
+        assert rules or expected[pp_rank].gathered == plain
 
 
 def test_the_command_prints_a_line_for_each_rank(capsys):

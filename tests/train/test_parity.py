@@ -25,6 +25,14 @@ def run(run_toml, *overrides, dtype="float64", tolerance=None):
     return parity.check(config, ALONE, dtype=dtype, tolerance=tolerance, worst=3)
 
 
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_quantized_weights_are_compared_with_what_they_dequantize_to(run_toml, monkeypatch, dtype):
+    options = ["--dtypes.rules", "*.experts,storage=nvfp4", "*.self_attn,gather=mxfp8"]
+    assert run(run_toml, *options, dtype=dtype) == 0
+    monkeypatch.setattr(torch.nn.Module, "load_state_dict", lambda *_: None)  # what they were before
+    assert run(run_toml, *options, dtype=dtype) == 1
+
+
 @pytest.mark.parametrize("schedule", ["dualpipev", "1f1b"])
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_one_rank_passes(run_toml, capsys, schedule, dtype):
@@ -258,8 +266,10 @@ def bf16_on_ranks(rank, toml, runs):
 
 
 def test_bf16_of_every_family_over_fsdp2_and_expert_parallel_ranks(run_toml):
-    """FSDP2 over two ranks, with experts over two, of one pipeline; and of two with experts over two."""
-    runs = [["--parallel.pp", "2", "--parallel.ep", "2", *TERMS]]
+    """FSDP2 over two ranks, with experts over two, of one pipeline, plain and quantized; and of two with experts over
+    two."""
+    layout = ["--parallel.pp", "2", "--parallel.ep", "2"]
+    runs = [[*layout, *TERMS], [*layout, "--dtypes.rules", "*.experts,gather=mxfp8", "*.o_proj,storage=nvfp4"]]
     for family in ("gpt_oss", "deepseek_v2", "deepseek_v3"):
         (run_toml.parent / f"{family}.json").write_text(json.dumps(FAMILIES[family] | {"model_type": family}))
         runs.append(["--parallel.pp", "1", "--parallel.dp", "2", "--parallel.ep", "2", "--train.num_chunks", "3",
