@@ -382,6 +382,8 @@ def grouped_gemm_fp8(
     if (scales.shape, scales.dtype) != ((elements.shape[0], blocks), scale):
         raise ValueError(f"rows must have scales ({elements.shape[0]}, {blocks}) in {scale} for {format}; got "
                          f"{tuple(scales.shape)} in {scales.dtype}")
+    if not out_dtype.is_floating_point:
+        raise ValueError(f"out_dtype must be a floating-point dtype; got {out_dtype}")
     _check(elements.new_empty((), dtype=out_dtype).expand(elements.shape), data, format, shape, offs, bias, gather, 2)
     return _grouped_gemm_fp8(elements, scales, data, format.name, *shape[1:], offs, bias, gather, out_dtype)
 
@@ -411,7 +413,7 @@ def _check(
     if data.dtype is not torch.uint8 or data.shape != expected:
         raise ValueError(f"data of {format} for weights {tuple(shape)} must be uint8 of shape {expected}; got "
                          f"{data.dtype} of shape {tuple(data.shape)}")
-    w = torch.empty((), dtype=x.dtype, device=data.device).expand(shape)  # as it would be
+    w = data.new_empty((), dtype=x.dtype if x.is_floating_point() else torch.float32).expand(shape)  # as it would be
     check_operands(offs, [("x", 1), ("w", summed)], gather, bias, w=w, x=x)
 
 

@@ -42,15 +42,17 @@ def check_quantized(config: HubConfig, plan: DTypePlan) -> None:
                              "quantized (export.quantized), which gives numbers")
 
 
-def forms(config: HubConfig, name: str, shape: Sequence[int], dtype: torch.dtype) -> Iterator[tuple[Part, Stored]]:
-    """The hub's tensors that one of ours is written as, and how: in FP8 where `dtype` is float8_e4m3fn, in MXFP4 where
-    it is uint8."""
+def forms(
+    config: HubConfig, name: str, shape: Sequence[int], dtype: torch.dtype | Format
+) -> Iterator[tuple[Part, Stored]]:
+    """The hub's tensors that one of ours is written as, and how each is stored; dtype: or the format of its blocks."""
     for part in config.hub_parts(name, shape)[0]:
-        if dtype is torch.uint8:
-            part = upright(part)
-            yield part, Mxfp4(part.name, part.shape)
+        if isinstance(dtype, torch.dtype):
+            yield part, Stored(part.name, part.shape, dtype)
+        elif dtype.bits == 8:
+            yield part, Fp8(part.name, part.shape)
         else:
-            yield part, (Fp8 if dtype is torch.float8_e4m3fn else Stored)(part.name, part.shape, dtype)
+            yield upright(part), Mxfp4(part.name, upright(part).shape)
 
 
 def unpack(weight: QuantizedTensor, box: Box) -> tuple[Tensor, Tensor]:
@@ -66,15 +68,19 @@ def quantization_config(config: HubConfig, written: Collection[str], source: Map
     written: the names of all tensors; without blocks among them there is nothing to say.
     """
     is_fp8 = config.quantized_as != "mxfp4"
+    scales = "_scale_inv" if is_fp8 else "_scales"
     names = [part.name for each in quantizable(meta_stages(config)[0])
              for part in config.hub_parts(each.name, each.param.shape)[0]]
-    plain = [name for name in names if f"{name}{'_scale_inv' if is_fp8 else '_scales'}" not in written]
+    plain = [name for name in names if name + scales not in written]
     if len(plain) == len(names):
         return {}
     form = {"quant_method": "mxfp4"} if not is_fp8 else {
         "quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
     told = dict(source) if source.get("quant_method") == form["quant_method"] else {}
     layers = [re.sub(r"(\.experts)\..*|\.weight$", r"\1", name) for name in plain]
+    carried = {config.carried_layer(name): None for name in written}
+    with_blocks = {config.carried_layer(name) for name in written if name.endswith(scales)}
+    layers += [f"model.layers.{layer}" for layer in carried if layer not in (None, *with_blocks)]
     # Readers that are told of some quantize the head too, unless it is among them.
-    skipped = told.pop("modules_to_not_convert", None) or (["lm_head"] if plain else [])
+    skipped = told.pop("modules_to_not_convert", None) or (["lm_head"] if layers else [])
     return told | form | ({"modules_to_not_convert": list(dict.fromkeys((*skipped, *layers)))} if skipped else {})

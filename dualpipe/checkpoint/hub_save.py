@@ -31,7 +31,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from dualpipe.checkpoint.hub_files import CONFIG, INDEX, SINGLE, Reader, StrPath, file_within, read_headers, read_json
 from dualpipe.checkpoint.hub_load import blocks, config_of, model_shapes
@@ -41,9 +40,9 @@ from dualpipe.checkpoint.state import parts_of, training_state
 from dualpipe.checkpoint.tensors import Box, NewFile, TensorHeader, lay_out, write_box
 from dualpipe.dtypes import long_name
 from dualpipe.files import naming, sync
+from dualpipe.kernels.formats import Format
 from dualpipe.models import HubConfig, config_from_dict, read_config
 from dualpipe.models.hub import MTP_LAYERS
-from dualpipe.nn.init import local_part
 from dualpipe.parallel import DTypePlan
 from dualpipe.parallel.materialize import Sliceable
 from dualpipe.quantized import QuantizedTensor
@@ -92,18 +91,10 @@ def save_hf(
         for inner in chain.from_iterable(stage.modules() for stage in stages):
             if isinstance(inner, FSDPModule):
                 inner.reshard()  # a root stays gathered after a forward
-        state = cast(dict[str, Tensor], training_state(stages))
-        local = {name: each.to_local() if isinstance(each, DTensor) else each for name, each in state.items()}
-        kept = {name: cast(QuantizedTensor, part.detach()) for name, part in local.items()
-                if isinstance(part, QuantizedTensor)}
         if quantized:
             check_quantized(config, plan)
-        parts: dict[str, Any] = parts_of({name: each for name, each in state.items() if name not in kept})
-        for name, part in kept.items():
-            as_blocks = (quantized and not plan.of(name).gathered) or part.master is None
-            values = part if as_blocks else part.master
-            parts[name] = tuple(state[name].shape), Box.at(local_part(state[name])[1]), values
-        return parts
+        return {name: (shape, box, tensor if weight is None else weight.detach())
+                for name, (shape, box, tensor, weight) in parts_of(training_state(stages)).items()}
 
     write_model(ranks, config, ranks.agree(held), path, plan, source, max_shard_bytes, quantized)
 
@@ -117,12 +108,9 @@ def write_model(
     # A tied head is written as the embedding.
     own = [name for name in parts if not (config.tie_word_embeddings and name == "lm_head.weight")]
 
-    def saved_in(name: str) -> torch.dtype:
-        """Of what stays quantized the dtype of elements in the files, which `forms` knows it by."""
-        held = parts[name][2]
-        if quantized and isinstance(held, QuantizedTensor):
-            return torch.uint8 if held.format.bits == 4 else torch.float8_e4m3fn
-        return plan.of(name).save
+    def saved_in(name: str) -> torch.dtype | Format:
+        dtypes = plan.of(name)
+        return dtypes.stored if quantized and isinstance(dtypes.stored, Format) else dtypes.save
 
     offers = ranks.gather(lambda: (0, {name: ((saved_in(name), *parts[name][:2]), b"") for name in own}))
 
@@ -156,18 +144,19 @@ def write_model(
     def data() -> Iterator[tuple[str, Box, Tensor]]:
         """What this rank writes: tensors of the files, boxes in them, and their values in the same dtype."""
         for name in written:
-            shape, box, held = parts[name]
-            stored = {part.name: (part, how) for part, how in forms(config, name, shape, saved_in(name))}
+            (shape, box, held), form = parts[name], saved_in(name)
+            plain = held.master if isinstance(held, QuantizedTensor) else held
+            stored = {part.name: (part, how) for part, how in forms(config, name, shape, form)}
             for part, at, into in blocks((part for part, _ in stored.values()), box):
-                if not isinstance(held, QuantizedTensor):
-                    values = held[into.slices]
-                elif quantized:
+                if isinstance(form, Format):
                     files = stored[part.name][1].raw(at)
-                    yield from ((*file, each) for file, each in zip(files, unpack(held, into)))
+                    yield from ((*file, each) for file, each in zip(files, unpack(cast(QuantizedTensor, held), into)))
                     continue
-                else:  # of a stack the matrices that are wanted, whole: rows may be cut within blocks
-                    values = held[into.slices[:-2]].dequantize()[..., into.slices[-2], :]
-                yield part.name, at, (values.mT if part.transposed else values).to("cpu", plan.of(name).save)
+                if plain is None:  # whole matrices are dequantized, as these rows may cut through blocks
+                    values = cast(QuantizedTensor, held[into.slices[:-2]]).dequantize()[..., into.slices[-2], :]
+                else:
+                    values = plain[into.slices]
+                yield part.name, at, (values.mT if part.transposed else values).to("cpu", form)
         if source is not None and ranks.rank == 0:
             read = Reader(source, kept)
             yield from ((name, box, read(name, box)) for name, info in kept.items() for box in [Box.whole(info.shape)])
@@ -179,10 +168,12 @@ def write_model(
         ranks.first(lambda: _finish(folder, target))
 
 
-def new_tensors(config: HubConfig, dtypes: Mapping[str, torch.dtype]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+def new_tensors(
+    config: HubConfig, dtypes: Mapping[str, torch.dtype | Format]
+) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """Dtype and shape of the hub's tensors of a model, in its order, without a tied head.
 
-    `dtypes`: those of ours that they are part of. Raises `ValueError` for tensors that have none.
+    `dtypes`: those of ours that they are part of, or formats. Raises `ValueError` for tensors that have none.
     """
     shapes = model_shapes(config)
     if config.tie_word_embeddings:

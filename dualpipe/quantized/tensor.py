@@ -25,7 +25,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dualpipe.kernels.formats import Format, format_of
 from dualpipe.kernels.quantize import dequantize, quantize, transpose_blocks
@@ -273,8 +273,10 @@ class QuantizedTensor(Tensor):
                 if (done := own(*args, **kwargs)) is not NotImplemented:
                     return done
         name = str(function)
-        written = args[0] if function._schema.is_mutable and args else None
-        if isinstance(written, QuantizedTensor):
+        # Also within a list, or as `out`: those of fused and foreach optimizers would be updates of copies, and lost.
+        written = [args[index] if index < len(args) else kwargs.get(each.name)
+                   for index, each in enumerate(function._schema.arguments) if each.is_write]
+        if any(isinstance(each, QuantizedTensor) for each in tree_leaves(written)):
             raise ValueError(f"{name} would change a quantized tensor in place; update its master, or a plain copy, "
                              "and copy_ that into it")
         if _strict.get():

@@ -147,7 +147,10 @@ def build_model(
         else:
             shard_experts(stage, mesh["ep"])
             stage.use_expert_parallelism(ExpertParallel(config.num_experts, mesh["ep"], fp8_rows=fp8_rows))
-            shard(stage, place.dense, plan, expert_mesh=place.experts)
+    if mesh is not None and place.replicas > 1:  # blocks of one stage's weights alone may not be cut so
+        quantized = any(dtypes.format for dtypes in plan.tensors.values())
+        RankSync.of_mesh(mesh if quantized else None).agree(
+            lambda: [shard(stage, place.dense, plan, expert_mesh=place.experts) for stage in stages])
     if from_hf:
         load_hf(stages, from_hf, mesh, plan, device=device)
     else:

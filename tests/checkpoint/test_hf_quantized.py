@@ -137,12 +137,12 @@ def test_scales_that_are_powers_of_two_lose_nothing_in_fp8_block_pow2(tmp_path):
 PATTERNS = {"fp8_block": "*", "mxfp8": "*", "mxfp4": "*.experts"}
 
 
-def on_meta(folder, format, dtype=torch.bfloat16, trained=False, pattern=None):
+def on_meta(folder, format, dtype=torch.bfloat16, trained=False, pattern=None, others=()):
     """(the model in one stage, planned to be stored in a format, without values; its plan)."""
     config = read_config(folder)
     stages = build_on_meta(lambda: build_stages(config, 1))
     stages[0].to(dtype).requires_grad_(trained)
-    rules = [Rule(pattern or PATTERNS[format], storage=format)]
+    rules = [Rule(pattern or PATTERNS[format], storage=format), *others]
     plan = resolve_dtypes(stages, DTypePolicy(dtype, torch.float32, dtype, rules), hub_dtypes(folder, config))
     shard(stages[0], None, plan)
     return stages, plan
@@ -182,7 +182,7 @@ def test_written_as_they_came(tmp_path, format, trained):
             assert told == {"quant_method": "mxfp4"} and others == ["lm_head", *attention]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("format", SAVERS)
 def test_written_in_numbers(tmp_path, format, trained, dtype):
@@ -223,13 +223,20 @@ def test_transformers_reads_what_is_written(tmp_path, format, monkeypatch):
 
 
 def test_layers_that_are_not_quantized_are_named(tmp_path):
-    save_fp8(tmp_path / "source")
-    stages, plan = stored(tmp_path / "source", "fp8_block", pattern="*.experts.*")
+    """Also those that are only gathered in a format, and layers that are carried."""
+    files = save_fp8(tmp_path / "source")
+    carried = {"model.layers.2.eh_proj.weight": torch.randn(192, 384).bfloat16()}
+    rewrite(tmp_path / "source", files | carried, num_nextn_predict_layers=1)
+    stages, plan = stored(tmp_path / "source", "fp8_block", pattern="*.experts.*", others=[
+        Rule("*.self_attn", gather="mxfp8")])
+    assert stages[0].layers["1"].self_attn.o_proj.weight.format.name == "mxfp8"  # as nobody is here to gather from
     save_hf(stages, tmp_path / "again", None, plan, source=tmp_path / "source", quantized=True)
+    assert read_all(tmp_path / "again")["model.layers.1.self_attn.o_proj.weight"].dtype is torch.bfloat16
     told = json.loads((tmp_path / "again/config.json").read_text())["quantization_config"]
     names = told.pop("modules_to_not_convert")
-    assert told == FP8_CONFIG and names[0] == "lm_head" and "model.layers.1.self_attn.o_proj" in names
-    assert len(names) == 1 + 2 * 5 + 3 + 3  # of two layers' attention, a dense MLP and a shared expert
+    assert told == FP8_CONFIG and names[0] == "lm_head" and names[-1] == "model.layers.2"
+    assert "model.layers.1.self_attn.o_proj" in names
+    assert len(names) == 2 + 2 * 5 + 3 + 3  # of two layers' attention, a dense MLP and a shared expert
 
 
 @pytest.mark.parametrize("family, sizes, format, pattern, message", [
@@ -250,7 +257,7 @@ def test_what_the_hub_does_not_have_is_not_exported(tmp_path, family, sizes, for
     assert not (tmp_path / "again").exists()
 
 
-@pytest.mark.parametrize("model", ["deepseek-v3", "deepseek-v2", "deepseek-v2-lite", "qwen3-235b-a22b"])
+@pytest.mark.parametrize("model", ["deepseek-v3", "deepseek-v2-lite"])
 def test_weights_of_real_models_are_whole_blocks(model):
     """Gate and up of experts meet between blocks: nothing is refused, or rounded again."""
     config = read_config(Path(__file__).parents[2] / "examples/models" / model)
@@ -269,9 +276,9 @@ def load_and_save(rank, source, target, shape, format):
     save_hf(stages, target, mesh, plan, source=source, quantized=True)
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 2), *(pytest.param(shape, marks=pytest.mark.slow) for shape in
-                                                [(1, 2, 1), (2, 1, 1), (1, 2, 2), (2, 1, 2)])])
-@pytest.mark.parametrize("format", SAVERS)
+@pytest.mark.parametrize("format, shape", [("fp8_block", (1, 1, 2)), *(
+    pytest.param(format, shape, marks=pytest.mark.slow) for format in SAVERS
+    for shape in ((1, 2, 1), (2, 1, 1), (1, 2, 2), (2, 1, 2)))])
 def test_ranks_write_what_one_writes(tmp_path, format, shape):
     files = SAVERS[format](tmp_path / "source")
     stages, plan = stored(tmp_path / "source", format, torch.float32, pattern="*.experts")

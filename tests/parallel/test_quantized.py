@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 from collections.abc import Callable
 from typing import Any
@@ -31,6 +32,10 @@ from toys import relative_error
 
 BF16, FP32 = torch.bfloat16, torch.float32
 COLUMNS = 64
+
+
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def mesh_of(*shape: int) -> DeviceMesh:
@@ -185,7 +190,7 @@ def seeded(rank: int, shape: tuple[int, int], formats: list[str]) -> int:
     return compared
 
 
-@pytest.mark.parametrize("shape", [(2, 2), (2, 1), (1, 2), (1, 1)])
+@pytest.mark.parametrize("shape", [(2, 2), (2, 1), slow((1, 2)), slow((1, 1))])
 def test_given_a_seed_then_every_layout_gathers_the_bytes_of_the_quantized_whole(shape):
     formats = ["mxfp8", "nvfp4", "fp8_block", "fp8_tensor"]
     compared = run_ranks(seeded, shape[0] * shape[1], shape, formats, reuse=True)
@@ -216,7 +221,7 @@ def loaded_twice(rank: int, shape: tuple[int, ...], rows: int, rules: list[Rule]
 
 
 @pytest.mark.parametrize(
-    ("shape", "rows", "blocks"), [((2,), 7, 255), ((4,), 5, 511), ((2, 2), 7, 255), ((1,), 7, 300)]
+    ("shape", "rows", "blocks"), [((2,), 7, 255), slow((4,), 5, 511), slow((2, 2), 7, 255), ((1,), 7, 300)]
 )
 def test_given_plain_shards_that_are_loaded_then_they_are_gathered_quantized(shape, rows, blocks):
     byte_formats = [Rule("0", gather=format) for format in ("mxfp8", "nvfp4", "fp8_tensor")]
@@ -273,7 +278,7 @@ def both_ways(rank: int, shape: tuple[int, int], format: str, dtype: torch.dtype
 
 
 @pytest.mark.parametrize(("shape", "format", "dtype"), [
-    ((2, 2), "mxfp8", BF16), ((2, 1), "fp8_block", BF16), ((2, 2), "nvfp4", FP32), ((2, 1), "fp8_tensor", FP32),
+    slow((2, 2), "mxfp8", BF16), ((2, 1), "fp8_block", BF16), ((2, 2), "nvfp4", FP32), slow((2, 1), "fp8_tensor", FP32),
 ])
 def test_stored_and_gathered_weights_are_trained_alike_and_as_on_one_rank(shape, format, dtype):
     """Bit for bit alike: the same bytes are computed with, and the same float32 values updated. The sums of another
@@ -287,14 +292,15 @@ def test_stored_and_gathered_weights_are_trained_alike_and_as_on_one_rank(shape,
             assert relative_error(results["stored"][0][name], expected) < 1e-5, name
 
 
-def kept_in_fp32(rank: int) -> None:
+def kept_in_fp32(rank: int, world: int) -> None:
     """Weights that compute in the dtype that they give themselves out as."""
     model = linears(8, "mxfp8").float()
-    fully_shard(model, mesh=mesh_of(2))
+    fully_shard(model, mesh=mesh_of(world))
     assert model[0].weight.dtype is FP32
     for _ in range(2):
         model(torch.randn(3, COLUMNS)).sum().backward()
     assert type(model[0].weight.grad.to_local()) is Tensor
+    model.zero_grad()
     parameters = StageParameters(model)
     parameters.gather()
     parameters.wait()
@@ -303,8 +309,9 @@ def kept_in_fp32(rank: int) -> None:
     assert type(model[0].weight.grad.to_local()) is Tensor
 
 
-def test_gradients_are_plain_where_weights_compute_in_the_dtype_of_their_shards():
-    run_ranks(kept_in_fp32, 2, reuse=True)
+@pytest.mark.parametrize("world", [1, 2])  # of one rank the gradients become the reduced ones as they are
+def test_gradients_are_plain_where_weights_compute_in_the_dtype_of_their_shards(world):
+    run_ranks(kept_in_fp32, world, world, reuse=True)
 
 
 def late_optimizer(rank: int) -> None:
@@ -355,6 +362,22 @@ def test_given_cut_blocks_or_no_masters_then_every_rank_is_refused_with_the_reme
         assert all("0.weight is (300, 64)" in text and "150 rows" in text and "mxfp8" in text for text in cut)
         assert "0.weight is trainable" in sharded and "or freeze it" in sharded
         assert "without a master" in optimized
+
+
+def refused_in_one_stage(rank: int) -> str:
+    mesh, dtype, device = build_mesh(2, 2, 1, torch.device("cpu")), FP32, torch.device("cpu")
+    config = dataclasses.replace(CONFIG, mlp_only_layers=(1,), intermediate_size=192)
+    plan = plan_model(config, dtype, replicas=2, rules=[Rule("*.mlp.up_proj", storage="fp8_block")])
+    with pytest.raises(ValueError) as error:
+        build_model(config, build("1f1b", 2, 1), mesh["pp"].get_local_rank(), seed=0, dtype=dtype, device=device,
+                    mesh=mesh, plan=plan)
+    return str(error.value)
+
+
+def test_given_cut_blocks_in_one_stage_then_the_ranks_of_the_other_are_refused_too():
+    """Layer 1 alone is dense."""
+    for text in run_ranks(refused_in_one_stage, 4, reuse=True):
+        assert "rank 2, 3: layers.1.mlp.up_proj.weight is (192, 32)" in text and "96 rows, which cuts" in text
 
 
 # -- filling

@@ -210,9 +210,21 @@ def test_fillers(tensor):
 
 
 def test_computing_in_place_is_refused(tensor):
-    for change in (lambda: tensor.add_(1), lambda: tensor.mul_(2), lambda: tensor.clamp_(0)):
+    """By itself, in a list or as `out`: an update of what was dequantized would be lost without a word."""
+    plain = torch.ones(tensor.shape)
+    for change in (lambda: tensor.add_(1), lambda: tensor.mul_(2), lambda: tensor.clamp_(0),
+                   lambda: torch._foreach_add_([tensor], 1), lambda: torch.add(plain, 1, out=tensor)):
         with pytest.raises(ValueError, match="would change a quantized tensor in place"):
             change()
+
+
+@pytest.mark.parametrize("way", ["fused", "foreach"])
+def test_optimizers_that_would_update_it_in_place_are_refused(tensor, way):
+    weight = nn.Parameter(tensor)
+    weight.grad = torch.ones(tensor.shape)
+    for optimizer in (torch.optim.AdamW, torch.optim.SGD):
+        with pytest.raises(ValueError, match="would change a quantized tensor in place"):
+            optimizer([weight], lr=0.1, **{way: True}).step()
 
 
 def test_whatever_computes_sees_the_numbers(tensor):

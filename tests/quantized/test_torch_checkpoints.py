@@ -120,7 +120,9 @@ def save_in_background(rank, path, kind, stager):
             used.close()
 
 
-@pytest.mark.parametrize("stager", STAGERS)
+@pytest.mark.parametrize("stager", [
+    "default", *(pytest.param(each, marks=pytest.mark.slow) for each in STAGERS if each != "default"),
+])
 def test_background_saves_are_those_of_the_moment(tmp_path, stager):
     run_ranks(save_in_background, 2, tmp_path, "THREAD", stager, reuse=True)
 
@@ -368,6 +370,6 @@ def own_sharding(rank, path, way):
     assert trainee.wrong(7) == []
 
 
-@pytest.mark.parametrize("way", RULES)
+@pytest.mark.parametrize("way", ["stored", pytest.param("gathered", marks=pytest.mark.slow)])
 def test_own_sharding(tmp_path, way):
     run_ranks(own_sharding, 4, tmp_path, way, reuse=True)

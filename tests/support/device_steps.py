@@ -228,14 +228,15 @@ def _thread(rank: Rank, make, pp: int, ep: int, overlap: bool, recompute: Sequen
 
 
 def _connect(stage: nn.Module, all_to_all, recompute: Sequence[str]) -> None:
-    """Give a stage its communication; leave this rank its experts."""
+    """Give a stage its communication, in FP8 where its weights are quantized; leave this rank its experts."""
     if isinstance(stage, Toy):
         stage.exchange = Exchange(all_to_all)
         return
     for layer in stage.modules():
         if isinstance(layer, GroupedLinear):
             layer.weight = nn.Parameter(layer.weight.detach().chunk(all_to_all.size)[all_to_all.rank].clone())
-    stage.use_expert_parallelism(ExpertParallel(CONFIG.num_experts, all_to_all))
+    fp8_rows = 128 if any(isinstance(parameter, QuantizedTensor) for parameter in stage.parameters()) else None
+    stage.use_expert_parallelism(ExpertParallel(CONFIG.num_experts, all_to_all, fp8_rows=fp8_rows))
     stage.recompute = Recompute(recompute)
 
 

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from dualpipe import cli
 from dualpipe.train.metrics import read_metrics
-from hub import read_all, rewrite, save_family, save_qwen
+from hub import read_all, rewrite, save_family, save_fp8, save_qwen
 
 SIZES = {"vocab_size": 257, "num_attention_heads": 2, "num_key_value_heads": 1}
 
@@ -88,6 +88,22 @@ def test_layers_that_are_not_trained_are_carried_also_by_a_run_that_goes_on(run_
         assert json.loads((run_folder / f"v3-{steps}" / "config.json").read_text())["num_nextn_predict_layers"] == 1
 
 
+@pytest.mark.parametrize("ranks", [ALONE, pytest.param(["--parallel.ep", "2"], marks=pytest.mark.slow)])
+def test_fp8_blocks_are_trained_and_leave_as_fp8_blocks(run_folder, train, ranks):
+    files = save_fp8(run_folder / "fp8", vocab_size=257)
+    rule = ["--dtypes.rules", "*.experts,storage=fp8_block"]
+    target, metrics = ("-".join((each, *ranks)).replace("-", "") for each in ("out", "metrics"))
+    losses = train(metrics, *from_and_to("fp8", target), "--export.quantized", "True", *ranks, *rule)
+    assert losses[-1] < losses[0]
+    trained = read_all(run_folder / target)
+    for name in (each for each in files if ".experts." in each):
+        before, after = files[name], trained[name]
+        assert (after.dtype, after.shape) == (before.dtype, before.shape)
+        assert not torch.equal(after.float(), before.float())
+    told = json.loads((run_folder / target / "config.json").read_text())["quantization_config"]
+    assert told["quant_method"] == "fp8" and "model.layers.0.mlp.up_proj" in told["modules_to_not_convert"]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -98,6 +114,9 @@ def test_layers_that_are_not_trained_are_carried_also_by_a_run_that_goes_on(run_
         (["--export.to_hf", "run.toml/out"], "export.to_hf = 'run.toml/out' cannot be made"),
         (["--init.from_hf", "small", "--model.config", "small/one.json", "--export.to_hf", "new"],
          "export.to_hf takes config.json from init.from_hf = 'small', but model.config says another model"),
+        (["--export.to_hf", "new", "--export.quantized", "True"], "the dtype plan stores no weight in fp8_block"),
+        (["--export.to_hf", "new", "--export.quantized", "True", "--dtypes.rules", "*.experts,storage=mxfp8"],
+         "cannot be exported quantized: it is in mxfp8, and checkpoints of qwen3_moe are in fp8_block"),
         (["--model.config", ""], "there is no model; give model.config"),
         (["--parallel.layers_per_stage", "2", "2", "1"], "layers_per_stage must be 2 numbers that add up to 4"),
     ],

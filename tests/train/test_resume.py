@@ -124,6 +124,14 @@ def test_a_killed_run_goes_on_bit_for_bit(run_folder, dualpipe, start_dualpipe, 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("way", ["storage", "gather"])
+def test_a_killed_run_of_quantized_weights_goes_on_bit_for_bit(run_folder, dualpipe, start_dualpipe, way):
+    """With a scale of the matrix, whose rows two ranks share, and without; a checkpoint has the masters of both."""
+    check_resume(dualpipe, start_dualpipe, run_folder, f"quantized-{way}", 7, 3, *LAYOUTS["pp2-dp2"],
+                 "--train.dtype", "bf16", "--dtypes.rules", f"*.experts,{way}=nvfp4", f"*.self_attn,{way}=mxfp8")
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("options", LAYOUTS.values(), ids=LAYOUTS)
 def test_a_run_that_is_killed_again_and_again_goes_on_bit_for_bit(run_folder, dualpipe, start_dualpipe, options):
