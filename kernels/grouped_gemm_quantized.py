@@ -145,8 +145,8 @@ def _fp8_kernel(
 def _dequantized(
     w,  # (block rows, BAND, bytes of a row): e4m3, or two e2m1 in a uint8
     w_scales,  # (block rows, blocks): float32, e4m3, or the bytes of e8m0; None where BLOCK is 0
-    matrix_scale,  # float32 or None
-    n, k, N, K, w_band, w_row, w_scales_band,
+    matrix_scales,  # (block rows,) float32, of which parts that were written apart may differ, or None
+    n, k, N, K, w_band, w_row, w_scales_band, matrix_scales_band,
     BITS: tl.constexpr, BAND: tl.constexpr, BLOCK: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
 ):
     """HEIGHT rows from `n` and WIDTH columns from `k` of one matrix, float32; zeros outside of it.
@@ -167,15 +167,17 @@ def _dequantized(
     else:
         cols = k + tl.arange(0, WIDTH)
         tile = tl.load(at + cols[None, :], mask=inside & (cols < K)[None, :], other=0.0).to(tl.float32)
+    if matrix_scales is not None:
+        whole = tl.load(matrix_scales + band * matrix_scales_band, mask=rows < N, other=0.0)[:, None]
     if w_scales is None:
-        tile *= matrix_scale
+        tile *= whole
     else:
         ACROSS: tl.constexpr = WIDTH // BLOCK if WIDTH > BLOCK else 1
         blocks = k // BLOCK + tl.arange(0, ACROSS)
         at = w_scales + (band * w_scales_band)[:, None] + blocks[None, :]
         scale = _as_float(tl.load(at, mask=inside & (blocks * BLOCK < K)[None, :], other=0.0))
-        if matrix_scale is not None:
-            scale *= matrix_scale
+        if matrix_scales is not None:
+            scale *= whole
         tile = (tile.reshape(HEIGHT, ACROSS, WIDTH // ACROSS) * scale[:, :, None]).reshape(HEIGHT, WIDTH)
     return tile
 
@@ -184,13 +186,13 @@ def _dequantized(
 def _dequantize_kernel(
     a,  # (R, D): descriptor of [ROWS, DEPTH] or pointer; R is M unless gathered
     w, w_scales,  # (E, ...), see _dequantized
-    matrix_scales,  # (E, block rows) float32, of which one row is read, or None
+    matrix_scales,  # (E, block rows) float32, or None
     y,  # (M, C)
     bias,  # (E, C) or None
     gather,  # (M,) int32 or int64, or None
     offs,  # (E,) int32
     M, N, K, E,
-    a_row, a_d, w_e, w_band, w_row, w_scales_e, w_scales_band, matrix_scales_e,  # strides in elements
+    a_row, a_d, w_e, w_band, w_row, w_scales_e, w_scales_band, matrix_scales_e, matrix_scales_band,  # strides in elements
     FORWARD: tl.constexpr, A_DESCRIPTOR: tl.constexpr,
     EVEN: tl.constexpr,  # D is a multiple of DEPTH
     BITS: tl.constexpr, BAND: tl.constexpr, BLOCK: tl.constexpr,  # of an element; rows and columns of a block
@@ -219,9 +221,8 @@ def _dequantize_kernel(
     w += expert.to(tl.int64) * w_e
     if w_scales is not None:
         w_scales += expert.to(tl.int64) * w_scales_e
-    matrix_scale = None
     if matrix_scales is not None:
-        matrix_scale = tl.load(matrix_scales + expert.to(tl.int64) * matrix_scales_e)
+        matrix_scales += expert.to(tl.int64) * matrix_scales_e
     acc = tl.zeros((ROWS, COLS), dtype=ACC)
     for d in range(0, D, DEPTH):
         if A_DESCRIPTOR:
@@ -233,11 +234,11 @@ def _dequantize_kernel(
                 a_mask &= (ds < D)[None, :]
             a_tile = tl.load(a_rows + ds.to(tl.int64)[None, :] * a_d, mask=a_mask, other=0.0)
         if FORWARD:
-            w_tile = _dequantized(w, w_scales, matrix_scale, col, d, N, K, w_band, w_row, w_scales_band,
-                                  BITS, BAND, BLOCK, COLS, DEPTH).to(a_tile.dtype).T
+            w_tile = _dequantized(w, w_scales, matrix_scales, col, d, N, K, w_band, w_row, w_scales_band,
+                                  matrix_scales_band, BITS, BAND, BLOCK, COLS, DEPTH).to(a_tile.dtype).T
         else:
-            w_tile = _dequantized(w, w_scales, matrix_scale, d, col, N, K, w_band, w_row, w_scales_band,
-                                  BITS, BAND, BLOCK, DEPTH, COLS).to(a_tile.dtype)
+            w_tile = _dequantized(w, w_scales, matrix_scales, d, col, N, K, w_band, w_row, w_scales_band,
+                                  matrix_scales_band, BITS, BAND, BLOCK, DEPTH, COLS).to(a_tile.dtype)
         acc = tl.dot(a_tile, w_tile, acc, input_precision="ieee", out_dtype=ACC)
     part0, part1 = acc.reshape(ROWS, 2, COLS // 2).permute(0, 2, 1).split()
     store_rows(y, bias, part0, expert, rows, end, col, C, C)
@@ -321,7 +322,7 @@ def _launch_dequantize(
             operand(a, [config.rows, config.depth], a_descriptor), w, scales, matrix_scales, y,
             *(None if each is None else each.contiguous() for each in (bias, gather, offs)),
             *(y.shape[0], n, k, len(offs), *a.stride(), *w.stride()[:3]),
-            *((0, 0) if scales is None else scales.stride()[:2]), data.stride(0) // 4,
+            *((0, 0) if scales is None else scales.stride()[:2]), *(stride // 4 for stride in data.stride()[:2]),
             **dequantize_constants(config, format, not transposed, a_descriptor, a.shape[1], len(offs), a.dtype),
             num_warps=config.warps, num_stages=config.stages,
         )

@@ -34,14 +34,18 @@ def ends(counts, device="cpu"):
 
 
 def make(format, counts, n, k, device, extra=2):
-    """Weights of all magnitudes as (bytes, float64), x and dy with `extra` rows of NaN past the last end, offs."""
+    """Weights of all magnitudes as (bytes, float64), x and dy with `extra` rows of NaN past the last end, offs.
+
+    Halves of a matrix that has a scale have their own, as those that a checkpoint in parts was loaded into.
+    """
     generator = torch.Generator().manual_seed(0)
     rows, experts = sum(counts), len(counts)
     shapes = (experts, n, k), (rows + extra, k), (rows + extra, n)
     w, x, dy = (torch.randn(*shape, generator=generator) for shape in shapes)
     w *= torch.randint(-9, 4, (experts, n, 1), generator=generator).float().exp2()
     x[rows:], dy[rows:] = float("nan"), float("nan")
-    data = quantize_reference(w, format)
+    parts = w.split(n // 2 if format.matrix_scale else n, 1)
+    data = torch.cat([quantize_reference(part, format) for part in parts], 1)
     wide = dequantize_reference(data, format, n, k).double()
     return data.to(device), wide.to(device), x.to(device), dy.to(device), ends(counts, device)
 
