@@ -327,6 +327,13 @@ def _stack(x: Tensor) -> Tensor:
     return x[None] if x.dim() == 2 else x
 
 
+def _numbers(x: Tensor) -> Tensor:
+    """Plain ones: of a quantized tensor its master, or what its bytes stand for."""
+    if not isinstance(x, QuantizedTensor):
+        return x
+    return x.dequantize() if x.master is None else x.master
+
+
 # --- operators: those that work on bytes; they return NotImplemented where the numbers are needed ---------------------
 
 aten, functional, c10d = torch.ops.aten, torch.ops._c10d_functional, torch.ops.c10d
@@ -450,15 +457,15 @@ def _unbind(x: QuantizedTensor, dim: int = 0) -> list[QuantizedTensor]:
 
 @_operator(aten.cat.default)
 def _cat(parts: Sequence[Any], dim: int = 0) -> Any:
-    first = parts[0]
-    dims, kept = first.dim(), all(isinstance(part, QuantizedTensor) and part.format == first.format for part in parts)
+    shape = torch.cat([torch.empty(part.shape, device="meta") for part in parts], dim).shape  # or what that raises
+    first, dims = parts[0], len(shape)
+    if dims == 1 and not _strict.get():  # what DDP sends, and writes into all of them: masters must not be lost by it
+        return torch.cat([_numbers(part).to(part.dtype) for part in parts])
     dim %= dims
     # Only the last part may end within a block row.
-    whole = dim != dims - 2 or not any(part.shape[dim] % first.format.block[0] for part in parts[:-1])
-    if not kept or dims == 1 or dim == dims - 1 or not whole:
+    if (not all(isinstance(part, QuantizedTensor) and part.format == first.format for part in parts) or dim == dims - 1
+            or (dim == dims - 2 and any(part.shape[dim] % first.format.block[0] for part in parts[:-1]))):
         return NotImplemented
-    shape = list(first.shape)
-    shape[dim] = sum(part.shape[dim] for part in parts)
     masters = [part.master for part in parts]
     return first.like(torch.cat([part.block_rows for part in parts], 1 if dim == dims - 2 else 0), shape,
                       master=None if any(master is None for master in masters) else torch.cat(masters, dim))
@@ -510,8 +517,7 @@ def _scatter(into: Sequence[QuantizedTensor], parts: Sequence[Sequence[Quantized
 @_operator(c10d.broadcast_.default)
 def _broadcast(tensors: Sequence[Any], *rest: Any) -> Any:
     """Numbers are sent, as the other ranks may have plain tensors for them, and quantized again by whoever has not."""
-    kept = [each.dequantize() if each.master is None else each.master for each in tensors]
-    sent = [numbers.to(each.dtype, copy=True) for each, numbers in zip(tensors, kept)]
+    sent = [_numbers(each).to(each.dtype, copy=True) for each in tensors]
     _, work = c10d.broadcast_(sent, *rest)
     work.wait()
     for each, numbers in zip(tensors, sent):
@@ -524,8 +530,7 @@ def _copy(into: Any, source: Any, non_blocking: bool = False) -> Any:
     if not isinstance(into, QuantizedTensor):
         into.copy_(source.dequantize(), non_blocking)
     elif not (isinstance(source, QuantizedTensor) and source.format == into.format and source.shape == into.shape):
-        better = source.master if isinstance(source, QuantizedTensor) and source.master is not None else source
-        into.quantize_(better)
+        into.quantize_(_numbers(source))
     else:
         if source.master is not None and into.master is not None:
             into.master.copy_(source.master, non_blocking)

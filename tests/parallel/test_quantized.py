@@ -122,6 +122,25 @@ def test_given_another_dimension_or_cut_blocks_then_plain_fully_shard_is_refused
         assert "dualpipe.parallel.shard" in dimension and "multiples of 128" in blocks
 
 
+def replicated(rank: int) -> None:
+    for format in ("mxfp8", "nvfp4", "fp8_block"):
+        torch.manual_seed(rank)
+        model = nn.Sequential(nn.Linear(COLUMNS, 256), nn.Linear(256, 32))
+        quantize_weights(model, format)
+        torch.manual_seed(0)
+        first = nn.Linear(COLUMNS, 256)
+        replicas = nn.parallel.DistributedDataParallel(model)
+        assert torch.equal(model[0].weight.master, first.weight)
+        assert torch.equal(model[0].weight, QuantizedTensor.quantize(first.weight, format))
+        replicas(torch.full((3, COLUMNS), float(rank))).sum().backward()
+        mean = model[1].weight.dequantize().sum(0) * 3 / 2  # 3 rows of zeros on the first rank, of ones on the other
+        assert torch.allclose(model[0].weight.grad, mean[:, None].expand(256, COLUMNS), atol=1e-5)
+
+
+def test_given_data_parallel_replicas_then_all_have_the_masters_of_the_first():
+    run_ranks(replicated, 2, reuse=True)
+
+
 def bytes_held(rank: int) -> list[int]:
     model, held = linears(7, "mxfp8"), []
     for layer in model:

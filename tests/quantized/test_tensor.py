@@ -126,8 +126,23 @@ def test_parts_make_the_whole_again(tensor):
     assert torch.equal(torch.cat(tensor.split(128, rows), rows).block_rows, tensor.block_rows)
     if rows:
         assert_same(torch.cat(tensor.split(1)), tensor)
-    plain = torch.cat([tensor, torch.ones(tensor.shape)], rows)
-    assert type(plain) is torch.Tensor and torch.equal(plain.narrow(rows, 0, ROWS), tensor.dequantize())
+    ones = torch.ones(tensor.shape)
+    for parts, start in (([tensor, ones], 0), ([ones, tensor], ROWS)):
+        plain = torch.cat(parts, rows)
+        assert type(plain) is torch.Tensor and torch.equal(plain.narrow(rows, start, ROWS), tensor.dequantize())
+    with pytest.raises(RuntimeError, match="Sizes of tensors must match"):  # rows of 60 and of 62 take 64 bytes each
+        torch.cat([make((4, 60), "mxfp8"), make((4, 62), "mxfp8")])
+
+
+def test_vectors_of_parameters_keep_masters(tensor):
+    module = nn.Module()
+    module.weight, module.bias = nn.Parameter(tensor, requires_grad=False), nn.Parameter(torch.ones(3))
+    kept = tensor.clone()
+    vector = nn.utils.parameters_to_vector(module.parameters()).detach()
+    nn.utils.vector_to_parameters(vector, module.parameters())
+    assert_same(module.weight.detach(), kept)
+    with strict(), pytest.raises(ValueError, match="would dequantize"):
+        nn.utils.parameters_to_vector(module.parameters())
 
 
 def test_stacks_of_whole_blocks_are_viewed_as_matrices(format):
