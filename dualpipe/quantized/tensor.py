@@ -211,6 +211,10 @@ class QuantizedTensor(Tensor):
             return super().untyped_storage()
         return self.block_rows.untyped_storage()
 
+    def _typed_storage(self) -> torch.TypedStorage:
+        """As `storage()` gives: bytes, which are no numbers of this tensor's dtype."""
+        return torch.TypedStorage(wrap_storage=self.untyped_storage(), dtype=torch.uint8, _internal=True)
+
     def __dlpack__(self, **_: Any) -> Any:
         """Raises ValueError: who takes it so would read at no address."""
         raise ValueError(f"{self!r} has no memory that others could read as numbers; dequantize() first")
@@ -433,6 +437,8 @@ def _slice(
 def _select(x: QuantizedTensor, dim: int, index: int) -> QuantizedTensor:
     if x.dim() != 3 or dim % 3:
         raise ValueError(f"[{index}] of dimension {dim} of {x!r} is no matrix; slice rows, or dequantize() first")
+    if not -x.shape[0] <= index < x.shape[0]:
+        raise IndexError(f"there is no matrix {index} in {x!r}")
     index %= x.shape[0]
     part = x.cut(0, index, index + 1)
     return x.like(part.block_rows, x.shape[1:], master=None if part.master is None else part.master[0])
@@ -440,12 +446,12 @@ def _select(x: QuantizedTensor, dim: int, index: int) -> QuantizedTensor:
 
 @_operator(aten.split.Tensor)
 def _split(x: QuantizedTensor, size: int, dim: int = 0) -> list[QuantizedTensor]:
-    starts = range(0, max(1, x.shape[dim]), max(1, size))
-    return [x.cut(dim, start, min(start + size, x.shape[dim])) for start in starts]
+    return _split_with_sizes(x, [part.shape[dim] for part in torch.empty(x.shape, device="meta").split(size, dim)], dim)
 
 
 @_operator(aten.split_with_sizes.default)
 def _split_with_sizes(x: QuantizedTensor, sizes: Sequence[int], dim: int = 0) -> list[QuantizedTensor]:
+    torch.empty(x.shape, device="meta").split_with_sizes(sizes, dim)  # raises where they are not all there is
     ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
     return [x.cut(dim, end - size, end) for size, end in zip(sizes, ends)]
 

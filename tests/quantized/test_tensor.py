@@ -115,6 +115,11 @@ def test_chunks_that_cut_through_blocks_are_refused(shape):
         make(shape, "mxfp8").view(-1, 32)
     with pytest.raises(ValueError, match="is no view of"):
         make(shape, "mxfp8").as_strided((4, 4), (1, 4))
+    stack = make((3, 256, COLUMNS), "mxfp8")
+    for parts in (lambda: stack.split([1, 1]), lambda: stack.split([2, 2]), lambda: stack.split([-1, 4]),
+                  lambda: stack.split(0), lambda: stack.select(0, 3), lambda: stack.select(0, -4)):
+        with pytest.raises((RuntimeError, IndexError), match="split_with_sizes expects|split_size|no matrix"):
+            parts()
     # The end of the last block may be padding, which FSDP2 cuts off.
     padded = make((384, COLUMNS), "fp8_block")
     assert_same(padded[:381], padded, slice(381))
@@ -262,6 +267,7 @@ def test_storage_is_that_of_the_bytes(tensor):
     assert tensor.untyped_storage().data_ptr() != other.untyped_storage().data_ptr()
     assert tensor.untyped_storage().data_ptr() == view.untyped_storage().data_ptr()
     assert tensor.untyped_storage().nbytes() == tensor.nbytes == tensor.block_rows.nbytes
+    assert tensor._typed_storage().dtype is torch.uint8 and tensor._typed_storage()._size() == tensor.nbytes
     part = tensor.narrow(tensor.dim() - 2, 0, 128)
     assert part.nbytes < part.untyped_storage().nbytes() == tensor.nbytes
     assert tensor.data_ptr() == 0 and not tensor.is_pinned()
