@@ -340,7 +340,10 @@ def _accumulate_in(dtype: torch.dtype, called: Iterable[nn.Module], managed: lis
 
 def _cast(module: nn.Module, inputs: torch.dtype, outputs: torch.dtype | None) -> None:
     def cast(dtype: torch.dtype, value: Any) -> Any:
-        return tree_map_only(Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value)
+        def to(tensor: Tensor) -> Tensor:  # not of quantized rows, whose elements and scales belong together
+            return tensor.to(dtype) if tensor.is_floating_point() and tensor.itemsize > 1 else tensor
+
+        return tree_map_only(Tensor, to, value)
 
     module.register_forward_pre_hook(lambda _, args, kwargs: cast(inputs, (args, kwargs)), with_kwargs=True)
     if outputs is not None:

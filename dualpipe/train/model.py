@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dualpipe.checkpoint import hub_dtypes, load_hf
-from dualpipe.dtypes import dtype_of
+from dualpipe.dtypes import dtype_of, short_name
 from dualpipe.kernels.formats import FORMATS
 from dualpipe.kernels.grouped_gemm import HALF
 from dualpipe.kernels.grouped_gemm_quantized import slower_in_fp8
@@ -128,7 +128,7 @@ def build_model(
         )
     check_tied(config, place.replicas)
     plan = plan or plan_model(config, dtype, replicas=place.replicas, from_hf=from_hf, mesh=mesh)
-    fp8_rows = _rows_of_experts(plan) if fp8_dispatch else None
+    fp8_rows = _rows_of_experts(plan, products) if fp8_dispatch else None
     try:
         stages = build_on_meta(lambda: build_stages(config, schedule.num_stages, numbers, layers_per_stage))
     except ValueError as error:
@@ -159,15 +159,18 @@ def build_model(
     return Model(config, tuple(stages), plan, first, last)
 
 
-def _rows_of_experts(plan: DTypePlan) -> int:
+def _rows_of_experts(plan: DTypePlan, products: Products) -> int:
     """The numbers under a scale in the rows that the experts' products take."""
-    formats = {each.format for name, each in plan.tensors.items() if name.endswith(".experts.gate_up_proj.weight")}
-    blocks = {format.block[1] for format in formats if format and format.computes}
-    if len(blocks) != 1 or not all(format and format.computes for format in formats):
+    found = [each for name, each in plan.tensors.items() if name.endswith(".experts.gate_up_proj.weight")]
+    blocks = {each.format.block[1] if each.format and each.format.computes and each.compute in HALF else None
+              for each in found}
+    if len(blocks) != 1 or None in blocks or products == "weight-only":
         names = ", ".join(name for name, format in FORMATS.items() if format.computes)
+        formats = sorted({f"{each.format} in {short_name(each.compute)}" for each in found})
         raise ValueError("dtypes.fp8_dispatch is for experts whose products are in FP8; give *.experts.gate_up_proj a "
-                         f"format by a rule ({names}); got {', '.join(sorted(map(str, formats))) or 'no experts'}")
-    return blocks.pop()
+                         f"format by a rule ({names}), train.dtype bf16 and dtypes.products 'auto'; got "
+                         f"{', '.join(formats) or 'no experts'}, products {products!r}")
+    return cast(int, blocks.pop())
 
 
 def slow_products(model: Model, tokens: int, device: torch.device) -> list[str]:

@@ -51,15 +51,17 @@ def test_rows_that_are_dispatched_in_fp8_train_the_same(run_toml, rule):
         assert 0.8 * sent < fewer < 0.92 * sent  # 33 or 36 bytes a row instead of 64, on one of the four ways
 
 
-@pytest.mark.parametrize("rules, found", [([], "None"), (["*.experts.down_proj,gather=mxfp8"], "None"),
-                                          (["*,storage=nvfp4"], "nvfp4")])
-def test_fp8_dispatch_is_for_experts_with_products_in_fp8(run_toml, rules, found):
-    config = load_config(run_toml, ["--dtypes.rules", *rules] if rules else [])
+@pytest.mark.parametrize("rule, dtype, products, found", [
+    ("*.experts.down_proj,gather=mxfp8", "bf16", "auto", "None in bf16"), ("*,storage=nvfp4", "bf16", "auto", "nvfp4"),
+    ("*,gather=mxfp8", "fp32", "auto", "mxfp8 in fp32"), ("*,gather=mxfp8", "bf16", "weight-only", "mxfp8.*only'"),
+])
+def test_fp8_dispatch_is_for_experts_with_products_in_fp8(run_toml, rule, dtype, products, found):
+    config = load_config(run_toml, ["--dtypes.rules", rule, "--train.dtype", dtype])
     model = train_model.read_model_config(config)
     plan = train_model.plan_run(config, model, None)
     with pytest.raises(ValueError, match=rf"fp8_dispatch is for experts whose products are in FP8.*got {found}"):
         train_model.build_model(model, train_model.build("1f1b", 1, 1), 0, seed=0, dtype=torch.bfloat16, plan=plan,
-                                device=torch.device("cpu"), fp8_dispatch=True)
+                                device=torch.device("cpu"), products=products, fp8_dispatch=True)
 
 
 def test_a_run_says_which_products_are_slower_in_fp8(run_toml, monkeypatch):
