@@ -133,9 +133,9 @@ class QuantizedTensor(Tensor):
         """Take other numbers, of the same shape, into the same memory; amax: as of `quantize`."""
         plain = x.dequantize() if isinstance(x, QuantizedTensor) else x.detach()
         plain = plain.to(self.device).expand(self.shape).reshape(self.matrix_shape)
+        quantize(_stack(plain), self.format, amax, out=self.block_rows)  # first, as it may refuse them
         if self.master is not None and self.master is not x:
             self.master.copy_(plain)
-        quantize(_stack(plain), self.format, amax, out=self.block_rows)
 
     def like(self, block_rows: Tensor, shape: Sequence[int] | None = None, **changed: Any) -> QuantizedTensor:
         """One of the same format and dtype with other bytes; what is not given is as it is here, but for the master."""
@@ -568,7 +568,8 @@ def _equal(x: Any, y: Any) -> bool:
 def _new(x: QuantizedTensor, size: Sequence[int], dtype: torch.dtype | None, device: Any) -> QuantizedTensor | None:
     """One of zeros in this format; None where a plain tensor is asked for, or all that can have this size."""
     size = tuple(size)
-    if dtype not in (None, x.dtype) or (len(size) not in (2, 3) and size != (x.numel(),)):
+    odd = size and size[-1] * x.format.bits % 8
+    if dtype not in (None, x.dtype) or odd or (len(size) not in (2, 3) and size != (x.numel(),)):
         return None
     shape = x.matrix_shape if len(size) == 1 else size
     fresh = QuantizedTensor.empty(shape, x.format, dtype=x.dtype, device=device or x.device,

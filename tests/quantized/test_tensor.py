@@ -175,6 +175,8 @@ def test_new_ones(tensor):
                  tensor.new_empty(tensor.shape, dtype=torch.float64), torch.full_like(tensor, 1, dtype=torch.float64),
                  tensor.new_zeros(tensor.shape, dtype=torch.float64)):
         assert type(made) is torch.Tensor and made.dtype is torch.float64 and made.shape == tensor.shape
+    odd = tensor.new_zeros((3, 5))  # which four bits cannot have
+    assert isinstance(odd, QuantizedTensor) == (tensor.format.bits == 8) and odd.shape == (3, 5)
     one = tensor.new_empty(torch.Size([]))
     assert one.numel() == 1 and one.dtype is tensor.dtype
 
@@ -193,6 +195,9 @@ def test_copy_of_plain_numbers_quantizes_into_the_bytes_that_are_there(tensor, f
     tensor.copy_(values)
     assert tensor.block_rows.data_ptr() == address
     assert torch.equal(tensor.block_rows, QuantizedTensor.quantize(values, format).block_rows)
+    assert tensor.master is None or torch.equal(tensor.master, values)
+    with pytest.raises(ValueError, match="only floating-point numbers"):
+        tensor.copy_(torch.ones(tensor.shape, dtype=torch.int64))
     assert tensor.master is None or torch.equal(tensor.master, values)
 
 
