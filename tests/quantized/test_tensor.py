@@ -118,7 +118,7 @@ def test_chunks_that_cut_through_blocks_are_refused(shape):
     stack = make((3, 256, COLUMNS), "mxfp8")
     for parts in (lambda: stack.split([1, 1]), lambda: stack.split([2, 2]), lambda: stack.split([-1, 4]),
                   lambda: stack.split(0), lambda: stack.select(0, 3), lambda: stack.select(0, -4)):
-        with pytest.raises((RuntimeError, IndexError), match="split_with_sizes expects|split_size|no matrix"):
+        with pytest.raises((RuntimeError, IndexError), match=r"split_with_sizes expects|split_size|no matrix"):
             parts()
     # The end of the last block may be padding, which FSDP2 cuts off.
     padded = make((384, COLUMNS), "fp8_block")
