@@ -192,7 +192,8 @@ def _dequantize_kernel(
     gather,  # (M,) int32 or int64, or None
     offs,  # (E,) int32
     M, N, K, E,
-    a_row, a_d, w_e, w_band, w_row, w_scales_e, w_scales_band, matrix_scales_e, matrix_scales_band,  # strides in elements
+    a_row, a_d, w_e, w_band, w_row, w_scales_e, w_scales_band,  # strides in elements
+    matrix_scales_e, matrix_scales_band,
     FORWARD: tl.constexpr, A_DESCRIPTOR: tl.constexpr,
     EVEN: tl.constexpr,  # D is a multiple of DEPTH
     BITS: tl.constexpr, BAND: tl.constexpr, BLOCK: tl.constexpr,  # of an element; rows and columns of a block

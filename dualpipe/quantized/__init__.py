@@ -1,6 +1,7 @@
 """Tensors of blocks with scales, as parameters: see `tensor`."""
 
 from dualpipe.kernels.formats import FORMATS, Format
+from dualpipe.quantized import operators  # noqa: F401  (which the tensors need)
 from dualpipe.quantized.tensor import QuantizedTensor, strict
 from dualpipe.quantized.weights import quantize_weights, requantize
 

@@ -30,17 +30,28 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from dualpipe.kernels.formats import Format, format_of
 from dualpipe.kernels.quantize import dequantize, quantize, transpose_blocks
 
-_strict: ContextVar[bool] = ContextVar("dualpipe_quantized_strict", default=False)
+_operators: dict[Any, Callable[..., Any]] = {}  # those that work on bytes: filled by dualpipe/quantized/operators.py
+is_strict: ContextVar[bool] = ContextVar("dualpipe_quantized_strict", default=False)
 
 
 @contextmanager
 def strict() -> Iterator[None]:
     """Raise in this block where an operator would have to dequantize, instead of doing so."""
-    token = _strict.set(True)
+    token = is_strict.set(True)
     try:
         yield
     finally:
-        _strict.reset(token)
+        is_strict.reset(token)
+
+
+def operator(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Have a function be operators of quantized tensors; it returns NotImplemented where the numbers are needed."""
+
+    def register(own: Callable[..., Any]) -> Callable[..., Any]:
+        _operators.update(dict.fromkeys(functions, own))
+        return own
+
+    return register
 
 
 class _PreGather:
@@ -271,7 +282,7 @@ class QuantizedTensor(Tensor):
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if (own := _OPERATORS.get(function)) is not None:
+        if (own := _operators.get(function)) is not None:
             # As outside: views of the bytes then share their version, and writing raises it; see `transposed_rows`.
             with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
                 if (done := own(*args, **kwargs)) is not NotImplemented:
@@ -283,7 +294,7 @@ class QuantizedTensor(Tensor):
         if any(isinstance(each, QuantizedTensor) for each in tree_leaves(written)):
             raise ValueError(f"{name} would change a quantized tensor in place; update its master, or a plain copy, "
                              "and copy_ that into it")
-        if _strict.get():
+        if is_strict.get():
             raise ValueError(f"{name} would dequantize a quantized tensor to compute; call dequantize() where that is "
                              "meant")
         plain = tree_map_only(QuantizedTensor, lambda each: each.dequantize().to(each.dtype), (args, kwargs))
@@ -331,278 +342,8 @@ def _stack(x: Tensor) -> Tensor:
     return x[None] if x.dim() == 2 else x
 
 
-def _numbers(x: Tensor) -> Tensor:
+def numbers_of(x: Tensor) -> Tensor:
     """Plain ones: of a quantized tensor its master, or what its bytes stand for."""
     if not isinstance(x, QuantizedTensor):
         return x
     return x.dequantize() if x.master is None else x.master
-
-
-# --- operators: those that work on bytes; they return NotImplemented where the numbers are needed ---------------------
-
-aten, functional, c10d = torch.ops.aten, torch.ops._c10d_functional, torch.ops.c10d
-_OPERATORS: dict[Any, Callable[..., Any]] = {}
-
-
-def _operator(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    def register(own: Callable[..., Any]) -> Callable[..., Any]:
-        _OPERATORS.update(dict.fromkeys(functions, own))
-        return own
-
-    return register
-
-
-@_operator(aten.detach.default, aten.alias.default)
-def _alias(x: QuantizedTensor) -> QuantizedTensor:
-    same = x.both(lambda part: part.detach())
-    same.transposed = x.transposed
-    return same
-
-
-@_operator(aten.clone.default)
-def _clone(x: QuantizedTensor, **_: Any) -> QuantizedTensor:
-    return x.both(lambda part: part.contiguous().clone())
-
-
-@_operator(aten._to_copy.default)
-def _to(x: QuantizedTensor, *, dtype: torch.dtype | None = None, device: Any = None, **options: Any) -> Any:
-    if dtype not in (None, x.dtype):
-        return x.dequantize().to(device=device, dtype=dtype)
-    non_blocking = options.get("non_blocking", False)
-    return x.both(lambda part: part.to(device or part.device, copy=True, non_blocking=non_blocking))
-
-
-@_operator(aten._pin_memory.default)
-def _pin_memory(x: QuantizedTensor, device: Any = None) -> QuantizedTensor:
-    return x.both(lambda part: part.contiguous().pin_memory())
-
-
-@_operator(aten.is_pinned.default)
-def _is_pinned(x: QuantizedTensor, device: Any = None) -> bool:
-    return x.block_rows.is_pinned()
-
-
-@_operator(aten.record_stream.default)
-def _record_stream(x: QuantizedTensor, stream: Any) -> None:
-    for part in (x.block_rows, x.master):
-        if part is not None:
-            part.record_stream(stream)
-
-
-@_operator(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
-def _view(x: QuantizedTensor, size: Sequence[int]) -> Any:
-    return _reshaped(x, torch.empty(x.shape, device="meta").view(size).shape)
-
-
-@_operator(aten.as_strided.default)
-def _as_strided(x: QuantizedTensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> Any:
-    """Only what FSDP2 asks for of a gathered parameter: contiguous, from the start, perhaps without the last rows."""
-    contiguous = list(stride) == [prod(size[dim + 1 :]) for dim in range(len(size))] or not prod(size)
-    if not contiguous or offset:
-        raise ValueError(f"as_strided({list(size)}, {list(stride)}, {offset}) is no view of {x!r}; dequantize() first")
-    if len(size) == x.dim() and tuple(size[1:]) == tuple(x.shape[1:]) and size[0] < x.shape[0]:
-        rows = x.format.block_rows(size[0])
-        data = x.block_rows[:, :rows] if x.dim() == 2 else x.block_rows[: size[0]]
-        return x.like(data, tuple(size), master=None if x.master is None else x.master[: size[0]])
-    return _reshaped(x, size)
-
-
-def _reshaped(x: QuantizedTensor, size: Sequence[int]) -> Any:
-    size, shape = tuple(size), x.matrix_shape
-    data = x.block_rows
-    if size not in (shape, (x.numel(),)):
-        between = all(rows % x.format.block[0] == 0 for rows in (*size[-2:-1], shape[-2]))  # block rows of two matrices
-        if not (len(size) in (2, 3) and size[-1] == shape[-1] and prod(size) == x.numel()
-                and (size[-2] == shape[-2] or between)):
-            raise ValueError(f"{x!r} cannot be viewed as {size}: it is {shape} in blocks, or flat; dequantize() first")
-        data = data.view(1 if len(size) == 2 else size[0], x.format.block_rows(size[-2]), data.shape[-1])
-        shape = size
-    master = None if x.master is None else x.master.view(size)
-    same = x.like(data, shape, flat=len(size) == 1, master=master)
-    same.transposed = x.transposed if shape == x.matrix_shape else None
-    return same
-
-
-@_operator(aten.slice.Tensor)
-def _slice(
-    x: QuantizedTensor, dim: int = 0, start: int | None = None, stop: int | None = None, step: int = 1
-) -> QuantizedTensor:
-    begin, end, stride = slice(start, stop, step).indices(x.shape[dim])
-    if stride != 1:
-        raise ValueError(f"every {stride}th row of {x!r} is no range of bytes; dequantize() first")
-    return x.cut(dim, begin, max(begin, end))
-
-
-@_operator(aten.select.int)
-def _select(x: QuantizedTensor, dim: int, index: int) -> QuantizedTensor:
-    if x.dim() != 3 or dim % 3:
-        raise ValueError(f"[{index}] of dimension {dim} of {x!r} is no matrix; slice rows, or dequantize() first")
-    if not -x.shape[0] <= index < x.shape[0]:
-        raise IndexError(f"there is no matrix {index} in {x!r}")
-    index %= x.shape[0]
-    part = x.cut(0, index, index + 1)
-    return x.like(part.block_rows, x.shape[1:], master=None if part.master is None else part.master[0])
-
-
-@_operator(aten.split.Tensor)
-def _split(x: QuantizedTensor, size: int, dim: int = 0) -> list[QuantizedTensor]:
-    return _split_with_sizes(x, [part.shape[dim] for part in torch.empty(x.shape, device="meta").split(size, dim)], dim)
-
-
-@_operator(aten.split_with_sizes.default)
-def _split_with_sizes(x: QuantizedTensor, sizes: Sequence[int], dim: int = 0) -> list[QuantizedTensor]:
-    torch.empty(x.shape, device="meta").split_with_sizes(sizes, dim)  # raises where they are not all there is
-    ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
-    return [x.cut(dim, end - size, end) for size, end in zip(sizes, ends)]
-
-
-@_operator(aten.unbind.int)
-def _unbind(x: QuantizedTensor, dim: int = 0) -> list[QuantizedTensor]:
-    return [_select(x, dim, index) for index in range(x.shape[dim])]
-
-
-@_operator(aten.cat.default)
-def _cat(parts: Sequence[Any], dim: int = 0) -> Any:
-    shape = torch.cat([torch.empty(part.shape, device="meta") for part in parts], dim).shape  # or what that raises
-    first, dims = parts[0], len(shape)
-    if dims == 1 and not _strict.get():  # what DDP sends, and writes into all of them: masters must not be lost by it
-        return torch.cat([_numbers(part).to(part.dtype) for part in parts])
-    dim %= dims
-    # Only the last part may end within a block row.
-    if (not all(isinstance(part, QuantizedTensor) and part.format == first.format for part in parts) or dim == dims - 1
-            or (dim == dims - 2 and any(part.shape[dim] % first.format.block[0] for part in parts[:-1]))):
-        return NotImplemented
-    masters = [part.master for part in parts]
-    return first.like(torch.cat([part.block_rows for part in parts], 1 if dim == dims - 2 else 0), shape,
-                      master=None if any(master is None for master in masters) else torch.cat(masters, dim))
-
-
-@_operator(aten.constant_pad_nd.default)
-def _pad(x: QuantizedTensor, pad: Sequence[int], value: float = 0) -> Any:
-    """With rows or matrices of zeros at the end, as of shards before they are gathered: their bytes are zeros too."""
-    if value or any(pad[::2]) or any(pad[1:2]) or x.dim() == 1:
-        return NotImplemented
-    grown = [size + more for size, more in zip(reversed(x.shape), [*pad[1::2], 0, 0])]
-    (matrices, rows, _), padded = x.block_rows.shape, cast(QuantizedTensor, x.new_zeros(grown[::-1]))
-    padded.block_rows[:matrices, :rows].copy_(x.block_rows)
-    if padded.master is not None:
-        padded.master[tuple(map(slice, x.shape))].copy_(cast(Tensor, x.master))
-    return padded
-
-
-@_operator(functional.all_gather_into_tensor.default)
-def _all_gather(x: QuantizedTensor, size: int, group: str) -> QuantizedTensor:
-    """Bytes only, along the first dimension: of a state dict of whole tensors. Masters stay where they are."""
-    rows, columns = x.matrix_shape[-2:]
-    if x.dim() == 2 and size > 1 and rows % x.format.block[0]:
-        raise ValueError(f"{x!r} cannot be gathered: its rows must be a multiple of {x.format.block[0]}")
-    data = functional.wait_tensor(functional.all_gather_into_tensor(x.block_rows.contiguous(), size, group))
-    if x.dim() == 2:
-        return x.like(data.view(1, -1, data.shape[-1]), (size * rows, columns))
-    return x.like(data, (len(data), rows, columns))
-
-
-@_operator(functional.wait_tensor.default, *(
-    wrap.default for name in ("_wrap_tensor_autograd",) if (wrap := getattr(functional, name, None))  # since torch 2.13
-))
-def _gathered(x: QuantizedTensor) -> QuantizedTensor:
-    return x  # `_all_gather` has waited
-
-
-@_operator(c10d.scatter_.default)
-def _scatter(into: Sequence[QuantizedTensor], parts: Sequence[Sequence[QuantizedTensor]], *rest: Any) -> Any:
-    """What `distribute_tensor` does for shards: bytes, and masters where there are some, are sent."""
-    work = None
-    for name in ("block_rows", "master") if into[0].master is not None else ("block_rows",):
-        sent = [[getattr(part, name).contiguous() for part in each] for each in parts]
-        _, work = c10d.scatter_([getattr(each, name) for each in into], sent, *rest)
-        work.wait()
-    return into, work
-
-
-@_operator(c10d.broadcast_.default)
-def _broadcast(tensors: Sequence[Any], *rest: Any) -> Any:
-    """Numbers are sent, as the other ranks may have plain tensors for them, and quantized again by whoever has not."""
-    sent = [_numbers(each).to(each.dtype, copy=True) for each in tensors]
-    _, work = c10d.broadcast_(sent, *rest)
-    work.wait()
-    for each, numbers in zip(tensors, sent):
-        each.quantize_(numbers)
-    return tensors, work
-
-
-@_operator(aten.copy_.default)
-def _copy(into: Any, source: Any, non_blocking: bool = False) -> Any:
-    if not isinstance(into, QuantizedTensor):
-        into.copy_(source.dequantize(), non_blocking)
-    elif not (isinstance(source, QuantizedTensor) and source.format == into.format and source.shape == into.shape):
-        into.quantize_(_numbers(source))
-    else:
-        if source.master is not None and into.master is not None:
-            into.master.copy_(source.master, non_blocking)
-        elif into.master is not None and not torch.equal(into.block_rows, source.block_rows):  # else it is closer
-            into.master.copy_(source.dequantize(), non_blocking)
-        into.block_rows.copy_(source.block_rows, non_blocking)
-    return into
-
-
-def _filler(function: Any) -> Callable[..., QuantizedTensor]:
-    def fill(x: QuantizedTensor, *args: Any, **kwargs: Any) -> QuantizedTensor:
-        x.quantize_(function(torch.empty(x.shape, device=x.device), *args, **kwargs))
-        return x
-
-    return fill
-
-
-for _each in (aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default, aten.normal_.default, aten.uniform_.default):
-    _OPERATORS[_each] = _filler(_each)
-
-
-@_operator(aten.equal.default)
-def _equal(x: Any, y: Any) -> bool:
-    if isinstance(x, QuantizedTensor) and isinstance(y, QuantizedTensor) and x.format == y.format:
-        return x.shape == y.shape and torch.equal(x.block_rows, y.block_rows)
-    return cast(bool, NotImplemented)
-
-
-def _new(x: QuantizedTensor, size: Sequence[int], dtype: torch.dtype | None, device: Any) -> QuantizedTensor | None:
-    """One of zeros in this format; None where a plain tensor is asked for, or all that can have this size."""
-    size = tuple(size)
-    odd = size and size[-1] * x.format.bits % 8
-    if dtype not in (None, x.dtype) or odd or (len(size) not in (2, 3) and size != (x.numel(),)):
-        return None
-    shape = x.matrix_shape if len(size) == 1 else size
-    fresh = QuantizedTensor.empty(shape, x.format, dtype=x.dtype, device=device or x.device,
-                                  keep_master=x.master is not None)
-    return cast(QuantizedTensor, _reshaped(fresh, size))
-
-
-@_operator(aten.empty_like.default, aten.zeros_like.default)
-def _empty_like(x: QuantizedTensor, *, dtype: torch.dtype | None = None, device: Any = None, **options: Any) -> Any:
-    fresh = _new(x, x.shape, dtype, device)
-    return torch.zeros(x.shape, dtype=dtype or x.dtype, device=device or x.device) if fresh is None else fresh
-
-
-@_operator(aten.full_like.default)
-def _full_like(
-    x: QuantizedTensor, value: Any, *, dtype: torch.dtype | None = None, device: Any = None, **options: Any
-) -> Any:
-    return _empty_like(x, dtype=dtype, device=device).fill_(value)
-
-
-@_operator(aten.new_empty.default, aten.new_zeros.default)
-def _new_empty(
-    x: QuantizedTensor, size: Sequence[int], *, dtype: torch.dtype | None = None, device: Any = None, **options: Any
-) -> Any:
-    if (fresh := _new(x, size, dtype, device)) is None:
-        return torch.zeros(tuple(size), dtype=dtype or x.dtype, device=device or x.device)
-    fresh.padded = fresh.block_rows  # FSDP2 takes such for a shard and what there is too much of it
-    return fresh
-
-
-@_operator(aten.new_full.default)
-def _new_full(
-    x: QuantizedTensor, size: Sequence[int], value: Any, *, dtype: torch.dtype | None = None, device: Any = None,
-    **options: Any,
-) -> Any:
-    return _new_empty(x, size, dtype=dtype, device=device).fill_(value)
