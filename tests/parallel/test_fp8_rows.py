@@ -2,11 +2,15 @@
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from dualpipe.kernels.formats import QuantizedRows
 from dualpipe.kernels.quantize import dequantize_rows, quantize_rows
 from dualpipe.nn.segments import Communicate, Compute, run_segments
 from dualpipe.parallel.expert import ExpertParallel
+from dualpipe.parallel.fp8_rows import SCALES
+from dualpipe.parallel.shard import _cast
 from ranks import run_ranks
 
 EXPERTS, HIDDEN, TOKENS, K = 4, 160, 6, 2  # 160: neither 128 nor a multiple of it
@@ -93,3 +97,18 @@ def test_what_does_not_fit_is_refused():
     assert run_ranks(disagreeing, 2, reuse=True) == [True, True]
     with pytest.raises(ValueError, match="fp8_rows must be 128, 32, numbers under a scale, or None; got 64"):
         ExpertParallel(4, fp8_rows=64)
+
+
+class Experts(nn.Module):
+    def forward(self, x: Tensor, quantized: QuantizedRows) -> tuple[Tensor, QuantizedRows]:
+        return x, quantized
+
+
+@pytest.mark.parametrize("block", [128, 32])
+def test_casts_where_dtypes_meet_leave_quantized_rows(block):
+    """As in DeepSeek-V3, whose routers have a bias in float32."""
+    experts = Experts()
+    _cast(experts, torch.bfloat16, torch.bfloat16)
+    x, rows = experts(torch.ones(2, 128), quantized=quantize_rows(torch.ones(2, 128), block))
+    assert x.dtype is torch.bfloat16
+    assert [part.dtype for part in rows] == [torch.float8_e4m3fn, SCALES[block]]
