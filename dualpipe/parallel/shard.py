@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_map_only
 
 from dualpipe.dtypes import short_name
-from dualpipe.kernels.formats import Format
+from dualpipe.kernels.formats import Format, QuantizedRows
 from dualpipe.parallel.dtype_plan import DTypePlan, slots
 from dualpipe.parallel.fsdp import keep_hook_on_reduce_stream
 from dualpipe.parallel.gather import PackedGather, attach, gather_packed
@@ -340,10 +340,8 @@ def _accumulate_in(dtype: torch.dtype, called: Iterable[nn.Module], managed: lis
 
 def _cast(module: nn.Module, inputs: torch.dtype, outputs: torch.dtype | None) -> None:
     def cast(dtype: torch.dtype, value: Any) -> Any:
-        def to(tensor: Tensor) -> Tensor:  # not of quantized rows, whose elements and scales belong together
-            return tensor.to(dtype) if tensor.is_floating_point() and tensor.itemsize > 1 else tensor
-
-        return tree_map_only(Tensor, to, value)
+        return tree_map_only(Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value,
+                             is_leaf=lambda part: isinstance(part, QuantizedRows))  # which stay as they are
 
     module.register_forward_pre_hook(lambda _, args, kwargs: cast(inputs, (args, kwargs)), with_kwargs=True)
     if outputs is not None:

@@ -43,18 +43,18 @@ def step_options(folder, family, layout, *rules):
     return ["--model.config", str(path), *LAYOUTS[layout], "--dtypes.rules", *rules]
 
 
-STEPS = [("gpt_oss", "pp2 x ep2", "*,gather=mxfp8"), ("deepseek_v3", "pp2 x dp2", "*,storage=nvfp4"),
-         ("deepseek_v2", "pp2 x ep2", "*.experts,storage=fp8_block", "*.self_attn,gather=fp8_tensor"),
-         ("gpt_oss", "pp2 x dp2", "*.experts,storage=mxfp4", "*.self_attn,storage=mxfp8")]
-MORE = [(family, layout, f"*,{way}={format}") for family in FAMILIES for layout in LAYOUTS
-        for way in ("storage", "gather") for format in ("mxfp8", "nvfp4", "mxfp4", "fp8_tensor")]
+STEPS = [("gpt_oss", "pp2 x ep2", "*,gather=mxfp8"), ("deepseek_v3", "pp2 x dp2", "*,storage=nvfp4")]
+MORE = [("deepseek_v2", "pp2 x ep2", "*.experts,storage=fp8_block", "*.self_attn,gather=fp8_tensor"),
+        ("gpt_oss", "pp2 x dp2", "*.experts,storage=mxfp4", "*.self_attn,storage=mxfp8"),
+        *((family, layout, f"*,{way}={format}") for family in FAMILIES for layout in LAYOUTS
+          for way in ("storage", "gather") for format in ("mxfp8", "nvfp4", "mxfp4", "fp8_tensor"))]
 
 
 @pytest.mark.parametrize("steps", [STEPS, pytest.param(MORE, marks=pytest.mark.slow)], ids=["some", "all"])
 def test_a_step_is_that_of_the_dequantized_weights(run_toml, steps):
     """In float32 a product takes what a weight dequantizes to, so nothing but the order of sums may differ."""
     runs = [step_options(run_toml.parent, *step) for step in steps]
-    for found in run_ranks(differences, 4, str(run_toml), runs, timeout=60 + 20 * len(runs)):
+    for found in run_ranks(differences, 4, str(run_toml), runs, timeout=60 + 20 * len(runs), reuse=True):
         assert max(found) < parity.TOLERANCES["float32"], dict(zip(steps, found))
 
 
@@ -76,15 +76,13 @@ def losses(toml, folder, runs, *options, timeout):
     return {name: [row["loss"] for row in read_metrics(folder / name / "metrics.jsonl")] for name in runs}
 
 
-def test_stored_and_gathered_weights_train_alike_and_as_in_bf16(run_toml, tmp_path):
+@pytest.mark.parametrize("format", ["mxfp8", pytest.param("nvfp4", marks=pytest.mark.slow)])
+def test_stored_and_gathered_weights_train_alike(run_toml, tmp_path, format):
     """Both have the bytes of the same float32 values, so they are the same training, bit for bit."""
-    runs = {"bf16": (), **{f"{format} {way}": (f"*,{way}={format}",) for format in ("mxfp8", "nvfp4")
-                           for way in ("storage", "gather")}}
-    found = losses(run_toml, tmp_path, runs, "--train.steps", "6", timeout=240)
-    assert found["bf16"][-1] < found["bf16"][0] - 0.5
-    for format, near in (("mxfp8", 0.01), ("nvfp4", 0.03)):
-        assert found[f"{format} storage"] == found[f"{format} gather"] != found["bf16"]
-        assert found[f"{format} storage"] == pytest.approx(found["bf16"], rel=near)
+    runs = {way: (f"*,{way}={format}",) for way in ("storage", "gather")}
+    found = losses(run_toml, tmp_path, runs, "--train.steps", "3", timeout=120)
+    assert found["storage"] == found["gather"]
+    assert found["gather"][-1] < found["gather"][0]
 
 
 @pytest.mark.slow
