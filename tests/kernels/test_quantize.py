@@ -73,7 +73,8 @@ def test_bytes_at_every_scale(format, device):
     steps = 2.0 ** torch.arange(-150, 127, dtype=torch.float64)[:, None] * (1 + torch.arange(2**8) / 2**8)
     x = (steps[..., None] * torch.linspace(1, -1, 32, dtype=torch.float64)).float().to(device)  # (exponents, 256, 32)
     x = x if format.block[0] == 1 else x[:, :, None, :].expand(-1, -1, 4, -1).flatten(0, 1)
-    assert torch.equal(quantize(x, format), quantize_reference(x, format))
+    for part in x.split(1024):  # the reference has some copies of all blocks: 4.6 GB each, of 128 x 128
+        assert torch.equal(quantize(part, format), quantize_reference(part, format))
 
 
 @KINDS
