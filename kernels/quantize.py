@@ -344,7 +344,7 @@ class _Parts(NamedTuple):
 
     @classmethod
     def of_data(cls, data: Tensor, format: Format, columns: int) -> _Parts:
-        """Of (..., R, bytes)."""
+        """Where block rows (..., R, bytes) have them."""
         data = data.view(-1, *data.shape[-2:])
         scales = _integers(format.scales(data, columns)) if format.block[1] else data
         used = format.block[0] * columns * format.bits // 8 + format.scales_per_row(columns) * format.scale.itemsize

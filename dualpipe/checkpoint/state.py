@@ -206,7 +206,7 @@ class Part(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype | Format:
-        """Of the numbers, in a file."""
+        """Dtype or format of the numbers, in a file."""
         return self.tensor.dtype if self.quantized is None else self.quantized.format
 
 
@@ -232,14 +232,10 @@ def parts_of(state: State, stored: Mapping[str, StoredTensor] | None = None) -> 
             raise ValueError(f"{name!r} is a {type(name).__name__}; the names of tensors must be texts")
         if isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements):
             raise ValueError(f"{name} is a sum that is not yet reduced ({tensor.placements}); redistribute it first")
-        if (quantized := quantized_part(tensor)) is not None:
-            box = Box.whole(tensor.shape)
-            if isinstance(tensor, DTensor):
-                (chunk,) = tensor.__create_chunk_list__()
-                box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
-            parts[name] = Part(tuple(tensor.shape), box, quantized.block_rows, quantized)
-            continue
         local, place = local_part(tensor)
+        if (quantized := quantized_part(tensor)) is not None:
+            parts[name] = Part(tuple(tensor.shape), Box.at(place), quantized.block_rows, quantized)
+            continue
         if type(local.detach()) is not Tensor:
             raise ValueError(f"{name} is a {type(local).__name__}; only plain tensors can be stored")
         if stored is not None and any(stride == 0 and size > 1 for stride, size in zip(local.stride(), local.shape)):

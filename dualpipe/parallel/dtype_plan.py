@@ -29,11 +29,10 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from dualpipe.dtypes import dtype_of_code, short_name
 from dualpipe.kernels.formats import Format, format_of
-from dualpipe.quantized.tensor import QuantizedTensor
+from dualpipe.quantized.weights import quantized_part
 
 _NUMBER = re.compile(r"(?<![^.])(\d+)(?![^.])")  # a segment of a name: "layers.3.up" -> "layers.", "3", ".up"
 
@@ -264,14 +263,14 @@ def assert_contract(
             if isinstance(inner, FSDPModule):
                 inner.reshard()  # a root stays gathered after a forward
         for slot in slots(each):
-            planned, stored = plan.of(slot.name), _local(slot.tensor)
-            check(slot.name, "is stored in", _kind(stored), planned.stored)
-            if isinstance(stored, QuantizedTensor) and planned.master != (stored.master is not None):
+            planned, part = plan.of(slot.name), quantized_part(slot.tensor)
+            check(slot.name, "is stored in", _kind(slot.tensor), planned.stored)
+            if part is not None and planned.master != (part.master is not None):
                 wrong[f"{slot.name}: is stored with{'out' * planned.master} masters, planned otherwise"] = None
         for name, param in each.named_parameters():
             if param.grad is not None:  # FSDP2 hands on a reduced one in the storage dtype; a plain one accumulates
                 sharded = isinstance(each, FSDPModule)
-                check(name, "has a gradient in", _kind(_local(param.grad)),
+                check(name, "has a gradient in", _kind(param.grad),
                       plan.of(name).storage if sharded else plan.reduce_dtype(name))
         for places in saved(each) if on_disk is not None else ():
             first, present = places[0], [slot.name for slot in places if slot.name in on_disk]
@@ -290,12 +289,9 @@ def assert_contract(
         raise ContractError("the dtype contract does not hold:\n" + "\n".join(f"  {line}" for line in wrong))
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
 def _kind(tensor: Tensor) -> torch.dtype | Format:
-    return tensor.format if isinstance(tensor, QuantizedTensor) else tensor.dtype
+    part = quantized_part(tensor)
+    return tensor.dtype if part is None else part.format
 
 
 def checkpoint_dtypes(path: str | PathLike[str]) -> dict[str, torch.dtype]:
@@ -330,7 +326,7 @@ def _watch(
             name = f"{prefix}.{key}".lstrip(".")
             planned = plan.of(name)
             check(name, "computes in", tensor.dtype, planned.compute)
-            check(name, "computes with", _kind(_local(tensor)), planned.format or planned.compute)
+            check(name, "computes with", _kind(tensor), planned.format or planned.compute)
             if isinstance(tensor, nn.Parameter):
                 seen.append(name)
                 if tensor.requires_grad:

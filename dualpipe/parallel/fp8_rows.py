@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 
 from dualpipe.kernels.formats import QuantizedRows
-from dualpipe.kernels.quantize import dequantize_rows, quantize_rows
+from dualpipe.kernels.quantize import ROW_FORMATS, dequantize_rows, quantize_rows
 from dualpipe.parallel.all_to_all import CommStream, PendingRows
 
-SCALES = {128: torch.float32, 32: torch.float8_e8m0fnu}  # by how many numbers have one: see `QuantizedRows`
+SCALES = {block: format.scale for block, format in ROW_FORMATS.items()}  # by how many numbers have one
 
 
 def scale_bytes(columns: int, block: int) -> int:
-    """Of a row of so many numbers."""
-    return -(-columns // block) * SCALES[block].itemsize
+    """Bytes that the scales of a row of so many numbers take."""
+    return ROW_FORMATS[block].scales_per_row(columns) * SCALES[block].itemsize
 
 
 def dequantized(
