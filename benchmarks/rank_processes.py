@@ -22,11 +22,11 @@ from typing import Any
 import torch.distributed as dist
 
 from dualpipe.errors import die_with
-from dualpipe.train.job import connect
 from dualpipe.train.launch import RankInfo, rank_from_environment, slurm_rendezvous
+from dualpipe.train.rendezvous import connect
 
 GRACE = 10.0
-_ATTEMPT = "TORCHELASTIC_RESTART_COUNT"  # what `dualpipe.train.job.connect` makes a prefix of
+_ATTEMPT = "TORCHELASTIC_RESTART_COUNT"  # what `dualpipe.train.rendezvous.connect` makes a prefix of
 _PRELOADED = ["torch", "dualpipe.train.model", "torch.distributed.pipelining.schedules", "torch.distributed.tensor"]
 
 Found = dict[str, Any]

@@ -51,28 +51,50 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _on_ranks(args: argparse.Namespace) -> int:
     """`train` and `parity`: the work of a rank of the job, or starting all ranks where nobody did."""
-    from dualpipe.train.launch import as_rank, load_everywhere, start_ranks
+    from dualpipe.train.launch import LAUNCHER, as_rank, load_everywhere, rank_from_environment
+    from dualpipe.train.start import start_ranks
 
-    overrides = args.overrides
-    if args.command == "parity":  # its options may stand after CONFIG too
-        after_config = argparse.ArgumentParser(prog="dualpipe parity CONFIG", allow_abbrev=False, add_help=False)
-        _add_arguments(after_config, _PARITY)
-        args, overrides = after_config.parse_known_args(overrides, namespace=args)
-        for name in ("pp", "dp", "ep"):
-            if getattr(args, name) is not None:
-                overrides += [f"--parallel.{name}", str(getattr(args, name))]
+    # their options may stand after CONFIG too
+    after_config = argparse.ArgumentParser(prog=f"dualpipe {args.command} CONFIG", allow_abbrev=False, add_help=False)
+    _add_arguments(after_config, _OPTIONS[args.command])
+    args, overrides = after_config.parse_known_args(args.overrides, namespace=args)
+    for name in ("pp", "dp", "ep") if args.command == "parity" else ():
+        if getattr(args, name) is not None:
+            overrides += [f"--parallel.{name}", str(getattr(args, name))]
     config, info = load_everywhere(args.config, overrides)
-    if info is None:
-        return start_ranks(args.arguments, config.parallel)
-    with as_rank(info) as ending:
+    restarts = args.max_restarts if args.command == "train" and LAUNCHER not in os.environ else 0
+    if restarts and rank_from_environment(os.environ) is not None:
+        raise ValueError(f"--max-restarts {restarts} is for ranks that this command starts itself; give it to "
+                         "torchrun, as an option of its own, or have SLURM put the job back into its queue")
+    if info is None or restarts:
+        return start_ranks(args.arguments, config, restarts=restarts, watched=args.command == "train")
+    with as_rank(info, config.parallel.sizes) as ending:
         if args.command == "parity":
             from dualpipe.train.parity import check
 
             ending.status = check(config, info, dtype=args.dtype, tolerance=args.tolerance, worst=args.worst)
         else:
+            from dualpipe.train.faults import parse
             from dualpipe.train.loop import train
 
-            ending.status = train(config, info)
+            ending.status = train(config, info, parse(args.faults))
+    return ending.status
+
+
+def _replay(args: argparse.Namespace) -> int:
+    from dualpipe.train.launch import RankInfo, as_rank, rank_from_environment, slurm_rendezvous
+    from dualpipe.train.replay import read_bundle, replay
+    from dualpipe.train.start import start_ranks
+
+    config, manifest = read_bundle(args.bundle)
+    info = rank_from_environment(os.environ)
+    if info is None and config.parallel.world_size > 1:
+        return start_ranks(args.arguments, config)
+    if info is not None and "RANK" not in os.environ:
+        os.environ.update(slurm_rendezvous(os.environ))
+    info = info or RankInfo(0, 1, 0, 1)
+    with as_rank(info, config.parallel.sizes) as ending:
+        ending.status = replay(config, manifest, info)
     return ending.status
 
 
@@ -146,6 +168,13 @@ def _hf_export(args: argparse.Namespace) -> None:
     print(f"{args.target}: written")
 
 
+def _why(args: argparse.Namespace) -> None:
+    from dualpipe.train.why import report
+
+    for line in report(Path(args.path), as_json=args.json):
+        print(line)
+
+
 def _doctor(args: argparse.Namespace) -> int:
     from dualpipe.doctor import run
 
@@ -170,6 +199,13 @@ _PARITY: _Arguments = {
     "--tolerance": dict(type=float, metavar="X", help="relative error allowed (default: 1e-10, float32 1e-5)"),
     "--worst": dict(type=int, default=10, metavar="N", help="parameters to print (default: 10)"),
 }
+_TRAIN: _Arguments = {
+    "--max-restarts": dict(type=int, default=0, metavar="N", help="start the ranks again, from the last checkpoint, so "
+                           "often after a failure (default: 0)"),
+    "--faults": dict(default="", metavar="TEXT", help="what is to go wrong, to see what the run does then, such as "
+                     '"kill rank=2 step=7 action=B; delay rank=0 step=3 action=F seconds=2"'),
+}
+_OPTIONS = {"train": _TRAIN, "parity": _PARITY}
 _PACK: _Arguments = {
     "paths": dict(nargs="+", metavar="PATH", help="files or folders of text, .jsonl[.gz|.zst] or .parquet, or "
                   '"stdlib" (Python\'s own source)'),
@@ -196,12 +232,19 @@ _EXPORT: _Arguments = {
                      "layers for multi-token prediction go along"),
     "--max-shard-size": dict(default="5GB", metavar="SIZE", help="of a file's tensors (default: 5GB)"),
 }
+_WHY: _Arguments = {
+    "path": dict(metavar="DIR", help="output.dir of a run, or the folder `why` in it"),
+    "--json": dict(action="store_true", help="the rank at fault, the diagnosis, and all states as JSON"),
+}
 _GROUPS = {"data": "prepare training data", "checkpoint": "a run's checkpoints", "hf": "Hugging Face checkpoints"}
 _COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int | None], str, _Arguments]] = {
-    "train": (_on_ranks, "train a model; starts the ranks of this machine unless torchrun or SLURM did", _CONFIG),
+    "train": (_on_ranks, "train a model; starts the ranks of this machine unless torchrun or SLURM did",
+              {**_TRAIN, **_CONFIG}),
     "data pack": (_pack, "tokenise text into memory-mapped shards", _PACK),
     "parity": (_on_ranks, "compare loss and gradients of the pipelined model with the unpipelined one",
                {**_PARITY, **_CONFIG}),
+    "replay": (_replay, "run a step again whose numbers were not finite, from its bundle, and compare bit for bit",
+               {"bundle": dict(metavar="BUNDLE", help="a folder in `bundles` of a run's output.dir")}),
     "dtypes": (_dtypes, "print in which dtype every tensor of the model is stored, computes, is reduced and saved, and "
                "why", _CONFIG),
     "memory": (_memory, "print what a run needs on each rank in GiB, by what it is for; nothing is allocated", _CONFIG),
@@ -217,6 +260,7 @@ _COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int | None], str, _Arg
                   _IMPORT),
     "hf export": (_hf_export, "write a run's checkpoint, or again one of Hugging Face's, in Hugging Face's form, "
                   "dequantized", _EXPORT),
+    "why": (_why, "say which rank a run waits or waited for, from what its ranks have written of themselves", _WHY),
     "doctor": (_doctor, "say what is installed here, and what of it will be used or missed; exit status 1 if training "
                "cannot run", {}),
 }

@@ -7,11 +7,12 @@ events are None, and to wait for None is nothing.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,7 @@ _PEAKS = {
     ("A100",): 312, ("A800",): 312, ("L40S",): 362, ("A10",): 125, ("L4",): 121,
 }
 
+_FLIGHT = 100  # entries of torch's flight recorder that are shown
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
@@ -199,6 +201,24 @@ def set_environment() -> None:
     os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # the older name
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives that torch's flight recorder keeps
+
+
+def flight_recorder() -> list[dict[str, Any]]:
+    """The last collectives and messages that torch's flight recorder has seen here, none where it is off: `group`,
+    `number` in it, `name`, `sizes` of the inputs, `state`."""
+    from torch._C import _distributed_c10d as c10d
+
+    found: list[dict[str, Any]] = []
+    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):  # the former in builds with NCCL, the latter gloo's
+        if (dump := getattr(c10d, name, None)) is not None:
+            found += json.loads(dump(True, False)).get("entries", ())
+    return [
+        {"group": " ".join(each["process_group"]), "number": each["collective_seq_id"], "name": each["profiling_name"],
+         "sizes": str(each["input_sizes"]), "state": each["state"], "p2p": each["is_p2p"]}
+        for each in found[-_FLIGHT:]
+    ]
 
 
 def one_queue() -> str | None:

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Collection, Iterable
 from difflib import get_close_matches
 
-PLAIN = (ValueError, FloatingPointError, OSError)  # said in a line, without a traceback
 _LINES = 200  # of a list of problems
 USER_ERROR = 2  # exit status of what the user can put right: a ValueError
 
@@ -17,8 +16,15 @@ class PipelineError(RuntimeError):
     """A step failed on some rank while it ran; the message names the rank, the action and the cause."""
 
 
+class RankLost(PipelineError):
+    """Another rank did not come in time, or is gone; the message says what was waited for, how long, and from whom."""
+
+
 class UpstreamFailed(Exception):
     """Another rank could not send what this one needs; that rank reports the cause."""
+
+
+PLAIN = (ValueError, FloatingPointError, OSError, RankLost)  # said in a line, without a traceback
 
 
 def exit_status(error: BaseException) -> int:

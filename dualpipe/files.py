@@ -7,7 +7,7 @@ import errno
 import hashlib
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +19,8 @@ CHECKSUMS: dict[str, Any] = {"xxh3_128": xxhash.xxh3_128, "sha256": hashlib.sha2
 _FALLOCATE, _KEEP_SIZE = getattr(ctypes.CDLL(None), "fallocate", None), 1  # of <fcntl.h>; on Linux
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _PIECE = 2**22  # bytes that are hashed, and then written while they are in the cache
+_REPORTED = 2**26  # bytes after which a writer is heard of
+_FLUSHED = 2**30  # bytes that the system may hold back: the flush at the end tells of no progress
 
 
 class Written(NamedTuple):
@@ -72,6 +74,8 @@ def write_file(path: Path, pieces: Iterable[bytes | memoryview], checksum: str =
                 if total is not None:
                     total.update(part)
                 out.write(part)
+                if out.tell() % _FLUSHED < len(part):
+                    os.fdatasync(out.fileno())
         out.flush()
         os.fsync(out.fileno())
         return Written(out.tell(), "" if total is None else total.hexdigest())
@@ -82,6 +86,16 @@ def write_files(
 ) -> dict[str, Written]:
     """Write new files by name into a folder, each as `write_file` does."""
     return {name: write_file(folder / name, pieces, checksum) for name, pieces in files.items()}
+
+
+def reporting(pieces: Iterable[bytes | memoryview], report: Callable[[int], None]) -> Iterator[memoryview]:
+    """The same bytes for `write_file`, in pieces after each of which `report` is called with its size, once written."""
+    for piece in pieces:
+        view = memoryview(piece)
+        for start in range(0, len(view), _REPORTED):
+            part = view[start : start + _REPORTED]
+            yield part
+            report(len(part))
 
 
 def checksum_of(path: Path, checksum: str) -> str:

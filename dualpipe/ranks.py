@@ -22,7 +22,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from dualpipe.device import TOTALS, Traffic, current, nccl_options
-from dualpipe.errors import PipelineError, UpstreamFailed
+from dualpipe.errors import PipelineError, RankLost, UpstreamFailed
+from dualpipe.recorder import Recorder
 
 RECORD_BYTES = 8192
 _TAG = 14  # gloo's, of records; any that nothing else uses
@@ -33,6 +34,9 @@ _REMEDIES = {  # for errors of torch that say nothing of a pipeline
     "leaf Variable that requires grad": " A stage must not begin with an operation in place: its input is a leaf, from "
     "which the stage before gets its gradient, and so are parameters. Write x = x + 1 instead of x += 1.",
 }
+
+_LAST_WORD = timedelta(seconds=1)
+_GONE = "cannot be reached: "
 
 T = TypeVar("T")
 
@@ -51,6 +55,11 @@ class RankSync:
         self._members = list(members) or list(range(self.size))
         self.rank = 0 if group is None else self._members.index(group.rank())
         self._group: Any = group
+        ranks: Sequence[int] = range(self.size)
+        if isinstance(group, ProcessGroup):
+            ranks = dist.get_process_group_ranks(group)
+            Recorder.current().rank = dist.get_rank()
+        self._global = tuple(ranks[member] for member in self._members)  # by which ranks are named
         self._replicas = [RankSync(other if "cpu" in backends(other) else gloo_beside(other)) for other in replicas]
         self._tell_back = True  # until `compare_replicas`
         self._cut_short = False
@@ -116,7 +125,7 @@ class RankSync:
                 ranks_of.setdefault(failure[1], []).append(rank)
         if ranks_of:
             refused = all(failure[0] for failure, _ in outcomes if failure is not None)
-            texts = [f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in ranks_of.items()]
+            texts = [f"{self._names(ranks)}: {text}" for text, ranks in ranks_of.items()]
             text = "; ".join(texts if everywhere or not refused else ranks_of)
             raise (ValueError if refused else RuntimeError)(text) from error
         return [value for _, value in outcomes]
@@ -143,8 +152,15 @@ class RankSync:
             raise RuntimeError("an earlier exchange between the ranks was cut short, by an interrupt, a timeout or the "
                                "loss of a rank; they can agree on nothing any more")
         self._cut_short = True
-        call(*args, group=self._group, **options)
+        with Recorder.current().collective("agree", f"all in {call.__name__}", self._global):
+            call(*args, group=self._group, **options)
         self._cut_short = False
+
+    def _names(self, ranks: Sequence[int]) -> str:
+        """Ranks by their global numbers, and one by its place."""
+        if len(ranks) > 1:
+            return f"rank {', '.join(str(self._global[rank]) for rank in ranks)}"
+        return Recorder.current().name(self._global[ranks[0]])
 
     # -- small records
 
@@ -170,8 +186,9 @@ class RankSync:
         except BaseException as raised:
             error = raised
             text = None if isinstance(raised, UpstreamFailed) else f"{where()}{_said(raised)}"
+        lost = isinstance(error, RankLost)
         try:
-            records, failure = self._exchange(text, told.value, kind)
+            records, failure = self._exchange(text, told.value, kind, lost)
             if failure is None:
                 try:
                     told.conclusion = conclude([value for _, value in records])
@@ -179,22 +196,26 @@ class RankSync:
                     failure = disagreement
             elsewhere = None if failure is None else str(failure)
             for replica in self._replicas:
-                peers, _ = replica._exchange(elsewhere, same_everywhere)
-                wrong = [f"data-parallel rank {r}: {text}" for r, (text, _) in enumerate(peers) if text is not None]
+                lost |= isinstance(failure, RankLost)
+                peers, _ = replica._exchange(elsewhere, same_everywhere, lost=lost)
+                # What a replica tells of another rank names that one itself.
+                wrong = [text if text.startswith("rank ") else f"{replica._names([r])}: {text}"
+                         for r, (text, _) in enumerate(peers) if text is not None]
                 if not wrong and any(value != peers[0][1] for _, value in peers):
                     wrong = [f"data-parallel ranks disagree: by rank {[value for _, value in peers]}"]
                 elsewhere = elsewhere or next(iter(wrong), None)
             if self._tell_back:
-                _, back = self._exchange(elsewhere, None, kind)
+                _, back = self._exchange(elsewhere, None, kind, lost or isinstance(failure, RankLost))
                 elsewhere = elsewhere or (None if back is None else str(back))
             if error is not None and not isinstance(error, Exception):
                 raise error
             if failure is None and elsewhere is not None:
-                failure = kind(elsewhere)
+                failure = (RankLost if _of_lost(elsewhere) else kind)(elsewhere)
             if failure is None and error is not None:
                 failure = PipelineError("a rank failed and could not report why")
             if failure is not None:
-                raise failure from error
+                # A step that lost a rank, as one in which a rank failed.
+                raise PipelineError(str(failure)) if isinstance(failure, RankLost) else failure from error
         finally:
             error = failure = None  # this frame is in the error's traceback: the cycle would keep all its tensors
 
@@ -205,12 +226,13 @@ class RankSync:
         self._tell_back = any(record != records[0] for record in records)
 
     def _exchange(
-        self, text: str | None, value: Any, kind: type[Exception] = PipelineError
+        self, text: str | None, value: Any, kind: type[Exception] = PipelineError, lost: bool = False
     ) -> tuple[list[Any], Exception | None]:
         """Everybody's (error text, JSON value) by rank; and `kind`, the same on every rank, where there is a text,
         PipelineError where a rank could not be reached.
 
-        Sent from each rank to each: one that is dead must not keep us from the others.
+        Sent from each rank to each: one that is dead must not keep us from the others. lost: this rank has lost one by
+        now, and does not wait for the others once more: they hear of it.
         """
         records: list[Any] = [[text and text[:_RECORD_CHARACTERS], value]] * self.size
         if self.size > 1:
@@ -223,16 +245,20 @@ class RankSync:
             ends = [(peer, self._members[peer]) for peer in buffers]
             receives = [_attempt(self._group.recv, [buffers[peer]], end, _TAG) for peer, end in ends]
             sends = [_attempt(self._group.send, [packed], end, _TAG) for _, end in ends]
+            recorder = Recorder.current()
             for peer, *works in zip(buffers, receives, sends):
                 try:
-                    for work in works:
-                        if isinstance(work, RuntimeError):
-                            raise work
-                        work.wait()
+                    with recorder.wait("agree", "word", self._global[peer : peer + 1], RECORD_BYTES):
+                        for work in works:
+                            if isinstance(work, RuntimeError):
+                                raise work
+                            work.wait(*[_LAST_WORD] * lost)
                     records[peer] = unpack_record(buffers[peer])
                 except RuntimeError as error:
-                    records[peer], kind = [f"cannot be reached: {error}", None], PipelineError
-        errors = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(records) if text is not None]
+                    records[peer], kind = [f"{_GONE}{error}", None], PipelineError
+        errors = [f"{self._names([rank])}: {text}" for rank, (text, _) in enumerate(records) if text is not None]
+        if all(map(_of_lost, errors)):
+            kind = RankLost
         return records, kind("; ".join(errors)) if errors else None
 
 
@@ -263,6 +289,11 @@ def _attempt(call: Callable[..., Any], *args: Any) -> Any:
         return call(*args)
     except RuntimeError as error:
         return error
+
+
+def _of_lost(text: str) -> bool:
+    """Whether what a rank says of its failure is that it lost another one."""
+    return _GONE in text or f"{RankLost.__name__}: " in text
 
 
 def _said(error: BaseException) -> str:

@@ -5,7 +5,16 @@ On the pretend one the host may wait, but where a test says torch.cuda.set_sync_
 
 import pytest
 
+from dualpipe.recorder import Recorder
+
 REAL = pytest.param("cuda", marks=pytest.mark.gpu)
+
+
+@pytest.fixture(autouse=True)
+def _own_recorder():
+    """A recorder of each test's own: one that has built a mesh would name the ranks of all after it."""
+    with Recorder().activate():
+        yield
 
 
 @pytest.fixture(params=["cpu", REAL])

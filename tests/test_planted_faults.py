@@ -352,6 +352,7 @@ TRAINING = {  # name: (how the fault begins, how to plant it)
 LISTED = {
     "Event.synchronize in dualpipe/train/loop.py: Run._read": 2,
     "_local_scalar_dense in dualpipe/train/loop.py: Run._evaluate": 1,
+    "tolist in dualpipe/checkpoint/state.py: not_finite": 1,
     "synchronize in dualpipe/checkpoint/writer.py: HostMemory.fill": 1,
 }
 

@@ -34,6 +34,7 @@ COUNTS = "Event.synchronize in dualpipe/parallel/expert.py: _PendingDispatch.adv
 READ = "Event.synchronize in dualpipe/train/loop.py: Run._read"
 EVALUATE = "_local_scalar_dense in dualpipe/train/loop.py: Run._evaluate"
 SAVE = "synchronize in dualpipe/checkpoint/writer.py: HostMemory.fill"
+FINITE = "tolist in dualpipe/checkpoint/state.py: not_finite"  # before each save
 
 
 # In the first step, in which kernels are loaded, also for each message between ranks, which goes through the host.
@@ -109,7 +110,7 @@ def training(rank, folder, steps, waits):
 def test_training_with_checkpoints(tmp_path):
     write_run(tmp_path)
     for steps, waits in [
-        ("2", {READ: 2, EVALUATE: 1, SAVE: 1}),
-        ("3", {READ: 1, EVALUATE: 1, SAVE: 1}),  # from the checkpoint
+        ("2", {READ: 2, EVALUATE: 1, FINITE: 1, SAVE: 1}),
+        ("3", {READ: 1, EVALUATE: 1, FINITE: 1, SAVE: 1}),  # from the checkpoint
     ]:
         assert run_ranks(training, 1, str(tmp_path), steps, waits) == [[]]

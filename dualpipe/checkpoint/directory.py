@@ -23,7 +23,8 @@ import re
 import secrets
 import shutil
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from os import PathLike
 from pathlib import Path
 from typing import NamedTuple, NoReturn
@@ -148,6 +149,12 @@ class Directory:
             raise
         self._sequence = found[0].manifest.sequence if found else -1
         self._committed = [each.path for each in reversed(found) if not each.damage()]
+        self.anomaly = 0  # the last step whose result may be wrong: the newest before it stays
+
+    @property
+    def newest(self) -> Path | None:
+        """The whole checkpoint that was committed last."""
+        return self._committed[-1] if self._committed else None
 
     def close(self) -> None:
         """Let other jobs save here."""
@@ -160,44 +167,55 @@ class Directory:
         gone = {path.resolve() for path in damaged}
         self._committed = [path for path in self._committed if path.resolve() not in gone]
 
-    def begin(self, step: int) -> Path:
-        """Remove what dead jobs left, and make the temporary directory of a new checkpoint."""
+    def begin(self, step: int, moved: Callable[[], None]) -> Path:
+        """Remove what dead jobs left, and make the temporary directory of a new checkpoint.
+
+        moved: called again and again while this goes on, as `commit` does.
+        """
         for path in self.path.iterdir():
             if path.name.startswith((".tmp-step-", ".del-step-")):
-                _remove(path)
+                _remove(path, moved)
         folder = self.path / f".tmp-step-{step:08}-{secrets.token_hex(4)}"
         folder.mkdir()
         return folder
 
-    def commit(self, folder: Path, manifest: Manifest, stored: Mapping[str, StoredTensor]) -> Path:
+    def commit(
+        self, folder: Path, manifest: Manifest, stored: Mapping[str, StoredTensor], moved: Callable[[], None],
+        allowed: AbstractContextManager[None],
+    ) -> Path:
         """Make a temporary directory the newest checkpoint and delete what need not be kept; returns its path.
 
         It is complete but for the description of its tensors and the manifest, which gets its sequence here. Another of
-        the same step is replaced. What cannot be deleted is warned about.
+        the same step is replaced. What cannot be deleted is warned about. allowed: is around the one call that commits,
+        and may raise instead.
         """
         self._sequence += 1
         write_description(folder, dataclasses.replace(manifest, sequence=self._sequence), stored)
         sync(folder)
+        moved()
         path, number = self.path / f"step-{manifest.step:08}", 0
         while os.path.lexists(path):  # another of its step
             number += 1
             path = path.with_name(f"step-{manifest.step:08}.{number}")
-        os.rename(folder, path)
+        with allowed:
+            os.rename(folder, path)
         self._committed.append(path)
         sync(self.path)
         try:
-            return self._tidy(path, manifest.step)
+            return self._tidy(path, manifest.step, moved)
         except OSError as error:
             warnings.warn(f"{path} is saved, but older ones could not be tidied up: {error}", stacklevel=2)
             return path
 
-    def _tidy(self, path: Path, step: int) -> Path:
+    def _tidy(self, path: Path, step: int, moved: Callable[[], None]) -> Path:
         """After `path` was committed; returns the path that it has then: without a suffix, once the other is gone."""
         self._committed = [each for each in self._committed if each.exists()]
         self._name_latest(path)  # before what it named is deleted
         others = [each for each in self._committed[:-1] if step_of(each) != step]
         old = [each for each in others[: max(0, len(others) - self._keep_last + 1) if self._keep_last else 0]
                if not self._keep_every or step_of(each) % self._keep_every]
+        before = [each for each in self._committed if step_of(each) < self.anomaly]
+        old = [each for each in old if each not in before[-1:]]
         same = [each for each in self.path.glob(f"step-{step:08}*") if each != path and step_of(each) == step]
         for each in (*old, *same):  # those of the same step may be damaged
             gone = each.with_name(f".del-{each.name}-{secrets.token_hex(4)}")
@@ -208,7 +226,7 @@ class Directory:
                 warnings.warn(f"the old checkpoint {each} cannot be deleted: {error}", stacklevel=2)
                 continue
             self._committed = [kept for kept in self._committed if kept != each]
-            _remove(gone)
+            _remove(gone, moved)
         plain = path.with_name(f"step-{step:08}")
         if path != plain and not os.path.lexists(plain):
             path = path.rename(plain)
@@ -228,8 +246,15 @@ class Directory:
         sync(self.path)
 
 
-def _remove(path: Path) -> None:
+def _remove(path: Path, moved: Callable[[], None]) -> None:
     try:
-        path.unlink() if path.is_symlink() or not path.is_dir() else shutil.rmtree(path)
+        if path.is_symlink() or not path.is_dir():
+            path.unlink()
+            return
+        for file in path.iterdir():  # one by one, as large ones take long
+            if file.is_file():
+                file.unlink()
+                moved()
+        shutil.rmtree(path)
     except OSError as error:
         warnings.warn(f"{path} cannot be deleted: {error}", stacklevel=2)

@@ -35,7 +35,7 @@ from torch.distributed.fsdp import FSDPModule
 from dualpipe.checkpoint.hub_files import CONFIG, INDEX, SINGLE, Reader, StrPath, file_within, read_headers, read_json
 from dualpipe.checkpoint.hub_load import blocks, config_of, model_shapes
 from dualpipe.checkpoint.hub_quantized import check_quantized, forms, quantization_config, unpack
-from dualpipe.checkpoint.save import assign
+from dualpipe.checkpoint.plan import assign
 from dualpipe.checkpoint.state import parts_of, training_state
 from dualpipe.checkpoint.tensors import Box, NewFile, TensorHeader, lay_out, write_box
 from dualpipe.dtypes import long_name
@@ -47,6 +47,7 @@ from dualpipe.parallel import DTypePlan
 from dualpipe.parallel.materialize import Sliceable
 from dualpipe.quantized import QuantizedTensor
 from dualpipe.ranks import RankSync
+from dualpipe.recorder import Recorder
 
 MAX_SHARD_BYTES = 5 * 10**9
 # What a source's directory has besides tensors and config.json that belongs to the model.
@@ -273,10 +274,11 @@ def _lock(folder: Path, until: ExitStack) -> None:
 def _write(folder: Path, header: Mapping[str, TensorHeader], data: Iterable[tuple[str, Box, Tensor]]) -> None:
     """Write values where they belong, flushed to the disk."""
     opened: dict[str, FileIO] = {}
+    recorder = Recorder.current()
     with ExitStack() as stack:
         for name, box, values in data:
             file = header[name].file
-            with naming(folder / file):
+            with naming(folder / file), recorder.doing("write", name):
                 if file not in opened:
                     opened[file] = stack.enter_context(open(folder / file, "r+b", buffering=0))
                 write_box(opened[file].fileno(), header[name], box, values)

@@ -4,9 +4,8 @@
         ...
         checkpoints.save_async(training_state(stages, optimizer), step=step, plan=plan, extra={"loader": ...})
 
-Every rank calls the same methods in the same order. What fails on one rank raises on all; a rank that died is noticed
-by the others when their connection to it breaks, or after `timeout`. See `directory` for what is on disk, and `state`
-for what is in it.
+Every rank calls the same methods in the same order. What fails on one rank raises on all; see `flight` for how they
+wait for each other, `directory` for what is on disk, and `state` for what is in it.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import platform
 import shutil
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -31,23 +30,22 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dualpipe import __version__
 from dualpipe.checkpoint.directory import Directory
-from dualpipe.checkpoint.manifest import RANDOM, Manifest, StoredTensor, file_of, gaps_in, layout_of
-from dualpipe.checkpoint.state import REPEATED, Part, State, as_number, capture_random, parts_of
-from dualpipe.checkpoint.tensors import Box, as_bytes, bytes_in_file, bytes_of, lay_out, storable
+from dualpipe.checkpoint.flight import Flight, GivenUp
+from dualpipe.checkpoint.manifest import RANDOM, Manifest, StoredTensor, file_of, layout_of
+from dualpipe.checkpoint.plan import Offer, plan_together
+from dualpipe.checkpoint.state import State, as_number, capture_random, not_finite, parts_of
+from dualpipe.checkpoint.tensors import lay_out, storable
 from dualpipe.checkpoint.writer import HostMemory
 from dualpipe.dtypes import short_name
-from dualpipe.errors import raise_for
-from dualpipe.files import CHECKSUMS, Written, write_files
-from dualpipe.kernels.formats import Format
+from dualpipe.errors import RankLost, raise_for
+from dualpipe.files import CHECKSUMS, Written, reporting, write_files
 from dualpipe.parallel import DTypePlan
 from dualpipe.parallel.mesh import DIMENSIONS, Mesh
 from dualpipe.ranks import RankSync
+from dualpipe.recorder import Recorder
 
 MAX_FILE_BYTES = 2**34  # of tensors in a file
-_SAMPLE = 64  # elements of a part
 _WIDE = (torch.float32, torch.float64, torch.complex64, torch.complex128)
-# What a rank could write of a tensor: its dtype and shape, a box.
-Offer = tuple[torch.dtype | Format, tuple[int, ...], Box]
 
 
 class CheckpointError(OSError):
@@ -62,13 +60,15 @@ class Checkpoints:
         each save (0.1 s, 20 MB).
     keep_last, keep_every: which checkpoints stay: the last so many, and those of steps that are multiples. None: all.
     checksum: of the files. SHA-256 takes as long as writing them, which XXH3 does not, and withstands more than damage.
-    timeout: after which a rank that waits for another gives up; longer than a save takes.
+    timeout: after which a rank that does not go on, or does not come, is given up. A save may take longer.
+    finite: refuse to save parameters and optimizer states that are infinite or NaN.
     """
 
     def __init__(
         self, directory: str | PathLike[str], mesh: DeviceMesh | None = None, *,
         kind: Literal["thread", "process"] = "thread", keep_last: int | None = None, keep_every: int | None = None,
-        checksum: Literal["xxh3_128", "sha256"] = "xxh3_128", timeout: timedelta = timedelta(minutes=30),
+        checksum: Literal["xxh3_128", "sha256"] = "xxh3_128", timeout: timedelta = timedelta(minutes=10),
+        finite: bool = True,
     ) -> None:
         """Collective over `mesh` (from `build_mesh`; None: this process alone); in the main thread.
 
@@ -82,7 +82,7 @@ class Checkpoints:
             if number is not None and (not isinstance(number, int) or number < 1):
                 raise ValueError(f"{name} must be at least 1, or None to keep all; got {number}")
         self.directory = Path(directory).absolute()
-        self._kind, self._checksum, self._timeout = kind, checksum, timeout.total_seconds()
+        self._kind, self._checksum, self._finite, self._timeout = kind, checksum, finite, timeout.total_seconds()
         self._layout = layout_of(mesh)
         # Which ranks have the same stages, only "pp" tells. Without it, all that have a tensor must have the same.
         is_named = mesh is None or "pp" in (mesh.mesh_dim_names or ())
@@ -96,14 +96,18 @@ class Checkpoints:
         # Ctrl-C is for the rank: a process that this thread starts inherits what the thread has blocked.
         blocked = signal.SIG_BLOCK, {signal.SIGINT}
         self._executor = ThreadPoolExecutor(1, "checkpoint", signal.pthread_sigmask, blocked)
-        self._pending: Future[Path] | None = None
-        self._pending_step = 0
+        self._recorder = Recorder.current()
+        self._pending: Flight | None = None
+        self._given_up: Flight | None = None  # the last save, where what writes it may go on
+        self._patience = 1.0  # s, for that to come to its end
         self._is_open = True
         self._target: Any = None  # a Directory, on rank 0
+        patience = min(10.0, self._timeout / 2)  # of rank 0, for which the others wait
         try:
             self._target = self._ranks.agree(
-                lambda: Directory(self.directory, keep_last, keep_every) if self._ranks.rank == 0 else None
+                lambda: Directory(self.directory, keep_last, keep_every, patience) if self._ranks.rank == 0 else None
             )
+            self._ranks.compare_replicas()
         except BaseException:
             self.close()
             raise
@@ -117,11 +121,13 @@ class Checkpoints:
         plan: recorded; what it saves in float32 is checked to be stored so.
         config, extra: of rank 0, anything that JSON can hold: the run's configuration; scheduler, loader position.
 
-        Raises on all ranks: ValueError for arguments; CheckpointError where it could not be written, or for an earlier
-        one that failed in the background.
+        Raises on all ranks: ValueError for arguments; FloatingPointError where a parameter or a state of the optimizer
+        is not finite; CheckpointError where it could not be written, or for an earlier one that failed in the
+        background; its cause is a RankLost where a rank is gone.
         """
-        with self._reported(step):
-            return self._begin(state, step, plan, config, extra, is_staged=False)()
+        self.wait()
+        with self._reported(step), self._recorder.doing("save", f"the checkpoint of step {step}"):
+            return self._begin(state, step, plan, config, extra, is_staged=False)[1]()
 
     def save_async(self, state: State, *, step: int, plan: DTypePlan | None = None, config: Any = None,
                    extra: Any = None) -> None:
@@ -130,36 +136,61 @@ class Checkpoints:
         Waits for the save before it, if that is still being written, and raises what has failed there; then nothing is
         saved by this call, as with `save`: call it again, or `wait` first.
         """
-        with self._reported(step):
-            finish = self._begin(state, step, plan, config, extra, is_staged=True)
-        self._pending_step = step
-        self._pending = self._executor.submit(finish)
+        self.wait()
+        with self._reported(step), self._recorder.doing("save", f"the copy for the checkpoint of step {step}"):
+            flight, write = self._begin(state, step, plan, config, extra, is_staged=True)
+        lane = self._recorder.lane("checkpoint")
+
+        def fly() -> None:
+            try:
+                with lane.activate():
+                    flight.end(write())
+            except BaseException as error:
+                flight.end(error)
+
+        self._executor.submit(fly)
+        self._pending = flight
 
     def wait(self) -> Path | None:
         """Wait until nothing is in flight; the path of what was, None where nothing was.
 
         Raises on all ranks what `save` would have; once, so that a run may go on and save again.
         """
-        if self._pending is None:
+        if (flight := self._pending) is None:
             return None
-        wait([self._pending])  # an interrupt leaves it pending: its memory and its directory are still in use
-        pending, self._pending = self._pending, None
-        with self._reported(self._pending_step):
-            return pending.result()
+        with self._recorder.doing("save", f"the checkpoint of step {flight.step}"):
+            wait([flight.ended])  # an interrupt leaves it pending: its memory and its directory are still in use
+        self._pending, self._given_up = None, flight if flight.refused else None
+        with self._reported(flight.step):
+            return flight.ended.result()
 
     def close(self) -> None:
         """Wait, then give everything back: call it at the end of the run. Raises as `wait` does."""
         try:
             self.wait()
         finally:
-            self._executor.shutdown()
-            self._memory.close()
+            is_idle = self._given_up is None or self._is_idle(self._patience)
+            self._executor.shutdown(wait=is_idle, cancel_futures=not is_idle)
             if self._target is not None:
                 self._target.close()
-            if self._group is not None:
-                dist.destroy_process_group(self._group)
+            if is_idle:  # else what hangs may go on with them
+                self._memory.close()
+                if self._group is not None:
+                    dist.destroy_process_group(self._group)
+            elif self._given_up is not None and self._given_up.folder is not None:
+                shutil.rmtree(self._given_up.folder, ignore_errors=True)
             self._target = self._group = None
             self._is_open = False
+
+    def _is_idle(self, patience: float) -> bool:
+        """Whether nothing of an earlier save goes on here, or has come to its end within so many seconds."""
+        return not wait([self._executor.submit(int)], patience).not_done
+
+    def anomaly(self, step: int) -> None:
+        """Keep the newest checkpoint of before this step, which may have gone wrong, whatever else is deleted. It is
+        not recorded: call it again after a start."""
+        if self._target is not None:
+            self._target.anomaly = max(step, self._target.anomaly)
 
     def ignore(self, damaged: Iterable[Path]) -> None:
         """Do not count these checkpoints, such as `Loaded.damaged`, among the last that are kept."""
@@ -170,6 +201,15 @@ class Checkpoints:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        """As `close`; after an error what is in flight has `timeout` to come to its end, without a rank none."""
+        if error is not None and (flight := self._pending) is not None:
+            if isinstance(error, RankLost) or self._recorder.lost is not None:
+                self._patience = self._timeout = 0.0
+            wait([flight.ended], self._timeout)
+            if not flight.ended.done():
+                why = GivenUp("it was still being written when the run ended")
+                flight.refuse(str(why))
+                flight.end(why)
         try:
             self.close()
         except Exception as failure:
@@ -179,26 +219,28 @@ class Checkpoints:
 
     @contextmanager
     def _reported(self, step: int) -> Iterator[None]:
+        what = f"the checkpoint of step {step} was not saved to {self.directory}"
         try:
             yield
-        except (ValueError, CheckpointError):
+        except (ValueError, FloatingPointError):
             raise
         except Exception as error:
-            what = f"the checkpoint of step {step} was not saved to {self.directory}"
             raise CheckpointError(f"{what}: {error}") from error
 
     def _begin(
         self, state: State, step: int, plan: DTypePlan | None, config: Any, extra: Any, *, is_staged: bool
-    ) -> Callable[[], Path]:
+    ) -> tuple[Flight, Callable[[], Path]]:
         """Agree on what is saved, and copy it if it is to be staged; returns what writes and commits it."""
         if not self._is_open:
             raise ValueError("these checkpoints are closed; make new ones to save more")
-        self.wait()
-        self._executor.submit(int).result()  # an interrupt may have hidden one from `wait`
-        ranks, mine = self._ranks, []
+        ranks, mine, flight = self._ranks, [], Flight(step, self._ranks, self._timeout)
+        patience = 0.8 * self._timeout  # before the others give this rank up
 
-        def prepare() -> tuple[int, bool]:
-            """Check what is to be saved: its step, and whether it is planned for since the last time."""
+        def prepare() -> tuple[int, bool, list[str], Path | None]:
+            """Check what is to be saved: its step, whether it is planned for since the last time, and what of it is not
+            finite; the newest checkpoint."""
+            if not self._is_idle(patience):  # given up, or an interrupt has hidden it from `wait`
+                raise GivenUp(f"an earlier one has not come to its end here for {patience:.0f} s")
             manifest, parts = self._describe(step, plan, config, extra), parts_of(state)
             offers = {name: (part.dtype, part.shape, part.box) for name, part in parts.items()}
             raise_for("what the dtype plan saves in float32 must be stored so:",
@@ -206,13 +248,19 @@ class Checkpoints:
                        if manifest.dtypes.get(name, {}).get("save") == "fp32" and isinstance(dtype, torch.dtype)
                        and dtype not in _WIDE])
             mine.append((manifest, json.dumps(capture_random()), parts, offers))
-            return step, offers == self._planned[0]
+            wrong = not_finite(state, parts) if self._finite else []
+            return step, offers == self._planned[0], wrong, None if self._target is None else self._target.newest
 
         found = ranks.gather(prepare)
-        if len(steps := {step for step, _ in found}) > 1:
+        if len(steps := {step for step, *_ in found}) > 1:
             raise ValueError(f"all ranks must save the same step; got {sorted(steps)}")
+        if wrong := [f"{name} on {self._recorder.name(rank)}" for rank, (*_, names, _) in enumerate(found)
+                     for name in names]:
+            more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+            raise FloatingPointError(f"{wrong[0]}{more}: not finite, so there is no checkpoint of step {step}; the "
+                                     f"newest that is whole: {found[0][-1] or 'none'}")
         manifest, random, parts, offers = mine[0]
-        if not all(is_as_planned for _, is_as_planned in found):
+        if not all(is_as_planned for _, is_as_planned, *_ in found):
             self._planned = offers, *plan_together(ranks, self._stages, parts)
         _, names, stored = self._planned
         tensors = {name: storable(parts[name].tensor) for name in names}
@@ -222,16 +270,16 @@ class Checkpoints:
         def writing() -> Callable[[Path], dict[str, Written]]:
             """What writes the files into a folder, after the copy to host memory if it is to be staged."""
             memory, checksum = self._memory, self._checksum
-            if not is_staged:
-                return lambda folder: write_files(folder, {each.name: each.pieces(tensors) for each in files}, checksum)
-            memory.fill(files, tensors)
-            if self._kind == "thread":
-                return lambda folder: write_files(folder, memory.pieces(), checksum)
-            timeout = 0.8 * self._timeout  # before the others give this rank up
-            return lambda folder: memory.write_in_process(folder, checksum, timeout)
+            if is_staged:
+                memory.fill(files, tensors)
+                if self._kind == "process":
+                    return lambda folder: memory.write_in_process(folder, checksum, patience, flight.wrote)
+            pieces = memory.pieces() if is_staged else {each.name: each.pieces(tensors) for each in files}
+            watched = {name: reporting(each, flight.wrote) for name, each in pieces.items()}
+            return lambda folder: write_files(folder, watched, checksum)
 
         write = ranks.agree(writing) if is_staged else writing()
-        return partial(self._write, manifest, names, stored, write)
+        return flight, partial(self._write, flight, manifest, names, stored, write)
 
     def _describe(self, step: int, plan: DTypePlan | None, config: Any, extra: Any) -> Manifest:
         """What this rank has to say of a checkpoint, as it is when saving begins."""
@@ -257,29 +305,38 @@ class Checkpoints:
         )
 
     def _write(
-        self, manifest: Manifest, names: Sequence[str], stored: Mapping[str, StoredTensor],
+        self, flight: Flight, manifest: Manifest, names: Sequence[str], stored: Mapping[str, StoredTensor],
         write: Callable[[Path], dict[str, Written]],
     ) -> Path:
         """Write apart, and have rank 0 commit when all have written."""
-        ranks = self._ranks
-        folder = ranks.first(lambda: self._target.begin(manifest.step))
+        ranks, recorder = self._ranks, Recorder.current()
+
+        def begin() -> Path:
+            flight.folder = self._target.begin(manifest.step, flight.moved)
+            return flight.folder
+
+        def write_here() -> dict[str, Written]:
+            with recorder.doing("write", f"{file_of(ranks.rank)} of step {manifest.step}"):
+                return write(folder)
+
+        def commit() -> Path:
+            complete = dataclasses.replace(
+                manifest, saved_at=datetime.now(UTC).isoformat(timespec="seconds"),
+                files={name: each for files, _ in written for name, each in files.items()},
+                dtypes={name: each for _, dtypes in written for name, each in dtypes.items()},
+            )
+            with recorder.doing("commit", f"step {manifest.step}"):
+                return self._target.commit(folder, complete, stored, flight.moved, flight.committing())
+
         try:
-            files = ranks.agree(lambda: write(folder))
+            folder = flight.first(begin)
+            files = flight.agree(write_here)
             dtypes = {name: manifest.dtypes[name] for name in names if name in manifest.dtypes}
             written = ranks.collect((files, dtypes)) or []
-
-            def commit() -> Path:
-                complete = dataclasses.replace(
-                    manifest, saved_at=datetime.now(UTC).isoformat(timespec="seconds"),
-                    files={name: each for files, _ in written for name, each in files.items()},
-                    dtypes={name: each for _, dtypes in written for name, each in dtypes.items()},
-                )
-                return self._target.commit(folder, complete, stored)
-
-            return ranks.first(commit)
+            return flight.first(commit)
         finally:
-            if ranks.rank == 0:
-                shutil.rmtree(folder, ignore_errors=True)  # where it was not committed: else it has another name
+            if flight.folder is not None:
+                shutil.rmtree(flight.folder, ignore_errors=True)  # if it was not committed: else it has another name
 
 
 def save(directory: str | PathLike[str], state: State, *, step: int, mesh: DeviceMesh | None = None,
@@ -287,64 +344,3 @@ def save(directory: str | PathLike[str], state: State, *, step: int, mesh: Devic
     """Write one checkpoint into a directory, as `Checkpoints.save` does."""
     with Checkpoints(directory, mesh) as checkpoints:
         return checkpoints.save(state, step=step, plan=plan, config=config, extra=extra)
-
-
-def plan_together(
-    ranks: RankSync, stages: int, parts: Mapping[str, Part]
-) -> tuple[list[str], dict[str, StoredTensor]]:
-    """Who writes what, every box of every tensor once: the names that this rank writes and, on rank 0, all tensors.
-
-    stages: a number that ranks with the same stages share. Raises ValueError, on all ranks, where they disagree on a
-    tensor, or its parts overlap or leave a gap.
-    """
-
-    def sampled() -> tuple[int, dict[str, tuple[Offer, bytes]]]:
-        """What this rank has, with the first elements of each part: they tell copies from different tensors."""
-        samples: dict[str, bytes] = {}
-        for device in {part.tensor.device for part in parts.values()} if ranks.size > 1 else ():
-            heads = {name: as_bytes(part.tensor.reshape(-1)[:_SAMPLE].contiguous()) for name, part in parts.items()
-                     if part.tensor.device == device}
-            together = torch.cat([*heads.values()]).cpu()  # the host waits for the device once
-            samples |= {name: bytes(bytes_of(head))
-                        for name, head in zip(heads, together.split([*map(len, heads.values())]))}
-        return stages, {name: ((part.dtype, part.shape, part.box), samples.get(name, b""))
-                        for name, part in parts.items()}
-
-    held = ranks.collect(ranks.agree(sampled))
-    names, stored = ranks.agree(lambda: (None, {}) if held is None else assign(held))
-    return ranks.hand_out(names), stored
-
-
-def assign(
-    held: Sequence[tuple[int, Mapping[str, tuple[Offer, bytes]]]],
-) -> tuple[list[list[str]], dict[str, StoredTensor]]:
-    """The names that each rank writes, and the tensors: of several that hold a box, the one with least writes it.
-
-    held: of each rank the number of its stages, and by name what it offers, with a sample of the values. Raises
-    ValueError where ranks disagree on a tensor, or its parts overlap or leave a gap.
-    """
-    stored: dict[str, StoredTensor] = {}
-    holders: dict[tuple[str, Box], list[int]] = {}
-    wrong = []
-    for rank, (stages, offers) in enumerate(held):
-        for name, ((dtype, shape, box), sample) in offers.items():
-            if not box.numel and 0 not in shape:
-                continue  # a shard without elements is nobody's
-            holding = holders.setdefault((name, box), [])
-            holding.append(rank)
-            other_stages, others = held[holding[0]]
-            if other_stages != stages and others[name][1] != sample:
-                wrong.append(f"{name} has other values on rank {rank} than in an earlier one's stages; {REPEATED}")
-            if stored.setdefault(name, StoredTensor(dtype, shape, {}))[:2] != (dtype, shape):
-                wrong.append(f"{name} is {short_name(dtype)} {shape} on rank {rank}, and another on an earlier one")
-    raise_for("all ranks must have the same tensors, in the dtypes of one plan for the whole model:", wrong)
-    names: list[list[str]] = [[] for _ in held]
-    filled = [0] * len(held)
-    for (name, box), ranks in sorted(holders.items(), key=lambda item: len(item[1]) > 1):  # what one alone has first
-        writer = min(ranks, key=filled.__getitem__)
-        filled[writer] += bytes_in_file(stored[name].dtype, box.shape)
-        names[writer].append(name)
-        stored[name].boxes[box] = writer
-    raise_for("all ranks together must have all of every tensor; a mesh that spans them must be given, and saving be "
-              "called on each:", gaps_in(stored))
-    return names, stored

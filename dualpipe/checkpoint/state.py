@@ -18,6 +18,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import math
 import random
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -41,6 +42,7 @@ OPTIMIZER, VALUES = "optimizer/", "values"
 REPEATED = "give training_state the stages of one model, with the names of the whole, or the numbers of the stages"
 _NUMBERED = re.compile(rf"(?:{OPTIMIZER})?stage-(\d+)\.")
 _PADDED = 256  # bytes of the values, or a multiple
+_CHECKED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # Of an optimizer's group how it computes, not what. Those of the optimizer that is loaded into stay.
 _SWITCHES = ("params", "foreach", "fused", "capturable", "differentiable")
 
@@ -242,6 +244,31 @@ def parts_of(state: State, stored: Mapping[str, StoredTensor] | None = None) -> 
             raise ValueError(f"{name} is expanded: its elements share memory, so it cannot be loaded into")
         parts[name] = Part(tuple(tensor.shape), Box.at(place), local)
     return parts
+
+
+@torch.no_grad()
+def not_finite(state: State, parts: Mapping[str, Part]) -> list[str]:
+    """Which of these parts of a state have an infinite number or NaN: of its parameters, their masters, and what the
+    optimizer keeps of them. Buffers, such as masks, may; quantized parameters cannot.
+
+    On the device, without a copy of any; the host waits once for each device where all is well.
+    """
+    trained = {name[len(OPTIMIZER) :].rpartition("/")[0] for name in parts if name.startswith(OPTIMIZER)}
+    kinds: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
+    for name, part in parts.items():
+        tensor, is_numbers = part.tensor, part.quantized is None and part.dtype in _CHECKED
+        is_meant = name.startswith(OPTIMIZER) or name in trained or isinstance(state.get(name), nn.Parameter)
+        if is_meant and is_numbers and tensor.numel():
+            kinds.setdefault((tensor.device, tensor.dtype), {})[name] = tensor
+    names: dict[torch.device, list[str]] = {}
+    norms: dict[torch.device, list[Tensor]] = {}
+    for (device, _), tensors in kinds.items():
+        names.setdefault(device, []).extend(tensors)
+        # Of squares, as that takes half as long as a copy, and the largest number four times one.
+        norms.setdefault(device, []).append(torch.stack([*torch._foreach_norm([*tensors.values()], ord=2)]).double())
+    suspects = [name for device, numbers in norms.items()
+                for name, number in zip(names[device], torch.cat(numbers).tolist()) if not math.isfinite(number)]
+    return [name for name in suspects if not parts[name].tensor.isfinite().all()]  # or the sum is too large
 
 
 def as_number(value: Any) -> Any:

@@ -10,15 +10,18 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import select
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dualpipe.errors import die_with
-from dualpipe.files import Written, write_files
+from dualpipe.files import Written, reporting, write_files
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -74,23 +77,41 @@ class HostMemory:
         assert self._map is not None, "fill makes the files"
         return {name: [memoryview(self._map)[start:stop]] for name, (start, stop) in self._places.items()}
 
-    def write_in_process(self, folder: Path, checksum: str, timeout: float) -> dict[str, Written]:
+    def write_in_process(
+        self, folder: Path, checksum: str, timeout: float, wrote: Callable[[int], None] = lambda size: None
+    ) -> dict[str, Written]:
         """Have another process write the files into a folder, as `write_files` does; the memory must be shared.
 
-        The system ends that process together with the thread that calls this. Raises RuntimeError where it has failed
-        or died, TimeoutError where it is not done after `timeout` seconds.
+        The system ends that process together with the thread that calls this. wrote: called with the bytes that were
+        written since the last call; what it raises ends the process.
+
+        Raises RuntimeError where that has failed or died, TimeoutError where nothing is heard of it for `timeout`
+        seconds.
         """
         command = [sys.executable, "-P", __file__, str(os.getpid()), str(self._descriptor)]
-        try:
-            done = subprocess.run(command, pass_fds=[self._descriptor], stdout=subprocess.PIPE, text=True,
-                                  input=json.dumps([str(folder), self._places, checksum]), timeout=timeout)
-        except subprocess.TimeoutExpired:
-            raise TimeoutError(f"the process that writes checkpoints gave no answer for {timeout:.0f} s; the next save "
-                               "starts another") from None
-        if done.returncode:
-            raise RuntimeError(f"the process that writes checkpoints has died (exit status {done.returncode}); the "
+        with subprocess.Popen(command, pass_fds=[self._descriptor], stdin=subprocess.PIPE,
+                              stdout=subprocess.PIPE) as process:
+            try:
+                assert process.stdin is not None and process.stdout is not None, "they are pipes"
+                with suppress(BrokenPipeError), process.stdin as to:  # its exit status tells
+                    to.write(json.dumps([str(folder), self._places, checksum]).encode())
+                said, end = b"", process.stdout.fileno()
+                while select.select([end], [], [], timeout)[0]:
+                    if not (heard := os.read(end, 2**16)):
+                        break
+                    *sizes, said = (said + heard).split(b"\n")
+                    for size in sizes:
+                        wrote(int(size))
+                else:
+                    raise TimeoutError(f"the process that writes checkpoints gave no answer for {timeout:.0f} s; the "
+                                       "next save starts another")
+            except BaseException:
+                process.kill()
+                raise
+        if process.returncode:
+            raise RuntimeError(f"the process that writes checkpoints has died (exit status {process.returncode}); the "
                                "next save starts another")
-        outcome = json.loads(done.stdout)
+        outcome = json.loads(said)
         if isinstance(outcome, str):
             raise RuntimeError(outcome)
         return {name: Written(*written) for name, written in outcome.items()}
@@ -111,7 +132,8 @@ if __name__ == "__main__":
     try:
         descriptor = int(sys.argv[2])
         memory = memoryview(mmap.mmap(descriptor, os.fstat(descriptor).st_size))
-        content = {name: [memory[start:stop]] for name, (start, stop) in places.items()}
+        content = {name: reporting([memory[start:stop]], partial(print, flush=True))
+                   for name, (start, stop) in places.items()}
         outcome = write_files(Path(folder), content, checksum)
     except Exception as error:
         outcome = f"{type(error).__name__}: {error}"

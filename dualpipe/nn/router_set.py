@@ -40,6 +40,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dualpipe.nn.router import BalancedRoutes, Router
+from dualpipe.recorder import Recorder
 
 Level = Literal["microbatch", "sequence", "global"]
 
@@ -212,6 +213,7 @@ class RouterSet:
         self._packed = torch.zeros(sum(sizes.values()), dtype=torch.float64, device=device)
         self.totals = dict(zip(sizes, self._packed.split(list(sizes.values()))))
         """as in `RouterStep`, of the last step, by the router's name: of the whole model, in one order on all ranks"""
+        self._own: Tensor | None = None  # 1 where `load` counts
         self._make_step = partial(RouterStep, num_chunks, balance, level, z=z)
         self._losses = [(name, at) for name, at, wanted in (("balance_loss", -2, balance), ("z_loss", -1, z)) if wanted]
         self._rate, self._group, self._replicas = bias_update_rate, group, replicas
@@ -236,12 +238,30 @@ class RouterSet:
             for _, router in self._here:
                 router.step = None
         if self._group is not None and self.totals:
-            dist.all_reduce(self._packed, group=self._group)
+            recorder = Recorder.current()
+            with recorder.collective("routers", "the loads of the experts", recorder.members(self._group)):
+                dist.all_reduce(self._packed, group=self._group)
             for totals in self.totals.values():
                 totals[-2:] /= self._replicas
         for name, router in self._here:
             if self._rate and router.e_score_correction_bias is not None:
                 router.update_bias(self.totals[name][:-2].long(), self._rate)
+
+    def load(self, rank: int, size: int) -> Tensor:
+        """How many tokens, of all replicas, experts got in the last step, of those in the stages here that are `rank`'s
+        of `size` ranks with as many each: a scalar on the device. The host does not wait."""
+        if self._own is None:
+            self._own = torch.zeros_like(self._packed)
+            own = dict(zip(self.totals, self._own.split([len(totals) for totals in self.totals.values()])))
+            for name, router in self._here:
+                each = router.out_features // size
+                own[name][rank * each : (rank + 1) * each] = 1
+        return (self._packed * self._own).sum()
+
+    def changed_by_steps(self) -> list[Tensor]:
+        """All that a step changes of the routers here and of what was counted, sharing memory."""
+        biases = [router.e_score_correction_bias for _, router in self._here] if self._rate else []
+        return [self._packed, *(bias for bias in biases if bias is not None)]
 
     def state_tensors(self) -> dict[str, Tensor]:
         """By name what the next step goes by, of the routers here: what they counted in the last one."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from dualpipe import device
+from dualpipe.recorder import Recorder
 
 
 class AsyncAllToAll(Protocol):
@@ -61,6 +62,12 @@ class CommStream:
         """Give to the stream beside what reads `tensors`, which exist after `made`; on CPU there is no other stream."""
         return device.beside(self._stream, made, *(tensor for tensor in tensors if tensor is not None))
 
+    def wait(self, work: dist.Work) -> None:
+        """Have the host wait for `work`, on CPU."""
+        recorder = Recorder.current()
+        with recorder.collective("all_to_all", "rows to or from experts", recorder.members(self.group)):
+            work.wait()
+
     def after(self, work: dist.Work) -> device.Event | None:
         """Within `beside`: what comes after `work`; None on CPU, where the host waits for it."""
         if self._stream is None:
@@ -104,7 +111,7 @@ class PendingRows:
     def receive(self) -> list[Any]:
         """What was received, (rows, ...) or None: the current stream waits for it, on CPU the host."""
         while self._works:
-            self._works.pop(0)[0].wait()
+            self._stream.wait(self._works.pop(0)[0])
         received, self._received = self._received, []  # the caller's from now on
         if self._arrived is not None:
             device.wait(self._arrived, self._stream.device)  # orders: the arrival, then what reads it

@@ -21,6 +21,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from dualpipe.nn.deferral import local
+from dualpipe.recorder import Recorder
 
 _Groups = tuple[ProcessGroup, ...]
 
@@ -81,10 +82,13 @@ def _norm(
     a maximum over ranks would lose.
     """
 
+    recorder, op = Recorder.current(), dist.ReduceOp.MAX if isinf(norm_type) else dist.ReduceOp.SUM
+
     def reduced(part: Tensor, groups: _Groups) -> Tensor:
         for group in groups:
             if group.size() > 1:
-                dist.all_reduce(part, dist.ReduceOp.MAX if isinf(norm_type) else dist.ReduceOp.SUM, group=group)
+                with recorder.collective("clip", "the norm of the gradients", recorder.members(group), part.nbytes):
+                    dist.all_reduce(part, op, group=group)
         return part
 
     parts = [torch.zeros(2, dtype=torch.float64, device=device)]

@@ -292,7 +292,7 @@ class _PendingDispatch(PendingRows):
         if self.sizes is not None:
             return
         if self._copied is None:
-            self._told.wait()
+            self._stream.wait(self._told)
         else:
             self._copied.synchronize()  # orders: the copy, then the host, which alone waits here
         sent, received = self._counts.tolist()  # the records for and from each rank

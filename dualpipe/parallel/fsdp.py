@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 from dualpipe.parallel.gather import attach
 from dualpipe.parallel.private import groups_of, private, state_of
 from dualpipe.quantized.weights import placed_as, quantized_part
+from dualpipe.recorder import Recorder, Waiting
 
 
 class StageParameters:
@@ -45,6 +46,9 @@ class StageParameters:
         self._groups = [group for unit in reversed(self._units) for group in reversed(groups_of(unit))]
         self._stage, self._reduced = stage, False
         self._gathering: list[Any] = []  # handles of gathers that are not waited for
+        groups = process_groups([stage]) if sharded else ()
+        self.ranks = tuple(sorted({rank for group in groups for rank in dist.get_process_group_ranks(group)}))
+        """those that the parameters are cut over (global numbers); none for plain ones"""
         for root in self._roots:
             if any(kind.__name__ == "ReplicateModule" for kind in type(root).__mro__):  # which is private
                 raise ValueError("a module was given to torch's replicate, which a pipeline cannot drive; use "
@@ -211,18 +215,19 @@ class ParametersStep:
         self._stages, self._train, self._reduce = stages, train, reduce
         self._waiting, self._open = set(stages), set(stages)
         self._broken = False  # whether a collective failed, so that the others cannot be met any more
+        self._recorder = Recorder.current()
 
     def gather(self) -> None:
         """Start to gather all stages."""
-        for parameters in self._stages.values():
-            self._meet(parameters.gather)
+        for stage, parameters in self._stages.items():
+            self._meet("gather", stage, parameters.gather)
 
     def wait(self, stage: int) -> None:
         """Wait for the parameters of a stage that is about to run a forward."""
         parameters = self._stages[stage]
         if stage in self._waiting:
             self._waiting.remove(stage)
-            self._meet(parameters.wait)
+            self._meet("gather", stage, parameters.wait)
             if self._train:
                 parameters.prepare()
         if not parameters.several_groups:  # until torch 2.12, whose FSDP2 does not cast for a recomputation
@@ -232,7 +237,7 @@ class ParametersStep:
         """These have nothing left to do: reduce or keep their gradients, and free their parameters."""
         for stage in self._open.intersection(stages):
             self._open.remove(stage)
-            self._meet(partial(self._stages[stage].complete, reduce=self._reduce))
+            self._meet("reduce", stage, partial(self._stages[stage].complete, reduce=self._reduce))
 
     def complete_after_failure(self, stages: Iterable[int]) -> None:
         """As `complete`, as far as the other ranks are still there."""
@@ -243,17 +248,23 @@ class ParametersStep:
     def finish(self) -> None:
         """End the step; its results on the device come before what follows."""
         errors = []
-        for parameters in self._stages.values():
+        for stage, parameters in self._stages.items():
             try:
-                parameters.finish(broken=self._broken)
+                with self._met("reduce", stage):
+                    parameters.finish(broken=self._broken)
             except Exception as error:  # the others are ended all the same
                 errors.append(error)
         if errors and not self._broken:  # what broke a collective is raised already
             raise errors[0]
 
-    def _meet(self, collective: Callable[[], None]) -> None:
+    def _met(self, kind: str, stage: int) -> Waiting:
+        what = f"the {'parameters' if kind == 'gather' else 'gradients'} of stage {stage}"
+        return self._recorder.collective(kind, what, self._stages[stage].ranks)
+
+    def _meet(self, kind: str, stage: int, collective: Callable[[], None]) -> None:
         try:
-            collective()
+            with self._met(kind, stage):
+                collective()
         except BaseException:
             self._broken = True
             raise

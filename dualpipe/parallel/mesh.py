@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dualpipe.device import EXPERTS as EXPERT_ROWS
 from dualpipe.device import LINK, SHARDS, one_queue
 from dualpipe.ranks import backends, create_groups, timeout_of
+from dualpipe.recorder import Recorder
 
 TRAFFIC = {"pp": LINK, "dp": SHARDS, "ep": EXPERT_ROWS}  # what goes between the ranks along a dimension
 DIMENSIONS = tuple(TRAFFIC)
@@ -124,6 +125,8 @@ def build_mesh(
         warnings.warn(wrong, stacklevel=2)
     numbers = torch.arange(world.size(), device="cpu").view(*sizes.values())
     here = dict(zip(sizes, (numbers == world.rank()).nonzero()[0].tolist()))
+    recorder = Recorder.current()
+    recorder.rank, recorder.sizes = world.rank(), sizes
 
     def along(*dimensions: str) -> list[int]:
         index = tuple(slice(None) if name in dimensions else place for name, place in here.items())

@@ -6,7 +6,9 @@ and they report whether it went well.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from zlib import crc32
@@ -35,6 +37,7 @@ from dualpipe.pipeline.executor import Executor, Outputs
 from dualpipe.pipeline.lower import Programs
 from dualpipe.pipeline.p2p import P2PGroups, P2PMessages
 from dualpipe.schedule import Schedule
+from dualpipe.schedule.types import Step
 
 
 class Pipeline(nn.Module):
@@ -119,6 +122,21 @@ class Pipeline(nn.Module):
         )
         return built
 
+    @contextmanager
+    def in_order(self, *, deferred: bool) -> Iterator[None]:
+        """Run the steps inside, of one micro-batch, with whole backwards, or with all weight gradients `deferred`: two
+        orders of the same products. They give the same bits where each of these does."""
+        kept = self._programs
+        schedule = kept.schedule(1)
+        order = partial(_reordered, deferred=deferred)
+        other = replace(schedule, ranks=tuple(tuple(order(steps)) for steps in schedule.ranks))
+        self._programs = Programs(other, num_ranks=self.num_ranks, rank=self.rank, num_modules=len(self.module))
+        self._programs.pairs = kept.pairs
+        try:
+            yield
+        finally:
+            self._programs = kept
+
     # -- a step
 
     def step(
@@ -194,6 +212,16 @@ class Pipeline(nn.Module):
     def _discard(self) -> None:
         for parameters in self._own.parameters.values():
             parameters.discard()
+
+
+def _reordered(steps: Iterable[Step], *, deferred: bool) -> Iterator[Step]:
+    """The steps of a rank with "I" and at once "W" in place of every "B", or the other way round."""
+    for step in steps:
+        if kept := [action for action in step if action.kind != "W"]:
+            yield tuple(a if a.kind == "F" else replace(a, kind="I" if deferred else "B") for a in kept)
+        for action in kept if deferred else ():
+            if action.kind != "F":
+                yield (replace(action, kind="W"),)
 
 
 class DualPipeV(Pipeline):

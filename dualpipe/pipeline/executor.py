@@ -27,6 +27,7 @@ from dualpipe.pipeline.arguments import Batch, OwnStages
 from dualpipe.pipeline.lower import Instruction, Program
 from dualpipe.pipeline.overlap import MicrobatchState, SegmentedStage, Task, detached, no_autocast, run_backward, walk
 from dualpipe.pipeline.p2p import P2PMessages
+from dualpipe.recorder import Recorder
 from dualpipe.schedule.types import Action
 
 Outputs = Tensor | tuple[Tensor, ...] | None
@@ -45,6 +46,7 @@ class Executor:
         self._batch, self._side_names, self._batch_dim = batch, side_names, stages.batch_dim
         self._program, self._messages, self._parameters, self._store = program, messages, parameters, store
         self._train = torch.is_grad_enabled()
+        self._recorder = Recorder.current()
         self._autocast = stages.device.type if torch.is_autocast_enabled(stages.device.type) else None
         # Asked first whether there is a profiler: idle, its ranges would cost 5 us an action.
         profiled = torch.autograd._profiler_enabled()
@@ -65,6 +67,7 @@ class Executor:
         After an error, completes what other ranks wait for, then raises it; `UpstreamFailed` where the cause is on
         another rank.
         """
+        depth = self._recorder.depth
         try:
             # Single-threaded: on CUDA, autograd's own threads would not see the running store.
             with self._store.activate(), torch.autograd.set_multithreading_enabled(False):
@@ -86,6 +89,7 @@ class Executor:
                     self._parameters.finish()
             return self._results()
         finally:
+            self._recorder.unwind(depth)
             self._store.clear()
 
     def where(self) -> str:
@@ -107,6 +111,7 @@ class Executor:
             else:
                 self._states[slot].arrived = tensors
             del tensors  # the state keeps them as long as they are needed
+        self._recorder.begin(instruction.kinds, instruction)
         self._begun += 1
         with self._annotate(instruction.name):
             if self._segmented and any(action.stage in self._segmented for action in actions):
@@ -118,6 +123,9 @@ class Executor:
                 results = self._overlapped(actions)
             else:
                 results = [self._alone(action) for action in actions]
+        for action, result in zip(actions, results):
+            self._recorder.made(action, *result)
+        self._recorder.end()
         for action, going, result in zip(actions, instruction.outgoing, results):
             self._doing = (action,)
             if going is not None:
@@ -256,7 +264,7 @@ class Executor:
         for action in actions:
             kind, slot, segmented = action.kind, (action.stage, action.microbatch), self._segmented.get(action.stage)
             state = MicrobatchState() if kind == "W" else self._states.setdefault(slot, MicrobatchState())
-            state.error, state.broken = state.error or error, self._broken
+            state.slot, state.error, state.broken = slot, state.error or error, self._broken
             if segmented is None:
                 task = self._plain(action, state)
             elif kind == "F":

@@ -26,6 +26,14 @@ class Instruction(NamedTuple):
     completes: tuple[int, ...]
     name: str
 
+    @property
+    def kinds(self) -> str:
+        """Such as "F", or "FB" for a pair."""
+        return "".join(action.kind for action in self.actions)
+
+    def __str__(self) -> str:
+        return " and ".join(action.title for action in self.actions)
+
 
 @dataclass(frozen=True)
 class Program:

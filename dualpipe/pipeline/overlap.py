@@ -29,7 +29,8 @@ from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, M
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,6 +40,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from dualpipe.device import random_state, set_random_state
 from dualpipe.nn.deferral import WeightGradStore
 from dualpipe.nn.segments import Communicate, Compute, Names, Pending, as_results, merged, needed_after, regions
+from dualpipe.recorder import Recorder
 
 
 @dataclass
@@ -53,6 +55,22 @@ class SegmentRecord:
     differentiable: tuple[bool, ...] = ()  # which of a communication's inputs have a gradient
 
 
+class Part(NamedTuple):
+    """A segment of a stage as it runs: in a forward ("F"), one that is run again ("R"), or a backward.
+
+    inside: whether it is between a communication and its return, as what experts compute is.
+    """
+
+    kind: str
+    stage: int
+    microbatch: int
+    number: int
+    inside: bool = False
+
+    def __str__(self) -> str:
+        return f"segment {self.number} of {self.kind}(stage {self.stage}, micro-batch {self.microbatch})"
+
+
 class MicrobatchState:
     """One micro-batch in one stage, from its arrival to its last gradient.
 
@@ -60,6 +78,7 @@ class MicrobatchState:
     result. After a failure `error` is set, and only communications go on; none, once one has failed (`broken`).
     """
 
+    slot = (0, 0)  # stage and micro-batch
     error: BaseException | None = None
     broken = False
     arrived: Sequence[Tensor] = ()  # the gradients of the results, as they came
@@ -203,7 +222,10 @@ class SegmentedStage:
     ) -> None:
         self._segments, self.outputs = merged(segments, results), outputs
         self._store, self._ready, self._autocast = store, ready, autocast
+        self._recorder = Recorder.current()
         self.communications = sum(isinstance(segment, Communicate) for segment in segments)
+        before = accumulate(isinstance(segment, Communicate) for segment in self._segments)
+        self._inside = {number for number, communications in enumerate(before) if communications % 2}
         self._needed = needed_after(self._segments, results)
         self._regions = {max(region): region for region in regions(self._segments)}
         self._kept = {number: names for region in self._regions.values() for number, names in region.items()}
@@ -246,12 +268,17 @@ class SegmentedStage:
                         })
                 del received  # and with it what was sent
             elif state.error is None:
+                part = Part("R" if again else "F", *state.slot, number, number in self._inside)
+                self._recorder.begin("segment", part)
                 with state.attempt():
-                    self._compute(segment, carry, record, again)
+                    self._compute(segment, carry, record, again, part)
+                self._recorder.end()
             for name in carry.keys() - self._needed[number]:
                 del carry[name]
 
-    def _compute(self, segment: Compute, carry: dict[str, Any], record: SegmentRecord, again: bool) -> None:
+    def _compute(
+        self, segment: Compute, carry: dict[str, Any], record: SegmentRecord, again: bool, part: Part
+    ) -> None:
         leaves = {name: detached(carry[name]) for name in segment.reads}  # one, however often it is read
         inputs = [leaves[name] for name in segment.reads]
         grad = torch.is_grad_enabled()
@@ -268,6 +295,7 @@ class SegmentedStage:
             if grad:
                 record.leaves = {name: t for name, t in leaves.items() if needs_grad(t)}
                 record.roots = {name: get_gradient_edge(t) for name, t in zip(segment.writes, results) if needs_grad(t)}
+        self._recorder.made(part, *results)
         carry.update({name: detached(value) for name, value in zip(segment.writes, results)})
 
     @contextmanager
@@ -306,8 +334,11 @@ class SegmentedStage:
                         )
                 del received
             elif state.error is None:
+                self._recorder.begin("segment", part := Part(kind, *state.slot, number, number in self._inside))
                 with state.attempt():
                     self._compute_backward(record, given, state, key)
+                    self._recorder.made(part, *(leaf.grad for leaf in record.leaves.values() if leaf.grad is not None))
+                self._recorder.end()
             del record, given  # and with them what the segment read, before anything else is made
         state.weight_gradients()
 

@@ -43,6 +43,7 @@ from dualpipe.ranks import (
     timeout_of,
     unpack_record,
 )
+from dualpipe.recorder import Recorder, Waiting
 from dualpipe.schedule.messages import Message, Stream
 
 SENDS_IN_FLIGHT = 2  # messages per link whose buffers are kept; the one before them is waited for
@@ -76,6 +77,8 @@ class P2PGroups:
     gloo group is created beside it. No rank of another pipeline takes part in any of this.
     """
 
+    global_ranks: tuple[int, ...] = ()  # by pipeline rank; none without a group
+
     def __init__(self, group: ProcessGroup | None, members: Sequence[int], rank: int) -> None:
         self._rank, self._size = rank, len(members)
         self._group: Any = group
@@ -83,11 +86,11 @@ class P2PGroups:
         self._peers, self._links = [0], dict[Stream, Link]()
         if group is None:
             return
-        self._global = tuple(dist.get_global_rank(group, member) for member in members)
+        self.global_ranks = tuple(dist.get_global_rank(group, member) for member in members)
         self._backends = backends(group)
         if "cpu" not in self._backends:
             self._control = gloo_beside(group)
-        self._peers = [dist.get_group_rank(self._control, g) for g in self._global]
+        self._peers = [dist.get_group_rank(self._control, g) for g in self.global_ranks]
 
     def sync(self, replicas: Iterable[ProcessGroup]) -> RankSync:
         """The ranks of the pipeline, and those that share parameters with this one, as they agree on a step."""
@@ -119,7 +122,7 @@ class P2PGroups:
         groups = [self._group] * len(mine)
         if own_groups and mine:
             ends = [(self._rank,) if stream is None else stream[:2] for stream in mine]
-            wanted = [([self._global[rank] for rank in ranks], devices.LINK) for ranks in ends]
+            wanted = [([self.global_ranks[rank] for rank in ranks], devices.LINK) for ranks in ends]
             groups = create_groups(
                 wanted, beside=self._control, timeout=timeout_of(self._group), backend=self._backends[device.type]
             )
@@ -128,7 +131,7 @@ class P2PGroups:
             if stream is None:
                 continue
             src, dst, kind = stream
-            peer = dist.get_group_rank(group, self._global[dst if self._rank == src else src])
+            peer = dist.get_group_rank(group, self.global_ranks[dst if self._rank == src else src])
             link = self._links[stream] = Link(group, peer, 0 if own_groups else _TAGS[kind], as_bytes=own_groups)
             # A communicator made lazily in the middle of a step can deadlock; everybody goes through the rounds.
             probe = torch.zeros(1, device=device)
@@ -215,6 +218,7 @@ class P2PMessages:
         # second stage and whether they are larger. None: the sender failed before it knew.
         self._agreed: dict[tuple[int, bool], tuple[Metas, Metas] | None] = {}
         self._broken: set[int] = set()  # peers that an operation failed with
+        self._recorder = Recorder.current()
 
     def start(self) -> None:
         """Post the first receive of every stream."""
@@ -230,7 +234,8 @@ class P2PMessages:
         if channel.tensors is None:  # the shapes were not known when it could have been posted ahead
             if channel.header is not None:
                 work, header = channel.header
-                work.wait()
+                with self._waiting("receive", message.title, message.src):
+                    work.wait()
                 channel.header, told = None, unpack_record(header)
                 metas = told and tuple(TensorMeta(torch.Size(shape), dtype_of(d), grad) for shape, d, grad in told)
                 self._agree(self._boundary(message), metas)
@@ -238,8 +243,10 @@ class P2PMessages:
         tensors, works = channel.tensors, channel.works
         channel.ahead, channel.tensors, channel.works = None, None, ()
         channel.done += 1
-        for work in works:
-            work.wait()
+        if works:
+            with self._waiting("receive", message.title, message.src, tensors or ()):
+                for work in works:
+                    work.wait()
         self._post_next(channel)
         if tensors is None:
             return None
@@ -269,18 +276,20 @@ class P2PMessages:
             told = metas and [(meta.shape, long_name(meta.dtype), meta.requires_grad) for meta in metas]
             header = pack_record(told)  # may refuse
             self._agree(boundary, metas)
-            works.append((self._groups.header(message.dst).send(header), header))
+            with self._waiting("send", message.title, message.dst):
+                works.append((self._groups.header(message.dst).send(header), header))
         if tensors is not None and message.kind == "F":
             self._check(message.stage, message.microbatch, tensors)
         if len(channel.in_flight) == SENDS_IN_FLIGHT:
-            _wait(channel.in_flight.popleft())
+            self._wait(message.dst, channel.in_flight.popleft())
         if tensors is None:
             metas = self._metas(message) or ()
             tensors = [torch.zeros(m.shape, dtype=m.dtype, device=self._memory) for m in metas]
         buffers = [t.detach().contiguous().resolve_conj().resolve_neg().to(self._memory) for t in tensors if t.numel()]
         channel.done += 1  # not before: what could not be made is still to be sent
         channel.in_flight.append(works)
-        works += [(channel.link.send(buffer), buffer) for buffer in buffers]
+        with self._waiting("send", message.title, message.dst, buffers):
+            works += [(channel.link.send(buffer), buffer) for buffer in buffers]
 
     def hand_over(self, stage: int, microbatch: int, tensors: Sequence[Tensor]) -> None:
         """Hold an output that stays on this rank, for `stage`, to the same: ValueError where it differs from that of an
@@ -295,7 +304,7 @@ class P2PMessages:
         for (_, dst, _), channel in self._channels.items():
             while channel.in_flight:
                 works = channel.in_flight.popleft()
-                self._guarded(dst, _wait, works) if failed else _wait(works)
+                self._guarded(dst, self._wait, dst, works) if failed else self._wait(dst, works)
 
     def settle(self, instruction: Instruction) -> None:
         """After a failure, receive and send what an instruction of the program still owes its peers; for one after the
@@ -351,16 +360,22 @@ class P2PMessages:
             self._post(channel, message)
         elif message is not None and message.kind == "F":
             header = empty_record()
-            channel.header = self._groups.header(message.src).receive(header), header
+            with self._waiting("receive", message.title, message.src):
+                channel.header = self._groups.header(message.src).receive(header), header
 
     def _post(self, channel: Channel, message: Message) -> None:
         metas = self._metas(message)
         if metas is None:
             return
         tensors = channel.tensors = tuple([torch.empty(m.shape, dtype=m.dtype, device=self._memory) for m in metas])
-        channel.works = [channel.link.receive(tensor) for tensor in tensors if tensor.numel()]
+        with self._waiting("receive", message.title, message.src):
+            channel.works = [channel.link.receive(tensor) for tensor in tensors if tensor.numel()]
 
+    def _waiting(self, kind: str, what: object, peer: int, tensors: Sequence[Tensor] = ()) -> Waiting:
+        ranks = self._groups.global_ranks[peer : peer + 1]
+        return self._recorder.wait(kind, what, ranks, sum(tensor.nbytes for tensor in tensors))
 
-def _wait(works: list[tuple[Work, Tensor]]) -> None:
-    for work, _ in works:
-        work.wait()
+    def _wait(self, peer: int, works: list[tuple[Work, Tensor]]) -> None:
+        with self._waiting("send", "what was sent to be taken", peer):
+            for work, _ in works:
+                work.wait()

@@ -41,6 +41,12 @@ class Message(NamedTuple):
         """The stream that this message is part of."""
         return self.src, self.dst, self.kind
 
+    @property
+    def title(self) -> str:
+        """What it is, such as "the activation for stage 2, micro-batch 5"."""
+        what = "activation" if self.kind == "F" else "gradient"
+        return f"the {what} for stage {self.stage}, micro-batch {self.microbatch}"
+
     def __str__(self) -> str:
         what = "activation" if self.kind == "F" else "gradient"
         return f"{what} of micro-batch {self.microbatch} for stage {self.stage} (rank {self.src} to {self.dst})"

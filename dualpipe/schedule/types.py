@@ -38,6 +38,11 @@ class Action:
     def __str__(self) -> str:
         return f"{self.stage}{self.kind}{self.microbatch}"
 
+    @property
+    def title(self) -> str:
+        """Such as "F(stage 2, micro-batch 5)"."""
+        return f"{self.kind}(stage {self.stage}, micro-batch {self.microbatch})"
+
 
 Step = tuple[Action, ...]  # one action, or two that overlap; neither depends on the other
 

@@ -11,12 +11,12 @@ from __future__ import annotations
 import io
 import re
 import tomllib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import redirect_stderr
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 from dualpipe.errors import nearest
 from dualpipe.train.tables import BYTES, STDLIB, Config, DTypeRule
@@ -52,8 +52,22 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     return config
 
 
+def recorded_config(tables: Mapping[str, Any]) -> Config:
+    """The configuration that a run has recorded, as `dataclasses.asdict` makes it and JSON keeps it; ValueError where
+    it is none of this version."""
+    def known(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: known(each) for key, each in value.items() if each is not None}
+        return [known(each) for each in value] if isinstance(value, list) else value
+
+    return cast(Config, _typed(Config, known(tables), "the recorded configuration"))
+
+
 def fit_world(config: Config, world_size: int) -> Config:
-    """`config` with parallel.dp filled in; ValueError for a number of ranks that the layout does not need."""
+    """`config` with parallel.dp filled in, and train.num_chunks where train.batch_size is given.
+
+    Raises ValueError for a number of ranks that the layout does not need, or that the batch cannot be cut for.
+    """
     parallel = config.parallel
     pipelines, rest = divmod(world_size, parallel.pp * parallel.ep)
     if rest or pipelines == 0 or parallel.dp not in (0, pipelines):
@@ -62,7 +76,25 @@ def fit_world(config: Config, world_size: int) -> Config:
             f"parallel.pp * dp * ep = {parallel.pp} * {dp} * {parallel.ep} cannot be {world_size}, the number of ranks "
             f"that were started; start {parallel.world_size}, or change parallel.pp or parallel.dp"
         )
-    return _replace(config, "parallel", "dp", pipelines)
+    config = _replace(config, "parallel", "dp", pipelines)
+    return with_batch(config, config.train.batch_size) if config.train.batch_size else config
+
+
+def with_batch(config: Config, batch_size: int) -> Config:
+    """`config`, whose parallel.dp is known, with as many micro-batches as make a global batch of so many sequences.
+    ValueError, with sizes that are possible, where none do."""
+    at_once = config.train.micro_batch_size * config.parallel.replicas
+    num_chunks, rest = divmod(batch_size, at_once)
+    if rest or not num_chunks:
+        possible = [size for size in range(1, batch_size // config.parallel.ep + 1)
+                    if batch_size % (size * config.train.micro_batch_size * config.parallel.ep) == 0]
+        dp = f", or have parallel.dp be one of {', '.join(map(str, possible))}" if possible else ""
+        near = " or ".join(f"{size}" for size in (batch_size - rest, batch_size - rest + at_once) if size)
+        raise ValueError(
+            f"train.batch_size = {batch_size} is no multiple of {at_once}, which is train.micro_batch_size * dp * ep = "
+            f"{config.train.micro_batch_size} * {config.parallel.dp} * {config.parallel.ep}; give {near}{dp}"
+        )
+    return _replace(config, "train", "num_chunks", num_chunks)
 
 
 def _replace(config: Config, table: str, name: str, value: object) -> Config:

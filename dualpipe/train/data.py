@@ -241,17 +241,19 @@ class Loader:
                 f"{self._window}; lower train.sequence_length or give more text"
             )
         self.step = 0
+        self.passed_over = 0  # batches that later steps leave out, before theirs
         # of this and, within a batch, the next epoch
         self._order = lru_cache(2)(lambda epoch: np.random.default_rng([seed, epoch]).permutation(count))
 
     def batch(self, step: int) -> Batch:
-        """The batch of training step `step`, counted from 0."""
+        """The batch of training step `step`, counted from 0, of a run that passes over none."""
         numbers = [divmod(step * self._batch_size + row, self.num_windows) for row in self._rows]
         return self._stream.read_windows([self._order(epoch)[n] for epoch, n in numbers], self._window)
 
     @contextmanager
     def batches(self, stop: int, stream: Stream | None = None) -> Iterator[Iterator[Batch]]:
-        """For a `with`: the batches from `step` to before `stop`, read ahead. `step` counts those that were taken.
+        """For a `with`: the batches of steps from `step` to before `stop`, read ahead. `step` counts those that were
+        taken.
 
         stream: as in `read_ahead`.
         """
@@ -261,7 +263,7 @@ class Loader:
                 self.step += 1
                 yield batch
 
-        with read_ahead(self.batch, range(self.step, stop), stream) as ahead:
+        with read_ahead(self.batch, range(self.step + self.passed_over, stop + self.passed_over), stream) as ahead:
             yield counted()
 
     def state_dict(self) -> dict[str, Any]:
@@ -269,16 +271,17 @@ class Loader:
         return {
             "step": self.step, "data": self._stream.fingerprint, "num_windows": self.num_windows,
             "window": self._window, "batch_size": self._batch_size, "seed": self._seed,
+            "passed_over": self.passed_over,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken; ValueError where data, sizes or seed are others, and so is the order."""
         different = [f"{key} {state.get(key)!r} (now {value!r})" for key, value in self.state_dict().items()
-                     if key != "step" and state.get(key) != value]
+                     if key not in ("step", "passed_over") and state.get(key) != value]
         if different:
             raise ValueError(f"the loader's state is of another run: {', '.join(different)}; use the same data, sizes "
                              "and seed")
-        self.step = int(state["step"])
+        self.step, self.passed_over = int(state["step"]), int(state.get("passed_over", 0))
 
 
 @contextmanager

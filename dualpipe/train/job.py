@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import timedelta
 from importlib.util import find_spec
-from itertools import chain, groupby
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,13 +28,16 @@ from dualpipe import __version__
 from dualpipe import device as cuda
 from dualpipe.parallel.mesh import Mesh, build_mesh
 from dualpipe.ranks import RankSync
+from dualpipe.recorder import Recorder, rank_ranges
 from dualpipe.train.config import Config, fit_world
 from dualpipe.train.launch import RankInfo
+from dualpipe.train.rendezvous import confine, connect
 from dualpipe.train.tables import ParallelConfig
+from dualpipe.train.watchdog import Watchdog
 
 PATIENCE = timedelta(seconds=30)  # of a job that ends, for others to come and read why
 _SHOWN, _CHARACTERS = 8, 80  # fields that differ, and of each value
-_MAY_DIFFER = ("model.config", "output.dir")  # paths on each node
+_MAY_DIFFER = ("model.config", "output.dir", "parallel.interface")  # of each node
 
 T = TypeVar("T")
 
@@ -44,18 +46,20 @@ class Job:
     """Where this rank runs: its device, and the mesh of all ranks; None where it is the only one.
 
     place: where it stands in the mesh; ranks: all of them, for what they agree on; rank: its number among them; group:
-    their process group, None for one.
+    their process group, None for one; watchdog: what looks after it, None where nothing does.
     """
 
-    def __init__(self, device: torch.device, mesh: DeviceMesh | None = None) -> None:
-        self.device, self.mesh = device, mesh
+    def __init__(
+        self, device: torch.device, mesh: DeviceMesh | None = None, watchdog: Watchdog | None = None
+    ) -> None:
+        self.device, self.mesh, self.watchdog = device, mesh, watchdog
         self.place, self.ranks = Mesh.of(mesh), RankSync.of_mesh(mesh)
         self.rank = self.ranks.rank
         self.group: dist.ProcessGroup | None = None if mesh is None else dist.group.WORLD
 
 
 @contextmanager
-def join(config: Config, info: RankInfo) -> Iterator[Job]:
+def join(config: Config, info: RankInfo, watchdog: Watchdog | None = None) -> Iterator[Job]:
     """Join the job's other ranks (gloo, and NCCL where the ranks have CUDA devices) for the length of a `with` block.
 
     Raises ValueError, on all ranks, where they were not started with the same settings, `config` does not fit their
@@ -65,6 +69,7 @@ def join(config: Config, info: RankInfo) -> Iterator[Job]:
     def prepare(settings: dict[str, Any]) -> tuple[ParallelConfig, torch.device]:
         settings["number of ranks"] = info.world_size
         settings.update(run_settings(config))
+        confine(info, config.parallel.interface)
         parallel = fit_world(config, info.world_size).parallel
         device = choose_device(info, parallel.device, lambda uuid: store.add(f"device {uuid}", 1) == 1)
         settings["kind of device"] = device.type
@@ -73,11 +78,15 @@ def join(config: Config, info: RankInfo) -> Iterator[Job]:
     if info.world_size > 1 and config.parallel.device != "cpu":
         cuda.set_environment()
     timeout = timedelta(seconds=config.parallel.timeout)
-    store = connect(info, timeout) if info.world_size > 1 else dist.HashStore()
+    store = connect(info, timeout, config.parallel.interface) if info.world_size > 1 else dist.HashStore()
+    if watchdog is not None:
+        limit = config.parallel.timeout
+        watchdog.watch(store if info.world_size > 1 else None, info, Path(config.output.dir),
+                       patience=config.watchdog.timeout or limit / 2, limit=limit)
     parallel, device = agree(store, info, prepare, timeout)
     cuda.select(device)
     if info.world_size == 1:
-        yield Job(device)
+        yield Job(device, watchdog=watchdog)
         return
     on_cuda = device.type == "cuda"
     dist.init_process_group(
@@ -85,8 +94,9 @@ def join(config: Config, info: RankInfo) -> Iterator[Job]:
         timeout=timeout, pg_options=cuda.nccl_options(cuda.TOTALS, timeout) if on_cuda else None,
     )
     # A rank that fails before all have met would have the others log a broken store.
-    dist.all_reduce(torch.zeros(1, device="cpu"))
-    yield Job(device, build_mesh(parallel.pp, parallel.dp, parallel.ep, device, timeout=timeout))
+    with Recorder.current().collective("meet", "all ranks", range(info.world_size)):
+        dist.all_reduce(torch.zeros(1, device="cpu"))
+    yield Job(device, build_mesh(parallel.pp, parallel.dp, parallel.ep, device, timeout=timeout), watchdog)
     dist.destroy_process_group()  # after an error the process leaves without: destroying would wait for the others
 
 
@@ -114,23 +124,6 @@ def choose_device(info: RankInfo, wanted: str, is_free: Callable[[str], bool]) -
 
 
 # -- what the ranks were started with
-
-
-def connect(info: RankInfo, timeout: timedelta) -> dist.Store:
-    """The store of the job, on rank 0's machine; ValueError where MASTER_ADDR and MASTER_PORT lead to none."""
-    address, port = (os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
-    if not address or not port.isdecimal() or not 0 < int(port) < 2**16:
-        raise ValueError(f"MASTER_ADDR = {address!r} and MASTER_PORT = {port!r} must be rank 0's host and a free port "
-                         "there, 1 to 65535; set them on every rank, or start the job by torchrun")
-    hosts_store = info.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else torchrun does
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store still has what the last one wrote
-    try:
-        store = dist.TCPStore(address, int(port), info.world_size, hosts_store, timeout, False, multi_tenant=True)
-        return dist.PrefixStore(f"attempt {attempt}", store)
-    except dist.DistError as error:
-        line = str(error).partition("\n")[0]
-        raise ValueError(f"rank {info.rank} cannot meet the others at MASTER_ADDR:MASTER_PORT = {address}:{port}; give "
-                         f"rank 0's host and a port that is free there, the same on every rank ({line})") from error
 
 
 def run_settings(config: Config) -> Iterator[tuple[str, Any]]:
@@ -206,7 +199,7 @@ def _gather(store: dist.Store, info: RankInfo, what: str, value: str, timeout: t
     try:
         store.wait(keys, timeout)
     except dist.DistError as error:
-        missing = _ranges([rank for rank, key in enumerate(keys) if not store.check([key])])
+        missing = rank_ranges([rank for rank, key in enumerate(keys) if not store.check([key])])
         raise TimeoutError(f"rank 0 waited {timeout.total_seconds():g} s for {missing} of {info.world_size}; they were "
                            "not started or have failed: see what they printed") from error
     return store.multi_get(keys)
@@ -221,7 +214,7 @@ def _differences(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             if name in each:
                 ranks_of[repr(each[name])].append(rank)
         if len(ranks_of) > 1:
-            values = ", ".join(f"{value[:_CHARACTERS]} on {_ranges(ranks)}" for value, ranks in ranks_of.items())
+            values = ", ".join(f"{value[:_CHARACTERS]} on {rank_ranges(ranks)}" for value, ranks in ranks_of.items())
             different.append(f"{name} is {values}")
     if different:
         more = f" (and {len(different) - _SHOWN} more)" if len(different) > _SHOWN else ""
@@ -232,11 +225,4 @@ def _differences(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         ranks_of[record["error"]].append(rank)
     for error, ranks in ranks_of.items():
         if error:
-            yield error if len(ranks) == len(records) else f"{_ranges(ranks)}: {error}"
-
-
-def _ranges(ranks: Sequence[int]) -> str:
-    """[0, 1, 2, 5] -> "ranks 0-2, 5"."""
-    runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ranks), lambda at: at[1] - at[0])]
-    text = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
-    return f"rank{'s' if len(ranks) > 1 else ''} {text}"
+            yield error if len(ranks) == len(records) else f"{rank_ranges(ranks)}: {error}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -17,24 +17,27 @@ from torch import Tensor
 
 from dualpipe import Pipeline
 from dualpipe.checkpoint import save_hf
-from dualpipe.checkpoint.hub_quantized import check_quantized
 from dualpipe.checkpoint.state import derive_random
 from dualpipe.device import Event, deterministic, model_name, new_stream, peak_tflops, record, to_host
 from dualpipe.dtypes import dtype_of
 from dualpipe.files import lock
-from dualpipe.models import read_config
 from dualpipe.models.sizes import flops_per_token
 from dualpipe.nn.deferral import local
+from dualpipe.parallel.mesh import DENSE
+from dualpipe.recorder import Recorder
 from dualpipe.schedule import build
-from dualpipe.train.config import Config, fit_world
+from dualpipe.train.config import Config
 from dualpipe.train.data import Batch, Loader, evaluation_batches, open_splits, packed_directory, read_ahead
+from dualpipe.train.elastic import fit_run
+from dualpipe.train.faults import Fault, recorder_of
+from dualpipe.train.guard import BadStep, Guard, Kept
 from dualpipe.train.job import Job, join
 from dualpipe.train.launch import RankInfo
 from dualpipe.train.metrics import MetricsWriter, StepMetrics, draw, memory_bytes, say
 from dualpipe.train.model import (
-    Model,
     build_model,
     build_routers,
+    check_export,
     micro_batch_loss,
     plan_run,
     read_model_config,
@@ -42,20 +45,27 @@ from dualpipe.train.model import (
 )
 from dualpipe.train.optimizer import Optimizer, learning_rate
 from dualpipe.train.resume import Saver, State, describe
+from dualpipe.train.stragglers import Stragglers, summary
+from dualpipe.train.votes import StartUp, Votes, farewell
+from dualpipe.train.watchdog import Watchdog
 
-# A router has collapsed that is so near the limit, where one expert gets every token, for so many steps in a row:
-# routers that start at the limit have left it by then.
-NEAR, PATIENCE = 0.9, 50
 
-
-def train(config: Config, info: RankInfo) -> int:
-    """Train as rank `info` of the job; returns the exit status 0, raises on failure."""
-    with deterministic(config.train.deterministic), join(config, info) as job, ExitStack() as held:
-        config = fit_world(config, job.ranks.size)
+def train(config: Config, info: RankInfo, faults: Sequence[Fault] = ()) -> int:
+    """Train as rank `info` of the job; returns the exit status, 0 or what asked for an end (see `Vote`), and raises on
+    failure. faults: planted on purpose."""
+    recorder = recorder_of(info.rank, info.world_size, faults)
+    start_up = StartUp(recorder)
+    start_up.begin("meeting")
+    with (
+        recorder.activate(), deterministic(config.train.deterministic), Watchdog(recorder) as watchdog,
+        join(config, info, watchdog) as job, ExitStack() as held,
+    ):
         job.ranks.first(partial(_hold, Path(config.output.dir), held))
+        config, note = job.ranks.first(partial(fit_run, config, job.ranks.size))
+        if note and job.rank == 0:
+            say(note)
         with Saver(config, job) as saver:
-            Run(config, job, saver).train()
-    return 0
+            return Run(config, job, saver, start_up).train()
 
 
 def _hold(folder: Path, held: ExitStack) -> None:
@@ -76,9 +86,11 @@ class QueuedStep(NamedTuple):
     lr: float
     seconds: float  # of the host
     names: tuple[str, ...]
-    numbers: Tensor  # float64, by `names`; on the host, in pinned memory where they come from a device
+    # float64, by `names`, then all ranks' votes; on the host, in pinned memory where they come from a device
+    numbers: Tensor
     began: Event | None
     arrived: Event | None  # after which the numbers may be read
+    kept: Kept  # to run it again
 
 
 class Run:
@@ -90,8 +102,10 @@ class Run:
     sees to; the next step may be under way when the host comes to know.
     """
 
-    def __init__(self, config: Config, job: Job, saver: Saver) -> None:
-        self.config, self.job, self.saver = config, job, saver
+    def __init__(self, config: Config, job: Job, saver: Saver, start_up: StartUp | None = None) -> None:
+        self.config, self.job, self.saver, self.recorder = config, job, saver, Recorder.current()
+        self.start_up = start_up or StartUp(self.recorder)
+        self.start_up.begin("model")
         train, parallel, o = config.train, config.parallel, config.optimizer
         derive_random(train.seed, 0, job.rank)
         self.schedule = build(parallel.schedule, parallel.pp, train.num_chunks)
@@ -106,12 +120,15 @@ class Run:
         self.reports = self.model.has_last and not job.place.replica
         self.folder = Path(config.output.dir)
         if config.export.to_hf:
-            job.ranks.first(partial(_check_export, config, self.model))  # before the work of hours
+            job.ranks.first(partial(check_export, config, self.model))  # before the work of hours
+        self.start_up.begin("data")
         self._open_data()
+        self.start_up.begin("model")
         self.optimizer = Optimizer(
             self.model.stages, lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay,
             moments=dtype_of(o.moments),
         )
+        self.recorder.made("parameters", *self.optimizer.parameters)
         self.pipeline = Pipeline(
             self.model.stages, process_group=job.place.group("pp"), schedule=parallel.schedule, overlap=parallel.overlap
         )
@@ -121,9 +138,12 @@ class Run:
         self.flops_per_token = flops_per_token(model_config, train.sequence_length).both
         self.peak_tflops = peak_tflops(model_name(job.device)) if train.dtype == "bf16" else None
         self.load_limit = model_config.num_experts / model_config.num_experts_per_tok  # of load_max_over_mean
-        self.done = 0
+        self.done, self.status = 0, 0  # steps; what ended them before the last one, as an exit status
+        self.votes = Votes(job, train.time_limit)
+        self.remarks: list[str] = []  # to be said with the next step that is written
+        self.stragglers = Stragglers(config.metrics.straggler_interval, parallel.pp, self.recorder.name)
         self.unread: deque[QueuedStep] = deque()  # at most two
-        self.near = 0  # steps in a row in which one expert got nearly every token
+        self.guard = Guard(self)
         self.copying = new_stream(job.device)
         self.unigram: float | None = None  # what a unigram model of the held-out text would reach
 
@@ -146,16 +166,28 @@ class Run:
             evaluation_batches(held_out, **sizes, limit=train.eval_batches, rows=rows) if held_out.num_documents else []
         )
 
-    def train(self) -> None:
-        """All steps, with evaluations, then, where wanted, the model in Hugging Face's form, and the pictures."""
+    def train(self) -> int:
+        """All steps, with evaluations, then, where wanted, the model in Hugging Face's form, and the pictures; unless
+        a rank asks for an end before, whose exit status is returned."""
         target, source = self.config.export.to_hf, self.config.init.from_hf
         try:
+            self.start_up.begin("checkpoint")
             self.done = self.saver.resume(self.state)
+            self.start_up.begin("step")
             with self._writer() as writer:
-                self._steps(writer)
+                while self.done < self.config.train.steps and not self.status:
+                    try:
+                        self._steps(writer)
+                    except BadStep as bad:
+                        self.guard.resolve(bad, writer)
+                self._stop_early()
+            self.start_up.end()  # where no step was left
+            if self.status:
+                return self.status
             if target:  # also where the last checkpoint could not be written, which is said at the end
-                save_hf(self.model.stages, target, self.job.mesh, self.model.plan, source=source or None,
-                        quantized=self.config.export.quantized)
+                with self.recorder.doing("export", target):
+                    save_hf(self.model.stages, target, self.job.mesh, self.model.plan, source=source or None,
+                            quantized=self.config.export.quantized)
                 if self.job.rank == 0:
                     say(f"the model: {target}")
         except OSError as error:
@@ -165,6 +197,7 @@ class Run:
             raise OSError(error.errno, place, error.filename) from error
         if self.reports:
             draw(self.folder, self.schedule, unigram=self.unigram)
+        return 0
 
     def _writer(self) -> AbstractContextManager[MetricsWriter | None]:
         """What reports the steps, having said what the run is; None on ranks that report nothing."""
@@ -201,23 +234,38 @@ class Run:
             writer.say(f"step {self.done + 1} takes longer: it compiles attention and dense MLPs")
         return writer
 
+    def _stop_early(self) -> None:
+        """Where a rank has asked for an end, save, and say how to go on."""
+        if self.status:
+            saved = self.saver.save(self.state, self.done, now=True)
+            if self.job.rank == 0:
+                say(farewell(self.config, self.status, self.done, saved))
+
     def _steps(self, writer: MetricsWriter | None) -> None:
+        """All steps that are left, or until a rank asks for an end; raises BadStep where one must not count, with
+        nothing after it done."""
         train, on_cpu = self.config.train, self.copying is None
         try:
             with self.loader.batches(train.steps, self.copying) as batches:
-                while self.done < train.steps:
+                while self.done < train.steps and not self.status:
                     self.unread.append(self._step(self.done, batches))
                     self.done += 1
                     if len(self.unread) > 1:
                         self._write(writer, self._read())  # the step before, while the device computes this one
                     is_last, every = self.done == train.steps, train.eval_interval
                     evaluates = bool(self.held_out) and (is_last or (every > 0 and self.done % every == 0))
-                    if on_cpu or is_last or evaluates or self.saver.is_due(self.done):
+                    checks = self.guard.is_due(self.done)
+                    if on_cpu or is_last or evaluates or checks or self.saver.is_due(self.done) or self.status:
                         metrics = self._read()
-                        self._write(writer, metrics, self._evaluate() if evaluates else None)
+                        evaluates = evaluates and not self.status  # who asks for an end may not have the time
+                        if checks:
+                            self.guard.check_ranks(self.done)
+                        with self.recorder.doing("evaluate") if evaluates else nullcontext():
+                            eval_loss = self._evaluate() if evaluates else None
+                        self._write(writer, metrics, eval_loss)
                     self.saver.save(self.state, self.done)
         except BaseException:
-            with suppress(FloatingPointError, RuntimeError):  # the latter where the device has failed
+            with suppress(BadStep, RuntimeError):  # the latter where the device has failed
                 # Without waiting, which could be for ranks that have failed.
                 while self.unread and (self.unread[0].arrived is None or self.unread[0].arrived.query()):
                     self._write(writer, self._read())
@@ -226,34 +274,47 @@ class Run:
     def _step(self, step: int, batches: Iterator[Batch]) -> QueuedStep:
         """Give the device a training step, counted from 0. The host does not wait."""
         start, began, o = time.perf_counter(), record(self.job.device, timed=True), self.config.optimizer
-        with self.routers.step():
-            loss = self._forward_backward(next(batches))
-        norm = self.pipeline.clip_grad_norm_(o.clip_norm or math.inf)
+        self.recorder.step = step + 1
+        with self.recorder.doing("data", "the next batch"):
+            batch = next(batches)
+        kept = self.guard.keep(batch)
+        with kept.watch, self.routers.step():
+            loss = self.forward_backward(batch)
+        self.guard.mark(loss)
+        norm = self.guard.judge(self.pipeline.clip_grad_norm_(o.clip_norm or math.inf))
         lr = learning_rate(
             step, peak=o.lr, total_steps=self.config.train.steps, warmup_steps=o.warmup_steps, schedule=o.schedule,
             min_ratio=o.min_lr_ratio, decay_fraction=o.decay_fraction,
         )
-        self.optimizer.step(lr, norm)
+        with self.recorder.doing("optimizer"):
+            self.optimizer.step(lr, norm)
         self.optimizer.zero_grad()
-        found = {"grad_norm": norm}
+        found = {"grad_norm": norm} | self.guard.everywhere(loss)
         if loss is not None:
-            found |= {"loss": loss} | self.routers.metrics()
-        numbers, arrived = to_host(torch.stack([value.double() for value in found.values()]), timed=True)
-        return QueuedStep(step + 1, lr, time.perf_counter() - start, tuple(found), numbers, began, arrived)
+            found |= self.routers.metrics()
+        own = torch.stack([value.double() for value in found.values()])
+        numbers, arrived = to_host(torch.cat([own, self.votes.cast(self.routers)]), timed=True)
+        return QueuedStep(step + 1, lr, time.perf_counter() - start, tuple(found), numbers, began, arrived, kept)
 
     def _read(self) -> dict[str, Any]:
-        """Wait for the numbers of the first step that is unread; its metrics. FloatingPointError for a gradient that is
-        not finite, on every rank."""
+        """Wait for the numbers of the first step that is unread; its metrics. BadStep, on every rank, where it must not
+        count; then nothing is unread."""
         if (arrived := self.unread[0].arrived) is not None:
-            arrived.synchronize()  # orders: the step and the copy of its numbers, then the host
+            with self.recorder.doing("device", "what the device was given to be done"):
+                arrived.synchronize()  # orders: the step and the copy of its numbers, then the host
         queued = self.unread.popleft()
-        values = {"loss": math.nan} | dict(zip(queued.names, queued.numbers.tolist()))  # NaN where it is not known
-        if not math.isfinite(values["grad_norm"]):
+        numbers, known = queued.numbers.tolist(), len(queued.names)
+        values = {"loss": math.nan} | dict(zip(queued.names, numbers))  # NaN where it is not known
+        votes = Votes.read(numbers[known:])
+        self.status = self.status or int(max(vote.status for vote in votes))
+        remarks = [self.start_up.end(), self.stragglers.add(votes) if self.reports else ""]
+        try:
+            self.guard.check(queued.step, values, queued.kept)
+        except BadStep:
             self.unread.clear()
-            raise FloatingPointError(
-                f"the gradient norm is {values['grad_norm']} at step {queued.step}; lower optimizer.lr, lengthen "
-                "optimizer.warmup_steps, or check the data"
-            )
+            raise
+        finally:
+            self.remarks += filter(None, remarks if self.reports else ())
         seconds = queued.began.elapsed_time(arrived) / 1e3 if queued.began and arrived else queued.seconds
         tokens_per_second = self.batch_size * self.config.train.sequence_length / seconds
         tflops = tokens_per_second * self.flops_per_token / 1e12 / self.job.ranks.size
@@ -261,33 +322,33 @@ class Run:
             **values, "step": queued.step, "lr": queued.lr, "tokens_per_second": tokens_per_second,
             "tflops_per_rank": tflops, "mfu": self.peak_tflops and tflops / self.peak_tflops,
             "memory_bytes": memory_bytes(self.job.device),
+            **(summary(votes, self.config.parallel.pp, seconds) if self.reports else {}),
         }
 
     def _write(self, writer: MetricsWriter | None, metrics: dict[str, Any], eval_loss: float | None = None) -> None:
         if writer is None:
             return
         writer.write(StepMetrics(**metrics, eval_loss=eval_loss))
-        load, limit = metrics.get("load_max_over_mean", 0.0), self.load_limit
-        self.near = self.near + 1 if limit > 1 and load >= NEAR * limit else 0
-        if self.near == PATIENCE:  # once in a collapse
-            writer.say(f"WARNING: for {PATIENCE} steps one expert of some layer got nearly every token "
-                       f"(load_max_over_mean {load:.2f}, at most {limit:g}): its router has collapsed; "
-                       "raise router.balance, to 0.01 for a start")
+        for text in (*self.remarks, *self.guard.warnings(metrics)):
+            writer.say(text)
+        self.remarks.clear()
 
-    def _forward_backward(self, batch: Batch) -> Tensor | None:
-        """Run the pipeline once; the mean loss of all pipelines on the ranks of the last stage, None elsewhere."""
+    def forward_backward(self, batch: Batch, num_chunks: int = 0) -> Tensor | None:
+        """Run the pipeline once, on `num_chunks` micro-batches (default: those of a step); the mean loss of all
+        pipelines on the ranks of the last stage, None elsewhere."""
         first, last = self.model.has_first, self.model.has_last
         inputs, labels = (batch.tokens,) if first else (), (batch.targets,) if last else ()
         apart = first and self.config.data.separate_documents
         losses, _ = self.pipeline.step(
-            *inputs, num_chunks=self.config.train.num_chunks, criterion=self.criterion, labels=labels,
+            *inputs, num_chunks=num_chunks or self.config.train.num_chunks, criterion=self.criterion, labels=labels,
             side={"positions": batch.positions} if apart else None,
         )
         if losses is None:
             return None
         loss = losses.sum().float()
-        if (replicas := self.job.place.dense) is not None:
-            dist.all_reduce(loss, group=replicas.get_group())
+        if (replicas := self.job.place.group(*DENSE)) is not None:
+            with self.recorder.collective("loss", "the loss of all pipelines", self.recorder.members(replicas)):
+                dist.all_reduce(loss, group=replicas)
         return loss / self.config.parallel.replicas
 
     @torch.no_grad()
@@ -298,25 +359,9 @@ class Run:
             stage.eval()
         with read_ahead(read, self.held_out, self.copying) as ahead:
             for batch in ahead:
-                loss = self._forward_backward(batch)
+                loss = self.forward_backward(batch)
                 if loss is not None:
                     losses.append(loss)
         for stage in self.model.stages:
             stage.train()
         return torch.stack(losses).mean().item() if losses else math.nan
-
-
-def _check_export(config: Config, model: Model) -> None:
-    """Refuse what `save_hf` would refuse at the end."""
-    target, source = Path(config.export.to_hf), config.init.from_hf
-    if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
-        raise ValueError(f"export.to_hf = {str(target)!r} exists and is not empty; give a directory to make")
-    if config.export.quantized:
-        check_quantized(model.config, model.plan)
-    if source and read_config(source) != model.config:
-        raise ValueError(f"export.to_hf takes config.json from init.from_hf = {source!r}, but model.config says "
-                         "another model; change the config.json there and leave out model.config")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"export.to_hf = {str(target)!r} cannot be made: {error.strerror}") from error

@@ -64,10 +64,11 @@ def estimate(config: Config, model: HubConfig) -> list[RankMemory]:
 
     Raises ValueError for a model that cannot be cut so.
     """
+    config = fit_world(config, config.parallel.world_size)
     p, train, rules = config.parallel, config.train, config.memory.recompute
     if model.num_experts % p.ep:
         raise ValueError(f"parallel.ep = {p.ep} does not divide the model's {model.num_experts} experts")
-    dp, ep = max(1, p.dp), p.ep
+    dp, ep = p.dp, p.ep
     check_tied(model, dp * ep)
     schedule = build(p.schedule, p.pp, train.num_chunks)
     with torch.device("meta"):
@@ -88,7 +89,7 @@ def estimate(config: Config, model: HubConfig) -> list[RankMemory]:
             )
         return known[kinds]
 
-    plan = plan_run(fit_world(config, p.pp * dp * ep), model, {})
+    plan = plan_run(config, model, {})
     ranks = []
     for rank, steps in enumerate(schedule.ranks):
         mine = {number: stages[number] for number in schedule.rank_stages(rank)}

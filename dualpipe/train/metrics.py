@@ -58,6 +58,10 @@ class StepMetrics:
     dropped: float | None = None  # tokens without a place at their expert: 0, because no expert has a capacity
     balance_loss: float | None = None  # mean over the layers, without its coefficient; None where that is 0
     z_loss: float | None = None  # as balance_loss
+    # Of the host, so absent on CUDA, and for one rank: the mean share of the step in which ranks wait for others, and
+    # the largest over the median of the seconds that ranks with the same stages compute, where that is largest.
+    waiting_share: float | None = None
+    compute_max_over_median: float | None = None
 
 
 class MetricsWriter:
@@ -87,17 +91,23 @@ class MetricsWriter:
         if missing:
             self.say(f"{', '.join(missing.values())}: pip install {' '.join(missing)} (or 'dualpipe[viz]')")
         self._outputs: dict[str, Callable[[int, dict[str, float]], None]] = {}  # each takes a step and its values
-        with self._optional(METRICS):
-            self._outputs[METRICS] = _Lines(folder / METRICS, start_step).add
+        self._files: dict[str, Callable[[int], Callable[[int, dict[str, float]], None]]] = {
+            METRICS: lambda start: _Lines(folder / METRICS, start).add}
         if "tensorboard" not in missing:
-            with self._optional("TensorBoard"):
-                self._outputs["TensorBoard"] = _tensorboard(folder / "tensorboard", start_step)
+            self._files["TensorBoard"] = lambda start: _tensorboard(folder / "tensorboard", start)
+        self.go_back(start_step)
         if wandb:
             with self._optional("W&B"):
                 from wandb import init
 
                 self._run = run = init(project=wandb, dir=str(folder), config=dict(settings or {}))
                 self._outputs["W&B"] = lambda step, values: run.log(values, step=step)
+
+    def go_back(self, step: int) -> None:
+        """Go on after this step: what is written of later ones is kept apart, as where a run goes on."""
+        for name, begin in self._files.items():
+            with self._optional(name):
+                self._outputs[name] = begin(step)
 
     def write(self, metrics: StepMetrics) -> None:
         """Record one step, at once and flushed; the live line shows every one."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dualpipe.checkpoint import hub_dtypes, load_hf
+from dualpipe.checkpoint.hub_quantized import check_quantized
 from dualpipe.dtypes import dtype_of, short_name
 from dualpipe.kernels.formats import FORMATS
 from dualpipe.kernels.grouped_gemm import HALF
@@ -233,3 +235,19 @@ def build_routers(
 def micro_batch_loss(num_chunks: int) -> Callable[[Tensor, Tensor], Tensor]:
     """A criterion whose sum over a step's micro-batches is the mean over the global batch."""
     return lambda logits, targets: cross_entropy_loss(logits, targets) / num_chunks
+
+
+def check_export(config: Config, model: Model) -> None:
+    """Refuse what `save_hf` would refuse at the end."""
+    target, source = Path(config.export.to_hf), config.init.from_hf
+    if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
+        raise ValueError(f"export.to_hf = {str(target)!r} exists and is not empty; give a directory to make")
+    if config.export.quantized:
+        check_quantized(model.config, model.plan)
+    if source and read_config(source) != model.config:
+        raise ValueError(f"export.to_hf takes config.json from init.from_hf = {source!r}, but model.config says "
+                         "another model; change the config.json there and leave out model.config")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"export.to_hf = {str(target)!r} cannot be made: {error.strerror}") from error

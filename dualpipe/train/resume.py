@@ -8,7 +8,7 @@ the files it was started with.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -17,9 +17,11 @@ import torch
 from torch import Tensor
 
 from dualpipe.checkpoint import CheckpointError, Checkpoints, load, training_state
-from dualpipe.checkpoint.directory import find, none_whole
+from dualpipe.checkpoint.directory import find, none_whole, scan
+from dualpipe.checkpoint.manifest import Checkpoint
 from dualpipe.checkpoint.state import ParameterState
 from dualpipe.dtypes import dtype_of
+from dualpipe.errors import RankLost
 from dualpipe.nn.router_set import RouterSet
 from dualpipe.train.data import Loader
 from dualpipe.train.job import Job
@@ -58,14 +60,18 @@ class Saver:
         self._config, self._job = config, job
         self._settings = settings = config.checkpoint
         self._failed = False
+        self._loaded: Checkpoint | None = None  # what the run goes on from
+        self._newest: Path | None = None  # this, or what the run has committed since
+        self._anomaly = 0
+        self._begun = -1  # the step that was saved last, and where, once it is committed
+        self._path: Path | None = None
         self._last: CheckpointError | None = None  # of the last step, which is raised after an export
         self._checkpoints = None
         if settings.mode != "off" and settings.interval:  # first, so that no other job saves there any more
             self._checkpoints = Checkpoints(
                 config.checkpoint_directory, job.mesh, kind=settings.writer, keep_last=settings.keep_last or None,
                 keep_every=settings.keep_every or None, checksum=settings.checksum,
-                # A rank with little to write waits for the one with most.
-                timeout=max(timedelta(minutes=30), timedelta(seconds=config.parallel.timeout)),
+                timeout=timedelta(seconds=config.parallel.timeout),
             )
         try:
             self.source, self.source_dtypes, notes = job.ranks.first(lambda: find_source(config))
@@ -88,6 +94,8 @@ class Saver:
         )
         state.optimizer.round_parameters()
         manifest, steps, changed = loaded.manifest, self._config.train.steps, []
+        self._loaded, self._newest = Checkpoint(loaded.path, manifest), loaded.path
+        self.anomaly((manifest.extra or {}).get("anomaly", 0))
         saved = " x ".join(f"{name} {manifest.layout[name]}" for name in ("pp", "dp", "ep"))
         random = "" if loaded.random_restored else "; random numbers start anew, as the layout is another"
         self._say(f"resuming from {loaded.path}, after step {manifest.step}, saved by {saved}{random}")
@@ -120,34 +128,79 @@ class Saver:
         settings, is_last = self._settings, step == self._config.train.steps
         return self._checkpoints is not None and (step % settings.interval == 0 or is_last)
 
-    def save(self, state: State, step: int) -> None:
+    def save(self, state: State, step: int, *, now: bool = False) -> Path | None:
         """Save where it is due.
 
         One checkpoint that cannot be written is said and training goes on; the error of a second in a row is raised. So
         is that of the last, when this is left: all that is wanted of the run besides has been done then.
+
+        now: save in any case, once, and return the path when it is committed; None where the run has no checkpoints.
+        Raises CheckpointError where it cannot be written.
         """
-        settings, is_last, checkpoints = self._settings, step == self._config.train.steps, self._checkpoints
-        if checkpoints is None or not self.is_due(step):
-            return
-        save = checkpoints.save if settings.mode == "sync" else checkpoints.save_async
+        checkpoints, settings = self._checkpoints, self._settings
+        if checkpoints is None or not (now or self.is_due(step)):
+            return None
+        save = checkpoints.save if now or settings.mode == "sync" else checkpoints.save_async
 
         def write() -> Path | None:
+            self._begun, self._path = step, None
             return save(state.tensors(), step=step, plan=state.model.plan, config=describe(self._config, state.model),
-                        extra={"loader": state.loader.state_dict()})
+                        extra={"loader": state.loader.state_dict(), "anomaly": self._anomaly})
 
-        for is_new, work in ((False, checkpoints.wait), (True, write)):
-            try:
-                if work() is not None:
-                    self._failed = False
-            except CheckpointError as error:
-                if is_new and is_last:  # nothing is saved after it
-                    self._last = error
-                elif self._failed and not is_last:
-                    raise
-                else:
-                    self._failed = True
-                    rest = "" if is_last else "; training goes on, but ends if the next one is not saved either"
-                    self._say(f"WARNING: {error}{rest}")
+        is_last = step == self._config.train.steps
+        self._attempt(checkpoints.wait, is_last=is_last)
+        if not now:
+            self._attempt(write, is_last=is_last, is_new=True)
+        elif self._path is None or self._begun != step:
+            self._path = write()
+        return self._path if now else None
+
+    def _attempt(self, work: Callable[[], Path | None], *, is_last: bool, is_new: bool = False) -> None:
+        """Wait for a checkpoint, or begin a new one; is_last: of the last step, or while that one waits."""
+        try:
+            if (path := work()) is not None:
+                self._failed, self._path, self._newest = False, path, path
+        except CheckpointError as error:
+            if isinstance(error.__cause__, RankLost):
+                raise
+            if is_new and is_last:  # nothing is saved after it
+                self._last = error
+            elif self._failed and not is_last:
+                raise
+            else:
+                self._failed = True
+                rest = "" if is_last else "; training goes on, but ends if the next one is not saved either"
+                self._say(f"WARNING: {error}{rest}")
+
+    def go_back(self, state: State) -> int | None:
+        """Load the newest checkpoint of this run, or what it began with; the steps that are done then. None where there
+        is none. Of the directory it need not be the newest: the run may go on from an older one."""
+        if self._checkpoints is not None:
+            self._attempt(self._checkpoints.wait, is_last=False)
+        if self._newest is None:
+            return None
+        loaded = load(self._newest, state.tensors(), mesh=self._job.mesh, allow=self._settings.allow,
+                      allow_at_start=NOT_IMPORTED, seed=self._config.train.seed)
+        state.optimizer.round_parameters()
+        return loaded.manifest.step
+
+    def anomaly(self, step: int) -> None:
+        """Keep the newest checkpoint of before this step, which may have gone wrong; also after the run goes on."""
+        self._anomaly, self._begun = max(step, self._anomaly), -1
+        if self._checkpoints is not None:
+            self._checkpoints.anomaly(self._anomaly)
+
+    def advice(self, step: int) -> str:
+        """What to do where the numbers of this step are not finite; "" unless it is the first after a resume."""
+        if self._loaded is None or step != self._loaded.manifest.step + 1:
+            return ""
+        path, sequence = self._loaded.path, self._loaded.manifest.sequence
+        older = [each for each in scan(path.parent).committed
+                 if each.manifest.step < step - 1 and each.manifest.sequence < sequence and not each.damage()]
+        first = f"the first step after {path} is not finite"
+        if not older:
+            return f"{first}, and there is no other checkpoint of before"
+        return f"{first}; checkpoint.resume = {str(older[0].path)!r} goes on from before"
 
     def __enter__(self) -> Self:
         return self

@@ -108,7 +108,14 @@ class ParallelConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """"auto" takes CUDA where the machine has a device for each of its ranks"""
     timeout: float = _seconds(600.0)
-    """seconds after which a rank that waits for another one gives up"""
+    """seconds after which a rank that waits for another one gives up, and a checkpoint that does not get on"""
+    interface: str = ""
+    """network interface by which the ranks of several nodes talk, such as ib0; without, that of each host's name"""
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes of the mesh's dimensions, outermost first."""
+        return {"pp": self.pp, "dp": max(1, self.dp), "ep": self.ep}
 
     @property
     def replicas(self) -> int:
@@ -118,7 +125,7 @@ class ParallelConfig:
     @property
     def world_size(self) -> int:
         """The number of ranks that this layout needs, at least."""
-        return self.pp * max(1, self.dp) * self.ep
+        return math.prod(self.sizes.values())
 
 
 @dataclass(frozen=True)
@@ -133,6 +140,10 @@ class TrainConfig:
     """sequences of a micro-batch"""
     num_chunks: int = _at_least_1(4)
     """micro-batches of a step"""
+    batch_size: int = _not_negative(0)
+    """sequences of a step of all ranks; num_chunks then follows from the ranks that there are; 0: num_chunks holds"""
+    time_limit: float = _not_negative(0.0)
+    """seconds from the start after which the run stops, saved, with exit status 75; 0: never"""
     seed: int = _not_negative(0)
     """what the initial weights and the order of the data are drawn by"""
     compile: bool = False
@@ -301,6 +312,33 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True)
+class WatchdogConfig:
+    """[watchdog]: when ranks write into `why` in output.dir what they wait for."""
+
+    timeout: float = _not_negative(0.0)
+    """seconds in which nothing is begun or ended; 0: half of parallel.timeout"""
+
+
+@dataclass(frozen=True)
+class GuardConfig:
+    """[guard]: what is done about bad numbers."""
+
+    on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
+    """of a loss or gradient: stop; leave the step out; or go back to the last checkpoint and leave its data out"""
+    limit: int = _at_least_1(3)
+    """steps left out, or times gone back, in a row, after which the run stops"""
+    spike: float = _not_negative(0.0)
+    """robust z-score of a step's loss or gradient norm among those before it, above which it counts as a spike; 0: no
+    step does"""
+    on_spike: Literal["warn", "rollback"] = "warn"
+    """of a spike: say it, or go back to the last checkpoint before it and leave its data out"""
+    checksum_interval: int = _not_negative(0)
+    """steps between checksums of what ranks must have the same of; 0: none are made"""
+    recheck_interval: int = _not_negative(0)
+    """steps between micro-batches that are computed twice, which must give the same bits; 0: none are"""
+
+
+@dataclass(frozen=True)
 class OutputConfig:
     """[output]: where results go."""
 
@@ -314,6 +352,8 @@ class MetricsConfig:
 
     wandb: str = _project("")
     """a project at Weights & Biases, by the package wandb; with WANDB_MODE=offline a folder in output.dir"""
+    straggler_interval: int = _not_negative(100)
+    """steps between lines that name ranks which compute slower than the others, or get more tokens; 0: none"""
 
 
 @dataclass(frozen=True)
@@ -330,6 +370,8 @@ class Config:
     router: RouterConfig = RouterConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    watchdog: WatchdogConfig = WatchdogConfig()
+    guard: GuardConfig = GuardConfig()
     output: OutputConfig = OutputConfig()
     metrics: MetricsConfig = MetricsConfig()
     export: ExportConfig = ExportConfig()

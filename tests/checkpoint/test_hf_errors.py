@@ -242,8 +242,9 @@ def test_one_rank_fails(tmp_path):
         file.write_bytes(file.read_bytes()[:-1])
     first, second = run_ranks(load_apart, 2, str(tmp_path / "good"), str(tmp_path / "bad"))
     for (error, untouched), (same, also), message in zip(first, second, (
-        "ValueError: rank 1: .*not the same for all ranks.*cannot be opened", "ValueError: rank 1: stages must be",
-        "RuntimeError: rank 1: OSError: the disk is gone"), strict=True):
+        r"ValueError: rank 1 \(pp 1\): .*not the same for all ranks.*cannot be opened",
+        r"ValueError: rank 1 \(pp 1\): stages must be", r"RuntimeError: rank 1 \(pp 1\): OSError: the disk is gone",
+    ), strict=True):
         assert error == same
         assert re.match(message, error, re.DOTALL), error
         assert (untouched and also) == ("disk" not in message)
@@ -301,10 +302,10 @@ def test_failing_writes_leave_nothing(tmp_path):
     (first, left), (second, _) = run_ranks(save_failing, 2, str(tmp_path / "source"), str(folder))
     expected = [
         ("ValueError", "occupied exists already"), ("ValueError", "file exists already"),
-        ("RuntimeError", "rank 0: "), ("ValueError", "max_shard_bytes must be at least 1; got 0"),
-        ("RuntimeError", f"rank 1: OSError: [Errno 28] No space left on device: '{folder}/.new."),
-        ("RuntimeError", "rank 1: KeyboardInterrupt"),
-        ("RuntimeError", "rank 0: OSError: [Errno 28] No space left"), ("", ""), ("", ""),
+        ("RuntimeError", "rank 0 (pp 0): "), ("ValueError", "max_shard_bytes must be at least 1; got 0"),
+        ("RuntimeError", f"rank 1 (pp 1): OSError: [Errno 28] No space left on device: '{folder}/.new."),
+        ("RuntimeError", "rank 1 (pp 1): KeyboardInterrupt"),
+        ("RuntimeError", "rank 0 (pp 0): OSError: [Errno 28] No space left"), ("", ""), ("", ""),
     ]
     for index, (kind, text) in enumerate(expected):
         assert first[index].startswith(kind) and text in first[index], first[index]

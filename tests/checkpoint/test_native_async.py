@@ -214,7 +214,7 @@ def test_a_failure_is_raised_once_at_the_next_save_or_at_the_end(tmp_path, monke
         with monkeypatch.context() as patch:
             patch.setattr(saving, "write_files", fail)
             checkpoints.save_async(state_of(2), step=2)
-            checkpoints._pending.exception(10)
+            checkpoints._pending.ended.exception(10)
         raise KeyError("of the run")
     assert "step 2 was not saved to" in caught.value.__notes__[0]
 
@@ -328,7 +328,9 @@ def cut_short(rank, folder):
 
 def test_ranks_that_an_interrupt_has_parted_say_so(tmp_path):
     first, second = run_ranks(cut_short, 2, str(tmp_path))
-    assert first[0].startswith("CheckpointError") and second[0].startswith("KeyboardInterrupt")
+    assert first[0].startswith("CheckpointError: the checkpoint of step 2 was not saved")
+    assert "from rank 1 (pp 1)" in first[0]
+    assert second[0].startswith("KeyboardInterrupt")
     assert "was cut short, by an interrupt" in first[1] and "was cut short, by an interrupt" in second[1]
     assert [path.name for path in tmp_path.glob("*step*")] == ["step-00000001"]
 
@@ -355,7 +357,7 @@ def fill_a_disk(rank, folder, kind):
 def test_a_file_that_cannot_grow_on_one_rank(tmp_path, kind):
     first, second = run_ranks(fill_a_disk, 2, str(tmp_path), kind)
     assert first == second and len(first) == (2 if kind == "thread" else 1)
-    assert all("rank 1: " in text and "File too large" in text for text in first)
+    assert all("rank 1 (pp 1): " in text and "File too large" in text for text in first)
     assert sorted(path.name for path in tmp_path.glob("*step*")) == ["step-00000001", "step-00000004"]
     assert not verify(latest(tmp_path))
 
@@ -434,7 +436,7 @@ def one_is_gone(rank, folder):
         time.sleep(6)  # alive, but never comes
         os._exit(0)
     start = time.monotonic()
-    with pytest.raises(CheckpointError):
+    with pytest.raises(CheckpointError, match=r"step 2 was not saved to .* from rank 1 \(pp 1\)"):
         checkpoints.save({f"{rank}": torch.ones(3)}, step=2)
     return time.monotonic() - start
 

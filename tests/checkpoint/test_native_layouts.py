@@ -145,5 +145,5 @@ def test_what_fails_on_one_rank_raises_on_all(tmp_path):
     assert first == second
     assert "the same step; got [0, 1]" in first[0]
     assert "twice is fp32 (3,) on rank 1, and another" in first[1]
-    assert "rank 1: step must be a number" in first[2]
+    assert "rank 1 (pp 1): step must be a number" in first[2]
     assert latest(tmp_path).name == "step-00000005" and not list(tmp_path.glob(".tmp*"))

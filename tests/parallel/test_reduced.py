@@ -96,10 +96,10 @@ def constructions(rank: int) -> dict[str, str]:
 
 def test_gradients_that_nobody_reduces():
     expected = {
-        "ddp": "rank 1: module 0 of this rank is a DistributedDataParallel, which does not reduce",
-        "ddp inside": "rank 1: module 0 of this rank has a DistributedDataParallel, 1, which does not reduce",
-        "fsdp1": "rank 1: module 0 of this rank is a FullyShardedDataParallel, which does not reduce",
-        "in part": "rank 1: module 0 of this rank is sharded in part, but not norm.weight, norm.bias; gradients would",
+        "ddp": "rank WRONG: module 0 of this rank is a DistributedDataParallel, which does not reduce",
+        "ddp inside": "rank WRONG: module 0 of this rank has a DistributedDataParallel, 1, which does not reduce",
+        "fsdp1": "rank WRONG: module 0 of this rank is a FullyShardedDataParallel, which does not reduce",
+        "in part": "rank WRONG: module 0 of this rank is sharded in part, but not norm.weight, norm.bias; gradients",
         "in part, not all": "sharded in part, but not norm.weight; gradients would",
         "replicated": "sharded in part, but not extra;",
         "ignored": "sharded in part, but not extra;",
@@ -107,10 +107,11 @@ def test_gradients_that_nobody_reduces():
         "apart on fewer ranks": "some stages are sharded, but not the one with norm.weight, norm.bias, up.weight",
         "another stage": "some stages are sharded, but not the one with norm.weight, norm.bias, up.weight",
     }
-    for found in run_ranks(constructions, 4, group_timeout=20):
+    for rank, found in enumerate(run_ranks(constructions, 4, group_timeout=20)):
         assert "was given to torch's replicate, which a pipeline cannot drive; use" in found.pop("replicate")
         assert {name for name, text in found.items() if text} == set(expected)
         for name, text in expected.items():
+            text = text.replace("WRONG", str(2 + rank % 2))  # by its number among all, not in its pipeline
             assert text in found[name] and "\n" not in found[name], found[name]
             assert "dualpipe.parallel.shard or torch's fully_shard" in found[name]
             assert ("name them in unreduced" in found[name]) != ("does not reduce" in found[name])

@@ -83,9 +83,10 @@ class Command:
 
 
 class _Rank:
-    """A forked rank: what `launch` uses of `subprocess.Popen`."""
+    """A forked rank: what `start` uses of `subprocess.Popen`."""
 
-    def __init__(self, before: str, command: Sequence[str], env: Mapping[str, str]) -> None:
+    def __init__(self, before: str, command: Sequence[str], env: Mapping[str, str], pass_fds: Sequence[int]) -> None:
+        """pass_fds: what of the launcher's is open in a rank; a fork has all that is open, which is no more."""
         assert list(command[:4]) == [sys.executable, "-P", "-m", "dualpipe"], command
         sys.stdout.flush()
         sys.stderr.flush()
@@ -120,9 +121,9 @@ class _Rank:
 
 
 def _launch(folder: str, arguments: list[str], environment: dict[str, str], before: str, out, err) -> NoReturn:
-    from dualpipe.train import launch
+    from dualpipe.train import start
 
-    launch.subprocess = SimpleNamespace(**vars(subprocess) | {"Popen": partial(_Rank, before)})
+    start.subprocess = SimpleNamespace(**vars(subprocess) | {"Popen": partial(_Rank, before)})
     os.chdir(folder)
     os.dup2(out.fileno(), 1)
     os.dup2(err.fileno(), 2)

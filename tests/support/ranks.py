@@ -181,6 +181,8 @@ def _do(job: Job) -> tuple[bool, Any]:
     import torch
     import torch.distributed as dist
 
+    from dualpipe.recorder import Recorder
+
     faulthandler.dump_traceback_later(max(1.0, job.timeout - 2), exit=False)
     torch.manual_seed(0)
     try:
@@ -189,7 +191,9 @@ def _do(job: Job) -> tuple[bool, Any]:
                 "gloo", init_method=f"file://{job.store}", rank=job.rank, world_size=job.world_size,
                 timeout=timedelta(seconds=job.group_timeout),
             )
-        return True, _load(*job.target)(job.rank, *job.args)
+            dist.barrier()  # a rank whose job ends the group at once would end it for one that is still joining
+        with Recorder(job.rank).activate():  # which knows of no mesh of an earlier job
+            return True, _load(*job.target)(job.rank, *job.args)
     except BaseException as error:
         text = traceback.format_exc()
         try:

@@ -352,7 +352,7 @@ def test_a_command_whose_reader_has_gone_ends_without_a_word(run_toml, capsys, m
 
 
 def test_a_collapsed_router_is_said_once(train_alone, capsys, monkeypatch):
-    monkeypatch.setattr("dualpipe.train.loop.PATIENCE", 3)
+    monkeypatch.setattr("dualpipe.train.guard.PATIENCE", 3)
     monkeypatch.setattr("dualpipe.nn.router_set.max_over_mean", lambda load_E: torch.tensor(1.95))
     assert train_alone("--train.steps", "5") == 0
     out = capsys.readouterr().out
@@ -402,7 +402,7 @@ def test_a_rank_that_raises_brings_all_down_with_its_cause(run_folder, dualpipe)
     done = dualpipe(run_folder, "train", "run.toml", "--output.dir", "broken", before=BREAK_RANK_1, timeout=40)
     assert done.returncode == 1
     assert "Traceback" in done.stderr
-    assert done.stderr.splitlines()[-1] == "error: rank 1: RuntimeError: the cause"
+    assert done.stderr.splitlines()[-1] == "error: rank 1 (pp 1): RuntimeError: the cause"
 
 
 def children(pid):
@@ -420,9 +420,10 @@ def alive(pid):
 @pytest.mark.parametrize(
     ("victim", "number", "status", "message"),
     [
-        ("rank", signal.SIGKILL, 137, "error: rank 1 was ended by SIGKILL"),
-        ("launcher", signal.SIGTERM, 143, ""),
-        ("launcher", signal.SIGINT, 130, "interrupted"),
+        ("rank", signal.SIGKILL, 137, "error: rank 1 (pp 1) was killed by SIGKILL\n"),
+        ("rank", signal.SIGUSR1, 138, "stopped by SIGUSR1 after step "),
+        ("launcher", signal.SIGHUP, 129, "stopped by SIGHUP after step "),
+        ("launcher", signal.SIGINT, 130, "stopped by SIGTERM after step "),
         ("launcher", signal.SIGKILL, -9, ""),
     ],
 )
@@ -434,9 +435,12 @@ def test_a_signal_ends_all_ranks(run_folder, start_dualpipe, victim, number, sta
     ranks = children(launcher.pid)
     assert len(ranks) == 2
     os.kill(ranks[1] if victim == "rank" else launcher.pid, number)
-    _, err = launcher.communicate(timeout=30)
+    if number == signal.SIGUSR1:  # as where ranks are told what their launcher passes on
+        time.sleep(0.02)
+        os.kill(ranks[1], signal.SIGTERM)
+    out, err = launcher.communicate(timeout=30)
     assert launcher.returncode == status
-    assert message in err
+    assert message in out + err
     deadline = time.monotonic() + 10
     while any(map(alive, ranks)) and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -121,11 +121,13 @@ IMPOSSIBLE = {  # values, by what is said of them
     "must be at least 0": {"parallel.dp": -1},
     "must be at least 1": dict.fromkeys(
         ("parallel.pp", "parallel.ep", "train.steps", "train.sequence_length", "train.micro_batch_size",
-         "train.num_chunks", "train.log_interval"), 0),
+         "train.num_chunks", "train.log_interval", "guard.limit"), 0),
     "must not be negative": dict.fromkeys(
         ("train.seed", "train.eval_interval", "train.eval_batches", "router.balance", "router.z_loss",
          "router.bias_update_rate", "optimizer.weight_decay", "optimizer.warmup_steps", "optimizer.clip_norm",
-         "checkpoint.interval", "checkpoint.keep_last", "checkpoint.keep_every", "memory.capacity"), -1),
+         "checkpoint.interval", "checkpoint.keep_last", "checkpoint.keep_every", "memory.capacity", "train.batch_size",
+         "train.time_limit", "watchdog.timeout", "guard.spike", "guard.checksum_interval", "guard.recheck_interval",
+         "metrics.straggler_interval"), -1),
     "must be positive": {"optimizer.lr": 0, "optimizer.eps": -1, "parallel.timeout": 0},
     "must be from 0 to 1": {"optimizer.min_lr_ratio": 1.5, "optimizer.decay_fraction": -0.5},
     "must be at least 0 and less than 1": {"data.validation_fraction": 1},
@@ -225,6 +227,16 @@ def test_data_parallel_ranks_are_those_that_are_left(toml):
         fit_world(config, 3)
     with pytest.raises(ValueError, match=r"2 \* 2 \* 1 cannot be 2, .*; start 4"):
         fit_world(load_config(toml(), ["--parallel.dp", "2"]), 2)
+
+
+def test_a_global_batch_is_cut_for_the_ranks_that_there_are(toml):
+    config = load_config(toml(), ["--train.batch_size", "24", "--train.micro_batch_size", "2"])
+    assert [fit_world(config, world).train.num_chunks for world in (2, 4, 6, 8)] == [12, 6, 4, 3]
+    with pytest.raises(ValueError, match=r"train.batch_size = 24 is no multiple of 10, .* = 2 \* 5 \* 1; give 20 or "
+                                         r"30, or have parallel.dp be one of 1, 2, 3, 4, 6, 12$"):
+        fit_world(config, 10)
+    with pytest.raises(ValueError, match=r"no multiple of 26, .*; give 26, or have"):
+        fit_world(config, 26)
 
 
 def test_help_lists_the_fields(toml, capsys):

@@ -335,6 +335,19 @@ def test_resume(many):
         make_loader(many, seed=1).load_state_dict(half.state_dict())
 
 
+def test_batches_that_are_passed_over(many):
+    loader, resumed = make_loader(many), make_loader(many)
+    loader.step, loader.passed_over = 2, 3
+    with loader.batches(4) as batches:
+        assert torch.equal(next(batches).tokens, make_loader(many).batch(5).tokens)
+    state = loader.state_dict()
+    resumed.load_state_dict(state)
+    assert (resumed.step, resumed.passed_over) == (3, 3)
+    del state["passed_over"]  # as before there was such a thing
+    resumed.load_state_dict(state)
+    assert (resumed.step, resumed.passed_over) == (3, 0)
+
+
 def test_a_rank_reads_its_rows_only(many):
     stream, read = TokenStream(PackedTokens(many)), []
     whole = make_loader(many).batch(70)

@@ -17,8 +17,9 @@ import torch.distributed as dist
 from dualpipe import cli
 from dualpipe.train import job
 from dualpipe.train.config import load_config
-from dualpipe.train.job import agree, connect, join
+from dualpipe.train.job import agree, join
 from dualpipe.train.launch import RankInfo
+from dualpipe.train.rendezvous import connect
 from ranks import run_ranks
 
 # Settings that keep every shape, what rank 1 of 2 has them as, and what is then said.
@@ -200,19 +201,6 @@ def test_ranks_that_see_one_device_each_do_not_share_it(run_toml, monkeypatch):
             assert all(expected in said for said in pool.map(start, range(2)))
 
 
-def test_a_restart_by_torchrun_meets_anew(monkeypatch):
-    """torchrun's store outlives the ranks: what the last attempt wrote there must not be read by the next."""
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", str(free_ports(1)[0]))
-    info, patience = RankInfo(0, 2, 0, 2), timedelta(seconds=20)
-    for attempt in "01":
-        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
-        store = connect(info, patience)  # of the process: the second is the first's
-        assert not store.check(["key"])
-        store.set("key", "value")
-        kept = store  # noqa: F841 - the server lives as long
-
-
 def test_directories_may_differ_where_nothing_is_saved(run_toml):
     config = changed(load_config(run_toml), "checkpoint.interval", 1)
     assert "the directory of checkpoints" in dict(job.run_settings(config))
@@ -234,26 +222,6 @@ def test_versions_and_sources_are_compared(run_toml, monkeypatch, tmp_path):
     again = dict(job.run_settings(config))
     digests = {settings["sources of dualpipe (digest)"] for settings in (before, changed, again)}
     assert len(digests) == 3
-
-
-@pytest.mark.parametrize(
-    ("port", "address", "message"),
-    [
-        ("x", "127.0.0.1", "MASTER_PORT = 'x' must be rank 0's host and a free port"),
-        ("70000", "127.0.0.1", "MASTER_PORT = '70000' must be"),
-        ("29500", "", "MASTER_ADDR = '' and MASTER_PORT = '29500' must be"),
-        (None, "127.0.0.1", "rank 0 cannot meet the others at MASTER_ADDR:MASTER_PORT = 127.0.0.1:"),  # in use
-    ],
-)
-def test_where_the_ranks_cannot_meet(monkeypatch, port, address, message):
-    with socket.socket() as taken:
-        taken.bind(("0.0.0.0", 0))
-        taken.listen()
-        monkeypatch.setenv("MASTER_ADDR", address)
-        monkeypatch.setenv("MASTER_PORT", port or str(taken.getsockname()[1]))
-        with pytest.raises(ValueError, match=message) as error:
-            connect(RankInfo(0, 2, 0, 2), timedelta(seconds=2))
-    assert "\n" not in str(error.value)
 
 
 def _wait_for_nobody(rank, config, dimension, port):

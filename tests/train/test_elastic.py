@@ -1,0 +1,145 @@
+"""A run goes on with other ranks than before: the same batches, and so the same losses up to the order of sums."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from dualpipe.train.metrics import read_metrics
+
+# So many that its steps can be told apart by their losses, which are of different batches.
+OPTIONS = ["train", "run.toml", "--parallel.pp", "1", "--train.eval_batches", "0", "--checkpoint.interval", "1",
+           "--optimizer.schedule", "constant"]
+
+
+def losses(folder, output):
+    return {row["step"]: row["loss"] for row in read_metrics(folder / output / "metrics.jsonl")}
+
+
+@pytest.fixture
+def train_on(run_folder, start_dualpipe, free_port):
+    """Train up to a step on so many ranks, which are started one by one; what they said."""
+
+    def run(world, output, steps, *options):
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{free_port}", "WORLD_SIZE": f"{world}"}
+        arguments = [*OPTIONS, "--output.dir", output, "--train.steps", f"{steps}", *options]
+        started = [start_dualpipe(run_folder, *arguments, environment={**place, "RANK": f"{rank}"})
+                   for rank in range(world)]
+        said = [each.communicate(60) for each in started]
+        assert [each.returncode for each in started] == [0] * world, said
+        return said[0][0]
+
+    return run
+
+
+@pytest.mark.slow
+def test_the_global_batch_is_kept_on_fewer_and_on_more_ranks(run_folder, train_on):
+    train_on(2, "whole", 3)
+    assert "num_chunks" not in train_on(2, "changing", 1)
+    said = train_on(1, "changing", 2)
+    assert "train.num_chunks = 8, so that a step has 16 sequences as before, by 2 pipelines then and 1 now" in said
+    train_on(2, "changing", 3)
+    assert losses(run_folder, "changing") == pytest.approx(losses(run_folder, "whole"), rel=1e-5)
+    assert len(set(losses(run_folder, "whole").values())) == 3
+
+
+@pytest.mark.slow
+def test_a_batch_that_is_given_holds_on_all_ranks(run_folder, train_on):
+    train_on(1, "given", 2, "--train.batch_size", "16")
+    assert "num_chunks = 8" not in train_on(2, "given", 4, "--train.batch_size", "16", "--train.num_chunks", "3")
+    train_on(2, "straight", 4)
+    assert losses(run_folder, "given") == pytest.approx(losses(run_folder, "straight"), rel=1e-5)
+
+
+# -- torchrun, in interpreters of its own
+
+
+@pytest.fixture
+def agents(run_folder, free_port):
+    """Start an agent of torchrun, a node of one or two with a rank each; all are ended after the test."""
+    started = []
+
+    def start(name, *options):
+        environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_PORT")}
+        with open(run_folder / f"{name}.log", "w") as log:
+            started.append(subprocess.Popen(
+                [sys.executable, "-P", "-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "1",
+                 "--max-restarts", "3", "--monitor-interval", "0.2", "--rdzv-backend", "c10d", "--rdzv-endpoint",
+                 f"localhost:{free_port}", "--rdzv-conf", "last_call_timeout=5,keep_alive_interval=1,"
+                 "keep_alive_max_attempt=3", "-m", "dualpipe", *OPTIONS, *options],
+                cwd=run_folder, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+            ))
+        return started[-1]
+
+    yield start
+    for each in started:
+        for pid in descendants(each.pid):
+            os.kill(pid, signal.SIGKILL)
+        each.kill()
+        each.wait()
+
+
+def descendants(pid):
+    """The processes that one has started, and those that they have."""
+    try:
+        own = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return []
+    return [each for child in map(int, own) for each in (child, *descendants(child))]
+
+
+def wait_for_step(folder, output, step, timeout=120):
+    path, deadline = folder / output / "metrics.jsonl", time.monotonic() + timeout
+    while not (path.exists() and f'"step": {step},' in path.read_text()):
+        assert time.monotonic() < deadline, f"step {step}: {[log.read_text() for log in folder.glob('*.log')]}"
+        time.sleep(0.05)
+
+
+def the_rank(agent):
+    return descendants(agent.pid)[0]
+
+
+@pytest.mark.slow
+def test_a_worker_of_torchrun_that_is_killed_is_started_again(run_folder, agents):
+    agent = agents("alone", "--output.dir", "alone", "--train.steps", "40")
+    wait_for_step(run_folder, "alone", 3)
+    os.kill(the_rank(agent), signal.SIGKILL)
+    assert agent.wait(120) == 0
+    assert "resuming from" in (run_folder / "alone.log").read_text()
+    assert sorted(losses(run_folder, "alone")) == list(range(1, 41))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_torchrun_is_asked_to_stop(run_folder, agents, number):
+    """As by a scheduler, or by Ctrl-C, which a terminal sends to the ranks too."""
+    output = f"stopped-{number}"
+    agent = agents(output, "--output.dir", output, "--train.steps", "100000", "--checkpoint.interval", "1000")
+    wait_for_step(run_folder, output, 3)
+    for pid in (agent.pid, *descendants(agent.pid)) if number == signal.SIGINT else (agent.pid,):
+        os.kill(pid, number)
+    agent.wait(60)
+    said = (run_folder / f"{output}.log").read_text()
+    step = re.search(rf"stopped by {signal.Signals(number).name} after step (\d+); saved: .*/step-(\d+);", said)
+    assert step and int(step[1]) == int(step[2]), said
+
+
+@pytest.mark.slow
+def test_a_node_of_torchrun_that_is_gone_is_done_without(run_folder, agents, train_on):
+    """Two nodes, of which one is killed: the other goes on alone, with the same batches."""
+    options = ["--output.dir", "nodes", "--train.steps", "60", "--parallel.timeout", "20"]
+    first = agents("first", *options)
+    second = agents("second", *options)
+    wait_for_step(run_folder, "nodes", 3)
+    for pid in (second.pid, *descendants(second.pid)):
+        os.kill(pid, signal.SIGKILL)
+    assert first.wait(200) == 0
+    said = (run_folder / "first.log").read_text()
+    assert re.search(r"train.num_chunks = 8, so that a step has 16 sequences as before", said), said
+    train_on(2, "straight-60", 60)
+    assert losses(run_folder, "nodes") == pytest.approx(losses(run_folder, "straight-60"), rel=1e-3)

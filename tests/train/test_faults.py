@@ -1,0 +1,331 @@
+"""What a run does when something goes wrong: a matrix of faults, each planted into a run of its own by `--faults`.
+
+Of each fault the matrix says what is seen: how soon, which rank is named, what is left behind, and that a run that is
+started again ends with the numbers of one that was not disturbed. `DUALPIPE_WRITE_TABLE=1` has the tests write the
+times that they measure into the table of docs/reliability.md.
+"""
+
+import json
+import os
+import re
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from threading import Thread
+from typing import NamedTuple
+
+import pytest
+import torch
+from filelock import FileLock
+
+from dualpipe.recorder import Recorder, rank_name
+from dualpipe.train.faults import KINDS, Fault, PlantedFault, parse, recorder_of
+from run_files import MODEL, write_files
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "reliability.md"
+TIMEOUT = 5.0  # parallel.timeout where it takes that to notice
+OPTIONS = ["--train.steps", "3", "--checkpoint.interval", "1", "--export.to_hf", "hf"]
+LAYOUTS = {
+    "pp1": ({}, ["--parallel.pp", "1"]),
+    "pp2": ({"pp": 2}, []),
+    "pp4": ({"pp": 4}, ["--parallel.pp", "4"]),
+    "pp2 x dp2": ({"pp": 2, "dp": 2}, ["--parallel.dp", "2", "--train.num_chunks", "2"]),
+    "pp2 x ep2": ({"pp": 2, "ep": 2}, ["--parallel.ep", "2", "--train.num_chunks", "2"]),
+}
+
+
+class Cell(NamedTuple):
+    """A fault in a layout, and what the first error says of it; "" where the run goes on to its end."""
+
+    layout: str
+    faults: str
+    says: str = ""
+    status: int = 0
+
+    @property
+    def fault(self) -> Fault:
+        """The first one."""
+        return parse(self.faults)[0]
+
+    def __str__(self) -> str:
+        return f"{self.layout}: {self.faults}"
+
+
+MOMENTS = {
+    "start": "action=start", "F": "step=2 action=F", "B": "step=2 action=B", "W": "step=2 action=W",
+    "segment": "step=2 action=segment", "clip": "step=2 action=clip", "optimizer": "step=2 action=optimizer",
+    "evaluate": "action=evaluate", "save": "step=2 action=save", "write": "step=2 action=write",
+    "commit": "step=2 action=commit", "export": "action=write what=model.",
+}
+SOME = {  # what is tried in a layout, on which rank
+    "pp2": (1, tuple(moment for moment in MOMENTS if moment != "segment")),  # whose stages have one
+    "pp4": (2, ("F", "clip", "write")),
+    "pp2 x dp2": (3, ("start", "B", "clip", "evaluate", "write", "export")),
+    "pp2 x ep2": (1, ("F", "B", "segment", "optimizer", "save")),
+}
+FAST = (
+    "pp2: kill rank=1 step=2 action=B", "pp2 x dp2: stop rank=3 step=2 action=B",
+    "pp2: raise rank=1 step=2 action=F", "pp1: nan rank=0 step=2 action=B", "pp2: full_disk rank=1 step=1",
+)
+
+
+def cells():
+    """The matrix."""
+    for kind, says, status in (
+        ("kill", "was killed by SIGKILL", 137), ("stop", "is stopped (SIGSTOP)", 1), ("raise", "planted by --faults", 1)
+    ):
+        for layout, (rank, moments) in SOME.items():
+            for moment in moments:
+                fault = f"{kind} rank={0 if moment == 'commit' else rank} {MOMENTS[moment]}"
+                goes_on = kind == "raise" and moment in ("write", "commit")  # the next checkpoint is saved
+                yield Cell(layout, fault) if goes_on else Cell(layout, fault, says, status)
+    yield Cell("pp1", "raise rank=0 step=2 action=write")
+    for moment in (MOMENTS["B"], MOMENTS["optimizer"], "action=export"):
+        yield Cell("pp1", f"raise rank=0 {moment}", "planted by --faults", 1)
+    for layout, when in (  # of a result, and of a parameter
+        ("pp1", "rank=0 step=2 action=B"), ("pp2", "rank=1 step=2 action=F"), ("pp2", "rank=1 step=2 action=data"),
+        ("pp4", "rank=3 step=2 action=I"), ("pp2 x dp2", "rank=3 step=2 action=B"),
+        ("pp2 x ep2", "rank=2 step=2 action=F"), ("pp2 x ep2", "rank=0 step=2 action=segment"),
+    ):
+        says = "first in" if "data" not in when else "parameters before the step that are not finite"
+        yield Cell(layout, f"nan {when}", says, 1)
+    for layout, rank, moment in (
+        ("pp2", 1, "F"), ("pp2", 0, "evaluate"), ("pp2", 1, "write"), ("pp4", 2, "W"), ("pp2 x dp2", 1, "clip"),
+        ("pp2 x ep2", 3, "segment"),
+    ):
+        yield Cell(layout, f"delay rank={rank} {MOMENTS[moment]} seconds=1")
+    for layout, rank in (("pp1", 0), ("pp2", 1), ("pp2 x dp2", 2)):
+        yield Cell(layout, f"slow_disk rank={rank} seconds=0.3 what=step")
+        yield Cell(layout, f"full_disk rank={rank} step=1")  # said, and the next one is saved
+    yield Cell("pp2", "full_disk rank=1 what=model.", "No space left on device", 1)  # of the export
+    for layout, rank in (("pp2", 0), ("pp4", 1), ("pp2 x dp2", 2)):
+        yield Cell(layout, f"lost_message rank={rank} step=2", "wait for each other", 1)
+
+
+CELLS = [*cells()]
+
+
+class Run(NamedTuple):
+    """A run that has ended."""
+
+    status: int
+    out: str
+    err: str  # from where the fault was planted: a machine that is busy may well make the start seem to hang
+    planted: float  # when that was said, 0.0 where it was not
+    stepped: float  # when the first step was said
+    ended: float
+
+
+@pytest.fixture(scope="module")
+def run(start_dualpipe):
+    """Run `dualpipe train` with times; nothing of it may live on, nor be left in its own folder for temporary files."""
+
+    def start(folder, *arguments):
+        temporary = folder / "tmp"
+        temporary.mkdir(exist_ok=True)
+        began, seen = time.monotonic(), {}
+        process = start_dualpipe(folder, "train", *arguments, environment={"TMPDIR": str(temporary)})
+        lines = {"out": [], "err": []}
+
+        def read(name, stream):
+            for line in stream:
+                lines[name].append((time.monotonic(), line))
+                for word in ("planted: ", "step "):
+                    if line.startswith(word):
+                        seen.setdefault(word, time.monotonic())
+
+        streams = {"out": process.stdout, "err": process.stderr}
+        readers = [Thread(target=read, args=stream, daemon=True) for stream in streams.items()]
+        for reader in readers:
+            reader.start()
+        status = process.wait(90)
+        ended = time.monotonic()
+        for reader in readers:
+            reader.join(10)
+            assert not reader.is_alive(), "something that the run has started still writes"
+        assert processes_in(folder) == []
+        assert list(temporary.iterdir()) == []
+        times = [seen.get("planted: ", began), seen.get("step ", began), ended]
+        out, err = ("".join(line for at, line in lines[name] if at >= since)
+                    for name, since in (("out", began), ("err", times[0])))
+        return Run(status, out, err, *(each - began for each in times))
+
+    return start
+
+
+def processes_in(folder):
+    """Those that were started in a folder."""
+    found = []
+    for each in Path("/proc").glob("[0-9]*/cwd"):
+        try:
+            if each.readlink() == folder and "\nState:\tZ" not in (each.parent / "status").read_text():
+                found.append(each.parent.name)
+        except OSError:  # has ended
+            continue
+    return found
+
+
+def without_torch(text):
+    """What is said, without the lines that torch's own log adds."""
+    line = r"^((\[rank\d+\]:)?\[[WE]\d|Exception raised from |frame #|<omitting|$).*\n"
+    return re.sub(line, "", text, flags=re.MULTILINE)
+
+
+def numbers(folder):
+    """What may not differ, by step."""
+    rows = map(json.loads, (folder / "out" / "metrics.jsonl").read_text().splitlines())
+    return {row["step"]: [row.get(key) for key in ("loss", "eval_loss", "grad_norm", "lr")] for row in rows}
+
+
+def files_for(layout, folder):
+    """What a run in the layout needs; four ranks have stages of eight stages together."""
+    return write_files(folder, MODEL | {"num_hidden_layers": 6} if layout == "pp4" else MODEL).parent
+
+
+@pytest.fixture(scope="module")
+def undisturbed(run, tmp_path_factory):
+    """What a layout's run ends with where nothing goes wrong: numbers, and the exported files."""
+    found = {}
+
+    def of(layout):
+        if layout not in found:
+            folder = files_for(layout, tmp_path_factory.mktemp("undisturbed"))
+            done = run(folder, "run.toml", *LAYOUTS[layout][1], *OPTIONS)
+            assert done.status == 0, done.err
+            found[layout] = numbers(folder), (folder / "hf" / "model.safetensors").read_bytes()
+            shutil.rmtree(folder)
+        return found[layout]
+
+    return of
+
+
+@pytest.mark.parametrize("cell", [pytest.param(cell, marks=[] if str(cell) in FAST else pytest.mark.slow, id=str(cell))
+                                  for cell in CELLS])
+def test_fault(run, undisturbed, tmp_path, cell):
+    folder, (sizes, layout) = files_for(cell.layout, tmp_path), LAYOUTS[cell.layout]
+    patience = ["--parallel.timeout", TIMEOUT] if cell.fault.kind in ("stop", "lost_message") else []
+    disturbed = run(folder, "--faults", cell.faults, "run.toml", *layout, *OPTIONS, *patience)
+    notice, said = disturbed.ended - disturbed.planted, without_torch(disturbed.err)
+    assert f"planted: {cell.fault}" in disturbed.out, said
+    resume = 0.0
+    if cell.says:
+        assert disturbed.status == cell.status, said
+        assert notice < TIMEOUT + 5
+        names = [rank_name(cell.fault.rank, each) for each in (sizes, {})]  # before the ranks meet, without a place
+        # Of a bad number the first line says the step's, the next one where it comes from.
+        lines = said.splitlines()[cell.fault.kind == "nan" :]
+        for line in lines[:1] if cell.fault.kind == "nan" else filter(re.compile("error: |watchdog: ").match, lines):
+            named = re.findall(r"rank \d+(?: \(.*?\))?", line)
+            if cell.fault.kind == "lost_message":  # its receiver and its sender wait for each other
+                named.sort(key=names[0].__ne__)
+            assert named[0] in names, said
+        assert cell.says in said
+        assert re.match("error: |watchdog: ", said) or cell.fault.kind in ("raise", "full_disk"), said
+        again = run(folder, "run.toml", *layout, *OPTIONS)
+        assert again.status == 0, again.err
+        resume = again.stepped or again.ended
+    else:
+        assert disturbed.status == 0, said
+    assert (numbers(folder), (folder / "hf" / "model.safetensors").read_bytes()) == undisturbed(cell.layout)
+    left = [path for path in folder.rglob("*") if re.search(r"^\.tmp-|\.partial$", path.name)]
+    assert left == [], "what a run leaves unfinished, the next one removes"
+    if os.environ.get("DUALPIPE_WRITE_TABLE"):
+        write_row(cell, notice, resume)
+
+
+@pytest.mark.parametrize("layout", ["pp1", pytest.param("pp2 x dp2", marks=pytest.mark.slow)])
+def test_ranks_are_started_again(run, undisturbed, tmp_path, layout):
+    folder = files_for(layout, tmp_path)
+    faults = "kill rank=0 step=2 action=F; raise rank=0 step=3 action=F"  # the second would come after the restart
+    done = run(folder, "run.toml", "--max-restarts", "1", "--faults", faults, *LAYOUTS[layout][1], *OPTIONS)
+    assert done.status == 0 and "restart 1 of 1" in done.err and "rank 0" in done.err.splitlines()[0], done.err
+    assert (numbers(folder), (folder / "hf" / "model.safetensors").read_bytes()) == undisturbed(layout)
+
+
+# -- the table in the documentation
+
+
+def table():
+    """The document without its table, as what is before and behind, and the rows by layout and faults."""
+    before, head, rest = re.split(r"^(\| layout \|.*\n\| ---.*\n)", DOCUMENT.read_text(), flags=re.MULTILINE)
+    rows = re.match(r"(\|.*\n)*", rest)[0]
+    found = [(line.split(" | ")[0][2:], line.split(" | ")[1].strip("`"), line) for line in rows.splitlines()]
+    return before + head, rest[len(rows):], {f"{layout}: {faults}": line for layout, faults, line in found}
+
+
+def write_row(cell, notice, resume):
+    with FileLock(Path(tempfile.gettempdir()) / "dualpipe-table.lock"):
+        before, behind, rows = table()
+        rows[str(cell)] = row(cell, f"{notice:.1f} s", f"{resume:.1f} s") if cell.says else row(cell)
+        lines = [rows.get(str(each)) or row(each) for each in CELLS]
+        DOCUMENT.write_text("".join([before, *(f"{line}\n" for line in lines), behind]))
+
+
+def row(cell, notice="", resume=""):
+    said = f"rank {cell.fault.rank}: {cell.says}" if cell.says else "the run goes on"
+    return f"| {cell.layout} | `{cell.faults}` | {said} | {notice} | {resume} |"
+
+
+def test_the_document_has_the_matrix():
+    assert [*table()[2]] == [str(cell) for cell in CELLS]
+    assert {*FAST} <= {str(cell) for cell in CELLS}
+    assert {cell.fault.kind for cell in CELLS} == {*KINDS} - {"bitflip"}  # which is for the guards' tests
+
+
+# -- what may be planted
+
+
+def test_a_text_of_faults():
+    found = parse("kill rank=2 step=7 action=B what='stage 2'; slow_disk rank=0 seconds=0.5")
+    assert found == (Fault("kill", 2, 7, "B", "stage 2"), Fault("slow_disk", 0, 0, "write", seconds=0.5))
+    assert str(found[0]) == "kill rank=2 step=7 action=B what=stage 2"
+    matches = found[0].matches
+    assert matches("B", "B(stage 2, micro-batch 1)", 7) and matches("FB", "F(stage 0) and B(stage 2, micro-batch 1)", 7)
+    assert not matches("B", "B(stage 1, micro-batch 2)", 7) and not matches("B", "B(stage 2, micro-batch 1)", 6)
+    assert not matches("F", "F(stage 2, micro-batch 1)", 7) and not matches("reduce", "Bs of stage 2", 7)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("kil rank=1", "'kil' is no kind of fault (did you mean kill?); there are kill, stop, delay, "),
+        ("kill step=1", "rank=N is missing"),
+        ("kill rank=1 setp=2", "'setp=2' is no NAME=VALUE (did you mean step?) with one of the names rank, step, "),
+        ("stop rank=1; kill rank=one", "'kill rank=one':\n  rank = 'one' must be a number"),
+        ("delay rank=1 seconds=-1", "seconds = '-1' must be a number, 0 or more"),
+        ("kill rank=1 what='F; stop rank=1", "\"kill rank=1 what='F\": a quotation is not closed"),
+        ("kill rank=1 action=optimiser", "action = 'optimiser' never begins (did you mean optimizer?); there are F, B"),
+        ("full_disk rank=1 action=F", "a full_disk happens at 'write' alone; leave it out"),
+        ("kill rank=7", "the job has ranks 0 to 1; give one of them"),
+    ],
+)
+def test_a_wrong_text(text, problem):
+    with pytest.raises(ValueError, match=re.escape(problem)):
+        recorder_of(0, 2, parse(text))
+
+
+def test_a_wrong_text_of_the_command(run, run_toml):
+    done = run(run_toml.parent, "run.toml", "--faults", "kill rank=7")  # after CONFIG too
+    assert done.status == 2
+    assert done.err == "error: --faults:\n  kill rank=7: the job has ranks 0 to 1; give one of them\n"
+
+
+def test_a_fault_of_another_start(monkeypatch):
+    faults = parse("raise rank=1 action=clip")
+    recorder = recorder_of(1, 2, faults)
+    with pytest.raises(PlantedFault, match="raise rank=1 action=clip: planted by --faults"):
+        recorder.begin("clip")
+    recorder.begin("clip")
+    assert type(recorder_of(0, 2, faults)) is Recorder
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert type(recorder_of(1, 2, faults)) is Recorder
+
+
+def test_a_bit_of_a_parameter():
+    (fault,) = parse("bitflip rank=0 action=optimizer")
+    recorder = recorder_of(0, 1, [fault])
+    matrix, vector = (torch.nn.Parameter(torch.ones(size)) for size in ((2, 3), (3,)))
+    recorder.made("parameters", matrix, vector)
+    recorder.begin("optimizer")
+    assert matrix.eq(1).all() and vector.tolist() == [1 + 2.0**-15, 1, 1]

@@ -1,0 +1,153 @@
+"""Where ranks meet: on one machine nobody else can reach it, and what is there already is an error and no wait."""
+
+import os
+import socket
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from dualpipe.train import rendezvous
+from dualpipe.train.launch import LISTENER, RankInfo
+from dualpipe.train.rendezvous import confine, connect, interface_address
+from sockets import listening
+
+FIRST, SECOND = RankInfo(0, 2, 0, 2), RankInfo(1, 2, 1, 2)
+PATIENCE = timedelta(seconds=20)
+
+
+@pytest.fixture
+def meet(monkeypatch, free_port):
+    """Set where ranks of this process meet; gives the port."""
+
+    def set_(address="127.0.0.1", port=free_port):
+        monkeypatch.setenv("MASTER_ADDR", address)
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        return port
+
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TORCHELASTIC_USE_AGENT_STORE", LISTENER):
+        monkeypatch.setenv(name, "")  # for it to be restored
+        monkeypatch.delenv(name)
+    return set_
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "localhost", "::1"])
+def test_a_store_that_only_this_machine_reaches(meet, address):
+    port = meet(address)
+    store = connect(FIRST, PATIENCE)
+    assert listening(port) == ["::1" if address == "::1" else "127.0.0.1"]
+    connect(SECOND, PATIENCE).set("key", "value")
+    assert store.get("key") == b"value"
+
+
+def test_a_store_for_several_machines_is_confined_by_an_interface(meet, monkeypatch):
+    monkeypatch.setattr(rendezvous, "is_loopback", lambda host: False)  # as the name of a machine is not
+    port = meet("localhost")
+    everywhere = connect(FIRST, PATIENCE)
+    assert listening(port) == ["::"]
+    del everywhere
+    name = next(name for _, name in socket.if_nameindex() if name in ("lo", "lo0"))
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    meet("a.name.of.no.host", port)
+    store = connect(FIRST, PATIENCE, name)
+    assert listening(port) == ["127.0.0.1"] == [interface_address(name)]
+    meet("localhost", port)  # which leads another rank there
+    connect(SECOND, PATIENCE, name).set("key", "value")
+    assert store.get("key") == b"value"
+
+
+def test_a_listener_that_was_inherited_is_taken(meet, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = meet(port=listener.getsockname()[1])
+        monkeypatch.setenv(LISTENER, str(os.dup(listener.fileno())))
+    store = connect(FIRST, PATIENCE)
+    assert LISTENER not in os.environ, "for no child to take it again"
+    connect(SECOND, PATIENCE).set("key", "value")
+    assert store.get("key") == b"value" and listening(port) == ["127.0.0.1"]
+
+
+def test_which_interfaces_gloo_and_nccl_take(meet, monkeypatch):
+    def found():
+        return [os.environ.pop(name, None) for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")]
+
+    lo = next(name for _, name in socket.if_nameindex() if name in ("lo", "lo0"))
+    meet()
+    confine(FIRST, "")
+    assert found() == [lo, None]
+    confine(RankInfo(0, 4, 0, 2), "")
+    assert found() == [None, None], "others are on other machines"
+    meet("a.name")
+    confine(FIRST, "")
+    assert found() == [None, None]
+    confine(RankInfo(0, 4, 0, 2), lo)
+    assert found() == [lo, lo]
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "mine")
+    confine(FIRST, lo)
+    assert found() == ["mine", lo]
+
+
+def test_an_interface_that_there_is_not(meet):
+    meet("a.name")
+    with pytest.raises(ValueError, match=r"parallel.interface = 'ib7' is no network .* give one of lo.* \(127.0.0.1\)"):
+        confine(FIRST, "ib7")
+    with pytest.raises(ValueError, match="'ib7' is no network interface"):
+        connect(FIRST, PATIENCE, "ib7")
+
+
+def test_a_restart_by_torchrun_meets_anew(meet, monkeypatch):
+    """torchrun's store outlives the ranks: what the last attempt wrote there must not be read by the next."""
+    port = meet()
+    agent = dist.TCPStore("127.0.0.1", port, None, True, PATIENCE, False)  # noqa: F841 - lives as long as this test
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    for attempt in "01":
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
+        store = connect(FIRST, PATIENCE)
+        assert not store.check(["key"])
+        store.set("key", "value")
+
+
+@pytest.mark.parametrize(
+    ("port", "address", "message"),
+    [
+        ("x", "127.0.0.1", "MASTER_PORT = 'x' must be rank 0's host and a free port"),
+        ("70000", "127.0.0.1", "MASTER_PORT = '70000' must be"),
+        ("29500", "", "MASTER_ADDR = '' and MASTER_PORT = '29500' must be"),
+    ],
+)
+def test_where_ranks_cannot_meet(meet, port, address, message):
+    meet(address, port)
+    with pytest.raises(ValueError, match=message):
+        connect(FIRST, PATIENCE)
+
+
+@pytest.mark.parametrize("says", [None, b"HTTP/1.1 400 Bad Request\r\n\r\n", b""])
+@pytest.mark.parametrize("info", [FIRST, SECOND])
+def test_a_port_of_somebody_else(meet, info, says):
+    """Who accepts and says nothing, speaks something else, or hangs up at once."""
+    kept = []
+
+    def serve():
+        while True:
+            try:
+                connection, _ = server.accept()
+            except OSError:  # closed: the test is over
+                return
+            kept.append(connection)
+            if says:
+                connection.sendall(says)
+            elif says is not None:
+                connection.close()
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=serve, daemon=True).start()
+        port, start = meet(port=server.getsockname()[1]), time.monotonic()
+        where = f"rank {info.rank} cannot meet the others at MASTER_ADDR:MASTER_PORT = 127.0.0.1:{port}; give rank 0's"
+        with pytest.raises(ValueError, match=where) as error:
+            connect(info, timedelta(seconds=1))
+        assert time.monotonic() - start < (0.5 if info is FIRST else 1.5) and "\n" not in str(error.value)
+        server.shutdown(socket.SHUT_RDWR)
+        for connection in kept:
+            connection.close()

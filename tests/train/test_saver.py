@@ -1,0 +1,114 @@
+"""Checkpoints of a run: what a rank that stops does to them, saving at once, and going back before an anomaly."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from dualpipe import cli
+from dualpipe.checkpoint import latest, verify
+from dualpipe.checkpoint.manifest import Checkpoint
+from dualpipe.train.resume import Saver
+
+TIMEOUT = 5  # s
+
+
+def ranks_of(launcher):
+    """Its ranks' processes, in order."""
+    return [int(pid) for pid in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()]
+
+
+@pytest.mark.parametrize("rank, mode, writer, delay", [
+    (1, "async", "thread", 0.5),
+    *(pytest.param(rank, mode, writer, delay, marks=pytest.mark.slow) for mode, writer, delay in (
+        ("sync", "thread", 0.11), ("async", "thread", 0.23), ("async", "process", 0.32)) for rank in (0, 1)),
+])
+def test_a_stopped_rank_holds_nobody(run_folder, start_dualpipe, rank, mode, writer, delay):
+    out = f"stopped-{rank}-{mode}-{writer}-{delay}"
+    process = start_dualpipe(
+        run_folder, "train", "run.toml", "--output.dir", out, "--train.steps", "100000", "--parallel.timeout", TIMEOUT,
+        "--checkpoint.interval", "1", "--checkpoint.mode", mode, "--checkpoint.writer", writer,
+    )
+    folder = run_folder / out / "checkpoints"
+    while not list(folder.glob("step-*")):
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.02)
+    time.sleep(delay)
+    os.kill(ranks_of(process.pid)[rank], signal.SIGSTOP)
+    start = time.monotonic()
+    _, error = process.communicate(60)
+    assert time.monotonic() - start < TIMEOUT + 5, error
+    assert process.returncode and f"rank {rank} (pp {rank})" in error
+    assert not verify(latest(folder))
+    # Else the next save removes it: rank 0 cannot, or the other process of the stopped rank still writes there.
+    assert rank == 0 or writer == "process" or not list(folder.glob(".tmp-*"))
+
+
+def at_saving(monkeypatch, call):
+    """Have `call(saver, state, step, save)` done where a run saves, in place of `save(saver, state, step)`."""
+    save = Saver.save
+    monkeypatch.setattr(Saver, "save", lambda saver, state, step: call(saver, state, step, save))
+
+
+def in_one_process(folder, monkeypatch, out, steps, interval, *options):
+    monkeypatch.chdir(folder)
+    return cli.main(["train", "run.toml", "--parallel.pp", "1", "--output.dir", out, "--train.steps", f"{steps}",
+                     "--checkpoint.interval", f"{interval}", *options])
+
+
+@pytest.mark.parametrize("mode", ["async", pytest.param("sync", marks=pytest.mark.slow)])
+def test_saved_now_at_once_and_only_once(run_folder, monkeypatch, mode):
+    saved = {}
+
+    def call(saver, state, step, save):
+        save(saver, state, step)
+        if step < 3:  # the second is due
+            saved[step] = save(saver, state, step, now=True)
+            assert saved[step] is None or not verify(saved[step])
+
+    at_saving(monkeypatch, call)
+    assert in_one_process(run_folder, monkeypatch, f"now-{mode}", 4, 2, "--checkpoint.mode", mode) == 0
+    folder = (run_folder / f"now-{mode}" / "checkpoints").resolve()
+    assert saved == {step: folder / f"step-{step:08}" for step in (1, 2)}
+    assert [Checkpoint.read(folder / f"step-{step:08}").manifest.sequence for step in (1, 2, 4)] == [0, 1, 2]
+    assert in_one_process(run_folder, monkeypatch, f"never-{mode}", 2, 0) == 0
+    assert saved == {1: None, 2: None}
+
+
+def test_before_an_anomaly_also_after_a_resume(run_folder, monkeypatch):
+    advice = {}
+
+    def call(saver, state, step, save):
+        advice[step] = saver.advice(step)
+        if step == 3:
+            saver.anomaly(step)
+        save(saver, state, step)
+
+    at_saving(monkeypatch, call)
+    for steps in (4, 6):
+        assert in_one_process(run_folder, monkeypatch, "anomaly", steps, 1, "--checkpoint.keep_last", "1") == 0
+        found = sorted((run_folder / "anomaly" / "checkpoints").glob("step-*"))
+        assert [int(path.name[5:]) for path in found] == [2, steps]
+    folder = (run_folder / "anomaly" / "checkpoints").relative_to(run_folder)
+    assert {step: text for step, text in advice.items() if text} == {
+        5: f"the first step after {folder / 'step-00000004'} is not finite; "
+           f"checkpoint.resume = '{folder / 'step-00000002'}' goes on from before"
+    }
+
+
+def test_a_poisoned_parameter_ends_the_run(run_folder, monkeypatch, capsys):
+    def call(saver, state, step, save):
+        if step == 2:
+            state.optimizer.parameters[0].detach().view(-1)[0] = torch.nan
+        save(saver, state, step)
+
+    at_saving(monkeypatch, call)
+    assert in_one_process(run_folder, monkeypatch, "poisoned", 3, 1) == 1
+    folder = (run_folder / "poisoned" / "checkpoints").resolve()
+    assert capsys.readouterr().err == (
+        "error: embed_tokens.weight on rank 0: not finite, so there is no checkpoint of step 2; the newest that is "
+        f"whole: {folder / 'step-00000001'}\n"
+    )

@@ -1,0 +1,216 @@
+"""Runs that are asked to stop do so after a step, saved, and go on bit for bit; a start is reported by its parts."""
+
+import os
+import re
+import time
+
+import pytest
+
+from dualpipe.checkpoint import latest
+from dualpipe.checkpoint.manifest import Checkpoint
+from dualpipe.train import votes
+from dualpipe.train.metrics import read_metrics
+from dualpipe.train.votes import TimeLimit, process_age
+
+STEPS, AT = 6, 3  # of a run, and the step in which a signal is sent
+RUN = ("train", "run.toml", "--train.steps", str(STEPS), "--train.eval_batches", "1", "--train.eval_interval", "0")
+ALONE = ("--parallel.pp", "1")
+DP2 = ("--parallel.dp", "2", "--train.num_chunks", "2")
+STATUS = {"SIGTERM": 143, "SIGINT": 130, "SIGHUP": 129, "SIGUSR1": 138}
+slow = pytest.mark.slow
+
+# The ranks `by` do `what` when they begin the step `AT`, which takes long enough for a signal to be heard. Ranks are
+# forked from a launcher that has run this too.
+PLANT = f"""
+import os, signal, time
+from dualpipe.train import loop
+real = vars(loop).setdefault("real_step", loop.Run._step)
+def step(self, number, batches):
+    if self.job.rank in {{by}} and number + 1 == {AT}:
+        {{what}}
+        time.sleep(0.4)
+    return real(self, number, batches)
+loop.Run._step = step
+"""
+
+
+def planted(what, by=(0,)):
+    return PLANT.format(what=what, by=by)
+
+
+def sent(name, to="os.getpid()", by=(0,)):
+    return planted(f"os.kill({to}, signal.{name})", by)
+
+
+def losses(folder, out):
+    return [(row["step"], row["loss"], row["grad_norm"]) for row in read_metrics(folder / out / "metrics.jsonl")]
+
+
+def stopped(process, by):
+    """The step after which a process says that it was stopped, and the path that it names."""
+    assert not process.stderr, process.stderr
+    found = re.findall(r"^stopped by (.+) after step (\d+); saved: (.+); the same command goes on from there$",
+                       process.stdout, re.MULTILINE)
+    assert len(found) == 1 and found[0][0] == by, process.stdout
+    return int(found[0][1]), found[0][2]
+
+
+@pytest.fixture(scope="module")
+def whole(run_folder, dualpipe):
+    """The losses of runs that nobody stops, by their options, each run once."""
+    known = {}
+
+    def run(options):
+        if options not in known:
+            out = f"whole{len(known)}"
+            assert dualpipe(run_folder, *RUN, *options, "--output.dir", out).returncode == 0
+            known[options] = losses(run_folder, out)
+        return known[options]
+
+    return run
+
+
+TO_ONE, TO_LAUNCHER = "os.getpid()", "os.getppid()"
+CASES = [
+    ((), "SIGTERM", TO_LAUNCHER, (0,), "async"),
+    ((), "SIGUSR1", TO_ONE, (1,), "sync"),
+    pytest.param(DP2, "SIGTERM", TO_ONE, (0, 1, 2, 3), "async", marks=slow),  # as torchrun and SLURM do
+    *(pytest.param((), name, TO_LAUNCHER, (0,), "sync", marks=slow) for name in ("SIGUSR1", "SIGINT", "SIGHUP")),
+    *(pytest.param(DP2, "SIGHUP", TO_ONE, (rank,), mode, marks=slow)
+      for rank, mode in enumerate(("async", "sync", "async", "sync"))),
+    *(pytest.param((), name, TO_ONE, (rank,), "async", marks=slow)
+      for rank, name in ((0, "SIGTERM"), (1, "SIGTERM"), (1, "SIGHUP"), (0, "SIGUSR1"))),
+    (ALONE, "SIGINT", TO_ONE, (0,), "async"),  # nobody has started it as a rank
+    pytest.param(ALONE, "SIGTERM", TO_ONE, (0,), "sync", marks=slow),
+]
+
+
+@pytest.mark.parametrize(("options", "name", "to", "by", "mode"), CASES)
+def test_a_signal_ends_a_run_after_a_step_and_the_same_command_goes_on(
+    run_folder, dualpipe, whole, request, options, name, to, by, mode
+):
+    out, folder = "-".join(re.findall(r"\w+", request.node.name)[-9:]), run_folder
+    command = (*RUN, *options, "--output.dir", out, "--checkpoint.interval", "100", "--checkpoint.mode", mode,
+               "--export.to_hf", f"{out}/exported")
+    process = dualpipe(folder, *command, before=sent(name, to, by))
+    # Ranks ignore Ctrl-C: their launcher passes it on as SIGTERM, but ends as it was told itself.
+    step, path = stopped(process, "SIGTERM" if to == TO_LAUNCHER and name == "SIGINT" else name)
+    assert process.returncode == STATUS[name]
+    assert step in (AT, AT + 1), "the step in which it comes, or the one after"
+    assert latest(folder / out / "checkpoints") == folder / path
+    assert Checkpoint.read(folder / path).manifest.step == step
+    assert [each for each, *_ in losses(folder, out)] == list(range(1, step + 1)), "the last one is written too"
+    assert not (folder / out / "exported").exists() and not (folder / out / "loss.png").exists()
+    left = [each.name for each in (folder / out).rglob("*") if "tmp" in each.name]
+    assert not left
+    again = dualpipe(folder, *command)
+    assert again.returncode == 0 and f"after step {step}, saved by" in again.stdout
+    assert losses(folder, out) == whole(options)
+    assert (folder / out / "exported").is_dir()
+
+
+def test_without_checkpoints_that_is_said(run_folder, dualpipe):
+    process = dualpipe(run_folder, *RUN, "--output.dir", "unsaved", *ALONE, before=sent("SIGTERM"))
+    assert process.returncode == 143 and not process.stderr
+    assert re.search(r"^stopped by SIGTERM after step [34]; nothing is saved: checkpoint.interval = 0; the same "
+                     "command starts anew$", process.stdout, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("options", "to"), [
+    (ALONE, TO_ONE), pytest.param((), TO_LAUNCHER, marks=slow),
+])
+def test_a_second_signal_ends_it_at_once(run_folder, dualpipe, options, to):
+    what = f"os.kill({to}, signal.SIGTERM); time.sleep(1.3); os.kill({to}, signal.SIGTERM); time.sleep(60)"
+    start = time.monotonic()
+    process = dualpipe(run_folder, *RUN, *options, "--output.dir", "twice", before=planted(what))
+    assert process.returncode == 143 and "stopped" not in process.stdout and time.monotonic() - start < 30
+
+
+@slow
+def test_a_signal_while_it_evaluates_is_heard_after_that(run_folder, dualpipe):
+    plant = """
+import os, signal
+from dualpipe.train import loop
+real = vars(loop).setdefault("real_evaluate", loop.Run._evaluate)
+def evaluate(self):
+    if self.done == 2 and self.job.rank == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return real(self)
+loop.Run._evaluate = evaluate
+"""
+    process = dualpipe(run_folder, *RUN[:-1], "2", "--output.dir", "evaluated", "--checkpoint.interval", "100",
+                       before=plant)
+    assert process.returncode == 143 and stopped(process, "SIGTERM")[0] == 3
+    rows = read_metrics(run_folder / "evaluated" / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3] and "eval_loss" in rows[1]
+
+
+# -- a limit to the time
+
+
+@pytest.mark.parametrize("options", [(), pytest.param(DP2, marks=slow)])
+def test_a_run_stops_before_its_time_is_over(run_folder, dualpipe, whole, options):
+    out = f"limited{len(options)}"
+    command = (*RUN, *options, "--output.dir", out, "--checkpoint.interval", "100")
+    # Steps of half a second and more, the first two of which need not be known to last as long.
+    slowly = "import time\n" + PLANT.format(what="pass", by=()).replace("    return", "    time.sleep(0.5)\n    return")
+    start = time.monotonic()
+    process = dualpipe(run_folder, *command, "--train.time_limit", "2.5", before=slowly)
+    assert process.returncode == os.EX_TEMPFAIL == 75
+    step, _ = stopped(process, "train.time_limit = 2.5")
+    assert 1 <= step < STEPS and time.monotonic() - start > 1.0
+    again = dualpipe(run_folder, *command, "--train.time_limit", "0")
+    assert again.returncode == 0 and losses(run_folder, out) == whole(options)
+
+
+def test_the_longest_of_the_last_steps_counts(monkeypatch):
+    def reached(ages, limit=100.0, queued=1):
+        monkeypatch.setattr(votes, "process_age", lambda pid: next(clock))
+        clock, time_limit = iter(ages), TimeLimit(limit, queued)
+        return [time_limit.reached() for _ in ages]
+
+    assert reached([50, 60, 85, 95]) == [False, False, True, True], "85 + 25 > 100"
+    assert reached([50, 60, 70, 80, 90, 91]) == [False] * 5 + [True]
+    assert reached([99, 101]) == [False, True], "of one step nothing is known"
+    assert reached([10, 20, 70], queued=3) == [False, False, True], "70 + 3 * 50 > 100"
+    assert reached([0, 30, *range(31, 72)]) == [False] * 43, "30 s of the first step are forgotten"
+    assert reached([1e9] * 3, limit=0) == [False] * 3
+
+
+def test_time_is_counted_from_the_start_of_the_launcher(monkeypatch):
+    monkeypatch.setenv("DUALPIPE_LAUNCHER", "1")
+    assert process_age(1) >= process_age() > 0
+    time_limit = TimeLimit(process_age(1) + 5, 1)
+    assert not time_limit.reached() and time_limit._ages[0] == pytest.approx(process_age(1), abs=1)
+    age = process_age()
+    time.sleep(0.3)
+    assert process_age() - age == pytest.approx(0.3, abs=0.2)
+    assert process_age("none") >= 0, "where /proc says nothing"
+
+
+# -- how a start went
+
+
+SLOW_TO_LOAD = """
+import time
+from dualpipe.train import resume
+real = vars(resume).setdefault("real_load", resume.load)
+def load(*arguments, **options):
+    time.sleep(0.7)
+    return real(*arguments, **options)
+resume.load = load
+"""
+
+
+def test_a_start_is_reported_by_its_parts(run_folder, dualpipe):
+    command = (*RUN, "--output.dir", "started", "--checkpoint.interval", "4")
+    for resumed in (False, True):
+        process = dualpipe(run_folder, *command, "--train.steps", "8" if resumed else "4", before=SLOW_TO_LOAD)
+        lines = [line for line in process.stdout.splitlines() if line.startswith("first step ")]
+        assert process.returncode == 0 and len(lines) == 1, process.stdout
+        total, parts = re.fullmatch(r"first step ([\d.]+) s after the start: (.*)", lines[0]).groups()
+        parts = {name: float(seconds) for name, seconds in (part.rsplit(" ", 1) for part in parts.split(", "))}
+        assert list(parts) == ["imports", "meeting", "model", "data", "checkpoint", "step"]
+        assert sum(parts.values()) == pytest.approx(float(total), abs=0.5)
+        assert (parts["checkpoint"] >= 0.7) is resumed
+        assert process.stdout.index(lines[0]) < process.stdout.index(f"step {6 if resumed else 2}/")
