@@ -14,7 +14,7 @@ import socket
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from itertools import groupby, takewhile
 from time import perf_counter_ns
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 ENTRIES = 2**12  # that are kept
 _SHOWN = 64  # of these, in a state
+_NOTHING = nullcontext()
 _running: ContextVar[Recorder | None] = ContextVar("dualpipe_recorder", default=None)
 
 
@@ -48,6 +49,7 @@ class Recorder:
         self.lost: str | None = None  # what is said of the first rank that did not come or is gone
         self._lost_in: Entry | None = None  # the wait that ended so,
         self._before: tuple[list[Entry], Counter[Any]] | None = None  # and the entries and numbers until then
+        self.whole = False  # whether nothing falls out of the ring, and details are recorded
         self._ring: deque[Entry] = deque(maxlen=ENTRIES)
         self._open: list[Entry] = []
         self._numbers: Counter[tuple[str, Sequence[int]]] = Counter()  # of collectives, by kind and ranks
@@ -75,6 +77,7 @@ class Recorder:
         """The recorder of a thread that works beside this one, under a name of its own; to be made active there."""
         if name not in self._lanes:
             self._lanes[name] = type(self)(self.rank, self.sizes)
+            self._lanes[name].keep(self.whole)
         lane = self._lanes[name]
         lane.step = self.step
         return lane
@@ -107,14 +110,18 @@ class Recorder:
             self.end()
 
     @contextmanager
-    def doing(self, kind: str, what: object = "") -> Iterator[None]:
+    def doing(self, kind: str, what: object = "", nbytes: int = 0) -> Iterator[None]:
         """What is done inside is an entry."""
         depth = len(self._open)
-        self.begin(kind, what)
+        self.begin(kind, what, (), nbytes)
         try:
             yield
         finally:
             self.unwind(depth)
+
+    def detail(self, kind: str, what: object = "", nbytes: int = 0) -> AbstractContextManager[None]:
+        """As `doing`, but only while a trace is taken: for what is there too often to be an entry at other times."""
+        return self.doing(kind, what, nbytes) if self.whole else _NOTHING
 
     def wait(self, kind: str, what: object, ranks: Sequence[int] = (), nbytes: int = 0) -> Waiting:
         """For a `with`, in which this rank waits for what `ranks` (global numbers) send. An error there of the backend,
@@ -142,6 +149,16 @@ class Recorder:
         """Those of the step that is under way, in the order of their beginnings, as far as they are kept."""
         found = list(takewhile(lambda entry: entry[STEP] == self.step, reversed(self._ring)))
         return found[::-1]
+
+    def keep(self, whole: bool) -> None:
+        """Have nothing fall out from now on, as while a trace is taken, or again all but the last `ENTRIES`."""
+        for each in self.threads():
+            each.whole, each._ring = whole, deque(each._ring, maxlen=None if whole else ENTRIES)
+
+    def since(self, began: int) -> dict[str, list[Entry]]:
+        """What began at `began` (ns) or later: of this thread by the name "", of its lanes by theirs."""
+        threads = {"": self, **self._lanes}
+        return {name: [entry for entry in list(each._ring) if entry[BEGAN] >= began] for name, each in threads.items()}
 
     # -- what is said of it
 

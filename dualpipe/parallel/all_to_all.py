@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dualpipe import device
 from dualpipe.recorder import Recorder
+
+_TITLE = "rows to or from experts"
 
 
 class AsyncAllToAll(Protocol):
@@ -50,30 +52,51 @@ class GroupAllToAll:
         return dist.all_to_all_single(received, sent, *sizes, group=self.group, async_op=True)
 
 
+class Exchange(NamedTuple):
+    """An all-to-all on its way: on CPU its work, on a device what comes after it; and what a recorder calls it, by a
+    number of its own while a trace is taken."""
+
+    work: dist.Work | None
+    arrived: device.Event | None
+    title: str
+
+
 class CommStream:
     """What all layers share: the all-to-all, the stream beside the computing one, and the count of bytes sent."""
 
     def __init__(self, all_to_all: AsyncAllToAll) -> None:
         self.all_to_all, self.group, self.size = all_to_all, all_to_all.group, all_to_all.size
-        self.device, self.sent_bytes = all_to_all.device, 0
+        self.device, self.sent_bytes, self._traced = all_to_all.device, 0, 0
         self._stream = device.new_stream(self.device)
 
     def beside(self, made: device.Event | None, *tensors: Tensor | None) -> AbstractContextManager[None]:
         """Give to the stream beside what reads `tensors`, which exist after `made`; on CPU there is no other stream."""
         return device.beside(self._stream, made, *(tensor for tensor in tensors if tensor is not None))
 
-    def wait(self, work: dist.Work) -> None:
-        """Have the host wait for `work`, on CPU."""
-        recorder = Recorder.current()
-        with recorder.collective("all_to_all", "rows to or from experts", recorder.members(self.group)):
-            work.wait()
+    def start(
+        self, received: Tensor, sent: Tensor, received_rows: Sequence[int], sent_rows: Sequence[int]
+    ) -> Exchange:
+        """Start to exchange rows as an `AsyncAllToAll` does, within `beside`."""
+        recorder, title = Recorder.current(), _TITLE
+        if recorder.whole:
+            self._traced += 1
+            title = f"{_TITLE}, number {self._traced}"
+        with recorder.detail("exchange", title, sent.nbytes):
+            work = self.all_to_all.start(received, sent, received_rows, sent_rows)
+            if self._stream is None:
+                return Exchange(work, None, title)
+            work.wait()  # the stream does: what follows on it may read what has arrived, and reuse what was sent
+            return Exchange(None, device.record(self.device), title)
 
-    def after(self, work: dist.Work) -> device.Event | None:
-        """Within `beside`: what comes after `work`; None on CPU, where the host waits for it."""
-        if self._stream is None:
-            return None
-        work.wait()  # the stream does: what follows on it may read what has arrived, and reuse what was sent
-        return device.record(self.device)
+    def wait(self, exchange: Exchange) -> None:
+        """Have the current stream wait for an exchange, on CPU the host."""
+        recorder = Recorder.current()
+        if exchange.work is None:
+            with recorder.detail("all_to_all", exchange.title):
+                device.wait(exchange.arrived, self.device)  # orders: the arrival, then what reads it
+        else:
+            with recorder.collective("all_to_all", exchange.title, recorder.members(self.group)):
+                exchange.work.wait()
 
 
 class PendingRows:
@@ -84,8 +107,8 @@ class PendingRows:
         self._stream, self._made = stream, device.record(stream.device)
         self._besides, self._context = besides, context
         self._received: list[tuple[Tensor, torch.dtype | None]] = []
-        self._works: list[tuple[dist.Work, Tensor]] = []  # on CPU; with what is sent, so that it stays
-        self._arrived: device.Event | None = None
+        # On CPU all, with what is sent, so that it stays; on a device the last one, which comes after the others.
+        self._exchanges: list[tuple[Exchange, Tensor | None]] = []
 
     def send(
         self, rows: Tensor | None, row_bytes: int, sent: Sequence[int], received: Sequence[int],
@@ -100,22 +123,21 @@ class PendingRows:
                 rows = torch.zeros(sum(sent), row_bytes, dtype=torch.uint8, device=stream.device)
             rows = rows.contiguous().view(torch.uint8)
             buffer = torch.empty(total if room is None else room, row_bytes, dtype=torch.uint8, device=stream.device)
-            work = stream.all_to_all.start(buffer[:total], rows, received, sent)
-            self._arrived = stream.after(work)
-            if self._arrived is None:
-                self._works.append((work, rows))
+            exchange = stream.start(buffer[:total], rows, received, sent)
+        if exchange.work is None:
+            self._exchanges = [(exchange, None)]
+        else:
+            self._exchanges.append((exchange, rows))
         self._received.append((buffer, dtype))
         stream.sent_bytes += row_bytes * (sum(sent) - sent[stream.all_to_all.rank])
         return self
 
     def receive(self) -> list[Any]:
         """What was received, (rows, ...) or None: the current stream waits for it, on CPU the host."""
-        while self._works:
-            self._stream.wait(self._works.pop(0)[0])
+        while self._exchanges:
+            self._stream.wait(self._exchanges.pop(0)[0])
         received, self._received = self._received, []  # the caller's from now on
-        if self._arrived is not None:
-            device.wait(self._arrived, self._stream.device)  # orders: the arrival, then what reads it
-            device.keep(*(buffer for buffer, _ in received))  # made beside, used here
+        device.keep(*(buffer for buffer, _ in received))  # made beside, used here
         return [None if dtype is None else buffer.view(dtype) for buffer, dtype in received]
 
     def advance(self) -> None:

@@ -312,7 +312,7 @@ class SegmentedStage:
     def backward(self, state: MicrobatchState, kind: str, key: Hashable) -> Task:
         """From `state.gradients` of the results to those of the inputs. Weight gradients are queued under `key`, where
         an "I" leaves them; a "B" computes them when a communication has started, and at the end."""
-        state.deferred = partial(self._store.run, key) if kind == "B" else None
+        state.deferred = partial(self._run_deferred, key) if kind == "B" else None
         for number, segment in reversed(list(enumerate(self._segments))):
             if number in self._regions:
                 yield from self._through(self._regions[number], state, {}, again=True)
@@ -341,6 +341,10 @@ class SegmentedStage:
                 self._recorder.end()
             del record, given  # and with them what the segment read, before anything else is made
         state.weight_gradients()
+
+    def _run_deferred(self, key: Hashable) -> None:
+        with self._recorder.detail("wgrad", key):
+            self._store.run(key)
 
     def _compute_backward(
         self, record: SegmentRecord, gradients: Mapping[str, Tensor | None], state: MicrobatchState, key: Hashable
