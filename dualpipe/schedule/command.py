@@ -82,6 +82,11 @@ def parse_costs(text: str) -> Costs:
     given = json.loads(Path(text).read_text(encoding="utf-8"))
     if not isinstance(given, dict):
         raise ValueError(f"{text} has {given!r}; it must hold an object such as {{\"F\": 1, \"B\": 2}}")
+    return costs_from(given)
+
+
+def costs_from(given: Mapping[str, object]) -> Costs:
+    """Costs from what such a JSON file holds; ValueError where it holds something else."""
     return _costs(given, Costs())
 
 

@@ -93,6 +93,11 @@ def table(timelines: Sequence[Timeline], sizes: Sequence[float]) -> str:
             f"{100 * timeline.bubble_fraction:.1f}%",
             number(max(timeline.peak_activations) * size),
         ))
+    return aligned(rows)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Columns of text: the first to the left, the others to the right."""
     first, *others = [max(map(len, column)) for column in zip(*rows)]
     lines = ["  ".join([name.ljust(first), *map(str.rjust, cells, others)]) for name, *cells in rows]
     return "\n".join(lines) + "\n"

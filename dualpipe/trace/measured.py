@@ -87,7 +87,7 @@ class Measured:
                 under_way[what] = each.start
             begun = self._own[id(each)] = under_way[what] if each.start == under_way.get(what) else under_way.pop(
                 what, each.start)
-            if number := each.args.get("number"):
+            if "ranks" in each.args and (number := each.args["number"]):
                 self._begun[each.kind, tuple(each.args["ranks"]), number][each.rank] = begun
         flows: dict[str, str] = {}
         for each in reversed(row):

@@ -78,7 +78,7 @@ class Tracer:
         vars(self._recorder).update(begin=self._begin_timed, end=self._end_timed)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *raised: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None = None, *raised: object) -> None:
         for name in ("begin", "end"):
             del vars(self._recorder)[name]
         lanes, until = self._recorder.since(self._since), perf_counter_ns()
