@@ -193,8 +193,8 @@ class Pipeline(nn.Module):
         return result
 
     def trace(self, path: str | Path, *, group: ProcessGroup | None = None) -> Tracer:
-        """For a `with` around steps, which all ranks enter and leave together: what they did, as a file for Perfetto and
-        for `dualpipe trace`, written at the end by the first rank.
+        """For a `with` around steps, which all ranks enter and leave together: what they did, as a file for Perfetto
+        and for `dualpipe trace`, which the first rank writes at the end.
 
         path: the file, in a folder that exists; group: the ranks to trace (default: those of this pipeline), such as
         those of all pipelines that train the model. An error inside goes on, and nothing is written.

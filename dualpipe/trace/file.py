@@ -1,7 +1,7 @@
 """The file of a trace: Chrome's trace event format, which ui.perfetto.dev opens, with the schedule in its metadata.
 
-A process is a rank, its threads are what it computes, its communication, its lanes (threads of the host beside it) and
-the streams of its device. Flows lead from a send to its receive. Imports no torch.
+A process is a rank. Its threads are what its host computes, its communication, its lanes (other threads of the host)
+and the streams of its device; flows lead from a send to its receive. Imports no torch.
 
 The format: docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU ("Trace Event Format").
 """
@@ -17,28 +17,27 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dualpipe.files import replace_file
-from dualpipe.schedule import Schedule, Step, validate
-from dualpipe.schedule.types import Action
+from dualpipe.schedule.types import Action, Schedule, Step
+from dualpipe.schedule.validate import validate
 
 FORMAT = "dualpipe trace 1"
 COMPUTE, COMMUNICATION, DEVICE = THREADS = ("compute", "communication", "device")
-_FLOWS = {"send": "s", "receive": "f"}
 
 
 class Slice(NamedTuple):
-    """What a thread of a rank did from `start` to `end`, in microseconds.
+    """What a thread of a rank did from `start` to `end`, in nanoseconds.
 
-    args: of an action `actions` (such as ["0F1", "3B0"]), `stage` and `microbatch`; of a segment these, its `number`
-    and whether it is `inside`; of a communication `bytes`, `ranks` and its `number` among those of one kind; of a send
-    and its receive the same `flow`; the optimizer's `step`.
+    args: of an action `actions`, such as ["0F1", "3B0"]; of one alone, and of a segment, `stage` and `microbatch`; of a
+    communication `bytes`, `ranks` and its `number` among those of its kind; of a send and its receive the same `flow`;
+    the optimizer's `step`.
     """
 
     rank: int
     thread: str
     kind: str
     name: str
-    start: float
-    end: float
+    start: int
+    end: int
     args: dict[str, Any]
 
     @property
@@ -49,23 +48,19 @@ class Slice(NamedTuple):
 
 @dataclass(frozen=True)
 class Trace:
-    """slices: those of a thread in the order of their starts, an outer one before those inside of it.
-
-    memory: samples (rank, microseconds, bytes). info: `ranks`, by number as text, each with its `name`, the global
-    numbers of its pipeline (`members`), its `place` there and how wrong its clock can be (`clock_error_us`);
-    `schedule`; `loads` of experts by step and rank, where they are known.
-    """
+    """memory: samples (rank, nanoseconds, bytes). info: `ranks`, by number as text, each with its `name`, the ranks of
+    its pipeline (`members`), its `place` there and how wrong its clock can be (`clock_error_us`); `schedule`; tokens of
+    experts by step and rank (`loads`), where they are known."""
 
     slices: list[Slice]
-    memory: list[tuple[int, float, int]]
+    memory: list[tuple[int, int, int]]
     info: dict[str, Any]
 
     @cached_property
     def schedule(self) -> Schedule:
         """That of the steps. Raises ValueError where there is none, or no valid one."""
-        given = self.info.get("schedule")
-        if not given:
-            raise ValueError("the trace holds no training step of a pipeline; trace at least one")
+        if not (given := self.info["schedule"]):
+            raise ValueError("the trace holds no step of training by a whole pipeline; trace one, on all of its ranks")
         ranks = tuple(tuple(tuple(map(Action.read, step.split(";"))) for step in steps) for steps in given["ranks"])
         schedule = Schedule(given["name"], len(ranks), len(given["placement"]), given["num_microbatches"], ranks,
                             tuple(given["placement"]))
@@ -74,14 +69,13 @@ class Trace:
 
     @cached_property
     def rows(self) -> dict[int, list[Slice]]:
-        """By rank the slices that its time is made of: its device's, of the stream that computes, or its host's."""
+        """By rank the slices that its time is made of, outer ones first: of the stream that computes, where there is a
+        device, else of the host."""
         timed = {each.rank for each in self.slices if each.thread == DEVICE}
         rows: dict[int, list[Slice]] = {int(rank): [] for rank in self.info["ranks"]}
-        for each in self.slices:
-            if each.thread == DEVICE or (each.rank not in timed and each.thread in (COMPUTE, COMMUNICATION)):
+        for each in sorted(self.slices, key=lambda each: (each.start, -each.end)):
+            if each.thread == DEVICE or (each.rank not in timed and each.thread in THREADS):
                 rows[each.rank].append(each)
-        for row in rows.values():
-            row.sort(key=lambda each: (each.start, -each.end))
         return rows
 
     def name(self, rank: int) -> str:
@@ -95,34 +89,57 @@ class Trace:
         replace_file(path, f'{head[:-1]}, "traceEvents": [\n{events}\n]}}\n')
 
     def _events(self) -> Iterator[dict[str, Any]]:
-        threads: dict[tuple[int, str], int] = {}
-        for rank, name in {(each.rank, each.thread): None for each in self.slices}:
-            used = sum(other == rank for other, _ in threads) + len(THREADS)
-            threads[rank, name] = THREADS.index(name) if name in THREADS else used
-        for number, told in self.info["ranks"].items():
-            yield from _named("process", told["name"], pid=int(number), sort=int(number))
-        for (rank, name), tid in threads.items():
-            yield from _named("thread", name, pid=rank, tid=tid, sort=tid)
-        numbers: dict[str, int] = {}  # of flows, as Perfetto takes no text
-        ends = Counter(each.args["flow"] for each in self.slices if "flow" in each.args and each.thread == COMMUNICATION)
+        used = sorted({each.thread for each in self.slices} - {*THREADS})
+        tids = {thread: tid for tid, thread in enumerate((*THREADS, *used))}
+        for rank in sorted({each.rank for each in self.slices}):
+            yield from _named("process", self.name(rank), rank, pid=rank)
+            for thread in sorted({each.thread for each in self.slices if each.rank == rank}, key=tids.__getitem__):
+                yield from _named("thread", thread, tids[thread], pid=rank, tid=tids[thread])
+        flows = [each.args["flow"] for each in self.slices if each.thread == COMMUNICATION and "flow" in each.args]
+        ends, numbers = Counter(flows), {flow: number for number, flow in enumerate(dict.fromkeys(flows))}
         for each in self.slices:
-            place = {"pid": each.rank, "tid": threads[each.rank, each.thread]}
-            duration = round(each.end - each.start, 3)
-            yield {"ph": "X", "cat": each.kind, "name": each.name, "ts": each.start, "dur": duration, **place,
-                   "args": each.args}
-            flow = each.args.get("flow")
-            if each.thread == COMMUNICATION and ends[flow] == 2:  # that of a step that failed may lack the other
-                at = {"s": each.start, "f": round(max(each.start, each.end - 1e-3), 3)}[_FLOWS[each.kind]]
-                number = numbers.setdefault(flow, len(numbers))
-                yield {"ph": _FLOWS[each.kind], "bp": "e", "cat": "message", "name": "message", "id": number, "ts": at,
+            place = {"pid": each.rank, "tid": tids[each.thread]}
+            yield {"ph": "X", "cat": each.kind, "name": each.name, "ts": each.start / 1e3,
+                   "dur": (each.end - each.start) / 1e3, **place, "args": each.args}
+            if each.thread == COMMUNICATION and ends[flow := each.args.get("flow", "")] == 2:
+                ph, at = ("s", each.start) if each.kind == "send" else ("f", max(each.start, each.end - 1))
+                yield {"ph": ph, "bp": "e", "cat": "message", "name": "message", "id": numbers[flow], "ts": at / 1e3,
                        **place}
-        for rank, at, used in self.memory:
-            yield {"ph": "C", "name": "memory", "pid": rank, "ts": at, "args": {"bytes": used}}
+        for rank, at, size in self.memory:
+            yield {"ph": "C", "name": "memory", "pid": rank, "ts": at / 1e3, "args": {"bytes": size}}
+
+
+def _named(what: str, name: str, order: int, **place: int) -> Iterator[dict[str, Any]]:
+    yield {"ph": "M", "name": f"{what}_name", **place, "args": {"name": name}}
+    yield {"ph": "M", "name": f"{what}_sort_index", **place, "args": {"sort_index": order}}
+
+
+def read(path: str | Path) -> Trace:
+    """The trace in a file. Raises ValueError, in one line, where it cannot be read, is none of ours, or is cut off."""
+    try:
+        found = json.loads(Path(path).read_bytes())
+        info, events = found["otherData"], found["traceEvents"]
+        if info.pop("format") != FORMAT:
+            raise KeyError("format")
+        threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+        slices = [Slice(e["pid"], threads[e["pid"], e["tid"]], e["cat"], e["name"], round(e["ts"] * 1e3),
+                        round(e["ts"] * 1e3) + round(e["dur"] * 1e3), e["args"]) for e in events if e["ph"] == "X"]
+        memory = [(e["pid"], round(e["ts"] * 1e3), e["args"]["bytes"]) for e in events if e["ph"] == "C"]
+        trace = Trace(slices, memory, info)
+        assert trace.rows and trace.schedule, "read now, while the file can be named"
+        return trace
+    except OSError as error:
+        raise ValueError(f"cannot read the trace {path}: {error.strerror}") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is no trace, or was cut off: {error}") from error
+    except (KeyError, TypeError, AttributeError, IndexError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is no trace of this library ({type(error).__name__}: {error}); take one by dualpipe "
+                         "train --trace steps=10..12, or Pipeline.trace") from error
 
 
 def training_runs(row: Iterable[Slice]) -> list[list[Slice]]:
-    """The actions of a rank, by the step of the pipeline that they are part of, in which each comes once; without those
-    of steps that are forward only."""
+    """The actions of a rank by the step of the pipeline that they are part of, in which each is once; without those of
+    steps that are forward only."""
     runs: list[list[Slice]] = [[]]
     seen: set[str] = set()
     for each in row:
@@ -133,35 +150,3 @@ def training_runs(row: Iterable[Slice]) -> list[list[Slice]]:
             runs[-1].append(each)
             seen.update(actions)
     return [run for run in runs if any(action.kind != "F" for each in run for action in each.step)]
-
-
-def _named(what: str, name: str, *, sort: int, **place: int) -> Iterator[dict[str, Any]]:
-    yield {"ph": "M", "name": f"{what}_name", **place, "args": {"name": name}}
-    yield {"ph": "M", "name": f"{what}_sort_index", **place, "args": {"sort_index": sort}}
-
-
-def read(path: str | Path) -> Trace:
-    """The trace in a file. Raises ValueError, in one line, where it cannot be read, is none of ours, or is cut off."""
-    try:
-        found = json.loads(Path(path).read_bytes())
-        info = found["otherData"]
-        if info.pop("format") != FORMAT:
-            raise KeyError("format")
-        threads = {(event["pid"], event["tid"]): event["args"]["name"] for event in found["traceEvents"]
-                   if event["name"] == "thread_name"}
-        slices = [
-            Slice(event["pid"], threads[event["pid"], event["tid"]], event["cat"], event["name"], event["ts"],
-                  round(event["ts"] + event["dur"], 3), event["args"])
-            for event in found["traceEvents"] if event["ph"] == "X"
-        ]
-        memory = [(event["pid"], event["ts"], event["args"]["bytes"]) for event in found["traceEvents"]
-                  if event["ph"] == "C"]
-        trace = Trace(slices, memory, info)
-        assert trace.rows is not None and trace.schedule.num_ranks
-    except OSError as error:
-        raise ValueError(f"cannot read the trace {path}: {error.strerror}") from error
-    except (KeyError, TypeError, AttributeError, IndexError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        whole = "" if not isinstance(error, json.JSONDecodeError) else " (cut off?)"
-        raise ValueError(f"{path} is no trace of dualpipe{whole}: {type(error).__name__}: {error}; take one with "
-                         "dualpipe train --trace steps=10..12, or Pipeline.trace") from error
-    return trace

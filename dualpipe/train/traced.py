@@ -28,11 +28,12 @@ def parse(text: str, steps: int) -> Steps | None:
         return None
     match = re.fullmatch(r"steps=(\d{1,12})(?:\.\.(\d{1,12}))?(?:,file=(.+))?", text)
     if match is None:
-        raise ValueError(f"--trace: {text!r} is not understood; give steps=10..12, or steps=10, and ,file=PATH behind it")
+        raise ValueError(f"--trace: {text!r} is not understood; give steps=10..12, or steps=10, and perhaps ,file=PATH "
+                         "behind it")
     first, last = int(match[1]), int(match[2] or match[1])
     if not 1 <= first <= last <= steps:
-        raise ValueError(f"--trace: steps={first}..{last} are not steps of this run, which has 1 to {steps}; give some of "
-                         "these, the first one first")
+        raise ValueError(f"--trace: steps={first}..{last} are not steps of this run, which has 1 to {steps}; give some "
+                         "of these, the first one first")
     return Steps(first, last, match[3] or "")
 
 
