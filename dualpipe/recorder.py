@@ -131,8 +131,13 @@ class Recorder:
     def collective(self, kind: str, what: object, ranks: Sequence[int], nbytes: int = 0) -> Waiting:
         """As `wait`, for all ranks of a group, counted."""
         entry = self.begin(kind, what, ranks, nbytes)
-        self._numbers[kind, ranks] = entry[NUMBER] = self._numbers[kind, ranks] + 1
+        entry[NUMBER] = self.count(kind, ranks)
         return Waiting(self, entry)
+
+    def count(self, kind: str, ranks: Sequence[int] = ()) -> int:
+        """One more of a kind, which these ranks count alike; the how manyth it is."""
+        self._numbers[kind, ranks] = number = self._numbers[kind, ranks] + 1
+        return number
 
     def members(self, group: ProcessGroup | None) -> tuple[int, ...]:
         """The global numbers of a group's ranks; none where there is no group."""

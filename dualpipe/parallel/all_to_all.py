@@ -66,7 +66,7 @@ class CommStream:
 
     def __init__(self, all_to_all: AsyncAllToAll) -> None:
         self.all_to_all, self.group, self.size = all_to_all, all_to_all.group, all_to_all.size
-        self.device, self.sent_bytes, self._traced = all_to_all.device, 0, 0
+        self.device, self.sent_bytes = all_to_all.device, 0
         self._stream = device.new_stream(self.device)
 
     def beside(self, made: device.Event | None, *tensors: Tensor | None) -> AbstractContextManager[None]:
@@ -79,8 +79,7 @@ class CommStream:
         """Start to exchange rows as an `AsyncAllToAll` does, within `beside`."""
         recorder, title = Recorder.current(), _TITLE
         if recorder.whole:
-            self._traced += 1
-            title = f"{_TITLE}, number {self._traced}"
+            title = f"{_TITLE}, number {recorder.count('exchange')}"
         with recorder.detail("exchange", title, sent.nbytes):
             work = self.all_to_all.start(received, sent, received_rows, sent_rows)
             if self._stream is None:
