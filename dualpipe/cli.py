@@ -179,7 +179,7 @@ def _why(args: argparse.Namespace) -> None:
 def _trace(args: argparse.Namespace) -> None:
     from dualpipe.trace import costs, summary
 
-    text = costs.report(args.file, args.out) if args.command == "trace costs" else summary.report(args.file, args.svg)
+    text = costs.report(args.file, args.out) if args.command == "costs" else summary.report(args.file, args.svg)
     print(text, end="")
 
 
