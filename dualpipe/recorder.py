@@ -14,7 +14,7 @@ import socket
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import groupby, takewhile
 from time import perf_counter_ns
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 ENTRIES = 2**12  # that are kept
 _SHOWN = 64  # of these, in a state
-_NOTHING = nullcontext()
 _running: ContextVar[Recorder | None] = ContextVar("dualpipe_recorder", default=None)
 
 
@@ -110,18 +109,14 @@ class Recorder:
             self.end()
 
     @contextmanager
-    def doing(self, kind: str, what: object = "", nbytes: int = 0) -> Iterator[None]:
+    def doing(self, kind: str, what: object = "") -> Iterator[None]:
         """What is done inside is an entry."""
         depth = len(self._open)
-        self.begin(kind, what, (), nbytes)
+        self.begin(kind, what)
         try:
             yield
         finally:
             self.unwind(depth)
-
-    def detail(self, kind: str, what: object = "", nbytes: int = 0) -> AbstractContextManager[None]:
-        """As `doing`, but only while a trace is taken: for what is there too often to be an entry at other times."""
-        return self.doing(kind, what, nbytes) if self.whole else _NOTHING
 
     def wait(self, kind: str, what: object, ranks: Sequence[int] = (), nbytes: int = 0) -> Waiting:
         """For a `with`, in which this rank waits for what `ranks` (global numbers) send. An error there of the backend,

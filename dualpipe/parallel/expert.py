@@ -282,7 +282,7 @@ class _PendingDispatch(PendingRows):
             each = [1] * stream.size
             self._counts, self._told = both, stream.start(both[1], both[0], each, each)
             self._copied: device.Event | None = None
-            if self._told.work is None:
+            if self._told[0] is None:
                 self._counts, self._copied = device.to_host(both)
         if stream.device.type == "cpu":
             self.advance()  # the host computes, so rows must be on their way before it does

@@ -23,7 +23,7 @@ LOOKS: dict[Kind, tuple[str, str, str]] = {
 REDUCTION = "#c2554d"
 ROW, GAP, LEFT, RIGHT, TOP, BOTTOM = 30, 6, 64, 76, 76, 34  # pixels
 CELL = 17  # pixels of the shortest step, so that two digits fit
-WIDEST = 6000  # pixels of time axis at most; numbers that do not fit are left out
+WIDEST = 6000  # pixels of time axis at most, unless given; numbers that do not fit are left out
 STYLE = (
     "text{font-family:Helvetica,Arial,sans-serif;font-size:11px;fill:#1f2933}"
     ".n{text-anchor:middle;font-size:10.5px}.p{text-anchor:middle;font-size:9.5px}.h{font-size:15px;font-weight:bold}"
@@ -103,14 +103,15 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def to_svg(timeline: Timeline) -> str:
+def to_svg(timeline: Timeline, widest: float = WIDEST) -> str:
     """A row for each rank, colour by kind and lighter for the way back, an overlapped pair framed in one cell.
+    widest: pixels of time axis at most.
 
     Reductions of gradients, which run beside the steps, are bars below the row.
     Hovering over a step tells what it is and when it runs.
     """
     durations = [span.end - span.start for span in chain.from_iterable(timeline.spans) if span.end > span.start]
-    scale = min(CELL / min(durations), WIDEST / timeline.makespan) if durations else 1.0  # pixels per unit of time
+    scale = min(CELL / min(durations), widest / timeline.makespan) if durations else 1.0  # pixels per unit of time
     width = max(LEFT + timeline.makespan * scale + RIGHT, LEFT + 960)  # room for the legend
     bottom = TOP + len(timeline.spans) * (ROW + GAP)
     height = bottom + BOTTOM

@@ -5,7 +5,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator
-from functools import cached_property
 from pathlib import Path
 from statistics import mean
 
@@ -17,6 +16,7 @@ from dualpipe.trace.measured import ALL_TO_ALL, Activity, Measured
 
 _SHOWN, _LEAST = 4, 0.05  # causes of a rank's loss that are named, and the part of it that the least one has
 _SLOWEST = 5  # actions that are named
+_WIDEST = 1600  # pixels: some actions are short beside others
 _LOAD = 1.1  # times the mean, from which on a load is named
 
 Cause = tuple[str, str]  # what kind of cause; what or who it is
@@ -95,7 +95,7 @@ class Summary:
                 if time > _LEAST * abs(total):
                     said.append(f"{_short(time)} {self._said(rank, *cause)}")
                     rest -= time
-            said.append(f"{_short(rest)} else")
+            said.append(f"{_short(rest)} elsewhere" if rest >= 0 else f"{_short(-rest)} gained elsewhere")
             verb = "lost" if total > 0 else "gained"
             yield f"{self.trace.name(rank)} {verb} {_short(abs(total))} ms: {', '.join(said)}"
 
@@ -121,19 +121,18 @@ class Summary:
         same = [int(other) for other in ranks if ranks[other]["place"] == ranks[str(rank)]["place"]]
         return mean([load[rank] / mean([load[other] for other in same]) for load in loads if load[rank]] or [0.0])
 
-    @cached_property
-    def timeline(self) -> Timeline:
-        """The first pipeline's step whose time is in the middle, as it was measured."""
-        ranks = self.trace.info["ranks"]
-        members = [self.measured.runs[member] for member in ranks[min(ranks, key=int)]["members"]]
-        steps = [(min(run[0].slice.start for run in runs), max(run[-1].slice.end for run in runs), runs)
-                 for runs in zip(*members)]
-        first, _, runs = sorted(steps, key=lambda each: each[1] - each[0])[len(steps) // 2]
-        spans = tuple(
-            tuple(Span(place, (each.slice.start - first) / 1e6, (each.slice.end - first) / 1e6, each.slice.step)
-                  for each in run) for place, run in enumerate(runs)
-        )
-        return Timeline(self.trace.schedule, self.costs, spans, ((),) * len(spans))
+    def timelines(self) -> list[Timeline]:
+        """The steps of the first pipeline as they were measured, the shortest one first."""
+        ranks, found = self.trace.info["ranks"], []
+        members = ranks[min(ranks, key=int)]["members"]
+        for runs in zip(*(self.measured.runs[member] for member in members)):
+            first = min(run[0].slice.start for run in runs)
+            spans = tuple(
+                tuple(Span(place, (each.slice.start - first) / 1e6, (each.slice.end - first) / 1e6, each.slice.step)
+                      for each in run) for place, run in enumerate(runs)
+            )
+            found.append(Timeline(self.trace.schedule, self.costs, spans, ((),) * len(spans)))
+        return sorted(found, key=lambda timeline: timeline.makespan)
 
 
 def _add_idle(causes: Counter[Cause], idle: int, planned: int, between: list[Activity]) -> None:
@@ -168,16 +167,18 @@ def report(path: str, svg: str | None) -> str:
     """The report on a trace; the timeline of its middle step in the file `svg`."""
     trace = read(path)
     summary, schedule = Summary(Measured(trace)), trace.schedule
+    steps = summary.timelines()
+    middle, average = steps[len(steps) // 2], mean(timeline.makespan for timeline in steps)
     error = max(rank["clock_error_us"] for rank in trace.info["ranks"].values()) / 1e3
     lines = [
         f"{path}: {summary.steps} step{'s' if summary.steps > 1 else ''} of {len(trace.rows)} ranks, {schedule.name}, "
         f"{schedule.num_microbatches} micro-batches; clocks are right to {_short(error)} ms", "", summary.by_rank(),
-        f"a pipeline's step: {_short(summary.timeline.makespan)} ms, {_short(summary.ideal.makespan)} in a simulation "
-        "with the medians of its actions; against that",
+        f"a step: {_short(average)} ms on average, the middle one {_short(middle.makespan)}; simulated with the medians "
+        f"of its actions {_short(summary.ideal.makespan)}, against which",
         *(f"  {line}" for line in summary.losses()),
         "the slowest actions", *(f"  {line}" for line in summary.slowest()),
     ]
     if svg is not None:
-        Path(svg).write_text(to_svg(summary.timeline), encoding="utf-8")
+        Path(svg).write_text(to_svg(middle, _WIDEST), encoding="utf-8")
         lines.append(f"wrote {svg}")
     return "\n".join(lines) + "\n"

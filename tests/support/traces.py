@@ -4,61 +4,73 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from dualpipe.schedule import Schedule, Step
-from dualpipe.schedule.messages import all_messages, play
+from dualpipe.schedule.messages import Message, all_messages, play
 from dualpipe.trace.file import COMMUNICATION, COMPUTE, Slice, Trace
 
 MS = 1_000_000  # nanoseconds
+
+
+class _Played:
+    """The slices of one step of one pipeline, whose rank r is the global rank r * replicas + replica."""
+
+    def __init__(self, schedule: Schedule, run: int, replica: int, replicas: int, ends: dict[int, int]) -> None:
+        """ends: when each global rank is free."""
+        self.messages, self.done = all_messages(schedule), [0] * schedule.num_ranks
+        self.run, self.replica, self.replicas, self.ends = run, replica, replicas, ends
+        self.sent: dict[Message, int] = {}
+        self.slices: list[Slice] = []
+
+    def rank(self, place: int) -> int:
+        return place * self.replicas + self.replica
+
+    def add(self, place: int, kind: str, name: str, end: int, **args: Any) -> None:
+        thread, rank = COMMUNICATION if "ranks" in args else COMPUTE, self.rank(place)
+        self.slices.append(Slice(rank, thread, kind, name, self.ends[rank], end, {"step": self.run + 1, **args}))
+        self.ends[rank] = end
+
+    def message(self, message: Message, peer: int) -> dict[str, Any]:
+        flow = f"{message.title} from {self.rank(message.src)} to {self.rank(message.dst)}, {self.run}"
+        return {"ranks": [self.rank(peer)], "number": 0, "bytes": 8, "flow": flow}
+
+    def do(self, place: int, step: Step, duration: Callable[[int, int, Step], float], latency: int) -> bool:
+        """Do the next step of a rank, if what it needs was sent."""
+        rank, own = self.rank(place), self.messages[place][self.done[place]]
+        if any(message not in self.sent for message in own.incoming):
+            return False
+        self.done[place] += 1
+        for message in own.incoming:
+            arrived = max(self.ends[rank], self.sent[message] + latency)
+            self.add(place, "receive", message.title, arrived, **self.message(message, message.src))
+        alone = {"stage": step[0].stage, "microbatch": step[0].microbatch} if len(step) == 1 else {}
+        end = self.ends[rank] + round(duration(rank, self.run, step) * MS)
+        self.add(place, "".join(a.kind for a in step), " and ".join(a.title for a in step), end,
+                 actions=list(map(str, step)), **alone)
+        for message in own.outgoing:
+            self.sent[message] = end
+            self.add(place, "send", message.title, end, **self.message(message, message.dst))
+        return True
 
 
 def played(
     schedule: Schedule, duration: Callable[[int, int, Step], float], *, latency: int = MS // 2, runs: int = 3,
     replicas: int = 1, loads: dict[str, list[float]] | None = None,
 ) -> Trace:
-    """A trace of `runs` steps, each after an agreement of 1 ms, by `replicas` pipelines: rank r of pipeline d is the
-    global rank r * replicas + d. duration: of a global rank's step of the schedule in a run, in ms."""
+    """A trace of `runs` steps, each after an agreement of 1 ms, by `replicas` pipelines. duration: of a global rank's
+    step of the schedule in a run, in ms; latency: of a message, in ns."""
     slices: list[Slice] = []
-    messages, size = all_messages(schedule), schedule.num_ranks * replicas
-    now = 0
+    size, now = schedule.num_ranks * replicas, 0
     for run in range(runs):
         ends = dict.fromkeys(range(size), now + MS)
         slices += [Slice(rank, COMMUNICATION, "agree", "word", now, now + MS, {"ranks": [not rank], "number": 0})
                    for rank in range(size) if size > 1]
         for replica in range(replicas):
-            sent: dict[Any, int] = {}
-            done: dict[int, int] = defaultdict(int)
-
-            def do(place: int, step: Step, replica: int = replica, sent=sent, done=done, ends=ends, run=run) -> bool:
-                rank, own = place * replicas + replica, messages[place][done[place]]
-                if any(message not in sent for message in own.incoming):
-                    return False
-                done[place] += 1
-
-                def add(thread: str, kind: str, name: str, start: int, end: int, **args: Any) -> None:
-                    slices.append(Slice(rank, thread, kind, name, start, end, {"step": run + 1, **args}))
-
-                def about(message: Any, peer: int) -> dict[str, Any]:
-                    ends_of = [each * replicas + replica for each in (message.src, message.dst)]
-                    return {"ranks": [peer * replicas + replica], "number": 0, "bytes": 8,
-                            "flow": f"{message.title} from {ends_of[0]} to {ends_of[1]}, {run}"}
-
-                for message in own.incoming:
-                    until = max(ends[rank], sent[message] + latency)
-                    add(COMMUNICATION, "receive", message.title, ends[rank], until, **about(message, message.src))
-                    ends[rank] = until
-                end = ends[rank] + round(duration(rank, run, step) * MS)
-                alone = {"stage": step[0].stage, "microbatch": step[0].microbatch} if len(step) == 1 else {}
-                add(COMPUTE, "".join(a.kind for a in step), " and ".join(a.title for a in step), ends[rank], end,
-                    actions=list(map(str, step)), **alone)
-                for message in own.outgoing:
-                    sent[message] = end
-                    add(COMMUNICATION, "send", message.title, end, end, **about(message, message.dst))
-                ends[rank] = end
-                return True
-
-            assert not any(play(schedule.ranks, do))
+            one = _Played(schedule, run, replica, replicas, ends)
+            assert not any(play(schedule.ranks, partial(one.do, duration=duration, latency=latency)))
+            slices += one.slices
         now = max(ends.values())
     ranks = {
         f"{place * replicas + replica}": {

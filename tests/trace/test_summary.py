@@ -1,4 +1,5 @@
-"""Where time went, of traces whose times are known: what is measured, what it costs, and what a rank has lost to whom."""
+"""Where time went, of traces whose times are known: what is measured, what it costs, and what ranks have lost to whom.
+"""
 
 import json
 from dataclasses import replace
@@ -55,8 +56,10 @@ def test_as_planned_nothing_is_lost():
     found = Summary(Measured(as_planned()))
     for rank in range(4):
         assert sum(map(abs, found.lost(rank).values())) < 1e-3, found.lost(rank)
-    assert found.timeline.makespan == pytest.approx(found.ideal.makespan, rel=1e-6)
-    assert found.timeline.bubble == pytest.approx(found.ideal.bubble, abs=1e-2)
+    assert len(found.timelines()) == 3
+    for timeline in found.timelines():
+        assert timeline.makespan == pytest.approx(found.ideal.makespan, rel=1e-6)
+        assert timeline.bubble == pytest.approx(found.ideal.bubble, abs=1e-2)
 
 
 def test_what_a_slow_action_costs_its_rank_and_the_others():
@@ -89,8 +92,9 @@ def test_experts_with_more_tokens_than_others():
 
     loads = {"1": [100, 100, 100, 210, 60, 30], "2": [100, 100, 100, 210, 60, 30]}
     found = Summary(Measured(played(build("1f1b", 2, 4), duration, replicas=3, loads=loads)))
-    assert "in B(stage 1) slower than its median (experts 2.1x mean load)" in list(found.losses())[3]
-    assert "mean load" not in list(found.losses())[0] + list(found.losses())[4]
+    lines = list(found.losses())
+    assert "in B(stage 1) slower than its median (experts 2.1x mean load)" in lines[3]
+    assert "mean load" not in lines[0] + lines[4]
 
 
 def test_a_picture_and_a_table(tmp_path):

@@ -5,7 +5,6 @@ import json
 import math
 import re
 import time
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -49,7 +48,7 @@ def traced(rank, folder):
             for _ in range(ENTRIES + 1):
                 own.begin("one")
                 own.end()
-        with own.lane("data").doing("read", "a batch", 64):
+        with own.lane("data").doing("read", "a batch"):
             step(pipe)
         own.begin("open")
     own.unwind(0)
@@ -73,7 +72,7 @@ def test_two_ranks(tmp_path):
         assert actions == expected + forwards + expected, "a step, an evaluation, a step"
         assert sum(each.kind == "one" for each in own) == ENTRIES + 1
         assert [(each.thread, each.name, each.args) for each in own if each.kind == "read"] == [
-            ("data", "a batch", {"bytes": 64})]
+            ("data", "a batch", {})]
         (last,) = (each for each in own if each.kind == "open")
         assert last.end >= max(each.end for each in own) - 1 and any(sample[0] == rank for sample in trace.memory)
     sends = {each.args["flow"]: each for each in trace.slices if each.kind == "send" and "flow" in each.args}
@@ -126,7 +125,7 @@ def test_clocks_that_differ(tmp_path):
 def failing(rank, folder):
     """What is raised, of an error that the pipeline tells all ranks, and of a file without a folder."""
     pipe, said = pipeline(rank, 2), []
-    with pytest.raises(ValueError, match="there is no folder .*/none for the trace trace.json; make it"):
+    with pytest.raises(ValueError, match=r"there is no folder .*/none for the trace trace.json; make it"):
         pipe.trace(f"{folder}/none/trace.json").__enter__()
     with pytest.raises(PipelineError) as raised, pipe.trace(f"{folder}/trace.json"):
         step(pipe, criterion=lambda *_: 1 / 0)
