@@ -15,6 +15,7 @@ from dualpipe.trace.file import read
 from dualpipe.trace.measured import ALL_TO_ALL, Activity, Measured
 
 _SHOWN, _LEAST = 4, 0.05  # causes of a rank's loss that are named, and the part of it that the least one has
+_NOTHING = 0.005  # ms, which are not said
 _SLOWEST = 5  # actions that are named
 _WIDEST = 1600  # pixels: some actions are short beside others
 _LOAD = 1.1  # times the mean, from which on a load is named
@@ -96,8 +97,8 @@ class Summary:
                     said.append(f"{_short(time)} {self._said(rank, *cause)}")
                     rest -= time
             said.append(f"{_short(rest)} elsewhere" if rest >= 0 else f"{_short(-rest)} gained elsewhere")
-            verb = "lost" if total > 0 else "gained"
-            yield f"{self.trace.name(rank)} {verb} {_short(abs(total))} ms: {', '.join(said)}"
+            what = f"{'lost' if total > 0 else 'gained'} {_short(abs(total))} ms: {', '.join(said)}"
+            yield f"{self.trace.name(rank)} {what if abs(total) > _NOTHING else 'lost nothing'}"
 
     def slowest(self) -> Iterator[str]:
         """The actions that took longest in comparison with their medians."""
@@ -173,8 +174,8 @@ def report(path: str, svg: str | None) -> str:
     lines = [
         f"{path}: {summary.steps} step{'s' if summary.steps > 1 else ''} of {len(trace.rows)} ranks, {schedule.name}, "
         f"{schedule.num_microbatches} micro-batches; clocks are right to {_short(error)} ms", "", summary.by_rank(),
-        f"a step: {_short(average)} ms on average, the middle one {_short(middle.makespan)}; simulated with the medians "
-        f"of its actions {_short(summary.ideal.makespan)}, against which",
+        f"a step: {_short(average)} ms on average, the middle one {_short(middle.makespan)}; simulated with the "
+        f"medians of its actions {_short(summary.ideal.makespan)}, against which",
         *(f"  {line}" for line in summary.losses()),
         "the slowest actions", *(f"  {line}" for line in summary.slowest()),
     ]

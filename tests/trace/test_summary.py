@@ -56,6 +56,7 @@ def test_as_planned_nothing_is_lost():
     found = Summary(Measured(as_planned()))
     for rank in range(4):
         assert sum(map(abs, found.lost(rank).values())) < 1e-3, found.lost(rank)
+    assert list(found.losses()) == [f"rank {rank} lost nothing" for rank in range(4)]
     assert len(found.timelines()) == 3
     for timeline in found.timelines():
         assert timeline.makespan == pytest.approx(found.ideal.makespan, rel=1e-6)
