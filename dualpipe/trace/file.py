@@ -103,8 +103,8 @@ class Trace:
                    "dur": (each.end - each.start) / 1e3, **place, "args": each.args}
             if each.thread == COMMUNICATION and ends[flow := each.args.get("flow", "")] == 2:
                 ph, at = ("s", each.start) if each.kind == "send" else ("f", max(each.start, each.end - 1))
-                yield {"ph": ph, "bp": "e", "cat": "message", "name": "message", "id": numbers[flow], "ts": at / 1e3,
-                       **place}
+                yield {"ph": ph, "cat": "message", "name": "message", "id": numbers[flow], "ts": at / 1e3, **place,
+                       **({"bp": "e"} if ph == "f" else {})}  # bound to the slice around it
         for rank, at, size in self.memory:
             yield {"ph": "C", "name": "memory", "pid": rank, "ts": at / 1e3, "args": {"bytes": size}}
 

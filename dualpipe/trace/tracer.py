@@ -59,7 +59,7 @@ class Tracer:
     An error inside goes on as it is, and nothing is gathered or written. Where it is one rank's alone, the others wait
     for that rank when they leave, as in any collective, until the group's timeout.
 
-    Raises ValueError, on every rank, where there is no folder for the file.
+    Raises ValueError where a trace is being taken already, and on every rank where there is no folder for the file.
     """
 
     def __init__(self, path: Path, group: ProcessGroup | None, device: torch.device, place: Place) -> None:
@@ -73,6 +73,8 @@ class Tracer:
         """tokens that each rank's experts got, by optimizer step: for who knows them to fill in"""
 
     def __enter__(self) -> Self:
+        if self._recorder.whole:
+            raise ValueError(f"a trace is being taken already; leave that one before that for {self._path}")
         self._ranks = RankSync(self._group)
         self._clocks = [self._compare_clocks()]
         self._ranks.first(self._check_folder)  # and so all begin at once

@@ -42,6 +42,9 @@ def test_all_that_a_step_is_made_of(trace_file):
         assert threads["communication"] >= {"send", "receive", "gather", "reduce", "exchange", "all_to_all", "clip",
                                             "vote", "agree", "routers"}
         assert "write" in threads["checkpoint"]
+        started, waited = (sorted(each.name for each in trace.slices if (each.rank, each.kind) == (rank, kind))
+                           for kind in ("exchange", "all_to_all"))
+        assert started == waited and len({*started}) == len(started), "it can be told which one is waited for"
         segments = [each for each in trace.slices if each.rank == rank and each.kind == "segment"]
         assert {each.args["inside"] for each in segments} == {True, False}
         assert {each.args["stage"] for each in segments} == set(trace.schedule.rank_stages(rank // 2))
