@@ -5,6 +5,7 @@ import json
 import math
 import re
 import time
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -119,6 +120,29 @@ def test_clocks_that_differ(tmp_path):
     trace = read(tmp_path / "trace.json")
     took = [max(each.end for each in trace.slices if each.rank == rank) for rank in (0, 1)]
     assert abs(took[1] - took[0]) < 1e9 < OFFSET
+
+
+def test_of_many_messages_the_fastest_one_tells_the_clock():
+    now, ways = [0], iter([700, 700, 100, 50, *[900] * 100])  # ns, there and back
+
+    def pass_by():
+        now[0] += next(ways)
+        return SimpleNamespace(wait=lambda: None)
+
+    def send(tensors, peer, tag):
+        return pass_by()
+
+    def receive(tensors, peer, tag):
+        tensors[0].fill_(now[0] + OFFSET)
+        return pass_by()
+
+    place = tracer.Place(1, (0, 1), "1f1b", (0, 1))
+    with Recorder().activate(), mock.patch.object(tracer, "perf_counter_ns", lambda: now[0]):
+        taken = tracer.Tracer("", None, torch.device("cpu"), place)
+        taken._group, taken._ranks = SimpleNamespace(send=send, recv=receive), SimpleNamespace(size=2, rank=1)
+        with mock.patch.object(Recorder, "members", lambda *_: (0, 1)):
+            clock = taken._compare_clocks()
+    assert clock == (1400, OFFSET + 25, 75), "half of 150 ns; the way there took 25 ns more than that"
 
 
 def failing(rank, folder):
