@@ -226,7 +226,7 @@ def test_what_has_changed_is_said(run_folder, half_way, monkeypatch, capsys):
     assert [row["step"] for row in read_metrics(run_folder / "changed" / "metrics.jsonl")] == [5, 6, 7, 8]
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("mode", [pytest.param("sync", marks=pytest.mark.slow), "async"])
 @pytest.mark.parametrize("failing, status, kept", [
     ([2], 0, [1, 3, 4, 5]), ([2, 3], 1, [1]), ([1, 3], 0, [2, 4, 5]), ([4], 0, [1, 2, 3, 5]), ([5], 1, [1, 2, 3, 4]),
 ])

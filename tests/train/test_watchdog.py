@@ -163,7 +163,7 @@ def test_sigusr2_to_one_rank_has_all_write_their_states_and_a_good_end_takes_the
     assert process.returncode == 143 and not folder.exists()
 
 
-@pytest.mark.parametrize("disk", ["writes", "hangs"])
+@pytest.mark.parametrize("disk", [pytest.param("writes", marks=pytest.mark.slow), "hangs"])
 def test_a_wait_that_does_not_end_by_itself_is_ended(tmp_path, disk):
     """As of a device, which knows no timeout: in a process of its own, as it is ended."""
     recorder = Recorder(0, {"pp": 2})
