@@ -54,7 +54,9 @@ class Watchdog:
         self._told = False  # whether the others know that a rank is lost
         self._reported = False  # whether states were asked for since something was begun or ended
         self._asked = 0  # how often, by the store
-        self._writing: threading.Thread | None = None  # what writes a state, which may hang with the disk
+        # What opens a file, and what writes a state: either may hang with the disk.
+        self._opening: threading.Thread | None = None
+        self._writing: threading.Thread | None = None
 
     def __enter__(self) -> Self:
         self._signals, out = os.pipe()
@@ -87,6 +89,8 @@ class Watchdog:
         if self._watching:
             self._store.stop()
             if kind is None:
+                if self._opening is not None:
+                    self._opening.join(ASK)
                 self._clear()
 
     def watch(self, store: Store | None, info: RankInfo, output: Path, *, patience: float, limit: float) -> None:
@@ -103,15 +107,14 @@ class Watchdog:
 
     def _watch(self) -> None:
         """The thread."""
-        dumping = False
         while not self._ended.is_set():
             if select.select([self._signals], [], [], TICK)[0]:
                 for number in os.read(self._signals, 64):
                     self._handlers.get(number, lambda _: None)(number)
             if self._watching:
-                if not dumping and self.recorder.step:  # now the folder is this run's alone, and all have met
-                    dumping = True
-                    self._dump_without_the_lock()
+                if self._opening is None and self.recorder.step:  # the folder is this run's alone, and all have met
+                    self._opening = threading.Thread(target=self._dump_without_the_lock, daemon=True)
+                    self._opening.start()
                     self._store.find_neighbours()
                 self._look()
 
