@@ -23,7 +23,7 @@ from dualpipe.train.why import halted
 FAULT = 2**32  # of the counter in the store: a rank is lost; what is less is how often states were asked for
 TICK, ASK = 0.25, 1.0  # seconds between two looks at this rank, and into the store
 _ANSWER = timedelta(seconds=5)  # for one of the store
-_COLLECT = 1.5  # for other ranks to write their states
+_COLLECT = 3.0  # for other ranks to write their states
 
 
 class ControlStore:
@@ -96,12 +96,15 @@ class ControlStore:
             return {}
         found: dict[int, Any] = dict.fromkeys(range(world_size))
         deadline = time.monotonic() + _COLLECT
-        wanted = self._answer(lambda: self._store.add("asked", 0), 0)
-        while (left := deadline - time.monotonic()) > 0 and None in found.values() and not self._silent:
+        wanted = min(FAULT, self._answer(lambda: self._store.add("asked", 0), 0))  # several ranks tell of a fault
+        dumb = {self._rank, *halted(self.neighbours)}  # what these have handed in is looked for once
+        while (left := deadline - time.monotonic()) > 0 and not self._silent:
             for rank in [rank for rank, state in found.items() if state is None and rank != self._rank]:
                 text = self._answer(partial(self._get, f"state {rank}"), b"", left)
                 if text and (state := json.loads(text))["asked"] >= wanted:
                     found[rank] = state
+            if all(state is not None or rank in dumb for rank, state in found.items()):
+                break
             time.sleep(TICK / 5)
         return {} if self._silent else found
 

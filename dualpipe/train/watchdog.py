@@ -83,10 +83,13 @@ class Watchdog:
         self._thread.join()
         os.close(self._signals)
         os.close(self._out)
-        if kind is not None and (lost := self._lost()):  # the thread may not have looked since
-            self._tell(lost)
-            self._store.flush()
         if self._watching:
+            if kind is not None:
+                if lost := self._lost():  # the thread may not have looked since
+                    self._tell(lost)
+                elif ERROR_FILE not in os.environ:  # another rank may have told this one that it has lost one
+                    self._store.put(json.dumps(self._state() | {"asked": FAULT}))
+                self._store.flush()
             self._store.stop()
             if kind is None:
                 if self._opening is not None:
@@ -175,6 +178,7 @@ class Watchdog:
         if not self._told:
             self._told = True
             self._store.fault()
+            self._store.flush()  # a state says how often was asked before it
             self._write_state()
             if ERROR_FILE in os.environ:
                 return

@@ -63,9 +63,10 @@ def killed_after(start, folder, out, step, *options):
 
 def descendants(pid):
     found = []
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        for child in (task / "children").read_text().split():
-            found += [int(child), *descendants(child)]
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # what has ended has none
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            for child in (task / "children").read_text().split():
+                found += [int(child), *descendants(child)]
     return found
 
 
