@@ -49,8 +49,7 @@ def _drawn(given: Timeline | Sequence[Span], name: str) -> dict[str, Any]:
     """What the page knows of a timeline.
 
     A step is [start, end, action, ...], an action [kind, stage, micro-batch, number of the action that its input comes
-    from, or -1]. Actions are numbered in the order of ranks, steps, actions. `p2p` is null where it is part of what was
-    measured.
+    from, or -1]. Actions are numbered in the order of ranks, steps, actions.
     """
     timeline = given if isinstance(given, Timeline) else _measured(given, name)
     steps = [span.step for row in timeline.spans for span in row]

@@ -1,4 +1,4 @@
-"""A headless Chromium that is driven as a user drives it: pointer, wheel and keys, by the DevTools protocol over a pipe."""
+"""A headless Chromium that is used as a user does, by pointer, wheel and keys: the DevTools protocol over a pipe."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Browser:
     """One page of a browser. `errors`: what its scripts failed with; `requests`: the addresses that it asked for."""
 
     def __init__(self, profile: Path) -> None:
-        """Skips the test where there is no browser. profile: an empty folder."""
+        """Skips the tests where there is no browser. profile: an empty folder."""
         program = next(filter(None, map(shutil.which, NAMES)), None)
         if program is None:
             pytest.skip(f"none of {', '.join(NAMES)} is installed")
@@ -40,11 +40,11 @@ class Browser:
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )
         theirs.close()
-        self._socket, self._stream, self._last, self._session = ours, ours.makefile("rb"), 0, None
+        self._socket, self._received, self._last = ours, b"", 0
+        self._session: str | None = None
         self.errors: list[str] = []
         self.requests: list[str] = []
-        pages = self.call("Target.getTargets")["targetInfos"]
-        (target,) = [page["targetId"] for page in pages if page["type"] == "page"]
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Network"):
             self.call(f"{domain}.enable")
@@ -52,18 +52,21 @@ class Browser:
     def call(self, method: str, **params: Any) -> dict[str, Any]:
         """The result of a command of the protocol."""
         self._last += 1
-        session = {"sessionId": self._session} if self._session else {}
-        self._socket.sendall(json.dumps({"id": self._last, "method": method, "params": params, **session}).encode() + b"\0")
+        message = {"id": self._last, "method": method, "params": params}
+        if self._session:
+            message["sessionId"] = self._session
+        self._socket.sendall(json.dumps(message).encode() + b"\0")
         while (reply := self._read()).get("id") != self._last:
             pass
         assert "error" not in reply, reply
         return reply["result"]
 
     def _read(self) -> dict[str, Any]:
-        text = bytearray()
-        while (part := self._stream.read1(1)) != b"\0":
+        while b"\0" not in self._received:
+            part = self._socket.recv(1 << 20)
             assert part, "the browser has gone"
-            text += part
+            self._received += part
+        text, _, self._received = self._received.partition(b"\0")
         reply = json.loads(text)
         if reply.get("method") == "Runtime.exceptionThrown":
             self.errors.append(json.dumps(reply["params"]["exceptionDetails"]))
@@ -119,5 +122,4 @@ class Browser:
         self._session = None
         self.call("Browser.close")
         self._process.wait(30)
-        self._stream.close()
         self._socket.close()
