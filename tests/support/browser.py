@@ -27,7 +27,7 @@ class Browser:
         """Skips the tests where there is no browser. profile: an empty folder."""
         program = next(filter(None, map(shutil.which, NAMES)), None)
         if program is None:
-            pytest.skip(f"none of {', '.join(NAMES)} is installed")
+            pytest.skip(f"none of {', '.join(NAMES)} is installed (Debian: apt-get install chromium)")
         ours, theirs = socket.socketpair()
         ours.settimeout(120)
 
