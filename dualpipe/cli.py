@@ -179,8 +179,8 @@ def _why(args: argparse.Namespace) -> None:
 def _trace(args: argparse.Namespace) -> None:
     from dualpipe.trace import costs, summary
 
-    text = costs.report(args.file, args.out) if args.command == "costs" else summary.report(args.file, args.svg)
-    print(text, end="")
+    is_costs = args.command == "costs"
+    print(costs.report(args.file, args.out) if is_costs else summary.report(args.file, args.svg, args.html), end="")
 
 
 def _doctor(args: argparse.Namespace) -> int:
@@ -275,7 +275,9 @@ _COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int | None], str, _Arg
     "why": (_why, "say which rank a run waits or waited for, from what its ranks have written of themselves", _WHY),
     "trace summary": (_trace, "say where the time of the steps in a trace went, by rank, and against a simulation of "
                       "the schedule with the medians of its actions",
-                      {**_TRACE, "--svg": dict(metavar="FILE", help="draw the middle step into FILE")}),
+                      {**_TRACE, "--svg": dict(metavar="FILE", help="draw the middle step into FILE"),
+                       "--html": dict(metavar="FILE", help="one page, for a browser, with that step and the "
+                                      "simulation in it")}),
     "trace costs": (_trace, "print what the actions in a trace cost, by stage and kind",
                     {**_TRACE, "--out": dict(metavar="FILE.json", help="write them as dualpipe schedule --costs takes "
                                              "them")}),

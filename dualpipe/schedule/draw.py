@@ -38,7 +38,7 @@ def number(value: float) -> str:
     return f"{value:.2f}".rstrip("0").rstrip(".")
 
 
-def _upper_half(timeline: Timeline) -> set[int]:
+def upper_half(timeline: Timeline) -> set[int]:
     """The stages in the upper half of those of their rank: on a V, the way back."""
     stages = map(timeline.schedule.rank_stages, range(len(timeline.spans)))
     return {stage for mine in stages for stage in mine[(len(mine) + 1) // 2 :]}
@@ -52,7 +52,7 @@ def to_text(timeline: Timeline, width: int = 120) -> str:
     """
     margin = len(f"rank {len(timeline.spans) - 1} ")
     scale = max(1, width - margin) / timeline.makespan if timeline.makespan else 0.0
-    upper = _upper_half(timeline)
+    upper = upper_half(timeline)
 
     def line(idle: str, pieces: Sequence[Span] | Sequence[Reduction], text: Callable[[Any, int], str]) -> str:
         row = [idle] * round(timeline.makespan * scale)
@@ -115,7 +115,7 @@ def to_svg(timeline: Timeline, widest: float = WIDEST) -> str:
     width = max(LEFT + timeline.makespan * scale + RIGHT, LEFT + 960)  # room for the legend
     bottom = TOP + len(timeline.spans) * (ROW + GAP)
     height = bottom + BOTTOM
-    upper = _upper_half(timeline)
+    upper = upper_half(timeline)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height}" '
         f'width="{width:.0f}" height="{height}">',

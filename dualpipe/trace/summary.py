@@ -5,10 +5,12 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from statistics import mean
 
 from dualpipe.schedule.draw import aligned, to_svg
+from dualpipe.schedule.page import to_html
 from dualpipe.schedule.simulate import Span, Timeline, simulate
 from dualpipe.trace.costs import MeasuredCosts
 from dualpipe.trace.file import read
@@ -164,8 +166,8 @@ def _short(milliseconds: float) -> str:
     return f"{milliseconds:.{max(0, 3 - whole)}f}"
 
 
-def report(path: str, svg: str | None) -> str:
-    """The report on a trace; the timeline of its middle step in the file `svg`."""
+def report(path: str, svg: str | None, html: str | None = None) -> str:
+    """The report on a trace; its middle step drawn into the file `svg`, and beside the simulation into `html`."""
     trace = read(path)
     summary, schedule = Summary(Measured(trace)), trace.schedule
     steps = summary.timelines()
@@ -179,7 +181,11 @@ def report(path: str, svg: str | None) -> str:
         *(f"  {line}" for line in summary.losses()),
         "the slowest actions", *(f"  {line}" for line in summary.slowest()),
     ]
+    text = "\n".join(lines) + "\n"
+    if html is not None:
+        both = [[*chain.from_iterable(middle.spans)], summary.ideal]
+        page = to_html(both, title=path, notes=text, names=("measured", "simulated"), unit="ms")
+        Path(html).write_text(page, encoding="utf-8")
     if svg is not None:
         Path(svg).write_text(to_svg(middle, _WIDEST), encoding="utf-8")
-        lines.append(f"wrote {svg}")
-    return "\n".join(lines) + "\n"
+    return text + "".join(f"wrote {file}\n" for file in (svg, html) if file is not None)

@@ -29,7 +29,7 @@ from dualpipe.schedule import build
 from dualpipe.train.config import Config
 from dualpipe.train.data import Batch, Loader, evaluation_batches, open_splits, packed_directory, read_ahead
 from dualpipe.train.elastic import fit_run
-from dualpipe.train.faults import Fault, recorder_of
+from dualpipe.train.faults import Fault, FaultyRecorder, recorder_of
 from dualpipe.train.guard import BadStep, Guard, Kept
 from dualpipe.train.job import Job, join
 from dualpipe.train.launch import RankInfo
@@ -66,7 +66,10 @@ def train(config: Config, info: RankInfo, faults: Sequence[Fault] = (), traced: 
         if note and job.rank == 0:
             say(note)
         with Saver(config, job) as saver:
-            return Run(config, job, saver, start_up, traced).train()
+            status = Run(config, job, saver, start_up, traced).train()
+    if isinstance(recorder, FaultyRecorder):
+        recorder.report()
+    return status
 
 
 def _hold(folder: Path, held: ExitStack) -> None:

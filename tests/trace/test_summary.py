@@ -109,9 +109,12 @@ def test_experts_with_more_tokens_than_others():
 
 def test_a_picture_and_a_table(tmp_path):
     as_planned().write(tmp_path / "trace.json")
-    text = summary.report(str(tmp_path / "trace.json"), str(tmp_path / "trace.svg"))
+    files = [str(tmp_path / f"trace.{form}") for form in ("json", "svg", "html")]
+    text = summary.report(*files)
     assert f"{tmp_path}/trace.json: 3 steps of 4 ranks, dualpipev, 8 micro-batches; clocks are right to 0.00 ms" in text
-    assert text.endswith(f"wrote {tmp_path}/trace.svg\n")
+    assert text.endswith(f"wrote {files[1]}\nwrote {files[2]}\n")
+    page = (tmp_path / "trace.html").read_text()
+    assert '"measured"' in page and '"simulated"' in page and "clocks are right to 0.00 ms" in page
     assert "overlapped with" in (tmp_path / "trace.svg").read_text()
     rows = [line.split() for line in text.splitlines() if line.startswith("rank ")]
     ideal = simulate(SCHEDULE, PER_STAGE)
