@@ -183,8 +183,8 @@ def report(path: str, svg: str | None, html: str | None = None) -> str:
     ]
     text = "\n".join(lines) + "\n"
     if html is not None:
-        both = [[*chain.from_iterable(middle.spans)], summary.ideal]
-        page = to_html(both, title=path, notes=text, names=("measured", "simulated"), unit="ms")
+        measured = tuple(chain.from_iterable(middle.spans))
+        page = to_html((measured, summary.ideal), title=path, notes=text, names=("measured", "simulated"), unit="ms")
         Path(html).write_text(page, encoding="utf-8")
     if svg is not None:
         Path(svg).write_text(to_svg(middle, _WIDEST), encoding="utf-8")
