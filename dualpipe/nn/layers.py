@@ -53,7 +53,7 @@ class Linear(nn.Linear):
         # Parameters that come from others, by pruning or weight norm, or that torch.func replaces or batches.
         if not weight.is_leaf or (bias is not None and not bias.is_leaf) or torch._C._are_functorch_transforms_active():
             return _product(x, weight, bias, wide)
-        if wide is None and torch.is_autocast_enabled(x.device.type) and x.dtype is not torch.float64:
+        if wide is None and not x.is_meta and torch.is_autocast_enabled(x.device.type) and x.dtype is not torch.float64:
             dtype = torch.get_autocast_dtype(x.device.type)  # autocast leaves float64 alone
             x = x.to(dtype)
         if isinstance(weight, QuantizedTensor):
@@ -121,7 +121,7 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, wide: torch.dtype |
     if wide is None:
         return F.linear(x, weight, bias)
     kind = x.device.type
-    with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
+    with torch.autocast(kind, enabled=False) if kind != "meta" and torch.is_autocast_enabled(kind) else nullcontext():
         return F.linear(x.to(wide), weight.to(wide), None if bias is None else bias.to(wide))
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from itertools import pairwise
 
 import torch
@@ -27,7 +28,6 @@ from dualpipe.device import EXPERTS, LINK, SHARDS, TOTALS
 from dualpipe.dtypes import dtype_of
 from dualpipe.models import HubConfig, Stage, build_stages
 from dualpipe.models.activations import ActivationBytes, activation_bytes
-from dualpipe.models.stages import RECOMPUTE, Recompute
 from dualpipe.nn import GroupedLinear
 from dualpipe.parallel import DTypePlan
 from dualpipe.schedule import Step, build
@@ -71,25 +71,18 @@ def estimate(config: Config, model: HubConfig) -> list[RankMemory]:
     dp, ep = p.dp, p.ep
     check_tied(model, dp * ep)
     schedule = build(p.schedule, p.pp, train.num_chunks)
-    with torch.device("meta"):
-        stages = build_stages(model, schedule.num_stages, layers_per_stage=p.layers_per_stage)
-    dtype, sharded, recompute = dtype_of(train.dtype), dp * ep > 1, Recompute(rules, model.num_hidden_layers)
+    stages = _stages(model, schedule.num_stages, p.layers_per_stage)
+    dtype, sharded = dtype_of(train.dtype), dp * ep > 1
     stored, tokens = 4 if sharded else dtype.itemsize, train.micro_batch_size * train.sequence_length
     moments, fp32 = 2 * dtype_of(config.optimizer.moments).itemsize, 4
-    known: dict[object, ActivationBytes] = {}  # so that stages with the same kinds of layers are counted once
 
     def activations(stage: Stage) -> ActivationBytes:
-        kinds = tuple((str(layer), layer.self_attn.window, *(recompute(part, int(index)) for part in RECOMPUTE))
-                      for index, layer in stage.layers.items())
-        numbers = [*map(int, stage.layers)]
-        if kinds not in known:
-            known[kinds] = activation_bytes(
-                model, range(numbers[0], numbers[-1] + 1) if numbers else range(0), ep=ep, recompute=rules, dtype=dtype,
-                batch=train.micro_batch_size, sequence_length=train.sequence_length,
-            )
-        return known[kinds]
+        return activation_bytes(
+            model, layers_of(stage), ep=ep, recompute=rules, dtype=dtype, batch=train.micro_batch_size,
+            sequence_length=train.sequence_length,
+        )
 
-    plan = plan_run(config, model, {})
+    plan = plan_run(config, model, {}) if config.dtypes.rules else None
     ranks = []
     for rank, steps in enumerate(schedule.ranks):
         mine = {number: stages[number] for number in schedule.rank_stages(rank)}
@@ -102,7 +95,7 @@ def estimate(config: Config, model: HubConfig) -> list[RankMemory]:
             reduced += [_sizes(stage, ep)[0] - sum(dense for dense, _ in layers), *(dense for dense, _ in layers)]
             if dp > 1:  # else experts are nobody else's, and their accumulators become their gradients
                 reduced += [experts for _, experts in layers]
-        stored_less, masters, gathered_less = _quantized(mine.values(), plan, dp, ep)
+        stored_less, masters, gathered_less = _quantized(mine.values(), plan, dp, ep) if plan else (0, 0, 0)
         if sharded:
             copied = dense_shard + (expert_shard if dp > 1 else 0) + max(reduced)
         ranks.append(RankMemory(
@@ -115,6 +108,18 @@ def estimate(config: Config, model: HubConfig) -> list[RankMemory]:
             nccl=_nccl_buffers(p, schedule.placement, rank),
         ))
     return ranks
+
+
+@lru_cache(maxsize=64)
+def _stages(model: HubConfig, num_stages: int, layers_per_stage: tuple[int, ...]) -> list[Stage]:
+    with torch.device("meta"):
+        return build_stages(model, num_stages, layers_per_stage=layers_per_stage)
+
+
+def layers_of(stage: Stage) -> range:
+    """The global numbers of a stage's layers."""
+    numbers = [index for index, _ in stage.numbered()]
+    return range(numbers[0], numbers[-1] + 1) if numbers else range(0)
 
 
 def _quantized(stages: Iterable[Stage], plan: DTypePlan, dp: int, ep: int) -> tuple[int, int, int]:
