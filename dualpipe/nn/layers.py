@@ -128,7 +128,7 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, wide: torch.dtype |
 def _weight_grad(weight: Tensor, dy: Tensor, x: Tensor, out: Tensor | None = None) -> Tensor:
     """(N, H), not rounded to half precision where the accumulator is float32; added to `out` if given."""
     dy_NM, x_MH, dtype = _rows(dy).t(), _rows(x), accumulation_dtype(weight, dy.dtype)
-    if dy.is_cuda and dtype is torch.float32 and dy.dtype in (torch.bfloat16, torch.float16):
+    if (dy.is_cuda or dy.is_meta) and dtype is torch.float32 and dy.dtype in (torch.bfloat16, torch.float16):
         if out is None:
             return torch.mm(dy_NM, x_MH, out_dtype=dtype)
         return torch.addmm(out, dy_NM, x_MH, out_dtype=dtype, out=out)  # in the product's epilogue: no temporary
