@@ -73,12 +73,17 @@ def layer_flops(config: HubConfig, index: int, sequence_length: int, *, causal: 
         if isinstance(module, Linear | GroupedLinear):
             uses = top_k if isinstance(module, GroupedLinear) else 1
             products += 2.0 * uses * module.in_features * module.out_features
-    attention = layer.self_attn
+    return products + attention_flops(config, index, sequence_length, causal=causal)
+
+
+def attention_flops(config: HubConfig, index: int, sequence_length: int, *, causal: bool = False) -> float:
+    """Operations of a layer's scores and of what they weight, for a token, forward; see `flops_per_token`."""
+    attention = meta_layer(config, index).self_attn
     seen = float(sequence_length)  # positions that a token sees, itself included, on average over a sequence
     if causal:
         window = min(attention.window or sequence_length, sequence_length)
         seen = (window * (window + 1) / 2 + (sequence_length - window) * window) / sequence_length
-    return products + 2.0 * attention.num_heads * (attention.qk_dim + attention.v_dim) * seen
+    return 2.0 * attention.num_heads * (attention.qk_dim + attention.v_dim) * seen
 
 
 @lru_cache(maxsize=1024)

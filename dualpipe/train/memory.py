@@ -71,7 +71,7 @@ def estimate(config: Config, model: HubConfig) -> list[RankMemory]:
     dp, ep = p.dp, p.ep
     check_tied(model, dp * ep)
     schedule = build(p.schedule, p.pp, train.num_chunks)
-    stages = _stages(model, schedule.num_stages, p.layers_per_stage)
+    stages = meta_stages(model, schedule.num_stages, p.layers_per_stage)
     dtype, sharded = dtype_of(train.dtype), dp * ep > 1
     stored, tokens = 4 if sharded else dtype.itemsize, train.micro_batch_size * train.sequence_length
     moments, fp32 = 2 * dtype_of(config.optimizer.moments).itemsize, 4
@@ -87,12 +87,12 @@ def estimate(config: Config, model: HubConfig) -> list[RankMemory]:
     for rank, steps in enumerate(schedule.ranks):
         mine = {number: stages[number] for number in schedule.rank_stages(rank)}
         together = nn.ModuleList(mine.values())  # so that a tied parameter counts once
-        dense, experts = _sizes(together, ep)
+        dense, experts = parameter_sizes(together, ep)
         whole, dense_shard, expert_shard = dense + experts, -(-dense // (dp * ep)), -(-experts // dp)
         shard, copied, reduced = dense_shard + expert_shard, 0, [0]  # the last: what is reduced at once
         for stage in mine.values():
-            layers = [_sizes(layer, ep) for layer in stage.layers.values()]
-            reduced += [_sizes(stage, ep)[0] - sum(dense for dense, _ in layers), *(dense for dense, _ in layers)]
+            layers = [parameter_sizes(layer, ep) for layer in stage.layers.values()]
+            reduced += [parameter_sizes(stage, ep)[0] - sum(dense for dense, _ in layers), *(dense for dense, _ in layers)]
             if dp > 1:  # else experts are nobody else's, and their accumulators become their gradients
                 reduced += [experts for _, experts in layers]
         stored_less, masters, gathered_less = _quantized(mine.values(), plan, dp, ep) if plan else (0, 0, 0)
@@ -111,7 +111,8 @@ def estimate(config: Config, model: HubConfig) -> list[RankMemory]:
 
 
 @lru_cache(maxsize=64)
-def _stages(model: HubConfig, num_stages: int, layers_per_stage: tuple[int, ...]) -> list[Stage]:
+def meta_stages(model: HubConfig, num_stages: int, layers_per_stage: tuple[int, ...]) -> list[Stage]:
+    """All stages of the model, without memory; the same ones for all callers."""
     with torch.device("meta"):
         return build_stages(model, num_stages, layers_per_stage=layers_per_stage)
 
@@ -155,7 +156,7 @@ def _nccl_buffers(p: ParallelConfig, placement: Sequence[int], rank: int) -> int
     return CHANNEL * channels + CHANNEL // 2 * links * LINK.ctas
 
 
-def _sizes(module: nn.Module, ep: int) -> tuple[int, int]:
+def parameter_sizes(module: nn.Module, ep: int) -> tuple[int, int]:
     """Dense parameters, and those of the experts of one of `ep` ranks."""
     grouped = (inner for inner in module.modules() if isinstance(inner, GroupedLinear))
     experts = sum(param.numel() for inner in grouped for param in inner.parameters())
