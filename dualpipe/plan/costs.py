@@ -1,9 +1,9 @@
 """What the actions of a stage cost on a machine: a roofline by operator, and the engine's order of what overlaps.
 
-An operator takes the longer of its operations and its bytes, each at the rate that its kind of kernel reaches; a part of
-an action, from one communication to the next, the longer of its operators and of the host that launches them. What two
-actions in turn take is played through in the order of `dualpipe.pipeline.overlap.walk`: one computes while the other
-communicates, on fewer multiprocessors.
+An operator takes the longer of its operations and its bytes, each at the rate that its kind of kernel reaches; a part
+of an action, from one communication to the next, the longer of its operators and of the host that launches them. What
+two actions in turn take is played through in the order of `dualpipe.pipeline.overlap.walk`: one computes while the
+other communicates, on fewer multiprocessors.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ import torch
 
 from dualpipe.device import EXPERTS
 from dualpipe.models.activations import LayerKind, kinds_of
+from dualpipe.models.decoder import SparseMLP
 from dualpipe.models.hub import HubConfig
-from dualpipe.models.sizes import attention_flops
+from dualpipe.models.sizes import attention_flops, meta_layer
 from dualpipe.plan.machines import Machine
 from dualpipe.plan.operators import LayerParts, Operator, Part, head_parts, layer_parts
 from dualpipe.schedule import Costs
@@ -85,7 +86,8 @@ class StageCosts(NamedTuple):
 @lru_cache(maxsize=4096)
 def layer_costs(setting: Setting, kind: LayerKind, attention: float) -> LayerCosts:
     """Those of a layer of this kind. attention: its operations for each token, forward."""
-    return _timed(setting, layer_parts(setting.model, kind, setting.ep, setting.dtype), attention)
+    sparse = isinstance(meta_layer(setting.model, kind.index).mlp, SparseMLP)
+    return _timed(setting, layer_parts(setting.model, kind, setting.ep if sparse else 1, setting.dtype), attention)
 
 
 @lru_cache(maxsize=1024)
@@ -134,6 +136,7 @@ def operator_seconds(operator: Operator, setting: Setting, attention: float) -> 
     return flops, size, max(flops / (machine.tflops * rate * 1e12), size / (machine.hbm * machine.bandwidth * 1e9))
 
 
+@lru_cache(maxsize=16384)
 def stage_costs(setting: Setting, layers: range, *, last: bool) -> StageCosts:
     """Those of a stage of these layers; `last`: with the head. The embedding, which reads a row for each token, is left
     out."""

@@ -9,8 +9,8 @@ from math import inf
 
 from dualpipe.models import HubConfig
 from dualpipe.plan.machines import Machine
-from dualpipe.plan.predict import Prediction
-from dualpipe.schedule.build import BUILDERS, build
+from dualpipe.plan.predict import Prediction, shape_of
+from dualpipe.schedule.build import BUILDERS
 from dualpipe.train.config import Config
 from dualpipe.train.memory import GB
 from dualpipe.train.model import check_tied
@@ -36,7 +36,7 @@ class Wanted:
     @property
     def capacity(self) -> float:
         """Bytes that a run may take."""
-        return (self.config.memory.capacity or self.machine.memory - self.machine.reserve) * GB
+        return ((self.config.memory.capacity or self.machine.memory) - self.machine.reserve) * GB
 
     def score(self, run: Prediction) -> float:
         """What the best run has least of."""
@@ -55,8 +55,8 @@ def plan(wanted: Wanted, rows: int) -> list[Prediction]:
     check_tied(wanted.model, wanted.gpus)
     meshes = [sorted(runs, key=wanted.floor) for runs in _meshes(wanted)]
     if not meshes:
-        raise ValueError(f"no mesh of {wanted.gpus} GPUs takes {wanted.sequences} sequences a step: give --global-batch "
-                         "a number of tokens that more ranks can share, or other --gpus")
+        raise ValueError(f"no mesh of {wanted.gpus} GPUs takes {wanted.sequences} sequences a step; give other --gpus, "
+                         "or --global-batch a number of tokens that they can share")
     found: list[Prediction] = []
     for runs in sorted(meshes, key=lambda runs: wanted.floor(runs[0])):
         enough = len(found) >= rows and wanted.floor(runs[0]) >= wanted.score(found[rows - 1])
@@ -65,8 +65,8 @@ def plan(wanted: Wanted, rows: int) -> list[Prediction]:
     if not found:
         run = min((run for runs in meshes for run in runs if _smallest(run)), key=lambda run: run.peak)
         raise ValueError(
-            f"nothing fits {wanted.capacity / GB:.0f} GB on a GPU, which {wanted.machine.reserve:.0f} are left beside; the "
-            f"nearest is {describe(run)}: {run.peak / GB:.1f} GB. Take more GPUs, or optimizer.moments = \"bf16\"")
+            f"nothing fits into {wanted.capacity / GB:.0f} GB of a GPU; the nearest is {describe(run)}, with "
+            f"{run.peak / GB:.1f} GB. Take more GPUs, or optimizer.moments = \"bf16\"")
     flat = [run for run in found if run.config.parallel.pp == 1][:1]
     return [run for run in found[:rows] if run not in flat][: rows - len(flat)] + flat if flat else found[:rows]
 
@@ -80,11 +80,15 @@ def describe(run: Prediction) -> str:
 
 def _best(wanted: Wanted, runs: list[Prediction]) -> Prediction | None:
     """The best of those that fit; they come by their floors."""
-    best, least = None, inf
+    best, least, too_large = None, inf, set[str]()  # schedules whose stages alone do not fit
     for run in runs:
         if wanted.floor(run) >= least:
             break
-        if run.peak <= wanted.capacity and wanted.score(run) < least:
+        if (schedule := run.config.parallel.schedule) in too_large:
+            continue
+        if max(rank.total - rank.activations - rank.logits for rank in run.memory) > wanted.capacity:
+            too_large.add(schedule)
+        elif run.peak <= wanted.capacity and wanted.score(run) < least:
             best, least = run, wanted.score(run)
     return best
 
@@ -97,9 +101,10 @@ def _smallest(run: Prediction) -> bool:
 def _meshes(wanted: Wanted) -> Iterator[list[Prediction]]:
     """For each mesh, all runs on it."""
     divisors = [n for n in range(1, wanted.gpus + 1) if wanted.gpus % n == 0]
+    most = wanted.model.num_hidden_layers + 2  # ranks of a pipeline, whose ends need no layer
     for pp, ep in product(divisors, divisors):
         dp, rest = divmod(wanted.gpus, pp * ep)
-        if not rest and dp and wanted.model.num_experts % ep == 0:
+        if not rest and dp and pp <= most and wanted.model.num_experts % ep == 0:
             if runs := list(_runs(wanted, pp, dp, ep)):
                 yield runs
 
@@ -109,7 +114,7 @@ def _runs(wanted: Wanted, pp: int, dp: int, ep: int) -> Iterator[Prediction]:
     sizes = MICRO_BATCHES[:1] if wanted.by_memory else MICRO_BATCHES
     for schedule, size, rules in product(SCHEDULES, sizes, RECOMPUTED):
         chunks, rest = divmod(wanted.sequences, size * dp * ep)
-        shape = build(schedule, pp, 1)
+        shape = shape_of(schedule, pp)
         apart = wanted.model.tie_word_embeddings and shape.placement[0] != shape.placement[-1]
         if rest or not chunks or shape.num_stages > layers + 2 or apart or (rules and "dispatch" in rules and ep == 1):
             continue

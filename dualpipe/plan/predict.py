@@ -2,9 +2,9 @@
 
     step = gather + optimizer + the schedule with its sends and its reductions
 
-What a rank does on average is its kernels, what of them is computed again, and what of the all-to-all is not hidden (with
-what multiprocessors that communicate take from computing); what is left of the schedule is the bubble, stages that differ
-included, and what sends and reductions add to it.
+What a rank does on average is its kernels, what of them is computed again, and what of the all-to-all is not hidden
+(with what multiprocessors that communicate take from computing); what is left of the schedule is the bubble, stages
+that differ included, and what sends and reductions add to it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Prediction:
     @cached_property
     def shape(self) -> Schedule:
         """Its schedule, for one micro-batch: the placement of its stages."""
-        return build(self.config.parallel.schedule, self.config.parallel.pp, 1)
+        return shape_of(self.config.parallel.schedule, self.config.parallel.pp)
 
     @cached_property
     def stages(self) -> list[StageCosts]:
@@ -172,6 +172,12 @@ class Prediction:
         short, long = played[0], played[-1]
         return tuple(  # type: ignore[return-value]
             one + (other - one) * (more - 2) for one, other in zip(short, long)) if more >= 4 else short
+
+
+@lru_cache(maxsize=256)
+def shape_of(name: str, ranks: int) -> Schedule:
+    """The placement of a schedule's stages, in one for a single micro-batch."""
+    return build(name, ranks, 1)
 
 
 def _play(name: str, ranks: int, chunks: int, costs: Costs) -> tuple[float, float]:

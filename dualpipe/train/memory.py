@@ -70,7 +70,8 @@ def estimate(config: Config, model: HubConfig) -> list[RankMemory]:
         raise ValueError(f"parallel.ep = {p.ep} does not divide the model's {model.num_experts} experts")
     dp, ep = p.dp, p.ep
     check_tied(model, dp * ep)
-    schedule = build(p.schedule, p.pp, train.num_chunks)
+    # With more micro-batches no more of them are alive: the middle of a step repeats itself.
+    schedule = build(p.schedule, p.pp, min(train.num_chunks, 6 * p.pp))
     stages = meta_stages(model, schedule.num_stages, p.layers_per_stage)
     dtype, sharded = dtype_of(train.dtype), dp * ep > 1
     stored, tokens = 4 if sharded else dtype.itemsize, train.micro_batch_size * train.sequence_length
@@ -86,18 +87,13 @@ def estimate(config: Config, model: HubConfig) -> list[RankMemory]:
     ranks = []
     for rank, steps in enumerate(schedule.ranks):
         mine = {number: stages[number] for number in schedule.rank_stages(rank)}
-        together = nn.ModuleList(mine.values())  # so that a tied parameter counts once
-        dense, experts = parameter_sizes(together, ep)
+        dense, experts, reduced = _rank_sizes(
+            model, schedule.num_stages, p.layers_per_stage, schedule.rank_stages(rank), ep, dp)
         whole, dense_shard, expert_shard = dense + experts, -(-dense // (dp * ep)), -(-experts // dp)
-        shard, copied, reduced = dense_shard + expert_shard, 0, [0]  # the last: what is reduced at once
-        for stage in mine.values():
-            layers = [parameter_sizes(layer, ep) for layer in stage.layers.values()]
-            reduced += [parameter_sizes(stage, ep)[0] - sum(dense for dense, _ in layers), *(dense for dense, _ in layers)]
-            if dp > 1:  # else experts are nobody else's, and their accumulators become their gradients
-                reduced += [experts for _, experts in layers]
+        shard, copied = dense_shard + expert_shard, 0
         stored_less, masters, gathered_less = _quantized(mine.values(), plan, dp, ep) if plan else (0, 0, 0)
         if sharded:
-            copied = dense_shard + (expert_shard if dp > 1 else 0) + max(reduced)
+            copied = dense_shard + (expert_shard if dp > 1 else 0) + reduced
         ranks.append(RankMemory(
             parameters=stored * shard - stored_less,
             optimizer=(moments + (fp32 if stored < fp32 else 0)) * shard + masters,
@@ -115,6 +111,22 @@ def meta_stages(model: HubConfig, num_stages: int, layers_per_stage: tuple[int, 
     """All stages of the model, without memory; the same ones for all callers."""
     with torch.device("meta"):
         return build_stages(model, num_stages, layers_per_stage=layers_per_stage)
+
+
+@lru_cache(maxsize=4096)
+def _rank_sizes(
+    model: HubConfig, num_stages: int, layers: tuple[int, ...], mine: tuple[int, ...], ep: int, dp: int
+) -> tuple[int, int, int]:
+    """Dense parameters of the stages `mine`, those of their experts, and the most that are reduced at once."""
+    stages = meta_stages(model, num_stages, layers)
+    together = nn.ModuleList(stages[number] for number in mine)  # so that a tied parameter counts once
+    reduced = [0]
+    for stage in (stages[number] for number in mine):
+        inside = [parameter_sizes(layer, ep) for layer in stage.layers.values()]
+        reduced += [parameter_sizes(stage, ep)[0] - sum(dense for dense, _ in inside), *(dense for dense, _ in inside)]
+        if dp > 1:  # else experts are nobody else's, and their accumulators become their gradients
+            reduced += [experts for _, experts in inside]
+    return *parameter_sizes(together, ep), max(reduced)
 
 
 def layers_of(stage: Stage) -> range:
