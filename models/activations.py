@@ -49,7 +49,7 @@ class LayerKind(NamedTuple):
     """What layers that take the same have in common: the number of the first such layer in the model, and which parts
     are computed again."""
 
-    index: int
+    first: int
     again: tuple[str, ...]
 
 
@@ -95,7 +95,7 @@ def meta_stage(config: HubConfig, kinds: Iterable[LayerKind], ep: int, dtype: to
     of the experts."""
     with torch.device("meta"):
         stage = Stage(config, range(0), first=False, last=False)
-        stage.layers.update({str(i): config.layer(kind.index) for i, kind in enumerate(kinds)})
+        stage.layers.update({str(i): config.layer(kind.first) for i, kind in enumerate(kinds)})
     again = [kind.again for kind in kinds]
     stage.recompute = lambda part, layer: part in again[layer]  # type: ignore[assignment]
     for _, layer in stage.numbered():

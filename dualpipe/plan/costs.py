@@ -8,7 +8,7 @@ other communicates, on fewer multiprocessors.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -86,7 +86,7 @@ class StageCosts(NamedTuple):
 @lru_cache(maxsize=4096)
 def layer_costs(setting: Setting, kind: LayerKind, attention: float) -> LayerCosts:
     """Those of a layer of this kind. attention: its operations for each token, forward."""
-    sparse = isinstance(meta_layer(setting.model, kind.index).mlp, SparseMLP)
+    sparse = isinstance(meta_layer(setting.model, kind.first).mlp, SparseMLP)
     return _timed(setting, layer_parts(setting.model, kind, setting.ep if sparse else 1, setting.dtype), attention)
 
 
@@ -97,14 +97,15 @@ def head_costs(setting: Setting) -> LayerCosts:
 
 
 def _timed(setting: Setting, parts: LayerParts, attention: float) -> LayerCosts:
-    machine, spent = setting.machine, Counter[tuple[str, int]]()
+    machine, spent = setting.machine, defaultdict[tuple[str, int], float](float)
 
     def busy(operators: Iterable[Operator]) -> float:
         device = launches = 0.0
         for each in operators:
             flops, size, seconds = operator_seconds(each, setting, attention)
             device, launches = device + seconds, launches + each.launches
-            spent.update({(each.kind, i): x for i, x in enumerate((each.launches, flops, size, seconds))})
+            for i, value in enumerate((each.launches, flops, size, seconds)):
+                spent[each.kind, i] += value
         host = launches * machine.launch * 1e-6
         spent["host", 3] += (late := host if machine.host_waits else max(0.0, host - device))
         return device + late

@@ -104,9 +104,9 @@ def _meshes(wanted: Wanted) -> Iterator[list[Prediction]]:
     most = wanted.model.num_hidden_layers + 2  # ranks of a pipeline, whose ends need no layer
     for pp, ep in product(divisors, divisors):
         dp, rest = divmod(wanted.gpus, pp * ep)
-        if not rest and dp and pp <= most and wanted.model.num_experts % ep == 0:
-            if runs := list(_runs(wanted, pp, dp, ep)):
-                yield runs
+        possible = not rest and dp and pp <= most and wanted.model.num_experts % ep == 0
+        if possible and (runs := list(_runs(wanted, pp, dp, ep))):
+            yield runs
 
 
 def _runs(wanted: Wanted, pp: int, dp: int, ep: int) -> Iterator[Prediction]:

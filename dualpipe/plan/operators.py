@@ -145,8 +145,8 @@ def _per_token(short: Part, long: Part) -> Part:
 
     def fitted(operators: tuple[Operator, ...], others: tuple[Operator, ...]) -> tuple[Operator, ...]:
         assert [each.kind for each in operators] == [each.kind for each in others], "the operators depend on the length"
-        return tuple(one._replace(flops=line(one.flops, other.flops)[0], **dict(zip(
-            ("token_bytes", "bytes"), line(one.bytes, other.bytes)))) for one, other in zip(operators, others))
+        return tuple(Operator(one.kind, line(one.flops, other.flops)[0], *line(one.bytes, other.bytes), one.launches)
+                     for one, other in zip(operators, others))
 
     return Part(fitted(short[0], long[0]), line(short.sent, long.sent)[0], fitted(short[2], long[2]))
 

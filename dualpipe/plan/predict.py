@@ -167,11 +167,11 @@ class Prediction:
         costs, period = self.costs(reduce=reduce, send=send), 2 * p.pp
         # The middle of a long step is the same for every 2P micro-batches.
         more, rest = divmod(chunks, period)
-        counts = (chunks,) if more < 4 else (2 * period + rest, 3 * period + rest)
+        counts = (chunks,) if more < 3 else (period + rest, 2 * period + rest)
         played = [_play(p.schedule, p.pp, count, costs) for count in counts]
         short, long = played[0], played[-1]
         return tuple(  # type: ignore[return-value]
-            one + (other - one) * (more - 2) for one, other in zip(short, long)) if more >= 4 else short
+            one + (other - one) * (more - 1) for one, other in zip(short, long)) if more >= 3 else short
 
 
 @lru_cache(maxsize=256)
