@@ -72,7 +72,7 @@ def table(runs: Sequence[Prediction]) -> Iterator[str]:
            f"{best.machine.reserve:g} for CUDA and the allocator")
     flat = next((run for run in runs if run.config.parallel.pp == 1), None)
     if flat is None:
-        yield "without a pipeline nothing fits"
+        yield "without a pipeline no run fits"
     elif flat is best:
         yield "a pipeline does not pay here: row 1 has none"
     else:
@@ -81,7 +81,7 @@ def table(runs: Sequence[Prediction]) -> Iterator[str]:
 
 def _cells(number: int, run: Prediction) -> Iterator[str]:
     p, t, rules, parts = run.config.parallel, run.config.train, run.config.memory.recompute, run.parts
-    yield from map(str, (number, p.pp, p.dp, p.ep, p.schedule, f"{t.num_chunks} x {t.micro_batch_size}",
+    yield from map(str, (number, p.pp, p.dp, p.ep, p.schedule, f"{t.num_chunks}x{t.micro_batch_size}",
                          "+".join(rules) or "none"))
     yield from (f"{run.step:.4g}", f"{run.tokens_per_second:,.0f}", f"{100 * run.mfu:.1f}%")
     shards = parts["gather"] + parts["reduce"] + parts["optimizer"]

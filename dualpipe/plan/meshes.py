@@ -67,8 +67,8 @@ def plan(wanted: Wanted, rows: int) -> list[Prediction]:
         raise ValueError(
             f"nothing fits into {wanted.capacity / GB:.0f} GB of a GPU; the nearest is {describe(run)}, with "
             f"{run.peak / GB:.1f} GB. Take more GPUs, or optimizer.moments = \"bf16\"")
-    flat = [run for run in found if run.config.parallel.pp == 1][:1]
-    return [run for run in found[:rows] if run not in flat][: rows - len(flat)] + flat if flat else found[:rows]
+    flat = next((run for run in found if run.config.parallel.pp == 1), None)
+    return found[:rows] if flat is None or flat in found[:rows] else [*found[: rows - 1], flat]
 
 
 def describe(run: Prediction) -> str:
