@@ -124,14 +124,21 @@ def _dtypes(args: argparse.Namespace) -> None:
 
 
 def _memory(args: argparse.Namespace) -> None:
+    from dualpipe.train import memory_timeline
     from dualpipe.train.config import load_config
     from dualpipe.train.memory import estimate, table
     from dualpipe.train.model import read_model_config
 
-    config = load_config(args.config, args.overrides)
+    args, overrides = _after_config(args)
+    config = load_config(args.config, overrides)
     model = read_model_config(config)
     for line in table(estimate(config, model), config.memory.capacity):
         print(line)
+    if args.timeline:
+        ranks = memory_timeline.timeline(config, model)
+        Path(args.timeline).write_text(memory_timeline.to_svg(ranks), encoding="utf-8")
+        for line in (*memory_timeline.table(ranks), f"wrote {args.timeline}"):
+            print(line)
     if layers := len(model.carried_layers):
         print(f"{layers} layer{'s' * (layers > 1)} for multi-token prediction: not trained, so nothing is needed; an "
               "export carries what its source has")
@@ -233,7 +240,11 @@ _PLAN: _Arguments = {
     "--write": dict(nargs=2, metavar=("ROW", "FILE"), help="write the configuration of a row"),
     "--svg": dict(type=Path, metavar="FILE", help="draw what the steps are spent on"),
 }
-_OPTIONS = {"train": _TRAIN, "parity": _PARITY, "plan": _PLAN}
+_MEMORY: _Arguments = {
+    "--timeline": dict(metavar="FILE", help="draw what each rank needs while each step of its schedule runs, by kind, "
+                       "as an SVG, and print each rank's worst step"),
+}
+_OPTIONS = {"train": _TRAIN, "parity": _PARITY, "plan": _PLAN, "memory": _MEMORY}
 _PACK: _Arguments = {
     "paths": dict(nargs="+", metavar="PATH", help="files or folders of text, .jsonl[.gz|.zst] or .parquet, or "
                   '"stdlib" (Python\'s own source)'),
@@ -275,7 +286,8 @@ _COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int | None], str, _Arg
                {"bundle": dict(metavar="BUNDLE", help="a folder in `bundles` of a run's output.dir")}),
     "dtypes": (_dtypes, "print in which dtype every tensor of the model is stored, computes, is reduced and saved, and "
                "why", _CONFIG),
-    "memory": (_memory, "print what a run needs on each rank in GiB, by what it is for; nothing is allocated", _CONFIG),
+    "memory": (_memory, "print what a run needs on each rank in GiB, by what it is for; nothing is allocated",
+               {**_MEMORY, **_CONFIG}),
     "plan": (_plan, "list the layouts of a model on so many GPUs that fit in memory, best first, by predicted time",
              {**_PLAN, **_CONFIG}),
     "checkpoint ls": (_checkpoint, "list the checkpoints of a directory: step, size, layout, dtypes, complete or not",

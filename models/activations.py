@@ -2,7 +2,7 @@
 
 The stage's segments are run as the pipeline runs them, forward and backward, on tensors without memory, and what lives
 meanwhile is counted, each storage once. Attention's scores, which the CPU keeps and the fused kernels of GPUs do not,
-are taken off. So is what weight gradients take while they are computed: it does not grow with the micro-batch.
+are taken off for GPUs. So is what weight gradients take while they are computed: it does not grow with the micro-batch.
 
 Of neighbours that are alike each one from the third on adds the same, so that of many two and three are counted.
 
@@ -68,19 +68,22 @@ def _first_alike(config: HubConfig) -> list[int]:
 
 def activation_bytes(
     config: HubConfig, layers: range, *, batch: int, sequence_length: int, dtype: torch.dtype = torch.bfloat16,
-    recompute: Iterable[str] = (), ep: int = 1,
+    recompute: Iterable[str] = (), ep: int = 1, scores: bool = False,
 ) -> ActivationBytes:
     """What the layers take for a micro-batch of (batch, sequence_length) tokens computed in `dtype`.
 
     Without the embedding, which keeps the tokens alone, and the head: the logits live for one micro-batch at a time.
     recompute: the rules of `Recompute`. ep: the number of expert-parallel ranks, over which tokens are taken to be
-    spread evenly.
+    spread evenly. scores: with attention's, as the CPU keeps them.
     """
     runs = [list(run) for _, run in groupby(kinds_of(config, layers, recompute))]
     short = [run[:2] if len(run) > 3 else run for run in runs]
 
     def per_token(*runs: list[LayerKind]) -> tuple[float, ...]:
-        return _per_token(config, tuple(chain.from_iterable(runs)), ep, dtype)
+        plain, fused, pairs = _per_token(config, tuple(chain.from_iterable(runs)), ep, dtype)
+        if not scores:
+            return tuple(size + (fused if i != 1 else 0) for i, size in enumerate(plain))
+        return tuple(size + sequence_length * pair for size, pair in zip(plain, pairs))
 
     found = per_token(*short)
     for i, run in enumerate(runs):
@@ -108,8 +111,11 @@ def meta_stage(config: HubConfig, kinds: Iterable[LayerKind], ep: int, dtype: to
 
 
 @lru_cache(maxsize=4096)
-def _per_token(config: HubConfig, kinds: tuple[LayerKind, ...], ep: int, dtype: torch.dtype) -> tuple[float, ...]:
-    """`ActivationBytes` for each token."""
+def _per_token(
+    config: HubConfig, kinds: tuple[LayerKind, ...], ep: int, dtype: torch.dtype
+) -> tuple[tuple[float, ...], float, tuple[float, ...]]:
+    """`ActivationBytes` for each token, without attention's scores; what fused kernels keep instead of them; and the
+    scores for each pair of tokens."""
     stage, fused = meta_stage(config, kinds, ep, dtype), 0
     for index, layer in stage.numbered():
         if "attention" not in kinds[index].again:
@@ -121,8 +127,8 @@ def _per_token(config: HubConfig, kinds: tuple[LayerKind, ...], ep: int, dtype: 
     # Scores grow with the square of the length, everything else with the tokens: two runs tell them apart.
     few, many = _PROBE
     short, long = (_run(stage, *shape, dtype) for shape in ((many, few), (few, many)))
-    found = ((2 * one - other) / (few * many) for one, other in zip(short, long))
-    return tuple(size + (fused if i != 1 else 0) for i, size in enumerate(found))
+    plain = tuple((2 * one - other) / (few * many) for one, other in zip(short, long))
+    return plain, fused, tuple((other - one) / (few * many * (many - few)) for one, other in zip(short, long))
 
 
 def _run(stage: Stage, batch: int, length: int, dtype: torch.dtype) -> ActivationBytes:

@@ -16,7 +16,7 @@ What the allocator leaves unused and the CUDA context, a few GB, come on top.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -30,7 +30,7 @@ from dualpipe.models import HubConfig, Stage, build_stages
 from dualpipe.models.activations import ActivationBytes, activation_bytes
 from dualpipe.nn import GroupedLinear
 from dualpipe.parallel import DTypePlan
-from dualpipe.schedule import Step, build
+from dualpipe.schedule import Schedule, Step, build
 from dualpipe.train.config import Config, fit_world
 from dualpipe.train.model import check_tied, plan_run
 from dualpipe.train.tables import ParallelConfig
@@ -65,23 +65,16 @@ def estimate(config: Config, model: HubConfig) -> list[RankMemory]:
     Raises ValueError for a model that cannot be cut so.
     """
     config = fit_world(config, config.parallel.world_size)
-    p, train, rules = config.parallel, config.train, config.memory.recompute
+    p, train = config.parallel, config.train
     if model.num_experts % p.ep:
         raise ValueError(f"parallel.ep = {p.ep} does not divide the model's {model.num_experts} experts")
     dp, ep = p.dp, p.ep
     check_tied(model, dp * ep)
-    # With more micro-batches no more of them are alive: the middle of a step repeats itself.
-    schedule = build(p.schedule, p.pp, min(train.num_chunks, 6 * p.pp))
+    schedule, taken = stage_activations(config, model)
     stages = meta_stages(model, schedule.num_stages, p.layers_per_stage)
     dtype, sharded = dtype_of(train.dtype), dp * ep > 1
     stored, tokens = 4 if sharded else dtype.itemsize, train.micro_batch_size * train.sequence_length
     moments, fp32 = 2 * dtype_of(config.optimizer.moments).itemsize, 4
-
-    def activations(stage: Stage) -> ActivationBytes:
-        return activation_bytes(
-            model, layers_of(stage), ep=ep, recompute=rules, dtype=dtype, batch=train.micro_batch_size,
-            sequence_length=train.sequence_length,
-        )
 
     plan = plan_run(config, model, {}) if config.dtypes.rules else None
     ranks = []
@@ -99,11 +92,25 @@ def estimate(config: Config, model: HubConfig) -> list[RankMemory]:
             optimizer=(moments + (fp32 if stored < fp32 else 0)) * shard + masters,
             gathered=(dtype.itemsize * whole if sharded else 0) - gathered_less,
             gradients=fp32 * (whole + copied),
-            activations=_peak(steps, {number: activations(stage) for number, stage in mine.items()}),
+            activations=max(map(sum, alive(steps, taken)), default=0),
             logits=2 * dtype.itemsize * tokens * model.vocab_size if any(stage.last for stage in mine.values()) else 0,
             nccl=_nccl_buffers(p, schedule.placement, rank),
         ))
     return ranks
+
+
+def stage_activations(config: Config, model: HubConfig) -> tuple[Schedule, list[ActivationBytes]]:
+    """The schedule, with so many micro-batches as may be alive at once, and what one takes in each of its stages."""
+    p, train = config.parallel, config.train
+    # With more micro-batches no more of them are alive: the middle of a step repeats itself.
+    schedule = build(p.schedule, p.pp, min(train.num_chunks, 6 * p.pp))
+    return schedule, [
+        activation_bytes(
+            model, layers_of(stage), ep=p.ep, recompute=config.memory.recompute, dtype=dtype_of(train.dtype),
+            batch=train.micro_batch_size, sequence_length=train.sequence_length, scores=p.device == "cpu",
+        )
+        for stage in meta_stages(model, schedule.num_stages, p.layers_per_stage)
+    ]
 
 
 @lru_cache(maxsize=64)
@@ -175,20 +182,22 @@ def parameter_sizes(module: nn.Module, ep: int) -> tuple[int, int]:
     return sum(param.numel() for param in module.parameters()) - experts, experts // ep
 
 
-def _peak(steps: Iterable[Step], stages: Mapping[int, ActivationBytes]) -> int:
-    """The most bytes of activations that there are during the steps of a rank, by what its stages take."""
-    held = most = 0
+def alive(steps: Iterable[Step], stages: Sequence[ActivationBytes]) -> Iterator[tuple[int, int]]:
+    """Bytes of activations, and of what waits for weight gradients, while each step of a rank runs."""
+    kept = pending = 0
     for step in steps:
-        during = after = held
+        during = [kept, pending]
         for action in step:
             of = stages[action.stage]
-            before, there, left = {
-                "F": (0, of.forward, of.kept), "B": (of.kept, of.backward, 0),
-                "I": (of.kept, of.input_backward, of.deferred), "W": (of.deferred, of.deferred, 0),
-            }[action.kind]
-            during, after = during + there - before, after + left - before
-        held, most = after, max(most, during)
-    return most
+            if action.kind == "F":
+                during[0], kept = during[0] + of.forward, kept + of.kept
+            elif action.kind == "W":
+                pending -= of.deferred
+            else:
+                whole = action.kind == "B"
+                during[0] += (of.backward if whole else of.input_backward) - of.kept
+                kept, pending = kept - of.kept, pending + (0 if whole else of.deferred)
+        yield during[0], during[1]
 
 
 def table(ranks: Sequence[RankMemory], capacity: float = 0.0) -> Iterator[str]:
