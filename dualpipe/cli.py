@@ -54,10 +54,7 @@ def _on_ranks(args: argparse.Namespace) -> int:
     from dualpipe.train.launch import LAUNCHER, as_rank, load_everywhere, rank_from_environment
     from dualpipe.train.start import start_ranks
 
-    # their options may stand after CONFIG too
-    after_config = argparse.ArgumentParser(prog=f"dualpipe {args.command} CONFIG", allow_abbrev=False, add_help=False)
-    _add_arguments(after_config, _OPTIONS[args.command])
-    args, overrides = after_config.parse_known_args(args.overrides, namespace=args)
+    args, overrides = _after_config(args)
     for name in ("pp", "dp", "ep") if args.command == "parity" else ():
         if getattr(args, name) is not None:
             overrides += [f"--parallel.{name}", str(getattr(args, name))]
@@ -80,6 +77,13 @@ def _on_ranks(args: argparse.Namespace) -> int:
             wanted = traced.parse(args.trace, config.train.steps)
             ending.status = train(config, info, faults.parse(args.faults), wanted)
     return ending.status
+
+
+def _after_config(args: argparse.Namespace) -> tuple[argparse.Namespace, list[str]]:
+    """A command's options may stand after CONFIG too; what else stands there are settings."""
+    after_config = argparse.ArgumentParser(prog=f"dualpipe {args.command} CONFIG", allow_abbrev=False, add_help=False)
+    _add_arguments(after_config, _OPTIONS[args.command])
+    return after_config.parse_known_args(args.overrides, namespace=args)
 
 
 def _replay(args: argparse.Namespace) -> int:
@@ -121,17 +125,32 @@ def _dtypes(args: argparse.Namespace) -> None:
 
 
 def _memory(args: argparse.Namespace) -> None:
+    from dualpipe.train import memory_timeline
     from dualpipe.train.config import load_config
     from dualpipe.train.memory import estimate, table
     from dualpipe.train.model import read_model_config
 
-    config = load_config(args.config, args.overrides)
+    args, overrides = _after_config(args)
+    config = load_config(args.config, overrides)
     model = read_model_config(config)
     for line in table(estimate(config, model), config.memory.capacity):
         print(line)
+    if args.timeline:
+        ranks = memory_timeline.timeline(config, model)
+        Path(args.timeline).write_text(memory_timeline.to_svg(ranks), encoding="utf-8")
+        for line in (*memory_timeline.table(ranks), f"wrote {args.timeline}"):
+            print(line)
     if layers := len(model.carried_layers):
         print(f"{layers} layer{'s' * (layers > 1)} for multi-token prediction: not trained, so nothing is needed; an "
               "export carries what its source has")
+
+
+def _plan(args: argparse.Namespace) -> None:
+    args, overrides = _after_config(args)
+    from dualpipe.plan.command import run
+
+    for line in run(args, overrides):
+        print(line)
 
 
 def _checkpoint(args: argparse.Namespace) -> None:
@@ -216,7 +235,27 @@ _TRAIN: _Arguments = {
                     "ui.perfetto.dev opens: steps=10..12[,file=PATH] (default: trace-10-12.json in output.dir)"),
 }
 _TRACE: _Arguments = {"file": dict(metavar="FILE", help="a trace, of dualpipe train --trace or Pipeline.trace")}
-_OPTIONS = {"train": _TRAIN, "parity": _PARITY}
+_PLAN: _Arguments = {
+    "--gpus": dict(type=int, metavar="N", default=8, help="how many, on all nodes (default: 8)"),
+    "--gpu": dict(metavar="NAME", default="h100", help="a100, h100, h800, h200, b200, or a FILE.toml with the fields "
+                  "of dualpipe/plan/machines.toml (default: h100)"),
+    "--nodes-of": dict(type=int, metavar="N", default=8, help="GPUs of a node (default: 8)"),
+    "--costs": dict(action="append", metavar="FILE", default=[], help="JSON with measured efficiencies, by the names "
+                    "in machines.toml, or as bench_grouped_gemm.py --save writes it; may be given several times"),
+    "--sequence-length": dict(type=int, metavar="N", default=0, help="tokens (default: the file's)"),
+    "--global-batch": dict(type=int, metavar="TOKENS", default=0, help="tokens of a step on all GPUs (default: the "
+                           "file's)"),
+    "--objective": dict(choices=("time", "memory"), default="time", help="what is best (default: time)"),
+    "--rows": dict(type=int, metavar="N", default=10, help="meshes to list (default: 10)"),
+    "--explain": dict(metavar="ROW", help="say where every number of a row comes from"),
+    "--write": dict(nargs=2, metavar=("ROW", "FILE"), help="write the configuration of a row"),
+    "--svg": dict(type=Path, metavar="FILE", help="draw what the steps are spent on"),
+}
+_MEMORY: _Arguments = {
+    "--timeline": dict(metavar="FILE", help="draw what each rank needs while each step of its schedule runs, by kind, "
+                       "as an SVG, and print each rank's worst step"),
+}
+_OPTIONS = {"train": _TRAIN, "parity": _PARITY, "plan": _PLAN, "memory": _MEMORY}
 _PACK: _Arguments = {
     "paths": dict(nargs="+", metavar="PATH", help="files or folders of text, .jsonl[.gz|.zst] or .parquet, or "
                   '"stdlib" (Python\'s own source)'),
@@ -259,7 +298,10 @@ _COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int | None], str, _Arg
                {"bundle": dict(metavar="BUNDLE", help="a folder in `bundles` of a run's output.dir")}),
     "dtypes": (_dtypes, "print in which dtype every tensor of the model is stored, computes, is reduced and saved, and "
                "why", _CONFIG),
-    "memory": (_memory, "print what a run needs on each rank in GiB, by what it is for; nothing is allocated", _CONFIG),
+    "memory": (_memory, "print what a run needs on each rank in GiB, by what it is for; nothing is allocated",
+               {**_MEMORY, **_CONFIG}),
+    "plan": (_plan, "list the layouts of a model on so many GPUs that fit in memory, best first, by predicted time",
+             {**_PLAN, **_CONFIG}),
     "checkpoint ls": (_checkpoint, "list the checkpoints of a directory: step, size, layout, dtypes, complete or not",
                       _CHECKPOINT),
     "checkpoint verify": (_checkpoint, "read every byte of a checkpoint, or of all in a directory, and say what is "

@@ -2,7 +2,9 @@
 
 The stage's segments are run as the pipeline runs them, forward and backward, on tensors without memory, and what lives
 meanwhile is counted, each storage once. Attention's scores, which the CPU keeps and the fused kernels of GPUs do not,
-are taken off. So is what weight gradients take while they are computed: it does not grow with the micro-batch.
+are taken off for GPUs. So is what weight gradients take while they are computed: it does not grow with the micro-batch.
+
+Of neighbours that are alike each one from the third on adds the same, so that of many two and three are counted.
 
 Dimension letters: T tokens, H hidden, K experts per token, R rows that a rank's experts receive.
 """
@@ -11,17 +13,19 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Iterable
+from functools import lru_cache
+from itertools import chain, groupby
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dualpipe.models.decoder import SparseMLP
 from dualpipe.models.hub import HubConfig
-from dualpipe.models.stages import Recompute, Stage
+from dualpipe.models.sizes import meta_layer
+from dualpipe.models.stages import RECOMPUTE, Recompute, Stage
 from dualpipe.nn import Router
 from dualpipe.nn.deferral import WeightGradStore
 from dualpipe.parallel.expert import Received
@@ -41,48 +45,99 @@ class ActivationBytes(NamedTuple):
     input_backward: int
 
 
+class LayerKind(NamedTuple):
+    """What layers that take the same have in common: the number of the first such layer in the model, and which parts
+    are computed again."""
+
+    first: int
+    again: tuple[str, ...]
+
+
+def kinds_of(config: HubConfig, layers: Iterable[int], recompute: Iterable[str] = ()) -> list[LayerKind]:
+    """The kinds of some layers, in their order. recompute: the rules of `Recompute`."""
+    rules = Recompute(recompute, config.num_hidden_layers)
+    firsts = _first_alike(config)
+    return [LayerKind(firsts[i], tuple(part for part in RECOMPUTE if rules(part, i))) for i in layers]
+
+
+@lru_cache(maxsize=64)
+def _first_alike(config: HubConfig) -> list[int]:
+    firsts: dict[str, int] = {}
+    return [firsts.setdefault(str(meta_layer(config, i)), i) for i in range(config.num_hidden_layers)]
+
+
 def activation_bytes(
     config: HubConfig, layers: range, *, batch: int, sequence_length: int, dtype: torch.dtype = torch.bfloat16,
-    recompute: Iterable[str] = (), ep: int = 1,
+    recompute: Iterable[str] = (), ep: int = 1, scores: bool = False,
 ) -> ActivationBytes:
     """What the layers take for a micro-batch of (batch, sequence_length) tokens computed in `dtype`.
 
     Without the embedding, which keeps the tokens alone, and the head: the logits live for one micro-batch at a time.
     recompute: the rules of `Recompute`. ep: the number of expert-parallel ranks, over which tokens are taken to be
-    spread evenly.
+    spread evenly. scores: with attention's, as the CPU keeps them.
     """
-    mode = FakeTensorMode()
-    with mode, torch.device("cpu"):
-        stage = Stage(config, layers, first=False, last=False)
-        for module in stage.modules():  # Module.to(dtype) does not work on tensors without memory
-            for name, param in module.named_parameters(recurse=False):
-                setattr(module, name, nn.Parameter(param.detach().to(dtype)))
-    stage.recompute = Recompute(recompute, config.num_hidden_layers)
-    per_token = 0
-    for index, layer in stage.numbered():
+    runs = [list(run) for _, run in groupby(kinds_of(config, layers, recompute))]
+    short = [run[:2] if len(run) > 3 else run for run in runs]
+
+    def per_token(*runs: list[LayerKind]) -> tuple[float, ...]:
+        plain, fused, pairs = _per_token(config, tuple(chain.from_iterable(runs)), ep, dtype)
+        if not scores:
+            return tuple(size + (fused if i != 1 else 0) for i, size in enumerate(plain))
+        return tuple(size + sequence_length * pair for size, pair in zip(plain, pairs))
+
+    found = per_token(*short)
+    for i, run in enumerate(runs):
+        if more := len(run) - len(short[i]):
+            longer = per_token(*short[:i], run[:3], *short[i + 1 :])
+            found = tuple(one + more * (other - one) for one, other in zip(found, longer))
+    return ActivationBytes(*(round(size * batch * sequence_length) for size in found))
+
+
+def meta_stage(config: HubConfig, kinds: Iterable[LayerKind], ep: int, dtype: torch.dtype) -> Stage:
+    """A stage of such layers without memory, on a rank of `ep` that get the same number of tokens, which has its part
+    of the experts."""
+    with torch.device("meta"):
+        stage = Stage(config, range(0), first=False, last=False)
+        stage.layers.update({str(i): config.layer(kind.first) for i, kind in enumerate(kinds)})
+    again = [kind.again for kind in kinds]
+    stage.recompute = lambda part, layer: part in again[layer]  # type: ignore[assignment]
+    for _, layer in stage.numbered():
         if isinstance(layer.mlp, SparseMLP) and ep > 1:
-            layer.mlp.dispatcher = _Even(layer.mlp.gate, ep)
-        if not stage.recompute("attention", index):
+            layer.mlp.dispatcher = EvenDispatcher(layer.mlp.gate, ep)
+            for module in layer.mlp.experts.modules():
+                for name, param in list(module.named_parameters(recurse=False)):
+                    setattr(module, name, nn.Parameter(param.detach()[: len(param) // ep].clone()))
+    return stage.to(dtype)
+
+
+@lru_cache(maxsize=4096)
+def _per_token(
+    config: HubConfig, kinds: tuple[LayerKind, ...], ep: int, dtype: torch.dtype
+) -> tuple[tuple[float, ...], float, tuple[float, ...]]:
+    """`ActivationBytes` for each token, without attention's scores; what fused kernels keep instead of them; and the
+    scores for each pair of tokens."""
+    stage, fused = meta_stage(config, kinds, ep, dtype), 0
+    for index, layer in stage.numbered():
+        if "attention" not in kinds[index].again:
             # What fused kernels keep beyond the CPU's without its scores: a float32 for each head's row of them, and
             # less, since keys and values need not be repeated for the heads that share them.
             attention = layer.self_attn
             repeated = attention.num_heads - attention.num_kv_heads
-            per_token += 4 * attention.num_heads - repeated * (attention.qk_dim + attention.v_dim) * dtype.itemsize
+            fused += 4 * attention.num_heads - repeated * (attention.qk_dim + attention.v_dim) * dtype.itemsize
     # Scores grow with the square of the length, everything else with the tokens: two runs tell them apart.
     few, many = _PROBE
-    short, long = (_run(stage, mode, *shape, dtype) for shape in ((many, few), (few, many)))
-    tokens = batch * sequence_length
-    found = [round((2 * one - other) / (few * many) * tokens) for one, other in zip(short, long)]
-    return ActivationBytes(*(size + (per_token * tokens if i != 1 else 0) for i, size in enumerate(found)))
+    short, long = (_run(stage, *shape, dtype) for shape in ((many, few), (few, many)))
+    plain = tuple((2 * one - other) / (few * many) for one, other in zip(short, long))
+    return plain, fused, tuple((other - one) / (few * many * (many - few)) for one, other in zip(short, long))
 
 
-def _run(stage: Stage, mode: FakeTensorMode, batch: int, length: int, dtype: torch.dtype) -> ActivationBytes:
+def _run(stage: Stage, batch: int, length: int, dtype: torch.dtype) -> ActivationBytes:
     found = {}
     for kind in "BI":
         store, live = _NoWeightGradients(), _Live([*stage.parameters(), *stage.buffers()])
         segmented, state = SegmentedStage(stage.segments(), ("x",), ("x",), store=store), MicrobatchState()
-        with mode, live, store.activate():
-            x = torch.empty((batch, length, stage.config.hidden_size), dtype=dtype, device="cpu", requires_grad=True)
+        with live, store.activate():
+            x = torch.empty((batch, length, stage.config.hidden_size), dtype=dtype, device="meta", requires_grad=True)
             state.begin({"x": x, "positions": None}, ("x",))
             del x
             walk([segmented.forward(state)])
@@ -132,11 +187,11 @@ class _Live(TorchDispatchMode):
         self.bytes -= size
 
 
-class _Even:
+class EvenDispatcher:
     """The dispatcher of a rank among `ep`, when tokens choose experts at random and all ranks get the same number."""
 
     def __init__(self, gate: Router, ep: int) -> None:
-        self._experts = gate.out_features
+        self._experts = gate.out_features // ep
         self._copies = ep * (1 - (1 - 1 / ep) ** gate.top_k)  # distinct ranks that a token's experts are on
         self.dispatch = self.combine = _Arriving()
 

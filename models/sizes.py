@@ -41,7 +41,7 @@ def parameter_counts(config: HubConfig) -> ParameterCounts:
     embedding = config.vocab_size * config.hidden_size
     total = active = embedding + config.hidden_size + (0 if config.tie_word_embeddings else embedding)
     for index in range(config.num_hidden_layers):
-        layer = _layer(config, index)
+        layer = meta_layer(config, index)
         inside = sum(param.numel() for param in layer.parameters())
         total += inside
         active += inside
@@ -67,21 +67,27 @@ def head_flops(config: HubConfig) -> float:
 
 def layer_flops(config: HubConfig, index: int, sequence_length: int, *, causal: bool = False) -> float:
     """Operations of a layer for a token, forward; see `flops_per_token`."""
-    layer, products = _layer(config, index), 0.0
+    layer, products = meta_layer(config, index), 0.0
     top_k = layer.mlp.gate.top_k if isinstance(layer.mlp, SparseMLP) else 0
     for module in layer.modules():
         if isinstance(module, Linear | GroupedLinear):
             uses = top_k if isinstance(module, GroupedLinear) else 1
             products += 2.0 * uses * module.in_features * module.out_features
-    attention = layer.self_attn
+    return products + attention_flops(config, index, sequence_length, causal=causal)
+
+
+def attention_flops(config: HubConfig, index: int, sequence_length: int, *, causal: bool = False) -> float:
+    """Operations of a layer's scores and of what they weight, for a token, forward; see `flops_per_token`."""
+    attention = meta_layer(config, index).self_attn
     seen = float(sequence_length)  # positions that a token sees, itself included, on average over a sequence
     if causal:
         window = min(attention.window or sequence_length, sequence_length)
         seen = (window * (window + 1) / 2 + (sequence_length - window) * window) / sequence_length
-    return products + 2.0 * attention.num_heads * (attention.qk_dim + attention.v_dim) * seen
+    return 2.0 * attention.num_heads * (attention.qk_dim + attention.v_dim) * seen
 
 
 @lru_cache(maxsize=1024)
-def _layer(config: HubConfig, index: int) -> Layer:
+def meta_layer(config: HubConfig, index: int) -> Layer:
+    """The layer of this number without memory, one for all callers."""
     with torch.device("meta"):
         return config.layer(index)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from itertools import accumulate, chain
 from math import inf
 from operator import add
@@ -148,8 +148,7 @@ def build_stages(
     """The stages of a pipeline, layers split so that all compute about as much, or as `layers_per_stage` says. `only`
     names those to build, such as a rank's, in this order. Raises `ValueError` for more stages than layers allow, and
     for tied embeddings whose two ends are not built together."""
-    costs = [layer_flops(config, index, _TYPICAL_LENGTH) for index in range(config.num_hidden_layers)]
-    cuts = split_layers(costs, num_stages, layers_per_stage, head=head_flops(config))
+    cuts = stage_layers(config, num_stages, tuple(layers_per_stage or ()))
     wanted = list(range(num_stages)) if only is None else list(only)
     if outside := [stage for stage in wanted if not 0 <= stage < num_stages]:
         raise ValueError(f"only must name stages from 0 to {num_stages - 1}; got {outside}")
@@ -159,6 +158,13 @@ def build_stages(
         last = stage == num_stages - 1
         built[stage] = Stage(config, cuts[stage], first=stage == 0, last=last, embedding=embedding)
     return [built[stage] for stage in wanted]
+
+
+@lru_cache(maxsize=256)
+def stage_layers(config: HubConfig, num_stages: int, layers_per_stage: tuple[int, ...] = ()) -> list[range]:
+    """Global indices of the layers of each stage that `build_stages` makes."""
+    costs = [layer_flops(config, index, _TYPICAL_LENGTH) for index in range(config.num_hidden_layers)]
+    return split_layers(costs, num_stages, layers_per_stage, head=head_flops(config))
 
 
 def split_layers(

@@ -82,7 +82,7 @@ class GroupedLinear(nn.Module):
             raise ValueError("torch.func does not go through GroupedLinear, whose kernels have a backward for autograd "
                              "alone; use torch.autograd.grad, or experts that are nn.Linear")
         dtype = None
-        if torch.is_autocast_enabled(x.device.type) and x.dtype is not torch.float64:
+        if not x.is_meta and torch.is_autocast_enabled(x.device.type) and x.dtype is not torch.float64:
             dtype = torch.get_autocast_dtype(x.device.type)
             x = x.to(dtype)
         blocks = row_block(self, x.dtype), None if then is None else row_block(then, x.dtype)

@@ -53,7 +53,7 @@ class Linear(nn.Linear):
         # Parameters that come from others, by pruning or weight norm, or that torch.func replaces or batches.
         if not weight.is_leaf or (bias is not None and not bias.is_leaf) or torch._C._are_functorch_transforms_active():
             return _product(x, weight, bias, wide)
-        if wide is None and torch.is_autocast_enabled(x.device.type) and x.dtype is not torch.float64:
+        if wide is None and not x.is_meta and torch.is_autocast_enabled(x.device.type) and x.dtype is not torch.float64:
             dtype = torch.get_autocast_dtype(x.device.type)  # autocast leaves float64 alone
             x = x.to(dtype)
         if isinstance(weight, QuantizedTensor):
@@ -121,14 +121,14 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, wide: torch.dtype |
     if wide is None:
         return F.linear(x, weight, bias)
     kind = x.device.type
-    with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
+    with torch.autocast(kind, enabled=False) if kind != "meta" and torch.is_autocast_enabled(kind) else nullcontext():
         return F.linear(x.to(wide), weight.to(wide), None if bias is None else bias.to(wide))
 
 
 def _weight_grad(weight: Tensor, dy: Tensor, x: Tensor, out: Tensor | None = None) -> Tensor:
     """(N, H), not rounded to half precision where the accumulator is float32; added to `out` if given."""
     dy_NM, x_MH, dtype = _rows(dy).t(), _rows(x), accumulation_dtype(weight, dy.dtype)
-    if dy.is_cuda and dtype is torch.float32 and dy.dtype in (torch.bfloat16, torch.float16):
+    if (dy.is_cuda or dy.is_meta) and dtype is torch.float32 and dy.dtype in (torch.bfloat16, torch.float16):
         if out is None:
             return torch.mm(dy_NM, x_MH, out_dtype=dtype)
         return torch.addmm(out, dy_NM, x_MH, out_dtype=dtype, out=out)  # in the product's epilogue: no temporary

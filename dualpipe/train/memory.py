@@ -16,8 +16,9 @@ What the allocator leaves unused and the CUDA context, a few GB, come on top.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from itertools import pairwise
 
 import torch
@@ -27,10 +28,9 @@ from dualpipe.device import EXPERTS, LINK, SHARDS, TOTALS
 from dualpipe.dtypes import dtype_of
 from dualpipe.models import HubConfig, Stage, build_stages
 from dualpipe.models.activations import ActivationBytes, activation_bytes
-from dualpipe.models.stages import RECOMPUTE, Recompute
 from dualpipe.nn import GroupedLinear
 from dualpipe.parallel import DTypePlan
-from dualpipe.schedule import Step, build
+from dualpipe.schedule import Schedule, Step, build
 from dualpipe.train.config import Config, fit_world
 from dualpipe.train.model import check_tied, plan_run
 from dualpipe.train.tables import ParallelConfig
@@ -65,56 +65,81 @@ def estimate(config: Config, model: HubConfig) -> list[RankMemory]:
     Raises ValueError for a model that cannot be cut so.
     """
     config = fit_world(config, config.parallel.world_size)
-    p, train, rules = config.parallel, config.train, config.memory.recompute
+    p, train = config.parallel, config.train
     if model.num_experts % p.ep:
         raise ValueError(f"parallel.ep = {p.ep} does not divide the model's {model.num_experts} experts")
     dp, ep = p.dp, p.ep
     check_tied(model, dp * ep)
-    schedule = build(p.schedule, p.pp, train.num_chunks)
-    with torch.device("meta"):
-        stages = build_stages(model, schedule.num_stages, layers_per_stage=p.layers_per_stage)
-    dtype, sharded, recompute = dtype_of(train.dtype), dp * ep > 1, Recompute(rules, model.num_hidden_layers)
+    schedule, taken = stage_activations(config, model)
+    stages = meta_stages(model, schedule.num_stages, p.layers_per_stage)
+    dtype, sharded = dtype_of(train.dtype), dp * ep > 1
     stored, tokens = 4 if sharded else dtype.itemsize, train.micro_batch_size * train.sequence_length
     moments, fp32 = 2 * dtype_of(config.optimizer.moments).itemsize, 4
-    known: dict[object, ActivationBytes] = {}  # so that stages with the same kinds of layers are counted once
 
-    def activations(stage: Stage) -> ActivationBytes:
-        kinds = tuple((str(layer), layer.self_attn.window, *(recompute(part, int(index)) for part in RECOMPUTE))
-                      for index, layer in stage.layers.items())
-        numbers = [*map(int, stage.layers)]
-        if kinds not in known:
-            known[kinds] = activation_bytes(
-                model, range(numbers[0], numbers[-1] + 1) if numbers else range(0), ep=ep, recompute=rules, dtype=dtype,
-                batch=train.micro_batch_size, sequence_length=train.sequence_length,
-            )
-        return known[kinds]
-
-    plan = plan_run(config, model, {})
+    plan = plan_run(config, model, {}) if config.dtypes.rules else None
     ranks = []
     for rank, steps in enumerate(schedule.ranks):
         mine = {number: stages[number] for number in schedule.rank_stages(rank)}
-        together = nn.ModuleList(mine.values())  # so that a tied parameter counts once
-        dense, experts = _sizes(together, ep)
+        dense, experts, reduced = _rank_sizes(
+            model, schedule.num_stages, p.layers_per_stage, schedule.rank_stages(rank), ep, dp)
         whole, dense_shard, expert_shard = dense + experts, -(-dense // (dp * ep)), -(-experts // dp)
-        shard, copied, reduced = dense_shard + expert_shard, 0, [0]  # the last: what is reduced at once
-        for stage in mine.values():
-            layers = [_sizes(layer, ep) for layer in stage.layers.values()]
-            reduced += [_sizes(stage, ep)[0] - sum(dense for dense, _ in layers), *(dense for dense, _ in layers)]
-            if dp > 1:  # else experts are nobody else's, and their accumulators become their gradients
-                reduced += [experts for _, experts in layers]
-        stored_less, masters, gathered_less = _quantized(mine.values(), plan, dp, ep)
+        shard, copied = dense_shard + expert_shard, 0
+        stored_less, masters, gathered_less = _quantized(mine.values(), plan, dp, ep) if plan else (0, 0, 0)
         if sharded:
-            copied = dense_shard + (expert_shard if dp > 1 else 0) + max(reduced)
+            copied = dense_shard + (expert_shard if dp > 1 else 0) + reduced
         ranks.append(RankMemory(
             parameters=stored * shard - stored_less,
             optimizer=(moments + (fp32 if stored < fp32 else 0)) * shard + masters,
             gathered=(dtype.itemsize * whole if sharded else 0) - gathered_less,
             gradients=fp32 * (whole + copied),
-            activations=_peak(steps, {number: activations(stage) for number, stage in mine.items()}),
+            activations=max(map(sum, alive(steps, taken)), default=0),
             logits=2 * dtype.itemsize * tokens * model.vocab_size if any(stage.last for stage in mine.values()) else 0,
             nccl=_nccl_buffers(p, schedule.placement, rank),
         ))
     return ranks
+
+
+def stage_activations(config: Config, model: HubConfig) -> tuple[Schedule, list[ActivationBytes]]:
+    """The schedule, with so many micro-batches as may be alive at once, and what one takes in each of its stages."""
+    p, train = config.parallel, config.train
+    # With more micro-batches no more of them are alive: the middle of a step repeats itself.
+    schedule = build(p.schedule, p.pp, min(train.num_chunks, 6 * p.pp))
+    return schedule, [
+        activation_bytes(
+            model, layers_of(stage), ep=p.ep, recompute=config.memory.recompute, dtype=dtype_of(train.dtype),
+            batch=train.micro_batch_size, sequence_length=train.sequence_length, scores=p.device == "cpu",
+        )
+        for stage in meta_stages(model, schedule.num_stages, p.layers_per_stage)
+    ]
+
+
+@lru_cache(maxsize=64)
+def meta_stages(model: HubConfig, num_stages: int, layers_per_stage: tuple[int, ...]) -> list[Stage]:
+    """All stages of the model, without memory; the same ones for all callers."""
+    with torch.device("meta"):
+        return build_stages(model, num_stages, layers_per_stage=layers_per_stage)
+
+
+@lru_cache(maxsize=4096)
+def _rank_sizes(
+    model: HubConfig, num_stages: int, layers: tuple[int, ...], mine: tuple[int, ...], ep: int, dp: int
+) -> tuple[int, int, int]:
+    """Dense parameters of the stages `mine`, those of their experts, and the most that are reduced at once."""
+    stages = meta_stages(model, num_stages, layers)
+    together = nn.ModuleList(stages[number] for number in mine)  # so that a tied parameter counts once
+    reduced = [0]
+    for stage in (stages[number] for number in mine):
+        inside = [parameter_sizes(layer, ep) for layer in stage.layers.values()]
+        reduced += [parameter_sizes(stage, ep)[0] - sum(dense for dense, _ in inside), *(dense for dense, _ in inside)]
+        if dp > 1:  # else experts are nobody else's, and their accumulators become their gradients
+            reduced += [experts for _, experts in inside]
+    return *parameter_sizes(together, ep), max(reduced)
+
+
+def layers_of(stage: Stage) -> range:
+    """The global numbers of a stage's layers."""
+    numbers = [index for index, _ in stage.numbered()]
+    return range(numbers[0], numbers[-1] + 1) if numbers else range(0)
 
 
 def _quantized(stages: Iterable[Stage], plan: DTypePlan, dp: int, ep: int) -> tuple[int, int, int]:
@@ -150,27 +175,29 @@ def _nccl_buffers(p: ParallelConfig, placement: Sequence[int], rank: int) -> int
     return CHANNEL * channels + CHANNEL // 2 * links * LINK.ctas
 
 
-def _sizes(module: nn.Module, ep: int) -> tuple[int, int]:
+def parameter_sizes(module: nn.Module, ep: int) -> tuple[int, int]:
     """Dense parameters, and those of the experts of one of `ep` ranks."""
     grouped = (inner for inner in module.modules() if isinstance(inner, GroupedLinear))
     experts = sum(param.numel() for inner in grouped for param in inner.parameters())
     return sum(param.numel() for param in module.parameters()) - experts, experts // ep
 
 
-def _peak(steps: Iterable[Step], stages: Mapping[int, ActivationBytes]) -> int:
-    """The most bytes of activations that there are during the steps of a rank, by what its stages take."""
-    held = most = 0
+def alive(steps: Iterable[Step], stages: Sequence[ActivationBytes]) -> Iterator[tuple[int, int]]:
+    """Bytes of activations, and of what waits for weight gradients, while each step of a rank runs."""
+    kept = pending = 0
     for step in steps:
-        during = after = held
+        during = [kept, pending]
         for action in step:
             of = stages[action.stage]
-            before, there, left = {
-                "F": (0, of.forward, of.kept), "B": (of.kept, of.backward, 0),
-                "I": (of.kept, of.input_backward, of.deferred), "W": (of.deferred, of.deferred, 0),
-            }[action.kind]
-            during, after = during + there - before, after + left - before
-        held, most = after, max(most, during)
-    return most
+            if action.kind == "F":
+                during[0], kept = during[0] + of.forward, kept + of.kept
+            elif action.kind == "W":
+                pending -= of.deferred
+            else:
+                whole = action.kind == "B"
+                during[0] += (of.backward if whole else of.input_backward) - of.kept
+                kept, pending = kept - of.kept, pending + (0 if whole else of.deferred)
+        yield during[0], during[1]
 
 
 def table(ranks: Sequence[RankMemory], capacity: float = 0.0) -> Iterator[str]:

@@ -1,0 +1,1 @@
+"""What a mesh will cost before it is rented: `dualpipe plan`."""

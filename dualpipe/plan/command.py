@@ -1,0 +1,118 @@
+"""`dualpipe plan`: the runs of a model that fit on so many GPUs, best first, and what their steps are spent on."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from dualpipe.plan.draw import to_svg
+from dualpipe.plan.explain import explain
+from dualpipe.plan.machines import read_machine
+from dualpipe.plan.meshes import Wanted, plan
+from dualpipe.plan.predict import Prediction
+from dualpipe.train.config import Config, load_config
+from dualpipe.train.memory import GB
+from dualpipe.train.model import read_model_config
+from dualpipe.train.tables import BYTES, STDLIB
+
+COLUMNS = ("row", "pp", "dp", "ep", "schedule", "micro-batches", "recompute", "step s", "tok/s/GPU", "MFU", "bubble",
+           "all-to-all", "sends", "shards", "GB", "limited by")
+
+
+def run(args: argparse.Namespace, overrides: Sequence[str]) -> Iterator[str]:
+    """The lines to print. Raises ValueError for what cannot be planned, and where nothing fits."""
+    config = load_config(args.config, overrides)
+    config = replace(config, train=replace(config.train, sequence_length=args.sequence_length
+                                           or config.train.sequence_length))
+    for name in ("gpus", "nodes_of", "rows"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} is {getattr(args, name)}; give 1 or more")
+    machine = read_machine(args.gpu, node=args.nodes_of, measured=tuple(args.costs))
+    wanted = Wanted(config, read_model_config(config), machine, args.gpus, _sequences(config, args.global_batch),
+                    args.objective == "memory")
+    runs = plan(wanted, args.rows)
+    yield from table(runs)
+    for row in filter(None, (args.explain, args.write and args.write[0])):
+        if not str(row).isdecimal() or not 1 <= int(row) <= len(runs):
+            raise ValueError(f"there is no row {row}; give one of 1 to {len(runs)}")
+    if args.explain:
+        yield from ("", *explain(runs[int(args.explain) - 1]))
+    if args.write:
+        row, path = args.write
+        Path(path).write_text(to_toml(runs[int(row) - 1].config, Path(path)), encoding="utf-8")
+        yield f"wrote {path}"
+    if args.svg:
+        args.svg.write_text(to_svg(runs), encoding="utf-8")
+        yield f"wrote {args.svg}"
+
+
+def _sequences(config: Config, tokens: int) -> int:
+    """Those of a step: of so many tokens, or as the configuration has it."""
+    t, p = config.train, config.parallel
+    if tokens % t.sequence_length or tokens < 0:
+        raise ValueError(f"--global-batch {tokens} is no multiple of a sequence's {t.sequence_length} tokens; give "
+                         f"{max(1, round(tokens / t.sequence_length)) * t.sequence_length}")
+    return tokens // t.sequence_length or t.batch_size or t.micro_batch_size * t.num_chunks * max(1, p.dp) * p.ep
+
+
+def table(runs: Sequence[Prediction]) -> Iterator[str]:
+    """A row for each run; of what is not hidden, percent of its step."""
+    rows = [COLUMNS, *(tuple(_cells(i, run)) for i, run in enumerate(runs, start=1))]
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    for row in rows:
+        yield "  ".join(cell.rjust(width) for cell, width in zip(row, widths)).rstrip()
+    best, t = runs[0], runs[0].config.train
+    tokens = best.tokens
+    yield (f"{tokens:,} tokens a step in sequences of {t.sequence_length}; GB of the worst rank, beside "
+           f"{best.machine.reserve:g} for CUDA and the allocator")
+    flat = next((run for run in runs if run.config.parallel.pp == 1), None)
+    if flat is None:
+        yield "without a pipeline no run fits"
+    elif flat is best:
+        yield "a pipeline does not pay here: row 1 has none"
+    else:
+        yield f"without a pipeline a step takes {flat.step / best.step:.2f} times as long: row {runs.index(flat) + 1}"
+
+
+def _cells(number: int, run: Prediction) -> Iterator[str]:
+    p, t, rules, parts = run.config.parallel, run.config.train, run.config.memory.recompute, run.parts
+    yield from map(str, (number, p.pp, p.dp, p.ep, p.schedule, f"{t.num_chunks}x{t.micro_batch_size}",
+                         "+".join(rules) or "none"))
+    yield from (f"{run.step:.4g}", f"{run.tokens_per_second:,.0f}", f"{100 * run.mfu:.1f}%")
+    shards = parts["gather"] + parts["reduce"] + parts["optimizer"]
+    for part in (parts["bubble"], parts["all-to-all"], parts["sends"], shards):
+        yield f"{max(0.0, 100 * part / run.step):.1f}%"
+    yield f"{run.peak / GB:.1f}"
+    yield run.limit
+
+
+def to_toml(config: Config, path: Path) -> str:
+    """A configuration as a file at `path`: what differs from the defaults; paths of what a run starts with, which are
+    relative to the file, lead to the same places."""
+    folder, lines = path.resolve().parent, []
+    for table, defaults in asdict(Config()).items():
+        given: Mapping[str, Any] = asdict(getattr(config, table))
+        found = {name: value for name, value in given.items() if value != defaults[name]}
+        for name in {"model": ["config"], "init": ["from_hf"], "data": ["path", "tokenizer", "validation_path"]}.get(
+                table, []):
+            if found.get(name) and found[name] not in (STDLIB, BYTES):
+                found[name] = os.path.relpath(Path(found[name]).resolve(), folder)
+        plain = {name: value for name, value in found.items() if name != "rules"}
+        if plain:
+            lines += [f"[{table}]", *(f"{name} = {_toml(value)}" for name, value in plain.items()), ""]
+        for rule in found.get("rules", ()):
+            lines += [f"[[{table}.rules]]", *(f"{k} = {_toml(v)}" for k, v in rule.items() if v is not None), ""]
+    return "\n".join(lines)
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)  # as TOML has it in double quotes
+    return f"[{', '.join(map(_toml, value))}]" if isinstance(value, tuple | list) else repr(value)

@@ -1,0 +1,70 @@
+"""Where the numbers of a row come from: each term, its formula with numbers, and what it gives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from dualpipe.models.sizes import flops_per_token
+from dualpipe.plan.costs import ATTENTION_BACKWARD, TILE
+from dualpipe.plan.predict import Prediction
+from dualpipe.train.memory import GB, table
+
+RATES = {"gemm": "gemm", "grouped": "grouped", "attention": "attention", "attention backward": "attention_backward"}
+
+
+def explain(run: Prediction) -> Iterator[str]:
+    """Lines of a table: term, formula with numbers, value."""
+    rows = [("term", "formula", "value"), *_terms(run)]
+    first, second, _ = (max(map(len, column)) for column in zip(*rows))
+    for term, formula, value in rows:
+        yield f"{term:<{first}}  {formula:<{second}}  {value}".rstrip()
+    yield ""
+    yield from table(run.memory)
+
+
+def _terms(run: Prediction) -> Iterator[tuple[str, str, str]]:
+    m, s, c = run.machine, run.setting, run.config
+    p, t, chunks = c.parallel, c.train, c.train.num_chunks
+    parts, share = run.parts, chunks / p.pp
+    yield "a kind of operator, for each", f"max(TFLOP / rate, GB / {m.hbm:g} GB/s x {m.bandwidth:g}), summed", ""
+    for kind, one in run.spent.items():
+        rate = f" at {m.tflops:g} x {getattr(m, RATES[kind]):g}" if kind in RATES else ""
+        yield (f"  {kind}", f"{one.launches:,.0f} launches, {one.flops / 1e12:,.1f} TFLOP{rate}, {one.bytes / GB:,.1f} "
+               "GB, whole model", _ms(one.seconds))
+    rows = s.tokens * p.ep * run.model.num_experts_per_tok / run.model.num_experts
+    yield "  of grouped", (f"rows x {m.imbalance if p.ep > 1 else 1:g} imbalance x (1 + {TILE // 2} / {rows:,.0f} rows "
+                           "an expert)"), ""
+    yield "  of attention backward", f"{ATTENTION_BACKWARD} x the operations of the forward", ""
+    yield "  of host", f"launches x {m.launch:g} us, beyond the device's time", ""
+    everything = sum(one.seconds for one in run.spent.values())
+    once = 1 - sum(stage.again for stage in run.stages) / everything
+    for name in ("products", "memory traffic", "host"):
+        formula = f"its operators x {chunks} micro-batches / {p.pp} pipeline ranks x {once:.3f} not again"
+        yield name, formula, _ms(parts[name])
+    yield "recomputation", f"{_ms(everything * (1 - once))} x {chunks} / {p.pp}", _ms(parts["recomputation"])
+    sent = sum(stage.sent for stage in run.stages)
+    near = f"{min(p.ep, m.node) - 1}/{p.ep} at {m.nvlink:g} x {m.links:g} GB/s"
+    far = f", {p.ep - m.node}/{p.ep} at {m.network:g} x {m.networks:g} GB/s" if p.ep > m.node else ""
+    yield "  all-to-all, not hidden", f"bytes x {m.imbalance:g}, {near}{far}, + latency, whole model", _ms(sent)
+    yield "  all of it", f"{_ms(sent)} x {chunks} / {p.pp}", _ms(sent * share)
+    if sent:
+        yield "all-to-all", (f"pairs played through, computing beside it slower by 16/{m.multiprocessors:g}; hidden "
+                             f"{1 - parts['all-to-all'] / (sent * share):.0%}"), _ms(parts["all-to-all"])
+    size = s.tokens * run.model.hidden_size * s.dtype.itemsize
+    yield "sends", f"the schedule with {_ms(run.send)} for {size / 1e6:,.1f} MB, less without", _ms(parts["sends"])
+    yield "gather", "the first stage's parameters, around the ring of those that share them", _ms(parts["gather"])
+    yield "reduce", "the schedule with the stages' gradients in float32 reduced beside it, less without", \
+        _ms(parts["reduce"])
+    yield "optimizer", f"2 x what is stored and gradients / ({m.hbm:g} x {m.bandwidth:g} GB/s)", _ms(parts["optimizer"])
+    yield "bubble", f"the schedule {p.schedule} of {p.pp} ranks, {chunks} micro-batches, less what a rank does", \
+        _ms(parts["bubble"])
+    yield "step", "the sum of these", f"{run.step:.4g} s"
+    speed = f"{run.tokens_per_second:,.0f}"
+    yield "tokens/s/GPU", f"{run.tokens:,} tokens / {run.step:.4g} s / {p.world_size} GPUs", speed
+    flops = flops_per_token(run.model, t.sequence_length).both
+    yield "MFU", f"{flops / 1e9:,.1f} GFLOP a token x {speed} / {m.tflops:g} TFLOP/s", f"{run.mfu:.1%}"
+    yield "GB", "the worst pipeline rank below", f"{run.peak / GB:.1f}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:,.2f} ms"

@@ -1,0 +1,136 @@
+"""What a GPU and its links can do, from machines.toml, with what was measured in place of what is assumed."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from dualpipe.errors import nearest
+
+TABLE = Path(__file__).with_name("machines.toml")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A GPU among others: see machines.toml for what the fields are. node: GPUs of a node."""
+
+    tflops: float
+    hbm: float
+    memory: float
+    multiprocessors: float
+    nvlink: float
+    network: float
+    gemm: float
+    grouped: float
+    attention: float
+    attention_backward: float
+    bandwidth: float
+    links: float
+    networks: float
+    latency: float
+    network_latency: float
+    launch: float
+    imbalance: float
+    reserve: float
+    host_waits: bool = False
+    node: int = 8
+
+    def all_to_all(self, sent: float, ranks: int) -> float:
+        """Seconds in which each of `ranks` neighbours sends `sent` bytes to all of them, evenly but for the imbalance:
+        within a node and to other nodes at once."""
+        inside = min(ranks, self.node)
+        if ranks == 1:
+            return 0.0
+        there = sent * self.imbalance / ranks
+        near = there * (inside - 1) / (self.nvlink * self.links * 1e9)
+        far = there * (ranks - inside) / (self.network * self.networks * 1e9)
+        return max(near, far) + self._latency(ranks > inside)
+
+    def ring(self, size: float, ranks: int, stride: int = 1) -> float:
+        """Seconds to gather `size` bytes, or to reduce and scatter them, over ranks `stride` apart. Around a ring
+        through several nodes goes what the network cards of all its ranks in a node carry together."""
+        beside = max(1, min(ranks, self.node // stride))
+        rate = self.nvlink * self.links
+        if beside < ranks:
+            rate = min(rate, beside * self.network * self.networks)
+        return size * (ranks - 1) / ranks / (rate * 1e9) + self._latency(beside < ranks) if ranks > 1 else 0.0
+
+    def send(self, size: float, ranks: int, stride: int) -> float:
+        """Seconds for `size` bytes to the next of `ranks` ranks, `stride` apart; between nodes where any pair is."""
+        if ranks == 1:
+            return 0.0
+        far = ranks * stride > self.node
+        rate = self.network * self.networks if far else self.nvlink * self.links
+        return size / (rate * 1e9) + self._latency(far)
+
+    def _latency(self, far: bool) -> float:
+        return (self.network_latency if far else self.latency) * 1e-6
+
+
+def read_machine(name: str, *, node: int = 8, measured: tuple[str, ...] = ()) -> Machine:
+    """The GPU called so in machines.toml, or that of a file of the same fields. measured: JSON files with fields of
+    `Machine`, or written by bench_grouped_gemm.py and its like. Raises ValueError for what is neither."""
+    tables = _read(TABLE)
+    path = Path(name)
+    if path.suffix == ".toml":
+        given = tables["default"] | _read(path)
+    elif name in tables and name != "default":
+        given = tables["default"] | tables[name]
+    else:
+        known = [each for each in tables if each != "default"]
+        raise ValueError(f"no GPU is called {name!r}; known are {', '.join(known)}, or a FILE.toml as {TABLE.name} has")
+    machine = Machine(**_checked(name, given), node=node)
+    for file in measured:
+        machine = replace(machine, **_checked(file, _measured(Path(file), machine)))
+    missing = [field.name for field in fields(Machine) if not hasattr(machine, field.name)]
+    assert not missing, f"fields without a value: {missing}"
+    return machine
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not valid TOML: {error}") from error
+
+
+def _checked(where: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    known = [field.name for field in fields(Machine) if field.name != "node"]
+    for name, value in given.items():
+        if name not in known:
+            raise ValueError(f"{where}: unknown field {name!r}; the nearest is {nearest(name, known, cutoff=0)[0]!r}")
+        number = isinstance(value, int | float) and (name == "host_waits" or (isfinite(value) and value >= 0))
+        if not number or (not value and name in known[:11]):
+            raise ValueError(f"{where}: {name} is {value!r}; give a positive number")
+    return dict(given)
+
+
+def _measured(path: Path, machine: Machine) -> dict[str, Any]:
+    """The fields that a JSON file says: by their names, or from the rates and rows of a benchmark."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} has {found!r:.60}; it must hold an object, such as {{\"gemm\": 0.7}}")
+    if "rows" not in found:
+        return found
+    fields_ = {"gemm": found["dense_tflops"] / machine.tflops} if "dense_tflops" in found else {}
+    if "copy_gb_per_s" in found:
+        fields_["bandwidth"] = found["copy_gb_per_s"] / machine.hbm
+    if rates := [row["of dense"] for row in found["rows"] if "product" in row and "of dense" in row]:
+        fields_["grouped"] = statistics.median(rates) * fields_.get("gemm", machine.gemm)
+    if not fields_:
+        raise ValueError(f"{path} has no rates of kernels: give what bench_grouped_gemm.py --save writes, or an object "
+                         "such as {\"gemm\": 0.7}")
+    return fields_

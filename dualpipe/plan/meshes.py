@@ -1,0 +1,126 @@
+"""Which runs there are on a number of GPUs, which of them fit in memory, and the best on each mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from math import inf
+
+from dualpipe.models import HubConfig
+from dualpipe.plan.machines import Machine
+from dualpipe.plan.predict import Prediction, shape_of
+from dualpipe.schedule.build import BUILDERS
+from dualpipe.train.config import Config
+from dualpipe.train.memory import GB
+from dualpipe.train.model import check_tied
+
+# What is tried. A schedule that is searched for takes its time for a single mesh: choose the mesh first.
+SCHEDULES = tuple(name for name in BUILDERS if name != "auto")
+RECOMPUTED: tuple[tuple[str, ...], ...] = ((), ("experts",), ("layer",), ("layer", "dispatch"))
+MICRO_BATCHES = 1, 2, 4, 8  # sequences
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is planned for. sequences: of a step on all GPUs; by_memory: the best run is not the fastest, but the one
+    that takes the least memory."""
+
+    config: Config
+    model: HubConfig
+    machine: Machine
+    gpus: int
+    sequences: int
+    by_memory: bool = False
+
+    @property
+    def capacity(self) -> float:
+        """Bytes that a run may take."""
+        return ((self.config.memory.capacity or self.machine.memory) - self.machine.reserve) * GB
+
+    def score(self, run: Prediction) -> float:
+        """What the best run has least of."""
+        return run.peak if self.by_memory else run.step
+
+    def floor(self, run: Prediction) -> float:
+        """What `score` is not below, found in less time."""
+        return 0.0 if self.by_memory else run.bound
+
+
+def plan(wanted: Wanted, rows: int) -> list[Prediction]:
+    """The best run on each mesh, the best mesh first: `rows` of them, among them one without a pipeline where it fits.
+
+    Raises ValueError where nothing fits, with what comes nearest, and where there is no mesh at all.
+    """
+    check_tied(wanted.model, wanted.gpus)
+    meshes = [sorted(runs, key=wanted.floor) for runs in _meshes(wanted)]
+    if not meshes:
+        raise ValueError(f"no mesh of {wanted.gpus} GPUs takes {wanted.sequences} sequences a step; give other --gpus, "
+                         "or --global-batch a number of tokens that they can share")
+    found: list[Prediction] = []
+    for runs in sorted(meshes, key=lambda runs: wanted.floor(runs[0])):
+        enough = len(found) >= rows and wanted.floor(runs[0]) >= wanted.score(found[rows - 1])
+        if (not enough or runs[0].config.parallel.pp == 1) and (best := _best(wanted, runs)):
+            found = sorted([*found, best], key=wanted.score)
+    if not found:
+        run = min((run for runs in meshes for run in runs if _smallest(run)), key=lambda run: run.peak)
+        raise ValueError(
+            f"nothing fits into {wanted.capacity / GB:.0f} GB of a GPU; the nearest is {describe(run)}, with "
+            f"{run.peak / GB:.1f} GB. Take more GPUs, or optimizer.moments = \"bf16\"")
+    flat = next((run for run in found if run.config.parallel.pp == 1), None)
+    return found[:rows] if flat is None or flat in found[:rows] else [*found[: rows - 1], flat]
+
+
+def describe(run: Prediction) -> str:
+    """A run in a line."""
+    p, t, rules = run.config.parallel, run.config.train, run.config.memory.recompute
+    return (f"pp {p.pp}, dp {p.dp}, ep {p.ep}, {p.schedule}, {t.num_chunks} micro-batches of {t.micro_batch_size}, "
+            f"recompute {' '.join(rules) or 'none'}")
+
+
+def _best(wanted: Wanted, runs: list[Prediction]) -> Prediction | None:
+    """The best of those that fit; they come by their floors."""
+    best, least, too_large = None, inf, set[str]()  # schedules whose stages alone do not fit
+    for run in runs:
+        if wanted.floor(run) >= least:
+            break
+        if (schedule := run.config.parallel.schedule) in too_large:
+            continue
+        if max(rank.total - rank.activations - rank.logits for rank in run.memory) > wanted.capacity:
+            too_large.add(schedule)
+        elif run.peak <= wanted.capacity and wanted.score(run) < least:
+            best, least = run, wanted.score(run)
+    return best
+
+
+def _smallest(run: Prediction) -> bool:
+    """Whether it takes less than its neighbours, which differ in the micro-batch, as a rule."""
+    return run.config.train.micro_batch_size == 1 and bool(run.config.memory.recompute)
+
+
+def _meshes(wanted: Wanted) -> Iterator[list[Prediction]]:
+    """For each mesh, all runs on it."""
+    divisors = [n for n in range(1, wanted.gpus + 1) if wanted.gpus % n == 0]
+    most = wanted.model.num_hidden_layers + 2  # ranks of a pipeline, whose ends need no layer
+    for pp, ep in product(divisors, divisors):
+        dp, rest = divmod(wanted.gpus, pp * ep)
+        possible = not rest and dp and pp <= most and wanted.model.num_experts % ep == 0
+        if possible and (runs := list(_runs(wanted, pp, dp, ep))):
+            yield runs
+
+
+def _runs(wanted: Wanted, pp: int, dp: int, ep: int) -> Iterator[Prediction]:
+    config, layers = wanted.config, wanted.model.num_hidden_layers
+    sizes = MICRO_BATCHES[:1] if wanted.by_memory else MICRO_BATCHES
+    for schedule, size, rules in product(SCHEDULES, sizes, RECOMPUTED):
+        chunks, rest = divmod(wanted.sequences, size * dp * ep)
+        shape = shape_of(schedule, pp)
+        apart = wanted.model.tie_word_embeddings and shape.placement[0] != shape.placement[-1]
+        if rest or not chunks or shape.num_stages > layers + 2 or apart or (rules and "dispatch" in rules and ep == 1):
+            continue
+        yield Prediction(replace(
+            config,
+            parallel=replace(config.parallel, pp=pp, dp=dp, ep=ep, schedule=schedule, layers_per_stage=()),
+            train=replace(config.train, micro_batch_size=size, num_chunks=chunks, batch_size=0),
+            memory=replace(config.memory, recompute=rules),
+        ), wanted.model, wanted.machine)

@@ -1,0 +1,210 @@
+"""What a layer gives to a device: its operators, between its communications, counted on tensors without memory.
+
+A layer's segments are run as the pipeline runs them, forward and backward, for two numbers of tokens; each operator's
+operations and bytes are then so many for each token and so many besides. Attention, which is written down here as
+products of whole scores, counts as one fused operator forward and one backward; its operations depend on the layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from math import prod
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from dualpipe.models.activations import LayerKind, meta_stage
+from dualpipe.models.hub import HubConfig
+from dualpipe.nn import Linear, RMSNorm, cross_entropy_loss
+from dualpipe.nn.deferral import WeightGradStore
+from dualpipe.pipeline.overlap import MicrobatchState, SegmentedStage, Task
+
+Kind = Literal["gemm", "grouped", "attention", "attention backward", "memory"]
+LENGTHS = 251, 509  # tokens of the two runs; primes, so that no other size of a tensor is the length of a sequence
+# Launches of operators that are several there, and of making and packing a plan for other ranks, which is not run here:
+# tests/models/test_launches.py counts them.
+_LAUNCHES = {"dualpipe::sort_tokens": 4, "aten::topk": 2, "attention backward": 4}
+_PLANNING = 36
+_NOTHING = {"prim::device", "aten::empty", "aten::empty_like", "aten::new_empty", "aten::empty_strided"}
+
+
+class Operator(NamedTuple):
+    """Operations for each token, bytes moved for each token and besides, and what the host launches for it."""
+
+    kind: Kind
+    flops: float = 0.0
+    token_bytes: float = 0.0
+    bytes: float = 0.0
+    launches: int = 1
+
+
+class Part(NamedTuple):
+    """What an action computes until its next communication, the bytes that each token then sends to all ranks of "ep",
+    and the weight gradients that can be computed beside it."""
+
+    operators: tuple[Operator, ...]
+    sent: float = 0.0
+    deferred: tuple[Operator, ...] = ()
+
+
+class LayerParts(NamedTuple):
+    """The parts of a forward and of a backward; the last one of each ends without a communication."""
+
+    forward: tuple[Part, ...]
+    backward: tuple[Part, ...]
+
+
+@lru_cache(maxsize=1024)
+def layer_parts(config: HubConfig, kind: LayerKind, ep: int, dtype: torch.dtype) -> LayerParts:
+    """The operators of a layer on one of `ep` ranks with as many tokens."""
+    short, long = (_run_layer(config, kind, ep, dtype, length) for length in LENGTHS)
+    forward, backward = (tuple(map(_per_token, *pair)) for pair in zip(short, long))
+    if ep > 1 and len(forward) > 1:
+        planning = Operator("memory", launches=_PLANNING)
+        forward = (forward[0]._replace(operators=(*forward[0].operators, planning)), *forward[1:])
+    return LayerParts(forward, backward)
+
+
+@lru_cache(maxsize=64)
+def head_parts(config: HubConfig, dtype: torch.dtype) -> LayerParts:
+    """The operators of the last norm, the head and the loss."""
+
+    def run(length: int) -> tuple[list[Part], list[Part]]:
+        head = Linear(config.hidden_size, config.vocab_size, bias=False, device="meta", dtype=dtype)
+        norm = RMSNorm(config.hidden_size, config.rms_norm_eps).to(head.weight)
+        store, recorded = _prepared(nn.Sequential(norm, head)), _Recorded()
+        x = torch.empty(1, length, config.hidden_size, dtype=dtype, device="meta", requires_grad=True)
+        with recorded, store.activate():
+            loss = cross_entropy_loss(head(norm(x)), torch.empty(1, length, dtype=torch.int64, device="meta"))
+            forward = [Part(recorded.take())]
+            with store.defer(0):
+                loss.backward()
+            return forward, [Part(recorded.take(), deferred=_deferred(store, recorded))]
+
+    short, long = map(run, LENGTHS)
+    return LayerParts(*(tuple(map(_per_token, *pair)) for pair in zip(short, long)))
+
+
+def _run_layer(
+    config: HubConfig, kind: LayerKind, ep: int, dtype: torch.dtype, length: int
+) -> tuple[list[Part], list[Part]]:
+    stage = meta_stage(config, [kind], ep, dtype)
+    store, recorded, state = _prepared(stage), _Recorded(), MicrobatchState()
+    segmented = SegmentedStage(stage.segments(), ("x",), ("x",), store=store)
+    with store.activate():
+        x = torch.empty(1, length, config.hidden_size, dtype=dtype, device="meta", requires_grad=True)
+        state.begin({"x": x, "positions": None}, ("x",))
+        with recorded:
+            forward = list(_parts(segmented.forward(state), store, recorded))
+        state.gradients = {"x": torch.empty_like(state.carry.pop("x"))}
+        with recorded:
+            backward = list(_parts(segmented.backward(state, "I", 0), store, recorded))
+    if state.error is not None:
+        raise state.error
+    return forward, backward
+
+
+def _prepared(module: nn.Module) -> WeightGradStore:
+    """A store for the module, which has accumulators in float32 already."""
+    for param in module.parameters():
+        param.grad_dtype = torch.float32  # type: ignore[attr-defined]
+        param.grad = torch.empty(param.shape, dtype=torch.float32, device="meta")
+    store = WeightGradStore()
+    store.accumulating = True
+    return store
+
+
+def _parts(task: Task, store: WeightGradStore, recorded: _Recorded) -> Iterator[Part]:
+    """What an action does, up to each of its communications and after the last; as `walk` drives it."""
+    for flight in task:
+        operators = recorded.take()
+        if flight is not None:
+            flight.start()
+        yield Part(operators, recorded.sent(), _deferred(store, recorded))
+    yield Part(recorded.take(), 0.0, _deferred(store, recorded))
+
+
+def _deferred(store: WeightGradStore, recorded: _Recorded) -> tuple[Operator, ...]:
+    with torch.no_grad():
+        for piece in store.take(0):
+            piece()
+    return recorded.take()
+
+
+def _per_token(short: Part, long: Part) -> Part:
+    """A part for any number of tokens, from those of two numbers."""
+    few, many = LENGTHS
+
+    def line(one: float, other: float) -> tuple[float, float]:
+        slope = (other - one) / (many - few)
+        return slope, max(0.0, one - slope * few)
+
+    def fitted(operators: tuple[Operator, ...], others: tuple[Operator, ...]) -> tuple[Operator, ...]:
+        assert [each.kind for each in operators] == [each.kind for each in others], "the operators depend on the length"
+        return tuple(Operator(one.kind, line(one.flops, other.flops)[0], *line(one.bytes, other.bytes), one.launches)
+                     for one, other in zip(operators, others))
+
+    return Part(fitted(short[0], long[0]), line(short.sent, long.sent)[0], fitted(short[2], long[2]))
+
+
+class _Recorded(TorchDispatchMode):
+    """The operators that are called inside, in order, from the first of our own on: what is before a stage's layers is
+    once for all of them. Those that move nothing do not count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._found: list[Operator] = []
+        self._begun = False
+
+    def take(self) -> tuple[Operator, ...]:
+        """Those since the last call."""
+        found, self._found = tuple(self._found), []
+        return found
+
+    def sent(self) -> float:
+        """The bytes of a communication that has just been started, whose stand-in copies what it sends."""
+        return sum(each.bytes for each in self.take()) / 2
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        name = func._schema.name
+        self._begun = self._begun or name.startswith("dualpipe::")
+        aliases = [argument.alias_info for argument in func._schema.arguments]
+        is_view = any(alias is not None and not alias.is_write for alias in aliases)
+        if is_view or name in _NOTHING or not self._begun:
+            return results
+        given, made = _tensors((args, kwargs)), _tensors(results)
+        if any(_is_scores(t) or t.dim() > 4 for t in (*given, *made)):  # attention as it is written down
+            if name == "aten::bmm" and any(map(_is_scores, made)):
+                backward = torch._C._current_autograd_node() is not None
+                kind: Kind = "attention backward" if backward else "attention"
+                self._found.append(Operator(kind, launches=_LAUNCHES.get(kind, 1)))
+            return results
+        moved = sum(t.numel() * t.itemsize for t in (*given, *made))
+        kind, flops = _flops(name, given, made)
+        self._found.append(Operator(kind, flops, 0.0, moved, _LAUNCHES.get(name, 1)))
+        return results
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _is_scores(tensor: Tensor) -> bool:
+    return tensor.dim() > 1 and tensor.shape[-2:] in ((LENGTHS[0],) * 2, (LENGTHS[1],) * 2)
+
+
+def _flops(name: str, given: list[Tensor], made: list[Tensor]) -> tuple[Kind, float]:
+    """What a product computes: two operations for each row, column and step of the sum."""
+    if name in ("aten::mm", "aten::bmm", "aten::addmm"):
+        a, b = given[1:3] if name == "aten::addmm" else given[:2]
+        return "gemm", 2.0 * prod(a.shape) * b.shape[-1]
+    if name.startswith("dualpipe::grouped_gemm"):
+        weight = next(t for t in given if t.dim() == 3)
+        rows = made[0].shape[0] if made else given[0].shape[0]
+        return "grouped", 2.0 * rows * weight.shape[1] * weight.shape[2]
+    return "memory", 0.0

@@ -1,0 +1,191 @@
+"""What a step of a run takes, and on what: the costs of its stages, played through in its schedule.
+
+    step = gather + optimizer + the schedule with its sends and its reductions
+
+What a rank does on average is its kernels, what of them is computed again, and what of the all-to-all is not hidden
+(with what multiprocessors that communicate take from computing); what is left of the schedule is the bubble, stages
+that differ included, and what sends and reductions add to it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from itertools import chain
+
+from dualpipe.dtypes import dtype_of
+from dualpipe.models import HubConfig
+from dualpipe.models.sizes import flops_per_token
+from dualpipe.models.stages import stage_layers
+from dualpipe.plan.costs import Setting, Spent, StageCosts, stage_costs, total
+from dualpipe.plan.machines import Machine
+from dualpipe.schedule import Costs, Schedule, build, simulate
+from dualpipe.train.config import Config
+from dualpipe.train.memory import RankMemory, estimate, meta_stages, parameter_sizes
+
+PRODUCTS = ("gemm", "grouped", "attention", "attention backward")
+PARTS = ("products", "memory traffic", "host", "recomputation", "all-to-all", "sends", "gather", "reduce", "optimizer",
+         "bubble")
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A run with its layout, parallel.dp included, on a machine: `config` as `fit_world` makes it."""
+
+    config: Config
+    model: HubConfig
+    machine: Machine
+
+    @cached_property
+    def setting(self) -> Setting:
+        """What the costs of its layers depend on."""
+        p, t, rules = self.config.parallel, self.config.train, self.config.memory.recompute
+        return Setting(
+            self.model, self.machine, dtype_of(t.dtype), p.ep, t.micro_batch_size * t.sequence_length,
+            t.sequence_length, tuple(rule for rule in rules if rule != "none"), p.overlap,
+        )
+
+    @cached_property
+    def shape(self) -> Schedule:
+        """Its schedule, for one micro-batch: the placement of its stages."""
+        return shape_of(self.config.parallel.schedule, self.config.parallel.pp)
+
+    @cached_property
+    def stages(self) -> list[StageCosts]:
+        """The costs of its stages."""
+        number = self.shape.num_stages
+        cuts = stage_layers(self.model, number, self.config.parallel.layers_per_stage)
+        return [stage_costs(self.setting, cut, last=i == number - 1) for i, cut in enumerate(cuts)]
+
+    @property
+    def tokens(self) -> int:
+        """Those of a step, on all ranks."""
+        t = self.config.train
+        return t.micro_batch_size * t.num_chunks * t.sequence_length * self.config.parallel.replicas
+
+    @property
+    def bound(self) -> float:
+        """Seconds that no schedule of these stages can do without: the busiest rank's work."""
+        ranks = [0.0] * self.shape.num_ranks
+        for rank, stage in zip(self.shape.placement, self.stages):
+            c = stage.costs
+            ranks[rank] += min(c.F + c.B, c.F + (c.I or 0.0) + c.W, c.FB or 0.0)
+        return max(ranks) * self.config.train.num_chunks
+
+    @cached_property
+    def memory(self) -> list[RankMemory]:
+        """As `dualpipe memory` counts it, of the largest rank of each pipeline rank."""
+        return estimate(self.config, self.model)
+
+    @cached_property
+    def peak(self) -> int:
+        """Bytes of the worst rank."""
+        return max(rank.total for rank in self.memory)
+
+    @cached_property
+    def send(self) -> float:
+        """Seconds of a micro-batch's way from a stage to the next."""
+        p, s = self.config.parallel, self.setting
+        return self.machine.send(s.tokens * self.model.hidden_size * s.dtype.itemsize, p.pp, p.replicas)
+
+    @cached_property
+    def shards(self) -> list[tuple[float, float]]:
+        """For each stage, seconds to gather its parameters and to reduce its gradients, which are in float32."""
+        p, machine = self.config.parallel, self.machine
+        found = []
+        for dense, experts in _stage_sizes(self.model, self.shape.num_stages, p.layers_per_stage, p.ep):
+            found.append(tuple(
+                machine.ring(width * dense, p.replicas) + machine.ring(width * experts, p.dp, p.ep)
+                for width in (self.setting.dtype.itemsize, 4)
+            ))
+        return found  # type: ignore[return-value]
+
+    @cached_property
+    def gather(self) -> float:
+        """Seconds until the first stage of every rank has been gathered; others are while these compute."""
+        firsts = [self.shape.rank_stages(rank)[0] for rank in range(self.shape.num_ranks)]
+        return max(self.shards[stage][0] for stage in firsts)
+
+    @cached_property
+    def optimizer(self) -> float:
+        """Seconds to read and write what is stored, and to read and clear the gradients, on the worst rank."""
+        moved = max(2 * (rank.parameters + rank.optimizer + rank.gradients) for rank in self.memory)
+        return moved / (self.machine.hbm * self.machine.bandwidth * 1e9)
+
+    @cached_property
+    def step(self) -> float:
+        """Seconds of a step."""
+        return self.gather + self.optimizer + self._played()[0]
+
+    @cached_property
+    def spent(self) -> dict[str, Spent]:
+        """A micro-batch's computing by kind of operator, of all stages; computed again included."""
+        return total(stage.spent.items() for stage in self.stages)
+
+    @cached_property
+    def parts(self) -> dict[str, float]:
+        """What the seconds of a step are spent on, on an average rank, by the names in PARTS; they add up to it."""
+        chunks = self.config.train.num_chunks / self.shape.num_ranks
+        kernels = {kind: one.seconds * chunks for kind, one in self.spent.items()}
+        again = sum(stage.again for stage in self.stages) * chunks
+        products, everything = sum(kernels.get(kind, 0.0) for kind in PRODUCTS), sum(kernels.values())
+        once = 1 - again / everything  # what is computed again has about the mix of the rest
+        full, busy = self._played()
+        unreduced, plain = self._played(reduce=False)[0], self._played(reduce=False, send=False)[0]
+        return {
+            "products": products * once, "memory traffic": kernels["memory"] * once, "host": kernels["host"] * once,
+            "recomputation": again, "all-to-all": busy - everything, "sends": unreduced - plain, "gather": self.gather,
+            "reduce": full - unreduced, "optimizer": self.optimizer, "bubble": plain - busy,
+        }
+
+    @property
+    def limit(self) -> str:
+        """The part that takes the most of a step besides products, or these where all others take less than a third."""
+        others = {name: seconds for name, seconds in self.parts.items() if name != "products"}
+        return "products" if sum(others.values()) < self.step / 3 else max(others, key=lambda name: others[name])
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of one GPU."""
+        return self.tokens / self.step / self.config.parallel.world_size
+
+    @property
+    def mfu(self) -> float:
+        """The part of the peak that the model's operations take, those of all pairs of positions counted."""
+        flops = flops_per_token(self.model, self.setting.length).both
+        return flops * self.tokens_per_second / (self.machine.tflops * 1e12)
+
+    def costs(self, *, reduce: bool = True, send: bool = True) -> Costs:
+        """What the schedule is timed with, in seconds."""
+        stages = [replace(stage.costs, R=shards[1] if reduce else 0.0)
+                  for stage, shards in zip(self.stages, self.shards)]
+        return Costs(p2p=self.send if send else 0.0, per_stage=stages)
+
+    def _played(self, *, reduce: bool = True, send: bool = True) -> tuple[float, float]:
+        """The schedule's makespan, and what an average rank computes and communicates in it."""
+        p, chunks = self.config.parallel, self.config.train.num_chunks
+        costs, period = self.costs(reduce=reduce, send=send), 2 * p.pp
+        # The middle of a long step is the same for every 2P micro-batches.
+        more, rest = divmod(chunks, period)
+        counts = (chunks,) if more < 3 else (period + rest, 2 * period + rest)
+        played = [_play(p.schedule, p.pp, count, costs) for count in counts]
+        short, long = played[0], played[-1]
+        return tuple(  # type: ignore[return-value]
+            one + (other - one) * (more - 1) for one, other in zip(short, long)) if more >= 3 else short
+
+
+@lru_cache(maxsize=256)
+def shape_of(name: str, ranks: int) -> Schedule:
+    """The placement of a schedule's stages, in one for a single micro-batch."""
+    return build(name, ranks, 1)
+
+
+def _play(name: str, ranks: int, chunks: int, costs: Costs) -> tuple[float, float]:
+    timeline = simulate(build(name, ranks, chunks), costs)
+    busy = sum(span.end - span.start for span in chain.from_iterable(timeline.spans))
+    return timeline.makespan, busy / ranks
+
+
+@lru_cache(maxsize=256)
+def _stage_sizes(model: HubConfig, number: int, layers: tuple[int, ...], ep: int) -> list[tuple[int, int]]:
+    return [parameter_sizes(stage, ep) for stage in meta_stages(model, number, layers)]

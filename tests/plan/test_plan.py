@@ -1,0 +1,200 @@
+"""What a mesh will cost: operators counted, rooflines, overlap played through, and the command that lists the runs."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+from dualpipe.cli import main
+from dualpipe.models import read_config
+from dualpipe.models.activations import kinds_of
+from dualpipe.models.sizes import head_flops, layer_flops
+from dualpipe.plan.costs import Seconds, walk
+from dualpipe.plan.machines import read_machine
+from dualpipe.plan.operators import LayerParts, head_parts, layer_parts
+from dualpipe.plan.predict import PARTS, Prediction
+from dualpipe.schedule import build, simulate
+from dualpipe.train.config import fit_world, load_config
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TINY = EXAMPLES / "tiny-cpu.toml"
+
+
+def operators(parts: LayerParts, *, forward: bool = True):
+    sides = parts if forward else parts[1:]
+    return [each for side in sides for part in side for each in (*part.operators, *part.deferred)]
+
+
+# -- what a layer gives to a device
+
+
+@pytest.mark.parametrize("name, layer", [("qwen3-30b-a3b", 0), ("deepseek-v3", 0), ("deepseek-v3", 5),
+                                         ("gpt-oss-20b", 1)])
+@pytest.mark.parametrize("ep", [1, 4])
+def test_products_are_those_of_the_model(name, layer, ep):
+    config = read_config(EXAMPLES / "models" / name)
+    plain, again = (layer_parts(config, kinds_of(config, [layer], rules)[0], ep, torch.bfloat16)
+                    for rules in ((), ("layer",)))
+    expected = layer_flops(config, layer, 0)
+    assert sum(each.flops for each in operators(plain)) == pytest.approx(3 * expected, rel=1e-3)
+    assert sum(each.flops for each in operators(again)) == pytest.approx(4 * expected, rel=1e-3)
+    fused = [each.kind for each in operators(plain) if each.kind.startswith("attention")]
+    assert fused == ["attention", "attention backward"]
+    assert sum(each.flops for each in operators(head_parts(config, torch.bfloat16))) == pytest.approx(
+        3 * head_flops(config), rel=1e-3)
+
+
+@pytest.mark.parametrize("ep, counted", [(1, 76), (8, 118)])
+def test_launches_are_about_those_that_are_counted_on_a_pretend_device(ep, counted):
+    """By tests/models/test_launches.py, which runs the dispatcher as well."""
+    config = read_config(EXAMPLES / "models/qwen3-30b-a3b")
+    parts = layer_parts(config, kinds_of(config, [0])[0], ep, torch.bfloat16)
+    assert sum(each.launches for each in operators(parts)) == pytest.approx(counted, rel=0.1)
+    assert [part.sent > 0 for part in parts.forward] == ([True, True, False] if ep > 1 else [False])
+
+
+def test_experts_on_more_ranks_read_fewer_weights():
+    config = read_config(EXAMPLES / "models/qwen3-30b-a3b")
+    few, many = (layer_parts(config, kinds_of(config, [0])[0], ep, torch.bfloat16) for ep in (2, 16))
+    weights = [sum(each.bytes for each in operators(parts) if each.kind == "grouped") for parts in (few, many)]
+    assert weights[0] == pytest.approx(8 * weights[1], rel=0.01)
+
+
+# -- overlap
+
+
+def test_a_pair_hides_what_fits_behind_the_other():
+    action = [Seconds(1.0, 2.0), Seconds(3.0)]
+    assert walk([action], 0.0) == 6
+    # F 0-1, B 1-2; F's message 1-3, B's 3-5; F 3-6, B 6-9
+    assert walk([action, action], 0.0) == 9
+    # alone, a backward hides its message behind its own weight gradients
+    assert walk([[Seconds(1.0, 2.0, deferred=1.5), Seconds(3.0)]], 0.0) == 6
+    # what computes beside a message is slower by half: 1, then 1 of 2 seconds
+    assert walk([[Seconds(1.0, 2.0, deferred=1.0), Seconds(0.0)]], 0.5) == 3
+    assert walk([[Seconds(1.0, 2.0, deferred=1.5), Seconds(0.0)]], 0.5) == 3.5
+
+
+# -- machines
+
+
+def test_bytes_go_over_the_links_that_there_are():
+    machine = replace(read_machine("h100"), links=1, networks=1, latency=0, network_latency=0, imbalance=1)
+    assert machine.all_to_all(8e9, 8) == pytest.approx(7e9 / 450e9)
+    assert machine.all_to_all(16e9, 16) == pytest.approx(8e9 / 50e9)
+    assert machine.all_to_all(1e9, 1) == machine.ring(1e9, 1) == machine.send(1e9, 1, 8) == 0
+    assert machine.ring(8e9, 8) == pytest.approx(7e9 / 450e9)
+    assert machine.ring(16e9, 16) == pytest.approx(15e9 / 400e9)
+    assert machine.ring(16e9, 16, 8) == pytest.approx(15e9 / 50e9)
+    assert machine.send(1e9, 2, 4) == pytest.approx(1 / 450) and machine.send(1e9, 2, 8) == pytest.approx(1 / 50)
+
+
+def test_what_was_measured_replaces_what_is_assumed(tmp_path):
+    (tmp_path / "own.json").write_text('{"attention": 0.6}')
+    rows = [{"product": "up forward", "of dense": share} for share in (0.8, 0.9, 0.95)]
+    (tmp_path / "bench.json").write_text(json.dumps({"dense_tflops": 712.08, "copy_gb_per_s": 2847.5, "rows": rows}))
+    machine = read_machine("h100", measured=(str(tmp_path / "own.json"), str(tmp_path / "bench.json")))
+    assert machine.attention == 0.6 and machine.gemm == pytest.approx(0.72) and machine.bandwidth == pytest.approx(0.85)
+    assert machine.grouped == pytest.approx(0.9 * 0.72)
+    assert (machine.tflops, machine.node) == (989, 8)
+
+
+@pytest.mark.parametrize("text, message", [
+    ('{"gem": 0.5}', "unknown field 'gem'; the nearest is 'gemm'"),
+    ('{"gemm": -1}', "gemm is -1; give a positive number"),
+    ("[1]", "must hold an object"), ("{", "is not valid JSON"), ('{"rows": []}', "has no rates of kernels"),
+])
+def test_costs_that_cannot_be_used(tmp_path, text, message):
+    (tmp_path / "costs.json").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        read_machine("h100", measured=(str(tmp_path / "costs.json"),))
+
+
+def test_machines_of_ones_own(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text("tflops = 100\nhbm = 1000\nmemory = 24\nmultiprocessors = 80\nnvlink = 25\nnetwork = 12.5\n")
+    assert read_machine(str(path)).tflops == 100 and read_machine(str(path)).gemm == read_machine("h100").gemm
+    with pytest.raises(ValueError, match="no GPU is called 'h101'; known are h100, h800, h200, b200, a100"):
+        read_machine("h101")
+
+
+# -- a run
+
+
+def prediction(*options: str) -> Prediction:
+    config = load_config(TINY, options)
+    config = fit_world(config, config.parallel.world_size)
+    return Prediction(config, read_config(config.model.config), read_machine("h100"))
+
+
+@pytest.mark.parametrize("schedule", ["dualpipev", "zbv", "1f1b", "interleaved_1f1b"])
+def test_the_middle_of_a_long_step_need_not_be_played(schedule):
+    run = prediction("--parallel.schedule", schedule, "--train.num_chunks", "43", "--parallel.ep", "2")
+    played = simulate(build(schedule, 2, 43), run.costs()).makespan
+    assert run.step - run.gather - run.optimizer == pytest.approx(played, rel=1e-3)
+
+
+def test_the_parts_of_a_step_add_up():
+    run = prediction("--parallel.dp", "2", "--parallel.ep", "2", "--memory.recompute", "layer", "dispatch")
+    assert tuple(run.parts) == PARTS and sum(run.parts.values()) == pytest.approx(run.step)
+    assert min(run.parts.values()) > -1e-3 * run.step and run.parts["recomputation"] > 0 < run.parts["all-to-all"]
+    assert run.bound <= run.step and run.limit in PARTS
+    assert prediction("--parallel.pp", "1", "--parallel.schedule", "1f1b").parts["bubble"] == pytest.approx(0, abs=1e-9)
+
+
+# -- the command
+
+
+def plan(capsys, *options: str) -> list[str]:
+    status = main(["plan", str(TINY), "--gpus", "4", "--global-batch", "4096", *options])
+    out, err = capsys.readouterr()
+    assert status == 0, err
+    return out.splitlines()
+
+
+def test_a_plan_is_listed_explained_drawn_and_written(capsys, tmp_path, monkeypatch):
+    svg, toml = tmp_path / "plan.svg", tmp_path / "row.toml"
+    lines = plan(capsys, "--explain", "1", "--svg", str(svg), "--write", "2", str(toml), "--rows", "3")
+    rows = [line.split() for line in lines[1:4]]
+    assert [row[0] for row in rows] == ["1", "2", "3"]
+    assert all(int(row[1]) * int(row[2]) * int(row[3]) == 4 for row in rows)
+    steps = [float(row[7]) for row in rows]
+    assert any(row[1] == "1" for row in rows) and steps[0] == min(steps)
+    assert lines[4].startswith("4,096 tokens a step") and "pipeline" in lines[5]
+    terms = {line.strip().split("  ")[0]: line for line in lines[6:]}
+    assert terms["step"].endswith(f"{steps[0]:.4g} s") and {"bubble", "gemm", "MFU", "GB"} < terms.keys()
+    drawn = ElementTree.fromstring(svg.read_text())
+    assert sum("title" in each.tag for each in drawn.iter()) == 3 * len(PARTS)
+    written = load_config(toml)
+    assert [str(n) for n in (written.parallel.pp, written.parallel.dp, written.parallel.ep)] == rows[1][1:4]
+    assert written.train.num_chunks * written.train.micro_batch_size * written.parallel.replicas * 128 == 4096
+    assert written.optimizer == load_config(TINY).optimizer
+    assert "path" not in tomllib.loads(toml.read_text())["data"], "as it is without"
+    monkeypatch.chdir(tmp_path)
+    assert main(["memory", "row.toml"]) == 0
+
+
+def test_least_memory_first(capsys):
+    lines = plan(capsys, "--objective", "memory", "--rows", "4")
+    sizes = [float(line.split()[-2 if line.split()[-1] != "traffic" else -3]) for line in lines[1:5]]
+    assert sizes == sorted(sizes)
+
+
+@pytest.mark.parametrize("options, message", [
+    (["--memory.capacity", "6.001"], "nothing fits into 0 GB of a GPU; the nearest is pp"),
+    (["--global-batch", "4100"], "--global-batch 4100 is no multiple of a sequence's 128 tokens; give 4096"),
+    (["--explain", "7", "--rows", "1"], "there is no row 7; give one of 1 to 1"),
+    (["--gpus", "0"], "--gpus is 0; give 1 or more"),
+    (["--gpus", "7"], "no mesh of 7 GPUs takes 32 sequences a step"),
+    (["--trian.steps", "3"], "unknown option '--trian.steps'; the nearest valid name is '--train.steps'"),
+])
+def test_plans_that_cannot_be_made(capsys, options, message):
+    assert main(["plan", str(TINY), "--gpus", "4", "--global-batch", "4096", *options]) == 2
+    err = capsys.readouterr().err
+    assert message in err and err.count("\n") == 1

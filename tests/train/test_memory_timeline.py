@@ -1,0 +1,54 @@
+"""What each rank needs while each step of its schedule runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from dualpipe.cli import main
+from dualpipe.models import read_config
+from dualpipe.schedule import build
+from dualpipe.train.config import load_config
+from dualpipe.train.memory import estimate
+from dualpipe.train.memory_timeline import COLOURS, timeline
+
+TINY = Path(__file__).parents[2] / "examples/tiny-cpu.toml"
+
+
+@pytest.mark.parametrize("schedule", ["dualpipev", "zbv", "1f1b", "interleaved_1f1b", "dualpipev_full"])
+def test_the_worst_moment_is_what_is_estimated(schedule):
+    config = load_config(TINY, ["--parallel.schedule", schedule, "--train.num_chunks", "9"])
+    model = read_config(config.model.config)
+    ranks, expected = timeline(config, model), estimate(config, model)
+    assert [[moment.step for moment in moments] for moments in ranks] == [
+        list(steps) for steps in build(schedule, 2, 9).ranks]
+    for moments, memory in zip(ranks, expected):
+        assert max(sum(moment.bytes) for moment in moments) == memory.total
+        kinds = [dict(zip(COLOURS, moment.bytes)) for moment in moments]
+        assert all(min(moment.values()) >= 0 for moment in kinds)
+        assert kinds[0]["pending"] == 0 and kinds[0]["activations"] < memory.activations
+        deferred = any(action.kind == "I" for moment in moments for action in moment.step)
+        assert (max(moment["pending"] for moment in kinds) > 0) == deferred
+
+
+@pytest.mark.parametrize("schedule", ["dualpipev", "zbv", "1f1b", "interleaved_1f1b"])
+def test_more_micro_batches_take_no_more(schedule):
+    def peaks(chunks: int) -> list[int]:
+        config = load_config(TINY, ["--parallel.schedule", schedule, "--train.num_chunks", str(chunks)])
+        model = read_config(config.model.config)
+        return [max(sum(moment.bytes) for moment in moments) for moments in timeline(config, model)]
+
+    assert peaks(12) == peaks(13) == peaks(40)
+
+
+def test_it_is_drawn_and_listed(capsys, tmp_path):
+    picture = tmp_path / "memory.svg"
+    assert main(["memory", str(TINY), "--timeline", str(picture), "--train.num_chunks", "5"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[4].split() == ["rank", "worst", "step", *COLOURS, "total"] and lines[-1] == f"wrote {picture}"
+    root = ElementTree.fromstring(picture.read_text())
+    titles = [each.text for each in root.iter() if each.tag.endswith("title")]
+    assert len(titles) == sum(map(len, build("dualpipev", 2, 5).ranks))
+    assert titles[0].startswith("F(stage 0, micro-batch 0)\nparameters ")
