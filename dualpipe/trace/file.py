@@ -49,8 +49,8 @@ class Slice(NamedTuple):
 @dataclass(frozen=True)
 class Trace:
     """memory: samples (rank, nanoseconds, bytes). info: `ranks`, by number as text, each with its `name`, the ranks of
-    its pipeline (`members`), its `place` there and how wrong its clock can be (`clock_error_us`); `schedule`; tokens of
-    experts by step and rank (`loads`), where they are known."""
+    its pipeline (`members`), its `place` there, what was added to its clock (`clock_offset_us`) and how wrong it can be
+    then (`clock_error_us`); `schedule`; tokens of experts by step and rank (`loads`), where they are known."""
 
     slices: list[Slice]
     memory: list[tuple[int, int, int]]
