@@ -49,8 +49,8 @@ class Slice(NamedTuple):
 @dataclass(frozen=True)
 class Trace:
     """memory: samples (rank, nanoseconds, bytes). info: `ranks`, by number as text, each with its `name`, the ranks of
-    its pipeline (`members`), its `place` there and how wrong its clock can be (`clock_error_us`); `schedule`; tokens of
-    experts by step and rank (`loads`), where they are known."""
+    its pipeline (`members`), its `place` there, what was added to its clock (`clock_offset_us`) and how wrong it can be
+    then (`clock_error_us`); `schedule`; tokens of experts by step and rank (`loads`), where they are known."""
 
     slices: list[Slice]
     memory: list[tuple[int, int, int]]
@@ -90,15 +90,15 @@ class Trace:
 
     def _events(self) -> Iterator[dict[str, Any]]:
         used = sorted({each.thread for each in self.slices} - {*THREADS})
-        tids = {thread: tid for tid, thread in enumerate((*THREADS, *used))}
+        tids = {thread: tid for tid, thread in enumerate((*THREADS, *used), 1)}  # Perfetto merges 0 with others
         for rank in sorted({each.rank for each in self.slices}):
-            yield from _named("process", self.name(rank), rank, pid=rank)
+            yield {"ph": "M", "name": "process_name", "pid": rank + 1, "args": {"name": self.name(rank)}}
             for thread in sorted({each.thread for each in self.slices if each.rank == rank}, key=tids.__getitem__):
-                yield from _named("thread", thread, tids[thread], pid=rank, tid=tids[thread])
+                yield {"ph": "M", "name": "thread_name", "pid": rank + 1, "tid": tids[thread], "args": {"name": thread}}
         flows = [each.args["flow"] for each in self.slices if each.thread == COMMUNICATION and "flow" in each.args]
         ends, numbers = Counter(flows), {flow: number for number, flow in enumerate(dict.fromkeys(flows))}
         for each in self.slices:
-            place = {"pid": each.rank, "tid": tids[each.thread]}
+            place = {"pid": each.rank + 1, "tid": tids[each.thread]}
             yield {"ph": "X", "cat": each.kind, "name": each.name, "ts": each.start / 1e3,
                    "dur": (each.end - each.start) / 1e3, **place, "args": each.args}
             if each.thread == COMMUNICATION and ends[flow := each.args.get("flow", "")] == 2:
@@ -106,12 +106,7 @@ class Trace:
                 yield {"ph": ph, "cat": "message", "name": "message", "id": numbers[flow], "ts": at / 1e3, **place,
                        **({"bp": "e"} if ph == "f" else {})}  # bound to the slice around it
         for rank, at, size in self.memory:
-            yield {"ph": "C", "name": "memory", "pid": rank, "ts": at / 1e3, "args": {"bytes": size}}
-
-
-def _named(what: str, name: str, order: int, **place: int) -> Iterator[dict[str, Any]]:
-    yield {"ph": "M", "name": f"{what}_name", **place, "args": {"name": name}}
-    yield {"ph": "M", "name": f"{what}_sort_index", **place, "args": {"sort_index": order}}
+            yield {"ph": "C", "name": "memory", "pid": rank + 1, "ts": at / 1e3, "args": {"bytes": size}}
 
 
 def read(path: str | Path) -> Trace:
@@ -122,9 +117,9 @@ def read(path: str | Path) -> Trace:
         if info.pop("format") != FORMAT:
             raise KeyError("format")
         threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
-        slices = [Slice(e["pid"], threads[e["pid"], e["tid"]], e["cat"], e["name"], round(e["ts"] * 1e3),
+        slices = [Slice(e["pid"] - 1, threads[e["pid"], e["tid"]], e["cat"], e["name"], round(e["ts"] * 1e3),
                         round(e["ts"] * 1e3) + round(e["dur"] * 1e3), e["args"]) for e in events if e["ph"] == "X"]
-        memory = [(e["pid"], round(e["ts"] * 1e3), e["args"]["bytes"]) for e in events if e["ph"] == "C"]
+        memory = [(e["pid"] - 1, round(e["ts"] * 1e3), e["args"]["bytes"]) for e in events if e["ph"] == "C"]
         trace = Trace(slices, memory, info)
         assert trace.rows and trace.schedule, "read now, while the file can be named"
         return trace

@@ -97,8 +97,9 @@ class Tracer:
         if self._device.type == "cuda":
             devices.synchronize(self._device)  # orders: all events, then the host, which reads their times
         self._clocks.append(self._compare_clocks())
-        rank, error = self._recorder.rank, max(clock.error for clock in self._clocks) / 1e3
-        told = {"name": self._recorder.name(rank), "clock_error_us": round(error, 3), **self._place._asdict()}
+        rank, offset, error = self._recorder.rank, self._clocks[1].offset, max(clock.error for clock in self._clocks)
+        told = {"name": self._recorder.name(rank), "clock_offset_us": round(offset / 1e3, 3),
+                "clock_error_us": round(error / 1e3, 3), **self._place._asdict()}
         slices = [*self._of_host(entries, until), *self._of_device()]
         memory = [(rank, self._common(at), size) for at, size in self._memory]
         found = self._ranks.collect(Traced(rank, told, slices, memory))

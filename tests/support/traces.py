@@ -94,10 +94,10 @@ def check_format(found: dict[str, Any]) -> None:
     threads = defaultdict(list)
     for event in events:
         if event["ph"] != "M":
-            assert isinstance(event["ts"], int | float) and event["ts"] >= 0 and isinstance(event["pid"], int)
+            assert isinstance(event["ts"], int | float) and event["ts"] >= 0 and event["pid"] > 0
             assert (event["pid"], None) in names["process_name"]
         if event["ph"] in "Xsf":
-            assert (event["pid"], event["tid"]) in names["thread_name"]
+            assert event["tid"] > 0 and (event["pid"], event["tid"]) in names["thread_name"]
         if event["ph"] == "X":
             assert event["dur"] >= 0 and isinstance(event["name"], str) and event["name"]
             threads[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
@@ -121,4 +121,4 @@ def check_format(found: dict[str, Any]) -> None:
             assert around, "a flow is bound to a slice"
     for ends in flows.values():
         start, end = ends["s"], ends["f"]
-        assert end["bp"] == "e" and end["ts"] >= start["ts"] - errors[start["pid"]] - errors[end["pid"]]
+        assert end["bp"] == "e" and end["ts"] >= start["ts"] - errors[start["pid"] - 1] - errors[end["pid"] - 1]
