@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from dualpipe.device import EXPERTS
 from dualpipe.models.sizes import flops_per_token
 from dualpipe.plan.costs import ATTENTION_BACKWARD, TILE
 from dualpipe.plan.predict import Prediction
@@ -48,7 +49,7 @@ def _terms(run: Prediction) -> Iterator[tuple[str, str, str]]:
     yield "  all-to-all, not hidden", f"bytes x {m.imbalance:g}, {near}{far}, + latency, whole model", _ms(sent)
     yield "  all of it", f"{_ms(sent)} x {chunks} / {p.pp}", _ms(sent * share)
     if sent:
-        yield "all-to-all", (f"pairs played through, computing beside it slower by 16/{m.multiprocessors:g}; hidden "
+        yield "all-to-all", (f"pairs played through; {EXPERTS.ctas} of {m.multiprocessors:g} multiprocessors; hidden "
                              f"{1 - parts['all-to-all'] / (sent * share):.0%}"), _ms(parts["all-to-all"])
     size = s.tokens * run.model.hidden_size * s.dtype.itemsize
     yield "sends", f"the schedule with {_ms(run.send)} for {size / 1e6:,.1f} MB, less without", _ms(parts["sends"])

@@ -9,10 +9,10 @@ from math import inf
 
 from dualpipe.models import HubConfig
 from dualpipe.plan.machines import Machine
-from dualpipe.plan.predict import Prediction, shape_of
+from dualpipe.plan.predict import Prediction
 from dualpipe.schedule.build import BUILDERS
 from dualpipe.train.config import Config
-from dualpipe.train.memory import GB
+from dualpipe.train.memory import GB, built, estimate
 from dualpipe.train.model import check_tied
 
 # What is tried. A schedule that is searched for takes its time for a single mesh: choose the mesh first.
@@ -86,7 +86,8 @@ def _best(wanted: Wanted, runs: list[Prediction]) -> Prediction | None:
             break
         if (schedule := run.config.parallel.schedule) in too_large:
             continue
-        if max(rank.total - rank.activations - rank.logits for rank in run.memory) > wanted.capacity:
+        states = estimate(run.config, run.model, activations=False)
+        if max(rank.total - rank.logits for rank in states) > wanted.capacity:
             too_large.add(schedule)
         elif run.peak <= wanted.capacity and wanted.score(run) < least:
             best, least = run, wanted.score(run)
@@ -114,7 +115,7 @@ def _runs(wanted: Wanted, pp: int, dp: int, ep: int) -> Iterator[Prediction]:
     sizes = MICRO_BATCHES[:1] if wanted.by_memory else MICRO_BATCHES
     for schedule, size, rules in product(SCHEDULES, sizes, RECOMPUTED):
         chunks, rest = divmod(wanted.sequences, size * dp * ep)
-        shape = shape_of(schedule, pp)
+        shape = built(schedule, pp, 1)
         apart = wanted.model.tie_word_embeddings and shape.placement[0] != shape.placement[-1]
         if rest or not chunks or shape.num_stages > layers + 2 or apart or (rules and "dispatch" in rules and ep == 1):
             continue

@@ -19,9 +19,9 @@ from dualpipe.models.sizes import flops_per_token
 from dualpipe.models.stages import stage_layers
 from dualpipe.plan.costs import Setting, Spent, StageCosts, stage_costs, total
 from dualpipe.plan.machines import Machine
-from dualpipe.schedule import Costs, Schedule, build, simulate
+from dualpipe.schedule import Costs, Schedule, simulate
 from dualpipe.train.config import Config
-from dualpipe.train.memory import RankMemory, estimate, meta_stages, parameter_sizes
+from dualpipe.train.memory import RankMemory, built, estimate, meta_stages, parameter_sizes
 
 PRODUCTS = ("gemm", "grouped", "attention", "attention backward")
 PARTS = ("products", "memory traffic", "host", "recomputation", "all-to-all", "sends", "gather", "reduce", "optimizer",
@@ -48,7 +48,7 @@ class Prediction:
     @cached_property
     def shape(self) -> Schedule:
         """Its schedule, for one micro-batch: the placement of its stages."""
-        return shape_of(self.config.parallel.schedule, self.config.parallel.pp)
+        return built(self.config.parallel.schedule, self.config.parallel.pp, 1)
 
     @cached_property
     def stages(self) -> list[StageCosts]:
@@ -174,14 +174,8 @@ class Prediction:
             one + (other - one) * (more - 1) for one, other in zip(short, long)) if more >= 3 else short
 
 
-@lru_cache(maxsize=256)
-def shape_of(name: str, ranks: int) -> Schedule:
-    """The placement of a schedule's stages, in one for a single micro-batch."""
-    return build(name, ranks, 1)
-
-
 def _play(name: str, ranks: int, chunks: int, costs: Costs) -> tuple[float, float]:
-    timeline = simulate(build(name, ranks, chunks), costs)
+    timeline = simulate(built(name, ranks, chunks), costs)
     busy = sum(span.end - span.start for span in chain.from_iterable(timeline.spans))
     return timeline.makespan, busy / ranks
 

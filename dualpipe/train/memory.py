@@ -59,8 +59,9 @@ class RankMemory:
         return sum(asdict(self).values())
 
 
-def estimate(config: Config, model: HubConfig) -> list[RankMemory]:
-    """For each pipeline rank, what its largest rank of "dp" and "ep" needs. Collective over nobody.
+def estimate(config: Config, model: HubConfig, *, activations: bool = True) -> list[RankMemory]:
+    """For each pipeline rank, what its largest rank of "dp" and "ep" needs; without activations, which take the longest
+    to count, 0 for them. Collective over nobody.
 
     Raises ValueError for a model that cannot be cut so.
     """
@@ -70,7 +71,7 @@ def estimate(config: Config, model: HubConfig) -> list[RankMemory]:
         raise ValueError(f"parallel.ep = {p.ep} does not divide the model's {model.num_experts} experts")
     dp, ep = p.dp, p.ep
     check_tied(model, dp * ep)
-    schedule, taken = stage_activations(config, model)
+    schedule, taken = stage_activations(config, model) if activations else (built(p.schedule, p.pp, 1), [])
     stages = meta_stages(model, schedule.num_stages, p.layers_per_stage)
     dtype, sharded = dtype_of(train.dtype), dp * ep > 1
     stored, tokens = 4 if sharded else dtype.itemsize, train.micro_batch_size * train.sequence_length
@@ -92,7 +93,7 @@ def estimate(config: Config, model: HubConfig) -> list[RankMemory]:
             optimizer=(moments + (fp32 if stored < fp32 else 0)) * shard + masters,
             gathered=(dtype.itemsize * whole if sharded else 0) - gathered_less,
             gradients=fp32 * (whole + copied),
-            activations=max(map(sum, alive(steps, taken)), default=0),
+            activations=max(map(sum, alive(steps, taken)), default=0) if activations else 0,
             logits=2 * dtype.itemsize * tokens * model.vocab_size if any(stage.last for stage in mine.values()) else 0,
             nccl=_nccl_buffers(p, schedule.placement, rank),
         ))
@@ -103,7 +104,7 @@ def stage_activations(config: Config, model: HubConfig) -> tuple[Schedule, list[
     """The schedule, with so many micro-batches as may be alive at once, and what one takes in each of its stages."""
     p, train = config.parallel, config.train
     # With more micro-batches no more of them are alive: the middle of a step repeats itself.
-    schedule = build(p.schedule, p.pp, min(train.num_chunks, 6 * p.pp))
+    schedule = built(p.schedule, p.pp, min(train.num_chunks, 4 * p.pp))
     return schedule, [
         activation_bytes(
             model, layers_of(stage), ep=p.ep, recompute=config.memory.recompute, dtype=dtype_of(train.dtype),
@@ -111,6 +112,12 @@ def stage_activations(config: Config, model: HubConfig) -> tuple[Schedule, list[
         )
         for stage in meta_stages(model, schedule.num_stages, p.layers_per_stage)
     ]
+
+
+@lru_cache(maxsize=64)
+def built(name: str, ranks: int, chunks: int) -> Schedule:
+    """A schedule, the same one for all callers."""
+    return build(name, ranks, chunks)
 
 
 @lru_cache(maxsize=64)

@@ -8,7 +8,7 @@
     buffers        logits, and NCCL's
 
 All but activations and pending are there throughout, as `dualpipe memory` counts them. Of a long step, the middle of
-which repeats itself, six micro-batches a rank are shown.
+which repeats itself, four micro-batches a rank are shown.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ by how much all computing there is slower than its operators by themselves.
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from dataclasses import replace
@@ -13,6 +14,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -172,3 +174,25 @@ def compared(folder: Path, name: str, rounds: int) -> list[tuple[tuple[Any, ...]
     assert all(prod(layout[:3]) == 2 for layout in rest)
     return [(layout, statistics.median(map(max, zip(*(each[i] for each in both)))), predict(path, layout, machine).step)
             for i, layout in enumerate(rest)]
+
+
+def kendall_tau(pairs: list[tuple[float, float]]) -> float:
+    """Agreeing less disagreeing orders of two, of all."""
+    signs = [1 if (a - c) * (b - d) > 0 else -1 for i, (a, b) in enumerate(pairs) for c, d in pairs[:i]]
+    return sum(signs) / len(signs)
+
+
+def test_tau():
+    assert kendall_tau([(1, 1), (2, 2), (3, 4)]) == 1 and kendall_tau([(1, 2), (2, 1)]) == -1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.getloadavg()[0] > 0.5, reason="times steps on two cores, and others compute here")
+def test_predictions_beside_steps_on_cpu_ranks(tmp_path):
+    found = []
+    for name in MODELS:
+        for layout, measured, predicted in compared(tmp_path, name, 20):
+            print(f"{name} {layout}: {measured * 1e3:.1f} ms, predicted {predicted * 1e3:.1f} ms")
+            found.append((measured, predicted))
+    assert kendall_tau(found) > 0.8
+    assert all(abs(predicted / measured - 1) < 0.15 for measured, predicted in found)
