@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
-from itertools import count
 from typing import cast
 
 from dualpipe.errors import nearest
@@ -157,16 +156,24 @@ def in_turn(pattern: Iterable[str], stages: Sequence[int]) -> list[Step]:
     Each of the stages counts its forwards and, together, its backwards "B" and "I"; a "W" is the oldest that an "I" of
     its stage left.
     """
-    turns: defaultdict[tuple[bool, str], count[int]] = defaultdict(count)
+    turns: Counter[tuple[bool, str]] = Counter()
     deferred: defaultdict[str, deque[int]] = defaultdict(deque)
-
-    def action(kind: str, which: str) -> Action:
-        microbatch = deferred[which].popleft() if kind == "W" else next(turns[kind == "F", which])
-        if kind == "I":
-            deferred[which].append(microbatch)
-        return Action(cast("Kind", kind), stages[int(which)], microbatch)
-
-    return [tuple(action(*name) for name in names.split("&")) for names in pattern]
+    pattern = list(pattern)
+    parsed = {names: [cast("tuple[Kind, str]", tuple(name)) for name in names.split("&")] for names in set(pattern)}
+    steps: list[Step] = []
+    for names in pattern:
+        step = []
+        for kind, which in parsed[names]:
+            if kind == "W":
+                microbatch = deferred[which].popleft()
+            else:
+                microbatch = turns[kind == "F", which]
+                turns[kind == "F", which] += 1
+                if kind == "I":
+                    deferred[which].append(microbatch)
+            step.append(Action(kind, stages[int(which)], microbatch))
+        steps.append(tuple(step))
+    return steps
 
 
 def first_microbatches(steps: Iterable[Step], num_microbatches: int) -> tuple[Step, ...]:
@@ -175,5 +182,5 @@ def first_microbatches(steps: Iterable[Step], num_microbatches: int) -> tuple[St
     Done on all ranks alike this keeps an order valid: what remains keeps its sequence, hence its dependencies, no
     stream holds more messages, and no more activations are alive than before.
     """
-    kept = (tuple(action for action in step if action.microbatch < num_microbatches) for step in steps)
-    return tuple(step for step in kept if step)
+    kept = (tuple([action for action in step if action.microbatch < num_microbatches]) for step in steps)
+    return tuple(filter(None, kept))
