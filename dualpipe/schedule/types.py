@@ -68,7 +68,7 @@ class Schedule:
             if isinstance(step, Action):
                 raise ScheduleError(f"schedule {self.name!r}: {step} stands alone; a step is a tuple of actions: "
                                     f"({step},)")
-            if not isinstance(step, tuple | list) or not all([isinstance(action, Action) for action in step]):
+            if not isinstance(step, tuple | list) or not all(isinstance(action, Action) for action in step):
                 raise ScheduleError(f"schedule {self.name!r}: {step!r} is not a step; a step is a tuple of actions")
         if not placement:
             votes: list[Counter[int]] = [Counter() for _ in range(self.num_stages)]
