@@ -6,16 +6,18 @@ import inspect
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 from dualpipe.errors import nearest
+from dualpipe.schedule.simulate import Costs
 from dualpipe.schedule.types import Action, Kind, Schedule, Step, v_placement
 
 
-def build(name: str, num_ranks: int, num_microbatches: int, **options: int) -> Schedule:
+def build(name: str, num_ranks: int, num_microbatches: int, **options: Any) -> Schedule:
     """The schedule called `name` for `num_ranks` pipeline ranks and `num_microbatches` micro-batches, both at least 1.
 
     "dualpipev", "dualpipev_full", "zbv" and "1f1b" take no options; "interleaved_1f1b" takes `stages_per_rank` (2).
+    "auto" searches for the best; it takes `costs`, `memory`, `seed` and `effort`, see `search.search`.
     Raises ValueError for an unknown name or option, or a size that is not a positive integer.
     """
 
@@ -26,7 +28,10 @@ def build(name: str, num_ranks: int, num_microbatches: int, **options: int) -> S
     builder = BUILDERS.get(name)
     if builder is None:
         raise ValueError(f"no schedule is called {name!r}; {remedy(name, list(BUILDERS))}")
-    for what, size in (("num_ranks", num_ranks), ("num_microbatches", num_microbatches), *options.items()):
+    for what, size in (
+        ("num_ranks", num_ranks), ("num_microbatches", num_microbatches),
+        *((option, value) for option, value in options.items() if name != "auto"),  # which has its own checks
+    ):
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise ValueError(f"{what} is {size!r}; give an integer of 1 or more")
     known = [p.name for p in inspect.signature(builder).parameters.values() if p.kind is p.KEYWORD_ONLY]
@@ -144,9 +149,21 @@ def interleaved_1f1b(num_ranks: int, num_microbatches: int, *, stages_per_rank: 
     return Schedule("interleaved_1f1b", num_ranks, len(placement), num_microbatches, tuple(ranks), placement)
 
 
+def auto(
+    num_ranks: int, num_microbatches: int, *, costs: Costs | None = None, memory: float | None = None, seed: int = 0,
+    effort: int | None = None,
+) -> Schedule:
+    """The best order that a search finds; the first time it takes up to a minute."""
+    from dualpipe.schedule.search import EFFORT, search  # which starts from the schedules of this file
+
+    found = search(num_ranks, num_microbatches, costs=costs, memory=memory, seed=seed,
+                   effort=EFFORT if effort is None else effort)
+    return found.timeline.schedule
+
+
 BUILDERS: dict[str, Callable[..., Schedule]] = {
     "dualpipev": dualpipev, "dualpipev_full": dualpipev_full, "zbv": zbv, "1f1b": one_f_one_b,
-    "interleaved_1f1b": interleaved_1f1b,
+    "interleaved_1f1b": interleaved_1f1b, "auto": auto,
 }
 
 

@@ -11,6 +11,9 @@ from typing import Any, NamedTuple, cast
 from dualpipe.schedule.messages import Result, completed, need, play, result
 from dualpipe.schedule.types import KINDS, Schedule, ScheduleError, Step
 
+PENDING = 0.5  # of a stage's activations, what a weight gradient keeps between "I" and "W"
+FREES = {"F": 0.0, "B": 1.0, "I": 1 - PENDING, "W": PENDING}  # stage activations, at an action's end
+
 
 @dataclass(frozen=True)
 class Costs:
@@ -154,6 +157,19 @@ class Timeline:
                 alive -= sum(action.kind in "BW" for action in span.step)
             peaks.append(peak)
         return tuple(peaks)
+
+    @cached_property
+    def peak_memory(self) -> float:
+        """The most that a rank holds at once, in stage activations: one from the start of its "F" to the end of its "B"
+        or "I", and then, until the end of its "W", `PENDING` of one."""
+        peak = 0.0
+        for spans in self.spans:
+            held = 0.0
+            for span in spans:
+                held += sum(action.kind == "F" for action in span.step)
+                peak = max(peak, held)
+                held -= sum(FREES[action.kind] for action in span.step)
+        return peak
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
