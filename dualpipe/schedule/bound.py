@@ -34,6 +34,13 @@ def lower_bounds(placement: Sequence[int], num_microbatches: int, costs: Costs) 
     return tuple(bounds)
 
 
+def least_work(placement: Sequence[int], num_microbatches: int, costs: Costs) -> float:
+    """The time that the fullest rank computes at least: what a makespan has above it is bubble, or work in worse
+    pairs than there could be."""
+    owned = ([s for s, owner in enumerate(placement) if owner == rank] for rank in range(1 + max(placement)))
+    return num_microbatches * max(_least_work(stages, costs, weights=True) for stages in owned)
+
+
 def _fastest(kind: Kind, stage: int, owned: Sequence[int], costs: Costs) -> float:
     """The shortest step with this action in it."""
     action = Action(kind, stage, 0)

@@ -31,10 +31,11 @@ from dualpipe.schedule.validate import validate
 FAMILIES = ("dualpipev", "dualpipev_full", "zbv", "interleaved_1f1b")  # of two stages a rank
 EFFORT = 200_000_000  # changes, times the forwards and backwards of an order: about 40 s on two quiet cores
 CHAINS, ROUNDS = 4, 6
-LONGEST = 250_000  # changes of a chain in a round
+THOROUGH = 200  # changes of a chain in a round for each forward and backward, at most: small orders need no more
 HEAT = 0.03  # the first temperature, in the mean cost of a forward and a backward
 SMALL = 256  # ranks times micro-batches that are searched as they are
 PROCESSES = 2
+HERE = 200_000  # changes times forwards and backwards that take less than it takes to start a process
 WORKER = "from dualpipe.schedule.search import work; work()"
 VERSION = 1  # of the search: what another one found is not taken from the cache
 
@@ -118,7 +119,7 @@ def _rounds(
     """The chains after all rounds, best first."""
     first = chains[0][0]
     size = 2 * len(first.placement) * first.num_microbatches
-    iterations = min(LONGEST, effort // (CHAINS * ROUNDS * size))
+    iterations = min(THOROUGH * size, effort // (CHAINS * ROUNDS * size))
     per_stage = [first.costs.on(stage) for stage in range(len(first.placement))]
     heat = HEAT * sum(costs.F + costs.B for costs in per_stage) / 2 / len(per_stage)
     if not iterations or not heat:
@@ -129,7 +130,7 @@ def _rounds(
                 (*chain, iterations, heat * COOLING ** (-number / ROUNDS), (seed * ROUNDS + number) * CHAINS + index)
                 for index, chain in enumerate(chains)
             ]
-            ran = [*threads.map(_elsewhere if iterations * size > 200_000 else _run, jobs)]
+            ran = [*threads.map(_elsewhere if iterations * size > HERE else _run, jobs)]
             order = sorted(range(CHAINS), key=lambda index: (ran[index][0], index))
             chains = [(chains[index][0], ran[index][1]) for index in order]
             if number + 1 < ROUNDS:

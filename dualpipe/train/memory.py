@@ -30,9 +30,10 @@ from dualpipe.models.activations import ActivationBytes, activation_bytes
 from dualpipe.models.stages import RECOMPUTE, Recompute
 from dualpipe.nn import GroupedLinear
 from dualpipe.parallel import DTypePlan
-from dualpipe.schedule import Step, build
+from dualpipe.schedule import Step
 from dualpipe.train.config import Config, fit_world
 from dualpipe.train.model import check_tied, plan_run
+from dualpipe.train.schedule import build_schedule
 from dualpipe.train.tables import ParallelConfig
 
 GB = 10**9
@@ -70,7 +71,7 @@ def estimate(config: Config, model: HubConfig) -> list[RankMemory]:
         raise ValueError(f"parallel.ep = {p.ep} does not divide the model's {model.num_experts} experts")
     dp, ep = p.dp, p.ep
     check_tied(model, dp * ep)
-    schedule = build(p.schedule, p.pp, train.num_chunks)
+    schedule = build_schedule(config)
     with torch.device("meta"):
         stages = build_stages(model, schedule.num_stages, layers_per_stage=p.layers_per_stage)
     dtype, sharded, recompute = dtype_of(train.dtype), dp * ep > 1, Recompute(rules, model.num_hidden_layers)
