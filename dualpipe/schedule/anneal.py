@@ -276,7 +276,7 @@ def _change(order: RankOrder, chance: random.Random) -> RankOrder | None:
         j = near(2.5)
         if not 0 <= j < len(order) or len(order[j]) != 1:
             return None
-        new[j] = (step[0], order[j][0])
+        new[j] = (order[j][0], step[0]) if step[0][0] == "W" else (step[0], order[j][0])  # a "W" fills what is left
         new[i : i + 1] = [(step[1],)] if len(step) == 2 else []
     elif what < 0.8:  # part
         if len(step) == 1:
