@@ -88,10 +88,13 @@ def test_costs_of_the_goals():
     assert costs.pairs[("B", "B")] == 2.6 and costs.pairs[("B", "W")] == pytest.approx(1.95)
 
 
-def test_no_bubble_but_the_fill_where_nothing_is_saved_by_overlap():
-    result = found(8, 8, effort=0)
-    assert result.timeline.makespan == max(result.bounds) == 55
-    assert simulate(build("dualpipev", 8, 8)).makespan == 62
+@pytest.mark.parametrize("num_ranks, num_microbatches, theirs", [(8, 8, 62), (4, 8, 54), (8, 16, 110)])
+def test_half_the_bubble_and_the_bound_where_nothing_is_saved_by_overlap(num_ranks, num_microbatches, theirs):
+    """F = I = W = 1: a rank works for 6 a micro-batch, and the last one begins after P - 1 forwards."""
+    result, work = found(num_ranks, num_microbatches, effort=0), 6 * num_microbatches
+    assert result.timeline.makespan == max(result.bounds) == work + num_ranks - 1
+    assert simulate(build("dualpipev", num_ranks, num_microbatches)).makespan == theirs
+    assert result.timeline.makespan - work == (theirs - work) / 2
 
 
 def test_less_time_with_little_effort():
