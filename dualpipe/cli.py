@@ -74,10 +74,11 @@ def _on_ranks(args: argparse.Namespace) -> int:
 
             ending.status = check(config, info, dtype=args.dtype, tolerance=args.tolerance, worst=args.worst)
         else:
-            from dualpipe.train.faults import parse
+            from dualpipe.train import faults, traced
             from dualpipe.train.loop import train
 
-            ending.status = train(config, info, parse(args.faults))
+            wanted = traced.parse(args.trace, config.train.steps)
+            ending.status = train(config, info, faults.parse(args.faults), wanted)
     return ending.status
 
 
@@ -175,6 +176,13 @@ def _why(args: argparse.Namespace) -> None:
         print(line)
 
 
+def _trace(args: argparse.Namespace) -> None:
+    from dualpipe.trace import costs, summary
+
+    is_costs = args.command == "costs"
+    print(costs.report(args.file, args.out) if is_costs else summary.report(args.file, args.svg, args.html), end="")
+
+
 def _doctor(args: argparse.Namespace) -> int:
     from dualpipe.doctor import run
 
@@ -204,7 +212,10 @@ _TRAIN: _Arguments = {
                            "often after a failure (default: 0)"),
     "--faults": dict(default="", metavar="TEXT", help="what is to go wrong, to see what the run does then, such as "
                      '"kill rank=2 step=7 action=B; delay rank=0 step=3 action=F seconds=2"'),
+    "--trace": dict(default="", metavar="STEPS", help="write what all ranks did in some steps to a file that "
+                    "ui.perfetto.dev opens: steps=10..12[,file=PATH] (default: trace-10-12.json in output.dir)"),
 }
+_TRACE: _Arguments = {"file": dict(metavar="FILE", help="a trace, of dualpipe train --trace or Pipeline.trace")}
 _OPTIONS = {"train": _TRAIN, "parity": _PARITY}
 _PACK: _Arguments = {
     "paths": dict(nargs="+", metavar="PATH", help="files or folders of text, .jsonl[.gz|.zst] or .parquet, or "
@@ -236,7 +247,8 @@ _WHY: _Arguments = {
     "path": dict(metavar="DIR", help="output.dir of a run, or the folder `why` in it"),
     "--json": dict(action="store_true", help="the rank at fault, the diagnosis, and all states as JSON"),
 }
-_GROUPS = {"data": "prepare training data", "checkpoint": "a run's checkpoints", "hf": "Hugging Face checkpoints"}
+_GROUPS = {"data": "prepare training data", "checkpoint": "a run's checkpoints", "hf": "Hugging Face checkpoints",
+           "trace": "where the time of some steps went"}
 _COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int | None], str, _Arguments]] = {
     "train": (_on_ranks, "train a model; starts the ranks of this machine unless torchrun or SLURM did",
               {**_TRAIN, **_CONFIG}),
@@ -261,6 +273,14 @@ _COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int | None], str, _Arg
     "hf export": (_hf_export, "write a run's checkpoint, or again one of Hugging Face's, in Hugging Face's form, "
                   "dequantized", _EXPORT),
     "why": (_why, "say which rank a run waits or waited for, from what its ranks have written of themselves", _WHY),
+    "trace summary": (_trace, "say where the time of the steps in a trace went, by rank, and against a simulation of "
+                      "the schedule with the medians of its actions",
+                      {**_TRACE, "--svg": dict(metavar="FILE", help="draw the middle step into FILE"),
+                       "--html": dict(metavar="FILE", help="one page, for a browser, with that step and the "
+                                      "simulation in it")}),
+    "trace costs": (_trace, "print what the actions in a trace cost, by stage and kind",
+                    {**_TRACE, "--out": dict(metavar="FILE.json", help="write them as dualpipe schedule --costs takes "
+                                             "them")}),
     "doctor": (_doctor, "say what is installed here, and what of it will be used or missed; exit status 1 if training "
                "cannot run", {}),
 }

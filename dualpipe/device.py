@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -118,6 +119,22 @@ def to_host(tensor: Tensor, *, timed: bool = False) -> tuple[Tensor, Event | Non
 def synchronize(device: torch.device | None = None) -> None:
     """Have the host wait for all that a CUDA device has been given."""
     torch.cuda.synchronize(device)
+
+
+def stream(device: torch.device) -> Stream | None:
+    """The current stream, to which work is given; None on the CPU."""
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
+def memory_in_use(device: torch.device) -> int:
+    """Bytes of tensors on a CUDA device; on the CPU what the process has resident (its peak where /proc is missing)."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    try:
+        with open("/proc/self/statm", "rb", buffering=0) as statm:
+            return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def peak_memory(device: torch.device) -> int:

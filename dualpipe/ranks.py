@@ -135,7 +135,7 @@ class RankSync:
         if self.size == 1:
             return [value]
         values: list[Any] | None = [None] * self.size if self.rank == 0 else None
-        self._collective(dist.gather_object, value, values, dst=0)
+        self._collective(dist.gather_object, value, values, group_dst=0)
         return values
 
     def hand_out(self, values: Sequence[T] | None) -> T:

@@ -48,6 +48,7 @@ class Recorder:
         self.lost: str | None = None  # what is said of the first rank that did not come or is gone
         self._lost_in: Entry | None = None  # the wait that ended so,
         self._before: tuple[list[Entry], Counter[Any]] | None = None  # and the entries and numbers until then
+        self.whole = False  # whether nothing falls out of the ring, and details are recorded
         self._ring: deque[Entry] = deque(maxlen=ENTRIES)
         self._open: list[Entry] = []
         self._numbers: Counter[tuple[str, Sequence[int]]] = Counter()  # of collectives, by kind and ranks
@@ -75,6 +76,7 @@ class Recorder:
         """The recorder of a thread that works beside this one, under a name of its own; to be made active there."""
         if name not in self._lanes:
             self._lanes[name] = type(self)(self.rank, self.sizes)
+            self._lanes[name].keep(self.whole)
         lane = self._lanes[name]
         lane.step = self.step
         return lane
@@ -124,8 +126,13 @@ class Recorder:
     def collective(self, kind: str, what: object, ranks: Sequence[int], nbytes: int = 0) -> Waiting:
         """As `wait`, for all ranks of a group, counted."""
         entry = self.begin(kind, what, ranks, nbytes)
-        self._numbers[kind, ranks] = entry[NUMBER] = self._numbers[kind, ranks] + 1
+        entry[NUMBER] = self.count(kind, ranks)
         return Waiting(self, entry)
+
+    def count(self, kind: str, ranks: Sequence[int] = ()) -> int:
+        """One more of a kind, which these ranks count alike; the how manyth it is."""
+        self._numbers[kind, ranks] = number = self._numbers[kind, ranks] + 1
+        return number
 
     def members(self, group: ProcessGroup | None) -> tuple[int, ...]:
         """The global numbers of a group's ranks; none where there is no group."""
@@ -142,6 +149,16 @@ class Recorder:
         """Those of the step that is under way, in the order of their beginnings, as far as they are kept."""
         found = list(takewhile(lambda entry: entry[STEP] == self.step, reversed(self._ring)))
         return found[::-1]
+
+    def keep(self, whole: bool) -> None:
+        """Have nothing fall out from now on, as while a trace is taken, or again all but the last `ENTRIES`."""
+        for each in self.threads():
+            each.whole, each._ring = whole, deque(each._ring, maxlen=None if whole else ENTRIES)
+
+    def since(self, began: int) -> dict[str, list[Entry]]:
+        """What began at `began` (ns) or later: of this thread by the name "", of its lanes by theirs."""
+        threads = {"": self, **self._lanes}
+        return {name: [entry for entry in list(each._ring) if entry[BEGAN] >= began] for name, each in threads.items()}
 
     # -- what is said of it
 

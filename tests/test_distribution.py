@@ -61,7 +61,7 @@ def test_the_wheel_has_the_packages_and_nothing_else(built):
     expected = {f"{where[top]}/{rest}" for top, _, rest in split if top in where}
     found = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     assert found == expected
-    assert "dualpipe/py.typed" in found
+    assert {"dualpipe/py.typed", "dualpipe/schedule/page.html"} <= found
 
 
 def test_the_metadata_is_complete(built):

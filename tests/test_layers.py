@@ -12,8 +12,9 @@ import dualpipe
 
 ROOT = Path(dualpipe.__file__).parent
 ORDER = (  # a layer imports those before it, and itself; those of one entry do not import each other
-    {"errors", "dtypes", "device", "files"}, {"recorder"}, {"ranks", "schedule"}, {"kernels"}, {"quantized"}, {"nn"},
-    {"parallel"}, {"pipeline"}, {"utils"}, {"models"}, {"checkpoint"}, {"train", "doctor"}, {"cli"}, {"__main__"},
+    {"errors", "dtypes", "device", "files"}, {"recorder"}, {"ranks", "schedule"}, {"trace"}, {"kernels"}, {"quantized"},
+    {"nn"}, {"parallel"}, {"pipeline"}, {"utils"}, {"models"}, {"checkpoint"}, {"train", "doctor"}, {"cli"},
+    {"__main__"},
 )
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
 

@@ -54,7 +54,8 @@ def test_toy_stages(overlap):
 
 
 @pytest.mark.parametrize("overlap, recompute", [
-    (True, ()), (False, ()), (True, ("layer",)), (True, ("layer", "dispatch")),
+    *(pytest.param(*each, marks=pytest.mark.slow) for each in ((True, ()), (True, ("layer",)))),
+    (False, ()), (True, ("layer", "dispatch")),
 ])
 def test_qwen3_moe(overlap, recompute):
     device = by_threads(qwen, 2, 2, overlap, recompute)
@@ -80,8 +81,8 @@ def trained(rank, shape, dtype, fails):
 
 
 @pytest.mark.parametrize("shape, dtype", [
-    ((2, 1, 1), torch.float32), ((1, 1, 2), torch.float32), ((1, 2, 1), torch.float32), ((2, 2, 1), torch.float32),
-    ((2, 1, 2), torch.bfloat16),
+    *(pytest.param(shape, torch.float32, marks=pytest.mark.slow) for shape in ((2, 1, 1), (1, 1, 2), (2, 2, 1))),
+    ((1, 2, 1), torch.float32), ((2, 1, 2), torch.bfloat16),
 ], ids=str)
 def test_ranks_as_processes(shape, dtype):
     assert run_ranks(trained, math.prod(shape), shape, dtype, False, reuse=True) == [[]] * math.prod(shape)

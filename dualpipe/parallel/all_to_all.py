@@ -7,7 +7,7 @@ computing stream waits where the rows are needed, by events. On CPU the backend'
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, Self
 
 import torch
@@ -17,6 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dualpipe import device
 from dualpipe.recorder import Recorder
+
+_TITLE = "rows to or from experts"
+
+# On its way: on CPU its work, on a device what comes after it; and what it is called, for which no class: 0.2 us.
+Exchange = tuple[dist.Work | None, device.Event | None, str]
 
 
 class AsyncAllToAll(Protocol):
@@ -62,18 +67,33 @@ class CommStream:
         """Give to the stream beside what reads `tensors`, which exist after `made`; on CPU there is no other stream."""
         return device.beside(self._stream, made, *(tensor for tensor in tensors if tensor is not None))
 
-    def wait(self, work: dist.Work) -> None:
-        """Have the host wait for `work`, on CPU."""
-        recorder = Recorder.current()
-        with recorder.collective("all_to_all", "rows to or from experts", recorder.members(self.group)):
-            work.wait()
+    def start(
+        self, received: Tensor, sent: Tensor, received_rows: Sequence[int], sent_rows: Sequence[int]
+    ) -> Exchange:
+        """Start to exchange rows as an `AsyncAllToAll` does, within `beside`."""
+        recorder, title = Recorder.current(), _TITLE
+        if recorder.whole:  # while a trace is taken, in which waits are told apart
+            title = f"{_TITLE}, number {recorder.count('exchange')}"
+            recorder.begin("exchange", title, (), sent.nbytes)
+        try:
+            work = self.all_to_all.start(received, sent, received_rows, sent_rows)
+            if self._stream is None:
+                return work, None, title
+            work.wait()  # the stream does: what follows on it may read what has arrived, and reuse what was sent
+            return None, device.record(self.device), title
+        finally:
+            if recorder.whole:
+                recorder.end()
 
-    def after(self, work: dist.Work) -> device.Event | None:
-        """Within `beside`: what comes after `work`; None on CPU, where the host waits for it."""
-        if self._stream is None:
-            return None
-        work.wait()  # the stream does: what follows on it may read what has arrived, and reuse what was sent
-        return device.record(self.device)
+    def wait(self, exchange: Exchange) -> None:
+        """Have the current stream wait for an exchange, on CPU the host."""
+        (work, arrived, title), recorder = exchange, Recorder.current()
+        if work is None:
+            with recorder.doing("all_to_all", title) if recorder.whole else nullcontext():
+                device.wait(arrived, self.device)  # orders: the arrival, then what reads it
+        else:
+            with recorder.collective("all_to_all", title, recorder.members(self.group)):
+                work.wait()
 
 
 class PendingRows:
@@ -84,8 +104,8 @@ class PendingRows:
         self._stream, self._made = stream, device.record(stream.device)
         self._besides, self._context = besides, context
         self._received: list[tuple[Tensor, torch.dtype | None]] = []
-        self._works: list[tuple[dist.Work, Tensor]] = []  # on CPU; with what is sent, so that it stays
-        self._arrived: device.Event | None = None
+        # On CPU all, with what is sent, so that it stays; on a device the last one, which comes after the others.
+        self._exchanges: list[tuple[Exchange, Tensor | None]] = []
 
     def send(
         self, rows: Tensor | None, row_bytes: int, sent: Sequence[int], received: Sequence[int],
@@ -100,22 +120,21 @@ class PendingRows:
                 rows = torch.zeros(sum(sent), row_bytes, dtype=torch.uint8, device=stream.device)
             rows = rows.contiguous().view(torch.uint8)
             buffer = torch.empty(total if room is None else room, row_bytes, dtype=torch.uint8, device=stream.device)
-            work = stream.all_to_all.start(buffer[:total], rows, received, sent)
-            self._arrived = stream.after(work)
-            if self._arrived is None:
-                self._works.append((work, rows))
+            exchange = stream.start(buffer[:total], rows, received, sent)
+        if exchange[0] is None:
+            self._exchanges = [(exchange, None)]
+        else:
+            self._exchanges.append((exchange, rows))
         self._received.append((buffer, dtype))
         stream.sent_bytes += row_bytes * (sum(sent) - sent[stream.all_to_all.rank])
         return self
 
     def receive(self) -> list[Any]:
         """What was received, (rows, ...) or None: the current stream waits for it, on CPU the host."""
-        while self._works:
-            self._stream.wait(self._works.pop(0)[0])
+        while self._exchanges:
+            self._stream.wait(self._exchanges.pop(0)[0])
         received, self._received = self._received, []  # the caller's from now on
-        if self._arrived is not None:
-            device.wait(self._arrived, self._stream.device)  # orders: the arrival, then what reads it
-            device.keep(*(buffer for buffer, _ in received))  # made beside, used here
+        device.keep(*(buffer for buffer, _ in received))  # made beside, used here
         return [None if dtype is None else buffer.view(dtype) for buffer, dtype in received]
 
     def advance(self) -> None:

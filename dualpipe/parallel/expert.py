@@ -280,9 +280,9 @@ class _PendingDispatch(PendingRows):
                 row, weight, ids = map(row_bytes_of, (rows, weights, plan.ids))
                 both[0, :, 2].fill_(_packed(row, weight, ids, fp8))
             each = [1] * stream.size
-            self._counts, self._told = both, stream.all_to_all.start(both[1], both[0], each, each)
+            self._counts, self._told = both, stream.start(both[1], both[0], each, each)
             self._copied: device.Event | None = None
-            if stream.after(self._told) is not None:
+            if self._told[0] is None:
                 self._counts, self._copied = device.to_host(both)
         if stream.device.type == "cpu":
             self.advance()  # the host computes, so rows must be on their way before it does

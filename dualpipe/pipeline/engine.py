@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 from zlib import crc32
 
@@ -36,9 +37,11 @@ from dualpipe.pipeline.arguments import (
 from dualpipe.pipeline.executor import Executor, Outputs
 from dualpipe.pipeline.lower import Programs
 from dualpipe.pipeline.p2p import P2PGroups, P2PMessages
+from dualpipe.recorder import Recorder
 from dualpipe.schedule import Schedule
 from dualpipe.schedule.build import first_microbatches
 from dualpipe.schedule.types import Step
+from dualpipe.trace.tracer import Place, Tracer
 
 
 class Pipeline(nn.Module):
@@ -190,6 +193,17 @@ class Pipeline(nn.Module):
             raise
         self._loaded.add(kind)
         return result
+
+    def trace(self, path: str | Path, *, group: ProcessGroup | None = None) -> Tracer:
+        """For a `with` around steps, which all ranks enter and leave together: what they did, as a file for Perfetto
+        and for `dualpipe trace`, which the first rank writes at the end.
+
+        path: the file, in a folder that exists; group: the ranks to trace (default: those of this pipeline), such as
+        those of all pipelines that train the model. An error inside goes on, and nothing is written.
+        """
+        schedule, ranks = self._programs.schedule(), self._groups.global_ranks
+        place = Place(self.rank, ranks or (Recorder.current().rank,), schedule.name, schedule.placement)
+        return Tracer(Path(path), group or self._process_group, self.device, place)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """`torch.nn.utils.clip_grad_norm_` for the model of all ranks; every rank must call it, after a step.

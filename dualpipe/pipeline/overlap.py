@@ -312,7 +312,8 @@ class SegmentedStage:
     def backward(self, state: MicrobatchState, kind: str, key: Hashable) -> Task:
         """From `state.gradients` of the results to those of the inputs. Weight gradients are queued under `key`, where
         an "I" leaves them; a "B" computes them when a communication has started, and at the end."""
-        state.deferred = partial(self._store.run, key) if kind == "B" else None
+        deferred = partial(self._run_traced if self._recorder.whole else self._store.run, key)
+        state.deferred = deferred if kind == "B" else None
         for number, segment in reversed(list(enumerate(self._segments))):
             if number in self._regions:
                 yield from self._through(self._regions[number], state, {}, again=True)
@@ -341,6 +342,11 @@ class SegmentedStage:
                 self._recorder.end()
             del record, given  # and with them what the segment read, before anything else is made
         state.weight_gradients()
+
+    def _run_traced(self, key: Hashable) -> None:
+        """Run deferred weight gradients as an entry, which at other times is part of its action."""
+        with self._recorder.doing("wgrad", key):
+            self._store.run(key)
 
     def _compute_backward(
         self, record: SegmentRecord, gradients: Mapping[str, Tensor | None], state: MicrobatchState, key: Hashable

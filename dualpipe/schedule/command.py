@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from math import ceil
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 from dualpipe.schedule.bound import least_work
 from dualpipe.schedule.build import BUILDERS, build
 from dualpipe.schedule.draw import number, table, to_svg, to_text
+from dualpipe.schedule.page import to_html
 from dualpipe.schedule.search import Found, search
 from dualpipe.schedule.simulate import Costs, Timeline, simulate
 from dualpipe.schedule.types import KINDS, Schedule
@@ -39,6 +40,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("--seed", type=int, help="for auto (default: 0)")
     parser.add_argument("--compare", default="", metavar="NAMES", help="other schedules, separated by commas")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the timeline into FILE")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="one page, for a browser, with all timelines in it")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write the order as CSV of torch's pipelining")
     parser.add_argument("--width", type=int, help="characters of the text timeline (default: those of the terminal)")
     parser.set_defaults(run=run)
@@ -76,11 +78,17 @@ def _report(args: argparse.Namespace) -> str:
         if size != 1:
             notes += (f"{schedule.name} cuts the same model into {schedule.num_stages} stages: each costs, and keeps, "
                       f"{number(size)} times as much as one of {first.name}'s\n")
-    text = table(timelines, sizes) + notes + "\n"
-    text += to_text(timelines[0], args.width or get_terminal_size((120, 24)).columns)
-    for path, content in ((args.svg, to_svg), (args.csv, lambda timeline: timeline.schedule.to_torch_csv())):
+    compared = table(timelines, sizes) + notes
+    text = compared + "\n" + to_text(timelines[0], args.width or get_terminal_size((120, 24)).columns)
+    title = f"Schedules of {args.ranks} ranks and {args.microbatches} micro-batches"
+    files: tuple[tuple[Path | None, Callable[[], str]], ...] = (
+        (args.svg, lambda: to_svg(timelines[0])),
+        (args.csv, lambda: timelines[0].schedule.to_torch_csv()),
+        (args.html, lambda: to_html(timelines, title=title, notes=compared)),
+    )
+    for path, content in files:
         if path:
-            path.write_text(content(timelines[0]), encoding="utf-8")
+            path.write_text(content(), encoding="utf-8")
             text += f"wrote {path}\n"
     return text
 
@@ -128,6 +136,11 @@ def parse_costs(text: str) -> Costs:
     given = json.loads(Path(text).read_text(encoding="utf-8"))
     if not isinstance(given, dict):
         raise ValueError(f"{text} has {given!r}; it must hold an object such as {{\"F\": 1, \"B\": 2}}")
+    return costs_from(given)
+
+
+def costs_from(given: Mapping[str, object]) -> Costs:
+    """Costs from what such a JSON file holds; ValueError where it holds something else."""
     return _costs(given, Costs())
 
 

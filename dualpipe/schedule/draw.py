@@ -23,7 +23,7 @@ LOOKS: dict[Kind, tuple[str, str, str]] = {
 REDUCTION = "#c2554d"
 ROW, GAP, LEFT, RIGHT, TOP, BOTTOM = 30, 6, 64, 76, 76, 34  # pixels
 CELL = 17  # pixels of the shortest step, so that two digits fit
-WIDEST = 6000  # pixels of time axis at most; numbers that do not fit are left out
+WIDEST = 6000  # pixels of time axis at most, unless given; numbers that do not fit are left out
 STYLE = (
     "text{font-family:Helvetica,Arial,sans-serif;font-size:11px;fill:#1f2933}"
     ".n{text-anchor:middle;font-size:10.5px}.p{text-anchor:middle;font-size:9.5px}.h{font-size:15px;font-weight:bold}"
@@ -38,7 +38,7 @@ def number(value: float) -> str:
     return f"{value:.2f}".rstrip("0").rstrip(".")
 
 
-def _upper_half(timeline: Timeline) -> set[int]:
+def upper_half(timeline: Timeline) -> set[int]:
     """The stages in the upper half of those of their rank: on a V, the way back."""
     stages = map(timeline.schedule.rank_stages, range(len(timeline.spans)))
     return {stage for mine in stages for stage in mine[(len(mine) + 1) // 2 :]}
@@ -52,7 +52,7 @@ def to_text(timeline: Timeline, width: int = 120) -> str:
     """
     margin = len(f"rank {len(timeline.spans) - 1} ")
     scale = max(1, width - margin) / timeline.makespan if timeline.makespan else 0.0
-    upper = _upper_half(timeline)
+    upper = upper_half(timeline)
 
     def line(idle: str, pieces: Sequence[Span] | Sequence[Reduction], text: Callable[[Any, int], str]) -> str:
         row = [idle] * round(timeline.makespan * scale)
@@ -93,23 +93,29 @@ def table(timelines: Sequence[Timeline], sizes: Sequence[float]) -> str:
             f"{100 * timeline.bubble_fraction:.1f}%",
             number(max(timeline.peak_activations) * size),
         ))
+    return aligned(rows)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Columns of text: the first to the left, the others to the right."""
     first, *others = [max(map(len, column)) for column in zip(*rows)]
     lines = ["  ".join([name.ljust(first), *map(str.rjust, cells, others)]) for name, *cells in rows]
     return "\n".join(lines) + "\n"
 
 
-def to_svg(timeline: Timeline) -> str:
+def to_svg(timeline: Timeline, widest: float = WIDEST) -> str:
     """A row for each rank, colour by kind and lighter for the way back, an overlapped pair framed in one cell.
+    widest: pixels of time axis at most.
 
     Reductions of gradients, which run beside the steps, are bars below the row.
     Hovering over a step tells what it is and when it runs.
     """
     durations = [span.end - span.start for span in chain.from_iterable(timeline.spans) if span.end > span.start]
-    scale = min(CELL / min(durations), WIDEST / timeline.makespan) if durations else 1.0  # pixels per unit of time
+    scale = min(CELL / min(durations), widest / timeline.makespan) if durations else 1.0  # pixels per unit of time
     width = max(LEFT + timeline.makespan * scale + RIGHT, LEFT + 960)  # room for the legend
     bottom = TOP + len(timeline.spans) * (ROW + GAP)
     height = bottom + BOTTOM
-    upper = _upper_half(timeline)
+    upper = upper_half(timeline)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height}" '
         f'width="{width:.0f}" height="{height}">',

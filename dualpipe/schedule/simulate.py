@@ -133,7 +133,7 @@ class Timeline:
     @cached_property
     def bubble(self) -> tuple[float, ...]:
         """Per rank, the time within the makespan that it does not compute."""
-        return tuple(self.makespan - sum(self.costs.of(span.step) for span in spans) for spans in self.spans)
+        return tuple(self.makespan - sum(span.end - span.start for span in spans) for spans in self.spans)
 
     @property
     def bubble_fraction(self) -> float:

@@ -38,6 +38,15 @@ class Action:
     def __str__(self) -> str:
         return f"{self.stage}{self.kind}{self.microbatch}"
 
+    @staticmethod
+    def read(text: str) -> Action:
+        """The action that "3F5" names; ScheduleError where it names none."""
+        match = _ACTION.fullmatch(text)
+        if match is None:
+            raise ScheduleError(f"{text!r} is not an action like 0F7")
+        stage, kind, microbatch = match.groups()
+        return Action(cast("Kind", kind), int(stage), int(microbatch))
+
     @property
     def title(self) -> str:
         """Such as "F(stage 2, micro-batch 5)"."""
@@ -127,15 +136,10 @@ class Schedule:
 
 def _read_cell(cell: str, row: int, column: int) -> Step:
     overlap = _OVERLAP.fullmatch(cell)
-    step = []
-    for text in overlap.groups() if overlap else (cell,):
-        match = _ACTION.fullmatch(text.strip())
-        if match is None:
-            raise ScheduleError(f"row {row}, cell {column}: {text.strip()!r} is not an action like 0F7, nor a pair "
-                                "like (0F7;7B3)OVERLAP_F_B")
-        stage, kind, microbatch = match.groups()
-        step.append(Action(cast("Kind", kind), int(stage), int(microbatch)))
-    return tuple(step)
+    try:
+        return tuple(Action.read(text.strip()) for text in (overlap.groups() if overlap else (cell,)))
+    except ScheduleError as error:
+        raise ScheduleError(f"row {row}, cell {column}: {error}, nor a pair like (0F7;7B3)OVERLAP_F_B") from None
 
 
 def v_placement(num_ranks: int) -> tuple[int, ...]:

@@ -27,6 +27,7 @@ from dualpipe.errors import nearest, raise_for
 from dualpipe.nn.deferral import local
 from dualpipe.pipeline.p2p import Link
 from dualpipe.recorder import Entry, Recorder
+from dualpipe.train.launch import starts_before
 
 KINDS = {
     "kill": "the process is gone at once, by SIGKILL",
@@ -127,8 +128,7 @@ def recorder_of(rank: int, world_size: int, faults: Sequence[Fault]) -> Recorder
     after a restart. Raises ValueError, on every rank, for one on a rank that the job lacks."""
     raise_for("--faults:", [f"{fault}: the job has ranks 0 to {world_size - 1}; give one of them" for fault in faults
                             if not 0 <= fault.rank < world_size])
-    is_first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
-    mine = [fault for fault in faults if fault.rank == rank and is_first]
+    mine = [fault for fault in faults if fault.rank == rank and not starts_before()]
     return FaultyRecorder(rank, faults=mine) if mine else Recorder(rank)
 
 
@@ -143,6 +143,12 @@ class FaultyRecorder(Recorder):
         self._parameters: tuple[Tensor, ...] = ()
         self._awaited: Fault | None = None  # what happens with the next result
         self._until_end = ExitStack()
+
+    def report(self) -> None:
+        """Say, once all is done, which faults have not happened, as nothing that matches them has begun."""
+        for fault in self._faults:
+            if not fault.again and fault.kind != "slow_disk":
+                print(f"planted, but has not happened: {fault}", flush=True)
 
     def lane(self, name: str) -> Self:
         """As of a recorder; what happens there does not happen here again."""

@@ -110,6 +110,11 @@ def slurm_rendezvous(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in found.items() if name not in environment}
 
 
+def starts_before() -> int:
+    """How often what has started this rank has started the job before, after failures; by torchrun's variable."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
 @contextmanager
 def as_rank(info: RankInfo, sizes: Mapping[str, int] | None = None) -> Iterator[SimpleNamespace]:
     """Do what is in a `with` block as a rank of a job. Where the job has others, the process ends with the block.

@@ -28,7 +28,7 @@ from dualpipe.recorder import Recorder
 from dualpipe.train.config import Config
 from dualpipe.train.data import Batch, Loader, evaluation_batches, open_splits, packed_directory, read_ahead
 from dualpipe.train.elastic import fit_run
-from dualpipe.train.faults import Fault, recorder_of
+from dualpipe.train.faults import Fault, FaultyRecorder, recorder_of
 from dualpipe.train.guard import BadStep, Guard, Kept
 from dualpipe.train.job import Job, join
 from dualpipe.train.launch import RankInfo
@@ -46,13 +46,14 @@ from dualpipe.train.optimizer import Optimizer, learning_rate
 from dualpipe.train.resume import Saver, State, describe
 from dualpipe.train.schedule import build_schedule
 from dualpipe.train.stragglers import Stragglers, summary
+from dualpipe.train.traced import Steps, TracedSteps
 from dualpipe.train.votes import StartUp, Votes, farewell
 from dualpipe.train.watchdog import Watchdog
 
 
-def train(config: Config, info: RankInfo, faults: Sequence[Fault] = ()) -> int:
+def train(config: Config, info: RankInfo, faults: Sequence[Fault] = (), traced: Steps | None = None) -> int:
     """Train as rank `info` of the job; returns the exit status, 0 or what asked for an end (see `Vote`), and raises on
-    failure. faults: planted on purpose."""
+    failure. faults: planted on purpose; traced: steps to take a trace of."""
     recorder = recorder_of(info.rank, info.world_size, faults)
     start_up = StartUp(recorder)
     start_up.begin("meeting")
@@ -65,7 +66,10 @@ def train(config: Config, info: RankInfo, faults: Sequence[Fault] = ()) -> int:
         if note and job.rank == 0:
             say(note)
         with Saver(config, job) as saver:
-            return Run(config, job, saver, start_up).train()
+            status = Run(config, job, saver, start_up, traced).train()
+    if isinstance(recorder, FaultyRecorder):
+        recorder.report()
+    return status
 
 
 def _hold(folder: Path, held: ExitStack) -> None:
@@ -102,7 +106,9 @@ class Run:
     sees to; the next step may be under way when the host comes to know.
     """
 
-    def __init__(self, config: Config, job: Job, saver: Saver, start_up: StartUp | None = None) -> None:
+    def __init__(
+        self, config: Config, job: Job, saver: Saver, start_up: StartUp | None = None, traced: Steps | None = None
+    ) -> None:
         self.config, self.job, self.saver, self.recorder = config, job, saver, Recorder.current()
         self.start_up = start_up or StartUp(self.recorder)
         self.start_up.begin("model")
@@ -143,7 +149,7 @@ class Run:
         self.remarks: list[str] = []  # to be said with the next step that is written
         self.stragglers = Stragglers(config.metrics.straggler_interval, parallel.pp, self.recorder.name)
         self.unread: deque[QueuedStep] = deque()  # at most two
-        self.guard = Guard(self)
+        self.guard, self.traced = Guard(self), TracedSteps(self, traced)
         self.copying = new_stream(job.device)
         self.unigram: float | None = None  # what a unigram model of the held-out text would reach
 
@@ -248,6 +254,7 @@ class Run:
         try:
             with self.loader.batches(train.steps, self.copying) as batches:
                 while self.done < train.steps and not self.status:
+                    self.traced.before(self.done + 1)
                     self.unread.append(self._step(self.done, batches))
                     self.done += 1
                     if len(self.unread) > 1:
@@ -264,6 +271,7 @@ class Run:
                             eval_loss = self._evaluate() if evaluates else None
                         self._write(writer, metrics, eval_loss)
                     self.saver.save(self.state, self.done)
+                    self.traced.after(self.done, ends=self.done == train.steps or bool(self.status))
         except BaseException:
             with suppress(BadStep, RuntimeError):  # the latter where the device has failed
                 # Without waiting, which could be for ranks that have failed.
@@ -307,6 +315,7 @@ class Run:
         values = {"loss": math.nan} | dict(zip(queued.names, numbers))  # NaN where it is not known
         votes = Votes.read(numbers[known:])
         self.status = self.status or int(max(vote.status for vote in votes))
+        self.traced.loads(queued.step, [float(vote.load) for vote in votes])
         remarks = [self.start_up.end(), self.stragglers.add(votes) if self.reports else ""]
         try:
             self.guard.check(queued.step, values, queued.kept)

@@ -9,7 +9,6 @@ import dataclasses
 import json
 import math
 import os
-import resource
 import shutil
 import socket
 import sys
@@ -28,7 +27,7 @@ import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
-from dualpipe.device import peak_memory
+from dualpipe.device import memory_in_use, peak_memory
 from dualpipe.files import replace_file
 from dualpipe.schedule import Schedule, simulate, to_svg
 
@@ -230,13 +229,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 def memory_bytes(device: torch.device) -> int:
     """Peak memory of a CUDA device; on CPU what the process has resident now (its peak where /proc is missing)."""
-    if device.type == "cuda":
-        return peak_memory(device)
-    try:
-        resident = Path("/proc/self/statm").read_text().split()[1]
-    except OSError:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return int(resident) * os.sysconf("SC_PAGE_SIZE")
+    return peak_memory(device) if device.type == "cuda" else memory_in_use(device)
 
 
 # -- pictures

@@ -17,7 +17,7 @@ from threading import Thread
 
 import torch.distributed as dist
 
-from dualpipe.train.launch import LISTENER, RankInfo
+from dualpipe.train.launch import LISTENER, RankInfo, starts_before
 
 _SIOCGIFADDR = 0x8915  # <linux/sockios.h>
 
@@ -34,7 +34,6 @@ def connect(info: RankInfo, timeout: timedelta, interface: str = "") -> dist.Sto
     hosts_store = info.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else torchrun does
     if interface and hosts_store:
         address = interface_address(interface)  # not by a name, which leads to a loopback address on the host itself
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store still has what the last one wrote
     made: list[dist.TCPStore | OSError | dist.DistError] = []
 
     def make() -> None:
@@ -54,7 +53,7 @@ def connect(info: RankInfo, timeout: timedelta, interface: str = "") -> dist.Sto
         line = str(store).partition("\n")[0]
         raise ValueError(f"rank {info.rank} cannot meet the others at MASTER_ADDR:MASTER_PORT = {address}:{port}; give "
                          f"rank 0's host and a port that is free there, the same on every rank ({line})") from store
-    return dist.PrefixStore(f"attempt {attempt}", store)
+    return dist.PrefixStore(f"start {starts_before()}", store)  # torchrun's has what ranks of an earlier one wrote
 
 
 def _listen(address: str, port: int, interface: str) -> int | None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dualpipe.checkpoint import CheckpointError, Checkpoints, load, training_state
-from dualpipe.checkpoint.directory import find, none_whole, scan
+from dualpipe.checkpoint.directory import Found, find, none_whole, scan
 from dualpipe.checkpoint.manifest import Checkpoint
 from dualpipe.checkpoint.state import ParameterState
 from dualpipe.dtypes import dtype_of
@@ -25,6 +25,7 @@ from dualpipe.errors import RankLost
 from dualpipe.nn.router_set import RouterSet
 from dualpipe.train.data import Loader
 from dualpipe.train.job import Job
+from dualpipe.train.launch import starts_before
 from dualpipe.train.metrics import say
 from dualpipe.train.model import Model
 from dualpipe.train.optimizer import Optimizer
@@ -237,23 +238,25 @@ def find_source(config: Config) -> tuple[Path | None, dict[str, torch.dtype] | N
     """What to go on from, the dtypes that its tensors were computed in, and what must be said; None: a new run.
 
     A run that began with a checkpoint of another one goes on from its own, once it has saved any: so a job that is
-    started again with the same command goes on.
+    started again with the same command goes on. One that is to begin anew, or goes back to an earlier checkpoint of its
+    own, does so in the first of its starts alone.
     """
     resume, own = config.checkpoint.resume, config.checkpoint_directory
-    if resume == "never":
+    path, found, notes = own, find(own) if resume != "never" or starts_before() else Found([], {}), []
+    saved = found.committed[0].manifest.config if found.committed else None
+    began = _saved_settings(saved, "checkpoint").get("resume")
+    if starts_before() and began == resume:
+        pass  # what to begin with was for the first start, which has saved since
+    elif resume == "never":
         return None, None, []
-    path, found, notes = own, find(own), []
-    if resume != "auto":
+    elif resume != "auto":
         goes_back = own.resolve() in (Path(resume).resolve(), *Path(resume).resolve().parents)
         if goes_back or not (found.committed or found.damaged):
             path, found = Path(resume), find(resume)
+        elif found.committed and not (isinstance(began, str) and Path(began).resolve() == Path(resume).resolve()):
+            raise ValueError(f"{own} has checkpoints of a run that did not begin with checkpoint.resume = {resume!r}; "
+                             'give another output.dir, or checkpoint.resume = "auto" to go on from there')
         else:
-            saved = found.committed[0].manifest.config if found.committed else None
-            began = _saved_settings(saved, "checkpoint").get("resume")
-            if found.committed and not (isinstance(began, str) and Path(began).resolve() == Path(resume).resolve()):
-                raise ValueError(f"{own} has checkpoints of a run that did not begin with checkpoint.resume = "
-                                 f'{resume!r}; give another output.dir, or checkpoint.resume = "auto" to go on from '
-                                 "there")
             notes = [f"checkpoint.resume = {resume!r} is where this run began; it goes on from its own checkpoints"]
     if not found.committed:
         if resume == "auto" and not found.damaged:

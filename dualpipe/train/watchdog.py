@@ -4,8 +4,8 @@ It holds no lock of training and takes part in no collective, so it goes on whil
 will never come. Python's own signal handlers run on the main thread, between two of its instructions: not while that is
 in a collective. So the numbers of signals come through a pipe, into which the interpreter writes them at once.
 
-Ranks tell each other by the job's store, over a connection of a thread of its own, as its calls may hang with rank 0's
-host: that one of them is lost, which ends all, and that all shall write what they do and wait for.
+Ranks tell each other, by a `ControlStore`, that one of them is lost, which ends all, and that all shall write what they
+do and wait for.
 """
 
 from __future__ import annotations
@@ -15,21 +15,18 @@ import json
 import os
 import select
 import signal
-import socket
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from datetime import timedelta
-from functools import partial
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Self
 
 from dualpipe.device import flight_recorder
 from dualpipe.recorder import Recorder
+from dualpipe.train.control import ASK, FAULT, TICK, ControlStore
 from dualpipe.train.launch import ERROR_FILE, RankInfo, leave_word
 from dualpipe.train.why import FOLDER, diagnose, halted, stack_file, state_file
 
@@ -37,13 +34,9 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)  # after the step; the second one at once
-_ANSWER = timedelta(seconds=5)  # for one of the store
-_COLLECT = 1.5  # for other ranks to write their states
 _LAST_CHANCE = 2.0  # for the main thread to end by itself where a rank is lost
 _LATE = 2.0  # beyond its limit, of a wait that does not end by itself
-_FAULT = 2**32  # of the counter in the store: a rank is lost; what is less is how often states were asked for
 _FRAMES = 40
-_TICK, _ASK = 0.25, 1.0  # seconds between two looks at this rank, and into the store
 TOGETHER = 1.0  # seconds in which several count as one: a terminal tells ranks of Ctrl-C, and so does what started them
 
 
@@ -61,7 +54,9 @@ class Watchdog:
         self._told = False  # whether the others know that a rank is lost
         self._reported = False  # whether states were asked for since something was begun or ended
         self._asked = 0  # how often, by the store
-        self._writing: threading.Thread | None = None  # what writes a state, which may hang with the disk
+        # What opens a file, and what writes a state: either may hang with the disk.
+        self._opening: threading.Thread | None = None
+        self._writing: threading.Thread | None = None
 
     def __enter__(self) -> Self:
         self._signals, out = os.pipe()
@@ -88,12 +83,17 @@ class Watchdog:
         self._thread.join()
         os.close(self._signals)
         os.close(self._out)
-        if kind is not None and (lost := self._lost()):  # the thread may not have looked since
-            self._tell(lost)
-            self._store.flush()
         if self._watching:
+            if kind is not None:
+                if lost := self._lost():  # the thread may not have looked since
+                    self._tell(lost)
+                elif ERROR_FILE not in os.environ:  # another rank may have told this one that it has lost one
+                    self._store.put(json.dumps(self._state() | {"asked": FAULT}))
+                self._store.flush()
             self._store.stop()
             if kind is None:
+                if self._opening is not None:
+                    self._opening.join(ASK)
                 self._clear()
 
     def watch(self, store: Store | None, info: RankInfo, output: Path, *, patience: float, limit: float) -> None:
@@ -103,22 +103,21 @@ class Watchdog:
         rank, which is lost then.
         """
         self._info, self._folder, self._patience, self._limit = info, output / FOLDER, patience, limit + _LATE
-        self._store = _Store(store, info.rank)
+        self._store = ControlStore(store, info.rank)
         self._moved, self._progress = time.monotonic(), self.recorder.progress()
         self._clear()
         self._watching = True
 
     def _watch(self) -> None:
         """The thread."""
-        dumping = False
         while not self._ended.is_set():
-            if select.select([self._signals], [], [], _TICK)[0]:
+            if select.select([self._signals], [], [], TICK)[0]:
                 for number in os.read(self._signals, 64):
                     self._handlers.get(number, lambda _: None)(number)
             if self._watching:
-                if not dumping and self.recorder.step:  # now the folder is this run's alone, and all have met
-                    dumping = True
-                    self._dump_without_the_lock()
+                if self._opening is None and self.recorder.step:  # the folder is this run's alone, and all have met
+                    self._opening = threading.Thread(target=self._dump_without_the_lock, daemon=True)
+                    self._opening.start()
                     self._store.find_neighbours()
                 self._look()
 
@@ -128,7 +127,7 @@ class Watchdog:
         if (progress := self.recorder.progress()) != self._progress:
             self._progress, self._moved, self._reported = progress, now, False
         idle = now - self._moved
-        if (lost := self._lost()) or asked >= _FAULT:
+        if (lost := self._lost()) or asked >= FAULT:
             self._leave(lost)
         elif idle > self._limit and (entry := self._innermost()).get("ranks") and entry["kind"] != "save":
             # It does not end by itself, as others' do. That of a save goes by the progress of all ranks.
@@ -179,6 +178,7 @@ class Watchdog:
         if not self._told:
             self._told = True
             self._store.fault()
+            self._store.flush()  # a state says how often was asked before it
             self._write_state()
             if ERROR_FILE in os.environ:
                 return
@@ -215,7 +215,7 @@ class Watchdog:
         if self._writing is None or not self._writing.is_alive():
             self._writing = threading.Thread(target=self._to_folder, args=(state,), name="watchdog's disk", daemon=True)
             self._writing.start()
-            self._writing.join(_ASK)
+            self._writing.join(ASK)
 
     def _to_folder(self, state: str) -> None:
         with suppress(OSError):
@@ -240,156 +240,10 @@ class Watchdog:
             self._folder.rmdir()  # by the last one
 
 
-class _Store:
-    """What ranks tell each other by the job's store, over a connection of its own, on a thread of its own: a call may
-    hang with the store's host. None of these methods does, or raises for a store that is gone.
-
-    asked: how often states were asked for, as far as this rank has heard, and `_FAULT` more where a rank is lost;
-    gone: since when it is, with rank 0 (time.monotonic), 0 while it is there; neighbours: the processes of the ranks on
-    this host.
-    """
-
-    def __init__(self, store: Any, rank: int) -> None:
-        self.asked, self.gone, self.neighbours, self._silent = 0, 0.0, dict[int, int](), store is None
-        self._rank, self._host = rank, f"host {socket.gethostname()}"
-        self._calls: SimpleQueue[Callable[[], object]] = SimpleQueue()
-        self._store = store
-        if self._store is not None:
-            before = _sockets()
-            self._store = self._store.clone()
-            self._socket = next((socket.socket(fileno=os.dup(each)) for each in _sockets() - before), None)
-            self._store.set_timeout(_ANSWER)
-            self._call(lambda: self._store.append(self._host, f"{rank} {os.getpid()} "))
-            threading.Thread(target=self._work, name="watchdog's store", daemon=True).start()
-
-    def ask(self) -> None:
-        """Have all ranks write their states."""
-        self._call(lambda: self._count(1))
-
-    def fault(self) -> None:
-        """Tell all that a rank is lost."""
-        self._call(lambda: self._count(_FAULT))
-
-    def put(self, state: str) -> None:
-        """Hand in this rank's state."""
-        self._call(lambda: self._store.set(f"state {self._rank}", state))
-
-    def is_first(self, what: str) -> bool:
-        """Whether no other rank has asked so before; where the store says nothing, whether none on this host is."""
-        number = self._answer(lambda: self._store.add(what, 1), 0)
-        if number or self.gone:
-            return number == 1
-        return self._rank == min(self.neighbours.keys() - halted(self.neighbours), default=self._rank)
-
-    def set_said(self) -> None:
-        """Let `wait_said` end on all ranks."""
-        self._answer(lambda: self._store.set("said", "1"), None)
-
-    def wait_said(self) -> bool:
-        """Wait for a rank to call `set_said`, for as long as that may take; whether one may have: a store that is gone
-        does not tell."""
-        deadline = time.monotonic() + _COLLECT + _ASK
-        while time.monotonic() < deadline:
-            if self._answer(lambda: self._get("said"), b""):
-                time.sleep(2 * _TICK * (self._rank == 0))  # with which the store goes that the others still ask
-                return True
-            time.sleep(_TICK / 5)
-        return self._silent
-
-    def find_neighbours(self) -> None:
-        """Learn the processes of this host's ranks, which have all met."""
-        def find() -> None:
-            words = iter(self._store.get(self._host).split())
-            self.neighbours = {int(rank): int(process) for rank, process in zip(words, words)}
-
-        self._call(find)
-
-    def states(self, world_size: int) -> dict[int, Any]:
-        """The states that ranks hand in after the last `ask` or `fault`, None of those that do not in time."""
-        if self._silent:
-            return {}
-        found: dict[int, Any] = dict.fromkeys(range(world_size))
-        deadline = time.monotonic() + _COLLECT
-        wanted = self._answer(lambda: self._store.add("asked", 0), 0)
-        while (left := deadline - time.monotonic()) > 0 and None in found.values() and not self._silent:
-            for rank in [rank for rank, state in found.items() if state is None and rank != self._rank]:
-                text = self._answer(partial(self._get, f"state {rank}"), b"", left)
-                if text and (state := json.loads(text))["asked"] >= wanted:
-                    found[rank] = state
-            time.sleep(_TICK / 5)
-        return {} if self._silent else found
-
-    def _get(self, key: str) -> bytes:
-        return self._store.get(key) if self._store.check([key]) else b""
-
-    def flush(self) -> None:
-        """Wait for what was to be told, a moment."""
-        self._answer(int, 0)
-
-    def stop(self) -> None:
-        """Ask for nothing any more."""
-        self._call(_stop)
-
-    def _count(self, more: int) -> None:
-        self.asked = self._store.add("asked", more)
-
-    def _call(self, call: Callable[[], object]) -> None:
-        if self._store is not None:
-            self._calls.put(call)
-
-    def _answer(self, call: Callable[[], Any], default: Any, seconds: float = _ASK) -> Any:
-        if self._silent:
-            return default
-        answers: SimpleQueue[Any] = SimpleQueue()
-        self._call(lambda: answers.put(call()))
-        try:
-            return answers.get(timeout=seconds)
-        except Empty:
-            self._silent = True  # waited for once, not for every question
-            return default
-
-    def _work(self) -> None:
-        """The thread."""
-        with suppress(RuntimeError):
-            heard = 0.0
-            while not self._closed():
-                with suppress(Empty):
-                    self._calls.get(timeout=_ASK)()
-                if time.monotonic() - heard >= _ASK and self.asked < _FAULT and not self._closed():
-                    self._count(0)
-                    heard = time.monotonic()
-                self._silent = False
-        self.gone = self.gone or time.monotonic()
-        self._silent = True
-
-    def _closed(self) -> bool:
-        """Whether the store's process has ended: torch would log a stack for a call."""
-        try:
-            return self._socket is not None and not self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
-
-
-def _sockets() -> set[int]:
-    """The descriptors of this process that are sockets, where the system tells."""
-    found = set()
-    for each in Path("/proc/self/fd").glob("*"):
-        with suppress(OSError):
-            if os.readlink(each).startswith("socket:"):
-                found.add(int(each.name))
-    return found
-
-
 def _frames(frame: Any) -> list[str]:
     """The innermost frames of a thread, without their lines, as a disk may be what hangs."""
     stack = traceback.StackSummary.extract(traceback.walk_stack(frame), lookup_lines=False)
     return [f"{each.filename}:{each.lineno} in {each.name}" for each in reversed(stack[:_FRAMES])]
-
-
-def _stop() -> None:
-    raise RuntimeError("the end of the thread")
 
 
 def _noted(number: int, frame: object) -> None:

@@ -23,6 +23,7 @@ def bench(script):
     return script("bench_overlap")
 
 
+@pytest.mark.slow
 def test_without_a_gpu_it_says_so():
     result = run_script(SCRIPT, CUDA_VISIBLE_DEVICES="")
     assert result.returncode == 0 and "needs a CUDA device" in result.stdout, result.stderr
@@ -64,7 +65,7 @@ sys.exit(bench_overlap.main())
 """
 
 
-@pytest.mark.parametrize("missing, status", [("1", 0), ("0", 1)])
+@pytest.mark.parametrize("missing, status", [pytest.param("1", 0, marks=pytest.mark.slow), ("0", 1)])
 def test_between_ranks_the_status_is_that_of_rank_0(tmp_path, missing, status):
     """Whose rows are shown, whatever the times of the others say."""
     path = tmp_path / "disagreeing.py"

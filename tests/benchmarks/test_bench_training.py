@@ -17,6 +17,7 @@ def bench(script):
     return script("bench_training")
 
 
+@pytest.mark.slow
 def test_without_a_gpu_it_says_so():
     result = run_script(SCRIPT, CUDA_VISIBLE_DEVICES="")
     assert result.returncode == 0 and "needs a CUDA device" in result.stdout, result.stderr
@@ -39,6 +40,7 @@ def check(row):
     assert 0 < row["exposed"] < 1 if row["mesh"].endswith("2") else row["exposed"] == 0
 
 
+@pytest.mark.slow
 def test_two_ranks_train_by_themselves(tmp_path):
     """And one setting that three ranks would be needed for."""
     rows, result = table(tmp_path, "--mesh", "3x1x1", "2x1x1", "--schedule", "dualpipev", "--overlap", "on")
@@ -167,7 +169,7 @@ WHY = {
 
 
 @pytest.mark.parametrize("setting, launcher", [
-    ("raises", ()), ("dies", TORCHRUN), pytest.param("hangs", TORCHRUN, marks=pytest.mark.slow),
+    ("raises", ()), *(pytest.param(setting, TORCHRUN, marks=pytest.mark.slow) for setting in ("dies", "hangs")),
 ])
 def test_a_rank_that_fails_ends_its_setting_alone(tmp_path, setting, launcher):
     """On all ranks, long before the other one would give up; the next setting runs. The status is rank 0's."""

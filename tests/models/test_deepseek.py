@@ -292,7 +292,7 @@ def pipelined(rank, version, shape):
     return worst, 0.0 if loss is None else difference("loss", loss, expected).relative
 
 
-@pytest.mark.parametrize("shape", [(2, 1, 1), (2, 1, 2)], ids=str)
+@pytest.mark.parametrize("shape", [pytest.param((2, 1, 1), marks=pytest.mark.slow), (2, 1, 2)], ids=str)
 @versions
 def test_pipelined_equals_the_whole_model(version, shape):
     pp, dp, ep = shape

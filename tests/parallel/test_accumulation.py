@@ -89,7 +89,7 @@ def error(gradients: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     return float((difference / sum(g.square().sum() for g in expected.values())).sqrt())
 
 
-@pytest.mark.parametrize("pp", [2, 1])
+@pytest.mark.parametrize("pp", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_bf16_compute_with_fp32_accumulation(pp, record_property):
     expected = accumulated(torch.float64, torch.bfloat16)
     in_bf16 = error(accumulated(torch.bfloat16, torch.bfloat16), expected)
@@ -104,7 +104,7 @@ def test_bf16_compute_with_fp32_accumulation(pp, record_property):
     assert in_fp32 < in_bf16 / 1000
 
 
-@pytest.mark.parametrize("pp", [2, 1])
+@pytest.mark.parametrize("pp", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_float64_throughout(pp):
     expected = accumulated(torch.float64, torch.float64)
     assert error(joined(run_ranks(pipelined, pp * REPLICAS, pp, torch.float64, reuse=True)), expected) < 1e-10

@@ -137,7 +137,7 @@ def test_overlapped(shape, dtype):
 
 
 @pytest.mark.parametrize("recompute", [("layer",), ("dispatch",)], ids=str)
-@pytest.mark.parametrize("shape", [(2, 1, 2), (1, 1, 4)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 1, 2), pytest.param((1, 1, 4), marks=pytest.mark.slow)], ids=str)
 def test_one_after_the_other_recomputed_and_skewed(shape, recompute):
     check(shape, overlap=False, recompute=recompute, skewed=True)
 
@@ -327,7 +327,9 @@ def broken_once(rank: int, shape: tuple[int, int, int], where: str) -> list[tupl
     return found
 
 
-@pytest.mark.parametrize("where", ["forward", "backward", "again"])
+@pytest.mark.parametrize("where", [
+    "forward", *(pytest.param(where, marks=pytest.mark.slow) for where in ("backward", "again")),
+])
 @pytest.mark.parametrize("shape", [(2, 1, 2), pytest.param((1, 1, 4), marks=pytest.mark.slow)], ids=str)
 def test_a_failure_beside_tokens_in_flight_raises_everywhere_and_the_next_step_is_right(shape, where):
     for found in run_ranks(broken_once, 4, shape, where, timeout=90, group_timeout=20):

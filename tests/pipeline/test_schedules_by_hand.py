@@ -60,7 +60,7 @@ def run_schedules(rank, schedules):
     return max(run_schedule(rank, schedule) for schedule in schedules)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_pairs_of_any_kinds(world):
     schedules = [
         merge_random_pairs(build(name, world, m), seed)

@@ -189,7 +189,7 @@ def matrix(rank, world):
     return worst
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", [1, 2, *(pytest.param(world, marks=pytest.mark.slow) for world in (3, 4))])
 def test_gradients_losses_and_outputs(world):
     for worst in run_ranks(matrix, world, world, timeout=120, reuse=True):
         assert {case: error for case, error in worst.items() if not error < 1e-10} == {}

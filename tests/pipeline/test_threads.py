@@ -213,14 +213,15 @@ def test_parity(device, is_qwen, pp, ep, overlap):
     check(device, is_qwen, pp, ep, overlap)
 
 
-@pytest.mark.parametrize("recompute", [("layer",), ("attention", "experts")], ids=str)
+@pytest.mark.parametrize("recompute", [pytest.param(("layer",), marks=pytest.mark.slow), ("attention", "experts")],
+                         ids=str)
 def test_parity_with_recomputation(device, recompute):
     check(device, True, 2, 2, True, recompute=recompute)
 
 
 STREAMS = ["links", "all_to_all", "beside", "compute"]
 ALL_RANKS = [Delays(**{stream: EACH}) for stream in STREAMS]
-ON_CPU = [pytest.param(d, marks=[pytest.mark.slow] if d.compute or d.links else []) for d in ALL_RANKS]
+ON_CPU = [pytest.param(d, marks=[pytest.mark.slow] if not d.all_to_all else []) for d in ALL_RANKS]
 ONE_RANK = [pytest.param(replace(d, rank=rank), marks=pytest.mark.slow) for d, rank in product(ALL_RANKS, (0, 3))]
 
 

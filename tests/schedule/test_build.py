@@ -168,10 +168,13 @@ def test_zbv_has_no_bubble_in_its_steady_state():
 
 
 def test_building_is_cheap():
-    start = time.process_time()
-    for name in NAMES:
-        build(name, 16, 31)
-    assert time.process_time() - start < 0.2
+    def seconds():
+        start = time.process_time()
+        for name in NAMES:
+            build(name, 16, 31)
+        return time.process_time() - start
+
+    assert min(seconds() for _ in range(5)) < 0.2, "other processes make any of them longer"
 
 
 @pytest.mark.parametrize(

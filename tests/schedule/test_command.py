@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import textwrap
@@ -53,6 +54,19 @@ def test_files(tmp_path, capsys):
     assert Schedule.from_torch_csv(csv.read_text(), "dualpipev") == build("dualpipev", 4, 10)
 
 
+def test_one_page_has_all_schedules(tmp_path, capsys):
+    html = tmp_path / "a.html"
+    assert call(*SMALL, "--compare", "1f1b,zbv", "--html", str(html)) == 0
+    out = capsys.readouterr().out
+    assert out.endswith(f"wrote {html}\n")
+    (data,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', html.read_text(encoding="utf-8"))
+    page = json.loads(data)
+    assert page["title"] == "Schedules of 4 ranks and 10 micro-batches"
+    assert [timeline["name"] for timeline in page["timelines"]] == ["dualpipev", "1f1b", "zbv"]
+    assert [timeline["makespan"] for timeline in page["timelines"]] == [66, 78, 63]
+    assert page["notes"] == "\n".join(out.splitlines()[:5]) + "\n", "the table, and how 1f1b is compared"
+
+
 def test_options_of_a_schedule(capsys):
     assert call(*SMALL, "--name", "interleaved_1f1b", "--stages-per-rank", "4") == 0
     assert capsys.readouterr().out.splitlines()[1].split()[1] == "16"
@@ -74,6 +88,7 @@ def test_options_of_a_schedule(capsys):
         (("--name", "auto", "--seed", "-1"), "seed is -1; give an integer of 0 or more"),
         (("--stages-per-rank", "2"), "schedule 'dualpipev' has no option 'stages_per_rank'"),
         (("--svg", "/nowhere/a.svg"), "/nowhere/a.svg"),
+        (("--html", "/nowhere/a.html"), "/nowhere/a.html"),
     ],
 )
 def test_mistakes_are_one_line_and_status_2(arguments, message, capsys):

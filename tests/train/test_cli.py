@@ -381,6 +381,7 @@ def test_compiling_is_announced(train_alone, capsys, monkeypatch):
     assert "step 1 takes longer: it compiles attention and dense MLPs\nstep 1/2" in out
 
 
+@pytest.mark.slow
 def test_a_wrong_number_of_ranks_under_torchrun(run_folder, dualpipe):
     one = (*TORCHRUN[:5], "1", *TORCHRUN[6:])
     done = dualpipe(run_folder, "train", "run.toml", command=one)

@@ -322,6 +322,13 @@ def test_a_fault_of_another_start(monkeypatch):
     assert type(recorder_of(1, 2, faults)) is Recorder
 
 
+def test_a_fault_that_has_not_happened_is_told(run, run_toml):
+    plain = ("--parallel.pp", "1", "--train.steps", "1", "--train.eval_batches", "0")
+    done = run(run_toml.parent, "run.toml", *plain, "--faults", "delay rank=0 step=1 seconds=0; raise rank=0 step=2")
+    assert done.status == 0
+    assert done.out.endswith("planted, but has not happened: raise rank=0 step=2\n") and done.out.count("planted") == 2
+
+
 def test_a_bit_of_a_parameter():
     (fault,) = parse("bitflip rank=0 action=optimizer")
     recorder = recorder_of(0, 1, [fault])

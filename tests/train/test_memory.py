@@ -40,8 +40,7 @@ def test_there_is_an_example_of_every_real_model():
     assert {path.stem for path in REAL} >= {path.name for path in (EXAMPLES / "models").iterdir()} and REAL
 
 
-ONE_OF_EACH = ("deepseek-v2-lite", "gpt-oss-20b", "qwen3-30b-a3b-8x80gb")
-SOME = [pytest.param(path, marks=[] if path.stem in ONE_OF_EACH else pytest.mark.slow, id=path.stem) for path in REAL]
+SOME = [pytest.param(path, marks=[] if path.stem == "gpt-oss-20b" else pytest.mark.slow, id=path.stem) for path in REAL]
 
 
 @pytest.mark.parametrize("path", SOME)

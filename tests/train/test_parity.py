@@ -265,6 +265,7 @@ def bf16_on_ranks(rank, toml, runs):
     return statuses
 
 
+@pytest.mark.slow
 def test_bf16_of_every_family_over_fsdp2_and_expert_parallel_ranks(run_toml):
     """FSDP2 over two ranks, with experts over two, of one pipeline, plain and quantized; and of two with experts over
     two."""

@@ -112,3 +112,20 @@ def test_a_poisoned_parameter_ends_the_run(run_folder, monkeypatch, capsys):
         "error: embed_tokens.weight on rank 0: not finite, so there is no checkpoint of step 2; the newest that is "
         f"whole: {folder / 'step-00000001'}\n"
     )
+
+
+@pytest.mark.parametrize("resume", ["never", "step-00000002"])
+def test_a_run_that_is_started_again_goes_on_from_what_it_has_saved(run_folder, monkeypatch, capsys, resume):
+    out = f"again-{resume}"
+    path, begins = ("never", "step 1/") if resume == "never" else (f"{out}/checkpoints/{resume}", "after step 2,")
+
+    def train(steps, restarts, resume):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", f"{restarts}")
+        assert in_one_process(run_folder, monkeypatch, out, steps, 1, "--checkpoint.resume", resume,
+                              "--checkpoint.keep_last", "0") == 0
+        return capsys.readouterr().out
+
+    train(3, 0, "auto")
+    assert begins in train(4, 1, path), "this run has saved nothing yet"
+    assert "after step 4," in train(5, 2, path)
+    assert begins in train(6, 0, path), "it is not started again"

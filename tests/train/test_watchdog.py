@@ -37,7 +37,7 @@ WeightGradStore.run = sleeping
 HOLDS_THE_LOCK = SLEEPS.replace("time.sleep(60)", "import ctypes; ctypes.PyDLL(None).sleep(60)")
 DIFFERS = """
 import os, torch, torch.distributed as dist
-from dualpipe import DualPipeV
+from dualpipe import Pipeline
 from dualpipe.recorder import Recorder
 clip, calls = Pipeline.clip_grad_norm_, []
 def once_more(self, *args):
@@ -143,7 +143,7 @@ def test_without_a_launcher_the_first_to_know_says_it_and_all_end(start_dualpipe
     cause = f"error: everything waits for rank 1 (pp 0, dp 1): it {'is stopped' if stops else 'has been in W(stage 0'}"
     assert sum(cause in err for err in said) == 1, said
     for unwanted in ("Traceback", "has ended"):  # all are there until it is said
-        assert unwanted not in "".join(said)
+        assert unwanted not in "".join(said), "".join(said)
 
 
 def test_sigusr2_to_one_rank_has_all_write_their_states_and_a_good_end_takes_them_away(start, tmp_path):
@@ -163,7 +163,7 @@ def test_sigusr2_to_one_rank_has_all_write_their_states_and_a_good_end_takes_the
     assert process.returncode == 143 and not folder.exists()
 
 
-@pytest.mark.parametrize("disk", ["writes", "hangs"])
+@pytest.mark.parametrize("disk", [pytest.param("writes", marks=pytest.mark.slow), "hangs"])
 def test_a_wait_that_does_not_end_by_itself_is_ended(tmp_path, disk):
     """As of a device, which knows no timeout: in a process of its own, as it is ended."""
     recorder = Recorder(0, {"pp": 2})

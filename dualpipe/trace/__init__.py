@@ -1,0 +1,1 @@
+"""Traces: what all ranks did in some steps, on one clock, as a file; and where the time went by it."""

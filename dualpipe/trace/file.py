@@ -1,0 +1,152 @@
+"""The file of a trace: Chrome's trace event format, which ui.perfetto.dev opens, with the schedule in its metadata.
+
+A process is a rank. Its threads are what its host computes, its communication, its lanes (other threads of the host)
+and the streams of its device; flows lead from a send to its receive. Imports no torch.
+
+The format: docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU ("Trace Event Format").
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dualpipe.files import replace_file
+from dualpipe.schedule.types import Action, Schedule, Step
+from dualpipe.schedule.validate import validate
+
+FORMAT = "dualpipe trace 1"
+COMPUTE, COMMUNICATION, DEVICE = THREADS = ("compute", "communication", "device")
+
+
+class Slice(NamedTuple):
+    """What a thread of a rank did from `start` to `end`, in nanoseconds.
+
+    args: of an action `actions`, such as ["0F1", "3B0"]; of one alone, and of a segment, `stage` and `microbatch`; of a
+    communication `bytes`, `ranks` and its `number` among those of its kind; of a send and its receive the same `flow`;
+    the optimizer's `step`.
+    """
+
+    rank: int
+    thread: str
+    kind: str
+    name: str
+    start: int
+    end: int
+    args: dict[str, Any]
+
+    @property
+    def step(self) -> Step:
+        """The actions that it is; none where it is something else."""
+        return tuple(map(Action.read, self.args.get("actions", ())))
+
+
+@dataclass(frozen=True)
+class Trace:
+    """memory: samples (rank, nanoseconds, bytes). info: `ranks`, by number as text, each with its `name`, the ranks of
+    its pipeline (`members`), its `place` there and how wrong its clock can be (`clock_error_us`); `schedule`; tokens of
+    experts by step and rank (`loads`), where they are known."""
+
+    slices: list[Slice]
+    memory: list[tuple[int, int, int]]
+    info: dict[str, Any]
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """That of the steps. Raises ValueError where there is none, or no valid one."""
+        if not (given := self.info["schedule"]):
+            raise ValueError("the trace holds no step of training by a whole pipeline; trace one, on all of its ranks")
+        ranks = tuple(tuple(tuple(map(Action.read, step.split(";"))) for step in steps) for steps in given["ranks"])
+        schedule = Schedule(given["name"], len(ranks), len(given["placement"]), given["num_microbatches"], ranks,
+                            tuple(given["placement"]))
+        validate(schedule)
+        return schedule
+
+    @cached_property
+    def rows(self) -> dict[int, list[Slice]]:
+        """By rank the slices that its time is made of, outer ones first: of the stream that computes, where there is a
+        device, else of the host."""
+        timed = {each.rank for each in self.slices if each.thread == DEVICE}
+        rows: dict[int, list[Slice]] = {int(rank): [] for rank in self.info["ranks"]}
+        for each in sorted(self.slices, key=lambda each: (each.start, -each.end)):
+            if each.thread == DEVICE or (each.rank not in timed and each.thread in THREADS):
+                rows[each.rank].append(each)
+        return rows
+
+    def name(self, rank: int) -> str:
+        """Such as "rank 3 (pp 1, dp 1)"."""
+        return self.info["ranks"][str(rank)]["name"]
+
+    def write(self, path: Path) -> None:
+        """Write the file, whole or not at all; an event a line."""
+        head = json.dumps({"displayTimeUnit": "ms", "otherData": {"format": FORMAT, **self.info}})
+        events = ",\n".join(json.dumps(event, separators=(",", ":")) for event in self._events())
+        replace_file(path, f'{head[:-1]}, "traceEvents": [\n{events}\n]}}\n')
+
+    def _events(self) -> Iterator[dict[str, Any]]:
+        used = sorted({each.thread for each in self.slices} - {*THREADS})
+        tids = {thread: tid for tid, thread in enumerate((*THREADS, *used))}
+        for rank in sorted({each.rank for each in self.slices}):
+            yield from _named("process", self.name(rank), rank, pid=rank)
+            for thread in sorted({each.thread for each in self.slices if each.rank == rank}, key=tids.__getitem__):
+                yield from _named("thread", thread, tids[thread], pid=rank, tid=tids[thread])
+        flows = [each.args["flow"] for each in self.slices if each.thread == COMMUNICATION and "flow" in each.args]
+        ends, numbers = Counter(flows), {flow: number for number, flow in enumerate(dict.fromkeys(flows))}
+        for each in self.slices:
+            place = {"pid": each.rank, "tid": tids[each.thread]}
+            yield {"ph": "X", "cat": each.kind, "name": each.name, "ts": each.start / 1e3,
+                   "dur": (each.end - each.start) / 1e3, **place, "args": each.args}
+            if each.thread == COMMUNICATION and ends[flow := each.args.get("flow", "")] == 2:
+                ph, at = ("s", each.start) if each.kind == "send" else ("f", max(each.start, each.end - 1))
+                yield {"ph": ph, "cat": "message", "name": "message", "id": numbers[flow], "ts": at / 1e3, **place,
+                       **({"bp": "e"} if ph == "f" else {})}  # bound to the slice around it
+        for rank, at, size in self.memory:
+            yield {"ph": "C", "name": "memory", "pid": rank, "ts": at / 1e3, "args": {"bytes": size}}
+
+
+def _named(what: str, name: str, order: int, **place: int) -> Iterator[dict[str, Any]]:
+    yield {"ph": "M", "name": f"{what}_name", **place, "args": {"name": name}}
+    yield {"ph": "M", "name": f"{what}_sort_index", **place, "args": {"sort_index": order}}
+
+
+def read(path: str | Path) -> Trace:
+    """The trace in a file. Raises ValueError, in one line, where it cannot be read, is none of ours, or is cut off."""
+    try:
+        found = json.loads(Path(path).read_bytes())
+        info, events = found["otherData"], found["traceEvents"]
+        if info.pop("format") != FORMAT:
+            raise KeyError("format")
+        threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+        slices = [Slice(e["pid"], threads[e["pid"], e["tid"]], e["cat"], e["name"], round(e["ts"] * 1e3),
+                        round(e["ts"] * 1e3) + round(e["dur"] * 1e3), e["args"]) for e in events if e["ph"] == "X"]
+        memory = [(e["pid"], round(e["ts"] * 1e3), e["args"]["bytes"]) for e in events if e["ph"] == "C"]
+        trace = Trace(slices, memory, info)
+        assert trace.rows and trace.schedule, "read now, while the file can be named"
+        return trace
+    except OSError as error:
+        raise ValueError(f"cannot read the trace {path}: {error.strerror}") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is no trace, or was cut off: {error}") from error
+    except (KeyError, TypeError, AttributeError, IndexError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is no trace of this library ({type(error).__name__}: {error}); take one by dualpipe "
+                         "train --trace steps=10..12, or Pipeline.trace") from error
+
+
+def training_runs(row: Iterable[Slice]) -> list[list[Slice]]:
+    """The actions of a rank by the step of the pipeline that they are part of, in which each is once; without those of
+    steps that are forward only."""
+    runs: list[list[Slice]] = [[]]
+    seen: set[str] = set()
+    for each in row:
+        if actions := each.args.get("actions"):
+            if not seen.isdisjoint(actions):
+                runs.append([])
+                seen.clear()
+            runs[-1].append(each)
+            seen.update(actions)
+    return [run for run in runs if any(action.kind != "F" for each in run for action in each.step)]

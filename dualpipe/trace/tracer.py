@@ -1,0 +1,223 @@
+"""Takes a trace: what the recorders of all ranks hold of some steps, gathered on the first one and written as one file.
+
+Little is recorded for it that is not recorded anyway: details of communications and, where there is a device, an event
+at the begin and the end of each entry. Until the end no host waits for a device because of it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from time import perf_counter_ns
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch.distributed import ProcessGroup
+
+from dualpipe import device as devices
+from dualpipe.ranks import RankSync, backends, gloo_beside
+from dualpipe.recorder import RANKS, Entry, Recorder
+from dualpipe.trace.file import COMMUNICATION, COMPUTE, DEVICE, Slice, Trace, training_runs
+
+_TRIPS = 32  # of a message, there and back, to compare two clocks
+_TAG = 16  # gloo's, of these; any that nothing else uses
+
+
+class Place(NamedTuple):
+    """Where a rank is in its pipeline, whose ranks are `members` (global numbers); the name of the schedule, and the
+    ranks of its stages."""
+
+    place: int
+    members: tuple[int, ...]
+    schedule: str
+    placement: tuple[int, ...]
+
+
+class Clock(NamedTuple):
+    """A time of this rank's clock; what to add to it for the first rank's, and by how much that can be wrong. In ns."""
+
+    at: int
+    offset: float = 0.0
+    error: float = 0.0
+
+
+class Traced(NamedTuple):
+    """What a rank tells of itself, times on the first rank's clock; see `Trace`."""
+
+    rank: int
+    told: dict[str, Any]
+    slices: list[Slice]
+    memory: list[tuple[int, int, int]]
+
+
+class Tracer:
+    """For a `with` around steps of a pipeline, which all ranks of `group` enter and leave at the same place; the first
+    of them writes the file `path` at the end.
+
+    An error inside goes on as it is, and nothing is gathered or written. Where it is one rank's alone, the others wait
+    for that rank when they leave, as in any collective, until the group's timeout.
+
+    Raises ValueError where a trace is being taken already, and on every rank where there is no folder for the file.
+    """
+
+    def __init__(self, path: Path, group: ProcessGroup | None, device: torch.device, place: Place) -> None:
+        self._path, self._device, self._place = path, device, place
+        self._group: Any = group if group is None or "cpu" in backends(group) else gloo_beside(group)
+        self._recorder = Recorder.current()
+        self._open: list[Entry] = []
+        self._events: dict[int, list[Any]] = {}  # by an entry's id: it, its stream, events at its begin and end
+        self._memory: list[tuple[int, int]] = []
+        self.loads: dict[int, list[float]] = {}
+        """tokens that each rank's experts got, by optimizer step: for who knows them to fill in"""
+
+    def __enter__(self) -> Self:
+        if self._recorder.whole:
+            raise ValueError(f"a trace is being taken already; leave that one before that for {self._path}")
+        self._ranks = RankSync(self._group)
+        self._clocks = [self._compare_clocks()]
+        self._ranks.first(self._check_folder)  # and so all begin at once
+        if self._device.type == "cuda":
+            devices.synchronize(self._device)  # orders: the host knows when the event comes that others are timed by
+        zero, self._since = devices.record(self._device, timed=True), perf_counter_ns()
+        self._zero: Any = zero  # None on the CPU
+        self._recorder.keep(True)
+        # On the object and not as another recorder: the watchdog goes on looking at this one.
+        self._begin, self._end = self._recorder.begin, self._recorder.end
+        vars(self._recorder).update(begin=self._begin_timed, end=self._end_timed)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None = None, *raised: object) -> None:
+        del vars(self._recorder)["begin"], vars(self._recorder)["end"]
+        entries, until = self._recorder.since(self._since), perf_counter_ns()
+        self._recorder.keep(False)
+        if kind is not None:
+            return
+        if self._device.type == "cuda":
+            devices.synchronize(self._device)  # orders: all events, then the host, which reads their times
+        self._clocks.append(self._compare_clocks())
+        rank, error = self._recorder.rank, max(clock.error for clock in self._clocks) / 1e3
+        told = {"name": self._recorder.name(rank), "clock_error_us": round(error, 3), **self._place._asdict()}
+        slices = [*self._of_host(entries, until), *self._of_device()]
+        memory = [(rank, self._common(at), size) for at, size in self._memory]
+        found = self._ranks.collect(Traced(rank, told, slices, memory))
+        self._ranks.first(partial(self._write, found or ()))
+
+    def _check_folder(self) -> None:
+        if not self._path.parent.is_dir():
+            raise ValueError(f"there is no folder {self._path.parent} for the trace {self._path.name}; make it")
+
+    def _write(self, found: Sequence[Traced]) -> None:
+        zero = min((each.start for own in found for each in own.slices), default=0)
+        slices = [each._replace(start=each.start - zero, end=each.end - zero) for own in found for each in own.slices]
+        memory = [(rank, at - zero, size) for own in found for rank, at, size in own.memory]
+        ranks = {f"{own.rank}": own.told for own in found}
+        info = {"ranks": ranks, "schedule": _schedule(ranks, slices), "loads": self.loads}
+        Trace(slices, memory, info).write(self._path)
+
+    # -- what is recorded
+
+    def _begin_timed(self, kind: str, what: object = "", ranks: Sequence[int] = (), nbytes: int = 0) -> Entry:
+        entry = self._begin(kind, what, ranks, nbytes)
+        self._open.append(entry)
+        if self._zero is not None:
+            begin = devices.record(self._device, timed=True)
+            self._events[id(entry)] = [entry, devices.stream(self._device), begin]
+        return entry
+
+    def _end_timed(self) -> None:
+        self._end()
+        if not self._open:  # it was begun before
+            return
+        entry = self._open.pop()
+        if self._zero is not None:
+            self._events[id(entry)].append(devices.record(self._device, timed=True))
+        if not self._open and not entry[RANKS]:
+            self._memory.append((perf_counter_ns(), devices.memory_in_use(self._device)))
+
+    # -- what that comes to
+
+    def _of_host(self, lanes: dict[str, list[Entry]], until: int) -> Iterator[Slice]:
+        for lane, entries in lanes.items():
+            messages = Counter[str]()
+            for entry in entries:
+                began, ended, *_ = entry
+                kind, name, args = _described(entry, self._recorder.rank, messages)
+                thread = lane or (COMMUNICATION if "ranks" in args or kind == "exchange" else COMPUTE)
+                yield Slice(self._recorder.rank, thread, kind, name, self._common(began), self._common(ended or until),
+                            args)
+
+    def _of_device(self) -> Iterator[Slice]:
+        rows: dict[Any, str] = {}  # by stream; the first one that is given anything computes
+        messages = Counter[str]()
+        for entry, stream, *events in self._events.values():
+            if len(events) == 2:  # else it has not ended
+                row = rows.setdefault(stream, f"{DEVICE}, stream {len(rows)}" if rows else DEVICE)
+                start, end = (self._since + round(1e6 * self._zero.elapsed_time(event)) for event in events)
+                kind, name, args = _described(entry, self._recorder.rank, messages)
+                yield Slice(self._recorder.rank, row, kind, name, self._common(start), self._common(end), args)
+
+    # -- one clock
+
+    def _compare_clocks(self) -> Clock:
+        """This rank's clock against the first one's, rank after rank: of many messages there and back the fastest. The
+        first rank's time was that of some moment on the way; it is taken for the middle. Collective.
+
+        Method: Cristian, "Probabilistic clock synchronization", 1989.
+        """
+        best, word = Clock(perf_counter_ns()), torch.zeros(1, dtype=torch.int64, device="cpu")
+        with self._recorder.collective("agree", "the clocks of all ranks", self._recorder.members(self._group)):
+            for peer, trip in ((peer, trip) for peer in range(1, self._ranks.size) for trip in range(_TRIPS)):
+                if self._ranks.rank == 0:
+                    self._group.recv([word], peer, _TAG).wait()
+                    self._group.send([word.fill_(perf_counter_ns())], peer, _TAG).wait()
+                elif self._ranks.rank == peer:
+                    sent = perf_counter_ns()
+                    self._group.send([word], 0, _TAG).wait()
+                    self._group.recv([word], 0, _TAG).wait()
+                    half = (perf_counter_ns() - sent) / 2
+                    if not trip or half < best.error:
+                        best = Clock(sent, int(word) - sent - half, half)
+        return best
+
+    def _common(self, at: int) -> int:
+        """A time on the first rank's clock: between two comparisons by both, as clocks differ in speed."""
+        first, last = self._clocks
+        drift = (last.offset - first.offset) / max(1, last.at - first.at)
+        return at + round(first.offset + drift * (at - first.at))
+
+
+def _described(entry: Entry, rank: int, messages: Counter[str]) -> tuple[str, str, dict[str, Any]]:
+    """Kind, name and args of a `Slice`. messages: how many of each there were before, on this rank."""
+    _, _, step, kind, what, ranks, nbytes, number = entry
+    name, args = str(what) or kind, {"step": step} if step else {}
+    if actions := getattr(what, "actions", ()):
+        args |= {"actions": list(map(str, actions))}
+        args |= {"stage": actions[0].stage, "microbatch": actions[0].microbatch} if len(actions) == 1 else {}
+    elif kind == "segment":
+        args |= {key: value for key, value in what._asdict().items() if key != "kind"}
+    elif kind == "wgrad":
+        args |= dict(zip(("stage", "microbatch"), what))
+        name = f"weight gradients of stage {what[0]}, micro-batch {what[1]}"
+    if ranks:
+        args |= {"ranks": list(ranks), "number": number}
+    if nbytes:
+        args["bytes"] = nbytes
+    if nbytes and kind in ("send", "receive"):
+        message = f"{name} from {rank} to {ranks[0]}" if kind == "send" else f"{name} from {ranks[0]} to {rank}"
+        messages[message] += 1
+        args["flow"] = f"{message}, {messages[message]}"
+    return kind, name, args
+
+
+def _schedule(ranks: dict[str, dict[str, Any]], slices: list[Slice]) -> dict[str, Any] | None:
+    """The schedule of the pipeline of the first rank, as it was run; None where not all of its ranks have trained."""
+    first = ranks[min(ranks, key=int)]
+    runs = [training_runs(each for each in slices if (each.rank, each.thread) == (member, COMPUTE))
+            for member in first["members"]]
+    if not all(runs):
+        return None
+    microbatches = {action.microbatch for own in runs for each in own[0] for action in each.step}
+    return {"name": first["schedule"], "num_microbatches": len(microbatches), "placement": first["placement"],
+            "ranks": [[";".join(each.args["actions"]) for each in own[0]] for own in runs]}

@@ -1,0 +1,65 @@
+"""Tracing some steps of a run: `dualpipe train --trace steps=10..12[,file=PATH] CONFIG`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from dualpipe.trace.tracer import Tracer
+from dualpipe.train.metrics import say
+
+if TYPE_CHECKING:
+    from dualpipe.train.loop import Run
+
+
+class Steps(NamedTuple):
+    """Those to trace, from 1, and the file; "": in output.dir."""
+
+    first: int
+    last: int
+    file: str = ""
+
+
+def parse(text: str, steps: int) -> Steps | None:
+    """What `text` asks of a run of so many steps, None where it is empty. Raises ValueError for what cannot be."""
+    if not text:
+        return None
+    match = re.fullmatch(r"steps=(\d{1,12})(?:\.\.(\d{1,12}))?(?:,file=(.+))?", text)
+    if match is None:
+        raise ValueError(f"--trace: {text!r} is not understood; give steps=10..12, or steps=10, and perhaps ,file=PATH "
+                         "behind it")
+    first, last = int(match[1]), int(match[2] or match[1])
+    if not 1 <= first <= last <= steps:
+        raise ValueError(f"--trace: steps={first}..{last} are not steps of this run, which has 1 to {steps}; give some "
+                         "of these, the first one first")
+    return Steps(first, last, match[3] or "")
+
+
+class TracedSteps:
+    """Takes the trace of a run, if one is `wanted`; every rank calls everything alike."""
+
+    def __init__(self, run: Run, wanted: Steps | None) -> None:
+        self._run, self._wanted = run, wanted
+        self._tracer: Tracer | None = None
+
+    def before(self, step: int) -> None:
+        """Begin where `step`, which comes now, is one to trace, also the first one after others were resumed from."""
+        if self._wanted is not None and self._tracer is None and self._wanted.first <= step <= self._wanted.last:
+            self._path = Path(self._wanted.file or self._run.folder / "trace-{}-{}.json".format(*self._wanted[:2]))
+            self._tracer = self._run.pipeline.trace(self._path, group=self._run.job.group)
+            self._tracer.__enter__()
+
+    def after(self, step: int, *, ends: bool) -> None:
+        """Write the file after the last step to trace, or where the run `ends` before."""
+        if self._tracer is not None and self._wanted is not None and (step >= self._wanted.last or ends):
+            self._tracer.__exit__(None)
+            self._tracer, self._wanted = None, None
+            if self._run.job.rank == 0:
+                say(f"trace: {self._path} (see it in ui.perfetto.dev, or by dualpipe trace summary)")
+
+    def loads(self, step: int, loads: Sequence[float]) -> None:
+        """Note the tokens that the experts of each rank got in a step, where they are known."""
+        if self._tracer is not None and any(loads):
+            self._tracer.loads[step] = list(loads)

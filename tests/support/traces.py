@@ -1,0 +1,124 @@
+"""Traces of schedules as if they had been run, with times that are known; and what makes a file one of Chrome's."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from dualpipe.schedule import Schedule, Step
+from dualpipe.schedule.messages import Message, all_messages, play
+from dualpipe.trace.file import COMMUNICATION, COMPUTE, Slice, Trace
+
+MS = 1_000_000  # nanoseconds
+
+
+class _Played:
+    """The slices of one step of one pipeline, whose rank r is the global rank r * replicas + replica."""
+
+    def __init__(self, schedule: Schedule, run: int, replica: int, replicas: int, ends: dict[int, int]) -> None:
+        """ends: when each global rank is free."""
+        self.messages, self.done = all_messages(schedule), [0] * schedule.num_ranks
+        self.run, self.replica, self.replicas, self.ends = run, replica, replicas, ends
+        self.sent: dict[Message, int] = {}
+        self.slices: list[Slice] = []
+
+    def rank(self, place: int) -> int:
+        return place * self.replicas + self.replica
+
+    def add(self, place: int, kind: str, name: str, end: int, **args: Any) -> None:
+        thread, rank = COMMUNICATION if "ranks" in args else COMPUTE, self.rank(place)
+        self.slices.append(Slice(rank, thread, kind, name, self.ends[rank], end, {"step": self.run + 1, **args}))
+        self.ends[rank] = end
+
+    def message(self, message: Message, peer: int) -> dict[str, Any]:
+        flow = f"{message.title} from {self.rank(message.src)} to {self.rank(message.dst)}, {self.run}"
+        return {"ranks": [self.rank(peer)], "number": 0, "bytes": 8, "flow": flow}
+
+    def do(self, place: int, step: Step, duration: Callable[[int, int, Step], float], latency: int) -> bool:
+        """Do the next step of a rank, if what it needs was sent."""
+        rank, own = self.rank(place), self.messages[place][self.done[place]]
+        if any(message not in self.sent for message in own.incoming):
+            return False
+        self.done[place] += 1
+        for message in own.incoming:
+            arrived = max(self.ends[rank], self.sent[message] + latency)
+            self.add(place, "receive", message.title, arrived, **self.message(message, message.src))
+        alone = {"stage": step[0].stage, "microbatch": step[0].microbatch} if len(step) == 1 else {}
+        end = self.ends[rank] + round(duration(rank, self.run, step) * MS)
+        self.add(place, "".join(a.kind for a in step), " and ".join(a.title for a in step), end,
+                 actions=list(map(str, step)), **alone)
+        for message in own.outgoing:
+            self.sent[message] = end
+            self.add(place, "send", message.title, end, **self.message(message, message.dst))
+        return True
+
+
+def played(
+    schedule: Schedule, duration: Callable[[int, int, Step], float], *, latency: int = MS // 2, runs: int = 3,
+    replicas: int = 1, loads: dict[str, list[float]] | None = None,
+) -> Trace:
+    """A trace of `runs` steps, each after an agreement of 1 ms, by `replicas` pipelines. duration: of a global rank's
+    step of the schedule in a run, in ms; latency: of a message, in ns."""
+    slices: list[Slice] = []
+    size, now = schedule.num_ranks * replicas, 0
+    for run in range(runs):
+        ends = dict.fromkeys(range(size), now + MS)
+        slices += [Slice(rank, COMMUNICATION, "agree", "word", now, now + MS, {"ranks": [not rank], "number": 0})
+                   for rank in range(size) if size > 1]
+        for replica in range(replicas):
+            one = _Played(schedule, run, replica, replicas, ends)
+            assert not any(play(schedule.ranks, partial(one.do, duration=duration, latency=latency)))
+            slices += one.slices
+        now = max(ends.values())
+    ranks = {
+        f"{place * replicas + replica}": {
+            "name": f"rank {place * replicas + replica}", "clock_error_us": 1.5, "place": place,
+            "members": [each * replicas + replica for each in range(schedule.num_ranks)],
+        } for place in range(schedule.num_ranks) for replica in range(replicas)
+    }
+    steps = [[";".join(map(str, step)) for step in row] for row in schedule.ranks]
+    given = {"name": schedule.name, "num_microbatches": schedule.num_microbatches, "placement": schedule.placement,
+             "ranks": steps}
+    return Trace(slices, [(0, MS, 2**20)], {"ranks": ranks, "schedule": given, "loads": loads or {}})
+
+
+def check_format(found: dict[str, Any]) -> None:
+    """Assert the rules of the format for the events of a file: https://docs.google.com/document/d/
+    1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU, as far as they are used."""
+    events = found["traceEvents"]
+    assert {event["ph"] for event in events} <= set("XMCsf")
+    names = {kind: {(event["pid"], event.get("tid")): event["args"]["name"] for event in events
+                    if event["ph"] == "M" and event["name"] == kind} for kind in ("process_name", "thread_name")}
+    threads = defaultdict(list)
+    for event in events:
+        if event["ph"] != "M":
+            assert isinstance(event["ts"], int | float) and event["ts"] >= 0 and isinstance(event["pid"], int)
+            assert (event["pid"], None) in names["process_name"]
+        if event["ph"] in "Xsf":
+            assert (event["pid"], event["tid"]) in names["thread_name"]
+        if event["ph"] == "X":
+            assert event["dur"] >= 0 and isinstance(event["name"], str) and event["name"]
+            threads[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
+        if event["ph"] == "C":
+            assert all(isinstance(value, int) for value in event["args"].values())
+    for slices in threads.values():  # of one thread those that overlap are within each other
+        open_until: list[float] = []
+        for start, end in sorted(slices, key=lambda each: (each[0], -each[1])):
+            while open_until and open_until[-1] <= start + 1e-4:
+                open_until.pop()
+            assert not open_until or end <= open_until[-1] + 1e-4
+            open_until.append(end)
+    errors = {int(rank): told["clock_error_us"] for rank, told in found["otherData"]["ranks"].items()}
+    flows = defaultdict(dict)
+    for event in events:
+        if event["ph"] in "sf":
+            assert isinstance(event["id"], int) and event["ph"] not in flows[event["id"]], "a flow has one of each end"
+            flows[event["id"]][event["ph"]] = event
+            around = [(start, end) for start, end in threads[event["pid"], event["tid"]]
+                      if start - 1e-4 <= event["ts"] <= end + 1e-4]
+            assert around, "a flow is bound to a slice"
+    for ends in flows.values():
+        start, end = ends["s"], ends["f"]
+        assert end["bp"] == "e" and end["ts"] >= start["ts"] - errors[start["pid"]] - errors[end["pid"]]
