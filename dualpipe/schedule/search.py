@@ -29,7 +29,7 @@ from dualpipe.schedule.types import Schedule, v_placement
 from dualpipe.schedule.validate import validate
 
 FAMILIES = ("dualpipev", "dualpipev_full", "zbv", "interleaved_1f1b")  # of two stages a rank
-EFFORT = 200_000_000  # changes, times the forwards and backwards of an order: about 40 s on two quiet cores
+EFFORT = 300_000_000  # changes, times the forwards and backwards of an order
 CHAINS, ROUNDS = 4, 6
 THOROUGH = 200  # changes of a chain in a round for each forward and backward, at most: small orders need no more
 HEAT = 0.03  # the first temperature, in the mean cost of a forward and a backward
