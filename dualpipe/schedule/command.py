@@ -63,7 +63,7 @@ def _report(args: argparse.Namespace) -> str:
     for name in (args.name, *filter(None, map(str.strip, args.compare.split(",")))):
         options = {option: value for option in ("stages_per_rank", "memory", "seed")
                    if not timelines and (value := getattr(args, option)) is not None}
-        if name == "auto":
+        if name == "auto" and "stages_per_rank" not in options:
             schedule, said = _found(args, costs, alternative=not timelines)
             notes += said
         else:

@@ -85,6 +85,7 @@ def test_options_of_a_schedule(capsys):
         (("--costs", "nowhere.json"), "nowhere.json"),
         (("--seed", "2"), "schedule 'dualpipev' has no option 'seed'"),
         (("--name", "auto", "--memory", "1.5"), "memory is 1.5; give stage activations, 2 or more"),
+        (("--name", "auto", "--stages-per-rank", "3"), "schedule 'auto' has no option 'stages_per_rank'"),
         (("--name", "auto", "--seed", "-1"), "seed is -1; give an integer of 0 or more"),
         (("--stages-per-rank", "2"), "schedule 'dualpipev' has no option 'stages_per_rank'"),
         (("--svg", "/nowhere/a.svg"), "/nowhere/a.svg"),
