@@ -39,6 +39,7 @@ from dualpipe.pipeline.lower import Programs
 from dualpipe.pipeline.p2p import P2PGroups, P2PMessages
 from dualpipe.recorder import Recorder
 from dualpipe.schedule import Schedule
+from dualpipe.schedule.build import first_microbatches
 from dualpipe.schedule.types import Step
 from dualpipe.trace.tracer import Place, Tracer
 
@@ -130,9 +131,10 @@ class Pipeline(nn.Module):
         """Run the steps inside, of one micro-batch, with whole backwards, or with all weight gradients `deferred`: two
         orders of the same products. They give the same bits where each of these does."""
         kept = self._programs
-        schedule = kept.schedule(1)
+        schedule = kept.schedule()  # of one micro-batch, unless it is a `Schedule` of more
         order = partial(_reordered, deferred=deferred)
-        other = replace(schedule, ranks=tuple(tuple(order(steps)) for steps in schedule.ranks))
+        ranks = tuple(tuple(order(first_microbatches(steps, 1))) for steps in schedule.ranks)
+        other = replace(schedule, num_microbatches=1, ranks=ranks)
         self._programs = Programs(other, num_ranks=self.num_ranks, rank=self.rank, num_modules=len(self.module))
         self._programs.pairs = kept.pairs
         try:

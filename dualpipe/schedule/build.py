@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import inspect
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
-from itertools import count
-from typing import cast
+from typing import Any, cast
 
 from dualpipe.errors import nearest
+from dualpipe.schedule.simulate import Costs
 from dualpipe.schedule.types import Action, Kind, Schedule, Step, v_placement
 
 
-def build(name: str, num_ranks: int, num_microbatches: int, **options: int) -> Schedule:
+def build(name: str, num_ranks: int, num_microbatches: int, **options: Any) -> Schedule:
     """The schedule called `name` for `num_ranks` pipeline ranks and `num_microbatches` micro-batches, both at least 1.
 
     "dualpipev", "dualpipev_full", "zbv" and "1f1b" take no options; "interleaved_1f1b" takes `stages_per_rank` (2).
+    "auto" searches for the best; it takes `costs`, `memory`, `seed` and `effort`, see `search.search`.
     Raises ValueError for an unknown name or option, or a size that is not a positive integer.
     """
 
@@ -27,7 +28,10 @@ def build(name: str, num_ranks: int, num_microbatches: int, **options: int) -> S
     builder = BUILDERS.get(name)
     if builder is None:
         raise ValueError(f"no schedule is called {name!r}; {remedy(name, list(BUILDERS))}")
-    for what, size in (("num_ranks", num_ranks), ("num_microbatches", num_microbatches), *options.items()):
+    for what, size in (
+        ("num_ranks", num_ranks), ("num_microbatches", num_microbatches),
+        *((option, value) for option, value in options.items() if name != "auto"),  # which has its own checks
+    ):
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise ValueError(f"{what} is {size!r}; give an integer of 1 or more")
     known = [p.name for p in inspect.signature(builder).parameters.values() if p.kind is p.KEYWORD_ONLY]
@@ -145,9 +149,21 @@ def interleaved_1f1b(num_ranks: int, num_microbatches: int, *, stages_per_rank: 
     return Schedule("interleaved_1f1b", num_ranks, len(placement), num_microbatches, tuple(ranks), placement)
 
 
+def auto(
+    num_ranks: int, num_microbatches: int, *, costs: Costs | None = None, memory: float | None = None, seed: int = 0,
+    effort: int | None = None,
+) -> Schedule:
+    """The best order that a search finds; the first time it takes up to a minute."""
+    from dualpipe.schedule.search import EFFORT, search  # which starts from the schedules of this file
+
+    found = search(num_ranks, num_microbatches, costs=costs, memory=memory, seed=seed,
+                   effort=EFFORT if effort is None else effort)
+    return found.timeline.schedule
+
+
 BUILDERS: dict[str, Callable[..., Schedule]] = {
     "dualpipev": dualpipev, "dualpipev_full": dualpipev_full, "zbv": zbv, "1f1b": one_f_one_b,
-    "interleaved_1f1b": interleaved_1f1b,
+    "interleaved_1f1b": interleaved_1f1b, "auto": auto,
 }
 
 
@@ -157,16 +173,24 @@ def in_turn(pattern: Iterable[str], stages: Sequence[int]) -> list[Step]:
     Each of the stages counts its forwards and, together, its backwards "B" and "I"; a "W" is the oldest that an "I" of
     its stage left.
     """
-    turns: defaultdict[tuple[bool, str], count[int]] = defaultdict(count)
+    turns: Counter[tuple[bool, str]] = Counter()
     deferred: defaultdict[str, deque[int]] = defaultdict(deque)
-
-    def action(kind: str, which: str) -> Action:
-        microbatch = deferred[which].popleft() if kind == "W" else next(turns[kind == "F", which])
-        if kind == "I":
-            deferred[which].append(microbatch)
-        return Action(cast("Kind", kind), stages[int(which)], microbatch)
-
-    return [tuple(action(*name) for name in names.split("&")) for names in pattern]
+    pattern = list(pattern)
+    parsed = {names: [cast("tuple[Kind, str]", tuple(name)) for name in names.split("&")] for names in set(pattern)}
+    steps: list[Step] = []
+    for names in pattern:
+        step = []
+        for kind, which in parsed[names]:
+            if kind == "W":
+                microbatch = deferred[which].popleft()
+            else:
+                microbatch = turns[kind == "F", which]
+                turns[kind == "F", which] += 1
+                if kind == "I":
+                    deferred[which].append(microbatch)
+            step.append(Action(kind, stages[int(which)], microbatch))
+        steps.append(tuple(step))
+    return steps
 
 
 def first_microbatches(steps: Iterable[Step], num_microbatches: int) -> tuple[Step, ...]:
@@ -175,5 +199,5 @@ def first_microbatches(steps: Iterable[Step], num_microbatches: int) -> tuple[St
     Done on all ranks alike this keeps an order valid: what remains keeps its sequence, hence its dependencies, no
     stream holds more messages, and no more activations are alive than before.
     """
-    kept = (tuple(action for action in step if action.microbatch < num_microbatches) for step in steps)
-    return tuple(step for step in kept if step)
+    kept = (tuple([action for action in step if action.microbatch < num_microbatches]) for step in steps)
+    return tuple(filter(None, kept))

@@ -7,15 +7,18 @@ import json
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
+from math import ceil
 from pathlib import Path
 from shutil import get_terminal_size
 from typing import Any
 
+from dualpipe.schedule.bound import least_work
 from dualpipe.schedule.build import BUILDERS, build
 from dualpipe.schedule.draw import number, table, to_svg, to_text
 from dualpipe.schedule.page import to_html
+from dualpipe.schedule.search import Found, search
 from dualpipe.schedule.simulate import Costs, Timeline, simulate
-from dualpipe.schedule.types import KINDS
+from dualpipe.schedule.types import KINDS, Schedule
 from dualpipe.schedule.validate import validate
 
 COSTS_HELP = (
@@ -32,6 +35,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("--microbatches", type=int, required=True, help="micro-batches in a step")
     parser.add_argument("--stages-per-rank", type=int, help="for interleaved_1f1b (default: 2)")
     parser.add_argument("--costs", default="", metavar="COSTS", help=COSTS_HELP)
+    parser.add_argument("--memory", type=float, metavar="CAP",
+                        help="for auto: stage activations that a rank may hold (default: those of dualpipev, 2P + 1)")
+    parser.add_argument("--seed", type=int, help="for auto (default: 0)")
     parser.add_argument("--compare", default="", metavar="NAMES", help="other schedules, separated by commas")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the timeline into FILE")
     parser.add_argument("--html", type=Path, metavar="FILE", help="one page, for a browser, with all timelines in it")
@@ -55,8 +61,13 @@ def _report(args: argparse.Namespace) -> str:
     timelines: list[Timeline] = []
     sizes: list[float] = []  # of stages, in those of the first: with fewer of the same model, each costs as much more
     for name in (args.name, *filter(None, map(str.strip, args.compare.split(",")))):
-        options = {} if timelines or args.stages_per_rank is None else {"stages_per_rank": args.stages_per_rank}
-        schedule = build(name, args.ranks, args.microbatches, **options)
+        options = {option: value for option in ("stages_per_rank", "memory", "seed")
+                   if not timelines and (value := getattr(args, option)) is not None}
+        if name == "auto" and "stages_per_rank" not in options:
+            schedule, said = _found(args, costs, alternative=not timelines)
+            notes += said
+        else:
+            schedule = build(name, args.ranks, args.microbatches, **options)
         validate(schedule)
         first = timelines[0].schedule if timelines else schedule
         sizes.append(size := first.num_stages / schedule.num_stages)
@@ -80,6 +91,41 @@ def _report(args: argparse.Namespace) -> str:
             path.write_text(content(), encoding="utf-8")
             text += f"wrote {path}\n"
     return text
+
+
+def _found(args: argparse.Namespace, costs: Costs, *, alternative: bool) -> tuple[Schedule, str]:
+    """What the search finds, and what is to be said of it; `alternative`: also of half the memory."""
+    memory = 2 * args.ranks + 1 if args.memory is None else args.memory
+
+    def look(cap: float) -> Found:
+        def show(done: float, best: float) -> None:
+            print(f"\rsearching with memory {number(cap)}: {done:4.0%}, best {number(best)} ", end="", file=sys.stderr,
+                  flush=True)
+
+        watched = sys.stderr.isatty()
+        found = search(args.ranks, args.microbatches, costs=costs, memory=cap, seed=args.seed or 0,
+                       progress=show if watched else None)
+        if watched:
+            print("\r\033[K", end="", file=sys.stderr)
+        return found
+
+    found = look(memory)
+    time, bound = found.timeline.makespan, max(found.bounds)
+    base = simulate(build("dualpipev", args.ranks, args.microbatches), costs).makespan
+    work = least_work(found.timeline.schedule.placement, args.microbatches, costs)
+    said = (
+        f"auto: {100 * (1 - time / base):.1f}% less time than dualpipev ({number(base)}), with at most "
+        f"{number(found.timeline.peak_memory)} of {number(memory)} stage activations on a rank\n"
+        f"lower bound {number(bound)} (by rank {', '.join(map(number, found.bounds))}): auto is "
+        f"{100 * (time / bound - 1):.1f}% above it\n"
+    ) if base and bound else ""
+    if base > work:
+        said += (f"time beyond the least work of a rank, {number(work)}: {number(time - work)}, of dualpipev "
+                 f"{number(base - work)} ({(time - work) / (base - work):.2f} of it)\n")
+    if alternative and time and (half := ceil(memory / 2)) >= 2:
+        other = look(half).timeline.makespan
+        said += f"with memory {half}: {number(other)}, {100 * (other / time - 1):.1f}% more time\n"
+    return found.timeline.schedule, said
 
 
 def parse_costs(text: str) -> Costs:

@@ -15,15 +15,16 @@ blocks until its receive is posted, and the least that an engine must do.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
-from dualpipe.schedule.types import Action, Schedule, Step
+from dualpipe.schedule.types import KINDS, Action, Schedule, Step
 
 RECEIVE_AHEAD = 1  # receives of a stream that are posted at any time
 
 Stream = tuple[int, int, str]  # source rank, destination rank, kind of message
+Result = tuple[str, int, int]  # an activation "F" or a gradient "B" (or "W"), the stage that yields it, micro-batch
 T = TypeVar("T")
 
 
@@ -59,25 +60,35 @@ class StepMessages(NamedTuple):
     outgoing: list[Message]
 
 
-def needs(schedule: Schedule, action: Action) -> tuple[Action, ...]:
-    """The actions, of any rank, any one of which yields the input of `action`; none for the first forward."""
+def result(action: Action) -> Result:
+    """What `action` yields. An "I" yields what a "B" does; nothing takes what a "W" yields."""
+    return "B" if action.kind == "I" else action.kind, action.stage, action.microbatch
+
+
+def need(schedule: Schedule, action: Action) -> Result | None:
+    """What `action` takes, from any rank; None for the first forward. A "W" takes what the "I" of its stage left."""
     kind, stage, mb = action.kind, action.stage, action.microbatch
     if kind == "F":
-        return (Action("F", stage - 1, mb),) if stage > 0 else ()
+        return ("F", stage - 1, mb) if stage > 0 else None
     if kind == "W":
-        return (Action("I", stage, mb),)
-    if stage == schedule.num_stages - 1:
-        return (Action("F", stage, mb),)
-    return (Action("B", stage + 1, mb), Action("I", stage + 1, mb))
+        return "B", stage, mb
+    return ("F", stage, mb) if stage == schedule.num_stages - 1 else ("B", stage + 1, mb)
 
 
 def sent(schedule: Schedule, action: Action) -> Message | None:
     """The message that `action` produces, or None where its result stays on its rank."""
-    target = action.stage + {"F": 1, "B": -1, "I": -1, "W": 0}[action.kind]
-    if not 0 <= target < schedule.num_stages:
+    kind = "F" if action.kind == "F" else "B"
+    target = action.stage + (1 if kind == "F" else -1)
+    if action.kind == "W" or not 0 <= target < schedule.num_stages:
         return None
-    src, dst = schedule.stage_rank(action.stage), schedule.stage_rank(target)
-    return None if src == dst else Message("F" if action.kind == "F" else "B", target, action.microbatch, src, dst)
+    src, dst = schedule.placement[action.stage], schedule.placement[target]
+    return None if src == dst else Message(kind, target, action.microbatch, src, dst)
+
+
+def streams(schedule: Schedule) -> dict[tuple[str, int], Stream]:
+    """Which stream carries what a stage yields, an activation "F" or a gradient "B", where that leaves the rank."""
+    first = (Action(kind, stage, 0) for kind in KINDS[:2] for stage in range(schedule.num_stages))
+    return {result(each)[:2]: message.stream for each in first if (message := sent(schedule, each))}
 
 
 def all_messages(schedule: Schedule) -> list[list[StepMessages]]:
@@ -86,22 +97,23 @@ def all_messages(schedule: Schedule) -> list[list[StepMessages]]:
     What it receives comes in the order of the step's actions, but two messages of one stream in the order in which
     they are sent. For a schedule that `validate` accepts, every stream is then taken in its order.
     """
-    ranks: list[list[StepMessages]] = [[] for _ in schedule.ranks]
+    messages: dict[Result, Message] = {}  # in the order in which each rank sends them
+    outgoing = [
+        [[messages.setdefault(result(action), message) for action in step if (message := sent(schedule, action))]
+         for step in steps]
+        for steps in schedule.ranks
+    ]
+    ranks: list[list[StepMessages]] = []
+    for steps, sends in zip(schedule.ranks, outgoing):
+        ranks.append(row := [])
+        for step, leaving in zip(steps, sends):
+            # What an "I" sends on is nothing that its "W" takes.
+            taken = (messages.get(found) for action in step if action.kind != "W" and (found := need(schedule, action)))
+            row.append(StepMessages([message for message in taken if message is not None], leaving))
     sequence: dict[Message, int] = {}
-    for steps, row in zip(schedule.ranks, ranks):
-        for step in steps:
-            incoming = []
-            for action in step:
-                for need in needs(schedule, action)[:1]:
-                    message = sent(schedule, need)
-                    if message is not None and message.stage == action.stage:  # not what an "I" sends on
-                        incoming.append(message)
-            outgoing = [message for action in step if (message := sent(schedule, action)) is not None]
-            row.append(StepMessages(incoming, outgoing))
-            for message in outgoing:
-                sequence[message] = len(sequence)
     for incoming in (step.incoming for row in ranks for step in row):
         if len(incoming) == 2 and incoming[0].stream == incoming[1].stream:
+            sequence = sequence or {message: number for number, message in enumerate(messages.values())}
             incoming.sort(key=sequence.__getitem__)
     return ranks
 
@@ -116,8 +128,10 @@ def completed(steps: Sequence[Step], kinds: str = "BW") -> tuple[tuple[int, ...]
     after their last forward, as in an evaluation.
     """
     last = {action.stage: i for i, step in enumerate(steps) for action in step if action.kind in kinds}
-    stages = sorted(last)
-    return tuple(tuple(stage for stage in stages if last[stage] == i) for i in range(len(steps)))
+    done: defaultdict[int, tuple[int, ...]] = defaultdict(tuple)
+    for stage in sorted(last):
+        done[last[stage]] += (stage,)
+    return tuple(done.get(i, ()) for i in range(len(steps)))
 
 
 def play(programs: Iterable[Iterable[T]], do: Callable[[int, T], bool]) -> list[deque[T]]:

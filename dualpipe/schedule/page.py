@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dualpipe.schedule.draw import LOOKS, REDUCTION, upper_half
-from dualpipe.schedule.messages import needs
+from dualpipe.schedule.messages import need, result
 from dualpipe.schedule.simulate import Costs, Span, Timeline
 from dualpipe.schedule.types import Action, Schedule
 
@@ -53,15 +53,15 @@ def _drawn(given: Timeline | Sequence[Span], name: str) -> dict[str, Any]:
     """
     timeline = given if isinstance(given, Timeline) else _measured(given, name)
     steps = [span.step for row in timeline.spans for span in row]
-    numbers = {action: number for number, action in enumerate(action for step in steps for action in step)}
+    numbers = {result(action): number for number, action in enumerate(action for step in steps for action in step)}
     origin = min((row[0].start for row in timeline.spans if row), default=0.0)
 
     def time(value: float) -> float:
         return float(f"{value - origin:.9g}")
 
     def action_of(action: Action) -> tuple[str, int, int, int]:
-        source = next((numbers[need] for need in needs(timeline.schedule, action) if need in numbers), -1)
-        return action.kind, action.stage, action.microbatch, source
+        taken = need(timeline.schedule, action)
+        return action.kind, action.stage, action.microbatch, numbers.get(taken, -1) if taken else -1
 
     return {
         "name": name,

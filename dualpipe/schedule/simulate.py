@@ -8,8 +8,11 @@ from functools import cached_property
 from math import isfinite
 from typing import Any, NamedTuple, cast
 
-from dualpipe.schedule.messages import completed, needs, play
-from dualpipe.schedule.types import KINDS, Action, Schedule, ScheduleError, Step
+from dualpipe.schedule.messages import Result, completed, need, play, result
+from dualpipe.schedule.types import KINDS, Schedule, ScheduleError, Step
+
+PENDING = 0.5  # of a stage's activations, what a weight gradient keeps between "I" and "W"
+FREES = {"F": 0.0, "B": 1.0, "I": 1 - PENDING, "W": PENDING}  # stage activations, at an action's end
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,10 @@ class Costs:
         """How long `step` takes; ValueError unless it is one action or two."""
         if len(step) not in (1, 2):
             raise ValueError(f"a step has one action or two, not {len(step)}")
-        kinds, costs = [action.kind for action in step], [self.on(action.stage) for action in step]
+        kinds = [action.kind for action in step]
+        if not self.per_stage:
+            return self._of_kinds(*kinds)
+        costs = [self.on(action.stage) for action in step]
         if all(on is costs[0] for on in costs):
             return costs[0]._of_kinds(*kinds)
         saved = (sum(map(on._of_kinds, kinds)) - on._of_kinds(*kinds) for on in costs)
@@ -152,6 +158,19 @@ class Timeline:
             peaks.append(peak)
         return tuple(peaks)
 
+    @cached_property
+    def peak_memory(self) -> float:
+        """The most that a rank holds at once, in stage activations: one from the start of its "F" to the end of its "B"
+        or "I", and then, until the end of its "W", `PENDING` of one."""
+        peak = 0.0
+        for spans in self.spans:
+            held = 0.0
+            for span in spans:
+                held += sum(action.kind == "F" for action in span.step)
+                peak = max(peak, held)
+                held -= sum(FREES[action.kind] for action in span.step)
+        return peak
+
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     """Each rank runs its steps in order, each as soon as its inputs are there; `costs` are Costs() unless given.
@@ -162,24 +181,29 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     action or two.
     """
     costs = costs or Costs()
-    finished: dict[Action, tuple[float, int]] = {}  # when, on which rank
+    finished: dict[Result, float] = {}  # when
     spans: list[list[Span]] = [[] for _ in schedule.ranks]
+    ends = [0.0] * len(spans)  # of the ranks' last steps so far
+    durations: dict[tuple[tuple[str, int], ...], float] = {}  # by the kinds and stages of a step
 
     def run(rank: int, step: Step) -> bool:
         if len(step) not in (1, 2):
             raise ScheduleError(f"schedule {schedule.name!r}, rank {rank}, step {len(spans[rank])}: a step has one "
                                 f"action or two, not {len(step)}")
-        start = spans[rank][-1].end if spans[rank] else 0.0
+        start = ends[rank]
         for action in step:
-            possible = needs(schedule, action)
-            source = next((finished[need] for need in possible if need in finished), None)
-            if source is not None:
-                start = max(start, source[0] + (costs.p2p if source[1] != rank else 0.0))
-            elif possible:
-                return False
-        span = Span(rank, start, start + costs.of(step), step)
-        spans[rank].append(span)
-        finished.update(dict.fromkeys(step, (span.end, rank)))
+            if taken := need(schedule, action):
+                there = finished.get(taken)
+                if there is None:
+                    return False
+                start = max(start, there if schedule.placement[taken[1]] == rank else there + costs.p2p)
+        work = tuple([(action.kind, action.stage) for action in step])
+        if work not in durations:
+            durations[work] = costs.of(step)
+        ends[rank] = end = start + durations[work]
+        spans[rank].append(Span(rank, start, end, step))
+        for action in step:
+            finished[result(action)] = end
         return True
 
     for rank, left in enumerate(play(schedule.ranks, run)):

@@ -7,12 +7,22 @@ only where every rank reaches the end with blocking sends and each stream of mes
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from typing import NoReturn
+from itertools import chain, islice
+from typing import NoReturn, cast
 
-from dualpipe.schedule.messages import RECEIVE_AHEAD, Message, Stream, all_messages, needs, play
-from dualpipe.schedule.types import KINDS, Action, Schedule, ScheduleError
-
-Place = tuple[int, int]  # where an action stands: the rank, and the number of the step
+from dualpipe.schedule.messages import (
+    RECEIVE_AHEAD,
+    Message,
+    Result,
+    Stream,
+    all_messages,
+    need,
+    play,
+    result,
+    sent,
+    streams,
+)
+from dualpipe.schedule.types import KINDS, Action, Kind, Schedule, ScheduleError
 
 
 def validate(schedule: Schedule) -> None:
@@ -38,12 +48,8 @@ def validate(schedule: Schedule) -> None:
         if not isinstance(rank, int) or not 0 <= rank < schedule.num_ranks:
             where = "on no rank: it has no actions" if rank == -1 else f"on rank {rank!r}"
             raise ScheduleError(f"{name}: stage {stage} is {where}; ranks are 0 to {schedule.num_ranks - 1}")
-    places = _places(schedule)
-    for action, (rank, index) in places.items():
-        for need in needs(schedule, action):
-            there = places.get(need, (-1, -1))
-            if there[0] == rank and there[1] >= index:  # of two ranks, the messages decide
-                _refuse(schedule, rank, index, f"{action} needs {need}, which comes later, at step {there[1]}")
+    _check_actions(schedule)
+    _check_order(schedule)
     _check_messages(schedule)
 
 
@@ -65,69 +71,103 @@ def _refuse(schedule: Schedule, rank: int, index: int, cause: str) -> NoReturn:
     raise ScheduleError(f"schedule {schedule.name!r}, rank {rank}, step {index} ({step}): {cause}")
 
 
-def _places(schedule: Schedule) -> dict[Action, Place]:
-    """Where each action stands, having checked that each may be there and that none is missing."""
-    places: dict[Action, Place] = {}
+def _check_actions(schedule: Schedule) -> None:
+    """Each action may be where it is, and none is missing."""
+    stages, microbatches = schedule.num_stages, schedule.num_microbatches
+    found = [[""] * microbatches for _ in range(stages)]  # kinds
     for rank, index, step in ((r, i, step) for r, steps in enumerate(schedule.ranks) for i, step in enumerate(steps)):
         if len(step) not in (1, 2):
             _refuse(schedule, rank, index, f"a step has one action or two, not {len(step)}")
         for action in step:
-            if action.kind not in KINDS:
+            kind, stage, mb = action.kind, action.stage, action.microbatch
+            if kind not in KINDS:
                 _refuse(schedule, rank, index, f"{action!r} is not an Action of kind {', '.join(KINDS)}")
-            for what, value, size in (
-                ("stage", action.stage, schedule.num_stages),
-                ("micro-batch", action.microbatch, schedule.num_microbatches),
-            ):
-                if not isinstance(value, int) or not 0 <= value < size:
-                    _refuse(schedule, rank, index, f"{what} {value} of {action} is not one of 0 to {size - 1}")
-            owner = schedule.stage_rank(action.stage)
-            if owner != rank:
-                _refuse(schedule, rank, index, f"stage {action.stage} of {action} is placed on rank {owner}")
-            if action in places:
-                _refuse(schedule, rank, index, "{} is also at rank {}, step {}".format(action, *places[action]))
-            places[action] = rank, index
+            if not (isinstance(stage, int) and 0 <= stage < stages):
+                _refuse(schedule, rank, index, f"stage {stage} of {action} is not one of 0 to {stages - 1}")
+            if not (isinstance(mb, int) and 0 <= mb < microbatches):
+                _refuse(schedule, rank, index, f"micro-batch {mb} of {action} is not one of 0 to {microbatches - 1}")
+            if (owner := schedule.placement[stage]) != rank:
+                _refuse(schedule, rank, index, f"stage {stage} of {action} is placed on rank {owner}")
+            if kind in found[stage][mb]:
+                there = _place(schedule, action)
+                _refuse(schedule, rank, index, "{} is also at rank {}, step {}".format(action, *there))
+            found[stage][mb] += kind
         if len(step) == 2 and not independent(*step):
             _refuse(schedule, rank, index, "these two depend on each other, so they cannot overlap")
     for stage, rank in enumerate(schedule.placement):
-        for mb in range(schedule.num_microbatches):
+        for mb, kinds in enumerate(found[stage]):
+            if "".join(sorted(kinds)) in ("BF", "FIW"):
+                continue
             forward, full, inputs, weights = (Action(kind, stage, mb) for kind in KINDS)
-            if forward not in places:
+            if "F" not in kinds:
                 raise ScheduleError(f"schedule {schedule.name!r}, rank {rank}: {forward} is missing")
-            if full not in places and inputs not in places:
+            if "B" not in kinds and "I" not in kinds:
                 raise ScheduleError(f"schedule {schedule.name!r}, rank {rank}: {full} (or {inputs}) is missing")
-            if full in places and inputs in places:
-                _refuse(schedule, *places[inputs], f"{full} at step {places[full][1]} is the whole backward already")
-            if inputs in places and weights not in places:
-                _refuse(schedule, *places[inputs], f"its weight gradients, {weights}, are missing")
-            if weights in places and inputs not in places:
-                _refuse(schedule, *places[weights], f"there is no {inputs} that defers weight gradients to it")
-    return places
+            if "B" in kinds and "I" in kinds:
+                whole = _place(schedule, full)[1]
+                _refuse(schedule, *_place(schedule, inputs), f"{full} at step {whole} is the whole backward already")
+            if "I" in kinds:
+                _refuse(schedule, *_place(schedule, inputs), f"its weight gradients, {weights}, are missing")
+            _refuse(schedule, *_place(schedule, weights), f"there is no {inputs} that defers weight gradients to it")
+
+
+def _place(schedule: Schedule, action: Action) -> tuple[int, int]:
+    """Where `action` stands first: the rank, and the number of the step."""
+    return next((r, i) for r, steps in enumerate(schedule.ranks) for i, step in enumerate(steps) if action in step)
+
+
+def _check_order(schedule: Schedule) -> None:
+    """What an action takes from its own rank comes in an earlier step; of two ranks, the messages decide."""
+    for rank, steps in enumerate(schedule.ranks):
+        yielded: set[Result] = set()
+        for index, step in enumerate(steps):
+            for action in step:
+                taken = need(schedule, action)
+                if taken and taken not in yielded and schedule.placement[taken[1]] == rank:
+                    source = next(other for step in steps for other in step if result(other) == taken)
+                    there = _place(schedule, source)[1]
+                    _refuse(schedule, rank, index, f"{action} needs {source}, which comes later, at step {there}")
+            yielded.update(map(result, step))
 
 
 def _check_messages(schedule: Schedule) -> None:
     """Every stream is taken in its order, and all takes and sends can be played; computing takes no time here."""
-    messages = all_messages(schedule)
-    programs = [
-        [(index, message) for index, step in enumerate(steps) for message in (*step.incoming, *step.outgoing)]
-        for steps in messages
-    ]
-    arriving: defaultdict[Stream, deque[Message]] = defaultdict(deque)
-    for message in (message for steps in messages for step in steps for message in step.outgoing):
-        arriving[message.stream].append(message)
-    for rank, program in enumerate(programs):
-        for index, message in program:
-            if message.dst == rank and (other := arriving[message.stream].popleft()) != message:
-                _refuse(schedule, rank, index, f"takes the {message}, but the next to arrive is the {other}")
+    carrier = streams(schedule)
+    arriving: defaultdict[Stream, deque[Result]] = defaultdict(deque)
+    for action in (action for steps in schedule.ranks for step in steps for action in step):
+        yielded = result(action)
+        if stream := carrier.get(yielded[:2]):
+            arriving[stream].append(yielded)
+
+    def message_of(rank: int, number: int) -> tuple[int, Message]:
+        """The step, and the message, of this place in the rank's program."""
+        steps = all_messages(schedule)[rank]
+        program = ((index, message) for index, step in enumerate(steps) for message in chain(*step))
+        return next(islice(program, number, None))
+
+    programs: list[list[Stream]] = [[] for _ in schedule.ranks]  # of messages taken and sent
+    for rank, (steps, program) in enumerate(zip(schedule.ranks, programs)):
+        for step in steps:
+            taken = [found for action in step if action.kind != "W" and (found := need(schedule, action))]
+            for each in taken:
+                if stream := carrier.get(each[:2]):
+                    if (other := arriving[stream].popleft()) not in taken:
+                        index, message = message_of(rank, len(program))
+                        arrives = sent(schedule, Action(cast("Kind", other[0]), *other[1:]))
+                        _refuse(schedule, rank, index, f"takes the {message}, but the next to arrive is the {arrives}")
+                    program.append(stream)
+            program += [stream for action in step if (stream := carrier.get(result(action)[:2]))]
     in_flight: Counter[Stream] = Counter()  # sent and not yet taken
 
-    def move(rank: int, item: tuple[int, Message]) -> bool:
-        takes, stream = item[1].dst == rank, item[1].stream
-        if in_flight[stream] == (0 if takes else RECEIVE_AHEAD):
+    def move(rank: int, stream: Stream) -> bool:
+        taking = stream[1] == rank
+        if in_flight[stream] == (0 if taking else RECEIVE_AHEAD):
             return False
-        in_flight[stream] += -1 if takes else 1
+        in_flight[stream] += -1 if taking else 1
         return True
 
-    stuck = [(rank, *program[0]) for rank, program in enumerate(play(programs, move)) if program]
+    left = play(programs, move)
+    stuck = [(rank, *message_of(rank, len(programs[rank]) - len(rest))) for rank, rest in enumerate(left) if rest]
     if stuck:
         waits = "; ".join(
             f"rank {rank} waits at step {index} to {'take' if message.dst == rank else 'send'} the {message}"

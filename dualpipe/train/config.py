@@ -44,6 +44,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         value = getattr(getattr(config, table), name)
         if value and value != word:
             config = _replace(config, table, name, str(path.parent / value))
+    if (costs := config.parallel.schedule_costs).endswith(".json"):
+        config = _replace(config, "parallel", "schedule_costs", str(path.parent / costs))
     if overrides:
         config = _overridden(config, overrides)
     if not config.model_path:

@@ -25,7 +25,6 @@ from dualpipe.models.sizes import flops_per_token
 from dualpipe.nn.deferral import local
 from dualpipe.parallel.mesh import DENSE
 from dualpipe.recorder import Recorder
-from dualpipe.schedule import build
 from dualpipe.train.config import Config
 from dualpipe.train.data import Batch, Loader, evaluation_batches, open_splits, packed_directory, read_ahead
 from dualpipe.train.elastic import fit_run
@@ -45,6 +44,7 @@ from dualpipe.train.model import (
 )
 from dualpipe.train.optimizer import Optimizer, learning_rate
 from dualpipe.train.resume import Saver, State, describe
+from dualpipe.train.schedule import build_schedule
 from dualpipe.train.stragglers import Stragglers, summary
 from dualpipe.train.traced import Steps, TracedSteps
 from dualpipe.train.votes import StartUp, Votes, farewell
@@ -114,7 +114,7 @@ class Run:
         self.start_up.begin("model")
         train, parallel, o = config.train, config.parallel, config.optimizer
         derive_random(train.seed, 0, job.rank)
-        self.schedule = build(parallel.schedule, parallel.pp, train.num_chunks)
+        self.schedule = build_schedule(config, job.ranks)
         model_config = read_model_config(config)
         self.model = build_model(
             model_config, self.schedule, job.place.rank("pp"), seed=train.seed, dtype=dtype_of(train.dtype),
@@ -136,7 +136,7 @@ class Run:
         )
         self.recorder.made("parameters", *self.optimizer.parameters)
         self.pipeline = Pipeline(
-            self.model.stages, process_group=job.place.group("pp"), schedule=parallel.schedule, overlap=parallel.overlap
+            self.model.stages, process_group=job.place.group("pp"), schedule=self.schedule, overlap=parallel.overlap
         )
         self.routers = build_routers(config, self.model.stages, group=job.group, device=job.device)
         self.state = State(self.model, self.optimizer, self.routers, self.loader)

@@ -33,6 +33,7 @@ from dualpipe.parallel import DTypePlan
 from dualpipe.schedule import Schedule, Step, build
 from dualpipe.train.config import Config, fit_world
 from dualpipe.train.model import check_tied, plan_run
+from dualpipe.train.schedule import build_schedule
 from dualpipe.train.tables import ParallelConfig
 
 GB = 10**9
@@ -71,7 +72,7 @@ def estimate(config: Config, model: HubConfig, *, activations: bool = True) -> l
         raise ValueError(f"parallel.ep = {p.ep} does not divide the model's {model.num_experts} experts")
     dp, ep = p.dp, p.ep
     check_tied(model, dp * ep)
-    schedule, taken = stage_activations(config, model) if activations else (built(p.schedule, p.pp, 1), [])
+    schedule, taken = stage_activations(config, model) if activations else (_schedule(config, 1), [])
     stages = meta_stages(model, schedule.num_stages, p.layers_per_stage)
     dtype, sharded = dtype_of(train.dtype), dp * ep > 1
     stored, tokens = 4 if sharded else dtype.itemsize, train.micro_batch_size * train.sequence_length
@@ -104,7 +105,7 @@ def stage_activations(config: Config, model: HubConfig) -> tuple[Schedule, list[
     """The schedule, with so many micro-batches as may be alive at once, and what one takes in each of its stages."""
     p, train = config.parallel, config.train
     # With more micro-batches no more of them are alive: the middle of a step repeats itself.
-    schedule = built(p.schedule, p.pp, min(train.num_chunks, 4 * p.pp))
+    schedule = _schedule(config, min(train.num_chunks, 4 * p.pp))
     return schedule, [
         activation_bytes(
             model, layers_of(stage), ep=p.ep, recompute=config.memory.recompute, dtype=dtype_of(train.dtype),
@@ -112,6 +113,12 @@ def stage_activations(config: Config, model: HubConfig) -> tuple[Schedule, list[
         )
         for stage in meta_stages(model, schedule.num_stages, p.layers_per_stage)
     ]
+
+
+def _schedule(config: Config, chunks: int) -> Schedule:
+    """The run's, with so many micro-batches where that is no other order of work."""
+    p = config.parallel
+    return build_schedule(config) if p.schedule == "auto" else built(p.schedule, p.pp, chunks)
 
 
 @lru_cache(maxsize=64)

@@ -40,7 +40,6 @@ from dualpipe.kernels.formats import FORMATS
 from dualpipe.nn.deferral import local
 from dualpipe.nn.router_set import RouterSet
 from dualpipe.parallel import DTypePlan, Rule
-from dualpipe.schedule import build
 from dualpipe.train.config import Config, fit_world
 from dualpipe.train.job import Job, join
 from dualpipe.train.launch import RankInfo
@@ -54,6 +53,7 @@ from dualpipe.train.model import (
     plan_run,
     read_model_config,
 )
+from dualpipe.train.schedule import build_schedule
 from dualpipe.train.tables import DTypesConfig
 
 TOLERANCES = {"float64": 1e-10, "float32": 1e-5}  # relative; rounding alone stays orders of magnitude below
@@ -165,13 +165,14 @@ class Comparison:
         """plan: see `build_model`."""
         train, parallel, model_config = config.train, config.parallel, read_model_config(config)
         self.config, self.job = config, job
+        schedule = build_schedule(config, job.ranks)
         self.model = build_model(
-            model_config, build(parallel.schedule, parallel.pp, train.num_chunks), job.place.rank("pp"), mesh=job.mesh,
+            model_config, schedule, job.place.rank("pp"), mesh=job.mesh,
             seed=train.seed, dtype=dtype, device=job.device, recompute=config.memory.recompute,
             layers_per_stage=parallel.layers_per_stage, plan=plan,
         )
         self.pipeline = Pipeline(
-            self.model.stages, process_group=job.place.group("pp"), schedule=parallel.schedule, overlap=parallel.overlap
+            self.model.stages, process_group=job.place.group("pp"), schedule=schedule, overlap=parallel.overlap
         )
         self.routers = build_routers(config, self.model.stages, group=job.group, device=job.device)
         generator = torch.Generator().manual_seed(train.seed)

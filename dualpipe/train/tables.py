@@ -101,8 +101,15 @@ class ParallelConfig:
     """expert-parallel ranks: each has a part of the experts and data of its own, and sends tokens to the others"""
     overlap: bool = True
     """run the two actions of a pair in turn, so that one's communication is hidden behind the other's computing"""
-    schedule: Literal["dualpipev", "dualpipev_full", "zbv", "1f1b", "interleaved_1f1b"] = "dualpipev"
-    """order of the pipeline's work; dualpipev_full defers no weight gradients: less memory, a larger bubble"""
+    schedule: Literal["dualpipev", "dualpipev_full", "zbv", "1f1b", "interleaved_1f1b", "auto"] = "dualpipev"
+    """order of the pipeline's work; dualpipev_full defers no weight gradients: less memory, a larger bubble; auto: the
+    best that a search finds, by the first rank and once"""
+    schedule_costs: str = ""
+    """for auto: costs of a stage as `dualpipe schedule --costs` takes them, as text such as "F=1,B=1.3,W=0.65,FB=1.95",
+    or a JSON file; without, F=1,B=2,W=1, and nothing saved by pairs"""
+    schedule_memory: float = _not_negative(0.0)
+    """for auto: stage activations that a rank may hold, where a weight gradient that waits counts 0.5; 0: those of
+    dualpipev, 2 pp + 1"""
     layers_per_stage: tuple[int, ...] = ()
     """layers of each stage of the pipeline, from the first; without, stages compute about the same"""
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -11,7 +11,7 @@ import textwrap
 
 import pytest
 
-from dualpipe.schedule import Costs, Schedule, build
+from dualpipe.schedule import Costs, Schedule, build, search
 from dualpipe.schedule.command import add_parser, parse_costs
 
 
@@ -83,6 +83,10 @@ def test_options_of_a_schedule(capsys):
         (("--costs", "Q=1"), "no cost is called 'Q'; known are B, F, FB, I, R, W, p2p, pairs like FI"),
         (("--costs", "F=-1"), "cost F is -1.0"),
         (("--costs", "nowhere.json"), "nowhere.json"),
+        (("--seed", "2"), "schedule 'dualpipev' has no option 'seed'"),
+        (("--name", "auto", "--memory", "1.5"), "memory is 1.5; give stage activations, 2 or more"),
+        (("--name", "auto", "--stages-per-rank", "3"), "schedule 'auto' has no option 'stages_per_rank'"),
+        (("--name", "auto", "--seed", "-1"), "seed is -1; give an integer of 0 or more"),
         (("--stages-per-rank", "2"), "schedule 'dualpipev' has no option 'stages_per_rank'"),
         (("--svg", "/nowhere/a.svg"), "/nowhere/a.svg"),
         (("--html", "/nowhere/a.html"), "/nowhere/a.html"),
@@ -147,3 +151,28 @@ def test_needs_no_torch_and_loads_quickly():
         for _ in range(3)
     ]
     assert min(float(run.stdout.split()[-1]) for run in runs) < 0.15  # of the processor: about 0.03 s
+
+
+def test_auto_says_its_bound_its_gain_and_what_half_the_memory_costs(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(search.search, "__kwdefaults__", {**search.search.__kwdefaults__, "effort": 0})
+    arguments = ("--name", "auto", "--ranks", "8", "--microbatches", "8", "--memory", "17", "--seed", "3")
+    assert call(*arguments, "--compare", "dualpipev,auto") == 0
+    out, err = capsys.readouterr()
+    rows = [line.split()[:4] for line in out.splitlines()[1:4]]
+    assert rows == [["auto", "16", "55", "1.000"], ["dualpipev", "16", "62", "1.127"], ["auto", "16", "55", "1.000"]]
+    assert "auto: 11.3% less time than dualpipev (62), with at most 16 of 17 stage activations on a rank\n" in out
+    assert "lower bound 55 (by rank 48, 49, 50, 51, 52, 53, 54, 55): auto is 0.0% above it\n" in out
+    assert "beyond the least work of a rank, 48: 7, of dualpipev 14 (0.50 of it)\n" in out
+    assert out.count("with memory 9: 72, 30.9% more time\n") == 1
+    assert err == "", "progress is for terminals"
+
+
+def test_progress_is_one_line_of_a_terminal(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(search.search, "__kwdefaults__", {**search.search.__kwdefaults__, "effort": 100_000})
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert call("--name", "auto", "--ranks", "2", "--microbatches", "3", "--costs", "F=1,B=1.7,W=0.8,FB=2") == 0
+    err = capsys.readouterr().err
+    assert "\rsearching with memory 5: 100%, best " in err and "\rsearching with memory 3: 100%" in err
+    assert err.endswith("\r\033[K") and "\n" not in err

@@ -98,6 +98,18 @@ def test_torchrun_another_schedule_and_no_evaluation_give_the_same_losses(traine
     assert losses(run_folder, "torchrun") == pytest.approx(losses(run_folder, "out"), rel=1e-5)
 
 
+@pytest.mark.slow
+def test_a_schedule_found_by_search_gives_the_same_losses(trained, run_folder, dualpipe, monkeypatch):
+    """Also where a micro-batch is computed twice, alone, by the guard."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(run_folder / "cache"))
+    options = ("--parallel.schedule", "auto", "--parallel.schedule_costs", "F=1,B=1.6,W=0.8,FB=2,FI=1.5",
+               "--parallel.schedule_memory", "4", "--guard.recheck_interval", "2", "--output.dir", "auto")
+    done = dualpipe(run_folder, "train", "run.toml", *options)
+    assert done.returncode == 0, done.stderr
+    assert "schedule auto" in done.stdout
+    assert losses(run_folder, "auto") == pytest.approx(losses(run_folder, "out"), rel=1e-5)
+
+
 def test_one_rank_gives_the_same_losses(trained, run_folder, dualpipe):
     done = dualpipe(run_folder, "train", "run.toml", "--parallel.pp", "1", "--output.dir", "alone")
     assert done.returncode == 0, done.stderr

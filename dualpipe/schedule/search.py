@@ -1,0 +1,223 @@
+"""The best order found for given costs and memory: what `build("auto", ...)` returns.
+
+It starts from the known families and from what `greedy` makes, as far as they fit the memory, and anneals the best of
+them in rounds, after each of which the worst is given up for the best. With many micro-batches it searches for fewer,
+and repeats a window of the steady state. What is found depends on the inputs and the seed alone: the effort is a number
+of changes, not a time, and a chain does not know in which process it runs.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import cycle, islice
+from math import isfinite
+
+from dualpipe.schedule import cache
+from dualpipe.schedule.anneal import COOLING, Problem, RankOrder, Timed, Timing, anneal, plays, traffic
+from dualpipe.schedule.bound import lower_bounds
+from dualpipe.schedule.build import build
+from dualpipe.schedule.greedy import fill
+from dualpipe.schedule.simulate import Costs, Timeline, simulate
+from dualpipe.schedule.types import Schedule, v_placement
+from dualpipe.schedule.validate import validate
+
+FAMILIES = ("dualpipev", "dualpipev_full", "zbv", "interleaved_1f1b")  # of two stages a rank
+EFFORT = 300_000_000  # changes, times the forwards and backwards of an order
+CHAINS, ROUNDS = 4, 6
+THOROUGH = 200  # changes of a chain in a round for each forward and backward, at most: small orders need no more
+HEAT = 0.03  # the first temperature, in the mean cost of a forward and a backward
+SMALL = 256  # ranks times micro-batches that are searched as they are
+PROCESSES = 2
+HERE = 200_000  # changes times forwards and backwards that take less than it takes to start a process
+WORKER = "from dualpipe.schedule.search import work; work()"
+VERSION = 1  # of the search: what another one found is not taken from the cache
+
+Progress = Callable[[float, float], None]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search returns. `bounds`: for each rank the time that no order of this placement can beat; `best_known`:
+    the best of the families that fit the memory, None where none does."""
+
+    timeline: Timeline
+    bounds: tuple[float, ...]
+    best_known: Timeline | None
+
+
+def search(
+    num_ranks: int, num_microbatches: int, *, costs: Costs | None = None, memory: float | None = None, seed: int = 0,
+    effort: int = EFFORT, progress: Progress | None = None,
+) -> Found:
+    """The best schedule found, with two stages a rank, whose every rank holds at most `memory` stage activations.
+
+    costs: Costs() unless given; memory: that of DualPipeV, 2P + 1, unless given; see `Timeline.peak_memory`. effort:
+    how much is tried; the default takes less than a minute on two cores for 8 ranks and 32 micro-batches. progress:
+    called with the share that is done and the best makespan so far. The result is kept on disk, and read from there.
+
+    Raises ValueError where the memory cannot hold one micro-batch, or an argument is not a number.
+    """
+    costs = costs or Costs()
+    memory = 2 * num_ranks + 1 if memory is None else memory
+    if isinstance(memory, bool) or not isinstance(memory, int | float) or not isfinite(memory) or memory < 2:
+        raise ValueError(f"memory is {memory!r}; give stage activations, 2 or more: one for each stage of a rank")
+    for what, value, least in (("seed", seed, 0), ("effort", effort, 0)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ValueError(f"{what} is {value!r}; give an integer of {least} or more")
+    known = sorted(_known(num_ranks, num_microbatches, costs, memory), key=lambda timeline: timeline.makespan)
+    key = cache.key_of(VERSION, num_ranks, num_microbatches, costs, float(memory), seed, effort)
+    found = cache.read(key)
+    if found is None:
+        candidates = [timeline.schedule for timeline in known[:1]]
+        candidates += _searched(known, Problem(v_placement(num_ranks), num_microbatches, costs, memory), seed, effort,
+                                progress)
+        found = replace(min(candidates, key=lambda schedule: simulate(schedule, costs).makespan), name="auto")
+        validate(found)
+        cache.write(key, found)
+    bounds = lower_bounds(found.placement, num_microbatches, costs)
+    return Found(simulate(found, costs), bounds, known[0] if known else None)
+
+
+def _known(num_ranks: int, num_microbatches: int, costs: Costs, memory: float) -> Iterator[Timeline]:
+    """The families that fit the memory."""
+    for name in FAMILIES:
+        timeline = simulate(build(name, num_ranks, num_microbatches), costs)
+        if timeline.peak_memory <= memory:
+            yield timeline
+
+
+def _searched(
+    known: Sequence[Timeline], problem: Problem, seed: int, effort: int, progress: Progress | None
+) -> Iterator[Schedule]:
+    """The schedules that annealing leads to."""
+    num_ranks, num_microbatches = 1 + max(problem.placement), problem.num_microbatches
+    fewer = min(num_microbatches, max(SMALL // num_ranks, 2 * num_ranks + 2))
+    if fewer < num_microbatches:
+        known = [*_known(num_ranks, fewer, problem.costs, problem.memory)]
+        problem = replace(problem, num_microbatches=fewer)
+    schedules = [timeline.schedule for timeline in known]
+    starts = [(replace(problem, placement=schedule.placement), _orders(schedule)) for schedule in schedules]
+    starts += [(problem, orders) for kind in ("I", "B") if (orders := fill(problem, kind))]
+    starts.sort(key=lambda start: simulate(_schedule(*start), problem.costs).makespan)
+    for chain in _rounds([*islice(cycle(starts), CHAINS)], seed, effort, progress):
+        if fewer == num_microbatches:
+            yield _schedule(*chain)
+        elif (repeated := _repeated(*chain, num_microbatches)) is not None:
+            yield repeated
+
+
+def _rounds(
+    chains: list[tuple[Problem, list[RankOrder]]], seed: int, effort: int, progress: Progress | None
+) -> list[tuple[Problem, list[RankOrder]]]:
+    """The chains after all rounds, best first."""
+    first = chains[0][0]
+    size = 2 * len(first.placement) * first.num_microbatches
+    iterations = min(THOROUGH * size, effort // (CHAINS * ROUNDS * size))
+    per_stage = [first.costs.on(stage) for stage in range(len(first.placement))]
+    heat = HEAT * sum(costs.F + costs.B for costs in per_stage) / 2 / len(per_stage)
+    if not iterations or not heat:
+        return chains
+    with ThreadPoolExecutor(PROCESSES) as threads:
+        for number in range(ROUNDS):
+            jobs = [
+                (*chain, iterations, heat * COOLING ** (-number / ROUNDS), (seed * ROUNDS + number) * CHAINS + index)
+                for index, chain in enumerate(chains)
+            ]
+            ran = [*threads.map(_elsewhere if iterations * size > HERE else _run, jobs)]
+            order = sorted(range(CHAINS), key=lambda index: (ran[index][0], index))
+            chains = [(chains[index][0], ran[index][1]) for index in order]
+            if number + 1 < ROUNDS:
+                chains[-1] = chains[0]
+            makespan = simulate(_schedule(*chains[0]), first.costs).makespan
+            if progress is not None:
+                progress((number + 1) / ROUNDS, makespan)
+            if makespan <= max(lower_bounds(chains[0][0].placement, first.num_microbatches, first.costs)) * (1 + 1e-9):
+                break
+    return chains
+
+
+Job = tuple[Problem, list[RankOrder], int, float, int]
+
+
+def _run(job: Job) -> tuple[float, list[RankOrder]]:
+    problem, orders, iterations, temperature, seed = job
+    return anneal(problem, orders, iterations=iterations, temperature=temperature, cooling=COOLING ** (1 / ROUNDS),
+                  seed=seed)
+
+
+def _elsewhere(job: Job) -> tuple[float, list[RankOrder]]:
+    """The same in a process of its own, which imports nothing of the caller's: no main module, no torch."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    ran = subprocess.run([sys.executable, "-c", WORKER], input=pickle.dumps(job), stdout=subprocess.PIPE, check=True,
+                         env=environment)
+    return pickle.loads(ran.stdout)
+
+
+def work() -> None:
+    """Anneal as stdin says, and write to stdout what was found."""
+    sys.stdout.buffer.write(pickle.dumps(_run(pickle.load(sys.stdin.buffer))))
+
+
+def _orders(schedule: Schedule) -> list[RankOrder]:
+    return [[tuple((action.kind, action.stage) for action in step) for step in steps] for steps in schedule.ranks]
+
+
+def _ranks(problem: Problem, orders: Sequence[RankOrder]) -> list[list[Timed]] | None:
+    """The steps with their micro-batches; None where they do not fit."""
+    timing = Timing(problem)
+    ranks = [steps for order in orders if (steps := timing.steps(order)) is not None]
+    return ranks if len(ranks) == len(orders) else None
+
+
+def _schedule(problem: Problem, orders: Sequence[RankOrder]) -> Schedule:
+    ranks = _ranks(problem, orders)
+    assert ranks is not None, "an order that was found fits its problem"
+    return replace(problem.empty(), ranks=tuple(tuple(step.step for step in steps) for steps in ranks))
+
+
+# -- more micro-batches than were searched for
+
+
+def _repeated(problem: Problem, orders: Sequence[RankOrder], num_microbatches: int) -> Schedule | None:
+    """The order for more micro-batches: on each rank a window of the steady state, which does one of each, again and
+    again. The windows of all ranks lie about one moment, of which a few are tried; None where none works."""
+    times = Timing(problem).times(_ranks(problem, orders) or [])
+    windows = [[*_windows(order)] for order in orders]
+    if times is None or not all(windows):
+        return None
+    best: tuple[float, Schedule] | None = None
+    for moment in (max(times.ends()) * part / 24 for part in range(6, 19)):
+        chosen = [min(rank, key=lambda window: abs(starts[window[0]] - moment))
+                  for rank, starts in zip(windows, times.starts)]
+        for count in (8, num_microbatches - problem.num_microbatches):  # a few first
+            longer = replace(problem, num_microbatches=problem.num_microbatches + count)
+            repeated = [order[:end] + order[start:end] * (count - 1) + order[start:]
+                        for order, (start, end) in zip(orders, chosen)]
+            ranks = _ranks(longer, repeated)
+            taken = Timing(longer).times(ranks) if ranks else None
+            if ranks is None or taken is None or not plays([*map(traffic, ranks)]):
+                break
+            if longer.num_microbatches == num_microbatches and (best is None or max(taken.ends()) < best[0]):
+                best = max(taken.ends()), _schedule(longer, repeated)
+    return best and best[1]
+
+
+def _windows(order: RankOrder) -> Iterator[tuple[int, int]]:
+    """The steps from one to before another that do one forward and one backward of each stage, and a "W" for an "I"."""
+    stages = {stage for works in order for _, stage in works}
+    for start in range(len(order)):
+        done: Counter[tuple[str, int]] = Counter()
+        for end in range(start, len(order)):
+            if all(done["F", s] == 1 == done["B", s] + done["I", s] and done["W", s] == done["I", s] for s in stages):
+                yield start, end
+                break
+            done.update(order[end])
+            if max(done.values()) > 1:
+                break

@@ -1,0 +1,61 @@
+"""A run's schedule where it is searched for: once, the same on all ranks, and longer than any timeout."""
+
+from __future__ import annotations
+
+import os
+import time
+from unittest import mock
+
+import pytest
+
+from dualpipe import schedule
+from dualpipe.ranks import RankSync
+from dualpipe.schedule import build, validate
+from dualpipe.train import schedule as of_run
+from dualpipe.train.config import Config
+from dualpipe.train.tables import ParallelConfig, TrainConfig
+from ranks import run_ranks
+
+
+def config(**parallel) -> Config:
+    return Config(parallel=ParallelConfig(schedule="auto", **parallel), train=TrainConfig(num_chunks=5))
+
+
+def of_ranks(rank, world, cache, seconds, costs):
+    """The schedule of each rank, where rank 0 searches for so long and no other may."""
+    import torch.distributed as dist
+
+    os.environ["XDG_CACHE_HOME"] = str(cache)
+
+    def find(*args, **options):
+        assert rank == 0, "another rank searches"
+        time.sleep(seconds)
+        return schedule.build(*args, effort=0, **options)
+
+    with mock.patch.object(of_run, "build", find), mock.patch.object(of_run, "TURN", 0.2):
+        return of_run.build_schedule(config(pp=2, schedule_costs=costs), RankSync(dist.group.WORLD))
+
+
+def test_rank_0_searches_longer_than_the_timeout_of_the_group(tmp_path):
+    found = run_ranks(of_ranks, 3, 3, tmp_path, 6.0, "F=1,B=2,W=0.9", group_timeout=4)
+    assert found[0] == found[1] == found[2]
+    assert found[0].name == "auto" and found[0].num_microbatches == 5
+    validate(found[0])
+
+
+@pytest.mark.parametrize("costs, message", [("F=x", "parallel.schedule_costs = 'F=x': cost F is 'x'; give a number"),
+                                            ("none.json", "parallel.schedule_costs = 'none.json': .*none.json")])
+def test_an_error_of_rank_0_is_one_of_all(costs, message, tmp_path):
+    for error in run_ranks(of_ranks, 2, 2, tmp_path, 0.0, costs, check=False):
+        with pytest.raises(ValueError, match=message):
+            raise error
+
+
+def test_alone_and_by_name(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    found = of_run.build_schedule(config(pp=2, schedule_memory=3.0))
+    assert found == build("auto", 2, 5, memory=3.0)
+    named = Config(parallel=ParallelConfig(pp=2, schedule="zbv"), train=TrainConfig(num_chunks=5))
+    assert of_run.build_schedule(named) == build("zbv", 2, 5)
+    with pytest.raises(ValueError, match=r"memory is 1\.0; give stage activations, 2 or more"):
+        of_run.build_schedule(config(pp=2, schedule_memory=1.0))
