@@ -250,6 +250,7 @@ _PLAN: _Arguments = {
     "--explain": dict(metavar="ROW", help="say where every number of a row comes from"),
     "--write": dict(nargs=2, metavar=("ROW", "FILE"), help="write the configuration of a row"),
     "--svg": dict(type=Path, metavar="FILE", help="draw what the steps are spent on"),
+    "--html": dict(type=Path, metavar="FILE", help="one page, for a browser, with the schedules of the first rows"),
 }
 _MEMORY: _Arguments = {
     "--timeline": dict(metavar="FILE", help="draw what each rank needs while each step of its schedule runs, by kind, "

@@ -15,11 +15,13 @@ from dualpipe.plan.explain import explain
 from dualpipe.plan.machines import read_machine
 from dualpipe.plan.meshes import Wanted, plan
 from dualpipe.plan.predict import Prediction
+from dualpipe.schedule import to_html
 from dualpipe.train.config import Config, load_config
 from dualpipe.train.memory import GB
 from dualpipe.train.model import read_model_config
 from dualpipe.train.tables import BYTES, STDLIB
 
+DRAWN = 4  # runs whose steps are on a page
 COLUMNS = ("row", "pp", "dp", "ep", "schedule", "micro-batches", "recompute", "step s", "tok/s/GPU", "MFU", "bubble",
            "all-to-all", "sends", "shards", "GB", "limited by")
 
@@ -49,6 +51,15 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> Iterator[str]:
     if args.svg:
         args.svg.write_text(to_svg(runs), encoding="utf-8")
         yield f"wrote {args.svg}"
+    if args.html:
+        args.html.write_text(_page(runs[:DRAWN]), encoding="utf-8")
+        yield f"wrote {args.html}"
+
+
+def _page(runs: Sequence[Prediction]) -> str:
+    names = [f"row {row}: {run.config.parallel.schedule}" for row, run in enumerate(runs, start=1)]
+    return to_html([run.timeline() for run in runs], title="The steps of a plan", names=names, unit="s",
+                   notes="\n".join(table(runs)))
 
 
 def _sequences(config: Config, tokens: int) -> int:

@@ -19,7 +19,7 @@ from dualpipe.models.sizes import flops_per_token
 from dualpipe.models.stages import stage_layers
 from dualpipe.plan.costs import Setting, Spent, StageCosts, stage_costs, total
 from dualpipe.plan.machines import Machine
-from dualpipe.schedule import Costs, Schedule, simulate
+from dualpipe.schedule import Costs, Schedule, Timeline, simulate
 from dualpipe.train.config import Config
 from dualpipe.train.memory import RankMemory, built, estimate, meta_stages, parameter_sizes
 
@@ -105,6 +105,11 @@ class Prediction:
         """Seconds until the first stage of every rank has been gathered; others are while these compute."""
         firsts = [self.shape.rank_stages(rank)[0] for rank in range(self.shape.num_ranks)]
         return max(self.shards[stage][0] for stage in firsts)
+
+    def timeline(self) -> Timeline:
+        """The schedule of a step, in seconds."""
+        p, chunks = self.config.parallel, self.config.train.num_chunks
+        return simulate(built(p.schedule, p.pp, chunks), self.costs())
 
     @cached_property
     def optimizer(self) -> float:

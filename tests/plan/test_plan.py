@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -159,8 +160,9 @@ def plan(capsys, *options: str) -> list[str]:
 
 
 def test_a_plan_is_listed_explained_drawn_and_written(capsys, tmp_path, monkeypatch):
-    svg, toml = tmp_path / "plan.svg", tmp_path / "row.toml"
-    lines = plan(capsys, "--explain", "1", "--svg", str(svg), "--write", "2", str(toml), "--rows", "3")
+    svg, html, toml = (tmp_path / name for name in ("plan.svg", "plan.html", "row.toml"))
+    lines = plan(capsys, "--explain", "1", "--svg", str(svg), "--html", str(html), "--write", "2", str(toml),
+                 "--rows", "3")
     rows = [line.split() for line in lines[1:4]]
     assert [row[0] for row in rows] == ["1", "2", "3"]
     assert all(int(row[1]) * int(row[2]) * int(row[3]) == 4 for row in rows)
@@ -171,6 +173,11 @@ def test_a_plan_is_listed_explained_drawn_and_written(capsys, tmp_path, monkeypa
     assert terms["step"].endswith(f"{steps[0]:.4g} s") and {"bubble", "gemm", "MFU", "GB"} < terms.keys()
     drawn = ElementTree.fromstring(svg.read_text())
     assert sum("title" in each.tag for each in drawn.iter()) == 3 * len(PARTS)
+    page = json.loads(re.search(r'<script type="application/json"[^>]*>(.*?)</script>', html.read_text(), re.S)[1])
+    drawn = [(line["name"], len(line["ranks"])) for line in page["timelines"]]
+    assert drawn == [(f"row {row[0]}: {row[4]}", int(row[1])) for row in rows]
+    makespans = [line["makespan"] for line in page["timelines"]]
+    assert all(0 < makespan < step for makespan, step in zip(makespans, steps)), "the optimizer comes behind"
     written = load_config(toml)
     assert [str(n) for n in (written.parallel.pp, written.parallel.dp, written.parallel.ep)] == rows[1][1:4]
     assert written.train.num_chunks * written.train.micro_batch_size * written.parallel.replicas * 128 == 4096
