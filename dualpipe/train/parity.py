@@ -322,7 +322,7 @@ def _accumulation(p: Comparison) -> list[tuple[str, float, float]]:
     found = {name: gradient.clone() for name, gradient in gradients(p.model.stages, of_rank=True).items()}
     sums = {name: torch.zeros_like(gradient, dtype=torch.float64) for name, gradient in found.items()}
     sizes = {name: torch.zeros_like(total) for name, total in sums.items()}
-    with p.routers.step():
+    with p.routers.step(), p.pipeline.in_order(deferred=False):
         for tokens, targets in zip(*(each.tensor_split(count) for each in p.own)):
             p.pipeline.zero_grad()
             p.step(1, tokens, targets)

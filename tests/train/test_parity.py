@@ -33,9 +33,10 @@ def test_quantized_weights_are_compared_with_what_they_dequantize_to(run_toml, m
     assert run(run_toml, *options, dtype=dtype) == 1
 
 
-@pytest.mark.parametrize("schedule", ["dualpipev", "1f1b"])
+@pytest.mark.parametrize("schedule", ["dualpipev", "1f1b", pytest.param("auto", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
-def test_one_rank_passes(run_toml, capsys, schedule, dtype):
+def test_one_rank_passes(run_toml, capsys, schedule, dtype, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert run(run_toml, "--parallel.schedule", schedule, dtype=dtype) == 0
     out = capsys.readouterr().out
     assert "parity passed" in out and "relative" in out
