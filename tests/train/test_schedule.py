@@ -37,7 +37,7 @@ def of_ranks(rank, world, cache, seconds, costs):
 
 
 def test_rank_0_searches_longer_than_the_timeout_of_the_group(tmp_path):
-    found = run_ranks(of_ranks, 3, 3, tmp_path, 6.0, "F=1,B=2,W=0.9", group_timeout=4)
+    found = run_ranks(of_ranks, 3, 3, tmp_path, 12.0, "F=1,B=2,W=0.9", group_timeout=10)
     assert found[0] == found[1] == found[2]
     assert found[0].name == "auto" and found[0].num_microbatches == 5
     validate(found[0])
