@@ -17,7 +17,7 @@ from dualpipe.trace.file import DEVICE, Slice, Trace, training_runs
 ALL_TO_ALL = "all-to-all"
 _LABELS = {"exchange": ALL_TO_ALL, "all_to_all": ALL_TO_ALL, "gather": "gathers", "reduce": "reductions",
            "agree": "agreement", "vote": "votes", "clip": "norm", "routers": "loads"}
-_ASIDE = ("evaluate", "save", "export")  # beside the steps of training, with all that is in them
+_ASIDE = ("evaluate", "save", "export", "check")  # beside the steps of training, with all that is in them
 
 
 def label(each: Slice) -> str:

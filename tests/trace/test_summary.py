@@ -2,6 +2,7 @@
 """
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -180,10 +181,16 @@ def test_a_trace_is_what_was_written(tmp_path):
     (lambda text: "\x00\xff", "trace.json is no trace, or was cut off: "),
     (lambda text: '{"traceEvents": []}', "trace.json is no trace of this library (KeyError: 'otherData'); take one by"),
     (lambda text: "[]", "trace.json is no trace of this library (TypeError"),
-    (lambda text: text.replace("dualpipe trace 1", "dualpipe trace 0"), "trace.json is no trace of this library"),
+    (lambda text: text.replace("dualpipe trace 1", "dualpipe trace 2"),
+     "trace.json: it is a 'dualpipe trace 2', of which this version reads 'dualpipe trace 1' alone; take"),
+    (lambda text: re.sub(r'"ts":[\d.]+', '"ts":Infinity', text),
+     "trace.json is no trace of this library (OverflowError"),
+    (lambda text: "[" * 10**6, "trace.json is no trace of this library (RecursionError"),
+    (lambda text: re.sub(r'"ranks": {.*}}, "sch', '"ranks": {}, "sch', text), "trace.json is no trace of this library"),
     (lambda text: text.replace('"cat":"F",', ""), "trace.json is no trace of this library (KeyError: 'cat')"),
-    (lambda text: text.replace('"schedule": {', '"schedule": null, "other": {'), "the trace holds no step of training"),
-    (lambda text: text.replace('"0F0", ', ""), "schedule 'dualpipev'"),
+    (lambda text: text.replace('"schedule": {', '"schedule": null, "other": {'),
+     "trace.json: the trace holds no step of training"),
+    (lambda text: text.replace('"0F0", ', ""), "trace.json: schedule 'dualpipev'"),
     (lambda text: text.replace('["0F0", ', '["0X0", '), "'0X0' is not an action like 0F7"),
 ])
 def test_what_is_no_trace_is_refused_in_a_line(tmp_path, change, message):

@@ -19,6 +19,7 @@ from dualpipe.pipeline import PipelineError
 from dualpipe.recorder import ENTRIES, Recorder
 from dualpipe.trace import summary, tracer
 from dualpipe.trace.file import COMMUNICATION, COMPUTE, read
+from dualpipe.trace.measured import Measured
 from ranks import run_ranks
 from toys import make_stages, num_stages, stages_of_rank
 from traces import check_format
@@ -166,6 +167,20 @@ def test_an_error_goes_on_and_nothing_is_written(tmp_path):
     (said, same) = run_ranks(failing, 2, str(tmp_path), reuse=True)
     assert said == same and "ZeroDivisionError" in said[0]
     assert [path.name for path in tmp_path.iterdir()] == ["after.json"]
+
+
+def test_a_step_that_failed_is_not_the_schedule_and_a_trace_can_be_taken_again(tmp_path):
+    pipe = pipeline(0, 1)
+    with Recorder().activate():
+        taken = pipe.trace(tmp_path / "trace.json")
+        for _ in range(2):
+            with taken:
+                with contextlib.suppress(PipelineError):
+                    step(pipe, criterion=lambda *_: 1 / 0)
+                step(pipe)
+            trace = read(tmp_path / "trace.json")
+            assert trace.schedule.num_microbatches == MICRO_BATCHES and len(Measured(trace).runs[0]) == 1
+    assert len(trace.memory) < len(trace.slices), "nothing is left of the one before"
 
 
 def leaving(rank, folder):
