@@ -154,6 +154,20 @@ def test_a_wait_is_for_who_is_late_and_then_for_the_communication():
     assert found.spans[0][2].exposed.total() == 0, "an evaluation is told as a whole"
 
 
+def test_what_another_stream_does_is_hidden_unless_it_is_waited_for():
+    rows = [
+        (0, "F", "F", 0, 30, {"actions": ["0F0"]}), (0, "exchange", "rows 1", 5, 25, {}),
+        (0, "all_to_all", "rows 1", 20, 25, {}), (0, "evaluate", "evaluate", 40, 80, {}),
+        (0, "exchange", "rows 2", 45, 65, {}), (0, "all_to_all", "rows 2", 60, 65, {}),
+    ]
+    trace = two_ranks(rows).trace
+    slices = [each._replace(thread="device, stream 1" if each.kind == "exchange" else "device")
+              for each in trace.slices]
+    found = Measured(replace(trace, slices=slices))
+    assert found.spans[0][0].exposed["all-to-all"] == 5 * MS
+    assert found.hidden[0]["all-to-all"] == 15 * MS, "an evaluation is told as a whole"
+
+
 def test_a_header_is_waited_for_as_its_message():
     flow = {"ranks": [1], "number": 0, "bytes": 8, "flow": "a from 1 to 0, 1"}
     found = two_ranks([
