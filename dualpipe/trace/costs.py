@@ -26,6 +26,8 @@ class MeasuredCosts:
     def __init__(self, measured: Measured) -> None:
         self.samples = defaultdict[tuple[int, str], list[float]](list)  # by stage, and kind or kinds of a pair
         found = {step: [span.cost / 1e6 for span in spans] for step, spans in measured.samples().items()}
+        if not found:
+            raise ValueError("no step of training is in the trace by itself, not within something else")
         for step, costs in found.items():
             for action in step:
                 self.samples[action.stage, _kinds(step)] += costs

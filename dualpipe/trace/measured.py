@@ -70,10 +70,11 @@ class Measured:
         waited = [time for waits, time in taken if waits]
         self.latency = max(0, round(median(waited)) if waited else min((time for _, time in taken), default=0))
         self.spans = {rank: self._spans(row) for rank, row in trace.rows.items()}
-        aside = {rank: [span.slice for span in spans if span.slice.kind in _ASIDE] for rank, spans in self.spans.items()}
+        aside = [span.slice for spans in self.spans.values() for span in spans if span.slice.kind in _ASIDE]
         for each in trace.slices:
-            within = any(one.start <= each.start < one.end for one in aside[each.rank])
-            if each.thread.startswith(f"{DEVICE}, ") and not within:  # a stream beside the one that computes
+            if each.thread.startswith(f"{DEVICE}, ") and not any(  # a stream beside the one that computes
+                one.rank == each.rank and one.start <= each.start < one.end for one in aside
+            ):
                 self.hidden[each.rank][label(each)] += each.end - each.start
         self.runs = {rank: list(self._runs(rank)) for rank in trace.rows}
 
