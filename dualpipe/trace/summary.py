@@ -9,6 +9,7 @@ from itertools import chain
 from pathlib import Path
 from statistics import mean
 
+from dualpipe.schedule.command import costs_from
 from dualpipe.schedule.draw import aligned, to_svg
 from dualpipe.schedule.page import to_html
 from dualpipe.schedule.simulate import Span, Timeline, simulate
@@ -30,7 +31,7 @@ class Summary:
 
     def __init__(self, measured: Measured) -> None:
         self.measured, self.trace = measured, measured.trace
-        self.costs = MeasuredCosts(measured).costs
+        self.costs = costs_from(MeasuredCosts(measured).given)
         self.ideal = simulate(self.trace.schedule, self.costs)
         self.steps = max(1, max(map(len, measured.runs.values())))
         every = [each for row in self.trace.rows.values() for each in row]

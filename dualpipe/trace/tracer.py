@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 
 from dualpipe import device as devices
 from dualpipe.ranks import RankSync, backends, gloo_beside
-from dualpipe.recorder import RANKS, Entry, Recorder
+from dualpipe.recorder import BEGAN, ENDED, KIND, RANKS, Entry, Recorder
 from dualpipe.trace.file import COMMUNICATION, COMPUTE, DEVICE, Slice, Trace, training_runs
 
 _TRIPS = 32  # of a message, there and back, to compare two clocks
@@ -142,11 +142,9 @@ class Tracer:
         for lane, entries in lanes.items():
             messages = Counter[str]()
             for entry in entries:
-                began, ended, *_ = entry
-                kind, name, args = _described(entry, self._recorder.rank, messages)
-                thread = lane or (COMMUNICATION if "ranks" in args or kind == "exchange" else COMPUTE)
-                yield Slice(self._recorder.rank, thread, kind, name, self._common(began), self._common(ended or until),
-                            args)
+                beside = entry[RANKS] or entry[KIND] == "exchange"
+                thread = lane or (COMMUNICATION if beside else COMPUTE)
+                yield self._slice(entry, thread, entry[BEGAN], entry[ENDED] or until, messages)
 
     def _of_device(self) -> Iterator[Slice]:
         rows: dict[Any, str] = {}  # by stream; the first one that is given anything computes
@@ -155,8 +153,30 @@ class Tracer:
             if len(events) == 2:  # else it has not ended
                 row = rows.setdefault(stream, f"{DEVICE}, stream {len(rows)}" if rows else DEVICE)
                 start, end = (self._since + round(1e6 * self._zero.elapsed_time(event)) for event in events)
-                kind, name, args = _described(entry, self._recorder.rank, messages)
-                yield Slice(self._recorder.rank, row, kind, name, self._common(start), self._common(end), args)
+                yield self._slice(entry, row, start, end, messages)
+
+    def _slice(self, entry: Entry, thread: str, start: int, end: int, messages: Counter[str]) -> Slice:
+        """An entry, by this rank's clock. messages: how many of each there were before."""
+        rank = self._recorder.rank
+        _, _, step, kind, what, ranks, nbytes, number = entry
+        name, args = str(what) or kind, {"step": step} if step else {}
+        if actions := getattr(what, "actions", ()):
+            args |= {"actions": list(map(str, actions))}
+            args |= {"stage": actions[0].stage, "microbatch": actions[0].microbatch} if len(actions) == 1 else {}
+        elif kind == "segment":
+            args |= {key: value for key, value in what._asdict().items() if key != "kind"}
+        elif kind == "wgrad":
+            args |= dict(zip(("stage", "microbatch"), what))
+            name = f"weight gradients of stage {what[0]}, micro-batch {what[1]}"
+        if ranks:
+            args |= {"ranks": list(ranks), "number": number}
+        if nbytes:
+            args["bytes"] = nbytes
+        if nbytes and kind in ("send", "receive"):
+            message = f"{name} from {rank} to {ranks[0]}" if kind == "send" else f"{name} from {ranks[0]} to {rank}"
+            messages[message] += 1
+            args["flow"] = f"{message}, {messages[message]}"
+        return Slice(rank, thread, kind, name, self._common(start), self._common(end), args)
 
     # -- one clock
 
@@ -194,29 +214,6 @@ def check_path(path: Path) -> None:
         raise ValueError(f"there is no folder {path.parent} for the trace {path.name}; make it")
     if path.is_dir():
         raise ValueError(f"{path} is a folder; give the name of a file for the trace")
-
-
-def _described(entry: Entry, rank: int, messages: Counter[str]) -> tuple[str, str, dict[str, Any]]:
-    """Kind, name and args of a `Slice`. messages: how many of each there were before, on this rank."""
-    _, _, step, kind, what, ranks, nbytes, number = entry
-    name, args = str(what) or kind, {"step": step} if step else {}
-    if actions := getattr(what, "actions", ()):
-        args |= {"actions": list(map(str, actions))}
-        args |= {"stage": actions[0].stage, "microbatch": actions[0].microbatch} if len(actions) == 1 else {}
-    elif kind == "segment":
-        args |= {key: value for key, value in what._asdict().items() if key != "kind"}
-    elif kind == "wgrad":
-        args |= dict(zip(("stage", "microbatch"), what))
-        name = f"weight gradients of stage {what[0]}, micro-batch {what[1]}"
-    if ranks:
-        args |= {"ranks": list(ranks), "number": number}
-    if nbytes:
-        args["bytes"] = nbytes
-    if nbytes and kind in ("send", "receive"):
-        message = f"{name} from {rank} to {ranks[0]}" if kind == "send" else f"{name} from {ranks[0]} to {rank}"
-        messages[message] += 1
-        args["flow"] = f"{message}, {messages[message]}"
-    return kind, name, args
 
 
 def _schedule(ranks: dict[str, dict[str, Any]], slices: list[Slice]) -> dict[str, Any] | None:
