@@ -9,9 +9,7 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-from dualpipe.schedule.command import costs_from
 from dualpipe.schedule.draw import aligned
-from dualpipe.schedule.simulate import Costs
 from dualpipe.schedule.types import KINDS, Step
 from dualpipe.trace.file import read
 from dualpipe.trace.measured import Measured
@@ -26,22 +24,22 @@ class MeasuredCosts:
     def __init__(self, measured: Measured) -> None:
         self.samples = defaultdict[tuple[int, str], list[float]](list)  # by stage, and kind or kinds of a pair
         found = {step: [span.cost / 1e6 for span in spans] for step, spans in measured.samples().items()}
+        if not found:
+            raise ValueError("no step of training is in the trace by itself, not within something else")
         for step, costs in found.items():
             for action in step:
                 self.samples[action.stage, _kinds(step)] += costs
         every = {kind: median([cost for (_, other), costs in self.samples.items() if other == kind for cost in costs])
                  for kind in {kinds for _, kinds in self.samples}}
         self.assumed = [kind for kind in KINDS if kind not in every]
-        stages = sorted({stage for stage, _ in self.samples})
-        own = {stage: _alone({kinds: median(self.samples[stage, kinds]) for other, kinds in [*self.samples]
-                              if other == stage}, every) for stage in stages}
+        own = {stage: _alone({kinds: median(costs) for (other, kinds), costs in self.samples.items() if other == stage},
+                             every) for stage in sorted({stage for stage, _ in self.samples})}
         saved = defaultdict[tuple[int, str], list[float]](list)
         for step, costs in found.items():
             if len(step) == 2:  # on each of the two stages half of it
                 alone = sum(own[action.stage][action.kind] for action in step)
-                kinds = _kinds(step)
                 for action in step:
-                    saved[action.stage, kinds] += [alone - cost for cost in costs]
+                    saved[action.stage, _kinds(step)] += [alone - cost for cost in costs]
         for (stage, kinds), times in saved.items():
             own[stage][kinds] = max(0.0, sum(own[stage][kind] for kind in kinds) - median(times))
         for stage, costs_of in own.items():
@@ -49,15 +47,10 @@ class MeasuredCosts:
                 costs_of["R"] = reduced
         kinds_of = dict.fromkeys(kind for costs_of in own.values() for kind in costs_of)
         self.given: dict[str, Any] = {
-            **_rounded({kind: median([each[kind] for each in own.values() if kind in each]) for kind in kinds_of}),
-            **_rounded({"p2p": measured.latency / 1e6}),
+            **_rounded({kind: median([each[kind] for each in own.values() if kind in each]) for kind in kinds_of}
+                       | {"p2p": measured.latency / 1e6}),
             "per_stage": {f"{stage}": _rounded(costs_of) for stage, costs_of in own.items()},
         }
-
-    @property
-    def costs(self) -> Costs:
-        """The same for `simulate`."""
-        return costs_from(self.given)
 
     def table(self) -> str:
         """By stage and kind: the median, the 10th and the 90th percentile, and of how many."""

@@ -114,22 +114,24 @@ def read(path: str | Path) -> Trace:
     try:
         found = json.loads(Path(path).read_bytes())
         info, events = found["otherData"], found["traceEvents"]
-        if info.pop("format") != FORMAT:
-            raise KeyError("format")
+        if (version := info.pop("format")) != FORMAT:
+            raise ValueError(f"it is a {version!r}, of which this version reads {FORMAT!r} alone; take the trace again")
         threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
         slices = [Slice(e["pid"] - 1, threads[e["pid"], e["tid"]], e["cat"], e["name"], round(e["ts"] * 1e3),
                         round(e["ts"] * 1e3) + round(e["dur"] * 1e3), e["args"]) for e in events if e["ph"] == "X"]
         memory = [(e["pid"] - 1, round(e["ts"] * 1e3), e["args"]["bytes"]) for e in events if e["ph"] == "C"]
         trace = Trace(slices, memory, info)
-        assert trace.rows and trace.schedule, "read now, while the file can be named"
+        assert trace.rows is not None and trace.schedule, "read now, while the file can be named"
         return trace
     except OSError as error:
         raise ValueError(f"cannot read the trace {path}: {error.strerror}") from error
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is no trace, or was cut off: {error}") from error
-    except (KeyError, TypeError, AttributeError, IndexError, UnicodeDecodeError) as error:
+    except (LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is no trace of this library ({type(error).__name__}: {error}); take one by dualpipe "
                          "train --trace steps=10..12, or Pipeline.trace") from error
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def training_runs(row: Iterable[Slice]) -> list[list[Slice]]:

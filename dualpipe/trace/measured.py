@@ -17,7 +17,7 @@ from dualpipe.trace.file import DEVICE, Slice, Trace, training_runs
 ALL_TO_ALL = "all-to-all"
 _LABELS = {"exchange": ALL_TO_ALL, "all_to_all": ALL_TO_ALL, "gather": "gathers", "reduce": "reductions",
            "agree": "agreement", "vote": "votes", "clip": "norm", "routers": "loads"}
-_ASIDE = ("evaluate", "save", "export")  # beside the steps of training, with all that is in them
+_ASIDE = ("evaluate", "save", "export", "check")  # beside the steps of training, with all that is in them
 
 
 def label(each: Slice) -> str:
@@ -70,8 +70,11 @@ class Measured:
         waited = [time for waits, time in taken if waits]
         self.latency = max(0, round(median(waited)) if waited else min((time for _, time in taken), default=0))
         self.spans = {rank: self._spans(row) for rank, row in trace.rows.items()}
+        aside = [span.slice for spans in self.spans.values() for span in spans if span.slice.kind in _ASIDE]
         for each in trace.slices:
-            if each.thread.startswith(f"{DEVICE}, "):  # a stream beside the one that computes
+            if each.thread.startswith(f"{DEVICE}, ") and not any(  # a stream beside the one that computes
+                one.rank == each.rank and one.start <= each.start < one.end for one in aside
+            ):
                 self.hidden[each.rank][label(each)] += each.end - each.start
         self.runs = {rank: list(self._runs(rank)) for rank in trace.rows}
 

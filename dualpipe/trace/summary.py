@@ -9,6 +9,7 @@ from itertools import chain
 from pathlib import Path
 from statistics import mean
 
+from dualpipe.schedule.command import costs_from
 from dualpipe.schedule.draw import aligned, to_svg
 from dualpipe.schedule.page import to_html
 from dualpipe.schedule.simulate import Span, Timeline, simulate
@@ -30,7 +31,7 @@ class Summary:
 
     def __init__(self, measured: Measured) -> None:
         self.measured, self.trace = measured, measured.trace
-        self.costs = MeasuredCosts(measured).costs
+        self.costs = costs_from(MeasuredCosts(measured).given)
         self.ideal = simulate(self.trace.schedule, self.costs)
         self.steps = max(1, max(map(len, measured.runs.values())))
         every = [each for row in self.trace.rows.values() for each in row]
@@ -65,7 +66,7 @@ class Summary:
         both: list[tuple[str, ...]] = [("exposed + hidden", *kinds)]
         both += [(self.trace.name(rank), *(" + ".join(_short(self._ms(each[rank][kind])) for each in (exposed, hidden))
                                            for kind in kinds)) for rank in ranks]
-        return f"{aligned(rows)}\n{aligned(both)}"
+        return f"{aligned(rows)}\n{aligned(both)}" if kinds else aligned(rows)
 
     # -- against the simulation
 
@@ -160,6 +161,10 @@ def _add_waits(causes: Counter[Cause], late: Counter[int], exposed: Counter[str]
         causes["exposed", f"{kind} that nothing hid"] += time
 
 
+def _number(of: int, what: str) -> str:
+    return f"{of} {what}{'s' if of > 1 else ''}"
+
+
 def _short(milliseconds: float) -> str:
     """Three digits."""
     whole = len(f"{abs(milliseconds):.0f}")
@@ -174,7 +179,7 @@ def report(path: str, svg: str | None, html: str | None = None) -> str:
     middle, average = steps[len(steps) // 2], mean(timeline.makespan for timeline in steps)
     error = max(rank["clock_error_us"] for rank in trace.info["ranks"].values()) / 1e3
     lines = [
-        f"{path}: {summary.steps} step{'s' if summary.steps > 1 else ''} of {len(trace.rows)} ranks, {schedule.name}, "
+        f"{path}: {_number(summary.steps, 'step')} of {_number(len(trace.rows), 'rank')}, {schedule.name}, "
         f"{schedule.num_microbatches} micro-batches; clocks are right to {_short(error)} ms", "", summary.by_rank(),
         f"a step: {_short(average)} ms on average, the middle one {_short(middle.makespan)}; simulated with the "
         f"medians of its actions {_short(summary.ideal.makespan)}, against which",

@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 
 from dualpipe import device as devices
 from dualpipe.ranks import RankSync, backends, gloo_beside
-from dualpipe.recorder import RANKS, Entry, Recorder
+from dualpipe.recorder import BEGAN, ENDED, KIND, RANKS, Entry, Recorder
 from dualpipe.trace.file import COMMUNICATION, COMPUTE, DEVICE, Slice, Trace, training_runs
 
 _TRIPS = 32  # of a message, there and back, to compare two clocks
@@ -59,25 +59,25 @@ class Tracer:
     An error inside goes on as it is, and nothing is gathered or written. Where it is one rank's alone, the others wait
     for that rank when they leave, as in any collective, until the group's timeout.
 
-    Raises ValueError where a trace is being taken already, and on every rank where there is no folder for the file.
+    Raises ValueError where a trace is being taken already, and on every rank where the file cannot be written.
     """
 
     def __init__(self, path: Path, group: ProcessGroup | None, device: torch.device, place: Place) -> None:
         self._path, self._device, self._place = path, device, place
         self._group: Any = group if group is None or "cpu" in backends(group) else gloo_beside(group)
         self._recorder = Recorder.current()
-        self._open: list[Entry] = []
-        self._events: dict[int, list[Any]] = {}  # by an entry's id: it, its stream, events at its begin and end
-        self._memory: list[tuple[int, int]] = []
         self.loads: dict[int, list[float]] = {}
         """tokens that each rank's experts got, by optimizer step: for who knows them to fill in"""
 
     def __enter__(self) -> Self:
         if self._recorder.whole:
             raise ValueError(f"a trace is being taken already; leave that one before that for {self._path}")
+        self._open: list[Entry] = []
+        self._events: dict[int, list[Any]] = {}  # by an entry's id: it, its stream, events at its begin and end
+        self._memory: list[tuple[int, int]] = []
         self._ranks = RankSync(self._group)
         self._clocks = [self._compare_clocks()]
-        self._ranks.first(self._check_folder)  # and so all begin at once
+        self._ranks.first(partial(check_path, self._path))  # and so all begin at once
         if self._device.type == "cuda":
             devices.synchronize(self._device)  # orders: the host knows when the event comes that others are timed by
         zero, self._since = devices.record(self._device, timed=True), perf_counter_ns()
@@ -105,17 +105,16 @@ class Tracer:
         found = self._ranks.collect(Traced(rank, told, slices, memory))
         self._ranks.first(partial(self._write, found or ()))
 
-    def _check_folder(self) -> None:
-        if not self._path.parent.is_dir():
-            raise ValueError(f"there is no folder {self._path.parent} for the trace {self._path.name}; make it")
-
     def _write(self, found: Sequence[Traced]) -> None:
         zero = min((each.start for own in found for each in own.slices), default=0)
         slices = [each._replace(start=each.start - zero, end=each.end - zero) for own in found for each in own.slices]
         memory = [(rank, at - zero, size) for own in found for rank, at, size in own.memory]
         ranks = {f"{own.rank}": own.told for own in found}
         info = {"ranks": ranks, "schedule": _schedule(ranks, slices), "loads": self.loads}
-        Trace(slices, memory, info).write(self._path)
+        try:
+            Trace(slices, memory, info).write(self._path)
+        except OSError as error:
+            raise ValueError(f"the trace {self._path} cannot be written: {error.strerror}") from error
 
     # -- what is recorded
 
@@ -143,11 +142,9 @@ class Tracer:
         for lane, entries in lanes.items():
             messages = Counter[str]()
             for entry in entries:
-                began, ended, *_ = entry
-                kind, name, args = _described(entry, self._recorder.rank, messages)
-                thread = lane or (COMMUNICATION if "ranks" in args or kind == "exchange" else COMPUTE)
-                yield Slice(self._recorder.rank, thread, kind, name, self._common(began), self._common(ended or until),
-                            args)
+                beside = entry[RANKS] or entry[KIND] == "exchange"
+                thread = lane or (COMMUNICATION if beside else COMPUTE)
+                yield self._slice(entry, thread, entry[BEGAN], entry[ENDED] or until, messages)
 
     def _of_device(self) -> Iterator[Slice]:
         rows: dict[Any, str] = {}  # by stream; the first one that is given anything computes
@@ -156,8 +153,30 @@ class Tracer:
             if len(events) == 2:  # else it has not ended
                 row = rows.setdefault(stream, f"{DEVICE}, stream {len(rows)}" if rows else DEVICE)
                 start, end = (self._since + round(1e6 * self._zero.elapsed_time(event)) for event in events)
-                kind, name, args = _described(entry, self._recorder.rank, messages)
-                yield Slice(self._recorder.rank, row, kind, name, self._common(start), self._common(end), args)
+                yield self._slice(entry, row, start, end, messages)
+
+    def _slice(self, entry: Entry, thread: str, start: int, end: int, messages: Counter[str]) -> Slice:
+        """An entry, by this rank's clock. messages: how many of each there were before."""
+        rank = self._recorder.rank
+        _, _, step, kind, what, ranks, nbytes, number = entry
+        name, args = str(what) or kind, {"step": step} if step else {}
+        if actions := getattr(what, "actions", ()):
+            args |= {"actions": list(map(str, actions))}
+            args |= {"stage": actions[0].stage, "microbatch": actions[0].microbatch} if len(actions) == 1 else {}
+        elif kind == "segment":
+            args |= {key: value for key, value in what._asdict().items() if key != "kind"}
+        elif kind == "wgrad":
+            args |= dict(zip(("stage", "microbatch"), what))
+            name = f"weight gradients of stage {what[0]}, micro-batch {what[1]}"
+        if ranks:
+            args |= {"ranks": list(ranks), "number": number}
+        if nbytes:
+            args["bytes"] = nbytes
+        if nbytes and kind in ("send", "receive"):
+            message = f"{name} from {rank} to {ranks[0]}" if kind == "send" else f"{name} from {ranks[0]} to {rank}"
+            messages[message] += 1
+            args["flow"] = f"{message}, {messages[message]}"
+        return Slice(rank, thread, kind, name, self._common(start), self._common(end), args)
 
     # -- one clock
 
@@ -189,27 +208,12 @@ class Tracer:
         return at + round(first.offset + drift * (at - first.at))
 
 
-def _described(entry: Entry, rank: int, messages: Counter[str]) -> tuple[str, str, dict[str, Any]]:
-    """Kind, name and args of a `Slice`. messages: how many of each there were before, on this rank."""
-    _, _, step, kind, what, ranks, nbytes, number = entry
-    name, args = str(what) or kind, {"step": step} if step else {}
-    if actions := getattr(what, "actions", ()):
-        args |= {"actions": list(map(str, actions))}
-        args |= {"stage": actions[0].stage, "microbatch": actions[0].microbatch} if len(actions) == 1 else {}
-    elif kind == "segment":
-        args |= {key: value for key, value in what._asdict().items() if key != "kind"}
-    elif kind == "wgrad":
-        args |= dict(zip(("stage", "microbatch"), what))
-        name = f"weight gradients of stage {what[0]}, micro-batch {what[1]}"
-    if ranks:
-        args |= {"ranks": list(ranks), "number": number}
-    if nbytes:
-        args["bytes"] = nbytes
-    if nbytes and kind in ("send", "receive"):
-        message = f"{name} from {rank} to {ranks[0]}" if kind == "send" else f"{name} from {ranks[0]} to {rank}"
-        messages[message] += 1
-        args["flow"] = f"{message}, {messages[message]}"
-    return kind, name, args
+def check_path(path: Path) -> None:
+    """Raise ValueError where there can be no file `path`."""
+    if not path.parent.is_dir():
+        raise ValueError(f"there is no folder {path.parent} for the trace {path.name}; make it")
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder; give the name of a file for the trace")
 
 
 def _schedule(ranks: dict[str, dict[str, Any]], slices: list[Slice]) -> dict[str, Any] | None:
@@ -219,6 +223,7 @@ def _schedule(ranks: dict[str, dict[str, Any]], slices: list[Slice]) -> dict[str
             for member in first["members"]]
     if not all(runs):
         return None
-    microbatches = {action.microbatch for own in runs for each in own[0] for action in each.step}
+    whole = [max(own, key=len) for own in runs]  # of one that failed there is less
+    microbatches = {action.microbatch for own in whole for each in own for action in each.step}
     return {"name": first["schedule"], "num_microbatches": len(microbatches), "placement": first["placement"],
-            "ranks": [[";".join(each.args["actions"]) for each in own[0]] for own in runs]}
+            "ranks": [[";".join(each.args["actions"]) for each in own] for own in whole]}

@@ -190,7 +190,8 @@ class Guard:
         seen = [spot for spot, value in on_host(bad.kept.watch.results).items() if not math.isfinite(value)]
         spots = run.job.ranks.gather(lambda: min(seen, default=None))
         then = min((spot for spot in spots if spot is not None), default=None)
-        again = run_again(run, bad.kept.batch)
+        with run.recorder.doing("check", "the step again"):
+            again = run_again(run, bad.kept.batch)
         self.restore(bad.kept)
         loss = "" if math.isfinite(first["loss"]) or not run.model.has_last else f", the loss {first['loss']}"
         lines = [f"the gradient norm is {first['grad_norm']} at step {bad.step}{loss}; lower optimizer.lr, lengthen "

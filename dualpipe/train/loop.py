@@ -186,6 +186,7 @@ class Run:
                         self._steps(writer)
                     except BadStep as bad:
                         self.guard.resolve(bad, writer)
+                        self.traced.after()
                 self._stop_early()
             self.start_up.end()  # where no step was left
             if self.status:
@@ -266,12 +267,13 @@ class Run:
                         metrics = self._read()
                         evaluates = evaluates and not self.status  # who asks for an end may not have the time
                         if checks:
-                            self.guard.check_ranks(self.done)
+                            with self.recorder.doing("check", "whether ranks compute right"):
+                                self.guard.check_ranks(self.done)
                         with self.recorder.doing("evaluate") if evaluates else nullcontext():
                             eval_loss = self._evaluate() if evaluates else None
                         self._write(writer, metrics, eval_loss)
                     self.saver.save(self.state, self.done)
-                    self.traced.after(self.done, ends=self.done == train.steps or bool(self.status))
+                    self.traced.after()
         except BaseException:
             with suppress(BadStep, RuntimeError):  # the latter where the device has failed
                 # Without waiting, which could be for ranks that have failed.

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from dualpipe.trace.tracer import Tracer
+from dualpipe.trace.tracer import Tracer, check_path
 from dualpipe.train.metrics import say
 
 if TYPE_CHECKING:
@@ -43,23 +44,39 @@ class TracedSteps:
     def __init__(self, run: Run, wanted: Steps | None) -> None:
         self._run, self._wanted = run, wanted
         self._tracer: Tracer | None = None
+        if wanted is not None and wanted.file:
+            run.job.ranks.first(partial(check_path, Path(wanted.file)))  # before the work of hours
 
     def before(self, step: int) -> None:
         """Begin where `step`, which comes now, is one to trace, also the first one after others were resumed from."""
-        if self._wanted is not None and self._tracer is None and self._wanted.first <= step <= self._wanted.last:
-            self._path = Path(self._wanted.file or self._run.folder / "trace-{}-{}.json".format(*self._wanted[:2]))
-            self._tracer = self._run.pipeline.trace(self._path, group=self._run.job.group)
-            self._tracer.__enter__()
+        if self._wanted is None or self._tracer is not None or step < self._wanted.first:
+            return
+        if step > self._wanted.last:
+            self._say(f"no trace is taken: the run goes on behind step {self._wanted.last}, the last one to trace")
+            self._wanted = None
+            return
+        # By its own first step: what was traced before an early end stays.
+        self._path = Path(self._wanted.file or self._run.folder / f"trace-{step}-{self._wanted.last}.json")
+        self._tracer = self._run.pipeline.trace(self._path, group=self._run.job.group)
+        self._tracer.__enter__()
 
-    def after(self, step: int, *, ends: bool) -> None:
-        """Write the file after the last step to trace, or where the run `ends` before."""
-        if self._tracer is not None and self._wanted is not None and (step >= self._wanted.last or ends):
-            self._tracer.__exit__(None)
-            self._tracer, self._wanted = None, None
-            if self._run.job.rank == 0:
-                say(f"trace: {self._path} (see it in ui.perfetto.dev, or by dualpipe trace summary)")
+    def after(self) -> None:
+        """Write the file after the last step to trace, or where the run ends before; say so where that cannot be."""
+        run = self._run
+        ends = run.status or run.done == run.config.train.steps
+        if self._tracer is not None and self._wanted is not None and (ends or run.done >= self._wanted.last):
+            tracer, self._tracer, self._wanted = self._tracer, None, None
+            try:
+                tracer.__exit__()
+                self._say(f"trace: {self._path} (see it in ui.perfetto.dev, or by dualpipe trace summary)")
+            except ValueError as error:  # on all ranks: such as a full disk, which the run can do without
+                self._say(f"WARNING: {error}")
 
     def loads(self, step: int, loads: Sequence[float]) -> None:
         """Note the tokens that the experts of each rank got in a step, where they are known."""
         if self._tracer is not None and any(loads):
             self._tracer.loads[step] = list(loads)
+
+    def _say(self, text: str) -> None:
+        if self._run.job.rank == 0:
+            say(text)

@@ -2,6 +2,7 @@
 """
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -153,6 +154,20 @@ def test_a_wait_is_for_who_is_late_and_then_for_the_communication():
     assert found.spans[0][2].exposed.total() == 0, "an evaluation is told as a whole"
 
 
+def test_what_another_stream_does_is_hidden_unless_it_is_waited_for():
+    rows = [
+        (0, "F", "F", 0, 30, {"actions": ["0F0"]}), (0, "exchange", "rows 1", 5, 25, {}),
+        (0, "all_to_all", "rows 1", 20, 25, {}), (0, "evaluate", "evaluate", 40, 80, {}),
+        (0, "exchange", "rows 2", 45, 65, {}), (0, "all_to_all", "rows 2", 60, 65, {}),
+    ]
+    trace = two_ranks(rows).trace
+    slices = [each._replace(thread="device, stream 1" if each.kind == "exchange" else "device")
+              for each in trace.slices]
+    found = Measured(replace(trace, slices=slices))
+    assert found.spans[0][0].exposed["all-to-all"] == 5 * MS
+    assert found.hidden[0]["all-to-all"] == 15 * MS, "an evaluation is told as a whole"
+
+
 def test_a_header_is_waited_for_as_its_message():
     flow = {"ranks": [1], "number": 0, "bytes": 8, "flow": "a from 1 to 0, 1"}
     found = two_ranks([
@@ -180,10 +195,16 @@ def test_a_trace_is_what_was_written(tmp_path):
     (lambda text: "\x00\xff", "trace.json is no trace, or was cut off: "),
     (lambda text: '{"traceEvents": []}', "trace.json is no trace of this library (KeyError: 'otherData'); take one by"),
     (lambda text: "[]", "trace.json is no trace of this library (TypeError"),
-    (lambda text: text.replace("dualpipe trace 1", "dualpipe trace 0"), "trace.json is no trace of this library"),
+    (lambda text: text.replace("dualpipe trace 1", "dualpipe trace 2"),
+     "trace.json: it is a 'dualpipe trace 2', of which this version reads 'dualpipe trace 1' alone; take"),
+    (lambda text: re.sub(r'"ts":[\d.]+', '"ts":Infinity', text),
+     "trace.json is no trace of this library (OverflowError"),
+    (lambda text: "[" * 10**6, "trace.json is no trace of this library (RecursionError"),
+    (lambda text: re.sub(r'"ranks": {.*}}, "sch', '"ranks": {}, "sch', text), "trace.json is no trace of this library"),
     (lambda text: text.replace('"cat":"F",', ""), "trace.json is no trace of this library (KeyError: 'cat')"),
-    (lambda text: text.replace('"schedule": {', '"schedule": null, "other": {'), "the trace holds no step of training"),
-    (lambda text: text.replace('"0F0", ', ""), "schedule 'dualpipev'"),
+    (lambda text: text.replace('"schedule": {', '"schedule": null, "other": {'),
+     "trace.json: the trace holds no step of training"),
+    (lambda text: text.replace('"0F0", ', ""), "trace.json: schedule 'dualpipev'"),
     (lambda text: text.replace('["0F0", ', '["0X0", '), "'0X0' is not an action like 0F7"),
 ])
 def test_what_is_no_trace_is_refused_in_a_line(tmp_path, change, message):

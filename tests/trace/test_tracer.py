@@ -17,8 +17,9 @@ from dualpipe import Pipeline, recorder
 from dualpipe.errors import RankLost
 from dualpipe.pipeline import PipelineError
 from dualpipe.recorder import ENTRIES, Recorder
-from dualpipe.trace import summary, tracer
+from dualpipe.trace import costs, summary, tracer
 from dualpipe.trace.file import COMMUNICATION, COMPUTE, read
+from dualpipe.trace.measured import Measured
 from ranks import run_ranks
 from toys import make_stages, num_stages, stages_of_rank
 from traces import check_format
@@ -89,6 +90,8 @@ def test_one_rank_alone(tmp_path):
         step(pipe)
     check_format(json.loads((tmp_path / "trace.json").read_text()))
     assert read(tmp_path / "trace.json").info["ranks"]["0"]["clock_error_us"] == 0
+    text = summary.report(str(tmp_path / "trace.json"), None)
+    assert "1 step of 1 rank, dualpipev, 4 micro-batches; " in text and "exposed + hidden" not in text
     with Recorder().activate(), pipe.trace(tmp_path / "none.json"):
         pass
     with pytest.raises(ValueError, match="no step of training by a whole pipeline"):
@@ -166,6 +169,29 @@ def test_an_error_goes_on_and_nothing_is_written(tmp_path):
     (said, same) = run_ranks(failing, 2, str(tmp_path), reuse=True)
     assert said == same and "ZeroDivisionError" in said[0]
     assert [path.name for path in tmp_path.iterdir()] == ["after.json"]
+
+
+def test_a_step_that_failed_is_not_the_schedule_and_a_trace_can_be_taken_again(tmp_path):
+    pipe = pipeline(0, 1)
+    with Recorder().activate():
+        taken = pipe.trace(tmp_path / "trace.json")
+        for _ in range(2):
+            with taken:
+                with contextlib.suppress(PipelineError):
+                    step(pipe, criterion=lambda *_: 1 / 0)
+                step(pipe)
+            trace = read(tmp_path / "trace.json")
+            assert trace.schedule.num_microbatches == MICRO_BATCHES and len(Measured(trace).runs[0]) == 1
+    assert len(trace.memory) < len(trace.slices), "nothing is left of the one before"
+
+
+def test_a_step_within_something_else(tmp_path):
+    pipe, path = pipeline(0, 1), str(tmp_path / "trace.json")
+    with Recorder().activate(), pipe.trace(path), Recorder.current().doing("mine"):
+        step(pipe)
+    for report in (summary.report, costs.report):
+        with pytest.raises(ValueError, match="no step of training is in the trace by itself"):
+            report(path, None)
 
 
 def leaving(rank, folder):

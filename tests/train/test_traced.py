@@ -1,5 +1,6 @@
 """`dualpipe train --trace`: which steps are in the file, all that they are made of, and what cannot be asked for."""
 
+import errno
 import json
 import re
 
@@ -9,6 +10,8 @@ from device_steps import as_training, write_run
 from dualpipe import cli
 from dualpipe.schedule.command import parse_costs
 from dualpipe.trace.file import read
+from dualpipe.trace.measured import Measured
+from dualpipe.trace.summary import Summary
 from dualpipe.train.traced import Steps, parse
 from ranks import run_ranks
 from traces import check_format
@@ -111,6 +114,58 @@ def test_a_run_that_ends_before(run_toml, monkeypatch, capsys):
     assert cli.main(["train", "run.toml", *options, "--trace", "steps=1..5,file=early.json"]) == 75
     assert "trace: early.json" in capsys.readouterr().out
     assert {each.args.get("step") for each in read("early.json").slices} == {1}
+
+
+def alone(*options):
+    return cli.main(["train", "run.toml", "--parallel.pp", "1", "--train.steps", "3", "--train.eval_interval", "0",
+                     *options])
+
+
+def test_a_bad_step_is_the_last_one_and_run_again(run_toml, monkeypatch, capsys):
+    monkeypatch.chdir(run_toml.parent)
+    assert alone("--trace", "steps=2..3", "--faults", "nan rank=0 step=3 action=F", "--guard.on_nonfinite", "skip") == 0
+    out = capsys.readouterr().out
+    assert "left out: nothing is updated by it" in out and "trace: out/trace-2-3.json" in out
+    trace = read("out/trace-2-3.json")
+    (check,) = (each for each in trace.slices if each.kind == "check")
+    assert any(check.start < each.start < check.end for each in trace.slices if each.kind == "F")
+    assert len(Measured(trace).runs[0]) == 2, "what is run again is none of the steps"
+    assert Summary(Measured(trace)).totals(0)["check"] == pytest.approx((check.end - check.start) / 2e6)
+
+
+def test_a_run_that_goes_on_within_the_steps_to_trace_or_behind_them(run_toml, monkeypatch, capsys):
+    monkeypatch.chdir(run_toml.parent)
+    saves = ["--checkpoint.mode", "sync", "--checkpoint.interval", "1"]
+    assert alone(*saves, "--train.time_limit", "0.01", "--trace", "steps=1..2") == 75
+    assert alone(*saves, "--train.time_limit", "0.01", "--trace", "steps=1..2") == 75
+    for name, step in (("trace-1-2", 1), ("trace-2-2", 2)):
+        assert {each.args.get("step") for each in read(f"out/{name}.json").slices} == {step}
+    capsys.readouterr()
+    assert alone(*saves, "--trace", "steps=1..2") == 0
+    assert "no trace is taken: the run goes on behind step 2, the last one to trace\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("file, message", [
+    ("none/trace.json", "there is no folder none for the trace trace.json; make it"),
+    ("text", "text is a folder; give the name of a file for the trace"),
+])
+def test_a_place_without_a_file_is_refused_before_the_first_step(file, message, run_toml, monkeypatch, capsys):
+    monkeypatch.chdir(run_toml.parent)
+    assert alone("--trace", f"steps=3,file={file}") == 2
+    said = capsys.readouterr()
+    assert said.err == f"error: {message}\n" and "step 1/3" not in said.out
+
+
+def test_a_full_disk_costs_the_trace_and_not_the_run(run_toml, monkeypatch, capsys):
+    def refused(path, content):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.chdir(run_toml.parent)
+    monkeypatch.setattr("dualpipe.trace.file.replace_file", refused)
+    assert alone("--trace", "steps=1") == 0
+    out = capsys.readouterr().out
+    assert "WARNING: the trace out/trace-1-1.json cannot be written: No space left on device\n" in out
+    assert "step 3/3" in out
 
 
 def training_on_a_device(rank, folder):
