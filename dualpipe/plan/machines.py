@@ -6,7 +6,7 @@ import json
 import statistics
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -85,11 +85,11 @@ def read_machine(name: str, *, node: int = 8, measured: tuple[str, ...] = ()) ->
     else:
         known = [each for each in tables if each != "default"]
         raise ValueError(f"no GPU is called {name!r}; known are {', '.join(known)}, or a FILE.toml as {TABLE.name} has")
+    if missing := [field.name for field in fields(Machine) if field.default is MISSING and field.name not in given]:
+        raise ValueError(f"{name} does not say {', '.join(missing)}; see {TABLE}")
     machine = Machine(**_checked(name, given), node=node)
     for file in measured:
         machine = replace(machine, **_checked(file, _measured(Path(file), machine)))
-    missing = [field.name for field in fields(Machine) if not hasattr(machine, field.name)]
-    assert not missing, f"fields without a value: {missing}"
     return machine
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
@@ -22,13 +23,13 @@ from dualpipe.schedule.validate import validate
 
 def key_of(*inputs: object) -> str:
     """What the file is called: a digest of the inputs, among them Costs."""
-    return hashlib.sha256(json.dumps(list(map(_plain, inputs))).encode()).hexdigest()[:32]
+    return hashlib.sha256(json.dumps(list(map(_plain, inputs)), default=float).encode()).hexdigest()[:32]
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, Costs):
         return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return sorted((str(key), _plain(each)) for key, each in value.items())
     return float(value) if isinstance(value, int) else value
 

@@ -109,9 +109,9 @@ def _found(args: argparse.Namespace, costs: Costs, *, alternative: bool) -> tupl
             print("\r\033[K", end="", file=sys.stderr)
         return found
 
+    base = simulate(build("dualpipev", args.ranks, args.microbatches), costs).makespan
     found = look(memory)
     time, bound = found.timeline.makespan, max(found.bounds)
-    base = simulate(build("dualpipev", args.ranks, args.microbatches), costs).makespan
     work = least_work(found.timeline.schedule.placement, args.microbatches, costs)
     said = (
         f"auto: {100 * (1 - time / base):.1f}% less time than dualpipev ({number(base)}), with at most "
@@ -133,7 +133,10 @@ def parse_costs(text: str) -> Costs:
     if not text.endswith(".json"):
         parts = [part.partition("=") for part in text.split(",") if part.strip()]
         return _costs({name.strip(): value for name, _, value in parts}, Costs())
-    given = json.loads(Path(text).read_text(encoding="utf-8"))
+    try:
+        given = json.loads(Path(text).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{text} is not valid JSON: {error}") from error
     if not isinstance(given, dict):
         raise ValueError(f"{text} has {given!r}; it must hold an object such as {{\"F\": 1, \"B\": 2}}")
     return costs_from(given)

@@ -12,13 +12,13 @@ import os
 import pickle
 import subprocess
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from math import isfinite
 
+from dualpipe.errors import die_with
 from dualpipe.schedule import cache
 from dualpipe.schedule.anneal import COOLING, Problem, RankOrder, Timed, Timing, anneal, plays, traffic
 from dualpipe.schedule.bound import lower_bounds
@@ -124,44 +124,76 @@ def _rounds(
     heat = HEAT * sum(costs.F + costs.B for costs in per_stage) / 2 / len(per_stage)
     if not iterations or not heat:
         return chains
-    with ThreadPoolExecutor(PROCESSES) as threads:
-        for number in range(ROUNDS):
-            jobs = [
-                (*chain, iterations, heat * COOLING ** (-number / ROUNDS), (seed * ROUNDS + number) * CHAINS + index)
-                for index, chain in enumerate(chains)
-            ]
-            ran = [*threads.map(_elsewhere if iterations * size > HERE else _run, jobs)]
-            order = sorted(range(CHAINS), key=lambda index: (ran[index][0], index))
-            chains = [(chains[index][0], ran[index][1]) for index in order]
-            if number + 1 < ROUNDS:
-                chains[-1] = chains[0]
-            makespan = simulate(_schedule(*chains[0]), first.costs).makespan
-            if progress is not None:
-                progress((number + 1) / ROUNDS, makespan)
-            if makespan <= max(lower_bounds(chains[0][0].placement, first.num_microbatches, first.costs)) * (1 + 1e-9):
-                break
+    for number in range(ROUNDS):
+        jobs = [
+            (*chain, iterations, heat * COOLING ** (-number / ROUNDS), (seed * ROUNDS + number) * CHAINS + index)
+            for index, chain in enumerate(chains)
+        ]
+        ran = [*(_elsewhere(jobs) if iterations * size > HERE else map(_run, jobs))]
+        order = sorted(range(CHAINS), key=lambda index: (ran[index][0], index))
+        chains = [(chains[index][0], ran[index][1]) for index in order]
+        if number + 1 < ROUNDS:
+            chains[-1] = chains[0]
+        makespan = simulate(_schedule(*chains[0]), first.costs).makespan
+        if progress is not None:
+            progress((number + 1) / ROUNDS, makespan)
+        if makespan <= max(lower_bounds(chains[0][0].placement, first.num_microbatches, first.costs)) * (1 + 1e-9):
+            break
     return chains
 
 
 Job = tuple[Problem, list[RankOrder], int, float, int]
+Ran = tuple[float, list[RankOrder]]
 
 
-def _run(job: Job) -> tuple[float, list[RankOrder]]:
+def _run(job: Job) -> Ran:
     problem, orders, iterations, temperature, seed = job
     return anneal(problem, orders, iterations=iterations, temperature=temperature, cooling=COOLING ** (1 / ROUNDS),
                   seed=seed)
 
 
-def _elsewhere(job: Job) -> tuple[float, list[RankOrder]]:
-    """The same in a process of its own, which imports nothing of the caller's: no main module, no torch."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    ran = subprocess.run([sys.executable, "-c", WORKER], input=pickle.dumps(job), stdout=subprocess.PIPE, check=True,
-                         env=environment)
-    return pickle.loads(ran.stdout)
+def _elsewhere(jobs: Iterable[Job]) -> Iterator[Ran]:
+    """The same in processes, `PROCESSES` at a time, which end where this one does or is interrupted."""
+    running: deque[subprocess.Popen[bytes]] = deque()
+    try:
+        for job in jobs:
+            if len(running) == PROCESSES:
+                yield _taken(running)
+            running.append(_started(job))
+        while running:
+            yield _taken(running)
+    finally:
+        for worker in running:
+            with worker:  # waits for it
+                worker.kill()
+
+
+def _started(job: Job) -> subprocess.Popen[bytes]:
+    """A process at work, which imports nothing of the caller's: no main module, no torch. Ctrl-C does not reach it."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+    worker = subprocess.Popen([sys.executable, "-P", "-c", WORKER, str(os.getpid())], stdin=subprocess.PIPE,
+                              stdout=subprocess.PIPE, env=environment, process_group=0)
+    assert worker.stdin is not None, "it has a pipe"
+    with worker.stdin as pipe:
+        pickle.dump(job, pipe)
+    return worker
+
+
+def _taken(running: deque[subprocess.Popen[bytes]]) -> Ran:
+    """What the first of them has found, when it is done."""
+    worker = running[0]
+    assert worker.stdout is not None, "it has a pipe"
+    with worker.stdout as pipe:
+        out = pipe.read()
+    if status := worker.wait():
+        raise RuntimeError(f"a process that searches ended with status {status}")
+    running.popleft()
+    return pickle.loads(out)
 
 
 def work() -> None:
     """Anneal as stdin says, and write to stdout what was found."""
+    die_with(int(sys.argv[1]))
     sys.stdout.buffer.write(pickle.dumps(_run(pickle.load(sys.stdin.buffer))))
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
+from threading import Thread
 
 from dualpipe.ranks import RankSync
 from dualpipe.schedule import Schedule, build
@@ -34,16 +35,22 @@ def build_schedule(config: Config, ranks: RankSync | None = None) -> Schedule:
 
     if ranks is None or ranks.size == 1:
         return find()
-    with ThreadPoolExecutor(1) as thread:
-        search = thread.submit(find) if ranks.rank == 0 else None
+    search: Future[Schedule] = Future()
 
-        def wait() -> Schedule | None:
-            assert search is not None, "rank 0 searches"
-            try:
-                return search.result(TURN)
-            except NotYet:
-                return None
+    def work() -> None:
+        try:
+            search.set_result(find())
+        except BaseException as error:  # raised by `wait`, on all ranks
+            search.set_exception(error)
 
-        while (schedule := ranks.first(wait)) is None:
-            pass
+    def wait() -> Schedule | None:
+        try:
+            return search.result(TURN)
+        except NotYet:
+            return None
+
+    if ranks.rank == 0:
+        Thread(target=work, daemon=True).start()  # a run that fails meanwhile does not wait for it
+    while (schedule := ranks.first(wait)) is None:
+        pass
     return schedule

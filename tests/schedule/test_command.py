@@ -85,6 +85,7 @@ def test_options_of_a_schedule(capsys):
         (("--costs", "nowhere.json"), "nowhere.json"),
         (("--seed", "2"), "schedule 'dualpipev' has no option 'seed'"),
         (("--name", "auto", "--memory", "1.5"), "memory is 1.5; give stage activations, 2 or more"),
+        (("--name", "auto", "--ranks", "0"), "num_ranks is 0; give an integer of 1 or more"),
         (("--name", "auto", "--stages-per-rank", "3"), "schedule 'auto' has no option 'stages_per_rank'"),
         (("--name", "auto", "--seed", "-1"), "seed is -1; give an integer of 0 or more"),
         (("--stages-per-rank", "2"), "schedule 'dualpipev' has no option 'stages_per_rank'"),
@@ -119,7 +120,8 @@ def test_wrong_json_is_status_2(tmp_path, capsys, content):
     file = tmp_path / "costs.json"
     file.write_text(content)
     assert call(*SMALL, "--costs", str(file)) == 2
-    assert capsys.readouterr().err.count("\n") == 1
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and (content != "{" or f"{file} is not valid JSON: " in err)
 
 
 def test_costs_per_stage_cannot_be_compared_across_numbers_of_stages(tmp_path, capsys):

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import random
+import signal
 import subprocess
 import sys
+import time
 from itertools import combinations_with_replacement
 from pathlib import Path
+from types import MappingProxyType
 
+import numpy as np
 import pytest
 
 from dualpipe.schedule import Costs, ScheduleError, Timeline, build, cache, search, simulate, validate
@@ -254,7 +258,7 @@ def test_the_result_depends_on_the_seed_alone(own_cache, monkeypatch):
     first = build("auto", 4, 8, **options)  # in processes of its own
     next(own_cache.iterdir()).unlink()
     monkeypatch.setattr(search, "PROCESSES", 1)
-    monkeypatch.setattr(search, "_elsewhere", search._run)
+    monkeypatch.setattr(search, "_elsewhere", lambda jobs: map(search._run, jobs))
     assert build("auto", 4, 8, **options) == first
     assert build("auto", 4, 8, seed=1, **options) != first
 
@@ -287,6 +291,45 @@ def test_where_nothing_can_be_written(monkeypatch, tmp_path):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "file"))
     validate(build("auto", 2, 2, effort=0))
+
+
+def runs(pid: int) -> bool:
+    """Whether a process is there, and no zombie."""
+    try:
+        return bool(Path(f"/proc/{pid}/cmdline").read_bytes())
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere they end after their round")
+def test_an_interrupted_search_ends_at_once_with_its_processes():
+    """As by Ctrl-C, by which processes at work would write their own tracebacks."""
+    program = ("from dualpipe.schedule import Costs, build, search\n"
+               "def started(job, start=search._started):\n"
+               "    worker = start(job)\n"
+               "    print(worker.pid, flush=True)\n"
+               "    return worker\n"
+               "search._started, search.HERE = started, 0\n"
+               "build('auto', 4, 8, costs=Costs(FB=2.5, p2p=0.2))\n")
+    for how in (signal.SIGINT, signal.SIGKILL):
+        searching = subprocess.Popen([sys.executable, "-P", "-c", program], stdout=subprocess.PIPE,
+                                     stderr=subprocess.PIPE, text=True)
+        with searching:
+            pids = [int(searching.stdout.readline()) for _ in range(search.PROCESSES)]
+            searching.send_signal(how)
+            begun = time.monotonic()
+            _, said = searching.communicate()
+        assert time.monotonic() - begun < 5, "a chain's round takes longer"
+        assert said.count("Traceback") == (how == signal.SIGINT)
+        while any(map(runs, pids)):
+            assert time.monotonic() - begun < 5, "a process still searches"
+            time.sleep(0.05)
+
+
+def test_costs_of_other_types_have_a_key():
+    costs = Costs(pairs={("F", "F"): 1.5})
+    assert cache.key_of(Costs(pairs=MappingProxyType({("F", "F"): 1.5}))) == cache.key_of(costs)
+    assert cache.key_of(Costs(F=np.float32(1.5))) == cache.key_of(Costs(F=1.5))
 
 
 def test_the_key_tells_all_inputs_apart():

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import time
+from threading import Event
 from unittest import mock
 
 import pytest
 
 from dualpipe import schedule
+from dualpipe.errors import RankLost
 from dualpipe.ranks import RankSync
 from dualpipe.schedule import build, validate
 from dualpipe.train import schedule as of_run
@@ -41,6 +43,23 @@ def test_rank_0_searches_longer_than_the_timeout_of_the_group(tmp_path):
     assert found[0] == found[1] == found[2]
     assert found[0].name == "auto" and found[0].num_microbatches == 5
     validate(found[0])
+
+
+def test_a_rank_that_is_lost_is_not_waited_for_with_the_search():
+    class Lost:
+        rank, size = 0, 2
+
+        def first(self, work):
+            assert work() is None, "the search takes longer"
+            raise RankLost("rank 1 is gone")
+
+    over = Event()
+    with mock.patch.object(of_run, "build", lambda *_, **__: over.wait(20)), mock.patch.object(of_run, "TURN", 0.1):
+        begun = time.monotonic()
+        with pytest.raises(RankLost):
+            of_run.build_schedule(config(pp=2), Lost())
+        assert time.monotonic() - begun < 10
+    over.set()
 
 
 @pytest.mark.parametrize("costs, message", [("F=x", "parallel.schedule_costs = 'F=x': cost F is 'x'; give a number"),
