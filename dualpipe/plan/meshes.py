@@ -121,7 +121,8 @@ def _runs(wanted: Wanted, pp: int, dp: int, ep: int) -> Iterator[Prediction]:
             continue
         yield Prediction(replace(
             config,
-            parallel=replace(config.parallel, pp=pp, dp=dp, ep=ep, schedule=schedule, layers_per_stage=()),
+            parallel=replace(config.parallel, pp=pp, dp=dp, ep=ep, schedule=schedule, layers_per_stage=(),
+                             schedule_costs="", schedule_memory=0.0),
             train=replace(config.train, micro_batch_size=size, num_chunks=chunks, batch_size=0),
             memory=replace(config.memory, recompute=rules),
         ), wanted.model, wanted.machine)
