@@ -65,7 +65,8 @@ sys.exit(bench_overlap.main())
 """
 
 
-@pytest.mark.parametrize("missing, status", [pytest.param("1", 0, marks=pytest.mark.slow), ("0", 1)])
+@pytest.mark.slow
+@pytest.mark.parametrize("missing, status", [("1", 0), ("0", 1)])
 def test_between_ranks_the_status_is_that_of_rank_0(tmp_path, missing, status):
     """Whose rows are shown, whatever the times of the others say."""
     path = tmp_path / "disagreeing.py"

@@ -114,7 +114,7 @@ def test_a_poisoned_parameter_ends_the_run(run_folder, monkeypatch, capsys):
     )
 
 
-@pytest.mark.parametrize("resume", ["never", "step-00000002"])
+@pytest.mark.parametrize("resume", ["never", pytest.param("step-00000002", marks=pytest.mark.slow)])
 def test_a_run_that_is_started_again_goes_on_from_what_it_has_saved(run_folder, monkeypatch, capsys, resume):
     out = f"again-{resume}"
     path, begins = ("never", "step 1/") if resume == "never" else (f"{out}/checkpoints/{resume}", "after step 2,")

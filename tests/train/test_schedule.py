@@ -38,6 +38,7 @@ def of_ranks(rank, world, cache, seconds, costs):
         return of_run.build_schedule(config(pp=2, schedule_costs=costs), RankSync(dist.group.WORLD))
 
 
+@pytest.mark.slow
 def test_rank_0_searches_longer_than_the_timeout_of_the_group(tmp_path):
     found = run_ranks(of_ranks, 3, 3, tmp_path, 12.0, "F=1,B=2,W=0.9", group_timeout=10)
     assert found[0] == found[1] == found[2]
