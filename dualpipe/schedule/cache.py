@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import Any
 
 from dualpipe.schedule.simulate import Costs
@@ -60,9 +59,9 @@ def write(key: str, schedule: Schedule) -> None:
     with suppress(OSError, RuntimeError):
         path = _path(key)
         path.parent.mkdir(parents=True, exist_ok=True)
-        with NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False, encoding="utf-8") as file:
-            json.dump(kept, file)
+        temporary = path.with_suffix(f".{os.getpid()}.tmp")  # others may search for the same
         try:
-            os.replace(file.name, path)
-        except OSError:
-            os.unlink(file.name)
+            temporary.write_text(json.dumps(kept), encoding="utf-8")
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)  # also where the disk is full

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -282,6 +283,18 @@ def test_a_damaged_file_is_written_again(own_cache, damage):
     file.write_bytes(damage)
     assert build("auto", 2, 2, effort=0) == first
     assert [*own_cache.iterdir()] == [file] and file.read_bytes() == whole
+
+
+def test_of_a_file_that_a_full_disk_cut_off_nothing_is_left(own_cache):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+        validate(build("auto", 2, 2, effort=0))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert [*own_cache.iterdir()] == []
 
 
 def test_where_nothing_can_be_written(monkeypatch, tmp_path):
