@@ -57,7 +57,7 @@ Times = tuple[Seconds, ...]
 
 
 class Spent(NamedTuple):
-    """Of one kind of operator: how many launches, operations and bytes, and how long it takes."""
+    """What one kind of operator takes: launches, operations, bytes, and time."""
 
     launches: float
     flops: float

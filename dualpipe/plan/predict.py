@@ -151,7 +151,7 @@ class Prediction:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of one GPU."""
+        """Tokens that one GPU trains on in a second."""
         return self.tokens / self.step / self.config.parallel.world_size
 
     @property

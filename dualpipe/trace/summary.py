@@ -120,7 +120,7 @@ class Summary:
         return f"in {what} slower than its median{more}" if cause == "slower" else f"in {what}"
 
     def _load(self, rank: int) -> float:
-        """Of a rank's experts relative to the mean of the ranks with the same stages; 0 where it is not known."""
+        """Load of a rank's experts over the mean of the ranks with the same stages; 0 where it is not known."""
         ranks, loads = self.trace.info["ranks"], self.trace.info["loads"].values()
         same = [int(other) for other in ranks if ranks[other]["place"] == ranks[str(rank)]["place"]]
         return mean([load[rank] / mean([load[other] for other in same]) for load in loads if load[rank]] or [0.0])

@@ -41,7 +41,7 @@ def timeline(config: Config, model: HubConfig) -> list[list[Moment]]:
     return [
         [Moment(step, (rank.parameters + rank.gathered, rank.gradients, rank.optimizer, *both, rank.logits + rank.nccl))
          for step, both in zip(steps, alive(steps, taken))]
-        for rank, steps in zip(estimate(config, model), schedule.ranks)
+        for rank, steps in zip(estimate(config, model, activations=False), schedule.ranks)
     ]
 
 
