@@ -9,7 +9,7 @@ The format: docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNA
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,16 +20,16 @@ from dualpipe.files import replace_file
 from dualpipe.schedule.types import Action, Schedule, Step
 from dualpipe.schedule.validate import validate
 
-FORMAT = "dualpipe trace 1"
+FORMAT = "dualpipe trace 2"
 COMPUTE, COMMUNICATION, DEVICE = THREADS = ("compute", "communication", "device")
 
 
 class Slice(NamedTuple):
     """What a thread of a rank did from `start` to `end`, in nanoseconds.
 
-    args: of an action `actions`, such as ["0F1", "3B0"]; of one alone, and of a segment, `stage` and `microbatch`; of a
-    communication `bytes`, `ranks` and its `number` among those of its kind; of a send and its receive the same `flow`;
-    the optimizer's `step`.
+    args: of an action `actions`, such as ["0F1", "3B0"], and, unless another pipeline's, the number of the `run` of the
+    pipeline that it is part of; of one alone, and of a segment, `stage` and `microbatch`; of a communication `bytes`,
+    `ranks` and its `number` among those of its kind; of a send and its receive the same `flow`; the optimizer's `step`.
     """
 
     rank: int
@@ -134,16 +134,11 @@ def read(path: str | Path) -> Trace:
         raise ValueError(f"{path}: {error}") from error
 
 
-def training_runs(row: Iterable[Slice]) -> list[list[Slice]]:
-    """The actions of a rank by the step of the pipeline that they are part of, in which each is once; without those of
-    steps that are forward only."""
-    runs: list[list[Slice]] = [[]]
-    seen: set[str] = set()
+def training_runs(row: Iterable[Slice]) -> dict[int, list[Slice]]:
+    """The actions of a rank by the number of the run of the pipeline, without runs that are forward only."""
+    runs = defaultdict[int, list[Slice]](list)
     for each in row:
-        if actions := each.args.get("actions"):
-            if not seen.isdisjoint(actions):
-                runs.append([])
-                seen.clear()
-            runs[-1].append(each)
-            seen.update(actions)
-    return [run for run in runs if any(action.kind != "F" for each in run for action in each.step)]
+        if "run" in each.args:
+            runs[each.args["run"]].append(each)
+    kinds = {number: {action.kind for each in run for action in each.step} for number, run in runs.items()}
+    return {number: run for number, run in runs.items() if kinds[number] != {"F"}}

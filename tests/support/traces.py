@@ -48,7 +48,7 @@ class _Played:
         alone = {"stage": step[0].stage, "microbatch": step[0].microbatch} if len(step) == 1 else {}
         end = self.ends[rank] + round(duration(rank, self.run, step) * MS)
         self.add(place, "".join(a.kind for a in step), " and ".join(a.title for a in step), end,
-                 actions=list(map(str, step)), **alone)
+                 actions=list(map(str, step)), run=self.run + 1, **alone)
         for message in own.outgoing:
             self.sent[message] = end
             self.add(place, "send", message.title, end, **self.message(message, message.dst))
