@@ -13,6 +13,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -90,23 +92,36 @@ class Trace:
 
     def _events(self) -> Iterator[dict[str, Any]]:
         used = sorted({each.thread for each in self.slices} - {*THREADS})
-        tids = {thread: tid for tid, thread in enumerate((*THREADS, *used), 1)}  # Perfetto merges 0 with others
-        for rank in sorted({each.rank for each in self.slices}):
+        numbers = {thread: number for number, thread in enumerate((*THREADS, *used))}
+
+        def at(rank: int, thread: str) -> dict[str, int]:
+            """Numbers from 1, as Perfetto merges 0 with others; of no two threads the same, as it goes by them alone
+            at times; of what the host computes the process's own, which makes it the main thread."""
+            return {"pid": rank + 1, "tid": rank + 1 + numbers[thread] * 10**6}
+
+        for rank, threads in groupby(sorted({(each.rank, numbers[each.thread], each.thread) for each in self.slices}),
+                                     key=itemgetter(0)):
             yield {"ph": "M", "name": "process_name", "pid": rank + 1, "args": {"name": self.name(rank)}}
-            for thread in sorted({each.thread for each in self.slices if each.rank == rank}, key=tids.__getitem__):
-                yield {"ph": "M", "name": "thread_name", "pid": rank + 1, "tid": tids[thread], "args": {"name": thread}}
+            for _, _, thread in threads:
+                yield {"ph": "M", "name": "thread_name", **at(rank, thread), "args": {"name": thread}}
         flows = [each.args["flow"] for each in self.slices if each.thread == COMMUNICATION and "flow" in each.args]
-        ends, numbers = Counter(flows), {flow: number for number, flow in enumerate(dict.fromkeys(flows))}
+        ends, ids = Counter(flows), {flow: number for number, flow in enumerate(dict.fromkeys(flows))}
         for each in self.slices:
-            place = {"pid": each.rank + 1, "tid": tids[each.thread]}
-            yield {"ph": "X", "cat": each.kind, "name": each.name, "ts": each.start / 1e3,
-                   "dur": (each.end - each.start) / 1e3, **place, "args": each.args}
+            place = at(each.rank, each.thread)
+            yield {"ph": "X", "cat": each.kind, "name": each.name, "ts": _us(each.start),
+                   "dur": _us(each.end - each.start), **place, "args": each.args}
             if each.thread == COMMUNICATION and ends[flow := each.args.get("flow", "")] == 2:
-                ph, at = ("s", each.start) if each.kind == "send" else ("f", max(each.start, each.end - 1))
-                yield {"ph": ph, "cat": "message", "name": "message", "id": numbers[flow], "ts": at / 1e3, **place,
+                ph, time = ("s", each.start) if each.kind == "send" else ("f", max(each.start, each.end - 1))
+                yield {"ph": ph, "cat": "message", "name": "message", "id": ids[flow], "ts": _us(time), **place,
                        **({"bp": "e"} if ph == "f" else {})}  # bound to the slice around it
-        for rank, at, size in self.memory:
-            yield {"ph": "C", "name": "memory", "pid": rank + 1, "ts": at / 1e3, "args": {"bytes": size}}
+        for rank, time, size in self.memory:
+            yield {"ph": "C", "name": "memory", "pid": rank + 1, "ts": _us(time), "args": {"bytes": size}}
+
+
+def _us(nanoseconds: int) -> float:
+    """Microseconds, from which also who cuts off has the nanosecond: Perfetto does, and leaves out what overlaps then
+    (CoerceToTs of its importer of JSON; slice_drop_overlapping_complete_event)."""
+    return (nanoseconds + 0.25) / 1e3
 
 
 def read(path: str | Path) -> Trace:

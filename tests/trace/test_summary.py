@@ -4,6 +4,7 @@
 import json
 import re
 from dataclasses import replace
+from itertools import accumulate
 
 import pytest
 
@@ -220,3 +221,11 @@ def test_what_is_no_trace_is_refused_in_a_line(tmp_path, change, message):
 def test_a_file_that_is_not_there():
     with pytest.raises(ValueError, match=r"^cannot read the trace none.json: No such file or directory$"):
         read("none.json")
+
+
+def test_slices_that_meet_do_not_overlap_for_who_cuts_off_their_times(tmp_path):
+    steps = [number * number % 997 + 1 for number in range(1000)]  # ns
+    slices = [Slice(0, COMPUTE, "segment", "one", end - step, end, {}) for step, end in zip(steps, accumulate(steps))]
+    ranks = {"0": {"name": "rank 0", "clock_error_us": 0}}
+    Trace(slices, [], {"ranks": ranks, "schedule": None, "loads": {}}).write(tmp_path / "trace.json")
+    check_format(json.loads((tmp_path / "trace.json").read_text()))
