@@ -5,19 +5,21 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from math import ceil
 from pathlib import Path
 from shutil import get_terminal_size
 from typing import Any
 
+from dualpipe.files import write_wanted
 from dualpipe.schedule.bound import least_work
 from dualpipe.schedule.build import BUILDERS, build
-from dualpipe.schedule.draw import number, table, to_svg, to_text
+from dualpipe.schedule.draw import table, to_svg, to_text
 from dualpipe.schedule.page import to_html
 from dualpipe.schedule.search import Found, search
 from dualpipe.schedule.simulate import Costs, Timeline, simulate
+from dualpipe.schedule.svg import number
 from dualpipe.schedule.types import KINDS, Schedule
 from dualpipe.schedule.validate import validate
 
@@ -81,16 +83,11 @@ def _report(args: argparse.Namespace) -> str:
     compared = table(timelines, sizes) + notes
     text = compared + "\n" + to_text(timelines[0], args.width or get_terminal_size((120, 24)).columns)
     title = f"Schedules of {args.ranks} ranks and {args.microbatches} micro-batches"
-    files: tuple[tuple[Path | None, Callable[[], str]], ...] = (
+    return text + "".join(f"{line}\n" for line in write_wanted(
         (args.svg, lambda: to_svg(timelines[0])),
         (args.csv, lambda: timelines[0].schedule.to_torch_csv()),
         (args.html, lambda: to_html(timelines, title=title, notes=compared)),
-    )
-    for path, content in files:
-        if path:
-            path.write_text(content(), encoding="utf-8")
-            text += f"wrote {path}\n"
-    return text
+    ))
 
 
 def _found(args: argparse.Namespace, costs: Costs, *, alternative: bool) -> tuple[Schedule, str]:

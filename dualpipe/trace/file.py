@@ -136,7 +136,7 @@ def read(path: str | Path) -> Trace:
                         round(e["ts"] * 1e3) + round(e["dur"] * 1e3), e["args"]) for e in events if e["ph"] == "X"]
         memory = [(e["pid"] - 1, round(e["ts"] * 1e3), e["args"]["bytes"]) for e in events if e["ph"] == "C"]
         trace = Trace(slices, memory, info)
-        assert trace.rows is not None and trace.schedule, "read now, while the file can be named"
+        _ = trace.rows, trace.schedule  # made now, while the file can be named
         return trace
     except OSError as error:
         raise ValueError(f"cannot read the trace {path}: {error.strerror}") from error

@@ -97,7 +97,9 @@ class Tracer:
         del vars(self._recorder)["begin"], vars(self._recorder)["end"]
         entries, until = self._recorder.since(self._since), perf_counter_ns()
         self._recorder.keep(False)
-        together &= error is None or not (self._recorder.lost or of_lost(str(error)))
+        if error is not None:
+            together &= not (self._recorder.lost or of_lost(str(error)))
+        path, rank = self._path, self._recorder.rank
         try:
             # Not after an error: the device may wait for what never comes.
             if error is None and self._device.type == "cuda":
@@ -107,17 +109,17 @@ class Tracer:
             own = self._own(entries, until)
             if together:
                 found = self._ranks.collect(own)
-                self._ranks.first(partial(self._write, found or (), self._path))
+                self._ranks.first(partial(self._write, found or (), path))
             else:
-                self._path = self._path.with_stem(f"{self._path.stem}-rank{self._recorder.rank}")
-                self._write([own], self._path)
+                path = path.with_stem(f"{path.stem}-rank{rank}") if self._ranks.size > 1 else path
+                self._write([own], path)
         except (ValueError, RuntimeError) as failure:
             if error is None:
                 raise
             error.add_note(f"there is no trace: {failure}")
         else:
             if error is not None:
-                error.add_note(f"what was traced until then: {self._path}")
+                error.add_note(f"what was traced until then: {path}")
 
     def _own(self, entries: dict[str, list[Entry]], until: int) -> Trace:
         """What this rank has, on the first rank's clock."""
