@@ -129,7 +129,7 @@ def parse_costs(text: str) -> Costs:
     """Costs from "F=1,B=2,FB=2.6", or from a JSON file. Raises ValueError for what is neither."""
     if not text.endswith(".json"):
         parts = [part.partition("=") for part in text.split(",") if part.strip()]
-        return _costs({name.strip(): value for name, _, value in parts}, Costs())
+        return costs_from({name.strip(): value for name, _, value in parts})
     try:
         given = json.loads(Path(text).read_text(encoding="utf-8"))
     except ValueError as error:
@@ -139,13 +139,10 @@ def parse_costs(text: str) -> Costs:
     return costs_from(given)
 
 
-def costs_from(given: Mapping[str, object]) -> Costs:
-    """Costs from what such a JSON file holds; ValueError where it holds something else."""
-    return _costs(given, Costs())
-
-
-def _costs(given: Mapping[str, object], base: Costs) -> Costs:
-    """`base` with what is given; names of two kinds other than FB are pairs."""
+def costs_from(given: Mapping[str, object], base: Costs | None = None) -> Costs:
+    """Costs from what such a JSON file holds, and from `base`; ValueError where it holds something else. Names of two
+    kinds other than FB are pairs."""
+    base = base or Costs()
 
     def object_of(values: Mapping[str, object], name: str) -> dict[str, object]:
         value = values.get(name, {})
@@ -170,5 +167,5 @@ def _costs(given: Mapping[str, object], base: Costs) -> Costs:
     for stage in per_stage:
         if not stage.isdecimal():
             raise ValueError(f"per_stage has {stage!r}; give the number of a stage")
-    stages = {int(stage): _costs(object_of(per_stage, stage), costs) for stage in per_stage}
+    stages = {int(stage): costs_from(object_of(per_stage, stage), costs) for stage in per_stage}
     return replace(costs, per_stage=stages or None)

@@ -13,8 +13,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +21,7 @@ from dualpipe.schedule.types import Action, Schedule, Step
 from dualpipe.schedule.validate import validate
 
 FORMAT = "dualpipe trace 2"
+TRACED = "what was traced until then: "  # with the file, in a note of the error that has ended a trace
 COMPUTE, COMMUNICATION, DEVICE = THREADS = ("compute", "communication", "device")
 
 
@@ -91,23 +90,20 @@ class Trace:
         replace_file(path, f'{head[:-1]}, "traceEvents": [\n{events}\n]}}\n')
 
     def _events(self) -> Iterator[dict[str, Any]]:
-        used = sorted({each.thread for each in self.slices} - {*THREADS})
-        numbers = {thread: number for number, thread in enumerate((*THREADS, *used))}
-
-        def at(rank: int, thread: str) -> dict[str, int]:
-            """Numbers from 1, as Perfetto merges 0 with others; of no two threads the same, as it goes by them alone
-            at times; of what the host computes the process's own, which makes it the main thread."""
-            return {"pid": rank + 1, "tid": rank + 1 + numbers[thread] * 10**6}
-
-        for rank, threads in groupby(sorted({(each.rank, numbers[each.thread], each.thread) for each in self.slices}),
-                                     key=itemgetter(0)):
+        others = sorted({each.thread for each in self.slices} - {*THREADS})
+        order = {thread: number for number, thread in enumerate((*THREADS, *others))}
+        # Numbers from 1, as Perfetto merges 0 with others; no two threads have the same, as it goes by them alone at
+        # times; what the host computes has the process's own, which makes it the main thread.
+        places = {(rank, thread): {"pid": rank + 1, "tid": rank + 1 + order[thread] * 10**6}
+                  for rank, thread in sorted({(each.rank, each.thread) for each in self.slices})}
+        for rank in sorted({rank for rank, _ in places}):
             yield {"ph": "M", "name": "process_name", "pid": rank + 1, "args": {"name": self.name(rank)}}
-            for _, _, thread in threads:
-                yield {"ph": "M", "name": "thread_name", **at(rank, thread), "args": {"name": thread}}
+        for (_, thread), place in places.items():
+            yield {"ph": "M", "name": "thread_name", **place, "args": {"name": thread}}
         flows = [each.args["flow"] for each in self.slices if each.thread == COMMUNICATION and "flow" in each.args]
         ends, ids = Counter(flows), {flow: number for number, flow in enumerate(dict.fromkeys(flows))}
         for each in self.slices:
-            place = at(each.rank, each.thread)
+            place = places[each.rank, each.thread]
             yield {"ph": "X", "cat": each.kind, "name": each.name, "ts": _us(each.start),
                    "dur": _us(each.end - each.start), **place, "args": each.args}
             if each.thread == COMMUNICATION and ends[flow := each.args.get("flow", "")] == 2:

@@ -21,7 +21,7 @@ from dualpipe import device as devices
 from dualpipe.errors import PipelineError
 from dualpipe.ranks import RankSync, backends, gloo_beside, of_lost
 from dualpipe.recorder import BEGAN, ENDED, KIND, RANKS, Entry, Recorder
-from dualpipe.trace.file import COMMUNICATION, COMPUTE, DEVICE, Slice, Trace, training_runs
+from dualpipe.trace.file import COMMUNICATION, COMPUTE, DEVICE, TRACED, Slice, Trace, training_runs
 
 _TRIPS = 32  # of a message, there and back, to compare two clocks
 _TAG = 16  # gloo's, of these; any that nothing else uses
@@ -119,7 +119,7 @@ class Tracer:
             error.add_note(f"there is no trace: {failure}")
         else:
             if error is not None:
-                error.add_note(f"what was traced until then: {path}")
+                error.add_note(f"{TRACED}{path}")
 
     def _own(self, entries: dict[str, list[Entry]], until: int) -> Trace:
         """What this rank has, on the first rank's clock."""

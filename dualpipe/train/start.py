@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 from dualpipe.errors import USER_ERROR
 from dualpipe.files import lock
 from dualpipe.recorder import rank_name
+from dualpipe.trace.file import TRACED
 from dualpipe.train.launch import ERROR_FILE, LAUNCHER, LISTENER, limited
 from dualpipe.train.tables import Config
 from dualpipe.train.why import FOLDER, HALTED, diagnose, letter_of, read_stuck, state_file
@@ -212,6 +213,8 @@ class _Ranks:
                 others.setdefault(waited[0], f"  {rank_name(rank, self._sizes)}: {waited[0]}")
         hint = [f"what each rank was doing: dualpipe why {shlex.quote(str(self._output))}"] if states else []
         said = [line for text, line in others.items() if text not in "".join(cause[1])]
+        said += [line for word in words.values() for line in word["text"].splitlines()
+                 if line.startswith(TRACED) and line not in "".join(cause[1])]
         return Ending(cause[0], [*cause[1], *said, *hint], failed=True)
 
     def _ask(self, letters: Mapping[int, str], since: float) -> dict[int, Any]:

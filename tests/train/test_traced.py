@@ -149,6 +149,7 @@ def test_each_rank_that_is_left_writes_what_it_has(run_folder, dualpipe):
                     "kill rank=1 step=3 action=F", "run.toml", "--output.dir", "left")
     assert lost.returncode == 128 + 9, lost.stderr
     assert [path.name for path in run_folder.glob("left*.json")] == ["left-rank0.json"]
+    assert "\nwhat was traced until then: left-rank0.json\n" in lost.stderr
     check_format(json.loads((run_folder / "left-rank0.json").read_text()))
 
 
