@@ -51,9 +51,9 @@ class Measured:
     """A trace, taken apart.
 
     spans: by rank, in order. runs: by rank, those of the actions of each step of the pipeline that is whole on all of
-    its ranks, in the same order. hidden: by rank and
-    kind, what communications took while it computed; on CPU at most, as nobody sees there when something has arrived.
-    latency: of a message that is waited for, the median from the begin of the send to the end of the receive.
+    its ranks, in the same order. hidden: by rank and kind, what communications took while it computed; on CPU at most,
+    as nobody sees there when something has arrived. latency: of a message that is waited for, the median from the begin
+    of the send to the end of the receive.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -78,9 +78,10 @@ class Measured:
             ):
                 self.hidden[each.rank][label(each)] += each.end - each.start
         whole = {rank: dict(self._whole_runs(rank)) for rank in trace.rows}
-        self.runs = {rank: [run for number, run in runs.items() if all(
-            number in whole[member] for member in trace.info["ranks"][str(rank)]["members"]
-        )] for rank, runs in whole.items()}
+        self.runs: dict[int, list[list[Activity]]] = {}
+        for rank, runs in whole.items():
+            of_all = set.intersection(*({*whole[each]} for each in trace.info["ranks"][str(rank)]["members"]))
+            self.runs[rank] = [run for number, run in runs.items() if number in of_all]
 
     def _find_begins(self, row: list[Slice]) -> None:
         under_way: dict[tuple[str, str], Slice] = {}
