@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import statistics
-import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from math import isfinite
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dualpipe.errors import nearest
+from dualpipe.files import read_toml
 
 TABLE = Path(__file__).with_name("machines.toml")
 
@@ -76,10 +76,10 @@ class Machine:
 def read_machine(name: str, *, node: int = 8, measured: tuple[str, ...] = ()) -> Machine:
     """The GPU called so in machines.toml, or that of a file of the same fields. measured: JSON files with fields of
     `Machine`, or written by bench_grouped_gemm.py and its like. Raises ValueError for what is neither."""
-    tables = _read(TABLE)
+    tables = read_toml(TABLE)
     path = Path(name)
     if path.suffix == ".toml":
-        given = tables["default"] | _read(path)
+        given = tables["default"] | read_toml(path)
     elif name in tables and name != "default":
         given = tables["default"] | tables[name]
     else:
@@ -91,15 +91,6 @@ def read_machine(name: str, *, node: int = 8, measured: tuple[str, ...] = ()) ->
     for file in measured:
         machine = replace(machine, **_checked(file, _measured(Path(file), machine)))
     return machine
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not valid TOML: {error}") from error
 
 
 def _checked(where: str, given: Mapping[str, Any]) -> dict[str, Any]:

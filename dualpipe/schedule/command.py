@@ -5,19 +5,21 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from math import ceil
 from pathlib import Path
 from shutil import get_terminal_size
 from typing import Any
 
+from dualpipe.files import write_wanted
 from dualpipe.schedule.bound import least_work
 from dualpipe.schedule.build import BUILDERS, build
-from dualpipe.schedule.draw import number, table, to_svg, to_text
+from dualpipe.schedule.draw import table, to_svg, to_text
 from dualpipe.schedule.page import to_html
 from dualpipe.schedule.search import Found, search
 from dualpipe.schedule.simulate import Costs, Timeline, simulate
+from dualpipe.schedule.svg import number
 from dualpipe.schedule.types import KINDS, Schedule
 from dualpipe.schedule.validate import validate
 
@@ -81,16 +83,11 @@ def _report(args: argparse.Namespace) -> str:
     compared = table(timelines, sizes) + notes
     text = compared + "\n" + to_text(timelines[0], args.width or get_terminal_size((120, 24)).columns)
     title = f"Schedules of {args.ranks} ranks and {args.microbatches} micro-batches"
-    files: tuple[tuple[Path | None, Callable[[], str]], ...] = (
+    return text + "".join(f"{line}\n" for line in write_wanted(
         (args.svg, lambda: to_svg(timelines[0])),
         (args.csv, lambda: timelines[0].schedule.to_torch_csv()),
         (args.html, lambda: to_html(timelines, title=title, notes=compared)),
-    )
-    for path, content in files:
-        if path:
-            path.write_text(content(), encoding="utf-8")
-            text += f"wrote {path}\n"
-    return text
+    ))
 
 
 def _found(args: argparse.Namespace, costs: Costs, *, alternative: bool) -> tuple[Schedule, str]:
@@ -132,7 +129,7 @@ def parse_costs(text: str) -> Costs:
     """Costs from "F=1,B=2,FB=2.6", or from a JSON file. Raises ValueError for what is neither."""
     if not text.endswith(".json"):
         parts = [part.partition("=") for part in text.split(",") if part.strip()]
-        return _costs({name.strip(): value for name, _, value in parts}, Costs())
+        return costs_from({name.strip(): value for name, _, value in parts})
     try:
         given = json.loads(Path(text).read_text(encoding="utf-8"))
     except ValueError as error:
@@ -142,13 +139,10 @@ def parse_costs(text: str) -> Costs:
     return costs_from(given)
 
 
-def costs_from(given: Mapping[str, object]) -> Costs:
-    """Costs from what such a JSON file holds; ValueError where it holds something else."""
-    return _costs(given, Costs())
-
-
-def _costs(given: Mapping[str, object], base: Costs) -> Costs:
-    """`base` with what is given; names of two kinds other than FB are pairs."""
+def costs_from(given: Mapping[str, object], base: Costs | None = None) -> Costs:
+    """Costs from what such a JSON file holds, and from `base`; ValueError where it holds something else. Names of two
+    kinds other than FB are pairs."""
+    base = base or Costs()
 
     def object_of(values: Mapping[str, object], name: str) -> dict[str, object]:
         value = values.get(name, {})
@@ -173,5 +167,5 @@ def _costs(given: Mapping[str, object], base: Costs) -> Costs:
     for stage in per_stage:
         if not stage.isdecimal():
             raise ValueError(f"per_stage has {stage!r}; give the number of a stage")
-    stages = {int(stage): _costs(object_of(per_stage, stage), costs) for stage in per_stage}
+    stages = {int(stage): costs_from(object_of(per_stage, stage), costs) for stage in per_stage}
     return replace(costs, per_stage=stages or None)

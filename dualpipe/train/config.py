@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import io
 import re
-import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import redirect_stderr
 from dataclasses import fields, is_dataclass, replace
@@ -19,7 +18,12 @@ from types import UnionType
 from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 from dualpipe.errors import nearest
+from dualpipe.files import read_toml
 from dualpipe.train.tables import BYTES, STDLIB, Config, DTypeRule
+
+# What a run starts with, by table; and the word that is no path there.
+PATHS = {"model": {"config": ""}, "init": {"from_hf": ""},
+         "data": {"path": STDLIB, "tokenizer": BYTES, "validation_path": ""}}
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -32,18 +36,11 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     nearest that does), or a value has the wrong type or is impossible.
     """
     path = Path(path)
-    try:
-        tables = tomllib.loads(path.read_bytes().decode("utf-8"))
-    except OSError as error:
-        raise ValueError(f"cannot read the config {path}: {error.strerror}; give the path of a TOML file") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not valid TOML: {error}") from error
-    config = _typed(Config, tables, f"{path}")
-    for table, name, word in (("model", "config", ""), ("init", "from_hf", ""), ("data", "path", STDLIB),
-                              ("data", "tokenizer", BYTES), ("data", "validation_path", "")):
-        value = getattr(getattr(config, table), name)
-        if value and value != word:
-            config = _replace(config, table, name, str(path.parent / value))
+    config = _typed(Config, read_toml(path, "the config "), f"{path}")
+    for table, names in PATHS.items():
+        for name, word in names.items():
+            if (value := getattr(getattr(config, table), name)) and value != word:
+                config = _replace(config, table, name, str(path.parent / value))
     if (costs := config.parallel.schedule_costs).endswith(".json"):
         config = _replace(config, "parallel", "schedule_costs", str(path.parent / costs))
     if overrides:

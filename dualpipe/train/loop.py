@@ -180,7 +180,7 @@ class Run:
             self.start_up.begin("checkpoint")
             self.done = self.saver.resume(self.state)
             self.start_up.begin("step")
-            with self._writer() as writer:
+            with self._writer() as writer, self.traced:
                 while self.done < self.config.train.steps and not self.status:
                     try:
                         self._steps(writer)
@@ -263,7 +263,8 @@ class Run:
                     is_last, every = self.done == train.steps, train.eval_interval
                     evaluates = bool(self.held_out) and (is_last or (every > 0 and self.done % every == 0))
                     checks = self.guard.is_due(self.done)
-                    if on_cpu or is_last or evaluates or checks or self.saver.is_due(self.done) or self.status:
+                    saves, traced = self.saver.is_due(self.done), self.traced.ends(self.done)  # with its loads
+                    if on_cpu or is_last or evaluates or checks or saves or traced or self.status:
                         metrics = self._read()
                         evaluates = evaluates and not self.status  # who asks for an end may not have the time
                         if checks:
@@ -303,7 +304,9 @@ class Run:
         if loss is not None:
             found |= self.routers.metrics()
         own = torch.stack([value.double() for value in found.values()])
-        numbers, arrived = to_host(torch.cat([own, self.votes.cast(self.routers)]), timed=True)
+        place = self.job.place
+        load = self.routers.load(place.rank("ep"), place.size("ep")) if self.traced.is_taking else 0.0
+        numbers, arrived = to_host(torch.cat([own, self.votes.cast(load)]), timed=True)
         return QueuedStep(step + 1, lr, time.perf_counter() - start, tuple(found), numbers, began, arrived, kept)
 
     def _read(self) -> dict[str, Any]:

@@ -14,11 +14,11 @@ which repeats itself, four micro-batches a rank are shown.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from html import escape
 from typing import NamedTuple
 
 from dualpipe.models import HubConfig
 from dualpipe.schedule import Step
+from dualpipe.schedule.svg import legend, picture, rect, text, titled
 from dualpipe.train.config import Config, fit_world
 from dualpipe.train.memory import GB, alive, estimate, stage_activations
 
@@ -57,34 +57,23 @@ def table(ranks: Sequence[Sequence[Moment]]) -> Iterator[str]:
 def to_svg(ranks: Sequence[Sequence[Moment]]) -> str:
     """A row for each rank and a column for each of its steps, stacked by kind; hovering says how much of what."""
     most = max(sum(moment.bytes) for moments in ranks for moment in moments) or 1
-    width = LEFT + CELL * max(map(len, ranks)) + 90
-    height = TOP + len(ranks) * (ROW + GAP) + 10
-    lines = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{max(width, 640)}">',
-             "<style>text{font-family:Helvetica,Arial,sans-serif;font-size:11px;fill:#1f2933}</style>",
-             f'<rect width="{width}" height="{height}" fill="#fff"/>',
-             f'<text x="{LEFT}" y="22" style="font-size:15px">Memory while each step runs: {most / GB:.1f} GB</text>']
-    for i, (name, colour) in enumerate(COLOURS.items()):
-        lines += [f'<rect x="{LEFT + 96 * i}" y="36" width="12" height="12" fill="{colour}"/>',
-                  f'<text x="{LEFT + 96 * i + 17}" y="46">{name}</text>']
+    shapes = [text(LEFT, 22, f"Memory while each step runs: {most / GB:.1f} GB", "h"),
+              *legend(LEFT, 36, COLOURS.items())]
     for rank, moments in enumerate(ranks):
         bottom = TOP + rank * (ROW + GAP) + ROW
         peak = max(sum(moment.bytes) for moment in moments)
-        lines.append(f'<text x="10" y="{bottom - ROW / 2:g}">rank {rank}</text>')
-        lines.append(f'<text x="{LEFT + CELL * len(moments) + 8}" y="{bottom - ROW * peak / most + 4:.1f}">'
-                     f"{peak / GB:.1f} GB</text>")
+        shapes += [text(10, bottom - ROW / 2, f"rank {rank}"),
+                   text(LEFT + CELL * len(moments) + 8, bottom - ROW * peak / most + 4, f"{peak / GB:.1f} GB")]
         for column, moment in enumerate(moments):
-            lines += [f"<g><title>{escape(_described(moment))}</title>", *_bars(moment, column, bottom, most), "</g>"]
-    return "\n".join([*lines, "</svg>"]) + "\n"
-
-
-def _described(moment: Moment) -> str:
-    amounts = (f"{name} {size / GB:.2f} GB" for name, size in zip(COLOURS, moment.bytes))
-    return " and ".join(action.title for action in moment.step) + "\n" + "\n".join(amounts)
+            amounts = (f"{name} {size / GB:.2f} GB" for name, size in zip(COLOURS, moment.bytes))
+            title = "\n".join([" and ".join(action.title for action in moment.step), *amounts])
+            shapes.append(titled(title, _bars(moment, column, bottom, most)))
+    width = max(LEFT + CELL * max(map(len, ranks)) + 90, 640)  # room for the legend
+    return picture(width, TOP + len(ranks) * (ROW + GAP) + 10, shapes)
 
 
 def _bars(moment: Moment, column: int, bottom: float, most: int) -> Iterator[str]:
     for colour, size in zip(COLOURS.values(), moment.bytes):
         high = ROW * size / most
         bottom -= high
-        yield (f'<rect x="{LEFT + CELL * column}" y="{bottom:.2f}" width="{CELL - 0.5}" height="{high:.2f}" '
-               f'fill="{colour}"/>')
+        yield rect(LEFT + CELL * column, bottom, CELL - 0.5, high, colour)

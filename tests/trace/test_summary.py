@@ -4,6 +4,7 @@
 import json
 import re
 from dataclasses import replace
+from itertools import accumulate
 
 import pytest
 
@@ -195,8 +196,8 @@ def test_a_trace_is_what_was_written(tmp_path):
     (lambda text: "\x00\xff", "trace.json is no trace, or was cut off: "),
     (lambda text: '{"traceEvents": []}', "trace.json is no trace of this library (KeyError: 'otherData'); take one by"),
     (lambda text: "[]", "trace.json is no trace of this library (TypeError"),
-    (lambda text: text.replace("dualpipe trace 1", "dualpipe trace 2"),
-     "trace.json: it is a 'dualpipe trace 2', of which this version reads 'dualpipe trace 1' alone; take"),
+    (lambda text: text.replace("dualpipe trace 2", "dualpipe trace 1"),
+     "trace.json: it is a 'dualpipe trace 1', of which this version reads 'dualpipe trace 2' alone; take"),
     (lambda text: re.sub(r'"ts":[\d.]+', '"ts":Infinity', text),
      "trace.json is no trace of this library (OverflowError"),
     (lambda text: "[" * 10**6, "trace.json is no trace of this library (RecursionError"),
@@ -220,3 +221,11 @@ def test_what_is_no_trace_is_refused_in_a_line(tmp_path, change, message):
 def test_a_file_that_is_not_there():
     with pytest.raises(ValueError, match=r"^cannot read the trace none.json: No such file or directory$"):
         read("none.json")
+
+
+def test_slices_that_meet_do_not_overlap_for_who_cuts_off_their_times(tmp_path):
+    steps = [number * number % 997 + 1 for number in range(1000)]  # ns
+    slices = [Slice(0, COMPUTE, "segment", "one", end - step, end, {}) for step, end in zip(steps, accumulate(steps))]
+    ranks = {"0": {"name": "rank 0", "clock_error_us": 0}}
+    Trace(slices, [], {"ranks": ranks, "schedule": None, "loads": {}}).write(tmp_path / "trace.json")
+    check_format(json.loads((tmp_path / "trace.json").read_text()))
