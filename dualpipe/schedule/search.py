@@ -28,7 +28,7 @@ from dualpipe.schedule.simulate import Costs, Timeline, simulate
 from dualpipe.schedule.types import Schedule, v_placement
 from dualpipe.schedule.validate import validate
 
-FAMILIES = ("dualpipev", "dualpipev_full", "zbv", "interleaved_1f1b")  # of two stages a rank
+FAMILIES = ("dualpipev", "dualpipev_full", "zbv", "v_half", "interleaved_1f1b")  # of two stages a rank
 EFFORT = 300_000_000  # changes, times the forwards and backwards of an order
 CHAINS, ROUNDS = 4, 6
 THOROUGH = 200  # changes of a chain in a round for each forward and backward, at most: small orders need no more
@@ -44,7 +44,7 @@ Progress = Callable[[float, float], None]
 
 @dataclass(frozen=True)
 class Found:
-    """What a search returns. `bounds`: for each rank the time that no order of this placement can beat; `best_known`:
+    """What a search returns. `bounds`: for each rank the time that no order of this placement, in this memory, can beat; `best_known`:
     the best of the families that fit the memory, None where none does."""
 
     timeline: Timeline
@@ -81,7 +81,7 @@ def search(
         found = replace(min(candidates, key=lambda schedule: simulate(schedule, costs).makespan), name="auto")
         validate(found)
         cache.write(key, found)
-    bounds = lower_bounds(found.placement, num_microbatches, costs)
+    bounds = lower_bounds(found.placement, num_microbatches, costs, memory)
     return Found(simulate(found, costs), bounds, known[0] if known else None)
 
 
@@ -137,7 +137,9 @@ def _rounds(
         makespan = simulate(_schedule(*chains[0]), first.costs).makespan
         if progress is not None:
             progress((number + 1) / ROUNDS, makespan)
-        if makespan <= max(lower_bounds(chains[0][0].placement, first.num_microbatches, first.costs)) * (1 + 1e-9):
+        if makespan <= max(lower_bounds(chains[0][0].placement, first.num_microbatches, first.costs, first.memory)) * (
+            1 + 1e-9
+        ):
             break
     return chains
 
