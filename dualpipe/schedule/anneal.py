@@ -25,6 +25,7 @@ from dualpipe.schedule.types import Action, Kind, Schedule, Step
 from dualpipe.schedule.validate import independent
 
 Work = tuple[Kind, int]  # a kind, and the stage
+Key = tuple[Kind, int, int]  # of an action
 RankOrder = list[tuple[Work, ...]]
 EVENLY = 0.02  # how much the mean of the ranks' ends counts beside the last: it leads over plateaus of equal makespan
 COOLING = 50.0  # the first temperature over the last
@@ -88,7 +89,7 @@ class Timing:
 
     def __init__(self, problem: Problem) -> None:
         self.problem, self.empty = problem, problem.empty()
-        self._known: dict[tuple[tuple[Kind, int, int], ...], Timed | None] = {}
+        self._known: dict[tuple[Key, ...], Timed | None] = {}
 
     def steps(self, order: RankOrder) -> list[Timed] | None:
         """The steps of a rank with their micro-batches; None where they cannot be, or do not fit the memory."""
@@ -110,15 +111,17 @@ class Timing:
                         deferred[stage].append(microbatch)
                 actions.append((kind, stage, microbatch))
             key = tuple(actions)
-            step = known[key] if key in known else self._step(key)
+            step = known[key] if key in known else self.step(key)
             if step is None or held + step.fills > self.problem.memory:
                 return None
             held += step.fills - step.frees
             steps.append(step)
         return steps
 
-    def _step(self, key: tuple[tuple[Kind, int, int], ...]) -> Timed | None:
+    def step(self, key: tuple[Key, ...]) -> Timed | None:
         """The step of these actions; None where they depend on each other."""
+        if key in self._known:
+            return self._known[key]
         empty, costs, takes, taken = self.empty, self.problem.costs, [], []
         step = tuple(Action(*each) for each in key)
         for action in step:
@@ -222,7 +225,7 @@ def _run(times: Times, ends: list[float], limit: float) -> Times | None:
 
 
 def anneal(
-    problem: Problem, orders: Sequence[RankOrder], *, iterations: int, temperature: float, cooling: float, seed: int
+    problem: Problem, orders: Sequence[RankOrder], iterations: int, temperature: float, cooling: float, seed: int
 ) -> tuple[float, list[RankOrder]]:
     """The best score and orders met in so many random changes, from `orders`, which must be possible.
 

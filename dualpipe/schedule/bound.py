@@ -2,9 +2,9 @@
 
 A rank's work is at least the sum of prices of its actions, where no action's price is above its cost alone and no two
 prices are together above the cost of their pair: a solution of the dual of covering the work by steps. Before its first
-action a rank waits for a forward through all stages before it; until its first backward, for the first micro-batch's
-way through the rest, while it has no memory for more than so many forwards; after its last forward or backward there is still the
-way of a gradient back to stage 0, and on each rank only weight gradients can be put off until then.
+action a rank waits for a forward through all stages before it; before its first backward for the way through all
+others, and back, during which it can do no more forwards than it has memory for. After its last forward or backward
+there is still the way of a gradient back to stage 0, and only weight gradients can be put off until then.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ def _fastest(kind: Kind, stage: int, owned: Sequence[int], costs: Costs) -> floa
 
 
 def _prices(owned: Sequence[int], costs: Costs, *, weights: bool) -> Iterator[tuple[float, float]]:
-    """The least time that a rank computes for one micro-batch in its stages, and for its dearest forward, by some prices.
+    """The least time that a rank computes for a micro-batch in its stages, and its dearest forward, by some prices.
 
-    weights: with what an "I" puts off. A price is the cost less a discount; of two kinds the discounts are at least what
-    their pair saves on any stage. They are lowered one after the other as far as that allows, in every order.
+    weights: with what an "I" puts off. A price is the cost less a discount; of two kinds the discounts are at least
+    what their pair saves on any stage. They are lowered one after the other as far as that allows, in every order.
     """
     alone = {(kind, s): costs.of((Action(kind, s, 0),)) for kind in KINDS for s in owned}
     saved = {

@@ -124,11 +124,12 @@ def zbv(num_ranks: int, num_microbatches: int) -> Schedule:
 def v_half(num_ranks: int, num_microbatches: int) -> Schedule:
     """V-Half: on a V with about half the activation memory of 1F1B, P + 2 stages' at most instead of 2P.
 
-    Micro-batch m does its F0, F1, I1, I0 in slots 6m later than the first; a weight gradient takes the first slot that is
-    free. Way down the V of two slots a rank, back up of one: the lifetimes of both halves together are alike on all ranks.
+    A rank does F0, F1, I1 and I0 of the first micro-batch in fixed slots, of each other one 6 slots later, and weight
+    gradients in the slots between. Half 0 moves by two slots a rank and half 1 by one, so that activations of the two
+    live, together, equally long on all ranks.
 
-    Source: Qi et al., "Pipeline Parallelism with Controllable Memory", arXiv:2405.15362, without its reordering of the
-    ends; the offsets are those of github.com/sail-sg/zero-bubble.
+    Source: Qi et al., "Pipeline Parallelism with Controllable Memory", arXiv:2405.15362, with the offsets of
+    github.com/sail-sg/zero-bubble-pipeline-parallelism but not its reordering of the ends.
     """
     shift = 0 if num_ranks % 2 else 3  # or slots would be taken twice
     ranks = []

@@ -12,10 +12,10 @@ import os
 import pickle
 import subprocess
 import sys
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import cycle, islice
+from itertools import cycle, islice, starmap
 from math import isfinite
 
 from dualpipe.errors import die_with
@@ -34,18 +34,17 @@ CHAINS, ROUNDS = 4, 6
 THOROUGH = 200  # changes of a chain in a round for each forward and backward, at most: small orders need no more
 HEAT = 0.03  # the first temperature, in the mean cost of a forward and a backward
 SMALL = 256  # ranks times micro-batches that are searched as they are
-PROCESSES = 2
 HERE = 200_000  # changes times forwards and backwards that take less than it takes to start a process
 WORKER = "from dualpipe.schedule.search import work; work()"
-VERSION = 1  # of the search: what another one found is not taken from the cache
+VERSION = 2  # of the search: what another one found is not taken from the cache
 
 Progress = Callable[[float, float], None]
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a search returns. `bounds`: for each rank the time that no order of this placement, in this memory, can beat; `best_known`:
-    the best of the families that fit the memory, None where none does."""
+    """What a search returns. `bounds`: for each rank the time that no order of this placement and memory can beat;
+    `best_known`: the best of the families that fit the memory, None where none does."""
 
     timeline: Timeline
     bounds: tuple[float, ...]
@@ -104,7 +103,7 @@ def _searched(
         problem = replace(problem, num_microbatches=fewer)
     schedules = [timeline.schedule for timeline in known]
     starts = [(replace(problem, placement=schedule.placement), _orders(schedule)) for schedule in schedules]
-    starts += [(problem, orders) for kind in ("I", "B") if (orders := fill(problem, kind))]
+    starts += [(problem, orders)] if (orders := fill(problem)) else []
     starts.sort(key=lambda start: simulate(_schedule(*start), problem.costs).makespan)
     for chain in _rounds([*islice(cycle(starts), CHAINS)], seed, effort, progress):
         if fewer == num_microbatches:
@@ -126,46 +125,36 @@ def _rounds(
         return chains
     for number in range(ROUNDS):
         jobs = [
-            (*chain, iterations, heat * COOLING ** (-number / ROUNDS), (seed * ROUNDS + number) * CHAINS + index)
+            (*chain, iterations, heat * COOLING ** (-number / ROUNDS), COOLING ** (1 / ROUNDS),
+             (seed * ROUNDS + number) * CHAINS + index)
             for index, chain in enumerate(chains)
         ]
-        ran = [*(_elsewhere(jobs) if iterations * size > HERE else map(_run, jobs))]
+        ran = _elsewhere(jobs) if iterations * size > HERE else [*starmap(anneal, jobs)]
         order = sorted(range(CHAINS), key=lambda index: (ran[index][0], index))
         chains = [(chains[index][0], ran[index][1]) for index in order]
         if number + 1 < ROUNDS:
             chains[-1] = chains[0]
-        makespan = simulate(_schedule(*chains[0]), first.costs).makespan
+        best = chains[0][0]
+        makespan = simulate(_schedule(*chains[0]), best.costs).makespan
         if progress is not None:
             progress((number + 1) / ROUNDS, makespan)
-        if makespan <= max(lower_bounds(chains[0][0].placement, first.num_microbatches, first.costs, first.memory)) * (
-            1 + 1e-9
-        ):
+        if makespan <= max(lower_bounds(best.placement, best.num_microbatches, best.costs, best.memory)) * (1 + 1e-9):
             break
     return chains
 
 
-Job = tuple[Problem, list[RankOrder], int, float, int]
-Ran = tuple[float, list[RankOrder]]
+Job = tuple[Problem, list[RankOrder], int, float, float, int]  # what `anneal` takes
+Ran = tuple[float, list[RankOrder]]  # what it returns
 
 
-def _run(job: Job) -> Ran:
-    problem, orders, iterations, temperature, seed = job
-    return anneal(problem, orders, iterations=iterations, temperature=temperature, cooling=COOLING ** (1 / ROUNDS),
-                  seed=seed)
-
-
-def _elsewhere(jobs: Iterable[Job]) -> Iterator[Ran]:
-    """The same in processes, `PROCESSES` at a time, which end where this one does or is interrupted."""
-    running: deque[subprocess.Popen[bytes]] = deque()
+def _elsewhere(jobs: Iterable[Job]) -> list[Ran]:
+    """The same in processes, one for each, which end where this one does or is interrupted."""
+    workers: list[subprocess.Popen[bytes]] = []
     try:
-        for job in jobs:
-            if len(running) == PROCESSES:
-                yield _taken(running)
-            running.append(_started(job))
-        while running:
-            yield _taken(running)
+        workers.extend(map(_started, jobs))  # one by one: an interrupt ends those that have started
+        return [*map(_taken, workers)]
     finally:
-        for worker in running:
+        for worker in workers:
             with worker:  # waits for it
                 worker.kill()
 
@@ -181,22 +170,19 @@ def _started(job: Job) -> subprocess.Popen[bytes]:
     return worker
 
 
-def _taken(running: deque[subprocess.Popen[bytes]]) -> Ran:
-    """What the first of them has found, when it is done."""
-    worker = running[0]
+def _taken(worker: subprocess.Popen[bytes]) -> Ran:
+    """What it has found, when it is done."""
     assert worker.stdout is not None, "it has a pipe"
-    with worker.stdout as pipe:
-        out = pipe.read()
+    out = worker.stdout.read()
     if status := worker.wait():
         raise RuntimeError(f"a process that searches ended with status {status}")
-    running.popleft()
     return pickle.loads(out)
 
 
 def work() -> None:
     """Anneal as stdin says, and write to stdout what was found."""
     die_with(int(sys.argv[1]))
-    sys.stdout.buffer.write(pickle.dumps(_run(pickle.load(sys.stdin.buffer))))
+    sys.stdout.buffer.write(pickle.dumps(anneal(*pickle.load(sys.stdin.buffer))))
 
 
 def _orders(schedule: Schedule) -> list[RankOrder]:

@@ -177,8 +177,8 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     costs = costs or Costs()
     for stage in costs.per_stage or ():
         if stage not in range(schedule.num_stages):
-            raise ValueError(f"per_stage has costs of stage {stage}, but the stages of schedule {schedule.name!r} are 0 "
-                             f"to {schedule.num_stages - 1}; leave it out")
+            raise ValueError(f"per_stage has costs of stage {stage}, but the stages of schedule {schedule.name!r} are "
+                             f"0 to {schedule.num_stages - 1}; leave it out")
     finished: dict[Result, float] = {}  # when
     spans: list[list[Span]] = [[] for _ in schedule.ranks]
     ends = [0.0] * len(spans)  # of the ranks' last steps so far

@@ -170,7 +170,7 @@ def test_no_bubble_in_the_steady_state(name):
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 7, 8, 16])
 def test_v_half_holds_half_of_what_1f1b_does_in_less_time(num_ranks):
-    """1F1B holds P micro-batches of a stage that is as big as two of the V; V-half all but the one that comes and goes."""
+    """1F1B holds P micro-batches of a stage that is as big as two of the V; here one or two halves are more."""
     size = num_ranks, 3 * num_ranks
     half, whole = simulate(build("v_half", *size)), simulate(build("1f1b", *size), Costs().scaled(2))
     few = 1 if num_ranks % 2 else 2

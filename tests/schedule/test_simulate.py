@@ -160,7 +160,7 @@ def test_a_pair_may_be_as_long_as_one_of_its_actions():
 
 @pytest.mark.parametrize("stage", [2, -1])
 def test_costs_of_a_stage_that_there_is_not(stage):
-    with pytest.raises(ValueError, match=rf"costs of stage {stage}, but the stages of schedule 'split' are 0 to 1; leave"):
+    with pytest.raises(ValueError, match=rf"of stage {stage}, but the stages of schedule '\w+' are 0 to 1; leave it"):
         simulate(SPLIT, Costs(per_stage={0: Costs(), stage: Costs()}))
 
 

@@ -344,8 +344,8 @@ if os.environ.get("TORCHELASTIC_RESTART_COUNT") == "1":
 @pytest.mark.slow
 def test_a_restart_goes_on_with_the_schedule_that_was_found(run_folder, dualpipe):
     done = dualpipe(run_folder, "train", "run.toml", "--max-restarts", "1", "--parallel.schedule", "auto",
-                    "--train.steps", "3", "--train.eval_batches", "0", "--checkpoint.interval", "1", "--output.dir", "found",
-                    "--faults", "kill rank=1 step=3 action=F", before=FOUND_BEFORE)
+                    "--train.steps", "3", "--train.eval_batches", "0", "--checkpoint.interval", "1",
+                    "--output.dir", "found", "--faults", "kill rank=1 step=3 action=F", before=FOUND_BEFORE)
     assert done.returncode == 0, done.stderr
     assert "restart 1 of 1, after step 2" in done.stderr
     assert [step for step, _ in losses(run_folder, "found")] == [1, 2, 3]
