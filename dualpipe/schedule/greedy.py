@@ -10,28 +10,28 @@ from collections import Counter
 from heapq import heappop, heappush
 from math import inf
 
-from dualpipe.schedule.anneal import Key, Problem, RankOrder, Timing, Work
+from dualpipe.schedule.anneal import Key, Timed, Timing, Work, with_steps
 from dualpipe.schedule.messages import Stream
-from dualpipe.schedule.types import Kind
+from dualpipe.schedule.simulate import Costs
+from dualpipe.schedule.types import Kind, Schedule
 
 
-def fill(problem: Problem) -> list[RankOrder] | None:
-    """The order in which ranks that never wait by choice do `problem`; None where they come to a stop.
+def fill(empty: Schedule, costs: Costs, memory: float) -> Schedule | None:
+    """`empty` with the order in which ranks that never wait by choice do it; None where they come to a stop.
 
     Weight gradients come where there is nothing else to do. A forward leaves room for one in each later stage of its
     rank, so that the micro-batch that is ahead can always go on.
     """
-    timing, empty = Timing(problem), problem.empty()
-    ranks: list[RankOrder] = [[] for _ in empty.ranks]
+    timing, ranks = Timing(empty, costs, memory), [list[Timed]() for _ in empty.ranks]
     held, free = [0.0] * len(ranks), [0.0] * len(ranks)
     turns, there, in_flight = Counter[Work](), dict[int, float](), set[Stream]()
 
     def ready(kind: Kind, rank: int, now: float) -> Key | None:
         """The next that can be done of this kind, of the latest stage that has one."""
-        room = problem.memory - held[rank]
+        room = memory - held[rank]
         for stage in reversed(empty.rank_stages(rank)):
             key = kind, stage, turns[kind, stage]
-            step = timing.step((key,)) if key[2] < problem.num_microbatches else None
+            step = timing.step((key,)) if key[2] < empty.num_microbatches else None
             if (
                 step and step.fills <= room and all(there.get(number, inf) + way <= now for number, way in step.takes)
                 and in_flight.isdisjoint(stream for taking, stream, _ in step.traffic if not taking)
@@ -43,7 +43,7 @@ def fill(problem: Problem) -> list[RankOrder] | None:
     def choose(rank: int, now: float) -> tuple[Key, ...]:
         back, forward, weights = (ready(kind, rank, now) for kind in ("I", "F", "W"))
         both = timing.step((forward, back)) if back and forward else None
-        if forward and back and both and both.duration < sum(problem.costs.of((each,)) for each in both.step):
+        if forward and back and both and both.duration < sum(costs.of((each,)) for each in both.step):
             return forward, back
         one = back or forward or weights
         return (one,) if one else ()
@@ -51,18 +51,18 @@ def fill(problem: Problem) -> list[RankOrder] | None:
     events = [0.0]
     while events:
         now = heappop(events)
-        for rank, order in enumerate(ranks):
+        for rank, steps in enumerate(ranks):
             if free[rank] > now or not (keys := choose(rank, now)):
                 continue
             step = timing.step(keys)
             assert step is not None, "it was chosen"
             free[rank] = now + step.duration
             heappush(events, free[rank])
-            heappush(events, free[rank] + problem.costs.p2p)
+            heappush(events, free[rank] + costs.p2p)
             there |= dict.fromkeys(step.yields, free[rank])
             for taking, stream, _ in step.traffic:
                 (in_flight.discard if taking else in_flight.add)(stream)
             held[rank] += step.fills - step.frees
             turns.update(key[:2] for key in keys)
-            order.append(tuple(key[:2] for key in keys))
-    return ranks if len(there) == 3 * empty.num_stages * problem.num_microbatches else None
+            steps.append(step)
+    return with_steps(empty, ranks) if len(there) == 3 * empty.num_stages * empty.num_microbatches else None

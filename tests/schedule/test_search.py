@@ -17,8 +17,8 @@ from types import MappingProxyType
 import numpy as np
 import pytest
 
-from dualpipe.schedule import Costs, ScheduleError, Timeline, build, cache, search, simulate, validate
-from dualpipe.schedule.anneal import Problem, Timing, _change, plays, traffic
+from dualpipe.schedule import Costs, Schedule, ScheduleError, Timeline, build, cache, search, simulate, validate
+from dualpipe.schedule.anneal import Timing, _change, orders_of, plays, with_steps
 from dualpipe.schedule.bound import least_work, lower_bounds
 from dualpipe.schedule.greedy import fill
 from dualpipe.schedule.types import v_placement
@@ -174,9 +174,8 @@ def test_gains_on_all_random_costs():
 def walk(name: str, num_ranks: int, num_microbatches: int, memory: float, seed: int):
     """Changes of a known order, one at a time, and each order and its candidate."""
     schedule = build(name, num_ranks, num_microbatches)
-    timing = Timing(Problem(schedule.placement, num_microbatches, overlapped(), memory))
-    orders = search._orders(schedule)
-    times = timing.times([timing.steps(order) for order in orders])
+    timing, orders = Timing(schedule, overlapped(), memory), orders_of(schedule)
+    times = timing.times(timing.ranks(orders))
     chance = random.Random(seed)
     for _ in range(500):
         rank = chance.randrange(num_ranks)
@@ -186,7 +185,7 @@ def walk(name: str, num_ranks: int, num_microbatches: int, memory: float, seed: 
             changed = timing.changed(times, rank, steps, float("inf"))
             ranks = [*times.ranks[:rank], steps, *times.ranks[rank + 1 :]]
             yield timing, ranks, changed
-            if changed is not None and plays([*map(traffic, ranks)]):
+            if changed is not None and plays(ranks):
                 times, orders = changed, [*orders[:rank], order, *orders[rank + 1 :]]
 
 
@@ -194,7 +193,7 @@ def walk(name: str, num_ranks: int, num_microbatches: int, memory: float, seed: 
 def test_a_changed_order_is_timed_and_proved_as_by_simulate_and_validate(name):
     refused = accepted = 0
     for timing, ranks, changed in walk(name, 3, 6, 12, seed=5):
-        schedule = search.replace(timing.empty, ranks=tuple(tuple(step.step for step in steps) for steps in ranks))
+        schedule = with_steps(timing.schedule, ranks)
         whole = timing.times(ranks)
         assert (whole is None) == (changed is None)
         if whole is None:
@@ -202,10 +201,10 @@ def test_a_changed_order_is_timed_and_proved_as_by_simulate_and_validate(name):
                 simulate(schedule)
             continue
         assert changed.starts == whole.starts and changed.there == whole.there
-        timeline = simulate(schedule, timing.problem.costs)
+        timeline = simulate(schedule, timing.costs)
         assert [[span.start for span in spans] for spans in timeline.spans] == whole.starts
         assert timeline.peak_memory == held(timeline) <= 12
-        if plays([*map(traffic, ranks)]):
+        if plays(ranks):
             validate(schedule)
             accepted += 1
         elif name != "interleaved_1f1b":  # where it refuses some steps that take two messages of one stream
@@ -225,12 +224,10 @@ def test_a_limit_that_would_be_passed_ends_the_timing():
 @pytest.mark.parametrize("memory", [2, 3, 6, 9, 100])
 def test_what_greedy_makes_fits_and_can_be_run(memory):
     for num_ranks, num_microbatches in ((1, 3), (2, 1), (4, 9)):
-        problem = Problem(v_placement(num_ranks), num_microbatches, overlapped(), memory)
-        orders = fill(problem)
-        schedule = search._schedule(problem, orders)
+        schedule = fill(build("zbv", num_ranks, num_microbatches), overlapped(), memory)
         validate(schedule)
         assert held(simulate(schedule, overlapped())) <= memory
-    assert fill(Problem(v_placement(2), 1, Costs(), 1)) is None, "a rank needs room for both of its stages"
+    assert fill(build("zbv", 2, 1), Costs(), 1) is None, "a rank needs room for both of its stages"
 
 
 def test_bounds():
@@ -288,8 +285,10 @@ def every_order(stages: list[int], num_microbatches: int) -> Iterator[list[tuple
 def test_the_bound_against_every_order(placement, num_microbatches, memory, best):
     """Up to 207 of a rank. For costs without what overlap saves the bound is the best time, where a rank holds two."""
     for costs, least in zip((Costs(), overlapped(), Costs(F=1, B=2.5, W=1.5, FB=2.75, p2p=0.25)), best):
-        timing = Timing(Problem(placement, num_microbatches, costs, memory))
-        owned = [[s for s, owner in enumerate(placement) if owner == rank] for rank in range(1 + max(placement))]
+        num_ranks = 1 + max(placement)
+        empty = Schedule("s", num_ranks, len(placement), num_microbatches, ((),) * num_ranks, placement)
+        timing = Timing(empty, costs, memory)
+        owned = [[s for s, owner in enumerate(placement) if owner == rank] for rank in range(num_ranks)]
         ranks = [[steps for order in every_order(stages, num_microbatches) if (steps := timing.steps(order))]
                  for stages in owned]
         times = (timing.times([*orders]) for orders in product(*ranks))
