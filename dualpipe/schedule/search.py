@@ -21,7 +21,7 @@ from operator import itemgetter
 
 from dualpipe.errors import die_with
 from dualpipe.schedule import cache
-from dualpipe.schedule.anneal import COOLING, RankOrder, Timing, anneal, orders_of, plays, with_steps
+from dualpipe.schedule.anneal import COOLING, RankOrder, Times, Timing, anneal, orders_of, plays, with_steps
 from dualpipe.schedule.bound import lower_bounds
 from dualpipe.schedule.build import build
 from dualpipe.schedule.greedy import fill
@@ -35,6 +35,7 @@ CHAINS, ROUNDS = 4, 6
 THOROUGH = 200  # changes of a chain in a round for each forward and backward, at most: small orders need no more
 HEAT = 0.03  # the first temperature, in the mean cost of a forward and a backward
 SMALL = 256  # ranks times micro-batches that are searched as they are
+SIZES = 1, 2, 4  # micro-batches of a window that is repeated
 HERE = 200_000  # changes times forwards and backwards that take less than it takes to start a process
 WORKER = "from dualpipe.schedule.search import work; work()"
 VERSION = 2  # of the search: what another one found is not taken from the cache
@@ -100,6 +101,7 @@ def _searched(
     """The schedules that annealing leads to."""
     num_ranks, num_microbatches = empty.num_ranks, empty.num_microbatches
     fewer = min(num_microbatches, max(SMALL // num_ranks, 2 * num_ranks + 2))
+    fewer += (num_microbatches - fewer) % max(SIZES)
     if fewer < num_microbatches:
         known, empty = _known(num_ranks, fewer, costs, memory), replace(empty, num_microbatches=fewer)
     starts = [*(timeline.schedule for timeline in known), *filter(None, [fill(empty, costs, memory)])]
@@ -185,36 +187,43 @@ def work() -> None:
 
 
 def _repeated(schedule: Schedule, costs: Costs, memory: float, num_microbatches: int) -> Schedule | None:
-    """The order for more micro-batches: on each rank a window of the steady state, which does one of each, again and
-    again. The windows of all ranks lie about one moment, of which a few are tried; None where none works."""
+    """The order for more micro-batches: on each rank a window of the steady state, again and again.
+
+    The windows of all ranks do as many of each, and lie about one moment, of which a few are tried with 8 micro-batches
+    more: what takes the least is taken; None where none works.
+    """
     timeline, orders = simulate(schedule, costs), orders_of(schedule)
-    windows = [[*_windows(order)] for order in orders]
-    found: list[tuple[float, Schedule]] = []
-    for moment in (timeline.makespan * part / 24 for part in range(6, 19) if all(windows)):
-        chosen = [min(rank, key=lambda window: abs(spans[window[0]].start - moment))
-                  for rank, spans in zip(windows, timeline.spans)]
-        for count in (8, num_microbatches - schedule.num_microbatches):  # a few first
-            longer = replace(schedule, num_microbatches=schedule.num_microbatches + count)
-            timing = Timing(longer, costs, memory)
-            ranks = timing.ranks([order[:end] + order[start:end] * (count - 1) + order[start:]
-                                  for order, (start, end) in zip(orders, chosen)])
-            times = timing.times(ranks) if ranks and plays(ranks) else None
-            if times is None:
-                break
-            if longer.num_microbatches == num_microbatches:
-                found.append((max(times.ends()), with_steps(longer, times.ranks)))
-    return min(found, key=itemgetter(0))[1] if found else None
+
+    def longer(windows: list[tuple[int, int]], size: int, more: int) -> Times | None:
+        timing = Timing(replace(schedule, num_microbatches=schedule.num_microbatches + more), costs, memory)
+        ranks = timing.ranks([order[:end] + order[start:end] * (more // size - 1) + order[start:]
+                              for order, (start, end) in zip(orders, windows)])
+        return timing.times(ranks) if ranks and plays(ranks) else None
+
+    tried = []
+    for size in SIZES:
+        every = [[*_windows(order, size)] for order in orders]
+        for moment in (timeline.makespan * part / 24 for part in range(6, 19) if all(every)):
+            windows = [min(rank, key=lambda window: abs(spans[window[0]].start - moment))
+                       for rank, spans in zip(every, timeline.spans)]
+            if times := longer(windows, size, 8):
+                tried.append((max(times.ends()), windows, size))
+    for _, windows, size in sorted(tried, key=itemgetter(0)):
+        if times := longer(windows, size, num_microbatches - schedule.num_microbatches):
+            return with_steps(replace(schedule, num_microbatches=num_microbatches), times.ranks)
+    return None
 
 
-def _windows(order: RankOrder) -> Iterator[tuple[int, int]]:
-    """The steps from one to before another that do one forward and one backward of each stage, and a "W" for an "I"."""
+def _windows(order: RankOrder, size: int) -> Iterator[tuple[int, int]]:
+    """The steps from one to before another that do `size` forwards and backwards of each stage, and a "W" for each "I".
+    """
     stages = {stage for works in order for _, stage in works}
     for start in range(len(order)):
         done: Counter[tuple[str, int]] = Counter()
         for end in range(start, len(order)):
-            if all(done["F", s] == 1 == done["B", s] + done["I", s] and done["W", s] == done["I", s] for s in stages):
+            if all(done["F", s] == size and done["B", s] == size - done["I", s] == size - done["W", s] for s in stages):
                 yield start, end
                 break
             done.update(order[end])
-            if max(done.values()) > 1:
+            if max(done.values()) > size:
                 break
