@@ -63,7 +63,7 @@ def _fastest(kind: Kind, stage: int, owned: Sequence[int], costs: Costs) -> floa
 
 
 def _prices(owned: Sequence[int], costs: Costs, *, weights: bool) -> Iterator[tuple[float, float]]:
-    """The least time that a rank computes for a micro-batch in its stages, and its dearest forward, by some prices.
+    """The least time that a rank computes for a micro-batch in its stages, and for a forward at most, by some prices.
 
     weights: with what an "I" puts off. A price is the cost less a discount; of two kinds the discounts are at least
     what their pair saves on any stage. They are lowered one after the other as far as that allows, in every order.
@@ -80,4 +80,4 @@ def _prices(owned: Sequence[int], costs: Costs, *, weights: bool) -> Iterator[tu
         price = {(kind, s): alone[kind, s] - discount[kind] for kind, s in alone}
         split = {s: price["I", s] + (price["W", s] if weights else min(0.0, price["W", s])) for s in owned}
         forwards = [price["F", s] for s in owned]
-        yield sum(forwards) + sum(min(price["B", s], split[s]) for s in owned), max(forwards)
+        yield sum(forwards) + sum(min(price["B", s], split[s]) for s in owned), max(0.0, *forwards)
