@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import fields, replace
 from math import ceil
 from pathlib import Path
@@ -134,38 +134,38 @@ def parse_costs(text: str) -> Costs:
         given = json.loads(Path(text).read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{text} is not valid JSON: {error}") from error
+    return costs_from(given, what=text)
+
+
+def costs_from(given: object, base: Costs = Costs(), what: str = "per_stage") -> Costs:  # noqa: B008 - it is frozen
+    """Costs from what such a JSON file holds, else those of `base`; names of two kinds other than FB are pairs.
+
+    Raises ValueError where it, which is called `what`, holds something else.
+    """
     if not isinstance(given, dict):
-        raise ValueError(f"{text} has {given!r}; it must hold an object such as {{\"F\": 1, \"B\": 2}}")
-    return costs_from(given)
-
-
-def costs_from(given: Mapping[str, object], base: Costs | None = None) -> Costs:
-    """Costs from what such a JSON file holds, and from `base`; ValueError where it holds something else. Names of two
-    kinds other than FB are pairs."""
-    base = base or Costs()
-
-    def object_of(values: Mapping[str, object], name: str) -> dict[str, object]:
-        value = values.get(name, {})
+        raise ValueError(f"{what} has {given!r}; give an object such as {{\"F\": 1, \"B\": 2}}")
+    inner = {name: given.get(name, {}) for name in ("pairs", "per_stage")}
+    for name, value in inner.items():
         if not isinstance(value, dict):
             raise ValueError(f"{name} is {value!r}; give an object")
-        return value
-
-    plain = {field.name for field in fields(Costs)} - {"pairs", "per_stage"}
-    values: dict[str, Any] = {}
-    for name, value in {**given, **object_of(given, "pairs")}.items():
-        if name in ("pairs", "per_stage"):
+    plain = {field.name for field in fields(Costs)} - inner.keys()
+    values, pairs = dict[str, Any](), dict(base.pairs or {})
+    for name, value in {**given, **inner["pairs"]}.items():
+        if name in inner:
             continue
         if name not in plain and not (len(name) == 2 and set(name) <= set(KINDS)):
             raise ValueError(f"no cost is called {name!r}; known are {', '.join(sorted(plain))}, pairs like FI")
         try:
-            values[name] = float(value)  # type: ignore[arg-type]
+            cost = float(value)
         except (TypeError, ValueError):
             raise ValueError(f"cost {name} is {value!r}; give a number") from None
-    pairs = {**(base.pairs or {}), **{(name[0], name[1]): values.pop(name) for name in [*values] if name not in plain}}
+        if name in plain:
+            values[name] = cost
+        else:
+            pairs[name[0], name[1]] = cost
     costs = replace(base, **values, pairs=pairs or None)
-    per_stage = object_of(given, "per_stage")
-    for stage in per_stage:
+    for stage in inner["per_stage"]:
         if not stage.isdecimal():
             raise ValueError(f"per_stage has {stage!r}; give the number of a stage")
-    stages = {int(stage): costs_from(object_of(per_stage, stage), costs) for stage in per_stage}
+    stages = {int(stage): costs_from(each, costs) for stage, each in inner["per_stage"].items()}
     return replace(costs, per_stage=stages or None)

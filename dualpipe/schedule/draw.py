@@ -73,11 +73,12 @@ def to_text(timeline: Timeline, width: int = 120) -> str:
 
 
 def table(timelines: Sequence[Timeline], sizes: Sequence[float]) -> str:
-    """A row for each timeline: makespan, and that of the first relative to it; bubble; peak of live activations.
+    """A row for each timeline: makespan, and that of the first relative to it; bubble; peaks of activations, which are
+    alive until their "W", and of memory, of which an "I" frees a part (see `Timeline.peak_memory`).
 
     sizes: how big the stages of each timeline are, in stages of the first; activations are counted in those.
     """
-    rows = [("schedule", "stages", "makespan", "relative", "bubble", "peak activations")]
+    rows = [("schedule", "stages", "makespan", "relative", "bubble", "peak activations", "peak memory")]
     for timeline, size in zip(timelines, sizes):
         rows.append((
             timeline.schedule.name,
@@ -86,6 +87,7 @@ def table(timelines: Sequence[Timeline], sizes: Sequence[float]) -> str:
             f"{timeline.makespan / timelines[0].makespan:.3f}" if timelines[0].makespan else "-",
             f"{100 * timeline.bubble_fraction:.1f}%",
             number(max(timeline.peak_activations) * size),
+            number(timeline.peak_memory * size),
         ))
     return aligned(rows)
 
