@@ -16,10 +16,11 @@ What the allocator leaves unused and the CUDA context, a few GB, come on top.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -52,7 +53,7 @@ class RankMemory:
     gathered: int
     gradients: int
     activations: int
-    logits: int
+    pending: int
     nccl: int
 
     @property
@@ -60,59 +61,109 @@ class RankMemory:
         return sum(asdict(self).values())
 
 
+class StageBytes(NamedTuple):
+    """What a rank has of a stage: at all times; gathered, until the stage is through; accumulators, from its first
+    weight gradient; its shard of the reduced gradients, and the most that is copied at once to be reduced, from when
+    the stage is through."""
+
+    parameters: int
+    optimizer: int
+    gathered: int
+    accumulators: int
+    reduced: int
+    copied: int
+
+
 def estimate(config: Config, model: HubConfig, *, activations: bool = True) -> list[RankMemory]:
-    """For each pipeline rank, what its largest rank of "dp" and "ep" needs; without activations, which take the longest
-    to count, 0 for them. Collective over nobody.
+    """The most that each pipeline rank needs at once, on its largest rank of "dp" and "ep"; without activations, which
+    take the longest to count, 0 for them. Collective over nobody.
 
     Raises ValueError for a model that cannot be cut so.
     """
+    _, ranks = step_memory(config, model, activations=activations)
+    return [max(rank, key=lambda memory: memory.total) for rank in ranks]
+
+
+def step_memory(
+    config: Config, model: HubConfig, *, activations: bool = True
+) -> tuple[Schedule, list[list[RankMemory]]]:
+    """The schedule, with so many micro-batches as may be alive at once, and what each of its ranks needs while each of
+    its steps runs: see `estimate`."""
     config = fit_world(config, config.parallel.world_size)
     p, train = config.parallel, config.train
     if model.num_experts % p.ep:
         raise ValueError(f"parallel.ep = {p.ep} does not divide the model's {model.num_experts} experts")
-    dp, ep = p.dp, p.ep
-    check_tied(model, dp * ep)
-    schedule, taken = stage_activations(config, model) if activations else (_schedule(config, 1), [])
-    stages = meta_stages(model, schedule.num_stages, p.layers_per_stage)
-    dtype, sharded = dtype_of(train.dtype), dp * ep > 1
-    stored, tokens = 4 if sharded else dtype.itemsize, train.micro_batch_size * train.sequence_length
-    moments, fp32 = 2 * dtype_of(config.optimizer.moments).itemsize, 4
-
-    plan = plan_run(config, model, {}) if config.dtypes.rules else None
-    ranks = []
-    for rank, steps in enumerate(schedule.ranks):
-        mine = {number: stages[number] for number in schedule.rank_stages(rank)}
-        dense, experts, reduced = _rank_sizes(
-            model, schedule.num_stages, p.layers_per_stage, schedule.rank_stages(rank), ep, dp)
-        whole, dense_shard, expert_shard = dense + experts, -(-dense // (dp * ep)), -(-experts // dp)
-        shard, copied = dense_shard + expert_shard, 0
-        stored_less, masters, gathered_less = _quantized(mine.values(), plan, dp, ep) if plan else (0, 0, 0)
-        if sharded:
-            copied = dense_shard + (expert_shard if dp > 1 else 0) + reduced
-        ranks.append(RankMemory(
-            parameters=stored * shard - stored_less,
-            optimizer=(moments + (fp32 if stored < fp32 else 0)) * shard + masters,
-            gathered=(dtype.itemsize * whole if sharded else 0) - gathered_less,
-            gradients=fp32 * (whole + copied),
-            activations=max(map(sum, alive(steps, taken)), default=0) if activations else 0,
-            logits=2 * dtype.itemsize * tokens * model.vocab_size if any(stage.last for stage in mine.values()) else 0,
-            nccl=_nccl_buffers(p, schedule.placement, rank),
-        ))
-    return ranks
-
-
-def stage_activations(config: Config, model: HubConfig) -> tuple[Schedule, list[ActivationBytes]]:
-    """The schedule, with so many micro-batches as may be alive at once, and what one takes in each of its stages."""
-    p, train = config.parallel, config.train
+    check_tied(model, p.dp * p.ep)
     # With more micro-batches no more of them are alive: the middle of a step repeats itself.
-    schedule = _schedule(config, min(train.num_chunks, 4 * p.pp))
-    return schedule, [
+    schedule = _schedule(config, min(train.num_chunks, 4 * p.pp) if activations else 1)
+    stages = meta_stages(model, schedule.num_stages, p.layers_per_stage)
+    plan = plan_run(config, model, {}) if config.dtypes.rules else None
+    sizes = [_stage_bytes(config, model, stages, number, plan) for number in range(len(stages))]
+    taken = [
         activation_bytes(
             model, layers_of(stage), ep=p.ep, recompute=config.memory.recompute, dtype=dtype_of(train.dtype),
-            batch=train.micro_batch_size, sequence_length=train.sequence_length, scores=p.device == "cpu",
-        )
-        for stage in meta_stages(model, schedule.num_stages, p.layers_per_stage)
+            batch=train.micro_batch_size, sequence_length=train.sequence_length, last=stage.last,
+            cpu=p.device == "cpu",
+        ) if activations else ActivationBytes(0, 0, 0, 0, 0)
+        for stage in stages
     ]
+    return schedule, [
+        list(_rank_moments(steps, {number: (sizes[number], taken[number]) for number in schedule.rank_stages(rank)},
+                           _nccl_buffers(p, schedule.placement, rank)))
+        for rank, steps in enumerate(schedule.ranks)
+    ]
+
+
+def _rank_moments(
+    steps: Sequence[Step], stages: Mapping[int, tuple[StageBytes, ActivationBytes]], nccl: int
+) -> Iterator[RankMemory]:
+    """What a rank needs while each step runs, or at its end, when gradients of a stage are copied to be reduced."""
+    parameters, optimizer, gathered = (sum(of[i] for of, _ in stages.values()) for i in range(3))
+    last = {action.stage: number for number, step in enumerate(steps) for action in step}
+    gradients = kept = pending = 0
+    begun: set[int] = set()
+    for number, step in enumerate(steps):
+        activations, waiting = kept, pending
+        for action in step:
+            of, taken = stages[action.stage]
+            if action.kind in "BW" and action.stage not in begun:
+                begun.add(action.stage)
+                gradients += of.accumulators
+            if action.kind == "F":
+                activations, kept = activations + taken.forward, kept + taken.kept
+            elif action.kind == "W":
+                pending -= taken.deferred
+            else:
+                whole = action.kind == "B"
+                activations += (taken.backward if whole else taken.input_backward) - taken.kept
+                kept, pending = kept - taken.kept, pending + (0 if whole else taken.deferred)
+        most = RankMemory(parameters, optimizer, gathered, gradients, activations, waiting, nccl)
+        for stage in {action.stage for action in step if last[action.stage] == number}:
+            of, _ = stages[stage]
+            gradients += of.reduced
+            copied = RankMemory(parameters, optimizer, gathered, gradients + of.copied, kept, pending, nccl)
+            most = max(most, copied, key=lambda memory: memory.total)
+            gathered -= of.gathered
+        yield most
+
+
+def _stage_bytes(
+    config: Config, model: HubConfig, stages: Sequence[Stage], number: int, plan: DTypePlan | None
+) -> StageBytes:
+    p, dtype, fp32 = config.parallel, dtype_of(config.train.dtype), 4
+    dense, experts, copied = _stage_sizes(model, len(stages), p.layers_per_stage, number, p.ep, p.dp)
+    dense_shard, expert_shard, shared = -(-dense // (p.dp * p.ep)), -(-experts // p.dp), p.dp * p.ep > 1
+    shard, stored = dense_shard + expert_shard, fp32 if shared else dtype.itemsize
+    stored_less, masters, gathered_less = _quantized(stages[number], plan, p.dp, p.ep) if plan else (0, 0, 0)
+    states = 2 * dtype_of(config.optimizer.moments).itemsize + (fp32 if stored < fp32 else 0)
+    return StageBytes(
+        parameters=stored * shard - stored_less,
+        optimizer=states * shard + masters,
+        gathered=(dtype.itemsize * (dense + experts) if shared else 0) - gathered_less,
+        accumulators=fp32 * (dense + experts),
+        reduced=fp32 * (dense_shard + (expert_shard if p.dp > 1 else 0)) if shared else 0,
+        copied=fp32 * copied if shared else 0,
+    )
 
 
 def _schedule(config: Config, chunks: int) -> Schedule:
@@ -135,19 +186,19 @@ def meta_stages(model: HubConfig, num_stages: int, layers_per_stage: tuple[int, 
 
 
 @lru_cache(maxsize=4096)
-def _rank_sizes(
-    model: HubConfig, num_stages: int, layers: tuple[int, ...], mine: tuple[int, ...], ep: int, dp: int
+def _stage_sizes(
+    model: HubConfig, num_stages: int, layers: tuple[int, ...], number: int, ep: int, dp: int
 ) -> tuple[int, int, int]:
-    """Dense parameters of the stages `mine`, those of their experts, and the most that are reduced at once."""
-    stages = meta_stages(model, num_stages, layers)
-    together = nn.ModuleList(stages[number] for number in mine)  # so that a tied parameter counts once
-    reduced = [0]
-    for stage in (stages[number] for number in mine):
-        inside = [parameter_sizes(layer, ep) for layer in stage.layers.values()]
-        reduced += [parameter_sizes(stage, ep)[0] - sum(dense for dense, _ in inside), *(dense for dense, _ in inside)]
-        if dp > 1:  # else experts are nobody else's, and their accumulators become their gradients
-            reduced += [experts for _, experts in inside]
-    return *parameter_sizes(together, ep), max(reduced)
+    """Dense parameters of a stage, those of its experts, and the most that are reduced at once."""
+    stage = meta_stages(model, num_stages, layers)[number]
+    dense, experts = parameter_sizes(stage, ep)
+    inside = [parameter_sizes(layer, ep) for layer in stage.layers.values()]
+    reduced = [dense - sum(dense for dense, _ in inside), *(dense for dense, _ in inside)]
+    if dp > 1:  # else experts are nobody else's, and their accumulators become their gradients
+        reduced += [experts for _, experts in inside]
+    if stage.last and not stage.first and model.tie_word_embeddings:  # the first stage's, on the same rank
+        dense -= stage.lm_head.weight.numel()
+    return dense, experts, max(reduced)
 
 
 def layers_of(stage: Stage) -> range:
@@ -156,11 +207,11 @@ def layers_of(stage: Stage) -> range:
     return range(numbers[0], numbers[-1] + 1) if numbers else range(0)
 
 
-def _quantized(stages: Iterable[Stage], plan: DTypePlan, dp: int, ep: int) -> tuple[int, int, int]:
-    """What formats change of a rank's bytes: how many fewer are stored, masters that other weights have no need of, and
-    how many fewer are gathered, less those that are transposed."""
+def _quantized(stage: Stage, plan: DTypePlan, dp: int, ep: int) -> tuple[int, int, int]:
+    """What formats change of a stage's bytes: how many fewer are stored, masters that other weights have no need of,
+    and how many fewer are gathered, less those that are transposed."""
     stored = masters = gathered = 0
-    for name, param in (pair for stage in stages for pair in stage.named_parameters()):
+    for name, param in stage.named_parameters():
         planned = plan.of(name)
         if (format := planned.format) is None:
             continue
@@ -194,24 +245,6 @@ def parameter_sizes(module: nn.Module, ep: int) -> tuple[int, int]:
     grouped = (inner for inner in module.modules() if isinstance(inner, GroupedLinear))
     experts = sum(param.numel() for inner in grouped for param in inner.parameters())
     return sum(param.numel() for param in module.parameters()) - experts, experts // ep
-
-
-def alive(steps: Iterable[Step], stages: Sequence[ActivationBytes]) -> Iterator[tuple[int, int]]:
-    """Bytes of activations, and of what waits for weight gradients, while each step of a rank runs."""
-    kept = pending = 0
-    for step in steps:
-        during = [kept, pending]
-        for action in step:
-            of = stages[action.stage]
-            if action.kind == "F":
-                during[0], kept = during[0] + of.forward, kept + of.kept
-            elif action.kind == "W":
-                pending -= of.deferred
-            else:
-                whole = action.kind == "B"
-                during[0] += (of.backward if whole else of.input_backward) - of.kept
-                kept, pending = kept - of.kept, pending + (0 if whole else of.deferred)
-        yield during[0], during[1]
 
 
 def table(ranks: Sequence[RankMemory], capacity: float = 0.0) -> Iterator[str]:

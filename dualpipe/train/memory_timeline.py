@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 from dualpipe.models import HubConfig
 from dualpipe.schedule import Step
-from dualpipe.train.config import Config, fit_world
-from dualpipe.train.memory import GB, alive, estimate, stage_activations
+from dualpipe.train.config import Config
+from dualpipe.train.memory import GB, step_memory
 
 COLOURS = {"parameters": "#8f9be0", "accumulators": "#d3d8f5", "optimizer": "#b0b7bf", "activations": "#58b368",
            "pending": "#f5b041", "buffers": "#c2554d"}
@@ -36,12 +36,11 @@ class Moment(NamedTuple):
 
 def timeline(config: Config, model: HubConfig) -> list[list[Moment]]:
     """The moments of every pipeline rank, on its largest rank of "dp" and "ep"."""
-    config = fit_world(config, config.parallel.world_size)
-    schedule, taken = stage_activations(config, model)
+    schedule, ranks = step_memory(config, model)
     return [
-        [Moment(step, (rank.parameters + rank.gathered, rank.gradients, rank.optimizer, *both, rank.logits + rank.nccl))
-         for step, both in zip(steps, alive(steps, taken))]
-        for rank, steps in zip(estimate(config, model, activations=False), schedule.ranks)
+        [Moment(step, (of.parameters + of.gathered, of.gradients, of.optimizer, of.activations, of.pending,
+                       of.nccl)) for step, of in zip(steps, rank)]
+        for steps, rank in zip(schedule.ranks, ranks)
     ]
 
 
