@@ -37,7 +37,7 @@ from dualpipe.pipeline.overlap import MicrobatchState, SegmentedStage, walk
 # What the references on the CPU take inside of them at half precision, in float32 copies of their largest tensor: as
 # torch's allocator counts it, which a test does again. Kernels take nothing, and other references little.
 REFERENCES = {
-    "rms_norm": 2.0, "rms_norm_backward": 6.0, "rotate_heads": 2.5, "rotate_heads_backward": 6.5, "combine_tokens": 4.0,
+    "rms_norm": 2.0, "rms_norm_backward": 6.0, "rotate_heads": 2.5, "rotate_heads_backward": 6.5,
     "grouped_gemm_swiglu": 2.25, "swiglu_backward": 4.0, "cross_entropy": 2.0, "cross_entropy_backward": 2.0,
 }
 _PROBE = 8, 16  # sequences of the two runs, and tokens of each: few, so that scores do not decide where the peak is
@@ -45,13 +45,15 @@ _PROBE = 8, 16  # sequences of the two runs, and tokens of each: few, so that sc
 
 class ActivationBytes(NamedTuple):
     """Bytes of a micro-batch in a stage: what it keeps between its forward and its backward, what an "I" leaves for its
-    "W", and the most that there is at once, all of it, while a forward, a "B" and an "I" run."""
+    "W", and the most that there is at once, all of it, while a forward, a "B" and an "I" run; inside: how much of that
+    references on the CPU take, of which one runs at a time."""
 
     kept: int
     deferred: int
     forward: int
     backward: int
     input_backward: int
+    inside: int = 0
 
 
 class LayerKind(NamedTuple):
@@ -91,7 +93,7 @@ def activation_bytes(
     def per_token(*runs: list[LayerKind]) -> tuple[float, ...]:
         plain, fused, pairs = _per_token(config, tuple(chain.from_iterable(runs)), ep, dtype, last, cpu)
         if not cpu:
-            return tuple(size + (fused if i != 1 else 0) for i, size in enumerate(plain))
+            return tuple(size + (fused if i not in (1, 5) else 0) for i, size in enumerate(plain))
         return tuple(size + sequence_length * pair for size, pair in zip(plain, pairs))
 
     found = per_token(*short)
@@ -158,16 +160,16 @@ def _run(stage: Stage, batch: int, length: int, dtype: torch.dtype, cpu: bool) -
             walk([segmented.forward(state)])
             if state.error is not None:
                 raise state.error
-            forward, live.peak = live.peak, 0
+            forward, live.peak, live.outside = live.peak, 0, 0
             state.gradients = {result: torch.empty_like(state.carry.pop(result))}
             kept = live.bytes - state.gradients[result].untyped_storage().nbytes()
             walk([segmented.backward(state, kind, kind)])
             if state.error is not None:
                 raise state.error
             state.gradients = {}
-            found[kind] = kept, live.bytes, forward, live.peak
-    (kept, _, forward, backward), (_, deferred, _, input_backward) = found["B"], found["I"]
-    return ActivationBytes(kept, deferred, forward, backward, input_backward)
+            found[kind] = kept, live.bytes, forward, live.peak, live.peak - live.outside
+    (kept, _, forward, backward, _), (_, deferred, _, input_backward, inside) = found["B"], found["I"]
+    return ActivationBytes(kept, deferred, forward, backward, input_backward, inside)
 
 
 class _NoWeightGradients(WeightGradStore):
@@ -178,13 +180,13 @@ class _NoWeightGradients(WeightGradStore):
 
 
 class _Live(TorchDispatchMode):
-    """The bytes of all storages that are made inside and alive, and the most that there were, with what references take
-    on the `cpu`; without `known` tensors, and without who sees whom, bool (S, S), which the CPU alone needs."""
+    """The bytes of all storages that are made inside and alive, and the most that there were, with and without what
+    references take on the `cpu`; but for `known` tensors, and who sees whom, bool (S, S), which the CPU alone needs."""
 
     def __init__(self, known: Collection[Tensor], cpu: bool) -> None:
         super().__init__()
-        self._references = REFERENCES if cpu else {}
-        self.bytes = self.peak = 0
+        self._cpu = cpu
+        self.bytes = self.peak = self.outside = 0
         self._known = {tensor.untyped_storage()._cdata for tensor in known}
         self._given = frozenset(self._known)
 
@@ -197,12 +199,16 @@ class _Live(TorchDispatchMode):
                 if key not in self._known:
                     self._known.add(key)
                     self.bytes += size
-                    self.peak = max(self.peak, self.bytes)
+                    self.peak, self.outside = max(self.peak, self.bytes), max(self.outside, self.bytes)
                     weakref.finalize(storage, self._freed, key, size)
-        if func.namespace == "dualpipe" and (copies := self._references.get(func._opname)):
-            largest = max(tensor.numel() for tensor in tree_leaves((args, results))
-                          if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in self._given)
-            self.peak = max(self.peak, self.bytes + round(4 * copies * largest))
+        if func.namespace == "dualpipe" and self._cpu:
+            largest = max((tensor.numel() for tensor in tree_leaves((args, results)) if isinstance(tensor, Tensor)
+                           and tensor.untyped_storage()._cdata not in self._given), default=0)
+            copied = REFERENCES.get(func._opname, 0.0) * largest
+            if func._opname == "combine_tokens":  # rows twice, and once with places of choices that are elsewhere
+                y, _, inverse, *_ = args
+                copied = 2 * y.numel() + inverse.numel() * y.shape[1]
+            self.peak = max(self.peak, self.bytes + round(4 * copied))
         return results
 
     def _freed(self, key: int, size: int) -> None:

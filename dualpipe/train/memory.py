@@ -31,6 +31,7 @@ from dualpipe.models import HubConfig, Stage, build_stages
 from dualpipe.models.activations import ActivationBytes, activation_bytes
 from dualpipe.nn import GroupedLinear
 from dualpipe.parallel import DTypePlan
+from dualpipe.pipeline.lower import one_at_a_time
 from dualpipe.schedule import Schedule, Step, build
 from dualpipe.train.config import Config, fit_world
 from dualpipe.train.model import check_tied, plan_run
@@ -96,6 +97,8 @@ def step_memory(
     check_tied(model, p.dp * p.ep)
     # With more micro-batches no more of them are alive: the middle of a step repeats itself.
     schedule = _schedule(config, min(train.num_chunks, 4 * p.pp) if activations else 1)
+    if p.ep == 1 or not p.overlap:
+        schedule = one_at_a_time(schedule)
     stages = meta_stages(model, schedule.num_stages, p.layers_per_stage)
     plan = plan_run(config, model, {}) if config.dtypes.rules else None
     sizes = [_stage_bytes(config, model, stages, number, plan) for number in range(len(stages))]
@@ -117,34 +120,41 @@ def step_memory(
 def _rank_moments(
     steps: Sequence[Step], stages: Mapping[int, tuple[StageBytes, ActivationBytes]], nccl: int
 ) -> Iterator[RankMemory]:
-    """What a rank needs while each step runs, or at its end, when gradients of a stage are copied to be reduced."""
+    """What a rank needs while each step runs: the most of at its beginning, at its end, and when gradients of a stage
+    that is through are copied to be reduced. In between a backward's activations go while accumulators come, and the
+    activations of a forward beside it."""
     parameters, optimizer, gathered = (sum(of[i] for of, _ in stages.values()) for i in range(3))
     last = {action.stage: number for number, step in enumerate(steps) for action in step}
     gradients = kept = pending = 0
     begun: set[int] = set()
     for number, step in enumerate(steps):
-        activations, waiting = kept, pending
+        before, waiting, first, begin, end = kept, pending, gradients, 0, 0  # the last two: of what runs
+        inside: list[int] = []
         for action in step:
             of, taken = stages[action.stage]
             if action.kind in "BW" and action.stage not in begun:
                 begun.add(action.stage)
                 gradients += of.accumulators
-            if action.kind == "F":
-                activations, kept = activations + taken.forward, kept + taken.kept
-            elif action.kind == "W":
+            if action.kind == "W":
                 pending -= taken.deferred
+                continue
+            inside.append(taken.inside)
+            if action.kind == "F":
+                begin, end = (each + taken.forward - taken.kept for each in (begin, end))
+                kept += taken.kept
             else:
-                whole = action.kind == "B"
-                activations += (taken.backward if whole else taken.input_backward) - taken.kept
-                kept, pending = kept - taken.kept, pending + (0 if whole else taken.deferred)
-        most = RankMemory(parameters, optimizer, gathered, gradients, activations, waiting, nccl)
+                most, left = (taken.backward, 0) if action.kind == "B" else (taken.input_backward, taken.deferred)
+                begin, end = begin + most - taken.kept, end + min(most, left + taken.backward - taken.kept)
+                kept, pending = kept - taken.kept, pending + left
+        once = sum(inside) - max(inside, default=0)  # of a pair's references one runs at a time
+        found = [(first, before + begin - once, waiting), (gradients, kept + end - once, waiting)]
         for stage in {action.stage for action in step if last[action.stage] == number}:
             of, _ = stages[stage]
             gradients += of.reduced
-            copied = RankMemory(parameters, optimizer, gathered, gradients + of.copied, kept, pending, nccl)
-            most = max(most, copied, key=lambda memory: memory.total)
-            gathered -= of.gathered
-        yield most
+            found.append((gradients + of.copied, kept, pending))
+        yield max((RankMemory(parameters, optimizer, gathered, *each, nccl) for each in found),
+                  key=lambda memory: memory.total)
+        gathered -= sum(stages[stage][0].gathered for stage in stages if last[stage] == number)
 
 
 def _stage_bytes(
