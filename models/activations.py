@@ -45,15 +45,16 @@ _PROBE = 8, 16  # sequences of the two runs, and tokens of each: few, so that sc
 
 class ActivationBytes(NamedTuple):
     """Bytes of a micro-batch in a stage: what it keeps between its forward and its backward, what an "I" leaves for its
-    "W", and the most that there is at once, all of it, while a forward, a "B" and an "I" run; inside: how much of that
-    references on the CPU take, of which one runs at a time."""
+    "W", and the most that there is at once, all of it, while a forward, a "B" and an "I" run; inside: how much of a
+    forward's and of a backward's references on the CPU take, of which one runs at a time."""
 
     kept: int
     deferred: int
     forward: int
     backward: int
     input_backward: int
-    inside: int = 0
+    inside_forward: int = 0
+    inside_backward: int = 0
 
 
 class LayerKind(NamedTuple):
@@ -93,7 +94,7 @@ def activation_bytes(
     def per_token(*runs: list[LayerKind]) -> tuple[float, ...]:
         plain, fused, pairs = _per_token(config, tuple(chain.from_iterable(runs)), ep, dtype, last, cpu)
         if not cpu:
-            return tuple(size + (fused if i not in (1, 5) else 0) for i, size in enumerate(plain))
+            return tuple(size + (fused if i not in (1, 5, 6) else 0) for i, size in enumerate(plain))
         return tuple(size + sequence_length * pair for size, pair in zip(plain, pairs))
 
     found = per_token(*short)
@@ -160,16 +161,16 @@ def _run(stage: Stage, batch: int, length: int, dtype: torch.dtype, cpu: bool) -
             walk([segmented.forward(state)])
             if state.error is not None:
                 raise state.error
-            forward, live.peak, live.outside = live.peak, 0, 0
+            forward, inside, live.peak, live.outside = live.peak, live.peak - live.outside, 0, 0
             state.gradients = {result: torch.empty_like(state.carry.pop(result))}
             kept = live.bytes - state.gradients[result].untyped_storage().nbytes()
             walk([segmented.backward(state, kind, kind)])
             if state.error is not None:
                 raise state.error
             state.gradients = {}
-            found[kind] = kept, live.bytes, forward, live.peak, live.peak - live.outside
-    (kept, _, forward, backward, _), (_, deferred, _, input_backward, inside) = found["B"], found["I"]
-    return ActivationBytes(kept, deferred, forward, backward, input_backward, inside)
+            found[kind] = kept, live.bytes, forward, live.peak, inside, live.peak - live.outside
+    (kept, _, forward, backward, *_), (_, deferred, _, input_backward, *both) = found["B"], found["I"]
+    return ActivationBytes(kept, deferred, forward, backward, input_backward, *both)
 
 
 class _NoWeightGradients(WeightGradStore):

@@ -110,22 +110,25 @@ def step_memory(
         ) if activations else ActivationBytes(0, 0, 0, 0, 0)
         for stage in stages
     ]
-    return schedule, [
-        list(_rank_moments(steps, {number: (sizes[number], taken[number]) for number in schedule.rank_stages(rank)},
-                           _nccl_buffers(p, schedule.placement, rank)))
-        for rank, steps in enumerate(schedule.ranks)
-    ]
+    message = train.micro_batch_size * train.sequence_length * model.hidden_size * dtype_of(train.dtype).itemsize
+    ranks = []
+    for rank, steps in enumerate(schedule.ranks):
+        mine = {number: (sizes[number], taken[number]) for number in schedule.rank_stages(rank)}
+        # To and from each neighbouring stage one is on its way: receives are posted ahead.
+        ways = 2 * sum(a != b and rank in (a, b) for a, b in pairwise(schedule.placement)) if activations else 0
+        ranks.append([*_rank_moments(steps, mine, ways * message, _nccl_buffers(p, schedule.placement, rank))])
+    return schedule, ranks
 
 
 def _rank_moments(
-    steps: Sequence[Step], stages: Mapping[int, tuple[StageBytes, ActivationBytes]], nccl: int
+    steps: Sequence[Step], stages: Mapping[int, tuple[StageBytes, ActivationBytes]], messages: int, nccl: int
 ) -> Iterator[RankMemory]:
     """What a rank needs while each step runs: the most of at its beginning, at its end, and when gradients of a stage
     that is through are copied to be reduced. In between a backward's activations go while accumulators come, and the
     activations of a forward beside it."""
     parameters, optimizer, gathered = (sum(of[i] for of, _ in stages.values()) for i in range(3))
     last = {action.stage: number for number, step in enumerate(steps) for action in step}
-    gradients = kept = pending = 0
+    gradients, kept, pending = 0, messages, 0
     begun: set[int] = set()
     for number, step in enumerate(steps):
         before, waiting, first, begin, end = kept, pending, gradients, 0, 0  # the last two: of what runs
@@ -138,7 +141,7 @@ def _rank_moments(
             if action.kind == "W":
                 pending -= taken.deferred
                 continue
-            inside.append(taken.inside)
+            inside.append(taken.inside_forward if action.kind == "F" else taken.inside_backward)
             if action.kind == "F":
                 begin, end = (each + taken.forward - taken.kept for each in (begin, end))
                 kept += taken.kept
