@@ -169,7 +169,7 @@ def _run(stage: Stage, batch: int, length: int, dtype: torch.dtype, cpu: bool) -
                 raise state.error
             state.gradients = {}
             found[kind] = kept, live.bytes, forward, live.peak, inside, live.peak - live.outside
-    (kept, _, forward, backward, *_), (_, deferred, _, input_backward, *both) = found["B"], found["I"]
+    (kept, _, forward, backward, *both), (_, deferred, _, input_backward, *_) = found["B"], found["I"]
     return ActivationBytes(kept, deferred, forward, backward, input_backward, *both)
 
 
