@@ -2,22 +2,22 @@
 
     parameters   as they are stored: this rank's shard
     optimizer    two moments and, where parameters are narrower than float32, masters: of the shard
-    gathered     the stages' parameters in the dtype or format that they compute in, whole, where they are sharded: what
-                 is sent; and weights in blocks of 128 x 128 once more, transposed, for input gradients in FP8
-    gradients    accumulators in float32, of the whole stages; of parameters that several ranks share, the shard's as
-                 well, and of the largest unit what is on its way there
-    activations  of the micro-batches that the schedule has alive, with what its weight gradients wait for and what is
-                 computed again, at the worst step: counted (`dualpipe.models.activations`)
-    logits       of one micro-batch: themselves and their gradient
+    gathered     parameters in the dtype or format that they compute in, whole, where they are sharded, until a stage is
+                 through; and weights in blocks of 128 x 128 once more, transposed, for input gradients in FP8
+    gradients    accumulators in float32, from a stage's first weight gradient; when it is through, of parameters that
+                 several ranks share, the shard's as well, and of the largest unit what is copied to be reduced
+    activations  of the micro-batches that the schedule has alive, with logits, what is computed again and messages on
+                 their way: counted (`dualpipe.models.activations`)
+    pending      what weight gradients wait with
     nccl         buffers to peers within a node, as NCCL's p2p.cc makes them; between nodes it takes fewer
 
-What the allocator leaves unused and the CUDA context, a few GB, come on top.
+All of the worst step; `step_memory` has the others. What the allocator leaves unused and the CUDA context, a few GB,
+come on top.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
@@ -45,8 +45,7 @@ CHANNEL = 12 * 2**20
 _NODE = 8  # GPUs, as a rule
 
 
-@dataclass(frozen=True)
-class RankMemory:
+class RankMemory(NamedTuple):
     """Bytes on a rank, by what they are for."""
 
     parameters: int
@@ -59,7 +58,7 @@ class RankMemory:
 
     @property
     def total(self) -> int:
-        return sum(asdict(self).values())
+        return sum(self)
 
 
 class StageBytes(NamedTuple):
@@ -97,8 +96,6 @@ def step_memory(
     check_tied(model, p.dp * p.ep)
     # With more micro-batches no more of them are alive: the middle of a step repeats itself.
     schedule = _schedule(config, min(train.num_chunks, 4 * p.pp) if activations else 1)
-    if p.ep == 1 or not p.overlap:
-        schedule = one_at_a_time(schedule)
     stages = meta_stages(model, schedule.num_stages, p.layers_per_stage)
     plan = plan_run(config, model, {}) if config.dtypes.rules else None
     sizes = [_stage_bytes(config, model, stages, number, plan) for number in range(len(stages))]
@@ -155,8 +152,7 @@ def _rank_moments(
             of, _ = stages[stage]
             gradients += of.reduced
             found.append((gradients + of.copied, kept, pending))
-        yield max((RankMemory(parameters, optimizer, gathered, *each, nccl) for each in found),
-                  key=lambda memory: memory.total)
+        yield RankMemory(parameters, optimizer, gathered, *max(found, key=sum), nccl)
         gathered -= sum(stages[stage][0].gathered for stage in stages if last[stage] == number)
 
 
@@ -182,13 +178,22 @@ def _stage_bytes(
 def _schedule(config: Config, chunks: int) -> Schedule:
     """The run's, with so many micro-batches where that is no other order of work."""
     p = config.parallel
-    return build_schedule(config) if p.schedule == "auto" else built(p.schedule, p.pp, chunks)
+    paired = p.ep > 1 and p.overlap
+    if p.schedule == "auto":
+        return build_schedule(config) if paired else one_at_a_time(build_schedule(config))
+    return (built if paired else _unpaired)(p.schedule, p.pp, chunks)
 
 
 @lru_cache(maxsize=64)
 def built(name: str, ranks: int, chunks: int) -> Schedule:
     """A schedule, the same one for all callers."""
     return build(name, ranks, chunks)
+
+
+@lru_cache(maxsize=64)
+def _unpaired(name: str, ranks: int, chunks: int) -> Schedule:
+    """As the engine runs it where a pair has no communication to hide."""
+    return one_at_a_time(built(name, ranks, chunks))
 
 
 @lru_cache(maxsize=64)
@@ -263,7 +268,7 @@ def parameter_sizes(module: nn.Module, ep: int) -> tuple[int, int]:
 def table(ranks: Sequence[RankMemory], capacity: float = 0.0) -> Iterator[str]:
     """The estimate as lines of text, in GiB; and what it leaves of the `capacity` of a device, in GB, where one is
     given."""
-    columns = [asdict(memory) | {"total": memory.total} for memory in ranks]
+    columns = [memory._asdict() | {"total": memory.total} for memory in ranks]
     yield " ".join(f"{name:>11}" for name in ("rank", *columns[0]))
     for rank, values in enumerate(columns):
         yield f"{rank:>11} " + " ".join(f"{value / 2**30:>11.2f}" for value in values.values())

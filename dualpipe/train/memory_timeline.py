@@ -1,14 +1,14 @@
 """What a run needs on each rank while each step of its schedule runs, by kind: as a table, and as a picture.
 
     parameters     as they are stored, and gathered to compute with
-    accumulators   of gradients, with what is on its way to other ranks
+    accumulators   of gradients, with what is copied to be reduced
     optimizer      its states
     activations    of the micro-batches that are alive, with what the step itself needs
     pending        what deferred weight gradients wait with
-    buffers        logits, and NCCL's
+    buffers        NCCL's
 
-All but activations and pending are there throughout, as `dualpipe memory` counts them. Of a long step, the middle of
-which repeats itself, four micro-batches a rank are shown.
+Pairs that have no communication to hide are shown as they run, one action after the other. Of a long step, the middle
+of which repeats itself, four micro-batches a rank are shown.
 """
 
 from __future__ import annotations

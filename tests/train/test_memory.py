@@ -102,7 +102,7 @@ FAMILIES = {
         "v_head_dim": 32},
 }
 LAYOUTS = [  # pp, dp, ep
-    ("deepseek_v3", (2, 1, 2), "dualpipev", "layer"), ("qwen3_moe", (2, 2, 1), "1f1b", "none"),
+    ("qwen3_moe", (2, 2, 1), "1f1b", "none"), ("deepseek_v3", (2, 1, 2), "dualpipev", "layer"),
     ("qwen3_moe", (1, 2, 2), "zbv", "layer"), ("qwen3_moe", (4, 1, 1), "interleaved_1f1b", "none"),
     ("qwen3_moe", (2, 1, 2), "dualpipev", "layer dispatch"), ("deepseek_v3", (2, 2, 1), "zbv", "none"),
     ("deepseek_v3", (4, 1, 1), "dualpipev", "none"), ("deepseek_v3", (1, 1, 2), "1f1b", "none"),
@@ -223,7 +223,7 @@ def test_formats_take_their_bytes_beside_masters_and_blocks_are_transposed(forma
     assert stored.optimizer - plain.optimizer == almost((4 if ep > 1 else 0) * elements)
     moved = (2 - share) * elements if ep > 1 else 0
     assert plain.gathered - stored.gathered == almost(moved - transposed)
-    assert gathered == (dataclasses.replace(stored, parameters=plain.parameters, optimizer=plain.optimizer)
+    assert gathered == (stored._replace(parameters=plain.parameters, optimizer=plain.optimizer)
                         if ep > 1 else stored)
 
 
