@@ -24,8 +24,7 @@ from dualpipe.plan.machines import Machine
 from dualpipe.plan.operators import IN_BF16, InFP8
 from dualpipe.schedule import Costs, Schedule, Timeline, simulate
 from dualpipe.train.config import Config
-from dualpipe.train.memory import RankMemory, built, estimate, meta_stages, parameter_sizes
-from dualpipe.train.model import plan_run
+from dualpipe.train.memory import RankMemory, built, dtype_plan, estimate, meta_stages, parameter_sizes
 from dualpipe.train.tables import DTypesConfig
 
 PRODUCTS = ("gemm", "grouped", "fp8 gemm", "fp8 grouped", "attention", "attention backward")
@@ -189,9 +188,7 @@ class Prediction:
 def _in_fp8(dtypes: DTypesConfig, dtype: Literal["fp32", "bf16"], model: HubConfig) -> InFP8:
     """As `dualpipe.nn.products` decides: square blocks can be transposed for input gradients. Rows alone may be sent so
     for products in another dtype."""
-    config, (whole,) = Config(), meta_stages(model, 1, ())
-    plan = plan_run(replace(config, dtypes=dtypes, train=replace(config.train, dtype=dtype),
-                            parallel=replace(config.parallel, dp=1)), model, {})
+    plan, (whole,) = dtype_plan(dtypes, dtype, model, 2), meta_stages(model, 1, ())
     formats = {name: format for name, _ in whole.named_parameters() if (format := plan.of(name).format)
                and format.computes and dtype_of(dtype) in HALF and dtypes.products == "auto"}
     square = frozenset(name for name, format in formats.items() if format.block[0] == format.block[1])

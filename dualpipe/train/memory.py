@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -36,7 +36,7 @@ from dualpipe.schedule import Schedule, Step, build
 from dualpipe.train.config import Config, fit_world
 from dualpipe.train.model import check_tied, plan_run
 from dualpipe.train.schedule import build_schedule
-from dualpipe.train.tables import ParallelConfig
+from dualpipe.train.tables import DTypesConfig, ParallelConfig, TrainConfig
 
 GB = 10**9
 # Of one channel (a block of a kernel) to a peer and back: the buffers of three protocols, 0.5, 4.69 and 4 MiB, in
@@ -97,8 +97,7 @@ def step_memory(
     # With more micro-batches no more of them are alive: the middle of a step repeats itself.
     schedule = _schedule(config, min(train.num_chunks, 4 * p.pp) if activations else 1)
     stages = meta_stages(model, schedule.num_stages, p.layers_per_stage)
-    plan = plan_run(config, model, {}) if config.dtypes.rules else None
-    sizes = [_stage_bytes(config, model, stages, number, plan) for number in range(len(stages))]
+    sizes = [_stage_bytes(config, model, stages, number) for number in range(len(stages))]
     taken = [
         activation_bytes(
             model, layers_of(stage), ep=p.ep, recompute=config.memory.recompute, dtype=dtype_of(train.dtype),
@@ -156,14 +155,15 @@ def _rank_moments(
         gathered -= sum(stages[stage][0].gathered for stage in stages if last[stage] == number)
 
 
-def _stage_bytes(
-    config: Config, model: HubConfig, stages: Sequence[Stage], number: int, plan: DTypePlan | None
-) -> StageBytes:
+def _stage_bytes(config: Config, model: HubConfig, stages: Sequence[Stage], number: int) -> StageBytes:
     p, dtype, fp32 = config.parallel, dtype_of(config.train.dtype), 4
     dense, experts, copied = _stage_sizes(model, len(stages), p.layers_per_stage, number, p.ep, p.dp)
     dense_shard, expert_shard, shared = -(-dense // (p.dp * p.ep)), -(-experts // p.dp), p.dp * p.ep > 1
     shard, stored = dense_shard + expert_shard, fp32 if shared else dtype.itemsize
-    stored_less, masters, gathered_less = _quantized(stages[number], plan, p.dp, p.ep) if plan else (0, 0, 0)
+    stored_less, masters, gathered_less = (0, 0, 0)
+    if config.dtypes.rules:
+        stored_less, masters, gathered_less = _quantized(
+            stages[number], config.dtypes, config.train.dtype, model, p.dp, p.ep)
     states = 2 * dtype_of(config.optimizer.moments).itemsize + (fp32 if stored < fp32 else 0)
     return StageBytes(
         parameters=stored * shard - stored_less,
@@ -225,10 +225,21 @@ def layers_of(stage: Stage) -> range:
     return range(numbers[0], numbers[-1] + 1) if numbers else range(0)
 
 
-def _quantized(stage: Stage, plan: DTypePlan, dp: int, ep: int) -> tuple[int, int, int]:
+@lru_cache(maxsize=64)
+def dtype_plan(dtypes: DTypesConfig, dtype: Literal["fp32", "bf16"], model: HubConfig, replicas: int) -> DTypePlan:
+    """That of a run with these settings, which takes seconds for a large model; the same one for all callers."""
+    config = Config(dtypes=dtypes, train=TrainConfig(dtype=dtype), parallel=ParallelConfig(dp=replicas))
+    return plan_run(config, model, {})
+
+
+@lru_cache(maxsize=4096)
+def _quantized(
+    stage: Stage, dtypes: DTypesConfig, dtype: Literal["fp32", "bf16"], model: HubConfig, dp: int, ep: int
+) -> tuple[int, int, int]:
     """What formats change of a stage's bytes: how many fewer are stored, masters that other weights have no need of,
     and how many fewer are gathered, less those that are transposed."""
     stored = masters = gathered = 0
+    plan = dtype_plan(dtypes, dtype, model, dp * ep)
     for name, param in stage.named_parameters():
         planned = plan.of(name)
         if (format := planned.format) is None:
