@@ -39,6 +39,8 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> Iterator[str]:
                     args.objective == "memory")
     runs = plan(wanted, args.rows)
     yield from table(runs)
+    if config.parallel.schedule == "auto":
+        yield "no schedule is searched for here: choose a mesh, then take parallel.schedule = \"auto\" for it"
     for row in filter(None, (args.explain, args.write and args.write[0])):
         if not str(row).isdecimal() or not 1 <= int(row) <= len(runs):
             raise ValueError(f"there is no row {row}; give one of 1 to {len(runs)}")

@@ -10,6 +10,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from dualpipe.device import EXPERTS
 from dualpipe.errors import nearest
 from dualpipe.files import read_toml
 
@@ -39,6 +40,8 @@ class Machine:
     imbalance: float
     reserve: float
     host_waits: bool = False
+    fp8: float = 0.0
+    beside: float = 0.0
     node: int = 8
 
     def all_to_all(self, sent: float, ranks: int) -> float:
@@ -121,7 +124,9 @@ def _measured(path: Path, machine: Machine) -> dict[str, Any]:
         fields_["bandwidth"] = found["copy_gb_per_s"] / machine.hbm
     if rates := [row["of dense"] for row in found["rows"] if "product" in row and "of dense" in row]:
         fields_["grouped"] = statistics.median(rates) * fields_.get("gemm", machine.gemm)
+    if speeds := [row[name] for row in found["rows"] if (name := f"beside {EXPERTS.ctas}") in row]:
+        fields_["beside"] = statistics.median(speeds)
     if not fields_:
-        raise ValueError(f"{path} has no rates of kernels: give what bench_grouped_gemm.py --save writes, or an object "
-                         "such as {\"gemm\": 0.7}")
+        raise ValueError(f"{path} has no rates of kernels: give what bench_grouped_gemm.py or bench_overlap.py --save "
+                         "writes, or an object such as {\"gemm\": 0.7}")
     return fields_

@@ -87,7 +87,7 @@ def _best(wanted: Wanted, runs: list[Prediction]) -> Prediction | None:
         if (schedule := run.config.parallel.schedule) in too_large:
             continue
         states = estimate(run.config, run.model, activations=False)
-        if max(rank.total - rank.logits for rank in states) > wanted.capacity:
+        if max(rank.total for rank in states) > wanted.capacity:
             too_large.add(schedule)
         elif run.peak <= wanted.capacity and wanted.score(run) < least:
             best, least = run, wanted.score(run)

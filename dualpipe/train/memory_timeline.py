@@ -1,14 +1,14 @@
 """What a run needs on each rank while each step of its schedule runs, by kind: as a table, and as a picture.
 
     parameters     as they are stored, and gathered to compute with
-    accumulators   of gradients, with what is on its way to other ranks
+    accumulators   of gradients, with what is copied to be reduced
     optimizer      its states
     activations    of the micro-batches that are alive, with what the step itself needs
     pending        what deferred weight gradients wait with
-    buffers        logits, and NCCL's
+    buffers        NCCL's
 
-All but activations and pending are there throughout, as `dualpipe memory` counts them. Of a long step, the middle of
-which repeats itself, four micro-batches a rank are shown.
+Pairs that have no communication to hide are shown as they run, one action after the other. Of a long step, the middle
+of which repeats itself, four micro-batches a rank are shown.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import NamedTuple
 from dualpipe.models import HubConfig
 from dualpipe.schedule import Step
 from dualpipe.schedule.svg import legend, picture, rect, text, titled
-from dualpipe.train.config import Config, fit_world
-from dualpipe.train.memory import GB, alive, estimate, stage_activations
+from dualpipe.train.config import Config
+from dualpipe.train.memory import GB, step_memory
 
 COLOURS = {"parameters": "#8f9be0", "accumulators": "#d3d8f5", "optimizer": "#b0b7bf", "activations": "#58b368",
            "pending": "#f5b041", "buffers": "#c2554d"}
@@ -36,12 +36,11 @@ class Moment(NamedTuple):
 
 def timeline(config: Config, model: HubConfig) -> list[list[Moment]]:
     """The moments of every pipeline rank, on its largest rank of "dp" and "ep"."""
-    config = fit_world(config, config.parallel.world_size)
-    schedule, taken = stage_activations(config, model)
+    schedule, ranks = step_memory(config, model)
     return [
-        [Moment(step, (rank.parameters + rank.gathered, rank.gradients, rank.optimizer, *both, rank.logits + rank.nccl))
-         for step, both in zip(steps, alive(steps, taken))]
-        for rank, steps in zip(estimate(config, model, activations=False), schedule.ranks)
+        [Moment(step, (of.parameters + of.gathered, of.gradients, of.optimizer, of.activations, of.pending,
+                       of.nccl)) for step, of in zip(steps, rank)]
+        for steps, rank in zip(schedule.ranks, ranks)
     ]
 
 
