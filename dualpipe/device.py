@@ -48,6 +48,7 @@ class Traffic(NamedTuple):
 LINK = Traffic(4, urgent=True)  # between two stages, one direction; and what little all ranks of a pipeline exchange
 TOTALS = Traffic(4, urgent=False)  # what little all ranks exchange
 EXPERTS = Traffic(16, urgent=True)  # rows to experts and back
+CONTEXT = Traffic(8, urgent=True)  # keys and values, or heads, between the ranks that share a sequence
 SHARDS = Traffic(16, urgent=False)  # parameters and gradients of FSDP2
 MOST_LINKS = 8  # of a rank in the middle of a V: to and from both neighbours, activations and gradients
 
