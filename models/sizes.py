@@ -86,6 +86,36 @@ def attention_flops(config: HubConfig, index: int, sequence_length: int, *, caus
     return 2.0 * attention.num_heads * (attention.qk_dim + attention.v_dim) * seen
 
 
+class ContextNumbers(NamedTuple):
+    """Numbers, for each of its own tokens, that a rank sends in a layer's attention where ranks share sequences, and
+    the most that are there at once of what is sent and what arrives."""
+
+    forward: float
+    backward: float
+    held: float
+
+
+def context_numbers(config: HubConfig, index: int, sequence_length: int, cp: int, method: str) -> ContextNumbers:
+    """Those of a layer of `cp` ranks, by a method of `dualpipe.parallel.context.ContextParallel`.
+
+    A ring sends keys and values, or what they are made from, of all tokens that others see: forward, again in the
+    backward, and their gradients. All-to-all sends queries, keys, values and results to the ranks with their heads.
+    """
+    attention = meta_layer(config, index).self_attn
+    latent = getattr(attention, "latent_dim", 0) + getattr(attention, "rope_dim", 0)
+    each = attention.qk_dim + attention.v_dim
+    others = float(cp - 1)  # times its own tokens
+    if attention.window is not None:  # each of two chunks is seen from by so many tokens before it
+        others = min(others, 2 * (attention.window - 1) * cp / sequence_length)
+    keys, heads = latent or attention.num_kv_heads * each, (attention.num_heads + attention.num_kv_heads) * each
+    ring, every = others * keys, heads * (cp - 1) / cp
+    if method == "auto":
+        divided = attention.num_heads % cp == attention.num_kv_heads % cp == 0
+        method = "all_to_all" if divided and 2 * every < 3 * ring else "ring"
+    # Of a ring a part that is there and one on its way, and their gradients; of heads what is sent and what arrives.
+    return ContextNumbers(ring, 2 * ring, 4.0 * keys) if method == "ring" else ContextNumbers(every, every, 2.0 * heads)
+
+
 @lru_cache(maxsize=1024)
 def meta_layer(config: HubConfig, index: int) -> Layer:
     """The layer of this number without memory, one for all callers."""

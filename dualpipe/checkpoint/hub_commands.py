@@ -73,7 +73,7 @@ def check(path: StrPath, mesh: Mesh) -> Iterator[str]:
 
 
 def largest_share(config: HubConfig, mesh: Mesh, place: int) -> dict[str, Box]:
-    """The part of every tensor of a pipeline rank that its first rank of "dp" and "ep" holds: none has a larger one.
+    """The part of every tensor of a pipeline rank that its first rank of the other dimensions holds: none has a larger.
 
     As `shard_experts` and `shard` cut them; two stages a rank in a V, a tied head only as the embedding. Raises
     `ValueError` for experts that cannot be divided evenly.

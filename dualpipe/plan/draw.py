@@ -40,7 +40,7 @@ def _legend(runs: Sequence[Prediction]) -> Iterator[str]:
 
 def _row(run: Prediction, top: int, scale: float) -> Iterator[str]:
     p, t, rules = run.config.parallel, run.config.train, run.config.memory.recompute
-    what = f"pp {p.pp}, dp {p.dp}, ep {p.ep}, {p.schedule}"
+    what = f"{p}, {p.schedule}"
     how = f"{t.num_chunks} x {t.micro_batch_size}, recompute {' '.join(rules) or 'none'}"
     yield f'<text class="e" x="{LEFT - 10}" y="{top + 12}">{escape(what)}</text>'
     yield f'<text class="e m" x="{LEFT - 10}" y="{top + 24}">{escape(how)}</text>'

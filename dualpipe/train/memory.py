@@ -7,7 +7,8 @@
     gradients    accumulators in float32, of the whole stages; of parameters that several ranks share, the shard's as
                  well, and of the largest unit what is on its way there
     activations  of the micro-batches that the schedule has alive, with what its weight gradients wait for and what is
-                 computed again, at the worst step: counted (`dualpipe.models.activations`)
+                 computed again, at the worst step: counted (`dualpipe.models.activations`). Where ranks share
+                 sequences, for the tokens of one, with what of a layer travels between them
     logits       of one micro-batch: themselves and their gradient
     nccl         buffers to peers within a node, as NCCL's p2p.cc makes them; between nodes it takes fewer
 
@@ -24,11 +25,13 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from dualpipe.device import EXPERTS, LINK, SHARDS, TOTALS
+from dualpipe.device import CONTEXT, EXPERTS, LINK, SHARDS, TOTALS
 from dualpipe.dtypes import dtype_of
 from dualpipe.models import HubConfig, Stage, build_stages
 from dualpipe.models.activations import ActivationBytes, activation_bytes
+from dualpipe.models.sizes import context_numbers
 from dualpipe.nn import GroupedLinear
+from dualpipe.nn.attention import SequenceSplit
 from dualpipe.parallel import DTypePlan
 from dualpipe.schedule import Schedule, Step, build
 from dualpipe.train.config import Config, fit_world
@@ -61,8 +64,8 @@ class RankMemory:
 
 
 def estimate(config: Config, model: HubConfig, *, activations: bool = True) -> list[RankMemory]:
-    """For each pipeline rank, what its largest rank of "dp" and "ep" needs; without activations, which take the longest
-    to count, 0 for them. Collective over nobody.
+    """For each pipeline rank, what its largest rank of the other dimensions needs; without activations, which take the
+    longest to count, 0 for them. Collective over nobody.
 
     Raises ValueError for a model that cannot be cut so.
     """
@@ -70,31 +73,34 @@ def estimate(config: Config, model: HubConfig, *, activations: bool = True) -> l
     p, train = config.parallel, config.train
     if model.num_experts % p.ep:
         raise ValueError(f"parallel.ep = {p.ep} does not divide the model's {model.num_experts} experts")
-    dp, ep = p.dp, p.ep
-    check_tied(model, dp * ep)
+    sharing, ep = p.dp * p.cp, p.ep  # ranks that share experts, and the parts that these are cut into before
+    check_tied(model, p.replicas)
     schedule, taken = stage_activations(config, model) if activations else (_schedule(config, 1), [])
     stages = meta_stages(model, schedule.num_stages, p.layers_per_stage)
-    dtype, sharded = dtype_of(train.dtype), dp * ep > 1
-    stored, tokens = 4 if sharded else dtype.itemsize, train.micro_batch_size * train.sequence_length
+    dtype, sharded = dtype_of(train.dtype), p.replicas > 1
+    stored, tokens = 4 if sharded else dtype.itemsize, train.micro_batch_size * tokens_of_rank(config)
     moments, fp32 = 2 * dtype_of(config.optimizer.moments).itemsize, 4
+    layers = range(model.num_hidden_layers if p.cp > 1 else 0)
+    each = (context_numbers(model, i, train.sequence_length, p.cp, p.cp_method).held for i in layers)
+    travelling = tokens * dtype.itemsize * max(each, default=0.0)
 
     plan = plan_run(config, model, {}) if config.dtypes.rules else None
     ranks = []
     for rank, steps in enumerate(schedule.ranks):
         mine = {number: stages[number] for number in schedule.rank_stages(rank)}
         dense, experts, reduced = _rank_sizes(
-            model, schedule.num_stages, p.layers_per_stage, schedule.rank_stages(rank), ep, dp)
-        whole, dense_shard, expert_shard = dense + experts, -(-dense // (dp * ep)), -(-experts // dp)
+            model, schedule.num_stages, p.layers_per_stage, schedule.rank_stages(rank), ep, sharing)
+        whole, dense_shard, expert_shard = dense + experts, -(-dense // p.replicas), -(-experts // sharing)
         shard, copied = dense_shard + expert_shard, 0
-        stored_less, masters, gathered_less = _quantized(mine.values(), plan, dp, ep) if plan else (0, 0, 0)
+        stored_less, masters, gathered_less = _quantized(mine.values(), plan, sharing, ep) if plan else (0, 0, 0)
         if sharded:
-            copied = dense_shard + (expert_shard if dp > 1 else 0) + reduced
+            copied = dense_shard + (expert_shard if sharing > 1 else 0) + reduced
         ranks.append(RankMemory(
             parameters=stored * shard - stored_less,
             optimizer=(moments + (fp32 if stored < fp32 else 0)) * shard + masters,
             gathered=(dtype.itemsize * whole if sharded else 0) - gathered_less,
             gradients=fp32 * (whole + copied),
-            activations=max(map(sum, alive(steps, taken)), default=0) if activations else 0,
+            activations=max(map(sum, alive(steps, taken)), default=0) + round(travelling) if activations else 0,
             logits=2 * dtype.itemsize * tokens * model.vocab_size if any(stage.last for stage in mine.values()) else 0,
             nccl=_nccl_buffers(p, schedule.placement, rank),
         ))
@@ -109,10 +115,16 @@ def stage_activations(config: Config, model: HubConfig) -> tuple[Schedule, list[
     return schedule, [
         activation_bytes(
             model, layers_of(stage), ep=p.ep, recompute=config.memory.recompute, dtype=dtype_of(train.dtype),
-            batch=train.micro_batch_size, sequence_length=train.sequence_length, scores=p.device == "cpu",
+            batch=train.micro_batch_size, sequence_length=tokens_of_rank(config), scores=p.device == "cpu",
         )
         for stage in meta_stages(model, schedule.num_stages, p.layers_per_stage)
     ]
+
+
+def tokens_of_rank(config: Config) -> int:
+    """The most that a rank has of a sequence."""
+    p, length = config.parallel, config.train.sequence_length
+    return max(SequenceSplit(0, p.cp).counts(length))
 
 
 def _schedule(config: Config, chunks: int) -> Schedule:
@@ -136,7 +148,7 @@ def meta_stages(model: HubConfig, num_stages: int, layers_per_stage: tuple[int, 
 
 @lru_cache(maxsize=4096)
 def _rank_sizes(
-    model: HubConfig, num_stages: int, layers: tuple[int, ...], mine: tuple[int, ...], ep: int, dp: int
+    model: HubConfig, num_stages: int, layers: tuple[int, ...], mine: tuple[int, ...], ep: int, sharing: int
 ) -> tuple[int, int, int]:
     """Dense parameters of the stages `mine`, those of their experts, and the most that are reduced at once."""
     stages = meta_stages(model, num_stages, layers)
@@ -145,7 +157,7 @@ def _rank_sizes(
     for stage in (stages[number] for number in mine):
         inside = [parameter_sizes(layer, ep) for layer in stage.layers.values()]
         reduced += [parameter_sizes(stage, ep)[0] - sum(dense for dense, _ in inside), *(dense for dense, _ in inside)]
-        if dp > 1:  # else experts are nobody else's, and their accumulators become their gradients
+        if sharing > 1:  # else experts are nobody else's, and their accumulators become their gradients
             reduced += [experts for _, experts in inside]
     return *parameter_sizes(together, ep), max(reduced)
 
@@ -156,7 +168,7 @@ def layers_of(stage: Stage) -> range:
     return range(numbers[0], numbers[-1] + 1) if numbers else range(0)
 
 
-def _quantized(stages: Iterable[Stage], plan: DTypePlan, dp: int, ep: int) -> tuple[int, int, int]:
+def _quantized(stages: Iterable[Stage], plan: DTypePlan, sharing: int, ep: int) -> tuple[int, int, int]:
     """What formats change of a rank's bytes: how many fewer are stored, masters that other weights have no need of, and
     how many fewer are gathered, less those that are transposed."""
     stored = masters = gathered = 0
@@ -165,13 +177,13 @@ def _quantized(stages: Iterable[Stage], plan: DTypePlan, dp: int, ep: int) -> tu
         if (format := planned.format) is None:
             continue
         *experts, rows, columns = param.shape
-        matrices, shards = (experts[0] // ep, dp) if experts else (1, dp * ep)
+        matrices, shards = (experts[0] // ep, sharing) if experts else (1, sharing * ep)
         elements, width = matrices * rows * columns, planned.storage.itemsize
         packed = matrices * format.block_rows(rows) * format.row_bytes(columns)
         if not planned.gathered:
             stored += (width * elements - packed) // shards
             masters += 4 * elements // shards if width >= 4 else 0
-        if dp * ep > 1:
+        if sharing * ep > 1:
             gathered += planned.compute.itemsize * elements - packed
         if format.block[0] == format.block[1] and planned.compute is torch.bfloat16:
             gathered -= matrices * format.block_rows(columns) * format.row_bytes(rows)
@@ -183,9 +195,13 @@ def _nccl_buffers(p: ParallelConfig, placement: Sequence[int], rank: int) -> int
     if p.device == "cpu":
         return 0
     neighbours = {a + b - rank for a, b in pairwise(placement) if a != b and rank in (a, b)}
-    links, peers, replicas = 4 * len(neighbours), min(p.ep, _NODE) - 1, max(1, p.dp) * p.ep
-    rings = ((p.pp, LINK), (p.ep, EXPERTS), (p.dp, SHARDS), (replicas, SHARDS), (p.pp * replicas, TOTALS))
-    channels = sum(traffic.ctas for ranks, traffic in rings if ranks > 1) + peers * EXPERTS.ctas
+    links, sharing = 4 * len(neighbours), max(1, p.dp) * p.cp
+    rings = [(p.pp, LINK), (p.ep, EXPERTS), (max(1, p.dp), SHARDS), (sharing * p.ep, SHARDS),
+             (p.pp * sharing * p.ep, TOTALS)]
+    if p.cp > 1:
+        rings += [(p.cp, CONTEXT), (sharing, SHARDS)]
+    channels = sum(traffic.ctas for ranks, traffic in rings if ranks > 1)
+    channels += (min(p.ep, _NODE) - 1) * EXPERTS.ctas + (min(p.cp, _NODE) - 1) * CONTEXT.ctas
     return CHANNEL * channels + CHANNEL // 2 * links * LINK.ctas
 
 

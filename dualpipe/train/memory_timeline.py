@@ -35,7 +35,7 @@ class Moment(NamedTuple):
 
 
 def timeline(config: Config, model: HubConfig) -> list[list[Moment]]:
-    """The moments of every pipeline rank, on its largest rank of "dp" and "ep"."""
+    """The moments of every pipeline rank, on its largest rank of "dp", "cp" and "ep"."""
     config = fit_world(config, config.parallel.world_size)
     schedule, taken = stage_activations(config, model)
     return [
