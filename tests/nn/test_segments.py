@@ -726,8 +726,8 @@ def test_inputs_and_labels_that_require_gradients_get_them():
     (lambda s: [Compute(s.a, "rows", "x")], "segment 0 reads .'rows'., which no segment before it writes"),
     (lambda s: [Compute(s.a, "x", "loss"), Compute(s.b, "loss", "x")], "segment 0 writes .'loss'., names that"),
     (lambda s: [Compute(s.a, "x", ("x", "x1"))], "must write the outputs of the stage"),
-    (lambda s: [Compute(s.a, "x", "d"), Communicate(Rolled([]), "d", "d", True), Compute(s.b, "d", "x", True)],
-     "segment 1 is a communication with recompute: it must be between"),
+    (lambda s: [Compute(s.a, "x", "d", True), Communicate(Rolled([]), "d", "d", True), Compute(s.b, "d", "x")],
+     "segment 1 is a communication with recompute: the segment after it must be recomputed"),
     (lambda s: 1 / 0, "division"),
 ])
 def test_segments_that_cannot_be_run_are_refused_at_once(segments, message):
