@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -14,6 +15,9 @@ import torch
 from dualpipe.models.decoder import Layer, SparseMLP
 from dualpipe.models.hub import HubConfig
 from dualpipe.nn import GroupedLinear, Linear
+from dualpipe.parallel.context import ContextParallel, row_width
+
+_HOST = torch.device("cpu")
 
 
 class ParameterCounts(NamedTuple):
@@ -96,24 +100,18 @@ class ContextNumbers(NamedTuple):
 
 
 def context_numbers(config: HubConfig, index: int, sequence_length: int, cp: int, method: str) -> ContextNumbers:
-    """Those of a layer of `cp` ranks, by a method of `dualpipe.parallel.context.ContextParallel`.
-
-    A ring sends keys and values, or what they are made from, of all tokens that others see: forward, again in the
-    backward, and their gradients. All-to-all sends queries, keys, values and results to the ranks with their heads.
-    """
-    attention = meta_layer(config, index).self_attn
-    latent = getattr(attention, "latent_dim", 0) + getattr(attention, "rope_dim", 0)
-    each = attention.qk_dim + attention.v_dim
-    others = float(cp - 1)  # times its own tokens
-    if attention.window is not None:  # each of two chunks is seen from by so many tokens before it
+    """Those of a layer of `cp` ranks, by a `method` of `dualpipe.parallel.context`: rows go forward, again in the
+    backward, and their gradients back; heads and what they find there and back, each way. ValueError as it raises."""
+    attention, ranks = meta_layer(config, index).self_attn, SimpleNamespace(rank=0, size=cp, device=_HOST, group=None)
+    if ContextParallel(ranks, method=method).method_of(attention) == "all_to_all":
+        heads = (attention.num_heads + attention.num_kv_heads) * (attention.qk_dim + attention.v_dim)
+        sent = heads * (cp - 1) / cp
+        return ContextNumbers(sent, sent, 2.0 * heads)  # what is sent and what arrives
+    others = float(cp - 1)  # whose rows are needed, each with as many tokens as there are here
+    if attention.window is not None:  # before each of two chunks, so many tokens
         others = min(others, 2 * (attention.window - 1) * cp / sequence_length)
-    keys, heads = latent or attention.num_kv_heads * each, (attention.num_heads + attention.num_kv_heads) * each
-    ring, every = others * keys, heads * (cp - 1) / cp
-    if method == "auto":
-        divided = attention.num_heads % cp == attention.num_kv_heads % cp == 0
-        method = "all_to_all" if divided and 2 * every < 3 * ring else "ring"
-    # Of a ring a part that is there and one on its way, and their gradients; of heads what is sent and what arrives.
-    return ContextNumbers(ring, 2 * ring, 4.0 * keys) if method == "ring" else ContextNumbers(every, every, 2.0 * heads)
+    sent = others * row_width(attention)
+    return ContextNumbers(sent, 2 * sent, 4.0 * row_width(attention))  # rows here, rows on their way, their gradients
 
 
 @lru_cache(maxsize=1024)

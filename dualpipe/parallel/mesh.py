@@ -108,10 +108,10 @@ class Mesh:
         if self.device_mesh is None:
             return None
         names = tuple(name for name in dimensions if name in (self.device_mesh.mesh_dim_names or ()))
-        if len(names) <= 1:
-            return self.device_mesh[names[0]] if names else None
         if (part := getattr(self.device_mesh, _PARTS, {}).get(names)) is not None:
             return part
+        if len(names) <= 1:
+            return self.device_mesh[names[0]] if names else None
         return self.device_mesh[names]._flatten("_".join(names))  # torch keeps it: made once, found again by its name
 
     def group(self, *dimensions: str) -> dist.ProcessGroup | None:
@@ -156,6 +156,11 @@ def build_mesh(
     device_mesh = DeviceMesh.from_group(each, device.type, mesh=numbers, mesh_dim_names=tuple(sizes))
     parts = {names: DeviceMesh.from_group(group, device.type, mesh_dim_names=("_".join(names),))
              for names, group in zip(several, groups[len(sizes):])}
+    if EXPERTS in several:  # FSDP2 takes an expert's two dimensions from one mesh
+        sharing, shape = "_".join(EXPERTS), (sizes["pp"], sizes["dp"] * sizes["cp"], sizes["ep"])
+        of_experts = DeviceMesh.from_group(
+            [each[0], groups[-1], each[-1]], device.type, mesh=numbers.view(shape), mesh_dim_names=("pp", sharing, "ep"))
+        parts |= {EXPERTS: of_experts[sharing], ("ep",): of_experts["ep"]}
     setattr(device_mesh, _PARTS, parts)
     if "cpu" in backends(world):
         dist.all_reduce(torch.zeros(1, device="cpu"))  # who is missing here would be waited for without end below

@@ -34,6 +34,7 @@ from dualpipe.train.job import Job, join
 from dualpipe.train.launch import RankInfo
 from dualpipe.train.metrics import MetricsWriter, StepMetrics, draw, memory_bytes, say
 from dualpipe.train.model import (
+    build_context,
     build_model,
     build_routers,
     check_export,
@@ -41,7 +42,6 @@ from dualpipe.train.model import (
     plan_run,
     read_model_config,
     slow_products,
-    split_of,
     token_weight,
 )
 from dualpipe.train.optimizer import Optimizer, learning_rate
@@ -118,16 +118,17 @@ class Run:
         derive_random(train.seed, 0, job.rank)
         self.schedule = build_schedule(config, job.ranks)
         model_config = read_model_config(config)
+        self.context = build_context(config, job.place, dtype_of(train.dtype))
+        self.split = self.context.split
         self.model = build_model(
             model_config, self.schedule, job.place.rank("pp"), seed=train.seed, dtype=dtype_of(train.dtype),
             device=job.device, mesh=job.mesh, recompute=config.memory.recompute, compiled=train.compile,
             layers_per_stage=parallel.layers_per_stage, from_hf=config.init.from_hf if saver.source is None else "",
             plan=plan_run(config, model_config, saver.source_dtypes, job.mesh), products=config.dtypes.products,
             fp8_weight_grad=config.dtypes.fp8_weight_grad, fp8_dispatch=config.dtypes.fp8_dispatch,
-            cp_method=parallel.cp_method,
+            context=self.context,
         )
         self.reports = self.model.has_last and not job.place.replica
-        self.split = split_of(job.place)
         self.folder = Path(config.output.dir)
         if config.export.to_hf:
             job.ranks.first(partial(check_export, config, self.model))  # before the work of hours
@@ -139,7 +140,8 @@ class Run:
             moments=dtype_of(o.moments),
         )
         self.recorder.made("parameters", *self.optimizer.parameters)
-        self.routers = build_routers(config, self.model.stages, group=job.group, device=job.device, place=job.place)
+        self.routers = build_routers(
+            config, self.model.stages, group=job.group, device=job.device, context=self.context)
         self.pipeline = Pipeline(
             self.model.stages, process_group=job.place.group("pp"), schedule=self.schedule, overlap=parallel.overlap
         )

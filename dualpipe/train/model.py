@@ -26,8 +26,7 @@ from dualpipe.nn.products import Products
 from dualpipe.nn.router import Router, random_like_stride
 from dualpipe.nn.router_set import RouterSet
 from dualpipe.parallel import DTypePlan, DTypePolicy, Rule, resolve_dtypes, shard
-from dualpipe.parallel.all_to_all import GroupAllToAll
-from dualpipe.parallel.context import ContextParallel, Method
+from dualpipe.parallel.context import ContextParallel
 from dualpipe.parallel.expert import ExpertParallel, shard_experts
 from dualpipe.parallel.materialize import build_on_meta, materialize
 from dualpipe.parallel.mesh import Mesh
@@ -109,7 +108,7 @@ def build_model(
     config: HubConfig, schedule: Schedule, rank: int, *, seed: int, dtype: torch.dtype, device: torch.device,
     mesh: DeviceMesh | None = None, recompute: Sequence[str] = (), layers_per_stage: Sequence[int] = (),
     compiled: bool = False, from_hf: str = "", plan: DTypePlan | None = None, products: Products = "auto",
-    fp8_weight_grad: bool = False, fp8_dispatch: bool = False, cp_method: Method = "auto",
+    fp8_weight_grad: bool = False, fp8_dispatch: bool = False, context: ContextParallel | None = None,
 ) -> Model:
     """Build the stages of pipeline rank `rank`. The weights depend on `seed` only, not on how the model is cut.
 
@@ -124,7 +123,7 @@ def build_model(
     experts on other ranks as their products take them, see `ExpertParallel`; ValueError where these are not in FP8.
     mesh: from `build_mesh`. Where it has several pipelines, they share the parameters' storage: those are stored in at
     least float32 and computed with in `dtype`. Without, they are stored in `dtype`.
-    cp_method: how the ranks of its "cp", which share sequences, attend to what others have, see `ContextParallel`.
+    context: of the ranks of its "cp", which share sequences; None: as `ContextParallel` makes it.
     """
     place, numbers = Mesh.of(mesh), schedule.rank_stages(rank)
     first, last = 0 in numbers, schedule.num_stages - 1 in numbers
@@ -134,7 +133,7 @@ def build_model(
             "them on two; use a V-shaped schedule (dualpipev, zbv)"
         )
     check_tied(config, place.replicas)
-    context = ContextParallel(place.part("cp"), method=cp_method) if place.size("cp") > 1 else None
+    context = context or ContextParallel(place.part("cp"))
     plan = plan or plan_model(config, dtype, replicas=place.replicas, from_hf=from_hf, mesh=mesh)
     fp8_rows = _rows_of_experts(plan, products) if fp8_dispatch else None
     try:
@@ -150,12 +149,11 @@ def build_model(
                 module.products, module.fp8_weight_grad = products, fp8_weight_grad
         for name, parameter in stage.named_parameters():  # still on meta
             parameter.data = parameter.data.to(plan.of(name).storage)
-        if context is not None:
-            stage.use_context_parallelism(context)
+        stage.use_context_parallelism(context)
         if mesh is None or place.replicas == 1:
             shard(stage, None, plan)
         else:
-            shard_experts(stage, mesh["ep"])
+            shard_experts(stage, place.part("ep") or mesh["ep"])
             stage.use_expert_parallelism(ExpertParallel(config.num_experts, mesh["ep"], fp8_rows=fp8_rows))
     if mesh is not None and place.replicas > 1:  # blocks of one stage's weights alone may not be cut so
         quantized = any(dtypes.format for dtypes in plan.tensors.values())
@@ -221,11 +219,11 @@ def build_whole(
 
 def build_routers(
     config: Config, stages: Sequence[nn.Module], *, group: dist.ProcessGroup | None, device: torch.device,
-    place: Mesh | None = None, whole: bool = False,
+    context: ContextParallel | None = None, whole: bool = False,
 ) -> RouterSet:
     """The routers in `stages`, set to what `config.router` says, before a pipeline has them. Collective over `group`.
 
-    place: of this rank, where ranks share sequences. whole: `stages` are the whole model, alone on this rank, which
+    context: of the stages, where ranks share sequences. whole: `stages` are the whole model, alone on this rank, which
     runs the micro-batches of all pipelines.
 
     Raises ValueError for what the model's routers cannot do.
@@ -234,10 +232,10 @@ def build_routers(
     if not stride:  # the same for all routers of a model
         first = next((m for stage in stages for m in stage.modules() if isinstance(m, Router)), None)
         stride = 1 if first is None else random_like_stride(first.out_features, first.top_k, parallel.ep)
-    split = SequenceSplit() if place is None else split_of(place)
-    sharing = None if place is None or split.size == 1 else place.part("cp")
-    if sharing is not None and r.balance and r.balance_level != "global":
-        share_loads(stages, GroupAllToAll(sharing), train.micro_batch_size if r.balance_level == "sequence" else 1)
+    split = SequenceSplit() if context is None else context.split
+    if context is not None and split.size > 1 and r.balance and r.balance_level != "global":
+        parts = train.micro_batch_size if r.balance_level == "sequence" else 1
+        share_loads(stages, context.stream.all_to_all, parts)
     return RouterSet(
         stages, num_chunks=train.num_chunks * (parallel.batch_shards if whole else 1), balance=r.balance,
         level=r.balance_level, z=r.z_loss, bias_update_rate=r.bias_update_rate, balanced=r.balanced,
@@ -253,9 +251,11 @@ def micro_batch_loss(num_chunks: float) -> Callable[[Tensor, Tensor], Tensor]:
     return lambda logits, targets: cross_entropy_loss(logits, targets) / num_chunks
 
 
-def split_of(place: Mesh) -> SequenceSplit:
-    """Which tokens of a sequence are this rank's."""
-    return SequenceSplit(place.rank("cp"), place.size("cp"))
+def build_context(config: Config, place: Mesh, dtype: torch.dtype) -> ContextParallel:
+    """The ranks that share sequences with this one, which know the micro-batches that will come."""
+    context = ContextParallel(place.part("cp"), method=config.parallel.cp_method)
+    context.expect(config.train.micro_batch_size, config.train.sequence_length, dtype)
+    return context
 
 
 def token_weight(split: SequenceSplit, length: int) -> float:

@@ -47,6 +47,7 @@ from dualpipe.train.job import Job, join
 from dualpipe.train.launch import RankInfo
 from dualpipe.train.metrics import Console, say
 from dualpipe.train.model import (
+    build_context,
     build_model,
     build_routers,
     build_whole,
@@ -54,7 +55,6 @@ from dualpipe.train.model import (
     plan_model,
     plan_run,
     read_model_config,
-    split_of,
     token_weight,
 )
 from dualpipe.train.schedule import build_schedule
@@ -170,12 +170,14 @@ class Comparison:
         train, parallel, model_config = config.train, config.parallel, read_model_config(config)
         self.config, self.job = config, job
         schedule = build_schedule(config, job.ranks)
+        context = build_context(config, job.place, dtype)
         self.model = build_model(
             model_config, schedule, job.place.rank("pp"), mesh=job.mesh,
             seed=train.seed, dtype=dtype, device=job.device, recompute=config.memory.recompute,
-            layers_per_stage=parallel.layers_per_stage, plan=plan, cp_method=parallel.cp_method,
+            layers_per_stage=parallel.layers_per_stage, plan=plan, context=context,
         )
-        self.routers = build_routers(config, self.model.stages, group=job.group, device=job.device, place=job.place)
+        self.routers = build_routers(
+            config, self.model.stages, group=job.group, device=job.device, context=context)
         self.pipeline = Pipeline(
             self.model.stages, process_group=job.place.group("pp"), schedule=schedule, overlap=parallel.overlap
         )
@@ -189,10 +191,10 @@ class Comparison:
             bounds = torch.randint(shape[0] * length, (shape[0],), generator=generator, device="cpu").sort().values
             bounds = torch.cat((torch.zeros_like(bounds[:1]), bounds, torch.full_like(bounds[:1], shape[0] * length)))
             self.batch.append(packed_positions(bounds, shape[0], length).to(job.device))
-            columns = split_of(job.place).own(length).to(job.device)
+            columns = context.split.own(length).to(job.device)
             positions = self.batch[2].tensor_split(shards)[job.place.batch_shard]
             self.own = [*(each[:, columns] for each in self.own), positions]
-        self.weight = token_weight(split_of(job.place), length)
+        self.weight = token_weight(context.split, length)
         # Balance of level "global" takes the loads of the step before, which the first step does not have.
         self.steps = 2 if config.router.balance and config.router.balance_level == "global" else 1
 

@@ -19,7 +19,7 @@ from dualpipe.parallel.expert import ExpertParallel, shard_experts
 from dualpipe.parallel.mesh import Mesh, build_mesh
 from dualpipe.parallel.shared_loads import share_loads
 from dualpipe.pipeline import PipelineError
-from dualpipe.train.model import split_of, token_weight
+from dualpipe.train.model import token_weight
 from ranks import run_ranks
 
 HIDDEN, EXPERTS, TOP_K, BATCH, LENGTH, CHUNKS = 8, 4, 2, 2, 11, 3
@@ -70,7 +70,7 @@ def sharing_step(rank: int, cp: int, ep: int, level: str, recompute: str, fails:
     """The worst error of gradients and metrics; the error's text where one rank `fails`."""
     mesh = build_mesh(1, 1, ep, torch.device("cpu"), cp=cp)
     place, stage = Mesh.of(mesh), TokenWise(recompute)
-    split = split_of(place)
+    split = SequenceSplit(place.rank("cp"), cp)
     weight = token_weight(split, LENGTH)
     for mlp in stage.mlps if ep > 1 else ():
         mlp.dispatcher = ExpertParallel(EXPERTS, mesh["ep"]).dispatcher()
