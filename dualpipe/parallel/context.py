@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
+from dualpipe import device
 from dualpipe.nn.attention import Context, Ranges, SequenceSplit, apply_sinks, attend, attend_part, cut
 from dualpipe.nn.deferral import WeightGradStore
 from dualpipe.nn.segments import Communicate, Compute, Pending, Segment
@@ -69,7 +70,7 @@ class Sizes(NamedTuple):
 
     batch: int
     length: int  # of the whole sequence
-    dtype: torch.dtype  # of rows
+    itemsize: int  # bytes of a number in a row
 
 
 class ContextParallel:
@@ -83,7 +84,7 @@ class ContextParallel:
         if method not in METHODS:
             raise ValueError(f"method must be one of {', '.join(METHODS)}; got {method!r}")
         self._method, self.split = method, SequenceSplit()
-        self.sizes: Sizes | None = None  # of the latest micro-batch
+        self._latest, self._agreed = Sizes(0, 0, 0), False
         if mesh is not None and (mesh.size() if isinstance(mesh, DeviceMesh) else mesh.size) > 1:
             ranks = GroupAllToAll(mesh) if isinstance(mesh, DeviceMesh) else mesh
             self.stream, self.split = CommStream(ranks, "keys and values"), SequenceSplit(ranks.rank, ranks.size)
@@ -93,11 +94,25 @@ class ContextParallel:
         """What this rank has sent to others."""
         return 0 if self.split.size == 1 else self.stream.sent_bytes
 
-    def expect(self, batch: int, length: int, dtype: torch.dtype) -> Sizes:
-        """Say what micro-batches come: rows, tokens of a whole one, dtype of keys and values. Each one that comes does,
-        too; only a rank that fails before its first one, or where they differ, would not know how much to send."""
-        self.sizes = Sizes(batch, length, dtype)
-        return self.sizes
+    def expect(self, batch: int, length: int, dtype: torch.dtype) -> None:
+        """Say on all ranks what micro-batches come: rows, tokens of a whole one, dtype of keys and values. Otherwise
+        the ranks tell each other once, in the first step, for which the host waits; a rank that fails goes by that."""
+        self._latest, self._agreed = Sizes(batch, length, dtype.itemsize), True
+
+    def sizes(self, found: Sizes | None) -> Sizes:
+        """Those of a micro-batch, or where it has failed here (None) of the latest one; collective until one is known,
+        and all zero if none is anywhere."""
+        if not self._agreed:
+            told, each = torch.tensor([found or (0, 0, 0)] * self.split.size, device="cpu"), [1] * self.split.size
+            sent = told.to(self.stream.device)
+            received = torch.empty_like(sent)
+            with self.stream.beside(device.record(self.stream.device), sent, received):
+                exchange = self.stream.start(received, sent, each, each)
+            self.stream.wait(exchange)
+            self._latest = Sizes(*max(received.tolist()))
+            self._agreed = self._latest.batch > 0
+        self._latest = found or self._latest
+        return self._latest
 
     def method_of(self, attention: SharedAttention) -> str:
         """"window", "ring" or "all_to_all". Raises ValueError where heads do not go with what was asked for."""
@@ -128,7 +143,7 @@ def row_width(attention: SharedAttention) -> int:
 
 class _Rows:
     """Communication of rows (B * T, C) with the micro-batch's `Context`, in the order of the ranks. tokens: how many go
-    to each rank and come from each, for a length. Context for the backward: `Sizes`."""
+    to each rank and come from each, for a length. Context for the backward: `Sizes`, and the dtype."""
 
     def __init__(
         self, parallel: ContextParallel, width: int, tokens: Callable[[int], tuple[list[int], list[int]]]
@@ -137,28 +152,28 @@ class _Rows:
         self.group = parallel.stream.group
 
     def forward(self, inputs: tuple[Any, ...] | None) -> Pending:
+        found = dtype = None
         if inputs is not None:
             rows, context = inputs
-            self._parallel.expect(context.batch, context.length, rows.dtype)
-        if (sizes := self._parallel.sizes) is None:
-            raise RuntimeError("this rank has failed before its first micro-batch, so it does not know how much the "
-                               "others count on; say it by ContextParallel.expect")
-        return self._send(sizes, inputs, False)
+            found, dtype = Sizes(context.batch, context.length, rows.itemsize), rows.dtype
+        return self._send((self._parallel.sizes(found), dtype), inputs)
 
-    def backward(self, context: Sizes, gradients: tuple[Tensor | None, ...] | None) -> Pending:
-        return self._send(context, gradients, True)
+    def backward(self, context: tuple[Sizes, torch.dtype | None], gradients: tuple[Any, ...] | None) -> Pending:
+        return self._send(context, gradients, back=True)
 
-    def again(self, context: Sizes, inputs: tuple[Any, ...] | None) -> Pending:
-        return self._send(context, inputs, False)
+    def again(self, context: tuple[Sizes, torch.dtype | None], inputs: tuple[Any, ...] | None) -> Pending:
+        return self._send(context, inputs)
 
-    def _send(self, sizes: Sizes, given: tuple[Any, ...] | None, back: bool) -> Pending:
-        """Rows there, or gradients back: of what no gradient is known here (None), other ranks may know one."""
-        sent, received = ([tokens * sizes.batch for tokens in each] for each in self._tokens(sizes.length))
-        if back:
-            sent, received = received, sent
-        pending = PendingRows(self._parallel.stream, besides=(None,) * back, context=sizes)
-        rows, dtype = (None, None) if given is None else (given[0], sizes.dtype)
-        return pending.send(rows, self._width * sizes.dtype.itemsize, sent, received, dtype)
+    def _send(
+        self, context: tuple[Sizes, torch.dtype | None], given: tuple[Any, ...] | None, *, back: bool = False
+    ) -> Pending:
+        """Rows there, or gradients back: where there is none here (None), other ranks may have one."""
+        sizes, dtype = context
+        each = self._tokens(sizes.length) if sizes.length else ([0] * self._parallel.split.size,) * 2
+        received, sent = ([tokens * sizes.batch for tokens in counts] for counts in (each if back else each[::-1]))
+        pending = PendingRows(self._parallel.stream, besides=(None,) * back, context=context)
+        rows, dtype = (None, None) if given is None else (given[0], dtype)
+        return pending.send(rows, self._width * sizes.itemsize, sent, received, dtype)
 
 
 # -- keys and values that travel
@@ -366,8 +381,8 @@ class _AttendBlock(torch.autograd.Function):
         # At once: what a layer that expands rows would keep of them is for all tokens, not for those of this rank.
         with WeightGradStore.current().at_once():
             torch.autograd.backward((y_i, lse_i), ((dy_i * share.unsqueeze(-1)).to(y_i.dtype), dlse_i * share))
-        dy, dlse = (grad if needed else None for grad, needed in zip((dy, dlse), ctx.needs_input_grad[2:4]))
-        return q.grad, rows.grad, dy, dlse, None, None, None, None
+        before = (grad if needed else None for grad, needed in zip((dy, dlse), ctx.needs_input_grad[2:4]))
+        return q.grad, rows.grad, *before, None, None, None, None
 
 
 def merge(y: Tensor, lse: Tensor, y_i: Tensor, lse_i: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
