@@ -360,8 +360,8 @@ class _AttendBlock(torch.autograd.Function):
         y_i = y_i.to(lse_i.dtype)
         if y is not None and lse is not None:
             y_i, lse_i = merge(y, lse, y_i, lse_i, first)
-        if last:
-            y_i = y_i.to(dtype)
+        if last:  # with heads beside each other, as `output` takes them: of one memory with what that keeps
+            y_i = y_i.to(dtype).transpose(1, 2).contiguous().transpose(1, 2)
             merged.y_BASV, merged.lse_BAS = y_i.detach(), lse_i.detach()  # without what holds this node, and so itself
         return y_i, lse_i
 
