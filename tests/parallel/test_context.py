@@ -23,8 +23,8 @@ from dualpipe.models.stages import Recompute
 from dualpipe.nn import GroupedLinear
 from dualpipe.nn.attention import Context, Rotary, SequenceSplit, packed_positions
 from dualpipe.nn.deferral import WeightGradStore
-from dualpipe.parallel import context as context_file
-from dualpipe.parallel.context import ContextParallel, merge, row_width
+from dualpipe.parallel import heads, ring
+from dualpipe.parallel.context import ContextParallel
 from dualpipe.parallel.expert import ExpertParallel
 from dualpipe.pipeline.overlap import MicrobatchState, SegmentedStage, walk
 from ranks import run_ranks
@@ -171,7 +171,9 @@ def test_outside_of_a_pipeline(method):
 # -- pipelines, with experts on several ranks
 
 
-def in_layout(rank: Rank, config, pp: int, ep: int, cp: int, method: str, length: int, overlap: bool):
+def in_layout(
+    rank: Rank, config, pp: int, ep: int, cp: int, method: str, length: int, overlap: bool, steps: int = 1,
+):
     """Gradients of a rank's stages; the ranks of an expert-parallel group have sequences of their own."""
     mine, rest = divmod(rank.number, ep * cp)
     e, c = divmod(rest, cp)
@@ -188,9 +190,12 @@ def in_layout(rank: Rank, config, pp: int, ep: int, cp: int, method: str, length
                         setattr(layer, name, nn.Parameter(parameter.detach().chunk(ep)[e].clone()))
             stage.use_expert_parallelism(ExpertParallel(config.num_experts, experts))
         stage.use_context_parallelism(context)
+        stage.to(rank.device)
+    context.expect(ROWS // MICRO_BATCHES, length, torch.float64)
     group = rank.group(f"pp {e} {c}", [(p * ep + e) * cp + c for p in range(pp)])
     pipe = Pipeline(stages, process_group=group, schedule="dualpipev", overlap=overlap)
-    step(pipe, context.split.own(length), length, seed=e)
+    for _ in range(steps):
+        step(pipe, context.split.own(length), length, seed=e, device=rank.device)
     return e, {name: grad for stage in stages for name, grad in gradients(stage).items()}
 
 
@@ -226,7 +231,7 @@ def test_bytes_are_those_of_the_formula(family, method, cp):
     for _, sent in run_threads(shared, cp, config, cp, method, length, (), torch.float32, False):
         layer = config.layer(0).self_attn
         heads = layer.num_heads + layer.num_kv_heads
-        each = (3 * (cp - 1) * row_width(layer) if method == "ring"
+        each = (3 * (cp - 1) * ring.row_width(layer) if method == "ring"
                 else 2 * (cp - 1) * heads * (layer.qk_dim + layer.v_dim) // cp)
         assert sent == config.num_hidden_layers * ROWS * length // cp * each * 4
 
@@ -236,13 +241,13 @@ def test_windows_send_what_they_reach_each_token_once(window):
     cp, length = 4, 19
     config = dataclasses.replace(GPT_OSS, sliding_window=window, layer_types=("sliding_attention",) * 2)
     found = run_threads(shared, cp, config, cp, "ring", length, (), torch.float32)
-    width, ring = row_width(config.layer(0).self_attn), []
+    width, by_ring = ring.row_width(config.layer(0).self_attn), []
     for rank, (_, sent) in enumerate(found):
         there = of_windows(length, cp, window, rank)
         back = reached_here(length, cp, window, rank)
         assert sent == 2 * ROWS * width * 4 * (2 * there + back)
-        ring.append(3 * (cp - 1) * length / cp * 2 * ROWS * width * 4)
-    assert sum(sent for _, sent in found) <= sum(ring)
+        by_ring.append(3 * (cp - 1) * length / cp * 2 * ROWS * width * 4)
+    assert sum(sent for _, sent in found) <= sum(by_ring)
 
 
 def reached_here(length: int, cp: int, window: int, rank: int) -> int:
@@ -298,7 +303,7 @@ def fused(q: Tensor, k: Tensor, v: Tensor, context: Context, *, scale: float, **
 def test_activations_fall_with_the_number_of_ranks(family, method, share):
     changes = {"deepseek": {"v_head_dim": 8}, "qwen3_moe": {"num_key_value_heads": 8}}  # as the fused kernel has it
     config = dataclasses.replace(FAMILIES[family], **changes[family])
-    with mock.patch.object(decoder, "attend", fused), mock.patch.object(context_file, "attend", fused):
+    with mock.patch.object(decoder, "attend", fused), mock.patch.object(heads, "attend", fused):
         whole, *parts = (run_threads(kept, cp, config, cp, method, 256) for cp in (1, 2, 4))
     for cp, found in zip((2, 4), parts):  # of experts' ends each rank has all
         assert sum(found) == pytest.approx(share * whole[0], rel=0.05), (whole, parts)
@@ -352,6 +357,17 @@ def test_given_a_rank_that_fails_then_nobody_waits_and_the_next_step_is_right(wh
 
 # -- what is given to a device
 
+# In the first step, in which kernels are loaded, messages between stages go through the host.
+BY_HOST = [f"copy in dualpipe/pipeline/p2p.py: P2PMessages.{method}" for method in ("send", "take")]
+
+
+def test_a_pipeline_on_a_device_waits_for_messages_alone():
+    with watched_steps() as device, booked_transfers():
+        run_threads(in_layout, 4, GPT_OSS, 2, 1, 2, "ring", 16, True, 2, device="cuda")
+    device.traces = [trace for trace in device.traces if trace.ends]
+    # For each of two links of two pipelines a hidden state and positions there, and a gradient back.
+    assert device.report(waits=dict.fromkeys(BY_HOST, 3 * 2 * 2 * MICRO_BATCHES)) == []
+
 
 def on_device(rank: Rank, config, method: str, recompute) -> None:
     the_device().of_thread.trace.name = f"rank {rank.number}"
@@ -380,15 +396,16 @@ def test_streams_are_in_order_and_the_host_waits_for_nothing(method, recompute):
 
 
 def test_worked_example_of_a_merge():
-    y, lse = merge(torch.tensor([[[[2.0], [4.0]]]]), torch.zeros(1, 1, 2), torch.tensor([[[[8.0]]]]),
+    y, lse = ring.merge(torch.tensor([[[[2.0], [4.0]]]]), torch.zeros(1, 1, 2), torch.tensor([[[[8.0]]]]),
                    torch.zeros(1, 1, 1), first=1)
     assert y.flatten().tolist() == [2, 6]
     torch.testing.assert_close(lse.flatten(), torch.tensor([0.0, 2.0]).clamp(max=torch.tensor(2.0).log().item()))
 
 
 def test_blocks_that_are_merged_without_their_shares_are_seen():
-    even = lambda y, lse, y_i, lse_i, first: merge(y, torch.zeros_like(lse), y_i, torch.zeros_like(lse_i), first)  # noqa: E731
-    with mock.patch.object(context_file, "merge", even):
+    ring_merge = ring.merge
+    even = lambda y, lse, y_i, lse_i, first: ring_merge(y, torch.zeros_like(lse), y_i, torch.zeros_like(lse_i), first)  # noqa: E731
+    with mock.patch.object(ring, "merge", even):
         assert error(dataclasses.replace(GPT_OSS, sliding_window=40), 2, "ring", 16) > 1e-3
 
 
