@@ -335,6 +335,7 @@ def attend_part(
         return compiled.compiled(compiled.attention_part_flex)(q_BASD, k_BGTD, v_BGTV, blocks, scale)
     # Not -inf: a row of it alone has no softmax, and no gradient.
     least = torch.finfo(torch.promote_types(q_BASD.dtype, torch.float32)).min / 2
+    k_BGTD = k_BGTD.to(q_BASD.dtype)  # which a norm kept in float32 may have widened
     wide = _scores(q_BASD, k_BGTD, context.visible(window, queries, keys), scale, least)
     lse_BGRS1 = wide.logsumexp(-1, keepdim=True)
     y_BGRSV = (wide - lse_BGRS1).exp().to(v_BGTV.dtype) @ v_BGTV.unsqueeze(2)

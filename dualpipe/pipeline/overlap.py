@@ -154,6 +154,7 @@ class Flight:
 
     _pending: Pending | None = None  # None before the start, at the end, and when it has failed
     _advanced = False
+    _sent: tuple[Any, ...] = ()  # stays until the end, as other streams read it
 
     def __init__(
         self, state: MicrobatchState, start: Callable[[Any], Pending], values: Mapping[str, Any], names: Iterable[str]
@@ -166,7 +167,8 @@ class Flight:
         if state.error is None:
             with state.attempt():
                 found = [values[name] for name in names]
-                self._pending = start(tuple(v.detach() if isinstance(v, Tensor) else v for v in found))
+                self._sent = tuple(v.detach() if isinstance(v, Tensor) else v for v in found)
+                self._pending = start(self._sent)
         if state.error is not None and not state.broken:
             with state.attempt(on_its_way=True):
                 self._pending = start(None)
@@ -185,10 +187,13 @@ class Flight:
         """What was received, and the context for the backward; None where it failed."""
         self.advance()
         pending, self._pending = self._pending, None
-        if pending is not None:
-            with self._state.attempt(on_its_way=True):
-                return pending.wait()
-        return None
+        try:
+            if pending is not None:
+                with self._state.attempt(on_its_way=True):
+                    return pending.wait()
+            return None
+        finally:
+            self._sent = ()
 
 
 Task = Generator[Flight | None, None, None]  # None: it has computed something to hide the others' behind
