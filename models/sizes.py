@@ -15,7 +15,8 @@ import torch
 from dualpipe.models.decoder import Layer, SparseMLP
 from dualpipe.models.hub import HubConfig
 from dualpipe.nn import GroupedLinear, Linear
-from dualpipe.parallel.context import ContextParallel, row_width
+from dualpipe.parallel.context import ContextParallel
+from dualpipe.parallel.ring import row_width
 
 _HOST = torch.device("cpu")
 

@@ -157,10 +157,10 @@ def build_mesh(
     parts = {names: DeviceMesh.from_group(group, device.type, mesh_dim_names=("_".join(names),))
              for names, group in zip(several, groups[len(sizes):])}
     if EXPERTS in several:  # FSDP2 takes an expert's two dimensions from one mesh
-        sharing, shape = "_".join(EXPERTS), (sizes["pp"], sizes["dp"] * sizes["cp"], sizes["ep"])
-        of_experts = DeviceMesh.from_group(
-            [each[0], groups[-1], each[-1]], device.type, mesh=numbers.view(shape), mesh_dim_names=("pp", sharing, "ep"))
-        parts |= {EXPERTS: of_experts[sharing], ("ep",): of_experts["ep"]}
+        names, shape = ("pp", "_".join(EXPERTS), "ep"), (sizes["pp"], sizes["dp"] * sizes["cp"], sizes["ep"])
+        three = [each[0], groups[-1], each[-1]]
+        of_experts = DeviceMesh.from_group(three, device.type, mesh=numbers.view(shape), mesh_dim_names=names)
+        parts |= {EXPERTS: of_experts[names[1]], ("ep",): of_experts["ep"]}
     setattr(device_mesh, _PARTS, parts)
     if "cpu" in backends(world):
         dist.all_reduce(torch.zeros(1, device="cpu"))  # who is missing here would be waited for without end below

@@ -23,6 +23,7 @@ from dualpipe.dtypes import dtype_of
 from dualpipe.files import lock
 from dualpipe.models.sizes import flops_per_token
 from dualpipe.nn.deferral import local
+from dualpipe.parallel.context import ContextParallel
 from dualpipe.parallel.mesh import DENSE
 from dualpipe.recorder import Recorder
 from dualpipe.train.config import Config
@@ -34,7 +35,6 @@ from dualpipe.train.job import Job, join
 from dualpipe.train.launch import RankInfo
 from dualpipe.train.metrics import MetricsWriter, StepMetrics, draw, memory_bytes, say
 from dualpipe.train.model import (
-    build_context,
     build_model,
     build_routers,
     check_export,
@@ -118,7 +118,7 @@ class Run:
         derive_random(train.seed, 0, job.rank)
         self.schedule = build_schedule(config, job.ranks)
         model_config = read_model_config(config)
-        self.context = build_context(config, job.place, dtype_of(train.dtype))
+        self.context = ContextParallel(job.place.part("cp"), method=parallel.cp_method)
         self.split = self.context.split
         self.model = build_model(
             model_config, self.schedule, job.place.rank("pp"), seed=train.seed, dtype=dtype_of(train.dtype),

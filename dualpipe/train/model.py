@@ -251,13 +251,6 @@ def micro_batch_loss(num_chunks: float) -> Callable[[Tensor, Tensor], Tensor]:
     return lambda logits, targets: cross_entropy_loss(logits, targets) / num_chunks
 
 
-def build_context(config: Config, place: Mesh, dtype: torch.dtype) -> ContextParallel:
-    """The ranks that share sequences with this one, which know the micro-batches that will come."""
-    context = ContextParallel(place.part("cp"), method=config.parallel.cp_method)
-    context.expect(config.train.micro_batch_size, config.train.sequence_length, dtype)
-    return context
-
-
 def token_weight(split: SequenceSplit, length: int) -> float:
     """What a mean over this rank's tokens counts in the mean over ranks, for that to be the mean over all tokens: ranks
     that share sequences of `length` tokens may have one or two of each more than others."""

@@ -42,12 +42,12 @@ from dualpipe.nn.attention import packed_positions
 from dualpipe.nn.deferral import local
 from dualpipe.nn.router_set import RouterSet
 from dualpipe.parallel import DTypePlan, Rule
+from dualpipe.parallel.context import ContextParallel
 from dualpipe.train.config import Config, fit_world
 from dualpipe.train.job import Job, join
 from dualpipe.train.launch import RankInfo
 from dualpipe.train.metrics import Console, say
 from dualpipe.train.model import (
-    build_context,
     build_model,
     build_routers,
     build_whole,
@@ -170,7 +170,7 @@ class Comparison:
         train, parallel, model_config = config.train, config.parallel, read_model_config(config)
         self.config, self.job = config, job
         schedule = build_schedule(config, job.ranks)
-        context = build_context(config, job.place, dtype)
+        context = ContextParallel(job.place.part("cp"), method=parallel.cp_method)
         self.model = build_model(
             model_config, schedule, job.place.rank("pp"), mesh=job.mesh,
             seed=train.seed, dtype=dtype, device=job.device, recompute=config.memory.recompute,
