@@ -206,6 +206,25 @@ def regions(segments: Sequence[Segment]) -> list[dict[int, Names]]:
     return found
 
 
+def backward_order(segments: Sequence[Segment]) -> list[int]:
+    """The numbers of the segments as their backwards run: the last one first, but a communication as soon as all that
+    use what it brings are through, so that its gradients travel while those before them are computed."""
+    order: list[int] = []
+    waiting: list[tuple[int, int]] = []  # a communication, and the first compute segment whose backward comes before
+    for number, sent in enumerate(segments):
+        if isinstance(sent, Communicate):  # which uses what it brings, or renews what it has sent
+            until = (later for later in range(number + 1, len(segments)) if isinstance(segments[later], Compute) and (
+                {*segments[later].reads, *segments[later].writes}.intersection(sent.writes)
+                or set(segments[later].writes).intersection(sent.reads)))
+            waiting.append((number, next(until, len(segments))))
+    for number in reversed(range(len(segments))):
+        if isinstance(segments[number], Compute):
+            order.append(number)
+        while waiting and waiting[-1][1] >= number:
+            order.append(waiting.pop()[0])
+    return order
+
+
 def merged(segments: Sequence[Segment], results: Names) -> list[Segment]:
     """Neighbouring compute segments that are recomputed, or not, as one: what is between them is not kept apart. One
     that is the first to read what a communication before it brings is not joined to those that run meanwhile."""

@@ -219,10 +219,8 @@ class _AttendBlock(torch.autograd.Function):
         q, rows = (x.detach().requires_grad_() for x in ctx.saved_tensors)
         with torch.enable_grad(), torch.autocast(**ctx.autocast):
             y_i, lse_i = ctx.attend_to(q, rows)
-        wide = lse_i.dtype
-        share = (lse_i.detach() - merged.lse_BAS[..., first:]).exp()
-        dy_i = dy[:, :, first:].to(wide)
-        dlse_i = (dy_i * (y_i.detach() - merged.y_BASV[:, :, first:])).sum(-1)
+        share, dy_i = (lse_i.detach() - merged.lse_BAS[..., first:]).exp(), dy[:, :, first:].to(lse_i.dtype)
+        dlse_i = (dy_i * (y_i.detach().to(lse_i.dtype) - merged.y_BASV[:, :, first:])).sum(-1)
         if dlse is not None:
             dlse_i = dlse_i + dlse[..., first:]
         # At once: what a layer that expands rows would keep of them is for all tokens, not for those of this rank.

@@ -42,7 +42,17 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from dualpipe.device import random_state, set_random_state
 from dualpipe.nn.deferral import WeightGradStore
-from dualpipe.nn.segments import Communicate, Compute, Names, Pending, as_results, merged, needed_after, regions
+from dualpipe.nn.segments import (
+    Communicate,
+    Compute,
+    Names,
+    Pending,
+    as_results,
+    backward_order,
+    merged,
+    needed_after,
+    regions,
+)
 from dualpipe.recorder import Recorder
 
 
@@ -236,6 +246,7 @@ class SegmentedStage:
         before = accumulate(of_experts)
         self._inside = {number for number, communications in enumerate(before) if communications % 2}
         self._needed = needed_after(self._segments, results)
+        self._backwards = backward_order(self._segments)
         self._regions = {max(region): region for region in regions(self._segments)}
         self._kept = {number: names for region in self._regions.values() for number, names in region.items()}
 
@@ -255,7 +266,7 @@ class SegmentedStage:
         under_way: tuple[Flight, Communicate, SegmentRecord] | None = None
         for number in numbers:
             segment, record = self._segments[number], state.records[number] if state.records else SegmentRecord()
-            if under_way is not None and _meet(segment, under_way[1].writes):
+            if under_way is not None and _meet(segment, (*segment.reads, *segment.writes), under_way[1].writes):
                 self._arrive(*under_way, state, carry, again)
                 under_way = None
             if again:
@@ -337,13 +348,16 @@ class SegmentedStage:
         deferred = partial(self._run_traced if self._recorder.whole else self._store.run, key)
         state.deferred = deferred if kind == "B" else None
         under_way: tuple[Flight, Communicate, SegmentRecord] | None = None
-        for number, segment in reversed(list(enumerate(self._segments))):
-            if under_way is not None and (number in self._regions or _meet(segment, _differentiable(*under_way[1:]))):
+        for number in self._backwards:
+            segment, record = self._segments[number], SegmentRecord()
+            if under_way is not None and (number in self._regions or _meet(
+                    segment, segment.writes, _differentiable(*under_way[1:]))):
                 self._return(*under_way, state)
                 under_way = None
             if number in self._regions:
                 yield from self._through(self._regions[number], state, {}, again=True)
-            record = state.records.pop() if state.records else SegmentRecord()
+            if state.records:
+                record, state.records[number] = state.records[number], record
             given = {name: state.gradients.pop(name, None) for name in segment.writes}
             if isinstance(segment, Communicate):
                 flight = Flight(state, partial(segment.communication.backward, record.context), given, segment.writes)
@@ -404,10 +418,9 @@ def _differentiable(segment: Communicate, record: SegmentRecord) -> Names:
     return tuple(name for name, needed in zip(segment.reads, record.differentiable) if needed)
 
 
-def _meet(segment: Compute | Communicate, names: Iterable[str]) -> bool:
-    """Whether a segment cannot run while a communication is under way that brings tensors of these names, or their
-    gradients. Of gradients also where it only adds to them: sums keep their order."""
-    return isinstance(segment, Communicate) or not {*segment.reads, *segment.writes}.isdisjoint(names)
+def _meet(segment: Compute | Communicate, needed: Iterable[str], coming: Iterable[str]) -> bool:
+    """Whether a segment cannot run while a communication is under way: it is one too, or it needs what is coming."""
+    return isinstance(segment, Communicate) or not set(needed).isdisjoint(coming)
 
 
 def run_backward(roots: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:

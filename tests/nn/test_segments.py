@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from dualpipe import Pipeline
 from dualpipe.nn import defer_weight_grads
 from dualpipe.nn.deferral import WeightGradStore
-from dualpipe.nn.segments import Communicate, Compute, run_segments
+from dualpipe.nn.segments import Communicate, Compute, backward_order, run_segments
 from dualpipe.pipeline import PipelineError
 from dualpipe.pipeline.overlap import MicrobatchState, SegmentedStage, walk
 from ranks import run_ranks
@@ -209,8 +209,17 @@ def test_a_communication_is_waited_for_when_something_reads_what_it_brings(recom
     state.gradients = {"x": torch.ones(3, 2)}
     walk([stage.backward(state, "B", "B")])
     assert state.error is None and torch.equal(state.input_gradients()[0], torch.full((3, 2), 12.0))
-    back = ["reads back", "meanwhile back", "backward", "advance", "wait", "other back", "first back"]
+    back = ["reads back", "backward", "meanwhile back", "advance", "wait", "other back", "first back"]
     assert log == (["again", *there[1:]] if recompute else []) + back
+
+
+def test_worked_example_of_the_order_of_backwards():
+    """A ring of three ranks; and a name that is written again, whose earlier gradients must not come before."""
+    ring = [Communicate(None, "kv0", "kv1"), Compute(None, ("q", "kv0"), "y"), Communicate(None, "kv1", "kv2"),
+            Compute(None, ("q", "kv1", "y"), "y"), Compute(None, ("q", "kv2", "y"), "y")]
+    assert backward_order(ring) == [4, 2, 3, 0, 1]
+    again = [Communicate(None, "rows", "there"), Compute(None, "x", "rows"), Compute(None, ("there", "rows"), "x")]
+    assert backward_order(again) == [2, 1, 0]
 
 
 def test_gradients_travel_while_what_does_not_read_them_is_computed():
@@ -230,7 +239,7 @@ def test_gradients_travel_while_what_does_not_read_them_is_computed():
     state.gradients = {"x": torch.ones(3, 2)}
     walk([stage.backward(state, "B", "B")])
     assert torch.equal(state.input_gradients()[0], torch.full((3, 2), 8.0))
-    assert log == ["last back", "backward", "between back", "advance", "wait", "backward", "advance", "wait",
+    assert log == ["last back", "backward", "advance", "wait", "backward", "between back", "advance", "wait",
                    "first back"]
 
 
