@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 
+from dualpipe.models.sizes import context_numbers
 from dualpipe.nn import router_set
 from dualpipe.nn.attention import SequenceSplit
 from dualpipe.parallel.mesh import build_mesh
@@ -89,6 +90,30 @@ def test_the_command_names_the_layout(run_folder, dualpipe):
     refused = dualpipe(run_folder, "parity", "run.toml", "--pp", "1", "--cp", "2", "--train.sequence_length", "3")
     assert "train.sequence_length = 3 is too short for parallel.cp = 2" in refused.stderr
     assert "at least 4 tokens, or have parallel.cp be at most 1" in refused.stderr
+
+
+def sent(rank, toml, options, cp):
+    """Bytes that attention sends in a step, and what `context_numbers` says of them."""
+    cpu = torch.device("cpu")
+    config = fit_world(load_config(toml, ["--parallel.pp", "1", "--parallel.cp", f"{cp}", *options]), cp)
+    job, length, train = Job(cpu, build_mesh(1, 1, 1, cpu, cp=cp)), config.train.sequence_length, config.train
+    compared = parity.Comparison(config, job, torch.float64)
+    compared.run()
+    contexts = {layer.self_attn.context_parallel for stage in compared.model.stages for layer in stage.layers.values()}
+    model, tokens = compared.model.config, train.micro_batch_size * train.num_chunks * length // cp
+    numbers = (context_numbers(model, i, length, cp, config.parallel.cp_method) for i in range(model.num_hidden_layers))
+    expected = sum(each.forward + each.backward for each in numbers) * tokens * 8
+    (context,) = contexts
+    return context.sent_bytes, expected
+
+
+@pytest.mark.parametrize("method", ["ring", "all_to_all", "auto"])
+def test_the_bytes_that_are_planned_for_are_sent(run_toml, method):
+    (run_toml.parent / "model.json").write_text(json.dumps(FAMILIES["deepseek_v2"] | {"model_type": "deepseek_v2"}))
+    options = ["--train.sequence_length", "16", "--parallel.cp_method", method, "--model.config",
+               str(run_toml.parent / "model.json")]
+    for got, expected in run_ranks(sent, 2, str(run_toml), options, 2):
+        assert abs(got - expected) <= 64, "what ranks tell each other of a first micro-batch apart"
 
 
 # -- data

@@ -19,6 +19,7 @@ from dualpipe import Pipeline
 from dualpipe.cli import main
 from dualpipe.dtypes import dtype_of
 from dualpipe.models import read_config
+from dualpipe.models.sizes import context_numbers
 from dualpipe.nn.deferral import local
 from dualpipe.parallel.mesh import Mesh, build_mesh
 from dualpipe.schedule import build
@@ -214,3 +215,17 @@ def test_tied_embeddings_over_shared_parameters_are_refused(tmp_path):
     config = load_config(EXAMPLES / "tiny-cpu.toml", options)
     with pytest.raises(ValueError, match="tie_word_embeddings needs"):
         estimate(config, read_config(config.model.config))
+
+
+@pytest.mark.parametrize("method", ["ring", "all_to_all"])
+def test_activations_fall_with_the_ranks_that_share_a_sequence(run_toml, method):
+    """But for what of one layer travels between them."""
+    def activations(length, cp):
+        config = load_config(run_toml, ["--train.sequence_length", f"{length}", "--parallel.cp", f"{cp}",
+                                        "--parallel.cp_method", method, "--parallel.device", "auto"])
+        model = dataclasses.replace(read_model_config(config), num_attention_heads=4, num_key_value_heads=4)
+        held = max(context_numbers(model, i, length, cp, method).held for i in range(4)) if cp > 1 else 0
+        return [rank.activations - 4 * held * 2 * -(-length // cp) for rank in estimate(config, model)]
+
+    assert activations(1024, 4) == activations(256, 1)
+    assert activations(1026, 4)[0] > activations(1024, 4)[0], "the rank with the longer chunks"
