@@ -38,7 +38,8 @@ class Recompute:
 
     Rules are "attention", "experts" (or the dense MLP), "norms" or "layer" (all of these), of all layers or, as
     "experts:0-7", of some. What other ranks sent to the experts is kept, unless the rule is "dispatch": routing and
-    experts again, and the tokens sent again in between. "none" stands for no rule.
+    experts again, and the tokens sent again in between. Keys and values that travel in a ring are sent again by any
+    rule. "none" stands for no rule.
 
     num_layers: of the model, where it is known. Raises ValueError for rules that there are not, or of no such layers.
     """

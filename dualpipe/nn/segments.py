@@ -24,6 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
+from operator import itemgetter
 from typing import Any, Protocol
 
 import torch
@@ -238,7 +239,7 @@ def merged(segments: Sequence[Segment], results: Names) -> list[Segment]:
             arrived, under_way = arrived + 1, set()
         arrivals.append((isinstance(segment, Compute), segment.recompute, arrived))
     each = zip(segments, needed_after(segments, results), arrivals)
-    for (compute, recompute, _), group in groupby(each, lambda found: found[2]):
+    for (compute, recompute, _), group in groupby(each, itemgetter(2)):
         parts, needed, _ = zip(*group)
         if not compute or len(parts) == 1:
             found += parts
