@@ -47,7 +47,8 @@ class Mesh:
         if device_mesh is None:
             return cls.planned()
         names, here = device_mesh.mesh_dim_names or (), device_mesh.get_coordinate() or ()
-        sizes = dict.fromkeys(DIMENSIONS, 1) | dict(zip(names, device_mesh.shape))
+        found = dict.fromkeys(DIMENSIONS, 1) | dict(zip(names, device_mesh.shape))
+        sizes = {name: found[name] for name in dict.fromkeys((*TRAFFIC, *found)) if name in found}
         return cls(sizes, dict.fromkeys(DIMENSIONS, 0) | dict(zip(names, here)), device_mesh)
 
     @classmethod

@@ -80,9 +80,6 @@ def estimate(config: Config, model: HubConfig, *, activations: bool = True) -> l
     dtype, sharded = dtype_of(train.dtype), p.replicas > 1
     stored, tokens = 4 if sharded else dtype.itemsize, train.micro_batch_size * tokens_of_rank(config)
     moments, fp32 = 2 * dtype_of(config.optimizer.moments).itemsize, 4
-    layers = range(model.num_hidden_layers if p.cp > 1 else 0)
-    each = (context_numbers(model, i, train.sequence_length, p.cp, p.cp_method).held for i in layers)
-    travelling = tokens * dtype.itemsize * max(each, default=0.0)
 
     plan = plan_run(config, model, {}) if config.dtypes.rules else None
     ranks = []
@@ -100,7 +97,7 @@ def estimate(config: Config, model: HubConfig, *, activations: bool = True) -> l
             optimizer=(moments + (fp32 if stored < fp32 else 0)) * shard + masters,
             gathered=(dtype.itemsize * whole if sharded else 0) - gathered_less,
             gradients=fp32 * (whole + copied),
-            activations=max(map(sum, alive(steps, taken)), default=0) + round(travelling) if activations else 0,
+            activations=max(map(sum, alive(steps, taken)), default=0) if activations else 0,
             logits=2 * dtype.itemsize * tokens * model.vocab_size if any(stage.last for stage in mine.values()) else 0,
             nccl=_nccl_buffers(p, schedule.placement, rank),
         ))
@@ -111,20 +108,23 @@ def stage_activations(config: Config, model: HubConfig) -> tuple[Schedule, list[
     """The schedule, with so many micro-batches as may be alive at once, and what one takes in each of its stages."""
     p, train = config.parallel, config.train
     # With more micro-batches no more of them are alive: the middle of a step repeats itself.
-    schedule = _schedule(config, min(train.num_chunks, 4 * p.pp))
-    return schedule, [
-        activation_bytes(
-            model, layers_of(stage), ep=p.ep, recompute=config.memory.recompute, dtype=dtype_of(train.dtype),
-            batch=train.micro_batch_size, sequence_length=tokens_of_rank(config), scores=p.device == "cpu",
+    schedule, length, dtype = _schedule(config, min(train.num_chunks, 4 * p.pp)), tokens_of_rank(config), train.dtype
+    found = []
+    for layers in map(layers_of, meta_stages(model, schedule.num_stages, p.layers_per_stage)):
+        taken = activation_bytes(
+            model, layers, ep=p.ep, recompute=config.memory.recompute, dtype=dtype_of(dtype),
+            batch=train.micro_batch_size, sequence_length=length, scores=p.device == "cpu",
         )
-        for stage in meta_stages(model, schedule.num_stages, p.layers_per_stage)
-    ]
+        shared = (context_numbers(model, i, train.sequence_length, p.cp, p.cp_method) for i in layers if p.cp > 1)
+        held = max((each.held for each in shared), default=0.0) * train.micro_batch_size * length
+        moving = round(held * dtype_of(dtype).itemsize)  # while an action runs, of a layer at a time
+        found.append(ActivationBytes(*taken[:2], *(size + moving for size in taken[2:])))
+    return schedule, found
 
 
 def tokens_of_rank(config: Config) -> int:
     """The most that a rank has of a sequence."""
-    p, length = config.parallel, config.train.sequence_length
-    return max(SequenceSplit(0, p.cp).counts(length))
+    return max(SequenceSplit(0, config.parallel.cp).counts(config.train.sequence_length))
 
 
 def _schedule(config: Config, chunks: int) -> Schedule:

@@ -84,6 +84,7 @@ def test_a_balance_loss_on_a_part_of_a_sequence_is_seen(run_toml):
     assert min(map(max, run_ranks(one_rank_alone, 2, str(run_toml)))) > 1e-6
 
 
+@pytest.mark.slow
 def test_the_command_names_the_layout(run_folder, dualpipe):
     done = dualpipe(run_folder, "parity", "run.toml", "--pp", "1", "--cp", "2", *SIZES)
     assert done.returncode == 0 and "pp 1, dp 1, cp 2, ep 1" in re.sub(r"\s+", " ", done.stdout), done.stdout
@@ -107,7 +108,7 @@ def sent(rank, toml, options, cp):
     return context.sent_bytes, expected
 
 
-@pytest.mark.parametrize("method", ["ring", "all_to_all", "auto"])
+@pytest.mark.parametrize("method", ["ring", *(pytest.param(m, marks=pytest.mark.slow) for m in ("all_to_all", "auto"))])
 def test_the_bytes_that_are_planned_for_are_sent(run_toml, method):
     (run_toml.parent / "model.json").write_text(json.dumps(FAMILIES["deepseek_v2"] | {"model_type": "deepseek_v2"}))
     options = ["--train.sequence_length", "16", "--parallel.cp_method", method, "--model.config",

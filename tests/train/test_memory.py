@@ -24,7 +24,7 @@ from dualpipe.nn.deferral import local
 from dualpipe.parallel.mesh import Mesh, build_mesh
 from dualpipe.schedule import build
 from dualpipe.train.config import load_config
-from dualpipe.train.memory import RankMemory, estimate
+from dualpipe.train.memory import RankMemory, estimate, stage_activations
 from dualpipe.train.model import build_model, micro_batch_loss, plan_run, read_model_config
 from dualpipe.train.optimizer import Optimizer
 from ranks import run_ranks
@@ -220,12 +220,15 @@ def test_tied_embeddings_over_shared_parameters_are_refused(tmp_path):
 @pytest.mark.parametrize("method", ["ring", "all_to_all"])
 def test_activations_fall_with_the_ranks_that_share_a_sequence(run_toml, method):
     """But for what of one layer travels between them."""
-    def activations(length, cp):
+    def taken(length, cp):
         config = load_config(run_toml, ["--train.sequence_length", f"{length}", "--parallel.cp", f"{cp}",
-                                        "--parallel.cp_method", method, "--parallel.device", "auto"])
+                                        "--parallel.cp_method", method, "--parallel.device", "auto",
+                                        "--train.dtype", "bf16"])
         model = dataclasses.replace(read_model_config(config), num_attention_heads=4, num_key_value_heads=4)
-        held = max(context_numbers(model, i, length, cp, method).held for i in range(4)) if cp > 1 else 0
-        return [rank.activations - 4 * held * 2 * -(-length // cp) for rank in estimate(config, model)]
+        held = context_numbers(model, 1, length, cp, method).held if cp > 1 else 0
+        return stage_activations(config, model)[1][1], held
 
-    assert activations(1024, 4) == activations(256, 1)
-    assert activations(1026, 4)[0] > activations(1024, 4)[0], "the rank with the longer chunks"
+    (shared, held), (alone, _) = taken(1024, 4), taken(256, 1)
+    assert shared[:2] == alone[:2] and held > 0
+    assert [size - held * 2 * 256 * 2 for size in shared[2:]] == list(alone[2:]), "two rows of 256 tokens in bf16"
+    assert taken(1026, 4)[0].kept > shared.kept, "the rank with the longer chunks"
