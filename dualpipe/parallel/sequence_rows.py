@@ -61,7 +61,9 @@ class SequenceRanks:
 
     def expect(self, batch: int, length: int, dtype: torch.dtype) -> None:
         """Say on all ranks what micro-batches come: rows, tokens of a whole one, dtype of keys and values. Otherwise
-        the ranks tell each other once, in the first step, for which the host waits; a rank that fails goes by that."""
+        the ranks tell each other once, in the first step, for which the host waits. A rank that has failed goes by the
+        latest ones: others would wait for it in vain, until the timeout of the group, in a micro-batch of another size.
+        """
         self._latest, self._agreed = Sizes(batch, length, dtype.itemsize), True
 
     def sizes(self, found: Sizes | None) -> Sizes:

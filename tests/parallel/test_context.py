@@ -377,8 +377,8 @@ def failing(rank: int, where: str, method: str) -> tuple[str, float, float]:
     *(slow(where, "all_to_all") for where in ("embedding", "projection", "between", "head")),
 ])
 def test_given_a_rank_that_fails_then_nobody_waits_and_the_next_step_is_right(where, method):
-    for raised, seconds, wrong in run_ranks(failing, 2, where, method, group_timeout=30):
-        assert "OutOfLuck" in raised and seconds < 20 and wrong < 1e-10
+    for raised, seconds, wrong in run_ranks(failing, 2, where, method, group_timeout=50, timeout=120):
+        assert "OutOfLuck" in raised and seconds < 30 and wrong < 1e-10
 
 
 # -- what is given to a device
