@@ -55,7 +55,7 @@ def _on_ranks(args: argparse.Namespace) -> int:
     from dualpipe.train.start import start_ranks
 
     args, overrides = _after_config(args)
-    for name in ("pp", "dp", "ep") if args.command == "parity" else ():
+    for name in ("pp", "dp", "cp", "ep") if args.command == "parity" else ():
         if getattr(args, name) is not None:
             overrides += [f"--parallel.{name}", str(getattr(args, name))]
     config, info = load_everywhere(args.config, overrides)
@@ -121,7 +121,7 @@ def _dtypes(args: argparse.Namespace) -> None:
     source, recorded, _ = find_source(config)
     print(plan_run(config, read_model_config(config), recorded).table())
     p, start = config.parallel, source or config.init.from_hf
-    print(f"for pp {p.pp}, dp {p.dp}, ep {p.ep}{f', from {start}' if start else ''}", file=sys.stderr)
+    print(f"for {p}{f', from {start}' if start else ''}", file=sys.stderr)
 
 
 def _memory(args: argparse.Namespace) -> None:
@@ -164,7 +164,7 @@ def _hf_check(args: argparse.Namespace) -> None:
     from dualpipe.checkpoint.hub_commands import check
     from dualpipe.parallel.mesh import Mesh
 
-    for line in check(args.path, Mesh.planned(pp=args.pp, dp=args.dp, ep=args.ep)):
+    for line in check(args.path, Mesh.planned(pp=args.pp, dp=args.dp, cp=args.cp, ep=args.ep)):
         print(line)
 
 
@@ -220,6 +220,7 @@ _CONFIG: _Arguments = {
 _PARITY: _Arguments = {
     "--pp": dict(type=int, metavar="N", help="pipeline ranks (default: the file's parallel.pp)"),
     "--dp": dict(type=int, metavar="N", help="data-parallel ranks (default: the file's)"),
+    "--cp": dict(type=int, metavar="N", help="context-parallel ranks (default: the file's)"),
     "--ep": dict(type=int, metavar="N", help="expert-parallel ranks (default: the file's)"),
     "--dtype": dict(choices=("float64", "float32", "bf16"), default="float64",
                     help="default: float64; bf16 is compared with float64, by tolerances that are derived"),
@@ -269,7 +270,8 @@ _CHECKPOINT: _Arguments = {"path": dict(metavar="PATH", help="a checkpoint, or a
 _HUB = "a directory with config.json and safetensors"
 _CHECK: _Arguments = {"path": dict(metavar="PATH", help=_HUB)} | {
     f"--{name}": dict(type=int, default=1, metavar="N", help=f"{ranks} ranks (default: 1)")
-    for name, ranks in (("pp", "pipeline"), ("dp", "data-parallel"), ("ep", "expert-parallel"))
+    for name, ranks in (("pp", "pipeline"), ("dp", "data-parallel"), ("cp", "context-parallel"),
+                        ("ep", "expert-parallel"))
 }
 _IMPORT: _Arguments = {
     "source": dict(metavar="SRC", help=_HUB),

@@ -48,6 +48,7 @@ class Traffic(NamedTuple):
 LINK = Traffic(4, urgent=True)  # between two stages, one direction; and what little all ranks of a pipeline exchange
 TOTALS = Traffic(4, urgent=False)  # what little all ranks exchange
 EXPERTS = Traffic(16, urgent=True)  # rows to experts and back
+CONTEXT = Traffic(8, urgent=True)  # keys and values, or heads, between the ranks that share a sequence
 SHARDS = Traffic(16, urgent=False)  # parameters and gradients of FSDP2
 MOST_LINKS = 8  # of a rank in the middle of a V: to and from both neighbours, activations and gradients
 
@@ -256,8 +257,9 @@ def nccl_options(traffic: Traffic, timeout: timedelta) -> dist.ProcessGroupNCCL.
 def waiting_blocks(links: int = MOST_LINKS) -> int:
     """How many blocks of NCCL's kernels can wait at once on a rank with so many links.
 
-    There is a communicator for each, and one for "pp", "ep", "dp", "dp" with "ep", and all ranks. NCCL_MAX_CTAS
-    replaces our limits, NCCL_MAX_NCHANNELS lowers them; what is no number counts as not set.
+    There is a communicator for each, and one for "pp", "ep", "dp", "dp" with "ep", and all ranks; where there is "cp"
+    those of CONTEXT are more. NCCL_MAX_CTAS replaces our limits, NCCL_MAX_NCHANNELS lowers them; what is no number
+    counts as not set.
     """
     given = (os.environ.get(f"NCCL_MAX_{name}", "") for name in ("CTAS", "NCHANNELS"))
     instead, most = (int(value) if value.isdecimal() else 0 for value in given)

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -14,6 +15,10 @@ import torch
 from dualpipe.models.decoder import Layer, SparseMLP
 from dualpipe.models.hub import HubConfig
 from dualpipe.nn import GroupedLinear, Linear
+from dualpipe.parallel.context import ContextParallel
+from dualpipe.parallel.ring import row_width
+
+_HOST = torch.device("cpu")
 
 
 class ParameterCounts(NamedTuple):
@@ -84,6 +89,30 @@ def attention_flops(config: HubConfig, index: int, sequence_length: int, *, caus
         window = min(attention.window or sequence_length, sequence_length)
         seen = (window * (window + 1) / 2 + (sequence_length - window) * window) / sequence_length
     return 2.0 * attention.num_heads * (attention.qk_dim + attention.v_dim) * seen
+
+
+class ContextNumbers(NamedTuple):
+    """Numbers, for each of its own tokens, that a rank sends in a layer's attention where ranks share sequences, and
+    the most that are there at once of what is sent and what arrives."""
+
+    forward: float
+    backward: float
+    held: float
+
+
+def context_numbers(config: HubConfig, index: int, sequence_length: int, cp: int, method: str) -> ContextNumbers:
+    """Those of a layer of `cp` ranks, by a `method` of `dualpipe.parallel.context`: rows go forward, again in the
+    backward, and their gradients back; heads and what they find there and back, each way. ValueError as it raises."""
+    attention, ranks = meta_layer(config, index).self_attn, SimpleNamespace(rank=0, size=cp, device=_HOST, group=None)
+    if ContextParallel(ranks, method=method).method_of(attention) == "all_to_all":
+        heads = (attention.num_heads + attention.num_kv_heads) * (attention.qk_dim + attention.v_dim)
+        sent = heads * (cp - 1) / cp
+        return ContextNumbers(sent, sent, 2.0 * heads)  # what is sent and what arrives
+    others = float(cp - 1)  # whose rows are needed, each with as many tokens as there are here
+    if attention.window is not None:  # before each of two chunks, so many tokens
+        others = min(others, 2 * (attention.window - 1) * cp / sequence_length)
+    sent = others * row_width(attention)
+    return ContextNumbers(sent, 2 * sent, 4.0 * row_width(attention))  # rows here, rows on their way, their gradients
 
 
 @lru_cache(maxsize=1024)

@@ -29,7 +29,7 @@ from dualpipe.models import HubConfig, Stage, build_stages, config_from_dict, re
 from dualpipe.nn import GroupedLinear
 from dualpipe.parallel import DTypePlan, DTypePolicy, resolve_dtypes
 from dualpipe.parallel.materialize import build_on_meta, materialize
-from dualpipe.parallel.mesh import EXPERTS, Mesh
+from dualpipe.parallel.mesh import EXPERTS, TRAFFIC, Mesh
 from dualpipe.ranks import RankSync
 from dualpipe.schedule.types import v_placement
 
@@ -63,17 +63,17 @@ def check(path: StrPath, mesh: Mesh) -> Iterator[str]:
     read = max(sum(box.numel * header[name].dtype.itemsize for ours, wanted in share.items()
                    for name, box in tensors[ours].reads(wanted)) for share in shares)
     held = max(sum(box.numel for box in share.values()) for share in shares)
-    pp, dp, ep = (mesh.size(name) for name in ("pp", "dp", "ep"))
-    yield (f"a rank of pp {pp}, dp {dp}, ep {ep} (two stages each, in a V) reads at most "
+    layout = ", ".join(f"{name} {mesh.size(name)}" for name in TRAFFIC if name != "cp" or mesh.size(name) > 1)
+    yield (f"a rank of {layout} (two stages each, in a V) reads at most "
            f"{format_bytes(read)} and holds at most {held:,} parameters, {format_bytes(2 * held)} in bf16")
     if config.tie_word_embeddings and mesh.replicas > 1:
-        raise ValueError(f"{path}: tied embeddings cannot be shared by data- or expert-parallel ranks (dp {dp}, "
-                         f"ep {ep}); it can be loaded with pp alone")
+        raise ValueError(f"{path}: tied embeddings cannot be shared by data-, context- or expert-parallel ranks "
+                         f"({layout}); it can be loaded with pp alone")
     yield "it can be loaded"
 
 
 def largest_share(config: HubConfig, mesh: Mesh, place: int) -> dict[str, Box]:
-    """The part of every tensor of a pipeline rank that its first rank of "dp" and "ep" holds: none has a larger one.
+    """The part of every tensor of a pipeline rank that its first rank of the other dimensions holds: none has a larger.
 
     As `shard_experts` and `shard` cut them; two stages a rank in a V, a tied head only as the embedding. Raises
     `ValueError` for experts that cannot be divided evenly.

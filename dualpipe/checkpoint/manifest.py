@@ -27,7 +27,7 @@ from dualpipe.checkpoint.tensors import Box
 from dualpipe.dtypes import dtype_of, short_name
 from dualpipe.files import CHECKSUMS, Written, checksum_of, node_of, write_file
 from dualpipe.kernels.formats import FORMATS, Format
-from dualpipe.parallel.mesh import DIMENSIONS, Mesh
+from dualpipe.parallel.mesh import DIMENSIONS, TRAFFIC, Mesh
 
 FORMAT = 2  # of all that a checkpoint consists of
 MANIFEST, TENSORS = "manifest.json", "tensors.json"
@@ -111,7 +111,7 @@ class Checkpoint(NamedTuple):
         for name in files:
             if Path(name).name != name or not name.isprintable() or name in ("", ".", "..", MANIFEST):
                 raise ValueError(f"{file} lists {name!r}, which is not the plain name of a file; refused")
-        if unknown := layout.keys() - {"world", *DIMENSIONS, *manifest.own_dimensions}:
+        if unknown := layout.keys() - {"world", *TRAFFIC, *manifest.own_dimensions}:
             raise UnknownLayout(f"{file}: the layout has a dimension {min(unknown)!r}, which this release does not "
                                 f"know; load it with the one that saved it, {manifest.versions.get('dualpipe')}")
         if manifest.checksum not in CHECKSUMS:

@@ -40,7 +40,7 @@ from dualpipe.dtypes import short_name
 from dualpipe.errors import RankLost, raise_for
 from dualpipe.files import CHECKSUMS, Written, reporting, write_files
 from dualpipe.parallel import DTypePlan
-from dualpipe.parallel.mesh import DIMENSIONS, Mesh
+from dualpipe.parallel.mesh import TRAFFIC, Mesh
 from dualpipe.ranks import RankSync
 from dualpipe.recorder import Recorder
 
@@ -299,7 +299,7 @@ class Checkpoints:
                                  f"{error}") from None
         return Manifest(
             step=step, sequence=0, saved_at="", layout=self._layout,
-            own_dimensions=[name for name in self._layout if name not in ("world", *DIMENSIONS)],
+            own_dimensions=[name for name in self._layout if name not in ("world", *TRAFFIC)],
             versions={"dualpipe": __version__, "torch": torch.__version__, "python": platform.python_version()},
             dtypes=dtypes, config=copies[0], extra=copies[1], checksum=self._checksum, files={},
         )

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dualpipe.kernels.top_k import softmax_top_k, softmax_top_k_backward
+from dualpipe.nn.attention import SequenceSplit
 from dualpipe.nn.layers import Linear
 
 if TYPE_CHECKING:
@@ -46,8 +47,8 @@ class Router(Linear):
         weights, and follows the loads: see `update_bias`.
     wide_logits: compute logits, and so return weights, in at least float32 (DeepSeek) instead of the dtype of x.
 
-    `step` and `choice` are the caller's to set; None, as they are at first, only routes. Raises `ValueError` for sizes
-    that do not fit together.
+    `step`, `choice` and `whole_load` are the caller's to set; None, as they are at first, only routes. Raises
+    `ValueError` for sizes that do not fit together.
     """
 
     keep_fp32 = ("e_score_correction_bias",)
@@ -80,6 +81,7 @@ class Router(Linear):
         self.register_buffer("e_score_correction_bias", zeros_E)
         self.step: RouterStep | None = None
         self.choice: Choice | None = None
+        self.whole_load: Callable[[], Tensor] | None = None  # see `RouterStep.add_losses`
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """(T, H), or (B, S, H) with a sequence in each row -> weights (T, K), experts (T, K) int64.
@@ -99,7 +101,7 @@ class Router(Linear):
             weights_TK, experts_TK, scores_TE = self._weigh(logits_TE)
         if self.step is not None:
             sequences, probs = len(x) if x.dim() == 3 else None, partial(self._probs, scores_TE)
-            weights_TK = self.step.add_losses(weights_TK, experts_TK, logits_TE, probs, sequences)
+            weights_TK = self.step.add_losses(weights_TK, experts_TK, logits_TE, probs, sequences, self.whole_load)
         return weights_TK, experts_TK
 
     def _weigh(self, logits_TE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -190,9 +192,13 @@ class BalancedRoutes:
     stride: between the experts of one token, without a divisor in common with E. It decides how many ranks a token is
     sent to: 1 takes neighbours, mostly on one rank; E / K + 1 spreads the token widely. Example: K = 2 of E = 4, stride
     1: tokens go to (0, 1), (2, 3), (0, 1), ...; stride 3: (0, 3), (2, 1), (0, 3), ...
+
+    split, length: of ranks that share sequences of so many tokens; a token's choices do not depend on them.
     """
 
     stride: int = 1
+    split: SequenceSplit | None = None
+    length: int = 0
 
     def check(self, num_experts: int) -> None:
         """ValueError for a stride that leaves experts out."""
@@ -202,8 +208,12 @@ class BalancedRoutes:
 
     def __call__(self, experts_TK: Tensor, num_experts: int) -> Tensor:
         self.check(num_experts)
-        places = torch.arange(experts_TK.numel(), device=experts_TK.device)
-        return (places * self.stride % num_experts).view_as(experts_TK)
+        places = torch.arange(experts_TK.numel(), device=experts_TK.device).view_as(experts_TK)
+        if self.split is not None:  # those that the tokens have in whole sequences
+            own, top_k = self.split.own(self.length).to(places.device), experts_TK.shape[1]
+            rows = torch.arange(len(places) // len(own), device=places.device).unsqueeze(1) * self.length
+            places = (rows + own).view(-1, 1) * top_k + places[:1]
+        return places * self.stride % num_experts
 
 
 def random_like_stride(num_experts: int, top_k: int, ranks: int) -> int:

@@ -1,6 +1,6 @@
 """What routers do in a training step besides routing: losses that keep the loads of experts even, and statistics.
 
-    routers = RouterSet(stages, balance=0.01, level="global", z=1e-3, num_chunks=8, group=group, replicas=dp * ep)
+    routers = RouterSet(stages, balance=0.01, level="global", z=1e-3, num_chunks=8, group=group, replicas=dp * cp * ep)
     for batch in batches:
         with routers.step():  # losses are added and loads counted
             pipeline.step(batch, num_chunks=8, ...)
@@ -38,7 +38,9 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
+from dualpipe.nn.attention import SequenceSplit
 from dualpipe.nn.router import BalancedRoutes, Router
 from dualpipe.recorder import Recorder
 
@@ -94,6 +96,8 @@ class RouterStep:
     balance, z: coefficients of the balance loss, which is computed over what `level` says, and of the z-loss.
     load_E: for level "global", the loads of the global batch, all ranks' together: of the step before (zeros in the
         first), or of this one where they are known.
+    weight: of means over the tokens here, where ranks that share sequences have different numbers of them: how many
+        those here are, relative to the mean over these ranks.
     totals: where to count, (E + 2,) float64: how many tokens each expert got, then the balance loss and the z-loss
         without their coefficients, means over the micro-batches. One tensor, so that one addition counts a micro-batch;
         counts are exact to 2^53.
@@ -104,6 +108,7 @@ class RouterStep:
     level: Level = "sequence"
     load_E: Tensor | None = None
     z: float = 0.0
+    weight: float = 1.0
     totals: Tensor | None = None
     _factors: dict[torch.dtype, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
     """`balance_factors` of `load_E`, which are the same for all micro-batches"""
@@ -119,10 +124,12 @@ class RouterStep:
 
     def add_losses(
         self, weights_TK: Tensor, experts_TK: Tensor, logits_TE: Tensor, probs: Callable[[], Tensor],
-        sequences: int | None,
+        sequences: int | None, whole_load: Callable[[], Tensor] | None = None,
     ) -> Tensor:
         """`weights_TK`, whose backward starts that of the losses and counts. probs: gives the probabilities (T, E);
-        sequences: in the tokens, None where nobody knows. ValueError for a level or loads that do not fit."""
+        sequences: in the tokens, None where nobody knows. whole_load: gives in the backward, where other ranks have
+        tokens of the same sequences, the loads of all of these (N, E). ValueError for a level or loads that do not
+        fit."""
         if not (torch.is_grad_enabled() and weights_TK.requires_grad):
             return weights_TK
         experts_NM = experts_TK.reshape(1, -1)
@@ -133,16 +140,21 @@ class RouterStep:
             experts_NM = experts_TK.reshape(sequences, experts_TK.numel() // max(sequences, 1))
         # Launches for losses that there are: without any, the two that count the loads are all that a step costs.
         losses: dict[int, Tensor] = {}
-        if self.balance:
+        shared = whole_load if self.balance and self.level != "global" else None
+        if shared is not None:
+            weights_TK = _AddSharedLoss.apply(
+                weights_TK, probs(), shared, self.totals, len(experts_NM), self.weight / self.num_chunks, self.balance)
+        elif self.balance:
             losses[-2] = self._balance_loss(probs(), experts_NM)
         if self.z:
             losses[-1] = z_loss(logits_TE)
         if not losses and self.totals is None:
             return weights_TK
-        parts = [value * ((self.balance if at == -2 else self.z) / self.num_chunks) for at, value in losses.items()]
+        share = self.weight / self.num_chunks
+        parts = [value * ((self.balance if at == -2 else self.z) * share) for at, value in losses.items()]
         found = [(at, value.detach()) for at, value in losses.items()]
         loss = parts[0] + parts[1] if len(parts) == 2 else parts[0] if parts else None
-        return _AddLosses.apply(weights_TK, loss, self.totals, experts_TK, found, 1 / self.num_chunks)
+        return _AddLosses.apply(weights_TK, loss, self.totals, experts_TK, found, share)
 
     def _balance_loss(self, probs_TE: Tensor, experts_NM: Tensor) -> Tensor:
         dtype, experts = probs_TE.dtype, probs_TE.shape[1]
@@ -177,12 +189,39 @@ class _AddLosses(torch.autograd.Function):
         return dweights_TK, ctx.seed, None, None, None, None
 
 
+class _AddSharedLoss(torch.autograd.Function):
+    """The weights as they are; in the backward, the balance loss of N parts of which other ranks have tokens too:
+    `probs_TE` get its gradient, which their loads make up, and `totals` what it is."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, weights_TK: Tensor, probs_TE: Tensor, whole_load: Callable[[], Tensor], totals: Tensor | None,
+        parts: int, share: float, balance: float,
+    ) -> Tensor:
+        ctx.mean_NE = probs_TE.unflatten(0, (parts, -1)).mean(1)
+        ctx.whole_load, ctx.totals, ctx.rest = whole_load, totals, (len(probs_TE) // max(parts, 1), share, balance)
+        return weights_TK.view_as(weights_TK)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dweights_TK: Tensor) -> tuple[Tensor | None, ...]:
+        length, share, balance = ctx.rest
+        factors_NE = balance_factors(ctx.whole_load(), ctx.mean_NE.dtype)
+        if ctx.totals is not None:
+            ctx.totals[-2].add_((factors_NE * ctx.mean_NE).sum(), alpha=share)
+        dprobs_TE = (factors_NE * (balance * share / max(length, 1))).repeat_interleave(length, 0)
+        return dweights_TK, dprobs_TE, None, None, None, None, None
+
+
 class RouterSet:
     """Tells the routers in `stages` what to do in a step, and collects what all of the model's did.
 
     num_chunks, balance, level, z: as in `RouterStep`; level "global" takes the loads of the step before.
     bias_update_rate: after each step, of `Router.update_bias`, for the routers that have a correction bias.
     balanced: `BalancedRoutes` instead of the routers' own choice; balanced_stride: between the experts of a token.
+    split, sequence_length, weight: where ranks share sequences, how, of how many tokens, and as in `RouterStep`.
+        Balance losses on a sequence or a micro-batch need `dualpipe.parallel.shared_loads` as well, or are on this
+        rank's tokens alone.
     group: all ranks that train the model, None for one; replicas: how many of them hold each stage. A router must have
         the same name in its stage on all of those, and no other router this name.
 
@@ -193,6 +232,7 @@ class RouterSet:
     def __init__(
         self, stages: Iterable[nn.Module], *, num_chunks: int, balance: float = 0.0, level: Level = "sequence",
         z: float = 0.0, bias_update_rate: float = 0.0, balanced: bool = False, balanced_stride: int = 1,
+        split: SequenceSplit | None = None, sequence_length: int = 0, weight: float = 1.0,
         group: dist.ProcessGroup | None = None, replicas: int = 1, device: torch.device | str | None = None,
     ) -> None:
         self._here = [pair for stage in stages for pair in stage.named_modules() if isinstance(pair[1], Router)]
@@ -214,11 +254,11 @@ class RouterSet:
         self.totals = dict(zip(sizes, self._packed.split(list(sizes.values()))))
         """as in `RouterStep`, of the last step, by the router's name: of the whole model, in one order on all ranks"""
         self._own: Tensor | None = None  # 1 where `load` counts
-        self._make_step = partial(RouterStep, num_chunks, balance, level, z=z)
+        self._make_step = partial(RouterStep, num_chunks, balance, level, z=z, weight=weight)
         self._losses = [(name, at) for name, at, wanted in (("balance_loss", -2, balance), ("z_loss", -1, z)) if wanted]
         self._rate, self._group, self._replicas = bias_update_rate, group, replicas
         if balanced:
-            routes = BalancedRoutes(balanced_stride)
+            routes = BalancedRoutes(balanced_stride, split, sequence_length)
             for _, experts, _ in routers:
                 routes.check(experts)
             for _, router in self._here:

@@ -2,8 +2,9 @@
 
 Dimensions are ("pp", "dp", "ep"), outermost first: the ranks of an expert-parallel group, which talk most, are next to
 each other; those of a pipeline, which talk least, furthest apart. Example: 8 ranks as pp 2, dp 2, ep 2: ranks 0 and 1
-share the experts of a stage, ranks 0 to 3 hold the same stages, ranks 0 and 4 are one pipeline. To add a dimension is
-to name it in `TRAFFIC`, at its place, and to give its size to `build_mesh`.
+share the experts of a stage, ranks 0 to 3 hold the same stages, ranks 0 and 4 are one pipeline. With context
+parallelism there is "cp" before "ep": its ranks have the same rows of a batch, and each some of their tokens. To add a
+dimension is to name it in `TRAFFIC`, at its place, and to give its size to `build_mesh`.
 """
 
 from __future__ import annotations
@@ -18,15 +19,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from dualpipe.device import CONTEXT, LINK, SHARDS, one_queue
 from dualpipe.device import EXPERTS as EXPERT_ROWS
-from dualpipe.device import LINK, SHARDS, one_queue
 from dualpipe.ranks import backends, create_groups, timeout_of
 from dualpipe.recorder import Recorder
 
-TRAFFIC = {"pp": LINK, "dp": SHARDS, "ep": EXPERT_ROWS}  # what goes between the ranks along a dimension
-DIMENSIONS = tuple(TRAFFIC)
-DENSE = DIMENSIONS[1:]  # the ranks of these have the same stages, and each has data of its own
+TRAFFIC = {"pp": LINK, "dp": SHARDS, "cp": CONTEXT, "ep": EXPERT_ROWS}  # between the ranks along a dimension
+DIMENSIONS = tuple(name for name in TRAFFIC if name != "cp")  # of every mesh; "cp" only where it is more than 1
+DENSE = tuple(name for name in TRAFFIC if name != "pp")  # the ranks of these have the same stages
 EXPERTS = tuple(name for name in DENSE if name != "ep")  # the ranks of these have the same experts
+BATCH = tuple(name for name in DENSE if name != "cp")  # the ranks of these have rows of the global batch of their own
 _PARTS = "dualpipe_parts"  # attribute of a mesh from `build_mesh`: several dimensions as one, by their names
 
 
@@ -45,7 +47,8 @@ class Mesh:
         if device_mesh is None:
             return cls.planned()
         names, here = device_mesh.mesh_dim_names or (), device_mesh.get_coordinate() or ()
-        sizes = dict.fromkeys(DIMENSIONS, 1) | dict(zip(names, device_mesh.shape))
+        found = dict.fromkeys(DIMENSIONS, 1) | dict(zip(names, device_mesh.shape))
+        sizes = {name: found[name] for name in dict.fromkeys((*TRAFFIC, *found)) if name in found}
         return cls(sizes, dict.fromkeys(DIMENSIONS, 0) | dict(zip(names, here)), device_mesh)
 
     @classmethod
@@ -61,13 +64,23 @@ class Mesh:
 
     @property
     def replicas(self) -> int:
-        """The number of pipelines, each of which has data of its own."""
+        """The number of pipelines, each of which has tokens of its own: what means are taken over."""
         return self.size(*DENSE)
 
     @property
     def replica(self) -> int:
         """The number of this rank's pipeline among them."""
         return self.rank(*DENSE)
+
+    @property
+    def batch_shards(self) -> int:
+        """The parts that the rows of a global batch are cut into; context-parallel pipelines share one."""
+        return self.size(*BATCH)
+
+    @property
+    def batch_shard(self) -> int:
+        """The number of this rank's part among them."""
+        return self.rank(*BATCH)
 
     @property
     def dense(self) -> DeviceMesh | None:
@@ -81,13 +94,13 @@ class Mesh:
 
     def size(self, *dimensions: str) -> int:
         """The number of ranks along a dimension, or along several together."""
-        return prod(self.sizes[name] for name in dimensions)
+        return prod(self.sizes.get(name, 1) for name in dimensions)
 
     def rank(self, *dimensions: str) -> int:
         """This rank's number along a dimension, or along several together, the last of which counts fastest."""
         number = 0
         for name in dimensions:
-            number = number * self.sizes[name] + self.places[name]
+            number = number * self.size(name) + self.places.get(name, 0)
         return number
 
     def part(self, *dimensions: str) -> DeviceMesh | None:
@@ -96,10 +109,10 @@ class Mesh:
         if self.device_mesh is None:
             return None
         names = tuple(name for name in dimensions if name in (self.device_mesh.mesh_dim_names or ()))
-        if len(names) <= 1:
-            return self.device_mesh[names[0]] if names else None
         if (part := getattr(self.device_mesh, _PARTS, {}).get(names)) is not None:
             return part
+        if len(names) <= 1:
+            return self.device_mesh[names[0]] if names else None
         return self.device_mesh[names]._flatten("_".join(names))  # torch keeps it: made once, found again by its name
 
     def group(self, *dimensions: str) -> dist.ProcessGroup | None:
@@ -109,16 +122,19 @@ class Mesh:
 
 
 def build_mesh(
-    pp: int, dp: int | None, ep: int, device: torch.device, *, timeout: timedelta | None = None
+    pp: int, dp: int | None, ep: int, device: torch.device, *, cp: int = 1, timeout: timedelta | None = None
 ) -> DeviceMesh:
-    """The mesh over all ranks of the default process group. Each dimension has groups of its own, and so have dp and ep
-    together: with NCCL what shares a communicator waits for one another, and so does what shares its stream.
+    """The mesh over all ranks of the default process group. Each dimension has groups of its own, and so have those
+    together that share parameters: with NCCL what shares a communicator waits for one another, and so does what shares
+    its stream.
 
     Each group is used once: a communicator that is made in the middle of a step, in another order on each rank, can
-    deadlock. `dp` None: what pp and ep leave. `timeout`: after which a rank gives up waiting for another (default: as
-    in the default group). Raises ValueError, with the sizes that are possible, unless pp * dp * ep is all ranks.
+    deadlock. `dp` None: what the others leave. `cp` 1: there is no such dimension. `timeout`: after which a rank gives
+    up waiting for another (default: as in the default group). Raises ValueError, with the sizes that are possible,
+    unless pp * dp * cp * ep is all ranks.
     """
-    sizes = mesh_sizes(dist.get_world_size(), pp=pp, dp=dp, ep=ep)  # without a default group torch says so
+    split = {} if cp == 1 else {"cp": cp}
+    sizes = mesh_sizes(dist.get_world_size(), pp=pp, dp=dp, ep=ep, **split)  # without a default group torch says so
     world = dist.group.WORLD
     assert world is not None, "it has a size"
     if device.type == "cuda" and (wrong := one_queue()):
@@ -132,42 +148,50 @@ def build_mesh(
         index = tuple(slice(None) if name in dimensions else place for name, place in here.items())
         return numbers[index].flatten().tolist()
 
-    several = [names for names in dict.fromkeys((DENSE, EXPERTS)) if len(names) > 1]
-    wanted = [(along(name), traffic) for name, traffic in TRAFFIC.items()]
+    shared = (tuple(name for name in sizes if name in names) for names in (DENSE, EXPERTS))
+    several = [names for names in shared if len(names) > 1]
+    wanted = [(along(name), TRAFFIC[name]) for name in sizes]
     wanted += [(along(*names), SHARDS) for names in several]
     groups = create_groups(wanted, beside=world, timeout=timeout or timeout_of(world))
-    each = groups[: len(TRAFFIC)]
-    device_mesh = DeviceMesh.from_group(each, device.type, mesh=numbers, mesh_dim_names=DIMENSIONS)
+    each = groups[: len(sizes)]
+    device_mesh = DeviceMesh.from_group(each, device.type, mesh=numbers, mesh_dim_names=tuple(sizes))
     parts = {names: DeviceMesh.from_group(group, device.type, mesh_dim_names=("_".join(names),))
-             for names, group in zip(several, groups[len(TRAFFIC):])}
+             for names, group in zip(several, groups[len(sizes):])}
+    if EXPERTS in several:  # FSDP2 takes an expert's two dimensions from one mesh
+        names, shape = ("pp", "_".join(EXPERTS), "ep"), (sizes["pp"], sizes["dp"] * sizes["cp"], sizes["ep"])
+        three = [each[0], groups[-1], each[-1]]
+        of_experts = DeviceMesh.from_group(three, device.type, mesh=numbers.view(shape), mesh_dim_names=names)
+        parts |= {EXPERTS: of_experts[names[1]], ("ep",): of_experts["ep"]}
     setattr(device_mesh, _PARTS, parts)
     if "cpu" in backends(world):
         dist.all_reduce(torch.zeros(1, device="cpu"))  # who is missing here would be waited for without end below
     for group in (world, *groups):
         if group.size() > 1:
             dist.all_reduce(torch.zeros(1, device=device), group=group)
-    if sizes["ep"] > 1:  # NCCL connects pairs of ranks on their first all-to-all
-        rows = torch.zeros(sizes["ep"], device=device)
-        dist.all_to_all_single(torch.empty_like(rows), rows, group=device_mesh.get_group("ep"))
+    for name in ("cp", "ep"):
+        if sizes.get(name, 1) > 1:  # NCCL connects pairs of ranks on their first all-to-all
+            rows = torch.zeros(sizes[name], device=device)
+            dist.all_to_all_single(torch.empty_like(rows), rows, group=device_mesh.get_group(name))
     return device_mesh
 
 
 def mesh_sizes(ranks: int, **given: int | None) -> dict[str, int]:
-    """The size of each of `DIMENSIONS`, all given; of the one that is None, what the others leave. Raises ValueError
-    where they do not make `ranks`."""
-    known = {name: size for name in DIMENSIONS if (size := given[name]) is not None}
+    """The sizes of the dimensions that are given, outermost first; of the one that is None, what the others leave.
+    Raises ValueError where they do not make `ranks`."""
+    names = [name for name in TRAFFIC if name in given]
+    known = {name: size for name in names if (size := given[name]) is not None}
     _check_positive(known)
-    all_known = len(known) == len(DIMENSIONS)
+    all_known = len(known) == len(names)
     rest, unfit = divmod(ranks, prod(known.values()))
     if not unfit and (rest == 1 or not all_known):
-        return {name: known.get(name, rest) for name in DIMENSIONS}
+        return {name: known.get(name, rest) for name in names}
     possible = []  # what each could be if the others stay
     for name in known:
         others = {other: size for other, size in known.items() if other != name}
         left, unfit = divmod(ranks, prod(others.values()))
         sizes = " or ".join(map(str, [left] if all_known else divisors(left)))
         possible.append(f"with {_product(others)}, {f'no {name}' if unfit else f'{name} = {sizes}'}")
-    raise ValueError(f"{_product(known)} does not fit {ranks} ranks: {' * '.join(DIMENSIONS)} must be {ranks}. "
+    raise ValueError(f"{_product(known)} does not fit {ranks} ranks: {' * '.join(names)} must be {ranks}. "
                      f"Possible: {'; '.join(possible)}; or start another number of ranks")
 
 

@@ -22,8 +22,8 @@ from dualpipe.train.memory import GB
 from dualpipe.train.model import read_model_config
 
 DRAWN = 4  # runs whose steps are on a page
-COLUMNS = ("row", "pp", "dp", "ep", "schedule", "micro-batches", "recompute", "step s", "tok/s/GPU", "MFU", "bubble",
-           "all-to-all", "sends", "shards", "GB", "limited by")
+COLUMNS = ("row", "pp", "dp", "cp", "ep", "schedule", "micro-batches", "recompute", "step s", "tok/s/GPU", "MFU",
+           "bubble", "all-to-all", "sends", "shards", "GB", "limited by")
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> Iterator[str]:
@@ -71,6 +71,9 @@ def _sequences(config: Config, tokens: int) -> int:
 def table(runs: Sequence[Prediction]) -> Iterator[str]:
     """A row for each run; of what is not hidden, percent of its step."""
     rows = [COLUMNS, *(tuple(_cells(i, run)) for i, run in enumerate(runs, start=1))]
+    if all(run.config.parallel.cp == 1 for run in runs):
+        at = COLUMNS.index("cp")
+        rows = [(*row[:at], *row[at + 1 :]) for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows)]
     for row in rows:
         yield "  ".join(cell.rjust(width) for cell, width in zip(row, widths)).rstrip()
@@ -89,7 +92,7 @@ def table(runs: Sequence[Prediction]) -> Iterator[str]:
 
 def _cells(number: int, run: Prediction) -> Iterator[str]:
     p, t, rules, parts = run.config.parallel, run.config.train, run.config.memory.recompute, run.parts
-    yield from map(str, (number, p.pp, p.dp, p.ep, p.schedule, f"{t.num_chunks}x{t.micro_batch_size}",
+    yield from map(str, (number, p.pp, p.dp, p.cp, p.ep, p.schedule, f"{t.num_chunks}x{t.micro_batch_size}",
                          "+".join(rules) or "none"))
     yield from (f"{run.step:.4g}", f"{run.tokens_per_second:,.0f}", f"{100 * run.mfu:.1f}%")
     shards = parts["gather"] + parts["reduce"] + parts["optimizer"]

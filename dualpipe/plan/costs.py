@@ -9,7 +9,7 @@ other communicates, on fewer multiprocessors.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
@@ -22,7 +22,7 @@ from dualpipe.device import EXPERTS
 from dualpipe.models.activations import LayerKind, kinds_of
 from dualpipe.models.decoder import SparseMLP
 from dualpipe.models.hub import HubConfig
-from dualpipe.models.sizes import attention_flops, meta_layer
+from dualpipe.models.sizes import attention_flops, context_numbers, meta_layer
 from dualpipe.plan.machines import Machine
 from dualpipe.plan.operators import IN_BF16, InFP8, LayerParts, Operator, Part, head_parts, layer_parts
 from dualpipe.schedule import Costs
@@ -33,7 +33,7 @@ ATTENTION_BACKWARD = 2.5  # times the operations of the forward: five products i
 
 @dataclass(frozen=True)
 class Setting:
-    """What a layer's costs depend on besides the layer. tokens: of a micro-batch on one rank."""
+    """What a layer's costs depend on besides the layer. tokens: of a micro-batch on one rank; length: of a sequence."""
 
     model: HubConfig
     machine: Machine
@@ -43,6 +43,8 @@ class Setting:
     length: int
     recompute: tuple[str, ...] = ()
     overlap: bool = True
+    cp: int = 1
+    cp_method: str = "auto"
     fp8: InFP8 = IN_BF16
 
 
@@ -85,11 +87,14 @@ class StageCosts(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def layer_costs(setting: Setting, kind: LayerKind, attention: float) -> LayerCosts:
-    """Those of a layer of this kind. attention: its operations for each token, forward."""
+def layer_costs(
+    setting: Setting, kind: LayerKind, attention: float, shared: tuple[float, float] = (0.0, 0.0)
+) -> LayerCosts:
+    """Those of a layer of this kind. attention: its operations for each token, forward; shared: the seconds in which it
+    sends what ranks that share sequences attend to, forward and backward."""
     sparse = isinstance(meta_layer(setting.model, kind.first).mlp, SparseMLP)
-    return _timed(setting, layer_parts(setting.model, kind, setting.ep if sparse else 1, setting.dtype, setting.fp8),
-                  attention)
+    parts = layer_parts(setting.model, kind, setting.ep if sparse else 1, setting.dtype, setting.fp8)
+    return _timed(setting, parts, attention, shared)
 
 
 @lru_cache(maxsize=1024)
@@ -98,7 +103,9 @@ def head_costs(setting: Setting) -> LayerCosts:
     return _timed(setting, head_parts(setting.model, setting.dtype), 0.0)
 
 
-def _timed(setting: Setting, parts: LayerParts, attention: float) -> LayerCosts:
+def _timed(
+    setting: Setting, parts: LayerParts, attention: float, shared: tuple[float, float] = (0.0, 0.0)
+) -> LayerCosts:
     machine, spent = setting.machine, defaultdict[tuple[str, int], float](float)
 
     def busy(operators: Iterable[Operator]) -> float:
@@ -112,11 +119,16 @@ def _timed(setting: Setting, parts: LayerParts, attention: float) -> LayerCosts:
         spent["host", 3] += (late := host if machine.host_waits else max(0.0, host - device))
         return device + late
 
-    def timed(part: Part) -> Seconds:
-        sent = machine.all_to_all(part.sent * setting.tokens, setting.ep)
-        return Seconds(busy(part.operators), sent if part.sent else 0.0, busy(part.deferred))
+    def timed(part: Part, sharing: float) -> Iterator[Seconds]:
+        operators, sent = part.operators, machine.all_to_all(part.sent * setting.tokens, setting.ep)
+        attends = [i for i, each in enumerate(operators) if each.kind in ("attention", "attention backward")]
+        if sharing and attends:  # as if none of it were attended to while the rest travels: the other action hides it
+            yield Seconds(busy(operators[: attends[0]]), sharing)
+            operators = operators[attends[0] :]
+        yield Seconds(busy(operators), sent if part.sent else 0.0, busy(part.deferred))
 
-    forward, backward = (tuple(map(timed, side)) for side in parts)
+    forward, backward = (
+        tuple(chain.from_iterable(timed(part, sharing) for part in side)) for side, sharing in zip(parts, shared))
     kinds = dict.fromkeys(kind for kind, _ in spent)
     return LayerCosts(forward, backward, tuple((kind, Spent(*(spent[kind, i] for i in range(4)))) for kind in kinds))
 
@@ -165,10 +177,21 @@ def stage_costs(setting: Setting, layers: range, *, last: bool) -> StageCosts:
 def _costs_of(setting: Setting, layers: range, last: bool) -> list[LayerCosts]:
     model = setting.model
     found = [
-        layer_costs(setting, kind, attention_flops(model, i, setting.length, causal=not setting.machine.host_waits))
+        layer_costs(setting, kind, attention_flops(model, i, setting.length, causal=not setting.machine.host_waits),
+                    context_seconds(setting, i))
         for kind, i in zip(kinds_of(model, layers, setting.recompute), layers)
     ]
     return found + ([head_costs(setting)] if last else [])
+
+
+def context_seconds(setting: Setting, index: int) -> tuple[float, float]:
+    """In which a layer sends what ranks that share sequences attend to, forward and backward."""
+    if setting.cp == 1:
+        return 0.0, 0.0
+    numbers = context_numbers(setting.model, index, setting.length, setting.cp, setting.cp_method)
+    forward, backward = (setting.machine.send(each * setting.tokens * setting.dtype.itemsize, setting.cp, setting.ep)
+                         for each in (numbers.forward, numbers.backward))
+    return forward, backward
 
 
 def total(spent: Iterable[Iterable[tuple[str, Spent]]]) -> dict[str, Spent]:

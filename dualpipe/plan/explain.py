@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from dualpipe.device import EXPERTS
 from dualpipe.models.sizes import flops_per_token
-from dualpipe.plan.costs import ATTENTION_BACKWARD, TILE
+from dualpipe.plan.costs import ATTENTION_BACKWARD, TILE, context_seconds
 from dualpipe.plan.predict import PRODUCTS, Prediction
 from dualpipe.train.memory import GB, table
 
@@ -46,6 +46,9 @@ def _terms(run: Prediction) -> Iterator[tuple[str, str, str]]:
     near = f"{min(p.ep, m.node) - 1}/{p.ep} at {m.nvlink:g} x {m.links:g} GB/s"
     far = f", {p.ep - m.node}/{p.ep} at {m.network:g} x {m.networks:g} GB/s" if p.ep > m.node else ""
     yield "  all-to-all, not hidden", f"bytes x {m.imbalance:g}, {near}{far}, + latency, whole model", _ms(sent)
+    if p.cp > 1:
+        each = sum(map(sum, (context_seconds(s, i) for i in range(run.model.num_hidden_layers))))
+        yield "  of context parallelism", f"{p.cp_method}, {p.cp} ranks {p.ep} apart, whole model", _ms(each)
     yield "  all of it", f"{_ms(sent)} x {chunks} / {p.pp}", _ms(sent * share)
     if sent:
         yield "all-to-all", (f"pairs played through; {EXPERTS.ctas} of {m.multiprocessors:g} multiprocessors; hidden "

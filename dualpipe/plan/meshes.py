@@ -19,6 +19,7 @@ from dualpipe.train.model import check_tied
 SCHEDULES = tuple(name for name in BUILDERS if name != "auto")
 RECOMPUTED: tuple[tuple[str, ...], ...] = ((), ("experts",), ("layer",), ("layer", "dispatch"))
 MICRO_BATCHES = 1, 2, 4, 8  # sequences
+LONG = 8192  # tokens that a rank has of a sequence, at least, where ranks share it: with fewer, sending is not hidden
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ def plan(wanted: Wanted, rows: int) -> list[Prediction]:
 def described(run: Prediction) -> tuple[str, str]:
     """The layout of a run, and what it computes at once."""
     p, t, rules = run.config.parallel, run.config.train, run.config.memory.recompute
-    return (f"pp {p.pp}, dp {p.dp}, ep {p.ep}, {p.schedule}",
+    return (f"{p}, {p.schedule}",
             f"{t.num_chunks} micro-batches of {t.micro_batch_size}, recompute {' '.join(rules) or 'none'}")
 
 
@@ -103,14 +104,15 @@ def _meshes(wanted: Wanted) -> Iterator[list[Prediction]]:
     """For each mesh, all runs on it."""
     divisors = [n for n in range(1, wanted.gpus + 1) if wanted.gpus % n == 0]
     most = wanted.model.num_hidden_layers + 2  # ranks of a pipeline, whose ends need no layer
-    for pp, ep in product(divisors, divisors):
-        dp, rest = divmod(wanted.gpus, pp * ep)
+    shared = [cp for cp in divisors if cp == 1 or wanted.config.train.sequence_length >= cp * LONG]
+    for pp, cp, ep in product(divisors, shared, divisors):
+        dp, rest = divmod(wanted.gpus, pp * cp * ep)
         possible = not rest and dp and pp <= most and wanted.model.num_experts % ep == 0
-        if possible and (runs := list(_runs(wanted, pp, dp, ep))):
+        if possible and (runs := list(_runs(wanted, pp, dp, cp, ep))):
             yield runs
 
 
-def _runs(wanted: Wanted, pp: int, dp: int, ep: int) -> Iterator[Prediction]:
+def _runs(wanted: Wanted, pp: int, dp: int, cp: int, ep: int) -> Iterator[Prediction]:
     config, layers = wanted.config, wanted.model.num_hidden_layers
     sizes = MICRO_BATCHES[:1] if wanted.by_memory else MICRO_BATCHES
     for schedule, size, rules in product(SCHEDULES, sizes, RECOMPUTED):
@@ -121,8 +123,8 @@ def _runs(wanted: Wanted, pp: int, dp: int, ep: int) -> Iterator[Prediction]:
             continue
         yield Prediction(replace(
             config,
-            parallel=replace(config.parallel, pp=pp, dp=dp, ep=ep, schedule=schedule, layers_per_stage=(),
-                             schedule_costs="", schedule_memory=0.0),
+            parallel=replace(config.parallel, pp=pp, dp=dp, cp=cp, ep=ep, schedule=schedule,
+                             layers_per_stage=(), schedule_costs="", schedule_memory=0.0),
             train=replace(config.train, micro_batch_size=size, num_chunks=chunks, batch_size=0),
             memory=replace(config.memory, recompute=rules),
         ), wanted.model, wanted.machine)

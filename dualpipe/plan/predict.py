@@ -24,7 +24,15 @@ from dualpipe.plan.machines import Machine
 from dualpipe.plan.operators import IN_BF16, InFP8
 from dualpipe.schedule import Costs, Schedule, Timeline, simulate
 from dualpipe.train.config import Config
-from dualpipe.train.memory import RankMemory, built, dtype_plan, estimate, meta_stages, parameter_sizes
+from dualpipe.train.memory import (
+    RankMemory,
+    built,
+    dtype_plan,
+    estimate,
+    meta_stages,
+    parameter_sizes,
+    tokens_of_rank,
+)
 from dualpipe.train.tables import DTypesConfig
 
 PRODUCTS = ("gemm", "grouped", "fp8 gemm", "fp8 grouped", "attention", "attention backward")
@@ -45,8 +53,8 @@ class Prediction:
         """What the costs of its layers depend on."""
         p, t, rules = self.config.parallel, self.config.train, self.config.memory.recompute
         return Setting(
-            self.model, self.machine, dtype_of(t.dtype), p.ep, t.micro_batch_size * t.sequence_length,
-            t.sequence_length, tuple(rule for rule in rules if rule != "none"), p.overlap,
+            self.model, self.machine, dtype_of(t.dtype), p.ep, t.micro_batch_size * tokens_of_rank(self.config),
+            t.sequence_length, tuple(rule for rule in rules if rule != "none"), p.overlap, p.cp, p.cp_method,
             _in_fp8(self.config.dtypes, t.dtype, self.model) if self.machine.fp8 else IN_BF16,
         )
 
@@ -66,7 +74,7 @@ class Prediction:
     def tokens(self) -> int:
         """Those of a step, on all ranks."""
         t = self.config.train
-        return t.micro_batch_size * t.num_chunks * t.sequence_length * self.config.parallel.replicas
+        return t.micro_batch_size * t.num_chunks * t.sequence_length * self.config.parallel.batch_shards
 
     @property
     def bound(self) -> float:
@@ -100,7 +108,7 @@ class Prediction:
         found = []
         for dense, experts in _stage_sizes(self.model, self.shape.num_stages, p.layers_per_stage, p.ep):
             found.append(tuple(
-                machine.ring(width * dense, p.replicas) + machine.ring(width * experts, p.dp, p.ep)
+                machine.ring(width * dense, p.replicas) + machine.ring(width * experts, p.dp * p.cp, p.ep)
                 for width in (self.setting.dtype.itemsize, 4)
             ))
         return found  # type: ignore[return-value]

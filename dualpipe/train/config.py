@@ -65,15 +65,20 @@ def recorded_config(tables: Mapping[str, Any]) -> Config:
 def fit_world(config: Config, world_size: int) -> Config:
     """`config` with parallel.dp filled in, and train.num_chunks where train.batch_size is given.
 
-    Raises ValueError for a number of ranks that the layout does not need, or that the batch cannot be cut for.
+    Raises ValueError for a number of ranks that the layout does not need, that the batch cannot be cut for, or that
+    share sequences of fewer tokens than they have chunks.
     """
-    parallel = config.parallel
-    pipelines, rest = divmod(world_size, parallel.pp * parallel.ep)
+    parallel, length = config.parallel, config.train.sequence_length
+    if parallel.cp > 1 and length < 2 * parallel.cp:
+        raise ValueError(f"train.sequence_length = {length} is too short for parallel.cp = {parallel.cp}, whose ranks "
+                         f"have two chunks of a sequence each; give at least {2 * parallel.cp} tokens, or have "
+                         f"parallel.cp be at most {max(1, length // 2)}")
+    pipelines, rest = divmod(world_size, parallel.world_size // max(1, parallel.dp))
     if rest or pipelines == 0 or parallel.dp not in (0, pipelines):
-        dp = parallel.dp or "any"
+        sizes = parallel.sizes | {"dp": parallel.dp or "any"}
         raise ValueError(
-            f"parallel.pp * dp * ep = {parallel.pp} * {dp} * {parallel.ep} cannot be {world_size}, the number of ranks "
-            f"that were started; start {parallel.world_size}, or change parallel.pp or parallel.dp"
+            f"parallel.{' * '.join(sizes)} = {' * '.join(map(str, sizes.values()))} cannot be {world_size}, the number "
+            f"of ranks that were started; start {parallel.world_size}, or change parallel.pp or parallel.dp"
         )
     config = _replace(config, "parallel", "dp", pipelines)
     return with_batch(config, config.train.batch_size) if config.train.batch_size else config
@@ -82,7 +87,7 @@ def fit_world(config: Config, world_size: int) -> Config:
 def with_batch(config: Config, batch_size: int) -> Config:
     """`config`, whose parallel.dp is known, with as many micro-batches as make a global batch of so many sequences.
     ValueError, with sizes that are possible, where none do."""
-    at_once = config.train.micro_batch_size * config.parallel.replicas
+    at_once = config.train.micro_batch_size * config.parallel.batch_shards
     num_chunks, rest = divmod(batch_size, at_once)
     if rest or not num_chunks:
         possible = [size for size in range(1, batch_size // config.parallel.ep + 1)

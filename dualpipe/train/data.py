@@ -1,7 +1,8 @@
 """From a `[data]` path to batches: packing on first use, packed tokens, which are memory-mapped and checked, documents
 that are held out, and a loader whose order depends on the seed alone.
 
-B sequences that a rank reads of the global batch, T tokens of a sequence.
+B sequences that a rank reads of the global batch, T tokens of a sequence, C those of them that it reads: all, unless
+context-parallel ranks share it.
 """
 
 from __future__ import annotations
@@ -72,10 +73,10 @@ class PackedTokens:
 
 
 class Batch(NamedTuple):
-    """A global batch, or a rank's rows of it: `targets` are `tokens` shifted by one."""
+    """A global batch, or a rank's part of it: `targets` are `tokens` shifted by one."""
 
-    tokens: torch.Tensor  # (B, T) int64
-    targets: torch.Tensor  # (B, T) int64
+    tokens: torch.Tensor  # (B, C) int64
+    targets: torch.Tensor  # (B, C) int64
     positions: torch.Tensor  # (B, T) int64: of each token in its document, or in what the sequence has of it
 
 
@@ -123,13 +124,15 @@ class TokenStream:
         begins = self._bounds[np.searchsorted(self._bounds, numbers, side="right") - 1]
         return numbers - np.maximum(begins, start)
 
-    def read_windows(self, windows: Sequence[int], window: int) -> Batch:
-        """The batch made of the given windows of `window` tokens."""
+    def read_windows(self, windows: Sequence[int], window: int, columns: torch.Tensor | None = None) -> Batch:
+        """The batch made of the given windows of `window` tokens. columns: the tokens of each that are read here
+        (C,), of which targets are those behind; positions are of all. None: all."""
         rows, positions = np.empty((2, len(windows), window), dtype=np.int64)
         for row, number in enumerate(windows):
             span = int(number) * window, (int(number) + 1) * window
             rows[row], positions[row] = self.read(*span), self.positions(*span)
-        parts = rows[:, :-1], rows[:, 1:], positions[:, :-1]
+        own: Any = slice(None) if columns is None else columns.numpy()
+        parts = rows[:, :-1][:, own], rows[:, 1:][:, own], positions[:, :-1]
         return Batch(*(torch.from_numpy(part.copy()) for part in parts))
 
 
@@ -224,16 +227,18 @@ class Loader:
     Windows do not overlap; what is left at the end of the stream is not used. Batch `step` is a pure function of the
     stream, the sizes and the seed, so that it does not matter how many ranks there are or where a run was resumed.
 
-    batch_size: sequences of the global batch. rows: those of them that are read here; without, all.
+    batch_size: sequences of the global batch. rows: those of them that are read here, columns: the tokens of each, as
+    in `TokenStream.read_windows`; without, all.
 
     Raises ValueError where the stream is shorter than one window.
     """
 
     def __init__(
-        self, stream: TokenStream, *, sequence_length: int, batch_size: int, seed: int, rows: range | None = None
+        self, stream: TokenStream, *, sequence_length: int, batch_size: int, seed: int, rows: range | None = None,
+        columns: torch.Tensor | None = None,
     ) -> None:
         self._stream, self._window, self._batch_size, self._seed = stream, sequence_length + 1, batch_size, seed
-        self._rows = range(batch_size) if rows is None else rows
+        self._rows, self._columns = range(batch_size) if rows is None else rows, columns
         self.num_windows = count = stream.num_tokens // self._window
         if not count:
             raise ValueError(
@@ -248,7 +253,8 @@ class Loader:
     def batch(self, step: int) -> Batch:
         """The batch of training step `step`, counted from 0, of a run that passes over none."""
         numbers = [divmod(step * self._batch_size + row, self.num_windows) for row in self._rows]
-        return self._stream.read_windows([self._order(epoch)[n] for epoch, n in numbers], self._window)
+        windows = [self._order(epoch)[n] for epoch, n in numbers]
+        return self._stream.read_windows(windows, self._window, self._columns)
 
     @contextmanager
     def batches(self, stop: int, stream: Stream | None = None) -> Iterator[Iterator[Batch]]:
@@ -310,21 +316,22 @@ class _Copies:
 
     def __init__(self, read: Callable[[Any], Batch], stream: Stream) -> None:
         self._read, self._stream = read, stream
-        self._pinned: torch.Tensor | None = None  # (3, B, T) int64
+        self._pinned: torch.Tensor | None = None  # int64: what a batch holds, one after the other
         self._copied: Event | None = None
 
     def start(self, key: Any) -> tuple[Batch, Event | None]:
         """In the thread that reads: a batch of the device, and the event after which it is there."""
         batch = self._read(key)
         with beside(self._stream, None):
+            sizes = [part.numel() for part in batch]
             if self._pinned is None:
-                self._pinned = torch.empty(3, *batch.tokens.shape, dtype=torch.int64, device="cpu", pin_memory=True)
+                self._pinned = torch.empty(sum(sizes), dtype=torch.int64, device="cpu", pin_memory=True)
             if self._copied is not None:
                 self._copied.synchronize()  # orders: the copy of the batch before, then this thread, which alone waits
-            torch.stack(batch, out=self._pinned)
-            copied = self._pinned.to(self._stream.device, non_blocking=True)
+            torch.cat([part.flatten() for part in batch], out=self._pinned)
+            copied = self._pinned.to(self._stream.device, non_blocking=True).split(sizes)
             self._copied = record(self._stream.device)
-        return Batch(*copied), self._copied
+        return Batch(*(part.view(like.shape) for part, like in zip(copied, batch))), self._copied
 
     def finish(self, started: tuple[Batch, Event | None]) -> Batch:
         """In the thread that computes: the batch, for its current stream."""

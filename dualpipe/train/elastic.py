@@ -24,9 +24,10 @@ def fit_run(config: Config, world_size: int) -> tuple[Config, str]:
         batch = train["micro_batch_size"] * train["num_chunks"] * pipelines
     except (KeyError, TypeError):  # not saved by a run, as an imported one
         return fitted, ""
-    at_once = fitted.train.micro_batch_size * fitted.parallel.replicas
-    if pipelines == fitted.parallel.replicas or batch % at_once or batch == at_once * fitted.train.num_chunks:
+    now = fitted.parallel.batch_shards
+    at_once = fitted.train.micro_batch_size * now
+    if pipelines == now or batch % at_once or batch == at_once * fitted.train.num_chunks:
         return fitted, ""
     kept = with_batch(fitted, batch)
     return kept, (f"train.num_chunks = {kept.train.num_chunks}, so that a step has {batch} sequences as before, by "
-                  f"{pipelines} pipelines then and {fitted.parallel.replicas} now; train.batch_size would set it")
+                  f"{pipelines} pipelines then and {now} now; train.batch_size would set it")

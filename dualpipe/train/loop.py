@@ -23,6 +23,7 @@ from dualpipe.dtypes import dtype_of
 from dualpipe.files import lock
 from dualpipe.models.sizes import flops_per_token
 from dualpipe.nn.deferral import local
+from dualpipe.parallel.context import ContextParallel
 from dualpipe.parallel.mesh import DENSE
 from dualpipe.recorder import Recorder
 from dualpipe.train.config import Config
@@ -41,6 +42,7 @@ from dualpipe.train.model import (
     plan_run,
     read_model_config,
     slow_products,
+    token_weight,
 )
 from dualpipe.train.optimizer import Optimizer, learning_rate
 from dualpipe.train.resume import Saver, State, describe
@@ -99,7 +101,7 @@ class QueuedStep(NamedTuple):
 
 class Run:
     """Everything that one rank needs to train. The rank of the last stage knows the loss and writes the metrics; of
-    several pipelines (`parallel.dp` and `ep`) that of the first.
+    several pipelines (`parallel.dp`, `cp` and `ep`) that of the first.
 
     On CUDA the host does not wait for a step: it reads the numbers when it has given the device the next one, or before
     anything is evaluated or saved. A gradient that is not finite leaves the parameters as they were, which the device
@@ -116,12 +118,15 @@ class Run:
         derive_random(train.seed, 0, job.rank)
         self.schedule = build_schedule(config, job.ranks)
         model_config = read_model_config(config)
+        self.context = ContextParallel(job.place.part("cp"), method=parallel.cp_method)
+        self.split = self.context.split
         self.model = build_model(
             model_config, self.schedule, job.place.rank("pp"), seed=train.seed, dtype=dtype_of(train.dtype),
             device=job.device, mesh=job.mesh, recompute=config.memory.recompute, compiled=train.compile,
             layers_per_stage=parallel.layers_per_stage, from_hf=config.init.from_hf if saver.source is None else "",
             plan=plan_run(config, model_config, saver.source_dtypes, job.mesh), products=config.dtypes.products,
             fp8_weight_grad=config.dtypes.fp8_weight_grad, fp8_dispatch=config.dtypes.fp8_dispatch,
+            context=self.context,
         )
         self.reports = self.model.has_last and not job.place.replica
         self.folder = Path(config.output.dir)
@@ -135,12 +140,14 @@ class Run:
             moments=dtype_of(o.moments),
         )
         self.recorder.made("parameters", *self.optimizer.parameters)
+        self.routers = build_routers(
+            config, self.model.stages, group=job.group, device=job.device, context=self.context)
         self.pipeline = Pipeline(
             self.model.stages, process_group=job.place.group("pp"), schedule=self.schedule, overlap=parallel.overlap
         )
-        self.routers = build_routers(config, self.model.stages, group=job.group, device=job.device)
         self.state = State(self.model, self.optimizer, self.routers, self.loader)
-        self.criterion = micro_batch_loss(train.num_chunks) if self.model.has_last else None
+        weight = token_weight(self.split, train.sequence_length)
+        self.criterion = micro_batch_loss(train.num_chunks / weight) if self.model.has_last else None
         self.flops_per_token = flops_per_token(model_config, train.sequence_length).both
         self.peak_tflops = peak_tflops(model_name(job.device)) if train.dtype == "bf16" else None
         self.load_limit = model_config.num_experts / model_config.num_experts_per_tok  # of load_max_over_mean
@@ -163,10 +170,11 @@ class Run:
         for stream in self.splits:
             stream.packed.check_vocabulary(self.model.config.vocab_size)
         own = train.micro_batch_size * train.num_chunks if self.model.has_first or self.model.has_last else 0
-        rows = range(own * place.replica, own * (place.replica + 1))  # of the global batch, for this pipeline
-        self.batch_size = train.micro_batch_size * train.num_chunks * self.config.parallel.replicas
+        rows = range(own * place.batch_shard, own * (place.batch_shard + 1))  # of the global batch, for this pipeline
+        self.columns = self.split.own(train.sequence_length) if self.split.size > 1 else None  # of a sequence
+        self.batch_size = train.micro_batch_size * train.num_chunks * self.config.parallel.batch_shards
         sizes = {"sequence_length": train.sequence_length, "batch_size": self.batch_size}
-        self.loader = Loader(self.splits.train, **sizes, seed=train.seed, rows=rows)
+        self.loader = Loader(self.splits.train, **sizes, seed=train.seed, rows=rows, columns=self.columns)
         held_out = self.splits.held_out
         self.held_out = (  # windows, by batch
             evaluation_batches(held_out, **sizes, limit=train.eval_batches, rows=rows) if held_out.num_documents else []
@@ -223,6 +231,9 @@ class Run:
             ranks = f"{config.parallel.replicas} x {ranks}"
         if config.parallel.ep > 1:
             ranks += f", experts over {config.parallel.ep}"
+        if config.parallel.cp > 1:
+            counts = dict.fromkeys(self.split.counts(train.sequence_length))
+            ranks += f", sequences over {config.parallel.cp} ({' or '.join(map(str, counts))} tokens each)"
         writer.say(
             f"{self.model.config.model_type}: {int(parameters):,} parameters in {schedule.num_stages} stages on "
             f"{ranks}, schedule {schedule.name}, {train.dtype}\n"
@@ -234,7 +245,7 @@ class Run:
         if held_out.num_tokens:
             self.unigram = self.splits.unigram_loss(self.model.config.vocab_size)
             writer.say(f"a unigram model of the same text has a held-out loss of {self.unigram:.4f} nats per token")
-        tokens = train.micro_batch_size * train.sequence_length * config.parallel.ep
+        tokens = train.micro_batch_size * train.sequence_length * config.parallel.ep // config.parallel.cp
         for slow in slow_products(self.model, tokens, self.job.device):
             writer.say(f"WARNING: slower in FP8 than in bfloat16, see dtypes.products and rules: {slow}")
         if train.compile and self.done < train.steps:
@@ -352,10 +363,12 @@ class Run:
         pipelines on the ranks of the last stage, None elsewhere."""
         first, last = self.model.has_first, self.model.has_last
         inputs, labels = (batch.tokens,) if first else (), (batch.targets,) if last else ()
-        apart = first and self.config.data.separate_documents
+        positions = batch.positions if self.config.data.separate_documents else None
+        if positions is None and self.split.size > 1:  # whose stages tell by them which tokens of a row are theirs
+            positions = torch.arange(batch.positions.shape[1], device=self.job.device).expand_as(batch.positions)
         losses, _ = self.pipeline.step(
             *inputs, num_chunks=num_chunks or self.config.train.num_chunks, criterion=self.criterion, labels=labels,
-            side={"positions": batch.positions} if apart else None,
+            side=None if positions is None or not first else {"positions": positions},
         )
         if losses is None:
             return None
@@ -368,7 +381,8 @@ class Run:
     @torch.no_grad()
     def _evaluate(self) -> float:
         """Mean loss over the held-out batches (NaN on ranks without the last stage)."""
-        losses, read = [], partial(self.splits.held_out.read_windows, window=self.config.train.sequence_length + 1)
+        losses, window = [], self.config.train.sequence_length + 1
+        read = partial(self.splits.held_out.read_windows, window=window, columns=self.columns)
         for stage in self.model.stages:
             stage.eval()
         with read_ahead(read, self.held_out, self.copying) as ahead:

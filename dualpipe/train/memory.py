@@ -7,7 +7,8 @@
     gradients    accumulators in float32, from a stage's first weight gradient; when it is through, of parameters that
                  several ranks share, the shard's as well, and of the largest unit what is copied to be reduced
     activations  of the micro-batches that the schedule has alive, with logits, what is computed again and messages on
-                 their way: counted (`dualpipe.models.activations`)
+                 their way: counted (`dualpipe.models.activations`). Where ranks share sequences, for the tokens of one,
+                 with what of a layer travels between them
     pending      what weight gradients wait with
     nccl         buffers to peers within a node, as NCCL's p2p.cc makes them; between nodes it takes fewer
 
@@ -25,11 +26,13 @@ from typing import Literal, NamedTuple
 import torch
 from torch import nn
 
-from dualpipe.device import EXPERTS, LINK, SHARDS, TOTALS
+from dualpipe.device import CONTEXT, EXPERTS, LINK, SHARDS, TOTALS
 from dualpipe.dtypes import dtype_of
 from dualpipe.models import HubConfig, Stage, build_stages
 from dualpipe.models.activations import ActivationBytes, activation_bytes
+from dualpipe.models.sizes import context_numbers
 from dualpipe.nn import GroupedLinear
+from dualpipe.nn.attention import SequenceSplit
 from dualpipe.parallel import DTypePlan
 from dualpipe.pipeline.lower import one_at_a_time
 from dualpipe.schedule import Schedule, Step, build
@@ -75,8 +78,8 @@ class StageBytes(NamedTuple):
 
 
 def estimate(config: Config, model: HubConfig, *, activations: bool = True) -> list[RankMemory]:
-    """The most that each pipeline rank needs at once, on its largest rank of "dp" and "ep"; without activations, which
-    take the longest to count, 0 for them. Collective over nobody.
+    """The most that each pipeline rank needs at once, on its largest rank of the other dimensions; without activations,
+    which take the longest to count, 0 for them. Collective over nobody.
 
     Raises ValueError for a model that cannot be cut so.
     """
@@ -93,20 +96,13 @@ def step_memory(
     p, train = config.parallel, config.train
     if model.num_experts % p.ep:
         raise ValueError(f"parallel.ep = {p.ep} does not divide the model's {model.num_experts} experts")
-    check_tied(model, p.dp * p.ep)
+    check_tied(model, p.replicas)
     # With more micro-batches no more of them are alive: the middle of a step repeats itself.
     schedule = _schedule(config, min(train.num_chunks, 4 * p.pp) if activations else 1)
     stages = meta_stages(model, schedule.num_stages, p.layers_per_stage)
     sizes = [_stage_bytes(config, model, stages, number) for number in range(len(stages))]
-    taken = [
-        activation_bytes(
-            model, layers_of(stage), ep=p.ep, recompute=config.memory.recompute, dtype=dtype_of(train.dtype),
-            batch=train.micro_batch_size, sequence_length=train.sequence_length, last=stage.last,
-            cpu=p.device == "cpu",
-        ) if activations else ActivationBytes(0, 0, 0, 0, 0)
-        for stage in stages
-    ]
-    message = train.micro_batch_size * train.sequence_length * model.hidden_size * dtype_of(train.dtype).itemsize
+    taken = [_activations(config, model, stage) if activations else ActivationBytes(0, 0, 0, 0, 0) for stage in stages]
+    message = train.micro_batch_size * tokens_of_rank(config) * model.hidden_size * dtype_of(train.dtype).itemsize
     ranks = []
     for rank, steps in enumerate(schedule.ranks):
         mine = {number: (sizes[number], taken[number]) for number in schedule.rank_stages(rank)}
@@ -157,22 +153,44 @@ def _rank_moments(
 
 def _stage_bytes(config: Config, model: HubConfig, stages: Sequence[Stage], number: int) -> StageBytes:
     p, dtype, fp32 = config.parallel, dtype_of(config.train.dtype), 4
-    dense, experts, copied = _stage_sizes(model, len(stages), p.layers_per_stage, number, p.ep, p.dp)
-    dense_shard, expert_shard, shared = -(-dense // (p.dp * p.ep)), -(-experts // p.dp), p.dp * p.ep > 1
+    sharing, shared = p.dp * p.cp, p.replicas > 1  # ranks with the same experts; whether any have the same parameters
+    dense, experts, copied = _stage_sizes(model, len(stages), p.layers_per_stage, number, p.ep, sharing)
+    dense_shard, expert_shard = -(-dense // p.replicas), -(-experts // sharing)
     shard, stored = dense_shard + expert_shard, fp32 if shared else dtype.itemsize
     stored_less, masters, gathered_less = (0, 0, 0)
     if config.dtypes.rules:
         stored_less, masters, gathered_less = _quantized(
-            stages[number], config.dtypes, config.train.dtype, model, p.dp, p.ep)
+            stages[number], config.dtypes, config.train.dtype, model, sharing, p.ep)
     states = 2 * dtype_of(config.optimizer.moments).itemsize + (fp32 if stored < fp32 else 0)
     return StageBytes(
         parameters=stored * shard - stored_less,
         optimizer=states * shard + masters,
         gathered=(dtype.itemsize * (dense + experts) if shared else 0) - gathered_less,
         accumulators=fp32 * (dense + experts),
-        reduced=fp32 * (dense_shard + (expert_shard if p.dp > 1 else 0)) if shared else 0,
+        reduced=fp32 * (dense_shard + (expert_shard if sharing > 1 else 0)) if shared else 0,
         copied=fp32 * copied if shared else 0,
     )
+
+
+def _activations(config: Config, model: HubConfig, stage: Stage) -> ActivationBytes:
+    """What a micro-batch takes in a stage, with what travels between ranks that share sequences."""
+    p, train, length, layers = config.parallel, config.train, tokens_of_rank(config), layers_of(stage)
+    dtype = dtype_of(train.dtype)
+    taken = activation_bytes(
+        model, layers, ep=p.ep, recompute=config.memory.recompute, dtype=dtype, batch=train.micro_batch_size,
+        sequence_length=length, last=stage.last, cpu=p.device == "cpu",
+    )
+    if p.cp == 1:
+        return taken
+    held = (context_numbers(model, i, train.sequence_length, p.cp, p.cp_method).held for i in layers)
+    moving = round(max(held, default=0.0) * train.micro_batch_size * length * dtype.itemsize)  # of a layer at a time
+    forward, backward, inputs = (size + moving for size in (taken.forward, taken.backward, taken.input_backward))
+    return taken._replace(forward=forward, backward=backward, input_backward=inputs)
+
+
+def tokens_of_rank(config: Config) -> int:
+    """The most that a rank has of a sequence."""
+    return max(SequenceSplit(0, config.parallel.cp).counts(config.train.sequence_length))
 
 
 def _schedule(config: Config, chunks: int) -> Schedule:
@@ -205,14 +223,14 @@ def meta_stages(model: HubConfig, num_stages: int, layers_per_stage: tuple[int, 
 
 @lru_cache(maxsize=4096)
 def _stage_sizes(
-    model: HubConfig, num_stages: int, layers: tuple[int, ...], number: int, ep: int, dp: int
+    model: HubConfig, num_stages: int, layers: tuple[int, ...], number: int, ep: int, sharing: int
 ) -> tuple[int, int, int]:
     """Dense parameters of a stage, those of its experts, and the most that are reduced at once."""
     stage = meta_stages(model, num_stages, layers)[number]
     dense, experts = parameter_sizes(stage, ep)
     inside = [parameter_sizes(layer, ep) for layer in stage.layers.values()]
     reduced = [dense - sum(dense for dense, _ in inside), *(dense for dense, _ in inside)]
-    if dp > 1:  # else experts are nobody else's, and their accumulators become their gradients
+    if sharing > 1:  # else experts are nobody else's, and their accumulators become their gradients
         reduced += [experts for _, experts in inside]
     if stage.last and not stage.first and model.tie_word_embeddings:  # the first stage's, on the same rank
         dense -= stage.lm_head.weight.numel()
@@ -234,24 +252,24 @@ def dtype_plan(dtypes: DTypesConfig, dtype: Literal["fp32", "bf16"], model: HubC
 
 @lru_cache(maxsize=4096)
 def _quantized(
-    stage: Stage, dtypes: DTypesConfig, dtype: Literal["fp32", "bf16"], model: HubConfig, dp: int, ep: int
+    stage: Stage, dtypes: DTypesConfig, dtype: Literal["fp32", "bf16"], model: HubConfig, sharing: int, ep: int
 ) -> tuple[int, int, int]:
     """What formats change of a stage's bytes: how many fewer are stored, masters that other weights have no need of,
     and how many fewer are gathered, less those that are transposed."""
     stored = masters = gathered = 0
-    plan = dtype_plan(dtypes, dtype, model, dp * ep)
+    plan = dtype_plan(dtypes, dtype, model, sharing * ep)
     for name, param in stage.named_parameters():
         planned = plan.of(name)
         if (format := planned.format) is None:
             continue
         *experts, rows, columns = param.shape
-        matrices, shards = (experts[0] // ep, dp) if experts else (1, dp * ep)
+        matrices, shards = (experts[0] // ep, sharing) if experts else (1, sharing * ep)
         elements, width = matrices * rows * columns, planned.storage.itemsize
         packed = matrices * format.block_rows(rows) * format.row_bytes(columns)
         if not planned.gathered:
             stored += (width * elements - packed) // shards
             masters += 4 * elements // shards if width >= 4 else 0
-        if dp * ep > 1:
+        if sharing * ep > 1:
             gathered += planned.compute.itemsize * elements - packed
         if format.block[0] == format.block[1] and planned.compute is torch.bfloat16:
             gathered -= matrices * format.block_rows(columns) * format.row_bytes(rows)
@@ -263,9 +281,13 @@ def _nccl_buffers(p: ParallelConfig, placement: Sequence[int], rank: int) -> int
     if p.device == "cpu":
         return 0
     neighbours = {a + b - rank for a, b in pairwise(placement) if a != b and rank in (a, b)}
-    links, peers, replicas = 4 * len(neighbours), min(p.ep, _NODE) - 1, max(1, p.dp) * p.ep
-    rings = ((p.pp, LINK), (p.ep, EXPERTS), (p.dp, SHARDS), (replicas, SHARDS), (p.pp * replicas, TOTALS))
-    channels = sum(traffic.ctas for ranks, traffic in rings if ranks > 1) + peers * EXPERTS.ctas
+    links, sharing = 4 * len(neighbours), max(1, p.dp) * p.cp
+    rings = [(p.pp, LINK), (p.ep, EXPERTS), (max(1, p.dp), SHARDS), (sharing * p.ep, SHARDS),
+             (p.pp * sharing * p.ep, TOTALS)]
+    if p.cp > 1:
+        rings += [(p.cp, CONTEXT), (sharing, SHARDS)]
+    channels = sum(traffic.ctas for ranks, traffic in rings if ranks > 1)
+    channels += (min(p.ep, _NODE) - 1) * EXPERTS.ctas + (min(p.cp, _NODE) - 1) * CONTEXT.ctas
     return CHANNEL * channels + CHANNEL // 2 * links * LINK.ctas
 
 

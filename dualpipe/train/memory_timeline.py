@@ -35,7 +35,7 @@ class Moment(NamedTuple):
 
 
 def timeline(config: Config, model: HubConfig) -> list[list[Moment]]:
-    """The moments of every pipeline rank, on its largest rank of "dp" and "ep"."""
+    """The moments of every pipeline rank, on its largest rank of "dp", "cp" and "ep"."""
     schedule, ranks = step_memory(config, model)
     return [
         [Moment(step, (of.parameters + of.gathered, of.gradients, of.optimizer, of.activations, of.pending,

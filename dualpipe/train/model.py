@@ -21,13 +21,16 @@ from dualpipe.kernels.grouped_gemm_quantized import slower_in_fp8
 from dualpipe.models import HubConfig, Stage, build_stages, read_config
 from dualpipe.models.stages import Recompute
 from dualpipe.nn import GroupedLinear, Linear, cross_entropy_loss
+from dualpipe.nn.attention import SequenceSplit
 from dualpipe.nn.products import Products
 from dualpipe.nn.router import Router, random_like_stride
 from dualpipe.nn.router_set import RouterSet
 from dualpipe.parallel import DTypePlan, DTypePolicy, Rule, resolve_dtypes, shard
+from dualpipe.parallel.context import ContextParallel
 from dualpipe.parallel.expert import ExpertParallel, shard_experts
 from dualpipe.parallel.materialize import build_on_meta, materialize
 from dualpipe.parallel.mesh import Mesh
+from dualpipe.parallel.shared_loads import share_loads
 from dualpipe.ranks import RankSync
 from dualpipe.schedule import Schedule, build
 from dualpipe.train.tables import Config
@@ -105,7 +108,7 @@ def build_model(
     config: HubConfig, schedule: Schedule, rank: int, *, seed: int, dtype: torch.dtype, device: torch.device,
     mesh: DeviceMesh | None = None, recompute: Sequence[str] = (), layers_per_stage: Sequence[int] = (),
     compiled: bool = False, from_hf: str = "", plan: DTypePlan | None = None, products: Products = "auto",
-    fp8_weight_grad: bool = False, fp8_dispatch: bool = False,
+    fp8_weight_grad: bool = False, fp8_dispatch: bool = False, context: ContextParallel | None = None,
 ) -> Model:
     """Build the stages of pipeline rank `rank`. The weights depend on `seed` only, not on how the model is cut.
 
@@ -120,6 +123,7 @@ def build_model(
     experts on other ranks as their products take them, see `ExpertParallel`; ValueError where these are not in FP8.
     mesh: from `build_mesh`. Where it has several pipelines, they share the parameters' storage: those are stored in at
     least float32 and computed with in `dtype`. Without, they are stored in `dtype`.
+    context: of the ranks of its "cp", which share sequences; None: as `ContextParallel` makes it.
     """
     place, numbers = Mesh.of(mesh), schedule.rank_stages(rank)
     first, last = 0 in numbers, schedule.num_stages - 1 in numbers
@@ -129,6 +133,7 @@ def build_model(
             "them on two; use a V-shaped schedule (dualpipev, zbv)"
         )
     check_tied(config, place.replicas)
+    context = context or ContextParallel(place.part("cp"))
     plan = plan or plan_model(config, dtype, replicas=place.replicas, from_hf=from_hf, mesh=mesh)
     fp8_rows = _rows_of_experts(plan, products) if fp8_dispatch else None
     try:
@@ -144,10 +149,11 @@ def build_model(
                 module.products, module.fp8_weight_grad = products, fp8_weight_grad
         for name, parameter in stage.named_parameters():  # still on meta
             parameter.data = parameter.data.to(plan.of(name).storage)
+        stage.use_context_parallelism(context)
         if mesh is None or place.replicas == 1:
             shard(stage, None, plan)
         else:
-            shard_experts(stage, mesh["ep"])
+            shard_experts(stage, place.part("ep") or mesh["ep"])
             stage.use_expert_parallelism(ExpertParallel(config.num_experts, mesh["ep"], fp8_rows=fp8_rows))
     if mesh is not None and place.replicas > 1:  # blocks of one stage's weights alone may not be cut so
         quantized = any(dtypes.format for dtypes in plan.tensors.values())
@@ -200,7 +206,7 @@ def check_tied(config: HubConfig, replicas: int) -> None:
     """Raise ValueError for tied embeddings in parameters that several ranks share."""
     if config.tie_word_embeddings and replicas > 1:
         raise ValueError("tie_word_embeddings needs the embedding and the head in one FSDP2 unit, which two stages "
-                         "cannot be; set it to false in the model's config.json, or parallel.dp = ep = 1")
+                         "cannot be; set it to false in the model's config.json, or parallel.dp = cp = ep = 1")
 
 
 def build_whole(
@@ -213,28 +219,44 @@ def build_whole(
 
 def build_routers(
     config: Config, stages: Sequence[nn.Module], *, group: dist.ProcessGroup | None, device: torch.device,
-    whole: bool = False,
+    context: ContextParallel | None = None, whole: bool = False,
 ) -> RouterSet:
-    """The routers in `stages`, set to what `config.router` says. Collective over `group`.
+    """The routers in `stages`, set to what `config.router` says, before a pipeline has them. Collective over `group`.
 
-    whole: `stages` are the whole model, alone on this rank, which runs the micro-batches of all pipelines.
+    context: of the stages, where ranks share sequences. whole: `stages` are the whole model, alone on this rank, which
+    runs the micro-batches of all pipelines.
 
     Raises ValueError for what the model's routers cannot do.
     """
-    r, stride, replicas = config.router, config.router.balanced_stride, config.parallel.replicas
+    r, train, parallel, stride = config.router, config.train, config.parallel, config.router.balanced_stride
     if not stride:  # the same for all routers of a model
         first = next((m for stage in stages for m in stage.modules() if isinstance(m, Router)), None)
-        stride = 1 if first is None else random_like_stride(first.out_features, first.top_k, config.parallel.ep)
+        stride = 1 if first is None else random_like_stride(first.out_features, first.top_k, parallel.ep)
+    split = SequenceSplit() if context is None else context.split
+    if context is not None and split.size > 1 and r.balance and r.balance_level != "global":
+        parts = train.micro_batch_size if r.balance_level == "sequence" else 1
+        share_loads(stages, context.stream.all_to_all, parts)
     return RouterSet(
-        stages, num_chunks=config.train.num_chunks * (replicas if whole else 1), balance=r.balance,
+        stages, num_chunks=train.num_chunks * (parallel.batch_shards if whole else 1), balance=r.balance,
         level=r.balance_level, z=r.z_loss, bias_update_rate=r.bias_update_rate, balanced=r.balanced,
-        balanced_stride=stride, group=group, replicas=1 if whole else replicas, device=device,
+        balanced_stride=stride, group=group, replicas=1 if whole else parallel.replicas, device=device,
+        split=split if split.size > 1 else None, sequence_length=train.sequence_length,
+        weight=token_weight(split, train.sequence_length),
     )
 
 
-def micro_batch_loss(num_chunks: int) -> Callable[[Tensor, Tensor], Tensor]:
-    """A criterion whose sum over a step's micro-batches is the mean over the global batch."""
+def micro_batch_loss(num_chunks: float) -> Callable[[Tensor, Tensor], Tensor]:
+    """A criterion whose sum over a step's micro-batches is the mean over the global batch. Ranks that share sequences
+    give the number of micro-batches over their `token_weight`."""
     return lambda logits, targets: cross_entropy_loss(logits, targets) / num_chunks
+
+
+def token_weight(split: SequenceSplit, length: int) -> float:
+    """What a mean over this rank's tokens counts in the mean over ranks, for that to be the mean over all tokens: ranks
+    that share sequences of `length` tokens may have one or two of each more than others."""
+    if split.size == 1:
+        return 1.0
+    return split.counts(length)[split.rank] * split.size / length
 
 
 def check_export(config: Config, model: Model) -> None:

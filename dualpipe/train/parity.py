@@ -29,6 +29,7 @@ from itertools import chain
 from typing import NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 from rich.table import Table
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -37,9 +38,11 @@ from dualpipe import Pipeline
 from dualpipe.device import deterministic
 from dualpipe.dtypes import dtype_of, long_name
 from dualpipe.kernels.formats import FORMATS
+from dualpipe.nn.attention import packed_positions
 from dualpipe.nn.deferral import local
 from dualpipe.nn.router_set import RouterSet
 from dualpipe.parallel import DTypePlan, Rule
+from dualpipe.parallel.context import ContextParallel
 from dualpipe.train.config import Config, fit_world
 from dualpipe.train.job import Job, join
 from dualpipe.train.launch import RankInfo
@@ -52,6 +55,7 @@ from dualpipe.train.model import (
     plan_model,
     plan_run,
     read_model_config,
+    token_weight,
 )
 from dualpipe.train.schedule import build_schedule
 from dualpipe.train.tables import DTypesConfig
@@ -147,7 +151,7 @@ def _worst(found: Iterable[T], measure: Callable[[T], float], count: int) -> lis
 
 def _print(title: str, config: Config, dtype: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     p = config.parallel
-    table = Table(title=f"{title} ({p.schedule}, pp {p.pp}, dp {p.dp}, ep {p.ep}, {dtype})")
+    table = Table(title=f"{title} ({p.schedule}, {p}, {dtype})")
     for column in ("tensor", "shape", *columns):
         table.add_column(column, justify="right" if column in columns else "left", overflow="fold")
     for row in rows:
@@ -166,30 +170,45 @@ class Comparison:
         train, parallel, model_config = config.train, config.parallel, read_model_config(config)
         self.config, self.job = config, job
         schedule = build_schedule(config, job.ranks)
+        context = ContextParallel(job.place.part("cp"), method=parallel.cp_method)
         self.model = build_model(
             model_config, schedule, job.place.rank("pp"), mesh=job.mesh,
             seed=train.seed, dtype=dtype, device=job.device, recompute=config.memory.recompute,
-            layers_per_stage=parallel.layers_per_stage, plan=plan,
+            layers_per_stage=parallel.layers_per_stage, plan=plan, context=context,
         )
+        self.routers = build_routers(
+            config, self.model.stages, group=job.group, device=job.device, context=context)
         self.pipeline = Pipeline(
             self.model.stages, process_group=job.place.group("pp"), schedule=schedule, overlap=parallel.overlap
         )
-        self.routers = build_routers(config, self.model.stages, group=job.group, device=job.device)
         generator = torch.Generator().manual_seed(train.seed)
-        shape = (train.micro_batch_size * train.num_chunks * parallel.replicas, train.sequence_length + 1)
+        shards, length = parallel.batch_shards, train.sequence_length
+        shape = (train.micro_batch_size * train.num_chunks * shards, length + 1)
         rows = torch.randint(model_config.vocab_size, shape, generator=generator, device="cpu").to(job.device)
-        self.batch = [rows[:, :-1].contiguous(), rows[:, 1:].contiguous()]  # (B, T): tokens, targets
-        self.own = [each.tensor_split(parallel.replicas)[job.place.replica] for each in self.batch]
+        self.batch = [rows[:, :-1].contiguous(), rows[:, 1:].contiguous()]  # (B, T): tokens, targets, positions
+        self.own = [each.tensor_split(shards)[job.place.batch_shard] for each in self.batch]
+        if parallel.cp > 1:  # with documents, which the ranks' chunks cut
+            bounds = torch.randint(shape[0] * length, (shape[0],), generator=generator, device="cpu").sort().values
+            bounds = torch.cat((torch.zeros_like(bounds[:1]), bounds, torch.full_like(bounds[:1], shape[0] * length)))
+            self.batch.append(packed_positions(bounds, shape[0], length).to(job.device))
+            columns = context.split.own(length).to(job.device)
+            positions = self.batch[2].tensor_split(shards)[job.place.batch_shard]
+            self.own = [*(each[:, columns] for each in self.own), positions]
+        self.weight = token_weight(context.split, length)
         # Balance of level "global" takes the loads of the step before, which the first step does not have.
         self.steps = 2 if config.router.balance and config.router.balance_level == "global" else 1
 
-    def step(self, num_chunks: int, tokens: Tensor, targets: Tensor) -> Tensor | None:
-        """One step of the pipeline; the loss of each micro-batch on the rank of the last stage."""
+    def step(self, num_chunks: int, tokens: Tensor, targets: Tensor, positions: Tensor | None = None) -> Tensor | None:
+        """One step of the pipeline; the loss of each micro-batch on the rank of the last stage, of all its tokens."""
         first, last = self.model.has_first, self.model.has_last
         losses, _ = self.pipeline.step(
             *((tokens,) if first else ()), num_chunks=num_chunks, labels=(targets,) if last else (),
-            criterion=micro_batch_loss(self.config.train.num_chunks) if last else None,
+            criterion=micro_batch_loss(self.config.train.num_chunks / self.weight) if last else None,
+            side={"positions": positions} if first and positions is not None else None,
         )
+        if losses is not None and (sharing := self.job.place.group("cp")) is not None:
+            dist.all_reduce(losses, group=sharing)
+            losses /= sharing.size()
         return losses
 
     def run(self) -> dict[str, Tensor]:
@@ -208,19 +227,19 @@ class Comparison:
 
     def run_whole(self, whole: nn.Module) -> dict[str, Tensor]:
         """The same of the unpipelined model: forward and backward of one micro-batch after the other."""
-        replicas = self.config.parallel.replicas
-        num_chunks = self.config.train.num_chunks * replicas
+        shards = self.config.parallel.batch_shards
+        num_chunks = self.config.train.num_chunks * shards
         criterion = micro_batch_loss(num_chunks)
         routers = build_routers(self.config, [whole], group=None, device=self.job.device, whole=True)
         for _ in range(self.steps):
             whole.zero_grad()
             losses = []
             with routers.step():
-                for tokens, targets in zip(*(each.tensor_split(num_chunks) for each in self.batch)):
-                    loss = criterion(whole(tokens), targets)
+                for tokens, targets, *positions in zip(*(each.tensor_split(num_chunks) for each in self.batch)):
+                    loss = criterion(whole(tokens, *positions), targets)
                     loss.backward()
                     losses.append(loss.detach())
-        own = torch.stack(losses).tensor_split(replicas)[self.job.place.replica] * replicas
+        own = torch.stack(losses).tensor_split(shards)[self.job.place.batch_shard] * shards
         return gradients([whole], by_all_names=True) | _router_losses(routers) | {"loss": own}
 
 
@@ -299,7 +318,7 @@ def compare_bf16(config: Config, job: Job) -> tuple[list[Rounding], list[tuple[s
     make_whole = partial(build_whole, model_config, seed=config.train.seed, device=job.device)
     unstored = [replace(r, storage=r.storage if r.storage in FORMATS else None) for r in config.dtypes.rules
                 if any((r.storage in FORMATS, r.gather, r.compute, r.reduce, r.save, r.output))]
-    alone = replace(config, parallel=replace(config.parallel, dp=1, ep=1), dtypes=DTypesConfig(tuple(unstored)))
+    alone = replace(config, parallel=replace(config.parallel, dp=1, cp=1, ep=1), dtypes=DTypesConfig(tuple(unstored)))
     whole = make_whole(dtype=torch.bfloat16, plan=plan_run(alone, model_config, {}))
     unpipelined, state = run(whole), {name: tensor.cpu() for name, tensor in whole.state_dict().items()}
     del whole
@@ -323,9 +342,9 @@ def _accumulation(p: Comparison) -> list[tuple[str, float, float]]:
     sums = {name: torch.zeros_like(gradient, dtype=torch.float64) for name, gradient in found.items()}
     sizes = {name: torch.zeros_like(total) for name, total in sums.items()}
     with p.routers.step(), p.pipeline.in_order(deferred=False):
-        for tokens, targets in zip(*(each.tensor_split(count) for each in p.own)):
+        for part in zip(*(each.tensor_split(count) for each in p.own)):
             p.pipeline.zero_grad()
-            p.step(1, tokens, targets)
+            p.step(1, *part)
             for name, gradient in gradients(p.model.stages, of_rank=True).items():
                 sums[name] += gradient.double()
                 sizes[name] += gradient.double().abs()

@@ -32,7 +32,7 @@ class _WithoutData(Run):
     """What the batch is taken from need not exist any more."""
 
     def _open_data(self) -> None:
-        self.batch_size, self.held_out, self.loader = 0, [], cast(Loader, None)
+        self.batch_size, self.held_out, self.loader, self.columns = 0, [], cast(Loader, None), None
 
 
 def read_bundle(path: str | Path) -> tuple[Config, Manifest]:
@@ -62,8 +62,9 @@ def replay(config: Config, manifest: Manifest, info: RankInfo) -> int:
         run = _WithoutData(config, job, saver)
         train, recorder.step = config.train, manifest.step
         own = train.micro_batch_size * train.num_chunks if run.model.has_first or run.model.has_last else 0
-        shape = own, train.sequence_length
-        batch = Batch(*(torch.zeros(shape, dtype=torch.int64, device=job.device) for _ in range(3)))
+        here = run.split.counts(train.sequence_length)[run.split.rank]
+        batch = Batch(*(torch.zeros(own, length, dtype=torch.int64, device=job.device)
+                        for length in (here, here, train.sequence_length)))
         load(config.checkpoint.resume, dict(run.state.tensors()) | batch_tensors(run, batch), mesh=job.mesh)
         run.optimizer.round_parameters()
         found = run_again(run, batch)

@@ -23,6 +23,7 @@ from dualpipe.checkpoint.state import ParameterState
 from dualpipe.dtypes import dtype_of
 from dualpipe.errors import RankLost
 from dualpipe.nn.router_set import RouterSet
+from dualpipe.parallel.mesh import TRAFFIC
 from dualpipe.train.data import Loader
 from dualpipe.train.job import Job
 from dualpipe.train.launch import starts_before
@@ -97,7 +98,7 @@ class Saver:
         manifest, steps, changed = loaded.manifest, self._config.train.steps, []
         self._loaded, self._newest = Checkpoint(loaded.path, manifest), loaded.path
         self.anomaly((manifest.extra or {}).get("anomaly", 0))
-        saved = " x ".join(f"{name} {manifest.layout[name]}" for name in ("pp", "dp", "ep"))
+        saved = " x ".join(f"{name} {manifest.layout[name]}" for name in TRAFFIC if name in manifest.layout)
         random = "" if loaded.random_restored else "; random numbers start anew, as the layout is another"
         self._say(f"resuming from {loaded.path}, after step {manifest.step}, saved by {saved}{random}")
         if loaded.allowed and manifest.step:

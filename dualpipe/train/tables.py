@@ -90,13 +90,19 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """[parallel]: how the ranks share the work; pp * dp * ep is their number."""
+    """[parallel]: how the ranks share the work; pp * dp * cp * ep is their number."""
 
     pp: int = _at_least_1(1)
     """pipeline ranks"""
     dp: int = _at_least_0(0)
     """data-parallel ranks: pipelines that train on different data and share the parameters' storage (FSDP2); 0: as many
     as the ranks that were started allow, one where none were"""
+    cp: int = _at_least_1(1)
+    """context-parallel ranks: they share every sequence, of which each has two chunks, an early and a late one; for
+    sequences whose activations one rank cannot hold"""
+    cp_method: Literal["auto", "ring", "all_to_all"] = "auto"
+    """how a token sees those of other ranks: keys and values go round all of them, or each rank gets whole sequences of
+    some heads; auto: what sends fewer bytes, where the numbers of heads allow both"""
     ep: int = _at_least_1(1)
     """expert-parallel ranks: each has a part of the experts and data of its own, and sends tokens to the others"""
     overlap: bool = True
@@ -122,11 +128,20 @@ class ParallelConfig:
     @property
     def sizes(self) -> dict[str, int]:
         """The sizes of the mesh's dimensions, outermost first."""
-        return {"pp": self.pp, "dp": max(1, self.dp), "ep": self.ep}
+        split = {} if self.cp == 1 else {"cp": self.cp}
+        return {"pp": self.pp, "dp": max(1, self.dp), **split, "ep": self.ep}
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {size}" for name, size in self.sizes.items())
 
     @property
     def replicas(self) -> int:
-        """The pipelines that train on different data."""
+        """The pipelines, each of which has tokens of its own: what means are taken over."""
+        return self.dp * self.cp * self.ep
+
+    @property
+    def batch_shards(self) -> int:
+        """The parts that the rows of a global batch are cut into; context-parallel pipelines share one."""
         return self.dp * self.ep
 
     @property

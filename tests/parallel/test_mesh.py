@@ -34,6 +34,13 @@ def test_dp_is_what_the_others_leave(ranks, pp, ep, dp):
     assert mesh_sizes(ranks, pp=pp, dp=None, ep=ep) == mesh_sizes(ranks, **sizes) == sizes
 
 
+def test_dp_is_what_context_parallel_ranks_leave_too():
+    sizes = {"pp": 2, "dp": 3, "cp": 4, "ep": 1}
+    assert mesh_sizes(24, pp=2, dp=None, ep=1, cp=4) == sizes and list(mesh_sizes(24, **sizes)) == list(sizes)
+    with pytest.raises(ValueError, match=r"pp \* cp \* ep = 2 \* 4 \* 2 does not fit 24 ranks: pp \* dp \* cp \* ep"):
+        mesh_sizes(24, pp=2, dp=None, ep=2, cp=4)
+
+
 WRONG = {
     (8, 3, None, 2): "pp * ep = 3 * 2 does not fit 8 ranks: pp * dp * ep must be 8. Possible: with ep = 2, pp = 1 or 2 "
     "or 4; with pp = 3, no ep; or start another number of ranks",
@@ -75,6 +82,24 @@ def test_dimensions_of_one_rank(sizes):
         assert shape == sizes
         assert dense == ([rank] if sizes[0] == 2 else [0, 1])
         assert all(len(members[name]) == size for name, size in zip(DIMENSIONS, sizes))
+
+
+def shared_groups(rank, pp, dp, cp, ep):
+    """Who is in each group of a mesh with context parallelism, and whether FSDP2 can join what experts are cut over."""
+    mesh = build_mesh(pp, dp, ep, CPU, cp=cp)
+    place = Mesh.of(mesh)
+    experts, of_experts = place.experts, place.part("ep")
+    roots = {"_".join(map(str, part._get_root_mesh().mesh.shape)) for part in (experts, of_experts)}
+    parts = {"dense": place.dense, "experts": experts, "ep": of_experts, "cp": place.part("cp")}
+    members = {name: dist.get_process_group_ranks(part.get_group()) for name, part in parts.items()}
+    return mesh.mesh_dim_names, members, roots, (place.replicas, place.replica, place.batch_shards, place.batch_shard)
+
+
+def test_ranks_that_share_sequences_are_between_dp_and_ep():
+    names, members, roots, numbers = run_ranks(shared_groups, 8, 1, 2, 2, 2)[6]  # dp 1, cp 1, ep 0
+    assert names == ("pp", "dp", "cp", "ep") and roots == {"1_4_2"}, "one mesh"
+    assert members == {"dense": list(range(8)), "experts": [0, 2, 4, 6], "ep": [6, 7], "cp": [4, 6]}
+    assert numbers == (8, 6, 4, 2), "they have the same rows"
 
 
 def places(rank, shape, names):

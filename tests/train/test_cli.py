@@ -207,7 +207,7 @@ def test_tied_embeddings_cannot_be_sharded_over_two_stages(run_folder, dualpipe)
     tied.write_text(json.dumps({**json.loads((run_folder / "config.json").read_text()), "tie_word_embeddings": True}))
     done = dualpipe(run_folder, "train", "run.toml", "--parallel.dp", "2", "--model.config", "tied.json")
     assert done.returncode == 2
-    assert "set it to false in the model's config.json, or parallel.dp = ep = 1" in done.stderr
+    assert "set it to false in the model's config.json, or parallel.dp = cp = ep = 1" in done.stderr
 
 
 def test_parity_on_two_ranks(run_folder, dualpipe):

@@ -120,7 +120,7 @@ def test_formats_are_those_that_there_are(toml):
 IMPOSSIBLE = {  # values, by what is said of them
     "must be at least 0": {"parallel.dp": -1},
     "must be at least 1": dict.fromkeys(
-        ("parallel.pp", "parallel.ep", "train.steps", "train.sequence_length", "train.micro_batch_size",
+        ("parallel.pp", "parallel.cp", "parallel.ep", "train.steps", "train.sequence_length", "train.micro_batch_size",
          "train.num_chunks", "train.log_interval", "guard.limit"), 0),
     "must not be negative": dict.fromkeys(
         ("train.seed", "train.eval_interval", "train.eval_batches", "router.balance", "router.z_loss",

@@ -19,12 +19,13 @@ from dualpipe import Pipeline
 from dualpipe.cli import main
 from dualpipe.dtypes import dtype_of
 from dualpipe.models import read_config
+from dualpipe.models.sizes import context_numbers
 from dualpipe.nn.deferral import local
 from dualpipe.nn.router import BalancedRoutes, random_like_stride
 from dualpipe.parallel.mesh import Mesh, build_mesh
 from dualpipe.schedule import build
 from dualpipe.train.config import load_config
-from dualpipe.train.memory import RankMemory, estimate
+from dualpipe.train.memory import RankMemory, estimate, stage_activations
 from dualpipe.train.model import build_model, micro_batch_loss, plan_run, read_model_config
 from dualpipe.train.optimizer import Optimizer
 from ranks import run_ranks
@@ -234,3 +235,20 @@ def test_tied_embeddings_over_shared_parameters_are_refused(tmp_path):
     config = load_config(EXAMPLES / "tiny-cpu.toml", options)
     with pytest.raises(ValueError, match="tie_word_embeddings needs"):
         estimate(config, read_config(config.model.config))
+
+
+@pytest.mark.parametrize("method", ["ring", "all_to_all"])
+def test_activations_fall_with_the_ranks_that_share_a_sequence(run_toml, method):
+    """But for what of one layer travels between them."""
+    def taken(length, cp):
+        config = load_config(run_toml, ["--train.sequence_length", f"{length}", "--parallel.cp", f"{cp}",
+                                        "--parallel.cp_method", method, "--parallel.device", "auto",
+                                        "--train.dtype", "bf16"])
+        model = dataclasses.replace(read_model_config(config), num_attention_heads=4, num_key_value_heads=4)
+        held = context_numbers(model, 1, length, cp, method).held if cp > 1 else 0
+        return stage_activations(config, model)[1][1], held
+
+    (shared, held), (alone, _) = taken(1024, 4), taken(256, 1)
+    assert shared[:2] == alone[:2] and held > 0
+    assert [size - held * 2 * 256 * 2 for size in shared[2:]] == list(alone[2:]), "two rows of 256 tokens in bf16"
+    assert taken(1026, 4)[0].kept > shared.kept, "the rank with the longer chunks"
