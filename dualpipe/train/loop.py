@@ -35,6 +35,7 @@ from dualpipe.train.launch import RankInfo
 from dualpipe.train.metrics import MetricsWriter, StepMetrics, draw, memory_bytes, say
 from dualpipe.train.model import (
     build_model,
+    build_optimizer,
     build_routers,
     check_export,
     micro_batch_loss,
@@ -42,7 +43,7 @@ from dualpipe.train.model import (
     read_model_config,
     slow_products,
 )
-from dualpipe.train.optimizer import Optimizer, learning_rate
+from dualpipe.train.optimizer import learning_rate
 from dualpipe.train.resume import Saver, State, describe
 from dualpipe.train.schedule import build_schedule
 from dualpipe.train.stragglers import Stragglers, summary
@@ -112,7 +113,7 @@ class Run:
         self.config, self.job, self.saver, self.recorder = config, job, saver, Recorder.current()
         self.start_up = start_up or StartUp(self.recorder)
         self.start_up.begin("model")
-        train, parallel, o = config.train, config.parallel, config.optimizer
+        train, parallel = config.train, config.parallel
         derive_random(train.seed, 0, job.rank)
         self.schedule = build_schedule(config, job.ranks)
         model_config = read_model_config(config)
@@ -130,10 +131,7 @@ class Run:
         self.start_up.begin("data")
         self._open_data()
         self.start_up.begin("model")
-        self.optimizer = Optimizer(
-            self.model.stages, lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay,
-            moments=dtype_of(o.moments),
-        )
+        self.optimizer = build_optimizer(config, self.model)
         self.recorder.made("parameters", *self.optimizer.parameters)
         self.pipeline = Pipeline(
             self.model.stages, process_group=job.place.group("pp"), schedule=self.schedule, overlap=parallel.overlap

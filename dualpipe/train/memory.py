@@ -1,7 +1,7 @@
 """`dualpipe memory`: what a run needs on each rank, from its configuration alone; nothing is allocated.
 
     parameters   as they are stored: this rank's shard
-    optimizer    two moments and, where parameters are narrower than float32, masters: of the shard
+    optimizer    two moments (one of Muon's) and, where parameters are narrower than float32, masters: of the shard
     gathered     the stages' parameters in the dtype or format that they compute in, whole, where they are sharded: what
                  is sent; and weights in blocks of 128 x 128 once more, transposed, for input gradients in FP8
     gradients    accumulators in float32, of the whole stages; of parameters that several ranks share, the shard's as
@@ -33,6 +33,7 @@ from dualpipe.parallel import DTypePlan
 from dualpipe.schedule import Schedule, Step, build
 from dualpipe.train.config import Config, fit_world
 from dualpipe.train.model import check_tied, plan_run
+from dualpipe.train.optimizer import takes_muon
 from dualpipe.train.schedule import build_schedule
 from dualpipe.train.tables import ParallelConfig
 
@@ -87,11 +88,17 @@ def estimate(config: Config, model: HubConfig, *, activations: bool = True) -> l
         whole, dense_shard, expert_shard = dense + experts, -(-dense // (dp * ep)), -(-experts // dp)
         shard, copied = dense_shard + expert_shard, 0
         stored_less, masters, gathered_less = _quantized(mine.values(), plan, dp, ep) if plan else (0, 0, 0)
+        single = 0  # parameters with one moment instead of two
+        if config.optimizer.name == "muon":
+            matrices = [param for stage in mine.values() for place, owner in stage.named_modules()
+                        for name, param in owner.named_parameters(recurse=False)
+                        if takes_muon(f"{place}.{name}", owner, param)]
+            single = sum(param.numel() // (ep * dp) for param in matrices)
         if sharded:
             copied = dense_shard + (expert_shard if dp > 1 else 0) + reduced
         ranks.append(RankMemory(
             parameters=stored * shard - stored_less,
-            optimizer=(moments + (fp32 if stored < fp32 else 0)) * shard + masters,
+            optimizer=(moments + (fp32 if stored < fp32 else 0)) * shard - moments // 2 * single + masters,
             gathered=(dtype.itemsize * whole if sharded else 0) - gathered_less,
             gradients=fp32 * (whole + copied),
             activations=max(map(sum, alive(steps, taken)), default=0) if activations else 0,
