@@ -23,6 +23,7 @@ from dualpipe.models.hub import GroupedQueryConfig, HubConfig
 from dualpipe.nn import GroupedLinear, GroupedSwiGLU, Linear, RMSNorm, Router
 from dualpipe.nn.attention import Context, attend, rotate
 from dualpipe.nn.segments import Communicate, Compute, Segment, run_segments
+from dualpipe.parallel.context import ContextParallel
 from dualpipe.parallel.expert import Dispatcher, ExpertParallel, run_experts
 
 Parts = Callable[[str], bool]
@@ -37,13 +38,43 @@ class Attention(nn.Module):
     qk_dim: int  # head dimension of queries and keys
     v_dim: int  # of values
     window: int | None  # positions that a token sees with itself; None: all before it
+    scale: float  # of the scores
+    sinks: nn.Parameter | None  # (A,)
+    shared: tuple[tuple[int, int], ...]  # heads and dimensions of each tensor that `expand` takes
+    o_proj: Linear
+    context_parallel: ContextParallel | None = None  # which brings what the tokens of other ranks share
+
+    def project(self, x_BSH: Tensor, context: Context) -> tuple[Tensor, ...]:
+        """Rotated queries (B, A, S, D), and what `expand` takes."""
+        raise NotImplementedError
+
+    def expand(self, *shared: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys (B, G, S, D) and values (B, G, S, V), of what `project` returns behind the queries (B, heads, S,
+        dimensions)."""
+        raise NotImplementedError
+
+    def output(self, y_BASV: Tensor) -> Tensor:
+        """What the heads have found -> (B, S, H)."""
+        return self.o_proj(rearrange(y_BASV, "B A S V -> B S (A V)"))
+
+    def forward(self, x_BSH: Tensor, context: Context) -> Tensor:
+        """(B, S, H) -> (B, S, H)."""
+        q_BASD, *shared = self.project(x_BSH, context)
+        k_BGSD, v_BGSV = self.expand(*shared)
+        return self.output(attend(
+            q_BASD, k_BGSD, v_BGSV, context, scale=self.scale, window=self.window, sinks_A=self.sinks
+        ))
+
+    def segments(self, recompute: Parts) -> list[Segment]:
+        """From "normed" and "context" to "y"."""
+        if self.context_parallel is None:
+            return [Compute(self, ("normed", "context"), "y", recompute("attention"))]
+        return self.context_parallel.segments(self, recompute("attention"))
 
 
 class GroupedQueryAttention(Attention):
     """Causal grouped-query attention; `norms`: with an RMSNorm on the queries and keys of every head; `sinks`: with a
     sink in every head."""
-
-    sinks: nn.Parameter | None
 
     def __init__(
         self, config: GroupedQueryConfig, *, norms: bool = False, sinks: bool = False, window: int | None = None
@@ -53,6 +84,7 @@ class GroupedQueryAttention(Attention):
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.num_heads, self.num_kv_heads, self.head_dim = heads, kv_heads, head_dim
         self.qk_dim = self.v_dim = head_dim
+        self.shared, self.scale = ((kv_heads, head_dim),) * 2, head_dim**-0.5
         self.window, self.norms = window, norms
         self.q_proj = Linear(hidden, heads * head_dim, bias=bias)
         self.k_proj = Linear(hidden, kv_heads * head_dim, bias=bias)
@@ -63,17 +95,18 @@ class GroupedQueryAttention(Attention):
             self.k_norm = RMSNorm(head_dim, config.rms_norm_eps)
         self.register_parameter("sinks", nn.Parameter(torch.zeros(heads)) if sinks else None)
 
-    def forward(self, x_BSH: Tensor, context: Context) -> Tensor:
-        """(B, S, H) -> (B, S, H)."""
+    def project(self, x_BSH: Tensor, context: Context) -> tuple[Tensor, ...]:
+        """Queries, keys and values."""
         # One by one: a loop that calls them cannot be traced past the first, and nothing here would be compiled.
         projected = self.q_proj(x_BSH), self.k_proj(x_BSH), self.v_proj(x_BSH)
         q, k, v = (rearrange(x, "B S (A D) -> B S A D", D=self.head_dim) for x in projected)
         q_BASD, k_BGSD = rotate(q, k, context, (self.q_norm, self.k_norm) if self.norms else ())
-        v_BGSD = v.transpose(1, 2)
-        y_BASD = attend(
-            q_BASD, k_BGSD, v_BGSD, context, scale=self.head_dim**-0.5, window=self.window, sinks_A=self.sinks
-        )
-        return self.o_proj(rearrange(y_BASD, "B A S D -> B S (A D)"))
+        return q_BASD, k_BGSD, v.transpose(1, 2)
+
+    def expand(self, *shared: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values as they are."""
+        k_BGSD, v_BGSD = shared
+        return k_BGSD, v_BGSD
 
 
 class Experts(nn.Module):
@@ -183,7 +216,7 @@ class Layer(nn.Module):
 
         return [
             Compute(partial(normed, self.input_layernorm), "x", ("x", "normed"), recompute("norms")),
-            Compute(self.self_attn, ("normed", "context"), "y", recompute("attention")),
+            *self.self_attn.segments(recompute),
             Compute(partial(normed, self.post_attention_layernorm), ("x", "y"), ("x", "normed"), recompute("norms")),
             *self.mlp.segments(recompute),
             Compute(torch.add, ("x", "y"), "x", recompute("layer")),

@@ -19,7 +19,7 @@ from torch import Tensor
 from dualpipe.models.decoder import Attention, DenseMLP, Experts, Layer, SparseMLP
 from dualpipe.models.hub import MTP_LAYERS, HubConfig
 from dualpipe.nn import Linear, RMSNorm, Router
-from dualpipe.nn.attention import Context, attend, rotate, yarn_mscale
+from dualpipe.nn.attention import Context, rotate, yarn_mscale
 
 LATENT_EPS = 1e-6  # of the norms of latents, whatever rms_norm_eps is
 
@@ -182,18 +182,23 @@ class LatentAttention(Attention):
         self.kv_a_layernorm = RMSNorm(self.latent_dim, LATENT_EPS)
         self.kv_b_proj = Linear(self.latent_dim, heads * (self.nope_dim + self.v_dim), bias=False)
         self.o_proj = Linear(heads * self.v_dim, hidden, bias=bias)
+        self.shared = (1, self.latent_dim), (1, self.rope_dim)
+        self.register_parameter("sinks", None)
 
-    def forward(self, x_BSH: Tensor, context: Context) -> Tensor:
-        """(B, S, H) -> (B, S, H)."""
+    def project(self, x_BSH: Tensor, context: Context) -> tuple[Tensor, ...]:
+        """Queries, the latent behind its norm (B, 1, S, C) and the rotated part of the key (B, 1, S, P)."""
         latent_BSC, k_BSP = self.kv_a_proj_with_mqa(x_BSH).split((self.latent_dim, self.rope_dim), dim=-1)
-        kv_BASX = rearrange(self.kv_b_proj(self.kv_a_layernorm(latent_BSC)), "B S (A X) -> B A S X", A=self.num_heads)
-        k_BASN, v_BASV = kv_BASX.split((self.nope_dim, self.v_dim), dim=-1)
         narrow = not hasattr(self, "q_proj")
         q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_BSH))) if narrow else self.q_proj(x_BSH)
         q_BSAD = rearrange(q, "B S (A D) -> B S A D", A=self.num_heads)
         q_BSAN, q_BSAP = q_BSAD.split((self.nope_dim, self.rope_dim), dim=-1)
         q_BASP, k_B1SP = rotate(q_BSAP, k_BSP.unsqueeze(2), context, interleaved=self.interleaved)
         q_BASD = torch.cat((q_BSAN.transpose(1, 2), q_BASP), dim=-1)
-        k_BASD = torch.cat((k_BASN, k_B1SP.expand_as(q_BASP)), dim=-1)
-        y_BASV = attend(q_BASD, k_BASD, v_BASV, context, scale=self.scale)
-        return self.o_proj(rearrange(y_BASV, "B A S V -> B S (A V)"))
+        return q_BASD, self.kv_a_layernorm(latent_BSC).unsqueeze(1), k_B1SP
+
+    def expand(self, *shared: Tensor) -> tuple[Tensor, Tensor]:
+        """Each head's keys and values, made of the latent; the rotated part of the key is the same for all."""
+        latent_B1SC, k_B1SP = shared
+        kv_BASX = rearrange(self.kv_b_proj(latent_B1SC.squeeze(1)), "B S (A X) -> B A S X", A=self.num_heads)
+        k_BASN, v_BASV = kv_BASX.split((self.nope_dim, self.v_dim), dim=-1)
+        return torch.cat((k_BASN, k_B1SP.expand(-1, self.num_heads, -1, -1)), dim=-1), v_BASV

@@ -23,9 +23,10 @@ from dualpipe.models.decoder import DenseMLP, Layer, SparseMLP
 from dualpipe.models.hub import HubConfig
 from dualpipe.models.sizes import head_flops, layer_flops
 from dualpipe.nn import Embedding, Linear, RMSNorm
-from dualpipe.nn.attention import Context
+from dualpipe.nn.attention import Context, SequenceSplit
 from dualpipe.nn.init import seeded_normal_
 from dualpipe.nn.segments import Compute, Segment, run_segments
+from dualpipe.parallel.context import ContextParallel
 from dualpipe.parallel.expert import ExpertParallel
 
 RECOMPUTE = ("attention", "experts", "norms", "layer", "dispatch")
@@ -76,6 +77,7 @@ class Stage(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.first, self.last, self.recompute = config, first, last, Recompute()
+        self.split = SequenceSplit()
         if first:
             embedding = self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleDict({str(index): config.layer(index) for index in layers})
@@ -98,6 +100,14 @@ class Stage(nn.Module):
             if isinstance(module, SparseMLP):
                 module.dispatcher = experts.dispatcher()
 
+    def use_context_parallelism(self, context: ContextParallel) -> None:
+        """Have the tokens of a sequence on all ranks of `context`, as its `split` says: this stage then gets its own
+        ones, and the positions of all. Raises ValueError where the layers' heads do not go with its method."""
+        self.split = context.split
+        for _, layer in self.numbered():
+            context.method_of(layer.self_attn)
+            layer.self_attn.context_parallel = context if context.split.size > 1 else None
+
     def compile_dense(self, **options: Any) -> None:
         """Have attention and dense MLPs go through `torch.compile(**options)`: what is between linear layers, which
         hand out weight gradients that no compiler sees. Experts and norms have their own kernels: the host takes 60 us
@@ -114,7 +124,7 @@ class Stage(nn.Module):
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         """Tokens (B, S) on the first stage, else hidden (B, S, H) -> logits (B, S, V) on the last, else hidden.
         positions: of each token in its document (B, S), where a row holds several; attention does not cross
-        documents."""
+        documents. Where ranks share a sequence, those of all its tokens, of which the tokens are this rank's."""
         layers = (Compute(layer, ("x", "context"), "x") for layer in self.layers.values())
         return run_segments(self._around(layers), {"x": x, "positions": positions})["x"]
 
@@ -122,7 +132,8 @@ class Stage(nn.Module):
         """What is before and after the layers with it: from "x" and "positions" to "x"."""
         found: list[Segment] = [Compute(self.embed_tokens, "x", "x")] if self.first else []
         if self.layers:
-            found += [Compute(partial(Context, self.config.rotary), ("x", "positions"), "context"), *layers]
+            context = partial(Context, self.config.rotary, split=self.split)
+            found += [Compute(context, ("x", "positions"), "context"), *layers]
         if self.last:
             found.append(Compute(lambda x_BSH: self.lm_head(self.norm(x_BSH)), "x", "x"))
         return found or [Compute(lambda x_BSH: x_BSH, "x", "x")]

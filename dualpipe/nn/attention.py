@@ -14,14 +14,14 @@ fused kernel does not write the (S, S) scores: torch's own where only the future
 them where heads share keys), and FlexAttention for all else, which skips blocks that a window or a document hides.
 
 Dimension letters: B batch, S sequence, H hidden, A query heads, G key/value heads (a divisor of A), R = A / G, D head
-dimension of queries and keys, V of values; d pairs of its dimensions, D / 2.
+dimension of queries and keys, V of values; d pairs of its dimensions, D / 2; T keys of a part of the sequence.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +37,9 @@ from dualpipe.nn.layers import RMSNorm, norm_weight_grad
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
+
+
+Ranges = tuple[tuple[int, int], ...]  # parts of a sequence, each from one token to before another
 
 
 @dataclass(frozen=True)
@@ -145,22 +148,70 @@ class _Rotate(torch.autograd.Function):
         return dq, dq_weight, dk_weight, dk, None, None, None, None
 
 
+@dataclass(frozen=True)
+class SequenceSplit:
+    """Which tokens of a sequence are those of rank `rank` among the `size` ranks that share it.
+
+    The sequence is cut into 2 * size consecutive chunks, as even as can be, longer ones first, and rank r has chunks r
+    and 2 * size - 1 - r: an early one, whose tokens see little, and a late one, so that all ranks attend about as much.
+    Example: 9 tokens on 2 ranks are chunks of 3, 2, 2, 2; rank 0 has tokens 0 1 2 7 8, rank 1 tokens 3 4 5 6.
+    """
+
+    rank: int = 0
+    size: int = 1
+
+    def own(self, length: int) -> Tensor:
+        """Indices of the rank's tokens in a sequence of `length`, ascending, int64 (S_own,)."""
+        return torch.cat([torch.arange(start, stop, device="cpu") for start, stop in self.chunks(length)])
+
+    def counts(self, length: int) -> tuple[int, ...]:
+        """How many tokens each rank has."""
+        ranks = (replace(self, rank=rank).chunks(length) for rank in range(self.size))
+        return tuple(sum(stop - start for start, stop in chunks) for chunks in ranks)
+
+    def chunks(self, length: int) -> list[tuple[int, int]]:
+        """(start, stop) of the rank's chunks, ascending; ValueError for a sequence with fewer tokens than chunks."""
+        if self.size == 1:
+            return [(0, length)]
+        if length < 2 * self.size:
+            raise ValueError(f"a sequence of {length} tokens cannot be shared by {self.size} ranks, each of which has "
+                             f"two chunks of it; give at least {2 * self.size} tokens, or use fewer ranks")
+        each, longer = divmod(length, 2 * self.size)
+        starts = [number * each + min(number, longer) for number in range(2 * self.size + 1)]
+        return [(starts[number], starts[number + 1]) for number in (self.rank, 2 * self.size - 1 - self.rank)]
+
+
 class Context:
     """What all attention layers of a stage have in common for one micro-batch: rotary tables and who sees whom."""
 
-    def __init__(self, rotary: Rotary, x_BSH: Tensor, positions_BS: Tensor | None = None) -> None:
-        batch, length = x_BSH.shape[:2]
-        if positions_BS is not None and positions_BS.shape != (batch, length):
-            raise ValueError(f"positions must be {(batch, length)}, as the tokens are; got {tuple(positions_BS.shape)}")
-        self.length, self.device = length, x_BSH.device
+    def __init__(
+        self, rotary: Rotary, x_BSH: Tensor, positions_BS: Tensor | None = None, split: SequenceSplit = SequenceSplit()
+    ) -> None:
+        """x_BSH: the tokens here, of which the length alone counts. positions_BS: of all tokens of the sequence, also
+        where ranks share it by `split`, which then need them; ValueError for others, or none."""
+        batch, here = x_BSH.shape[:2]
+        self.batch, self.length, self.split, self.device = batch, here, split, x_BSH.device
+        if split.size > 1:
+            if positions_BS is None:
+                raise ValueError(f"positions must be given where {split.size} ranks share a sequence: those of all its "
+                                 "tokens (B, S), on each of them")
+            self.length = positions_BS.shape[-1]
+            if (own := split.counts(self.length)[split.rank]) != here:
+                raise ValueError(f"positions are given of {self.length} tokens, of which rank {split.rank} of "
+                                 f"{split.size} has {own}; got {here} tokens: cut them by SequenceSplit")
+        if positions_BS is not None and positions_BS.shape != (batch, self.length):
+            raise ValueError(f"positions must be {(batch, self.length)}, as the tokens are; got "
+                             f"{tuple(positions_BS.shape)}")
         self.documents_BS = None if positions_BS is None else document_numbers(positions_BS)
-        positions = torch.arange(length, device=x_BSH.device) if positions_BS is None else positions_BS
+        positions = torch.arange(here, device=x_BSH.device) if positions_BS is None else positions_BS
+        if split.size > 1:
+            positions = cut(positions, split.chunks(self.length))
         cos, sin = rotary.tables(positions, torch.promote_types(x_BSH.dtype, torch.float32))
         if positions_BS is not None:
             cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # (B, 1, S, D): the same for all heads
         self._tables = {cos.dtype: (cos, sin)}
-        self._visible: dict[int | None, Tensor] = {}  # by window, as the next
-        self._blocks: dict[int | None, BlockMask] = {}
+        self._visible: dict[Any, Tensor] = {}  # by window and parts, as the next
+        self._blocks: dict[Any, BlockMask] = {}
 
     def tables(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and sin, each (S, D) or (B, 1, S, D)."""
@@ -169,26 +220,40 @@ class Context:
             self._tables[dtype] = cos.to(dtype), sin.to(dtype)
         return self._tables[dtype]
 
-    def visible(self, window: int | None = None) -> Tensor:
-        """Which keys a query sees: bool (S, S), or (B, S, S) where there are documents."""
-        if window not in self._visible:
-            key_S = torch.arange(self.length, device=self.device)
-            query_S1 = key_S.unsqueeze(1)
-            seen = key_S <= query_S1
+    def visible(self, window: int | None = None, queries: Ranges = (), keys: Ranges = ()) -> Tensor:
+        """Which keys a query sees: bool (S, S), or (B, S, S) where there are documents. queries, keys: parts of the
+        sequence that they are, instead of all of it."""
+        if (window, queries, keys) not in self._visible:
+            key_T, query_S1 = self._places(keys), self._places(queries).unsqueeze(1)
+            seen = key_T <= query_S1
             if window is not None:
-                seen = seen & (key_S > query_S1 - window)
-            if self.documents_BS is not None:
-                seen = seen & (self.documents_BS.unsqueeze(1) == self.documents_BS.unsqueeze(2))
-            self._visible[window] = seen
-        return self._visible[window]
+                seen = seen & (key_T > query_S1 - window)
+            if (documents := self.documents_BS) is not None:
+                seen = seen & (cut(documents, keys).unsqueeze(1) == cut(documents, queries).unsqueeze(2))
+            self._visible[window, queries, keys] = seen
+        return self._visible[window, queries, keys]
 
-    def blocks(self, window: int | None = None) -> BlockMask:
+    def blocks(self, window: int | None = None, queries: Ranges = (), keys: Ranges = ()) -> BlockMask:
         """The same for FlexAttention: which blocks of keys a block of queries sees, in full or in part."""
-        if window not in self._blocks:
+        if (window, queries, keys) not in self._blocks:
             from dualpipe.nn import compiled
 
-            self._blocks[window] = compiled.make_blocks(self.length, window, self.documents_BS, self.device)
-        return self._blocks[window]
+            places = (self._places(queries), self._places(keys)) if queries or keys else None
+            made = compiled.make_blocks(self.length, window, self.documents_BS, self.device, places)
+            self._blocks[window, queries, keys] = made
+        return self._blocks[window, queries, keys]
+
+    def _places(self, parts: Ranges) -> Tensor:
+        """The indices in the sequence of the tokens of some parts; of all, where none are named."""
+        each = [torch.arange(*part, device=self.device) for part in parts or ((0, self.length),)]
+        return torch.cat(each) if len(each) > 1 else each[0]
+
+
+def cut(x_BS: Tensor, parts: Iterable[tuple[int, int]]) -> Tensor:
+    """Parts of a sequence, each from one token to before another, behind one another; all of it, where there are none.
+    Further dimensions stay."""
+    each = [x_BS[:, start:stop] for start, stop in parts] or [x_BS]
+    return torch.cat(each, 1) if len(each) > 1 else each[0]
 
 
 def packed_positions(cu_seqlens: Tensor, batch: int, length: int) -> Tensor:
@@ -244,13 +309,49 @@ def attention_reference(
     sinks_A: Tensor | None = None,
 ) -> Tensor:
     """`attend` as it is written down: scores of the dtype of q, the softmax in at least float32."""
-    q_BGRSD = rearrange(q_BASD, "B (G R) S D -> B G R S D", G=k_BGSD.shape[1])
-    scores = q_BGRSD @ k_BGSD.unsqueeze(2).mT * scale  # (B, G, R, S, S)
-    wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    seen = context.visible(window)
-    wide = wide.masked_fill(~(seen if seen.dim() == 2 else seen[:, None, None]), -torch.inf)
+    wide = _scores(q_BASD, k_BGSD, context.visible(window), scale, -torch.inf)
     if sinks_A is not None:
         sinks = rearrange(sinks_A.to(wide.dtype), "(G R) -> 1 G R 1 1", G=k_BGSD.shape[1])
         wide = torch.cat((wide, sinks.expand(*wide.shape[:-1], 1)), -1)
-    probs = wide.softmax(-1)[..., : seen.shape[-1]].to(v_BGSV.dtype)
+    probs = wide.softmax(-1)[..., : k_BGSD.shape[2]].to(v_BGSV.dtype)
     return rearrange(probs @ v_BGSV.unsqueeze(2), "B G R S V -> B (G R) S V")
+
+
+def attend_part(
+    q_BASD: Tensor, k_BGTD: Tensor, v_BGTV: Tensor, context: Context, queries: Ranges, keys: Ranges, *, scale: float,
+    window: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """What some queries make of some keys: attention as by `attend` without sinks (B, A, S, V), and the log-sum-exp of
+    their scores (B, A, S) in at least float32, by which it is added to what they make of other keys; that is -inf, or
+    next to it, for a query that sees none of them, and its attention any finite number.
+
+    On CUDA by FlexAttention, of which nothing here is proven on a GPU.
+    """
+    if _has_kernel(q_BASD, v_BGTV, False):
+        from dualpipe.nn import compiled
+
+        q_BASD, k_BGTD = q_BASD.to(v_BGTV.dtype), k_BGTD.to(v_BGTV.dtype)
+        blocks = context.blocks(window, queries, keys)
+        return compiled.compiled(compiled.attention_part_flex)(q_BASD, k_BGTD, v_BGTV, blocks, scale)
+    # Not -inf: a row of it alone has no softmax, and no gradient.
+    least = torch.finfo(torch.promote_types(q_BASD.dtype, torch.float32)).min / 2
+    k_BGTD = k_BGTD.to(q_BASD.dtype)  # which a norm kept in float32 may have widened
+    wide = _scores(q_BASD, k_BGTD, context.visible(window, queries, keys), scale, least)
+    lse_BGRS1 = wide.logsumexp(-1, keepdim=True)
+    y_BGRSV = (wide - lse_BGRS1).exp().to(v_BGTV.dtype) @ v_BGTV.unsqueeze(2)
+    return y_BGRSV.flatten(1, 2), lse_BGRS1.flatten(1, 2).squeeze(-1)
+
+
+def _scores(q_BASD: Tensor, k_BGTD: Tensor, seen: Tensor, scale: float, hidden: float) -> Tensor:
+    """Scores (B, G, R, S, T) in at least float32, `hidden` where a query does not see a key."""
+    q_BGRSD = rearrange(q_BASD, "B (G R) S D -> B G R S D", G=k_BGTD.shape[1])
+    scores = q_BGRSD @ k_BGTD.unsqueeze(2).mT * scale
+    wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    return wide.masked_fill(~(seen if seen.dim() == 2 else seen[:, None, None]), hidden)
+
+
+def apply_sinks(y_BASV: Tensor, lse_BAS: Tensor, sinks_A: Tensor) -> Tensor:
+    """What attention without sinks and its log-sum-exp become with them, in the dtype of the former: a sink s adds e^s
+    to the softmax's denominator Z = e^lse, so it scales the result by Z / (Z + e^s), which is sigmoid(lse - s)."""
+    share_BAS = torch.sigmoid(lse_BAS - sinks_A.to(lse_BAS.dtype).unsqueeze(-1))
+    return (y_BASV * share_BAS.unsqueeze(-1)).to(y_BASV.dtype)

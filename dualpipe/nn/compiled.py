@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
+from dualpipe.nn.attention import apply_sinks
 from dualpipe.nn.grouped_linear import GroupedLinear
 from dualpipe.nn.layers import Linear
 
@@ -31,17 +32,24 @@ def grouped(layer: GroupedLinear, *arguments: Any) -> Any:
     return layer._forward(*arguments)
 
 
-def make_blocks(length: int, window: int | None, documents_BS: Tensor | None, device: torch.device) -> BlockMask:
-    """Which blocks of keys a block of queries sees, in full or in part."""
+def make_blocks(
+    length: int, window: int | None, documents_BS: Tensor | None, device: torch.device,
+    places: tuple[Tensor, Tensor] | None = None,
+) -> BlockMask:
+    """Which blocks of keys a block of queries sees, in full or in part. places: where in the sequence of `length` the
+    queries are (S,), and the keys (T,); None: from its start to its end."""
     # A tensor: a number would be compiled in, once for each window.
     reach = torch.full((), length if window is None else window, device=device)
 
     def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        if places is not None:
+            query, key = places[0][query], places[1][key]
         near = (key <= query) & (key > query - reach)
         return near if documents_BS is None else near & (documents_BS[row, query] == documents_BS[row, key])
 
     make = create_block_mask if device.type == "cpu" else compiled(create_block_mask)
-    return make(sees, None if documents_BS is None else len(documents_BS), None, length, length, device=device)
+    queries, keys = (length, length) if places is None else map(len, places)
+    return make(sees, None if documents_BS is None else len(documents_BS), None, queries, keys, device=device)
 
 
 def attention_flex(
@@ -55,11 +63,14 @@ def attention_flex(
     return apply_sinks(y_BASV, aux.lse, sinks_A)
 
 
-def apply_sinks(y_BASV: Tensor, lse_BAS: Tensor, sinks_A: Tensor) -> Tensor:
-    """What attention without sinks and its log-sum-exp become with them, in the dtype of the former: a sink s adds e^s
-    to the softmax's denominator Z = e^lse, so it scales the result by Z / (Z + e^s), which is sigmoid(lse - s)."""
-    share_BAS = torch.sigmoid(lse_BAS - sinks_A.to(lse_BAS.dtype).unsqueeze(-1))
-    return (y_BASV * share_BAS.unsqueeze(-1)).to(y_BASV.dtype)
+def attention_part_flex(
+    q_BASD: Tensor, k_BGTD: Tensor, v_BGTV: Tensor, blocks: BlockMask, scale: float
+) -> tuple[Tensor, Tensor]:
+    """`attend_part`; to be compiled likewise."""
+    y_BASV, aux = flex_attention(q_BASD, k_BGTD, v_BGTV, block_mask=blocks, scale=scale, enable_gqa=True,
+                                 return_aux=AuxRequest(lse=True))
+    assert aux.lse is not None, "it was requested"
+    return y_BASV, aux.lse
 
 
 @cache

@@ -96,14 +96,18 @@ class Compute(_OneName):
 class Communicate(_OneName):
     """A communication between two compute segments.
 
-    recompute: do not keep what arrives, for a compute segment that is recomputed, but send it again. What is sent is
-    computed again as well, so both neighbours must be recomputed.
+    Compute segments that come next and neither read nor write what it writes run while it is under way.
+
+    recompute: do not keep what arrives, for a compute segment that is recomputed, the next, but send it again. What is
+    sent is computed again as well where the one before is recomputed, and kept where it is not.
+    of_attention: whether it is between ranks that share a sequence, instead of to experts or back.
     """
 
     communication: Communication
     reads: Names | str
     writes: Names | str
     recompute: bool = False
+    of_attention: bool = False
 
 
 Segment = Compute | Communicate
@@ -152,11 +156,11 @@ def checked(segments: Sequence[Segment], side: Iterable[str] = ()) -> list[Segme
         if reserved := [n for n in segment.writes if _is_of_criterion(n)]:
             raise ValueError(f"segment {number} writes {reserved}, names that the pipeline uses; choose others")
         known |= set(segment.writes)
-        if isinstance(segment, Communicate) and segment.recompute:
-            beside = [segments[n].recompute for n in (number - 1, number + 1) if 0 <= n < len(segments)]
-            if beside != [True, True] or not hasattr(segment.communication, "again"):
-                raise ValueError(f"segment {number} is a communication with recompute: it must be between two segments "
-                                 "that are recomputed, and have an `again`")
+        again = any(after.recompute for after in segments[number + 1 : number + 2])
+        if isinstance(segment, Communicate) and segment.recompute and not (
+                again and hasattr(segment.communication, "again")):
+            raise ValueError(f"segment {number} is a communication with recompute: the segment after it must be "
+                             "recomputed, and it must have an `again`")
     return list(segments)
 
 
@@ -203,11 +207,20 @@ def regions(segments: Sequence[Segment]) -> list[dict[int, Names]]:
 
 
 def merged(segments: Sequence[Segment], results: Names) -> list[Segment]:
-    """Neighbouring compute segments that are recomputed, or not, as one: what is between them is not kept apart."""
+    """Neighbouring compute segments that are recomputed, or not, as one: what is between them is not kept apart. One
+    that is the first to read what a communication before it brings is not joined to those that run meanwhile."""
     found: list[Segment] = []
-    pairs = zip(segments, needed_after(segments, results))
-    for (compute, recompute), group in groupby(pairs, lambda pair: (isinstance(pair[0], Compute), pair[0].recompute)):
-        parts, needed = zip(*group)
+    under_way: set[str] = set()
+    arrived, arrivals = 0, []
+    for segment in segments:
+        if isinstance(segment, Communicate):
+            under_way = set(segment.writes)
+        elif under_way.intersection(segment.reads):
+            arrived, under_way = arrived + 1, set()
+        arrivals.append((isinstance(segment, Compute), segment.recompute, arrived))
+    each = zip(segments, needed_after(segments, results), arrivals)
+    for (compute, recompute, _), group in groupby(each, lambda found: found[2]):
+        parts, needed, _ = zip(*group)
         if not compute or len(parts) == 1:
             found += parts
             continue

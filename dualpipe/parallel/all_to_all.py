@@ -18,8 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from dualpipe import device
 from dualpipe.recorder import Recorder
 
-_TITLE = "rows to or from experts"
-
 # On its way: on CPU its work, on a device what comes after it; and what it is called, for which no class: 0.2 us.
 Exchange = tuple[dist.Work | None, device.Event | None, str]
 
@@ -58,7 +56,8 @@ class GroupAllToAll:
 class CommStream:
     """What all layers share: the all-to-all, the stream beside the computing one, and the count of bytes sent."""
 
-    def __init__(self, all_to_all: AsyncAllToAll) -> None:
+    def __init__(self, all_to_all: AsyncAllToAll, title: str = "rows to or from experts") -> None:
+        self._title = title  # of what is sent, in traces
         self.all_to_all, self.group, self.size = all_to_all, all_to_all.group, all_to_all.size
         self.device, self.sent_bytes = all_to_all.device, 0
         self._stream = device.new_stream(self.device)
@@ -71,9 +70,9 @@ class CommStream:
         self, received: Tensor, sent: Tensor, received_rows: Sequence[int], sent_rows: Sequence[int]
     ) -> Exchange:
         """Start to exchange rows as an `AsyncAllToAll` does, within `beside`."""
-        recorder, title = Recorder.current(), _TITLE
+        recorder, title = Recorder.current(), self._title
         if recorder.whole:  # while a trace is taken, in which waits are told apart
-            title = f"{_TITLE}, number {recorder.count('exchange')}"
+            title = f"{title}, number {recorder.count('exchange')}"
             recorder.begin("exchange", title, (), sent.nbytes)
         try:
             work = self.all_to_all.start(received, sent, received_rows, sent_rows)

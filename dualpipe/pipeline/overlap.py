@@ -17,6 +17,9 @@ waits for `experts 3`: before one action starts a communication, those of the ot
     computing       finish 3    attend 0    experts 3           experts 0    attend 3    finish 0
     communicating               combine 3   counts 0, rows 0    dispatch 3   combine 0
 
+A communication whose result the next compute segments do not read is waited for when one does, or when its action has
+another one to start: so the keys and values of a part of the sequence travel while those before are attended to.
+
 All ranks walk the same actions in the same order, whatever has arrived, so their communications match.
 
 An action that fails goes on without computing and takes part in its communications, so that no other rank waits.
@@ -58,7 +61,7 @@ class SegmentRecord:
 class Part(NamedTuple):
     """A segment of a stage as it runs: in a forward ("F"), one that is run again ("R"), or a backward.
 
-    inside: whether it is between a communication and its return, as what experts compute is.
+    inside: whether it is between a communication and its return, as what experts compute is; not those of attention.
     """
 
     kind: str
@@ -151,6 +154,7 @@ class Flight:
 
     _pending: Pending | None = None  # None before the start, at the end, and when it has failed
     _advanced = False
+    _sent: tuple[Any, ...] = ()  # stays until the end, as other streams read it
 
     def __init__(
         self, state: MicrobatchState, start: Callable[[Any], Pending], values: Mapping[str, Any], names: Iterable[str]
@@ -163,7 +167,8 @@ class Flight:
         if state.error is None:
             with state.attempt():
                 found = [values[name] for name in names]
-                self._pending = start(tuple(v.detach() if isinstance(v, Tensor) else v for v in found))
+                self._sent = tuple(v.detach() if isinstance(v, Tensor) else v for v in found)
+                self._pending = start(self._sent)
         if state.error is not None and not state.broken:
             with state.attempt(on_its_way=True):
                 self._pending = start(None)
@@ -182,10 +187,13 @@ class Flight:
         """What was received, and the context for the backward; None where it failed."""
         self.advance()
         pending, self._pending = self._pending, None
-        if pending is not None:
-            with self._state.attempt(on_its_way=True):
-                return pending.wait()
-        return None
+        try:
+            if pending is not None:
+                with self._state.attempt(on_its_way=True):
+                    return pending.wait()
+            return None
+        finally:
+            self._sent = ()
 
 
 Task = Generator[Flight | None, None, None]  # None: it has computed something to hide the others' behind
@@ -224,7 +232,8 @@ class SegmentedStage:
         self._store, self._ready, self._autocast = store, ready, autocast
         self._recorder = Recorder.current()
         self.communications = sum(isinstance(segment, Communicate) for segment in segments)
-        before = accumulate(isinstance(segment, Communicate) for segment in self._segments)
+        of_experts = (isinstance(segment, Communicate) and not segment.of_attention for segment in self._segments)
+        before = accumulate(of_experts)
         self._inside = {number for number, communications in enumerate(before) if communications % 2}
         self._needed = needed_after(self._segments, results)
         self._regions = {max(region): region for region in regions(self._segments)}
@@ -243,8 +252,12 @@ class SegmentedStage:
         if self._ready is not None and not again and state.error is None:
             with state.attempt():
                 self._ready()
+        under_way: tuple[Flight, Communicate, SegmentRecord] | None = None
         for number in numbers:
             segment, record = self._segments[number], state.records[number] if state.records else SegmentRecord()
+            if under_way is not None and _meet(segment, under_way[1].writes):
+                self._arrive(*under_way, state, carry, again)
+                under_way = None
             if again:
                 carry |= record.kept
                 record.kept = {}
@@ -256,17 +269,7 @@ class SegmentedStage:
                 start = partial(segment.communication.again, record.context) if again else segment.communication.forward
                 flight = Flight(state, start, carry, segment.reads)
                 yield flight
-                received = flight.finish()
-                if received is not None and not again:
-                    record.context = received[1]
-                if received is not None and state.error is None:
-                    with state.attempt():
-                        wanted = any(record.differentiable) and torch.is_grad_enabled()
-                        carry.update({
-                            name: as_leaf(value, wanted)
-                            for name, value in zip(segment.writes, as_results(segment, received[0]))
-                        })
-                del received  # and with it what was sent
+                under_way = flight, segment, record
             elif state.error is None:
                 part = Part("R" if again else "F", *state.slot, number, number in self._inside)
                 self._recorder.begin("segment", part)
@@ -275,6 +278,25 @@ class SegmentedStage:
                 self._recorder.end()
             for name in carry.keys() - self._needed[number]:
                 del carry[name]
+        if under_way is not None:
+            self._arrive(*under_way, state, carry, again)
+
+    @staticmethod
+    def _arrive(
+        flight: Flight, segment: Communicate, record: SegmentRecord, state: MicrobatchState, carry: dict[str, Any],
+        again: bool,
+    ) -> None:
+        """Wait for what a communication brings, into the carry."""
+        received = flight.finish()
+        if received is not None and not again:
+            record.context = received[1]
+        if received is not None and state.error is None:
+            with state.attempt():
+                wanted = any(record.differentiable) and torch.is_grad_enabled()
+                carry.update({
+                    name: as_leaf(value, wanted)
+                    for name, value in zip(segment.writes, as_results(segment, received[0]))
+                })
 
     def _compute(
         self, segment: Compute, carry: dict[str, Any], record: SegmentRecord, again: bool, part: Part
@@ -314,7 +336,11 @@ class SegmentedStage:
         an "I" leaves them; a "B" computes them when a communication has started, and at the end."""
         deferred = partial(self._run_traced if self._recorder.whole else self._store.run, key)
         state.deferred = deferred if kind == "B" else None
+        under_way: tuple[Flight, Communicate, SegmentRecord] | None = None
         for number, segment in reversed(list(enumerate(self._segments))):
+            if under_way is not None and (number in self._regions or _meet(segment, _differentiable(*under_way[1:]))):
+                self._return(*under_way, state)
+                under_way = None
             if number in self._regions:
                 yield from self._through(self._regions[number], state, {}, again=True)
             record = state.records.pop() if state.records else SegmentRecord()
@@ -322,18 +348,7 @@ class SegmentedStage:
             if isinstance(segment, Communicate):
                 flight = Flight(state, partial(segment.communication.backward, record.context), given, segment.writes)
                 yield flight
-                received = flight.finish()
-                if received is not None and state.error is None:
-                    with state.attempt():
-                        if len(received[0]) != len(segment.reads):
-                            raise ValueError(f"the backward of a communication gave {len(received[0])} gradients for "
-                                             f"what it reads, {segment.reads}; None stands for one that is not needed")
-                        state.add_gradients(
-                            (name, gradient)
-                            for name, needed, gradient in zip(segment.reads, record.differentiable, received[0])
-                            if needed
-                        )
-                del received
+                under_way = flight, segment, record
             elif state.error is None:
                 self._recorder.begin("segment", part := Part(kind, *state.slot, number, number in self._inside))
                 with state.attempt():
@@ -341,7 +356,22 @@ class SegmentedStage:
                     self._recorder.made(part, *(leaf.grad for leaf in record.leaves.values() if leaf.grad is not None))
                 self._recorder.end()
             del record, given  # and with them what the segment read, before anything else is made
+        if under_way is not None:
+            self._return(*under_way, state)
         state.weight_gradients()
+
+    @staticmethod
+    def _return(flight: Flight, segment: Communicate, record: SegmentRecord, state: MicrobatchState) -> None:
+        """Wait for the gradients that a communication brings back."""
+        received = flight.finish()
+        if received is None or state.error is not None:
+            return
+        with state.attempt():
+            if len(received[0]) != len(segment.reads):
+                raise ValueError(f"the backward of a communication gave {len(received[0])} gradients for what it "
+                                 f"reads, {segment.reads}; None stands for one that is not needed")
+            wanted = _differentiable(segment, record)
+            state.add_gradients(pair for pair in zip(segment.reads, received[0]) if pair[0] in wanted)
 
     def _run_traced(self, key: Hashable) -> None:
         """Run deferred weight gradients as an entry, which at other times is part of its action."""
@@ -367,6 +397,17 @@ class SegmentedStage:
                     piece()
             if (i + 1) * turns // len(pieces) > i * turns // len(pieces):
                 yield None
+
+
+def _differentiable(segment: Communicate, record: SegmentRecord) -> Names:
+    """What a communication reads that has a gradient."""
+    return tuple(name for name, needed in zip(segment.reads, record.differentiable) if needed)
+
+
+def _meet(segment: Compute | Communicate, names: Iterable[str]) -> bool:
+    """Whether a segment cannot run while a communication is under way that brings tensors of these names, or their
+    gradients. Of gradients also where it only adds to them: sums keep their order."""
+    return isinstance(segment, Communicate) or not {*segment.reads, *segment.writes}.isdisjoint(names)
 
 
 def run_backward(roots: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:

@@ -174,6 +174,66 @@ def test_a_walk_computes_on_one_side_while_the_other_communicates():
     ]
 
 
+def noted(log, name):
+    """Computes what it reads, and says so, also in the backward."""
+    def run(*inputs):
+        total = sum(inputs) * 2
+        log.append(name)
+        if total.requires_grad:
+            total.register_hook(lambda _: log.append(f"{name} back"))
+        return total
+    return run
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_communication_is_waited_for_when_something_reads_what_it_brings(recompute):
+    """Alone, there and back; neighbours of which only the later one reads it are not joined. What a recomputed
+    communication reads is kept where the segment before it is not recomputed."""
+    log = []
+    segments = [
+        Compute(noted(log, "first"), "x", "rows"),
+        Compute(noted(log, "other"), "x", "other"),
+        Communicate(Rolled(log), "rows", "there", recompute),
+        Compute(noted(log, "meanwhile"), "other", "other", recompute),
+        Compute(noted(log, "reads"), ("there", "other"), "x", recompute),
+    ]
+    stage, x = SegmentedStage(segments, ("x",), ("x",), store=WeightGradStore()), torch.randn(3, 2, requires_grad=True)
+    state = MicrobatchState()
+    state.begin({"x": x}, ("x",))
+    walk([stage.forward(state)])
+    expected = 4 * x.roll(1, 0) + 8 * x
+    assert torch.equal(state.carry["x"], expected)
+    there = ["forward", "meanwhile", "advance", "wait", "reads"]
+    assert log == ["first", "other", *there]
+    log.clear()
+    state.gradients = {"x": torch.ones(3, 2)}
+    walk([stage.backward(state, "B", "B")])
+    assert state.error is None and torch.equal(state.input_gradients()[0], torch.full((3, 2), 12.0))
+    back = ["reads back", "meanwhile back", "backward", "advance", "wait", "other back", "first back"]
+    assert log == (["again", *there[1:]] if recompute else []) + back
+
+
+def test_gradients_travel_while_what_does_not_read_them_is_computed():
+    log = []
+    segments = [
+        Compute(noted(log, "first"), "x", "rows"),
+        Communicate(Rolled(log), "rows", "there"),
+        Compute(noted(log, "between"), "x", "other"),
+        Communicate(Rolled(log), "there", "there"),
+        Compute(noted(log, "last"), ("there", "other"), "x"),
+    ]
+    stage, x = SegmentedStage(segments, ("x",), ("x",), store=WeightGradStore()), torch.randn(3, 2, requires_grad=True)
+    state = MicrobatchState()
+    state.begin({"x": x}, ("x",))
+    walk([stage.forward(state)])
+    log.clear()
+    state.gradients = {"x": torch.ones(3, 2)}
+    walk([stage.backward(state, "B", "B")])
+    assert torch.equal(state.input_gradients()[0], torch.full((3, 2), 8.0))
+    assert log == ["last back", "backward", "between back", "advance", "wait", "backward", "advance", "wait",
+                   "first back"]
+
+
 def test_what_cannot_be_advanced_fails_its_own_action_which_goes_on_to_take_part():
     """The rows of the first side's first communication cannot be sent, when the other side's turn is to start one."""
     log, states, tasks = [], [], []
@@ -726,8 +786,8 @@ def test_inputs_and_labels_that_require_gradients_get_them():
     (lambda s: [Compute(s.a, "rows", "x")], "segment 0 reads .'rows'., which no segment before it writes"),
     (lambda s: [Compute(s.a, "x", "loss"), Compute(s.b, "loss", "x")], "segment 0 writes .'loss'., names that"),
     (lambda s: [Compute(s.a, "x", ("x", "x1"))], "must write the outputs of the stage"),
-    (lambda s: [Compute(s.a, "x", "d"), Communicate(Rolled([]), "d", "d", True), Compute(s.b, "d", "x", True)],
-     "segment 1 is a communication with recompute: it must be between"),
+    (lambda s: [Compute(s.a, "x", "d", True), Communicate(Rolled([]), "d", "d", True), Compute(s.b, "d", "x")],
+     "segment 1 is a communication with recompute: the segment after it must be recomputed"),
     (lambda s: 1 / 0, "division"),
 ])
 def test_segments_that_cannot_be_run_are_refused_at_once(segments, message):

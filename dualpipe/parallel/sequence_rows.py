@@ -1,0 +1,115 @@
+"""What the ranks that share sequences send each other: rows of numbers for tokens, whose counts all of them know.
+
+Dimension letters: B batch, T tokens, C numbers in a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from dualpipe import device
+from dualpipe.nn.attention import Context, SequenceSplit
+from dualpipe.nn.segments import Pending
+from dualpipe.parallel.all_to_all import AsyncAllToAll, CommStream, GroupAllToAll, PendingRows
+
+
+class SharedAttention(Protocol):
+    """What is asked of an attention layer: see `dualpipe.models.decoder.Attention`."""
+
+    num_heads: int
+    num_kv_heads: int
+    qk_dim: int
+    v_dim: int
+    window: int | None
+    scale: float
+    sinks: nn.Parameter | None
+    shared: tuple[tuple[int, int], ...]
+
+    def project(self, x_BSH: Tensor, context: Context) -> tuple[Tensor, ...]: ...
+
+    def expand(self, *shared: Tensor) -> tuple[Tensor, Tensor]: ...
+
+    def output(self, y_BASV: Tensor) -> Tensor: ...
+
+
+class Sizes(NamedTuple):
+    """Of a micro-batch, which a rank must know that has failed, as others count on what it sends."""
+
+    batch: int
+    length: int  # of the whole sequence
+    itemsize: int  # bytes of a number in a row
+
+
+class SequenceRanks:
+    """The ranks that share sequences. mesh: as `ContextParallel` takes it."""
+
+    def __init__(self, mesh: DeviceMesh | AsyncAllToAll | None) -> None:
+        self.split, self._latest, self._agreed = SequenceSplit(), Sizes(0, 0, 0), False
+        if mesh is not None and (mesh.size() if isinstance(mesh, DeviceMesh) else mesh.size) > 1:
+            ranks = GroupAllToAll(mesh) if isinstance(mesh, DeviceMesh) else mesh
+            self.stream, self.split = CommStream(ranks, "keys and values"), SequenceSplit(ranks.rank, ranks.size)
+
+    @property
+    def sent_bytes(self) -> int:
+        """What this rank has sent to others."""
+        return 0 if self.split.size == 1 else self.stream.sent_bytes
+
+    def expect(self, batch: int, length: int, dtype: torch.dtype) -> None:
+        """Say on all ranks what micro-batches come: rows, tokens of a whole one, dtype of keys and values. Otherwise
+        the ranks tell each other once, in the first step, for which the host waits; a rank that fails goes by that."""
+        self._latest, self._agreed = Sizes(batch, length, dtype.itemsize), True
+
+    def sizes(self, found: Sizes | None) -> Sizes:
+        """Those of a micro-batch, or where it has failed here (None) of the latest one; collective until one is known,
+        and all zero if none is anywhere."""
+        if not self._agreed:
+            told, each = torch.tensor([found or (0, 0, 0)] * self.split.size, device="cpu"), [1] * self.split.size
+            sent = told.to(self.stream.device)
+            received = torch.empty_like(sent)
+            with self.stream.beside(device.record(self.stream.device), sent, received):
+                exchange = self.stream.start(received, sent, each, each)
+            self.stream.wait(exchange)
+            self._latest = Sizes(*max(received.tolist()))
+            self._agreed = self._latest.batch > 0
+        self._latest = found or self._latest
+        return self._latest
+
+
+class SequenceRows:
+    """Communication of rows (B * T, C) with the micro-batch's `Context`, in the order of the ranks. tokens: how many go
+    to each rank and come from each, for a length. Context for the backward: `Sizes`, and the dtype."""
+
+    def __init__(
+        self, ranks: SequenceRanks, width: int, tokens: Callable[[int], tuple[list[int], list[int]]]
+    ) -> None:
+        self._ranks, self._width, self._tokens = ranks, width, tokens
+        self.group = ranks.stream.group
+
+    def forward(self, inputs: tuple[Any, ...] | None) -> Pending:
+        found = dtype = None
+        if inputs is not None:
+            rows, context = inputs
+            found, dtype = Sizes(context.batch, context.length, rows.itemsize), rows.dtype
+        return self._send((self._ranks.sizes(found), dtype), inputs)
+
+    def backward(self, context: tuple[Sizes, torch.dtype | None], gradients: tuple[Any, ...] | None) -> Pending:
+        return self._send(context, gradients, back=True)
+
+    def again(self, context: tuple[Sizes, torch.dtype | None], inputs: tuple[Any, ...] | None) -> Pending:
+        return self._send(context, inputs)
+
+    def _send(
+        self, context: tuple[Sizes, torch.dtype | None], given: tuple[Any, ...] | None, *, back: bool = False
+    ) -> Pending:
+        """Rows there, or gradients back: where there is none here (None), other ranks may have one."""
+        sizes, dtype = context
+        each = self._tokens(sizes.length) if sizes.length else ([0] * self._ranks.split.size,) * 2
+        received, sent = ([tokens * sizes.batch for tokens in counts] for counts in (each if back else each[::-1]))
+        pending = PendingRows(self._ranks.stream, besides=(None,) * back, context=context)
+        rows, dtype = (None, None) if given is None else (given[0], dtype)
+        return pending.send(rows, self._width * sizes.itemsize, sent, received, dtype)
