@@ -44,6 +44,7 @@ from dualpipe.train.model import (
     slow_products,
 )
 from dualpipe.train.optimizer import learning_rate
+from dualpipe.train.qk_clip import QKClip
 from dualpipe.train.resume import Saver, State, describe
 from dualpipe.train.schedule import build_schedule
 from dualpipe.train.stragglers import Stragglers, summary
@@ -132,6 +133,8 @@ class Run:
         self._open_data()
         self.start_up.begin("model")
         self.optimizer = build_optimizer(config, self.model)
+        limit, dense = config.optimizer.qk_clip, job.place.group(*DENSE)
+        self.qk_clip = QKClip(self.model.stages, limit, group=dense, device=job.device) if limit else None
         self.recorder.made("parameters", *self.optimizer.parameters)
         self.pipeline = Pipeline(
             self.model.stages, process_group=job.place.group("pp"), schedule=self.schedule, overlap=parallel.overlap
@@ -296,6 +299,8 @@ class Run:
         )
         with self.recorder.doing("optimizer"):
             self.optimizer.step(lr, norm)
+            if self.qk_clip is not None:
+                self.qk_clip(self.optimizer, norm)
         self.optimizer.zero_grad()
         found = {"grad_norm": norm} | self.guard.everywhere(loss)
         if loss is not None:

@@ -24,6 +24,7 @@ from torch.optim.adamw import adamw
 from dualpipe.checkpoint.state import ParameterState
 from dualpipe.nn import Router
 from dualpipe.nn.deferral import local
+from dualpipe.nn.init import local_part
 from dualpipe.parallel.dtype_plan import matches
 from dualpipe.quantized import requantize
 from dualpipe.quantized.weights import placed_as, quantized_part, untrained
@@ -176,6 +177,17 @@ class Optimizer:
                 adamw([own], [grad], [first], [second], [], [state["step"]], fused=True, amsgrad=False, maximize=False,
                       beta1=beta1, beta2=beta2, found_inf=skip, **same)
                 torch._foreach_copy_(kept, wide)
+
+    @torch.no_grad()
+    def scale_rows(self, rows: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
+        """Multiply the rows of parameters by numbers, (rows,) each of the whole parameter. Collective as
+        `round_parameters` is."""
+        masters = dict(zip(self.parameters, self._masters))
+        for parameter, factors in rows:
+            _, (own, *rest) = local_part(parameter)
+            master = local(masters[parameter].detach())
+            master.mul_(factors[own].to(master.dtype).view(-1, *[1] * len(rest)))
+        self.round_parameters()
 
     def zero_grad(self) -> None:
         """Drop all gradients."""

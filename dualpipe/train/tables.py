@@ -318,6 +318,8 @@ class OptimizerConfig:
     """muon: the gradient counts once more beside its mean"""
     coefficients: Literal["jordan", "polar_express"] = "jordan"
     """muon: of its Newton-Schulz steps; polar_express comes closer to singular values of 1 in as many"""
+    qk_clip: float = _not_negative(0.0)
+    """largest attention score of a head, beyond which a step scales its weights back; 0: none; Kimi K2 has 100"""
     options: str = ""
     """of a class of one's own, besides lr and weight_decay: JSON, such as '{"rho": 0.9}'"""
     groups: tuple[OptimizerGroup, ...] = ()
