@@ -221,7 +221,7 @@ def test_what_cuda_would_run_is_the_reference(window, packed, with_sinks, monkey
     expected = attention_reference(q, k, v, context, **options)
     torch.testing.assert_close(attend(q, k, v, context, **options), expected)
     assert calls == ([attention_flex] if window == 3 or packed or with_sinks else [])
-    with pytest.raises(NotImplementedError, match="max scores is not supported on CPU"):  # FlexAttention alone tells them
+    with pytest.raises(NotImplementedError, match="max scores is not supported on CPU"):
         attend(q, k, v, context, **options, peaks_A=torch.zeros(4))
     half = v.bfloat16()  # beside queries and keys that a norm kept in float32
     assert attend(q, k, half, context, **options).dtype is torch.bfloat16
