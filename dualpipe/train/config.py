@@ -19,7 +19,7 @@ from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hin
 
 from dualpipe.errors import nearest
 from dualpipe.files import read_toml
-from dualpipe.train.tables import BYTES, STDLIB, Config, DTypeRule
+from dualpipe.train.tables import BYTES, STDLIB, Config, DTypeRule, OptimizerGroup
 
 # What a run starts with, by table; and the word that is no path there.
 PATHS = {"model": {"config": ""}, "init": {"from_hf": ""},
@@ -154,10 +154,10 @@ def _overridden(config: Config, options: Sequence[str]) -> Config:
     messages, rules = io.StringIO(), tyro.constructors.ConstructorRegistry()
 
     @rules.primitive_rule
-    def dtype_rule(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec | None:
-        return None if info.type is not DTypeRule else tyro.constructors.PrimitiveConstructorSpec(
-            nargs=1, metavar="PATTERN,FIELD=DTYPE,...", instance_from_str=lambda text: text[0],  # parsed below
-            is_instance=lambda value: isinstance(value, DTypeRule), str_from_instance=lambda rule: [str(rule)],
+    def by_pattern(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec | None:
+        return None if info.type not in (DTypeRule, OptimizerGroup) else tyro.constructors.PrimitiveConstructorSpec(
+            nargs=1, metavar="PATTERN,FIELD=VALUE,...", instance_from_str=lambda text: text[0],  # parsed below
+            is_instance=lambda value: isinstance(value, info.type), str_from_instance=lambda rule: [str(rule)],
         )
 
     try:
@@ -173,5 +173,10 @@ def _overridden(config: Config, options: Sequence[str]) -> Config:
         said = re.split(r".*[─-]{3}.*\n", messages.getvalue())[:2][-1]
         text = " ".join(re.sub("^[│|]|[│|]$", "", said, flags=re.MULTILINE).split())
         raise ValueError(text.removeprefix("Error parsing Config: ")) from None
-    parsed = (rule if isinstance(rule, DTypeRule) else DTypeRule.parse(rule) for rule in config.dtypes.rules)
-    return _replace(config, "dtypes", "rules", tuple(parsed))
+    lists: tuple[tuple[str, str, type[DTypeRule | OptimizerGroup]], ...] = (
+        ("dtypes", "rules", DTypeRule), ("optimizer", "groups", OptimizerGroup))
+    for table, name, kind in lists:
+        given = getattr(getattr(config, table), name)
+        parsed = tuple(kind.parse(each) if isinstance(each, str) else each for each in given)
+        config = _replace(config, table, name, parsed)
+    return config

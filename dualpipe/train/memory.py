@@ -1,7 +1,7 @@
 """`dualpipe memory`: what a run needs on each rank, from its configuration alone; nothing is allocated.
 
     parameters   as they are stored: this rank's shard
-    optimizer    two moments and, where parameters are narrower than float32, masters: of the shard
+    optimizer    two moments (one of Muon's) and, where parameters are narrower than float32, masters: of the shard
     gathered     parameters in the dtype or format that they compute in, whole, where they are sharded, until a stage is
                  through; and weights in blocks of 128 x 128 once more, transposed, for input gradients in FP8
     gradients    accumulators in float32, from a stage's first weight gradient; when it is through, of parameters that
@@ -38,6 +38,7 @@ from dualpipe.pipeline.lower import one_at_a_time
 from dualpipe.schedule import Schedule, Step, build
 from dualpipe.train.config import Config, fit_world
 from dualpipe.train.model import check_tied, plan_run
+from dualpipe.train.optimizer import takes_muon
 from dualpipe.train.schedule import build_schedule
 from dualpipe.train.tables import DTypesConfig, ParallelConfig, TrainConfig
 
@@ -161,10 +162,15 @@ def _stage_bytes(config: Config, model: HubConfig, stages: Sequence[Stage], numb
     if config.dtypes.rules:
         stored_less, masters, gathered_less = _quantized(
             stages[number], config.dtypes, config.train.dtype, model, sharing, p.ep)
-    states = 2 * dtype_of(config.optimizer.moments).itemsize + (fp32 if stored < fp32 else 0)
+    moment, single = dtype_of(config.optimizer.moments).itemsize, 0  # parameters with one moment instead of two
+    if config.optimizer.name == "muon":
+        owners = ((place, *own, owner) for place, owner in stages[number].named_modules()
+                  for own in owner.named_parameters(recurse=False))
+        single = sum(param.numel() for place, name, param, owner in owners if takes_muon(f"{place}.{name}", owner, param))
+    states = 2 * moment + (fp32 if stored < fp32 else 0)
     return StageBytes(
         parameters=stored * shard - stored_less,
-        optimizer=states * shard + masters,
+        optimizer=states * shard - moment * (single // p.replicas) + masters,
         gathered=(dtype.itemsize * (dense + experts) if shared else 0) - gathered_less,
         accumulators=fp32 * (dense + experts),
         reduced=fp32 * (dense_shard + (expert_shard if sharing > 1 else 0)) if shared else 0,
