@@ -166,7 +166,8 @@ def _stage_bytes(config: Config, model: HubConfig, stages: Sequence[Stage], numb
     if config.optimizer.name == "muon":
         owners = ((place, *own, owner) for place, owner in stages[number].named_modules()
                   for own in owner.named_parameters(recurse=False))
-        single = sum(param.numel() for place, name, param, owner in owners if takes_muon(f"{place}.{name}", owner, param))
+        single = sum(param.numel() for place, name, param, owner in owners
+                     if takes_muon(f"{place}.{name}", owner, param))
     states = 2 * moment + (fp32 if stored < fp32 else 0)
     return StageBytes(
         parameters=stored * shard - stored_less,
