@@ -36,6 +36,7 @@ ADAMW = {"lr": 0.0, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
 def made(family):
     kind, values = CONFIGS[family]
     model = whole(kind.from_dict(values))
+    torch.manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(("q_proj.bias", "k_proj.bias")):
