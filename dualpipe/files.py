@@ -6,6 +6,7 @@ import ctypes
 import errno
 import hashlib
 import os
+import tomllib
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -114,6 +115,24 @@ def replace_file(path: Path, content: str) -> None:
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def write_wanted(*wanted: tuple[str | Path | None, Callable[[], str]]) -> Iterator[str]:
+    """Write a text into each file that is given; a line on it."""
+    for path, content in wanted:
+        if path:
+            Path(path).write_text(content(), encoding="utf-8")
+            yield f"wrote {path}"
+
+
+def read_toml(path: Path, what: str = "") -> dict[str, Any]:
+    """What a TOML file holds, such as "the config "; ValueError where it cannot be read."""
+    try:
+        return tomllib.loads(path.read_bytes().decode("utf-8"))
+    except OSError as error:
+        raise ValueError(f"cannot read {what}{path}: {error.strerror}; give the path of a TOML file") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not valid TOML: {error}") from error
 
 
 def lock(file: Path, patience: float) -> FileLock | None:

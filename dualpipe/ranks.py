@@ -210,7 +210,7 @@ class RankSync:
             if error is not None and not isinstance(error, Exception):
                 raise error
             if failure is None and elsewhere is not None:
-                failure = (RankLost if _of_lost(elsewhere) else kind)(elsewhere)
+                failure = (RankLost if of_lost(elsewhere) else kind)(elsewhere)
             if failure is None and error is not None:
                 failure = PipelineError("a rank failed and could not report why")
             if failure is not None:
@@ -257,7 +257,7 @@ class RankSync:
                 except RuntimeError as error:
                     records[peer], kind = [f"{_GONE}{error}", None], PipelineError
         errors = [f"{self._names([rank])}: {text}" for rank, (text, _) in enumerate(records) if text is not None]
-        if all(map(_of_lost, errors)):
+        if all(map(of_lost, errors)):
             kind = RankLost
         return records, kind("; ".join(errors)) if errors else None
 
@@ -291,7 +291,7 @@ def _attempt(call: Callable[..., Any], *args: Any) -> Any:
         return error
 
 
-def _of_lost(text: str) -> bool:
+def of_lost(text: str) -> bool:
     """Whether what a rank says of its failure is that it lost another one."""
     return _GONE in text or f"{RankLost.__name__}: " in text
 

@@ -425,7 +425,7 @@ def _used(inverse: Tensor, offs: Tensor) -> Tensor:
 def _by_token(y: Tensor, weights: Tensor | None, inverse: Tensor, offs: Tensor, top_k: int) -> Tensor:
     """The sorted rows (M, H) as each token has them, (T, K, H), in the dtype to compute in; zero where unassigned."""
     choices, wide = _used(inverse, offs), y.to(compute_dtype(y, weights))
-    rows = wide.new_zeros(inverse.shape[0], y.shape[1]).index_copy(0, choices, wide.index_select(0, inverse[choices]))
+    rows = wide.new_zeros(inverse.shape[0], y.shape[1]).index_copy_(0, choices, wide.index_select(0, inverse[choices]))
     return rows.unflatten(0, (inverse.shape[0] // top_k, top_k))
 
 

@@ -1,8 +1,9 @@
 """What a micro-batch takes in a stage, in bytes: counted, not guessed.
 
 The stage's segments are run as the pipeline runs them, forward and backward, on tensors without memory, and what lives
-meanwhile is counted, each storage once. Attention's scores, which the CPU keeps and the fused kernels of GPUs do not,
-are taken off for GPUs. So is what weight gradients take while they are computed: it does not grow with the micro-batch.
+meanwhile is counted, each storage once. For GPUs without attention's scores, which the CPU keeps and fused kernels do
+not; for the CPU with what the references of our kernels take while they run (REFERENCES). What weight gradients take
+while they are computed is left out: on GPUs it does not grow with the micro-batch.
 
 Of neighbours that are alike each one from the third on adds the same, so that of many two and three are counted.
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Iterable
+from dataclasses import replace
 from functools import lru_cache
 from itertools import chain, groupby
 from typing import Any, NamedTuple
@@ -26,23 +28,33 @@ from dualpipe.models.decoder import SparseMLP
 from dualpipe.models.hub import HubConfig
 from dualpipe.models.sizes import meta_layer
 from dualpipe.models.stages import RECOMPUTE, Recompute, Stage
-from dualpipe.nn import Router
+from dualpipe.nn import Router, cross_entropy_loss
 from dualpipe.nn.deferral import WeightGradStore
+from dualpipe.nn.segments import Compute
 from dualpipe.parallel.expert import Received
 from dualpipe.pipeline.overlap import MicrobatchState, SegmentedStage, walk
 
+# What the references on the CPU take inside of them at half precision, in float32 copies of their largest tensor: as
+# torch's allocator counts it, which a test does again. Kernels take nothing, and other references little.
+REFERENCES = {
+    "rms_norm": 2.0, "rms_norm_backward": 6.0, "rotate_heads": 2.5, "rotate_heads_backward": 6.5,
+    "grouped_gemm_swiglu": 2.25, "swiglu_backward": 4.0, "cross_entropy": 2.0, "cross_entropy_backward": 2.0,
+}
 _PROBE = 8, 16  # sequences of the two runs, and tokens of each: few, so that scores do not decide where the peak is
 
 
 class ActivationBytes(NamedTuple):
     """Bytes of a micro-batch in a stage: what it keeps between its forward and its backward, what an "I" leaves for its
-    "W", and the most that there is at once, all of it, while a forward, a "B" and an "I" run."""
+    "W", and the most that there is at once, all of it, while a forward, a "B" and an "I" run; inside: how much of a
+    forward's and of a backward's references on the CPU take, of which one runs at a time."""
 
     kept: int
     deferred: int
     forward: int
     backward: int
     input_backward: int
+    inside_forward: int = 0
+    inside_backward: int = 0
 
 
 class LayerKind(NamedTuple):
@@ -68,21 +80,21 @@ def _first_alike(config: HubConfig) -> list[int]:
 
 def activation_bytes(
     config: HubConfig, layers: range, *, batch: int, sequence_length: int, dtype: torch.dtype = torch.bfloat16,
-    recompute: Iterable[str] = (), ep: int = 1, scores: bool = False,
+    recompute: Iterable[str] = (), ep: int = 1, last: bool = False, cpu: bool = False,
 ) -> ActivationBytes:
-    """What the layers take for a micro-batch of (batch, sequence_length) tokens computed in `dtype`.
+    """What the layers take for a micro-batch of (batch, sequence_length) tokens computed in `dtype`; `last`: and the
+    head and the loss. Without the embedding, which keeps the tokens alone.
 
-    Without the embedding, which keeps the tokens alone, and the head: the logits live for one micro-batch at a time.
     recompute: the rules of `Recompute`. ep: the number of expert-parallel ranks, over which tokens are taken to be
-    spread evenly. scores: with attention's, as the CPU keeps them.
+    spread evenly. cpu: as it is there, not on GPUs.
     """
     runs = [list(run) for _, run in groupby(kinds_of(config, layers, recompute))]
     short = [run[:2] if len(run) > 3 else run for run in runs]
 
     def per_token(*runs: list[LayerKind]) -> tuple[float, ...]:
-        plain, fused, pairs = _per_token(config, tuple(chain.from_iterable(runs)), ep, dtype)
-        if not scores:
-            return tuple(size + (fused if i != 1 else 0) for i, size in enumerate(plain))
+        plain, fused, pairs = _per_token(config, tuple(chain.from_iterable(runs)), ep, dtype, last, cpu)
+        if not cpu:
+            return tuple(size + (fused if i not in (1, 5, 6) else 0) for i, size in enumerate(plain))
         return tuple(size + sequence_length * pair for size, pair in zip(plain, pairs))
 
     found = per_token(*short)
@@ -93,11 +105,13 @@ def activation_bytes(
     return ActivationBytes(*(round(size * batch * sequence_length) for size in found))
 
 
-def meta_stage(config: HubConfig, kinds: Iterable[LayerKind], ep: int, dtype: torch.dtype) -> Stage:
+def meta_stage(
+    config: HubConfig, kinds: Iterable[LayerKind], ep: int, dtype: torch.dtype, last: bool = False
+) -> Stage:
     """A stage of such layers without memory, on a rank of `ep` that get the same number of tokens, which has its part
     of the experts."""
     with torch.device("meta"):
-        stage = Stage(config, range(0), first=False, last=False)
+        stage = Stage(replace(config, tie_word_embeddings=False), range(0), first=False, last=last)
         stage.layers.update({str(i): config.layer(kind.first) for i, kind in enumerate(kinds)})
     again = [kind.again for kind in kinds]
     stage.recompute = lambda part, layer: part in again[layer]  # type: ignore[assignment]
@@ -112,11 +126,11 @@ def meta_stage(config: HubConfig, kinds: Iterable[LayerKind], ep: int, dtype: to
 
 @lru_cache(maxsize=4096)
 def _per_token(
-    config: HubConfig, kinds: tuple[LayerKind, ...], ep: int, dtype: torch.dtype
+    config: HubConfig, kinds: tuple[LayerKind, ...], ep: int, dtype: torch.dtype, last: bool, cpu: bool
 ) -> tuple[tuple[float, ...], float, tuple[float, ...]]:
     """`ActivationBytes` for each token, without attention's scores; what fused kernels keep instead of them; and the
     scores for each pair of tokens."""
-    stage, fused = meta_stage(config, kinds, ep, dtype), 0
+    stage, fused = meta_stage(config, kinds, ep, dtype, last), 0
     for index, layer in stage.numbered():
         if "attention" not in kinds[index].again:
             # What fused kernels keep beyond the CPU's without its scores: a float32 for each head's row of them, and
@@ -126,31 +140,37 @@ def _per_token(
             fused += 4 * attention.num_heads - repeated * (attention.qk_dim + attention.v_dim) * dtype.itemsize
     # Scores grow with the square of the length, everything else with the tokens: two runs tell them apart.
     few, many = _PROBE
-    short, long = (_run(stage, *shape, dtype) for shape in ((many, few), (few, many)))
+    short, long = (_run(stage, *shape, dtype, cpu) for shape in ((many, few), (few, many)))
     plain = tuple((2 * one - other) / (few * many) for one, other in zip(short, long))
     return plain, fused, tuple((other - one) / (few * many * (many - few)) for one, other in zip(short, long))
 
 
-def _run(stage: Stage, batch: int, length: int, dtype: torch.dtype) -> ActivationBytes:
-    found = {}
+def _run(stage: Stage, batch: int, length: int, dtype: torch.dtype, cpu: bool) -> ActivationBytes:
+    found, segments, result = {}, stage.segments(), "x"
+    if stage.last:
+        result = "loss"
+        segments.append(Compute(cross_entropy_loss, ("x", "labels"), result))
     for kind in "BI":
-        store, live = _NoWeightGradients(), _Live([*stage.parameters(), *stage.buffers()])
-        segmented, state = SegmentedStage(stage.segments(), ("x",), ("x",), store=store), MicrobatchState()
+        labels = torch.empty((batch, length), dtype=torch.int64, device="meta")
+        store, live = _NoWeightGradients(), _Live([*stage.parameters(), *stage.buffers()], cpu)
+        segmented, state = SegmentedStage(segments, (result,), (result,), store=store), MicrobatchState()
         with live, store.activate():
             x = torch.empty((batch, length, stage.config.hidden_size), dtype=dtype, device="meta", requires_grad=True)
-            state.begin({"x": x, "positions": None}, ("x",))
+            state.begin({"x": x, "positions": None, "labels": labels}, ("x",))
             del x
             walk([segmented.forward(state)])
-            forward, live.peak = live.peak, 0
-            state.gradients = {"x": torch.empty_like(state.carry.pop("x"))}
-            kept = live.bytes - state.gradients["x"].untyped_storage().nbytes()
+            if state.error is not None:
+                raise state.error
+            forward, inside, live.peak, live.outside = live.peak, live.peak - live.outside, 0, 0
+            state.gradients = {result: torch.empty_like(state.carry.pop(result))}
+            kept = live.bytes - state.gradients[result].untyped_storage().nbytes()
             walk([segmented.backward(state, kind, kind)])
             if state.error is not None:
                 raise state.error
             state.gradients = {}
-            found[kind] = kept, live.bytes, forward, live.peak
-    (kept, _, forward, backward), (_, deferred, _, input_backward) = found["B"], found["I"]
-    return ActivationBytes(kept, deferred, forward, backward, input_backward)
+            found[kind] = kept, live.bytes, forward, live.peak, inside, live.peak - live.outside
+    (kept, _, forward, backward, *both), (_, deferred, _, input_backward, *_) = found["B"], found["I"]
+    return ActivationBytes(kept, deferred, forward, backward, input_backward, *both)
 
 
 class _NoWeightGradients(WeightGradStore):
@@ -161,13 +181,15 @@ class _NoWeightGradients(WeightGradStore):
 
 
 class _Live(TorchDispatchMode):
-    """The bytes of all storages that are made inside and alive, and the most that there were; without `known` tensors,
-    and without who sees whom, bool (S, S), which the CPU alone needs."""
+    """The bytes of all storages that are made inside and alive, and the most that there were, with and without what
+    references take on the `cpu`; but for `known` tensors, and who sees whom, bool (S, S), which the CPU alone needs."""
 
-    def __init__(self, known: Collection[Tensor]) -> None:
+    def __init__(self, known: Collection[Tensor], cpu: bool) -> None:
         super().__init__()
-        self.bytes = self.peak = 0
+        self._cpu = cpu
+        self.bytes = self.peak = self.outside = 0
         self._known = {tensor.untyped_storage()._cdata for tensor in known}
+        self._given = frozenset(self._known)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results = func(*args, **(kwargs or {}))
@@ -178,8 +200,16 @@ class _Live(TorchDispatchMode):
                 if key not in self._known:
                     self._known.add(key)
                     self.bytes += size
-                    self.peak = max(self.peak, self.bytes)
+                    self.peak, self.outside = max(self.peak, self.bytes), max(self.outside, self.bytes)
                     weakref.finalize(storage, self._freed, key, size)
+        if func.namespace == "dualpipe" and self._cpu:
+            largest = max((tensor.numel() for tensor in tree_leaves((args, results)) if isinstance(tensor, Tensor)
+                           and tensor.untyped_storage()._cdata not in self._given), default=0)
+            copied = REFERENCES.get(func._opname, 0.0) * largest
+            if func._opname == "combine_tokens":  # rows twice, and once with places of choices that are elsewhere
+                y, _, inverse, *_ = args
+                copied = 2 * y.numel() + inverse.numel() * y.shape[1]
+            self.peak = max(self.peak, self.bytes + round(4 * copied))
         return results
 
     def _freed(self, key: int, size: int) -> None:

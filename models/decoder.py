@@ -43,6 +43,7 @@ class Attention(nn.Module):
     shared: tuple[tuple[int, int], ...]  # heads and dimensions of each tensor that `expand` takes
     o_proj: Linear
     context_parallel: ContextParallel | None = None  # which brings what the tokens of other ranks share
+    peaks_A: Tensor | None = None  # the largest score of each head since it was last looked at, where that is wanted
 
     def project(self, x_BSH: Tensor, context: Context) -> tuple[Tensor, ...]:
         """Rotated queries (B, A, S, D), and what `expand` takes."""
@@ -51,6 +52,11 @@ class Attention(nn.Module):
     def expand(self, *shared: Tensor) -> tuple[Tensor, Tensor]:
         """Keys (B, G, S, D) and values (B, G, S, V), of what `project` returns behind the queries (B, heads, S,
         dimensions)."""
+        raise NotImplementedError
+
+    def scaled(self, share_A: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
+        """What multiplies each head's scores by its share: parameters, and what to multiply their rows by. Raises
+        ValueError where a norm follows them, which bounds scores by itself."""
         raise NotImplementedError
 
     def output(self, y_BASV: Tensor) -> Tensor:
@@ -62,7 +68,8 @@ class Attention(nn.Module):
         q_BASD, *shared = self.project(x_BSH, context)
         k_BGSD, v_BGSV = self.expand(*shared)
         return self.output(attend(
-            q_BASD, k_BGSD, v_BGSV, context, scale=self.scale, window=self.window, sinks_A=self.sinks
+            q_BASD, k_BGSD, v_BGSV, context, scale=self.scale, window=self.window, sinks_A=self.sinks,
+            peaks_A=self.peaks_A,
         ))
 
     def segments(self, recompute: Parts) -> list[Segment]:
@@ -102,6 +109,13 @@ class GroupedQueryAttention(Attention):
         q, k, v = (rearrange(x, "B S (A D) -> B S A D", D=self.head_dim) for x in projected)
         q_BASD, k_BGSD = rotate(q, k, context, (self.q_norm, self.k_norm) if self.norms else ())
         return q_BASD, k_BGSD, v.transpose(1, 2)
+
+    def scaled(self, share_A: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
+        """Queries alone: several of their heads share keys."""
+        if self.norms:
+            raise ValueError("queries and keys have norms, which bound their scores: leave out optimizer.qk_clip")
+        rows = share_A.repeat_interleave(self.head_dim)
+        return [(parameter, rows) for parameter in self.q_proj.parameters()]
 
     def expand(self, *shared: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values as they are."""

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 from einops import rearrange
-from torch import Tensor
+from torch import Tensor, nn
 
 from dualpipe.models.decoder import Attention, DenseMLP, Experts, Layer, SparseMLP
 from dualpipe.models.hub import MTP_LAYERS, HubConfig
@@ -195,6 +195,16 @@ class LatentAttention(Attention):
         q_BASP, k_B1SP = rotate(q_BSAP, k_BSP.unsqueeze(2), context, interleaved=self.interleaved)
         q_BASD = torch.cat((q_BSAN.transpose(1, 2), q_BASP), dim=-1)
         return q_BASD, self.kv_a_layernorm(latent_BSC).unsqueeze(1), k_B1SP
+
+    def scaled(self, share_A: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
+        """Queries and keys alike, but for the rotated part of the key, which all heads share: there the queries alone
+        (Kimi K2, arXiv:2507.20534, section 2.1)."""
+        half, share = share_A.sqrt().unsqueeze(1), share_A.unsqueeze(1)
+        queries = torch.cat((half.expand(-1, self.nope_dim), share.expand(-1, self.rope_dim)), 1)
+        keys = torch.cat((half.expand(-1, self.nope_dim), torch.ones_like(half).expand(-1, self.v_dim)), 1)
+        q_proj = self.q_proj if hasattr(self, "q_proj") else self.q_b_proj
+        return [(parameter, rows.flatten()) for linear, rows in ((q_proj, queries), (self.kv_b_proj, keys))
+                for parameter in linear.parameters()]
 
     def expand(self, *shared: Tensor) -> tuple[Tensor, Tensor]:
         """Each head's keys and values, made of the latent; the rotated part of the key is the same for all."""

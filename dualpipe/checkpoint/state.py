@@ -55,7 +55,7 @@ class ParameterState:
     never took a step, too.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: nn.Parameter) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor) -> None:
         self._state, self.group, self._parameter = optimizer.state, group, parameter
         self._placed: dict[str, Tensor] = {}
         self._read: dict[str, Any] = {}
@@ -159,8 +159,8 @@ def training_state(
     optimizer: any of `torch.optim`, before its first step too; parameters are stored in the dtype that they have, as
         without one. Or one with `state_tensors()`, as `dualpipe.train.optimizer.Optimizer`: by parameter "master", its
         values as they are updated, and others by names of their own, which share memory with the optimizer and are
-        distributed as the parameter is or the same on every rank. After loading it must round its masters into the
-        parameters (`round_parameters`).
+        distributed as the parameter is or the same on every rank; or by no name one `ParameterState`. After loading it
+        must round its masters into the parameters (`round_parameters`).
     numbers: those of these stages in the pipeline (`schedule.rank_stages(rank)`), where names repeat from stage to
         stage: each is then behind its stage's number, so the checkpoint fits a pipeline of the same stages alone.
 
@@ -183,7 +183,8 @@ def training_state(
                 raise ValueError(f"two stages have a tensor called {name!r}; {REPEATED}")
             names[tensor] = name
             own = dict(ours.get(tensor, {}))
-            found |= {name: own.pop("master", tensor)} | {f"{OPTIMIZER}{name}/{key}": each for key, each in own.items()}
+            found |= {name: own.pop("master", tensor)} | {
+                f"{OPTIMIZER}{name}/{key}".rstrip("/"): each for key, each in own.items()}
     for group in groups:
         for parameter in group["params"]:
             if parameter not in names:

@@ -279,23 +279,28 @@ def document_numbers(positions_BS: Tensor) -> Tensor:
 
 def attend(
     q_BASD: Tensor, k_BGSD: Tensor, v_BGSV: Tensor, context: Context, *, scale: float, window: int | None = None,
-    sinks_A: Tensor | None = None,
+    sinks_A: Tensor | None = None, peaks_A: Tensor | None = None,
 ) -> Tensor:
     """softmax(q k^T * scale) v over what a query sees -> (B, A, S, V), in the dtype of v.
 
-    sinks_A: a logit for each head that takes its share of the softmax and has no value (gpt-oss).
+    sinks_A: a logit for each head that takes its share of the softmax and has no value (gpt-oss). peaks_A: raised to
+    the largest score of each head, where gradients are wanted.
     """
     causal = context.documents_BS is None and (window is None or window >= context.length)
-    plain = causal and sinks_A is None
+    plain = causal and sinks_A is None and peaks_A is None
     if not _has_kernel(q_BASD, v_BGSV, plain):
-        return attention_reference(q_BASD, k_BGSD, v_BGSV, context, scale=scale, window=window, sinks_A=sinks_A)
+        return attention_reference(
+            q_BASD, k_BGSD, v_BGSV, context, scale=scale, window=window, sinks_A=sinks_A, peaks_A=peaks_A)
     q_BASD, k_BGSD = q_BASD.to(v_BGSV.dtype), k_BGSD.to(v_BGSV.dtype)  # which a norm kept in float32 may have widened
     if plain:
         grouped = q_BASD.shape[1] != k_BGSD.shape[1]  # fewer of torch's kernels do it
         return F.scaled_dot_product_attention(q_BASD, k_BGSD, v_BGSV, is_causal=True, enable_gqa=grouped, scale=scale)
     from dualpipe.nn import compiled  # not at the top: it brings the compiler, half a second of every start
 
-    return compiled.compiled(compiled.attention_flex)(q_BASD, k_BGSD, v_BGSV, context.blocks(window), scale, sinks_A)
+    y_BASV, largest_BAS = compiled.compiled(compiled.attention_flex)(
+        q_BASD, k_BGSD, v_BGSV, context.blocks(window), scale, sinks_A, peaks_A is not None)
+    _raise(peaks_A, largest_BAS)
+    return y_BASV
 
 
 def _has_kernel(q: Tensor, v: Tensor, plain: bool) -> bool:
@@ -306,10 +311,11 @@ def _has_kernel(q: Tensor, v: Tensor, plain: bool) -> bool:
 
 def attention_reference(
     q_BASD: Tensor, k_BGSD: Tensor, v_BGSV: Tensor, context: Context, *, scale: float, window: int | None = None,
-    sinks_A: Tensor | None = None,
+    sinks_A: Tensor | None = None, peaks_A: Tensor | None = None,
 ) -> Tensor:
     """`attend` as it is written down: scores of the dtype of q, the softmax in at least float32."""
     wide = _scores(q_BASD, k_BGSD, context.visible(window), scale, -torch.inf)
+    _raise(peaks_A, None if peaks_A is None else wide.detach().amax(-1).flatten(1, 2))
     if sinks_A is not None:
         sinks = rearrange(sinks_A.to(wide.dtype), "(G R) -> 1 G R 1 1", G=k_BGSD.shape[1])
         wide = torch.cat((wide, sinks.expand(*wide.shape[:-1], 1)), -1)
@@ -319,7 +325,7 @@ def attention_reference(
 
 def attend_part(
     q_BASD: Tensor, k_BGTD: Tensor, v_BGTV: Tensor, context: Context, queries: Ranges, keys: Ranges, *, scale: float,
-    window: int | None = None,
+    window: int | None = None, peaks_A: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """What some queries make of some keys: attention as by `attend` without sinks (B, A, S, V), and the log-sum-exp of
     their scores (B, A, S) in at least float32, by which it is added to what they make of other keys; that is -inf, or
@@ -332,14 +338,24 @@ def attend_part(
 
         q_BASD, k_BGTD = q_BASD.to(v_BGTV.dtype), k_BGTD.to(v_BGTV.dtype)
         blocks = context.blocks(window, queries, keys)
-        return compiled.compiled(compiled.attention_part_flex)(q_BASD, k_BGTD, v_BGTV, blocks, scale)
+        y_BASV, lse_BAS, largest_BAS = compiled.compiled(compiled.attention_part_flex)(
+            q_BASD, k_BGTD, v_BGTV, blocks, scale, peaks_A is not None)
+        _raise(peaks_A, largest_BAS)
+        return y_BASV, lse_BAS
     # Not -inf: a row of it alone has no softmax, and no gradient.
     least = torch.finfo(torch.promote_types(q_BASD.dtype, torch.float32)).min / 2
     k_BGTD = k_BGTD.to(q_BASD.dtype)  # which a norm kept in float32 may have widened
     wide = _scores(q_BASD, k_BGTD, context.visible(window, queries, keys), scale, least)
+    _raise(peaks_A, None if peaks_A is None else wide.detach().amax(-1).flatten(1, 2))
     lse_BGRS1 = wide.logsumexp(-1, keepdim=True)
     y_BGRSV = (wide - lse_BGRS1).exp().to(v_BGTV.dtype) @ v_BGTV.unsqueeze(2)
     return y_BGRSV.flatten(1, 2), lse_BGRS1.flatten(1, 2).squeeze(-1)
+
+
+def _raise(peaks_A: Tensor | None, largest_BAS: Tensor | None) -> None:
+    """Note the largest scores. Not in evaluations; of what is computed again, when it is."""
+    if peaks_A is not None and largest_BAS is not None and torch.is_grad_enabled():
+        peaks_A.copy_(torch.maximum(peaks_A, largest_BAS.amax((0, 2)).to(peaks_A.dtype)))
 
 
 def _scores(q_BASD: Tensor, k_BGTD: Tensor, seen: Tensor, scale: float, hidden: float) -> Tensor:

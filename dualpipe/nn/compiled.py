@@ -53,24 +53,27 @@ def make_blocks(
 
 
 def attention_flex(
-    q_BASD: Tensor, k_BGSD: Tensor, v_BGSV: Tensor, blocks: BlockMask, scale: float, sinks_A: Tensor | None
-) -> Tensor:
-    """`attend`; to be compiled, so that the scores are not written."""
-    common: dict[str, Any] = {"block_mask": blocks, "scale": scale, "enable_gqa": True}
-    if sinks_A is None:
-        return flex_attention(q_BASD, k_BGSD, v_BGSV, **common)
-    y_BASV, aux = flex_attention(q_BASD, k_BGSD, v_BGSV, **common, return_aux=AuxRequest(lse=True))
-    return apply_sinks(y_BASV, aux.lse, sinks_A)
+    q_BASD: Tensor, k_BGSD: Tensor, v_BGSV: Tensor, blocks: BlockMask, scale: float, sinks_A: Tensor | None,
+    peaks: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """`attend`, and with `peaks` the largest score of each query (B, A, S); to be compiled, so that the scores are not
+    written."""
+    y_BASV, lse_BAS, largest_BAS = attention_part_flex(
+        q_BASD, k_BGSD, v_BGSV, blocks, scale, peaks, lse=sinks_A is not None)
+    return y_BASV if sinks_A is None else apply_sinks(y_BASV, lse_BAS, sinks_A), largest_BAS
 
 
 def attention_part_flex(
-    q_BASD: Tensor, k_BGTD: Tensor, v_BGTV: Tensor, blocks: BlockMask, scale: float
-) -> tuple[Tensor, Tensor]:
-    """`attend_part`; to be compiled likewise."""
-    y_BASV, aux = flex_attention(q_BASD, k_BGTD, v_BGTV, block_mask=blocks, scale=scale, enable_gqa=True,
-                                 return_aux=AuxRequest(lse=True))
-    assert aux.lse is not None, "it was requested"
-    return y_BASV, aux.lse
+    q_BASD: Tensor, k_BGTD: Tensor, v_BGTV: Tensor, blocks: BlockMask, scale: float, peaks: bool = False, *,
+    lse: bool = True,
+) -> tuple[Tensor, Any, Tensor | None]:
+    """`attend_part`, and the same; to be compiled likewise."""
+    common: dict[str, Any] = {"block_mask": blocks, "scale": scale, "enable_gqa": True}
+    if not lse and not peaks:
+        return flex_attention(q_BASD, k_BGTD, v_BGTV, **common), None, None
+    y_BASV, aux = flex_attention(
+        q_BASD, k_BGTD, v_BGTV, **common, return_aux=AuxRequest(lse=lse, max_scores=peaks))
+    return y_BASV, aux.lse, aux.max_scores
 
 
 @cache

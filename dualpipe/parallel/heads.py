@@ -64,7 +64,8 @@ class ByHeads:
         )
         layer, mine = self._attention, slice(self._split.rank * self._heads, (self._split.rank + 1) * self._heads)
         y_BASV = attend(q_BASD, k_BGSD, v_BGSV, context, scale=layer.scale, window=layer.window,
-                        sinks_A=None if layer.sinks is None else layer.sinks[mine])
+                        sinks_A=None if layer.sinks is None else layer.sinks[mine],
+                        peaks_A=None if layer.peaks_A is None else layer.peaks_A[mine])
         y_BSX = rearrange(y_BASV, "B A S V -> B S (A V)")
         return torch.cat([cut(y_BSX, parts).flatten(0, 1) for parts in chunks])
 

@@ -84,7 +84,7 @@ class _Blocks:
             rearrange(x, "B T (G D) -> B G T D", G=heads) for x, (heads, _) in zip(each, layer.shared)
         ))
         return attend_part(q_BASD[:, :, part.first :], k_BGTD, v_BGTV, context, part.queries, part.keys,
-                           scale=layer.scale, window=layer.window)
+                           scale=layer.scale, window=layer.window, peaks_A=layer.peaks_A)
 
     def _finish(self, y_BASV: Tensor, lse_BAS: Tensor) -> Tensor:
         if self._attention.sinks is not None:

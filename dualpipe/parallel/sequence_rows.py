@@ -28,6 +28,7 @@ class SharedAttention(Protocol):
     window: int | None
     scale: float
     sinks: nn.Parameter | None
+    peaks_A: Tensor | None
     shared: tuple[tuple[int, int], ...]
 
     def project(self, x_BSH: Tensor, context: Context) -> tuple[Tensor, ...]: ...

@@ -83,6 +83,7 @@ class Pipeline(nn.Module):
         self.batch_dim, self._process_group = batch_dim, process_group
         self.weight_grad_store = WeightGradStore()
         self._loaded = set[int]()  # the kinds of steps whose kernels are loaded
+        self._runs = 0  # steps that were begun, on all ranks alike
         given: Any = process_group if isinstance(process_group, P2PGroups) else None  # such as one of threads
         self._groups: P2PGroups = given or P2PGroups(process_group, members, self.rank)
         found = [m for m in modules if isinstance(m, nn.Module)] if isinstance(modules, Iterable) else []
@@ -174,6 +175,7 @@ class Pipeline(nn.Module):
         a rank failed during the step. After an error the pipeline can be used again if its process group still works;
         after a PipelineError gradients are undefined and should be zeroed; those kept by `sync=False` are dropped.
         """
+        self._runs += 1
         train = torch.is_grad_enabled()
         same = [str(num_chunks), train, bool(sync)]
         with self._ranks.together(ValueError, self._agree, same_everywhere=same) as told:
@@ -199,11 +201,13 @@ class Pipeline(nn.Module):
         and for `dualpipe trace`, which the first rank writes at the end.
 
         path: the file, in a folder that exists; group: the ranks to trace (default: those of this pipeline), such as
-        those of all pipelines that train the model. An error inside goes on, and nothing is written.
+        those of all pipelines that train the model. An error inside goes on, with a note that names the file of what
+        there was until then; of one that may be a rank's alone, each rank's own.
         """
         schedule, ranks = self._programs.schedule(), self._groups.global_ranks
         place = Place(self.rank, ranks or (Recorder.current().rank,), schedule.name, schedule.placement)
-        return Tracer(Path(path), group or self._process_group, self.device, place)
+        return Tracer(Path(path), group or self._process_group, self.device, place,
+                      lambda: self._runs if WeightGradStore.current() is self.weight_grad_store else 0)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """`torch.nn.utils.clip_grad_norm_` for the model of all ranks; every rank must call it, after a step.

@@ -61,6 +61,16 @@ def lower(schedule: Schedule, rank: int, *, train: bool) -> Program:
     return Program(tuple(instructions), dict(incoming), tuple(sorted(outgoing)))
 
 
+def one_at_a_time(schedule: Schedule) -> Schedule:
+    """The schedule without pairs; as it is, where that could deadlock."""
+    steps = (((action,) for step in rank for action in step) for rank in schedule.ranks)
+    single = replace(schedule, ranks=tuple(map(tuple, steps)))
+    with suppress(ScheduleError):
+        validate(single)
+        return single
+    return schedule
+
+
 class Programs:
     """The programs of `rank`, by the number of micro-batches, each lowered once; for training and for evaluation.
 
@@ -78,11 +88,7 @@ class Programs:
         if num_microbatches not in self._lowered:
             schedule = self.schedule(num_microbatches)
             if not self.pairs:  # as nothing overlaps, the first result may leave before the second is begun
-                steps = (((action,) for step in rank for action in step) for rank in schedule.ranks)
-                one_at_a_time = replace(schedule, ranks=tuple(map(tuple, steps)))
-                with suppress(ScheduleError):  # where that could deadlock
-                    validate(one_at_a_time)
-                    schedule = one_at_a_time
+                schedule = one_at_a_time(schedule)
             self._lowered[num_microbatches] = {t: lower(schedule, self._rank, train=t) for t in (True, False)}
         return self._lowered[num_microbatches][train]
 

@@ -10,16 +10,16 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from dualpipe.files import write_wanted
 from dualpipe.plan.draw import to_svg
 from dualpipe.plan.explain import explain
 from dualpipe.plan.machines import read_machine
 from dualpipe.plan.meshes import Wanted, plan
 from dualpipe.plan.predict import Prediction
 from dualpipe.schedule import to_html
-from dualpipe.train.config import Config, load_config
+from dualpipe.train.config import PATHS, Config, load_config
 from dualpipe.train.memory import GB
 from dualpipe.train.model import read_model_config
-from dualpipe.train.tables import BYTES, STDLIB
 
 DRAWN = 4  # runs whose steps are on a page
 COLUMNS = ("row", "pp", "dp", "cp", "ep", "schedule", "micro-batches", "recompute", "step s", "tok/s/GPU", "MFU",
@@ -39,21 +39,18 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> Iterator[str]:
                     args.objective == "memory")
     runs = plan(wanted, args.rows)
     yield from table(runs)
+    if config.parallel.schedule == "auto":
+        yield "no schedule is searched for here: choose a mesh, then take parallel.schedule = \"auto\" for it"
     for row in filter(None, (args.explain, args.write and args.write[0])):
         if not str(row).isdecimal() or not 1 <= int(row) <= len(runs):
             raise ValueError(f"there is no row {row}; give one of 1 to {len(runs)}")
     if args.explain:
         yield from ("", *explain(runs[int(args.explain) - 1]))
-    if args.write:
-        row, path = args.write
-        Path(path).write_text(to_toml(runs[int(row) - 1].config, Path(path)), encoding="utf-8")
-        yield f"wrote {path}"
-    if args.svg:
-        args.svg.write_text(to_svg(runs), encoding="utf-8")
-        yield f"wrote {args.svg}"
-    if args.html:
-        args.html.write_text(_page(runs[:DRAWN]), encoding="utf-8")
-        yield f"wrote {args.html}"
+    row, path = args.write or (1, "")
+    yield from write_wanted(
+        (path, lambda: to_toml(runs[int(row) - 1].config, Path(path))),
+        (args.svg, lambda: to_svg(runs)), (args.html, lambda: _page(runs[:DRAWN])),
+    )
 
 
 def _page(runs: Sequence[Prediction]) -> str:
@@ -112,9 +109,8 @@ def to_toml(config: Config, path: Path) -> str:
     for table, defaults in asdict(Config()).items():
         given: Mapping[str, Any] = asdict(getattr(config, table))
         found = {name: value for name, value in given.items() if value != defaults[name]}
-        for name in {"model": ["config"], "init": ["from_hf"], "data": ["path", "tokenizer", "validation_path"]}.get(
-                table, []):
-            if found.get(name) and found[name] not in (STDLIB, BYTES):
+        for name, word in PATHS.get(table, {}).items():
+            if found.get(name) and found[name] != word:
                 found[name] = os.path.relpath(Path(found[name]).resolve(), folder)
         plain = {name: value for name, value in found.items() if name != "rules"}
         if plain:

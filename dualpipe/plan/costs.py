@@ -24,7 +24,7 @@ from dualpipe.models.decoder import SparseMLP
 from dualpipe.models.hub import HubConfig
 from dualpipe.models.sizes import attention_flops, context_numbers, meta_layer
 from dualpipe.plan.machines import Machine
-from dualpipe.plan.operators import LayerParts, Operator, Part, head_parts, layer_parts
+from dualpipe.plan.operators import IN_BF16, InFP8, LayerParts, Operator, Part, head_parts, layer_parts
 from dualpipe.schedule import Costs
 
 TILE = 128  # rows of a grouped product's tile, of which an expert's last one is half empty
@@ -45,6 +45,7 @@ class Setting:
     overlap: bool = True
     cp: int = 1
     cp_method: str = "auto"
+    fp8: InFP8 = IN_BF16
 
 
 class Seconds(NamedTuple):
@@ -92,7 +93,7 @@ def layer_costs(
     """Those of a layer of this kind. attention: its operations for each token, forward; shared: the seconds in which it
     sends what ranks that share sequences attend to, forward and backward."""
     sparse = isinstance(meta_layer(setting.model, kind.first).mlp, SparseMLP)
-    parts = layer_parts(setting.model, kind, setting.ep if sparse else 1, setting.dtype)
+    parts = layer_parts(setting.model, kind, setting.ep if sparse else 1, setting.dtype, setting.fp8)
     return _timed(setting, parts, attention, shared)
 
 
@@ -136,18 +137,18 @@ def operator_seconds(operator: Operator, setting: Setting, attention: float) -> 
     """Operations, bytes, and seconds on the rank with the most rows. attention: operations for each token, forward."""
     machine, kind = setting.machine, operator.kind
     flops, size = operator.flops * setting.tokens, operator.token_bytes * setting.tokens
-    rate = machine.gemm
+    rate, peak = machine.gemm, machine.fp8 if kind.startswith("fp8") else machine.tflops
     if kind in ("attention", "attention backward"):
         flops = attention * setting.tokens * (1.0 if kind == "attention" else ATTENTION_BACKWARD)
         rate = machine.attention if kind == "attention" else machine.attention_backward
-    elif kind == "grouped":
+    elif kind.endswith("grouped"):
         model = setting.model
         uneven = machine.imbalance if setting.ep > 1 else 1.0
         rows = setting.tokens * setting.ep * model.num_experts_per_tok / model.num_experts
         flops, size = flops * uneven * (1 + (TILE / 2 / rows if not machine.host_waits else 0.0)), size * uneven
         rate = machine.grouped
     size += operator.bytes
-    return flops, size, max(flops / (machine.tflops * rate * 1e12), size / (machine.hbm * machine.bandwidth * 1e9))
+    return flops, size, max(flops / (peak * rate * 1e12), size / (machine.hbm * machine.bandwidth * 1e9))
 
 
 @lru_cache(maxsize=16384)
@@ -160,6 +161,7 @@ def stage_costs(setting: Setting, layers: range, *, last: bool) -> StageCosts:
     only_inputs = tuple(part._replace(deferred=0.0) for part in backward)
     machine = setting.machine
     slower = EXPERTS.ctas / machine.multiprocessors if machine.multiprocessors else 0.0
+    slower = 1 - machine.beside if machine.beside else slower
     f, b, i = (walk([parts], slower) for parts in (forward, backward, only_inputs))
     fb, fi = (walk([forward, other], slower) if setting.overlap else f + alone
               for other, alone in ((backward, b), (only_inputs, i)))

@@ -7,10 +7,8 @@ from collections.abc import Iterator
 from dualpipe.device import EXPERTS
 from dualpipe.models.sizes import flops_per_token
 from dualpipe.plan.costs import ATTENTION_BACKWARD, TILE, context_seconds
-from dualpipe.plan.predict import Prediction
+from dualpipe.plan.predict import PRODUCTS, Prediction
 from dualpipe.train.memory import GB, table
-
-RATES = {"gemm": "gemm", "grouped": "grouped", "attention": "attention", "attention backward": "attention_backward"}
 
 
 def explain(run: Prediction) -> Iterator[str]:
@@ -29,7 +27,8 @@ def _terms(run: Prediction) -> Iterator[tuple[str, str, str]]:
     parts, share = run.parts, chunks / p.pp
     yield "a kind of operator, for each", f"max(TFLOP / rate, GB / {m.hbm:g} GB/s x {m.bandwidth:g}), summed", ""
     for kind, one in run.spent.items():
-        rate = f" at {m.tflops:g} x {getattr(m, RATES[kind]):g}" if kind in RATES else ""
+        peak, name = m.fp8 if kind.startswith("fp8") else m.tflops, kind.removeprefix("fp8 ").replace(" ", "_")
+        rate = f" at {peak:g} x {getattr(m, name):g}" if kind in PRODUCTS else ""
         yield (f"  {kind}", f"{one.launches:,.0f} launches, {one.flops / 1e12:,.1f} TFLOP{rate}, {one.bytes / GB:,.1f} "
                "GB, whole model", _ms(one.seconds))
     rows = s.tokens * p.ep * run.model.num_experts_per_tok / run.model.num_experts

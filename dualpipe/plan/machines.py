@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import statistics
-import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from dualpipe.device import EXPERTS
 from dualpipe.errors import nearest
+from dualpipe.files import read_toml
 
 TABLE = Path(__file__).with_name("machines.toml")
 
@@ -39,6 +40,8 @@ class Machine:
     imbalance: float
     reserve: float
     host_waits: bool = False
+    fp8: float = 0.0
+    beside: float = 0.0
     node: int = 8
 
     def all_to_all(self, sent: float, ranks: int) -> float:
@@ -76,10 +79,10 @@ class Machine:
 def read_machine(name: str, *, node: int = 8, measured: tuple[str, ...] = ()) -> Machine:
     """The GPU called so in machines.toml, or that of a file of the same fields. measured: JSON files with fields of
     `Machine`, or written by bench_grouped_gemm.py and its like. Raises ValueError for what is neither."""
-    tables = _read(TABLE)
+    tables = read_toml(TABLE)
     path = Path(name)
     if path.suffix == ".toml":
-        given = tables["default"] | _read(path)
+        given = tables["default"] | read_toml(path)
     elif name in tables and name != "default":
         given = tables["default"] | tables[name]
     else:
@@ -91,15 +94,6 @@ def read_machine(name: str, *, node: int = 8, measured: tuple[str, ...] = ()) ->
     for file in measured:
         machine = replace(machine, **_checked(file, _measured(Path(file), machine)))
     return machine
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not valid TOML: {error}") from error
 
 
 def _checked(where: str, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -130,7 +124,9 @@ def _measured(path: Path, machine: Machine) -> dict[str, Any]:
         fields_["bandwidth"] = found["copy_gb_per_s"] / machine.hbm
     if rates := [row["of dense"] for row in found["rows"] if "product" in row and "of dense" in row]:
         fields_["grouped"] = statistics.median(rates) * fields_.get("gemm", machine.gemm)
+    if speeds := [row[name] for row in found["rows"] if (name := f"beside {EXPERTS.ctas}") in row]:
+        fields_["beside"] = statistics.median(speeds)
     if not fields_:
-        raise ValueError(f"{path} has no rates of kernels: give what bench_grouped_gemm.py --save writes, or an object "
-                         "such as {\"gemm\": 0.7}")
+        raise ValueError(f"{path} has no rates of kernels: give what bench_grouped_gemm.py or bench_overlap.py --save "
+                         "writes, or an object such as {\"gemm\": 0.7}")
     return fields_

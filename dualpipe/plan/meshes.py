@@ -66,17 +66,17 @@ def plan(wanted: Wanted, rows: int) -> list[Prediction]:
     if not found:
         run = min((run for runs in meshes for run in runs if _smallest(run)), key=lambda run: run.peak)
         raise ValueError(
-            f"nothing fits into {wanted.capacity / GB:.0f} GB of a GPU; the nearest is {describe(run)}, with "
-            f"{run.peak / GB:.1f} GB. Take more GPUs, or optimizer.moments = \"bf16\"")
+            f"nothing fits into {wanted.capacity / GB:.0f} GB of a GPU; the nearest is {', '.join(described(run))}, "
+            f"with {run.peak / GB:.1f} GB. Take more GPUs, or optimizer.moments = \"bf16\"")
     flat = next((run for run in found if run.config.parallel.pp == 1), None)
     return found[:rows] if flat is None or flat in found[:rows] else [*found[: rows - 1], flat]
 
 
-def describe(run: Prediction) -> str:
-    """A run in a line."""
+def described(run: Prediction) -> tuple[str, str]:
+    """The layout of a run, and what it computes at once."""
     p, t, rules = run.config.parallel, run.config.train, run.config.memory.recompute
-    return (f"{p}, {p.schedule}, {t.num_chunks} micro-batches of {t.micro_batch_size}, "
-            f"recompute {' '.join(rules) or 'none'}")
+    return (f"{p}, {p.schedule}",
+            f"{t.num_chunks} micro-batches of {t.micro_batch_size}, recompute {' '.join(rules) or 'none'}")
 
 
 def _best(wanted: Wanted, runs: list[Prediction]) -> Prediction | None:
@@ -88,7 +88,7 @@ def _best(wanted: Wanted, runs: list[Prediction]) -> Prediction | None:
         if (schedule := run.config.parallel.schedule) in too_large:
             continue
         states = estimate(run.config, run.model, activations=False)
-        if max(rank.total - rank.logits for rank in states) > wanted.capacity:
+        if max(rank.total for rank in states) > wanted.capacity:
             too_large.add(schedule)
         elif run.peak <= wanted.capacity and wanted.score(run) < least:
             best, least = run, wanted.score(run)

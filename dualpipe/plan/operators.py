@@ -7,7 +7,7 @@ products of whole scores, counts as one fused operator forward and one backward;
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import lru_cache
 from math import prod
 from typing import Any, Literal, NamedTuple
@@ -23,12 +23,13 @@ from dualpipe.nn import Linear, RMSNorm, cross_entropy_loss
 from dualpipe.nn.deferral import WeightGradStore
 from dualpipe.pipeline.overlap import MicrobatchState, SegmentedStage, Task
 
-Kind = Literal["gemm", "grouped", "attention", "attention backward", "memory"]
+Kind = Literal["gemm", "grouped", "fp8 gemm", "fp8 grouped", "attention", "attention backward", "memory"]
 LENGTHS = 251, 509  # tokens of the two runs; primes, so that no other size of a tensor is the length of a sequence
 # Launches of operators that are several there, and of making and packing a plan for other ranks, which is not run here:
 # tests/models/test_launches.py counts them.
 _LAUNCHES = {"dualpipe::sort_tokens": 4, "aten::topk": 2, "attention backward": 4}
 _PLANNING = 36
+FP8_BYTES = 1 + 1 / 32  # of a number: with its part of a scale, a byte for 32 or four for 128
 _NOTHING = {"prim::device", "aten::empty", "aten::empty_like", "aten::new_empty", "aten::empty_strided"}
 
 
@@ -58,10 +59,23 @@ class LayerParts(NamedTuple):
     backward: tuple[Part, ...]
 
 
+class InFP8(NamedTuple):
+    """What is in FP8: products with weights of these names, forward; their input gradients; and rows to experts."""
+
+    weights: frozenset[str] = frozenset()
+    backward: frozenset[str] = frozenset()
+    dispatch: bool = False
+
+
+IN_BF16 = InFP8()
+
+
 @lru_cache(maxsize=1024)
-def layer_parts(config: HubConfig, kind: LayerKind, ep: int, dtype: torch.dtype) -> LayerParts:
+def layer_parts(
+    config: HubConfig, kind: LayerKind, ep: int, dtype: torch.dtype, fp8: InFP8 = IN_BF16
+) -> LayerParts:
     """The operators of a layer on one of `ep` ranks with as many tokens."""
-    short, long = (_run_layer(config, kind, ep, dtype, length) for length in LENGTHS)
+    short, long = (_run_layer(config, kind, ep, dtype, length, fp8) for length in LENGTHS)
     forward, backward = (tuple(map(_per_token, *pair)) for pair in zip(short, long))
     if ep > 1 and len(forward) > 1:
         planning = Operator("memory", launches=_PLANNING)
@@ -90,10 +104,13 @@ def head_parts(config: HubConfig, dtype: torch.dtype) -> LayerParts:
 
 
 def _run_layer(
-    config: HubConfig, kind: LayerKind, ep: int, dtype: torch.dtype, length: int
+    config: HubConfig, kind: LayerKind, ep: int, dtype: torch.dtype, length: int, fp8: InFP8
 ) -> tuple[list[Part], list[Part]]:
     stage = meta_stage(config, [kind], ep, dtype)
-    store, recorded, state = _prepared(stage), _Recorded(), MicrobatchState()
+    storages = {name.replace(".0.", f".{kind.first}.", 1): param.untyped_storage()._cdata
+                for name, param in stage.named_parameters()}
+    weights, turned = ({storages[name] for name in names & storages.keys()} for names in fp8[:2])
+    store, recorded, state = _prepared(stage), _Recorded(weights, turned, fp8.dispatch), MicrobatchState()
     segmented = SegmentedStage(stage.segments(), ("x",), ("x",), store=store)
     with store.activate():
         x = torch.empty(1, length, config.hidden_size, dtype=dtype, device="meta", requires_grad=True)
@@ -153,10 +170,14 @@ def _per_token(short: Part, long: Part) -> Part:
 
 class _Recorded(TorchDispatchMode):
     """The operators that are called inside, in order, from the first of our own on: what is before a stage's layers is
-    once for all of them. Those that move nothing do not count."""
+    once for all of them. Those that move nothing do not count. fp8, fp8_backward: storages of weights whose products
+    are; fp8_rows: what goes to experts is."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, fp8: Collection[int] = (), fp8_backward: Collection[int] = (), fp8_rows: bool = False
+    ) -> None:
         super().__init__()
+        self._fp8, self._fp8_rows = (fp8, fp8_backward), fp8_rows
         self._found: list[Operator] = []
         self._begun = False
 
@@ -167,7 +188,10 @@ class _Recorded(TorchDispatchMode):
 
     def sent(self) -> float:
         """The bytes of a communication that has just been started, whose stand-in copies what it sends."""
-        return sum(each.bytes for each in self.take()) / 2
+        sizes = [each.bytes / 2 for each in self.take()]
+        if self._fp8_rows and len(sizes) == 3:  # a dispatch: rows, weights, choices
+            sizes[0] *= FP8_BYTES / 2
+        return sum(sizes)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results = func(*args, **(kwargs or {}))
@@ -184,8 +208,14 @@ class _Recorded(TorchDispatchMode):
                 kind: Kind = "attention backward" if backward else "attention"
                 self._found.append(Operator(kind, launches=_LAUNCHES.get(kind, 1)))
             return results
-        moved = sum(t.numel() * t.itemsize for t in (*given, *made))
+        moved: float = sum(t.numel() * t.itemsize for t in (*given, *made))
         kind, flops = _flops(name, given, made)
+        fp8 = self._fp8[torch._C._current_autograd_node() is not None]
+        rows = [t.numel() for t in given if t.is_floating_point() and t.untyped_storage()._cdata not in fp8]
+        if kind in ("gemm", "grouped") and any(t.untyped_storage()._cdata in fp8 for t in given):
+            moved -= (2 - FP8_BYTES) * sum(t.numel() for t in given if t.itemsize == 2)
+            self._found.append(Operator("memory", 0.0, 0.0, (2 + FP8_BYTES) * max(rows)))  # quantizes them
+            kind = "fp8 gemm" if kind == "gemm" else "fp8 grouped"
         self._found.append(Operator(kind, flops, 0.0, moved, _LAUNCHES.get(name, 1)))
         return results
 

@@ -12,18 +12,30 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import chain
+from typing import Literal
 
 from dualpipe.dtypes import dtype_of
+from dualpipe.kernels.grouped_gemm import HALF
 from dualpipe.models import HubConfig
 from dualpipe.models.sizes import flops_per_token
 from dualpipe.models.stages import stage_layers
 from dualpipe.plan.costs import Setting, Spent, StageCosts, stage_costs, total
 from dualpipe.plan.machines import Machine
+from dualpipe.plan.operators import IN_BF16, InFP8
 from dualpipe.schedule import Costs, Schedule, Timeline, simulate
 from dualpipe.train.config import Config
-from dualpipe.train.memory import RankMemory, built, estimate, meta_stages, parameter_sizes, tokens_of_rank
+from dualpipe.train.memory import (
+    RankMemory,
+    built,
+    dtype_plan,
+    estimate,
+    meta_stages,
+    parameter_sizes,
+    tokens_of_rank,
+)
+from dualpipe.train.tables import DTypesConfig
 
-PRODUCTS = ("gemm", "grouped", "attention", "attention backward")
+PRODUCTS = ("gemm", "grouped", "fp8 gemm", "fp8 grouped", "attention", "attention backward")
 PARTS = ("products", "memory traffic", "host", "recomputation", "all-to-all", "sends", "gather", "reduce", "optimizer",
          "bubble")
 
@@ -43,6 +55,7 @@ class Prediction:
         return Setting(
             self.model, self.machine, dtype_of(t.dtype), p.ep, t.micro_batch_size * tokens_of_rank(self.config),
             t.sequence_length, tuple(rule for rule in rules if rule != "none"), p.overlap, p.cp, p.cp_method,
+            _in_fp8(self.config.dtypes, t.dtype, self.model) if self.machine.fp8 else IN_BF16,
         )
 
     @cached_property
@@ -177,6 +190,17 @@ class Prediction:
         short, long = played[0], played[-1]
         return tuple(  # type: ignore[return-value]
             one + (other - one) * (more - 1) for one, other in zip(short, long)) if more >= 3 else short
+
+
+@lru_cache(maxsize=16)
+def _in_fp8(dtypes: DTypesConfig, dtype: Literal["fp32", "bf16"], model: HubConfig) -> InFP8:
+    """As `dualpipe.nn.products` decides: square blocks can be transposed for input gradients. Rows alone may be sent so
+    for products in another dtype."""
+    plan, (whole,) = dtype_plan(dtypes, dtype, model, 2), meta_stages(model, 1, ())
+    formats = {name: format for name, _ in whole.named_parameters() if (format := plan.of(name).format)
+               and format.computes and dtype_of(dtype) in HALF and dtypes.products == "auto"}
+    square = frozenset(name for name, format in formats.items() if format.block[0] == format.block[1])
+    return InFP8(frozenset(formats), square, dtypes.fp8_dispatch)
 
 
 def _play(name: str, ranks: int, chunks: int, costs: Costs) -> tuple[float, float]:

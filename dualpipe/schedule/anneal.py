@@ -14,8 +14,8 @@ import random
 from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from dataclasses import dataclass, replace
+from itertools import accumulate, chain
 from math import inf, log
 from typing import NamedTuple
 
@@ -25,29 +25,12 @@ from dualpipe.schedule.types import Action, Kind, Schedule, Step
 from dualpipe.schedule.validate import independent
 
 Work = tuple[Kind, int]  # a kind, and the stage
+Key = tuple[Kind, int, int]  # of an action
 RankOrder = list[tuple[Work, ...]]
 EVENLY = 0.02  # how much the mean of the ranks' ends counts beside the last: it leads over plateaus of equal makespan
 COOLING = 50.0  # the first temperature over the last
 
 assert RECEIVE_AHEAD == 1, "`plays` holds one message of a stream"
-
-
-@dataclass(frozen=True)
-class Problem:
-    """What an order is for: stages on ranks, micro-batches, costs, and the cap on a rank's memory.
-
-    memory: stage activations, with `simulate.PENDING` of one for each weight gradient that waits.
-    """
-
-    placement: tuple[int, ...]
-    num_microbatches: int
-    costs: Costs
-    memory: float
-
-    def empty(self) -> Schedule:
-        """The schedule without steps."""
-        placement, num_ranks = self.placement, 1 + max(self.placement)
-        return Schedule("auto", num_ranks, len(placement), self.num_microbatches, ((),) * num_ranks, placement)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,15 +67,23 @@ class Times(NamedTuple):
 
 
 class Timing:
-    """Times orders for one problem; steps that have been met are kept."""
+    """Times orders for the placement and the micro-batches of a schedule; steps that have been met are kept.
 
-    def __init__(self, problem: Problem) -> None:
-        self.problem, self.empty = problem, problem.empty()
-        self._known: dict[tuple[tuple[Kind, int, int], ...], Timed | None] = {}
+    memory: that a rank has, see `Timeline.peak_memory`.
+    """
+
+    def __init__(self, schedule: Schedule, costs: Costs, memory: float) -> None:
+        self.schedule, self.costs, self.memory = schedule, costs, memory
+        self._known: dict[tuple[Key, ...], Timed | None] = {}
+
+    def ranks(self, orders: Sequence[RankOrder]) -> list[list[Timed]] | None:
+        """The steps of all ranks; None where those of one cannot be."""
+        ranks = [steps for order in orders if (steps := self.steps(order)) is not None]
+        return ranks if len(ranks) == len(orders) else None
 
     def steps(self, order: RankOrder) -> list[Timed] | None:
         """The steps of a rank with their micro-batches; None where they cannot be, or do not fit the memory."""
-        forwards, backwards = [0] * self.empty.num_stages, [0] * self.empty.num_stages
+        forwards, backwards = [0] * self.schedule.num_stages, [0] * self.schedule.num_stages
         deferred: defaultdict[int, deque[int]] = defaultdict(deque)
         held, steps, known = 0.0, [], self._known
         for works in order:
@@ -110,27 +101,29 @@ class Timing:
                         deferred[stage].append(microbatch)
                 actions.append((kind, stage, microbatch))
             key = tuple(actions)
-            step = known[key] if key in known else self._step(key)
-            if step is None or held + step.fills > self.problem.memory:
+            step = known[key] if key in known else self.step(key)
+            if step is None or held + step.fills > self.memory:
                 return None
             held += step.fills - step.frees
             steps.append(step)
         return steps
 
-    def _step(self, key: tuple[tuple[Kind, int, int], ...]) -> Timed | None:
+    def step(self, key: tuple[Key, ...]) -> Timed | None:
         """The step of these actions; None where they depend on each other."""
-        empty, costs, takes, taken = self.empty, self.problem.costs, [], []
+        if key in self._known:
+            return self._known[key]
+        schedule, costs, takes, taken = self.schedule, self.costs, [], []
         step = tuple(Action(*each) for each in key)
         for action in step:
-            if source := need(empty, action):
-                src, dst = empty.placement[source[1]], empty.placement[action.stage]
+            if source := need(schedule, action):
+                src, dst = schedule.placement[source[1]], schedule.placement[action.stage]
                 takes.append((self._number(*source), 0.0 if src == dst else costs.p2p))
                 if src != dst:
                     taken.append((True, (src, dst, source[0]), takes[-1][0]))
         if len(taken) == 2 and taken[0][1] == taken[1][1]:
             taken.sort()  # by their micro-batches, as they are sent
         given = [(False, message.stream, self._number(*result(action)))
-                 for action in step if (message := sent(empty, action))]
+                 for action in step if (message := sent(schedule, action))]
         frees = sum(FREES[action.kind] for action in step)
         self._known[key] = timed = None if len(step) == 2 and not independent(*step) else Timed(
             step, costs.of(step), tuple(takes), tuple(self._number(*result(action)) for action in step),
@@ -139,11 +132,11 @@ class Timing:
         return timed
 
     def _number(self, kind: str, stage: int, microbatch: int) -> int:
-        return ("FBW".index(kind) * self.empty.num_stages + stage) * self.empty.num_microbatches + microbatch
+        return ("FBW".index(kind) * self.schedule.num_stages + stage) * self.schedule.num_microbatches + microbatch
 
     def times(self, ranks: list[list[Timed]], limit: float = inf) -> Times | None:
         """When each step runs; None where one never does, or where it would take longer than `limit`."""
-        nothing = [-1.0] * (3 * self.empty.num_stages * self.empty.num_microbatches)
+        nothing = [-1.0] * (3 * self.schedule.num_stages * self.schedule.num_microbatches)
         begun = Times(ranks, [*map(_left, ranks)], [[] for _ in ranks], nothing)
         return _run(begun, [0.0] * len(ranks), limit)
 
@@ -165,12 +158,18 @@ class Timing:
         ranks[rank], left[rank] = steps, _left(steps)
         return _run(Times(ranks, left, kept, there), ends, limit)
 
-def traffic(steps: list[Timed]) -> list[tuple[bool, Stream, int]]:
-    """The messages of a rank: whether taken (else sent), the stream, and a number."""
-    return [item for step in steps for item in step.traffic]
+
+def orders_of(schedule: Schedule) -> list[RankOrder]:
+    """What its steps do, without micro-batches."""
+    return [[tuple((action.kind, action.stage) for action in step) for step in steps] for steps in schedule.ranks]
 
 
-def plays(programs: Sequence[list[tuple[bool, Stream, int]]]) -> bool:
+def with_steps(schedule: Schedule, ranks: Sequence[Sequence[Timed]]) -> Schedule:
+    """The schedule with other steps."""
+    return replace(schedule, ranks=tuple(tuple(step.step for step in steps) for steps in ranks))
+
+
+def plays(ranks: Sequence[Sequence[Timed]]) -> bool:
     """Whether every stream is taken in its order and no rank waits forever where sends block."""
     in_flight: dict[Stream, int | None] = {}
 
@@ -181,7 +180,7 @@ def plays(programs: Sequence[list[tuple[bool, Stream, int]]]) -> bool:
         in_flight[stream] = None if taking else number
         return True
 
-    return not any(play(programs, move))
+    return not any(play([chain.from_iterable(step.traffic for step in steps) for steps in ranks], move))
 
 
 def _left(steps: list[Timed]) -> list[float]:
@@ -222,19 +221,19 @@ def _run(times: Times, ends: list[float], limit: float) -> Times | None:
 
 
 def anneal(
-    problem: Problem, orders: Sequence[RankOrder], *, iterations: int, temperature: float, cooling: float, seed: int
-) -> tuple[float, list[RankOrder]]:
-    """The best score and orders met in so many random changes, from `orders`, which must be possible.
+    start: Schedule, costs: Costs, memory: float, iterations: int, temperature: float, cooling: float, seed: int
+) -> tuple[float, Schedule]:
+    """The best score and schedule met in so many random changes, from `start`, which must be possible.
 
     temperature: a change that makes the score worse by so much is taken once in e times; at the end by so much divided
     by `cooling`.
     """
-    timing, chance, orders = Timing(problem), random.Random(seed), list(orders)
-    ranks = [steps for order in orders if (steps := timing.steps(order)) is not None]
-    times, programs = timing.times(ranks), [*map(traffic, ranks)]
-    assert times is not None and plays(programs), "annealing starts from an order that can be run"
+    timing, chance, orders = Timing(start, costs, memory), random.Random(seed), orders_of(start)
+    ranks = timing.ranks(orders) or []
+    times = timing.times(ranks)
+    assert ranks and times is not None and plays(ranks), "annealing starts from an order that can be run"
     score = times.score()
-    best, found = score, orders
+    best, found = score, ranks
     for i in range(iterations):
         rank = chance.randrange(len(orders))
         order = _change(orders[rank], chance)
@@ -242,17 +241,12 @@ def anneal(
             continue
         limit = score - temperature * cooling ** (-i / iterations) * log(1 - chance.random())
         changed = timing.changed(times, rank, steps, limit)
-        if changed is None or changed.score() > limit:
+        if changed is None or changed.score() > limit or not plays(changed.ranks):
             continue
-        program = traffic(steps)
-        if program != programs[rank]:
-            if not plays(given := [*programs[:rank], program, *programs[rank + 1 :]]):
-                continue
-            programs = given
         times, score, orders = changed, changed.score(), [*orders[:rank], order, *orders[rank + 1 :]]
         if score < best - 1e-9:
-            best, found = score, orders
-    return best, found
+            best, found = score, changed.ranks
+    return best, with_steps(start, found)
 
 
 def _change(order: RankOrder, chance: random.Random) -> RankOrder | None:

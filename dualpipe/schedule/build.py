@@ -121,6 +121,33 @@ def zbv(num_ranks: int, num_microbatches: int) -> Schedule:
     return Schedule("zbv", num_ranks, 2 * num_ranks, num_microbatches, tuple(ranks), v_placement(num_ranks))
 
 
+def v_half(num_ranks: int, num_microbatches: int) -> Schedule:
+    """V-Half: on a V with about half the activation memory of 1F1B, P + 2 stages' at most instead of 2P.
+
+    A rank does F0, F1, I1 and I0 of the first micro-batch in fixed slots, of each other one 6 slots later, and weight
+    gradients in the slots between. Half 0 moves by two slots a rank and half 1 by one, so that activations of the two
+    live, together, equally long on all ranks.
+
+    Source: Qi et al., "Pipeline Parallelism with Controllable Memory", arXiv:2405.15362, with the offsets of
+    github.com/sail-sg/zero-bubble-pipeline-parallelism but not its reordering of the ends.
+    """
+    shift = 0 if num_ranks % 2 else 3  # or slots would be taken twice
+    ranks = []
+    for rank in range(num_ranks):
+        offsets = {"F0": 2 * rank, "F1": 3 * num_ranks - rank - 2, "I1": 3 * num_ranks + shift + 2 * rank - 1,
+                   "I0": 6 * num_ranks + shift - rank - 2}
+        slots = {offset + 6 * mb: name for name, offset in offsets.items() for mb in range(num_microbatches)}
+        pattern, deferred = [], deque[str]()
+        for slot in range(1 + max(slots)):
+            if name := slots.get(slot):
+                pattern.append(name)
+                deferred += ["W" + name[1]] if name[0] == "I" else []
+            elif deferred:
+                pattern.append(deferred.popleft())
+        ranks.append(tuple(in_turn([*pattern, *deferred], (rank, 2 * num_ranks - 1 - rank))))
+    return Schedule("v_half", num_ranks, 2 * num_ranks, num_microbatches, tuple(ranks), v_placement(num_ranks))
+
+
 def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
     """1F1B, with one stage a rank. Source: PipeDream-flush, arXiv:2006.09503."""
     return replace(interleaved_1f1b(num_ranks, num_microbatches, stages_per_rank=1), name="1f1b")
@@ -162,7 +189,7 @@ def auto(
 
 
 BUILDERS: dict[str, Callable[..., Schedule]] = {
-    "dualpipev": dualpipev, "dualpipev_full": dualpipev_full, "zbv": zbv, "1f1b": one_f_one_b,
+    "dualpipev": dualpipev, "dualpipev_full": dualpipev_full, "zbv": zbv, "v_half": v_half, "1f1b": one_f_one_b,
     "interleaved_1f1b": interleaved_1f1b, "auto": auto,
 }
 

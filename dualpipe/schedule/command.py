@@ -5,19 +5,20 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from math import ceil
 from pathlib import Path
 from shutil import get_terminal_size
 from typing import Any
 
+from dualpipe.files import write_wanted
 from dualpipe.schedule.bound import least_work
 from dualpipe.schedule.build import BUILDERS, build
-from dualpipe.schedule.draw import number, table, to_svg, to_text
+from dualpipe.schedule.draw import table, to_svg, to_text
 from dualpipe.schedule.page import to_html
 from dualpipe.schedule.search import Found, search
 from dualpipe.schedule.simulate import Costs, Timeline, simulate
+from dualpipe.schedule.svg import number
 from dualpipe.schedule.types import KINDS, Schedule
 from dualpipe.schedule.validate import validate
 
@@ -81,16 +82,11 @@ def _report(args: argparse.Namespace) -> str:
     compared = table(timelines, sizes) + notes
     text = compared + "\n" + to_text(timelines[0], args.width or get_terminal_size((120, 24)).columns)
     title = f"Schedules of {args.ranks} ranks and {args.microbatches} micro-batches"
-    files: tuple[tuple[Path | None, Callable[[], str]], ...] = (
+    return text + "".join(f"{line}\n" for line in write_wanted(
         (args.svg, lambda: to_svg(timelines[0])),
         (args.csv, lambda: timelines[0].schedule.to_torch_csv()),
         (args.html, lambda: to_html(timelines, title=title, notes=compared)),
-    )
-    for path, content in files:
-        if path:
-            path.write_text(content(), encoding="utf-8")
-            text += f"wrote {path}\n"
-    return text
+    ))
 
 
 def _found(args: argparse.Namespace, costs: Costs, *, alternative: bool) -> tuple[Schedule, str]:
@@ -132,46 +128,43 @@ def parse_costs(text: str) -> Costs:
     """Costs from "F=1,B=2,FB=2.6", or from a JSON file. Raises ValueError for what is neither."""
     if not text.endswith(".json"):
         parts = [part.partition("=") for part in text.split(",") if part.strip()]
-        return _costs({name.strip(): value for name, _, value in parts}, Costs())
+        return costs_from({name.strip(): value for name, _, value in parts})
     try:
         given = json.loads(Path(text).read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{text} is not valid JSON: {error}") from error
+    return costs_from(given, what=text)
+
+
+def costs_from(given: object, base: Costs = Costs(), what: str = "per_stage") -> Costs:  # noqa: B008 - it is frozen
+    """Costs from what such a JSON file holds, else those of `base`; names of two kinds other than FB are pairs.
+
+    Raises ValueError where it, which is called `what`, holds something else.
+    """
     if not isinstance(given, dict):
-        raise ValueError(f"{text} has {given!r}; it must hold an object such as {{\"F\": 1, \"B\": 2}}")
-    return costs_from(given)
-
-
-def costs_from(given: Mapping[str, object]) -> Costs:
-    """Costs from what such a JSON file holds; ValueError where it holds something else."""
-    return _costs(given, Costs())
-
-
-def _costs(given: Mapping[str, object], base: Costs) -> Costs:
-    """`base` with what is given; names of two kinds other than FB are pairs."""
-
-    def object_of(values: Mapping[str, object], name: str) -> dict[str, object]:
-        value = values.get(name, {})
+        raise ValueError(f"{what} has {given!r}; give an object such as {{\"F\": 1, \"B\": 2}}")
+    inner = {name: given.get(name, {}) for name in ("pairs", "per_stage")}
+    for name, value in inner.items():
         if not isinstance(value, dict):
             raise ValueError(f"{name} is {value!r}; give an object")
-        return value
-
-    plain = {field.name for field in fields(Costs)} - {"pairs", "per_stage"}
-    values: dict[str, Any] = {}
-    for name, value in {**given, **object_of(given, "pairs")}.items():
-        if name in ("pairs", "per_stage"):
+    plain = {field.name for field in fields(Costs)} - inner.keys()
+    values, pairs = dict[str, Any](), dict(base.pairs or {})
+    for name, value in {**given, **inner["pairs"]}.items():
+        if name in inner:
             continue
         if name not in plain and not (len(name) == 2 and set(name) <= set(KINDS)):
             raise ValueError(f"no cost is called {name!r}; known are {', '.join(sorted(plain))}, pairs like FI")
         try:
-            values[name] = float(value)  # type: ignore[arg-type]
+            cost = float(value)
         except (TypeError, ValueError):
             raise ValueError(f"cost {name} is {value!r}; give a number") from None
-    pairs = {**(base.pairs or {}), **{(name[0], name[1]): values.pop(name) for name in [*values] if name not in plain}}
+        if name in plain:
+            values[name] = cost
+        else:
+            pairs[name[0], name[1]] = cost
     costs = replace(base, **values, pairs=pairs or None)
-    per_stage = object_of(given, "per_stage")
-    for stage in per_stage:
+    for stage in inner["per_stage"]:
         if not stage.isdecimal():
             raise ValueError(f"per_stage has {stage!r}; give the number of a stage")
-    stages = {int(stage): _costs(object_of(per_stage, stage), costs) for stage in per_stage}
+    stages = {int(stage): costs_from(each, costs) for stage, each in inner["per_stage"].items()}
     return replace(costs, per_stage=stages or None)

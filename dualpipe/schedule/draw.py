@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from html import escape
 from itertools import chain
 from math import floor, log10
 from typing import Any
 
 from dualpipe.schedule.simulate import Reduction, Span, Timeline
+from dualpipe.schedule.svg import number, picture, rect, text, titled
 from dualpipe.schedule.types import Kind
 
 LEGEND = "F forward, B backward, I backward for the input only, W weight gradients, . idle"
@@ -24,18 +24,12 @@ REDUCTION = "#c2554d"
 ROW, GAP, LEFT, RIGHT, TOP, BOTTOM = 30, 6, 64, 76, 76, 34  # pixels
 CELL = 17  # pixels of the shortest step, so that two digits fit
 WIDEST = 6000  # pixels of time axis at most, unless given; numbers that do not fit are left out
-STYLE = (
-    "text{font-family:Helvetica,Arial,sans-serif;font-size:11px;fill:#1f2933}"
-    ".n{text-anchor:middle;font-size:10.5px}.p{text-anchor:middle;font-size:9.5px}.h{font-size:15px;font-weight:bold}"
-    ".r{text-anchor:end}.m{fill:#6b7785}.a{text-anchor:middle;fill:#6b7785;font-size:10px}"
+STYLE = (  # numbers in cells, of pairs, at the axis; the back of a row, the frame of a pair
+    ".n{text-anchor:middle;font-size:10.5px}.p{text-anchor:middle;font-size:9.5px}"
+    ".a{text-anchor:middle;fill:#6b7785;font-size:10px}"
     "rect{stroke:#fff;stroke-width:.8}.b{fill:#f1f3f5;stroke:none}.o{fill:none;stroke:#1f2933;stroke-width:1.3}"
     "line{stroke:#d5dbe1;stroke-width:1}"
 )
-
-
-def number(value: float) -> str:
-    """At most two decimals, and none where there are none."""
-    return f"{value:.2f}".rstrip("0").rstrip(".")
 
 
 def upper_half(timeline: Timeline) -> set[int]:
@@ -79,11 +73,12 @@ def to_text(timeline: Timeline, width: int = 120) -> str:
 
 
 def table(timelines: Sequence[Timeline], sizes: Sequence[float]) -> str:
-    """A row for each timeline: makespan, and that of the first relative to it; bubble; peak of live activations.
+    """A row for each timeline: makespan, and that of the first relative to it; bubble; peaks of activations, which are
+    alive until their "W", and of memory, of which an "I" frees a part (see `Timeline.peak_memory`).
 
     sizes: how big the stages of each timeline are, in stages of the first; activations are counted in those.
     """
-    rows = [("schedule", "stages", "makespan", "relative", "bubble", "peak activations")]
+    rows = [("schedule", "stages", "makespan", "relative", "bubble", "peak activations", "peak memory")]
     for timeline, size in zip(timelines, sizes):
         rows.append((
             timeline.schedule.name,
@@ -92,6 +87,7 @@ def table(timelines: Sequence[Timeline], sizes: Sequence[float]) -> str:
             f"{timeline.makespan / timelines[0].makespan:.3f}" if timelines[0].makespan else "-",
             f"{100 * timeline.bubble_fraction:.1f}%",
             number(max(timeline.peak_activations) * size),
+            number(timeline.peak_memory * size),
         ))
     return aligned(rows)
 
@@ -112,78 +108,70 @@ def to_svg(timeline: Timeline, widest: float = WIDEST) -> str:
     """
     durations = [span.end - span.start for span in chain.from_iterable(timeline.spans) if span.end > span.start]
     scale = min(CELL / min(durations), widest / timeline.makespan) if durations else 1.0  # pixels per unit of time
-    width = max(LEFT + timeline.makespan * scale + RIGHT, LEFT + 960)  # room for the legend
-    bottom = TOP + len(timeline.spans) * (ROW + GAP)
-    height = bottom + BOTTOM
+    end, bottom = LEFT + timeline.makespan * scale, TOP + len(timeline.spans) * (ROW + GAP)
     upper = upper_half(timeline)
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height}" '
-        f'width="{width:.0f}" height="{height}">',
-        f"<style>{STYLE}</style>",
-        f'<rect width="{width:.0f}" height="{height}" style="fill:#fff;stroke:none"/>',
-        *_heading(timeline, bool(upper)),
-    ]
+    shapes = [*_heading(timeline, bool(upper)), text(LEFT - 10, bottom + 16, "time", "m e"),
+              text(end + 10, TOP - 8, "peak alive", "m")]
     # Ticks at least 60 pixels apart: every 1, 2, 5, 10, 20, ... (or 0.5, 0.2, ...) units of time.
     magnitude = 10.0 ** floor(log10(60 / scale))
     step = next(step * magnitude for step in (1, 2, 5, 10) if step * magnitude >= 60 / scale * (1 - 1e-9))
     for i in range(floor(timeline.makespan / step + 1e-9) + 1):
         x = LEFT + i * step * scale
-        parts.append(f'<line x1="{x:.1f}" y1="{TOP - 8}" x2="{x:.1f}" y2="{bottom + 2}"/>')
-        parts.append(f'<text class="a" x="{x:.1f}" y="{bottom + 16}">{i * step:g}</text>')
-    parts.append(f'<text class="m r" x="{LEFT - 10}" y="{bottom + 16}">time</text>')
-    parts.append(f'<text class="m" x="{LEFT + timeline.makespan * scale + 10:.1f}" y="{TOP - 8}">peak alive</text>')
+        shapes += [f'<line x1="{x:.1f}" y1="{TOP - 8}" x2="{x:.1f}" y2="{bottom + 2}"/>',
+                   text(x, bottom + 16, f"{i * step:g}", "a")]
     for rank in range(len(timeline.spans)):
-        parts += _row(timeline, rank, scale, upper)
-    return "\n".join([*parts, "</svg>"]) + "\n"
+        shapes += _row(timeline, rank, scale, upper)
+    return picture(max(end + RIGHT, LEFT + 960), bottom + BOTTOM, shapes, STYLE)  # room for the legend
 
 
 def _heading(timeline: Timeline, halves: bool) -> Iterator[str]:
     """What is drawn, and a legend of what is in it; `halves`: some ranks have stages of both halves."""
     schedule, spans = timeline.schedule, list(chain.from_iterable(timeline.spans))
-    yield f'<text class="h" x="{LEFT}" y="26">{escape(schedule.name)}</text>'
-    yield (f'<text class="m" x="{LEFT + 10 + 9.2 * len(schedule.name):.0f}" y="26">{schedule.num_ranks} ranks, '
-           f"{schedule.num_stages} stages, {schedule.num_microbatches} micro-batches; "
-           f"makespan {number(timeline.makespan)}, bubble {100 * timeline.bubble_fraction:.1f}%</text>")
+    yield text(LEFT, 26, schedule.name, "h")
+    yield text(LEFT + 10 + 9.2 * len(schedule.name), 26, f"{schedule.num_ranks} ranks, {schedule.num_stages} stages, "
+               f"{schedule.num_microbatches} micro-batches; makespan {number(timeline.makespan)}, bubble "
+               f"{100 * timeline.bubble_fraction:.1f}%", "m")
     used = {action.kind for span in spans for action in span.step}
     x = float(LEFT)
     for meaning, *colours in (LOOKS[kind] for kind in LOOKS if kind in used):
         width = 14 if halves else 28
         for i, colour in enumerate(colours if halves else colours[:1]):
-            yield f'<rect x="{x + width * i:g}" y="41" width="{width}" height="12" fill="{colour}"/>'
-        yield f'<text x="{x + 34:g}" y="51">{meaning}</text>'
+            yield rect(x + width * i, 41, width, 12, colour)
+        yield text(x + 34, 51, meaning)
         x += 62 + 5.8 * len(meaning)
     if any(len(span.step) == 2 for span in spans):
-        yield f'<rect class="o" x="{x:g}" y="41" width="28" height="12"/><text x="{x + 34:g}" y="51">overlapped</text>'
+        yield rect(x, 41, 28, 12, kind="o") + text(x + 34, 51, "overlapped")
         x += 118
     if any(timeline.reductions):
-        yield f'<rect x="{x:g}" y="45" width="28" height="{GAP - 1}" fill="{REDUCTION}"/>'
-        yield f'<text x="{x + 34:g}" y="51">gradients reduced</text>'
+        yield rect(x, 45, 28, GAP - 1, REDUCTION) + text(x + 34, 51, "gradients reduced")
         x += 160
     if halves:
-        yield f'<text class="m" x="{x:g}" y="51">lighter: later stages of the rank</text>'
+        yield text(x, 51, "lighter: later stages of the rank", "m")
 
 
 def _row(timeline: Timeline, rank: int, scale: float, upper: set[int]) -> Iterator[str]:
-    top, end_of_row = TOP + rank * (ROW + GAP), timeline.makespan * scale
-    yield f'<text class="r" x="{LEFT - 10}" y="{top + ROW / 2 + 4}">rank {rank}</text>'
-    yield f'<rect class="b" x="{LEFT}" y="{top}" width="{end_of_row:.2f}" height="{ROW}"/>'
+    def place(start: float, end: float) -> tuple[float, float, str]:
+        """Where it begins, how wide it is, and what is said of that."""
+        said = f"\nrank {rank}, {number(start)} to {number(end)}"
+        return LEFT + start * scale, (end - start) * scale, said
+
+    top, middle = TOP + rank * (ROW + GAP), TOP + rank * (ROW + GAP) + ROW / 2 + 4
+    x, width, _ = place(0, timeline.makespan)
+    yield text(LEFT - 10, middle, f"rank {rank}", "e") + rect(x, top, width, ROW, kind="b")
+    yield text(x + width + 10, middle, timeline.peak_activations[rank])
     for _, start, end, step in timeline.spans[rank]:
-        x, width, height = LEFT + start * scale, (end - start) * scale, ROW / len(step)
-        names = (f"{LOOKS[a.kind][0]} of micro-batch {a.microbatch}, stage {a.stage}" for a in step)
-        yield f"<g><title>{' overlapped with '.join(names)}\nrank {rank}, {number(start)} to {number(end)}</title>"
+        x, width, when = place(start, end)
+        height, shapes = ROW / len(step), []
         for i, action in enumerate(step):  # of a pair, which runs at the same time, one lies above the other
-            y, colour = top + i * height, LOOKS[action.kind][2 if action.stage in upper else 1]
-            yield f'<rect x="{x:.2f}" y="{y:g}" width="{width:.2f}" height="{height:g}" fill="{colour}"/>'
+            y = top + i * height
+            shapes.append(rect(x, y, width, height, LOOKS[action.kind][2 if action.stage in upper else 1]))
             if width >= 7 * len(str(action.microbatch)):
-                style, middle = "n" if len(step) == 1 else "p", y + height / 2 + 3.7
-                yield f'<text class="{style}" x="{x + width / 2:.2f}" y="{middle:g}">{action.microbatch}</text>'
+                kind = "n" if len(step) == 1 else "p"
+                shapes.append(text(x + width / 2, y + height / 2 + 3.7, action.microbatch, kind))
         if len(step) == 2:
-            yield f'<rect class="o" x="{x + 0.6:.2f}" y="{top + 0.6}" width="{width - 1.2:.2f}" height="{ROW - 1.2}"/>'
-        yield "</g>"
+            shapes.append(rect(x + 0.6, top + 0.6, width - 1.2, ROW - 1.2, kind="o"))
+        names = (f"{LOOKS[a.kind][0]} of micro-batch {a.microbatch}, stage {a.stage}" for a in step)
+        yield titled(" overlapped with ".join(names) + when, shapes)
     for _, start, end, stage in timeline.reductions[rank]:
-        yield (
-            f"<g><title>gradients of stage {stage} reduced\nrank {rank}, {number(start)} to {number(end)}</title>"
-            f'<rect x="{LEFT + start * scale:.2f}" y="{top + ROW:g}" width="{(end - start) * scale:.2f}" '
-            f'height="{GAP - 1}" fill="{REDUCTION}"/></g>'
-        )
-    yield f'<text x="{LEFT + end_of_row + 10:.1f}" y="{top + ROW / 2 + 4}">{timeline.peak_activations[rank]}</text>'
+        x, width, when = place(start, end)
+        yield titled(f"gradients of stage {stage} reduced{when}", [rect(x, top + ROW, width, GAP - 1, REDUCTION)])

@@ -1,83 +1,68 @@
 """An order for any placement and any memory: each rank does at once what it can, backwards first.
 
-With the memory of DualPipeV it is close to it; with half of that it is what the V-half family is for (Qi et al.,
-"Pipeline Parallelism with Controllable Memory", arXiv:2405.15362), whose fixed offsets it does not need.
+It is a start of the search where no known family fits the memory. A rank begins nothing whose message would have to
+wait for the one before it to be taken, so that the order also holds where sends block.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import Counter
 from heapq import heappop, heappush
+from math import inf
 
-from dualpipe.schedule.anneal import Problem, RankOrder
-from dualpipe.schedule.messages import Result, Stream, need, result, sent
-from dualpipe.schedule.simulate import FREES
-from dualpipe.schedule.types import Action, Kind, Step
+from dualpipe.schedule.anneal import Key, Timed, Timing, Work, with_steps
+from dualpipe.schedule.messages import Stream
+from dualpipe.schedule.simulate import Costs
+from dualpipe.schedule.types import Kind, Schedule
 
 
-def fill(problem: Problem, backward: Kind) -> list[RankOrder] | None:
-    """The order in which ranks that never wait by choice do `problem`; None where they come to a stop.
+def fill(empty: Schedule, costs: Costs, memory: float) -> Schedule | None:
+    """`empty` with the order in which ranks that never wait by choice do it; None where they come to a stop.
 
-    backward: "B", or "I" with its "W" where there is nothing else to do. A forward leaves room for one in each later
-    stage of its rank, so that the micro-batch that is ahead can always go on. A rank begins nothing whose message would
-    have to wait for the one before it to be taken, so that the order also holds where sends block.
+    Weight gradients come where there is nothing else to do. A forward leaves room for one in each later stage of its
+    rank, so that the micro-batch that is ahead can always go on.
     """
-    empty, costs = problem.empty(), problem.costs
-    ranks: list[RankOrder] = [[] for _ in empty.ranks]
-    turns: defaultdict[tuple[bool, int], int] = defaultdict(int)
-    deferred: list[deque[Action]] = [deque() for _ in ranks]
-    there: dict[Result, tuple[float, int]] = {}
-    held, free, in_flight = [0.0] * len(ranks), [0.0] * len(ranks), set[Stream]()
+    timing, ranks = Timing(empty, costs, memory), [list[Timed]() for _ in empty.ranks]
+    held, free = [0.0] * len(ranks), [0.0] * len(ranks)
+    turns, there, in_flight = Counter[Work](), dict[int, float](), set[Stream]()
 
-    def ready(kind: Kind, rank: int, now: float) -> Action | None:
+    def ready(kind: Kind, rank: int, now: float) -> Key | None:
         """The next that can be done of this kind, of the latest stage that has one."""
+        room = memory - held[rank]
         for stage in reversed(empty.rank_stages(rank)):
-            action = Action(kind, stage, turns[kind == "F", stage])
-            source, message = need(empty, action), sent(empty, action)
-            if action.microbatch == problem.num_microbatches or (message and message.stream in in_flight):
-                continue
-            if source is not None:
-                time, owner = there.get(source, (float("inf"), rank))
-                if time + (costs.p2p if owner != rank else 0.0) > now:
-                    continue
-            later = sum(each > stage for each in empty.rank_stages(rank))
-            if kind != "F" or held[rank] + 1 + later <= problem.memory:
-                return action
+            key = kind, stage, turns[kind, stage]
+            step = timing.step((key,)) if key[2] < empty.num_microbatches else None
+            if (
+                step and step.fills <= room and all(there.get(number, inf) + way <= now for number, way in step.takes)
+                and in_flight.isdisjoint(stream for taking, stream, _ in step.traffic if not taking)
+            ):
+                return key
+            room -= kind == "F"
         return None
 
-    def choose(rank: int, now: float) -> Step:
-        back, forward = ready(backward, rank, now), ready("F", rank, now)
-        if back and forward and forward.microbatch != back.microbatch:
-            pair = forward, back
-            if costs.of(pair) < costs.of(pair[:1]) + costs.of(pair[1:]):
-                return pair
-        if chosen := back or forward:
-            return (chosen,)
-        return (deferred[rank].popleft(),) if deferred[rank] else ()
-
-    def begin(rank: int, step: Step, now: float) -> None:
-        free[rank] = now + costs.of(step)
-        heappush(events, free[rank])
-        heappush(events, free[rank] + costs.p2p)
-        for action in step:
-            source, message = need(empty, action), sent(empty, action)
-            if source and action.kind != "W" and (owner := empty.placement[source[1]]) != rank:
-                in_flight.discard((owner, rank, source[0]))
-            if message:
-                in_flight.add(message.stream)
-            if action.kind == "I":
-                deferred[rank].append(Action("W", action.stage, action.microbatch))
-            if action.kind != "W":
-                turns[action.kind == "F", action.stage] += 1
-                there[result(action)] = free[rank], rank
-            held[rank] += (action.kind == "F") - FREES[action.kind]
-        ranks[rank].append(tuple((action.kind, action.stage) for action in step))
+    def choose(rank: int, now: float) -> tuple[Key, ...]:
+        back, forward, weights = (ready(kind, rank, now) for kind in ("I", "F", "W"))
+        both = timing.step((forward, back)) if back and forward else None
+        if forward and back and both and both.duration < sum(costs.of((each,)) for each in both.step):
+            return forward, back
+        one = back or forward or weights
+        return (one,) if one else ()
 
     events = [0.0]
     while events:
         now = heappop(events)
-        for rank in range(len(ranks)):
-            if free[rank] <= now and (step := choose(rank, now)):
-                begin(rank, step, now)
-    done = len(turns) and min(turns[way, stage] for way in (True, False) for stage in range(empty.num_stages))
-    return ranks if done == problem.num_microbatches and not any(deferred) else None
+        for rank, steps in enumerate(ranks):
+            if free[rank] > now or not (keys := choose(rank, now)):
+                continue
+            step = timing.step(keys)
+            assert step is not None, "it was chosen"
+            free[rank] = now + step.duration
+            heappush(events, free[rank])
+            heappush(events, free[rank] + costs.p2p)
+            there |= dict.fromkeys(step.yields, free[rank])
+            for taking, stream, _ in step.traffic:
+                (in_flight.discard if taking else in_flight.add)(stream)
+            held[rank] += step.fills - step.frees
+            turns.update(key[:2] for key in keys)
+            steps.append(step)
+    return with_steps(empty, ranks) if len(there) == 3 * empty.num_stages * empty.num_microbatches else None

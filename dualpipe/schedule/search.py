@@ -12,15 +12,16 @@ import os
 import pickle
 import subprocess
 import sys
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import cycle, islice
+from itertools import cycle, islice, starmap
 from math import isfinite
+from operator import itemgetter
 
 from dualpipe.errors import die_with
 from dualpipe.schedule import cache
-from dualpipe.schedule.anneal import COOLING, Problem, RankOrder, Timed, Timing, anneal, plays, traffic
+from dualpipe.schedule.anneal import COOLING, RankOrder, Times, Timing, anneal, orders_of, plays, with_steps
 from dualpipe.schedule.bound import lower_bounds
 from dualpipe.schedule.build import build
 from dualpipe.schedule.greedy import fill
@@ -28,24 +29,24 @@ from dualpipe.schedule.simulate import Costs, Timeline, simulate
 from dualpipe.schedule.types import Schedule, v_placement
 from dualpipe.schedule.validate import validate
 
-FAMILIES = ("dualpipev", "dualpipev_full", "zbv", "interleaved_1f1b")  # of two stages a rank
+FAMILIES = ("dualpipev", "dualpipev_full", "zbv", "v_half", "interleaved_1f1b")  # of two stages a rank
 EFFORT = 300_000_000  # changes, times the forwards and backwards of an order
 CHAINS, ROUNDS = 4, 6
 THOROUGH = 200  # changes of a chain in a round for each forward and backward, at most: small orders need no more
 HEAT = 0.03  # the first temperature, in the mean cost of a forward and a backward
 SMALL = 256  # ranks times micro-batches that are searched as they are
-PROCESSES = 2
+SIZES = 1, 2, 4  # micro-batches of a window that is repeated
 HERE = 200_000  # changes times forwards and backwards that take less than it takes to start a process
 WORKER = "from dualpipe.schedule.search import work; work()"
-VERSION = 1  # of the search: what another one found is not taken from the cache
+VERSION = 2  # of the search: what another one found is not taken from the cache
 
 Progress = Callable[[float, float], None]
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a search returns. `bounds`: for each rank the time that no order of this placement can beat; `best_known`:
-    the best of the families that fit the memory, None where none does."""
+    """What a search returns. `bounds`: for each rank the time that no order of this placement and memory can beat;
+    `best_known`: the best of the families that fit the memory, None where none does."""
 
     timeline: Timeline
     bounds: tuple[float, ...]
@@ -68,20 +69,20 @@ def search(
     memory = 2 * num_ranks + 1 if memory is None else memory
     if isinstance(memory, bool) or not isinstance(memory, int | float) or not isfinite(memory) or memory < 2:
         raise ValueError(f"memory is {memory!r}; give stage activations, 2 or more: one for each stage of a rank")
-    for what, value, least in (("seed", seed, 0), ("effort", effort, 0)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ValueError(f"{what} is {value!r}; give an integer of {least} or more")
+    for what, value in (("seed", seed), ("effort", effort)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise ValueError(f"{what} is {value!r}; give an integer of 0 or more")
     known = sorted(_known(num_ranks, num_microbatches, costs, memory), key=lambda timeline: timeline.makespan)
     key = cache.key_of(VERSION, num_ranks, num_microbatches, costs, float(memory), seed, effort)
     found = cache.read(key)
     if found is None:
+        empty = Schedule("auto", num_ranks, 2 * num_ranks, num_microbatches, ((),) * num_ranks, v_placement(num_ranks))
         candidates = [timeline.schedule for timeline in known[:1]]
-        candidates += _searched(known, Problem(v_placement(num_ranks), num_microbatches, costs, memory), seed, effort,
-                                progress)
+        candidates += _searched(known, empty, costs, memory, seed, effort, progress)
         found = replace(min(candidates, key=lambda schedule: simulate(schedule, costs).makespan), name="auto")
         validate(found)
         cache.write(key, found)
-    bounds = lower_bounds(found.placement, num_microbatches, costs)
+    bounds = lower_bounds(found.placement, num_microbatches, costs, memory)
     return Found(simulate(found, costs), bounds, known[0] if known else None)
 
 
@@ -94,76 +95,64 @@ def _known(num_ranks: int, num_microbatches: int, costs: Costs, memory: float) -
 
 
 def _searched(
-    known: Sequence[Timeline], problem: Problem, seed: int, effort: int, progress: Progress | None
+    known: Iterable[Timeline], empty: Schedule, costs: Costs, memory: float, seed: int, effort: int,
+    progress: Progress | None,
 ) -> Iterator[Schedule]:
     """The schedules that annealing leads to."""
-    num_ranks, num_microbatches = 1 + max(problem.placement), problem.num_microbatches
+    num_ranks, num_microbatches = empty.num_ranks, empty.num_microbatches
     fewer = min(num_microbatches, max(SMALL // num_ranks, 2 * num_ranks + 2))
+    fewer += (num_microbatches - fewer) % max(SIZES)
     if fewer < num_microbatches:
-        known = [*_known(num_ranks, fewer, problem.costs, problem.memory)]
-        problem = replace(problem, num_microbatches=fewer)
-    schedules = [timeline.schedule for timeline in known]
-    starts = [(replace(problem, placement=schedule.placement), _orders(schedule)) for schedule in schedules]
-    starts += [(problem, orders) for kind in ("I", "B") if (orders := fill(problem, kind))]
-    starts.sort(key=lambda start: simulate(_schedule(*start), problem.costs).makespan)
-    for chain in _rounds([*islice(cycle(starts), CHAINS)], seed, effort, progress):
+        known, empty = _known(num_ranks, fewer, costs, memory), replace(empty, num_microbatches=fewer)
+    starts = [*(timeline.schedule for timeline in known), *filter(None, [fill(empty, costs, memory)])]
+    starts.sort(key=lambda schedule: simulate(schedule, costs).makespan)
+    for schedule in _rounds([*islice(cycle(starts), CHAINS)], costs, memory, seed, effort, progress):
         if fewer == num_microbatches:
-            yield _schedule(*chain)
-        elif (repeated := _repeated(*chain, num_microbatches)) is not None:
+            yield schedule
+        elif (repeated := _repeated(schedule, costs, memory, num_microbatches)) is not None:
             yield repeated
 
 
 def _rounds(
-    chains: list[tuple[Problem, list[RankOrder]]], seed: int, effort: int, progress: Progress | None
-) -> list[tuple[Problem, list[RankOrder]]]:
+    chains: list[Schedule], costs: Costs, memory: float, seed: int, effort: int, progress: Progress | None
+) -> list[Schedule]:
     """The chains after all rounds, best first."""
-    first = chains[0][0]
-    size = 2 * len(first.placement) * first.num_microbatches
+    num_stages, num_microbatches = chains[0].num_stages, chains[0].num_microbatches
+    size = 2 * num_stages * num_microbatches
     iterations = min(THOROUGH * size, effort // (CHAINS * ROUNDS * size))
-    per_stage = [first.costs.on(stage) for stage in range(len(first.placement))]
-    heat = HEAT * sum(costs.F + costs.B for costs in per_stage) / 2 / len(per_stage)
+    heat = HEAT * sum(each.F + each.B for each in map(costs.on, range(num_stages))) / 2 / num_stages
     if not iterations or not heat:
         return chains
     for number in range(ROUNDS):
         jobs = [
-            (*chain, iterations, heat * COOLING ** (-number / ROUNDS), (seed * ROUNDS + number) * CHAINS + index)
+            (chain, costs, memory, iterations, heat * COOLING ** (-number / ROUNDS), COOLING ** (1 / ROUNDS),
+             (seed * ROUNDS + number) * CHAINS + index)
             for index, chain in enumerate(chains)
         ]
-        ran = [*(_elsewhere(jobs) if iterations * size > HERE else map(_run, jobs))]
-        order = sorted(range(CHAINS), key=lambda index: (ran[index][0], index))
-        chains = [(chains[index][0], ran[index][1]) for index in order]
+        ran = _elsewhere(jobs) if iterations * size > HERE else [*starmap(anneal, jobs)]
+        chains = [schedule for _, schedule in sorted(ran, key=itemgetter(0))]
         if number + 1 < ROUNDS:
             chains[-1] = chains[0]
-        makespan = simulate(_schedule(*chains[0]), first.costs).makespan
+        makespan = simulate(chains[0], costs).makespan
         if progress is not None:
             progress((number + 1) / ROUNDS, makespan)
-        if makespan <= max(lower_bounds(chains[0][0].placement, first.num_microbatches, first.costs)) * (1 + 1e-9):
+        if makespan <= max(lower_bounds(chains[0].placement, num_microbatches, costs, memory)) * (1 + 1e-9):
             break
     return chains
 
 
-Job = tuple[Problem, list[RankOrder], int, float, int]
-Ran = tuple[float, list[RankOrder]]
+Job = tuple[Schedule, Costs, float, int, float, float, int]  # what `anneal` takes
+Ran = tuple[float, Schedule]  # what it returns
 
 
-def _run(job: Job) -> Ran:
-    problem, orders, iterations, temperature, seed = job
-    return anneal(problem, orders, iterations=iterations, temperature=temperature, cooling=COOLING ** (1 / ROUNDS),
-                  seed=seed)
-
-
-def _elsewhere(jobs: Iterable[Job]) -> Iterator[Ran]:
-    """The same in processes, `PROCESSES` at a time, which end where this one does or is interrupted."""
-    running: deque[subprocess.Popen[bytes]] = deque()
+def _elsewhere(jobs: Iterable[Job]) -> list[Ran]:
+    """The same in processes, one for each, which end where this one does or is interrupted."""
+    workers: list[subprocess.Popen[bytes]] = []
     try:
-        for job in jobs:
-            if len(running) == PROCESSES:
-                yield _taken(running)
-            running.append(_started(job))
-        while running:
-            yield _taken(running)
+        workers.extend(map(_started, jobs))  # one by one: an interrupt ends those that have started
+        return [*map(_taken, workers)]
     finally:
-        for worker in running:
+        for worker in workers:
             with worker:  # waits for it
                 worker.kill()
 
@@ -179,77 +168,62 @@ def _started(job: Job) -> subprocess.Popen[bytes]:
     return worker
 
 
-def _taken(running: deque[subprocess.Popen[bytes]]) -> Ran:
-    """What the first of them has found, when it is done."""
-    worker = running[0]
+def _taken(worker: subprocess.Popen[bytes]) -> Ran:
+    """What it has found, when it is done."""
     assert worker.stdout is not None, "it has a pipe"
-    with worker.stdout as pipe:
-        out = pipe.read()
+    out = worker.stdout.read()
     if status := worker.wait():
         raise RuntimeError(f"a process that searches ended with status {status}")
-    running.popleft()
     return pickle.loads(out)
 
 
 def work() -> None:
     """Anneal as stdin says, and write to stdout what was found."""
     die_with(int(sys.argv[1]))
-    sys.stdout.buffer.write(pickle.dumps(_run(pickle.load(sys.stdin.buffer))))
-
-
-def _orders(schedule: Schedule) -> list[RankOrder]:
-    return [[tuple((action.kind, action.stage) for action in step) for step in steps] for steps in schedule.ranks]
-
-
-def _ranks(problem: Problem, orders: Sequence[RankOrder]) -> list[list[Timed]] | None:
-    """The steps with their micro-batches; None where they do not fit."""
-    timing = Timing(problem)
-    ranks = [steps for order in orders if (steps := timing.steps(order)) is not None]
-    return ranks if len(ranks) == len(orders) else None
-
-
-def _schedule(problem: Problem, orders: Sequence[RankOrder]) -> Schedule:
-    ranks = _ranks(problem, orders)
-    assert ranks is not None, "an order that was found fits its problem"
-    return replace(problem.empty(), ranks=tuple(tuple(step.step for step in steps) for steps in ranks))
+    sys.stdout.buffer.write(pickle.dumps(anneal(*pickle.load(sys.stdin.buffer))))
 
 
 # -- more micro-batches than were searched for
 
 
-def _repeated(problem: Problem, orders: Sequence[RankOrder], num_microbatches: int) -> Schedule | None:
-    """The order for more micro-batches: on each rank a window of the steady state, which does one of each, again and
-    again. The windows of all ranks lie about one moment, of which a few are tried; None where none works."""
-    times = Timing(problem).times(_ranks(problem, orders) or [])
-    windows = [[*_windows(order)] for order in orders]
-    if times is None or not all(windows):
-        return None
-    best: tuple[float, Schedule] | None = None
-    for moment in (max(times.ends()) * part / 24 for part in range(6, 19)):
-        chosen = [min(rank, key=lambda window: abs(starts[window[0]] - moment))
-                  for rank, starts in zip(windows, times.starts)]
-        for count in (8, num_microbatches - problem.num_microbatches):  # a few first
-            longer = replace(problem, num_microbatches=problem.num_microbatches + count)
-            repeated = [order[:end] + order[start:end] * (count - 1) + order[start:]
-                        for order, (start, end) in zip(orders, chosen)]
-            ranks = _ranks(longer, repeated)
-            taken = Timing(longer).times(ranks) if ranks else None
-            if ranks is None or taken is None or not plays([*map(traffic, ranks)]):
-                break
-            if longer.num_microbatches == num_microbatches and (best is None or max(taken.ends()) < best[0]):
-                best = max(taken.ends()), _schedule(longer, repeated)
-    return best and best[1]
+def _repeated(schedule: Schedule, costs: Costs, memory: float, num_microbatches: int) -> Schedule | None:
+    """The order for more micro-batches: on each rank a window of the steady state, again and again.
+
+    The windows of all ranks do as many of each, and lie about one moment, of which a few are tried with 8 micro-batches
+    more: what takes the least is taken; None where none works.
+    """
+    timeline, orders = simulate(schedule, costs), orders_of(schedule)
+
+    def longer(windows: list[tuple[int, int]], size: int, more: int) -> Times | None:
+        timing = Timing(replace(schedule, num_microbatches=schedule.num_microbatches + more), costs, memory)
+        ranks = timing.ranks([order[:end] + order[start:end] * (more // size - 1) + order[start:]
+                              for order, (start, end) in zip(orders, windows)])
+        return timing.times(ranks) if ranks and plays(ranks) else None
+
+    tried = []
+    for size in SIZES:
+        every = [[*_windows(order, size)] for order in orders]
+        for moment in (timeline.makespan * part / 24 for part in range(6, 19) if all(every)):
+            windows = [min(rank, key=lambda window: abs(spans[window[0]].start - moment))
+                       for rank, spans in zip(every, timeline.spans)]
+            if times := longer(windows, size, 8):
+                tried.append((max(times.ends()), windows, size))
+    for _, windows, size in sorted(tried, key=itemgetter(0)):
+        if times := longer(windows, size, num_microbatches - schedule.num_microbatches):
+            return with_steps(replace(schedule, num_microbatches=num_microbatches), times.ranks)
+    return None
 
 
-def _windows(order: RankOrder) -> Iterator[tuple[int, int]]:
-    """The steps from one to before another that do one forward and one backward of each stage, and a "W" for an "I"."""
+def _windows(order: RankOrder, size: int) -> Iterator[tuple[int, int]]:
+    """The steps from one to before another that do `size` forwards and backwards of each stage, and a "W" for each "I".
+    """
     stages = {stage for works in order for _, stage in works}
     for start in range(len(order)):
         done: Counter[tuple[str, int]] = Counter()
         for end in range(start, len(order)):
-            if all(done["F", s] == 1 == done["B", s] + done["I", s] and done["W", s] == done["I", s] for s in stages):
+            if all(done["F", s] == size and done["B", s] == size - done["I", s] == size - done["W", s] for s in stages):
                 yield start, end
                 break
             done.update(order[end])
-            if max(done.values()) > 1:
+            if max(done.values()) > size:
                 break

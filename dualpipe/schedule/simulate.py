@@ -29,7 +29,7 @@ class Costs:
         `p2p` and `per_stage` are not used. A pair from two stages saves the mean of what it saves on each.
     R: reducing a stage's gradients over data-parallel ranks, once they are complete and beside the computing.
 
-    Raises ValueError for a cost that is negative or not finite.
+    Raises ValueError for a cost that is negative or not finite, and a pair that is shorter than one of its actions.
     """
 
     F: float = 1.0
@@ -55,6 +55,10 @@ class Costs:
         for kinds in self.pairs or {}:
             if len(kinds) != 2 or not set(kinds) <= set(KINDS):
                 raise ValueError(f"pairs has a cost for {kinds!r}; give two kinds out of {', '.join(KINDS)}")
+        for kinds in (("F", "B"), *(self.pairs or {})):
+            if (both := self._of_kinds(*kinds)) < (longest := max(map(self._of_kinds, kinds))) * (1 - 1e-9):
+                raise ValueError(f"cost {'&'.join(kinds)} is {both}, less than the {longest} that one of the two takes "
+                                 "alone; give as much or more")
 
     def of(self, step: Step) -> float:
         """How long `step` takes; ValueError unless it is one action or two."""
@@ -143,32 +147,22 @@ class Timeline:
 
     @cached_property
     def peak_activations(self) -> tuple[int, ...]:
-        """Per rank, the most stage activations alive at once.
-
-        One is alive from the start of its "F" until the end of its "B", or of its "W" where the backward is split.
-        Steps of one rank do not overlap, so that within one its activations are alive, and freed, together.
-        """
-        peaks = []
-        for spans in self.spans:
-            alive = peak = 0
-            for span in spans:
-                alive += sum(action.kind == "F" for action in span.step)
-                peak = max(peak, alive)
-                alive -= sum(action.kind in "BW" for action in span.step)
-            peaks.append(peak)
-        return tuple(peaks)
+        """Per rank, the most stage activations alive at once: from the start of an "F" until the end of its "B", or of
+        its "W" where the backward is split."""
+        return tuple(int(self._peak(rank, {"F": 0, "B": 1, "I": 0, "W": 1})) for rank in range(len(self.spans)))
 
     @cached_property
     def peak_memory(self) -> float:
-        """The most that a rank holds at once, in stage activations: one from the start of its "F" to the end of its "B"
-        or "I", and then, until the end of its "W", `PENDING` of one."""
-        peak = 0.0
-        for spans in self.spans:
-            held = 0.0
-            for span in spans:
-                held += sum(action.kind == "F" for action in span.step)
-                peak = max(peak, held)
-                held -= sum(FREES[action.kind] for action in span.step)
+        """The most that a rank holds at once, in stage activations, of which `PENDING` of one is left after an "I"."""
+        return max((self._peak(rank, FREES) for rank in range(len(self.spans))), default=0.0)
+
+    def _peak(self, rank: int, frees: Mapping[str, float]) -> float:
+        """Steps of one rank do not overlap, so that within one its activations are alive, and freed, together."""
+        peak = held = 0.0
+        for span in self.spans[rank]:
+            held += sum(action.kind == "F" for action in span.step)
+            peak = max(peak, held)
+            held -= sum(frees[action.kind] for action in span.step)
         return peak
 
 
@@ -178,9 +172,13 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     A result is there `costs.p2p` after the step that yields it where it comes from another rank. Sends and receives
     cost a rank no time and are never waited for otherwise. The actions of a pair start and end together.
     Raises ScheduleError where the steps wait for each other, of which `validate` says why, or one of them has not one
-    action or two.
+    action or two; ValueError for costs of a stage that there is not.
     """
     costs = costs or Costs()
+    for stage in costs.per_stage or ():
+        if stage not in range(schedule.num_stages):
+            raise ValueError(f"per_stage has costs of stage {stage}, but the stages of schedule {schedule.name!r} are "
+                             f"0 to {schedule.num_stages - 1}; leave it out")
     finished: dict[Result, float] = {}  # when
     spans: list[list[Span]] = [[] for _ in schedule.ranks]
     ends = [0.0] * len(spans)  # of the ranks' last steps so far

@@ -9,7 +9,7 @@ The format: docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNA
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,16 +20,17 @@ from dualpipe.files import replace_file
 from dualpipe.schedule.types import Action, Schedule, Step
 from dualpipe.schedule.validate import validate
 
-FORMAT = "dualpipe trace 1"
+FORMAT = "dualpipe trace 2"
+TRACED = "what was traced until then: "  # with the file, in a note of the error that has ended a trace
 COMPUTE, COMMUNICATION, DEVICE = THREADS = ("compute", "communication", "device")
 
 
 class Slice(NamedTuple):
     """What a thread of a rank did from `start` to `end`, in nanoseconds.
 
-    args: of an action `actions`, such as ["0F1", "3B0"]; of one alone, and of a segment, `stage` and `microbatch`; of a
-    communication `bytes`, `ranks` and its `number` among those of its kind; of a send and its receive the same `flow`;
-    the optimizer's `step`.
+    args: of an action `actions`, such as ["0F1", "3B0"], and, unless another pipeline's, the number of the `run` of the
+    pipeline that it is part of; of one alone, and of a segment, `stage` and `microbatch`; of a communication `bytes`,
+    `ranks` and its `number` among those of its kind; of a send and its receive the same `flow`; the optimizer's `step`.
     """
 
     rank: int
@@ -89,24 +90,34 @@ class Trace:
         replace_file(path, f'{head[:-1]}, "traceEvents": [\n{events}\n]}}\n')
 
     def _events(self) -> Iterator[dict[str, Any]]:
-        used = sorted({each.thread for each in self.slices} - {*THREADS})
-        tids = {thread: tid for tid, thread in enumerate((*THREADS, *used), 1)}  # Perfetto merges 0 with others
-        for rank in sorted({each.rank for each in self.slices}):
+        others = sorted({each.thread for each in self.slices} - {*THREADS})
+        order = {thread: number for number, thread in enumerate((*THREADS, *others))}
+        # Numbers from 1, as Perfetto merges 0 with others; no two threads have the same, as it goes by them alone at
+        # times; what the host computes has the process's own, which makes it the main thread.
+        places = {(rank, thread): {"pid": rank + 1, "tid": rank + 1 + order[thread] * 10**6}
+                  for rank, thread in sorted({(each.rank, each.thread) for each in self.slices})}
+        for rank in sorted({rank for rank, _ in places}):
             yield {"ph": "M", "name": "process_name", "pid": rank + 1, "args": {"name": self.name(rank)}}
-            for thread in sorted({each.thread for each in self.slices if each.rank == rank}, key=tids.__getitem__):
-                yield {"ph": "M", "name": "thread_name", "pid": rank + 1, "tid": tids[thread], "args": {"name": thread}}
+        for (_, thread), place in places.items():
+            yield {"ph": "M", "name": "thread_name", **place, "args": {"name": thread}}
         flows = [each.args["flow"] for each in self.slices if each.thread == COMMUNICATION and "flow" in each.args]
-        ends, numbers = Counter(flows), {flow: number for number, flow in enumerate(dict.fromkeys(flows))}
+        ends, ids = Counter(flows), {flow: number for number, flow in enumerate(dict.fromkeys(flows))}
         for each in self.slices:
-            place = {"pid": each.rank + 1, "tid": tids[each.thread]}
-            yield {"ph": "X", "cat": each.kind, "name": each.name, "ts": each.start / 1e3,
-                   "dur": (each.end - each.start) / 1e3, **place, "args": each.args}
+            place = places[each.rank, each.thread]
+            yield {"ph": "X", "cat": each.kind, "name": each.name, "ts": _us(each.start),
+                   "dur": _us(each.end - each.start), **place, "args": each.args}
             if each.thread == COMMUNICATION and ends[flow := each.args.get("flow", "")] == 2:
-                ph, at = ("s", each.start) if each.kind == "send" else ("f", max(each.start, each.end - 1))
-                yield {"ph": ph, "cat": "message", "name": "message", "id": numbers[flow], "ts": at / 1e3, **place,
+                ph, time = ("s", each.start) if each.kind == "send" else ("f", max(each.start, each.end - 1))
+                yield {"ph": ph, "cat": "message", "name": "message", "id": ids[flow], "ts": _us(time), **place,
                        **({"bp": "e"} if ph == "f" else {})}  # bound to the slice around it
-        for rank, at, size in self.memory:
-            yield {"ph": "C", "name": "memory", "pid": rank + 1, "ts": at / 1e3, "args": {"bytes": size}}
+        for rank, time, size in self.memory:
+            yield {"ph": "C", "name": "memory", "pid": rank + 1, "ts": _us(time), "args": {"bytes": size}}
+
+
+def _us(nanoseconds: int) -> float:
+    """Microseconds, from which also who cuts off has the nanosecond: Perfetto does, and leaves out what overlaps then
+    (CoerceToTs of its importer of JSON; slice_drop_overlapping_complete_event)."""
+    return (nanoseconds + 0.25) / 1e3
 
 
 def read(path: str | Path) -> Trace:
@@ -121,7 +132,7 @@ def read(path: str | Path) -> Trace:
                         round(e["ts"] * 1e3) + round(e["dur"] * 1e3), e["args"]) for e in events if e["ph"] == "X"]
         memory = [(e["pid"] - 1, round(e["ts"] * 1e3), e["args"]["bytes"]) for e in events if e["ph"] == "C"]
         trace = Trace(slices, memory, info)
-        assert trace.rows is not None and trace.schedule, "read now, while the file can be named"
+        _ = trace.rows, trace.schedule  # made now, while the file can be named
         return trace
     except OSError as error:
         raise ValueError(f"cannot read the trace {path}: {error.strerror}") from error
@@ -134,16 +145,11 @@ def read(path: str | Path) -> Trace:
         raise ValueError(f"{path}: {error}") from error
 
 
-def training_runs(row: Iterable[Slice]) -> list[list[Slice]]:
-    """The actions of a rank by the step of the pipeline that they are part of, in which each is once; without those of
-    steps that are forward only."""
-    runs: list[list[Slice]] = [[]]
-    seen: set[str] = set()
+def training_runs(row: Iterable[Slice]) -> dict[int, list[Slice]]:
+    """The actions of a rank by the number of the run of the pipeline, without runs that are forward only."""
+    runs = defaultdict[int, list[Slice]](list)
     for each in row:
-        if actions := each.args.get("actions"):
-            if not seen.isdisjoint(actions):
-                runs.append([])
-                seen.clear()
-            runs[-1].append(each)
-            seen.update(actions)
-    return [run for run in runs if any(action.kind != "F" for each in run for action in each.step)]
+        if "run" in each.args:
+            runs[each.args["run"]].append(each)
+    kinds = {number: {action.kind for each in run for action in each.step} for number, run in runs.items()}
+    return {number: run for number, run in runs.items() if kinds[number] != {"F"}}

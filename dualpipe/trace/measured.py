@@ -50,9 +50,10 @@ class Activity:
 class Measured:
     """A trace, taken apart.
 
-    spans: by rank, in order. runs: by rank, those of the actions of each step of the pipeline. hidden: by rank and
-    kind, what communications took while it computed; on CPU at most, as nobody sees there when something has arrived.
-    latency: of a message that is waited for, the median from the begin of the send to the end of the receive.
+    spans: by rank, in order. runs: by rank, those of the actions of each step of the pipeline that is whole on all of
+    its ranks, in the same order. hidden: by rank and kind, what communications took while it computed; on CPU at most,
+    as nobody sees there when something has arrived. latency: of a message that is waited for, the median from the begin
+    of the send to the end of the receive.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -76,7 +77,11 @@ class Measured:
                 one.rank == each.rank and one.start <= each.start < one.end for one in aside
             ):
                 self.hidden[each.rank][label(each)] += each.end - each.start
-        self.runs = {rank: list(self._runs(rank)) for rank in trace.rows}
+        whole = {rank: dict(self._whole_runs(rank)) for rank in trace.rows}
+        self.runs: dict[int, list[list[Activity]]] = {}
+        for rank, runs in whole.items():
+            of_all = set.intersection(*({*whole[each]} for each in trace.info["ranks"][str(rank)]["members"]))
+            self.runs[rank] = [run for number, run in runs.items() if number in of_all]
 
     def _find_begins(self, row: list[Slice]) -> None:
         under_way: dict[tuple[str, str], Slice] = {}
@@ -124,12 +129,12 @@ class Measured:
                 self.hidden[each.rank][label(each)] += self._beside(each)
         return spans
 
-    def _runs(self, rank: int) -> Iterator[list[Activity]]:
-        """Those of the trace's schedule."""
+    def _whole_runs(self, rank: int) -> Iterator[tuple[int, list[Activity]]]:
+        """Those of the trace's schedule, with their numbers."""
         place, spans = self.trace.info["ranks"][str(rank)]["place"], {id(span.slice): span for span in self.spans[rank]}
-        for run in training_runs(each for each in self.trace.rows[rank] if id(each) in spans):
+        for number, run in training_runs(each for each in self.trace.rows[rank] if id(each) in spans).items():
             if {each.step for each in run} == set(self.trace.schedule.ranks[place]):
-                yield [spans[id(each)] for each in run]
+                yield number, [spans[id(each)] for each in run]
 
     def samples(self) -> dict[Step, list[Activity]]:
         """The spans of each step of the schedule, of all pipelines and steps of training."""

@@ -5,14 +5,13 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator
-from itertools import chain
-from pathlib import Path
 from statistics import mean
 
+from dualpipe.files import write_wanted
 from dualpipe.schedule.command import costs_from
 from dualpipe.schedule.draw import aligned, to_svg
 from dualpipe.schedule.page import to_html
-from dualpipe.schedule.simulate import Span, Timeline, simulate
+from dualpipe.schedule.simulate import Costs, Span, Timeline, simulate
 from dualpipe.trace.costs import MeasuredCosts
 from dualpipe.trace.file import read
 from dualpipe.trace.measured import ALL_TO_ALL, Activity, Measured
@@ -135,7 +134,7 @@ class Summary:
                 tuple(Span(place, (each.slice.start - first) / 1e6, (each.slice.end - first) / 1e6, each.slice.step)
                       for each in run) for place, run in enumerate(runs)
             )
-            found.append(Timeline(self.trace.schedule, self.costs, spans, ((),) * len(spans)))
+            found.append(Timeline(self.trace.schedule, Costs(), spans, ((),) * len(spans)))
         return sorted(found, key=lambda timeline: timeline.makespan)
 
 
@@ -187,10 +186,8 @@ def report(path: str, svg: str | None, html: str | None = None) -> str:
         "the slowest actions", *(f"  {line}" for line in summary.slowest()),
     ]
     text = "\n".join(lines) + "\n"
-    if html is not None:
-        measured = tuple(chain.from_iterable(middle.spans))
-        page = to_html((measured, summary.ideal), title=path, notes=text, names=("measured", "simulated"), unit="ms")
-        Path(html).write_text(page, encoding="utf-8")
-    if svg is not None:
-        Path(svg).write_text(to_svg(middle, _WIDEST), encoding="utf-8")
-    return text + "".join(f"wrote {file}\n" for file in (svg, html) if file is not None)
+    return text + "".join(f"{line}\n" for line in write_wanted(
+        (svg, lambda: to_svg(middle, _WIDEST)),
+        (html, lambda: to_html((middle, summary.ideal), title=path, notes=text, names=("measured", "simulated"),
+                               unit="ms")),
+    ))

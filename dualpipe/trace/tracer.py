@@ -7,7 +7,8 @@ at the begin and the end of each entry. Until the end no host waits for a device
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from time import perf_counter_ns
@@ -17,9 +18,10 @@ import torch
 from torch.distributed import ProcessGroup
 
 from dualpipe import device as devices
-from dualpipe.ranks import RankSync, backends, gloo_beside
+from dualpipe.errors import PipelineError
+from dualpipe.ranks import RankSync, backends, gloo_beside, of_lost
 from dualpipe.recorder import BEGAN, ENDED, KIND, RANKS, Entry, Recorder
-from dualpipe.trace.file import COMMUNICATION, COMPUTE, DEVICE, Slice, Trace, training_runs
+from dualpipe.trace.file import COMMUNICATION, COMPUTE, DEVICE, TRACED, Slice, Trace, training_runs
 
 _TRIPS = 32  # of a message, there and back, to compare two clocks
 _TAG = 16  # gloo's, of these; any that nothing else uses
@@ -43,27 +45,24 @@ class Clock(NamedTuple):
     error: float = 0.0
 
 
-class Traced(NamedTuple):
-    """What a rank tells of itself, times on the first rank's clock; see `Trace`."""
-
-    rank: int
-    told: dict[str, Any]
-    slices: list[Slice]
-    memory: list[tuple[int, int, int]]
-
-
 class Tracer:
     """For a `with` around steps of a pipeline, which all ranks of `group` enter and leave at the same place; the first
     of them writes the file `path` at the end.
 
-    An error inside goes on as it is, and nothing is gathered or written. Where it is one rank's alone, the others wait
-    for that rank when they leave, as in any collective, until the group's timeout.
+    An error inside goes on, with a note that names the file of what was traced until then: `path` after an error of a
+    step, which all ranks of the pipeline raise, where they are those of `group`. After any other, which may be this
+    rank's alone, nobody is waited for: each rank writes a file of its own, `path` with its number.
+
+    running: the number of the run of the pipeline that is under way, 0 where none is; what other pipelines do is in the
+    trace, but in none of its runs.
 
     Raises ValueError where a trace is being taken already, and on every rank where the file cannot be written.
     """
 
-    def __init__(self, path: Path, group: ProcessGroup | None, device: torch.device, place: Place) -> None:
-        self._path, self._device, self._place = path, device, place
+    def __init__(
+        self, path: Path, group: ProcessGroup | None, device: torch.device, place: Place, running: Callable[[], int]
+    ) -> None:
+        self._path, self._device, self._place, self._running = path, device, place, running
         self._group: Any = group if group is None or "cpu" in backends(group) else gloo_beside(group)
         self._recorder = Recorder.current()
         self.loads: dict[int, list[float]] = {}
@@ -73,6 +72,7 @@ class Tracer:
         if self._recorder.whole:
             raise ValueError(f"a trace is being taken already; leave that one before that for {self._path}")
         self._open: list[Entry] = []
+        self._runs: dict[int, int] = {}  # their numbers by the ids of actions' entries
         self._events: dict[int, list[Any]] = {}  # by an entry's id: it, its stream, events at its begin and end
         self._memory: list[tuple[int, int]] = []
         self._ranks = RankSync(self._group)
@@ -88,39 +88,68 @@ class Tracer:
         vars(self._recorder).update(begin=self._begin_timed, end=self._end_timed)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None = None, *raised: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        of_step = isinstance(error, PipelineError) and self._ranks.size == len(self._place.members)
+        self.finish(error, together=error is None or of_step)
+
+    def finish(self, error: BaseException | None = None, *, together: bool = True) -> None:
+        """Write what there is. together: whether all ranks do so now, unless they have lost one."""
         del vars(self._recorder)["begin"], vars(self._recorder)["end"]
         entries, until = self._recorder.since(self._since), perf_counter_ns()
         self._recorder.keep(False)
-        if kind is not None:
-            return
-        if self._device.type == "cuda":
-            devices.synchronize(self._device)  # orders: all events, then the host, which reads their times
-        self._clocks.append(self._compare_clocks())
-        rank, offset, error = self._recorder.rank, self._clocks[1].offset, max(clock.error for clock in self._clocks)
+        if error is not None:
+            together &= not (self._recorder.lost or of_lost(str(error)))
+        path, rank = self._path, self._recorder.rank
+        try:
+            # Not after an error: the device may wait for what never comes.
+            if error is None and self._device.type == "cuda":
+                devices.synchronize(self._device)  # orders: all events, then the host, which reads their times
+            if together:
+                self._clocks.append(self._compare_clocks())
+            own = self._own(entries, until)
+            if together:
+                found = self._ranks.collect(own)
+                self._ranks.first(partial(self._write, found or (), path))
+            else:
+                path = path.with_stem(f"{path.stem}-rank{rank}") if self._ranks.size > 1 else path
+                self._write([own], path)
+        except (ValueError, RuntimeError) as failure:
+            if error is None:
+                raise
+            error.add_note(f"there is no trace: {failure}")
+        else:
+            if error is not None:
+                error.add_note(f"{TRACED}{path}")
+
+    def _own(self, entries: dict[str, list[Entry]], until: int) -> Trace:
+        """What this rank has, on the first rank's clock."""
+        rank, offset, error = self._recorder.rank, self._clocks[-1].offset, max(clock.error for clock in self._clocks)
         told = {"name": self._recorder.name(rank), "clock_offset_us": round(offset / 1e3, 3),
                 "clock_error_us": round(error / 1e3, 3), **self._place._asdict()}
-        slices = [*self._of_host(entries, until), *self._of_device()]
+        slices = [*self._of_host(entries, until)]
+        with suppress(RuntimeError):  # of a device that has failed
+            slices += self._of_device()
         memory = [(rank, self._common(at), size) for at, size in self._memory]
-        found = self._ranks.collect(Traced(rank, told, slices, memory))
-        self._ranks.first(partial(self._write, found or ()))
+        return Trace(slices, memory, {"ranks": {f"{rank}": told}})
 
-    def _write(self, found: Sequence[Traced]) -> None:
+    def _write(self, found: Sequence[Trace], path: Path) -> None:
         zero = min((each.start for own in found for each in own.slices), default=0)
         slices = [each._replace(start=each.start - zero, end=each.end - zero) for own in found for each in own.slices]
         memory = [(rank, at - zero, size) for own in found for rank, at, size in own.memory]
-        ranks = {f"{own.rank}": own.told for own in found}
+        ranks = {rank: told for own in found for rank, told in own.info["ranks"].items()}
         info = {"ranks": ranks, "schedule": _schedule(ranks, slices), "loads": self.loads}
         try:
-            Trace(slices, memory, info).write(self._path)
+            Trace(slices, memory, info).write(path)
         except OSError as error:
-            raise ValueError(f"the trace {self._path} cannot be written: {error.strerror}") from error
+            raise ValueError(f"the trace {path} cannot be written: {error.strerror}") from error
 
     # -- what is recorded
 
     def _begin_timed(self, kind: str, what: object = "", ranks: Sequence[int] = (), nbytes: int = 0) -> Entry:
         entry = self._begin(kind, what, ranks, nbytes)
         self._open.append(entry)
+        if hasattr(what, "actions") and (number := self._running()):
+            self._runs[id(entry)] = number
         if self._zero is not None:
             begin = devices.record(self._device, timed=True)
             self._events[id(entry)] = [entry, devices.stream(self._device), begin]
@@ -150,7 +179,7 @@ class Tracer:
         rows: dict[Any, str] = {}  # by stream; the first one that is given anything computes
         messages = Counter[str]()
         for entry, stream, *events in self._events.values():
-            if len(events) == 2:  # else it has not ended
+            if len(events) == 2 and all(event.query() for event in events):  # else it has not ended
                 row = rows.setdefault(stream, f"{DEVICE}, stream {len(rows)}" if rows else DEVICE)
                 start, end = (self._since + round(1e6 * self._zero.elapsed_time(event)) for event in events)
                 yield self._slice(entry, row, start, end, messages)
@@ -162,6 +191,7 @@ class Tracer:
         name, args = str(what) or kind, {"step": step} if step else {}
         if actions := getattr(what, "actions", ()):
             args |= {"actions": list(map(str, actions))}
+            args |= {"run": self._runs[id(entry)]} if id(entry) in self._runs else {}
             args |= {"stage": actions[0].stage, "microbatch": actions[0].microbatch} if len(actions) == 1 else {}
         elif kind == "segment":
             args |= {key: value for key, value in what._asdict().items() if key != "kind"}
@@ -203,7 +233,7 @@ class Tracer:
 
     def _common(self, at: int) -> int:
         """A time on the first rank's clock: between two comparisons by both, as clocks differ in speed."""
-        first, last = self._clocks
+        first, last = self._clocks[0], self._clocks[-1]
         drift = (last.offset - first.offset) / max(1, last.at - first.at)
         return at + round(first.offset + drift * (at - first.at))
 
@@ -223,7 +253,7 @@ def _schedule(ranks: dict[str, dict[str, Any]], slices: list[Slice]) -> dict[str
             for member in first["members"]]
     if not all(runs):
         return None
-    whole = [max(own, key=len) for own in runs]  # of one that failed there is less
+    whole = [max(own.values(), key=len) for own in runs]  # of one that failed there is less
     microbatches = {action.microbatch for own in whole for each in own for action in each.step}
     return {"name": first["schedule"], "num_microbatches": len(microbatches), "placement": first["placement"],
             "ranks": [[";".join(each.args["actions"]) for each in own] for own in whole]}

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import io
 import re
-import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import redirect_stderr
 from dataclasses import fields, is_dataclass, replace
@@ -19,7 +18,12 @@ from types import UnionType
 from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 from dualpipe.errors import nearest
-from dualpipe.train.tables import BYTES, STDLIB, Config, DTypeRule
+from dualpipe.files import read_toml
+from dualpipe.train.tables import BYTES, STDLIB, Config, DTypeRule, OptimizerGroup
+
+# What a run starts with, by table; and the word that is no path there.
+PATHS = {"model": {"config": ""}, "init": {"from_hf": ""},
+         "data": {"path": STDLIB, "tokenizer": BYTES, "validation_path": ""}}
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -32,18 +36,11 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     nearest that does), or a value has the wrong type or is impossible.
     """
     path = Path(path)
-    try:
-        tables = tomllib.loads(path.read_bytes().decode("utf-8"))
-    except OSError as error:
-        raise ValueError(f"cannot read the config {path}: {error.strerror}; give the path of a TOML file") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not valid TOML: {error}") from error
-    config = _typed(Config, tables, f"{path}")
-    for table, name, word in (("model", "config", ""), ("init", "from_hf", ""), ("data", "path", STDLIB),
-                              ("data", "tokenizer", BYTES), ("data", "validation_path", "")):
-        value = getattr(getattr(config, table), name)
-        if value and value != word:
-            config = _replace(config, table, name, str(path.parent / value))
+    config = _typed(Config, read_toml(path, "the config "), f"{path}")
+    for table, names in PATHS.items():
+        for name, word in names.items():
+            if (value := getattr(getattr(config, table), name)) and value != word:
+                config = _replace(config, table, name, str(path.parent / value))
     if (costs := config.parallel.schedule_costs).endswith(".json"):
         config = _replace(config, "parallel", "schedule_costs", str(path.parent / costs))
     if overrides:
@@ -157,10 +154,10 @@ def _overridden(config: Config, options: Sequence[str]) -> Config:
     messages, rules = io.StringIO(), tyro.constructors.ConstructorRegistry()
 
     @rules.primitive_rule
-    def dtype_rule(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec | None:
-        return None if info.type is not DTypeRule else tyro.constructors.PrimitiveConstructorSpec(
-            nargs=1, metavar="PATTERN,FIELD=DTYPE,...", instance_from_str=lambda text: text[0],  # parsed below
-            is_instance=lambda value: isinstance(value, DTypeRule), str_from_instance=lambda rule: [str(rule)],
+    def by_pattern(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec | None:
+        return None if info.type not in (DTypeRule, OptimizerGroup) else tyro.constructors.PrimitiveConstructorSpec(
+            nargs=1, metavar="PATTERN,FIELD=VALUE,...", instance_from_str=lambda text: text[0],  # parsed below
+            is_instance=lambda value: isinstance(value, info.type), str_from_instance=lambda rule: [str(rule)],
         )
 
     try:
@@ -176,5 +173,10 @@ def _overridden(config: Config, options: Sequence[str]) -> Config:
         said = re.split(r".*[─-]{3}.*\n", messages.getvalue())[:2][-1]
         text = " ".join(re.sub("^[│|]|[│|]$", "", said, flags=re.MULTILINE).split())
         raise ValueError(text.removeprefix("Error parsing Config: ")) from None
-    parsed = (rule if isinstance(rule, DTypeRule) else DTypeRule.parse(rule) for rule in config.dtypes.rules)
-    return _replace(config, "dtypes", "rules", tuple(parsed))
+    lists: tuple[tuple[str, str, type[DTypeRule | OptimizerGroup]], ...] = (
+        ("dtypes", "rules", DTypeRule), ("optimizer", "groups", OptimizerGroup))
+    for table, name, kind in lists:
+        given = getattr(getattr(config, table), name)
+        parsed = tuple(kind.parse(each) if isinstance(each, str) else each for each in given)
+        config = _replace(config, table, name, parsed)
+    return config

@@ -13,17 +13,20 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from dualpipe.errors import PLAIN, PipelineError, RankLost, UpstreamFailed, die_with, error_line, exit_status
 from dualpipe.recorder import rank_name
 from dualpipe.train.config import load_config
 from dualpipe.train.tables import Config
 
+T = TypeVar("T")
 LAUNCHER = "DUALPIPE_LAUNCHER"  # its process
 LISTENER = "DUALPIPE_LISTEN_FD"  # of rank 0: where its store is to listen
 ERROR_FILE = "DUALPIPE_ERROR_FILE"  # where a rank leaves its error for the process that started it
@@ -108,6 +111,27 @@ def slurm_rendezvous(environment: Mapping[str, str]) -> dict[str, str]:
                              ) from error
     found = {"MASTER_ADDR": address, "MASTER_PORT": f"{port}"}
     return {name: value for name, value in found.items() if name not in environment}
+
+
+def in_background(work: Callable[[], T], name: str = "") -> Future[T]:
+    """What `work` will have given, on a thread that no end of this process waits for."""
+    found: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            found.set_result(work())
+        except BaseException as error:  # raised where the result is asked for
+            found.set_exception(error)
+
+    Thread(target=run, daemon=True, name=name).start()
+    return found
+
+
+def limited(work: Callable[[], T], seconds: float, name: str = "") -> T | None:
+    """What `work` gives, which may hang; None where it has not come after so many seconds."""
+    found = in_background(work, name)
+    wait([found], seconds)
+    return found.result() if found.done() else None
 
 
 def starts_before() -> int:

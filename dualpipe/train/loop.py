@@ -36,6 +36,7 @@ from dualpipe.train.launch import RankInfo
 from dualpipe.train.metrics import MetricsWriter, StepMetrics, draw, memory_bytes, say
 from dualpipe.train.model import (
     build_model,
+    build_optimizer,
     build_routers,
     check_export,
     micro_batch_loss,
@@ -44,7 +45,8 @@ from dualpipe.train.model import (
     slow_products,
     token_weight,
 )
-from dualpipe.train.optimizer import Optimizer, learning_rate
+from dualpipe.train.optimizer import learning_rate
+from dualpipe.train.qk_clip import QKClip
 from dualpipe.train.resume import Saver, State, describe
 from dualpipe.train.schedule import build_schedule
 from dualpipe.train.stragglers import Stragglers, summary
@@ -114,7 +116,7 @@ class Run:
         self.config, self.job, self.saver, self.recorder = config, job, saver, Recorder.current()
         self.start_up = start_up or StartUp(self.recorder)
         self.start_up.begin("model")
-        train, parallel, o = config.train, config.parallel, config.optimizer
+        train, parallel = config.train, config.parallel
         derive_random(train.seed, 0, job.rank)
         self.schedule = build_schedule(config, job.ranks)
         model_config = read_model_config(config)
@@ -135,10 +137,9 @@ class Run:
         self.start_up.begin("data")
         self._open_data()
         self.start_up.begin("model")
-        self.optimizer = Optimizer(
-            self.model.stages, lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay,
-            moments=dtype_of(o.moments),
-        )
+        self.optimizer = build_optimizer(config, self.model)
+        limit, dense = config.optimizer.qk_clip, job.place.group(*DENSE)
+        self.qk_clip = QKClip(self.model.stages, limit, group=dense, device=job.device) if limit else None
         self.recorder.made("parameters", *self.optimizer.parameters)
         self.routers = build_routers(
             config, self.model.stages, group=job.group, device=job.device, context=self.context)
@@ -188,7 +189,7 @@ class Run:
             self.start_up.begin("checkpoint")
             self.done = self.saver.resume(self.state)
             self.start_up.begin("step")
-            with self._writer() as writer:
+            with self._writer() as writer, self.traced:
                 while self.done < self.config.train.steps and not self.status:
                     try:
                         self._steps(writer)
@@ -274,7 +275,8 @@ class Run:
                     is_last, every = self.done == train.steps, train.eval_interval
                     evaluates = bool(self.held_out) and (is_last or (every > 0 and self.done % every == 0))
                     checks = self.guard.is_due(self.done)
-                    if on_cpu or is_last or evaluates or checks or self.saver.is_due(self.done) or self.status:
+                    saves, traced = self.saver.is_due(self.done), self.traced.ends(self.done)  # with its loads
+                    if on_cpu or is_last or evaluates or checks or saves or traced or self.status:
                         metrics = self._read()
                         evaluates = evaluates and not self.status  # who asks for an end may not have the time
                         if checks:
@@ -309,12 +311,16 @@ class Run:
         )
         with self.recorder.doing("optimizer"):
             self.optimizer.step(lr, norm)
+            if self.qk_clip is not None:
+                self.qk_clip(self.optimizer, norm)
         self.optimizer.zero_grad()
         found = {"grad_norm": norm} | self.guard.everywhere(loss)
         if loss is not None:
             found |= self.routers.metrics()
         own = torch.stack([value.double() for value in found.values()])
-        numbers, arrived = to_host(torch.cat([own, self.votes.cast(self.routers)]), timed=True)
+        place = self.job.place
+        load = self.routers.load(place.rank("ep"), place.size("ep")) if self.traced.is_taking else 0.0
+        numbers, arrived = to_host(torch.cat([own, self.votes.cast(load)]), timed=True)
         return QueuedStep(step + 1, lr, time.perf_counter() - start, tuple(found), numbers, began, arrived, kept)
 
     def _read(self) -> dict[str, Any]:

@@ -1,26 +1,27 @@
 """`dualpipe memory`: what a run needs on each rank, from its configuration alone; nothing is allocated.
 
     parameters   as they are stored: this rank's shard
-    optimizer    two moments and, where parameters are narrower than float32, masters: of the shard
-    gathered     the stages' parameters in the dtype or format that they compute in, whole, where they are sharded: what
-                 is sent; and weights in blocks of 128 x 128 once more, transposed, for input gradients in FP8
-    gradients    accumulators in float32, of the whole stages; of parameters that several ranks share, the shard's as
-                 well, and of the largest unit what is on its way there
-    activations  of the micro-batches that the schedule has alive, with what its weight gradients wait for and what is
-                 computed again, at the worst step: counted (`dualpipe.models.activations`). Where ranks share
-                 sequences, for the tokens of one, with what of a layer travels between them
-    logits       of one micro-batch: themselves and their gradient
+    optimizer    two moments (one of Muon's) and, where parameters are narrower than float32, masters: of the shard
+    gathered     parameters in the dtype or format that they compute in, whole, where they are sharded, until a stage is
+                 through; and weights in blocks of 128 x 128 once more, transposed, for input gradients in FP8
+    gradients    accumulators in float32, from a stage's first weight gradient; when it is through, of parameters that
+                 several ranks share, the shard's as well, and of the largest unit what is copied to be reduced
+    activations  of the micro-batches that the schedule has alive, with logits, what is computed again and messages on
+                 their way: counted (`dualpipe.models.activations`). Where ranks share sequences, for the tokens of one,
+                 with what of a layer travels between them
+    pending      what weight gradients wait with
     nccl         buffers to peers within a node, as NCCL's p2p.cc makes them; between nodes it takes fewer
 
-What the allocator leaves unused and the CUDA context, a few GB, come on top.
+All of the worst step; `step_memory` has the others. What the allocator leaves unused and the CUDA context, a few GB,
+come on top.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
+from typing import Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -33,11 +34,13 @@ from dualpipe.models.sizes import context_numbers
 from dualpipe.nn import GroupedLinear
 from dualpipe.nn.attention import SequenceSplit
 from dualpipe.parallel import DTypePlan
+from dualpipe.pipeline.lower import one_at_a_time
 from dualpipe.schedule import Schedule, Step, build
 from dualpipe.train.config import Config, fit_world
 from dualpipe.train.model import check_tied, plan_run
+from dualpipe.train.optimizer import takes_muon
 from dualpipe.train.schedule import build_schedule
-from dualpipe.train.tables import ParallelConfig
+from dualpipe.train.tables import DTypesConfig, ParallelConfig, TrainConfig
 
 GB = 10**9
 # Of one channel (a block of a kernel) to a peer and back: the buffers of three protocols, 0.5, 4.69 and 4 MiB, in
@@ -46,8 +49,7 @@ CHANNEL = 12 * 2**20
 _NODE = 8  # GPUs, as a rule
 
 
-@dataclass(frozen=True)
-class RankMemory:
+class RankMemory(NamedTuple):
     """Bytes on a rank, by what they are for."""
 
     parameters: int
@@ -55,71 +57,142 @@ class RankMemory:
     gathered: int
     gradients: int
     activations: int
-    logits: int
+    pending: int
     nccl: int
 
     @property
     def total(self) -> int:
-        return sum(asdict(self).values())
+        return sum(self)
+
+
+class StageBytes(NamedTuple):
+    """What a rank has of a stage: at all times; gathered, until the stage is through; accumulators, from its first
+    weight gradient; its shard of the reduced gradients, and the most that is copied at once to be reduced, from when
+    the stage is through."""
+
+    parameters: int
+    optimizer: int
+    gathered: int
+    accumulators: int
+    reduced: int
+    copied: int
 
 
 def estimate(config: Config, model: HubConfig, *, activations: bool = True) -> list[RankMemory]:
-    """For each pipeline rank, what its largest rank of the other dimensions needs; without activations, which take the
-    longest to count, 0 for them. Collective over nobody.
+    """The most that each pipeline rank needs at once, on its largest rank of the other dimensions; without activations,
+    which take the longest to count, 0 for them. Collective over nobody.
 
     Raises ValueError for a model that cannot be cut so.
     """
+    _, ranks = step_memory(config, model, activations=activations)
+    return [max(rank, key=lambda memory: memory.total) for rank in ranks]
+
+
+def step_memory(
+    config: Config, model: HubConfig, *, activations: bool = True
+) -> tuple[Schedule, list[list[RankMemory]]]:
+    """The schedule, with so many micro-batches as may be alive at once, and what each of its ranks needs while each of
+    its steps runs: see `estimate`."""
     config = fit_world(config, config.parallel.world_size)
     p, train = config.parallel, config.train
     if model.num_experts % p.ep:
         raise ValueError(f"parallel.ep = {p.ep} does not divide the model's {model.num_experts} experts")
-    sharing, ep = p.dp * p.cp, p.ep  # ranks that share experts, and the parts that these are cut into before
     check_tied(model, p.replicas)
-    schedule, taken = stage_activations(config, model) if activations else (_schedule(config, 1), [])
+    # With more micro-batches no more of them are alive: the middle of a step repeats itself.
+    schedule = _schedule(config, min(train.num_chunks, 4 * p.pp) if activations else 1)
     stages = meta_stages(model, schedule.num_stages, p.layers_per_stage)
-    dtype, sharded = dtype_of(train.dtype), p.replicas > 1
-    stored, tokens = 4 if sharded else dtype.itemsize, train.micro_batch_size * tokens_of_rank(config)
-    moments, fp32 = 2 * dtype_of(config.optimizer.moments).itemsize, 4
-
-    plan = plan_run(config, model, {}) if config.dtypes.rules else None
+    sizes = [_stage_bytes(config, model, stages, number) for number in range(len(stages))]
+    taken = [_activations(config, model, stage) if activations else ActivationBytes(0, 0, 0, 0, 0) for stage in stages]
+    message = train.micro_batch_size * tokens_of_rank(config) * model.hidden_size * dtype_of(train.dtype).itemsize
     ranks = []
     for rank, steps in enumerate(schedule.ranks):
-        mine = {number: stages[number] for number in schedule.rank_stages(rank)}
-        dense, experts, reduced = _rank_sizes(
-            model, schedule.num_stages, p.layers_per_stage, schedule.rank_stages(rank), ep, sharing)
-        whole, dense_shard, expert_shard = dense + experts, -(-dense // p.replicas), -(-experts // sharing)
-        shard, copied = dense_shard + expert_shard, 0
-        stored_less, masters, gathered_less = _quantized(mine.values(), plan, sharing, ep) if plan else (0, 0, 0)
-        if sharded:
-            copied = dense_shard + (expert_shard if sharing > 1 else 0) + reduced
-        ranks.append(RankMemory(
-            parameters=stored * shard - stored_less,
-            optimizer=(moments + (fp32 if stored < fp32 else 0)) * shard + masters,
-            gathered=(dtype.itemsize * whole if sharded else 0) - gathered_less,
-            gradients=fp32 * (whole + copied),
-            activations=max(map(sum, alive(steps, taken)), default=0) if activations else 0,
-            logits=2 * dtype.itemsize * tokens * model.vocab_size if any(stage.last for stage in mine.values()) else 0,
-            nccl=_nccl_buffers(p, schedule.placement, rank),
-        ))
-    return ranks
+        mine = {number: (sizes[number], taken[number]) for number in schedule.rank_stages(rank)}
+        # To and from each neighbouring stage one is on its way: receives are posted ahead.
+        ways = 2 * sum(a != b and rank in (a, b) for a, b in pairwise(schedule.placement)) if activations else 0
+        ranks.append([*_rank_moments(steps, mine, ways * message, _nccl_buffers(p, schedule.placement, rank))])
+    return schedule, ranks
 
 
-def stage_activations(config: Config, model: HubConfig) -> tuple[Schedule, list[ActivationBytes]]:
-    """The schedule, with so many micro-batches as may be alive at once, and what one takes in each of its stages."""
-    p, train = config.parallel, config.train
-    # With more micro-batches no more of them are alive: the middle of a step repeats itself.
-    schedule, length, dtype = _schedule(config, min(train.num_chunks, 4 * p.pp)), tokens_of_rank(config), train.dtype
-    found = []
-    for layers in map(layers_of, meta_stages(model, schedule.num_stages, p.layers_per_stage)):
-        taken = activation_bytes(
-            model, layers, ep=p.ep, recompute=config.memory.recompute, dtype=dtype_of(dtype),
-            batch=train.micro_batch_size, sequence_length=length, scores=p.device == "cpu",
-        )
-        shared = (context_numbers(model, i, train.sequence_length, p.cp, p.cp_method) for i in layers if p.cp > 1)
-        held = max((each.held for each in shared), default=0.0) * train.micro_batch_size * length
-        moving = round(held * dtype_of(dtype).itemsize)  # while an action runs, of a layer at a time
-        found.append(ActivationBytes(*taken[:2], *(size + moving for size in taken[2:])))
-    return schedule, found
+def _rank_moments(
+    steps: Sequence[Step], stages: Mapping[int, tuple[StageBytes, ActivationBytes]], messages: int, nccl: int
+) -> Iterator[RankMemory]:
+    """What a rank needs while each step runs: the most of at its beginning, at its end, and when gradients of a stage
+    that is through are copied to be reduced. In between a backward's activations go while accumulators come, and the
+    activations of a forward beside it."""
+    parameters, optimizer, gathered = (sum(of[i] for of, _ in stages.values()) for i in range(3))
+    last = {action.stage: number for number, step in enumerate(steps) for action in step}
+    gradients, kept, pending = 0, messages, 0
+    begun: set[int] = set()
+    for number, step in enumerate(steps):
+        before, waiting, first, begin, end = kept, pending, gradients, 0, 0  # the last two: of what runs
+        inside: list[int] = []
+        for action in step:
+            of, taken = stages[action.stage]
+            if action.kind in "BW" and action.stage not in begun:
+                begun.add(action.stage)
+                gradients += of.accumulators
+            if action.kind == "W":
+                pending -= taken.deferred
+                continue
+            inside.append(taken.inside_forward if action.kind == "F" else taken.inside_backward)
+            if action.kind == "F":
+                begin, end = (each + taken.forward - taken.kept for each in (begin, end))
+                kept += taken.kept
+            else:
+                most, left = (taken.backward, 0) if action.kind == "B" else (taken.input_backward, taken.deferred)
+                begin, end = begin + most - taken.kept, end + min(most, left + taken.backward - taken.kept)
+                kept, pending = kept - taken.kept, pending + left
+        once = sum(inside) - max(inside, default=0)  # of a pair's references one runs at a time
+        found = [(first, before + begin - once, waiting), (gradients, kept + end - once, waiting)]
+        for stage in {action.stage for action in step if last[action.stage] == number}:
+            of, _ = stages[stage]
+            gradients += of.reduced
+            found.append((gradients + of.copied, kept, pending))
+        yield RankMemory(parameters, optimizer, gathered, *max(found, key=sum), nccl)
+        gathered -= sum(stages[stage][0].gathered for stage in stages if last[stage] == number)
+
+
+def _stage_bytes(config: Config, model: HubConfig, stages: Sequence[Stage], number: int) -> StageBytes:
+    p, dtype, fp32 = config.parallel, dtype_of(config.train.dtype), 4
+    sharing, shared = p.dp * p.cp, p.replicas > 1  # ranks with the same experts; whether any have the same parameters
+    dense, experts, copied = _stage_sizes(model, len(stages), p.layers_per_stage, number, p.ep, sharing)
+    dense_shard, expert_shard = -(-dense // p.replicas), -(-experts // sharing)
+    shard, stored = dense_shard + expert_shard, fp32 if shared else dtype.itemsize
+    stored_less, masters, gathered_less = (0, 0, 0)
+    if config.dtypes.rules:
+        stored_less, masters, gathered_less = _quantized(
+            stages[number], config.dtypes, config.train.dtype, model, sharing, p.ep)
+    moment, single = dtype_of(config.optimizer.moments).itemsize, 0  # parameters with one moment instead of two
+    if config.optimizer.name == "muon":
+        owners = ((place, *own, owner) for place, owner in stages[number].named_modules()
+                  for own in owner.named_parameters(recurse=False))
+        single = sum(param.numel() for place, name, param, owner in owners
+                     if takes_muon(f"{place}.{name}", owner, param))
+    states = 2 * moment + (fp32 if stored < fp32 else 0)
+    return StageBytes(
+        parameters=stored * shard - stored_less,
+        optimizer=states * shard - moment * (single // p.replicas) + masters,
+        gathered=(dtype.itemsize * (dense + experts) if shared else 0) - gathered_less,
+        accumulators=fp32 * (dense + experts),
+        reduced=fp32 * (dense_shard + (expert_shard if sharing > 1 else 0)) if shared else 0,
+        copied=fp32 * copied if shared else 0,
+    )
+
+
+def _activations(config: Config, model: HubConfig, stage: Stage) -> ActivationBytes:
+    """What a micro-batch takes in a stage, with what travels between ranks that share sequences."""
+    p, train, length, layers = config.parallel, config.train, tokens_of_rank(config), layers_of(stage)
+    dtype = dtype_of(train.dtype)
+    taken = activation_bytes(
+        model, layers, ep=p.ep, recompute=config.memory.recompute, dtype=dtype, batch=train.micro_batch_size,
+        sequence_length=length, last=stage.last, cpu=p.device == "cpu",
+    )
+    if p.cp == 1:
+        return taken
+    held = (context_numbers(model, i, train.sequence_length, p.cp, p.cp_method).held for i in layers)
+    moving = round(max(held, default=0.0) * train.micro_batch_size * length * dtype.itemsize)  # of a layer at a time
+    forward, backward, inputs = (size + moving for size in (taken.forward, taken.backward, taken.input_backward))
+    return taken._replace(forward=forward, backward=backward, input_backward=inputs)
 
 
 def tokens_of_rank(config: Config) -> int:
@@ -130,13 +203,22 @@ def tokens_of_rank(config: Config) -> int:
 def _schedule(config: Config, chunks: int) -> Schedule:
     """The run's, with so many micro-batches where that is no other order of work."""
     p = config.parallel
-    return build_schedule(config) if p.schedule == "auto" else built(p.schedule, p.pp, chunks)
+    paired = p.ep > 1 and p.overlap
+    if p.schedule == "auto":
+        return build_schedule(config) if paired else one_at_a_time(build_schedule(config))
+    return (built if paired else _unpaired)(p.schedule, p.pp, chunks)
 
 
 @lru_cache(maxsize=64)
 def built(name: str, ranks: int, chunks: int) -> Schedule:
     """A schedule, the same one for all callers."""
     return build(name, ranks, chunks)
+
+
+@lru_cache(maxsize=64)
+def _unpaired(name: str, ranks: int, chunks: int) -> Schedule:
+    """As the engine runs it where a pair has no communication to hide."""
+    return one_at_a_time(built(name, ranks, chunks))
 
 
 @lru_cache(maxsize=64)
@@ -147,19 +229,19 @@ def meta_stages(model: HubConfig, num_stages: int, layers_per_stage: tuple[int, 
 
 
 @lru_cache(maxsize=4096)
-def _rank_sizes(
-    model: HubConfig, num_stages: int, layers: tuple[int, ...], mine: tuple[int, ...], ep: int, sharing: int
+def _stage_sizes(
+    model: HubConfig, num_stages: int, layers: tuple[int, ...], number: int, ep: int, sharing: int
 ) -> tuple[int, int, int]:
-    """Dense parameters of the stages `mine`, those of their experts, and the most that are reduced at once."""
-    stages = meta_stages(model, num_stages, layers)
-    together = nn.ModuleList(stages[number] for number in mine)  # so that a tied parameter counts once
-    reduced = [0]
-    for stage in (stages[number] for number in mine):
-        inside = [parameter_sizes(layer, ep) for layer in stage.layers.values()]
-        reduced += [parameter_sizes(stage, ep)[0] - sum(dense for dense, _ in inside), *(dense for dense, _ in inside)]
-        if sharing > 1:  # else experts are nobody else's, and their accumulators become their gradients
-            reduced += [experts for _, experts in inside]
-    return *parameter_sizes(together, ep), max(reduced)
+    """Dense parameters of a stage, those of its experts, and the most that are reduced at once."""
+    stage = meta_stages(model, num_stages, layers)[number]
+    dense, experts = parameter_sizes(stage, ep)
+    inside = [parameter_sizes(layer, ep) for layer in stage.layers.values()]
+    reduced = [dense - sum(dense for dense, _ in inside), *(dense for dense, _ in inside)]
+    if sharing > 1:  # else experts are nobody else's, and their accumulators become their gradients
+        reduced += [experts for _, experts in inside]
+    if stage.last and not stage.first and model.tie_word_embeddings:  # the first stage's, on the same rank
+        dense -= stage.lm_head.weight.numel()
+    return dense, experts, max(reduced)
 
 
 def layers_of(stage: Stage) -> range:
@@ -168,11 +250,22 @@ def layers_of(stage: Stage) -> range:
     return range(numbers[0], numbers[-1] + 1) if numbers else range(0)
 
 
-def _quantized(stages: Iterable[Stage], plan: DTypePlan, sharing: int, ep: int) -> tuple[int, int, int]:
-    """What formats change of a rank's bytes: how many fewer are stored, masters that other weights have no need of, and
-    how many fewer are gathered, less those that are transposed."""
+@lru_cache(maxsize=64)
+def dtype_plan(dtypes: DTypesConfig, dtype: Literal["fp32", "bf16"], model: HubConfig, replicas: int) -> DTypePlan:
+    """That of a run with these settings, which takes seconds for a large model; the same one for all callers."""
+    config = Config(dtypes=dtypes, train=TrainConfig(dtype=dtype), parallel=ParallelConfig(dp=replicas))
+    return plan_run(config, model, {})
+
+
+@lru_cache(maxsize=4096)
+def _quantized(
+    stage: Stage, dtypes: DTypesConfig, dtype: Literal["fp32", "bf16"], model: HubConfig, sharing: int, ep: int
+) -> tuple[int, int, int]:
+    """What formats change of a stage's bytes: how many fewer are stored, masters that other weights have no need of,
+    and how many fewer are gathered, less those that are transposed."""
     stored = masters = gathered = 0
-    for name, param in (pair for stage in stages for pair in stage.named_parameters()):
+    plan = dtype_plan(dtypes, dtype, model, sharing * ep)
+    for name, param in stage.named_parameters():
         planned = plan.of(name)
         if (format := planned.format) is None:
             continue
@@ -212,28 +305,10 @@ def parameter_sizes(module: nn.Module, ep: int) -> tuple[int, int]:
     return sum(param.numel() for param in module.parameters()) - experts, experts // ep
 
 
-def alive(steps: Iterable[Step], stages: Sequence[ActivationBytes]) -> Iterator[tuple[int, int]]:
-    """Bytes of activations, and of what waits for weight gradients, while each step of a rank runs."""
-    kept = pending = 0
-    for step in steps:
-        during = [kept, pending]
-        for action in step:
-            of = stages[action.stage]
-            if action.kind == "F":
-                during[0], kept = during[0] + of.forward, kept + of.kept
-            elif action.kind == "W":
-                pending -= of.deferred
-            else:
-                whole = action.kind == "B"
-                during[0] += (of.backward if whole else of.input_backward) - of.kept
-                kept, pending = kept - of.kept, pending + (0 if whole else of.deferred)
-        yield during[0], during[1]
-
-
 def table(ranks: Sequence[RankMemory], capacity: float = 0.0) -> Iterator[str]:
     """The estimate as lines of text, in GiB; and what it leaves of the `capacity` of a device, in GB, where one is
     given."""
-    columns = [asdict(memory) | {"total": memory.total} for memory in ranks]
+    columns = [memory._asdict() | {"total": memory.total} for memory in ranks]
     yield " ".join(f"{name:>11}" for name in ("rank", *columns[0]))
     for rank, values in enumerate(columns):
         yield f"{rank:>11} " + " ".join(f"{value / 2**30:>11.2f}" for value in values.values())

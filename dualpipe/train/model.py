@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dualpipe.checkpoint import hub_dtypes, load_hf
 from dualpipe.checkpoint.hub_quantized import check_quantized
 from dualpipe.dtypes import dtype_of, short_name
+from dualpipe.errors import nearest
 from dualpipe.kernels.formats import FORMATS
 from dualpipe.kernels.grouped_gemm import HALF
 from dualpipe.kernels.grouped_gemm_quantized import slower_in_fp8
@@ -27,12 +29,14 @@ from dualpipe.nn.router import Router, random_like_stride
 from dualpipe.nn.router_set import RouterSet
 from dualpipe.parallel import DTypePlan, DTypePolicy, Rule, resolve_dtypes, shard
 from dualpipe.parallel.context import ContextParallel
+from dualpipe.parallel.dtype_plan import matches
 from dualpipe.parallel.expert import ExpertParallel, shard_experts
 from dualpipe.parallel.materialize import build_on_meta, materialize
 from dualpipe.parallel.mesh import Mesh
 from dualpipe.parallel.shared_loads import share_loads
 from dualpipe.ranks import RankSync
 from dualpipe.schedule import Schedule, build
+from dualpipe.train.optimizer import Group, Optimizer, layer_groups
 from dualpipe.train.tables import Config
 
 
@@ -242,6 +246,24 @@ def build_routers(
         balanced_stride=stride, group=group, replicas=1 if whole else parallel.replicas, device=device,
         split=split if split.size > 1 else None, sequence_length=train.sequence_length,
         weight=token_weight(split, train.sequence_length),
+    )
+
+
+def build_optimizer(config: Config, model: Model) -> Optimizer:
+    """What updates a rank's share of the model; ValueError for a group of optimizer.groups that the whole model has no
+    parameter for."""
+    o, names = config.optimizer, list(model.plan.tensors)
+    for group in o.groups:
+        if not any(matches(group.pattern, name) for name in names):
+            near = ", ".join(nearest(group.pattern, names))
+            raise ValueError(f"optimizer.groups: no parameter matches {group.pattern!r}; nearest: {near}")
+    options = json.loads(o.options or "{}") | ({} if o.name != "muon" else {
+        "momentum": o.momentum, "nesterov": o.nesterov, "coefficients": o.coefficients})
+    layers = layer_groups(o.lr, o.layer_decay, model.config.num_hidden_layers) if o.layer_decay < 1 else []
+    return Optimizer(
+        model.stages, lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay, moments=dtype_of(o.moments),
+        name=o.name, options=options,
+        groups=[*layers, *(Group(each.pattern, each.lr, each.weight_decay, each.algorithm) for each in o.groups)],
     )
 
 

@@ -1,4 +1,4 @@
-"""AdamW over a rank's parameters, and the learning rate as a function of the step.
+"""AdamW over a rank's parameters, or Muon, or one that a user brings; and the learning rate as a function of the step.
 
 bf16: parameters are bf16, their `.grad` is fp32 (torch's `grad_dtype`), and the optimizer updates fp32 masters that are
 rounded into the parameters after each step. Small updates are not lost that way, and nothing computes under autocast.
@@ -11,18 +11,24 @@ gradient of zero still makes them smaller; with a beta of 0.999 they would never
 
 from __future__ import annotations
 
+import importlib
 import math
-from collections.abc import Iterable
-from typing import Literal, cast
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
+from dualpipe.checkpoint.state import ParameterState
+from dualpipe.nn import Router
 from dualpipe.nn.deferral import local
+from dualpipe.nn.init import local_part
+from dualpipe.parallel.dtype_plan import matches
 from dualpipe.quantized import requantize
 from dualpipe.quantized.weights import placed_as, quantized_part, untrained
+from dualpipe.train.muon import Muon
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # as torch calls them
 
@@ -49,70 +55,122 @@ def learning_rate(
     return peak * (min_ratio + (1.0 - min_ratio) * share)
 
 
+class Group(NamedTuple):
+    """What holds of the parameters that `pattern`, as of `dualpipe.parallel.Rule`, matches, instead of what else would.
+
+    lr: the peak of their learning rate. algorithm: "muon" or "adamw".
+    """
+
+    pattern: str
+    lr: float | None = None
+    weight_decay: float | None = None
+    algorithm: str | None = None
+
+
+def layer_groups(lr: float, decay: float, num_layers: int) -> list[Group]:
+    """Learning rates that are multiplied by `decay` from each layer to the one before, and to the embedding, as for
+    fine-tuning (arXiv:2003.10555, section 3.3); those of the head and its norm stay."""
+    names = ["embed_tokens", *(f"layers.{index}" for index in range(num_layers))]
+    return [Group(name, lr * decay ** (num_layers + 1 - depth)) for depth, name in enumerate(names)]
+
+
+def takes_muon(name: str, owner: nn.Module, parameter: Tensor) -> bool:
+    """Whether a parameter is a matrix that maps hidden values to others, or a stack of such: no embedding, head, router
+    or bias."""
+    is_matrix = parameter.dim() in (2, 3) and not name.endswith("bias")
+    return is_matrix and "lm_head" not in name.split(".") and not isinstance(owner, nn.Embedding | Router)
+
+
 class Optimizer:
-    """AdamW that does not decay vectors, with fp32 masters for parameters of a lower precision."""
+    """AdamW that does not decay vectors, or Muon, or another; with fp32 masters for parameters of a lower precision."""
 
     def __init__(
         self, modules: Iterable[nn.Module], *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float,
-        moments: torch.dtype = torch.float32,
+        moments: torch.dtype = torch.float32, name: str = "adamw", options: Mapping[str, Any] | None = None,
+        groups: Sequence[Group] = (),
     ) -> None:
         """A parameter that appears twice (tied) is updated once. moments: bfloat16, or float32 for the dtype of what is
-        updated; ValueError for others, and for a quantized parameter that is trained without a master."""
+        updated.
+
+        name: "adamw"; "muon", for what `takes_muon` says, and AdamW for the rest; or the path to import a class of
+            another `torch.optim.Optimizer` by, such as torch.optim.NAdam, for which the host waits for the norm.
+        options: of Muon, or of that class, besides rate and decay. groups: for parameters by name; where several match,
+            the last that says something holds.
+
+        Raises ValueError for other moments, for a quantized parameter that is trained without a master, and for a class
+        that there is not, or that does not take its options.
+        """
         if moments not in (torch.float32, torch.bfloat16):
             raise ValueError(f"moments = {moments!r}: give torch.float32 or torch.bfloat16")
         self._narrow = moments is torch.bfloat16
-        trainable = (p for module in modules for p in module.parameters() if p.requires_grad)
-        self.parameters: list[nn.Parameter] = list(dict.fromkeys(trainable))
-        self._masters: list[Tensor] = list(self.parameters)
-        for index, parameter in enumerate(self.parameters):
-            if (part := quantized_part(parameter)) is not None:
-                if part.master is None:
-                    raise ValueError(untrained(f"a parameter of shape {tuple(parameter.shape)}", part))
-                self._masters[index] = placed_as(parameter, part.master)
-                if not isinstance(parameter, DTensor):
-                    parameter.grad_dtype = torch.float32
-            elif parameter.dtype in (torch.bfloat16, torch.float16):
-                self._masters[index] = parameter.detach().float()
-                if not isinstance(parameter, DTensor):  # FSDP2 hands out reduced gradients in the parameter's own dtype
-                    parameter.grad_dtype = torch.float32
-        matrices = [m for m in self._masters if m.dim() >= 2]
-        vectors = [m for m in self._masters if m.dim() < 2]
-        groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-        groups = [group for group in groups if group["params"]]
-        self._adamw = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
-        for master in self._masters:  # what AdamW would make at its first step
-            state = self._adamw.state[master]
+        owners: dict[nn.Parameter, tuple[str, nn.Module]] = {}
+        for place, owner in (each for module in modules for each in module.named_modules()):
+            for own, parameter in owner.named_parameters(recurse=False):
+                if parameter.requires_grad:
+                    owners.setdefault(parameter, (f"{place}.{own}".lstrip("."), owner))
+        self.parameters: list[nn.Parameter] = list(owners)
+        self._masters: list[Tensor] = list(map(_master_of, owners))
+        found: dict[str, dict[tuple[float, float], list[Tensor]]] = {}  # by algorithm, then share of the rate and decay
+        for (place, owner), master in zip(owners.values(), self._masters):
+            algorithm = "adamw" if name == "muon" and not takes_muon(place, owner, master) else name
+            share, decay = 1.0, weight_decay if master.dim() >= 2 else 0.0
+            for group in (each for each in groups if matches(each.pattern, place)):
+                share = share if group.lr is None else group.lr / lr
+                decay = decay if group.weight_decay is None else group.weight_decay
+                algorithm = group.algorithm or algorithm
+            found.setdefault(algorithm, {}).setdefault((share, decay), []).append(master)
+
+        def made(algorithm: str, params: list[dict[str, Any]]) -> torch.optim.Optimizer:
+            given = options or {}
+            if algorithm == "adamw":
+                return torch.optim.AdamW(params, lr=lr, betas=betas, eps=eps, fused=True)
+            if algorithm == "muon":
+                return Muon(params, lr=lr, moments=moments if self._narrow else None, **given)
+            return _imported(algorithm, params, {"lr": lr, **given})
+
+        self._inner = {
+            algorithm: made(algorithm, [{"params": params, "weight_decay": decay, "share": share}
+                                        for (share, decay), params in each.items()])
+            for algorithm, each in found.items()}
+        self._groups = {master: (algorithm, group) for algorithm, inner in self._inner.items()
+                        for group in inner.param_groups for master in group["params"]}
+        for master in (each for each, (algorithm, _) in self._groups.items() if algorithm == "adamw"):
+            state = self._inner["adamw"].state[master]  # what AdamW would make at its first step
             state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
             state |= {name: torch.zeros_like(master, dtype=moments if self._narrow else None) for name in MOMENTS}
 
     @torch.no_grad()
     def step(self, lr: float, grad_norm: Tensor | None = None) -> None:
-        """Update the parameters from their gradients at learning rate `lr`.
+        """Update the parameters from their gradients at learning rate `lr`. Collective, as Muon's is, over the ranks
+        that share matrices.
 
         grad_norm: a scalar on their device. Where it is infinite or NaN nothing changes; the host need not know.
         """
         self._follow()
         skip = None if grad_norm is None else (~grad_norm.isfinite()).float()
-        self._adamw.found_inf = skip  # type: ignore[attr-defined]  # which torch.amp tells it as well
-        for group in self._adamw.param_groups:
-            group["lr"] = lr
+        if skip is not None and self._inner.keys() - {"adamw", "muon"} and skip.item():
+            return
         pairs = [(p, m) for p, m in zip(self.parameters, self._masters) if p is not m]
         for parameter, master in pairs:
             master.grad = None if parameter.grad is None else parameter.grad.to(master.dtype)
-        if self._narrow:
-            self._step_one_by_one(skip)
-        else:
-            self._adamw.step()
+        for algorithm, inner in self._inner.items():
+            inner.found_inf = skip  # type: ignore[attr-defined]  # which torch.amp tells it as well
+            for group in inner.param_groups:
+                group["lr"] = lr * group["share"]
+            if algorithm == "adamw" and self._narrow:
+                self._step_one_by_one(inner, skip)
+            else:
+                inner.step()
         for _, master in pairs:
             master.grad = None
         self.round_parameters()
 
-    def _step_one_by_one(self, skip: Tensor | None) -> None:
+    def _step_one_by_one(self, inner: torch.optim.Optimizer, skip: Tensor | None) -> None:
         """As AdamW's, with wide moments of one parameter at a time. skip: as its `found_inf`."""
-        for group in self._adamw.param_groups:
+        for group in inner.param_groups:
             (beta1, beta2), same = group["betas"], {name: group[name] for name in ("lr", "weight_decay", "eps")}
             for master in (each for each in group["params"] if each.grad is not None):
-                state = self._adamw.state[master]
+                state = inner.state[master]
                 kept = [local(state[name]) for name in MOMENTS]
                 wide = [moment.to(master.dtype) for moment in kept]
                 own, grad, first, second = local(master.detach()), local(master.grad), *wide
@@ -120,20 +178,37 @@ class Optimizer:
                       beta1=beta1, beta2=beta2, found_inf=skip, **same)
                 torch._foreach_copy_(kept, wide)
 
+    @torch.no_grad()
+    def scale_rows(self, rows: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
+        """Multiply the rows of parameters by numbers, (rows,) each of the whole parameter. Collective as
+        `round_parameters` is."""
+        masters = dict(zip(self.parameters, self._masters))
+        for parameter, factors in rows:
+            _, (own, *rest) = local_part(parameter)
+            master = local(masters[parameter].detach())
+            master.mul_(factors[own].to(master.dtype).view(-1, *[1] * len(rest)))
+        self.round_parameters()
+
     def zero_grad(self) -> None:
         """Drop all gradients."""
         for parameter in self.parameters:
             parameter.grad = None
 
-    def state_tensors(self) -> dict[nn.Parameter, dict[str, Tensor]]:
+    def state_tensors(self) -> dict[nn.Parameter, dict[str, Tensor | ParameterState]]:
         """What a checkpoint holds of each parameter, sharing memory: "master", its values in at least float32, which is
-        the parameter itself where that is no narrower, and AdamW's "step", "exp_avg" and "exp_avg_sq".
+        the parameter itself where that is no narrower, and AdamW's "step", "exp_avg" and "exp_avg_sq", or Muon's
+        "momentum_buffer". What a user's optimizer keeps is one `ParameterState`, by the key "".
 
         After loading into these call `round_parameters`.
         """
         self._follow()
-        return {parameter: {"master": master, **self._adamw.state[master]}
-                for parameter, master in zip(self.parameters, self._masters)}
+        found: dict[nn.Parameter, dict[str, Tensor | ParameterState]] = {}
+        for parameter, master in zip(self.parameters, self._masters):
+            algorithm, group = self._groups[master]
+            inner = self._inner[algorithm]
+            kept = inner.state[master] if algorithm in ("adamw", "muon") else {"": ParameterState(inner, group, master)}
+            found[parameter] = {"master": master, **kept}
+        return found
 
     @torch.no_grad()
     def round_parameters(self) -> None:
@@ -150,3 +225,31 @@ class Optimizer:
         for parameter, master in zip(self.parameters, self._masters):
             if (part := quantized_part(parameter)) is not None and isinstance(master, DTensor):
                 master._local_tensor = cast(Tensor, part.master)
+
+
+def _master_of(parameter: nn.Parameter) -> Tensor:
+    """What is updated of a parameter, in at least float32; its gradient is in float32."""
+    if (part := quantized_part(parameter)) is not None:
+        if part.master is None:
+            raise ValueError(untrained(f"a parameter of shape {tuple(parameter.shape)}", part))
+        master: Tensor = placed_as(parameter, part.master)
+    elif parameter.dtype in (torch.bfloat16, torch.float16):
+        master = parameter.detach().float()
+    else:
+        return parameter
+    if not isinstance(parameter, DTensor):  # FSDP2 hands out reduced gradients in the parameter's own dtype
+        parameter.grad_dtype = torch.float32
+    return master
+
+
+def _imported(path: str, params: list[dict[str, Any]], options: Mapping[str, Any]) -> torch.optim.Optimizer:
+    """An optimizer of a user's class."""
+    module, _, name = path.rpartition(".")
+    try:
+        kind = getattr(importlib.import_module(module), name)
+        assert issubclass(kind, torch.optim.Optimizer), f"{path} is no torch.optim.Optimizer"
+        return kind(params, **options)
+    except (ImportError, AttributeError, AssertionError, TypeError, ValueError) as error:
+        raise ValueError(f"optimizer.name = {path!r}: {error}; give adamw, muon, or the path to import a class of "
+                         f"torch.optim.Optimizer by, and optimizer.options that it takes besides {dict(options)}"
+                         ) from error

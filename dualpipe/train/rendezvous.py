@@ -13,11 +13,10 @@ import socket
 import struct
 from contextlib import suppress
 from datetime import timedelta
-from threading import Thread
 
 import torch.distributed as dist
 
-from dualpipe.train.launch import LISTENER, RankInfo, starts_before
+from dualpipe.train.launch import LISTENER, RankInfo, limited, starts_before
 
 _SIOCGIFADDR = 0x8915  # <linux/sockios.h>
 
@@ -34,25 +33,20 @@ def connect(info: RankInfo, timeout: timedelta, interface: str = "") -> dist.Sto
     hosts_store = info.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else torchrun does
     if interface and hosts_store:
         address = interface_address(interface)  # not by a name, which leads to a loopback address on the host itself
-    made: list[dist.TCPStore | OSError | dist.DistError] = []
 
-    def make() -> None:
-        try:
-            listener = _listen(address, int(port), interface) if hosts_store else None
-            made.append(dist.TCPStore(address, int(port), info.world_size, hosts_store, timeout, False,
-                                      multi_tenant=True, master_listen_fd=listener))
-        except (OSError, dist.DistError) as error:
-            made.append(error)
+    def make() -> dist.TCPStore:
+        listener = _listen(address, int(port), interface) if hosts_store else None
+        return dist.TCPStore(address, int(port), info.world_size, hosts_store, timeout, False, multi_tenant=True,
+                             master_listen_fd=listener)
 
-    # Beside: torch waits without end for what accepts connections and says nothing, as a stopped process does.
-    thread = Thread(target=make, daemon=True, name="connect")
-    thread.start()
-    thread.join(timeout.total_seconds())
-    store = made[0] if made else TimeoutError(f"what is there has not answered for {timeout.total_seconds():g} s")
-    if isinstance(store, Exception):
-        line = str(store).partition("\n")[0]
+    try:
+        # torch waits without end for what accepts connections and says nothing, as a stopped process does.
+        if (store := limited(make, timeout.total_seconds(), "connect")) is None:
+            raise TimeoutError(f"what is there has not answered for {timeout.total_seconds():g} s")
+    except (OSError, dist.DistError) as error:
+        line = str(error).partition("\n")[0]
         raise ValueError(f"rank {info.rank} cannot meet the others at MASTER_ADDR:MASTER_PORT = {address}:{port}; give "
-                         f"rank 0's host and a port that is free there, the same on every rank ({line})") from store
+                         f"rank 0's host and a port that is free there, the same on every rank ({line})") from error
     return dist.PrefixStore(f"start {starts_before()}", store)  # torchrun's has what ranks of an earlier one wrote
 
 

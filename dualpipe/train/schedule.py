@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
-from threading import Thread
 
 from dualpipe.ranks import RankSync
 from dualpipe.schedule import Schedule, build
 from dualpipe.schedule.command import parse_costs
 from dualpipe.train.config import Config
+from dualpipe.train.launch import in_background
 
 TURN = 2.0  # seconds that ranks wait for the search at a time: less than any timeout of theirs
 
@@ -35,13 +35,8 @@ def build_schedule(config: Config, ranks: RankSync | None = None) -> Schedule:
 
     if ranks is None or ranks.size == 1:
         return find()
-    search: Future[Schedule] = Future()
-
-    def work() -> None:
-        try:
-            search.set_result(find())
-        except BaseException as error:  # raised by `wait`, on all ranks
-            search.set_exception(error)
+    # A run that fails meanwhile does not wait for it.
+    search = in_background(find) if ranks.rank == 0 else Future[Schedule]()
 
     def wait() -> Schedule | None:
         try:
@@ -49,8 +44,6 @@ def build_schedule(config: Config, ranks: RankSync | None = None) -> Schedule:
         except NotYet:
             return None
 
-    if ranks.rank == 0:
-        Thread(target=work, daemon=True).start()  # a run that fails meanwhile does not wait for it
     while (schedule := ranks.first(wait)) is None:
         pass
     return schedule

@@ -17,16 +17,17 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from threading import Thread
 from typing import Any, NamedTuple
 
 from dualpipe.errors import USER_ERROR
 from dualpipe.files import lock
 from dualpipe.recorder import rank_name
-from dualpipe.train.launch import ERROR_FILE, LAUNCHER, LISTENER
+from dualpipe.trace.file import TRACED
+from dualpipe.train.launch import ERROR_FILE, LAUNCHER, LISTENER, limited
 from dualpipe.train.tables import Config
 from dualpipe.train.why import FOLDER, HALTED, diagnose, letter_of, read_stuck, state_file
 
@@ -106,22 +107,20 @@ def _start(arguments: Sequence[str], config: Config, number: int, received: list
             return ranks.wait(received)
         finally:
             ranks.end()
-            tidy = Thread(target=remove_unfinished, args=(config.checkpoint_directory,), daemon=True)
-            tidy.start()
-            tidy.join(GRACE_SECONDS)  # a disk that hangs may be what has ended them
+            # A disk that hangs may be what has ended them.
+            limited(partial(remove_unfinished, config.checkpoint_directory), GRACE_SECONDS)
             if sys.stdout.isatty():  # a rank that is stopped in the middle of its live line leaves the cursor hidden
                 print("\x1b[?25h", end="", flush=True)
 
 
 def remove_unfinished(checkpoints: Path) -> None:
     """Remove what ranks that have ended left of a checkpoint, unless another job saves there."""
-    if left := [*checkpoints.glob(".tmp-step-*"), *checkpoints.glob(".del-step-*")]:
-        with suppress(ValueError, OSError):
-            held = lock(checkpoints / ".lock", patience=1.0)
-            for folder in left if held is not None else ():
+    with suppress(ValueError, OSError):
+        left = [*checkpoints.glob(".tmp-step-*"), *checkpoints.glob(".del-step-*")]
+        if left and (held := lock(checkpoints / ".lock", patience=1.0)) is not None:
+            for folder in left:
                 shutil.rmtree(folder, ignore_errors=True)
-            if held is not None:
-                held.release()
+            held.release()
 
 
 class _Ranks:
@@ -198,7 +197,10 @@ class _Ranks:
         time.sleep(2 * POLL_SECONDS)  # a rank that was killed brings others down: see who else has ended
         statuses = [each.poll() for each in self._processes]
         letters = self._states_of_processes()
-        states = self._states(letters, since) if self._watched else {}
+        states: dict[int, Any] = {}
+        if self._watched:
+            with suppress(OSError):  # none where the disk hangs, either
+                states = limited(partial(self._ask, letters, since), 2 * STATE_SECONDS) or {}
         letters = {rank: letter for rank, letter in self._states_of_processes().items() if letters.get(rank) == letter}
         words = {rank: json.loads(path.read_text()) for rank, path in enumerate(self._words) if path.exists()}
         words = {rank: word for rank, word in words.items() if word["status"] not in _ENDED_WELL}
@@ -211,15 +213,9 @@ class _Ranks:
                 others.setdefault(waited[0], f"  {rank_name(rank, self._sizes)}: {waited[0]}")
         hint = [f"what each rank was doing: dualpipe why {shlex.quote(str(self._output))}"] if states else []
         said = [line for text, line in others.items() if text not in "".join(cause[1])]
+        said += [line for word in words.values() for line in word["text"].splitlines()
+                 if line.startswith(TRACED) and line not in "".join(cause[1])]
         return Ending(cause[0], [*cause[1], *said, *hint], failed=True)
-
-    def _states(self, letters: Mapping[int, str], since: float) -> dict[int, Any]:
-        """See `_ask`; nothing where the disk hangs."""
-        found: dict[int, Any] = {}
-        reader = Thread(target=lambda: found.update(self._ask(letters, since)), daemon=True)
-        reader.start()
-        reader.join(2 * STATE_SECONDS)
-        return dict(found)
 
     def _ask(self, letters: Mapping[int, str], since: float) -> dict[int, Any]:
         """What ranks have written of themselves: by now those that have ended, and in a moment those that run."""

@@ -7,6 +7,7 @@ sizes and groups.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
@@ -107,7 +108,7 @@ class ParallelConfig:
     """expert-parallel ranks: each has a part of the experts and data of its own, and sends tokens to the others"""
     overlap: bool = True
     """run the two actions of a pair in turn, so that one's communication is hidden behind the other's computing"""
-    schedule: Literal["dualpipev", "dualpipev_full", "zbv", "1f1b", "interleaved_1f1b", "auto"] = "dualpipev"
+    schedule: Literal["dualpipev", "dualpipev_full", "zbv", "v_half", "1f1b", "interleaved_1f1b", "auto"] = "dualpipev"
     """order of the pipeline's work; dualpipev_full defers no weight gradients: less memory, a larger bubble; auto: the
     best that a search finds, by the first rank and once"""
     schedule_costs: str = ""
@@ -278,17 +279,75 @@ class RouterConfig:
 
 
 @dataclass(frozen=True)
-class OptimizerConfig:
-    """[optimizer]: AdamW and its learning rate."""
+class OptimizerGroup:
+    """An element of optimizer.groups: what holds of the parameters that `pattern` matches; fields left out change
+    nothing, and of several groups that match the last one that says something holds."""
 
-    lr: float = _positive(3e-4)
+    pattern: str = ""
+    """as in dtypes.rules"""
+    lr: float | None = None
     """peak learning rate"""
+    weight_decay: float | None = None
+    """decoupled decay"""
+    algorithm: Literal["muon", "adamw"] | None = None
+    """what updates them, with optimizer.name muon or adamw"""
+
+    @classmethod
+    def parse(cls, text: str) -> OptimizerGroup:
+        """The group "PATTERN,FIELD=VALUE,...", as it is given on a command line."""
+        pattern, *rest = text.split(",")
+        try:
+            values: dict[str, Any] = dict(each.split("=", 1) for each in rest)
+            return cls(pattern, **values | {name: float(values[name]) for name in values.keys() - {"algorithm"}})
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"optimizer.groups = {text!r}: {error}; give PATTERN,FIELD=VALUE,..., where a field is "
+                             "lr, weight_decay or algorithm") from None
+
+    def __post_init__(self) -> None:
+        given = (self.lr, self.weight_decay, self.algorithm)
+        _require(all(self.pattern.split(".")) and any(value is not None for value in given), "optimizer.groups",
+                 str(self), "a group needs a pattern and at least one of lr, weight_decay, algorithm")
+        _require((self.lr is None or self.lr > 0) and (self.weight_decay or 0) >= 0, "optimizer.groups", str(self),
+                 "lr must be positive, and weight_decay not negative")
+        _require(self.algorithm in (None, "muon", "adamw"), "optimizer.groups", str(self),
+                 "algorithm must be muon or adamw")
+
+    def __str__(self) -> str:
+        """As `parse` takes it."""
+        given = ((each.name, getattr(self, each.name)) for each in fields(self)[1:])
+        return ",".join([self.pattern, *(f"{name}={value}" for name, value in given if value is not None)])
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """[optimizer]: what updates the parameters, and its learning rate."""
+
+    name: str = "adamw"
+    """adamw; muon, for matrices and each expert's, with adamw for embeddings, head, routers, norms and biases; or the
+    path to import a class of torch.optim.Optimizer by"""
+    lr: float = _positive(3e-4)
+    """peak learning rate; it serves adamw and muon alike"""
+    momentum: float = _share(0.95)
+    """muon: decay of the running mean of the gradient"""
+    nesterov: bool = True
+    """muon: the gradient counts once more beside its mean"""
+    coefficients: Literal["jordan", "polar_express"] = "jordan"
+    """muon: of its Newton-Schulz steps; polar_express comes closer to singular values of 1 in as many"""
+    qk_clip: float = _not_negative(0.0)
+    """largest attention score of a head, beyond which a step scales its weights back; 0: none; Kimi K2 has 100"""
+    options: str = ""
+    """of a class of one's own, besides lr and weight_decay: JSON, such as '{"rho": 0.9}'"""
+    groups: tuple[OptimizerGroup, ...] = ()
+    """for parameters by name, as [[optimizer.groups]] in the TOML; on the command line PATTERN,FIELD=VALUE,..."""
+    layer_decay: float = _rule(lambda value: 0 < value <= 1, "must be above 0 and at most 1")(1.0)
+    """what learning rates are multiplied by from each layer to the one before"""
     betas: tuple[float, float] = _betas((0.9, 0.95))
-    """decay of the running means of the gradient and of its square"""
+    """adamw: decay of the running means of the gradient and of its square"""
     eps: float = _positive(1e-8)
     """added to the root of the mean square"""
     moments: Literal["fp32", "bf16"] = "fp32"
-    """dtype that both running means are kept in; bf16 saves 4 bytes of each parameter and asks for betas below 0.996"""
+    """dtype that running means are kept in; bf16 saves 4 bytes of each parameter, muon's 2, and asks for betas below
+    0.996"""
     weight_decay: float = _not_negative(0.1)
     """on matrices only: norms, biases and other vectors are not decayed"""
     warmup_steps: int = _not_negative(0)
@@ -305,6 +364,15 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         _require(self.moments == "fp32" or max(self.betas) < 1 - 2**-8, "optimizer.betas", self.betas,
                  "moments in bf16 would not decay by them; give both below 0.996, or optimizer.moments = \"fp32\"")
+        own = self.name not in ("adamw", "muon")
+        _require(not own or "." in self.name, "optimizer.name", self.name,
+                 "give adamw, muon, or the path to import a class by, such as torch.optim.NAdam")
+        _require(not own or self.moments == "fp32", "optimizer.moments", self.moments, "adamw and muon have others")
+        try:
+            _require(not self.options or (own and isinstance(json.loads(self.options), dict)), "optimizer.options",
+                     self.options, "give a JSON object, for a class of one's own")
+        except json.JSONDecodeError as error:
+            raise ValueError(f"optimizer.options = {self.options!r}: no JSON: {error}") from None
 
 
 @dataclass(frozen=True)

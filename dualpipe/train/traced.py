@@ -6,8 +6,9 @@ import re
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Self
 
+from dualpipe.errors import PipelineError
 from dualpipe.trace.tracer import Tracer, check_path
 from dualpipe.train.metrics import say
 
@@ -39,13 +40,22 @@ def parse(text: str, steps: int) -> Steps | None:
 
 
 class TracedSteps:
-    """Takes the trace of a run, if one is `wanted`; every rank calls everything alike."""
+    """Takes the trace of a run, if one is `wanted`; every rank calls everything alike. For a `with` around all steps,
+    as an error ends the trace."""
 
     def __init__(self, run: Run, wanted: Steps | None) -> None:
         self._run, self._wanted = run, wanted
         self._tracer: Tracer | None = None
         if wanted is not None and wanted.file:
             run.job.ranks.first(partial(check_path, Path(wanted.file)))  # before the work of hours
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if self._tracer is not None:
+            # Errors of a step and of its numbers are those of all ranks.
+            self._tracer.finish(error, together=isinstance(error, PipelineError | FloatingPointError))
 
     def before(self, step: int) -> None:
         """Begin where `step`, which comes now, is one to trace, also the first one after others were resumed from."""
@@ -60,14 +70,23 @@ class TracedSteps:
         self._tracer = self._run.pipeline.trace(self._path, group=self._run.job.group)
         self._tracer.__enter__()
 
+    @property
+    def is_taking(self) -> bool:
+        """Whether the step that is under way is in the trace."""
+        return self._tracer is not None
+
+    def ends(self, step: int) -> bool:
+        """Whether `step`, which was done, is the last one of the trace that is being taken."""
+        return self.is_taking and self._wanted is not None and step >= self._wanted.last
+
     def after(self) -> None:
         """Write the file after the last step to trace, or where the run ends before; say so where that cannot be."""
         run = self._run
-        ends = run.status or run.done == run.config.train.steps
-        if self._tracer is not None and self._wanted is not None and (ends or run.done >= self._wanted.last):
+        ends = run.status or run.done == run.config.train.steps or self.ends(run.done)
+        if self._tracer is not None and ends:
             tracer, self._tracer, self._wanted = self._tracer, None, None
             try:
-                tracer.__exit__()
+                tracer.finish()
                 self._say(f"trace: {self._path} (see it in ui.perfetto.dev, or by dualpipe trace summary)")
             except ValueError as error:  # on all ranks: such as a full disk, which the run can do without
                 self._say(f"WARNING: {error}")

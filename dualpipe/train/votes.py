@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dualpipe.nn.router_set import RouterSet
 from dualpipe.recorder import Recorder
 from dualpipe.train.job import Job
 from dualpipe.train.launch import LAUNCHER
@@ -32,9 +31,9 @@ _COMPUTES = {*map("".join, product("FBIW", repeat=2)), *"FBIW", "optimizer"}  # 
 class Vote(NamedTuple):
     """A rank's word on a step: numbers, or scalars on the device, 0 unless there is something to say.
 
-    status: the exit status with which it asks for an end after this step; load: tokens that its experts got. The rest
-    are seconds of the host: in actions and the optimizer, without the waits in them; of that in the segments that
-    compute what came from other ranks, and in all others; and in waits for other ranks.
+    status: the exit status with which it asks for an end after this step; load: tokens that its experts got, where
+    a trace is taken. The rest are seconds of the host: in actions and the optimizer, without the waits in them; of that
+    in the segments that compute what came from other ranks, and in all others; and in waits for other ranks.
     """
 
     status: float | Tensor = 0.0
@@ -53,13 +52,12 @@ class Votes:
         self._ranks = self._recorder.members(job.group)
         self._time_limit = TimeLimit(time_limit, 1 if job.device.type == "cpu" else 3)
 
-    def cast(self, routers: RouterSet) -> Tensor:
+    def cast(self, load: Tensor | float) -> Tensor:
         """All ranks' votes, for `read`: (ranks * fields,) float64 on the device. Collective; the host does not wait
         for a device."""
-        vote = Vote(self._status())
+        vote = Vote(self._status(), load)
         if self._job.group is not None and self._job.device.type == "cpu":  # of a device the host's seconds say nothing
-            load = routers.load(self._job.place.rank("ep"), self._job.place.size("ep"))
-            vote = Vote(vote.status, load, **seconds_of_step(self._recorder))
+            vote = vote._replace(**seconds_of_step(self._recorder))
         votes = torch.zeros(self._job.ranks.size, len(vote), dtype=torch.float64, device=self._job.device)
         for number, value in enumerate(vote):
             if isinstance(value, Tensor) or value:  # each is a launch

@@ -149,7 +149,7 @@ def test_bfloat16_keeps_its_dtype_whatever_that_of_the_sinks(sink_dtype):
 
 
 def flex(q, k, v, context, *, scale, window=None, sinks_A=None):
-    return attention_flex(q, k, v, context.blocks(window), scale, sinks_A)
+    return attention_flex(q, k, v, context.blocks(window), scale, sinks_A)[0]
 
 
 @pytest.mark.parametrize("with_sinks", [False, True], ids=["plain", "sinks"])
@@ -201,7 +201,7 @@ def test_flex_is_compiled_once_for_all_windows_and_micro_batches():
         for _, window in itertools.product(range(2), WINDOWS):
             operands, context = make(11, (4, 2, 16, 16), packed=packed)
             q, k, v, sinks_A = (tensor.detach() for tensor in operands)
-            y = compiled(q, k, v, context.blocks(window), SCALE, sinks_A)
+            y, _ = compiled(q, k, v, context.blocks(window), SCALE, sinks_A)
             expected = attention_reference(q, k, v, context, scale=SCALE, window=window, sinks_A=sinks_A)
             torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-6)  # compiled, its sums are of float32
         assert counter.frame_count == 1 + packed
@@ -221,6 +221,8 @@ def test_what_cuda_would_run_is_the_reference(window, packed, with_sinks, monkey
     expected = attention_reference(q, k, v, context, **options)
     torch.testing.assert_close(attend(q, k, v, context, **options), expected)
     assert calls == ([attention_flex] if window == 3 or packed or with_sinks else [])
+    with pytest.raises(NotImplementedError, match="max scores is not supported on CPU"):
+        attend(q, k, v, context, **options, peaks_A=torch.zeros(4))
     half = v.bfloat16()  # beside queries and keys that a norm kept in float32
     assert attend(q, k, half, context, **options).dtype is torch.bfloat16
 

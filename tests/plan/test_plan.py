@@ -67,6 +67,26 @@ def test_experts_on_more_ranks_read_fewer_weights():
     assert weights[0] == pytest.approx(8 * weights[1], rel=0.01)
 
 
+def test_products_in_fp8_take_their_rate_and_rows_their_bytes():
+    """Experts in blocks of 128 x 128, whose input gradients are in FP8 too; in mxfp8, forward alone."""
+    def run(gpu: str, *options: str) -> Prediction:
+        config = load_config(EXAMPLES / "qwen3-30b-a3b.toml", ("--parallel.dp", "1", "--parallel.ep", "8", *options))
+        return Prediction(config, read_config(config.model.config), read_machine(gpu))
+
+    plain, rows = run("h100"), run("h100", "--dtypes.fp8_dispatch", "True")
+    for format, share in (("fp8_block", 2 / 3), ("mxfp8", 1 / 3)):
+        fp8 = run("h100", "--dtypes.rules", f"*.experts,gather={format}")
+        of = fp8.spent["fp8 grouped"]
+        assert of.flops == pytest.approx(share * plain.spent["grouped"].flops)
+        assert of.flops + fp8.spent["grouped"].flops == pytest.approx(plain.spent["grouped"].flops)
+        assert of.seconds == pytest.approx(of.flops / (1979e12 * 0.6), rel=0.1)
+        assert fp8.spent["memory"].bytes > plain.spent["memory"].bytes, "rows are quantized"
+        assert sum(fp8.parts.values()) == pytest.approx(fp8.step)
+    sent, less = (sum(stage.sent for stage in each.stages) for each in (plain, rows))
+    assert less == pytest.approx(sent * (1 - 0.484 / 4), rel=0.02), "of four ways, that to the experts forward"
+    assert run("a100", "--dtypes.rules", "*.experts,gather=fp8_block").spent.keys() == plain.spent.keys()
+
+
 # -- overlap
 
 
@@ -123,6 +143,9 @@ def test_what_was_measured_replaces_what_is_assumed(tmp_path):
     assert machine.attention == 0.6 and machine.gemm == pytest.approx(0.72) and machine.bandwidth == pytest.approx(0.85)
     assert machine.grouped == pytest.approx(0.9 * 0.72)
     assert (machine.tflops, machine.node) == (989, 8)
+    rows = [{"work": "F&B", "ms": 2.0, "beside 16": share} for share in (0.8, 0.9, 0.95)]
+    (tmp_path / "overlap.json").write_text(json.dumps({"rows": rows}))
+    assert read_machine("h100", measured=(str(tmp_path / "overlap.json"),)).beside == 0.9
 
 
 @pytest.mark.parametrize("text, message", [
@@ -190,6 +213,7 @@ def test_a_plan_is_listed_explained_drawn_and_written(capsys, tmp_path, monkeypa
     assert all(int(row[1]) * int(row[2]) * int(row[3]) == 4 for row in rows)
     steps = [float(row[7]) for row in rows]
     assert any(row[1] == "1" for row in rows) and steps[0] == min(steps)
+    assert "no schedule is searched for here" in "".join(plan(capsys, "--parallel.schedule", "auto", "--rows", "1"))
     assert lines[4].startswith("4,096 tokens a step") and "pipeline" in lines[5]
     terms = {line.strip().split("  ")[0]: line for line in lines[6:]}
     assert terms["step"].endswith(f"{steps[0]:.4g} s") and {"bubble", "gemm", "MFU", "GB"} < terms.keys()

@@ -8,7 +8,7 @@ import pytest
 
 from dualpipe.schedule import Costs, Schedule, build, simulate, validate
 
-NAMES = ("dualpipev", "dualpipev_full", "zbv", "1f1b", "interleaved_1f1b")
+NAMES = ("dualpipev", "dualpipev_full", "zbv", "v_half", "1f1b", "interleaved_1f1b")
 
 
 def order(text: str) -> list[str]:
@@ -160,11 +160,30 @@ def test_memory_of_zbv_and_1f1b(num_ranks):
         assert peaks == tuple(min(num_microbatches, num_ranks - rank) for rank in range(num_ranks))
 
 
-def test_zbv_has_no_bubble_in_its_steady_state():
-    """With F = I = W a rank idles only while the first forward reaches it and the last gradients leave it: P-1 each."""
-    for num_ranks in (2, 4, 8):
-        times = [simulate(build("zbv", num_ranks, m)).makespan for m in (2 * num_ranks, 4 * num_ranks)]
+@pytest.mark.parametrize("name", ["zbv", "v_half"])
+def test_no_bubble_in_the_steady_state(name):
+    """With F = I = W a rank idles only while the first forward reaches it and the last gradients leave it."""
+    for num_ranks in (2, 3, 4, 8):
+        times = [simulate(build(name, num_ranks, m)).makespan for m in (2 * num_ranks, 4 * num_ranks)]
         assert times[1] - times[0] == 6 * 2 * num_ranks
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 7, 8, 16])
+def test_v_half_holds_half_of_what_1f1b_does_in_less_time(num_ranks):
+    """1F1B holds P micro-batches of a stage that is as big as two of the V; here one or two halves are more."""
+    size = num_ranks, 3 * num_ranks
+    half, whole = simulate(build("v_half", *size)), simulate(build("1f1b", *size), Costs().scaled(2))
+    few = 1 if num_ranks % 2 else 2
+    assert max(half.peak_activations) == half.peak_memory == num_ranks + few
+    assert 2 * (half.peak_memory - few) == 2 * whole.peak_memory
+    assert half.makespan < whole.makespan or num_ranks == 1
+
+
+def test_v_half_by_hand():
+    """Offsets 0, 4, 8, 13 of F0, F1, I1, I0 on rank 0 of 2, and 2, 3, 10, 12 on rank 1; period 6."""
+    schedule = build("v_half", 2, 2)
+    assert rank_order(schedule, 0) == order("0F0 3F0 0F1 3I0 3W0 3F1 0I0 3I1 0W0 3W1 0I1 0W1")
+    assert rank_order(schedule, 1) == order("1F0 2F0 1F1 2F1 2I0 2W0 1I0 1W0 2I1 2W1 1I1 1W1")
 
 
 def test_building_is_cheap():
@@ -182,7 +201,7 @@ def test_building_is_cheap():
     [
         (("dualpipe-v", 2, 4), {}, "no schedule is called 'dualpipe-v'; did you mean 'dualpipev'?"),
         (("1F1B", 2, 4), {}, "did you mean '1f1b'?"),
-        (("gpipe", 2, 4), {}, "known are dualpipev, dualpipev_full, zbv, 1f1b, interleaved_1f1b"),
+        (("gpipe", 2, 4), {}, "known are dualpipev, dualpipev_full, zbv, v_half, 1f1b, interleaved_1f1b"),
         (("zbv", 0, 4), {}, "num_ranks is 0; give an integer of 1 or more"),
         (("zbv", 2, -1), {}, "num_microbatches is -1"),
         (("zbv", 2.0, 4), {}, "num_ranks is 2.0"),

@@ -30,10 +30,10 @@ def test_table_and_timeline(capsys):
     out = capsys.readouterr().out.splitlines()
     rows = [line.split() for line in out[1:5]]
     assert rows == [
-        ["dualpipev", "8", "66", "1.000", "9.1%", "9"],
-        ["zbv", "8", "63", "0.955", "4.8%", "8"],
-        ["1f1b", "4", "78", "1.182", "23.1%", "8"],
-        ["interleaved_1f1b", "8", "73", "1.106", "17.8%", "11"],
+        ["dualpipev", "8", "66", "1.000", "9.1%", "9", "9"],
+        ["zbv", "8", "63", "0.955", "4.8%", "8", "8"],
+        ["1f1b", "4", "78", "1.182", "23.1%", "8", "8"],
+        ["interleaved_1f1b", "8", "73", "1.106", "17.8%", "11", "11"],
     ]
     assert out[5] == (
         "1f1b cuts the same model into 4 stages: each costs, and keeps, 2 times as much as one of dualpipev's"

@@ -41,9 +41,9 @@ def test_table():
     costs = Costs(F=2, B=4, W=2)
     timelines = [simulate(build("dualpipev", 4, 10)), simulate(build("1f1b", 4, 10), costs)]
     assert table(timelines, [1, 2]) == (
-        "schedule   stages  makespan  relative  bubble  peak activations\n"
-        "dualpipev       8        66     1.000    9.1%                 9\n"
-        "1f1b            4        78     1.182   23.1%                 8\n"
+        "schedule   stages  makespan  relative  bubble  peak activations  peak memory\n"
+        "dualpipev       8        66     1.000    9.1%                 9            9\n"
+        "1f1b            4        78     1.182   23.1%                 8            8\n"
     )
 
 

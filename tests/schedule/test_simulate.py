@@ -144,12 +144,24 @@ def test_steps_of_no_or_of_three_actions_are_refused(step):
         ({"W": 3}, "cost W is 3, more than the whole backward B = 2.0; lower it, or give I too"),
         ({"pairs": {("F", "F"): -2}}, "cost F&F is -2"),
         ({"pairs": {("F", "X"): 2}}, "give two kinds out of F, B, I, W"),
+        ({"FB": 1.9}, "cost F&B is 1.9, less than the 2.0 that one of the two takes alone; give as much or more"),
+        ({"pairs": {("I", "F"): 0.5}}, "cost I&F is 0.5, less than the 1.0 that"),
     ],
 )
 def test_costs_that_cannot_be(given, message):
     with pytest.raises(ValueError) as refused:
         Costs(**given)
     assert message in str(refused.value)
+
+
+def test_a_pair_may_be_as_long_as_one_of_its_actions():
+    assert Costs(F=0.3, B=0.3, W=0.1, FB=0.3, pairs={("I", "I"): 0.2}).of((I(0, 0), I(1, 1))) == 0.2
+
+
+@pytest.mark.parametrize("stage", [2, -1])
+def test_costs_of_a_stage_that_there_is_not(stage):
+    with pytest.raises(ValueError, match=rf"of stage {stage}, but the stages of schedule '\w+' are 0 to 1; leave it"):
+        simulate(SPLIT, Costs(per_stage={0: Costs(), stage: Costs()}))
 
 
 def test_scaled_costs():

@@ -142,7 +142,7 @@ def test_of_many_messages_the_fastest_one_tells_the_clock():
 
     place = tracer.Place(1, (0, 1), "1f1b", (0, 1))
     with Recorder().activate(), mock.patch.object(tracer, "perf_counter_ns", lambda: now[0]):
-        taken = tracer.Tracer("", None, torch.device("cpu"), place)
+        taken = tracer.Tracer("", None, torch.device("cpu"), place, int)
         taken._group, taken._ranks = SimpleNamespace(send=send, recv=receive), SimpleNamespace(size=2, rank=1)
         with mock.patch.object(Recorder, "members", lambda *_: (0, 1)):
             clock = taken._compare_clocks()
@@ -155,8 +155,9 @@ def failing(rank, folder):
     with pytest.raises(ValueError, match=r"there is no folder .*/none for the trace trace.json; make it"):
         pipe.trace(f"{folder}/none/trace.json").__enter__()
     with pytest.raises(PipelineError) as raised, pipe.trace(f"{folder}/trace.json"):
+        step(pipe)
         step(pipe, criterion=lambda *_: 1 / 0)
-    said.append(str(raised.value))
+    said += [str(raised.value), *raised.value.__notes__]
     assert not Recorder.current().whole and "begin" not in vars(Recorder.current())
     with pipe.trace(f"{folder}/after.json"):
         with pytest.raises(ValueError, match="a trace is being taken already; leave that one before that for twice"):
@@ -165,10 +166,13 @@ def failing(rank, folder):
     return said
 
 
-def test_an_error_goes_on_and_nothing_is_written(tmp_path):
+def test_an_error_goes_on_and_says_what_was_traced_until_then(tmp_path):
     (said, same) = run_ranks(failing, 2, str(tmp_path), reuse=True)
     assert said == same and "ZeroDivisionError" in said[0]
-    assert [path.name for path in tmp_path.iterdir()] == ["after.json"]
+    assert said[1:] == [f"what was traced until then: {tmp_path}/trace.json"]
+    assert {path.name for path in tmp_path.iterdir()} == {"trace.json", "after.json"}
+    check_format(json.loads((tmp_path / "trace.json").read_text()))
+    assert "1 step of 2 ranks" in summary.report(str(tmp_path / "trace.json"), None), "of the one that failed is less"
 
 
 def test_a_step_that_failed_is_not_the_schedule_and_a_trace_can_be_taken_again(tmp_path):
@@ -185,6 +189,19 @@ def test_a_step_that_failed_is_not_the_schedule_and_a_trace_can_be_taken_again(t
     assert len(trace.memory) < len(trace.slices), "nothing is left of the one before"
 
 
+def test_a_step_of_another_pipeline_is_none_of_this_one(tmp_path):
+    pipe, another = pipeline(0, 1), pipeline(0, 1)
+    with Recorder().activate(), pipe.trace(tmp_path / "trace.json"):
+        for each in (another, pipe, another, pipe):
+            step(each)
+    trace = read(tmp_path / "trace.json")
+    assert [each.args.get("run") for each in trace.slices if each.name == "F(stage 0, micro-batch 0)"] == [
+        None, 1, None, 2]
+    found = Measured(trace)
+    assert len(found.runs[0]) == 2 and {len(spans) for spans in found.samples().values()} == {2}
+    assert not summary.Summary(found).totals(0).keys() & {"F", "B"}, "it computes, too"
+
+
 def test_a_step_within_something_else(tmp_path):
     pipe, path = pipeline(0, 1), str(tmp_path / "trace.json")
     with Recorder().activate(), pipe.trace(path), Recorder.current().doing("mine"):
@@ -197,17 +214,32 @@ def test_a_step_within_something_else(tmp_path):
 def leaving(rank, folder):
     pipe = pipeline(rank, 2)
     start = time.monotonic()
-    with contextlib.suppress(KeyError), pipe.trace(f"{folder}/trace.json"):
-        step(pipe)
-        if rank == 1:
-            raise KeyError("of this rank alone")
-    return time.monotonic() - start
+    try:
+        with pipe.trace(f"{folder}/trace.json"):
+            step(pipe)
+            if rank == 1:
+                raise KeyError("of this rank alone")
+    except KeyError as error:
+        return time.monotonic() - start, error.__notes__
 
 
-def test_a_rank_that_fails_alone_is_waited_for_until_the_timeout(tmp_path):
-    lost, _ = run_ranks(leaving, 2, str(tmp_path), group_timeout=6, check=False)
+def test_a_rank_that_fails_alone_waits_for_nobody_and_is_waited_for_until_the_timeout(tmp_path):
+    lost, (seconds, notes) = run_ranks(leaving, 2, str(tmp_path), group_timeout=6, check=False)
     assert isinstance(lost, RankLost) and re.search(r"waited .* for the clocks of all ranks from rank 1", str(lost))
-    assert not list(tmp_path.iterdir())
+    own = tmp_path / "trace-rank1.json"
+    assert list(tmp_path.iterdir()) == [own] and notes == [f"what was traced until then: {own}"] and seconds < 6
+    found = json.loads(own.read_text())
+    check_format(found)
+    assert list(found["otherData"]["ranks"]) == ["1"]
+    with pytest.raises(ValueError, match="no step of training by a whole pipeline"):
+        read(own)
+
+
+def test_a_trace_that_cannot_be_written_hides_no_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(tracer, "_schedule", mock.Mock(side_effect=ValueError("no room")))
+    with Recorder().activate(), pytest.raises(KeyError) as raised, pipeline(0, 1).trace(tmp_path / "trace.json"):
+        raise KeyError("mine")
+    assert raised.value.__notes__ == ["there is no trace: no room"]
 
 
 # -- a device, which is pretended

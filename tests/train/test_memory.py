@@ -21,6 +21,7 @@ from dualpipe.dtypes import dtype_of
 from dualpipe.models import read_config
 from dualpipe.models.sizes import context_numbers
 from dualpipe.nn.deferral import local
+from dualpipe.nn.router import BalancedRoutes, random_like_stride
 from dualpipe.parallel.mesh import Mesh, build_mesh
 from dualpipe.schedule import build
 from dualpipe.train.config import load_config
@@ -69,10 +70,15 @@ def measured(rank: int, path: str, options: list[str]) -> tuple[int, int]:
     optimizer = Optimizer(
         model.stages, lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=0.1, moments=dtype_of(o.moments)
     )
+    for layer in (layer for stage in model.stages for _, layer in stage.numbered()):
+        if hasattr(layer.mlp, "gate"):  # as tokens are taken to go to experts
+            layer.mlp.gate.choice = BalancedRoutes(random_like_stride(model.config.num_experts, 4, max(2, p.ep)))
     pipe = Pipeline(model.stages, process_group=place.group("pp"), schedule=p.schedule)
-    tokens = torch.randint(model.config.vocab_size, (t.micro_batch_size * t.num_chunks, t.sequence_length))
+    tokens = torch.randint(model.config.vocab_size, (t.micro_batch_size * t.num_chunks, t.sequence_length),
+                           generator=torch.Generator().manual_seed(rank))
     criterion = micro_batch_loss(t.num_chunks) if model.has_last else None
-    for profiled in (nullcontext(), profile(activities=[ProfilerActivity.CPU], profile_memory=True)):
+    peaks = []
+    for profiled in (nullcontext(), *(profile(activities=[ProfilerActivity.CPU], profile_memory=True) for _ in "12")):
         held = {tensor.data_ptr(): tensor for parameter, state in optimizer.state_tensors().items()
                 for tensor in map(local, (parameter.detach(), *(each.detach() for each in state.values())))}
         with profiled as profiler:
@@ -80,34 +86,48 @@ def measured(rank: int, path: str, options: list[str]) -> tuple[int, int]:
                       labels=(tokens,) * model.has_last)
         optimizer.step(1e-3)
         optimizer.zero_grad()
-    events = profiler.profiler.kineto_results.events()
-    most = max(accumulate(event.nbytes() for event in events if event.name() == "[memory]"))
-    return place.rank("pp"), most + sum(tensor.numel() * tensor.itemsize for tensor in held.values())
+        if profiler is not None:
+            events = sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns())
+            peaks.append(max(accumulate(event.nbytes() for event in events if event.name() == "[memory]")))
+    # The least: gloo's threads may hold on for a while to rows that have arrived.
+    return place.rank("pp"), min(peaks) + sum(tensor.numel() * tensor.itemsize for tensor in held.values())
 
 
-MEASURED = [((2, 1, 2), "dualpipev_full", "bf16", "layer dispatch")]
-MORE = [((2, 1, 2), "dualpipev", "fp32", "layer dispatch"), ((2, 2, 1), "1f1b", "bf16", "none"),
-        ((1, 1, 2), "dualpipev", "bf16", "layer"), ((1, 2, 2), "zbv", "bf16", "layer"),
-        ((2, 1, 1), "dualpipev", "fp32", "layer")]
+SIZES = {"hidden_size": 128, "num_hidden_layers": 8, "vocab_size": 512, "num_attention_heads": 4,
+         "num_experts_per_tok": 4, "moe_intermediate_size": 64}
+FAMILIES = {
+    "qwen3_moe": SIZES | {"head_dim": 64, "num_key_value_heads": 2, "num_experts": 16},
+    "deepseek_v3": SIZES | {
+        "n_routed_experts": 16, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+        "intermediate_size": 256, "q_lora_rank": 96, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16,
+        "v_head_dim": 32},
+}
+LAYOUTS = [  # pp, dp, ep
+    ("qwen3_moe", (2, 2, 1), "1f1b", "none"), ("deepseek_v3", (2, 1, 2), "dualpipev", "layer"),
+    ("qwen3_moe", (1, 2, 2), "zbv", "layer"), ("qwen3_moe", (4, 1, 1), "interleaved_1f1b", "none"),
+    ("qwen3_moe", (2, 1, 2), "dualpipev", "layer dispatch"), ("deepseek_v3", (2, 2, 1), "zbv", "none"),
+    ("deepseek_v3", (4, 1, 1), "dualpipev", "none"), ("deepseek_v3", (1, 1, 2), "1f1b", "none"),
+    ("deepseek_v3", (2, 1, 1), "interleaved_1f1b", "layer"),
+]
 
 
-@pytest.mark.parametrize(("layout", "schedule", "moments", "recompute"),
-                         [*MEASURED, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)], ids=str)
-def test_a_step_takes_what_is_counted(layout, schedule, moments, recompute, tmp_path):
-    """Of every rank, within a tenth: scores, which the CPU keeps, are a twentieth of a layer here, and tokens do not
-    spread evenly."""
-    sizes = {"hidden_size": 128, "num_hidden_layers": 8, "num_attention_heads": 4, "head_dim": 64, "num_experts": 8,
-             "num_key_value_heads": 2, "moe_intermediate_size": 96, "vocab_size": 512}
-    path = str(write_files(tmp_path, MODEL | sizes))
+@pytest.mark.parametrize(("family", "layout", "schedule", "recompute"),
+                         [LAYOUTS[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in LAYOUTS[1:])], ids=str)
+def test_a_step_takes_what_is_counted(family, layout, schedule, recompute, tmp_path):
+    """The peak of every rank as torch's allocator counts it, within 5%."""
+    common = {"model_type": family, "norm_topk_prob": True}
+    path = str(write_files(tmp_path, (MODEL if family == "qwen3_moe" else {}) | common | FAMILIES[family]))
     options = ["--train.dtype", "bf16", "--train.micro_batch_size", "32", "--train.sequence_length", "16",
-               "--memory.recompute", *recompute.split(), "--parallel.schedule", schedule,
-               "--optimizer.moments", moments]
+               "--train.num_chunks", "6", "--memory.recompute", *recompute.split(), "--parallel.schedule", schedule,
+               "--optimizer.moments", "bf16" if schedule == "dualpipev" else "fp32"]
     for name, size in zip(("pp", "dp", "ep"), layout):
         options += [f"--parallel.{name}", str(size)]
     config = load_config(path, options)
     expected = estimate(config, read_config(config.model.config))
-    for pp_rank, most in run_ranks(measured, prod(layout), path, options, reuse=True, timeout=240):
-        assert expected[pp_rank].total == pytest.approx(most, rel=0.1)
+    ratios = [expected[pp_rank].total / most
+              for pp_rank, most in run_ranks(measured, prod(layout), path, options, reuse=True, timeout=240)]
+    print(family, layout, schedule, recompute, [f"{ratio:.3f}" for ratio in ratios])
+    assert ratios == pytest.approx([1.0] * len(ratios), abs=0.05)
 
 
 def held(rank: int, path: str, options: list[str]) -> tuple[int, int, int]:
@@ -143,8 +163,8 @@ def test_parameters_are_as_many_bytes_as_ranks_hold(layout, rules):
 def test_the_command_prints_a_line_for_each_rank(capsys):
     assert main(["memory", str(EXAMPLES / "tiny-cpu.toml"), "--parallel.pp", "2"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["rank", "parameters", "optimizer", "gathered", "gradients", "activations", "logits",
-                                "nccl", "total"]
+    assert lines[0].split() == ["rank", "parameters", "optimizer", "gathered", "gradients", "activations",
+                                "pending", "nccl", "total"]
     assert len(lines) == 4 and lines[-1].startswith("at most")
 
 
@@ -204,7 +224,7 @@ def test_formats_take_their_bytes_beside_masters_and_blocks_are_transposed(forma
     assert stored.optimizer - plain.optimizer == almost((4 if ep > 1 else 0) * elements)
     moved = (2 - share) * elements if ep > 1 else 0
     assert plain.gathered - stored.gathered == almost(moved - transposed)
-    assert gathered == (dataclasses.replace(stored, parameters=plain.parameters, optimizer=plain.optimizer)
+    assert gathered == (stored._replace(parameters=plain.parameters, optimizer=plain.optimizer)
                         if ep > 1 else stored)
 
 

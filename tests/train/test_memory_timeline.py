@@ -8,10 +8,11 @@ from xml.etree import ElementTree
 import pytest
 
 from dualpipe.cli import main
+from dualpipe.dtypes import dtype_of
 from dualpipe.models import read_config
 from dualpipe.schedule import build
 from dualpipe.train.config import load_config
-from dualpipe.train.memory import estimate
+from dualpipe.train.memory import estimate, step_memory
 from dualpipe.train.memory_timeline import COLOURS, timeline
 
 TINY = Path(__file__).parents[2] / "examples/tiny-cpu.toml"
@@ -19,7 +20,7 @@ TINY = Path(__file__).parents[2] / "examples/tiny-cpu.toml"
 
 @pytest.mark.parametrize("schedule", ["dualpipev", "zbv", "1f1b", "interleaved_1f1b", "dualpipev_full"])
 def test_the_worst_moment_is_what_is_estimated(schedule):
-    config = load_config(TINY, ["--parallel.schedule", schedule, "--train.num_chunks", "7"])
+    config = load_config(TINY, ["--parallel.schedule", schedule, "--train.num_chunks", "7", "--parallel.ep", "2"])
     model = read_config(config.model.config)
     ranks, expected = timeline(config, model), estimate(config, model)
     assert [[moment.step for moment in moments] for moments in ranks] == [
@@ -31,6 +32,21 @@ def test_the_worst_moment_is_what_is_estimated(schedule):
         assert kinds[0]["pending"] == 0 and kinds[0]["activations"] < memory.activations
         deferred = any(action.kind == "I" for moment in moments for action in moment.step)
         assert (max(moment["pending"] for moment in kinds) > 0) == deferred
+
+
+def test_accumulators_come_and_gathered_parameters_go():
+    """Of two stages on a rank with shared parameters; at the end shards of the gradients and copies come on top."""
+    config = load_config(TINY, ["--parallel.pp", "1", "--parallel.dp", "2", "--train.num_chunks", "3"])
+    model = read_config(config.model.config)
+    _, (rank,) = step_memory(config, model)
+    assert rank[0].gradients == 0 and rank[0].gathered > rank[-1].gathered > 0
+    whole = max(each.gradients for each in rank if each.gathered == rank[0].gathered)
+    assert whole == 4 * rank[0].gathered // dtype_of(config.train.dtype).itemsize < rank[-1].gradients < 2 * whole
+
+
+def test_pairs_run_one_after_the_other_where_nothing_is_sent():
+    moments = timeline(config := load_config(TINY, ["--parallel.ep", "1"]), read_config(config.model.config))
+    assert {len(moment.step) for rank in moments for moment in rank} == {1}
 
 
 @pytest.mark.parametrize("schedule", ["dualpipev", "zbv", "1f1b", "interleaved_1f1b"])
@@ -50,5 +66,5 @@ def test_it_is_drawn_and_listed(capsys, tmp_path):
     assert lines[4].split() == ["rank", "worst", "step", *COLOURS, "total"] and lines[-1] == f"wrote {picture}"
     root = ElementTree.fromstring(picture.read_text())
     titles = [each.text for each in root.iter() if each.tag.endswith("title")]
-    assert len(titles) == sum(map(len, build("dualpipev", 2, 5).ranks))
+    assert len(titles) == sum(len(step) for steps in build("dualpipev", 2, 5).ranks for step in steps)
     assert titles[0].startswith("F(stage 0, micro-batch 0)\nparameters ")

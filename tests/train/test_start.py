@@ -332,6 +332,26 @@ def test_a_run_whose_rank_is_killed_goes_on_to_the_same_losses(run_folder, start
     assert len(found) == 2 and all(found) and {address for each in found for address in each} == {"127.0.0.1"}
 
 
+FOUND_BEFORE = """
+import os
+from dualpipe.schedule import search
+os.environ["XDG_CACHE_HOME"] = "cache"
+if os.environ.get("TORCHELASTIC_RESTART_COUNT") == "1":
+    del search._searched
+"""
+
+
+@pytest.mark.slow
+def test_a_restart_goes_on_with_the_schedule_that_was_found(run_folder, dualpipe):
+    done = dualpipe(run_folder, "train", "run.toml", "--max-restarts", "1", "--parallel.schedule", "auto",
+                    "--train.steps", "3", "--train.eval_batches", "0", "--checkpoint.interval", "1",
+                    "--output.dir", "found", "--faults", "kill rank=1 step=3 action=F", before=FOUND_BEFORE)
+    assert done.returncode == 0, done.stderr
+    assert "restart 1 of 1, after step 2" in done.stderr
+    assert [step for step, _ in losses(run_folder, "found")] == [1, 2, 3]
+    assert len([*(run_folder / "cache").rglob("*.json")]) == 1
+
+
 @pytest.mark.slow
 def test_one_rank_is_started_again_too(run_folder, dualpipe):
     done = dualpipe(run_folder, "train", "--max-restarts", "1", "run.toml", "--parallel.pp", "1", "--train.steps", "3",

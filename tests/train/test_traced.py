@@ -133,6 +133,26 @@ def test_a_bad_step_is_the_last_one_and_run_again(run_toml, monkeypatch, capsys)
     assert Summary(Measured(trace)).totals(0)["check"] == pytest.approx((check.end - check.start) / 2e6)
 
 
+def test_a_step_that_stops_the_run_is_in_the_trace(run_toml, monkeypatch, capsys):
+    monkeypatch.chdir(run_toml.parent)
+    assert alone("--trace", "steps=2..3", "--faults", "nan rank=0 step=3 action=F") == 1
+    assert "\nwhat was traced until then: out/trace-2-3.json\n" in capsys.readouterr().err
+    trace = read("out/trace-2-3.json")
+    assert {each.args.get("step") for each in trace.slices} == {2, 3}
+    assert any(each.kind == "check" for each in trace.slices), "the step again"
+    assert len(Measured(trace).runs[0]) == 2
+
+
+@pytest.mark.slow
+def test_each_rank_that_is_left_writes_what_it_has(run_folder, dualpipe):
+    lost = dualpipe(run_folder, "train", "--trace", "steps=2..3,file=left.json", "--faults",
+                    "kill rank=1 step=3 action=F", "run.toml", "--output.dir", "left")
+    assert lost.returncode == 128 + 9, lost.stderr
+    assert [path.name for path in run_folder.glob("left*.json")] == ["left-rank0.json"]
+    assert "\nwhat was traced until then: left-rank0.json\n" in lost.stderr
+    check_format(json.loads((run_folder / "left-rank0.json").read_text()))
+
+
 def test_a_run_that_goes_on_within_the_steps_to_trace_or_behind_them(run_toml, monkeypatch, capsys):
     monkeypatch.chdir(run_toml.parent)
     saves = ["--checkpoint.mode", "sync", "--checkpoint.interval", "1"]
@@ -169,7 +189,7 @@ def test_a_full_disk_costs_the_trace_and_not_the_run(run_toml, monkeypatch, caps
 
 
 def training_on_a_device(rank, folder):
-    device = as_training(rank, folder, "--train.steps", "3", "--trace", "steps=2..3")
+    device = as_training(rank, folder, "--train.steps", "3", "--trace", "steps=2")
     return {wait: count for wait, count in device.waits.items() if "trace" in wait}, list(device.faults)
 
 
@@ -177,5 +197,6 @@ def test_on_a_device_the_host_waits_at_both_ends(tmp_path):
     write_run(tmp_path)
     ((waits, faults),) = run_ranks(training_on_a_device, 1, str(tmp_path))
     assert not faults and list(waits.values()) == [1, 1], waits
-    trace = read(tmp_path / "out/trace-2-3.json")
+    trace = read(tmp_path / "out/trace-2-2.json")
     assert {each.thread for each in trace.rows[0]} == {"device"} and len(trace.memory) > 0
+    assert list(trace.info["loads"]) == ["2"], "of the last step too"

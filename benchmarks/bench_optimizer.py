@@ -1,0 +1,111 @@
+"""What does a step of Muon cost next to one of AdamW? Time, and bytes that go to other ranks.
+
+Ranks share the parameters of a model by FSDP2, as in training: CPU processes joined by gloo, or GPUs by NCCL. Medians
+over rounds in which both take turns, from a barrier to the slowest rank.
+
+    AdamW, Muon   seconds of the optimizer's step alone, masters and rounding included
+    bytes         what a rank sends in Muon's step; AdamW sends nothing
+    formula       2 bytes there and 2 back of each number that another rank owns
+
+    python benchmarks/bench_optimizer.py [--config CONFIG.json] [--ranks 2] [--dtype bf16] [--rounds 5] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from dualpipe.dtypes import dtype_of
+from dualpipe.models import read_config
+from dualpipe.parallel.mesh import build_mesh
+from dualpipe.schedule import build
+from dualpipe.train.model import build_model
+from dualpipe.train.optimizer import Optimizer
+
+MODEL = {  # a small one of Qwen3-30B-A3B's proportions
+    "model_type": "qwen3_moe", "vocab_size": 4096, "hidden_size": 512, "num_attention_heads": 8, "head_dim": 128,
+    "num_key_value_heads": 2, "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 192,
+    "norm_topk_prob": True, "num_hidden_layers": 4,
+}
+
+
+def measure(rank: int, args: argparse.Namespace, found: Any) -> None:
+    os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
+    device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
+    torch.set_num_threads(1)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", rank=rank, world_size=args.ranks)
+    mesh = build_mesh(1, args.ranks, 1, device) if args.ranks > 1 else None
+    stages = build_model(read_config(args.config), build("1f1b", 1, 1), 0, seed=0, dtype=dtype_of(args.dtype),
+                         device=device, mesh=mesh).stages
+    terms: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    optimizers = {name: Optimizer(stages, name=name, **terms) for name in ("adamw", "muon")}
+    for parameter in optimizers["muon"].parameters:
+        parameter.grad = torch.randn_like(parameter, dtype=parameter.grad_dtype)
+    sent, send = [0], dist.all_to_all_single
+
+    def counted(received: torch.Tensor, given: torch.Tensor, *sizes: Any, **options: Any) -> Any:
+        sent[0] += given.nbytes - sizes[1][rank] * given.itemsize
+        return send(received, given, *sizes, **options)
+
+    dist.all_to_all_single = counted
+    times: dict[str, list[float]] = {name: [] for name in optimizers}
+    for turn in range(args.rounds + 1):
+        for name, optimizer in optimizers.items():
+            dist.barrier()
+            start = time.perf_counter()
+            optimizer.step(1e-3)
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            dist.barrier()
+            if turn:
+                times[name].append(time.perf_counter() - start)
+    dist.all_to_all_single = send
+    numbers = sum(p.numel() for p in optimizers["muon"].parameters)
+    matrices = sum(p.numel() for p, state in optimizers["muon"].state_tensors().items() if "momentum_buffer" in state
+                   and p.dim() == 2)
+    if rank == 0:
+        found.put({name: statistics.median(each) for name, each in times.items()} | {
+            "parameters": numbers, "bytes": sent[0] / (args.rounds + 1),
+            "formula": 4 * matrices * (args.ranks - 1) / args.ranks / args.ranks})
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--dtype", default="fp32")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+    found = mp.get_context("spawn").SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        if not args.config:
+            args.config = f"{folder}/config.json"
+            Path(args.config).write_text(json.dumps(MODEL))
+        mp.spawn(measure, (args, found), nprocs=args.ranks)
+    row = found.get()
+    if args.json:
+        print(json.dumps(row))
+        return
+    print(f"{row['parameters']:,} parameters on {args.ranks} ranks: AdamW {row['adamw'] * 1e3:.1f} ms, Muon "
+          f"{row['muon'] * 1e3:.1f} ms ({row['muon'] / row['adamw']:.1f} times), {row['bytes'] / 1e6:.2f} MB sent by a "
+          f"rank ({row['formula'] / 1e6:.2f} by the formula)")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,289 @@
+"""Muon beside `torch.optim.Muon`, over shards, and the groups, rates and classes of an optimizer."""
+
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from dualpipe.checkpoint import Checkpoints, load, training_state
+from dualpipe.models import read_config
+from dualpipe.nn import Linear
+from dualpipe.nn.init import seeded_normal_
+from dualpipe.parallel.mesh import build_mesh
+from dualpipe.schedule import build
+from dualpipe.train import muon
+from dualpipe.train.config import load_config
+from dualpipe.train.launch import RankInfo
+from dualpipe.train.loop import train
+from dualpipe.train.memory import estimate
+from dualpipe.train.metrics import read_metrics
+from dualpipe.train.model import build_model, build_optimizer, plan_run
+from dualpipe.train.muon import Muon, orthogonal
+from dualpipe.train.optimizer import Optimizer
+from ranks import run_ranks
+from run_files import MODEL, write_files
+
+ADAMW = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+
+
+@pytest.mark.parametrize("shape", [(16, 24), (40, 24), (32, 32), (1, 8)])
+def test_has_the_bits_of_torchs(shape):
+    ours, theirs = (nn.Parameter(torch.linspace(-1, 1, shape[0] * shape[1]).view(shape).clone()) for _ in range(2))
+    optimizer = Muon([ours], lr=0.02, weight_decay=0.1)
+    reference = torch.optim.Muon([theirs], lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    for _ in range(3):
+        ours.grad = torch.randn(shape)
+        theirs.grad = ours.grad.clone()
+        optimizer.step()
+        reference.step()
+        assert torch.equal(ours, theirs)
+
+
+def test_each_matrix_of_a_stack_is_one_by_itself():
+    stack = nn.Parameter(torch.randn(5, 16, 24))
+    alone = [nn.Parameter(matrix.clone()) for matrix in stack.detach()]
+    large = nn.Parameter(torch.randn(32, 24))  # so that two of the stack are computed together
+    optimizer, reference = Muon([stack, large], lr=0.02), Muon(alone, lr=0.02)
+    assert sorted(each.number for each in optimizer._alone) == [1, 1, 2, 2]
+    for _ in range(2):
+        stack.grad, large.grad = torch.randn_like(stack), torch.randn_like(large)
+        for matrix, grad in zip(alone, stack.grad):
+            matrix.grad = grad.clone()
+        optimizer.step()
+        reference.step()
+    torch.testing.assert_close(stack.detach(), torch.stack([each.detach() for each in alone]))
+
+
+@pytest.mark.parametrize(("coefficients", "low", "high"), [("jordan", 0.65, 1.25), ("polar_express", 0.85, 1.15)])
+def test_singular_values_are_about_1(coefficients, low, high):
+    """Jordan's coefficients leave them within 0.7 and 1.2, but for the rounding of bf16; Polar Express nearer to 1."""
+    u, _, v = torch.linalg.svd(torch.randn(3, 48, 64), full_matrices=False)
+    matrices = u @ torch.diag_embed(torch.logspace(0, -1.5, 48).expand(3, 48)) @ v
+    values = torch.linalg.svdvals(orthogonal(matrices, coefficients).float())
+    assert low < values.min() and values.max() < high
+    alone = torch.linalg.svdvals(orthogonal(matrices[0].mT, coefficients).float())
+    torch.testing.assert_close(alone, values[0], atol=0.02, rtol=0)
+
+
+def test_a_norm_that_is_not_finite_changes_nothing():
+    model = nn.Sequential(Linear(8, 8, bias=False))
+    optimizer = Optimizer([model], lr=0.1, name="muon", **ADAMW)
+    (weight,) = model.parameters()
+    for grad, norm, moves in ((1.0, 1.0, True), (float("nan"), float("nan"), False), (1.0, float("inf"), False)):
+        before = [t.detach().clone() for t in optimizer.state_tensors()[weight].values()]
+        weight.grad = torch.full((8, 8), grad)
+        optimizer.step(0.1, torch.tensor(norm))
+        after = list(optimizer.state_tensors()[weight].values())
+        assert [torch.equal(a, b) for a, b in zip(before, after)] == [not moves] * 2
+
+
+def test_bf16_parameters_have_masters_and_moments_may_be_bf16():
+    torch.manual_seed(0)
+    narrow, wide = (nn.Sequential(Linear(24, 16, bias=False, dtype=dtype)) for dtype in (torch.bfloat16, torch.float32))
+    wide.load_state_dict(narrow.state_dict())
+    optimizers = [Optimizer([model], lr=0.02, name="muon", moments=moments, **ADAMW)
+                  for model, moments in ((narrow, torch.bfloat16), (wide, torch.float32))]
+    for _ in range(4):
+        grad = torch.randn(16, 24)
+        for model, optimizer in zip((narrow, wide), optimizers):
+            model[0].weight.grad = grad.clone()
+            optimizer.step(0.02)
+    state = optimizers[0].state_tensors()[narrow[0].weight]
+    assert state["momentum_buffer"].dtype is torch.bfloat16 and state["master"].dtype is torch.float32
+    assert torch.equal(narrow[0].weight, state["master"].bfloat16())
+    torch.testing.assert_close(state["master"], wide[0].weight.detach(), atol=2e-3, rtol=0)  # of a bf16 mean
+
+
+# -- over ranks
+
+
+def _model(rank, path, dp, ep):
+    config = load_config(path, ["--parallel.pp", "1", "--parallel.dp", str(dp), "--parallel.ep", str(ep)])
+    mesh = build_mesh(1, dp, ep, torch.device("cpu")) if dp * ep > 1 else None
+    hub = read_config(config.model.config)
+    return build_model(hub, build("1f1b", 1, 1), 0, seed=0, dtype=torch.float32, device=torch.device("cpu"), mesh=mesh,
+                       plan=plan_run(config, hub, {}))
+
+
+def _whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _updated(rank, path, dp, ep):
+    """The parameters after three steps from gradients that depend on their names, and how many numbers were sent."""
+    model, sent, send = _model(rank, path, dp, ep), [], dist.all_to_all_single
+    optimizer = Optimizer(model.stages, lr=0.02, name="muon", **ADAMW)
+
+    def counted(received, given, received_sizes, sizes, **options):
+        sent.append(sum(sizes) - sizes[dist.get_rank(options["group"])])
+        return send(received, given, received_sizes, sizes, **options)
+
+    dist.all_to_all_single = counted
+    try:
+        for step in range(3):
+            for stage in model.stages:
+                for name, parameter in stage.named_parameters():
+                    parameter.grad = torch.empty_like(parameter)
+                    seeded_normal_(parameter.grad, std=1.0, seed=step, name=name)
+            optimizer.step(0.02)
+    finally:
+        dist.all_to_all_single = send
+    (stage,) = model.stages
+    return {name: _whole(p.detach()).numpy() for name, p in stage.named_parameters()}, sum(sent)
+
+
+@pytest.mark.parametrize(("dp", "ep"), [(2, 1), (1, 2), pytest.param(2, 2, marks=pytest.mark.slow),
+                                        pytest.param(3, 1, marks=pytest.mark.slow)])
+def test_is_the_same_over_shards_and_sends_what_it_says(tmp_path, dp, ep):
+    path = str(write_files(tmp_path, MODEL | {"hidden_size": 28, "head_dim": 14}))  # rows that do not divide
+    (expected, nothing), = run_ranks(_updated, 1, path, 1, 1, reuse=True)
+    found = run_ranks(_updated, dp * ep, path, dp, ep, reuse=True)
+    assert nothing == 0
+    for parameters, _ in found:
+        for name, values in parameters.items():
+            torch.testing.assert_close(torch.from_numpy(values), torch.from_numpy(expected[name]), atol=1e-5, rtol=0,
+                                       msg=name)
+    layers, experts = MODEL["num_hidden_layers"], MODEL["num_experts"]
+    attention, experts = 28 * 14 * (2 + 1 + 1 + 2) * layers, 3 * 28 * 32 * experts * layers
+    # There and back, three times: each number but a rank's own. FSDP2 cuts through experts over dp where ep ranks have
+    # them in turn; with one ep rank it cuts between them.
+    shared = attention * (1 - 1 / (dp * ep)) + (experts * (1 - 1 / dp) if ep > 1 else 0)
+    assert sum(sent for _, sent in found) == pytest.approx(2 * 3 * shared, rel=0.02)  # rows do not divide
+
+
+def _asked_for(rank):
+    """How many of the matrices that this rank has been sent, or is, were not yet computed as each began to be; and how
+    many matrices were computed at once."""
+    mesh = build_mesh(1, 2, 1, torch.device("cpu"))["dp"]
+    parameters = [nn.Parameter(DTensor.from_local(torch.randn(4, 8), mesh, [Shard(0)])) for _ in range(7)]
+    optimizer, asked, most = Muon(parameters, lr=0.1), [], []
+    gather, compute = optimizer._gather, muon.orthogonal
+    optimizer._gather = lambda *given: asked.append(1) or gather(*given)
+    muon.orthogonal = lambda *given: most.append(len(asked) - len(most)) or compute(*given)
+    try:
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    finally:
+        muon.orthogonal = compute
+    return most
+
+
+def test_at_most_one_matrix_more_is_on_its_way():
+    assert run_ranks(_asked_for, 2, reuse=True) == [[2, 2, 2, 1], [2, 2, 2]]
+
+
+# -- groups, rates and other classes
+
+
+def _made(path, *options, steps=1):
+    config = load_config(path, ["--parallel.pp", "1", *options])
+    hub = read_config(config.model.config)
+    model = build_model(hub, build("1f1b", 1, 1), 0, seed=0, dtype=torch.float32, device=torch.device("cpu"),
+                        plan=plan_run(config, hub, {}))
+    return config, model, build_optimizer(config, model)
+
+
+def test_matrices_alone_are_muons(tmp_path):
+    _, model, optimizer = _made(str(write_files(tmp_path)), "--optimizer.name", "muon")
+    (stage,) = model.stages
+    names = {p: name for name, p in stage.named_parameters()}
+    found = {names[p] for p in optimizer.parameters if "momentum_buffer" in optimizer.state_tensors()[p]}
+    kinds = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj")
+    assert found == {name for name in names.values() if name.split(".")[-2] in kinds}
+    assert estimate(load_config(str(tmp_path / "run.toml"), ["--parallel.pp", "1", "--optimizer.name", "muon"]),
+                    model.config, activations=False)[0].optimizer == sum(
+        4 * p.numel() * (1 if name in found else 2) for p, name in names.items())
+
+
+def test_groups_have_rates_decays_and_algorithms_of_their_own(tmp_path):
+    groups = ("*.mlp.gate,lr=1e-3", "*.self_attn,weight_decay=0.5,algorithm=adamw", "layers.0,lr=0.5")
+    _, model, optimizer = _made(
+        str(write_files(tmp_path)), "--optimizer.name", "muon", "--optimizer.lr", "0.01", "--optimizer.layer_decay",
+        "0.5", "--optimizer.groups", *groups)
+    (stage,) = model.stages
+    own = dict(stage.named_parameters())
+
+    def of(name):
+        algorithm, group = optimizer._groups[own[name]]
+        return algorithm, group["share"] * 0.01, group["weight_decay"]
+
+    assert of("layers.0.mlp.gate.weight") == ("adamw", 0.5, 0.1)
+    assert of("layers.3.mlp.gate.weight") == ("adamw", pytest.approx(1e-3), 0.1)
+    assert of("layers.3.self_attn.q_proj.weight") == ("adamw", pytest.approx(0.01 * 0.5), 0.5)
+    assert of("layers.1.mlp.experts.down_proj.weight") == ("muon", pytest.approx(0.01 * 0.5**3), 0.1)
+    assert of("embed_tokens.weight") == ("adamw", pytest.approx(0.01 * 0.5**5), 0.1)
+    assert of("lm_head.weight") == ("adamw", 0.01, 0.1)
+    before = {name: p.detach().clone() for name, p in own.items()}
+    for p in own.values():
+        p.grad = torch.zeros_like(p)
+    optimizer.step(0.01)
+    for name, share, decay in (("layers.3.self_attn.q_proj.weight", 0.5, 0.5), ("lm_head.weight", 1, 0.1)):
+        torch.testing.assert_close(own[name].detach(), before[name] * (1 - 0.01 * share * decay))
+
+
+def test_a_class_of_ones_own_updates_and_resumes(tmp_path):
+    path = str(write_files(tmp_path))
+    options = ("--optimizer.name", "torch.optim.NAdam", "--optimizer.options", json.dumps({"momentum_decay": 0.01}))
+    (_, model, optimizer), (_, twin, _) = _made(path, *options), _made(path)
+    own, theirs = ([*made.stages[0].parameters()] for made in (model, twin))
+    reference = torch.optim.NAdam([{"params": [p for p in theirs if p.dim() >= 2], "weight_decay": 0.1},
+                                   {"params": [p for p in theirs if p.dim() < 2], "weight_decay": 0.0}],
+                                  lr=3e-4, momentum_decay=0.01)
+    for step in range(4):
+        if step == 2:
+            with Checkpoints(tmp_path / "saved") as checkpoints:
+                checkpoints.save(training_state(model.stages, optimizer), step=2)
+            _, model, optimizer = _made(path, *options)
+            load(next((tmp_path / "saved").glob("step-*")), training_state(model.stages, optimizer))
+            optimizer.round_parameters()
+            own = [*model.stages[0].parameters()]
+        for mine, other in zip(own, theirs):
+            mine.grad = torch.randn(mine.shape)
+            other.grad = mine.grad.clone()
+        optimizer.step(3e-4, torch.tensor(1.0))
+        reference.step()
+        optimizer.step(3e-4, torch.tensor(float("nan")))  # which changes nothing
+    assert all(map(torch.equal, own, theirs))
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    (("--optimizer.name", "sgd"), "optimizer.name = 'sgd': give adamw, muon, or the path"),
+    (("--optimizer.name", "torch.optim.Nothing"), "has no attribute 'Nothing'; give adamw, muon"),
+    (("--optimizer.name", "torch.nn.Linear"), "is no torch.optim.Optimizer"),
+    (("--optimizer.name", "torch.optim.SGD", "--optimizer.options", '{"rho": 1}'), "unexpected keyword argument 'rho'"),
+    (("--optimizer.name", "torch.optim.SGD", "--optimizer.options", "{rho"), "optimizer.options = '{rho': no JSON"),
+    (("--optimizer.options", '{"rho": 1}'), "give a JSON object, for a class of one's own"),
+    (("--optimizer.name", "torch.optim.SGD", "--optimizer.moments", "bf16"), "adamw and muon have others"),
+    (("--optimizer.groups", "*.gate,lr=fast"), "could not convert string to float: 'fast'"),
+    (("--optimizer.groups", "*.gate,rate=1"), "unexpected keyword argument 'rate'"),
+    (("--optimizer.groups", "*.gate"), "a group needs a pattern and at least one of lr"),
+    (("--optimizer.groups", "*.gate,algorithm=sgd"), "algorithm must be muon or adamw"),
+    (("--optimizer.groups", "*.gates,lr=1"), r"no parameter matches '\*.gates'; nearest"),
+    (("--optimizer.layer_decay", "0"), "must be above 0 and at most 1"),
+])
+def test_refuses_what_cannot_be(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        _made(str(write_files(tmp_path)), *options)
+
+
+def test_refuses_what_is_no_matrix():
+    with pytest.raises(ValueError, match=r"matrices and stacks of them; got a parameter of shape \(3,\)"):
+        Muon([nn.Parameter(torch.zeros(3))])
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_bit_for_bit(tmp_path):
+    path = str(write_files(tmp_path))
+    options = ["--parallel.pp", "1", "--optimizer.name", "muon", "--checkpoint.interval", "2", "--train.steps", "4"]
+
+    def losses(folder, *more):
+        train(load_config(path, [*options, "--output.dir", str(tmp_path / folder), *more]), RankInfo(0, 1, 0, 1))
+        return [each["loss"] for each in read_metrics(tmp_path / folder / "metrics.jsonl")]
+
+    whole = losses("whole")
+    (saved,) = (tmp_path / "whole").rglob("step-00000002")
+    assert losses("rest", "--checkpoint.resume", str(saved)) == whole[2:]
