@@ -32,7 +32,7 @@ from dualpipe.parallel.expert import Dispatcher
 def share_loads(modules: Iterable[nn.Module], ranks: AsyncAllToAll, parts: int) -> None:
     """Have the balance losses of all routers in `modules`, which are the `gate` beside a `dispatcher`, be on what
     `ranks` have together; before their segments are taken. parts: N, the same in every micro-batch."""
-    stream = CommStream(ranks)
+    stream = CommStream(ranks, "loads of experts")
     for module in (inner for outer in modules for inner in outer.modules()):
         gate, dispatcher = getattr(module, "gate", None), getattr(module, "dispatcher", None)
         if isinstance(gate, Router) and isinstance(dispatcher, Dispatcher):

@@ -181,6 +181,19 @@ def test_losses_are_those_without_and_checkpoints_go_on_in_either_layout(run_fol
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("layouts", [((2, 1), (1, 1)), ((1, 1), (2, 1)), ((2, 2), (1, 2))], ids=str)
+def test_what_is_loaded_in_another_layout_has_the_same_bits(run_folder, dualpipe, layouts, tmp_path):
+    exported = []
+    for number, (cp, ep) in enumerate(layouts):
+        target = tmp_path / f"export-{number}"
+        said = train(dualpipe, run_folder, str(tmp_path / "run"), "--parallel.cp", f"{cp}", "--parallel.ep", f"{ep}",
+                     "--train.steps", "1", "--checkpoint.interval", "1", "--train.eval_batches", "0",
+                     "--train.micro_batch_size", f"{2 // ep}", "--export.to_hf", str(target))
+        exported.append(b"".join(path.read_bytes() for path in sorted(target.glob("*.safetensors"))))
+    assert "nothing is left to do" in said and exported[0] == exported[1] and len(exported[0]) > 100_000
+
+
+@pytest.mark.slow
 def test_a_rank_that_is_killed_ends_all_in_time(run_folder, dualpipe):
     began = time.monotonic()
     done = dualpipe(run_folder, *TRAIN, "--output.dir", "killed", "--parallel.cp", "2", "--faults",
