@@ -358,7 +358,8 @@ LISTED = {
 
 
 def planted_training(rank: int, folder: str, name: str) -> list[str]:
-    short = "--train.num_chunks", "1", "--train.steps", "2"
+    # Several batches to evaluate: those of training are kept until their steps are read.
+    short = "--train.num_chunks", "1", "--train.steps", "2", "--train.eval_batches", "6"
     return as_training(rank, folder, *short, plant=TRAINING[name][1]).report(LISTED)
 
 
