@@ -260,6 +260,18 @@ def test_a_class_of_ones_own_updates_and_resumes(tmp_path):
     assert all(map(torch.equal, own, theirs))
 
 
+@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "Adagrad", "Adafactor", "NAdam", "RMSprop"])
+def test_classes_of_torchs_update_where_the_norm_is_finite(name):
+    model = nn.Sequential(Linear(8, 8, bias=False))
+    optimizer = Optimizer([model], lr=0.1, name=f"torch.optim.{name}", **ADAMW)
+    (weight,) = model.parameters()
+    for norm in (1.0, float("inf")):
+        before = weight.detach().clone()
+        weight.grad = torch.ones(8, 8)
+        optimizer.step(0.1, torch.tensor(norm))
+        assert torch.equal(weight, before) == (norm != 1.0)
+
+
 @pytest.mark.parametrize(("options", "message"), [
     (("--optimizer.name", "sgd"), "optimizer.name = 'sgd': give adamw, muon, or the path"),
     (("--optimizer.name", "torch.optim.Nothing"), "has no attribute 'Nothing'; give adamw, muon"),
