@@ -255,10 +255,11 @@ def build_optimizer(config: Config, model: Model) -> Optimizer:
     o, names = config.optimizer, list(model.plan.tensors)
     for group in o.groups:
         if not any(matches(group.pattern, name) for name in names):
-            near = ", ".join(nearest(group.pattern, names))
+            near = ", ".join(nearest(group.pattern, names, 3, cutoff=0.0))
             raise ValueError(f"optimizer.groups: no parameter matches {group.pattern!r}; nearest: {near}")
-    options = json.loads(o.options or "{}") | ({} if o.name != "muon" else {
-        "momentum": o.momentum, "nesterov": o.nesterov, "coefficients": o.coefficients})
+    options = json.loads(o.options) if o.options else {}
+    if o.name in ("adamw", "muon"):  # Muon's: a group may take it beside either
+        options = {"momentum": o.momentum, "nesterov": o.nesterov, "coefficients": o.coefficients}
     layers = layer_groups(o.lr, o.layer_decay, model.config.num_hidden_layers) if o.layer_decay < 1 else []
     return Optimizer(
         model.stages, lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay, moments=dtype_of(o.moments),

@@ -232,7 +232,8 @@ def _planned(parameters: Sequence[Tensor]) -> tuple[list[_Matrices], dict[dist.P
 def _cut(parameter: Tensor) -> tuple[dist.ProcessGroup | None, bool]:
     """The group over which the matrices of a parameter are cut through, and whether by their last dimension."""
     if parameter.dim() not in (2, 3):
-        raise ValueError(f"Muon is for matrices and stacks of them; got a parameter of shape {tuple(parameter.shape)}")
+        raise ValueError(f"Muon is for matrices and stacks of them; got a parameter of shape {tuple(parameter.shape)}, "
+                         "which AdamW is for")
     found = []
     if isinstance(parameter, DTensor):
         for i, placement in enumerate(parameter.placements):

@@ -148,8 +148,10 @@ class Optimizer:
         """
         self._follow()
         skip = None if grad_norm is None else (~grad_norm.isfinite()).float()
-        if skip is not None and self._inner.keys() - {"adamw", "muon"} and skip.item():
-            return
+        if skip is not None and self._inner.keys() - {"adamw", "muon"}:
+            if skip.item():
+                return
+            skip = None  # which only fused optimizers of torch's take
         pairs = [(p, m) for p, m in zip(self.parameters, self._masters) if p is not m]
         for parameter, master in pairs:
             master.grad = None if parameter.grad is None else parameter.grad.to(master.dtype)

@@ -335,7 +335,7 @@ def check_machine(arguments: Sequence[str], world_size: int, device: str) -> Non
     else:
         reason = f"{world_size} ranks are more than {RANKS_PER_CORE} for each of this machine's {cores} cores"
     remedy = ", or set parallel.device = 'cpu'" if world_size <= RANKS_PER_CORE * cores else ""
-    error = ValueError(f"{reason}; lower parallel.pp, dp or ep{remedy}, or start them on several machines:")
+    error = ValueError(f"{reason}; lower parallel.pp, dp, cp or ep{remedy}, or start them on several machines:")
     each = cores if device == "cpu" else gpus or _USUAL_GPUS  # ranks that a machine takes; one of CPU gets a core
     local = max(n for n in range(1, each + 1) if world_size % n == 0)
     nodes, command = world_size // local, shlex.join(arguments)

@@ -364,10 +364,15 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         _require(self.moments == "fp32" or max(self.betas) < 1 - 2**-8, "optimizer.betas", self.betas,
                  "moments in bf16 would not decay by them; give both below 0.996, or optimizer.moments = \"fp32\"")
+        _require(self.moments == "fp32" or self.momentum < 1 - 2**-8, "optimizer.momentum", self.momentum,
+                 "a mean in bf16 would not decay by it; give less than 0.996, or optimizer.moments = \"fp32\"")
         own = self.name not in ("adamw", "muon")
         _require(not own or "." in self.name, "optimizer.name", self.name,
                  "give adamw, muon, or the path to import a class by, such as torch.optim.NAdam")
         _require(not own or self.moments == "fp32", "optimizer.moments", self.moments, "adamw and muon have others")
+        for group in self.groups:  # a string, while a command line is read
+            _require(not own or getattr(group, "algorithm", None) is None, "optimizer.groups", str(group),
+                     f"algorithm goes with optimizer.name adamw or muon, not {self.name}")
         try:
             _require(not self.options or (own and isinstance(json.loads(self.options), dict)), "optimizer.options",
                      self.options, "give a JSON object, for a class of one's own")

@@ -225,6 +225,16 @@ def test_groups_have_rates_decays_and_algorithms_of_their_own(tmp_path):
         torch.testing.assert_close(own[name].detach(), before[name] * (1 - 0.01 * share * decay))
 
 
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_a_group_that_takes_muon_has_the_settings_of_muon(tmp_path, name):
+    _, _, optimizer = _made(
+        str(write_files(tmp_path)), "--optimizer.name", name, "--optimizer.groups", "*.q_proj,algorithm=muon",
+        "--optimizer.momentum", "0.8", "--optimizer.nesterov", "False", "--optimizer.coefficients", "polar_express")
+    inner = optimizer._inner["muon"]
+    assert inner._coefficients == "polar_express"
+    assert {(group["momentum"], group["nesterov"]) for group in inner.param_groups} == {(0.8, False)}
+
+
 def test_a_class_of_ones_own_updates_and_resumes(tmp_path):
     path = str(write_files(tmp_path))
     options = ("--optimizer.name", "torch.optim.NAdam", "--optimizer.options", json.dumps({"momentum_decay": 0.01}))
@@ -250,6 +260,18 @@ def test_a_class_of_ones_own_updates_and_resumes(tmp_path):
     assert all(map(torch.equal, own, theirs))
 
 
+@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "Adagrad", "Adafactor", "NAdam", "RMSprop"])
+def test_classes_of_torchs_update_where_the_norm_is_finite(name):
+    model = nn.Sequential(Linear(8, 8, bias=False))
+    optimizer = Optimizer([model], lr=0.1, name=f"torch.optim.{name}", **ADAMW)
+    (weight,) = model.parameters()
+    for norm in (1.0, float("inf")):
+        before = weight.detach().clone()
+        weight.grad = torch.ones(8, 8)
+        optimizer.step(0.1, torch.tensor(norm))
+        assert torch.equal(weight, before) == (norm != 1.0)
+
+
 @pytest.mark.parametrize(("options", "message"), [
     (("--optimizer.name", "sgd"), "optimizer.name = 'sgd': give adamw, muon, or the path"),
     (("--optimizer.name", "torch.optim.Nothing"), "has no attribute 'Nothing'; give adamw, muon"),
@@ -258,11 +280,13 @@ def test_a_class_of_ones_own_updates_and_resumes(tmp_path):
     (("--optimizer.name", "torch.optim.SGD", "--optimizer.options", "{rho"), "optimizer.options = '{rho': no JSON"),
     (("--optimizer.options", '{"rho": 1}'), "give a JSON object, for a class of one's own"),
     (("--optimizer.name", "torch.optim.SGD", "--optimizer.moments", "bf16"), "adamw and muon have others"),
+    (("--optimizer.moments", "bf16", "--optimizer.momentum", "0.998"), "optimizer.momentum = 0.998: a mean in bf16"),
     (("--optimizer.groups", "*.gate,lr=fast"), "could not convert string to float: 'fast'"),
     (("--optimizer.groups", "*.gate,rate=1"), "unexpected keyword argument 'rate'"),
     (("--optimizer.groups", "*.gate"), "a group needs a pattern and at least one of lr"),
     (("--optimizer.groups", "*.gate,algorithm=sgd"), "algorithm must be muon or adamw"),
-    (("--optimizer.groups", "*.gates,lr=1"), r"no parameter matches '\*.gates'; nearest"),
+    (("--optimizer.name", "torch.optim.SGD", "--optimizer.groups", "*.gate,algorithm=muon"), "not torch.optim.SGD"),
+    (("--optimizer.groups", "nope,lr=1"), r"no parameter matches 'nope'; nearest: \w"),
     (("--optimizer.layer_decay", "0"), "must be above 0 and at most 1"),
 ])
 def test_refuses_what_cannot_be(tmp_path, options, message):
