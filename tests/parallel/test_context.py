@@ -154,7 +154,7 @@ def test_gradients_where_more_is_computed_again(recompute, method):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family, method", product(FAMILIES, ["ring", "all_to_all"]))
+@pytest.mark.parametrize("family, method", list(product(FAMILIES, ["ring", "all_to_all"])))
 def test_float32(family, method):
     assert error(FAMILIES[family], 2, method, 16, dtype=torch.float32) < 1e-5
 
