@@ -253,7 +253,7 @@ step = Optimizer.step
 def flipping(self, lr, norm):
     step(self, lr, norm)
     if os.environ.get("RANK") == "1":
-        state = next(iter(self._adamw.state.values()))
+        state = next(iter(self._inner["adamw"].state.values()))
         state["step"].view(-1).view(torch.int32)[0] |= 1 << 7
 
 Optimizer.step = flipping
