@@ -43,6 +43,7 @@ class Attention(nn.Module):
     shared: tuple[tuple[int, int], ...]  # heads and dimensions of each tensor that `expand` takes
     o_proj: Linear
     context_parallel: ContextParallel | None = None  # which brings what the tokens of other ranks share
+    casts: tuple[torch.dtype | None, torch.dtype | None] = (None, None)  # what comes in and goes out, by a dtype plan
     peaks_A: Tensor | None = None  # the largest score of each head since it was last looked at, where that is wanted
 
     def project(self, x_BSH: Tensor, context: Context) -> tuple[Tensor, ...]:
@@ -74,9 +75,13 @@ class Attention(nn.Module):
 
     def segments(self, recompute: Parts) -> list[Segment]:
         """From "normed" and "context" to "y"."""
+        again = recompute("attention")
         if self.context_parallel is None:
-            return [Compute(self, ("normed", "context"), "y", recompute("attention"))]
-        return self.context_parallel.segments(self, recompute("attention"))
+            return [Compute(self, ("normed", "context"), "y", again)]
+        ends = (Compute(partial(Tensor.to, dtype=dtype), name, name, again) if dtype is not None else None
+                for name, dtype in zip(("normed", "y"), self.casts))
+        before, after = ([each] if each else [] for each in ends)
+        return [*before, *self.context_parallel.segments(self, again), *after]
 
 
 class GroupedQueryAttention(Attention):
@@ -210,6 +215,8 @@ class DenseMLP(nn.Module):
 class Layer(nn.Module):
     """Attention, then experts or a dense MLP, each behind a norm and added to what came in."""
 
+    casts: tuple[torch.dtype | None, torch.dtype | None] = (None, None)  # what comes in and goes out, by a dtype plan
+
     def __init__(self, config: HubConfig, attention: Attention, mlp: SparseMLP | DenseMLP) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -224,14 +231,21 @@ class Layer(nn.Module):
     def segments(self, recompute: Parts) -> list[Segment]:
         """From "x" and "context" to "x"; `recompute` says which parts are computed again."""
 
+        first, last = self.casts
+
         def normed(norm: RMSNorm, *added: Tensor) -> tuple[Tensor, Tensor]:
             normed_BSH, x_BSH = norm(*added, keep=True)
             return x_BSH, normed_BSH.to(x_BSH.dtype)  # which a dtype plan may keep in float32
 
+        def added(x_BSH: Tensor, y_BSH: Tensor) -> Tensor:
+            sum_BSH = x_BSH + y_BSH
+            return sum_BSH.to(last or sum_BSH.dtype)
+
         return [
-            Compute(partial(normed, self.input_layernorm), "x", ("x", "normed"), recompute("norms")),
+            Compute(lambda x_BSH: normed(self.input_layernorm, x_BSH.to(first or x_BSH.dtype)), "x", ("x", "normed"),
+                    recompute("norms")),
             *self.self_attn.segments(recompute),
             Compute(partial(normed, self.post_attention_layernorm), ("x", "y"), ("x", "normed"), recompute("norms")),
             *self.mlp.segments(recompute),
-            Compute(torch.add, ("x", "y"), "x", recompute("layer")),
+            Compute(added, ("x", "y"), "x", recompute("layer")),
         ]

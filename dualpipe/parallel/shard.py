@@ -346,3 +346,5 @@ def _cast(module: nn.Module, inputs: torch.dtype, outputs: torch.dtype | None) -
     module.register_forward_pre_hook(lambda _, args, kwargs: cast(inputs, (args, kwargs)), with_kwargs=True)
     if outputs is not None:
         module.register_forward_hook(lambda _, args, output: cast(outputs, output))
+    if hasattr(module, "casts"):  # run by its parts, it never comes to the hooks
+        module.casts = inputs, outputs  # type: ignore[assignment]

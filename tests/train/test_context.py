@@ -165,6 +165,20 @@ def train(dualpipe, folder, output, *options):
     return done.stdout
 
 
+@pytest.mark.parametrize("method", ["ring", pytest.param("all_to_all", marks=pytest.mark.slow)])
+def test_layers_and_attention_in_other_dtypes_than_what_is_around_them(run_folder, dualpipe, method):
+    """They are cast where they begin and where they end, though their parts run apart."""
+    model = FAMILIES["deepseek_v2"] | {"model_type": "deepseek_v2", "vocab_size": 257}
+    (run_folder / "model.json").write_text(json.dumps(model))
+    narrow = ["--train.dtype", "bf16", "--train.steps", "2", "--memory.recompute", "attention:0", "--dtypes.rules",
+              "layers.0.self_attn,compute=fp32", "layers.1.self_attn,compute=fp32", "layers.2,compute=fp32",
+              "--model.config", "model.json"]
+    train(dualpipe, run_folder, "whole", *narrow, "--parallel.dp", "2")
+    train(dualpipe, run_folder, "shared", *narrow, "--parallel.cp", "2", "--parallel.cp_method", method,
+          "--train.micro_batch_size", "4")  # the same global batch
+    torch.testing.assert_close(losses(run_folder, "shared"), losses(run_folder, "whole"), rtol=0.02, atol=0)  # 8 bits
+
+
 @pytest.mark.slow
 def test_losses_are_those_without_and_checkpoints_go_on_in_either_layout(run_folder, dualpipe):
     train(dualpipe, run_folder, "whole")
