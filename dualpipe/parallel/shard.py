@@ -200,7 +200,9 @@ class Cut:
     def _find_casts(self, host: _Part, output: torch.dtype | None) -> None:
         """The casts of a host, which returns `output`; where it mixes dtypes, those around the largest modules in it of
         one dtype, and into those that own parameters among other dtypes."""
-        self.casts[host.module] = host.main.compute if host.main else self._plan.policy.param_dtype, output
+        computes = {dtype for dtype, _ in host.dtypes}
+        main = host.main.compute if host.main else self._plan.policy.param_dtype
+        self.casts[host.module] = computes.pop() if len(computes) == 1 else main, output
         inside = host.children[::-1] if len(host.dtypes) > 1 else []
         while inside:
             part = inside.pop()

@@ -177,6 +177,8 @@ def test_layers_and_attention_in_other_dtypes_than_what_is_around_them(run_folde
     train(dualpipe, run_folder, "shared", *narrow, "--parallel.cp", "2", "--parallel.cp_method", method,
           "--train.micro_batch_size", "4")  # the same global batch
     torch.testing.assert_close(losses(run_folder, "shared"), losses(run_folder, "whole"), rtol=0.02, atol=0)  # 8 bits
+    train(dualpipe, run_folder, "experts", *narrow, "--parallel.ep", "2")
+    torch.testing.assert_close(losses(run_folder, "experts"), losses(run_folder, "whole"), rtol=0.02, atol=0)
 
 
 @pytest.mark.slow
