@@ -38,7 +38,7 @@ from dualpipe.pipeline.lower import one_at_a_time
 from dualpipe.schedule import Schedule, Step, build
 from dualpipe.train.config import Config, fit_world
 from dualpipe.train.model import check_tied, plan_run
-from dualpipe.train.optimizer import takes_muon
+from dualpipe.train.optimizer import parameter_places, takes_muon
 from dualpipe.train.schedule import build_schedule
 from dualpipe.train.tables import DTypesConfig, ParallelConfig, TrainConfig
 
@@ -164,10 +164,8 @@ def _stage_bytes(config: Config, model: HubConfig, stages: Sequence[Stage], numb
             stages[number], config.dtypes, config.train.dtype, model, sharing, p.ep)
     moment, single = dtype_of(config.optimizer.moments).itemsize, 0  # parameters with one moment instead of two
     if config.optimizer.name == "muon":
-        owners = ((place, *own, owner) for place, owner in stages[number].named_modules()
-                  for own in owner.named_parameters(recurse=False))
-        single = sum(param.numel() for place, name, param, owner in owners
-                     if takes_muon(f"{place}.{name}", owner, param))
+        places = parameter_places([stages[number]]).items()
+        single = sum(param.numel() for param, (name, owner) in places if takes_muon(name, owner, param))
     states = 2 * moment + (fp32 if stored < fp32 else 0)
     return StageBytes(
         parameters=stored * shard - stored_less,

@@ -74,6 +74,16 @@ def layer_groups(lr: float, decay: float, num_layers: int) -> list[Group]:
     return [Group(name, lr * decay ** (num_layers + 1 - depth)) for depth, name in enumerate(names)]
 
 
+def parameter_places(modules: Iterable[nn.Module]) -> dict[nn.Parameter, tuple[str, nn.Module]]:
+    """The parameters that are trained, each once, with their names and the modules that own them."""
+    found: dict[nn.Parameter, tuple[str, nn.Module]] = {}
+    for place, owner in (each for module in modules for each in module.named_modules()):
+        for own, parameter in owner.named_parameters(recurse=False):
+            if parameter.requires_grad:
+                found.setdefault(parameter, (f"{place}.{own}".lstrip("."), owner))
+    return found
+
+
 def takes_muon(name: str, owner: nn.Module, parameter: Tensor) -> bool:
     """Whether a parameter is a matrix that maps hidden values to others, or a stack of such: no embedding, head, router
     or bias."""
@@ -103,15 +113,11 @@ class Optimizer:
         if moments not in (torch.float32, torch.bfloat16):
             raise ValueError(f"moments = {moments!r}: give torch.float32 or torch.bfloat16")
         self._narrow = moments is torch.bfloat16
-        owners: dict[nn.Parameter, tuple[str, nn.Module]] = {}
-        for place, owner in (each for module in modules for each in module.named_modules()):
-            for own, parameter in owner.named_parameters(recurse=False):
-                if parameter.requires_grad:
-                    owners.setdefault(parameter, (f"{place}.{own}".lstrip("."), owner))
-        self.parameters: list[nn.Parameter] = list(owners)
-        self._masters: list[Tensor] = list(map(_master_of, owners))
+        places = parameter_places(modules)
+        self.parameters: list[nn.Parameter] = list(places)
+        self._masters: list[Tensor] = list(map(_master_of, places))
         found: dict[str, dict[tuple[float, float], list[Tensor]]] = {}  # by algorithm, then share of the rate and decay
-        for (place, owner), master in zip(owners.values(), self._masters):
+        for (place, owner), master in zip(places.values(), self._masters):
             algorithm = "adamw" if name == "muon" and not takes_muon(place, owner, master) else name
             share, decay = 1.0, weight_decay if master.dim() >= 2 else 0.0
             for group in (each for each in groups if matches(each.pattern, place)):
