@@ -115,9 +115,9 @@ class Optimizer:
         self._narrow = moments is torch.bfloat16
         places = parameter_places(modules)
         self.parameters: list[nn.Parameter] = list(places)
-        self._masters: list[Tensor] = list(map(_master_of, places))
+        self._masters: dict[nn.Parameter, Tensor] = {parameter: _master_of(parameter) for parameter in places}
         found: dict[str, dict[tuple[float, float], list[Tensor]]] = {}  # by algorithm, then share of the rate and decay
-        for (place, owner), master in zip(places.values(), self._masters):
+        for (place, owner), master in zip(places.values(), self._masters.values()):
             algorithm = "adamw" if name == "muon" and not takes_muon(place, owner, master) else name
             share, decay = 1.0, weight_decay if master.dim() >= 2 else 0.0
             for group in (each for each in groups if matches(each.pattern, place)):
@@ -158,7 +158,7 @@ class Optimizer:
             if skip.item():
                 return
             skip = None  # which only fused optimizers of torch's take
-        pairs = [(p, m) for p, m in zip(self.parameters, self._masters) if p is not m]
+        pairs = [(p, m) for p, m in self._masters.items() if p is not m]
         for parameter, master in pairs:
             master.grad = None if parameter.grad is None else parameter.grad.to(master.dtype)
         for algorithm, inner in self._inner.items():
@@ -190,12 +190,12 @@ class Optimizer:
     def scale_rows(self, rows: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
         """Multiply the rows of parameters by numbers, (rows,) each of the whole parameter. Collective as
         `round_parameters` is."""
-        masters = dict(zip(self.parameters, self._masters))
-        for parameter, factors in rows:
+        scaled = dict(rows)
+        for parameter, factors in scaled.items():
             _, (own, *rest) = local_part(parameter)
-            master = local(masters[parameter].detach())
+            master = local(self._masters[parameter].detach())
             master.mul_(factors[own].to(master.dtype).view(-1, *[1] * len(rest)))
-        self.round_parameters()
+        self.round_parameters(scaled)
 
     def zero_grad(self) -> None:
         """Drop all gradients."""
@@ -211,7 +211,7 @@ class Optimizer:
         """
         self._follow()
         found: dict[nn.Parameter, dict[str, Tensor | ParameterState]] = {}
-        for parameter, master in zip(self.parameters, self._masters):
+        for parameter, master in self._masters.items():
             algorithm, group = self._groups[master]
             inner = self._inner[algorithm]
             kept = inner.state[master] if algorithm in ("adamw", "muon") else {"": ParameterState(inner, group, master)}
@@ -219,18 +219,20 @@ class Optimizer:
         return found
 
     @torch.no_grad()
-    def round_parameters(self) -> None:
-        """Give the parameters the values of their masters. Collective, as `requantize` is, over the ranks that share a
-        quantized matrix."""
-        for parameter, master in zip(self.parameters, self._masters):
+    def round_parameters(self, only: Iterable[nn.Parameter] | None = None) -> None:
+        """Give the parameters the values of their masters; all of them, or `only` some. Collective, as `requantize` is,
+        over the ranks that share a quantized matrix."""
+        wanted = self.parameters if only is None else list(only)
+        for parameter in wanted:
+            master = self._masters[parameter]
             if parameter is not master and quantized_part(parameter) is None:
                 parameter.copy_(master)
-        requantize(self.parameters)
+        requantize(wanted)
 
     def _follow(self) -> None:
         """Update the masters that quantized parameters have now: FSDP2 pads shards, into other memory, at its first
         forward."""
-        for parameter, master in zip(self.parameters, self._masters):
+        for parameter, master in self._masters.items():
             if (part := quantized_part(parameter)) is not None and isinstance(master, DTensor):
                 master._local_tensor = cast(Tensor, part.master)
 
