@@ -249,3 +249,41 @@ class Layer(nn.Module):
             *self.mlp.segments(recompute),
             Compute(added, ("x", "y"), "x", recompute("layer")),
         ]
+
+
+class PredictionLayer(Layer):
+    """A layer for multi-token prediction: from what the model, or the prediction before, knows of a token and the
+    embedding of the one that was predicted to what the head makes the next prediction of (DeepSeek-V3,
+    arXiv:2412.19437, section 2.2).
+
+    The projection takes the embedding first, as in the published weights, not in the paper; what goes from one
+    prediction to the next is behind its norm, as Megatron and vLLM have it.
+    """
+
+    def __init__(self, config: HubConfig, attention: Attention, mlp: SparseMLP | DenseMLP) -> None:
+        super().__init__(config, attention, mlp)
+        self.enorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.hnorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.eh_proj = Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+        self.shared_head = nn.ModuleDict({"norm": RMSNorm(config.hidden_size, config.rms_norm_eps)})
+
+    def forward(  # type: ignore[override]
+        self, hidden_BSH: Tensor, embedded_BSH: Tensor, context: Context
+    ) -> Tensor:
+        """Known of each token (B, S, H), and the embeddings of the tokens predicted -> (B, S, H)."""
+        carry = {"hidden0": hidden_BSH, "embedded": embedded_BSH, "context": context}
+        return run_segments(self.segments(lambda part: False), carry)["hidden1"]
+
+    def segments(self, recompute: Parts, depth: int = 0) -> list[Segment]:
+        """From "hidden0" (of another `depth` that), "embedded" and "context" to "hidden1"."""
+
+        def joined(hidden_BSH: Tensor, embedded_BSH: Tensor) -> Tensor:
+            dtype = self.casts[0] or hidden_BSH.dtype
+            both = self.enorm(embedded_BSH.to(dtype)), self.hnorm(hidden_BSH.to(dtype))
+            return self.eh_proj(torch.cat(both, dim=-1).to(dtype))
+
+        return [
+            Compute(joined, (f"hidden{depth}", "embedded"), "x", recompute("layer")),
+            *super().segments(recompute),
+            Compute(self.shared_head["norm"], "x", f"hidden{depth + 1}", recompute("norms")),
+        ]

@@ -16,7 +16,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from dualpipe.models.decoder import Attention, DenseMLP, Experts, Layer, SparseMLP
+from dualpipe.models.decoder import Attention, DenseMLP, Experts, Layer, PredictionLayer, SparseMLP
 from dualpipe.models.hub import MTP_LAYERS, HubConfig
 from dualpipe.nn import Linear, RMSNorm, Router
 from dualpipe.nn.attention import Context, rotate, yarn_mscale
@@ -93,13 +93,13 @@ class DeepseekConfig(HubConfig):
 
     def layer(self, index: int) -> Layer:
         """The layer of this global index."""
-        attention = LatentAttention(self)
+        attention, kind = LatentAttention(self), Layer if index < self.num_hidden_layers else PredictionLayer
         if index < self.first_k_dense_replace:
-            return Layer(self, attention, DenseMLP(self.hidden_size, self.intermediate_size))
+            return kind(self, attention, DenseMLP(self.hidden_size, self.intermediate_size))
         experts = Experts(self.n_routed_experts, self.hidden_size, self.moe_intermediate_size)
         width = (self.n_shared_experts or 0) * self.moe_intermediate_size
         shared = DenseMLP(self.hidden_size, width) if width else None
-        return Layer(self, attention, SparseMLP(self.gate(), experts, shared))
+        return kind(self, attention, SparseMLP(self.gate(), experts, shared))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +138,7 @@ class DeepseekV3Config(DeepseekConfig):
     first_k_dense_replace: int = 3
     routed_scaling_factor: float = 2.5
     norm_topk_prob: bool = True
-    num_nextn_predict_layers: int = field(default=1, compare=False)  # on the hub, not here: see `carried_layers`
+    num_nextn_predict_layers: int = field(default=1, compare=False)  # here with `with_mtp` only
 
     @classmethod
     def _translated(cls, values: dict[str, Any]) -> dict[str, Any]:
@@ -150,7 +150,8 @@ class DeepseekV3Config(DeepseekConfig):
     @property
     def carried_layers(self) -> range:
         """See `HubConfig`."""
-        return range(self.num_hidden_layers, self.num_hidden_layers + self.num_nextn_predict_layers)
+        trained = self.num_hidden_layers + self.mtp_depth
+        return range(trained, max(trained, self.num_hidden_layers + self.num_nextn_predict_layers))
 
     def _routing(self) -> dict[str, Any]:
         form = {"score": "sigmoid", "group_best": 2, "correction_bias": True}

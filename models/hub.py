@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from reprlib import repr as brief
 from typing import TYPE_CHECKING, Any, ClassVar, Self, get_args, get_origin, get_type_hints
 
@@ -26,7 +26,6 @@ _IGNORED = {
 }
 # config.json's names for how many layers for multi-token prediction (MTP) are behind the others.
 MTP_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
-
 # Of what is more than in any model, some would be built for hours before it fails. Of sizes without a name here 2^20.
 _MOST = {
     "num_hidden_layers": 1000, **dict.fromkeys(MTP_LAYERS, 1000), "vocab_size": 2**24, "sliding_window": 2**31,
@@ -76,6 +75,7 @@ class HubConfig:
     yarn: Yarn | None = None
     rms_norm_eps: float = 1e-6
     initializer_range: float = 0.02
+    mtp_depth: int = 0  # layers for multi-token prediction that are trained: see `with_mtp`
 
     if TYPE_CHECKING:  # what each family has
 
@@ -95,7 +95,7 @@ class HubConfig:
                   if value is not None or key in cls._nullable}
         cls._check_values(values)
         values = cls._translated(values | rope_fields(values))
-        known = {field.name: field for field in fields(cls)}
+        known = {field.name: field for field in fields(cls) if field.name != "mtp_depth"}
         if values.get("model_type", cls.model_type) != cls.model_type:
             raise ValueError(f"model_type must be {cls.model_type!r}; got {values['model_type']!r}")
         wrong = [f"{key}={brief(values[key])} (only {only!r})" for key, only in cls._fixed.items()
@@ -132,7 +132,7 @@ class HubConfig:
 
         What this library does not know of, such as the longest sequence and special tokens, is not in it.
         """
-        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "yarn"}
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("yarn", "mtp_depth")}
         values = {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
         rope = {"rope_type": "default", "rope_theta": values.pop("rope_theta")}
         if self.yarn is not None:
@@ -169,6 +169,19 @@ class HubConfig:
                       (slice(expert, expert + 1), slice(start, start + rows), slice(0, columns)))
                  for expert in range(experts) for start, single in zip((0, rows), projections)]
         return [apart, [whole(f"{prefix}{found}{projection}", shape)]]
+
+    def with_mtp(self) -> Self:
+        """The same model with its layers for multi-token prediction, to be trained; ValueError where it has none."""
+        if not (depth := self.mtp_depth or len(self.carried_layers)):
+            raise ValueError(f"a {self.model_type} whose config.json announces no layers for multi-token prediction "
+                             f"({MTP_LAYERS[0]}) cannot train any: set mtp.weight = 0, or add them to the config.json "
+                             "of a deepseek_v3")
+        return replace(self, mtp_depth=depth)
+
+    @property
+    def mtp_layers(self) -> range:
+        """Global indices of the layers for multi-token prediction that are trained, which are in the last stage."""
+        return range(self.num_hidden_layers, self.num_hidden_layers + self.mtp_depth)
 
     @property
     def carried_layers(self) -> range:

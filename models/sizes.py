@@ -42,10 +42,11 @@ class Flops(NamedTuple):
 
 
 def parameter_counts(config: HubConfig) -> ParameterCounts:
-    """The parameters of the whole model; a tied embedding counts once."""
+    """The parameters of the whole model; a tied embedding counts once. Of layers for multi-token prediction those that
+    are trained."""
     embedding = config.vocab_size * config.hidden_size
     total = active = embedding + config.hidden_size + (0 if config.tie_word_embeddings else embedding)
-    for index in range(config.num_hidden_layers):
+    for index in (*range(config.num_hidden_layers), *config.mtp_layers):
         layer = meta_layer(config, index)
         inside = sum(param.numel() for param in layer.parameters())
         total += inside
@@ -61,8 +62,16 @@ def flops_per_token(config: HubConfig, sequence_length: int, *, causal: bool = F
     count the scores that attention needs, of the positions that a token sees. Without, as is usual for MFU (Chowdhery
     et al., arXiv:2204.02311) and as a counter of matrix products finds, those of all pairs of positions."""
     layers = range(config.num_hidden_layers)
-    forward = head_flops(config) + sum(layer_flops(config, i, sequence_length, causal=causal) for i in layers)
+    forward = sum(layer_flops(config, index, sequence_length, causal=causal) for index in layers)
+    forward += last_flops(config, sequence_length, causal=causal)
     return Flops(forward, 2 * forward)
+
+
+def last_flops(config: HubConfig, sequence_length: int, *, causal: bool = False) -> float:
+    """Operations for a token, forward, of what the last stage always has: the head, layers for multi-token prediction
+    that are trained, and the head once more for each of them."""
+    predictions = sum(layer_flops(config, index, sequence_length, causal=causal) for index in config.mtp_layers)
+    return (1 + config.mtp_depth) * head_flops(config) + predictions
 
 
 def head_flops(config: HubConfig) -> float:

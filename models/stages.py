@@ -19,13 +19,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from dualpipe.models.decoder import DenseMLP, Layer, SparseMLP
+from dualpipe.models.decoder import DenseMLP, Layer, PredictionLayer, SparseMLP
 from dualpipe.models.hub import HubConfig
-from dualpipe.models.sizes import head_flops, layer_flops
+from dualpipe.models.sizes import last_flops, layer_flops
 from dualpipe.nn import Embedding, Linear, RMSNorm
 from dualpipe.nn.attention import Context, SequenceSplit
 from dualpipe.nn.init import seeded_normal_
-from dualpipe.nn.segments import Compute, Segment, run_segments
+from dualpipe.nn.segments import Compute, Segment, input_names, run_segments
 from dualpipe.parallel.context import ContextParallel
 from dualpipe.parallel.expert import ExpertParallel
 
@@ -67,10 +67,12 @@ class Recompute:
 
 
 class Stage(nn.Module):
-    """Consecutive layers; the embedding where `first`, the final norm and the head where `last`.
+    """Consecutive layers; the embedding where `first`, the final norm, the head and layers for multi-token prediction
+    where `last`.
 
-    The unpipelined model is `Stage(config, range(config.num_hidden_layers), first=True, last=True)`. With tied
-    embeddings the head of a stage that is not also the first shares `embedding`, the first stage's `embed_tokens`.
+    The unpipelined model is `Stage(config, range(config.num_hidden_layers), first=True, last=True)`. A last stage that
+    needs the embedding as well, for a tied head or for multi-token prediction, and is not also the first, shares the
+    weight of `embedding`, the first stage's `embed_tokens`; without, as on another rank than that, it has a copy.
     """
 
     def __init__(
@@ -79,16 +81,18 @@ class Stage(nn.Module):
         super().__init__()
         self.config, self.first, self.last, self.recompute = config, first, last, Recompute()
         self.split = SequenceSplit()
-        if first:
-            embedding = self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleDict({str(index): config.layer(index) for index in layers})
+        tied = last and config.tie_word_embeddings
+        if first or (last and config.mtp_depth) or (tied and embedding is None):
+            own = self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+            if not first and embedding is not None:
+                own.weight = embedding.weight
+            embedding = own
+        inside = (*layers, *config.mtp_layers) if last else layers
+        self.layers = nn.ModuleDict({str(index): config.layer(index) for index in inside})
         if last:
             self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
             self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
-        if last and config.tie_word_embeddings:
-            if embedding is None:
-                raise ValueError("tie_word_embeddings: the last stage shares the weight of the first; build both in "
-                                 "one call of build_stages, or pass the first stage's embed_tokens as embedding")
+        if tied and embedding is not None:
             self.lm_head.weight = embedding.weight
 
     def numbered(self) -> Iterator[tuple[int, Layer]]:
@@ -119,25 +123,62 @@ class Stage(nn.Module):
 
     def segments(self) -> list[Segment]:
         """The forward in parts, for the pipeline to overlap and, as `recompute` says, to compute again."""
-        layers = (layer.segments(partial(self.recompute, layer=index)) for index, layer in self.numbered())
-        return self._around(chain.from_iterable(layers))
+        layers: list[Segment] = []
+        predictions: list[Sequence[Segment]] = []
+        for index, layer in self.numbered():
+            recompute = partial(self.recompute, layer=index)
+            if isinstance(layer, PredictionLayer):
+                predictions.append(layer.segments(recompute, len(predictions)))
+            else:
+                layers += layer.segments(recompute)
+        return self._around(layers, predictions)
 
-    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, positions: Tensor | None = None, ahead: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, ...]:
         """Tokens (B, S) on the first stage, else hidden (B, S, H) -> logits (B, S, V) on the last, else hidden.
-        positions: of each token in its document (B, S), where a row holds several; attention does not cross
-        documents. Where ranks share a sequence, those of all its tokens, of which the tokens are this rank's."""
-        layers = (Compute(layer, ("x", "context"), "x") for layer in self.layers.values())
-        return run_segments(self._around(layers), {"x": x, "positions": positions})["x"]
 
-    def _around(self, layers: Iterable[Segment]) -> list[Segment]:
-        """What is before and after the layers with it: from "x" and "positions" to "x"."""
+        positions: of each token in its document (B, S), where a row holds several; attention does not cross
+        documents. Where ranks share a sequence, those of all its tokens, of which the tokens are this rank's.
+        ahead: the tokens behind each, nearest first (B, S, depth), any number below 0 where there is none: the last
+        stage of a model with layers for multi-token prediction then returns the logits of these as well, behind its
+        own.
+        """
+        plain: list[Segment] = []
+        predictions: list[Sequence[Segment]] = []
+        for layer in self.layers.values():
+            if not isinstance(layer, PredictionLayer):
+                plain.append(Compute(layer, ("x", "context"), "x"))
+            elif ahead is not None:
+                known, found = (f"hidden{len(predictions) + more}" for more in (0, 1))
+                predictions.append([Compute(layer, (known, "embedded", "context"), found)])
+        segments = self._around(plain, predictions)
+        carry = run_segments(segments, {"x": x, "positions": positions, "ahead": ahead})
+        outputs = tuple(carry[name] for name in segments[-1].writes)
+        return outputs if len(outputs) > 1 else outputs[0]
+
+    def _around(self, layers: Iterable[Segment], predictions: Iterable[Iterable[Segment]]) -> list[Segment]:
+        """What is before and after the layers with them: from "x", "positions" and "ahead" to the outputs."""
         found: list[Segment] = [Compute(self.embed_tokens, "x", "x")] if self.first else []
         if self.layers:
             context = partial(Context, self.config.rotary, split=self.split)
             found += [Compute(context, ("x", "positions"), "context"), *layers]
-        if self.last:
+        predictions = list(predictions)
+        if predictions:
+            found.append(Compute(self.norm, "x", "hidden0"))
+            for depth, prediction in enumerate(predictions):
+                found += [Compute(partial(self._embedded_ahead, depth), "ahead", "embedded"), *prediction]
+            hidden = tuple(f"hidden{depth}" for depth in range(len(predictions) + 1))
+            found.append(Compute(lambda *each: tuple(map(self.lm_head, each)), hidden, input_names(len(hidden))))
+        elif self.last:
             found.append(Compute(lambda x_BSH: self.lm_head(self.norm(x_BSH)), "x", "x"))
         return found or [Compute(lambda x_BSH: x_BSH, "x", "x")]
+
+    def _embedded_ahead(self, depth: int, ahead_BSD: Tensor | None) -> Tensor:
+        if ahead_BSD is None:
+            raise ValueError("a model with layers for multi-token prediction needs the tokens behind each: give the "
+                             'step side={"ahead": tokens (B, S, depth)}')
+        return self.embed_tokens(ahead_BSD[..., depth].clamp(min=0))
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
@@ -158,8 +199,7 @@ def build_stages(
     config: HubConfig, num_stages: int, only: Sequence[int] | None = None, layers_per_stage: Sequence[int] | None = None
 ) -> list[Stage]:
     """The stages of a pipeline, layers split so that all compute about as much, or as `layers_per_stage` says. `only`
-    names those to build, such as a rank's, in this order. Raises `ValueError` for more stages than layers allow, and
-    for tied embeddings whose two ends are not built together."""
+    names those to build, such as a rank's, in this order. Raises `ValueError` for more stages than layers allow."""
     cuts = stage_layers(config, num_stages, tuple(layers_per_stage or ()))
     wanted = list(range(num_stages)) if only is None else list(only)
     if outside := [stage for stage in wanted if not 0 <= stage < num_stages]:
@@ -176,7 +216,7 @@ def build_stages(
 def stage_layers(config: HubConfig, num_stages: int, layers_per_stage: tuple[int, ...] = ()) -> list[range]:
     """Global indices of the layers of each stage that `build_stages` makes."""
     costs = [layer_flops(config, index, _TYPICAL_LENGTH) for index in range(config.num_hidden_layers)]
-    return split_layers(costs, num_stages, layers_per_stage, head=head_flops(config))
+    return split_layers(costs, num_stages, layers_per_stage, head=last_flops(config, _TYPICAL_LENGTH))
 
 
 def split_layers(
