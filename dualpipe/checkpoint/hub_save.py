@@ -71,7 +71,7 @@ def save_hf(
 
     `source`, a checkpoint of the same model, is where `config.json`, `generation_config.json` and the tokenizer come
     from; without one, `config.json` has only what this library knows. Layers for multi-token prediction (DeepSeek-V3)
-    are written as all others, each with a copy of the embedding and of the head, where the model has them to be trained.
+    are written as all others where the model has them to be trained, each with a copy of the embedding and of the head.
     Else they are carried from it byte for byte, FP8 with its scales too. Those that it lacks `config.json` does not
     announce; that is warned.
     `quantized`: weights that are stored in the format of the family's quantized checkpoints, fp8_block or of gpt-oss

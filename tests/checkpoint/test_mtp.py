@@ -1,13 +1,15 @@
-"""Layers for multi-token prediction: of a model that does not train them an export carries them from its source, or says
-0; of one that does they are loaded, saved and exported as all others."""
+"""Layers for multi-token prediction: where they are not trained an export carries them from its source, or says 0; where
+they are they are loaded, saved and exported as all others."""
 
 import json
 import shutil
+from math import prod
 
 import pytest
 import torch
 
-from dualpipe.checkpoint import load_hf, save_hf
+from dualpipe.checkpoint import Checkpoints, latest, load, load_hf, save, save_hf, training_state
+from dualpipe.checkpoint.manifest import Checkpoint
 from dualpipe.cli import main
 from dualpipe.models import read_config
 from dualpipe.parallel import Rule
@@ -16,6 +18,7 @@ from dualpipe.schedule import build
 from dualpipe.train.model import build_model, plan_model
 from hub import TINY, add_mtp, read_all, rewrite, save_family, save_fp8, stages_on_meta
 from native import CONFIG as V3
+from native import Trainee
 from ranks import run_ranks
 
 LAYERS = ("model.layers.4.", "model.layers.5.")
@@ -145,7 +148,7 @@ FP8 = (Rule("*", storage="fp8_block"),)
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory):
-    """DeepSeek-V3 with two layers for prediction in the published form: in FP8, with the embedding and the head again."""
+    """DeepSeek-V3 with two layers for prediction as published: in FP8, with the embedding and the head once more."""
     folder = tmp_path_factory.mktemp("mtp") / "published"
     save_fp8(folder)
     add_mtp(folder, 2)
@@ -252,3 +255,50 @@ def test_through_a_checkpoint_of_a_run_on_the_command_line(tmp_path, capsys, rec
     (source / "config.json").write_text(json.dumps(content))
     assert main(["hf", "import", str(source), str(tmp_path / "none"), "--mtp"]) == 2
     assert "announces no layers for multi-token prediction" in capsys.readouterr().err
+
+
+def trainee_of(layout):
+    schedule, *shape = layout
+    return Trainee(tuple(shape), schedule=schedule, mtp=True, num_nextn_predict_layers=2)
+
+
+def write_run(rank, folder, layout):
+    trainee = trainee_of(layout)
+    trainee.fill(7)
+    with Checkpoints(folder, trainee.mesh) as checkpoints:
+        checkpoints.save_async(trainee.state, step=3, plan=trainee.plan)
+    return "embed_tokens.weight" in trainee.state
+
+
+def read_run(rank, folders, layout):
+    trainee, wrong = trainee_of(layout), []
+    for folder in folders:
+        trainee.wreck()
+        load(folder, trainee.state, mesh=trainee.mesh)
+        trainee.optimizer.round_parameters()
+        wrong += trainee.wrong(7)
+    return wrong
+
+
+def spread(rank, folder):
+    trainee = trainee_of(("1f1b", 2, 1, 1))
+    trainee.fill(rank)
+    training = training_state(trainee.model.stages)
+    with pytest.raises(ValueError, match=r"embed_tokens\.weight has other values on rank 1"):
+        save(folder, {"embed_tokens.weight": training["embed_tokens.weight"]}, step=1, mesh=trainee.mesh)
+
+
+def test_the_embedding_of_two_ranks_is_saved_once_and_loaded_by_both(tmp_path):
+    """The first and the last stage have it: in a V on one rank, else on two; with its master and moments."""
+    folders = []
+    for layout in (("1f1b", 2, 2, 1), ("1f1b", 2, 1, 1), ("dualpipev", 2, 1, 1)):
+        folders.append(str(tmp_path / "-".join(map(str, layout))))
+        holds = run_ranks(write_run, prod(layout[1:]), folders[-1], layout, reuse=True)
+        assert sum(holds) == {"1f1b": len(holds), "dualpipev": 1}[layout[0]]
+        stored, _ = Checkpoint.read(latest(folders[-1])).tensors()
+        ours = [each.boxes for name, each in stored.items() if "embed_tokens" in name and each.shape]
+        assert list(map(len, ours)) == [layout[2]] * 3  # the master and its moments, once for each of "dp"
+        if layout[2] == 1:
+            assert not any(run_ranks(read_run, 2, folders, layout, reuse=True)), layout
+    assert not read_run(0, folders, ("dualpipev", 1, 1, 1))
+    run_ranks(spread, 2, str(tmp_path / "spread"), reuse=True)
