@@ -57,8 +57,8 @@ def check(path: StrPath, mesh: Mesh) -> Iterator[str]:
         kept = carried(config, header)
         found = len({config.carried_layer(name) for name in kept})
         yield (f"{found} of {layers} layer{'s' * (layers > 1)} for multi-token prediction, {len(kept):,} tensors, "
-               f"{format_bytes(sum(info.nbytes for info in kept.values()))}: trained with mtp.weight > 0 alone, or else "
-               "carried by an export as they are")
+               f"{format_bytes(sum(info.nbytes for info in kept.values()))}: trained with mtp.weight > 0, else "
+               "carried as they are by an export")
     shares = [largest_share(config, mesh, place) for place in range(mesh.size("pp"))]
     read = max(sum(box.numel * header[name].dtype.itemsize for ours, wanted in share.items()
                    for name, box in tensors[ours].reads(wanted)) for share in shares)

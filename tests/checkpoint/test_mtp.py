@@ -1,5 +1,5 @@
-"""Layers for multi-token prediction: where they are not trained an export carries them from its source, or says 0; where
-they are they are loaded, saved and exported as all others."""
+"""Layers for multi-token prediction: where they are not trained, an export carries them from its source or says 0;
+where they are, they are loaded, saved and exported as all others."""
 
 import json
 import shutil
