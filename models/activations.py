@@ -151,7 +151,7 @@ def _run(stage: Stage, batch: int, length: int, dtype: torch.dtype, cpu: bool) -
     found, segments, result, depth = {}, stage.segments(), "x", 0
     if stage.last:
         result, logits = "loss", output_names(segments)
-        segments.append(Compute(_loss, (*logits, "labels"), result))
+        segments.append(Compute(summed_loss, (*logits, "labels"), result))
         depth = len(logits) - 1
     for kind in "BI":
         labels = torch.empty((batch, length), dtype=torch.int64, device="meta")
@@ -177,7 +177,7 @@ def _run(stage: Stage, batch: int, length: int, dtype: torch.dtype, cpu: bool) -
     return ActivationBytes(kept, deferred, forward, backward, input_backward, *both)
 
 
-def _loss(*logits_and_labels: Tensor) -> Tensor:
+def summed_loss(*logits_and_labels: Tensor) -> Tensor:
     """That of the next token, and of those behind it."""
     *logits, labels = logits_and_labels
     return torch.stack([cross_entropy_loss(each, labels) for each in logits]).sum()

@@ -127,7 +127,7 @@ class Stage(nn.Module):
         predictions: list[Sequence[Segment]] = []
         for index, layer in self.numbered():
             recompute = partial(self.recompute, layer=index)
-            if isinstance(layer, PredictionLayer):
+            if isinstance(layer, PredictionLayer) and self.last:  # else it is alone, to be looked at
                 predictions.append(layer.segments(recompute, len(predictions)))
             else:
                 layers += layer.segments(recompute)

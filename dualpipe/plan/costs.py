@@ -99,7 +99,7 @@ def layer_costs(
 
 @lru_cache(maxsize=1024)
 def head_costs(setting: Setting) -> LayerCosts:
-    """Those of the last norm, the head and the loss."""
+    """Those of the last norm, and of the head and the loss, as often as there are any."""
     return _timed(setting, head_parts(setting.model, setting.dtype), 0.0)
 
 
@@ -153,8 +153,8 @@ def operator_seconds(operator: Operator, setting: Setting, attention: float) -> 
 
 @lru_cache(maxsize=16384)
 def stage_costs(setting: Setting, layers: range, *, last: bool) -> StageCosts:
-    """Those of a stage of these layers; `last`: with the head. The embedding, which reads a row for each token, is left
-    out."""
+    """Those of a stage of these layers; `last`: with the head, and the layers for multi-token prediction. Embeddings,
+    which read a row for each token, are left out."""
     found = _costs_of(setting, layers, last)
     forward = _joined(each.forward for each in found)
     backward = _joined(each.backward for each in reversed(found))
@@ -176,10 +176,11 @@ def stage_costs(setting: Setting, layers: range, *, last: bool) -> StageCosts:
 
 def _costs_of(setting: Setting, layers: range, last: bool) -> list[LayerCosts]:
     model = setting.model
+    inside = (*layers, *model.mtp_layers) if last else layers
     found = [
         layer_costs(setting, kind, attention_flops(model, i, setting.length, causal=not setting.machine.host_waits),
                     context_seconds(setting, i))
-        for kind, i in zip(kinds_of(model, layers, setting.recompute), layers)
+        for kind, i in zip(kinds_of(model, inside, setting.recompute), inside)
     ]
     return found + ([head_costs(setting)] if last else [])
 

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dualpipe.models.activations import LayerKind, meta_stage
+from dualpipe.models.activations import LayerKind, meta_stage, summed_loss
 from dualpipe.models.hub import HubConfig
-from dualpipe.nn import Linear, RMSNorm, cross_entropy_loss
+from dualpipe.nn import Linear, RMSNorm
 from dualpipe.nn.deferral import WeightGradStore
 from dualpipe.pipeline.overlap import MicrobatchState, SegmentedStage, Task
 
@@ -85,15 +85,18 @@ def layer_parts(
 
 @lru_cache(maxsize=64)
 def head_parts(config: HubConfig, dtype: torch.dtype) -> LayerParts:
-    """The operators of the last norm, the head and the loss."""
+    """The operators of the last norm, the head and the loss, the last two for each layer for multi-token prediction too,
+    which has a norm of its own."""
 
     def run(length: int) -> tuple[list[Part], list[Part]]:
         head = Linear(config.hidden_size, config.vocab_size, bias=False, device="meta", dtype=dtype)
         norm = RMSNorm(config.hidden_size, config.rms_norm_eps).to(head.weight)
         store, recorded = _prepared(nn.Sequential(norm, head)), _Recorded()
-        x = torch.empty(1, length, config.hidden_size, dtype=dtype, device="meta", requires_grad=True)
+        x, *more = (torch.empty(1, length, config.hidden_size, dtype=dtype, device="meta", requires_grad=True)
+                    for _ in range(1 + config.mtp_depth))
+        labels = torch.empty(1, length, dtype=torch.int64, device="meta")
         with recorded, store.activate():
-            loss = cross_entropy_loss(head(norm(x)), torch.empty(1, length, dtype=torch.int64, device="meta"))
+            loss = summed_loss(*map(head, (norm(x), *more)), labels)
             forward = [Part(recorded.take())]
             with store.defer(0):
                 loss.backward()
@@ -111,13 +114,15 @@ def _run_layer(
                 for name, param in stage.named_parameters()}
     weights, turned = ({storages[name] for name in names & storages.keys()} for names in fp8[:2])
     store, recorded, state = _prepared(stage), _Recorded(weights, turned, fp8.dispatch), MicrobatchState()
-    segmented = SegmentedStage(stage.segments(), ("x",), ("x",), store=store)
+    inputs, result = (("hidden0", "embedded"), "hidden1") if kind.first in config.mtp_layers else (("x",), "x")
+    segmented = SegmentedStage(stage.segments(), (result,), (result,), store=store)
     with store.activate():
-        x = torch.empty(1, length, config.hidden_size, dtype=dtype, device="meta", requires_grad=True)
-        state.begin({"x": x, "positions": None}, ("x",))
+        carry = {name: torch.empty(1, length, config.hidden_size, dtype=dtype, device="meta", requires_grad=True)
+                 for name in inputs}
+        state.begin({"x": carry[inputs[0]], "positions": None} | carry, inputs)
         with recorded:
             forward = list(_parts(segmented.forward(state), store, recorded))
-        state.gradients = {"x": torch.empty_like(state.carry.pop("x"))}
+        state.gradients = {result: torch.empty_like(state.carry.pop(result))}
         with recorded:
             backward = list(_parts(segmented.backward(state, "I", 0), store, recorded))
     if state.error is not None:

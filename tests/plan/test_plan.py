@@ -87,6 +87,29 @@ def test_products_in_fp8_take_their_rate_and_rows_their_bytes():
     assert run("a100", "--dtypes.rules", "*.experts,gather=fp8_block").spent.keys() == plain.spent.keys()
 
 
+@pytest.mark.parametrize("ep", [1, 4])
+def test_layers_for_multi_token_prediction_are_in_the_last_stage(ep):
+    """As many operations as the model has, in two depths; and the head three times."""
+    model = read_config(EXAMPLES / "models/deepseek-v3")
+    config = replace(model, num_nextn_predict_layers=2).with_mtp()
+    kinds = kinds_of(config, config.mtp_layers)
+    assert kinds[0] == kinds[1] != kinds_of(config, [60])[0]
+    layer, plain = (layer_parts(config, kind, ep, torch.bfloat16) for kind in (kinds[0], kinds_of(config, [60])[0]))
+    for parts, expected in ((layer, layer_flops(config, 61, 0)), (head_parts(config, torch.bfloat16),
+                                                                 3 * head_flops(config))):
+        assert sum(each.flops for each in operators(parts)) == pytest.approx(3 * expected, rel=1e-3)
+    assert [part.sent for part in layer.forward] == [part.sent for part in plain.forward]
+    setting = Setting(config, read_machine("h100"), torch.bfloat16, ep, 4096, 4096)
+    with_them, without = (stage_costs(replace(setting, model=each), range(58, 61), last=True)
+                          for each in (config, model))
+    more = sum(one.flops - without.spent[kind].flops for kind, one in with_them.spent.items()
+               if not kind.startswith(("attention", "grouped", "memory")))
+    dense = layer_flops(config, 61, 0) - 8 * 6 * 7168 * 2048  # without routed experts, some of whose tiles are empty
+    assert more == pytest.approx(3 * 2 * (dense + head_flops(config)) * 4096, rel=1e-3)
+    assert stage_costs(setting, range(3, 6), last=False).spent == stage_costs(
+        replace(setting, model=model), range(3, 6), last=False).spent
+
+
 # -- overlap
 
 
