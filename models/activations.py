@@ -84,8 +84,8 @@ def activation_bytes(
     recompute: Iterable[str] = (), ep: int = 1, last: bool = False, cpu: bool = False,
 ) -> ActivationBytes:
     """What the layers take for a micro-batch of (batch, sequence_length) tokens computed in `dtype`; `last`: and the
-    head and the loss, once more for each layer for multi-token prediction, of which one embeds the tokens ahead. Without
-    the embedding of the first stage, which keeps the tokens alone.
+    head and the loss, once for each layer for multi-token prediction among them and once more, with what these embed.
+    Without the embedding of the first stage, which keeps the tokens alone.
 
     recompute: the rules of `Recompute`. ep: the number of expert-parallel ranks, over which tokens are taken to be
     spread evenly. cpu: as it is there, not on GPUs.

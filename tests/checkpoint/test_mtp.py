@@ -4,16 +4,21 @@ where they are, they are loaded, saved and exported as all others."""
 import json
 import shutil
 from math import prod
+from pathlib import Path
 
 import pytest
 import torch
 
 from dualpipe.checkpoint import Checkpoints, latest, load, load_hf, save, save_hf, training_state
+from dualpipe.checkpoint.hub_load import meta_stages, model_shapes
+from dualpipe.checkpoint.hub_save import new_tensors
 from dualpipe.checkpoint.manifest import Checkpoint
 from dualpipe.cli import main
+from dualpipe.kernels.formats import FORMATS
 from dualpipe.models import read_config
 from dualpipe.parallel import Rule
 from dualpipe.parallel.mesh import build_mesh
+from dualpipe.quantized.weights import quantizable
 from dualpipe.schedule import build
 from dualpipe.train.model import build_model, plan_model
 from hub import TINY, add_mtp, read_all, rewrite, save_family, save_fp8, stages_on_meta
@@ -218,6 +223,21 @@ def test_a_source_that_announces_none_does_not_change_that_they_are_written(tmp_
         assert mtp_of(tmp_path / "target") == mtp_of(tmp_path / "source")
         assert config_of(tmp_path / "target").items() >= {**dict.fromkeys(announced, 1)}.items()
         assert not recwarn.list
+
+
+def test_the_files_of_deepseek_v3_are_those_published():
+    """91,991 tensors of 684,531,386,000 numbers, scales among them, in files of 688,586,727,753 bytes with headers."""
+    config = read_config(Path(__file__).parents[2] / "examples/models/deepseek-v3").with_mtp()
+    in_blocks = {weight.name for weight in quantizable(meta_stages(config)[0])}
+    tensors = new_tensors(config, {name: FORMATS["fp8_block"] if name in in_blocks else
+                                   torch.float32 if "e_score" in name else torch.bfloat16
+                                   for name in model_shapes(config)})
+    sizes = {name: prod(shape) for name, (_, shape) in tensors.items()}
+    size = sum(sizes[name] * dtype.itemsize for name, (dtype, _) in tensors.items())
+    assert (len(sizes), sum(sizes.values())) == (91_991, 684_531_386_000)
+    assert 100 < (688_586_727_753 - size) / len(sizes) < 150, "what a header has for each"
+    assert tensors["model.layers.61.eh_proj.weight"] == (torch.bfloat16, (7168, 14336))
+    assert "model.layers.61.mlp.experts.255.up_proj.weight_scale_inv" in tensors
 
 
 def test_copies_may_be_in_fp8_or_not_there_and_layers_must_be(published, tmp_path):

@@ -15,7 +15,7 @@ import torch
 from dualpipe.cli import main
 from dualpipe.models import read_config
 from dualpipe.models.activations import kinds_of
-from dualpipe.models.sizes import head_flops, layer_flops
+from dualpipe.models.sizes import head_flops, layer_flops, parameter_counts
 from dualpipe.plan.costs import Seconds, Setting, context_seconds, stage_costs, walk
 from dualpipe.plan.machines import read_machine
 from dualpipe.plan.operators import LayerParts, head_parts, layer_parts
@@ -108,6 +108,22 @@ def test_layers_for_multi_token_prediction_are_in_the_last_stage(ep):
     assert more == pytest.approx(3 * 2 * (dense + head_flops(config)) * 4096, rel=1e-3)
     assert stage_costs(setting, range(3, 6), last=False).spent == stage_costs(
         replace(setting, model=model), range(3, 6), last=False).spent
+
+
+def test_deepseek_v3_has_room_for_its_layer_for_multi_token_prediction():
+    """Its last stage has no other layer, so that a step takes no longer; rank 0 alone has more in memory."""
+    config = load_config(EXAMPLES / "deepseek-v3.toml")
+    config = fit_world(config, config.parallel.world_size)
+    model, gpu = read_config(config.model.config), read_machine("h100")
+    plain, trained = Prediction(config, model, gpu), Prediction(config, model.with_mtp(), gpu)
+    assert trained.step == pytest.approx(plain.step, rel=0.005) and trained.mfu > 1.03 * plain.mfu
+    assert sum(trained.parts.values()) == pytest.approx(trained.step)
+    experts = 256 * 3 * 7168 * 2048
+    dense = parameter_counts(model.with_mtp()).total - parameter_counts(model).total - experts
+    more = [after.parameters - before.parameters for before, after in zip(plain.memory, trained.memory)]
+    assert more == [pytest.approx(4 * (experts + dense) / 64, rel=1e-3), *[0] * 15]
+    assert trained.memory[0].activations > plain.memory[0].activations
+    assert [rank.total for rank in trained.memory[1:]] == pytest.approx([rank.total for rank in plain.memory[1:]], 1e-4)
 
 
 # -- overlap
