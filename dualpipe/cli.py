@@ -164,7 +164,7 @@ def _hf_check(args: argparse.Namespace) -> None:
     from dualpipe.checkpoint.hub_commands import check
     from dualpipe.parallel.mesh import Mesh
 
-    for line in check(args.path, Mesh.planned(pp=args.pp, dp=args.dp, cp=args.cp, ep=args.ep)):
+    for line in check(args.path, Mesh.planned(pp=args.pp, dp=args.dp, cp=args.cp, ep=args.ep), mtp=args.mtp):
         print(line)
 
 
@@ -268,15 +268,18 @@ _PACK: _Arguments = {
 }
 _CHECKPOINT: _Arguments = {"path": dict(metavar="PATH", help="a checkpoint, or a directory of them")}
 _HUB = "a directory with config.json and safetensors"
+_MTP: _Arguments = {
+    "--mtp": dict(action="store_true", help="with layers for multi-token prediction, for a run with mtp.weight > 0"),
+}
 _CHECK: _Arguments = {"path": dict(metavar="PATH", help=_HUB)} | {
     f"--{name}": dict(type=int, default=1, metavar="N", help=f"{ranks} ranks (default: 1)")
     for name, ranks in (("pp", "pipeline"), ("dp", "data-parallel"), ("cp", "context-parallel"),
                         ("ep", "expert-parallel"))
-}
+} | _MTP
 _IMPORT: _Arguments = {
     "source": dict(metavar="SRC", help=_HUB),
     "target": dict(metavar="DIR", help="the directory of a run's checkpoints"),
-    "--mtp": dict(action="store_true", help="with layers for multi-token prediction, for a run with mtp.weight > 0"),
+    **_MTP,
 }
 _EXPORT: _Arguments = {
     "path": dict(metavar="SRC", help="a checkpoint, the directory of a run's, or one with config.json and safetensors"),

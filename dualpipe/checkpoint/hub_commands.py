@@ -36,13 +36,13 @@ from dualpipe.schedule.types import v_placement
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
-def check(path: StrPath, mesh: Mesh) -> Iterator[str]:
+def check(path: StrPath, mesh: Mesh, *, mtp: bool = False) -> Iterator[str]:
     """What a checkpoint holds and what of it a rank would read, as lines of text. Reads headers only.
 
-    `mesh`: it need not run. Raises `ValueError`, with everything that is wrong, for a checkpoint that cannot be loaded,
-    or not into this mesh.
+    `mesh`: it need not run. `mtp`: for a run that trains layers for multi-token prediction. Raises `ValueError`, with
+    everything that is wrong, for a checkpoint that cannot be loaded, or not into this mesh.
     """
-    config = read_config(path)
+    config = _read_config(path, mtp)
     reader, tensors = open_hf(path, config)
     header = reader.header
     files = len({info.file for info in header.values()})
@@ -110,7 +110,7 @@ def import_hf(source: StrPath, directory: StrPath, *, mtp: bool = False) -> Path
     found = scan(directory)
     if found.damaged or any(each.manifest.step for each in found.committed):
         raise ValueError(f"{directory} has checkpoints of a run; give a new directory")
-    config = read_config(source).with_mtp() if mtp else read_config(source)
+    config = _read_config(source, mtp)
     stages = _stages(config)
     load_hf(stages, source, None, _plan(stages, torch.float32))
     # Recorded for an export: what the source keeps in float32 among narrower tensors stays so.
@@ -170,6 +170,10 @@ def is_of_a_run(path: StrPath) -> bool:
     """Whether it is a checkpoint of this library, or a directory of them."""
     path = Path(path)
     return path.is_dir() and not (path / CONFIG).exists() and (is_checkpoint(path) or latest(path) is not None)
+
+
+def _read_config(path: StrPath, mtp: bool) -> HubConfig:
+    return read_config(path).with_mtp() if mtp else read_config(path)
 
 
 def _stages(config: HubConfig) -> list[Stage]:

@@ -85,8 +85,8 @@ def layer_parts(
 
 @lru_cache(maxsize=64)
 def head_parts(config: HubConfig, dtype: torch.dtype) -> LayerParts:
-    """The operators of the last norm, the head and the loss; of these two for each layer for multi-token prediction too,
-    which has its own norm."""
+    """The operators of the last norm, the head and the loss; the last two once more for each layer for multi-token
+    prediction, which has its own norm."""
 
     def run(length: int) -> tuple[list[Part], list[Part]]:
         head = Linear(config.hidden_size, config.vocab_size, bias=False, device="meta", dtype=dtype)

@@ -2,6 +2,7 @@
 where they are, they are loaded, saved and exported as all others."""
 
 import json
+import re
 import shutil
 from math import prod
 from pathlib import Path
@@ -271,6 +272,13 @@ def test_through_a_checkpoint_of_a_run_on_the_command_line(tmp_path, capsys, rec
     for target in (tmp_path / "given", tmp_path / "alone"):
         assert raw_tensors(target) == raw_tensors(source) and config_of(target)["num_nextn_predict_layers"] == 1
     assert not capsys.readouterr().err and not recwarn.list
+    held = []
+    for options in ([], ["--mtp"]):
+        assert main(["hf", "check", str(source), "--pp", "2", *options]) == 0
+        told = capsys.readouterr().out
+        assert ("1 of 1 layer for multi-token prediction" in told) != bool(options) and "it can be loaded" in told
+        held.append(int(re.search(r"holds at most ([\d,]+) parameters", told)[1].replace(",", "")))
+    assert held[1] > held[0] + 32 * 64
     content = config_of(source) | {"num_nextn_predict_layers": 0}
     (source / "config.json").write_text(json.dumps(content))
     assert main(["hf", "import", str(source), str(tmp_path / "none"), "--mtp"]) == 2
