@@ -188,11 +188,22 @@ FormatName = Literal["mxfp8", "nvfp4", "fp8_block", "fp8_block_pow2", "mxfp4", "
 
 
 @dataclass(frozen=True)
-class DTypeRule:
-    """An element of dtypes.rules: what holds of the tensors that `pattern` matches; fields left out are not changed."""
+class ByPattern:
+    """An element of a list of rules: what holds of what `pattern` matches; fields left out are None."""
 
     pattern: str = ""
     """segments joined by dots, of a tensor's name or of a module's: *.mlp.gate; "*" is any number of whole segments"""
+
+    def __str__(self) -> str:
+        """As `parse` of the rule takes it."""
+        given = ((each.name, getattr(self, each.name)) for each in fields(self)[1:])
+        return ",".join([self.pattern, *(f"{name}={value}" for name, value in given if value is not None)])
+
+
+@dataclass(frozen=True)
+class DTypeRule(ByPattern):
+    """An element of dtypes.rules: what holds of the tensors that `pattern` matches; fields left out are not changed."""
+
     storage: Literal[DTypeName, FormatName] | None = None
     """dtype of the parameter that the optimizer updates, or format that weights are stored in, beside fp32 masters"""
     compute: DTypeName | None = None
@@ -226,11 +237,6 @@ class DTypeRule:
                  f"{', '.join(values)}, and a dtype one of {', '.join(get_args(DTypeName))}; gather takes formats, and "
                  f"storage as well: {', '.join(get_args(FormatName))}")
         return cls(pattern, **named)
-
-    def __str__(self) -> str:
-        """As `parse` takes it."""
-        given = ((each.name, getattr(self, each.name)) for each in fields(self)[1:])
-        return ",".join([self.pattern, *(f"{name}={dtype}" for name, dtype in given if dtype)])
 
 
 @dataclass(frozen=True)
@@ -279,12 +285,10 @@ class RouterConfig:
 
 
 @dataclass(frozen=True)
-class OptimizerGroup:
+class OptimizerGroup(ByPattern):
     """An element of optimizer.groups: what holds of the parameters that `pattern` matches; fields left out change
     nothing, and of several groups that match the last one that says something holds."""
 
-    pattern: str = ""
-    """as in dtypes.rules"""
     lr: float | None = None
     """peak learning rate"""
     weight_decay: float | None = None
@@ -311,11 +315,6 @@ class OptimizerGroup:
                  "lr must be positive, and weight_decay not negative")
         _require(self.algorithm in (None, "muon", "adamw"), "optimizer.groups", str(self),
                  "algorithm must be muon or adamw")
-
-    def __str__(self) -> str:
-        """As `parse` takes it."""
-        given = ((each.name, getattr(self, each.name)) for each in fields(self)[1:])
-        return ",".join([self.pattern, *(f"{name}={value}" for name, value in given if value is not None)])
 
 
 @dataclass(frozen=True)
