@@ -299,13 +299,20 @@ class OptimizerGroup(ByPattern):
     @classmethod
     def parse(cls, text: str) -> OptimizerGroup:
         """The group "PATTERN,FIELD=VALUE,...", as it is given on a command line."""
+        def wrong(error: Exception) -> ValueError:
+            return ValueError(f"optimizer.groups = {text!r}: {error}; give PATTERN,FIELD=VALUE,..., where a field is "
+                              "lr, weight_decay or algorithm")
+
         pattern, *rest = text.split(",")
         try:
             values: dict[str, Any] = dict(each.split("=", 1) for each in rest)
-            return cls(pattern, **values | {name: float(values[name]) for name in values.keys() - {"algorithm"}})
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"optimizer.groups = {text!r}: {error}; give PATTERN,FIELD=VALUE,..., where a field is "
-                             "lr, weight_decay or algorithm") from None
+            values |= {name: float(values[name]) for name in values.keys() - {"algorithm"}}
+        except ValueError as error:
+            raise wrong(error) from None
+        try:
+            return cls(pattern, **values)  # whose own ValueErrors say what is wrong, and of which group
+        except TypeError as error:
+            raise wrong(error) from None
 
     def __post_init__(self) -> None:
         given = (self.lr, self.weight_decay, self.algorithm)
