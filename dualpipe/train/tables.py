@@ -18,6 +18,8 @@ from typing import Any, Literal, get_args, get_type_hints
 STDLIB = "stdlib"  # [data] path: the source code of Python's own standard library
 BYTES = "bytes"  # [data] tokenizer: one token per byte
 TEXT_KEY = "text"  # [data] text_key
+Algorithm = Literal["muon", "adamw"]
+ALGORITHMS: tuple[str, ...] = get_args(Algorithm)  # [optimizer] name, but for a class of one's own
 
 
 def _rule(holds: Callable[[Any], object], remedy: str) -> Callable[[Any], Any]:
@@ -293,7 +295,7 @@ class OptimizerGroup(ByPattern):
     """peak learning rate"""
     weight_decay: float | None = None
     """decoupled decay"""
-    algorithm: Literal["muon", "adamw"] | None = None
+    algorithm: Algorithm | None = None
     """what updates them, with optimizer.name muon or adamw"""
 
     @classmethod
@@ -320,7 +322,7 @@ class OptimizerGroup(ByPattern):
                  str(self), "a group needs a pattern and at least one of lr, weight_decay, algorithm")
         _require((self.lr is None or self.lr > 0) and (self.weight_decay or 0) >= 0, "optimizer.groups", str(self),
                  "lr must be positive, and weight_decay not negative")
-        _require(self.algorithm in (None, "muon", "adamw"), "optimizer.groups", str(self),
+        _require(self.algorithm in (None, *ALGORITHMS), "optimizer.groups", str(self),
                  "algorithm must be muon or adamw")
 
 
@@ -372,7 +374,7 @@ class OptimizerConfig:
                  "moments in bf16 would not decay by them; give both below 0.996, or optimizer.moments = \"fp32\"")
         _require(self.moments == "fp32" or self.momentum < 1 - 2**-8, "optimizer.momentum", self.momentum,
                  "a mean in bf16 would not decay by it; give less than 0.996, or optimizer.moments = \"fp32\"")
-        own = self.name not in ("adamw", "muon")
+        own = self.name not in ALGORITHMS
         _require(not own or "." in self.name, "optimizer.name", self.name,
                  "give adamw, muon, or the path to import a class by, such as torch.optim.NAdam")
         _require(not own or self.moments == "fp32", "optimizer.moments", self.moments, "adamw and muon have others")
