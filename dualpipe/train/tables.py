@@ -248,7 +248,7 @@ class DTypesConfig:
     rules: tuple[DTypeRule, ...] = ()
     """rules for tensors, as [[dtypes.rules]] in the TOML; on the command line each is PATTERN,FIELD=DTYPE,..."""
     products: Literal["auto", "weight-only"] = "auto"
-    """of weights in a format: "auto" is in FP8 where the format has such products and train.dtype is bf16;
+    """products with weights in a format: "auto" has them in FP8 where the format has such and train.dtype is bf16;
     "weight-only" takes rows as they are"""
     fp8_weight_grad: bool = False
     """make the weight gradients of products in FP8 from rows in FP8, which take half of the memory until then"""
@@ -344,7 +344,7 @@ class OptimizerConfig:
     qk_clip: float = _not_negative(0.0)
     """largest attention score of a head, beyond which a step scales its weights back; 0: none; Kimi K2 has 100"""
     options: str = ""
-    """of a class of one's own, besides lr and weight_decay: JSON, such as '{"rho": 0.9}'"""
+    """arguments of a class of one's own, besides lr and weight_decay: JSON, such as '{"rho": 0.9}'"""
     groups: tuple[OptimizerGroup, ...] = ()
     """for parameters by name, as [[optimizer.groups]] in the TOML; on the command line PATTERN,FIELD=VALUE,..."""
     layer_decay: float = _rule(lambda value: 0 < value <= 1, "must be above 0 and at most 1")(1.0)
@@ -427,14 +427,15 @@ class GuardConfig:
     """[guard]: what is done about bad numbers."""
 
     on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
-    """of a loss or gradient: stop; leave the step out; or go back to the last checkpoint and leave its data out"""
+    """what is done about a loss or gradient: stop; leave the step out; or go back to the last checkpoint and leave its
+    data out"""
     limit: int = _at_least_1(3)
     """steps left out, or times gone back, in a row, after which the run stops"""
     spike: float = _not_negative(0.0)
     """robust z-score of a step's loss or gradient norm among those before it, above which it counts as a spike; 0: no
     step does"""
     on_spike: Literal["warn", "rollback"] = "warn"
-    """of a spike: say it, or go back to the last checkpoint before it and leave its data out"""
+    """what is done about a spike: say it, or go back to the last checkpoint before it and leave its data out"""
     checksum_interval: int = _not_negative(0)
     """steps between checksums of what ranks must have the same of; 0: none are made"""
     recheck_interval: int = _not_negative(0)
