@@ -37,7 +37,7 @@ from dualpipe.parallel.shared_loads import share_loads
 from dualpipe.ranks import RankSync
 from dualpipe.schedule import Schedule, build
 from dualpipe.train.optimizer import Group, Optimizer, layer_groups
-from dualpipe.train.tables import Config
+from dualpipe.train.tables import ALGORITHMS, Config
 
 
 class Model(NamedTuple):
@@ -245,7 +245,7 @@ def build_optimizer(config: Config, model: Model) -> Optimizer:
             near = ", ".join(nearest(group.pattern, names, 3, cutoff=0.0))
             raise ValueError(f"optimizer.groups: no parameter matches {group.pattern!r}; nearest: {near}")
     options = json.loads(o.options) if o.options else {}
-    if o.name in ("adamw", "muon"):  # Muon's: a group may take it beside either
+    if o.name in ALGORITHMS:  # Muon's: a group may take it beside either
         options = {"momentum": o.momentum, "nesterov": o.nesterov, "coefficients": o.coefficients}
     layers = layer_groups(o.lr, o.layer_decay, model.config.num_hidden_layers) if o.layer_decay < 1 else []
     return Optimizer(
