@@ -93,6 +93,19 @@ def test_a_step_that_fails_and_the_one_after_it(shape):
     assert run_ranks(trained, math.prod(shape), shape, torch.float32, True, reuse=True) == [[]] * math.prod(shape)
 
 
+def trained_tied(rank, shape, name):
+    device, layers = as_process(rank, shape, torch.bfloat16, tied=True, name=name)
+    by_host = {wait: device.waits[wait] for wait in BY_HOST} if name == "1f1b" else messages(shape[0], ranks=1)
+    return device.report(waits={COUNTS: layers * MICRO_BATCHES * STEPS} | by_host)
+
+
+@pytest.mark.parametrize("shape, name", [
+    ((2, 2, 1), "dualpipev"), ((2, 2, 1), "1f1b"), pytest.param((2, 1, 2), "dualpipev", marks=pytest.mark.slow),
+], ids=str)
+def test_tied_embeddings_gathered_for_two_stages_or_summed_over_two_ranks(shape, name):
+    assert run_ranks(trained_tied, math.prod(shape), shape, name, reuse=True) == [[]] * math.prod(shape)
+
+
 def trained_narrow(rank):
     device, layers = as_process(rank, (1, 1, 2), torch.bfloat16, narrow=True)
     return device.report(waits={COUNTS: layers * MICRO_BATCHES * STEPS})

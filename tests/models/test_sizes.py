@@ -1,15 +1,16 @@
 """Sizes and costs of models, against transformers' modules and torch's own counter of floating-point operations."""
 
 from math import inf
+from pathlib import Path
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from dualpipe.models import build_stages, config_from_dict
-from dualpipe.models.sizes import flops_per_token, layer_flops, parameter_counts
-from dualpipe.models.stages import split_layers
+from dualpipe.models import build_stages, config_from_dict, read_config
+from dualpipe.models.sizes import flops_per_token, layer_flops, meta_layer, parameter_counts
+from dualpipe.models.stages import split_layers, stage_layers
 
 QWEN3 = {
     "model_type": "qwen3_moe", "vocab_size": 61, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 3,
@@ -109,3 +110,13 @@ def test_no_other_split_has_a_cheaper_costliest_stage():
         parts = split_layers(costs, stages, head=head)
         found = max(sum(costs[i] for i in part) + head * (part is parts[-1]) for part in parts)
         assert found == pytest.approx(best_cut(costs, stages, head))
+
+
+def test_layers_for_multi_token_prediction_count_and_push_others_out_of_the_last_stage():
+    config = read_config(Path(__file__).parents[2] / "examples" / "models" / "deepseek-v3")
+    trained = config.with_mtp()
+    layer = sum(p.numel() for p in meta_layer(config, 60).parameters())
+    own = 2 * 7168**2 + 3 * 7168  # the projection of two hidden sizes to one, and three norms
+    assert parameter_counts(trained).total - parameter_counts(config).total == layer + own
+    assert [len(stage_layers(each, 16)[-1]) for each in (config, trained)] == [2, 1]
+    assert [len(stage_layers(trained, 32)[stage]) for stage in (-2, -1)] == [1, 0]  # a stage of its own

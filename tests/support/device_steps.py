@@ -244,18 +244,21 @@ def _connect(stage: nn.Module, all_to_all, recompute: Sequence[str]) -> None:
 
 
 def as_process(rank: int, shape: tuple[int, int, int], dtype: torch.dtype = torch.float32, fails: bool = False, *,
-               narrow: bool = False, strict: bool = False, plant: Plant = nullcontext) -> tuple[PretendCuda, int]:
+               narrow: bool = False, strict: bool = False, plant: Plant = nullcontext, tied: bool = False,
+               name: str = "dualpipev") -> tuple[PretendCuda, int]:
     """Two steps of training with (pp, dp, ep) ranks: the device, and how many layers dispatch tokens on this rank.
 
-    fails: rank 0 fails in its first step, all ranks with it. narrow: parameters are stored in `dtype`.
+    fails: rank 0 fails in its first step, all ranks with it. narrow: parameters are stored in `dtype`. tied: the
+    embedding is the head; name: of the schedule.
     """
+    config = dataclasses.replace(CONFIG, tie_word_embeddings=tied)
     with watched_steps(strict) as device, pretend_nccl(device), plant():
         device.of_thread.trace.name = f"rank {rank}"
         mesh = build_mesh(*shape, CUDA)
-        schedule = build("dualpipev", shape[0], MICRO_BATCHES)
-        model = build_model(CONFIG, schedule, mesh["pp"].get_local_rank(), seed=0, dtype=dtype, device=CUDA, mesh=mesh,
-                            plan=plan_model(CONFIG, dtype, replicas=1) if narrow else None)
-        pipe = Pipeline(model.stages, process_group=mesh["pp"].get_group(), schedule="dualpipev")
+        schedule = build(name, shape[0], MICRO_BATCHES)
+        model = build_model(config, schedule, mesh["pp"].get_local_rank(), seed=0, dtype=dtype, device=CUDA, mesh=mesh,
+                            plan=plan_model(config, dtype, replicas=1) if narrow else None)
+        pipe = Pipeline(model.stages, process_group=mesh["pp"].get_group(), schedule=name)
         optimizer = Optimizer(model.stages, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
         rows = torch.randint(CONFIG.vocab_size, (ROWS * MICRO_BATCHES, 9)).to(CUDA)
         inputs = (rows[:, :-1],) if model.has_first else ()
