@@ -310,10 +310,10 @@ def parameter_sizes(module: nn.Module, ep: int) -> tuple[int, int]:
 
 
 def own_sizes(stage: Stage, ep: int, *, ends_meet: bool) -> tuple[int, int]:
-    """As `parameter_sizes`, without the embedding of a last stage that has that of the first, on the same rank."""
+    """As `parameter_sizes`, without what a last stage has of the first, on the same rank: the embedding."""
     dense, experts = parameter_sizes(stage, ep)
-    shares = stage.last and not stage.first and (stage.config.tie_word_embeddings or stage.config.mtp_depth > 0)
-    return dense - (stage.lm_head.weight.numel() if shares and ends_meet else 0), experts
+    shared = stage.tied_parameters() if stage.last and ends_meet else []
+    return dense - sum(param.numel() for param in shared), experts
 
 
 def table(ranks: Sequence[RankMemory], capacity: float = 0.0) -> Iterator[str]:

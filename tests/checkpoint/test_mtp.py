@@ -18,7 +18,7 @@ from dualpipe.cli import main
 from dualpipe.kernels.formats import FORMATS
 from dualpipe.models import read_config
 from dualpipe.parallel import Rule
-from dualpipe.parallel.mesh import build_mesh
+from dualpipe.parallel.mesh import Mesh, build_mesh
 from dualpipe.quantized.weights import quantizable
 from dualpipe.schedule import build
 from dualpipe.train.model import build_model, plan_model
@@ -169,13 +169,14 @@ def save_bfloat16(folder):
     add_mtp(folder)
 
 
-def there_and_back(rank, source, target, pp=1, schedule="dualpipev", rules=(), given=True):
+def there_and_back(rank, source, target, shape=(1, 1, 1), schedule="dualpipev", rules=(), given=True):
     """Names of the embedding and of the first layer for prediction on this rank."""
     config, device = read_config(source).with_mtp(), torch.device("cpu")
-    mesh = build_mesh(pp, 1, 1, device) if pp > 1 else None
-    plan = plan_model(config, torch.bfloat16, replicas=1, rules=rules, from_hf=source, mesh=mesh)
-    stages = build_model(config, build(schedule, pp, 4), rank, seed=0, dtype=torch.bfloat16, device=device, mesh=mesh,
-                         from_hf=source, plan=plan).stages
+    mesh = build_mesh(*shape, device) if prod(shape) > 1 else None
+    place = Mesh.of(mesh)
+    plan = plan_model(config, torch.bfloat16, replicas=place.replicas, rules=rules, from_hf=source, mesh=mesh)
+    stages = build_model(config, build(schedule, shape[0], 4), place.rank("pp"), seed=0, dtype=torch.bfloat16,
+                         device=device, mesh=mesh, from_hf=source, plan=plan).stages
     save_hf(stages, target, mesh, plan, source=source if given else None, max_shard_bytes=60_000, quantized=bool(rules))
     return [name for stage in stages for name in stage.state_dict() if name in ("embed_tokens.weight",
                                                                                 "layers.2.enorm.weight")]
@@ -184,8 +185,9 @@ def there_and_back(rank, source, target, pp=1, schedule="dualpipev", rules=(), g
 def test_published_weights_come_back_bit_for_bit(published, tmp_path, recwarn):
     """Elements and scales, and the copies of the embedding and the head; in any layout the same files."""
     there_and_back(0, str(published), str(tmp_path / "alone"), rules=FP8)
-    v = run_ranks(there_and_back, 2, str(published), str(tmp_path / "v"), 2, "dualpipev", FP8)
-    apart = run_ranks(there_and_back, 2, str(published), str(tmp_path / "apart"), 2, "1f1b", FP8)
+    v, apart = (
+        run_ranks(there_and_back, 2, str(published), str(tmp_path / schedule), (2, 1, 1), schedule, FP8, reuse=True)
+        for schedule in ("dualpipev", "1f1b"))
     for target in tmp_path.iterdir():
         assert raw_tensors(target) == raw_tensors(published) and len(list(target.glob("*.safetensors"))) > 3
         assert config_of(target)["num_nextn_predict_layers"] == 2
@@ -198,13 +200,15 @@ def test_published_weights_come_back_bit_for_bit(published, tmp_path, recwarn):
 
 
 def test_numbers_come_back_bit_for_bit(tmp_path):
-    """In bfloat16, with and without a source; as a source of the same model that does not train the layers, too."""
+    """In bfloat16, with and without a source, sharded too; as a source of a model that does not train the layers."""
     source = tmp_path / "source"
     save_bfloat16(source)
     for target, given in (("given", True), ("none", False)):
         there_and_back(0, str(source), str(tmp_path / target), given=given)
         assert raw_tensors(tmp_path / target) == raw_tensors(source)
         assert config_of(tmp_path / target)["num_nextn_predict_layers"] == 1
+    run_ranks(there_and_back, 2, str(source), str(tmp_path / "sharded"), (1, 1, 2), reuse=True)
+    assert raw_tensors(tmp_path / "sharded") == raw_tensors(source)
     save_again(0, tmp_path / "none", tmp_path / "carried", None)
     assert mtp_of(tmp_path / "carried") == mtp_of(source)
 
@@ -319,14 +323,14 @@ def spread(rank, folder):
 def test_the_embedding_of_two_ranks_is_saved_once_and_loaded_by_both(tmp_path):
     """The first and the last stage have it: in a V on one rank, else on two; with its master and moments."""
     folders = []
-    for layout in (("1f1b", 2, 2, 1), ("1f1b", 2, 1, 1), ("dualpipev", 2, 1, 1)):
+    for layout in (("1f1b", 2, 2, 1), ("1f1b", 2, 1, 1), ("dualpipev", 2, 1, 1), ("dualpipev", 1, 2, 1)):
         folders.append(str(tmp_path / "-".join(map(str, layout))))
         holds = run_ranks(write_run, prod(layout[1:]), folders[-1], layout, reuse=True)
-        assert sum(holds) == {"1f1b": len(holds), "dualpipev": 1}[layout[0]]
+        assert sum(holds) == (len(holds) if layout[0] == "1f1b" else layout[2])
         stored, _ = Checkpoint.read(latest(folders[-1])).tensors()
         ours = [each.boxes for name, each in stored.items() if "embed_tokens" in name and each.shape]
         assert list(map(len, ours)) == [layout[2]] * 3  # the master and its moments, once for each of "dp"
-        if layout[2] == 1:
+        if prod(layout[1:]) == 2:
             assert not any(run_ranks(read_run, 2, folders, layout, reuse=True)), layout
     assert not read_run(0, folders, ("dualpipev", 1, 1, 1))
     run_ranks(spread, 2, str(tmp_path / "spread"), reuse=True)

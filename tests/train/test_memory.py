@@ -120,7 +120,7 @@ LAYOUTS = [  # pp, dp, ep
     ("qwen3_moe", (1, 2, 2), "zbv", "layer"), ("qwen3_moe", (4, 1, 1), "interleaved_1f1b", "none"),
     ("qwen3_moe", (2, 1, 2), "dualpipev", "layer dispatch"), ("deepseek_v3", (2, 2, 1), "zbv", "none"),
     ("deepseek_v3", (4, 1, 1), "dualpipev", "none"), ("deepseek_v3", (1, 1, 2), "1f1b", "none"),
-    ("deepseek_v3", (2, 1, 1), "interleaved_1f1b", "layer"), ("mtp", (2, 1, 1), "dualpipev", "none"),
+    ("deepseek_v3", (2, 1, 1), "interleaved_1f1b", "layer"), ("mtp", (2, 2, 1), "dualpipev", "none"),
     ("mtp", (2, 2, 1), "1f1b", "layer"), ("mtp", (1, 1, 1), "1f1b", "none"),
 ]
 
