@@ -18,7 +18,7 @@ from dualpipe import Pipeline
 from dualpipe.cli import main
 from dualpipe.dtypes import dtype_of
 from dualpipe.models import HubConfig, read_config
-from dualpipe.models.sizes import context_numbers
+from dualpipe.models.sizes import context_numbers, parameter_counts
 from dualpipe.nn.deferral import local
 from dualpipe.nn.router import BalancedRoutes, random_like_stride
 from dualpipe.parallel.mesh import Mesh, build_mesh
@@ -121,7 +121,7 @@ LAYOUTS = [  # pp, dp, ep
     ("qwen3_moe", (2, 1, 2), "dualpipev", "layer dispatch"), ("deepseek_v3", (2, 2, 1), "zbv", "none"),
     ("deepseek_v3", (4, 1, 1), "dualpipev", "none"), ("deepseek_v3", (1, 1, 2), "1f1b", "none"),
     ("deepseek_v3", (2, 1, 1), "interleaved_1f1b", "layer"), ("mtp", (2, 2, 1), "dualpipev", "none"),
-    ("mtp", (2, 2, 1), "1f1b", "layer"), ("mtp", (1, 1, 1), "1f1b", "none"),
+    ("mtp", (1, 1, 1), "1f1b", "none"), ("mtp", (2, 1, 1), "1f1b", "layer"),
 ]
 
 
@@ -143,6 +143,17 @@ def test_a_step_takes_what_is_counted(family, layout, schedule, recompute, tmp_p
               for pp_rank, most in run_ranks(measured, prod(layout), path, options, reuse=True, timeout=240)]
     print(family, layout, schedule, recompute, [f"{ratio:.3f}" for ratio in ratios])
     assert ratios == pytest.approx([1.0] * len(ratios), abs=0.05)
+
+
+@pytest.mark.parametrize("changes", [{"tie_word_embeddings": True}, {"mtp_depth": 2}, {}], ids=str)
+def test_an_embedding_that_both_ends_have_counts_once_on_a_rank(changes, tmp_path):
+    path = str(write_files(tmp_path, {"model_type": "deepseek_v3", "norm_topk_prob": True} | FAMILIES["deepseek_v3"]))
+    for schedule, times in (("dualpipev", 1), ("1f1b", 2)):
+        config = load_config(path, ["--train.dtype", "bf16", "--parallel.schedule", schedule, "--parallel.pp", "2"])
+        model = dataclasses.replace(read_config(config.model.config), **changes)
+        embedding = model.vocab_size * model.hidden_size if changes else 0
+        expected = parameter_counts(model).total + (times - 1) * embedding
+        assert sum(rank.parameters for rank in estimate(config, model, activations=False)) == 2 * expected
 
 
 def held(rank: int, path: str, options: list[str]) -> tuple[int, int, int]:
