@@ -132,7 +132,8 @@ class HubConfig:
 
         What this library does not know of, such as the longest sequence and special tokens, is not in it.
         """
-        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("yarn", "mtp_depth")}
+        names = [field.name for field in fields(self) if field.name not in ("yarn", "mtp_depth")]
+        values = {name: getattr(self, name) for name in names}
         values = {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
         rope = {"rope_type": "default", "rope_theta": values.pop("rope_theta")}
         if self.yarn is not None:

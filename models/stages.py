@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache, partial
-from itertools import accumulate, chain
+from itertools import accumulate
 from math import inf
 from operator import add
 from typing import Any, cast

@@ -135,9 +135,9 @@ def test_one_rank_of_a_v_builds_its_own_stages_and_ties_them():
     last, first = build_stages(config, 4, only=[3, 0])
     assert first.first and last.last
     assert last.lm_head.weight is first.embed_tokens.weight
-    (alone,) = build_stages(config, 4, only=[3])  # as on another rank than the first: a copy, under the first one's name
-    assert alone.lm_head.weight is alone.embed_tokens.weight and alone.state_dict().keys() - last.state_dict().keys() == {
-        "embed_tokens.weight"}
+    (alone,) = build_stages(config, 4, only=[3])  # as on another rank than the first: a copy, under its name
+    assert alone.lm_head.weight is alone.embed_tokens.weight
+    assert alone.state_dict().keys() - last.state_dict().keys() == {"embed_tokens.weight"}
     with pytest.raises(ValueError, match=r"only must name stages from 0 to 3; got \[4\]"):
         build_stages(config, 4, only=[4])
 
