@@ -238,7 +238,7 @@ class Guard:
         sums: list[dict[str, Tensor]] = []
         for deferred in (False, True):
             with run.pipeline.in_order(deferred=deferred), Watch(run.recorder, bits, kinds=(Action,)) as watch:
-                run.forward_backward(part, step, num_chunks=1)
+                run.forward_backward(part, run.criterion(step), num_chunks=1)
             found.append(on_host(watch.results))
             sums.append({name: bits(grad) for name, grad in named_gradients(run.model.stages).items()})
             run.pipeline.zero_grad()

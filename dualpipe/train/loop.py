@@ -304,7 +304,7 @@ class Run:
             batch = next(batches)
         kept = self.guard.keep(batch)
         with kept.watch, self.routers.step():
-            losses = self.forward_backward(batch, step + 1)
+            losses = self.forward_backward(batch, self.criterion(step + 1))
         loss = None if losses is None else losses[0]
         self.guard.mark(loss)
         norm = self.guard.judge(self.pipeline.clip_grad_norm_(o.clip_norm or math.inf))
@@ -366,16 +366,14 @@ class Run:
             writer.say(text)
         self.remarks.clear()
 
-    def forward_backward(self, batch: Batch, step: int, num_chunks: int = 0) -> Tensor | None:
-        """Run the pipeline once, on `num_chunks` micro-batches (default: those of a step), as in training step `step`,
-        from 1; on the ranks of the last stage the mean losses of all pipelines, (1,) or of each depth of multi-token
-        prediction (1 + D,), None elsewhere."""
-        return self._run(batch, MicroBatchLoss(self.chunks, self._mtp_weight(step)), num_chunks)
+    def criterion(self, step: int) -> MicroBatchLoss:
+        """That of a step, counted from 1, or of as many of its micro-batches as are run."""
+        return MicroBatchLoss(self.chunks, self.config.mtp.weight_of(step, self.config.train.steps))
 
-    def _mtp_weight(self, step: int) -> float:
-        return self.config.mtp.weight_of(step, self.config.train.steps)
-
-    def _run(self, batch: Batch, criterion: MicroBatchLoss, num_chunks: int = 0) -> Tensor | None:
+    def forward_backward(self, batch: Batch, criterion: MicroBatchLoss, num_chunks: int = 0) -> Tensor | None:
+        """Run the pipeline once, on `num_chunks` micro-batches (default: those of a step); on the ranks of the last
+        stage the mean losses of all pipelines, (1,) or of each depth of multi-token prediction (1 + D,), None
+        elsewhere. criterion: used for this alone."""
         first, last = self.model.has_first, self.model.has_last
         inputs, labels = (batch.tokens,) if first else (), (batch.targets,) if last else ()
         positions = batch.positions if self.config.data.separate_documents else None
@@ -405,8 +403,8 @@ class Run:
             stage.eval()
         with read_ahead(self.read_held_out, self.held_out, self.copying) as ahead:
             for batch in ahead:
-                criterion = MicroBatchLoss(self.chunks)
-                loss = self._run(batch, criterion)
+                criterion = self.criterion(self.done)
+                loss = self.forward_backward(batch, criterion)
                 if loss is not None:
                     losses.append(loss)
                 if criterion.greedy:
@@ -415,12 +413,12 @@ class Run:
             stage.train()
         if not losses:
             return {}
-        eval_loss, *mtp_loss = (each.item() for each in torch.stack(losses).mean(0))
-        found: dict[str, Any] = {"eval_loss": eval_loss}
+        mean = torch.stack(losses).mean(0)
+        found: dict[str, Any] = {"eval_loss": mean[0].item()}
         if drafts:
             both = torch.stack(drafts).sum(0)
             self._sum("drafts", "accepted drafts", both, self.job.place.group(*DENSE))
-            found |= {"eval_mtp_loss": mtp_loss, "acceptance_length": 1 + (both[0] / both[1]).item()}
+            found |= {"eval_mtp_loss": mean[1:].tolist(), "acceptance_length": 1 + (both[0] / both[1]).item()}
         return found
 
     def _accepted(self, criterion: MicroBatchLoss) -> Tensor:

@@ -166,7 +166,7 @@ def run_again(run: Run, batch: Batch, step: int) -> Again:
     stages = run.model.stages
     parameters = where_nonfinite({name: local(p) for stage in stages for name, p in stage.named_parameters()})
     with Watch(run.recorder, nonfinite, stages) as watch, run.routers.step():
-        losses = run.forward_backward(batch, step)
+        losses = run.forward_backward(batch, run.criterion(step))
     loss = None if losses is None else losses[0]
     run.guard.mark(loss)
     grads = named_gradients(stages)
