@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -15,10 +14,9 @@ import torch
 from dualpipe.models.decoder import Layer, SparseMLP
 from dualpipe.models.hub import HubConfig
 from dualpipe.nn import GroupedLinear, Linear
-from dualpipe.parallel.context import ContextParallel
+from dualpipe.parallel.context import method_for
+from dualpipe.parallel.heads import heads_width
 from dualpipe.parallel.ring import row_width
-
-_HOST = torch.device("cpu")
 
 
 class ParameterCounts(NamedTuple):
@@ -112,11 +110,11 @@ class ContextNumbers(NamedTuple):
 def context_numbers(config: HubConfig, index: int, sequence_length: int, cp: int, method: str) -> ContextNumbers:
     """Those of a layer of `cp` ranks, by a `method` of `dualpipe.parallel.context`: rows go forward, again in the
     backward, and their gradients back; heads and what they find there and back, each way. ValueError as it raises."""
-    attention, ranks = meta_layer(config, index).self_attn, SimpleNamespace(rank=0, size=cp, device=_HOST, group=None)
-    if ContextParallel(ranks, method=method).method_of(attention) == "all_to_all":
-        heads = (attention.num_heads + attention.num_kv_heads) * (attention.qk_dim + attention.v_dim)
-        sent = heads * (cp - 1) / cp
-        return ContextNumbers(sent, sent, 2.0 * heads)  # what is sent and what arrives
+    attention = meta_layer(config, index).self_attn
+    if method_for(attention, cp, method) == "all_to_all":
+        width = heads_width(attention)
+        sent = width * (cp - 1) / cp
+        return ContextNumbers(sent, sent, 2.0 * width)  # what is sent and what arrives
     others = float(cp - 1)  # whose rows are needed, each with as many tokens as there are here
     if attention.window is not None:  # before each of two chunks, so many tokens
         others = min(others, 2 * (attention.window - 1) * cp / sequence_length)

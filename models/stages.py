@@ -113,6 +113,14 @@ class Stage(nn.Module):
             context.method_of(layer.self_attn)
             layer.self_attn.context_parallel = context if context.split.size > 1 else None
 
+    def tied_parameters(self) -> list[nn.Parameter]:
+        """What the other end of a pipeline has as well, the same or a copy: the embedding, as it is the head too, or is
+        needed for multi-token prediction."""
+        if self.first is self.last or not (self.config.tie_word_embeddings or self.config.mtp_depth):
+            return []
+        owner = self.embed_tokens if hasattr(self, "embed_tokens") else self.lm_head
+        return [cast(nn.Parameter, owner.weight)]
+
     def compile_dense(self, **options: Any) -> None:
         """Have attention and dense MLPs go through `torch.compile(**options)`: what is between linear layers, which
         hand out weight gradients that no compiler sees. Experts and norms have their own kernels: the host takes 60 us

@@ -66,9 +66,6 @@ def check(path: StrPath, mesh: Mesh) -> Iterator[str]:
     layout = ", ".join(f"{name} {mesh.size(name)}" for name in TRAFFIC if name != "cp" or mesh.size(name) > 1)
     yield (f"a rank of {layout} (two stages each, in a V) reads at most "
            f"{format_bytes(read)} and holds at most {held:,} parameters, {format_bytes(2 * held)} in bf16")
-    if config.tie_word_embeddings and mesh.replicas > 1:
-        raise ValueError(f"{path}: tied embeddings cannot be shared by data-, context- or expert-parallel ranks "
-                         f"({layout}); it can be loaded with pp alone")
     yield "it can be loaded"
 
 

@@ -14,9 +14,9 @@ from dualpipe.parallel.dtype_plan import (
 )
 from dualpipe.parallel.materialize import assert_materialized, build_on_meta, materialize
 from dualpipe.parallel.resolve import resolve_dtypes
-from dualpipe.parallel.shard import shard
+from dualpipe.parallel.shard import shard, shard_stages
 
 __all__ = [
     "ContractError", "DTypePlan", "DTypePolicy", "Rule", "TensorDTypes", "assert_contract", "assert_materialized",
-    "build_on_meta", "checkpoint_dtypes", "materialize", "resolve_dtypes", "shard",
+    "build_on_meta", "checkpoint_dtypes", "materialize", "resolve_dtypes", "shard", "shard_stages",
 ]

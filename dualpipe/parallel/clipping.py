@@ -29,12 +29,14 @@ _Groups = tuple[ProcessGroup, ...]
 @torch.no_grad()
 def clip_grad_norm_(
     parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, *,
-    group: ProcessGroup | None = None, device: torch.device, dtype: torch.dtype = torch.float64,
+    copies: Iterable[Tensor] = (), group: ProcessGroup | None = None, device: torch.device,
+    dtype: torch.dtype = torch.float64,
 ) -> Tensor:
     """As `torch.nn.utils.clip_grad_norm_`, with the norm over all ranks of `group` and of the parameters' meshes.
 
     A parameter that is given twice counts once, and so do the copies of a DTensor that is replicated. A plain parameter
-    counts once for each rank of `group` (None: this rank alone) that has it. `max_norm` infinite: nothing is scaled.
+    counts once for each rank of `group` (None: this rank alone) that has it, unless it is one of `copies`, which are
+    only scaled. `max_norm` infinite: nothing is scaled.
 
     Returns the norm before, a scalar of `dtype` on `device`, the same on every rank. Collective; raises ValueError for
     norms that there are not, and with `error_if_nonfinite` RuntimeError, on every rank, where the norm is infinite or
@@ -46,12 +48,13 @@ def clip_grad_norm_(
                          f"max_norm = {max_norm}")
     to_measure: defaultdict[_Groups, list[Tensor]] = defaultdict(list)
     to_scale: list[Tensor] = []
+    counted_elsewhere = set(copies)
     for parameter in dict.fromkeys(parameters):
         groups: _Groups = ()  # whose ranks hold different parts of it
         if isinstance(parameter, DTensor):
             placed = enumerate(parameter.placements)
             groups = tuple(parameter.device_mesh.get_group(i) for i, place in placed if not place.is_replicate())
-        measured = to_measure[groups]
+        measured = [] if parameter in counted_elsewhere else to_measure[groups]
         if (grad := parameter.grad) is not None:
             if grad.is_sparse:  # has no norm, its values have one
                 grad = parameter.grad = grad.coalesce()

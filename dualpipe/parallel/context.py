@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dualpipe.nn.segments import Segment
 from dualpipe.parallel.all_to_all import AsyncAllToAll
-from dualpipe.parallel.heads import ByHeads
+from dualpipe.parallel.heads import ByHeads, heads_width
 from dualpipe.parallel.ring import Ring, Window, row_width
 from dualpipe.parallel.sequence_rows import SequenceRanks, SharedAttention
 
@@ -49,18 +49,8 @@ class ContextParallel(SequenceRanks):
         self._method = method
 
     def method_of(self, attention: SharedAttention) -> str:
-        """"window", "ring" or "all_to_all". Raises ValueError where heads do not go with what was asked for."""
-        if attention.window is not None:
-            return "window"
-        ranks, heads, kv_heads = self.split.size, attention.num_heads, attention.num_kv_heads
-        fits = heads % ranks == 0 and kv_heads % ranks == 0
-        if self._method == "all_to_all" and not fits:
-            raise ValueError(f"{heads} heads of queries and {kv_heads} of keys and values cannot be divided evenly "
-                             f"among {ranks} context-parallel ranks; use the method ring, or a number of ranks that "
-                             "divides both")
-        by_heads = (heads + kv_heads) * (attention.qk_dim + attention.v_dim)
-        less = 2 * by_heads <= 3 * ranks * row_width(attention)
-        return "all_to_all" if fits and (self._method == "all_to_all" or (self._method == "auto" and less)) else "ring"
+        """"window", "ring" or "all_to_all"; see `method_for`."""
+        return method_for(attention, self.split.size, self._method)
 
     def segments(self, attention: SharedAttention, recompute: bool) -> list[Segment]:
         """From "normed" and "context" to "y". recompute: whether all of it is computed again before the backward, not
@@ -68,3 +58,17 @@ class ContextParallel(SequenceRanks):
         if self.method_of(attention) == "all_to_all":
             return ByHeads(self, attention).segments(recompute)
         return (Ring if attention.window is None else Window)(self, attention).segments(recompute)
+
+
+def method_for(attention: SharedAttention, ranks: int, method: str) -> str:
+    """"window", "ring" or "all_to_all": what so many ranks exchange by for a layer, asked for one of `METHODS`. Raises
+    ValueError where heads do not go with that."""
+    if attention.window is not None:
+        return "window"
+    heads, kv_heads = attention.num_heads, attention.num_kv_heads
+    fits = heads % ranks == 0 and kv_heads % ranks == 0
+    if method == "all_to_all" and not fits:
+        raise ValueError(f"{heads} heads of queries and {kv_heads} of keys and values cannot be divided evenly among "
+                         f"{ranks} context-parallel ranks; use the method ring, or a number of ranks that divides both")
+    less = 2 * heads_width(attention) <= 3 * ranks * row_width(attention)
+    return "all_to_all" if fits and (method == "all_to_all" or (method == "auto" and less)) else "ring"

@@ -13,7 +13,7 @@ calls are used where the installed torch has them: `reset_iter_state` from 2.13,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import chain
@@ -31,14 +31,15 @@ from dualpipe.parallel.private import groups_of, private, state_of
 from dualpipe.quantized.weights import placed_as, quantized_part
 from dualpipe.recorder import Recorder, Waiting
 
+Place = tuple[nn.Module, str]  # a module that has a parameter, and its name there
+
 
 class StageParameters:
     """Drives the FSDP2 units of a stage, if there are any, through a step; ValueError for what cannot be in one."""
 
     def __init__(self, stage: nn.Module) -> None:
         sharded: list[Any] = [module for module in stage.modules() if isinstance(module, FSDPModule)]
-        # The modules that `fully_shard` was called on, outermost first; of those sharded together the first.
-        self._units = list({id(state_of(unit)): unit for unit in reversed(sharded)}.values())[::-1]
+        self._units = _units(stage)
         inside = {inner for outer in sharded for inner in outer.modules() if inner is not outer}
         self._roots: list[Any] = [module for module in sharded if module not in inside]
         self.several_groups = all(hasattr(state_of(unit), "_fsdp_param_groups") for unit in self._units)
@@ -67,12 +68,15 @@ class StageParameters:
                 # through. It costs no memory: a buffer takes the place of the gradients that were copied into it.
                 root.set_reduce_scatter_max_input_buffers(len(self._units))
 
-    def places(self) -> Iterator[tuple[nn.Module, str]]:
-        """Where the parameters that FSDP2 has are: module and name in it."""
+    def places(self) -> Iterator[Place]:
+        """Where the parameters that FSDP2 has are, in other stages too that see them (`lend`)."""
         for fsdp_param in self._fsdp_params():
-            info = private(fsdp_param, "_module_info")
-            yield info.module, info.param_name
-            yield from zip(info.shared_modules, info.shared_param_names)
+            yield from _places(private(fsdp_param, "_module_info"))
+
+    def borrowers(self, stages: Mapping[int, nn.Module]) -> set[int]:
+        """Which of the other stages see a parameter of this one."""
+        modules = {module for module, _ in self.places()}.difference(self._stage.modules())
+        return {number for number, stage in stages.items() if not modules.isdisjoint(stage.modules())}
 
     def gather(self) -> None:
         """Start to gather all parameters; collective over the data-parallel ranks, as `complete` is."""
@@ -206,14 +210,16 @@ class StageParameters:
 class ParametersStep:
     """The parameters of one rank's stages during one step.
 
-    train: whether there are backwards; reduce: whether gradients are reduced at the end. Its collectives come in the
-    order of the rank's program, which is that of every data-parallel rank. A rank that failed goes on to `complete`
-    what it has not, so that no other one waits for it.
+    borrowers: by stage, those that see its parameters. train: whether there are backwards; reduce: whether gradients
+    are reduced at the end. Its collectives come in the order of the rank's program, which is that of every data-
+    parallel rank. A rank that failed goes on to `complete` what it has not, so that no other one waits for it.
     """
 
-    def __init__(self, stages: Mapping[int, StageParameters], *, train: bool, reduce: bool) -> None:
-        self._stages, self._train, self._reduce = stages, train, reduce
-        self._waiting, self._open = set(stages), set(stages)
+    def __init__(
+        self, stages: Mapping[int, StageParameters], borrowers: Mapping[int, set[int]], *, train: bool, reduce: bool
+    ) -> None:
+        self._stages, self._borrowers, self._train, self._reduce = stages, borrowers, train, reduce
+        self._waiting, self._open, self._in_use = set(stages), set(stages), set(stages)
         self._broken = False  # whether a collective failed, so that the others cannot be met any more
         self._recorder = Recorder.current()
 
@@ -234,8 +240,10 @@ class ParametersStep:
             parameters.set_idle()
 
     def complete(self, stages: Iterable[int]) -> None:
-        """These have nothing left to do: reduce or keep their gradients, and free their parameters."""
-        for stage in self._open.intersection(stages):
+        """These have nothing left to do: reduce or keep their gradients, and free their parameters, where no other
+        stage has any of them."""
+        self._in_use.difference_update(stages)
+        for stage in [s for s in self._open if self._in_use.isdisjoint({s, *self._borrowers[s]})]:
             self._open.remove(stage)
             self._meet("reduce", stage, partial(self._stages[stage].complete, reduce=self._reduce))
 
@@ -268,6 +276,30 @@ class ParametersStep:
         except BaseException:
             self._broken = True
             raise
+
+
+def lend(stage: nn.Module, places: Sequence[Place]) -> None:
+    """Have the other places, in other stages, see a parameter that FSDP2 has at the first, in `stage`, as it is there:
+    sharded or gathered."""
+    own, *others = places
+    for group in chain.from_iterable(groups_of(unit) for unit in _units(stage)):
+        for fsdp_param in private(group, "fsdp_params"):
+            info = private(fsdp_param, "_module_info")
+            for module, name in others if own in _places(info) else ():
+                info.shared_modules.append(module)
+                info.shared_param_names.append(name)
+                setattr(module, name, private(fsdp_param, "sharded_param"))
+
+
+def _units(stage: nn.Module) -> list[Any]:
+    """The modules that `fully_shard` was called on, outermost first; of those sharded together the first."""
+    sharded = [module for module in stage.modules() if isinstance(module, FSDPModule)]
+    return list({id(state_of(unit)): unit for unit in reversed(sharded)}.values())[::-1]
+
+
+def _places(info: Any) -> list[Place]:
+    """Where FSDP2 puts a parameter, of which `info` says so."""
+    return [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names)]
 
 
 def process_groups(stages: Iterable[nn.Module], others: Iterable[ProcessGroup] = ()) -> list[ProcessGroup]:

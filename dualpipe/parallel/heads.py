@@ -16,6 +16,11 @@ from dualpipe.nn.segments import Communicate, Compute, Segment
 from dualpipe.parallel.sequence_rows import SequenceRanks, SequenceRows, SharedAttention
 
 
+def heads_width(attention: SharedAttention) -> int:
+    """Numbers of a token in the queries, keys, values and results of all heads."""
+    return (attention.num_heads + attention.num_kv_heads) * (attention.qk_dim + attention.v_dim)
+
+
 class ByHeads:
     """Each rank has a part of the heads, one after the other, for all tokens."""
 

@@ -39,7 +39,7 @@ class SharedAttention(Protocol):
 
 
 class Sizes(NamedTuple):
-    """Of a micro-batch, which a rank must know that has failed, as others count on what it sends."""
+    """Sizes of a micro-batch, which a rank must know that has failed, as others count on what it sends."""
 
     batch: int
     length: int  # of the whole sequence

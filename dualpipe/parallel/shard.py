@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple
@@ -29,16 +29,39 @@ from torch.utils._pytree import tree_map_only
 from dualpipe.dtypes import short_name
 from dualpipe.kernels.formats import Format, QuantizedRows
 from dualpipe.parallel.dtype_plan import DTypePlan, slots
-from dualpipe.parallel.fsdp import keep_hook_on_reduce_stream
+from dualpipe.parallel.fsdp import Place, keep_hook_on_reduce_stream, lend
 from dualpipe.parallel.gather import PackedGather, attach, gather_packed
 from dualpipe.parallel.materialize import store
 
 _Dtypes = tuple[torch.dtype, torch.dtype | None]  # computed in, and returned where that is another
 
 
+def shard_stages(
+    stages: Sequence[nn.Module], mesh: DeviceMesh | None, plan: DTypePlan, *, expert_mesh: DeviceMesh | None = None
+) -> None:
+    """Shard the stages of one rank, ascending, each as `shard` does.
+
+    Of a parameter that several have, such as that of tied embeddings at both ends of a V, FSDP2 knows in the first of
+    them alone; the others see it as it is there, sharded or gathered, and it is reduced when all of them are done.
+    """
+    owners: dict[nn.Parameter, nn.Module] = {}
+    places: defaultdict[nn.Parameter, list[Place]] = defaultdict(list)  # the owner's first one, and those of others
+    for stage in stages:
+        for module in stage.modules():
+            for name, param in module.named_parameters(recurse=False):
+                if owners.setdefault(param, stage) is not stage or param not in places:
+                    places[param].append((module, name))
+    for stage in reversed(stages):  # an owner, which replaces its parameters, when nobody needs to recognise them
+        borrowed = [param for param, owner in owners.items() if owner is not stage]
+        shard(stage, mesh, plan, expert_mesh=expert_mesh, unsharded=borrowed)
+    for param, found in places.items() if mesh is not None else ():
+        if len(found) > 1:
+            lend(owners[param], found)
+
+
 def shard(
     module: nn.Module, mesh: DeviceMesh | None, plan: DTypePlan, *, expert_mesh: DeviceMesh | None = None,
-    output_dtype: torch.dtype | None = None,
+    output_dtype: torch.dtype | None = None, unsharded: Iterable[nn.Parameter] = (),
 ) -> nn.Module:
     """Shard a module with FSDP2 as the plan says, in place; returns it. Works on the meta device too.
 
@@ -49,7 +72,8 @@ def shard(
 
     Each layer is gathered in as many units as it has dtypes. Inside a layer, what a float32 unit returns stays float32
     (a rule may say otherwise) and is cast where it enters a module of another dtype; the layer returns the policy's
-    `param_dtype`, and `module` its `output_dtype` or, with a warning, the one given here.
+    `param_dtype`, and `module` its `output_dtype` or, with a warning, the one given here. unsharded: parameters that
+    FSDP2 is not to know of in this module, for `shard_stages`.
 
     Raises ValueError where `Cut` does, the module is sharded already, meshes do not fit the experts, or, with no mesh,
     a parameter would have to compute in another dtype than it is stored in.
@@ -75,7 +99,7 @@ def shard(
         managed = [m for outer in modules for m in outer.modules() if m not in taken]
         taken.update(managed)
         if mesh is not None:
-            gathers += _fully_shard(modules, key, mesh, expert_mesh, formats)
+            gathers += _fully_shard(modules, key, mesh, expert_mesh, formats, unsharded)
         if key:
             _accumulate_in(key.reduce, modules, managed, now=mesh is None)
     if gathers:  # ahead of FSDP2, whose first forward may pad the shards of all units
@@ -279,7 +303,7 @@ def _is_trained(module: nn.Module) -> bool:
 
 def _fully_shard(
     modules: tuple[nn.Module, ...], key: Key | None, dense: DeviceMesh, expert_mesh: DeviceMesh | None,
-    formats: Mapping[tuple[nn.Module, str], Format],
+    formats: Mapping[tuple[nn.Module, str], Format], unsharded: Iterable[nn.Parameter],
 ) -> list[PackedGather]:
     of_experts = key is not None and key.expert
     mesh = expert_mesh if of_experts and expert_mesh is not None else dense
@@ -301,14 +325,14 @@ def _fully_shard(
     def divide(gradient: Tensor) -> None:
         gradient.div_(dense.size() // mesh.size())
 
-    # Nothing trainable is ever ignored, because the gradient of an ignored parameter is not reduced.
-    scalars = {p for m in modules for p in m.parameters() if p.dim() == 0 and not p.requires_grad}
+    # Nothing trainable that is in no other unit is ignored: the gradient of an ignored parameter is not reduced.
+    ignored = {p for m in modules for p in m.parameters() if p.dim() == 0 and not p.requires_grad}.union(unsharded)
     fully_shard(
         list(modules) if len(modules) > 1 else modules[0],
         mesh=mesh,
         mp_policy=MixedPrecisionPolicy(key and key.compute, key and key.reduce, cast_forward_inputs=False),
         shard_placement_fn=off_dimension_0 if of_experts else None,
-        ignored_params=scalars or None,
+        ignored_params=ignored or None,
     )
     first = modules[0]
     gathers = gather_packed(first, formats) if isinstance(first, FSDPModule) else []

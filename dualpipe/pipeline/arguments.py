@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from inspect import Parameter, signature
-from itertools import chain, starmap
+from itertools import chain, starmap, zip_longest
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dualpipe.nn.segments import Segment, checked, is_reserved
 from dualpipe.parallel.fsdp import StageParameters
+from dualpipe.pipeline.tied import tied_parameters
 
 _SHOWN = 3  # parameters that are not reduced
 _REMEDY = "use dualpipe.parallel.shard or torch's fully_shard"
@@ -53,6 +54,7 @@ class OwnStages:
     modules: Mapping[int, nn.Module]
     specs: Mapping[int, SideSpec]
     parameters: Mapping[int, StageParameters]
+    borrowers: Mapping[int, set[int]]  # of each stage, the others that see parameters which FSDP2 has in it
     count: int
     device: torch.device
     batch_dim: int
@@ -225,9 +227,9 @@ def _same(what: str, values: Sequence[Any]) -> None:
 # -- a pipeline
 
 
-def conclude(ranks: Iterable[Sequence[Any]]) -> tuple[bool | None, SideSpec, torch.dtype]:
-    """Whether pairs run in turn (None: no matter), what the stages take, the dtype of norms; ValueError where ranks do
-    not fit.
+def conclude(ranks: Iterable[Sequence[Any]]) -> tuple[bool | None, SideSpec, torch.dtype, bool]:
+    """Whether pairs run in turn (None: no matter), what the stages take, the dtype of norms, whether the ends have
+    copies of parameters; ValueError where ranks do not fit.
 
     ranks: what each says when it builds its pipeline: what must be the same everywhere, whether pairs are to run in
     turn (None where nothing could), the `SideSpec`s of the stages, whether DeepSeek's hook runs them, whether any
@@ -236,16 +238,20 @@ def conclude(ranks: Iterable[Sequence[Any]]) -> tuple[bool | None, SideSpec, tor
     same, turns, specs, hooked, doubles, tied, reduced = zip(*ranks)
     _same("(schedule, its checksum, device, batch_dim, rank_mapping)", same)
     check_ranks(reduced)
-    embeddings, last = (list(chain(*ends)) for ends in zip(*tied))
+    embeddings, last, *copies = (list(chain(*ends)) for ends in zip(*tied))
     if any(shape in last for shape in embeddings):
         raise ValueError("tie_word_embeddings is set, but the first and the last stage are on two ranks and would "
-                         "train two weights; use a V-shaped schedule (dualpipev, zbv), or set it to False in their "
-                         "config")
+                         "train two weights; use a V-shaped schedule (dualpipev, zbv), give both stages a method "
+                         "tied_parameters() that returns their copies, or set it to False in their config")
+    if copies[0] != copies[1]:
+        raise ValueError("the tied_parameters() of the first and of the last stage must be copies of one another; "
+                         f"their shapes are {copies[0]} and {copies[1]}")
     wanted = [each for each in turns if each is not None]
     parts = list(starmap(SideSpec, chain(*specs)))
     names = sorted(set(chain.from_iterable(part.names for part in parts)))
     spec = SideSpec(tuple(names), any(part.every for part in parts), any(hooked))
-    return any(wanted) if wanted else None, spec, torch.float64 if any(doubles) else torch.float32
+    norms = torch.float64 if any(doubles) else torch.float32
+    return any(wanted) if wanted else None, spec, norms, bool(copies[0])
 
 
 def checked_modules(modules: Any) -> tuple[nn.ModuleList, torch.device | None]:
@@ -267,21 +273,26 @@ def checked_modules(modules: Any) -> tuple[nn.ModuleList, torch.device | None]:
 
 def tied_ends(first: nn.Module | None, last: nn.Module | None) -> list[list[list[int]]]:
     """Shapes of the first stage's embeddings and of the last one's matrices, where a config like one of transformers'
-    ties them; none of a stage on another rank (None). ValueError where both are here, with weights of one shape, and
-    share no Parameter."""
-    ties = [getattr(getattr(stage, "config", None), "tie_word_embeddings", False) for stage in (first, last)]
+    ties them, then those of what each says to have copies of; none of a stage on another rank (None), nor of what both
+    have here. ValueError where both are here, with weights that are to be one, and share no Parameter."""
+    copies = [tied_parameters(stage) for stage in (first, last)]
+    ties = [not own and getattr(getattr(stage, "config", None), "tie_word_embeddings", False)
+            for stage, own in zip((first, last), copies)]
     ends: list[list[Tensor]] = [
         [m.weight for m in first.modules() if isinstance(m, nn.Embedding)] if first is not None and ties[0] else [],
         [p for p in last.parameters() if p.dim() == 2] if last is not None and ties[1] else [],
     ]
     embeddings, matrices = ([list(shape) for shape in dict.fromkeys(w.shape for w in weights)] for weights in ends)
     if first is None or last is None:
-        return [embeddings, matrices]
+        return [embeddings, matrices, *([list(copy.shape) for copy in each] for each in copies)]
+    if any(a is not b for a, b in zip_longest(*copies)):
+        raise ValueError("the first and the last stage are on one rank and must share the Parameters that their "
+                         "tied_parameters() return: give one the other's")
     shared = first is last or set(first.parameters()) & set(last.parameters())
     if not shared and any(shape in matrices for shape in embeddings):
         raise ValueError("tie_word_embeddings is set, but the first and the last stage share no Parameter and would "
                          "train two weights; give one the other's, or set it to False in their config")
-    return [[], []]
+    return [[], [], [], []]
 
 
 def check_stages(
@@ -304,7 +315,7 @@ def check_stages(
     meshes = {param.device_mesh for module, name in managed if isinstance(param := getattr(module, name), DTensor)}
     ranks = {rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()}
     plain: list[str] = []
-    for number, (stage, its) in enumerate(zip(stages, places)):
+    for number, stage in enumerate(stages):
         missed: list[str] = []
         for path, module in stage.named_modules():
             if isinstance(module, DistributedDataParallel | FullyShardedDataParallel):
@@ -317,9 +328,9 @@ def check_stages(
                 apart = (isinstance(param, DTensor) and ranks <= set(param.device_mesh.mesh.flatten().tolist())
                          and not any(placed.is_replicate() for placed in param.placements))
                 named = any(fnmatchcase(name, pattern) for pattern in patterns)
-                if param.requires_grad and (module, key) not in its and not apart and not named:
+                if param.requires_grad and (module, key) not in managed and not apart and not named:
                     missed.append(name)
-        if its and len(ranks) > 1 and missed:
+        if places[number] and len(ranks) > 1 and missed:
             raise ValueError(f"module {number} of this rank is sharded in part, but not {_some(missed)}; {_UNREDUCED}")
         plain += missed
     return len(ranks) > 1, plain[:_SHOWN]

@@ -37,6 +37,7 @@ from dualpipe.pipeline.arguments import (
 from dualpipe.pipeline.executor import Executor, Outputs
 from dualpipe.pipeline.lower import Programs
 from dualpipe.pipeline.p2p import P2PGroups, P2PMessages
+from dualpipe.pipeline.tied import TiedGradients, tied_parameters
 from dualpipe.recorder import Recorder
 from dualpipe.schedule import Schedule
 from dualpipe.schedule.build import first_microbatches
@@ -60,6 +61,9 @@ class Pipeline(nn.Module):
     Stages, or parts of them, that were given to FSDP2's `fully_shard` before are driven by the pipeline: gathered once
     a step, gradients accumulated in the policy's `reduce_dtype` and reduced when the stage is done. All data-parallel
     ranks must then take every step together.
+
+    A parameter that both ends have on one rank, as in a V, they share. Where the ends are on two ranks, each stage with
+    one has a method `tied_parameters()` that returns its copies; the pipeline then sums their gradients over both.
 
     Raises ValueError on every rank where arguments of one of them do not fit.
     """
@@ -102,11 +106,16 @@ class Pipeline(nn.Module):
                 tied_ends(own.modules.get(0), own.modules.get(built.num_stages - 1)),
                 check_stages(list(self.module), list(own.parameters.values()), unreduced),
             ]
-        overlaps, spec, self._norm_dtype = told.conclusion
+        overlaps, spec, self._norm_dtype, ties = told.conclusion
         self._programs.pairs = overlaps is True
         self._agree = partial(agree, first=built.placement[0], last=built.placement[-1], spec=spec)
         self._ranks.compare_replicas()
-        self._groups.connect(built.placement, self.device)
+        first, last = built.placement[0], built.placement[-1]
+        self._groups.connect((*built.placement, *[first] * ties), self.device)
+        self._tied: TiedGradients | None = None
+        if ties and self.rank in (first, last):
+            end = own.modules[0 if self.rank == first else built.num_stages - 1]
+            self._tied = TiedGradients(end, self._groups, rank=self.rank, first=first, last=last)
 
     def _build(self, modules: Sequence[nn.Module], schedule: str | Schedule) -> Schedule:
         """The schedule, for the fewest micro-batches; ValueError for what does not fit."""
@@ -121,9 +130,11 @@ class Pipeline(nn.Module):
             where = f"schedule {built.name!r} has them on ranks {built.placement}"
             raise ValueError(f"DualPipeV needs stages placed in a V, {where}")
         numbers = built.rank_stages(self.rank)
+        own = dict(zip(numbers, self.module))
         self._own = OwnStages(
-            dict(zip(numbers, self.module)), dict(zip(numbers, specs)), dict(zip(numbers, parameters)),
-            built.num_stages, self.device, self.batch_dim,
+            own, dict(zip(numbers, specs)), dict(zip(numbers, parameters)),
+            {number: each.borrowers(own) for number, each in zip(numbers, parameters)}, built.num_stages, self.device,
+            self.batch_dim,
         )
         return built
 
@@ -185,14 +196,19 @@ class Pipeline(nn.Module):
         num_larger, side_names, kind = told.conclusion
         by_host = self.device.type != "cpu" and kind not in self._loaded
         messages = P2PMessages(self._groups, program, num_larger=num_larger, device=self.device, by_host=by_host)
-        parameters = ParametersStep(self._own.parameters, train=train, reduce=train and sync)
+        parameters = ParametersStep(
+            self._own.parameters, self._own.borrowers, train=train, reduce=train and sync)
         executor = Executor(self._own, batch, side_names, program, messages, parameters, self.weight_grad_store)
         try:
             with self._ranks.together(PipelineError, where=executor.where):
+                if self._tied is not None and train:
+                    self._tied.begin()
                 result = executor.run()
         except BaseException:
             self._discard()
             raise
+        if self._tied is not None and train and sync:  # now that no rank has failed
+            self._tied.add()
         self._loaded.add(kind)
         return result
 
@@ -219,9 +235,10 @@ class Pipeline(nn.Module):
         Returns the norm before as a scalar, the same on every rank. Raises ValueError where norm_type is not above 0 or
         max_norm below 0; with `error_if_nonfinite` RuntimeError for a norm that is not finite, gradients untouched.
         """
+        last = self._own.modules.get(self._own.count - 1) if self._tied is not None else None
         return clip_grad_norm_(
-            self.parameters(), max_norm, norm_type, error_if_nonfinite, group=self._process_group, device=self.device,
-            dtype=self._norm_dtype,
+            self.parameters(), max_norm, norm_type, error_if_nonfinite, copies=tied_parameters(last),
+            group=self._process_group, device=self.device, dtype=self._norm_dtype,
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -232,6 +249,8 @@ class Pipeline(nn.Module):
     def _discard(self) -> None:
         for parameters in self._own.parameters.values():
             parameters.discard()
+        if self._tied is not None:
+            self._tied.discard()
 
 
 def _reordered(steps: Iterable[Step], *, deferred: bool) -> Iterator[Step]:

@@ -112,12 +112,19 @@ def to_toml(config: Config, path: Path) -> str:
         for name, word in PATHS.get(table, {}).items():
             if found.get(name) and found[name] != word:
                 found[name] = os.path.relpath(Path(found[name]).resolve(), folder)
-        plain = {name: value for name, value in found.items() if name != "rules"}
-        if plain:
-            lines += [f"[{table}]", *(f"{name} = {_toml(value)}" for name, value in plain.items()), ""]
-        for rule in found.get("rules", ()):
-            lines += [f"[[{table}.rules]]", *(f"{k} = {_toml(v)}" for k, v in rule.items() if v is not None), ""]
+        rows = {name: value for name, value in found.items()
+                if isinstance(value, tuple) and any(isinstance(each, dict) for each in value)}
+        if plain := {name: value for name, value in found.items() if name not in rows}:
+            lines += [f"[{table}]", *_pairs(plain), ""]
+        for name, each in rows.items():
+            for row in each:
+                lines += [f"[[{table}.{name}]]", *_pairs(row), ""]
     return "\n".join(lines)
+
+
+def _pairs(values: Mapping[str, Any]) -> Iterator[str]:
+    """The lines of a table; TOML has no null, which is what a field of a row is that was left out."""
+    return (f"{name} = {_toml(value)}" for name, value in values.items() if value is not None)
 
 
 def _toml(value: Any) -> str:

@@ -13,7 +13,6 @@ from dualpipe.plan.predict import Prediction
 from dualpipe.schedule.build import BUILDERS
 from dualpipe.train.config import Config
 from dualpipe.train.memory import GB, built, estimate
-from dualpipe.train.model import check_tied
 
 # What is tried. A schedule that is searched for takes its time for a single mesh: choose the mesh first.
 SCHEDULES = tuple(name for name in BUILDERS if name != "auto")
@@ -53,7 +52,6 @@ def plan(wanted: Wanted, rows: int) -> list[Prediction]:
 
     Raises ValueError where nothing fits, with what comes nearest, and where there is no mesh at all.
     """
-    check_tied(wanted.model, wanted.gpus)
     meshes = [sorted(runs, key=wanted.floor) for runs in _meshes(wanted)]
     if not meshes:
         raise ValueError(f"no mesh of {wanted.gpus} GPUs takes {wanted.sequences} sequences a step; give other --gpus, "
@@ -118,8 +116,7 @@ def _runs(wanted: Wanted, pp: int, dp: int, cp: int, ep: int) -> Iterator[Predic
     for schedule, size, rules in product(SCHEDULES, sizes, RECOMPUTED):
         chunks, rest = divmod(wanted.sequences, size * dp * ep)
         shape = built(schedule, pp, 1)
-        apart = wanted.model.tie_word_embeddings and shape.placement[0] != shape.placement[-1]
-        if rest or not chunks or shape.num_stages > layers + 2 or apart or (rules and "dispatch" in rules and ep == 1):
+        if rest or not chunks or shape.num_stages > layers + 2 or (rules and "dispatch" in rules and ep == 1):
             continue
         yield Prediction(replace(
             config,

@@ -91,7 +91,8 @@ class ControlStore:
         self._call(find)
 
     def states(self, world_size: int) -> dict[int, Any]:
-        """The states that ranks hand in after the last `ask` or `fault`, None of those that do not in time."""
+        """The states that ranks hand in after the last `ask` or `fault`, None of those that do not in time. Where the
+        store goes before, those that it has given until then."""
         if self._silent:
             return {}
         found: dict[int, Any] = dict.fromkeys(range(world_size))
@@ -106,7 +107,7 @@ class ControlStore:
             if all(state is not None or rank in dumb for rank, state in found.items()):
                 break
             time.sleep(TICK / 5)
-        return {} if self._silent else found
+        return {rank: state for rank, state in found.items() if state is not None or not self._silent}
 
     def _get(self, key: str) -> bytes:
         return self._store.get(key) if self._store.check([key]) else b""

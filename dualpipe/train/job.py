@@ -164,31 +164,40 @@ def agree(store: dist.Store, info: RankInfo, prepare: Callable[[dict[str, Any]],
     raised it on some rank; TimeoutError where ranks do not come.
     """
     settings: dict[str, Any] = {}
-    wrong, said, error = "", "", None
+    said, error = "", None
     try:
         prepared = prepare(settings)
     except Exception as raised:  # told to the others before it is raised here
         said, error = (isinstance(raised, ValueError) and str(raised)) or repr(raised), raised
     record = json.dumps({"settings": settings, "error": said}, sort_keys=True, default=str)
-    try:
-        digests = _gather(store, info, "digest", hashlib.sha256(record.encode()).hexdigest(), timeout)
-        if info.rank == 0:
-            store.set("settings/asked", "for" if said or len(set(digests)) > 1 else "")
-        if store.get("settings/asked"):
-            records = [json.loads(each) for each in _gather(store, info, "record", record, timeout)]
-            if info.rank == 0:
-                store.set("settings/wrong", "; ".join(_differences(records)))
-            wrong = store.get("settings/wrong").decode()
-            with suppress(TimeoutError):
-                _gather(store, info, "read", "", PATIENCE)
-    except dist.DistError as lost:
-        raise TimeoutError(f"rank {info.rank} lost rank 0, or waited {timeout.total_seconds():g} s for it, while all "
-                           "ranks compared their settings; see what rank 0 printed") from lost
+    with Recorder.current().collective("meet", "the settings of all ranks", range(info.world_size)):
+        wrong = _compare(store, info, record, bool(said), timeout)
+    if wrong:
+        with suppress(TimeoutError, dist.DistError):  # rank 0, which has the store, stays for the others to read it
+            _gather(store, info, "read", "", PATIENCE)
     if error is not None and not isinstance(error, ValueError):
         raise error
     if wrong:
         raise ValueError(wrong) from error
     return prepared
+
+
+def _compare(store: dist.Store, info: RankInfo, record: str, failed: bool, timeout: timedelta) -> str:
+    """What is wrong with the records of all ranks, the same text on each; "" where nothing is. failed: whether this
+    one tells of an error."""
+    try:
+        digests = _gather(store, info, "digest", hashlib.sha256(record.encode()).hexdigest(), timeout)
+        if info.rank == 0:
+            store.set("settings/asked", "for" if failed or len(set(digests)) > 1 else "")
+        if not store.get("settings/asked"):
+            return ""
+        records = [json.loads(each) for each in _gather(store, info, "record", record, timeout)]
+        if info.rank == 0:
+            store.set("settings/wrong", "; ".join(_differences(records)))
+        return str(store.get("settings/wrong").decode())
+    except dist.DistError as lost:
+        raise TimeoutError(f"rank {info.rank} lost rank 0, or waited {timeout.total_seconds():g} s for it, while all "
+                           "ranks compared their settings; see what rank 0 printed") from lost
 
 
 def _gather(store: dist.Store, info: RankInfo, what: str, value: str, timeout: timedelta) -> list[bytes]:

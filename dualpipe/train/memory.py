@@ -37,7 +37,7 @@ from dualpipe.parallel import DTypePlan
 from dualpipe.pipeline.lower import one_at_a_time
 from dualpipe.schedule import Schedule, Step, build
 from dualpipe.train.config import Config, fit_world
-from dualpipe.train.model import check_tied, plan_run
+from dualpipe.train.model import plan_run
 from dualpipe.train.optimizer import parameter_places, takes_muon
 from dualpipe.train.schedule import build_schedule
 from dualpipe.train.tables import DTypesConfig, ParallelConfig, TrainConfig
@@ -97,7 +97,6 @@ def step_memory(
     p, train = config.parallel, config.train
     if model.num_experts % p.ep:
         raise ValueError(f"parallel.ep = {p.ep} does not divide the model's {model.num_experts} experts")
-    check_tied(model, p.replicas)
     # With more micro-batches no more of them are alive: the middle of a step repeats itself.
     schedule = _schedule(config, min(train.num_chunks, 4 * p.pp) if activations else 1)
     stages = meta_stages(model, schedule.num_stages, p.layers_per_stage)

@@ -27,7 +27,7 @@ from dualpipe.nn.attention import SequenceSplit
 from dualpipe.nn.products import Products
 from dualpipe.nn.router import Router, random_like_stride
 from dualpipe.nn.router_set import RouterSet
-from dualpipe.parallel import DTypePlan, DTypePolicy, Rule, resolve_dtypes, shard
+from dualpipe.parallel import DTypePlan, DTypePolicy, Rule, resolve_dtypes, shard, shard_stages
 from dualpipe.parallel.context import ContextParallel
 from dualpipe.parallel.dtype_plan import matches
 from dualpipe.parallel.expert import ExpertParallel, shard_experts
@@ -38,7 +38,7 @@ from dualpipe.ranks import RankSync
 from dualpipe.schedule import Schedule, build
 from dualpipe.train.mtp import MicroBatchLoss
 from dualpipe.train.optimizer import Group, Optimizer, layer_groups
-from dualpipe.train.tables import Config
+from dualpipe.train.tables import ALGORITHMS, Config
 
 
 class Model(NamedTuple):
@@ -134,12 +134,6 @@ def build_model(
     """
     place, numbers = Mesh.of(mesh), schedule.rank_stages(rank)
     first, last = 0 in numbers, schedule.num_stages - 1 in numbers
-    if config.tie_word_embeddings and first != last:
-        raise ValueError(
-            f"tie_word_embeddings needs the first and the last stage on one rank, but schedule {schedule.name!r} puts "
-            "them on two; use a V-shaped schedule (dualpipev, zbv)"
-        )
-    check_tied(config, place.replicas)
     context = context or ContextParallel(place.part("cp"))
     plan = plan or plan_model(config, dtype, replicas=place.replicas, from_hf=from_hf, mesh=mesh)
     fp8_rows = _rows_of_experts(plan, products) if fp8_dispatch else None
@@ -165,7 +159,7 @@ def build_model(
     if mesh is not None and place.replicas > 1:  # blocks of one stage's weights alone may not be cut so
         quantized = any(dtypes.format for dtypes in plan.tensors.values())
         RankSync.of_mesh(mesh if quantized else None).agree(
-            lambda: [shard(stage, place.dense, plan, expert_mesh=place.experts) for stage in stages])
+            lambda: shard_stages(stages, place.dense, plan, expert_mesh=place.experts))
     if from_hf:
         load_hf(stages, from_hf, mesh, plan, device=device)
     else:
@@ -207,13 +201,6 @@ def slow_products(model: Model, tokens: int, device: torch.device) -> list[str]:
                 if why := slower_in_fp8(item.format, shape, rows, device):
                     found.append(f"{name.rpartition('.')[2]}: {why}")
     return list(dict.fromkeys(found))  # once for all layers
-
-
-def check_tied(config: HubConfig, replicas: int) -> None:
-    """Raise ValueError for tied embeddings in parameters that several ranks share."""
-    if config.tie_word_embeddings and replicas > 1:
-        raise ValueError("tie_word_embeddings needs the embedding and the head in one FSDP2 unit, which two stages "
-                         "cannot be; set it to false in the model's config.json, or parallel.dp = cp = ep = 1")
 
 
 def build_whole(
@@ -261,7 +248,7 @@ def build_optimizer(config: Config, model: Model) -> Optimizer:
             near = ", ".join(nearest(group.pattern, names, 3, cutoff=0.0))
             raise ValueError(f"optimizer.groups: no parameter matches {group.pattern!r}; nearest: {near}")
     options = json.loads(o.options) if o.options else {}
-    if o.name in ("adamw", "muon"):  # Muon's: a group may take it beside either
+    if o.name in ALGORITHMS:  # Muon's: a group may take it beside either
         options = {"momentum": o.momentum, "nesterov": o.nesterov, "coefficients": o.coefficients}
     layers = layer_groups(o.lr, o.layer_decay, model.config.num_hidden_layers) if o.layer_decay < 1 else []
     return Optimizer(

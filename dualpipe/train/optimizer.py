@@ -29,6 +29,7 @@ from dualpipe.parallel.dtype_plan import matches
 from dualpipe.quantized import requantize
 from dualpipe.quantized.weights import placed_as, quantized_part, untrained
 from dualpipe.train.muon import Muon
+from dualpipe.train.tables import ALGORITHMS
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # as torch calls them
 
@@ -154,7 +155,7 @@ class Optimizer:
         """
         self._follow()
         skip = None if grad_norm is None else (~grad_norm.isfinite()).float()
-        if skip is not None and self._inner.keys() - {"adamw", "muon"}:
+        if skip is not None and self._inner.keys() - {*ALGORITHMS}:
             if skip.item():
                 return
             skip = None  # which only fused optimizers of torch's take
@@ -214,7 +215,7 @@ class Optimizer:
         for parameter, master in self._masters.items():
             algorithm, group = self._groups[master]
             inner = self._inner[algorithm]
-            kept = inner.state[master] if algorithm in ("adamw", "muon") else {"": ParameterState(inner, group, master)}
+            kept = inner.state[master] if algorithm in ALGORITHMS else {"": ParameterState(inner, group, master)}
             found[parameter] = {"master": master, **kept}
         return found
 

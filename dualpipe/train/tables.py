@@ -18,6 +18,8 @@ from typing import Any, Literal, get_args, get_type_hints
 STDLIB = "stdlib"  # [data] path: the source code of Python's own standard library
 BYTES = "bytes"  # [data] tokenizer: one token per byte
 TEXT_KEY = "text"  # [data] text_key
+Algorithm = Literal["muon", "adamw"]
+ALGORITHMS: tuple[str, ...] = get_args(Algorithm)  # [optimizer] name, but for a class of one's own
 
 
 def _rule(holds: Callable[[Any], object], remedy: str) -> Callable[[Any], Any]:
@@ -188,11 +190,22 @@ FormatName = Literal["mxfp8", "nvfp4", "fp8_block", "fp8_block_pow2", "mxfp4", "
 
 
 @dataclass(frozen=True)
-class DTypeRule:
-    """An element of dtypes.rules: what holds of the tensors that `pattern` matches; fields left out are not changed."""
+class ByPattern:
+    """An element of a list of rules: what holds of what `pattern` matches; fields left out are None."""
 
     pattern: str = ""
     """segments joined by dots, of a tensor's name or of a module's: *.mlp.gate; "*" is any number of whole segments"""
+
+    def __str__(self) -> str:
+        """As `parse` of the rule takes it."""
+        given = ((each.name, getattr(self, each.name)) for each in fields(self)[1:])
+        return ",".join([self.pattern, *(f"{name}={value}" for name, value in given if value is not None)])
+
+
+@dataclass(frozen=True)
+class DTypeRule(ByPattern):
+    """An element of dtypes.rules: what holds of the tensors that `pattern` matches; fields left out are not changed."""
+
     storage: Literal[DTypeName, FormatName] | None = None
     """dtype of the parameter that the optimizer updates, or format that weights are stored in, beside fp32 masters"""
     compute: DTypeName | None = None
@@ -227,11 +240,6 @@ class DTypeRule:
                  f"storage as well: {', '.join(get_args(FormatName))}")
         return cls(pattern, **named)
 
-    def __str__(self) -> str:
-        """As `parse` takes it."""
-        given = ((each.name, getattr(self, each.name)) for each in fields(self)[1:])
-        return ",".join([self.pattern, *(f"{name}={dtype}" for name, dtype in given if dtype)])
-
 
 @dataclass(frozen=True)
 class DTypesConfig:
@@ -240,7 +248,7 @@ class DTypesConfig:
     rules: tuple[DTypeRule, ...] = ()
     """rules for tensors, as [[dtypes.rules]] in the TOML; on the command line each is PATTERN,FIELD=DTYPE,..."""
     products: Literal["auto", "weight-only"] = "auto"
-    """of weights in a format: "auto" is in FP8 where the format has such products and train.dtype is bf16;
+    """products with weights in a format: "auto" has them in FP8 where the format has such and train.dtype is bf16;
     "weight-only" takes rows as they are"""
     fp8_weight_grad: bool = False
     """make the weight gradients of products in FP8 from rows in FP8, which take half of the memory until then"""
@@ -300,29 +308,34 @@ class MTPConfig:
 
 
 @dataclass(frozen=True)
-class OptimizerGroup:
+class OptimizerGroup(ByPattern):
     """An element of optimizer.groups: what holds of the parameters that `pattern` matches; fields left out change
     nothing, and of several groups that match the last one that says something holds."""
 
-    pattern: str = ""
-    """as in dtypes.rules"""
     lr: float | None = None
     """peak learning rate"""
     weight_decay: float | None = None
     """decoupled decay"""
-    algorithm: Literal["muon", "adamw"] | None = None
+    algorithm: Algorithm | None = None
     """what updates them, with optimizer.name muon or adamw"""
 
     @classmethod
     def parse(cls, text: str) -> OptimizerGroup:
         """The group "PATTERN,FIELD=VALUE,...", as it is given on a command line."""
+        def wrong(error: Exception) -> ValueError:
+            return ValueError(f"optimizer.groups = {text!r}: {error}; give PATTERN,FIELD=VALUE,..., where a field is "
+                              "lr, weight_decay or algorithm")
+
         pattern, *rest = text.split(",")
         try:
             values: dict[str, Any] = dict(each.split("=", 1) for each in rest)
-            return cls(pattern, **values | {name: float(values[name]) for name in values.keys() - {"algorithm"}})
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"optimizer.groups = {text!r}: {error}; give PATTERN,FIELD=VALUE,..., where a field is "
-                             "lr, weight_decay or algorithm") from None
+            values |= {name: float(values[name]) for name in values.keys() - {"algorithm"}}
+        except ValueError as error:
+            raise wrong(error) from None
+        try:
+            return cls(pattern, **values)  # whose own ValueErrors say what is wrong, and of which group
+        except TypeError as error:
+            raise wrong(error) from None
 
     def __post_init__(self) -> None:
         given = (self.lr, self.weight_decay, self.algorithm)
@@ -330,13 +343,8 @@ class OptimizerGroup:
                  str(self), "a group needs a pattern and at least one of lr, weight_decay, algorithm")
         _require((self.lr is None or self.lr > 0) and (self.weight_decay or 0) >= 0, "optimizer.groups", str(self),
                  "lr must be positive, and weight_decay not negative")
-        _require(self.algorithm in (None, "muon", "adamw"), "optimizer.groups", str(self),
+        _require(self.algorithm in (None, *ALGORITHMS), "optimizer.groups", str(self),
                  "algorithm must be muon or adamw")
-
-    def __str__(self) -> str:
-        """As `parse` takes it."""
-        given = ((each.name, getattr(self, each.name)) for each in fields(self)[1:])
-        return ",".join([self.pattern, *(f"{name}={value}" for name, value in given if value is not None)])
 
 
 @dataclass(frozen=True)
@@ -357,7 +365,7 @@ class OptimizerConfig:
     qk_clip: float = _not_negative(0.0)
     """largest attention score of a head, beyond which a step scales its weights back; 0: none; Kimi K2 has 100"""
     options: str = ""
-    """of a class of one's own, besides lr and weight_decay: JSON, such as '{"rho": 0.9}'"""
+    """arguments of a class of one's own, besides lr and weight_decay: JSON, such as '{"rho": 0.9}'"""
     groups: tuple[OptimizerGroup, ...] = ()
     """for parameters by name, as [[optimizer.groups]] in the TOML; on the command line PATTERN,FIELD=VALUE,..."""
     layer_decay: float = _rule(lambda value: 0 < value <= 1, "must be above 0 and at most 1")(1.0)
@@ -387,7 +395,7 @@ class OptimizerConfig:
                  "moments in bf16 would not decay by them; give both below 0.996, or optimizer.moments = \"fp32\"")
         _require(self.moments == "fp32" or self.momentum < 1 - 2**-8, "optimizer.momentum", self.momentum,
                  "a mean in bf16 would not decay by it; give less than 0.996, or optimizer.moments = \"fp32\"")
-        own = self.name not in ("adamw", "muon")
+        own = self.name not in ALGORITHMS
         _require(not own or "." in self.name, "optimizer.name", self.name,
                  "give adamw, muon, or the path to import a class by, such as torch.optim.NAdam")
         _require(not own or self.moments == "fp32", "optimizer.moments", self.moments, "adamw and muon have others")
@@ -440,14 +448,15 @@ class GuardConfig:
     """[guard]: what is done about bad numbers."""
 
     on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
-    """of a loss or gradient: stop; leave the step out; or go back to the last checkpoint and leave its data out"""
+    """what is done about a loss or gradient: stop; leave the step out; or go back to the last checkpoint and leave its
+    data out"""
     limit: int = _at_least_1(3)
     """steps left out, or times gone back, in a row, after which the run stops"""
     spike: float = _not_negative(0.0)
     """robust z-score of a step's loss or gradient norm among those before it, above which it counts as a spike; 0: no
     step does"""
     on_spike: Literal["warn", "rollback"] = "warn"
-    """of a spike: say it, or go back to the last checkpoint before it and leave its data out"""
+    """what is done about a spike: say it, or go back to the last checkpoint before it and leave its data out"""
     checksum_interval: int = _not_negative(0)
     """steps between checksums of what ranks must have the same of; 0: none are made"""
     recheck_interval: int = _not_negative(0)

@@ -88,8 +88,9 @@ class _Graph:
                  if rank not in self.silent and not self.edges[rank] and (moment.entry or {}).get("ranks")]
         if reached := Counter(rank for start in starts for rank in self._reached(start) if not self.edges.get(rank)):
             root = max(reached, key=lambda rank: (rank in self.silent, rank not in alone, reached[rank]))
-            if root in self.states or root in self.silent or not self.silent:
-                return self._blame(root, alone)
+            if self._known(root) or not self.silent:
+                like = [rank for rank in sorted(reached) if reached[rank] == reached[root] and not self._known(rank)]
+                return self._blame(root, alone, like)
         if circle := [rank for rank in self.states if rank in self._reached(rank)]:
             return self._circle(circle)
         if self.silent and self.states:
@@ -155,10 +156,16 @@ class _Graph:
     def _names(self, ranks: Sequence[int]) -> str:
         return self._name(ranks[0]) if len(ranks) == 1 else rank_ranges(ranks)
 
-    def _blame(self, root: int, alone: Sequence[int]) -> Diagnosis:
+    def _known(self, rank: int) -> bool:
+        return rank in self.states or rank in self.silent
+
+    def _blame(self, root: int, alone: Sequence[int], unknown: Sequence[int]) -> Diagnosis:
+        """unknown: of which nothing has been heard, and who are waited for by as many as the root."""
         waiting = [rank for rank in self.edges if root in self._reached(rank)]
         whole = len(waiting) >= len(self.states) - (root in self.states)
         who = "everything waits" if whole else f"{rank_ranges(waiting)} wait{'s' * (len(waiting) == 1)}"
+        if not self._known(root) and len(unknown) > 1:
+            return self._said(None, f"{who} for {rank_ranges(unknown)}: they have not been heard of")
         text = f"{who} for {self._name(root)}: it {self._does(root)}"
         if root in alone:
             text += _LEFT
@@ -203,7 +210,7 @@ class _Graph:
 
     def _does(self, rank: int) -> str:
         if rank in self.silent or rank not in self.states:
-            return self.silent.get(rank, "is not known")
+            return self.silent.get(rank, "has not been heard of")
         if ahead := self.edges[rank]:
             return f"waits for {rank_ranges(ahead)} in {_title(self.moments[rank].entry)}"
         return str(self.moments[rank])

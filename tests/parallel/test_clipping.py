@@ -40,20 +40,24 @@ def gradients(*modules: nn.Module) -> list[Tensor]:
 # -- a real model
 
 
-def as_the_whole(rank: int, shapes: list[tuple[int, int, int]], tied: bool) -> list[tuple[float, float]]:
+def as_the_whole(
+    rank: int, shapes: list[tuple[int, int, int]], tied: bool, name: str = "dualpipev"
+) -> list[tuple[float, float]]:
     """By layout and norm: the relative error of the norm and the largest of a clipped gradient."""
     config = dataclasses.replace(CONFIG, tie_word_embeddings=tied)
     found = []
     for shape in shapes:
         mesh = build_mesh(*shape, CPU)
         common = {"seed": 0, "dtype": torch.float64, "device": CPU}
-        model = build_model(config, build("dualpipev", shape[0], 2), mesh["pp"].get_local_rank(), mesh=mesh, **common)
+        schedule = build(name, shape[0], 2)
+        model = build_model(config, schedule, mesh["pp"].get_local_rank(), mesh=mesh, **common)
         whole = build_whole(config, **common)
         replicas, replica = Mesh.of(mesh).replicas, Mesh.of(mesh).replica
         rows = torch.randint(config.vocab_size, (2 * replicas, 7), generator=torch.Generator().manual_seed(0))
-        pipe = DualPipeV(model.stages, process_group=mesh["pp"].get_group())
-        mine = rows[2 * replica : 2 * replica + 2] if model.has_first else None
-        pipe.step(mine, num_chunks=2, criterion=micro_batch_loss(2), labels=mine)
+        pipe = Pipeline(model.stages, process_group=mesh["pp"].get_group(), schedule=schedule)
+        mine = rows[2 * replica : 2 * replica + 2]
+        pipe.step(mine if model.has_first else None, num_chunks=2, criterion=micro_batch_loss(2),
+                  labels=mine if model.has_last else None)
         for part in rows:
             micro_batch_loss(len(rows))(whole(part[None]), part[None]).backward()
         kept = [g.clone() for g in gradients(*model.stages)], [g.clone() for g in gradients(whole)]
@@ -70,9 +74,14 @@ def as_the_whole(rank: int, shapes: list[tuple[int, int, int]], tied: bool) -> l
     return found
 
 
-@pytest.mark.parametrize("shapes, tied", [([(2, 1, 1)], True), ([(2, 2, 1), (2, 1, 2)], False)], ids=str)
-def test_norm_and_gradients_are_those_of_the_whole_model(shapes, tied):
-    for found in run_ranks(as_the_whole, math.prod(shapes[0]), shapes, tied):
+@pytest.mark.parametrize("shapes, tied, name", [
+    ([(2, 1, 1)], True, "dualpipev"), ([(2, 2, 1), (2, 1, 2)], False, "dualpipev"),
+    ([(2, 2, 1), (2, 1, 2), (1, 2, 2)], True, "dualpipev"),
+    ([(2, 1, 1)], True, "1f1b"), ([(2, 2, 1), (2, 1, 2), (4, 1, 1)], True, "1f1b"),
+    ([(2, 1, 1)], True, "interleaved_1f1b"),
+], ids=str)
+def test_norm_and_gradients_are_those_of_the_whole_model(shapes, tied, name):
+    for found in run_ranks(as_the_whole, math.prod(shapes[0]), shapes, tied, name):
         assert len(found) == len(shapes) * len(NORMS)
         assert max(max(errors) for errors in found) < 1e-10
 

@@ -233,6 +233,17 @@ def test_a_plan_is_listed_explained_drawn_and_written(capsys, tmp_path, monkeypa
     assert main(["memory", "row.toml"]) == 0
 
 
+def test_lists_of_tables_are_written(capsys, tmp_path):
+    toml, tables = tmp_path / "row.toml", [
+        "--dtypes.rules", "*.mlp.gate,compute=fp32", "lm_head,save=bf16", "--dtypes.fp8_dispatch", "True",
+        "--optimizer.groups", "*.q_proj,lr=0.001", "*.gate,weight_decay=0.0,algorithm=adamw", "--optimizer.lr", "0.01",
+    ]
+    plan(capsys, "--write", "1", str(toml), "--rows", "1", *tables)
+    written, given = load_config(toml), load_config(TINY, tables)
+    assert len(given.dtypes.rules) == len(given.optimizer.groups) == 2
+    assert (written.dtypes, written.optimizer) == (given.dtypes, given.optimizer)
+
+
 def test_least_memory_first(capsys):
     lines = plan(capsys, "--objective", "memory", "--rows", "4")
     sizes = [float(line.split()[-2 if line.split()[-1] != "traffic" else -3]) for line in lines[1:5]]

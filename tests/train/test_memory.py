@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import re
 from contextlib import nullcontext
 from itertools import accumulate
@@ -226,15 +225,6 @@ def test_formats_take_their_bytes_beside_masters_and_blocks_are_transposed(forma
     assert plain.gathered - stored.gathered == almost(moved - transposed)
     assert gathered == (stored._replace(parameters=plain.parameters, optimizer=plain.optimizer)
                         if ep > 1 else stored)
-
-
-def test_tied_embeddings_over_shared_parameters_are_refused(tmp_path):
-    model = json.loads((EXAMPLES / "tiny-cpu" / "config.json").read_text()) | {"tie_word_embeddings": True}
-    (tmp_path / "config.json").write_text(json.dumps(model))
-    options = ["--model.config", str(tmp_path / "config.json"), "--parallel.ep", "2"]
-    config = load_config(EXAMPLES / "tiny-cpu.toml", options)
-    with pytest.raises(ValueError, match="tie_word_embeddings needs"):
-        estimate(config, read_config(config.model.config))
 
 
 @pytest.mark.parametrize("method", ["ring", "all_to_all"])

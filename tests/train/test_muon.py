@@ -290,8 +290,9 @@ def test_classes_of_torchs_update_where_the_norm_is_finite(name):
     (("--optimizer.layer_decay", "0"), "must be above 0 and at most 1"),
 ])
 def test_refuses_what_cannot_be(tmp_path, options, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) as caught:
         _made(str(write_files(tmp_path)), *options)
+    assert str(caught.value).count(options[-2].removeprefix("--")) <= 1, "what is wrong is named once"
 
 
 def test_refuses_what_is_no_matrix():

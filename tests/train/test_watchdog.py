@@ -8,6 +8,7 @@ import signal
 import time
 from collections import Counter
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ import torch.nn.functional as F
 
 from dualpipe import DualPipeV
 from dualpipe.recorder import KIND, Recorder
+from dualpipe.train import control
+from dualpipe.train.control import ControlStore
 from dualpipe.train.launch import RankInfo
 from dualpipe.train.watchdog import Watchdog
 from dualpipe.train.why import FOLDER
@@ -35,6 +38,15 @@ def sleeping(self, slot):
 WeightGradStore.run = sleeping
 """
 HOLDS_THE_LOCK = SLEEPS.replace("time.sleep(60)", "import ctypes; ctypes.PyDLL(None).sleep(60)")
+DOES_NOT_MEET = """
+import os, time
+from dualpipe.train import job
+settings = job.run_settings
+def sleeping(config):
+    time.sleep(60 * (os.environ.get("RANK") == "1"))
+    return settings(config)
+job.run_settings = sleeping
+"""
 DIFFERS = """
 import os, torch, torch.distributed as dist
 from dualpipe import Pipeline
@@ -114,6 +126,15 @@ def test_a_rank_that_does_not_come_back_from_user_code(start, tmp_path, dualpipe
     assert "waits for rank 1 (pp 0, dp 1): it " in again.stdout and "rank 0 (pp 0, dp 0), process" in again.stdout
 
 
+def test_a_rank_that_does_not_come_to_meet_the_others(start):
+    process, _ = start((2, 2, 1), "--watchdog.timeout", 1, steps=0, before=DOES_NOT_MEET, timeout=6)
+    _, err = over(process)
+    assert process.returncode == 1, err
+    assert "watchdog: nothing has gone on for 1 s: everything waits for rank 1: it has been in start (meeting)" in err
+    assert "wait for rank 1 in meet number 1 of ranks 0-3 (the settings of all ranks)" in err and "in sleeping" in err
+    assert "error: rank 0 waited 6 s for rank 1 of 4" in err
+
+
 @pytest.mark.slow
 def test_a_rank_that_runs_another_program(start):
     process, _ = start((2, 2, 1), steps=0, before=DIFFERS)
@@ -189,6 +210,18 @@ def test_a_wait_that_does_not_end_by_itself_is_ended(tmp_path, disk):
     word = json.loads((tmp_path / "word.json").read_text())
     assert word["lost"] and word["text"].endswith(" s for the activation for stage 1, micro-batch 0 from rank 1 (pp 1)")
     assert (tmp_path / FOLDER / "rank-00000.json").exists() == (disk == "writes")
+
+
+def test_states_that_came_before_the_store_went_are_kept(monkeypatch):
+    monkeypatch.setattr(control, "_COLLECT", 0.5)
+    store = mock.Mock()
+    store.clone.return_value, store.add.return_value, store.get.return_value = store, 0, '{"asked": 0}'
+    store.check.side_effect = lambda keys: keys != ["state 2"]
+    there = ControlStore(store, 0)
+    assert there.states(3) == {0: None, 1: {"asked": 0}, 2: None}
+    there.stop()
+    store.check.side_effect = [True, RuntimeError("the store is gone")]
+    assert ControlStore(store, 0).states(3) == {1: {"asked": 0}}
 
 
 def test_an_action_has_few_entries():

@@ -1,0 +1,63 @@
+"""Parameters that both ends of a pipeline have, such as the embedding that is also the head.
+
+In a V both ends are on one rank and share the Parameter. Elsewhere each has a copy; after a step the two ranks exchange
+what they have of its gradient, and both have the sum, so that the copies stay the same. What is sharded is exchanged in
+shards, after the reductions. A stage says which of its parameters these are by a method `tied_parameters()`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from dualpipe.nn.deferral import local
+from dualpipe.pipeline.p2p import P2PGroups
+from dualpipe.recorder import Recorder
+
+
+def tied_parameters(stage: nn.Module | None) -> list[nn.Parameter]:
+    """Those trainable ones of a stage that the other end has as well."""
+    says = getattr(stage, "tied_parameters", None)
+    return [] if says is None else [parameter for parameter in says() if parameter.requires_grad]
+
+
+class TiedGradients:
+    """The gradients of one end's copies, and how they become the sums over both ends: pipeline rank `first` with the
+    first stage, and `last` with the last one, of which `rank` is one."""
+
+    def __init__(self, stage: nn.Module, groups: P2PGroups, *, rank: int, first: int, last: int) -> None:
+        there, back = groups.link((last, first, "F")), groups.link((first, last, "B"))
+        self._incoming, self._outgoing = (there, back) if rank == first else (back, there)
+        self._stage, names = stage, groups.global_ranks
+        self._ranks = (names[first], names[last]) if names else ()
+        self._sums: list[Tensor | None] = []  # of the steps before the one that is under way
+        self._is_summed = False  # whether gradients are sums already
+
+    def begin(self) -> None:
+        """Before a training step: put aside what is a sum already."""
+        if self._is_summed:
+            self._sums, self._is_summed = [], False
+            for parameter in tied_parameters(self._stage):
+                self._sums.append(parameter.grad)
+                parameter.grad = None
+
+    @torch.no_grad()
+    def add(self) -> None:
+        """After a step that has reduced gradients: make them the sums, of steps that have not as well. Collective."""
+        parameters = tied_parameters(self._stage)
+        for parameter, before in zip(parameters, self._sums or [None] * len(parameters), strict=True):
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
+            own = local(parameter.grad)
+            sent, other = own.contiguous(), torch.empty(own.shape, dtype=own.dtype, device=own.device)
+            recorder = Recorder.current()
+            with recorder.collective("tied", "the gradient of a tied parameter", self._ranks, sent.nbytes):
+                for work in (self._incoming.receive(other), self._outgoing.send(sent)) if own.numel() else ():
+                    work.wait()
+            own += other if before is None else other + local(before)
+        self.discard()
+        self._is_summed = True
+
+    def discard(self) -> None:
+        """Forget the steps before, whose gradients are dropped."""
+        self._sums, self._is_summed = [], False
