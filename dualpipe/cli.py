@@ -141,8 +141,8 @@ def _memory(args: argparse.Namespace) -> None:
         for line in (*memory_timeline.table(ranks), f"wrote {args.timeline}"):
             print(line)
     if layers := len(model.carried_layers):
-        print(f"{layers} layer{'s' * (layers > 1)} for multi-token prediction: not trained, so nothing is needed; an "
-              "export carries what its source has")
+        print(f"{layers} layer{'s' * (layers > 1)} for multi-token prediction: not trained without mtp.weight > 0, so "
+              "nothing is needed; an export carries what its source has")
 
 
 def _plan(args: argparse.Namespace) -> None:
@@ -171,7 +171,7 @@ def _hf_check(args: argparse.Namespace) -> None:
 def _hf_import(args: argparse.Namespace) -> None:
     from dualpipe.checkpoint.hub_commands import import_hf
 
-    print(f"{import_hf(args.source, args.target)}: written")
+    print(f"{import_hf(args.source, args.target, mtp=args.mtp)}: written")
 
 
 def _hf_export(args: argparse.Namespace) -> None:
@@ -276,6 +276,7 @@ _CHECK: _Arguments = {"path": dict(metavar="PATH", help=_HUB)} | {
 _IMPORT: _Arguments = {
     "source": dict(metavar="SRC", help=_HUB),
     "target": dict(metavar="DIR", help="the directory of a run's checkpoints"),
+    "--mtp": dict(action="store_true", help="with layers for multi-token prediction, for a run with mtp.weight > 0"),
 }
 _EXPORT: _Arguments = {
     "path": dict(metavar="SRC", help="a checkpoint, the directory of a run's, or one with config.json and safetensors"),

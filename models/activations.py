@@ -30,7 +30,7 @@ from dualpipe.models.sizes import meta_layer
 from dualpipe.models.stages import RECOMPUTE, Recompute, Stage
 from dualpipe.nn import Router, cross_entropy_loss
 from dualpipe.nn.deferral import WeightGradStore
-from dualpipe.nn.segments import Compute
+from dualpipe.nn.segments import Compute, output_names
 from dualpipe.parallel.expert import Received
 from dualpipe.pipeline.overlap import MicrobatchState, SegmentedStage, walk
 
@@ -75,7 +75,8 @@ def kinds_of(config: HubConfig, layers: Iterable[int], recompute: Iterable[str] 
 @lru_cache(maxsize=64)
 def _first_alike(config: HubConfig) -> list[int]:
     firsts: dict[str, int] = {}
-    return [firsts.setdefault(str(meta_layer(config, i)), i) for i in range(config.num_hidden_layers)]
+    layers = (*range(config.num_hidden_layers), *config.mtp_layers)
+    return [firsts.setdefault(str(meta_layer(config, i)), i) for i in layers]
 
 
 def activation_bytes(
@@ -83,7 +84,8 @@ def activation_bytes(
     recompute: Iterable[str] = (), ep: int = 1, last: bool = False, cpu: bool = False,
 ) -> ActivationBytes:
     """What the layers take for a micro-batch of (batch, sequence_length) tokens computed in `dtype`; `last`: and the
-    head and the loss. Without the embedding, which keeps the tokens alone.
+    head and the loss, once more for each layer for multi-token prediction, of which one embeds the tokens ahead. Without
+    the embedding of the first stage, which keeps the tokens alone.
 
     recompute: the rules of `Recompute`. ep: the number of expert-parallel ranks, over which tokens are taken to be
     spread evenly. cpu: as it is there, not on GPUs.
@@ -112,7 +114,7 @@ def meta_stage(
     of the experts."""
     with torch.device("meta"):
         stage = Stage(replace(config, tie_word_embeddings=False), range(0), first=False, last=last)
-        stage.layers.update({str(i): config.layer(kind.first) for i, kind in enumerate(kinds)})
+        stage.layers = nn.ModuleDict({str(i): config.layer(kind.first) for i, kind in enumerate(kinds)})
     again = [kind.again for kind in kinds]
     stage.recompute = lambda part, layer: part in again[layer]  # type: ignore[assignment]
     for _, layer in stage.numbered():
@@ -146,18 +148,20 @@ def _per_token(
 
 
 def _run(stage: Stage, batch: int, length: int, dtype: torch.dtype, cpu: bool) -> ActivationBytes:
-    found, segments, result = {}, stage.segments(), "x"
+    found, segments, result, depth = {}, stage.segments(), "x", 0
     if stage.last:
-        result = "loss"
-        segments.append(Compute(cross_entropy_loss, ("x", "labels"), result))
+        result, logits = "loss", output_names(segments)
+        segments.append(Compute(_loss, (*logits, "labels"), result))
+        depth = len(logits) - 1
     for kind in "BI":
         labels = torch.empty((batch, length), dtype=torch.int64, device="meta")
         store, live = _NoWeightGradients(), _Live([*stage.parameters(), *stage.buffers()], cpu)
         segmented, state = SegmentedStage(segments, (result,), (result,), store=store), MicrobatchState()
         with live, store.activate():
             x = torch.empty((batch, length, stage.config.hidden_size), dtype=dtype, device="meta", requires_grad=True)
-            state.begin({"x": x, "positions": None, "labels": labels}, ("x",))
-            del x
+            ahead = torch.empty((batch, length, depth), dtype=torch.int64, device="meta") if depth else None
+            state.begin({"x": x, "positions": None, "ahead": ahead, "labels": labels}, ("x",))
+            del x, ahead
             walk([segmented.forward(state)])
             if state.error is not None:
                 raise state.error
@@ -171,6 +175,12 @@ def _run(stage: Stage, batch: int, length: int, dtype: torch.dtype, cpu: bool) -
             found[kind] = kept, live.bytes, forward, live.peak, inside, live.peak - live.outside
     (kept, _, forward, backward, *both), (_, deferred, _, input_backward, *_) = found["B"], found["I"]
     return ActivationBytes(kept, deferred, forward, backward, input_backward, *both)
+
+
+def _loss(*logits_and_labels: Tensor) -> Tensor:
+    """That of the next token, and of those behind it."""
+    *logits, labels = logits_and_labels
+    return torch.stack([cross_entropy_loss(each, labels) for each in logits]).sum()
 
 
 class _NoWeightGradients(WeightGradStore):

@@ -265,6 +265,7 @@ class PredictionLayer(Layer):
         self.enorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.hnorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.eh_proj = Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+        self.eh_proj.quantizable = False  # bfloat16 among the published FP8 weights, and their readers take no scales
         self.shared_head = nn.ModuleDict({"norm": RMSNorm(config.hidden_size, config.rms_norm_eps)})
 
     def forward(  # type: ignore[override]

@@ -189,6 +189,14 @@ class HubConfig:
         """Layers that are on the hub and not here, those for multi-token prediction: `save_hf` takes them along."""
         return range(0)
 
+    @property
+    def hub_copies(self) -> dict[str, str]:
+        """What the hub has once more beside each layer for multi-token prediction that is trained, and which tensor of
+        ours it is: the embedding and the head. `save_hf` writes them, `load_hf` passes them by."""
+        head = "embed_tokens.weight" if self.tie_word_embeddings else "lm_head.weight"
+        copies = (("embed_tokens.weight", "embed_tokens.weight"), ("shared_head.head.weight", head))
+        return {f"model.layers.{layer}.{copy}": name for layer in self.mtp_layers for copy, name in copies}
+
     def carried_layer(self, name: str) -> int | None:
         """Which one of these layers a tensor on the hub belongs to; None for all others."""
         found = re.match(r"model\.layers\.(\d+)\.", name)
@@ -196,8 +204,8 @@ class HubConfig:
 
     def ignored_on_hub(self, name: str) -> bool:
         """Whether a checkpoint may have this tensor although the model does not."""
-        tied = self.tie_word_embeddings and name == "lm_head.weight"
-        return tied or name.endswith("rotary_emb.inv_freq") or self.carried_layer(name) is not None
+        again = name in self.hub_copies or (self.tie_word_embeddings and name == "lm_head.weight")
+        return again or name.endswith("rotary_emb.inv_freq") or self.carried_layer(name) is not None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -57,8 +57,8 @@ def check(path: StrPath, mesh: Mesh) -> Iterator[str]:
         kept = carried(config, header)
         found = len({config.carried_layer(name) for name in kept})
         yield (f"{found} of {layers} layer{'s' * (layers > 1)} for multi-token prediction, {len(kept):,} tensors, "
-               f"{format_bytes(sum(info.nbytes for info in kept.values()))}: not trained; an export carries them as "
-               "they are")
+               f"{format_bytes(sum(info.nbytes for info in kept.values()))}: trained with mtp.weight > 0, else "
+               "carried as they are by an export")
     shares = [largest_share(config, mesh, place) for place in range(mesh.size("pp"))]
     read = max(sum(box.numel * header[name].dtype.itemsize for ours, wanted in share.items()
                    for name, box in tensors[ours].reads(wanted)) for share in shares)
@@ -97,16 +97,17 @@ def largest_share(config: HubConfig, mesh: Mesh, place: int) -> dict[str, Box]:
     return found
 
 
-def import_hf(source: StrPath, directory: StrPath) -> Path:
+def import_hf(source: StrPath, directory: StrPath, *, mtp: bool = False) -> Path:
     """Write a Hugging Face checkpoint as step 0 of a run; returns its path.
 
-    Raises ValueError as `load_hf` does, and for the directory of a run that is further: it would start again from these
-    weights, and delete its own in time.
+    mtp: with its layers for multi-token prediction, for a run that trains them. Raises ValueError as `load_hf` does, as
+    `with_mtp` does, and for the directory of a run that is further: it would start again from these weights, and delete
+    its own in time.
     """
     found = scan(directory)
     if found.damaged or any(each.manifest.step for each in found.committed):
         raise ValueError(f"{directory} has checkpoints of a run; give a new directory")
-    config = read_config(source)
+    config = read_config(source).with_mtp() if mtp else read_config(source)
     stages = _stages(config)
     load_hf(stages, source, None, _plan(stages, torch.float32))
     # Recorded for an export: what the source keeps in float32 among narrower tensors stays so.
@@ -133,15 +134,16 @@ def export_checkpoint(
 ) -> None:
     """Write a checkpoint of a run, or the newest in a directory of them, in Hugging Face's form.
 
-    Tensors are in `dtype`, but for those that the run kept in float32 while it computed in less. `hub`: what the model
-    was made from, the `source` of `save_hf`; it is not recorded, so that nothing outside of it is read. Raises
-    ValueError for a checkpoint that does not say what model it is of, and for a target that exists.
+    Tensors are in `dtype`, but for those that the run kept in float32 while it computed in less; layers for multi-token
+    prediction are among them where they were trained. `hub`: what the model was made from, the `source` of `save_hf`;
+    it is not recorded, so that nothing outside of it is read. Raises ValueError for a checkpoint that does not say what
+    model it is of, and for a target that exists.
     """
     found = find(source)
     if not found.committed:
         none_whole(source, found.damaged.values())
     model = _model_of(found.committed[0])
-    stages = _stages(config_from_dict(model))
+    stages = _stages(model)
     for stage in stages:
         materialize(stage, "cpu", _plan(stages, torch.float32))
     loaded = load(source, training_state(stages), allow=("optimizer/*", "routers/*"))
@@ -151,11 +153,14 @@ def export_checkpoint(
     save_hf(stages, target, None, _plan(stages, dtype, kept), source=hub, max_shard_bytes=max_shard_bytes)
 
 
-def _model_of(checkpoint: Checkpoint) -> dict[str, Any]:
+def _model_of(checkpoint: Checkpoint) -> HubConfig:
+    """The model of a checkpoint, by its tensors' names with the layers for multi-token prediction that it has."""
     path, manifest = checkpoint
     if not isinstance(manifest.config, dict) or "model" not in manifest.config:
         raise ValueError(f"{path} does not say what model it is of; it was not saved by `dualpipe train`")
-    return manifest.config["model"]
+    model = config_from_dict(manifest.config["model"])
+    layers = [int(found[1]) + 1 for name in manifest.dtypes if (found := re.match(r"layers\.(\d+)\.", name))]
+    return replace(model, mtp_depth=max(0, max(layers, default=0) - model.num_hidden_layers))
 
 
 def is_of_a_run(path: StrPath) -> bool:

@@ -17,7 +17,7 @@ from dualpipe.checkpoint.hub_load import cut_through, meta_stages, model_shapes,
 from dualpipe.checkpoint.tensors import Box
 from dualpipe.kernels.formats import FORMATS, Format
 from dualpipe.models import HubConfig
-from dualpipe.models.hub import Part
+from dualpipe.models.hub import Part, whole
 from dualpipe.parallel import DTypePlan
 from dualpipe.quantized import QuantizedTensor
 from dualpipe.quantized.weights import quantizable
@@ -46,7 +46,8 @@ def forms(
     config: HubConfig, name: str, shape: Sequence[int], dtype: torch.dtype | Format
 ) -> Iterator[tuple[Part, Stored]]:
     """The hub's tensors that one of ours is written as, and how each is stored; dtype: or the format of its blocks."""
-    for part in config.hub_parts(name, shape)[0]:
+    copies = [whole(copy, shape) for copy, ours in config.hub_copies.items() if ours == name]
+    for part in (*config.hub_parts(name, shape)[0], *copies):
         if isinstance(dtype, torch.dtype):
             yield part, Stored(part.name, part.shape, dtype)
         elif dtype.bits == 8:

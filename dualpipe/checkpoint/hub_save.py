@@ -3,7 +3,7 @@
     rank 0      a directory beside the target, with config.json, the tokenizer, the index, and the files at full size
                 with their headers
     every rank  the bytes of the parameters that it holds, where they belong in the files; rank 0 those besides that are
-                carried from the source: of layers for multi-token prediction, which are not trained here
+                carried from the source: of layers for multi-token prediction that are not trained
     rank 0      the directory takes its name
 
 Nothing is gathered, and the files are the same whichever layout wrote them.
@@ -20,7 +20,7 @@ import shutil
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from io import FileIO
 from itertools import chain
 from math import prod
@@ -70,9 +70,10 @@ def save_hf(
     memory of one hub tensor on top. The timeout of the default process group must be longer than the writing takes.
 
     `source`, a checkpoint of the same model, is where `config.json`, `generation_config.json` and the tokenizer come
-    from; without one, `config.json` has only what this library knows. Layers for multi-token prediction (DeepSeek-V3),
-    as they are not trained here, are carried from it byte for byte, FP8 with its scales too. Those that it lacks
-    `config.json` does not announce; that is warned.
+    from; without one, `config.json` has only what this library knows. Layers for multi-token prediction (DeepSeek-V3)
+    are written as all others where the model has them to be trained, each with a copy of the embedding and of the head.
+    Else they are carried from it byte for byte, FP8 with its scales too. Those that it lacks `config.json` does not
+    announce; that is warned.
     `quantized`: weights that are stored in the format of the family's quantized checkpoints, fp8_block or of gpt-oss
     mxfp4, are written as their elements and scales, which untrained are those that were loaded, and `config.json` says
     so. Otherwise that never says quantized, and of such weights the masters are written, or where frozen what they
@@ -123,7 +124,8 @@ def write_model(
         folder = target.parent / f".{target.name}.{secrets.token_hex(4)}.partial"
         if source is None:
             return folder, {}
-        described, has_tensors = read_config(source), any((Path(source) / name).exists() for name in (SINGLE, INDEX))
+        described = replace(read_config(source), mtp_depth=config.mtp_depth)
+        has_tensors = any((Path(source) / name).exists() for name in (SINGLE, INDEX))
         return folder, carried(described, read_headers(source)) if described.carried_layers and has_tensors else {}
 
     folder, kept = ranks.first(look)
@@ -204,7 +206,7 @@ def _documents(
 ) -> dict[str, dict[str, Any]]:
     """The files in JSON; `kept`: the tensors that are carried, `header`: all that are written."""
     content = config.to_dict() if source is None else read_json(source, CONFIG)
-    described = config_from_dict(content)
+    described = replace(config_from_dict(content), mtp_depth=config.mtp_depth)
     if source is not None and described != config:
         theirs, ours = asdict(described), asdict(config)
         differ = ", ".join(f"{key}: {theirs.get(key)} there, {value} in the model" for key, value in ours.items()
@@ -212,16 +214,16 @@ def _documents(
         raise ValueError(f"{source} is of another model ({differ or described.model_type}); give the one that the "
                          "model was made from, or none")
     content = {key: value for key, value in content.items() if key not in _OF_FILES}
-    layers = len({described.carried_layer(name) for name in kept})
-    for key in MTP_LAYERS:
-        if content.get(key, layers) != layers:
+    layers = config.mtp_depth + len({described.carried_layer(name) for name in kept})
+    for key in [key for key in MTP_LAYERS if key in content] or MTP_LAYERS[: min(layers, 1)]:
+        if (content.get(key) or 0) > layers:
             lacks = "no source was given" if source is None else f"{source} has no tensors of more"
             warnings.warn(
-                f"config.json says {key} = {layers} instead of {content[key]}: layers for multi-token prediction are "
-                f"not trained here, only carried, and {lacks}; the source is the checkpoint that the model was made "
-                "from (init.from_hf, or `dualpipe hf export --source`)", stacklevel=2,
+                f"config.json says {key} = {layers} instead of {content[key]}: layers for multi-token prediction that "
+                f"were not trained are only carried, and {lacks}; the source is the checkpoint that the model was "
+                "made from (init.from_hf, or `dualpipe hf export --source`)", stacklevel=2,
             )
-            content[key] = layers
+        content[key] = layers
     told = {} if source is None else read_json(source, CONFIG).get("quantization_config")
     if quantization := quantization_config(config, header, told or {}):
         content["quantization_config"] = quantization

@@ -41,6 +41,7 @@ class Linear(nn.Linear):
     makes_accumulators = True  # of the dtype that `grad_dtype` says
     products: Products = "auto"  # this and the next count where the weight is quantized: see `dualpipe.nn.products`
     fp8_weight_grad = False
+    quantizable = True  # whether a plan's formats are for the weight
 
     def forward(self, x: Tensor, wide: torch.dtype | None = None) -> Tensor:
         """(..., H) -> (..., N). wide: compute and return in this dtype, whatever autocast says; x, which may be

@@ -8,7 +8,7 @@ from dualpipe.device import EXPERTS
 from dualpipe.models.sizes import flops_per_token
 from dualpipe.plan.costs import ATTENTION_BACKWARD, TILE, context_seconds
 from dualpipe.plan.predict import PRODUCTS, Prediction
-from dualpipe.train.memory import GB, table
+from dualpipe.train.memory import GB, sent_bytes, table
 
 
 def explain(run: Prediction) -> Iterator[str]:
@@ -47,13 +47,14 @@ def _terms(run: Prediction) -> Iterator[tuple[str, str, str]]:
     far = f", {p.ep - m.node}/{p.ep} at {m.network:g} x {m.networks:g} GB/s" if p.ep > m.node else ""
     yield "  all-to-all, not hidden", f"bytes x {m.imbalance:g}, {near}{far}, + latency, whole model", _ms(sent)
     if p.cp > 1:
-        each = sum(map(sum, (context_seconds(s, i) for i in range(run.model.num_hidden_layers))))
+        layers = (*range(run.model.num_hidden_layers), *run.model.mtp_layers)
+        each = sum(map(sum, (context_seconds(s, i) for i in layers)))
         yield "  of context parallelism", f"{p.cp_method}, {p.cp} ranks {p.ep} apart, whole model", _ms(each)
     yield "  all of it", f"{_ms(sent)} x {chunks} / {p.pp}", _ms(sent * share)
     if sent:
         yield "all-to-all", (f"pairs played through; {EXPERTS.ctas} of {m.multiprocessors:g} multiprocessors; hidden "
                              f"{1 - parts['all-to-all'] / (sent * share):.0%}"), _ms(parts["all-to-all"])
-    size = s.tokens * run.model.hidden_size * s.dtype.itemsize
+    size = s.tokens * sent_bytes(run.model, s.dtype)
     yield "sends", f"the schedule with {_ms(run.send)} for {size / 1e6:,.1f} MB, less without", _ms(parts["sends"])
     yield "gather", "the first stage's parameters, around the ring of those that share them", _ms(parts["gather"])
     yield "reduce", "the schedule with the stages' gradients in float32 reduced beside it, less without", \

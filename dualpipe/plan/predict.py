@@ -30,7 +30,8 @@ from dualpipe.train.memory import (
     dtype_plan,
     estimate,
     meta_stages,
-    parameter_sizes,
+    own_sizes,
+    sent_bytes,
     tokens_of_rank,
 )
 from dualpipe.train.tables import DTypesConfig
@@ -99,14 +100,15 @@ class Prediction:
     def send(self) -> float:
         """Seconds of a micro-batch's way from a stage to the next."""
         p, s = self.config.parallel, self.setting
-        return self.machine.send(s.tokens * self.model.hidden_size * s.dtype.itemsize, p.pp, p.replicas)
+        return self.machine.send(s.tokens * sent_bytes(self.model, s.dtype), p.pp, p.replicas)
 
     @cached_property
     def shards(self) -> list[tuple[float, float]]:
         """For each stage, seconds to gather its parameters and to reduce its gradients, which are in float32."""
         p, machine = self.config.parallel, self.machine
         found = []
-        for dense, experts in _stage_sizes(self.model, self.shape.num_stages, p.layers_per_stage, p.ep):
+        ends_meet = self.shape.placement[0] == self.shape.placement[-1]
+        for dense, experts in _stage_sizes(self.model, self.shape.num_stages, p.layers_per_stage, p.ep, ends_meet):
             found.append(tuple(
                 machine.ring(width * dense, p.replicas) + machine.ring(width * experts, p.dp * p.cp, p.ep)
                 for width in (self.setting.dtype.itemsize, 4)
@@ -210,5 +212,7 @@ def _play(name: str, ranks: int, chunks: int, costs: Costs) -> tuple[float, floa
 
 
 @lru_cache(maxsize=256)
-def _stage_sizes(model: HubConfig, number: int, layers: tuple[int, ...], ep: int) -> list[tuple[int, int]]:
-    return [parameter_sizes(stage, ep) for stage in meta_stages(model, number, layers)]
+def _stage_sizes(
+    model: HubConfig, number: int, layers: tuple[int, ...], ep: int, ends_meet: bool
+) -> list[tuple[int, int]]:
+    return [own_sizes(stage, ep, ends_meet=ends_meet) for stage in meta_stages(model, number, layers)]

@@ -100,9 +100,10 @@ def step_memory(
     # With more micro-batches no more of them are alive: the middle of a step repeats itself.
     schedule = _schedule(config, min(train.num_chunks, 4 * p.pp) if activations else 1)
     stages = meta_stages(model, schedule.num_stages, p.layers_per_stage)
-    sizes = [_stage_bytes(config, model, stages, number) for number in range(len(stages))]
+    ends_meet = schedule.placement[0] == schedule.placement[-1]
+    sizes = [_stage_bytes(config, model, stages, number, ends_meet) for number in range(len(stages))]
     taken = [_activations(config, model, stage) if activations else ActivationBytes(0, 0, 0, 0, 0) for stage in stages]
-    message = train.micro_batch_size * tokens_of_rank(config) * model.hidden_size * dtype_of(train.dtype).itemsize
+    message = train.micro_batch_size * tokens_of_rank(config) * sent_bytes(model, dtype_of(train.dtype))
     ranks = []
     for rank, steps in enumerate(schedule.ranks):
         mine = {number: (sizes[number], taken[number]) for number in schedule.rank_stages(rank)}
@@ -151,10 +152,12 @@ def _rank_moments(
         gathered -= sum(stages[stage][0].gathered for stage in stages if last[stage] == number)
 
 
-def _stage_bytes(config: Config, model: HubConfig, stages: Sequence[Stage], number: int) -> StageBytes:
+def _stage_bytes(
+    config: Config, model: HubConfig, stages: Sequence[Stage], number: int, ends_meet: bool
+) -> StageBytes:
     p, dtype, fp32 = config.parallel, dtype_of(config.train.dtype), 4
     sharing, shared = p.dp * p.cp, p.replicas > 1  # ranks with the same experts; whether any have the same parameters
-    dense, experts, copied = _stage_sizes(model, len(stages), p.layers_per_stage, number, p.ep, sharing)
+    dense, experts, copied = _stage_sizes(model, len(stages), p.layers_per_stage, number, p.ep, sharing, ends_meet)
     dense_shard, expert_shard = -(-dense // p.replicas), -(-experts // sharing)
     shard, stored = dense_shard + expert_shard, fp32 if shared else dtype.itemsize
     stored_less, masters, gathered_less = (0, 0, 0)
@@ -192,6 +195,12 @@ def _activations(config: Config, model: HubConfig, stage: Stage) -> ActivationBy
     return taken._replace(forward=forward, backward=backward, input_backward=inputs)
 
 
+def sent_bytes(model: HubConfig, dtype: torch.dtype) -> int:
+    """What goes from a stage to the next for a token: its hidden values, and the tokens ahead that layers for
+    multi-token prediction embed."""
+    return model.hidden_size * dtype.itemsize + model.mtp_depth * torch.int64.itemsize
+
+
 def tokens_of_rank(config: Config) -> int:
     """The most that a rank has of a sequence."""
     return max(SequenceSplit(0, config.parallel.cp).counts(config.train.sequence_length))
@@ -227,17 +236,15 @@ def meta_stages(model: HubConfig, num_stages: int, layers_per_stage: tuple[int, 
 
 @lru_cache(maxsize=4096)
 def _stage_sizes(
-    model: HubConfig, num_stages: int, layers: tuple[int, ...], number: int, ep: int, sharing: int
+    model: HubConfig, num_stages: int, layers: tuple[int, ...], number: int, ep: int, sharing: int, ends_meet: bool
 ) -> tuple[int, int, int]:
     """Dense parameters of a stage, those of its experts, and the most that are reduced at once."""
     stage = meta_stages(model, num_stages, layers)[number]
-    dense, experts = parameter_sizes(stage, ep)
+    dense, experts = own_sizes(stage, ep, ends_meet=ends_meet)
     inside = [parameter_sizes(layer, ep) for layer in stage.layers.values()]
     reduced = [dense - sum(dense for dense, _ in inside), *(dense for dense, _ in inside)]
     if sharing > 1:  # else experts are nobody else's, and their accumulators become their gradients
         reduced += [experts for _, experts in inside]
-    if stage.last and not stage.first and model.tie_word_embeddings:  # the first stage's, on the same rank
-        dense -= stage.lm_head.weight.numel()
     return dense, experts, max(reduced)
 
 
@@ -300,6 +307,13 @@ def parameter_sizes(module: nn.Module, ep: int) -> tuple[int, int]:
     grouped = (inner for inner in module.modules() if isinstance(inner, GroupedLinear))
     experts = sum(param.numel() for inner in grouped for param in inner.parameters())
     return sum(param.numel() for param in module.parameters()) - experts, experts // ep
+
+
+def own_sizes(stage: Stage, ep: int, *, ends_meet: bool) -> tuple[int, int]:
+    """As `parameter_sizes`, without the embedding of a last stage that has that of the first, on the same rank."""
+    dense, experts = parameter_sizes(stage, ep)
+    shares = stage.last and not stage.first and (stage.config.tie_word_embeddings or stage.config.mtp_depth > 0)
+    return dense - (stage.lm_head.weight.numel() if shares and ends_meet else 0), experts
 
 
 def table(ranks: Sequence[RankMemory], capacity: float = 0.0) -> Iterator[str]:

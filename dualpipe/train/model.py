@@ -278,7 +278,7 @@ def check_export(config: Config, model: Model) -> None:
         raise ValueError(f"export.to_hf = {str(target)!r} exists and is not empty; give a directory to make")
     if config.export.quantized:
         check_quantized(model.config, model.plan)
-    if source and read_config(source) != model.config:
+    if source and replace(read_config(source), mtp_depth=model.config.mtp_depth) != model.config:
         raise ValueError(f"export.to_hf takes config.json from init.from_hf = {source!r}, but model.config says "
                          "another model; change the config.json there and leave out model.config")
     try:

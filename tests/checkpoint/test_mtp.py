@@ -1,15 +1,24 @@
-"""Layers for multi-token prediction, which are not trained: an export carries them from its source, or says 0."""
+"""Layers for multi-token prediction: where they are not trained, an export carries them from its source or says 0;
+where they are, they are loaded, saved and exported as all others."""
 
 import json
 import shutil
+from math import prod
 
 import pytest
 import torch
 
-from dualpipe.checkpoint import load_hf, save_hf
+from dualpipe.checkpoint import Checkpoints, latest, load, load_hf, save, save_hf, training_state
+from dualpipe.checkpoint.manifest import Checkpoint
 from dualpipe.cli import main
-from hub import TINY, read_all, rewrite, save_family, stages_on_meta
+from dualpipe.models import read_config
+from dualpipe.parallel import Rule
+from dualpipe.parallel.mesh import build_mesh
+from dualpipe.schedule import build
+from dualpipe.train.model import build_model, plan_model
+from hub import TINY, add_mtp, read_all, rewrite, save_family, save_fp8, stages_on_meta
 from native import CONFIG as V3
+from native import Trainee
 from ranks import run_ranks
 
 LAYERS = ("model.layers.4.", "model.layers.5.")
@@ -131,3 +140,165 @@ def test_memory_says_that_they_need_none(tmp_path, capsys):
         (tmp_path / "run.toml").write_text(f'[model]\nconfig = "{tmp_path / name}.json"\n[data]\npath = "x"\n')
         assert main(["memory", str(tmp_path / "run.toml"), "--parallel.pp", "1"]) == 0
         assert ("1 layer for multi-token prediction: not trained" in capsys.readouterr().out) == (name == "v3")
+
+
+# -- trained
+
+FP8 = (Rule("*", storage="fp8_block"),)
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    """DeepSeek-V3 with two layers for prediction as published: in FP8, with the embedding and the head once more."""
+    folder = tmp_path_factory.mktemp("mtp") / "published"
+    save_fp8(folder)
+    add_mtp(folder, 2)
+    return folder
+
+
+def save_bfloat16(folder):
+    """DeepSeek-V3 in bfloat16 with a layer for prediction, but for what is in float32 as published."""
+    save_family(folder, "deepseek_v3")
+    rewrite(folder, {name: tensor if "e_score" in name else tensor.bfloat16()
+                     for name, tensor in read_all(folder).items()})
+    add_mtp(folder)
+
+
+def there_and_back(rank, source, target, pp=1, schedule="dualpipev", rules=(), given=True):
+    """Names of the embedding and of the first layer for prediction on this rank."""
+    config, device = read_config(source).with_mtp(), torch.device("cpu")
+    mesh = build_mesh(pp, 1, 1, device) if pp > 1 else None
+    plan = plan_model(config, torch.bfloat16, replicas=1, rules=rules, from_hf=source, mesh=mesh)
+    stages = build_model(config, build(schedule, pp, 4), rank, seed=0, dtype=torch.bfloat16, device=device, mesh=mesh,
+                         from_hf=source, plan=plan).stages
+    save_hf(stages, target, mesh, plan, source=source if given else None, max_shard_bytes=60_000, quantized=bool(rules))
+    return [name for stage in stages for name in stage.state_dict() if name in ("embed_tokens.weight",
+                                                                                "layers.2.enorm.weight")]
+
+
+def test_published_weights_come_back_bit_for_bit(published, tmp_path, recwarn):
+    """Elements and scales, and the copies of the embedding and the head; in any layout the same files."""
+    there_and_back(0, str(published), str(tmp_path / "alone"), rules=FP8)
+    v = run_ranks(there_and_back, 2, str(published), str(tmp_path / "v"), 2, "dualpipev", FP8)
+    apart = run_ranks(there_and_back, 2, str(published), str(tmp_path / "apart"), 2, "1f1b", FP8)
+    for target in tmp_path.iterdir():
+        assert raw_tensors(target) == raw_tensors(published) and len(list(target.glob("*.safetensors"))) > 3
+        assert config_of(target)["num_nextn_predict_layers"] == 2
+        assert config_of(target)["quantization_config"] == config_of(published)["quantization_config"]
+    files = [{path.name: path.read_bytes() for path in folder.iterdir()} for folder in tmp_path.iterdir()]
+    assert files[0] == files[1] == files[2]
+    embedding, layer = "embed_tokens.weight", "layers.2.enorm.weight"
+    assert v == [[embedding, embedding, layer], []] and apart == [[embedding], [embedding, layer]]
+    assert not recwarn.list
+
+
+def test_numbers_come_back_bit_for_bit(tmp_path):
+    """In bfloat16, with and without a source; as a source of the same model that does not train the layers, too."""
+    source = tmp_path / "source"
+    save_bfloat16(source)
+    for target, given in (("given", True), ("none", False)):
+        there_and_back(0, str(source), str(tmp_path / target), given=given)
+        assert raw_tensors(tmp_path / target) == raw_tensors(source)
+        assert config_of(tmp_path / target)["num_nextn_predict_layers"] == 1
+    save_again(0, tmp_path / "none", tmp_path / "carried", None)
+    assert mtp_of(tmp_path / "carried") == mtp_of(source)
+
+
+def test_a_source_that_announces_none_does_not_change_that_they_are_written(tmp_path, recwarn):
+    save_family(tmp_path / "source", "deepseek_v3")
+    add_mtp(tmp_path / "source")
+    stages, mesh, plan = stages_on_meta(tmp_path / "source", mtp=True)
+    load_hf(stages, tmp_path / "source", mesh, plan)
+    shutil.copytree(tmp_path / "source", tmp_path / "other")
+    for announced in ({"num_mtp_layers": 0}, {}):  # an older name; config.json of a library that knows of no layers
+        content = config_of(tmp_path / "other")
+        content.pop("num_nextn_predict_layers", None)
+        (tmp_path / "other" / "config.json").write_text(json.dumps(content | announced))
+        shutil.rmtree(tmp_path / "target", ignore_errors=True)
+        save_hf(stages, tmp_path / "target", mesh, plan, source=tmp_path / "other")
+        assert mtp_of(tmp_path / "target") == mtp_of(tmp_path / "source")
+        assert config_of(tmp_path / "target").items() >= {**dict.fromkeys(announced, 1)}.items()
+        assert not recwarn.list
+
+
+def test_copies_may_be_in_fp8_or_not_there_and_layers_must_be(published, tmp_path):
+    config = stages_on_meta(published, mtp=True)[0][0].config
+    assert config.hub_copies == {
+        "model.layers.2.embed_tokens.weight": "embed_tokens.weight", "model.layers.2.shared_head.head.weight":
+        "lm_head.weight", "model.layers.3.embed_tokens.weight": "embed_tokens.weight",
+        "model.layers.3.shared_head.head.weight": "lm_head.weight"}
+    shutil.copytree(published, tmp_path / "other")
+    tensors, scaled, lost = read_all(published), "model.layers.2.shared_head.head.weight", "model.layers.3.hnorm.weight"
+    tensors[scaled] = tensors[scaled].to(torch.float8_e4m3fn)
+    tensors[f"{scaled}_scale_inv"] = torch.ones(1, 2)
+    del tensors["model.layers.3.embed_tokens.weight"]
+    rewrite(tmp_path / "other", tensors)
+    there_and_back(0, str(tmp_path / "other"), str(tmp_path / "target"), rules=FP8)
+    assert raw_tensors(tmp_path / "target") == raw_tensors(published)
+    del tensors[lost]
+    rewrite(tmp_path / "other", tensors)
+    with pytest.raises(ValueError, match=rf"does not fit the model.*{lost}: missing"):
+        there_and_back(0, str(tmp_path / "other"), str(tmp_path / "again"), rules=FP8)
+
+
+def test_through_a_checkpoint_of_a_run_on_the_command_line(tmp_path, capsys, recwarn):
+    source = tmp_path / "source"
+    save_bfloat16(source)
+    capsys.readouterr()
+    run, given, alone = (str(tmp_path / name) for name in ("run", "given", "alone"))
+    assert main(["hf", "import", str(source), run, "--mtp"]) == 0
+    assert main(["hf", "export", run, given, "--source", str(source)]) == 0
+    assert main(["hf", "export", run, alone]) == 0
+    for target in (tmp_path / "given", tmp_path / "alone"):
+        assert raw_tensors(target) == raw_tensors(source) and config_of(target)["num_nextn_predict_layers"] == 1
+    assert not capsys.readouterr().err and not recwarn.list
+    content = config_of(source) | {"num_nextn_predict_layers": 0}
+    (source / "config.json").write_text(json.dumps(content))
+    assert main(["hf", "import", str(source), str(tmp_path / "none"), "--mtp"]) == 2
+    assert "announces no layers for multi-token prediction" in capsys.readouterr().err
+
+
+def trainee_of(layout):
+    schedule, *shape = layout
+    return Trainee(tuple(shape), schedule=schedule, mtp=True, num_nextn_predict_layers=2)
+
+
+def write_run(rank, folder, layout):
+    trainee = trainee_of(layout)
+    trainee.fill(7)
+    with Checkpoints(folder, trainee.mesh) as checkpoints:
+        checkpoints.save_async(trainee.state, step=3, plan=trainee.plan)
+    return "embed_tokens.weight" in trainee.state
+
+
+def read_run(rank, folders, layout):
+    trainee, wrong = trainee_of(layout), []
+    for folder in folders:
+        trainee.wreck()
+        load(folder, trainee.state, mesh=trainee.mesh)
+        trainee.optimizer.round_parameters()
+        wrong += trainee.wrong(7)
+    return wrong
+
+
+def spread(rank, folder):
+    trainee = trainee_of(("1f1b", 2, 1, 1))
+    trainee.fill(rank)
+    training = training_state(trainee.model.stages)
+    with pytest.raises(ValueError, match=r"embed_tokens\.weight has other values on rank 1"):
+        save(folder, {"embed_tokens.weight": training["embed_tokens.weight"]}, step=1, mesh=trainee.mesh)
+
+
+def test_the_embedding_of_two_ranks_is_saved_once_and_loaded_by_both(tmp_path):
+    """The first and the last stage have it: in a V on one rank, else on two; with its master and moments."""
+    folders = []
+    for layout in (("1f1b", 2, 2, 1), ("1f1b", 2, 1, 1), ("dualpipev", 2, 1, 1)):
+        folders.append(str(tmp_path / "-".join(map(str, layout))))
+        holds = run_ranks(write_run, prod(layout[1:]), folders[-1], layout, reuse=True)
+        assert sum(holds) == {"1f1b": len(holds), "dualpipev": 1}[layout[0]]
+        stored, _ = Checkpoint.read(latest(folders[-1])).tensors()
+        ours = [each.boxes for name, each in stored.items() if "embed_tokens" in name and each.shape]
+        assert list(map(len, ours)) == [layout[2]] * 3  # the master and its moments, once for each of "dp"
+        if layout[2] == 1:
+            assert not any(run_ranks(read_run, 2, folders, layout, reuse=True)), layout
+    assert not read_run(0, folders, ("dualpipev", 1, 1, 1))
+    run_ranks(spread, 2, str(tmp_path / "spread"), reuse=True)

@@ -89,6 +89,25 @@ def rewrite(folder, tensors, **config):
     path.write_text(json.dumps(json.loads(path.read_text()) | config))
 
 
+def add_mtp(folder, depth=1):
+    """Give a DeepSeek-V3 layers for multi-token prediction, as the published one has them; returns all its tensors."""
+    tensors, config = read_all(folder), json.loads((Path(folder) / "config.json").read_text())
+    last, hidden = config["num_hidden_layers"], config["hidden_size"]
+    embedding, head, norm = (tensors[f"{name}.weight"] for name in ("model.embed_tokens", "lm_head", "model.norm"))
+    for layer in range(last, last + depth):
+        prefix, generator = f"model.layers.{layer}.", torch.Generator().manual_seed(layer)
+        for name, tensor in list(tensors.items()):
+            if name.startswith(f"model.layers.{last - 1}."):  # its expert 0 is the last one here
+                plain = tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+                tensors[prefix + name.split(".", 3)[3]] = plain.roll(1, 0).contiguous().view(tensor.dtype)
+        for name, shape in (("enorm", (hidden,)), ("hnorm", (hidden,)), ("eh_proj", (hidden, 2 * hidden)),
+                            ("shared_head.norm", (hidden,))):
+            tensors[f"{prefix}{name}.weight"] = torch.rand(shape, generator=generator).to(norm.dtype)
+        tensors |= {f"{prefix}embed_tokens.weight": embedding.clone(), f"{prefix}shared_head.head.weight": head.clone()}
+    rewrite(folder, tensors, num_nextn_predict_layers=depth)
+    return tensors
+
+
 # Rows and columns that end within a block, as 576 of DeepSeek-V3's latents do and 10944 of V2-Lite's dense MLP.
 FP8_SIZES = {
     "hidden_size": 192, "moe_intermediate_size": 128, "num_hidden_layers": 2, "n_routed_experts": 4, "n_group": 2,
@@ -129,9 +148,10 @@ def save_mxfp4(folder, **changes):
     return tensors
 
 
-def stages_on_meta(folder, shape=None, dtype=torch.float32, stages_per_rank=2, rules=()):
-    """(stages, mesh, plan) of this rank, sharded, without values; the whole model in one stage without a shape."""
-    config = read_config(folder)
+def stages_on_meta(folder, shape=None, dtype=torch.float32, stages_per_rank=2, rules=(), *, mtp=False):
+    """(stages, mesh, plan) of this rank, sharded, without values; the whole model in one stage without a shape. mtp:
+    with its layers for multi-token prediction."""
+    config = read_config(folder).with_mtp() if mtp else read_config(folder)
     policy = DTypePolicy(dtype, torch.float32, dtype, rules)
     sources = hub_dtypes(folder, config)
     if shape is None:

@@ -29,14 +29,16 @@ CONFIG = {
 
 class Trainee:
     """This rank's stages in a layout (pp, dp, ep), their optimizer and what a checkpoint holds of them. rules: of the
-    dtype plan."""
+    dtype plan; mtp: with the layers for multi-token prediction."""
 
-    def __init__(self, shape, *, dtype=torch.bfloat16, moments=torch.float32, rules=(), **changes):
+    def __init__(self, shape, *, dtype=torch.bfloat16, moments=torch.float32, rules=(), schedule="dualpipev", mtp=False,
+                 **changes):
         self.mesh = None if shape == (1, 1, 1) else build_mesh(*shape, torch.device("cpu"))
         rank = 0 if self.mesh is None else self.mesh["pp"].get_local_rank()
         config = config_from_dict(CONFIG | changes)
+        config = config.with_mtp() if mtp else config
         self.model = build_model(
-            config, build("dualpipev", shape[0], 2 * shape[0]), rank, seed=0, dtype=dtype, device=torch.device("cpu"),
+            config, build(schedule, shape[0], 2 * shape[0]), rank, seed=0, dtype=dtype, device=torch.device("cpu"),
             mesh=self.mesh, plan=plan_model(config, dtype, replicas=shape[1] * shape[2], rules=rules, mesh=self.mesh),
         )
         terms = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}

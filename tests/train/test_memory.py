@@ -17,13 +17,13 @@ from torch.profiler import ProfilerActivity, profile
 from dualpipe import Pipeline
 from dualpipe.cli import main
 from dualpipe.dtypes import dtype_of
-from dualpipe.models import read_config
+from dualpipe.models import HubConfig, read_config
 from dualpipe.models.sizes import context_numbers
 from dualpipe.nn.deferral import local
 from dualpipe.nn.router import BalancedRoutes, random_like_stride
 from dualpipe.parallel.mesh import Mesh, build_mesh
 from dualpipe.schedule import build
-from dualpipe.train.config import load_config
+from dualpipe.train.config import Config, load_config
 from dualpipe.train.memory import RankMemory, _activations, estimate, meta_stages
 from dualpipe.train.model import build_model, micro_batch_loss, plan_run, read_model_config
 from dualpipe.train.optimizer import Optimizer
@@ -56,6 +56,12 @@ def test_examples_fit_their_gpus(path):
         assert 0.25 * memory < worst < memory - RUNTIME, f"{worst / GB:.1f} GB of {memory / GB:.0f}"
 
 
+def model_of(config: Config) -> HubConfig:
+    """The model, with its layers for multi-token prediction where it has any."""
+    model = read_config(config.model.config)
+    return model.with_mtp() if model.carried_layers else model
+
+
 def measured(rank: int, path: str, options: list[str]) -> tuple[int, int]:
     """Pipeline rank, and the most bytes of it in a step: parameters and the optimizer's, and what torch allocates."""
     config = load_config(path, options)
@@ -63,9 +69,10 @@ def measured(rank: int, path: str, options: list[str]) -> tuple[int, int]:
     mesh, device = build_mesh(p.pp, p.dp, p.ep, torch.device("cpu")), torch.device("cpu")
     place, schedule = Mesh.of(mesh), build(p.schedule, p.pp, t.num_chunks)
     model = build_model(
-        read_config(config.model.config), schedule, place.rank("pp"), seed=0, dtype=torch.bfloat16, device=device,
-        mesh=mesh, recompute=config.memory.recompute,
+        model_of(config), schedule, place.rank("pp"), seed=0, dtype=torch.bfloat16, device=device, mesh=mesh,
+        recompute=config.memory.recompute,
     )
+    depth = model.config.mtp_depth
     optimizer = Optimizer(
         model.stages, lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=0.1, moments=dtype_of(o.moments)
     )
@@ -75,14 +82,20 @@ def measured(rank: int, path: str, options: list[str]) -> tuple[int, int]:
     pipe = Pipeline(model.stages, process_group=place.group("pp"), schedule=p.schedule)
     tokens = torch.randint(model.config.vocab_size, (t.micro_batch_size * t.num_chunks, t.sequence_length),
                            generator=torch.Generator().manual_seed(rank))
-    criterion = micro_batch_loss(t.num_chunks) if model.has_last else None
+    side = {"ahead": tokens.unsqueeze(-1).expand(-1, -1, depth).clone()} if depth and model.has_first else None
+    one_loss = micro_batch_loss(t.num_chunks)
+
+    def loss(*logits_and_labels: torch.Tensor) -> torch.Tensor:
+        *logits, labels = logits_and_labels
+        return torch.stack([one_loss(each, labels) for each in logits]).sum()
+
     peaks = []
     for profiled in (nullcontext(), *(profile(activities=[ProfilerActivity.CPU], profile_memory=True) for _ in "12")):
         held = {tensor.data_ptr(): tensor for parameter, state in optimizer.state_tensors().items()
                 for tensor in map(local, (parameter.detach(), *(each.detach() for each in state.values())))}
         with profiled as profiler:
-            pipe.step(*[tokens] * model.has_first, num_chunks=t.num_chunks, criterion=criterion,
-                      labels=(tokens,) * model.has_last)
+            pipe.step(*[tokens] * model.has_first, num_chunks=t.num_chunks, criterion=loss if model.has_last else None,
+                      labels=(tokens,) * model.has_last, side=side)
         optimizer.step(1e-3)
         optimizer.zero_grad()
         if profiler is not None:
@@ -99,22 +112,25 @@ FAMILIES = {
     "deepseek_v3": SIZES | {
         "n_routed_experts": 16, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
         "intermediate_size": 256, "q_lora_rank": 96, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16,
-        "v_head_dim": 32},
+        "v_head_dim": 32, "num_nextn_predict_layers": 0},
 }
+FAMILIES["mtp"] = FAMILIES["deepseek_v3"] | {"num_nextn_predict_layers": 2, "num_hidden_layers": 5}
 LAYOUTS = [  # pp, dp, ep
     ("qwen3_moe", (2, 2, 1), "1f1b", "none"), ("deepseek_v3", (2, 1, 2), "dualpipev", "layer"),
     ("qwen3_moe", (1, 2, 2), "zbv", "layer"), ("qwen3_moe", (4, 1, 1), "interleaved_1f1b", "none"),
     ("qwen3_moe", (2, 1, 2), "dualpipev", "layer dispatch"), ("deepseek_v3", (2, 2, 1), "zbv", "none"),
     ("deepseek_v3", (4, 1, 1), "dualpipev", "none"), ("deepseek_v3", (1, 1, 2), "1f1b", "none"),
-    ("deepseek_v3", (2, 1, 1), "interleaved_1f1b", "layer"),
+    ("deepseek_v3", (2, 1, 1), "interleaved_1f1b", "layer"), ("mtp", (2, 1, 1), "dualpipev", "none"),
+    ("mtp", (2, 2, 1), "1f1b", "layer"), ("mtp", (1, 1, 1), "1f1b", "none"),
 ]
 
 
 @pytest.mark.parametrize(("family", "layout", "schedule", "recompute"),
-                         [LAYOUTS[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in LAYOUTS[1:])], ids=str)
+                         [case if case in (LAYOUTS[0], LAYOUTS[-1]) else pytest.param(*case, marks=pytest.mark.slow)
+                          for case in LAYOUTS], ids=str)
 def test_a_step_takes_what_is_counted(family, layout, schedule, recompute, tmp_path):
     """The peak of every rank as torch's allocator counts it, within 5%."""
-    common = {"model_type": family, "norm_topk_prob": True}
+    common = {"model_type": "deepseek_v3" if family == "mtp" else family, "norm_topk_prob": True}
     path = str(write_files(tmp_path, (MODEL if family == "qwen3_moe" else {}) | common | FAMILIES[family]))
     options = ["--train.dtype", "bf16", "--train.micro_batch_size", "32", "--train.sequence_length", "16",
                "--train.num_chunks", "6", "--memory.recompute", *recompute.split(), "--parallel.schedule", schedule,
@@ -122,7 +138,7 @@ def test_a_step_takes_what_is_counted(family, layout, schedule, recompute, tmp_p
     for name, size in zip(("pp", "dp", "ep"), layout):
         options += [f"--parallel.{name}", str(size)]
     config = load_config(path, options)
-    expected = estimate(config, read_config(config.model.config))
+    expected = estimate(config, model_of(config))
     ratios = [expected[pp_rank].total / most
               for pp_rank, most in run_ranks(measured, prod(layout), path, options, reuse=True, timeout=240)]
     print(family, layout, schedule, recompute, [f"{ratio:.3f}" for ratio in ratios])
