@@ -425,7 +425,8 @@ class Run:
         """See `accepted`; what the model says of tokens of other context-parallel ranks is fetched from them."""
         greedy, targets = map(torch.cat, zip(*criterion.greedy))
         length = self.config.train.sequence_length
-        columns, main = self.split.own(length).to(greedy.device), greedy.new_zeros(len(greedy), length)
+        columns = torch.cat([torch.arange(*each, device=greedy.device) for each in self.split.chunks(length)])
+        main = greedy.new_zeros(len(greedy), length)
         main[:, columns] = greedy[..., 0]
         self._sum("drafts", "the likeliest tokens", main, self.job.place.group("cp"))
         return accepted(greedy, targets, main, columns)
