@@ -24,7 +24,9 @@ from device_steps import (
     toys,
     write_run,
 )
+from hub import FAMILIES
 from ranks import run_ranks
+from run_files import write_files
 
 # The waits of the host. In a step there is but one: for how many rows come from other ranks, for each micro-batch in
 # the forward of each layer with experts. Where tokens are dispatched again the numbers are known.
@@ -115,8 +117,8 @@ def test_gradients_that_are_divided_and_stored_in_less_than_they_are_reduced_in(
     assert run_ranks(trained_narrow, 2, reuse=True) == [[]] * 2
 
 
-def training(rank, folder, steps, waits):
-    device = as_training(rank, folder, "--train.steps", steps)
+def training(rank, folder, steps, waits, *options):
+    device = as_training(rank, folder, "--train.steps", steps, *options)
     assert device.launches > 1000
     return device.report(waits)
 
@@ -128,3 +130,11 @@ def test_training_with_checkpoints(tmp_path):
         ("3", {READ: 1, EVALUATE: 1, FINITE: 1, SAVE: 1}),  # from the checkpoint
     ]:
         assert run_ranks(training, 1, str(tmp_path), steps, waits) == [[]]
+
+
+def test_training_with_multi_token_prediction_waits_in_its_evaluation_alone(tmp_path):
+    write_files(tmp_path, FAMILIES["deepseek_v3"] | {"model_type": "deepseek_v3", "vocab_size": 257})
+    waits = {READ: 3, EVALUATE: 2, EVALUATE.replace("_local_scalar_dense", "tolist"): 1, FINITE: 1, SAVE: 1}
+    options = ["--mtp.weight", "0.3", "--mtp.last_steps", "1", "--data.separate_documents", "True",
+               "--train.num_chunks", "2", "--checkpoint.interval", "3"]
+    assert run_ranks(training, 1, str(tmp_path), "3", waits, *options) == [[]]

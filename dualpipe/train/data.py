@@ -2,7 +2,7 @@
 that are held out, and a loader whose order depends on the seed alone.
 
 B sequences that a rank reads of the global batch, T tokens of a sequence, C those of them that it reads: all, unless
-context-parallel ranks share it.
+context-parallel ranks share it. D depths of multi-token prediction.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +25,7 @@ from dualpipe.files import checksum_of
 from dualpipe.train.pack import DOCUMENT_TYPE, DOCUMENTS, FORMAT, INDEX, find_sources, load_tokenizer, pack
 from dualpipe.train.tables import TEXT_KEY
 
+NO_TARGET = -100  # which `cross_entropy_loss` ignores
 CHECKSUM_LIMIT = 1 << 30  # bytes; larger data is checked by size only, so that a start does not read terabytes
 
 
@@ -73,10 +74,10 @@ class PackedTokens:
 
 
 class Batch(NamedTuple):
-    """A global batch, or a rank's part of it: `targets` are `tokens` shifted by one."""
+    """A global batch, or a rank's part of it: `targets` are `tokens` shifted by one, see `shifted`."""
 
     tokens: torch.Tensor  # (B, C) int64
-    targets: torch.Tensor  # (B, C) int64
+    targets: torch.Tensor  # (B, C) int64, or (B, C, 1 + D)
     positions: torch.Tensor  # (B, T) int64: of each token in its document, or in what the sequence has of it
 
 
@@ -124,16 +125,38 @@ class TokenStream:
         begins = self._bounds[np.searchsorted(self._bounds, numbers, side="right") - 1]
         return numbers - np.maximum(begins, start)
 
-    def read_windows(self, windows: Sequence[int], window: int, columns: torch.Tensor | None = None) -> Batch:
+    def read_windows(
+        self, windows: Sequence[int], window: int, columns: torch.Tensor | None = None, *, depth: int = 0,
+        separate_documents: bool = False,
+    ) -> Batch:
         """The batch made of the given windows of `window` tokens. columns: the tokens of each that are read here
-        (C,), of which targets are those behind; positions are of all. None: all."""
+        (C,), of which targets are those behind; positions are of all. None: all. depth: of `shifted`, within documents
+        where these are separate."""
         rows, positions = np.empty((2, len(windows), window), dtype=np.int64)
         for row, number in enumerate(windows):
             span = int(number) * window, (int(number) + 1) * window
             rows[row], positions[row] = self.read(*span), self.positions(*span)
         own: Any = slice(None) if columns is None else columns.numpy()
-        parts = rows[:, :-1][:, own], rows[:, 1:][:, own], positions[:, :-1]
+        positions = positions[:, :-1]
+        targets = shifted(rows, depth, positions if separate_documents else None)
+        parts = rows[:, :-1][:, own], targets[:, own], positions
         return Batch(*(torch.from_numpy(part.copy()) for part in parts))
+
+
+def shifted(rows: np.ndarray, depth: int = 0, positions: np.ndarray | None = None) -> np.ndarray:
+    """What is to be predicted at each token but the last of `rows` (B, T + 1): the one behind it (B, T), or with a
+    depth that and so many behind that (B, T, 1 + depth). The tokens that depth k is told besides, those up to k behind,
+    must be among the T and, with their `positions` (B, T), in the same document; else it is NO_TARGET."""
+    targets, length = rows[:, 1:], rows.shape[1] - 1
+    if not depth:
+        return targets
+    found = np.full((*targets.shape, 1 + depth), NO_TARGET)
+    for k in range(min(1 + depth, length)):
+        behind = targets[:, k:]
+        if positions is not None:
+            behind = np.where(positions[:, k:] == positions[:, : length - k] + k, behind, NO_TARGET)
+        found[:, : length - k, k] = behind
+    return found
 
 
 class Splits(NamedTuple):
@@ -227,18 +250,20 @@ class Loader:
     Windows do not overlap; what is left at the end of the stream is not used. Batch `step` is a pure function of the
     stream, the sizes and the seed, so that it does not matter how many ranks there are or where a run was resumed.
 
-    batch_size: sequences of the global batch. rows: those of them that are read here, columns: the tokens of each, as
-    in `TokenStream.read_windows`; without, all.
+    batch_size: sequences of the global batch. rows: those of them that are read here; without, all. columns, depth,
+    separate_documents: as in `TokenStream.read_windows`.
 
     Raises ValueError where the stream is shorter than one window.
     """
 
     def __init__(
         self, stream: TokenStream, *, sequence_length: int, batch_size: int, seed: int, rows: range | None = None,
-        columns: torch.Tensor | None = None,
+        columns: torch.Tensor | None = None, depth: int = 0, separate_documents: bool = False,
     ) -> None:
         self._stream, self._window, self._batch_size, self._seed = stream, sequence_length + 1, batch_size, seed
-        self._rows, self._columns = range(batch_size) if rows is None else rows, columns
+        self._rows = range(batch_size) if rows is None else rows
+        self._read = partial(stream.read_windows, window=self._window, columns=columns, depth=depth,
+                             separate_documents=separate_documents)
         self.num_windows = count = stream.num_tokens // self._window
         if not count:
             raise ValueError(
@@ -254,7 +279,7 @@ class Loader:
         """The batch of training step `step`, counted from 0, of a run that passes over none."""
         numbers = [divmod(step * self._batch_size + row, self.num_windows) for row in self._rows]
         windows = [self._order(epoch)[n] for epoch, n in numbers]
-        return self._stream.read_windows(windows, self._window, self._columns)
+        return self._read(windows)
 
     @contextmanager
     def batches(self, stop: int, stream: Stream | None = None) -> Iterator[Iterator[Batch]]:

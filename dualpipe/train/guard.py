@@ -191,7 +191,7 @@ class Guard:
         spots = run.job.ranks.gather(lambda: min(seen, default=None))
         then = min((spot for spot in spots if spot is not None), default=None)
         with run.recorder.doing("check", "the step again"):
-            again = run_again(run, bad.kept.batch)
+            again = run_again(run, bad.kept.batch, bad.step)
         self.restore(bad.kept)
         loss = "" if math.isfinite(first["loss"]) or not run.model.has_last else f", the loss {first['loss']}"
         lines = [f"the gradient norm is {first['grad_norm']} at step {bad.step}{loss}; lower optimizer.lr, lengthen "
@@ -219,7 +219,7 @@ class Guard:
             mine = compare_copies(self._tensors(), self.run.job.place.group(*DENSE), self.run.recorder)
             found = [text for texts in self.run.job.ranks.gather(lambda: mine) for text in texts]
         if (interval := self.settings.recheck_interval) and step % interval == 0:
-            found += self._compute_twice(self._batch, step // interval % self.run.config.train.num_chunks)
+            found += self._compute_twice(step, step // interval % self.run.config.train.num_chunks)
         if found:
             raise Corrupted(f"after step {step}: {'; '.join(dict.fromkeys(found))}; suspect its device or its memory, "
                             "and go on without it, from a checkpoint of before")
@@ -229,16 +229,16 @@ class Guard:
         found = {name: each for stage in self.run.model.stages for name, each in stage.named_buffers()}
         return found | {name: each for name, each in self.run.state.tensors().items() if isinstance(each, Tensor)}
 
-    def _compute_twice(self, batch: Batch, number: int) -> list[str]:
-        """Run a micro-batch through the pipeline with whole backwards, and again with weight gradients apart, which are
-        the same products: what differs. Gradients are dropped."""
+    def _compute_twice(self, step: int, number: int) -> list[str]:
+        """Run a micro-batch of this step, the last one, through the pipeline with whole backwards, and again with
+        weight gradients apart, which are the same products: what differs. Gradients are dropped."""
         run, states, size = self.run, _random_states(), self.run.config.train.micro_batch_size
-        part = Batch(*(each[number * size : (number + 1) * size] for each in batch))
+        part = Batch(*(each[number * size : (number + 1) * size] for each in self._batch))
         found: list[dict[Spot, int]] = []
         sums: list[dict[str, Tensor]] = []
         for deferred in (False, True):
             with run.pipeline.in_order(deferred=deferred), Watch(run.recorder, bits, kinds=(Action,)) as watch:
-                run.forward_backward(part, num_chunks=1)
+                run.forward_backward(part, run.criterion(step), num_chunks=1)
             found.append(on_host(watch.results))
             sums.append({name: bits(grad) for name, grad in named_gradients(run.model.stages).items()})
             run.pipeline.zero_grad()

@@ -39,12 +39,12 @@ from dualpipe.train.model import (
     build_optimizer,
     build_routers,
     check_export,
-    micro_batch_loss,
     plan_run,
     read_model_config,
     slow_products,
     token_weight,
 )
+from dualpipe.train.mtp import MicroBatchLoss, accepted, tokens_ahead
 from dualpipe.train.optimizer import learning_rate
 from dualpipe.train.qk_clip import QKClip
 from dualpipe.train.resume import Saver, State, describe
@@ -147,8 +147,7 @@ class Run:
             self.model.stages, process_group=job.place.group("pp"), schedule=self.schedule, overlap=parallel.overlap
         )
         self.state = State(self.model, self.optimizer, self.routers, self.loader)
-        weight = token_weight(self.split, train.sequence_length)
-        self.criterion = micro_batch_loss(train.num_chunks / weight) if self.model.has_last else None
+        self.chunks = train.num_chunks / token_weight(self.split, train.sequence_length)  # what losses are divided by
         self.flops_per_token = flops_per_token(model_config, train.sequence_length).both
         self.peak_tflops = peak_tflops(model_name(job.device)) if train.dtype == "bf16" else None
         self.load_limit = model_config.num_experts / model_config.num_experts_per_tok  # of load_max_over_mean
@@ -174,12 +173,15 @@ class Run:
         rows = range(own * place.batch_shard, own * (place.batch_shard + 1))  # of the global batch, for this pipeline
         self.columns = self.split.own(train.sequence_length) if self.split.size > 1 else None  # of a sequence
         self.batch_size = train.micro_batch_size * train.num_chunks * self.config.parallel.batch_shards
-        sizes = {"sequence_length": train.sequence_length, "batch_size": self.batch_size}
-        self.loader = Loader(self.splits.train, **sizes, seed=train.seed, rows=rows, columns=self.columns)
+        sizes: dict[str, Any] = {"sequence_length": train.sequence_length, "batch_size": self.batch_size}
+        read: dict[str, Any] = {"columns": self.columns, "depth": self.model.config.mtp_depth,
+                                "separate_documents": data.separate_documents}
+        self.loader = Loader(self.splits.train, **sizes, seed=train.seed, rows=rows, **read)
         held_out = self.splits.held_out
         self.held_out = (  # windows, by batch
             evaluation_batches(held_out, **sizes, limit=train.eval_batches, rows=rows) if held_out.num_documents else []
         )
+        self.read_held_out = partial(held_out.read_windows, window=train.sequence_length + 1, **read)
 
     def train(self) -> int:
         """All steps, with evaluations, then, where wanted, the model in Hugging Face's form, and the pictures; unless
@@ -283,8 +285,8 @@ class Run:
                             with self.recorder.doing("check", "whether ranks compute right"):
                                 self.guard.check_ranks(self.done)
                         with self.recorder.doing("evaluate") if evaluates else nullcontext():
-                            eval_loss = self._evaluate() if evaluates else None
-                        self._write(writer, metrics, eval_loss)
+                            found = self._evaluate() if evaluates else {}
+                        self._write(writer, metrics | found)
                     self.saver.save(self.state, self.done)
                     self.traced.after()
         except BaseException:
@@ -302,7 +304,8 @@ class Run:
             batch = next(batches)
         kept = self.guard.keep(batch)
         with kept.watch, self.routers.step():
-            loss = self.forward_backward(batch)
+            losses = self.forward_backward(batch, self.criterion(step + 1))
+        loss = None if losses is None else losses[0]
         self.guard.mark(loss)
         norm = self.guard.judge(self.pipeline.clip_grad_norm_(o.clip_norm or math.inf))
         lr = learning_rate(
@@ -315,8 +318,8 @@ class Run:
                 self.qk_clip(self.optimizer, norm)
         self.optimizer.zero_grad()
         found = {"grad_norm": norm} | self.guard.everywhere(loss)
-        if loss is not None:
-            found |= self.routers.metrics()
+        if losses is not None:
+            found |= {f"mtp_loss/{depth}": each for depth, each in enumerate(losses) if depth} | self.routers.metrics()
         own = torch.stack([value.double() for value in found.values()])
         place = self.job.place
         load = self.routers.load(place.rank("ep"), place.size("ep")) if self.traced.is_taking else 0.0
@@ -343,56 +346,87 @@ class Run:
             raise
         finally:
             self.remarks += filter(None, remarks if self.reports else ())
+        mtp_loss = [values.pop(name) for name in queued.names if name.startswith("mtp_loss/")]
         seconds = queued.began.elapsed_time(arrived) / 1e3 if queued.began and arrived else queued.seconds
         tokens_per_second = self.batch_size * self.config.train.sequence_length / seconds
         tflops = tokens_per_second * self.flops_per_token / 1e12 / self.job.ranks.size
         return {
-            **values, "step": queued.step, "lr": queued.lr, "tokens_per_second": tokens_per_second,
+            **values, "mtp_loss": mtp_loss or None, "step": queued.step, "lr": queued.lr,
+            "tokens_per_second": tokens_per_second,
             "tflops_per_rank": tflops, "mfu": self.peak_tflops and tflops / self.peak_tflops,
             "memory_bytes": memory_bytes(self.job.device),
             **(summary(votes, self.config.parallel.pp, seconds) if self.reports else {}),
         }
 
-    def _write(self, writer: MetricsWriter | None, metrics: dict[str, Any], eval_loss: float | None = None) -> None:
+    def _write(self, writer: MetricsWriter | None, metrics: dict[str, Any]) -> None:
         if writer is None:
             return
-        writer.write(StepMetrics(**metrics, eval_loss=eval_loss))
+        writer.write(StepMetrics(**metrics))
         for text in (*self.remarks, *self.guard.warnings(metrics)):
             writer.say(text)
         self.remarks.clear()
 
-    def forward_backward(self, batch: Batch, num_chunks: int = 0) -> Tensor | None:
-        """Run the pipeline once, on `num_chunks` micro-batches (default: those of a step); the mean loss of all
-        pipelines on the ranks of the last stage, None elsewhere."""
+    def criterion(self, step: int) -> MicroBatchLoss:
+        """That of a step, counted from 1, or of as many of its micro-batches as are run."""
+        return MicroBatchLoss(self.chunks, self.config.mtp.weight_of(step, self.config.train.steps))
+
+    def forward_backward(self, batch: Batch, criterion: MicroBatchLoss, num_chunks: int = 0) -> Tensor | None:
+        """Run the pipeline once, on `num_chunks` micro-batches (default: those of a step); on the ranks of the last
+        stage the mean losses of all pipelines, (1,) or of each depth of multi-token prediction (1 + D,), None
+        elsewhere. criterion: used for this alone."""
         first, last = self.model.has_first, self.model.has_last
         inputs, labels = (batch.tokens,) if first else (), (batch.targets,) if last else ()
         positions = batch.positions if self.config.data.separate_documents else None
         if positions is None and self.split.size > 1:  # whose stages tell by them which tokens of a row are theirs
             positions = torch.arange(batch.positions.shape[1], device=self.job.device).expand_as(batch.positions)
         losses, _ = self.pipeline.step(
-            *inputs, num_chunks=num_chunks or self.config.train.num_chunks, criterion=self.criterion, labels=labels,
-            side=None if positions is None or not first else {"positions": positions},
+            *inputs, num_chunks=num_chunks or self.config.train.num_chunks, criterion=criterion if last else None,
+            labels=labels, side={"positions": positions, "ahead": tokens_ahead(batch.targets)} if first else None,
         )
         if losses is None:
             return None
-        loss = losses.sum().float()
-        if (replicas := self.job.place.group(*DENSE)) is not None:
-            with self.recorder.collective("loss", "the loss of all pipelines", self.recorder.members(replicas)):
-                dist.all_reduce(loss, group=replicas)
+        loss = torch.stack(criterion.noted).sum(0).float() if criterion.noted else losses.sum().float().unsqueeze(0)
+        self._sum("loss", "the loss of all pipelines", loss, self.job.place.group(*DENSE))
         return loss / self.config.parallel.replicas
 
+    def _sum(self, kind: str, what: str, tensor: Tensor, group: dist.ProcessGroup | None) -> None:
+        """Add the other ranks' to the tensor."""
+        if group is not None:
+            with self.recorder.collective(kind, what, self.recorder.members(group)):
+                dist.all_reduce(tensor, group=group)
+
     @torch.no_grad()
-    def _evaluate(self) -> float:
-        """Mean loss over the held-out batches (NaN on ranks without the last stage)."""
-        losses, window = [], self.config.train.sequence_length + 1
-        read = partial(self.splits.held_out.read_windows, window=window, columns=self.columns)
+    def _evaluate(self) -> dict[str, Any]:
+        """Means over the held-out batches, by the names of `StepMetrics`; none on ranks without the last stage."""
+        losses, drafts = [], []
         for stage in self.model.stages:
             stage.eval()
-        with read_ahead(read, self.held_out, self.copying) as ahead:
+        with read_ahead(self.read_held_out, self.held_out, self.copying) as ahead:
             for batch in ahead:
-                loss = self.forward_backward(batch)
+                criterion = self.criterion(self.done)
+                loss = self.forward_backward(batch, criterion)
                 if loss is not None:
                     losses.append(loss)
+                if criterion.greedy:
+                    drafts.append(self._accepted(criterion))
         for stage in self.model.stages:
             stage.train()
-        return torch.stack(losses).mean().item() if losses else math.nan
+        if not losses:
+            return {}
+        mean = torch.stack(losses).mean(0)
+        found: dict[str, Any] = {"eval_loss": mean[0].item()}
+        if drafts:
+            both = torch.stack(drafts).sum(0)
+            self._sum("drafts", "accepted drafts", both, self.job.place.group(*DENSE))
+            found |= {"eval_mtp_loss": mean[1:].tolist(), "acceptance_length": 1 + (both[0] / both[1]).item()}
+        return found
+
+    def _accepted(self, criterion: MicroBatchLoss) -> Tensor:
+        """See `accepted`; what the model says of tokens of other context-parallel ranks is fetched from them."""
+        greedy, targets = map(torch.cat, zip(*criterion.greedy))
+        length = self.config.train.sequence_length
+        columns = torch.cat([torch.arange(*each, device=greedy.device) for each in self.split.chunks(length)])
+        main = greedy.new_zeros(len(greedy), length)
+        main[:, columns] = greedy[..., 0]
+        self._sum("drafts", "the likeliest tokens", main, self.job.place.group("cp"))
+        return accepted(greedy, targets, main, columns)

@@ -50,6 +50,11 @@ class StepMetrics:
     memory_bytes: int  # this rank's: the peak on its CUDA device, or what the process has resident
     mfu: float | None = None  # tflops_per_rank over the device's peak in bf16; None in other dtypes, or where unknown
     eval_loss: float | None = None  # on held-out data after this step; None where there was no evaluation
+    # Of multi-token prediction, None where there is none: as loss and eval_loss, of each depth, and how many tokens a
+    # greedy verification of the drafts would give at a time (see `dualpipe.train.mtp.accepted`), from 1 to 1 + depths.
+    mtp_loss: list[float] | None = None
+    eval_mtp_loss: list[float] | None = None
+    acceptance_length: float | None = None
     # Largest over mean of the tokens that the global batch gave each expert, in the layer where it is largest: from 1,
     # where all experts have as many, to experts / top_k, where one has every token. This and what follows are None
     # where the model has no router.
@@ -89,8 +94,8 @@ class MetricsWriter:
         missing = {package: cost for package, cost in PICTURES.items() if find_spec(package) is None}
         if missing:
             self.say(f"{', '.join(missing.values())}: pip install {' '.join(missing)} (or 'dualpipe[viz]')")
-        self._outputs: dict[str, Callable[[int, dict[str, float]], None]] = {}  # each takes a step and its values
-        self._files: dict[str, Callable[[int], Callable[[int, dict[str, float]], None]]] = {
+        self._outputs: dict[str, Callable[[int, dict[str, Any]], None]] = {}  # each takes a step and its values
+        self._files: dict[str, Callable[[int], Callable[[int, dict[str, Any]], None]]] = {
             METRICS: lambda start: _Lines(folder / METRICS, start).add}
         if "tensorboard" not in missing:
             self._files["TensorBoard"] = lambda start: _tensorboard(folder / "tensorboard", start)
@@ -100,7 +105,7 @@ class MetricsWriter:
                 from wandb import init
 
                 self._run = run = init(project=wandb, dir=str(folder), config=dict(settings or {}))
-                self._outputs["W&B"] = lambda step, values: run.log(values, step=step)
+                self._outputs["W&B"] = lambda step, values: run.log(scalars(values), step=step)
 
     def go_back(self, step: int) -> None:
         """Go on after this step: what is written of later ones is kept apart, as where a run goes on."""
@@ -121,6 +126,9 @@ class MetricsWriter:
         text = (f"loss {metrics.loss:.4f}  {metrics.tokens_per_second:,.0f} tokens/s  "
                 f"grad norm {metrics.grad_norm:.2f}  {metrics.memory_bytes / 2**20:,.0f} MiB")
         held_out = f"  held-out loss {metrics.eval_loss:.4f}" if evaluated else ""
+        if metrics.eval_mtp_loss is not None:
+            held_out += f" (MTP {', '.join(f'{loss:.4f}' for loss in metrics.eval_mtp_loss)})"
+            held_out += f"  acceptance length {metrics.acceptance_length:.3f}"
         if self._progress is not None:
             self._progress.update(self._task, completed=step, text=text)
             if evaluated:
@@ -183,7 +191,14 @@ class _Lines:
             self._torn = self._warned = True
 
 
-def _tensorboard(folder: Path, start_step: int) -> Callable[[int, dict[str, float]], None]:
+def scalars(values: Mapping[str, Any]) -> dict[str, float]:
+    """The values with each of a list by itself: name/1, name/2, ..."""
+    lists = {name: value if isinstance(value, list) else None for name, value in values.items()}
+    return {name if each is None else f"{name}/{number}": value for name, each in lists.items()
+            for number, value in enumerate(each or [values[name]], 1)}
+
+
+def _tensorboard(folder: Path, start_step: int) -> Callable[[int, dict[str, Any]], None]:
     """TensorBoard's events. A new run gets the folder for itself: all that is in one is drawn as one curve.
 
     Written here and not by torch's SummaryWriter, whose thread meets a full disk with a traceback of its own.
@@ -203,7 +218,7 @@ def _tensorboard(folder: Path, start_step: int) -> Callable[[int, dict[str, floa
     write(file_version="brain.Event:2")
     write(step=start_step + 1, session_log=SessionLog(status=SessionLog.START))  # hides what came later
     return lambda step, values: write(step=step, summary=Summary(
-        value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        value=[Summary.Value(tag=name, simple_value=value) for name, value in scalars(values).items()]
     ))
 
 
@@ -214,8 +229,12 @@ def _unused_name(path: Path) -> Path:
 
 def json_line(values: Mapping[str, object]) -> str:
     """One line of valid JSON: a number that is not finite, which JSON does not have, becomes null."""
-    clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
-    return json.dumps(clean, allow_nan=False) + "\n"
+    def clean(value: object) -> object:
+        if isinstance(value, list):
+            return [clean(each) for each in value]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return json.dumps({name: clean(value) for name, value in values.items()}, allow_nan=False) + "\n"
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

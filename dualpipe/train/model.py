@@ -22,7 +22,7 @@ from dualpipe.kernels.grouped_gemm import HALF
 from dualpipe.kernels.grouped_gemm_quantized import slower_in_fp8
 from dualpipe.models import HubConfig, Stage, build_stages, read_config
 from dualpipe.models.stages import Recompute
-from dualpipe.nn import GroupedLinear, Linear, cross_entropy_loss
+from dualpipe.nn import GroupedLinear, Linear
 from dualpipe.nn.attention import SequenceSplit
 from dualpipe.nn.products import Products
 from dualpipe.nn.router import Router, random_like_stride
@@ -36,6 +36,7 @@ from dualpipe.parallel.mesh import Mesh
 from dualpipe.parallel.shared_loads import share_loads
 from dualpipe.ranks import RankSync
 from dualpipe.schedule import Schedule, build
+from dualpipe.train.mtp import MicroBatchLoss
 from dualpipe.train.optimizer import Group, Optimizer, layer_groups
 from dualpipe.train.tables import ALGORITHMS, Config
 
@@ -51,9 +52,11 @@ class Model(NamedTuple):
 
 
 def read_model_config(config: Config) -> HubConfig:
-    """The model that a configuration names; ValueError where that is no file, no JSON, or no model of this library."""
+    """The model that a configuration names, with its layers for multi-token prediction where these are trained;
+    ValueError where that is no file, no JSON, or no model of this library, or has no such layers."""
     try:
-        return read_config(config.model_path)
+        found = read_config(config.model_path)
+        return found.with_mtp() if config.mtp.weight else found
     except ValueError as error:
         raise ValueError(f"{'model.config' if config.model.config else 'init.from_hf'}: {error}") from error
 
@@ -139,7 +142,7 @@ def build_model(
     except ValueError as error:
         raise ValueError(f"parallel.pp = {schedule.num_ranks} with schedule {schedule.name!r}: {error}") from error
     for stage in stages:
-        stage.recompute = Recompute(recompute, config.num_hidden_layers)
+        stage.recompute = Recompute(recompute, config.num_hidden_layers + config.mtp_depth)
         if compiled:
             stage.compile_dense()
         for module in stage.modules():
@@ -255,10 +258,9 @@ def build_optimizer(config: Config, model: Model) -> Optimizer:
     )
 
 
-def micro_batch_loss(num_chunks: float) -> Callable[[Tensor, Tensor], Tensor]:
-    """A criterion whose sum over a step's micro-batches is the mean over the global batch. Ranks that share sequences
-    give the number of micro-batches over their `token_weight`."""
-    return lambda logits, targets: cross_entropy_loss(logits, targets) / num_chunks
+def micro_batch_loss(num_chunks: float, mtp_weight: float = 0.0) -> Callable[..., Tensor]:
+    """A `MicroBatchLoss` whose notes nobody reads."""
+    return MicroBatchLoss(num_chunks, mtp_weight)
 
 
 def token_weight(split: SequenceSplit, length: int) -> float:

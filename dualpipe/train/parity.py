@@ -43,7 +43,9 @@ from dualpipe.nn.deferral import local
 from dualpipe.nn.router_set import RouterSet
 from dualpipe.parallel import DTypePlan, Rule
 from dualpipe.parallel.context import ContextParallel
+from dualpipe.pipeline.executor import as_tuple
 from dualpipe.train.config import Config, fit_world
+from dualpipe.train.data import shifted
 from dualpipe.train.job import Job, join
 from dualpipe.train.launch import RankInfo
 from dualpipe.train.metrics import Console, say
@@ -57,6 +59,7 @@ from dualpipe.train.model import (
     read_model_config,
     token_weight,
 )
+from dualpipe.train.mtp import tokens_ahead
 from dualpipe.train.schedule import build_schedule
 from dualpipe.train.tables import DTypesConfig
 
@@ -184,16 +187,19 @@ class Comparison:
         generator = torch.Generator().manual_seed(train.seed)
         shards, length = parallel.batch_shards, train.sequence_length
         shape = (train.micro_batch_size * train.num_chunks * shards, length + 1)
-        rows = torch.randint(model_config.vocab_size, shape, generator=generator, device="cpu").to(job.device)
-        self.batch = [rows[:, :-1].contiguous(), rows[:, 1:].contiguous()]  # (B, T): tokens, targets, positions
-        self.own = [each.tensor_split(shards)[job.place.batch_shard] for each in self.batch]
-        if parallel.cp > 1:  # with documents, which the ranks' chunks cut
+        rows, positions = torch.randint(model_config.vocab_size, shape, generator=generator, device="cpu"), None
+        if parallel.cp > 1 or model_config.mtp_depth:  # with documents, which the ranks' chunks cut
             bounds = torch.randint(shape[0] * length, (shape[0],), generator=generator, device="cpu").sort().values
             bounds = torch.cat((torch.zeros_like(bounds[:1]), bounds, torch.full_like(bounds[:1], shape[0] * length)))
-            self.batch.append(packed_positions(bounds, shape[0], length).to(job.device))
+            positions = packed_positions(bounds, shape[0], length)
+        targets = shifted(rows.numpy(), model_config.mtp_depth, None if positions is None else positions.numpy())
+        batch = [rows[:, :-1], torch.from_numpy(targets), *([] if positions is None else [positions])]
+        # (B, T), or targets (B, T, 1 + D): tokens, targets, positions
+        self.batch = [each.contiguous().to(job.device) for each in batch]
+        self.own = [each.tensor_split(shards)[job.place.batch_shard] for each in self.batch]
+        if parallel.cp > 1:
             columns = context.split.own(length).to(job.device)
-            positions = self.batch[2].tensor_split(shards)[job.place.batch_shard]
-            self.own = [*(each[:, columns] for each in self.own), positions]
+            self.own = [*(each[:, columns] for each in self.own[:2]), *self.own[2:]]
         self.weight = token_weight(context.split, length)
         # Balance of level "global" takes the loads of the step before, which the first step does not have.
         self.steps = 2 if config.router.balance and config.router.balance_level == "global" else 1
@@ -203,13 +209,16 @@ class Comparison:
         first, last = self.model.has_first, self.model.has_last
         losses, _ = self.pipeline.step(
             *((tokens,) if first else ()), num_chunks=num_chunks, labels=(targets,) if last else (),
-            criterion=micro_batch_loss(self.config.train.num_chunks / self.weight) if last else None,
-            side={"positions": positions} if first and positions is not None else None,
+            criterion=self._criterion(self.config.train.num_chunks / self.weight) if last else None,
+            side={"positions": positions, "ahead": tokens_ahead(targets)} if first else None,
         )
         if losses is not None and (sharing := self.job.place.group("cp")) is not None:
             dist.all_reduce(losses, group=sharing)
             losses /= sharing.size()
         return losses
+
+    def _criterion(self, num_chunks: float) -> Callable[..., Tensor]:
+        return micro_batch_loss(num_chunks, self.config.mtp.weight)
 
     def run(self) -> dict[str, Tensor]:
         """By name what this rank compares of a step: the gradients of its stages, what the routers add to the loss, and
@@ -229,14 +238,15 @@ class Comparison:
         """The same of the unpipelined model: forward and backward of one micro-batch after the other."""
         shards = self.config.parallel.batch_shards
         num_chunks = self.config.train.num_chunks * shards
-        criterion = micro_batch_loss(num_chunks)
+        criterion = self._criterion(num_chunks)
         routers = build_routers(self.config, [whole], group=None, device=self.job.device, whole=True)
         for _ in range(self.steps):
             whole.zero_grad()
             losses = []
             with routers.step():
                 for tokens, targets, *positions in zip(*(each.tensor_split(num_chunks) for each in self.batch)):
-                    loss = criterion(whole(tokens, *positions), targets)
+                    outputs = whole(tokens, *positions, ahead=tokens_ahead(targets))
+                    loss = criterion(*as_tuple(outputs), targets)
                     loss.backward()
                     losses.append(loss.detach())
         own = torch.stack(losses).tensor_split(shards)[self.job.place.batch_shard] * shards

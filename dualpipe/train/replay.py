@@ -63,11 +63,12 @@ def replay(config: Config, manifest: Manifest, info: RankInfo) -> int:
         train, recorder.step = config.train, manifest.step
         own = train.micro_batch_size * train.num_chunks if run.model.has_first or run.model.has_last else 0
         here = run.split.counts(train.sequence_length)[run.split.rank]
-        batch = Batch(*(torch.zeros(own, length, dtype=torch.int64, device=job.device)
-                        for length in (here, here, train.sequence_length)))
+        depths = (1 + depth,) if (depth := run.model.config.mtp_depth) else ()
+        batch = Batch(*(torch.zeros(own, *shape, dtype=torch.int64, device=job.device)
+                        for shape in ((here,), (here, *depths), (train.sequence_length,))))
         load(config.checkpoint.resume, dict(run.state.tensors()) | batch_tensors(run, batch), mesh=job.mesh)
         run.optimizer.round_parameters()
-        found = run_again(run, batch)
+        found = run_again(run, batch, manifest.step)
         now = {"loss": found.loss.hex(), "norm": found.norm.hex(), "sums": [f"{each:016x}" for each in found.sums]}
         then, again = manifest.extra["then"], manifest.extra["again"]
         same = now == again and all(now[name] == value for name, value in then.items())

@@ -160,13 +160,14 @@ class Again(NamedTuple):
         return "; ".join(filter(None, found))
 
 
-def run_again(run: Run, batch: Batch) -> Again:
-    """Run a batch as the step did, from the state before it, and look at what is not finite; nothing is updated but
-    routers. Collective."""
+def run_again(run: Run, batch: Batch, step: int) -> Again:
+    """Run a batch as the step did, counted from 1, from the state before it, and look at what is not finite; nothing is
+    updated but routers. Collective."""
     stages = run.model.stages
     parameters = where_nonfinite({name: local(p) for stage in stages for name, p in stage.named_parameters()})
     with Watch(run.recorder, nonfinite, stages) as watch, run.routers.step():
-        loss = run.forward_backward(batch)
+        losses = run.forward_backward(batch, run.criterion(step))
+    loss = None if losses is None else losses[0]
     run.guard.mark(loss)
     grads = named_gradients(stages)
     norm = float(run.pipeline.clip_grad_norm_(math.inf))
@@ -200,8 +201,10 @@ def run_again(run: Run, batch: Batch) -> Again:
 
 def batch_tensors(run: Run, batch: Batch) -> dict[str, Tensor]:
     """What this rank reads of a batch, by names that no other rank has."""
-    read = {"tokens": run.model.has_first, "positions": run.model.has_first, "targets": run.model.has_last}
-    return {f"bundle/{name}-{run.job.place.replica}": getattr(batch, name) for name, reads in read.items() if reads}
+    first, last = run.model.has_first, run.model.has_last
+    read = {"tokens": (batch.tokens, first), "positions": (batch.positions, first), "targets": (batch.targets, last),
+            "ahead": (batch.targets, first and not last and run.model.config.mtp_depth > 0)}
+    return {f"bundle/{name}-{run.job.place.replica}": tensor for name, (tensor, reads) in read.items() if reads}
 
 
 def write_bundle(run: Run, step: int, batch: Batch, values: Mapping[str, Any], again: Again) -> Path:

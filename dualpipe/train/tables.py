@@ -287,6 +287,27 @@ class RouterConfig:
 
 
 @dataclass(frozen=True)
+class MTPConfig:
+    """[mtp]: training a model's layers for multi-token prediction."""
+
+    weight: float = _not_negative(0.0)
+    """of the mean of their losses beside the loss of the next token; 0: they are not trained, and an export takes them
+    from init.from_hf as they are"""
+    last_weight: float = _not_negative(0.1)
+    """that of the last steps"""
+    last_steps: int = _not_negative(0)
+    """how many these are; 0: weight holds to the end"""
+
+    def __post_init__(self) -> None:
+        _require(self.weight or self.last_steps <= 0, "mtp.last_steps", self.last_steps,
+                 "goes with mtp.weight above 0")
+
+    def weight_of(self, step: int, steps: int) -> float:
+        """The weight in a step, from 1, of so many."""
+        return self.last_weight if step > steps - self.last_steps else self.weight
+
+
+@dataclass(frozen=True)
 class OptimizerGroup(ByPattern):
     """An element of optimizer.groups: what holds of the parameters that `pattern` matches; fields left out change
     nothing, and of several groups that match the last one that says something holds."""
@@ -472,6 +493,7 @@ class Config:
     dtypes: DTypesConfig = DTypesConfig()
     memory: MemoryConfig = MemoryConfig()
     router: RouterConfig = RouterConfig()
+    mtp: MTPConfig = MTPConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     watchdog: WatchdogConfig = WatchdogConfig()

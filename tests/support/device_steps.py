@@ -6,7 +6,6 @@ Each takes a `plant`, a context manager within which everything runs: a fault to
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -291,7 +290,7 @@ TRAINING = (
 
 def write_run(folder: Path) -> None:
     """What `as_training` needs."""
-    write_files(folder, {"model_type": "qwen3_moe", **dataclasses.asdict(CONFIG)})
+    write_files(folder, CONFIG.to_dict())
 
 
 def as_training(

@@ -1,0 +1,351 @@
+"""Runs that train layers for multi-token prediction: their weights, their metrics, and how many drafts are accepted."""
+
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+
+from dualpipe.nn.attention import SequenceSplit
+from dualpipe.parallel.mesh import build_mesh
+from dualpipe.train import parity
+from dualpipe.train.config import fit_world, load_config
+from dualpipe.train.data import NO_TARGET, Loader, PackedTokens, TokenStream, shifted
+from dualpipe.train.job import Job, join
+from dualpipe.train.launch import RankInfo
+from dualpipe.train.loop import Run, train
+from dualpipe.train.metrics import MetricsWriter, StepMetrics, read_metrics, scalars
+from dualpipe.train.model import read_model_config
+from dualpipe.train.mtp import MicroBatchLoss, accepted, tokens_ahead
+from dualpipe.train.resume import Saver
+from dualpipe.train.tables import MTPConfig
+from hub import FAMILIES
+from ranks import run_ranks
+from run_files import write_files
+
+ALONE = RankInfo(0, 1, 0, 1)
+MODEL = FAMILIES["deepseek_v3"] | {"model_type": "deepseek_v3", "vocab_size": 257, "num_hidden_layers": 2,
+                                   "num_nextn_predict_layers": 1}
+ONE_RANK = ["--parallel.pp", "1"]
+WEIGHT = ["--mtp.weight", "0.3"]
+
+
+def written(folder, **changes):
+    return str(write_files(folder, MODEL | changes))
+
+
+@pytest.fixture
+def toml(tmp_path):
+    return written(tmp_path)
+
+
+@contextmanager
+def made(toml, *options):
+    """The run that a configuration describes, before its first step."""
+    config = fit_world(load_config(toml, [*ONE_RANK, *options]), 1)
+    with join(config, ALONE) as job, Saver(config, job) as saver:
+        yield Run(config, job, saver)
+
+
+def rows_of(toml, tmp_path, name, *options):
+    """The metrics of a run on one rank, by step."""
+    train(load_config(toml, [*ONE_RANK, "--output.dir", str(tmp_path / name), *options]), ALONE)
+    return read_metrics(tmp_path / name / "metrics.jsonl")
+
+
+# -- what is to be predicted
+
+
+@pytest.mark.parametrize("length", [1, 2, 7])
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_targets_are_those_whose_tokens_between_are_known_and_of_one_document(depth, length):
+    rows = np.arange(100, 100 + 3 * (length + 1)).reshape(3, -1)
+    documents = np.sort(np.random.default_rng(0).integers(0, 3, (3, length)))
+    first = (documents[..., None] == documents[:, None]).argmax(-1)
+    positions = np.arange(length) - first
+    for given in (None, positions):
+        found = shifted(rows, depth, given)
+        for (row, i, k), target in np.ndenumerate(found):
+            known = i + k < length and (given is None or documents[row, i] == documents[row, i + k])
+            assert target == (rows[row, i + k + 1] if known else NO_TARGET)
+    assert np.array_equal(shifted(rows, 0), rows[:, 1:])
+
+
+def test_tokens_ahead_are_those_that_something_is_predicted_from():
+    targets = torch.from_numpy(shifted(np.arange(5)[None], 2))
+    assert targets.tolist() == [[[1, 2, 3], [2, 3, 4], [3, 4, -100], [4, -100, -100]]]
+    assert tokens_ahead(targets).tolist() == [[[1, 2], [2, 3], [3, -100], [-100, -100]]]
+    assert tokens_ahead(targets[..., 0]) is None
+
+
+@pytest.mark.parametrize("separate", [False, True])
+def test_the_loader_gives_the_same_windows_and_ranks_that_share_them_have_targets_across_the_cut(toml, separate):
+    with made(toml, "--data.separate_documents", f"{separate}") as run:
+        packed = PackedTokens(run.splits.train.packed.path)
+    sizes = {"sequence_length": 16, "batch_size": 16, "seed": 0}
+    plain, whole = (Loader(TokenStream(packed), **sizes, **how).batch(1)
+                    for how in ({}, {"depth": 2, "separate_documents": separate}))
+    assert all(a.equal(b) for a, b in zip(plain, whole._replace(targets=whole.targets[..., 0])))
+    assert (whole.targets[:, :14, 2] == NO_TARGET).any() == separate, "there are documents that end in a window"
+    columns = SequenceSplit(0, 2).own(16)
+    part = Loader(TokenStream(packed), **sizes, columns=columns, depth=2, separate_documents=separate).batch(1)
+    assert part.targets.equal(whole.targets[:, columns]) and part.positions.equal(whole.positions)
+
+
+# -- settings
+
+
+def test_the_weight_changes_for_the_last_steps():
+    plain, two = MTPConfig(0.3), MTPConfig(0.3, last_weight=0.1, last_steps=2)
+    assert [plain.weight_of(step, 4) for step in range(1, 5)] == [0.3] * 4
+    assert [two.weight_of(step, 4) for step in range(1, 5)] == [0.3, 0.3, 0.1, 0.1]
+
+
+def test_what_cannot_be_is_refused(tmp_path, toml):
+    with pytest.raises(ValueError, match=r"mtp\.last_steps = 2: goes with mtp.weight above 0"):
+        load_config(toml, ["--mtp.last_steps", "2"])
+    with pytest.raises(ValueError, match=r"^model\.config: a deepseek_v3 whose config\.json announces no layers for "
+                                         r"multi-token prediction .* set mtp\.weight = 0"):
+        read_model_config(load_config(written(tmp_path, num_nextn_predict_layers=0), WEIGHT))
+    assert read_model_config(load_config(written(tmp_path, num_nextn_predict_layers=2), WEIGHT)).mtp_depth == 2
+    assert read_model_config(load_config(toml)).mtp_depth == 0
+
+
+# -- a run
+
+
+def test_a_run_tells_the_losses_of_each_depth_and_its_weight_changes(tmp_path, capsys):
+    toml = written(tmp_path, num_nextn_predict_layers=2)
+    steps = ["--train.steps", "3", "--train.eval_interval", "3", "--train.eval_batches", "1"]
+    without = rows_of(toml, tmp_path, "without", *steps)
+    first = rows_of(toml, tmp_path, "first", *WEIGHT, *steps)
+    said = capsys.readouterr().out
+    changed = rows_of(toml, tmp_path, "changed", *WEIGHT, "--mtp.last_weight", "0", "--mtp.last_steps", "1", *steps)
+    last = rows_of(toml, tmp_path, "last", "--mtp.weight", "1", "--mtp.last_weight", "0.3", "--mtp.last_steps", "3",
+                   *steps)
+    assert first[0]["loss"] == without[0]["loss"], "the loss is that of the next token alone"
+    assert all(row["loss"] != other["loss"] for row, other in zip(first[1:], without[1:]))
+    assert all(len(row["mtp_loss"]) == 2 and min(row["mtp_loss"]) > 2 for row in first)
+    assert not any("mtp" in key or "acceptance" in key for row in without for key in row)
+    norms = [[row["grad_norm"] for row in rows] for rows in (first, changed, last)]
+    assert norms[0][:2] == norms[1][:2] and norms[1][2] < norms[0][2] and norms[2] == norms[0]
+    evaluated = first[-1]
+    assert len(evaluated["eval_mtp_loss"]) == 2 and 1 <= evaluated["acceptance_length"] <= 3
+    mtp = ", ".join(f"{loss:.4f}" for loss in evaluated["eval_mtp_loss"])
+    assert f"held-out loss {evaluated['eval_loss']:.4f} (MTP {mtp})  acceptance length " in said
+
+
+def test_losses_are_the_cross_entropies_over_all_tokens(toml):
+    with made(toml, *WEIGHT, "--data.separate_documents", "True", "--parallel.schedule", "1f1b") as run:
+        batch = run.loader.batch(0)
+        losses = run.forward_backward(batch, run.criterion(1))
+        (stage,) = run.model.stages
+        logits = stage(batch.tokens, positions=batch.positions, ahead=tokens_ahead(batch.targets))
+        expected = [torch.nn.functional.cross_entropy(each.flatten(0, 1), batch.targets[..., k].flatten(),
+                                                      ignore_index=NO_TARGET, reduction="sum") / batch.tokens.numel()
+                    for k, each in enumerate(logits)]
+    torch.testing.assert_close(losses, torch.stack(expected).detach())
+
+
+def test_what_is_computed_twice_gives_the_same_bits(run_folder, dualpipe):
+    written(run_folder)
+    options = [*ONE_RANK, "--parallel.schedule", "1f1b", "--mtp.weight", "1", "--mtp.last_weight", "0.1",
+               "--mtp.last_steps", "1", "--train.steps", "3", "--train.eval_batches", "0", "--output.dir", "twice"]
+    done = dualpipe(run_folder, "train", "run.toml", *options, "--guard.recheck_interval", "1")
+    assert done.returncode == 0, done.stderr
+
+
+POISON = """
+from dualpipe.train import guard, loop
+import torch
+real = vars(guard).setdefault("real_mark", guard.Guard.mark)
+def mark(self, loss):
+    real(self, loss)
+    if self.run.recorder.step == 2:
+        next(iter(self.run.optimizer.parameters)).grad.view(-1)[0] = float("nan")
+guard.Guard.mark = mark
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pp", ["1", "2"])
+def test_a_step_is_replayed_with_the_weight_that_it_had(run_folder, dualpipe, pp):
+    written(run_folder)
+    options = ["--parallel.pp", pp, "--parallel.schedule", "1f1b", "--mtp.weight", "1", "--mtp.last_weight", "0.1",
+               "--mtp.last_steps", "2", "--train.steps", "3", "--output.dir", f"poisoned{pp}"]
+    done = dualpipe(run_folder, "train", "run.toml", *options, before=POISON)
+    assert done.returncode == 1 and "the gradient norm is nan at step 2" in done.stderr, done.stderr
+    (bundle,) = (run_folder / f"poisoned{pp}" / "bundles").glob("step-*")
+    again = dualpipe(run_folder, "replay", str(bundle), before=POISON)
+    assert again.returncode == 0 and again.stdout.endswith("reproduced\n"), again.stdout + again.stderr
+
+
+# -- drafts
+
+
+def greedy(stage, tokens, ahead=None):
+    """The likeliest token behind each one, of every depth."""
+    with torch.no_grad():
+        logits = stage(tokens, ahead=ahead)
+    return torch.stack([each.argmax(-1) for each in (logits if isinstance(logits, tuple) else (logits,))], -1)
+
+
+def decode(stage, text, length):
+    """Speculative decoding, of one draft at a time, which the model verifies: the text, and the tokens (with the next
+    one known) from which drafts were made, each with whether it was accepted."""
+    drafts = []
+    text = [*text, int(greedy(stage, torch.tensor([text]))[0, -1, 0])]
+    while len(text) < length:
+        known = torch.tensor([text])
+        draft = int(greedy(stage, known[:, :-1], known[:, 1:, None])[0, -1, 1])
+        verified = greedy(stage, torch.tensor([[*text, draft]]))[0, -2:, 0].tolist()
+        drafts.append((len(text) - 2, verified[0] == draft))
+        text += verified if verified[0] == draft else verified[:1]
+    return text, drafts
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run on one rank whose model has learnt something, with its stage."""
+    folder = tmp_path_factory.mktemp("trained")
+    toml = written(folder)
+    with made(toml, *WEIGHT, "--train.steps", "30", "--parallel.schedule", "1f1b", "--output.dir", str(folder / "out"),
+              "--optimizer.lr", "1e-2", "--train.eval_batches", "1") as run:
+        run.train()
+        yield run
+
+
+def test_accepted_drafts_are_those_of_a_greedy_decoding(trained):
+    (stage,) = trained.model.stages
+    stage.eval()
+    prompt, length = trained.splits.held_out.read(0, 4).tolist(), 24
+    text, drafts = decode(stage, prompt, length + 1)
+    rows, plain = np.array([text[: length + 1]]), list(prompt)
+    while len(plain) <= length:
+        plain.append(int(greedy(stage, torch.tensor([plain]))[0, -1, 0]))
+    assert rows[0].tolist() == plain, "of speculation the text is that of the model alone"
+    drafts = [(i, right) for i, right in drafts if i + 2 <= length]
+    assert {right for _, right in drafts} == {True, False}, "the example has both"
+    targets = torch.from_numpy(shifted(rows, 1))
+    found = greedy(stage, torch.from_numpy(rows[:, :-1].copy()), tokens_ahead(targets))
+    visited = torch.full_like(targets, NO_TARGET)
+    for i, _ in drafts:
+        visited[0, i] = targets[0, i]
+    both = accepted(found, visited, found[..., 0], torch.arange(length))
+    assert both.tolist() == [sum(right for _, right in drafts), len(drafts)]
+
+
+def test_the_evaluation_accepts_what_a_verification_of_each_token_of_the_text_would(trained):
+    (stage,) = trained.model.stages
+    found = trained._evaluate()
+    (batch,) = map(trained.read_held_out, trained.held_out)
+    stage.eval()
+    right = []
+    for row in batch.tokens.tolist():
+        for i in range(len(row) - 1):  # token i + 1 is known, and that behind it is drafted
+            draft = greedy(stage, torch.tensor([row[: i + 1]]), torch.tensor([row[1 : i + 2]])[..., None])[0, -1, 1]
+            right.append(bool(draft == greedy(stage, torch.tensor([row[: i + 2]]))[0, -1, 0]))
+    assert found["acceptance_length"] == pytest.approx(1 + sum(right) / len(right)) and 0 < sum(right) < len(right)
+    assert found["eval_loss"] < 4 and len(found["eval_mtp_loss"]) == 1
+
+
+def test_a_chain_ends_with_its_first_wrong_draft():
+    main = torch.tensor([[1, 2, 3, 4, 5]])
+    drafts = torch.tensor([[[2, 3], [9, 4], [4, 9], [5, 0], [0, 0]]])  # both; neither counts; one
+    targets = torch.from_numpy(shifted(np.arange(6)[None], 2))
+    assert accepted(torch.cat((main[..., None], drafts), -1), targets, main, torch.arange(5)).tolist() == [3, 3]
+    columns = torch.tensor([0, 2])  # those of another rank are there by main alone
+    part = torch.cat((main[..., None], drafts), -1)[:, columns], targets[:, columns]
+    assert accepted(*part, main, columns).tolist() == [3, 2]
+
+
+def test_without_a_token_that_counts_there_is_no_acceptance_length(toml, tmp_path):
+    *_, row = rows_of(toml, tmp_path, "short", *WEIGHT, "--train.sequence_length", "1", "--train.steps", "1",
+                      "--train.eval_batches", "1")
+    assert row["acceptance_length"] is None and row["mtp_loss"] == [0.0] and row["eval_mtp_loss"] == [0.0]
+
+
+@pytest.mark.parametrize("layout", [
+    (*ONE_RANK, "--parallel.cp", "2"), *(pytest.param(each, marks=pytest.mark.slow) for each in (
+        ("--parallel.pp", "2", "--parallel.dp", "2", "--train.num_chunks", "2"),
+        ("--parallel.pp", "2", "--parallel.schedule", "1f1b")))
+], ids=str)
+def test_the_metrics_are_those_of_one_rank(toml, tmp_path, dualpipe, layout):
+    written(tmp_path, num_nextn_predict_layers=2)
+    options = [*WEIGHT, "--train.steps", "3", "--data.separate_documents", "True", "--train.sequence_length", "19",
+               "--optimizer.lr", "1e-2"]
+    one = rows_of(toml, tmp_path, "one", *options)
+    done = dualpipe(tmp_path, "train", "run.toml", *options, *layout, "--output.dir", "several")
+    assert done.returncode == 0, done.stderr
+    several = read_metrics(tmp_path / "several" / "metrics.jsonl")
+    assert one[-1]["acceptance_length"] > 1.2
+    for row, other in zip(one, several, strict=True):
+        for key in row.keys() & {"loss", "grad_norm", "mtp_loss", "eval_loss", "eval_mtp_loss", "acceptance_length"}:
+            assert row[key] == pytest.approx(other[key], rel=1e-4), key
+
+
+# -- parity
+
+
+def test_parity_of_one_rank_sees_another_weight(toml, capsys, monkeypatch):
+    config = load_config(toml, [*ONE_RANK, *WEIGHT])
+    assert parity.check(config, ALONE, dtype="float64", tolerance=None, worst=3) == 0
+    weights = iter([0.3, 0.3 + 1e-8])
+    monkeypatch.setattr(parity.Comparison, "_criterion", lambda self, chunks: MicroBatchLoss(chunks, next(weights)))
+    assert parity.check(config, ALONE, dtype="float64", tolerance=None, worst=3) == 1
+    assert "parity FAILED: 50 of 50 differ" in capsys.readouterr().out
+
+
+def parity_on_ranks(rank, toml, layout, options):
+    """The largest relative difference of a step, by all ranks."""
+    pp, dp, cp, ep = layout
+    sizes = ["--parallel.pp", f"{pp}", "--parallel.dp", f"{dp}", "--parallel.cp", f"{cp}", "--parallel.ep", f"{ep}"]
+    config = fit_world(load_config(toml, [*sizes, "--train.sequence_length", "19", *options]), pp * dp * cp * ep)
+    job = Job(torch.device("cpu"), build_mesh(pp, dp, ep, torch.device("cpu"), cp=cp))
+    return max(each.relative for each in parity.compare(config, job, torch.float64))
+
+
+@pytest.mark.parametrize("layout", [
+    (1, 1, 2, 1), *(pytest.param(each, marks=pytest.mark.slow) for each in (
+        (1, 2, 1, 1), (1, 1, 1, 2), (2, 1, 1, 2), (2, 2, 1, 1), (2, 1, 2, 1)))
+], ids=str)
+@pytest.mark.parametrize("schedule", ["dualpipev", pytest.param("1f1b", marks=pytest.mark.slow)])
+def test_gradients_of_layouts(toml, layout, schedule):
+    options = [*WEIGHT, "--router.balance", "0.5", "--router.z_loss", "0.1", "--parallel.schedule", schedule]
+    world = torch.tensor(layout).prod().item()
+    assert max(run_ranks(parity_on_ranks, world, toml, layout, options, timeout=180)) < 1e-10
+
+
+# -- what else there is for layers
+
+
+def test_optimizer_routers_and_recomputation_know_the_layers(toml):
+    options = ["--optimizer.name", "muon", "--optimizer.layer_decay", "0.5", "--optimizer.lr", "1e-3",
+               "--optimizer.qk_clip", "0.01", "--router.balance", "0.1", "--router.bias_update_rate", "0.1",
+               "--memory.recompute", "experts:2", "--parallel.schedule", "1f1b"]
+    with made(toml, *WEIGHT, *options) as run:
+        prefix, last = "layers.2.", run.model.stages[-1]
+        shares = {name: run.optimizer._groups[run.optimizer._masters[last.get_parameter(name)]] for name in (
+            "layers.1.self_attn.q_b_proj.weight", "layers.2.self_attn.q_b_proj.weight", "layers.2.eh_proj.weight",
+            "layers.2.enorm.weight", "lm_head.weight", "embed_tokens.weight")}
+        assert [(algorithm, group["share"]) for algorithm, group in shares.values()] == [
+            ("muon", 0.5), ("muon", 1.0), ("muon", 1.0), ("adamw", 1.0), ("adamw", 1.0), ("adamw", 0.125)]
+        assert len(run.qk_clip._layers) == 3 and last.recompute("experts", 2) and not last.recompute("experts", 1)
+        assert f"{prefix}mlp.gate" in run.routers.totals
+        before = last.get_parameter(f"{prefix}self_attn.q_b_proj.weight").detach().clone()
+        run.train()
+        assert not last.get_parameter(f"{prefix}self_attn.q_b_proj.weight").equal(before)
+        assert last.get_buffer(f"{prefix}mlp.gate.e_score_correction_bias").any()
+
+
+# -- how they are written
+
+
+def test_a_list_is_written_as_one_and_drawn_by_its_numbers(tmp_path):
+    values = {"step": 1, "loss": 1.0, "grad_norm": 1.0, "lr": 1.0, "tokens_per_second": 1.0, "tflops_per_rank": 1.0,
+              "memory_bytes": 1, "mtp_loss": [2.0, float("nan")]}
+    with MetricsWriter(tmp_path, total_steps=1) as writer:
+        writer.write(StepMetrics(**values))
+    (row,) = read_metrics(tmp_path / "metrics.jsonl")
+    assert row["mtp_loss"] == [2.0, None] and "eval_mtp_loss" not in row
+    assert scalars({"loss": 1.0, "mtp_loss": [2.0, 3.0]}) == {"loss": 1.0, "mtp_loss/1": 2.0, "mtp_loss/2": 3.0}
