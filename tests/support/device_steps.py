@@ -6,6 +6,7 @@ Each takes a `plant`, a context manager within which everything runs: a fault to
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
