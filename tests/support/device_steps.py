@@ -291,7 +291,7 @@ TRAINING = (
 
 def write_run(folder: Path) -> None:
     """What `as_training` needs."""
-    write_files(folder, {"model_type": "qwen3_moe", **dataclasses.asdict(CONFIG)})
+    write_files(folder, CONFIG.to_dict())
 
 
 def as_training(
