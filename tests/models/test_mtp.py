@@ -200,8 +200,8 @@ def step(rank, schedule, pp, ep, depth, length, documents, recompute, overlap, c
 
 
 def check(schedule="dualpipev", pp=1, ep=1, depth=1, length=7, documents=True, recompute=(), overlap=True, **changes):
+    expected = reference(depth, length, documents, ep, **changes)  # first: it draws the tensors, which threads share
     results = run_threads(step, pp * ep, schedule, pp, ep, depth, length, documents, recompute, overlap, changes)
-    expected = reference(depth, length, documents, ep, **changes)
     losses = torch.cat([noted for noted, _ in results if noted is not None])
     assert difference("losses", losses, expected.losses).relative < 1e-10
     found = {}
