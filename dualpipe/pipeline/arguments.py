@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dualpipe.nn.segments import Segment, checked, is_reserved
 from dualpipe.parallel.fsdp import StageParameters
-from dualpipe.pipeline.tied import tied_parameters
+from dualpipe.parallel.tied import tied_parameters
 
 _SHOWN = 3  # parameters that are not reduced
 _REMEDY = "use dualpipe.parallel.shard or torch's fully_shard"

@@ -24,6 +24,7 @@ from dualpipe.nn.deferral import WeightGradStore
 from dualpipe.nn.segments import communication_groups, has_communication
 from dualpipe.parallel.clipping import clip_grad_norm_
 from dualpipe.parallel.fsdp import ParametersStep, StageParameters, process_groups
+from dualpipe.parallel.tied import TiedGradients, tied_parameters
 from dualpipe.pipeline.arguments import (
     OwnStages,
     SideSpec,
@@ -37,7 +38,6 @@ from dualpipe.pipeline.arguments import (
 from dualpipe.pipeline.executor import Executor, Outputs
 from dualpipe.pipeline.lower import Programs
 from dualpipe.pipeline.p2p import P2PGroups, P2PMessages
-from dualpipe.pipeline.tied import TiedGradients, tied_parameters
 from dualpipe.recorder import Recorder
 from dualpipe.schedule import Schedule
 from dualpipe.schedule.build import first_microbatches
@@ -114,8 +114,8 @@ class Pipeline(nn.Module):
         self._groups.connect((*built.placement, *[first] * ties), self.device)
         self._tied: TiedGradients | None = None
         if ties and self.rank in (first, last):
-            end = own.modules[0 if self.rank == first else built.num_stages - 1]
-            self._tied = TiedGradients(end, self._groups, rank=self.rank, first=first, last=last)
+            end, other = (0, last) if self.rank == first else (built.num_stages - 1, first)
+            self._tied = TiedGradients(own.modules[end], partial(self._groups.exchange, other, around=(last, first)))
 
     def _build(self, modules: Sequence[nn.Module], schedule: str | Schedule) -> Schedule:
         """The schedule, for the fewest micro-batches; ValueError for what does not fit."""

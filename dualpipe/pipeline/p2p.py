@@ -146,6 +146,18 @@ class P2PGroups:
         src, dst, kind = stream
         return Link(self._control, self._peers[dst if self._rank == src else src], _TAGS[kind])
 
+    def exchange(self, peer: int, tensor: Tensor, *, around: tuple[int, int]) -> Tensor:
+        """What `peer` gives for a contiguous tensor, which gets this one. Both call it with tensors of one shape and
+        dtype, between steps; around: the two, as neighbours in the placement that was connected."""
+        found, (src, dst) = torch.empty_like(tensor), around
+        there, back = self.link((src, dst, "F")), self.link((dst, src, "B"))
+        incoming, outgoing = (there, back) if peer == src else (back, there)
+        recorder, ranks = Recorder.current(), self.global_ranks[peer : peer + 1]
+        with recorder.wait("exchange", "the other end's gradient of a tied parameter", ranks, tensor.nbytes):
+            for work in (incoming.receive(found), outgoing.send(tensor)) if tensor.numel() else ():
+                work.wait()
+        return found
+
     def header(self, peer: int) -> Link:
         """The link for headers to or from `peer`."""
         return Link(self._control, self._peers[peer], _TAGS["header"])

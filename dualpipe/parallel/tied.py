@@ -7,12 +7,12 @@ shards, after the reductions. A stage says which of its parameters these are by 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
 from dualpipe.nn.deferral import local
-from dualpipe.pipeline.p2p import P2PGroups
-from dualpipe.recorder import Recorder
 
 
 def tied_parameters(stage: nn.Module | None) -> list[nn.Parameter]:
@@ -22,14 +22,13 @@ def tied_parameters(stage: nn.Module | None) -> list[nn.Parameter]:
 
 
 class TiedGradients:
-    """The gradients of one end's copies, and how they become the sums over both ends: pipeline rank `first` with the
-    first stage, and `last` with the last one, of which `rank` is one."""
+    """The gradients of one end's copies, and how they become the sums over both ends.
 
-    def __init__(self, stage: nn.Module, groups: P2PGroups, *, rank: int, first: int, last: int) -> None:
-        there, back = groups.link((last, first, "F")), groups.link((first, last, "B"))
-        self._incoming, self._outgoing = (there, back) if rank == first else (back, there)
-        self._stage, names = stage, groups.global_ranks
-        self._ranks = (names[first], names[last]) if names else ()
+    exchange: what the other end gives for a contiguous tensor, which gets this one; of the same shape and dtype.
+    """
+
+    def __init__(self, stage: nn.Module, exchange: Callable[[Tensor], Tensor]) -> None:
+        self._stage, self._exchange = stage, exchange
         self._sums: list[Tensor | None] = []  # of the steps before the one that is under way
         self._is_summed = False  # whether gradients are sums already
 
@@ -43,17 +42,14 @@ class TiedGradients:
 
     @torch.no_grad()
     def add(self) -> None:
-        """After a step that has reduced gradients: make them the sums, of steps that have not as well. Collective."""
+        """After a step that has reduced gradients: make them the sums, of steps that have not as well. Collective over both
+        ends."""
         parameters = tied_parameters(self._stage)
         for parameter, before in zip(parameters, self._sums or [None] * len(parameters), strict=True):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
             own = local(parameter.grad)
-            sent, other = own.contiguous(), torch.empty(own.shape, dtype=own.dtype, device=own.device)
-            recorder = Recorder.current()
-            with recorder.collective("tied", "the gradient of a tied parameter", self._ranks, sent.nbytes):
-                for work in (self._incoming.receive(other), self._outgoing.send(sent)) if own.numel() else ():
-                    work.wait()
+            other = self._exchange(own.contiguous())
             own += other if before is None else other + local(before)
         self.discard()
         self._is_summed = True
