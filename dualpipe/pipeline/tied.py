@@ -54,7 +54,9 @@ class TiedGradients:
             with recorder.collective("tied", "the gradient of a tied parameter", self._ranks, sent.nbytes):
                 for work in (self._incoming.receive(other), self._outgoing.send(sent)) if own.numel() else ():
                     work.wait()
-            own += other if before is None else other + local(before)
+            own += other  # first, as the sum of two is the same bits at both ends
+            if before is not None:
+                own += local(before)
         self.discard()
         self._is_summed = True
 
