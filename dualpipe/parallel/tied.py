@@ -42,15 +42,16 @@ class TiedGradients:
 
     @torch.no_grad()
     def add(self) -> None:
-        """After a step that has reduced gradients: make them the sums, of steps that have not as well. Collective over both
-        ends."""
+        """After a step that has reduced gradients: make them the sums, of steps that have not as well. Collective over
+        both ends."""
         parameters = tied_parameters(self._stage)
         for parameter, before in zip(parameters, self._sums or [None] * len(parameters), strict=True):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
             own = local(parameter.grad)
-            other = self._exchange(own.contiguous())
-            own += other if before is None else other + local(before)
+            own += self._exchange(own.contiguous())  # first, as the sum of two is the same bits at both ends
+            if before is not None:
+                own += local(before)
         self.discard()
         self._is_summed = True
 

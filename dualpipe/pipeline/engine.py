@@ -225,6 +225,11 @@ class Pipeline(nn.Module):
         return Tracer(Path(path), group or self._process_group, self.device, place,
                       lambda: self._runs if WeightGradStore.current() is self.weight_grad_store else 0)
 
+    @property
+    def copied_parameters(self) -> list[nn.Parameter]:
+        """Those of this rank that the first stage has as well, on another rank: they count there."""
+        return [] if self._tied is None else tied_parameters(self._own.modules.get(self._own.count - 1))
+
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """`torch.nn.utils.clip_grad_norm_` for the model of all ranks; every rank must call it, after a step.
 
@@ -235,9 +240,8 @@ class Pipeline(nn.Module):
         Returns the norm before as a scalar, the same on every rank. Raises ValueError where norm_type is not above 0 or
         max_norm below 0; with `error_if_nonfinite` RuntimeError for a norm that is not finite, gradients untouched.
         """
-        last = self._own.modules.get(self._own.count - 1) if self._tied is not None else None
         return clip_grad_norm_(
-            self.parameters(), max_norm, norm_type, error_if_nonfinite, copies=tied_parameters(last),
+            self.parameters(), max_norm, norm_type, error_if_nonfinite, copies=self.copied_parameters,
             group=self._process_group, device=self.device, dtype=self._norm_dtype,
         )
 

@@ -220,7 +220,8 @@ class Run:
     def _writer(self) -> AbstractContextManager[MetricsWriter | None]:
         """What reports the steps, having said what the run is; None on ranks that report nothing."""
         config, train, schedule, (text, held_out) = self.config, self.config.train, self.schedule, self.splits
-        parameters = torch.tensor(sum(local(p).numel() for p in self.optimizer.parameters), device=self.job.device)
+        own = set(self.optimizer.parameters).difference(self.pipeline.copied_parameters)
+        parameters = torch.tensor(sum(local(parameter).numel() for parameter in own), device=self.job.device)
         if self.job.group is not None:
             dist.all_reduce(parameters, group=self.job.group)
         if not self.reports:

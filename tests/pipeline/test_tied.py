@@ -68,7 +68,7 @@ def step(pipe: Pipeline, number: int, first: bool, last: bool, **options) -> Non
 
 def steps(rank, name, own_groups=False):
     """The gradients after one step, then two without zeroing, one that reduces nothing between, and after a zero_grad:
-    how far they are from the reference."""
+    how far they are from the reference; and those of the tied parameter after some steps without zeroing."""
     if own_groups:
         use_own_groups()
     schedule = build(name, 2, 4)
@@ -93,20 +93,24 @@ def steps(rank, name, own_groups=False):
         step(pipe, 5, *ends)
     step(pipe, 4, *ends)
     errors.append(error([1, 2, 3, 4]))
+    tied = [stage.words.grad.tolist() for stage in stages if hasattr(stage, "words")]
     norm = pipe.clip_grad_norm_(1.0)
     wanted = sum(float(grad.square().sum()) for name, grad in expected(schedule.num_stages, [1, 2, 3, 4]).items())
     errors.append(abs(float(norm) / wanted**0.5 - 1))
     pipe.zero_grad()
     step(pipe, 6, *ends)
     errors.append(error([6]))
-    return errors
+    return errors, tied
 
 
 @pytest.mark.parametrize("name, own_groups", [
     ("1f1b", False), ("1f1b", True), ("interleaved_1f1b", False), ("dualpipev", False)])
 def test_gradients_are_sums_of_both_ends_over_any_number_of_steps(name, own_groups):
-    for errors in run_ranks(steps, 2, name, own_groups):
+    found = run_ranks(steps, 2, name, own_groups)
+    for errors, _ in found:
         assert max(errors) < 1e-12, errors
+    first, second = (grad for _, tied in found for grad in tied)
+    assert first == second, "bit for bit, or copies would drift apart"
 
 
 def failing(rank, world):

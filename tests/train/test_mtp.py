@@ -1,5 +1,6 @@
 """Runs that train layers for multi-token prediction: their weights, their metrics, and how many drafts are accepted."""
 
+import re
 from contextlib import contextmanager
 
 import numpy as np
@@ -270,7 +271,7 @@ def test_without_a_token_that_counts_there_is_no_acceptance_length(toml, tmp_pat
         ("--parallel.pp", "2", "--parallel.dp", "2", "--train.num_chunks", "2"),
         ("--parallel.pp", "2", "--parallel.schedule", "1f1b")))
 ], ids=str)
-def test_the_metrics_are_those_of_one_rank(toml, tmp_path, dualpipe, layout):
+def test_the_metrics_and_the_number_of_parameters_are_those_of_one_rank(toml, tmp_path, dualpipe, layout, capsys):
     written(tmp_path, num_nextn_predict_layers=2)
     options = [*WEIGHT, "--train.steps", "3", "--data.separate_documents", "True", "--train.sequence_length", "19",
                "--optimizer.lr", "1e-2"]
@@ -278,6 +279,8 @@ def test_the_metrics_are_those_of_one_rank(toml, tmp_path, dualpipe, layout):
     done = dualpipe(tmp_path, "train", "run.toml", *options, *layout, "--output.dir", "several")
     assert done.returncode == 0, done.stderr
     several = read_metrics(tmp_path / "several" / "metrics.jsonl")
+    counts = [re.findall(r"([\d,]+) parameters in", said) for said in (capsys.readouterr().out, done.stdout)]
+    assert counts[0] == counts[1] != [], "a copy of the embedding at the other end is none more"
     assert one[-1]["acceptance_length"] > 1.2
     for row, other in zip(one, several, strict=True):
         for key in row.keys() & {"loss", "grad_norm", "mtp_loss", "eval_loss", "eval_mtp_loss", "acceptance_length"}:
