@@ -6,7 +6,7 @@ Dimension letters: E experts, I expert intermediate, H hidden.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from reprlib import repr as brief
 from typing import TYPE_CHECKING, Any, ClassVar, Self, get_args, get_origin, get_type_hints
@@ -183,6 +183,11 @@ class HubConfig:
     def mtp_layers(self) -> range:
         """Global indices of the layers for multi-token prediction that are trained, which are in the last stage."""
         return range(self.num_hidden_layers, self.num_hidden_layers + self.mtp_depth)
+
+    def mtp_depth_of(self, names: Iterable[str]) -> int:
+        """How many layers for multi-token prediction a model of this one's other layers has, whose tensors these are."""
+        layers = [int(found[1]) + 1 for name in names if (found := re.match(r"layers\.(\d+)\.", name))]
+        return max(0, max(layers, default=0) - self.num_hidden_layers)
 
     @property
     def carried_layers(self) -> range:

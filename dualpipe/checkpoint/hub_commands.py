@@ -159,8 +159,7 @@ def _model_of(checkpoint: Checkpoint) -> HubConfig:
     if not isinstance(manifest.config, dict) or "model" not in manifest.config:
         raise ValueError(f"{path} does not say what model it is of; it was not saved by `dualpipe train`")
     model = config_from_dict(manifest.config["model"])
-    layers = [int(found[1]) + 1 for name in manifest.dtypes if (found := re.match(r"layers\.(\d+)\.", name))]
-    return replace(model, mtp_depth=max(0, max(layers, default=0) - model.num_hidden_layers))
+    return replace(model, mtp_depth=model.mtp_depth_of(manifest.dtypes))
 
 
 def is_of_a_run(path: StrPath) -> bool:

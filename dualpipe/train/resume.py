@@ -8,7 +8,7 @@ the files it was started with.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -22,6 +22,7 @@ from dualpipe.checkpoint.manifest import Checkpoint
 from dualpipe.checkpoint.state import ParameterState
 from dualpipe.dtypes import dtype_of
 from dualpipe.errors import RankLost
+from dualpipe.models import HubConfig
 from dualpipe.nn.router_set import RouterSet
 from dualpipe.parallel.mesh import TRAFFIC
 from dualpipe.train.data import Loader
@@ -90,10 +91,13 @@ class Saver:
         """
         if self.source is None:
             return 0
-        loaded = load(
-            self.source, state.tensors(), mesh=self._job.mesh, allow=self._settings.allow, allow_at_start=NOT_IMPORTED,
-            seed=self._config.train.seed,
-        )
+        try:
+            loaded = load(
+                self.source, state.tensors(), mesh=self._job.mesh, allow=self._settings.allow,
+                allow_at_start=NOT_IMPORTED, seed=self._config.train.seed,
+            )
+        except ValueError as error:
+            raise ValueError(f"{error}{_other_mtp(state.model.config, self.source_dtypes or ())}") from error
         state.optimizer.round_parameters()
         manifest, steps, changed = loaded.manifest, self._config.train.steps, []
         self._loaded, self._newest = Checkpoint(loaded.path, manifest), loaded.path
@@ -221,6 +225,18 @@ class Saver:
     def _say(self, *lines: str) -> None:
         for line in lines if self._job.rank == 0 else ():
             say(line)
+
+
+def _other_mtp(model: HubConfig, names: Iterable[str]) -> str:
+    """What to do where the tensors of a checkpoint are of a run that trained layers for multi-token prediction, and
+    this one does not, or the other way round; "" elsewhere."""
+    there, announced = model.mtp_depth_of(names), model.mtp_layers or model.carried_layers
+    if bool(there) == bool(model.mtp_depth) or there > len(announced):
+        return ""
+    patterns = ", ".join(f"*layers.{layer}.*" for layer in announced)
+    told = ("has the layers for multi-token prediction, which this run does not train: set mtp.weight above 0"
+            if there else "has no layers for multi-token prediction, which this run trains: set mtp.weight = 0")
+    return f"\nit {told}, or name them in checkpoint.allow ({patterns}) to go on with" + ("out" if there else " new ones")
 
 
 def describe(config: Config, model: Model) -> dict[str, Any]:

@@ -181,6 +181,22 @@ def test_a_step_is_replayed_with_the_weight_that_it_had(run_folder, dualpipe, pp
     assert again.returncode == 0 and again.stdout.endswith("reproduced\n"), again.stdout + again.stderr
 
 
+@pytest.mark.parametrize("before, after, told", [
+    ("0.3", "0", r"it has the layers for multi-token prediction, which this run does not train: set mtp\.weight above "
+                 r"0, or name them in checkpoint\.allow \(\*layers\.2\.\*\) to go on without$"),
+    ("0", "0.3", r"it has no layers for multi-token prediction, which this run trains: set mtp\.weight = 0, or name "
+                 r"them in checkpoint\.allow \(\*layers\.2\.\*\) to go on with new ones$")])
+def test_a_run_goes_on_with_layers_that_its_checkpoint_lacks_or_without_them_where_that_is_said(
+        toml, tmp_path, before, after, told):
+    first, then = (["--train.steps", steps, "--train.eval_batches", "0", "--mtp.weight", weight,
+                    "--checkpoint.interval", "1"] for steps, weight in (("1", before), ("2", after)))
+    rows_of(toml, tmp_path, "out", *first)
+    with pytest.raises(ValueError, match=told):
+        rows_of(toml, tmp_path, "out", *then)
+    rows = rows_of(toml, tmp_path, "out", *then, "--checkpoint.allow", "*layers.2.*")
+    assert ["mtp_loss" in row for row in rows] == [before != "0", after != "0"]
+
+
 # -- drafts
 
 
