@@ -185,7 +185,8 @@ class HubConfig:
         return range(self.num_hidden_layers, self.num_hidden_layers + self.mtp_depth)
 
     def mtp_depth_of(self, names: Iterable[str]) -> int:
-        """How many layers for multi-token prediction a model of this one's other layers has, whose tensors these are."""
+        """How many layers for multi-token prediction are behind this model's others where it has tensors of these
+        names."""
         layers = [int(found[1]) + 1 for name in names if (found := re.match(r"layers\.(\d+)\.", name))]
         return max(0, max(layers, default=0) - self.num_hidden_layers)
 

@@ -233,10 +233,10 @@ def _other_mtp(model: HubConfig, names: Iterable[str]) -> str:
     there, announced = model.mtp_depth_of(names), model.mtp_layers or model.carried_layers
     if bool(there) == bool(model.mtp_depth) or there > len(announced):
         return ""
-    patterns = ", ".join(f"*layers.{layer}.*" for layer in announced)
     told = ("has the layers for multi-token prediction, which this run does not train: set mtp.weight above 0"
             if there else "has no layers for multi-token prediction, which this run trains: set mtp.weight = 0")
-    return f"\nit {told}, or name them in checkpoint.allow ({patterns}) to go on with" + ("out" if there else " new ones")
+    patterns, rest = ", ".join(f"*layers.{layer}.*" for layer in announced), "without" if there else "with new ones"
+    return f"\nit {told}, or name them in checkpoint.allow ({patterns}) to go on {rest}"
 
 
 def describe(config: Config, model: Model) -> dict[str, Any]:
