@@ -41,8 +41,8 @@ KINDS = {
     "lost_message": "a message to another rank never leaves",
 }
 ACTIONS = (
-    "F", "B", "I", "W", "segment", "receive", "send", "gather", "reduce", "all_to_all", "agree", "clip", "loss", "data",
-    "optimizer", "evaluate", "save", "write", "commit", "start", "meet", "export",
+    "F", "B", "I", "W", "segment", "receive", "send", "gather", "reduce", "all_to_all", "exchange", "agree", "clip",
+    "loss", "data", "optimizer", "evaluate", "save", "write", "commit", "start", "meet", "export",
 )
 _DEFAULTS = {"slow_disk": "write", "full_disk": "write", "lost_message": "send"}  # their actions, and no others
 _RESULTS = ("F", "B", "I", "segment")

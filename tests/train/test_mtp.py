@@ -197,6 +197,19 @@ def test_a_run_goes_on_with_layers_that_its_checkpoint_lacks_or_without_them_whe
     assert ["mtp_loss" in row for row in rows] == [before != "0", after != "0"]
 
 
+ENDS_APART = ["--parallel.pp", "2", "--parallel.schedule", "1f1b", "--train.steps", "3", "--train.eval_batches", "0"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_an_end_that_fails_in_the_exchange_with_the_other_is_named(run_folder, dualpipe, rank):
+    written(run_folder)
+    faults = f"raise rank={rank} step=2 action=exchange"
+    done = dualpipe(run_folder, "train", "--faults", faults, "run.toml", *WEIGHT, *ENDS_APART)
+    assert done.returncode == 1 and done.stderr.endswith(
+        f"error: rank {rank} (pp {rank}): PlantedFault: {faults}: planted by --faults\n"), done.stderr
+
+
 # -- drafts
 
 
