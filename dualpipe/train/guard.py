@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from dualpipe.device import random_state, set_random_state
 from dualpipe.nn.deferral import local
 from dualpipe.parallel.mesh import DENSE
+from dualpipe.parallel.tied import tied_parameters
 from dualpipe.recorder import Recorder
 from dualpipe.schedule import Action
 from dualpipe.train.data import Batch
@@ -217,12 +219,26 @@ class Guard:
         found: list[str] = []
         if (interval := self.settings.checksum_interval) and step % interval == 0:
             mine = compare_copies(self._tensors(), self.run.job.place.group(*DENSE), self.run.recorder)
-            found = [text for texts in self.run.job.ranks.gather(lambda: mine) for text in texts]
+            found = [text for texts in self.run.job.ranks.gather(lambda: mine) for text in texts] + self._compare_ends()
         if (interval := self.settings.recheck_interval) and step % interval == 0:
             found += self._compute_twice(step, step // interval % self.run.config.train.num_chunks)
         if found:
             raise Corrupted(f"after step {step}: {'; '.join(dict.fromkeys(found))}; suspect its device or its memory, "
                             "and go on without it, from a checkpoint of before")
+
+    def _compare_ends(self) -> list[str]:
+        """Which ranks have other bits of a copy than those at the other end of their pipeline. Collective."""
+        model, place, recorder = self.run.model, self.run.job.place, self.run.recorder
+        tied = tied_parameters(model.stages[-1]) if model.has_first is not model.has_last else []
+        states = self.run.optimizer.state_tensors() if tied else {}
+        kept = chain.from_iterable((parameter, *states[parameter].values()) for parameter in tied)
+        mine = [int(bits(tensor)) for tensor in kept if isinstance(tensor, Tensor)]
+        held: dict[int, dict[int, list[int]]] = {}  # by replica and rank
+        for rank, (replica, values) in enumerate(self.run.job.ranks.gather(lambda: (place.replica, mine))):
+            if values:
+                held.setdefault(replica, {})[rank] = values
+        return [f"{' or '.join(map(recorder.name, ends))} has wrong bits of what both ends of a pipeline have"
+                for ends in held.values() if len(set(map(tuple, ends.values()))) > 1]
 
     def _tensors(self) -> dict[str, Tensor]:
         """All that a rank has of the model and its optimizer, by name."""

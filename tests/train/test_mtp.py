@@ -210,6 +210,35 @@ def test_an_end_that_fails_in_the_exchange_with_the_other_is_named(run_folder, d
         f"error: rank {rank} (pp {rank}): PlantedFault: {faults}: planted by --faults\n"), done.stderr
 
 
+FLIP = """
+import os
+import torch
+from dualpipe.train.optimizer import Optimizer
+
+step = Optimizer.step
+
+def flipping(self, lr, norm):
+    step(self, lr, norm)
+    for parameter, kept in self.state_tensors().items() if os.environ.get("RANK") == "1" else ():
+        if parameter.shape[0] == 257:
+            kept["exp_avg"].view(-1).view(torch.int32)[5] |= 1 << 20
+
+Optimizer.step = flipping
+"""
+
+
+@pytest.mark.slow
+def test_a_flipped_bit_in_one_end_s_copy_is_found(run_folder, dualpipe):
+    written(run_folder, tie_word_embeddings=True)
+    options = (*WEIGHT, *ENDS_APART, "--guard.checksum_interval", "2")
+    done = dualpipe(run_folder, "train", "run.toml", *options)
+    assert done.returncode == 0, done.stderr
+    done = dualpipe(run_folder, "train", "run.toml", *options, "--output.dir", "flipped", before=FLIP)
+    assert done.returncode == 1 and done.stderr.startswith(
+        "error: after step 2: rank 0 (pp 0) or rank 1 (pp 1) has wrong bits of what both ends of a pipeline have"
+    ), done.stderr
+
+
 # -- drafts
 
 
