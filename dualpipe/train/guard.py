@@ -227,9 +227,12 @@ class Guard:
                             "and go on without it, from a checkpoint of before")
 
     def _compare_ends(self) -> list[str]:
-        """Which ranks have other bits of a copy than those at the other end of their pipeline. Collective."""
-        model, place, recorder = self.run.model, self.run.job.place, self.run.recorder
-        tied = tied_parameters(model.stages[-1]) if model.has_first is not model.has_last else []
+        """Which ranks have other bits of a copy than those at the other end of their pipeline. Collective where the
+        ends are on two ranks."""
+        placement, place, recorder = self.run.schedule.placement, self.run.job.place, self.run.recorder
+        if placement[0] == placement[-1]:
+            return []
+        tied = list(chain.from_iterable(map(tied_parameters, self.run.model.stages)))
         states = self.run.optimizer.state_tensors() if tied else {}
         kept = chain.from_iterable((parameter, *states[parameter].values()) for parameter in tied)
         mine = [int(bits(tensor)) for tensor in kept if isinstance(tensor, Tensor)]

@@ -230,7 +230,7 @@ Optimizer.step = flipping
 @pytest.mark.slow
 def test_a_flipped_bit_in_one_end_s_copy_is_found(run_folder, dualpipe):
     written(run_folder, tie_word_embeddings=True)
-    options = (*WEIGHT, *ENDS_APART, "--guard.checksum_interval", "2")
+    options = (*WEIGHT, *ENDS_APART, "--parallel.schedule", "interleaved_1f1b", "--guard.checksum_interval", "2")
     done = dualpipe(run_folder, "train", "run.toml", *options)
     assert done.returncode == 0, done.stderr
     done = dualpipe(run_folder, "train", "run.toml", *options, "--output.dir", "flipped", before=FLIP)
