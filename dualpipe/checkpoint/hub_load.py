@@ -267,6 +267,9 @@ def find_tensors(config: HubConfig, reader: Reader) -> dict[str, HubTensor]:
     if more := len(missing) + len(wrong) + len(unexpected) - len(lines):
         lines.append(f"and {more:,} more")
     if lines:
+        mtp = tuple(f"model.layers.{layer}." for layer in config.mtp_layers)
+        hint = "; mtp.weight = 0 trains no layers for multi-token prediction" if missing and all(
+            name.startswith(mtp) for name in missing) else ""
         raise ValueError(f"the checkpoint does not fit the model ({config.model_type}): {'; '.join(lines)} (is this "
-                         "checkpoint complete, and its config.json the one that it was written with?)")
+                         f"checkpoint complete, and its config.json the one that it was written with?{hint})")
     return found

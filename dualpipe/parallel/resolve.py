@@ -144,7 +144,8 @@ def _find_rules(found: Collection[_Found], rules: Sequence[Rule]) -> None:
         if matching:
             item.rules = "rule " + ", ".join(dict.fromkeys(repr(rule.pattern) for rule in matching))
     for formats, what in ((False, "floating-point tensor of the model"),
-                          (True, "weight of a linear layer or of experts, but for heads, routers and pinned ones,")):
+                          (True, "weight of a linear layer or of experts, but for heads, routers, eh_proj and pinned "
+                                 "ones,")):
         if unused := [rule for rule in rules if rule not in used and bool(rule.format) is formats]:
             names = [name for item in floating for name in item.names if item.quantizable or not formats]
             raise ValueError(f"no {what} matches "
