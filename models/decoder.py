@@ -48,6 +48,14 @@ class Attention(nn.Module):
 
     def project(self, x_BSH: Tensor, context: Context) -> tuple[Tensor, ...]:
         """Rotated queries (B, A, S, D), and what `expand` takes."""
+        return self.turned(context, *self.products(x_BSH))
+
+    def products(self, x_BSH: Tensor) -> tuple[Tensor, ...]:
+        """What the first linear layers make of x."""
+        raise NotImplementedError
+
+    def turned(self, context: Context, *products: Tensor) -> tuple[Tensor, ...]:
+        """What `project` returns, of the `products`."""
         raise NotImplementedError
 
     def expand(self, *shared: Tensor) -> tuple[Tensor, Tensor]:
@@ -66,7 +74,8 @@ class Attention(nn.Module):
 
     def forward(self, x_BSH: Tensor, context: Context) -> Tensor:
         """(B, S, H) -> (B, S, H)."""
-        q_BASD, *shared = self.project(x_BSH, context)
+        # Not by `project`: a compiler would not see past the linear layers in a call, and cut behind the rotation.
+        q_BASD, *shared = self.turned(context, *self.products(x_BSH))
         k_BGSD, v_BGSV = self.expand(*shared)
         return self.output(attend(
             q_BASD, k_BGSD, v_BGSV, context, scale=self.scale, window=self.window, sinks_A=self.sinks,
@@ -107,11 +116,13 @@ class GroupedQueryAttention(Attention):
             self.k_norm = RMSNorm(head_dim, config.rms_norm_eps)
         self.register_parameter("sinks", nn.Parameter(torch.zeros(heads)) if sinks else None)
 
-    def project(self, x_BSH: Tensor, context: Context) -> tuple[Tensor, ...]:
+    def products(self, x_BSH: Tensor) -> tuple[Tensor, ...]:
+        """Of queries, keys and values."""
+        return self.q_proj(x_BSH), self.k_proj(x_BSH), self.v_proj(x_BSH)
+
+    def turned(self, context: Context, *products: Tensor) -> tuple[Tensor, ...]:
         """Queries, keys and values."""
-        # One by one: a loop that calls them cannot be traced past the first, and nothing here would be compiled.
-        projected = self.q_proj(x_BSH), self.k_proj(x_BSH), self.v_proj(x_BSH)
-        q, k, v = (rearrange(x, "B S (A D) -> B S A D", D=self.head_dim) for x in projected)
+        q, k, v = (rearrange(x, "B S (A D) -> B S A D", D=self.head_dim) for x in products)
         q_BASD, k_BGSD = rotate(q, k, context, (self.q_norm, self.k_norm) if self.norms else ())
         return q_BASD, k_BGSD, v.transpose(1, 2)
 

@@ -186,11 +186,15 @@ class LatentAttention(Attention):
         self.shared = (1, self.latent_dim), (1, self.rope_dim)
         self.register_parameter("sinks", None)
 
-    def project(self, x_BSH: Tensor, context: Context) -> tuple[Tensor, ...]:
+    def products(self, x_BSH: Tensor) -> tuple[Tensor, ...]:
+        """Of queries, and of the latent with the part of the key beside it."""
+        kv, narrow = self.kv_a_proj_with_mqa(x_BSH), not hasattr(self, "q_proj")
+        return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_BSH))) if narrow else self.q_proj(x_BSH), kv
+
+    def turned(self, context: Context, *products: Tensor) -> tuple[Tensor, ...]:
         """Queries, the latent behind its norm (B, 1, S, C) and the rotated part of the key (B, 1, S, P)."""
-        latent_BSC, k_BSP = self.kv_a_proj_with_mqa(x_BSH).split((self.latent_dim, self.rope_dim), dim=-1)
-        narrow = not hasattr(self, "q_proj")
-        q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_BSH))) if narrow else self.q_proj(x_BSH)
+        q, kv = products
+        latent_BSC, k_BSP = kv.split((self.latent_dim, self.rope_dim), dim=-1)
         q_BSAD = rearrange(q, "B S (A D) -> B S A D", A=self.num_heads)
         q_BSAN, q_BSAP = q_BSAD.split((self.nope_dim, self.rope_dim), dim=-1)
         q_BASP, k_B1SP = rotate(q_BSAP, k_BSP.unsqueeze(2), context, interleaved=self.interleaved)

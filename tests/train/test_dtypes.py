@@ -135,7 +135,7 @@ def test_the_printed_plan_is_that_of_the_tensors_that_train_makes(tmp_path, prin
         config = re.search(r'^config = "(.*)"', toml.read_text(), re.M)[1]
         options = ["--model.config", str(shrunken(config, tmp_path / toml.stem)), "--data.path", str(tmp_path / "text"),
                    "--data.validation_fraction", "0", "--output.dir", str(tmp_path / "out"), "--parallel.pp", "2",
-                   "--parallel.ep", "2", *SMALL]
+                   "--parallel.ep", "2", "--parallel.cp", "1", *SMALL]
         rules = (RULES, QUANTIZED) if toml.stem == "tiny-cpu" else ()
         several = [options, *([*options, *each, "--train.dtype", "bf16"] for each in rules)]
         runs += [(str(toml), each, printed(toml, *each)[1]) for each in several]

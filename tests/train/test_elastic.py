@@ -130,10 +130,14 @@ def test_torchrun_is_asked_to_stop(run_folder, agents, number):
 
 
 @pytest.mark.slow
-def test_a_node_of_torchrun_that_is_gone_is_done_without(run_folder, agents, train_on):
+def test_a_node_of_torchrun_that_is_gone_is_done_without(run_folder, agents, train_on, free_port):
     """Two nodes, of which one is killed: the other goes on alone, with the same batches."""
     options = ["--output.dir", "nodes", "--train.steps", "60", "--parallel.timeout", "20"]
-    first = agents("first", *options)
+    first, deadline = agents("first", *options), time.monotonic() + 60
+    store = ["bash", "-c", f"exec 3<>/dev/tcp/localhost/{free_port}"]
+    while subprocess.run(store, stderr=subprocess.DEVNULL).returncode:
+        assert time.monotonic() < deadline, "the agent that stays must be the one that has torchrun's store"
+        time.sleep(0.1)
     second = agents("second", *options)
     wait_for_step(run_folder, "nodes", 3)
     for pid in (second.pid, *descendants(second.pid)):
