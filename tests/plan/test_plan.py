@@ -110,6 +110,7 @@ def test_layers_for_multi_token_prediction_are_in_the_last_stage(ep):
         replace(setting, model=model), range(3, 6), last=False).spent
 
 
+@pytest.mark.slow
 def test_deepseek_v3_has_room_for_its_layer_for_multi_token_prediction():
     """Its last stage has no other layer, so that a step takes no longer; rank 0 alone has more in memory."""
     config = load_config(EXAMPLES / "deepseek-v3.toml")

@@ -148,6 +148,7 @@ def test_losses_are_the_cross_entropies_over_all_tokens(toml):
     torch.testing.assert_close(losses, torch.stack(expected).detach())
 
 
+@pytest.mark.slow
 def test_what_is_computed_twice_gives_the_same_bits(run_folder, dualpipe):
     written(run_folder)
     options = [*ONE_RANK, "--parallel.schedule", "1f1b", "--mtp.weight", "1", "--mtp.last_weight", "0.1",

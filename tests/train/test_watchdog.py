@@ -126,6 +126,7 @@ def test_a_rank_that_does_not_come_back_from_user_code(start, tmp_path, dualpipe
     assert "waits for rank 1 (pp 0, dp 1): it " in again.stdout and "rank 0 (pp 0, dp 0), process" in again.stdout
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come_to_meet_the_others(start):
     process, _ = start((2, 2, 1), "--watchdog.timeout", 1, steps=0, before=DOES_NOT_MEET, timeout=6)
     _, err = over(process)
