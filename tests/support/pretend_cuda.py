@@ -49,6 +49,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -238,6 +239,7 @@ def _replacements(device: PretendCuda) -> Iterator[tuple[Any, str, Any]]:
 def pretend_cuda(strict: bool = True) -> Iterator[PretendCuda]:
     """Have torch.cuda be a pretend device; see the top of this file."""
     device = PretendCuda(strict)
+    _device_constructors()  # torch keeps which functions make tensors: its own, not those that replace them here
     with ExitStack() as stack:
         for owner, name, value in _replacements(device):
             stack.enter_context(mock.patch.object(owner, name, value))
