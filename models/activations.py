@@ -75,8 +75,7 @@ def kinds_of(config: HubConfig, layers: Iterable[int], recompute: Iterable[str] 
 @lru_cache(maxsize=64)
 def _first_alike(config: HubConfig) -> list[int]:
     firsts: dict[str, int] = {}
-    layers = (*range(config.num_hidden_layers), *config.mtp_layers)
-    return [firsts.setdefault(str(meta_layer(config, i)), i) for i in layers]
+    return [firsts.setdefault(str(meta_layer(config, i)), i) for i in config.all_layers]
 
 
 def activation_bytes(

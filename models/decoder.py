@@ -117,7 +117,7 @@ class GroupedQueryAttention(Attention):
         self.register_parameter("sinks", nn.Parameter(torch.zeros(heads)) if sinks else None)
 
     def products(self, x_BSH: Tensor) -> tuple[Tensor, ...]:
-        """Of queries, keys and values."""
+        """What becomes queries, keys and values."""
         return self.q_proj(x_BSH), self.k_proj(x_BSH), self.v_proj(x_BSH)
 
     def turned(self, context: Context, *products: Tensor) -> tuple[Tensor, ...]:

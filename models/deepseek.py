@@ -187,7 +187,7 @@ class LatentAttention(Attention):
         self.register_parameter("sinks", None)
 
     def products(self, x_BSH: Tensor) -> tuple[Tensor, ...]:
-        """Of queries, and of the latent with the part of the key beside it."""
+        """What becomes queries, and the latent with the part of the key beside it."""
         kv, narrow = self.kv_a_proj_with_mqa(x_BSH), not hasattr(self, "q_proj")
         return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_BSH))) if narrow else self.q_proj(x_BSH), kv
 

@@ -180,9 +180,14 @@ class HubConfig:
         return replace(self, mtp_depth=depth)
 
     @property
+    def all_layers(self) -> range:
+        """Global indices of all layers that are trained, those for multi-token prediction last."""
+        return range(self.num_hidden_layers + self.mtp_depth)
+
+    @property
     def mtp_layers(self) -> range:
         """Global indices of the layers for multi-token prediction that are trained, which are in the last stage."""
-        return range(self.num_hidden_layers, self.num_hidden_layers + self.mtp_depth)
+        return self.all_layers[self.num_hidden_layers :]
 
     def mtp_depth_of(self, names: Iterable[str]) -> int:
         """How many layers for multi-token prediction are behind this model's others where it has tensors of these

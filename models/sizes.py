@@ -44,7 +44,7 @@ def parameter_counts(config: HubConfig) -> ParameterCounts:
     are trained."""
     embedding = config.vocab_size * config.hidden_size
     total = active = embedding + config.hidden_size + (0 if config.tie_word_embeddings else embedding)
-    for index in (*range(config.num_hidden_layers), *config.mtp_layers):
+    for index in config.all_layers:
         layer = meta_layer(config, index)
         inside = sum(param.numel() for param in layer.parameters())
         total += inside

@@ -165,13 +165,12 @@ class Stage(nn.Module):
         outputs = tuple(carry[name] for name in segments[-1].writes)
         return outputs if len(outputs) > 1 else outputs[0]
 
-    def _around(self, layers: Iterable[Segment], predictions: Iterable[Iterable[Segment]]) -> list[Segment]:
+    def _around(self, layers: Iterable[Segment], predictions: Sequence[Iterable[Segment]]) -> list[Segment]:
         """What is before and after the layers with them: from "x", "positions" and "ahead" to the outputs."""
         found: list[Segment] = [Compute(self.embed_tokens, "x", "x")] if self.first else []
         if self.layers:
             context = partial(Context, self.config.rotary, split=self.split)
             found += [Compute(context, ("x", "positions"), "context"), *layers]
-        predictions = list(predictions)
         if predictions:
             found.append(Compute(self.norm, "x", "hidden0"))
             for depth, prediction in enumerate(predictions):

@@ -47,8 +47,7 @@ def _terms(run: Prediction) -> Iterator[tuple[str, str, str]]:
     far = f", {p.ep - m.node}/{p.ep} at {m.network:g} x {m.networks:g} GB/s" if p.ep > m.node else ""
     yield "  all-to-all, not hidden", f"bytes x {m.imbalance:g}, {near}{far}, + latency, whole model", _ms(sent)
     if p.cp > 1:
-        layers = (*range(run.model.num_hidden_layers), *run.model.mtp_layers)
-        each = sum(map(sum, (context_seconds(s, i) for i in layers)))
+        each = sum(map(sum, (context_seconds(s, i) for i in run.model.all_layers)))
         yield "  of context parallelism", f"{p.cp_method}, {p.cp} ranks {p.ep} apart, whole model", _ms(each)
     yield "  all of it", f"{_ms(sent)} x {chunks} / {p.pp}", _ms(sent * share)
     if sent:

@@ -142,7 +142,7 @@ def build_model(
     except ValueError as error:
         raise ValueError(f"parallel.pp = {schedule.num_ranks} with schedule {schedule.name!r}: {error}") from error
     for stage in stages:
-        stage.recompute = Recompute(recompute, config.num_hidden_layers + config.mtp_depth)
+        stage.recompute = Recompute(recompute, len(config.all_layers))
         if compiled:
             stage.compile_dense()
         for module in stage.modules():
