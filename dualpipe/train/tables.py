@@ -291,8 +291,8 @@ class MTPConfig:
     """[mtp]: training a model's layers for multi-token prediction."""
 
     weight: float = _not_negative(0.0)
-    """of the mean of their losses beside the loss of the next token; 0: they are not trained, and an export takes them
-    from init.from_hf as they are"""
+    """what the mean of their losses counts beside the loss of the next; 0: they are not trained, and an export takes
+    them from init.from_hf as they are"""
     last_weight: float = _not_negative(0.1)
     """that of the last steps"""
     last_steps: int = _not_negative(0)
