@@ -183,7 +183,11 @@ def test_a_rank_that_takes_longer_is_named_in_a_run(run_folder, dualpipe, option
     assert process.returncode == 0, process.stderr
     lines = process.stdout.splitlines()
     (line,) = [line for line in lines if " slower than the median for 8 steps, " in line]
-    assert line.startswith(f"{name}: ") and f" steps, {text}" in line and "; " not in line
+    told = {who: what for who, _, what in (each.partition(": ") for each in line.split("; "))}
+    assert f" steps, {text}" in told[name]
+    percent = {who: int(re.search(r"(\d+)%", what)[1]) for who, what in told.items()}
+    # what else the machine does may hold up the other rank too, in the segments where this one is not slowed
+    assert all(each < percent[name] / 2 for who, each in percent.items() if who != name), line
     assert lines[lines.index(line) - 1].startswith("step 8/8 ")
     rows = read_metrics(run_folder / f"out{out}" / "metrics.jsonl")
     assert median(row["compute_max_over_median"] for row in rows) > 1.1  # of a step other processes may hold up any
