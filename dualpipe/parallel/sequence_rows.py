@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -50,7 +51,9 @@ class SequenceRanks:
     """The ranks that share sequences. mesh: as `ContextParallel` takes it."""
 
     def __init__(self, mesh: DeviceMesh | AsyncAllToAll | None) -> None:
-        self.split, self._latest, self._agreed = SequenceSplit(), Sizes(0, 0, 0), False
+        self.split, self._latest, self._expected = SequenceSplit(), Sizes(0, 0, 0), 0
+        # of a number in the rows of each layer, once all ranks know it: their dtypes may differ
+        self._itemsizes: WeakKeyDictionary[SharedAttention, int] = WeakKeyDictionary()
         if mesh is not None and (mesh.size() if isinstance(mesh, DeviceMesh) else mesh.size) > 1:
             ranks = GroupAllToAll(mesh) if isinstance(mesh, DeviceMesh) else mesh
             self.stream, self.split = CommStream(ranks, "keys and values"), SequenceSplit(ranks.rank, ranks.size)
@@ -62,35 +65,38 @@ class SequenceRanks:
 
     def expect(self, batch: int, length: int, dtype: torch.dtype) -> None:
         """Say on all ranks what micro-batches come: rows, tokens of a whole one, dtype of keys and values. Otherwise
-        the ranks tell each other once, in the first step, for which the host waits. A rank that has failed goes by the
-        latest ones: others would wait for it in vain, until the timeout of the group, in a micro-batch of another size.
+        the ranks tell each other once for each layer, in the first step, for which the host waits. A rank that has
+        failed goes by the latest ones: others would wait for it in vain, until the timeout of the group, in a
+        micro-batch of another size.
         """
-        self._latest, self._agreed = Sizes(batch, length, dtype.itemsize), True
+        self._latest, self._expected = Sizes(batch, length, dtype.itemsize), dtype.itemsize
 
-    def sizes(self, found: Sizes | None) -> Sizes:
-        """Those of a micro-batch, or where it has failed here (None) of the latest one; collective until one is known,
-        and all zero if none is anywhere."""
-        if not self._agreed:
+    def sizes(self, found: Sizes | None, attention: SharedAttention) -> Sizes:
+        """Those of a micro-batch in a layer, or where it has failed here (None) of the latest one; collective until one
+        is known, and all zero if none is anywhere."""
+        if known := self._itemsizes.get(attention, self._expected):
+            self._latest = found or self._latest._replace(itemsize=known)
+        else:
             told, each = torch.tensor([found or (0, 0, 0)] * self.split.size, device="cpu"), [1] * self.split.size
             sent = told.to(self.stream.device)
             received = torch.empty_like(sent)
             with self.stream.beside(device.record(self.stream.device), sent, received):
                 exchange = self.stream.start(received, sent, each, each)
             self.stream.wait(exchange)
-            self._latest = Sizes(*max(received.tolist()))
-            self._agreed = self._latest.batch > 0
-        self._latest = found or self._latest
+            self._latest = found or Sizes(*max(received.tolist()))
+        self._itemsizes[attention] = self._latest.itemsize
         return self._latest
 
 
 class SequenceRows:
-    """Communication of rows (B * T, C) with the micro-batch's `Context`, in the order of the ranks. tokens: how many go
-    to each rank and come from each, for a length. Context for the backward: `Sizes`, and the dtype."""
+    """Communication of a layer's rows (B * T, C) with the micro-batch's `Context`, in the order of the ranks. tokens:
+    how many go to each rank and come from each, for a length. Context for the backward: `Sizes`, and the dtype."""
 
     def __init__(
-        self, ranks: SequenceRanks, width: int, tokens: Callable[[int], tuple[list[int], list[int]]]
+        self, ranks: SequenceRanks, attention: SharedAttention, width: int,
+        tokens: Callable[[int], tuple[list[int], list[int]]],
     ) -> None:
-        self._ranks, self._width, self._tokens = ranks, width, tokens
+        self._ranks, self._attention, self._width, self._tokens = ranks, attention, width, tokens
         self.group = ranks.stream.group
 
     def forward(self, inputs: tuple[Any, ...] | None) -> Pending:
@@ -98,7 +104,7 @@ class SequenceRows:
         if inputs is not None:
             rows, context = inputs
             found, dtype = Sizes(context.batch, context.length, rows.itemsize), rows.dtype
-        return self._send((self._ranks.sizes(found), dtype), inputs)
+        return self._send((self._ranks.sizes(found, self._attention), dtype), inputs)
 
     def backward(self, context: tuple[Sizes, torch.dtype | None], gradients: tuple[Any, ...] | None) -> Pending:
         return self._send(context, gradients, back=True)
