@@ -283,7 +283,10 @@ def _draw_loss(rows: list[dict[str, Any]], picture: Path, unigram: float | None)
     figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    axes.plot([r["step"] for r in rows], [r["loss"] for r in rows], color="#1f77b4", linewidth=1.2, label="training")
+    steps = [row["step"] for row in rows]
+    axes.plot(steps, [row["loss"] for row in rows], color="#1f77b4", linewidth=1.2, label="training")
+    for depth, losses in enumerate(zip(*(row.get("mtp_loss") or () for row in rows)), 1):
+        axes.plot(steps, losses, linewidth=0.8, linestyle=":", label=f"training, {depth} further ahead")
     if held_out:
         axes.plot(*zip(*held_out), color="#d62728", marker="o", markersize=4, label="held out")
     if unigram is not None:

@@ -10,11 +10,13 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 from rich.console import Console
 
 from dualpipe.device import peak_tflops
+from dualpipe.schedule import build
 from dualpipe.train.metrics import Console as RunConsole
-from dualpipe.train.metrics import MetricsWriter, StepMetrics, json_line, memory_bytes, read_metrics, say
+from dualpipe.train.metrics import MetricsWriter, StepMetrics, draw, json_line, memory_bytes, read_metrics, say
 
 
 def metrics(step, loss=2.0, **more):
@@ -230,6 +232,17 @@ def test_a_damaged_file_costs_the_next_run_nothing(tmp_path):
     write(tmp_path, [metrics(1)])
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1]
     assert (tmp_path / "metrics.1.jsonl").read_bytes() == damaged
+
+
+@pytest.mark.parametrize("depths", [0, 2])
+def test_the_picture_has_a_curve_of_each_loss(tmp_path, monkeypatch, depths):
+    write(tmp_path, [metrics(step, 4.0 - step, mtp_loss=[5.0 - step, 6.0 - step][:depths] or None) for step in (1, 2)])
+    drawn = {}
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path: drawn.update(
+        (line.get_label(), list(line.get_ydata())) for line in figure.axes[0].lines))
+    draw(tmp_path, build("1f1b", 1, 1), unigram=3.5)
+    ahead = {"training, 1 further ahead": [4.0, 3.0], "training, 2 further ahead": [5.0, 4.0]} if depths else {}
+    assert drawn == {"training": [3.0, 2.0], "unigram model, 3.50": [3.5, 3.5]} | ahead
 
 
 def test_memory_of_this_process():
