@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)  # after the step; the second one at once
 _LAST_CHANCE = 2.0  # for the main thread to end by itself where a rank is lost
 _LATE = 2.0  # beyond its limit, of a wait that does not end by itself
-_FRAMES = 40
+_FRAMES = 100  # a layer has 40, with those of torch
 TOGETHER = 1.0  # seconds in which several count as one: a terminal tells ranks of Ctrl-C, and so does what started them
 
 
