@@ -128,6 +128,8 @@ class Stage(nn.Module):
         for _, layer in self.numbered():
             for part in (layer.self_attn, *(module for module in layer.mlp.modules() if isinstance(module, DenseMLP))):
                 part.compile(**options)
+            # Where ranks share sequences attention is not called as a whole: what is up to the rows that travel.
+            layer.self_attn.turned = torch.compile(layer.self_attn.turned, **options)  # type: ignore[method-assign]
 
     def segments(self) -> list[Segment]:
         """The forward in parts, for the pipeline to overlap and, as `recompute` says, to compute again."""

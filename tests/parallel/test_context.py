@@ -334,6 +334,38 @@ def test_activations_fall_with_the_number_of_ranks(family, method, share):
         assert max(found) < 1.1 * share * whole[0] / cp
 
 
+# -- compiled
+
+
+def compiled(rank: int, family: str, method: str) -> tuple[float, list[str]]:
+    """Error of the sum of gradients, and what is called within the graphs that a compiler is given."""
+    config, called = FAMILIES[family], []
+
+    def record(graph, inputs):  # without code generation, which takes a minute
+        called.extend(str(getattr(node.target, "__name__", node.target)) for node in graph.graph.nodes)
+        return graph.forward
+
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    pp = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
+    (stage,) = make(config, 1, torch.float64)
+    context = ContextParallel(mesh, method=method)
+    stage.compile_dense(backend=record)
+    stage.use_context_parallelism(context)
+    step(Pipeline([stage], process_group=pp["pp"].get_group()), context.split.own(11), 11)
+    found = gradients(stage)
+    for grad in found.values():
+        dist.all_reduce(grad)
+    return error_of_sum([found], whole_gradients(config, 11)), called
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("method", ["ring", "all_to_all"])
+def test_the_rotation_is_compiled_though_attention_is_cut_there(family, method):
+    for wrong, called in run_ranks(compiled, 2, family, method, timeout=120):
+        assert wrong < 1e-10 and "cat" in called
+
+
 # -- ranks that fail
 
 
