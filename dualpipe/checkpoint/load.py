@@ -120,17 +120,19 @@ def _load(
 
     # Whether it fits.
     parts = ranks.agree(lambda: parts_of(state, stored))
-    allowed = _compare(ranks, path, stored, parts, [*allow, *(() if manifest.step else allow_at_start)])
+    allow = [*allow, *(() if manifest.step else allow_at_start)]
+    allowed = _compare(ranks, path, stored, parts, allow)
     fitting = {name: part for name, part in parts.items() if name in stored and stored[name].shape == part.shape}
     states = {name: each for name, each in state.items() if isinstance(each, ParameterState)}
     converted = {name: part for name, part in fitting.items()  # quantized, and stored otherwise: read into masters
                  if part.quantized is not None and stored[name].dtype != part.dtype}
 
-    def read_groups() -> None:
-        """Read the hyperparameters of torch's optimizers, which must fit the groups before anything is changed."""
+    def read_groups() -> set[str]:
+        """Read the hyperparameters of torch's optimizers, which must fit the groups before anything is changed; those
+        that begin anew."""
         if values := {name: fitting[name] for each in states if (name := f"{each}/{VALUES}") in fitting}:
             read_parts(checkpoint, stored, values)
-            check_groups(states)
+        return check_groups(states, allow) if values else set()
 
     def restore() -> bool:
         """Read everything into its place, and go on with the random state; whether it was that of this rank."""
@@ -148,7 +150,8 @@ def _load(
         restore_random(json.loads(read_header(path / file_of(ranks.rank))[1][RANDOM]))
         return True
 
-    ranks.agree(read_groups)
+    anew = ranks.agree(read_groups)
+    fitting = {name: part for name, part in fitting.items() if name.rpartition("/")[0] not in anew}
     try:
         with filling(cast(Tensor, state[name]) for name in converted):
             restored = ranks.agree(restore)

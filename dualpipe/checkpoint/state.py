@@ -22,6 +22,7 @@ import math
 import random
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from reprlib import repr as brief
 from typing import Any, NamedTuple
 
@@ -53,10 +54,16 @@ class ParameterState:
     Saving takes `tensors`; loading fills what `place` gives, and `restore` hands it to the optimizer. Which tensors a
     state has is known once there is one: loading makes those that the checkpoint has, so it fills an optimizer that
     never took a step, too.
+
+    configured: hyperparameters that are not saved, and stay as they are, because they follow from a configuration.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor,
+        configured: Iterable[str] = (),
+    ) -> None:
         self._state, self.group, self._parameter = optimizer.state, group, parameter
+        self._kind, self._left_out = type(optimizer).__name__, {*_SWITCHES, *configured}
         self._placed: dict[str, Tensor] = {}
         self._read: dict[str, Any] = {}
 
@@ -74,8 +81,8 @@ class ParameterState:
             if isinstance(self._parameter, DTensor) and not isinstance(tensor, DTensor) and tensor.dim():
                 raise ValueError(f"an optimizer keeps {key!r}, a plain tensor {tuple(tensor.shape)}, of a sharded "
                                  "parameter, so where it belongs is not known; it must be a DTensor")
-        values = {"state": {key: value for key, value in state.items() if key not in found},
-                  "group": {key: value for key, value in self.group.items() if key not in _SWITCHES}}
+        values = {"kind": self._kind, "state": {key: value for key, value in state.items() if key not in found},
+                  "group": {key: value for key, value in self.group.items() if key not in self._left_out}}
         try:
             text = json.dumps(values, default=as_number).encode()
         except (TypeError, ValueError) as error:
@@ -107,7 +114,7 @@ class ParameterState:
     def hyperparameters(self) -> dict[str, Any] | None:
         """Those of the group, by the values, once these are read; None without any, as was allowed.
 
-        Raises ValueError where they are not what `tensors` makes.
+        Raises ValueError where they are not what `tensors` makes, and TypeError for those of another class.
         """
         if VALUES not in self._placed:
             return None
@@ -117,7 +124,11 @@ class ParameterState:
                 raise TypeError("no JSON objects")
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"the values of an optimizer are damaged: {error}") from error
-        return group
+        if (kind := self._read.get("kind", self._kind)) != self._kind:
+            self._read = {}
+            raise TypeError(f"is the state of the optimizer {kind}, which {self._kind} does not go on from")
+        self._read["group"] = {key: value for key, value in group.items() if key not in self._left_out}
+        return self._read["group"]
 
     def restore(self) -> None:
         """Make the state of the optimizer that of the checkpoint, once all is read."""
@@ -130,20 +141,33 @@ class ParameterState:
             now = self.group.get(key)
             if isinstance(now, Tensor):
                 self.group[key] = torch.full_like(now, value)  # groups may share the one that is there
-            elif key not in _SWITCHES:
+            else:
                 self.group[key] = tuple(value) if isinstance(now, tuple) else value
 
 
-def check_groups(states: Mapping[str, ParameterState]) -> None:
-    """Raise ValueError where parameters that share a group now were saved with other hyperparameters."""
+def check_groups(states: Mapping[str, ParameterState], allow: Sequence[str]) -> set[str]:
+    """The names of those that another class of optimizer has saved, which are not to be loaded: they begin anew.
+
+    Raises ValueError where `allow`, globs, has no place for that, and where parameters that share a group now were
+    saved with other hyperparameters.
+    """
     first: dict[int, tuple[str, dict[str, Any]]] = {}
+    anew: set[str] = set()
     for name, state in states.items():
-        if (values := state.hyperparameters()) is None:
+        try:
+            values = state.hyperparameters()
+        except TypeError as error:
+            if not any(fnmatchcase(name, pattern) for pattern in allow):
+                raise ValueError(f"{name} {error}: name it in `allow`, and it begins anew") from error
+            anew.add(name)
+            continue
+        if values is None:
             continue
         other, expected = first.setdefault(id(state.group), (name, values))
         if differ := [key for key in expected.keys() | values.keys() if expected.get(key, ...) != values.get(key, ...)]:
             raise ValueError(f"{name} and {other} are in one group of the optimizer, but were saved with different "
                              f"{', '.join(sorted(differ))}: group the parameters as they were")
+    return anew
 
 
 State = Mapping[str, Tensor | ParameterState]  # what `training_state` gives, and any tensors besides

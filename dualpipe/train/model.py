@@ -37,7 +37,7 @@ from dualpipe.parallel.shared_loads import share_loads
 from dualpipe.ranks import RankSync
 from dualpipe.schedule import Schedule, build
 from dualpipe.train.mtp import MicroBatchLoss
-from dualpipe.train.optimizer import Group, Optimizer, layer_groups
+from dualpipe.train.optimizer import Group, Optimizer, layer_groups, parameter_places
 from dualpipe.train.tables import ALGORITHMS, Config
 
 
@@ -242,11 +242,13 @@ def build_routers(
 def build_optimizer(config: Config, model: Model) -> Optimizer:
     """What updates a rank's share of the model; ValueError for a group of optimizer.groups that the whole model has no
     parameter for."""
-    o, names = config.optimizer, list(model.plan.tensors)
+    o = config.optimizer
+    whole = build_on_meta(lambda: build_stages(model.config, 1)) if o.groups else []
+    names = [name for name, _ in parameter_places(whole).values()]
     for group in o.groups:
         if not any(matches(group.pattern, name) for name in names):
             near = ", ".join(nearest(group.pattern, names, 3, cutoff=0.0))
-            raise ValueError(f"optimizer.groups: no parameter matches {group.pattern!r}; nearest: {near}")
+            raise ValueError(f"optimizer.groups: no trained parameter matches {group.pattern!r}; nearest: {near}")
     options = json.loads(o.options) if o.options else {}
     if o.name in ALGORITHMS:  # Muon's: a group may take it beside either
         options = {"momentum": o.momentum, "nesterov": o.nesterov, "coefficients": o.coefficients}

@@ -12,6 +12,7 @@ gradient of zero still makes them smaller; with a beta of 0.999 they would never
 from __future__ import annotations
 
 import importlib
+import inspect
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, cast
@@ -125,6 +126,9 @@ class Optimizer:
                 share = share if group.lr is None else group.lr / lr
                 decay = decay if group.weight_decay is None else group.weight_decay
                 algorithm = group.algorithm or algorithm
+            if algorithm == "muon" and master.dim() not in (2, 3):
+                raise ValueError(f"optimizer.groups: {place} {tuple(master.shape)} is no matrix, nor a stack of them, "
+                                 "which Muon is for; leave it to adamw")
             found.setdefault(algorithm, {}).setdefault((share, decay), []).append(master)
 
         def made(algorithm: str, params: list[dict[str, Any]]) -> torch.optim.Optimizer:
@@ -211,11 +215,14 @@ class Optimizer:
         After loading into these call `round_parameters`.
         """
         self._follow()
+        configured = {algorithm: {"lr", "share", "weight_decay", *inspect.signature(type(inner)).parameters}
+                      for algorithm, inner in self._inner.items()}  # what else a group has, the optimizer has changed
         found: dict[nn.Parameter, dict[str, Tensor | ParameterState]] = {}
         for parameter, master in self._masters.items():
             algorithm, group = self._groups[master]
             inner = self._inner[algorithm]
-            kept = inner.state[master] if algorithm in ALGORITHMS else {"": ParameterState(inner, group, master)}
+            kept = inner.state[master] if algorithm in ALGORITHMS else {
+                "": ParameterState(inner, group, master, configured[algorithm])}
             found[parameter] = {"master": master, **kept}
         return found
 
@@ -259,7 +266,10 @@ def _imported(path: str, params: list[dict[str, Any]], options: Mapping[str, Any
     try:
         kind = getattr(importlib.import_module(module), name)
         assert issubclass(kind, torch.optim.Optimizer), f"{path} is no torch.optim.Optimizer"
-        return kind(params, **options)
+        made = kind(params, **options)
+        assert "weight_decay" in made.defaults or not any(group["weight_decay"] for group in params), (
+            "it has no weight_decay: set optimizer.weight_decay = 0")
+        return made
     except (ImportError, AttributeError, AssertionError, TypeError, ValueError) as error:
         raise ValueError(f"optimizer.name = {path!r}: {error}; give adamw, muon, or the path to import a class of "
                          f"torch.optim.Optimizer by, and optimizer.options that it takes besides {dict(options)}"

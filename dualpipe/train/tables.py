@@ -32,6 +32,7 @@ _at_least_1 = _rule(lambda value: value >= 1, "must be at least 1")
 _not_negative = _rule(lambda value: value >= 0, "must not be negative")
 _positive = _rule(lambda value: value > 0, "must be positive")
 _share = _rule(lambda value: 0 <= value <= 1, "must be from 0 to 1")
+_below_1 = _rule(lambda value: 0 <= value < 1, "must be at least 0 and less than 1")
 _seconds = _rule(lambda value: 0 < value <= 1e9, "must be positive (seconds), up to 1e9")
 _betas = _rule(lambda betas: all(0 <= beta < 1 for beta in betas), "both must be at least 0 and less than 1")
 _stride = _rule(lambda value: value >= 0, "give 0, or a number without a divisor in common with the model's number of "
@@ -82,7 +83,7 @@ class DataConfig:
     """"bytes", or the path of a `tokenizers` JSON file; not used where path is packed already"""
     text_key: str = _rule(bool, "give the key of a record's text")(TEXT_KEY)
     """what the text of a record is called, in files that have records"""
-    validation_fraction: float = _rule(lambda share: 0 <= share < 1, "must be at least 0 and less than 1")(0.02)
+    validation_fraction: float = _below_1(0.02)
     """share of the documents that is held out for evaluation, chosen by a hash of their content; where that is none of
     them, or all, as with a single file: share of the tokens, the last ones"""
     validation_path: str | None = None
@@ -315,7 +316,7 @@ class OptimizerGroup(ByPattern):
     lr: float | None = None
     """peak learning rate"""
     weight_decay: float | None = None
-    """decoupled decay"""
+    """decoupled decay, but for a class of one's own, which has it its way"""
     algorithm: Algorithm | None = None
     """what updates them, with optimizer.name muon or adamw"""
 
@@ -341,8 +342,8 @@ class OptimizerGroup(ByPattern):
         given = (self.lr, self.weight_decay, self.algorithm)
         _require(all(self.pattern.split(".")) and any(value is not None for value in given), "optimizer.groups",
                  str(self), "a group needs a pattern and at least one of lr, weight_decay, algorithm")
-        _require((self.lr is None or self.lr > 0) and (self.weight_decay or 0) >= 0, "optimizer.groups", str(self),
-                 "lr must be positive, and weight_decay not negative")
+        _require((self.lr is None or 0 < self.lr < math.inf) and 0 <= (self.weight_decay or 0) < math.inf,
+                 "optimizer.groups", str(self), "lr must be positive, weight_decay not negative, and both finite")
         _require(self.algorithm in (None, *ALGORITHMS), "optimizer.groups", str(self),
                  "algorithm must be muon or adamw")
 
@@ -356,7 +357,7 @@ class OptimizerConfig:
     path to import a class of torch.optim.Optimizer by"""
     lr: float = _positive(3e-4)
     """peak learning rate; it serves adamw and muon alike"""
-    momentum: float = _share(0.95)
+    momentum: float = _below_1(0.95)
     """muon: decay of the running mean of the gradient"""
     nesterov: bool = True
     """muon: the gradient counts once more beside its mean"""
@@ -378,7 +379,8 @@ class OptimizerConfig:
     """dtype that running means are kept in; bf16 saves 4 bytes of each parameter, muon's 2, and asks for betas below
     0.996"""
     weight_decay: float = _not_negative(0.1)
-    """on matrices only: norms, biases and other vectors are not decayed"""
+    """on matrices only: norms, biases and other vectors are not decayed; decoupled from the gradient by adamw and muon,
+    while a class of one's own has it its way"""
     warmup_steps: int = _not_negative(0)
     """steps of linear warm-up"""
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
@@ -403,8 +405,11 @@ class OptimizerConfig:
             _require(not own or getattr(group, "algorithm", None) is None, "optimizer.groups", str(group),
                      f"algorithm goes with optimizer.name adamw or muon, not {self.name}")
         try:
-            _require(not self.options or (own and isinstance(json.loads(self.options), dict)), "optimizer.options",
-                     self.options, "give a JSON object, for a class of one's own")
+            options = json.loads(self.options) if self.options else {}
+            _require(isinstance(options, dict) and (own or not options), "optimizer.options", self.options,
+                     "give a JSON object, for a class of one's own")
+            _require(not {"lr", "weight_decay"}.intersection(options), "optimizer.options", self.options,
+                     "leave out lr and weight_decay: they are optimizer.lr and optimizer.weight_decay")
         except json.JSONDecodeError as error:
             raise ValueError(f"optimizer.options = {self.options!r}: no JSON: {error}") from None
 

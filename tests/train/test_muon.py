@@ -260,6 +260,54 @@ def test_a_class_of_ones_own_updates_and_resumes(tmp_path):
     assert all(map(torch.equal, own, theirs))
 
 
+class Counting(torch.optim.SGD):
+    """One that notes something of its own in its groups."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+
+
+def test_a_class_of_ones_own_goes_on_by_what_the_run_says_now(tmp_path, monkeypatch):
+    path, name = str(write_files(tmp_path)), ("--optimizer.name", "torch.optim.Counting")
+    monkeypatch.setattr(torch.optim, "Counting", Counting, raising=False)
+    saved = (*name, "--optimizer.options", '{"momentum": 0.9}', "--optimizer.layer_decay", "0.5")
+    changed = (*name, "--optimizer.options", '{"dampening": 0.5}', "--optimizer.weight_decay", "0",
+               "--optimizer.groups", "*.mlp,lr=1e-9")
+    (_, model, optimizer), (_, others, now) = _made(path, *saved), _made(path, *changed)
+    for parameter in optimizer.parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step(1e-3)
+    with Checkpoints(tmp_path / "saved") as checkpoints:
+        checkpoints.save(training_state(model.stages, optimizer), step=1)
+    load(tmp_path / "saved", training_state(others.stages, now))
+    assert {(g["momentum"], g["dampening"], g["weight_decay"], g["share"], g["count"])
+            for g in now._inner[name[1]].param_groups} == {(0, 0.5, 0, 1.0, 1), (0, 0.5, 0, 1e-9 / 3e-3, 1)}
+    kept = now._inner[name[1]].state
+    assert len(kept) == len(now.parameters) and all((each["momentum_buffer"] == 1).all() for each in kept.values())
+
+
+def test_another_class_begins_anew_where_that_is_allowed(tmp_path):
+    path, allow = str(write_files(tmp_path)), ["optimizer/*"]
+    for before, after in (("SGD", "NAdam"), ("NAdam", "SGD"), ("Adam", "NAdam")):
+        (_, model, optimizer), (_, others, now) = (
+            _made(path, "--optimizer.name", f"torch.optim.{each}") for each in (before, after))
+        for parameter in optimizer.parameters:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step(1e-3)
+        with Checkpoints(tmp_path / before) as checkpoints:
+            checkpoints.save(training_state(model.stages, optimizer), step=1)
+        with pytest.raises(ValueError, match=rf"optimizer/\S+ is the state of the optimizer {before}, which {after}"):
+            load(tmp_path / before, training_state(others.stages, now))
+        load(tmp_path / before, training_state(others.stages, now), allow=allow)
+        (inner,) = now._inner.values()
+        assert not inner.state and all(map(torch.equal, optimizer.parameters, now.parameters))
+        for parameter in now.parameters:
+            parameter.grad = torch.ones_like(parameter)
+        now.step(1e-3)
+
+
 @pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "Adagrad", "Adafactor", "NAdam", "RMSprop"])
 def test_classes_of_torchs_update_where_the_norm_is_finite(name):
     model = nn.Sequential(Linear(8, 8, bias=False))
@@ -286,7 +334,12 @@ def test_classes_of_torchs_update_where_the_norm_is_finite(name):
     (("--optimizer.groups", "*.gate"), "a group needs a pattern and at least one of lr"),
     (("--optimizer.groups", "*.gate,algorithm=sgd"), "algorithm must be muon or adamw"),
     (("--optimizer.name", "torch.optim.SGD", "--optimizer.groups", "*.gate,algorithm=muon"), "not torch.optim.SGD"),
-    (("--optimizer.groups", "nope,lr=1"), r"no parameter matches 'nope'; nearest: \w"),
+    (("--optimizer.groups", "nope,lr=1"), r"no trained parameter matches 'nope'; nearest: \w"),
+    (("--optimizer.groups", "*.gate,lr=inf"), "and both finite"),
+    (("--optimizer.groups", "norm,algorithm=muon"), r"norm\.weight \(32,\) is no matrix, nor a stack of them"),
+    (("--optimizer.name", "torch.optim.SGD", "--optimizer.options", '{"lr": 9}'), "leave out lr and weight_decay"),
+    (("--optimizer.name", "torch.optim.Rprop", "--optimizer.lr", "1e-3"), "it has no weight_decay: set optimizer"),
+    (("--optimizer.name", "muon", "--optimizer.momentum", "1"), "must be at least 0 and less than 1"),
     (("--optimizer.layer_decay", "0"), "must be above 0 and at most 1"),
 ])
 def test_refuses_what_cannot_be(tmp_path, options, message):
