@@ -67,7 +67,7 @@ class LayerKind(NamedTuple):
 
 def kinds_of(config: HubConfig, layers: Iterable[int], recompute: Iterable[str] = ()) -> list[LayerKind]:
     """The kinds of some layers, in their order. recompute: the rules of `Recompute`."""
-    rules = Recompute(recompute, config.num_hidden_layers)
+    rules = Recompute(recompute, len(config.all_layers))
     firsts = _first_alike(config)
     return [LayerKind(firsts[i], tuple(part for part in RECOMPUTE if rules(part, i))) for i in layers]
 

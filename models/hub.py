@@ -175,8 +175,8 @@ class HubConfig:
         """The same model with its layers for multi-token prediction, to be trained; ValueError where it has none."""
         if not (depth := self.mtp_depth or len(self.carried_layers)):
             raise ValueError(f"a {self.model_type} whose config.json announces no layers for multi-token prediction "
-                             f"({MTP_LAYERS[0]}) cannot train any: set mtp.weight = 0, or add them to the config.json "
-                             "of a deepseek_v3")
+                             f"({MTP_LAYERS[0]}) cannot train any: set mtp.weight = 0 (with `dualpipe hf`: leave "
+                             "out --mtp), or add them to the config.json of a deepseek_v3")
         return replace(self, mtp_depth=depth)
 
     @property

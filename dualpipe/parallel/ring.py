@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from einops import rearrange
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from dualpipe.nn.attention import Context, Ranges, apply_sinks, attend_part, cut
@@ -49,6 +49,8 @@ class _Blocks:
     def __init__(self, ranks: SequenceRanks, attention: SharedAttention) -> None:
         self._ranks, self._attention, self._width = ranks, attention, row_width(attention)
         self._rank, self._size = ranks.split.rank, ranks.split.size
+        # Though what comes before may be frozen; asked of the whole layer, as nobody says what expands rows.
+        self._expands_trained = any(p.requires_grad for p in cast(nn.Module, attention).parameters())
 
     def _project(self, x_BSH: Tensor, context: Context) -> tuple[Tensor, Tensor, _Merged]:
         """Queries, rows, and where their results will be."""
@@ -68,6 +70,8 @@ class _Blocks:
             q_BASD: Tensor, rows: Tensor, merged: _Merged, context: Context, *before: Tensor
         ) -> tuple[Tensor, Tensor]:
             part = self._part(number, context.length)
+            if torch.is_grad_enabled() and not (q_BASD.requires_grad or rows.requires_grad) and self._expands_trained:
+                q_BASD = q_BASD.detach().requires_grad_()  # so that there is a backward, in which it gets gradients
             attend_to = partial(self._attend, context, part)
             y, lse = before or (None, None)
             return _AttendBlock.apply(

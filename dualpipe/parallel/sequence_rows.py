@@ -65,16 +65,17 @@ class SequenceRanks:
 
     def expect(self, batch: int, length: int, dtype: torch.dtype) -> None:
         """Say on all ranks what micro-batches come: rows, tokens of a whole one, dtype of keys and values. Otherwise
-        the ranks tell each other once for each layer, in the first step, for which the host waits. A rank that has
-        failed goes by the latest ones: others would wait for it in vain, until the timeout of the group, in a
-        micro-batch of another size.
+        the ranks tell each other once for each layer, in the first step, for which the host waits; on CPU, where it
+        waits anyway, always. On a device a rank that has failed goes by the latest ones: others would wait for it in
+        vain, until the timeout of the group, in a micro-batch of another size.
         """
         self._latest, self._expected = Sizes(batch, length, dtype.itemsize), dtype.itemsize
 
     def sizes(self, found: Sizes | None, attention: SharedAttention) -> Sizes:
         """Those of a micro-batch in a layer, or where it has failed here (None) of the latest one; collective until one
         is known, and all zero if none is anywhere."""
-        if known := self._itemsizes.get(attention, self._expected):
+        known = self._itemsizes.get(attention, self._expected)
+        if known and self.stream.device.type != "cpu":
             self._latest = found or self._latest._replace(itemsize=known)
         else:
             told, each = torch.tensor([found or (0, 0, 0)] * self.split.size, device="cpu"), [1] * self.split.size

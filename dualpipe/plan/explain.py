@@ -58,7 +58,9 @@ def _terms(run: Prediction) -> Iterator[tuple[str, str, str]]:
     yield "gather", "the first stage's parameters, around the ring of those that share them", _ms(parts["gather"])
     yield "reduce", "the schedule with the stages' gradients in float32 reduced beside it, less without", \
         _ms(parts["reduce"])
-    yield "optimizer", f"2 x what is stored and gradients / ({m.hbm:g} x {m.bandwidth:g} GB/s)", _ms(parts["optimizer"])
+    muon = f", + {run.muon_flops:.3g} of Muon / ({m.tflops:g} x {m.gemm:g} TFLOP/s)" if run.muon_flops else ""
+    yield "optimizer", f"2 x what is stored and gradients / ({m.hbm:g} x {m.bandwidth:g} GB/s){muon}", \
+        _ms(parts["optimizer"])
     yield "bubble", f"the schedule {p.schedule} of {p.pp} ranks, {chunks} micro-batches, less what a rank does", \
         _ms(parts["bubble"])
     yield "step", "the sum of these", f"{run.step:.4g} s"

@@ -8,6 +8,8 @@ from itertools import product
 from math import inf
 
 from dualpipe.models import HubConfig
+from dualpipe.models.sizes import meta_layer
+from dualpipe.parallel.context import method_for
 from dualpipe.plan.machines import Machine
 from dualpipe.plan.predict import Prediction
 from dualpipe.schedule.build import BUILDERS
@@ -102,12 +104,23 @@ def _meshes(wanted: Wanted) -> Iterator[list[Prediction]]:
     """For each mesh, all runs on it."""
     divisors = [n for n in range(1, wanted.gpus + 1) if wanted.gpus % n == 0]
     most = wanted.model.num_hidden_layers + 2  # ranks of a pipeline, whose ends need no layer
-    shared = [cp for cp in divisors if cp == 1 or wanted.config.train.sequence_length >= cp * LONG]
+    shared = [cp for cp in divisors if cp == 1 or (
+        wanted.config.train.sequence_length >= cp * LONG and _divides_heads(wanted, cp))]
     for pp, cp, ep in product(divisors, shared, divisors):
         dp, rest = divmod(wanted.gpus, pp * cp * ep)
         possible = not rest and dp and pp <= most and wanted.model.num_experts % ep == 0
         if possible and (runs := list(_runs(wanted, pp, dp, cp, ep))):
             yield runs
+
+
+def _divides_heads(wanted: Wanted, cp: int) -> bool:
+    """Whether so many ranks can share sequences by parallel.cp_method."""
+    try:
+        for index in wanted.model.all_layers:
+            method_for(meta_layer(wanted.model, index).self_attn, cp, wanted.config.parallel.cp_method)
+    except ValueError:
+        return False
+    return True
 
 
 def _runs(wanted: Wanted, pp: int, dp: int, cp: int, ep: int) -> Iterator[Prediction]:

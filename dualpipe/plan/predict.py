@@ -30,10 +30,12 @@ from dualpipe.train.memory import (
     dtype_plan,
     estimate,
     meta_stages,
+    muon_shapes,
     own_sizes,
     sent_bytes,
     tokens_of_rank,
 )
+from dualpipe.train.muon import operations
 from dualpipe.train.tables import DTypesConfig
 
 PRODUCTS = ("gemm", "grouped", "fp8 gemm", "fp8 grouped", "attention", "attention backward")
@@ -128,9 +130,19 @@ class Prediction:
 
     @cached_property
     def optimizer(self) -> float:
-        """Seconds to read and write what is stored, and to read and clear the gradients, on the worst rank."""
+        """Seconds to read and write what is stored, and to read and clear the gradients, and of Muon's products, which
+        hide what it sends; on the worst rank."""
         moved = max(2 * (rank.parameters + rank.optimizer + rank.gradients) for rank in self.memory)
-        return moved / (self.machine.hbm * self.machine.bandwidth * 1e9)
+        return moved / (self.machine.hbm * self.machine.bandwidth * 1e9) + (
+            self.muon_flops / (self.machine.tflops * self.machine.gemm * 1e12))
+
+    @cached_property
+    def muon_flops(self) -> float:
+        """Operations of Muon's products on the worst rank: ranks that have the same stages share them."""
+        p, stages = self.config.parallel, meta_stages(
+            self.model, self.shape.num_stages, self.config.parallel.layers_per_stage)
+        each = [sum(map(operations, muon_shapes(self.config.optimizer, stage))) for stage in stages]
+        return max(sum(each[i] for i in self.shape.rank_stages(rank)) for rank in range(p.pp)) / p.replicas
 
     @cached_property
     def step(self) -> float:

@@ -81,10 +81,12 @@ class Guard:
         watch = Watch(self.run.recorder, total, kinds=(Action,))
         return Kept(batch, _random_states(), [each.clone() for each in self._state], watch)
 
-    def mark(self, loss: Tensor | None) -> None:
-        """Where the loss is not finite, make a gradient so: by the norm of all gradients every rank gets to know."""
-        if loss is not None:
-            grads = (local(p.grad) for p in self.run.optimizer.parameters if p.grad is not None)
+    def mark(self, losses: Tensor | None) -> None:
+        """Where a loss is not finite, make a gradient so: by the norm of all gradients every rank gets to know. None of
+        a copy, which the norm leaves out."""
+        if losses is not None:
+            loss, copies = losses.sum(), set(self.run.pipeline.copied_parameters)
+            grads = (local(p.grad) for p in self.run.optimizer.parameters if p.grad is not None and p not in copies)
             if (grad := next((g for g in grads if g.numel()), None)) is not None:
                 grad[(0,) * grad.dim()].add_((loss - loss).to(grad.dtype))
 
@@ -262,6 +264,8 @@ class Guard:
             sums.append({name: bits(grad) for name, grad in named_gradients(run.model.stages).items()})
             run.pipeline.zero_grad()
             _restore_random(states)
+        if run.qk_clip is not None:
+            run.qk_clip.forget()
         spot = min((spot for spot, value in found[0].items() if found[1].get(spot) != value), default=None)
         names = [name for name, value in sums[0].items() if int(value) != int(sums[1].get(name, value + 1))]
         each = run.job.ranks.gather(lambda: (spot, names[:1]))

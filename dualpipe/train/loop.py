@@ -307,7 +307,7 @@ class Run:
         with kept.watch, self.routers.step():
             losses = self.forward_backward(batch, self.criterion(step + 1))
         loss = None if losses is None else losses[0]
-        self.guard.mark(loss)
+        self.guard.mark(losses)
         norm = self.guard.judge(self.pipeline.clip_grad_norm_(o.clip_norm or math.inf))
         lr = learning_rate(
             step, peak=o.lr, total_steps=self.config.train.steps, warmup_steps=o.warmup_steps, schedule=o.schedule,

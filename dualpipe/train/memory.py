@@ -18,6 +18,7 @@ come on top.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
@@ -38,9 +39,9 @@ from dualpipe.pipeline.lower import one_at_a_time
 from dualpipe.schedule import Schedule, Step, build
 from dualpipe.train.config import Config, fit_world
 from dualpipe.train.model import plan_run
-from dualpipe.train.optimizer import parameter_places, takes_muon
+from dualpipe.train.optimizer import algorithm_of, parameter_places
 from dualpipe.train.schedule import build_schedule
-from dualpipe.train.tables import DTypesConfig, ParallelConfig, TrainConfig
+from dualpipe.train.tables import DTypesConfig, OptimizerConfig, ParallelConfig, TrainConfig
 
 GB = 10**9
 # Of one channel (a block of a kernel) to a peer and back: the buffers of three protocols, 0.5, 4.69 and 4 MiB, in
@@ -164,10 +165,8 @@ def _stage_bytes(
     if config.dtypes.rules:
         stored_less, masters, gathered_less = _quantized(
             stages[number], config.dtypes, config.train.dtype, model, sharing, p.ep)
-    moment, single = dtype_of(config.optimizer.moments).itemsize, 0  # parameters with one moment instead of two
-    if config.optimizer.name == "muon":
-        places = parameter_places([stages[number]]).items()
-        single = sum(param.numel() for param, (name, owner) in places if takes_muon(name, owner, param))
+    moment = dtype_of(config.optimizer.moments).itemsize
+    single = sum(map(math.prod, muon_shapes(config.optimizer, stages[number])))  # with one moment instead of two
     states = 2 * moment + (fp32 if stored < fp32 else 0)
     return StageBytes(
         parameters=stored * shard - stored_less,
@@ -177,6 +176,13 @@ def _stage_bytes(
         reduced=fp32 * (dense_shard + (expert_shard if sharing > 1 else 0)) if shared else 0,
         copied=fp32 * copied if shared else 0,
     )
+
+
+@lru_cache(maxsize=4096)
+def muon_shapes(optimizer: OptimizerConfig, stage: Stage) -> list[tuple[int, ...]]:
+    """The shapes of those parameters of a stage that Muon updates."""
+    return [tuple(param.shape) for param, (name, owner) in parameter_places([stage]).items()
+            if algorithm_of(optimizer.name, optimizer.groups, name, owner, param) == "muon"]
 
 
 def _activations(config: Config, model: HubConfig, stage: Stage) -> ActivationBytes:
@@ -209,7 +215,7 @@ def tokens_of_rank(config: Config) -> int:
 def _schedule(config: Config, chunks: int) -> Schedule:
     """The run's, with so many micro-batches where that is no other order of work."""
     p = config.parallel
-    paired = p.ep > 1 and p.overlap
+    paired = (p.ep > 1 or p.cp > 1) and p.overlap
     if p.schedule == "auto":
         return build_schedule(config) if paired else one_at_a_time(build_schedule(config))
     return (built if paired else _unpaired)(p.schedule, p.pp, chunks)

@@ -56,9 +56,13 @@ def read_model_config(config: Config) -> HubConfig:
     ValueError where that is no file, no JSON, or no model of this library, or has no such layers."""
     try:
         found = read_config(config.model_path)
-        return found.with_mtp() if config.mtp.weight else found
+        found = found.with_mtp() if config.mtp.weight else found
     except ValueError as error:
         raise ValueError(f"{'model.config' if config.model.config else 'init.from_hf'}: {error}") from error
+    if (length := config.train.sequence_length) <= found.mtp_depth:
+        raise ValueError(f"train.sequence_length = {length}: no token has one {found.mtp_depth + 1} places ahead to be "
+                         f"predicted by layer {found.mtp_depth} for multi-token prediction; give more")
+    return found
 
 
 def plan_run(

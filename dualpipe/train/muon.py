@@ -65,6 +65,12 @@ def orthogonal(update: Tensor, coefficients: Coefficients = "jordan") -> Tensor:
     return x.mT if tall else x
 
 
+def operations(shape: Sequence[int]) -> int:
+    """Those of `orthogonal`, of a matrix or a stack: five times X X^T, its square, and its product with X."""
+    *stack, small, large = *shape[:-2], *sorted(shape[-2:])
+    return 10 * math.prod(stack) * small**2 * (2 * large + small)
+
+
 class _Matrices(NamedTuple):
     """Matrices of a parameter that one rank makes orthogonal at once. number: of them, M x N each."""
 
@@ -77,9 +83,8 @@ class _Matrices(NamedTuple):
 
     @property
     def cost(self) -> int:
-        """Operations, but for a factor: of X X^T, its square, and its product with X."""
-        small, large = sorted(self.size)
-        return self.number * small**2 * (2 * large + small)
+        """Operations."""
+        return operations((self.number, *self.size))
 
     def numbers(self, rank: int) -> int:
         """How many numbers of it a rank has."""

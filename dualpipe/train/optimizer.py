@@ -30,7 +30,7 @@ from dualpipe.parallel.dtype_plan import matches
 from dualpipe.quantized import requantize
 from dualpipe.quantized.weights import placed_as, quantized_part, untrained
 from dualpipe.train.muon import Muon
-from dualpipe.train.tables import ALGORITHMS
+from dualpipe.train.tables import ALGORITHMS, OptimizerGroup
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # as torch calls them
 
@@ -93,6 +93,17 @@ def takes_muon(name: str, owner: nn.Module, parameter: Tensor) -> bool:
     return is_matrix and "lm_head" not in name.split(".") and not isinstance(owner, nn.Embedding | Router)
 
 
+def algorithm_of(
+    optimizer: str, groups: Iterable[Group | OptimizerGroup], name: str, owner: nn.Module, parameter: Tensor
+) -> str:
+    """What updates a parameter where `Optimizer` is given that name and these groups."""
+    found = "adamw" if optimizer == "muon" and not takes_muon(name, owner, parameter) else optimizer
+    for group in groups:
+        if group.algorithm and matches(group.pattern, name):
+            found = group.algorithm
+    return found
+
+
 class Optimizer:
     """AdamW that does not decay vectors, or Muon, or another; with fp32 masters for parameters of a lower precision."""
 
@@ -120,12 +131,11 @@ class Optimizer:
         self._masters: dict[nn.Parameter, Tensor] = {parameter: _master_of(parameter) for parameter in places}
         found: dict[str, dict[tuple[float, float], list[Tensor]]] = {}  # by algorithm, then share of the rate and decay
         for (place, owner), master in zip(places.values(), self._masters.values()):
-            algorithm = "adamw" if name == "muon" and not takes_muon(place, owner, master) else name
+            algorithm = algorithm_of(name, groups, place, owner, master)
             share, decay = 1.0, weight_decay if master.dim() >= 2 else 0.0
             for group in (each for each in groups if matches(each.pattern, place)):
                 share = share if group.lr is None else group.lr / lr
                 decay = decay if group.weight_decay is None else group.weight_decay
-                algorithm = group.algorithm or algorithm
             if algorithm == "muon" and master.dim() not in (2, 3):
                 raise ValueError(f"optimizer.groups: {place} {tuple(master.shape)} is no matrix, nor a stack of them, "
                                  "which Muon is for; leave it to adamw")

@@ -51,6 +51,11 @@ class QKClip:
         above = (largest > self._limit) & largest.isfinite() & grad_norm.isfinite()
         shares = torch.where(above, self._limit / largest, 1.0).split([layer.num_heads for layer in self._layers])
         optimizer.scale_rows(pair for layer, share_A in zip(self._layers, shares) for pair in layer.scaled(share_A))
-        for each in peaks:
-            each.fill_(-torch.inf)
+        self.forget()
         return largest.max()
+
+    def forget(self) -> None:
+        """Take no account of the scores since the last step, as of a micro-batch that was only looked at."""
+        for layer in self._layers:
+            if layer.peaks_A is not None:
+                layer.peaks_A.fill_(-torch.inf)

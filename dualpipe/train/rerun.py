@@ -168,14 +168,16 @@ def run_again(run: Run, batch: Batch, step: int) -> Again:
     with Watch(run.recorder, nonfinite, stages) as watch, run.routers.step():
         losses = run.forward_backward(batch, run.criterion(step))
     loss = None if losses is None else losses[0]
-    run.guard.mark(loss)
+    run.guard.mark(losses)
+    if run.qk_clip is not None:
+        run.qk_clip.forget()
     grads = named_gradients(stages)
     norm = float(run.pipeline.clip_grad_norm_(math.inf))
 
     def look() -> tuple[Spot | None, float | None, int, *tuple[list[str], ...]]:
         """What there is to tell of this rank."""
         bad = [spot for spot, count in on_host(watch.results).items() if count]
-        if loss is not None and not bool(loss.isfinite()):
+        if losses is not None and not bool(losses.isfinite().all()):
             bad.append(Spot((0, _END), 0, run.recorder.rank, "the loss"))  # behind all forwards
         if bad:  # of modules that are inside of each other the inner one returns first
             counts = on_host(watch.calls.get(min(bad), {}))

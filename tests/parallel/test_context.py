@@ -334,6 +334,20 @@ def test_activations_fall_with_the_number_of_ranks(family, method, share):
         assert max(found) < 1.1 * share * whole[0] / cp
 
 
+@pytest.mark.parametrize("method, recompute", [("ring", ()), ("ring", ("layer",)), slow("all_to_all", ())])
+def test_what_expands_the_latent_is_trained_though_all_before_it_is_frozen(method, recompute):
+    def frozen(module: nn.Module) -> nn.Module:
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_("kv_b_proj" in name)
+        return module
+
+    with mock.patch(f"{__name__}.make", lambda *args, make=make: [*map(frozen, make(*args))]):
+        found = run_threads(shared, 2, DEEPSEEK, 2, method, 11, recompute)
+        expected = whole_gradients(DEEPSEEK, 11)
+    for name in (name for name, gradient in expected.items() if gradient is not None):
+        assert relative_error(sum(of_rank[name] for of_rank, _ in found), expected[name]) < 1e-10
+
+
 # -- compiled
 
 
@@ -378,6 +392,41 @@ def in_float32(attention: nn.Module) -> None:
     project, expand = attention.project, attention.expand
     attention.project = lambda x, context: (lambda q, *shared: (q, *(y.float() for y in shared)))(*project(x, context))
     attention.expand = lambda *shared: expand(*(y.double() for y in shared))
+
+
+def failing_in_another_size(rank: int, sizes: tuple[tuple[int, int], ...]) -> tuple[str, float]:
+    """Rank 1 fails before the first layer of a micro-batch that has another size than the one before: what was raised,
+    and the seconds of that step. sizes: rows and tokens of each step, in two micro-batches."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    pp = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
+    (stage,) = make(DEEPSEEK, 1, torch.float64)
+    context = ContextParallel(mesh)
+    stage.use_context_parallelism(context)
+    pipe, plain = Pipeline([stage], process_group=pp["pp"].get_group()), stage.embed_tokens.forward
+    began, calls = 0.0, []
+
+    def fails(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == (4 if sizes[0] == sizes[1] else 3) and rank == 1:  # 3 rows are 2 and 1
+            raise OutOfLuck
+        return plain(*args, **kwargs)
+
+    stage.embed_tokens.forward = fails
+    try:
+        for rows, length in sizes:
+            began, own = time.monotonic(), context.split.own(length)
+            tokens, labels, positions = (x[:rows] for x in batch(length))
+            pipe.step(tokens[:, own], num_chunks=2, criterion=criterion, labels=(labels[:, own].contiguous(),),
+                      side={"positions": positions})
+    except PipelineError as error:
+        return str(error), time.monotonic() - began
+    raise AssertionError("nothing was raised")
+
+
+@pytest.mark.parametrize("sizes", [((3, 11), (3, 11)), ((4, 19), (4, 11)), ((4, 11), (4, 19))])
+def test_given_micro_batches_of_other_sizes_then_nobody_waits_for_a_rank_that_fails_either(sizes):
+    for raised, seconds in run_ranks(failing_in_another_size, 2, sizes, group_timeout=50, timeout=120):
+        assert "OutOfLuck" in raised and seconds < 30
 
 
 def failing(rank: int, where: str, method: str) -> tuple[str, float, float]:

@@ -16,12 +16,14 @@ from dualpipe.cli import main
 from dualpipe.models import read_config
 from dualpipe.models.activations import kinds_of
 from dualpipe.models.sizes import head_flops, layer_flops, parameter_counts
+from dualpipe.plan import meshes
 from dualpipe.plan.costs import Seconds, Setting, context_seconds, stage_costs, walk
 from dualpipe.plan.machines import read_machine
 from dualpipe.plan.operators import LayerParts, head_parts, layer_parts
 from dualpipe.plan.predict import PARTS, Prediction
 from dualpipe.schedule import build, simulate
 from dualpipe.train.config import fit_world, load_config
+from dualpipe.train.memory import meta_stages
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TINY = EXAMPLES / "tiny-cpu.toml"
@@ -234,6 +236,16 @@ def test_the_parts_of_a_step_add_up():
     assert prediction("--parallel.pp", "1", "--parallel.schedule", "1f1b").parts["bubble"] == pytest.approx(0, abs=1e-9)
 
 
+def test_muons_products_take_their_time():
+    adamw, muon = (prediction("--optimizer.name", name, "--parallel.dp", "2") for name in ("adamw", "muon"))
+    (stage, *_) = meta_stages(muon.model, 1, ())
+    each = [10 * p.numel() * min(p.shape[-2:]) * (2 * max(p.shape[-2:]) + min(p.shape[-2:])) / max(p.shape[-2:])
+            for name, p in stage.named_parameters() if name.split(".")[-2].endswith("_proj")]
+    assert muon.muon_flops == pytest.approx(sum(each) / 2 / 2, rel=1e-6), "two ranks of a pipeline that are alike"
+    less = (muon.memory[0].optimizer - adamw.memory[0].optimizer) * 2 / (3350e9 * 0.75)
+    assert muon.optimizer - adamw.optimizer == pytest.approx(muon.muon_flops / (989e12 * 0.7) + less, rel=0.2)
+
+
 # -- the command
 
 
@@ -242,6 +254,13 @@ def plan(capsys, *options: str) -> list[str]:
     out, err = capsys.readouterr()
     assert status == 0, err
     return out.splitlines()
+
+
+def test_meshes_whose_heads_do_not_divide_are_left_out(capsys, monkeypatch):
+    monkeypatch.setattr(meshes, "LONG", 8)
+    lines = plan(capsys, "--parallel.cp_method", "all_to_all", "--rows", "100")
+    ranks = {line.split()[3] for line in lines if line.split()[:1] != ["row"] and line.split()[0].isdigit()}
+    assert ranks == {"1", "2"}, "of 2 heads of keys and values"
 
 
 def test_a_plan_is_listed_explained_drawn_and_written(capsys, tmp_path, monkeypatch):

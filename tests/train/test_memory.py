@@ -24,7 +24,7 @@ from dualpipe.nn.router import BalancedRoutes, random_like_stride
 from dualpipe.parallel.mesh import Mesh, build_mesh
 from dualpipe.schedule import build
 from dualpipe.train.config import Config, load_config
-from dualpipe.train.memory import RankMemory, _activations, estimate, meta_stages
+from dualpipe.train.memory import RankMemory, _activations, _schedule, estimate, meta_stages
 from dualpipe.train.model import build_model, micro_batch_loss, plan_run, read_model_config
 from dualpipe.train.optimizer import Optimizer
 from ranks import run_ranks
@@ -252,6 +252,23 @@ def test_formats_take_their_bytes_beside_masters_and_blocks_are_transposed(forma
     assert plain.gathered - stored.gathered == almost(moved - transposed)
     assert gathered == (stored._replace(parameters=plain.parameters, optimizer=plain.optimizer)
                         if ep > 1 else stored)
+
+
+def test_moments_are_those_of_what_updates_a_parameter(run_toml):
+    def taken(*options: str) -> int:
+        config = load_config(run_toml, ["--parallel.pp", "1", *options])
+        return estimate(config, read_model_config(config), activations=False)[0].optimizer
+
+    adamw, muon = taken(), taken("--optimizer.name", "muon")
+    assert muon < adamw == taken("--optimizer.name", "muon", "--optimizer.groups", "*,algorithm=adamw")
+    kinds = [f"*.{kind},algorithm=muon" for kind in ("self_attn.*_proj", "experts.*_proj", "shared_expert.*_proj")]
+    assert taken("--optimizer.groups", *kinds) == muon
+
+
+def test_ranks_that_share_a_sequence_run_pairs(run_toml):
+    """Of which the activations of both are alive."""
+    steps = {cp: _schedule(load_config(run_toml, ["--parallel.cp", f"{cp}"]), 4).ranks[0] for cp in (1, 2)}
+    assert [max(map(len, each)) for each in steps.values()] == [1, 2]
 
 
 @pytest.mark.parametrize("method", ["ring", "all_to_all"])

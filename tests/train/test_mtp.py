@@ -15,6 +15,7 @@ from dualpipe.train.data import NO_TARGET, Loader, PackedTokens, TokenStream, sh
 from dualpipe.train.job import Job, join
 from dualpipe.train.launch import RankInfo
 from dualpipe.train.loop import Run, train
+from dualpipe.train.memory import estimate
 from dualpipe.train.metrics import MetricsWriter, StepMetrics, read_metrics, scalars
 from dualpipe.train.model import read_model_config
 from dualpipe.train.mtp import MicroBatchLoss, accepted, tokens_ahead
@@ -110,6 +111,11 @@ def test_what_cannot_be_is_refused(tmp_path, toml):
         read_model_config(load_config(written(tmp_path, num_nextn_predict_layers=0), WEIGHT))
     assert read_model_config(load_config(written(tmp_path, num_nextn_predict_layers=2), WEIGHT)).mtp_depth == 2
     assert read_model_config(load_config(toml)).mtp_depth == 0
+    two = written(tmp_path, num_nextn_predict_layers=2)
+    with pytest.raises(ValueError, match=r"train\.sequence_length = 2: no token has one 3 places ahead"):
+        read_model_config(load_config(two, [*WEIGHT, "--train.sequence_length", "2"]))
+    assert estimate(load_config(toml, [*WEIGHT, "--memory.recompute", "experts:2"]),
+                    read_model_config(load_config(toml, WEIGHT))), "the layer counts"
 
 
 # -- a run
@@ -146,6 +152,40 @@ def test_losses_are_the_cross_entropies_over_all_tokens(toml):
                                                       ignore_index=NO_TARGET, reduction="sum") / batch.tokens.numel()
                     for k, each in enumerate(logits)]
     torch.testing.assert_close(losses, torch.stack(expected).detach())
+
+
+INFINITE = """
+import torch
+from dualpipe.recorder import Recorder
+from dualpipe.train.mtp import MicroBatchLoss
+real = vars(MicroBatchLoss).get("real", MicroBatchLoss.__call__)
+def infinite(self, *tensors):
+    loss = real(self, *tensors)
+    if Recorder.current().step == 2:  # as it is told, not in its gradients
+        self.noted[-1][{depth}] = float("inf")
+    return loss
+MicroBatchLoss.real, MicroBatchLoss.__call__ = real, infinite
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pp, depth", [("1", 0), ("1", 1), ("2", 0), ("2", 1)])
+def test_a_loss_of_any_depth_that_is_not_finite_ends_the_run(run_folder, dualpipe, pp, depth):
+    """With pp 2, the ends have copies of the embedding, which the norm leaves out."""
+    written(run_folder)
+    options = ["--parallel.pp", pp, "--parallel.schedule", "1f1b", "--train.steps", "4", "--train.eval_batches", "0",
+               "--output.dir", f"infinite{pp}{depth}", *WEIGHT]
+    done = dualpipe(run_folder, "train", "run.toml", *options, before=INFINITE.format(depth=depth))
+    assert done.returncode == 1 and "at step 2" in done.stderr and "other values" not in done.stderr, done.stderr
+    assert len(read_metrics(run_folder / f"infinite{pp}{depth}" / "metrics.jsonl")) == 1
+
+
+def test_computing_twice_counts_no_scores_for_qk_clip(toml, tmp_path):
+    options = [*WEIGHT, "--optimizer.qk_clip", "1e-5", "--optimizer.lr", "0.03", "--optimizer.schedule", "constant",
+               "--train.steps", "5", "--train.eval_batches", "0", "--parallel.schedule", "1f1b"]
+    plain, twice = (rows_of(toml, tmp_path, f"every{interval}", *options, "--guard.recheck_interval", interval)
+                    for interval in ("0", "1"))
+    assert [row["loss"] for row in plain] == [row["loss"] for row in twice]
 
 
 @pytest.mark.slow
