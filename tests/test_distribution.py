@@ -98,7 +98,7 @@ def test_an_installed_wheel_trains_and_passes_the_tests_of_the_sdist(built, tmp_
     subprocess.run(install, check=True, capture_output=True)
 
     hide_undeclared(Path(purelib))
-    options = ["--data.path", "docs", "--data.validation_fraction", "0", "--train.steps", "2"]
+    options = ["--data.path", "docs/training.md", "--data.validation_fraction", "0", "--train.steps", "2"]
     command = [tmp_path / "venv/bin/dualpipe", "train", "examples/tiny-cpu.toml", *options]
     done = subprocess.run(command, cwd=tree, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

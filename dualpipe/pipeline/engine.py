@@ -170,7 +170,7 @@ class Pipeline(nn.Module):
             are None there are passed on as None.
         return_outputs: whether to return the last stage's outputs.
         sync: whether to reduce the gradients of sharded stages over their data-parallel ranks. Without, they are kept
-            and accumulate until a step that does.
+            and accumulate until a step that does; what drops them is the pipeline's `zero_grad`, not an optimizer's.
         side: tensors without a gradient that any stage may read, such as position ids, by name; split and given as
             inputs are, on the rank of stage 0. They go through all stages with the activations. A stage gets those that
             its `forward` names as parameters behind the first, or all for a `**kwargs`, by keyword; what `segments()`

@@ -234,7 +234,8 @@ def _other_mtp(model: HubConfig, names: Iterable[str]) -> str:
     if bool(there) == bool(model.mtp_depth) or there > len(announced):
         return ""
     told = ("has the layers for multi-token prediction, which this run does not train: set mtp.weight above 0"
-            if there else "has no layers for multi-token prediction, which this run trains: set mtp.weight = 0")
+            if there else "has no layers for multi-token prediction, which this run trains: set mtp.weight = 0, import "
+            "it with `dualpipe hf import --mtp`")
     patterns, rest = ", ".join(f"*layers.{layer}.*" for layer in announced), "without" if there else "with new ones"
     return f"\nit {told}, or name them in checkpoint.allow ({patterns}) to go on {rest}"
 

@@ -225,8 +225,9 @@ def test_a_step_is_replayed_with_the_weight_that_it_had(run_folder, dualpipe, pp
 @pytest.mark.parametrize("before, after, told", [
     ("0.3", "0", r"it has the layers for multi-token prediction, which this run does not train: set mtp\.weight above "
                  r"0, or name them in checkpoint\.allow \(\*layers\.2\.\*\) to go on without$"),
-    ("0", "0.3", r"it has no layers for multi-token prediction, which this run trains: set mtp\.weight = 0, or name "
-                 r"them in checkpoint\.allow \(\*layers\.2\.\*\) to go on with new ones$")])
+    ("0", "0.3", r"it has no layers for multi-token prediction, which this run trains: set mtp\.weight = 0, "
+                 r"import it with `dualpipe hf import --mtp`, or name them in checkpoint\.allow "
+                 r"\(\*layers\.2\.\*\) to go on with new ones$")])
 def test_a_run_goes_on_with_layers_that_its_checkpoint_lacks_or_without_them_where_that_is_said(
         toml, tmp_path, before, after, told):
     first, then = (["--train.steps", steps, "--train.eval_batches", "0", "--mtp.weight", weight,
