@@ -130,10 +130,9 @@ IMPOSSIBLE = {  # values, by what is said of them
          "guard.checksum_interval", "guard.recheck_interval", "metrics.straggler_interval",
          "parallel.schedule_memory", "mtp.weight", "mtp.last_weight", "mtp.last_steps"), -1),
     "must be positive": {"optimizer.lr": 0, "optimizer.eps": -1, "parallel.timeout": 0},
-    "must be from 0 to 1": {
-        "optimizer.min_lr_ratio": 1.5, "optimizer.decay_fraction": -0.5, "optimizer.momentum": 2},
+    "must be from 0 to 1": {"optimizer.min_lr_ratio": 1.5, "optimizer.decay_fraction": -0.5},
     "must be above 0 and at most 1": {"optimizer.layer_decay": 0},
-    "must be at least 0 and less than 1": {"data.validation_fraction": 1},
+    "must be at least 0 and less than 1": {"data.validation_fraction": 1, "optimizer.momentum": 1},
     "both must be at least 0 and less than 1": {"optimizer.betas": [-0.1, 0.5]},
     "give ": {"data.path": "", "data.tokenizer": "", "data.text_key": "", "router.balanced_stride": -1,
               "checkpoint.resume": "", "output.dir": ""},

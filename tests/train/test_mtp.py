@@ -1,5 +1,6 @@
 """Runs that train layers for multi-token prediction: their weights, their metrics, and how many drafts are accepted."""
 
+import json
 import re
 from contextlib import contextmanager
 
@@ -360,10 +361,14 @@ def test_a_chain_ends_with_its_first_wrong_draft():
     assert accepted(*part, main, columns).tolist() == [3, 2]
 
 
-def test_without_a_token_that_counts_there_is_no_acceptance_length(toml, tmp_path):
-    *_, row = rows_of(toml, tmp_path, "short", *WEIGHT, "--train.sequence_length", "1", "--train.steps", "1",
-                      "--train.eval_batches", "1")
-    assert row["acceptance_length"] is None and row["mtp_loss"] == [0.0] and row["eval_mtp_loss"] == [0.0]
+def test_without_a_token_that_counts_there_is_no_acceptance_length(tmp_path):
+    """In documents of two tokens, none has two of its own behind it."""
+    toml, text = written(tmp_path, num_nextn_predict_layers=2), tmp_path / "short.jsonl"
+    text.write_text("".join(json.dumps({"text": letter}) + "\n" for letter in 300 * "ab"))
+    *_, row = rows_of(toml, tmp_path, "short", *WEIGHT, "--data.path", str(text), "--data.separate_documents", "True",
+                      "--data.validation_path", str(text), "--train.steps", "1", "--train.eval_batches", "1")
+    assert row["acceptance_length"] is None and row["mtp_loss"][0] > 0
+    assert row["mtp_loss"][1] == row["eval_mtp_loss"][1] == 0
 
 
 @pytest.mark.parametrize("layout", [
