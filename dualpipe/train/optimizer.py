@@ -275,12 +275,13 @@ def _imported(path: str, params: list[dict[str, Any]], options: Mapping[str, Any
     module, _, name = path.rpartition(".")
     try:
         kind = getattr(importlib.import_module(module), name)
-        assert issubclass(kind, torch.optim.Optimizer), f"{path} is no torch.optim.Optimizer"
+        if not issubclass(kind, torch.optim.Optimizer):
+            raise TypeError(f"{path} is no torch.optim.Optimizer")
         made = kind(params, **options)
-        assert "weight_decay" in made.defaults or not any(group["weight_decay"] for group in params), (
-            "it has no weight_decay: set optimizer.weight_decay = 0")
+        if "weight_decay" not in made.defaults and any(group["weight_decay"] for group in params):
+            raise ValueError("it has no weight_decay: set optimizer.weight_decay = 0")
         return made
-    except (ImportError, AttributeError, AssertionError, TypeError, ValueError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ValueError(f"optimizer.name = {path!r}: {error}; give adamw, muon, or the path to import a class of "
                          f"torch.optim.Optimizer by, and optimizer.options that it takes besides {dict(options)}"
                          ) from error
