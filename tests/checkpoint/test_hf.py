@@ -301,7 +301,7 @@ def load_and_save(rank, source, target, shape):
 
 
 @pytest.mark.parametrize("shape", [
-    *(pytest.param(shape, marks=pytest.mark.slow) for shape in LAYOUTS[:2]), *LAYOUTS[2:],
+    *(pytest.param(shape, marks=pytest.mark.slow) for shape in LAYOUTS[:3]), *LAYOUTS[3:],
 ])
 def test_layouts(tmp_path, shape):
     source, target, alone = (str(tmp_path / name) for name in ("source", "target", "alone"))

@@ -53,7 +53,7 @@ def two_steps_on_four_ranks(rank, level):
     return metrics, {name: r.e_score_correction_bias.tolist() for made in stages for name, r in made.items()}
 
 
-@pytest.mark.parametrize("level", ["sequence", "global"])
+@pytest.mark.parametrize("level", [pytest.param("sequence", marks=pytest.mark.slow), "global"])
 def test_four_ranks_as_one(level):
     stages = [stage(0, 1, 2, 3)]
     routers = RouterSet(stages, num_chunks=4, level=level, **OPTIONS)

@@ -362,6 +362,7 @@ def losses_of_training(rank: int, overlap: bool, recompute: tuple[str, ...]) -> 
     return losses
 
 
+@pytest.mark.slow
 def test_losses_of_a_training_are_the_same_bits_however_it_is_run():
     expected = run_ranks(losses_of_training, 4, True, (), reuse=True)
     assert expected[0][0] != expected[0][-1]

@@ -262,7 +262,7 @@ def one_fails(rank, at):
                 return type(error).__name__, len(on_device), time.monotonic() - start
 
 
-@pytest.mark.parametrize("at", ["groups", "mesh", "links"])
+@pytest.mark.parametrize("at", [pytest.param("groups", marks=pytest.mark.slow), "mesh", "links"])
 def test_a_rank_that_fails_while_groups_are_made_is_not_waited_for_without_end(at):
     """NCCL has no timeout when it makes a communicator: nobody comes so far."""
     first, _, last = run_ranks(one_fails, 3, at, check=False, group_timeout=4)

@@ -63,7 +63,7 @@ def all_sizes(rank, world, names, dtype):
     return worst
 
 
-@pytest.mark.parametrize("world", [1, 2, pytest.param(3, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("world", [1, 2, *(pytest.param(world, marks=pytest.mark.slow) for world in (3, 4))])
 def test_every_schedule_and_number_of_microbatches(world):
     for worst in run_ranks(all_sizes, world, world, SCHEDULES, torch.float64, timeout=200, reuse=True):
         assert {k: v for k, v in worst.items() if v > TOLERANCE[torch.float64]} == {}

@@ -65,8 +65,8 @@ SOME = {  # what is tried in a layout, on which rank
     "pp2 x ep2": (1, ("F", "B", "segment", "optimizer", "save")),
 }
 FAST = (
-    "pp2: kill rank=1 step=2 action=B", "pp2 x dp2: stop rank=3 step=2 action=B",
-    "pp2: raise rank=1 step=2 action=F", "pp1: nan rank=0 step=2 action=B", "pp2: full_disk rank=1 step=1",
+    "pp2: kill rank=1 step=2 action=B", "pp2: raise rank=1 step=2 action=F", "pp1: nan rank=0 step=2 action=B",
+    "pp2: full_disk rank=1 step=1",
 )
 
 
