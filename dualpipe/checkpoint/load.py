@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Mapping, Sequence
-from fnmatch import fnmatchcase
 from functools import partial
 from itertools import count, groupby, takewhile
 from os import PathLike
@@ -29,6 +28,7 @@ from dualpipe.checkpoint.state import (
     State,
     check_groups,
     derive_random,
+    is_allowed,
     numbered,
     parts_of,
     restore_random,
@@ -142,8 +142,9 @@ def _load(
         for name, part in fitting.items():
             if part.quantized is not None and part.quantized.master is not None and name not in masters:
                 part.quantized.master.copy_(part.quantized.dequantize())
-        for each in states.values():
-            each.restore()
+        for name, each in states.items():
+            if name not in anew:
+                each.restore()
         if manifest.layout != layout:
             derive_random(seed, manifest.step, ranks.rank)
             return False
@@ -246,7 +247,7 @@ def _compare(
         raise ValueError(f"{path} has names by the numbers of {len(had)} stages, the model by those of {len(numbers)}: "
                          "such a checkpoint can be loaded into a pipeline of the same stages alone")
     lines = {name: f"{name} {difference}" for name, difference in sorted(differ.items())}
-    allowed = {name: line for name, line in lines.items() if any(fnmatchcase(name, pattern) for pattern in allow)}
+    allowed = {name: line for name, line in lines.items() if is_allowed(name, allow)}
     raise_for(f"{path} does not fit the model; name what may differ in `allow`:",
               [line for name, line in lines.items() if name not in allowed])
     return tuple(allowed.values())

@@ -63,7 +63,8 @@ class ParameterState:
         configured: Iterable[str] = (),
     ) -> None:
         self._state, self.group, self._parameter = optimizer.state, group, parameter
-        self._kind, self._left_out = type(optimizer).__name__, {*_SWITCHES, *configured}
+        self.kind = self.saved_by = type(optimizer).__name__  # the latter once the values are read
+        self._left_out = {*_SWITCHES, *configured}
         self._placed: dict[str, Tensor] = {}
         self._read: dict[str, Any] = {}
 
@@ -81,7 +82,7 @@ class ParameterState:
             if isinstance(self._parameter, DTensor) and not isinstance(tensor, DTensor) and tensor.dim():
                 raise ValueError(f"an optimizer keeps {key!r}, a plain tensor {tuple(tensor.shape)}, of a sharded "
                                  "parameter, so where it belongs is not known; it must be a DTensor")
-        values = {"kind": self._kind, "state": {key: value for key, value in state.items() if key not in found},
+        values = {"kind": self.kind, "state": {key: value for key, value in state.items() if key not in found},
                   "group": {key: value for key, value in self.group.items() if key not in self._left_out}}
         try:
             text = json.dumps(values, default=as_number).encode()
@@ -114,7 +115,7 @@ class ParameterState:
     def hyperparameters(self) -> dict[str, Any] | None:
         """Those of the group, by the values, once these are read; None without any, as was allowed.
 
-        Raises ValueError where they are not what `tensors` makes, and TypeError for those of another class.
+        Raises ValueError where they are not what `tensors` makes.
         """
         if VALUES not in self._placed:
             return None
@@ -124,9 +125,7 @@ class ParameterState:
                 raise TypeError("no JSON objects")
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"the values of an optimizer are damaged: {error}") from error
-        if (kind := self._read.get("kind", self._kind)) != self._kind:
-            self._read = {}
-            raise TypeError(f"is the state of the optimizer {kind}, which {self._kind} does not go on from")
+        self.saved_by = self._read.get("kind", self.kind)
         self._read["group"] = {key: value for key, value in group.items() if key not in self._left_out}
         return self._read["group"]
 
@@ -145,23 +144,27 @@ class ParameterState:
                 self.group[key] = tuple(value) if isinstance(now, tuple) else value
 
 
+def is_allowed(name: str, allow: Iterable[str]) -> bool:
+    """Whether one of the globs matches."""
+    return any(fnmatchcase(name, pattern) for pattern in allow)
+
+
 def check_groups(states: Mapping[str, ParameterState], allow: Sequence[str]) -> set[str]:
     """The names of those that another class of optimizer has saved, which are not to be loaded: they begin anew.
 
-    Raises ValueError where `allow`, globs, has no place for that, and where parameters that share a group now were
-    saved with other hyperparameters.
+    Raises ValueError where none of the globs of `allow` matches such a name, and where parameters that share a group
+    now were saved with other hyperparameters.
     """
     first: dict[int, tuple[str, dict[str, Any]]] = {}
     anew: set[str] = set()
     for name, state in states.items():
-        try:
-            values = state.hyperparameters()
-        except TypeError as error:
-            if not any(fnmatchcase(name, pattern) for pattern in allow):
-                raise ValueError(f"{name} {error}: name it in `allow`, and it begins anew") from error
-            anew.add(name)
+        if (values := state.hyperparameters()) is None:
             continue
-        if values is None:
+        if state.saved_by != state.kind:
+            if not is_allowed(name, allow):
+                raise ValueError(f"{name} is the state of the optimizer {state.saved_by}, which {state.kind} does not "
+                                 "go on from: name it in `allow`, and it begins anew")
+            anew.add(name)
             continue
         other, expected = first.setdefault(id(state.group), (name, values))
         if differ := [key for key in expected.keys() | values.keys() if expected.get(key, ...) != values.get(key, ...)]:

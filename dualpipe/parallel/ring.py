@@ -49,8 +49,9 @@ class _Blocks:
     def __init__(self, ranks: SequenceRanks, attention: SharedAttention) -> None:
         self._ranks, self._attention, self._width = ranks, attention, row_width(attention)
         self._rank, self._size = ranks.split.rank, ranks.split.size
-        # Though what comes before may be frozen; asked of the whole layer, as nobody says what expands rows.
-        self._expands_trained = any(p.requires_grad for p in cast(nn.Module, attention).parameters())
+        # Whether anything of the layer is trained, though what comes before it may be frozen: nobody says what `expand`
+        # has, which gets its gradients in the backward of a block.
+        self._is_trained = any(p.requires_grad for p in cast(nn.Module, attention).parameters())
 
     def _project(self, x_BSH: Tensor, context: Context) -> tuple[Tensor, Tensor, _Merged]:
         """Queries, rows, and where their results will be."""
@@ -70,8 +71,8 @@ class _Blocks:
             q_BASD: Tensor, rows: Tensor, merged: _Merged, context: Context, *before: Tensor
         ) -> tuple[Tensor, Tensor]:
             part = self._part(number, context.length)
-            if torch.is_grad_enabled() and not (q_BASD.requires_grad or rows.requires_grad) and self._expands_trained:
-                q_BASD = q_BASD.detach().requires_grad_()  # so that there is a backward, in which it gets gradients
+            if torch.is_grad_enabled() and not (q_BASD.requires_grad or rows.requires_grad) and self._is_trained:
+                q_BASD = q_BASD.detach().requires_grad_()  # so that there is one
             attend_to = partial(self._attend, context, part)
             y, lse = before or (None, None)
             return _AttendBlock.apply(

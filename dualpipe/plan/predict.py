@@ -139,8 +139,8 @@ class Prediction:
     @cached_property
     def muon_flops(self) -> float:
         """Operations of Muon's products on the worst rank: ranks that have the same stages share them."""
-        p, stages = self.config.parallel, meta_stages(
-            self.model, self.shape.num_stages, self.config.parallel.layers_per_stage)
+        p = self.config.parallel
+        stages = meta_stages(self.model, self.shape.num_stages, p.layers_per_stage)
         each = [sum(map(operations, muon_shapes(self.config.optimizer, stage))) for stage in stages]
         return max(sum(each[i] for i in self.shape.rank_stages(rank)) for rank in range(p.pp)) / p.replicas
 

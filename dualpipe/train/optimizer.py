@@ -226,7 +226,7 @@ class Optimizer:
         """
         self._follow()
         configured = {algorithm: {"lr", "share", "weight_decay", *inspect.signature(type(inner)).parameters}
-                      for algorithm, inner in self._inner.items()}  # what else a group has, the optimizer has changed
+                      for algorithm, inner in self._inner.items() if algorithm not in ALGORITHMS}  # by a run
         found: dict[nn.Parameter, dict[str, Tensor | ParameterState]] = {}
         for parameter, master in self._masters.items():
             algorithm, group = self._groups[master]
