@@ -1,6 +1,6 @@
 """Compiles kernels without a GPU and reads off what the compiler made of them.
 
-    python benchmarks/compile_kernels.py [--arch 80 90 100] [--match SUBSTRING] [--json]
+    python benchmarks/compile_kernels.py [--arch 80 90 100] [--match SUBSTRING] [--part N/PARTS] [--json]
 
 For each configuration in kernel_specs.py this prints registers, stack bytes (spills show there), shared memory and the
 number of matrix instructions, and exits with status 1 where one spills, needs more shared memory than the chip has, or
@@ -79,23 +79,33 @@ def _resource_usage(cubin: bytes) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
+def _part(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d+)/(\d+)", text)
+    if match is None or int(match[1]) >= int(match[2]):
+        raise argparse.ArgumentTypeError(f"got {text!r}; give N/PARTS with N below PARTS, such as 3/14")
+    return int(match[1]), int(match[2])
+
+
 def main() -> int:
     """Prints the table; see the module's docstring."""
     parser = argparse.ArgumentParser(description="compile every kernel without a GPU and show what it needs")
     parser.add_argument("--arch", type=int, nargs="+", default=list(ARCHITECTURES), choices=ARCHITECTURES)
     parser.add_argument("--match", default="", help="only configurations whose name contains this")
+    parser.add_argument("--part", type=_part, default=(0, 1), metavar="N/PARTS",
+                        help="only every PARTS-th configuration, from the N-th on, counting from 0")
     parser.add_argument("--json", action="store_true", help="one JSON object a line instead of a table")
     args = parser.parse_args()
     failed = False
     if not args.json:
         print(f"{'kernel':<56} {'arch':>4} {'regs':>5} {'stack':>5} {'shared':>7} {'mma':>4}  problems")
     for arch in args.arch:
-        for spec in all_specs(arch):
-            if args.match in spec.name:
-                r = compile_spec(spec, arch)
-                failed |= bool(r.problems)
-                row = f"{r.name:<56} {r.arch:>4} {r.registers:>5} {r.stack:>5} {r.shared:>7} {r.matrix_instructions:>4}"
-                print(json.dumps(asdict(r)) if args.json else f"{row}  {'; '.join(r.problems)}", flush=True)
+        matching = [spec for spec in all_specs(arch) if args.match in spec.name]
+        number, parts = args.part
+        for spec in matching[number::parts]:
+            r = compile_spec(spec, arch)
+            failed |= bool(r.problems)
+            row = f"{r.name:<56} {r.arch:>4} {r.registers:>5} {r.stack:>5} {r.shared:>7} {r.matrix_instructions:>4}"
+            print(json.dumps(asdict(r)) if args.json else f"{row}  {'; '.join(r.problems)}", flush=True)
     return 1 if failed else 0
 
 

@@ -1,13 +1,34 @@
-"""The devices that tests run on: the CPU, a CUDA device, and the pretend one, on which a missing wait is a fault.
+"""The devices that tests run on, and the part of the exhaustive matrices that a run takes.
 
-On the pretend one the host may wait, but where a test says torch.cuda.set_sync_debug_mode("error").
+Devices are the CPU, a CUDA device, and the pretend one, on which a missing wait is a fault. On the pretend one the host
+may wait, except where a test says torch.cuda.set_sync_debug_mode("error").
 """
 
 import pytest
 
 from dualpipe.recorder import Recorder
+from matrix_parts import PARTS, part_of
 
 REAL = pytest.param("cuda", marks=pytest.mark.gpu)
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--matrix-part", type=int, metavar="N",
+        help=f"of the tests marked `matrix`, run only part N modulo {PARTS}; without it, all of them",
+    )
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leave out the tests marked `matrix` that belong to another part than the one asked for."""
+    part = config.getoption("--matrix-part")
+    if part is None:
+        return
+    others = [item for item in items if item.get_closest_marker("matrix") and part_of(item.nodeid) != part % PARTS]
+    if others:
+        left_out = set(others)
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=others)
 
 
 @pytest.fixture(autouse=True)

@@ -4,28 +4,42 @@ tests/kernels/test_interpreter.py runs every file once more with that variable s
 """
 
 from itertools import combinations
+from pathlib import Path
 
 import pytest
 import torch
 
 from dualpipe.kernels.common import INTERPRET
 
-# Of an operator rather than of its kernel: the run on the reference has the same.
+HERE = Path(__file__).parent
+# Tests of an operator rather than of its kernel: the run on the reference has the same.
 OF_OPERATORS = ("registration", "registered", "compiles", "second_derivative")
+# Dtypes, tables and formats that a fast run does not interpret: it interprets float32 alone, by the tables of sm_90.
+NOT_FAST_WHEN_INTERPRETED = ("cpu-80", "float64", "float16", "pow2", "real_models", "stochastic")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
+    """Mark the slow tests of this folder `matrix`, and, where kernels are interpreted, choose the slow ones first."""
+    kernel_tests = [item for item in items if HERE in item.path.parents and item.path.name != "test_interpreter.py"]
+    if INTERPRET:
+        _mark_slow_when_interpreted(kernel_tests)
+    for item in kernel_tests:
+        if item.get_closest_marker("slow"):
+            item.add_marker(pytest.mark.matrix)
+
+
+def _mark_slow_when_interpreted(items):
     """Interpreting takes long: a fast run has every value of every parameter, and every two of them, together once."""
-    if not INTERPRET:
-        return
     seen = set()
     for item in items:
+        if any(word in item.name for word in (*NOT_FAST_WHEN_INTERPRETED, *OF_OPERATORS)):
+            item.add_marker(pytest.mark.slow)
         values = getattr(getattr(item, "callspec", None), "params", {})
         if item.get_closest_marker("gpu") or torch.bfloat16 in values.values():
             continue
         pairs = {(item.path, item.originalname, *pair) for pair in combinations(map(str, values.items()), 2)}
-        if (pairs and pairs <= seen) or any(word in item.name for word in OF_OPERATORS):
+        if pairs and pairs <= seen:
             item.add_marker(pytest.mark.slow)
         seen |= pairs
 

@@ -15,7 +15,7 @@ import pytest
 HERE = Path(__file__).parent
 FILES = sorted(path.name for path in HERE.glob("test_*.py"))
 FILES.remove("test_interpreter.py")
-REST = "cpu-80 or float64 or float16 or pow2 or real_models or stochastic"
+HALVES = (FILES[::2], FILES[1::2])  # not one for each file, as every interpreter takes seconds to start
 NO_TESTS_COLLECTED = 5
 
 
@@ -33,23 +33,25 @@ pytestmark = [
 ]
 
 
-def interpreted(files, marks, names, timeout):
+def interpreted(files, marks, *options, timeout):
     paths = [str(HERE / file) for file in files]
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", marks, "-k", names, f"--timeout={timeout}", *paths]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", marks, f"--timeout={timeout}", *options, *paths]
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
     return subprocess.run(command, cwd=HERE.parents[1], env=env, capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("files", [FILES[::2], FILES[1::2]], ids=" ".join)  # each interpreter takes seconds to start
+@pytest.mark.parametrize("files", HALVES, ids=" ".join)
 def test_interpreted(files):
-    """Without what is among the rest: float32 alone, and not the tables of sm_80, nor large or further formats."""
-    result = interpreted(files, "not gpu and not slow", f"not ({REST})", timeout=300)
+    """What conftest.py leaves to the matrix, apart from bfloat16, is not interpreted here."""
+    result = interpreted(files, "not gpu and not slow", timeout=300)
     assert result.returncode == 0, result.stdout[-5000:] + result.stderr[-1000:]
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("file", FILES)
-def test_interpreted_matrix(file):
-    result = interpreted([file], "not gpu", f"slow or {REST}", timeout=1200)
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("files", HALVES, ids=" ".join)
+def test_interpreted_matrix(files, request):
+    part = request.config.getoption("--matrix-part")
+    options = [] if part is None else [f"--matrix-part={part}"]
+    result = interpreted(files, "matrix and not gpu", *options, timeout=1200)
     assert result.returncode in (0, NO_TESTS_COLLECTED), result.stdout[-5000:] + result.stderr[-1000:]

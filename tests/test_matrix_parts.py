@@ -1,0 +1,51 @@
+"""A part of the kernel matrices is run at a time; after all parts every test has run once."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from matrix_parts import PARTS, part_of
+
+
+class Item:
+    """The part of `pytest.Item` that the choice goes by."""
+
+    def __init__(self, nodeid, *marks):
+        self.nodeid = nodeid
+        self.marks = marks
+
+    def get_closest_marker(self, name):
+        return name in self.marks
+
+
+def chosen(items, part, conftest):
+    left_out = []
+    hook = SimpleNamespace(pytest_deselected=lambda items: left_out.extend(items))
+    config = SimpleNamespace(getoption=lambda name: part, hook=hook)
+    kept = list(items)
+    conftest.pytest_collection_modifyitems(config, kept)
+    assert sorted(id(item) for item in (*kept, *left_out)) == sorted(map(id, items))
+    return kept
+
+
+@pytest.fixture
+def conftest(request):
+    """This folder's conftest.py."""
+    return next(plugin for plugin in request.config.pluginmanager.get_plugins()
+                if hasattr(plugin, "pytest_addoption") and getattr(plugin, "PARTS", None) == PARTS)
+
+
+def test_all_parts_together_run_every_test_once(conftest):
+    matrix = [Item(f"tests/kernels/test_x.py::test_y[{n}]", "slow", "matrix") for n in range(300)]
+    others = [Item("tests/test_z.py::test_slow", "slow"), Item("tests/test_z.py::test_fast")]
+    runs = [chosen([*matrix, *others], part, conftest) for part in range(PARTS)]
+    assert all(run[-2:] == others for run in runs)
+    assert sorted(item.nodeid for run in runs for item in run[:-2]) == sorted(item.nodeid for item in matrix)
+    assert min(map(len, runs)) > 8, "the parts are of about one size"
+    assert chosen(matrix, PARTS + 3, conftest) == chosen(matrix, 3, conftest)
+    assert chosen(matrix, None, conftest) == matrix
+
+
+def test_a_part_is_that_of_the_name_alone():
+    assert part_of("tests/kernels/test_x.py::test_y[0]") == part_of("tests/kernels/test_x.py::test_y[0]")
+    assert {part_of(str(n)) for n in range(200)} == set(range(PARTS))
