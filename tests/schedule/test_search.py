@@ -17,6 +17,7 @@ from types import MappingProxyType
 import numpy as np
 import pytest
 
+from default_signals import set_default_signals
 from dualpipe.schedule import Costs, Schedule, ScheduleError, Timeline, build, cache, search, simulate, validate
 from dualpipe.schedule.anneal import Timing, _change, orders_of, plays, with_steps
 from dualpipe.schedule.bound import least_work, lower_bounds
@@ -374,7 +375,7 @@ def test_an_interrupted_search_ends_at_once_with_its_processes():
                "build('auto', 4, 8, costs=Costs(FB=2.5, p2p=0.2))\n")
     for how in (signal.SIGINT, signal.SIGKILL):
         searching = subprocess.Popen([sys.executable, "-P", "-c", program], stdout=subprocess.PIPE,
-                                     stderr=subprocess.PIPE, text=True)
+                                     stderr=subprocess.PIPE, text=True, preexec_fn=set_default_signals)
         with searching:
             pids = [int(searching.stdout.readline()) for _ in range(search.CHAINS)]
             searching.send_signal(how)

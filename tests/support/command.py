@@ -21,6 +21,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import NoReturn
 
+from default_signals import set_default_signals
 from ranks import server
 
 COMMAND = (sys.executable, "-m", "dualpipe")  # in an interpreter of its own
@@ -141,7 +142,7 @@ def _run(arguments: Sequence[str], environment: Mapping[str, str], before: str) 
 
     try:
         sys.stdout, sys.stderr = (os.fdopen(fd, "w", encoding="utf-8", closefd=False) for fd in (1, 2))
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        set_default_signals()
         signal.signal(signal.SIGINT, signal.default_int_handler)
         os.environ.clear()
         os.environ.update(environment)

@@ -1,13 +1,13 @@
 """A training run small enough for a test."""
 
 import os
-import signal
 import socket
 import subprocess
 
 import pytest
 
 from command import Command
+from default_signals import set_default_signals
 from run_files import write_files
 
 
@@ -63,7 +63,7 @@ def start_dualpipe():
         else:
             started.append(subprocess.Popen(
                 [*command, *arguments], cwd=folder, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored in a shell's background jobs
+                preexec_fn=set_default_signals,
             ))
         return started[-1]
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from default_signals import set_default_signals
 from dualpipe.train.metrics import read_metrics
 
 # So many that its steps can be told apart by their losses, which are of different batches.
@@ -73,6 +74,7 @@ def agents(run_folder, free_port):
                  f"localhost:{free_port}", "--rdzv-conf", "last_call_timeout=5,keep_alive_interval=1,"
                  "keep_alive_max_attempt=3", "-m", "dualpipe", *OPTIONS, *options],
                 cwd=run_folder, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+                preexec_fn=set_default_signals,
             ))
         return started[-1]
 
