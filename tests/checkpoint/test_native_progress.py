@@ -81,24 +81,26 @@ def test_a_rank_that_hangs_is_named_on_all_and_what_it_writes_afterwards_is_not_
     assert first[0] == second[0] and "step 1 was not saved to" in first[0]
     assert "rank 1 (pp 1) has not gone on with it for 1 s" in first[0]
     assert first[1] == second[1] and "rank 1 (pp 1): GivenUp: an earlier one has not come to its end here" in first[1]
-    assert max(first[2], second[2]) < 6
+    assert max(first[2], second[2]) < 20, "not when the disk goes on after 30 s"
     assert [path.name for path in tmp_path.glob("*step*")] == ["step-00000003"]
 
 
-@pytest.mark.parametrize("error, least, most", [(KeyError("of the run"), 0.5, 5), (RankLost("rank 1"), 0, 0.4)])
-def test_after_an_error_what_is_in_flight_has_its_time_and_is_then_not_committed(tmp_path, monkeypatch, error, least,
-                                                                                 most):
+@pytest.mark.parametrize("error, timeout, least", [(KeyError("of the run"), 0.5, 0.5), (RankLost("rank 1"), 28, 0)])
+def test_after_an_error_what_is_in_flight_has_its_time_and_is_then_not_committed(
+    tmp_path, monkeypatch, error, timeout, least
+):
+    """Where a rank is lost it has none."""
     freed = threading.Event()
     monkeypatch.setattr(saving, "write_files", lambda *given: (freed.wait(30), WRITE(*given))[1])
     with pytest.raises(type(error)) as caught, Checkpoints(tmp_path, timeout=timedelta(seconds=30)) as checkpoints:
-        checkpoints._timeout = 0.5  # of this alone
+        checkpoints._timeout = timeout  # of this alone
         checkpoints.save_async({"a": torch.ones(3)}, step=1)
         executor = checkpoints._executor
         while not list(tmp_path.glob(".tmp-*")):
             time.sleep(0.01)
         start = time.monotonic()
         raise error
-    assert least <= time.monotonic() - start < most
+    assert least <= time.monotonic() - start < 20
     assert "step 1 was not saved" in caught.value.__notes__[0] and not list(tmp_path.glob("*step*"))
     freed.set()
     executor.shutdown()  # the thread has come to its end

@@ -147,7 +147,8 @@ def test_a_port_of_somebody_else(meet, info, says):
         where = f"rank {info.rank} cannot meet the others at MASTER_ADDR:MASTER_PORT = 127.0.0.1:{port}; give rank 0's"
         with pytest.raises(ValueError, match=where) as error:
             connect(info, timedelta(seconds=1))
-        assert time.monotonic() - start < (0.5 if info is FIRST else 1.5) and "\n" not in str(error.value)
+        assert "\n" not in str(error.value)
+        assert time.monotonic() - start < 20, "not by a timeout of torch's own, which is 300 s"
         server.shutdown(socket.SHUT_RDWR)
         for connection in kept:
             connection.close()

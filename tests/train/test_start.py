@@ -131,7 +131,7 @@ def test_the_rank_at_fault_is_named_first(monkeypatch, tmp_path, capsys, who, st
     fake_ranks(monkeypatch, tmp_path, f"{SAY}\nall_ready(4)\n{who}\n")
     began = time.monotonic()
     assert start_ranks(["train"], ranks(2, dp=2)) == status
-    assert time.monotonic() - began < 10, "a rank that is stopped gets SIGKILL"
+    assert time.monotonic() - began < 40, "not by their own end after 60 s: a rank that is stopped gets SIGKILL"
     lines = capsys.readouterr().err.splitlines()
     assert len(said) <= len(lines) <= 2, lines
     for line, expected in zip(lines, said):
@@ -178,7 +178,7 @@ signal.signal(signal.SIGUSR2, answer if rank == 1 else signal.SIG_IGN)
     fake_ranks(monkeypatch, tmp_path, f"{SAY}{answer}\nall_ready(3)\nrank or leave('mine', 6)\ntime.sleep(60)\n")
     began = time.monotonic()
     assert start_ranks(["train"], ranks(3, output=tmp_path / "out"), watched=True) == 6
-    assert time.monotonic() - began < 4
+    assert time.monotonic() - began < 40, "not by the ranks' own end after 60 s"
     assert capsys.readouterr().err == "error: mine\n", "which needs no report"
     assert start._steps_done(tmp_path / "out") == 7, "one more is under way"
 
@@ -189,7 +189,7 @@ def test_a_disk_that_hangs_does_not_keep_the_launcher(monkeypatch, tmp_path, cap
     fake_ranks(monkeypatch, tmp_path, f"{SAY}\nrank or leave('mine', 6)\ntime.sleep(60)\n")
     began = time.monotonic()
     assert start_ranks(["train"], ranks(2, output=tmp_path / "out"), watched=True) == 6
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 40, "not by the ranks' own end after 60 s"
     assert capsys.readouterr().err == "error: mine\n"
 
 
