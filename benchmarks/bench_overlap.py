@@ -57,6 +57,7 @@ from dualpipe.parallel.all_to_all import AsyncAllToAll, GroupAllToAll
 from dualpipe.parallel.expert import ExpertParallel
 from dualpipe.parallel.mesh import build_mesh
 from dualpipe.schedule import Action, Schedule
+from dualpipe.schedule.simulate import lengthen_pairs
 
 TOKENS = (4096, 16384)
 SEQUENCE = 4096
@@ -287,8 +288,11 @@ def rows_of(
 
 def write_costs(path: Path, ms: dict[str, float]) -> None:
     """For `dualpipe schedule --costs`."""
+    ms, notes = lengthen_pairs(ms)
     costs = {work: ms[work] for work in (*KINDS, "FB")}
     costs["pairs"] = {work: ms[work] for work in WORK if len(work) == 2 and work != "FB"}
+    for note in notes:
+        print(note)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(costs, indent=1) + "\n")
     print(f"wrote {path}")
