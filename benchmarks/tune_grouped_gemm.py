@@ -38,7 +38,7 @@ import torch
 from bench_grouped_gemm import Case, cases
 from compile_kernels import ARCHITECTURES
 from expert_shapes import Layer, Model, every, route
-from gemm_candidates import CLASSES, TABLES, ShapeClass, candidates, present_entry, source, survivors
+from gemm_candidates import CLASSES, TABLES, ShapeClass, present_entry, source, survivors
 from gpu_bench import Row, add_save, print_table, require_gpu, save, time_ms
 
 from dualpipe.kernels import grouped_gemm_tiles

@@ -109,7 +109,8 @@ def lengthen_pairs(costs: Mapping[str, float]) -> tuple[dict[str, float], list[s
         longer = max(pair, key=lambda kind: costs.get(kind, 0.0))
         if costs[pair] < costs.get(longer, 0.0):
             corrected[pair] = costs[longer]
-            notes.append(f"{pair} measured {costs[pair]:.6g} ms, less than {longer} alone: taken as {costs[longer]:.6g}")
+            notes.append(f"{pair} measured {costs[pair]:.6g} ms, less than {longer} alone: "
+                         f"taken as {costs[longer]:.6g} ms")
     return corrected, notes
 
 
