@@ -19,26 +19,28 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing as mp
 import os
 import platform
-import shutil
 import statistics
 import subprocess
 import tempfile
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from rank_processes import RankProcesses, join_gloo, results_of
 
 from dualpipe.checkpoint import Checkpoints, load
 from dualpipe.parallel.mesh import build_mesh
+from dualpipe.train.launch import RankInfo
 
+SECONDS = 3600.0  # after which the ranks are given up
 SMALL = 100  # tensors of 4 KB, beside large ones
 GOALS = {  # at least (>=) or at most (<=)
     "save / dd": (">=", 0.8), "load / torch.load": (">=", 0.8),  # both with checksums
@@ -100,7 +102,10 @@ class Memory:
             self.most = max(self.most, self._now())
 
     def _now(self) -> int:
-        writers = [pid for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()]
+        writers = []
+        for task in Path("/proc/self/task").iterdir():
+            with suppress(OSError):  # a thread that has ended
+                writers += (task / "children").read_text().split()
         return field("self", "VmRSS") + sum(field(pid, "RssAnon") for pid in writers)
 
 
@@ -136,15 +141,18 @@ def measure_async(folder: Path, mesh: Any, kind: str, state: dict[str, torch.Ten
             alone = loops_until(lambda limit=deadline: time.perf_counter() > limit)
             start = time.perf_counter()
             blocked.append(timed(lambda at=step: checkpoints.save_async(state, step=at)))
-            beside.append(loops_until(checkpoints._pending.done) / alone)
+            beside.append(loops_until(checkpoints._pending.ended.done) / alone)
             total.append(time.perf_counter() - start)
         return found | {"blocked_s": statistics.median(blocked), "total_s": statistics.median(total),
                         "beside": statistics.median(beside)}
 
 
-def measure(rank: int, world: int, megabytes: int, rounds: int, folder: Path, results: Any) -> None:
+def measure(setting: tuple[int, int, str], info: RankInfo, prefix: str) -> dict[str, Any]:
+    """Times of the slowest rank; memory and the loop of Python are this one's."""
+    megabytes, rounds, directory = setting
+    rank, world, folder = info.rank, info.world_size, Path(directory)
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    join_gloo(info, prefix)
     mesh = build_mesh(world, 1, 1, torch.device("cpu"))
     state, again = make_state(rank, megabytes), make_state(rank, megabytes)
     share = sum(tensor.nbytes for tensor in state.values())
@@ -167,27 +175,15 @@ def measure(rank: int, world: int, megabytes: int, rounds: int, folder: Path, re
     again.clear()
     for kind in ("thread", "process"):
         row[kind] = measure_async(folder, mesh, kind, state, rounds)
-    if rank == 0:
-        results.put(row)
-    dist.barrier()
     dist.destroy_process_group()
+    return row
 
 
 def run(world: int, megabytes: int, rounds: int, directory: str | None) -> dict[str, Any]:
-    context = mp.get_context("spawn")
-    results = context.Queue()
-    folder = Path(tempfile.mkdtemp(prefix="bench-checkpoint-", dir=directory))
-    try:
-        args = (world, megabytes, rounds, folder, results)
-        processes = [context.Process(target=measure, args=(rank, *args)) for rank in range(world)]
-        for process in processes:
-            process.start()
-        row = results.get(timeout=3600)
-        for process in processes:
-            process.join()
-    finally:
-        shutil.rmtree(folder)
-    return row
+    """Rank 0's row. Where a rank fails, the program ends and says why."""
+    processes = RankProcesses(measure, alone=world, seconds=SECONDS)
+    with tempfile.TemporaryDirectory(prefix="bench-checkpoint-", dir=directory) as folder:
+        return results_of(processes.run((megabytes, rounds, folder)))[0]
 
 
 def ratios(row: dict[str, Any]) -> dict[str, float]:

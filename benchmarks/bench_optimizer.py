@@ -15,24 +15,27 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import statistics
 import tempfile
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from rank_processes import RankProcesses, results_of
 
 from dualpipe.dtypes import dtype_of
 from dualpipe.models import read_config
 from dualpipe.parallel.mesh import build_mesh
 from dualpipe.schedule import build
+from dualpipe.train.launch import RankInfo
 from dualpipe.train.model import build_model
 from dualpipe.train.optimizer import Optimizer
+from dualpipe.train.rendezvous import connect
 
+SECONDS = 3600.0  # after which the ranks are given up
 MODEL = {  # a small one of Qwen3-30B-A3B's proportions
     "model_type": "qwen3_moe", "vocab_size": 4096, "hidden_size": 512, "num_attention_heads": 8, "head_dim": 128,
     "num_key_value_heads": 2, "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 192,
@@ -40,11 +43,14 @@ MODEL = {  # a small one of Qwen3-30B-A3B's proportions
 }
 
 
-def measure(rank: int, args: argparse.Namespace, found: Any) -> None:
+def measure(args: argparse.Namespace, info: RankInfo, prefix: str) -> dict[str, float]:
+    """Medians of this rank's times, its parameters, and what it sends."""
+    rank = info.rank
     os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
     device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
     torch.set_num_threads(1)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", rank=rank, world_size=args.ranks)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", rank=rank, world_size=args.ranks,
+                            store=connect(info, timedelta(seconds=SECONDS), prefix=prefix))
     mesh = build_mesh(1, args.ranks, 1, device) if args.ranks > 1 else None
     stages = build_model(read_config(args.config), build("1f1b", 1, 1), 0, seed=0, dtype=dtype_of(args.dtype),
                          device=device, mesh=mesh).stages
@@ -74,11 +80,11 @@ def measure(rank: int, args: argparse.Namespace, found: Any) -> None:
     numbers = sum(p.numel() for p in optimizers["muon"].parameters)
     matrices = sum(p.numel() for p, state in optimizers["muon"].state_tensors().items() if "momentum_buffer" in state
                    and p.dim() == 2)
-    if rank == 0:
-        found.put({name: statistics.median(each) for name, each in times.items()} | {
-            "parameters": numbers, "bytes": sent[0] / (args.rounds + 1),
-            "formula": 4 * matrices * (args.ranks - 1) / args.ranks / args.ranks})
     dist.destroy_process_group()
+    return {name: statistics.median(seconds) for name, seconds in times.items()} | {
+        "parameters": numbers, "bytes": sent[0] / (args.rounds + 1),
+        "formula": 4 * matrices * (args.ranks - 1) / args.ranks / args.ranks,
+    }
 
 
 def main() -> None:
@@ -89,16 +95,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
-    found = mp.get_context("spawn").SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         if not args.config:
             args.config = f"{folder}/config.json"
             Path(args.config).write_text(json.dumps(MODEL))
-        mp.spawn(measure, (args, found), nprocs=args.ranks)
-    row = found.get()
+        row = results_of(RankProcesses(measure, alone=args.ranks, seconds=SECONDS).run(args))[0]
     if args.json:
         print(json.dumps(row))
         return

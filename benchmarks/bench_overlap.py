@@ -57,8 +57,10 @@ from dualpipe.parallel.all_to_all import AsyncAllToAll, GroupAllToAll
 from dualpipe.parallel.expert import ExpertParallel
 from dualpipe.parallel.mesh import build_mesh
 from dualpipe.schedule import Action, Schedule
+from dualpipe.schedule.simulate import lengthen_pairs
 
 TOKENS = (4096, 16384)
+TINY_TOKENS = (512,)
 SEQUENCE = 4096
 HEADS = {  # query heads, key/value heads, head dimension
     "deepseek-v2-lite": (16, 16, 128),
@@ -287,8 +289,11 @@ def rows_of(
 
 def write_costs(path: Path, ms: dict[str, float]) -> None:
     """For `dualpipe schedule --costs`."""
+    ms, notes = lengthen_pairs(ms)
     costs = {work: ms[work] for work in (*KINDS, "FB")}
     costs["pairs"] = {work: ms[work] for work in WORK if len(work) == 2 and work != "FB"}
+    for note in notes:
+        print(note)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(costs, indent=1) + "\n")
     print(f"wrote {path}")
@@ -300,7 +305,7 @@ def write_costs(path: Path, ms: dict[str, float]) -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", nargs="+", default=list(MODELS), choices=list(MODELS))
-    parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS), help="of a micro-batch on one rank")
+    parser.add_argument("--tokens", type=int, nargs="+", help="of a micro-batch on one rank")
     parser.add_argument("--ranks", type=int, default=8, help="expert-parallel ranks that are modelled")
     parser.add_argument("--share", type=float, default=0.35, help="of communication in F + B that hide none of it")
     parser.add_argument("--stand-in", default="copy", choices=list(STAND_INS), help="what takes the time of it")
@@ -317,6 +322,8 @@ def parse() -> argparse.Namespace:
     args = parser.parse_args()
     if not 0 < args.share < 1:
         parser.error(f"--share must be between 0 and 1; got {args.share}")
+    if args.tokens is None:
+        args.tokens = TINY_TOKENS if args.device == "cpu" else TOKENS
     if args.device == "cpu":
         args.blocks = []  # of which there is none to hold
     if args.quick:
@@ -338,7 +345,7 @@ def joined(args: argparse.Namespace, device: torch.device) -> tuple[AsyncAllToAl
 
 
 def settings(args: argparse.Namespace) -> list[Row]:
-    return every(model=TINY, tokens=(512,)) if args.device == "cpu" else every(model=args.model, tokens=args.tokens)
+    return every(model=TINY if args.device == "cpu" else args.model, tokens=args.tokens)
 
 
 def goals(blocks: Sequence[int], multiprocessors: int) -> list[Goal]:

@@ -120,14 +120,14 @@ def config_of(options: Options, setting: Row) -> Config:
     )
 
 
-def measure(given: tuple[Options, Row], info: RankInfo) -> Row:
+def measure(given: tuple[Options, Row], info: RankInfo, prefix: str) -> Row:
     """What a rank finds in a setting: the loss is that of its pipeline in the first step, None where it is not known,
     and the norm that of the whole gradient."""
     options, setting = given
     config = config_of(options, setting)
     if options.device == "cpu":
         torch.set_num_threads(1)
-    with join(config, info) as job:
+    with join(config, info, prefix=prefix) as job:
         spans, times = Spans(job.device), []
         spans.of_actions(lambda _: spans.span("action"))
         for kind in (PendingRows, *PendingRows.__subclasses__()):  # not where they are begun, but where they are met

@@ -16,12 +16,10 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import multiprocessing as mp
 import os
 import platform
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from datetime import date
@@ -31,13 +29,16 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from rank_processes import RankProcesses, join_gloo, results_of
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import ScheduleDualPipeV
 
 from dualpipe import DualPipeV
+from dualpipe.train.launch import RankInfo
 
 ROWS, WIDTH = 4, 16  # of one micro-batch
+SECONDS = 600.0  # after which the ranks are given up
 GOAL = 0.35  # ours over torch's
 
 
@@ -121,10 +122,12 @@ def torchs(modules: list[nn.Module], loss_fn: Callable[..., Any], num_chunks: in
     return lambda: schedule.step(return_outputs=False)
 
 
-def measure(rank: int, world: int, per_rank: int, rounds: int, store: str, results: mp.Queue) -> None:
+def measure(setting: tuple[int, int], info: RankInfo, prefix: str) -> dict[str, Any]:
+    """Number of micro-batches of a step, and medians of this rank, in us per (micro-batch, stage)."""
+    per_rank, rounds = setting
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-    num_chunks = max(2 * world, per_rank * world)
+    join_gloo(info, prefix)
+    num_chunks = max(2 * info.world_size, per_rank * info.world_size)
     modules, loss_fn, meter = [build_stage(), build_stage()], F.mse_loss, Meter()
     runs = {"bare": bare(modules, loss_fn, num_chunks)}
     for module in modules:
@@ -144,26 +147,20 @@ def measure(rank: int, world: int, per_rank: int, rounds: int, store: str, resul
             host, wall = time.thread_time() - host, time.perf_counter() - wall
             samples[name].append(Sample(host - meter.seconds, host, wall))
     units = 2 * num_chunks
-    medians = {n: Sample(*(statistics.median(t) / units * 1e6 for t in zip(*rows))) for n, rows in samples.items()}
-    results.put((num_chunks, medians))
     dist.barrier()
     dist.destroy_process_group()
+    return {"microbatches": num_chunks} | {
+        name: [statistics.median(times) / units * 1e6 for times in zip(*rows)] for name, rows in samples.items()
+    }
 
 
 def run_ranks(world: int, per_rank: int, rounds: int) -> dict[str, Any]:
     """The mean over ranks of the medians, in us per (micro-batch, stage)."""
-    context = mp.get_context("spawn")
-    results = context.Queue()
-    with tempfile.TemporaryDirectory() as folder:
-        args = (world, per_rank, rounds, os.path.join(folder, "store"), results)
-        processes = [context.Process(target=measure, args=(rank, *args)) for rank in range(world)]
-        for process in processes:
-            process.start()
-        by_rank = [results.get(timeout=600) for _ in processes]
-        for process in processes:
-            process.join()
-    mean = {n: Sample(*map(statistics.mean, zip(*(m[n] for _, m in by_rank)))) for n in ("bare", "ours", "torch")}
-    row: dict[str, Any] = {"ranks": world, "microbatches": by_rank[0][0], "bare_us": mean["bare"].host}
+    processes = RankProcesses(measure, alone=world, seconds=SECONDS)
+    by_rank = results_of(processes.run((per_rank, rounds)))
+    mean = {name: Sample(*map(statistics.mean, zip(*(medians[name] for medians in by_rank))))
+            for name in ("bare", "ours", "torch")}
+    row: dict[str, Any] = {"ranks": world, "microbatches": by_rank[0]["microbatches"], "bare_us": mean["bare"].host}
     for what in Sample._fields:
         base = getattr(mean["bare"], what) if what != "engine" else 0.0
         ours_us, torch_us = (getattr(mean[name], what) - base for name in ("ours", "torch"))

@@ -84,9 +84,11 @@ def problem(shape_class: ShapeClass, config: GemmConfig, arch: int) -> str:
         return f"does not compile: {type(error).__name__}"
 
 
-def survivors(shape_class: ShapeClass, arch: int, pool: Executor) -> tuple[list[GemmConfig], dict[GemmConfig, str]]:
-    """(candidates worth timing, why the others are not)."""
-    tried = candidates(shape_class, arch)
+def survivors(
+    shape_class: ShapeClass, arch: int, pool: Executor, most: int | None = None
+) -> tuple[list[GemmConfig], dict[GemmConfig, str]]:
+    """(candidates worth timing, why the others are not); `most`: of the first so many."""
+    tried = candidates(shape_class, arch)[:most]
     reasons = dict(zip(tried, pool.map(partial(problem, shape_class, arch=arch), tried)))
     return [c for c, why in reasons.items() if not why], {c: why for c, why in reasons.items() if why}
 

@@ -2,7 +2,7 @@
 alone, be it out of memory, stuck in a collective, or killed.
 
     start    under torchrun or SLURM a process for each rank, alone one for all; they meet in the job's store, no more
-      -> run(setting): each starts its ranks (fork server), which join each other under a prefix of their own
+      -> run(setting): each starts its ranks (fork server), which join each other under the setting's own prefix
       -> one that fails tells it in the store: the others have `GRACE` seconds to say why they fail too, and are killed
       -> every process reads what all ranks have found, and goes on to the next setting
 """
@@ -13,7 +13,9 @@ import json
 import multiprocessing as mp
 import os
 import socket
+import sys
 import time
+import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -26,19 +28,20 @@ from dualpipe.train.launch import RankInfo, rank_from_environment, slurm_rendezv
 from dualpipe.train.rendezvous import connect
 
 GRACE = 10.0
-_ATTEMPT = "TORCHELASTIC_RESTART_COUNT"  # what `dualpipe.train.rendezvous.connect` makes a prefix of
+_GROUP_TIMEOUT = timedelta(minutes=30)
 _PRELOADED = ["torch", "dualpipe.train.model", "torch.distributed.pipelining.schedules", "torch.distributed.tensor"]
 
 Found = dict[str, Any]
-Measure = Callable[[Any, RankInfo], Found]  # of a setting, on a rank
+Measure = Callable[[Any, RankInfo, str], Found]  # of a setting, on a rank, and the prefix under which its ranks meet
 
 
 class RankProcesses:
     """first: whether this is the process of rank 0; size: the number of ranks."""
 
     def __init__(self, measure: Measure, *, alone: int, seconds: float) -> None:
-        """measure: joins the other ranks by `dualpipe.train.job.join` and returns what it found, as JSON. alone: ranks
-        to start where neither torchrun nor SLURM did. seconds: after which a setting is given up."""
+        """measure: joins the other ranks by `dualpipe.train.job.join` or `join_gloo`, with the prefix that it gets, and
+        returns what it found, as JSON. alone: ranks to start where neither torchrun nor SLURM did. seconds: after which
+        a setting is given up."""
         self._measure, self._seconds, self._number = measure, seconds, 0
         info = rank_from_environment(os.environ)
         if info is None:
@@ -51,24 +54,24 @@ class RankProcesses:
             if "RANK" not in os.environ:
                 os.environ |= slurm_rendezvous(os.environ)
         self.size, self.first = self._infos[0].world_size, self._infos[0].rank == 0
-        self._store = connect(self._infos[0], timedelta(seconds=seconds)) if self.size > 1 else dist.HashStore()
+        self._store = connect(self._infos[0], timedelta(seconds=seconds))
         self._context = mp.get_context("forkserver")
         self._context.set_forkserver_preload(_PRELOADED)
 
     def run(self, setting: Any) -> list[Found]:
         """What each rank has found, by rank; {"error": why} where it failed, {} where it only ended for others."""
         self._number += 1
-        attempt = f"{os.environ.get(_ATTEMPT, 0)}.{self._number}"
-        failed, running = f"{attempt} failed", {}
+        prefix = f"setting {self._number}"
+        failed, running = f"{prefix} failed", {}
 
         def tell(info: RankInfo, found: Found) -> None:
-            self._store.set(f"{attempt} found {info.rank}", json.dumps(found))
+            self._store.set(f"{prefix} found {info.rank}", json.dumps(found))
             if "error" in found:
                 self._store.set(failed, "yes")
 
         for info in self._infos:
             ours, theirs = self._context.Pipe(duplex=False)
-            child = self._context.Process(target=_run_rank, args=(theirs, self._measure, setting, info, attempt))
+            child = self._context.Process(target=_run_rank, args=(theirs, self._measure, setting, info, prefix))
             child.start()
             theirs.close()  # so that with the process the pipe ends
             running[ours] = info, child
@@ -90,7 +93,7 @@ class RankProcesses:
                     child.join()
                     tell(info, {} if told else {"error": f"no end after {self._seconds:g} s"})
                 running = {}
-        keys = [f"{attempt} found {rank}" for rank in range(self.size)]
+        keys = [f"{prefix} found {rank}" for rank in range(self.size)]
         self._store.wait(keys, timedelta(seconds=self._seconds + 6 * GRACE))
         return [json.loads(self._store.get(key)) for key in keys]
 
@@ -106,12 +109,29 @@ class RankProcesses:
         return found
 
 
-def _run_rank(pipe: Connection, measure: Measure, setting: Any, info: RankInfo, attempt: str) -> None:
+def join_gloo(info: RankInfo, prefix: str) -> None:
+    """Make the default process group, of CPU ranks, without a mesh."""
+    store = connect(info, _GROUP_TIMEOUT, prefix=prefix)
+    dist.init_process_group("gloo", store=store, rank=info.rank, world_size=info.world_size, timeout=_GROUP_TIMEOUT)
+
+
+def results_of(found: list[Found]) -> list[Found]:
+    """The same; the program ends with status 1, and says why, where a rank failed."""
+    errors = [f"rank {rank}: {result['error']}" for rank, result in enumerate(found) if "error" in result]
+    if errors:
+        sys.exit("FAILED: " + "; ".join(errors))
+    return found
+
+
+def _run_rank(pipe: Connection, measure: Measure, setting: Any, info: RankInfo, prefix: str) -> None:
     die_with(os.getppid())
-    os.environ |= {_ATTEMPT: attempt, "TORCHELASTIC_USE_AGENT_STORE": "True"}  # the store is there already
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the store is there already
     try:
-        found = measure(setting, info)
+        found = measure(setting, info, prefix)
+    except ValueError as error:
+        found = {"error": str(error)}
     except BaseException as error:
-        found = {"error": str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"}
+        traceback.print_exc()
+        found = {"error": f"{type(error).__name__}: {error}"}
     pipe.send(found)
     os._exit(0)  # not through the destructors of process groups, which wait for ranks that are not coming

@@ -12,7 +12,7 @@ of its class: forward, gathered forward with and without the activation, and inp
 and added into float32. A class for which time runs out before step 3 keeps its present entry.
 
     python benchmarks/tune_grouped_gemm.py [--minutes M] [--classes "row wide" ...] [--save [FOLDER]]
-    python benchmarks/tune_grouped_gemm.py --offline [--arch 90 80] [--classes "row wide" ...]
+    python benchmarks/tune_grouped_gemm.py --offline [--arch 90 80] [--classes "row wide" ...] [--most N]
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ import torch
 from bench_grouped_gemm import Case, cases
 from compile_kernels import ARCHITECTURES
 from expert_shapes import Layer, Model, every, route
-from gemm_candidates import CLASSES, TABLES, ShapeClass, candidates, present_entry, source, survivors
+from gemm_candidates import CLASSES, TABLES, ShapeClass, present_entry, source, survivors
 from gpu_bench import Row, add_save, print_table, require_gpu, save, time_ms
 
 from dualpipe.kernels import grouped_gemm_tiles
@@ -265,8 +265,8 @@ def tune_all(args: argparse.Namespace, pool: Executor) -> None:
 
 def print_survivors(args: argparse.Namespace, pool: Executor) -> None:
     for arch, shape_class in product(args.arch, args.classes):
-        kept, dropped = survivors(shape_class, arch, pool)
-        print(f"sm_{arch} {shape_class}: {len(kept)} survive, {len(dropped)} of {len(candidates(shape_class, arch))} "
+        kept, dropped = survivors(shape_class, arch, pool, args.most)
+        print(f"sm_{arch} {shape_class}: {len(kept)} survive, {len(dropped)} of {len(kept) + len(dropped)} "
               "candidates dropped")
         for config in kept:
             print(f"    {source(config)}")
@@ -281,6 +281,7 @@ def main() -> None:
     parser.add_argument("--classes", nargs="+", choices=by_name, default=list(by_name))
     parser.add_argument("--offline", action="store_true", help="only compile the candidates, for every --arch")
     parser.add_argument("--arch", type=int, nargs="+", choices=ARCHITECTURES, default=[90, 80])
+    parser.add_argument("--most", type=int, metavar="N", help="offline: only the first N candidates of a class")
     parser.add_argument("--minutes", type=float, default=8.5, help="time budget of all classes together")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes that compile")
     add_save(parser, "tune_grouped_gemm")

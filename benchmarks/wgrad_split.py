@@ -9,7 +9,7 @@ Times three ways to run the backward of one stage, side by side in one process, 
 The stage has 16 layers of LayerNorm, up Linear, GELU, down Linear and a residual: 96 parameters. Small tensors show the
 time of the host, which is what a GPU waits for when its kernels are short; the realistic size shows the total.
 
-    python benchmarks/wgrad_split.py [--save]
+    python benchmarks/wgrad_split.py [--sizes small realistic] [--save]
 """
 
 from __future__ import annotations
@@ -102,6 +102,7 @@ def _check_equal(reference: nn.Module, *others: nn.Module) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=list(SIZES))
     parser.add_argument("--repeats", type=int, default=200, help="repetitions of each way on small tensors")
     parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name} under benchmarks/results/")
     args = parser.parse_args()
@@ -109,7 +110,8 @@ def main() -> None:
     torch.set_num_threads(1)
     results = {}
     print(f"{'size':<12}{'plain us':>12}{'ours us':>12}{'torch us':>12}{'ours/plain':>12}{'torch/plain':>12}")
-    for name, size in SIZES.items():
+    for name in args.sizes:
+        size = SIZES[name]
         repeats = args.repeats if name == "small" else max(10, args.repeats // 20)
         us = measure(*size, repeats=repeats)
         ratios = {key: us[key] / us["plain"] for key in ("ours", "torch")}

@@ -98,6 +98,22 @@ class Costs:
         return given.get(kinds, given.get(kinds[::-1], sum(map(self._of_kinds, kinds))))
 
 
+def lengthen_pairs(costs: Mapping[str, float]) -> tuple[dict[str, float], list[str]]:
+    """Correct measured pairs that are shorter than one of their actions, as noise makes them and `Costs` refuses them.
+
+    costs: by kinds, of a pair by two letters. Returns them with the longer cost, and a line for each one that changed.
+    """
+    corrected = dict(costs)
+    notes = []
+    for pair in (name for name in costs if len(name) == 2 and set(name) <= set(KINDS)):
+        longer = max(pair, key=lambda kind: costs.get(kind, 0.0))
+        if costs[pair] < costs.get(longer, 0.0):
+            corrected[pair] = costs[longer]
+            notes.append(f"{pair} measured {costs[pair]:.6g} ms, less than {longer} alone: "
+                         f"taken as {costs[longer]:.6g} ms")
+    return corrected, notes
+
+
 class Span(NamedTuple):
     """A step of `rank` from `start` to `end`."""
 

@@ -10,6 +10,7 @@ from statistics import median, quantiles
 from typing import Any
 
 from dualpipe.schedule.draw import aligned
+from dualpipe.schedule.simulate import lengthen_pairs
 from dualpipe.schedule.types import KINDS, Step
 from dualpipe.trace.file import read
 from dualpipe.trace.measured import Measured
@@ -48,10 +49,18 @@ class MeasuredCosts:
         kinds_of = dict.fromkeys(kind for costs_of in own.values() for kind in costs_of)
         every = {kind: median([each[kind] for each in own.values() if kind in each]) for kind in kinds_of}
         pairs = {kinds: cost for kinds, cost in every.items() if len(kinds) == 2}
+        self.corrections: list[str] = []  # pairs that took less than one of their actions
         self.given: dict[str, Any] = {
-            **_rounded(every | {"p2p": measured.latency / 1e6}),
-            "per_stage": {f"{stage}": _rounded(pairs | costs_of) for stage, costs_of in own.items()},
+            **self._corrected("all stages", every | {"p2p": measured.latency / 1e6}),
+            "per_stage": {f"{stage}": self._corrected(f"stage {stage}", pairs | costs_of)
+                          for stage, costs_of in own.items()},
         }
+
+    def _corrected(self, name: str, costs: Mapping[str, float]) -> dict[str, float]:
+        """Costs to six digits, whose pairs take no less than each of their actions."""
+        corrected, notes = lengthen_pairs({kinds: float(f"{cost:.6g}") for kinds, cost in costs.items()})
+        self.corrections += [f"{name}: {note}" for note in notes]
+        return corrected
 
     def table(self) -> str:
         """By stage and kind: the median, the 10th and the 90th percentile, and of how many."""
@@ -63,6 +72,7 @@ class MeasuredCosts:
         notes = f"p2p: {self.given['p2p']:.3g} ms from the begin of a send to the end of a receive that waited for it\n"
         if self.assumed:
             notes += f"none ran alone: {', '.join(self.assumed)}; taken are B = I + W, W = B / 2 and F = 0\n"
+        notes += "".join(f"{correction}\n" for correction in self.corrections)
         return aligned(rows) + notes
 
 
@@ -85,11 +95,6 @@ def _reduction(measured: Measured, stage: int) -> float:
     seen = {rank: sum(span.exposed.total() for span in spans if span.slice.kind == "reduce"
                       and span.slice.name.endswith(f" stage {stage}")) for rank, spans in measured.spans.items()}
     return sum(seen.values()) / 1e6 / max(1, sum(len(measured.runs[rank]) for rank, time in seen.items() if time))
-
-
-def _rounded(costs: Mapping[str, float]) -> dict[str, float]:
-    """Six digits; a pair takes no less than each of its actions, which medians of different samples may say."""
-    return {kinds: float(f"{max(costs.get(each, 0.0) for each in (kinds, *kinds)):.6g}") for kinds in costs}
 
 
 def report(path: str, out: str | None) -> str:

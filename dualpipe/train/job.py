@@ -59,8 +59,10 @@ class Job:
 
 
 @contextmanager
-def join(config: Config, info: RankInfo, watchdog: Watchdog | None = None) -> Iterator[Job]:
+def join(config: Config, info: RankInfo, watchdog: Watchdog | None = None, prefix: str = "") -> Iterator[Job]:
     """Join the job's other ranks (gloo, and NCCL where the ranks have CUDA devices) for the length of a `with` block.
+
+    prefix: see `connect`.
 
     Raises ValueError, on all ranks, where they were not started with the same settings, `config` does not fit their
     number, or one has no device; see `agree`.
@@ -78,7 +80,7 @@ def join(config: Config, info: RankInfo, watchdog: Watchdog | None = None) -> It
     if info.world_size > 1 and config.parallel.device != "cpu":
         cuda.set_environment()
     timeout = timedelta(seconds=config.parallel.timeout)
-    store = connect(info, timeout, config.parallel.interface) if info.world_size > 1 else dist.HashStore()
+    store = connect(info, timeout, config.parallel.interface, prefix) if info.world_size > 1 else dist.HashStore()
     if watchdog is not None:
         limit = config.parallel.timeout
         watchdog.watch(store if info.world_size > 1 else None, info, Path(config.output.dir),

@@ -21,10 +21,11 @@ from dualpipe.train.launch import LISTENER, RankInfo, limited, starts_before
 _SIOCGIFADDR = 0x8915  # <linux/sockios.h>
 
 
-def connect(info: RankInfo, timeout: timedelta, interface: str = "") -> dist.Store:
+def connect(info: RankInfo, timeout: timedelta, interface: str = "", prefix: str = "") -> dist.Store:
     """The store of the job, on rank 0's machine; ValueError where MASTER_ADDR and MASTER_PORT lead to none in time.
 
     interface: what rank 0 serves it on. Otherwise it does so on all interfaces, unless MASTER_ADDR is a loopback one.
+    prefix: of all keys, for one of several process groups that meet in the same store one after the other.
     """
     address, port = (os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
     if not address or not port.isdecimal() or not 0 < int(port) < 2**16:
@@ -47,7 +48,8 @@ def connect(info: RankInfo, timeout: timedelta, interface: str = "") -> dist.Sto
         line = str(error).partition("\n")[0]
         raise ValueError(f"rank {info.rank} cannot meet the others at MASTER_ADDR:MASTER_PORT = {address}:{port}; give "
                          f"rank 0's host and a port that is free there, the same on every rank ({line})") from error
-    return dist.PrefixStore(f"start {starts_before()}", store)  # torchrun's has what ranks of an earlier one wrote
+    # torchrun's store has what ranks of an earlier start wrote.
+    return dist.PrefixStore(f"start {starts_before()}{prefix and f' {prefix}'}", store)
 
 
 def _listen(address: str, port: int, interface: str) -> int | None:

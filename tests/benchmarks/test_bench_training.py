@@ -144,7 +144,7 @@ import os, signal, sys, time
 import rank_processes
 rank_processes.GRACE = 1.0
 
-def measure(setting, info):
+def measure(setting, info, prefix):
     if setting == "hangs" or (setting != "goes well" and info.rank == 0):
         time.sleep(600)  # in a collective, that the other rank never comes to
     if setting == "raises":

@@ -1,0 +1,286 @@
+"""Every command in a block of README.md, docs/, benchmarks/README.md and CONTRIBUTING.md does something here.
+
+Shrunken: fewer steps, shorter sequences, one rank, a small checkpoint. What cannot run is checked as far as it can be.
+"""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+from torch.distributed.run import get_args_parser
+
+from command import Command
+from dualpipe import cli
+from dualpipe.train import faults
+from dualpipe.train.config import load_config
+from hub import save_qwen
+from run_files import write_files
+from scripts import fork_script
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks/README.md",
+             ROOT / "CONTRIBUTING.md")
+PROGRAMS = ("dualpipe", "export", "make", "python", "sbatch", "torchrun")
+NO_COMMANDS = (  # how the first lines of other blocks begin: what is printed, a sketch, settings, a list of folders
+    "error: ", "watchdog: ", "first step ", "rank 5 ", "stopped by SIGTERM", "tensor ", "ms a step ", "row  pp",
+    "F  attend", "B combine", "[", "dualpipe/schedule/ ",
+)
+
+# What is added to a command, and what of it is replaced, to make it small.
+SHORT = "--data.path text --train.steps 1 --train.sequence_length 16 --train.micro_batch_size 1 --train.eval_interval 0"
+ONE_RANK = f"{SHORT} --parallel.pp 1"
+FROM_HUB = (f"{ONE_RANK} --model.config '' --parallel.ep 1 --parallel.device cpu --train.compile False "
+            "--train.num_chunks 2 --data.tokenizer bytes --output.dir out/hub")
+TRAINED = {
+    'dualpipe train examples/tiny-cpu.toml --train.dtype bf16 --dtypes.rules "*,gather=mxfp8"': ONE_RANK,
+    "dualpipe train examples/qwen3-30b-a3b.toml --init.from_hf CHECKPOINT --export.to_hf OUT": FROM_HUB,
+    "dualpipe train examples/tiny-cpu.toml --optimizer.lr 3e-3 --train.steps 200": SHORT,
+    "dualpipe train --trace steps=9..11 examples/tiny-cpu.toml --train.steps 12":
+        SHORT.replace("steps 1 ", "steps 12 "),
+    "dualpipe train examples/tiny-cpu.toml --train.steps 2 --parallel.schedule auto --parallel.schedule_costs "
+    "F=1,B=1.6,W=0.8,FB=2 --parallel.schedule_memory 4": f"{SHORT} --train.num_chunks 2",
+    "dualpipe train examples/deepseek-v3.toml --mtp.weight 0.3 --mtp.last_weight 0.1 --mtp.last_steps 333":
+        f"{ONE_RANK} --model.config examples/tiny-cpu/deepseek-v3.json --parallel.ep 1 --parallel.device cpu "
+        "--train.compile False --train.num_chunks 2 --mtp.last_steps 1 --data.tokenizer bytes --output.dir out/mtp",
+    "dualpipe train examples/tiny-cpu.toml --model.config examples/tiny-cpu/deepseek-v3.json --mtp.weight 0.3":
+        ONE_RANK,
+    "dualpipe parity examples/tiny-cpu.toml --pp 2 --ep 2": f"{SHORT} --pp 1 --ep 1",
+    "dualpipe parity examples/tiny-cpu.toml --pp 2 --dtype bf16": f"{SHORT} --pp 1",
+}
+IN_PROCESS = {  # what is replaced, by what
+    "dualpipe hf check CHECKPOINT --pp 4 --ep 8": {"--ep 8": "--ep 2"},
+    "dualpipe memory examples/qwen3-30b-a3b.toml": {},
+    "dualpipe schedule --ranks 4 --microbatches 10 --name dualpipev --costs F=1,B=2,W=1,FB=2.6 --compare zbv,1f1b "
+    "--svg dualpipev.svg": {},
+    "dualpipe plan examples/qwen3-30b-a3b.toml --gpus 64 --gpu h100 --global-batch 4194304 --rows 8 --svg plan.svg":
+        {"qwen3-30b-a3b": "tiny-cpu", "--gpus 64": "--gpus 4", "4194304": "4096"},
+    "dualpipe data pack PATH... --tokenizer bytes --out DIR": {"PATH...": "text"},
+    "dualpipe hf import CHECKPOINT out/checkpoints": {},
+    "dualpipe checkpoint ls out/checkpoints": {},
+    "dualpipe checkpoint verify out/checkpoints": {},
+    "dualpipe checkpoint show out/checkpoints/step-00000500": {"step-00000500": "step-00000000"},
+    "dualpipe hf export out/checkpoints OUT": {"OUT": "exported"},
+    "dualpipe hf export CHECKPOINT OUT --dtype bf16": {"OUT": "dequantized"},
+    "dualpipe data pack PATH... --tokenizer tokenizer.json --text-key text --out data": {"PATH...": "records.jsonl"},
+    'dualpipe dtypes examples/tiny-cpu.toml --parallel.ep 2 --train.dtype bf16 --dtypes.rules "*.mlp.gate,'
+    'compute=fp32" "lm_head,save=fp32" "*.experts,gather=mxfp8"': {},
+    "dualpipe trace summary out/tiny-cpu/trace-9-11.json --svg trace.svg --html trace.html": {},
+    "dualpipe trace costs out/tiny-cpu/trace-9-11.json --out costs.json": {},
+    "dualpipe schedule --ranks 2 --microbatches 4 --costs costs.json --compare zbv": {},
+    "dualpipe schedule --ranks 4 --microbatches 10 --costs F=1,B=2,W=1,FB=2.6,p2p=0.1 --compare zbv --html "
+    "schedules.html": {},
+    "dualpipe memory examples/tiny-cpu.toml --timeline memory.svg": {},
+    "dualpipe schedule --name auto --ranks 4 --microbatches 8 --compare dualpipev,zbv --costs F=1,B=1.3,W=0.65,I=1,"
+    "FB=1.95,FF=1.3,FI=1.3,FW=1.3,II=1.3,IW=1.3,BI=1.95": {"--ranks 4": "--ranks 2", "--microbatches 8":
+                                                           "--microbatches 2"},
+}
+
+
+def takes(arguments):
+    """Their namespace, if `dualpipe` takes the command, and the settings behind its CONFIG."""
+    args = cli._parser().parse_args(arguments)
+    args, overrides = cli._after_config(args) if "config" in vars(args) else (args, [])
+    if "config" in vars(args):
+        load_config(args.config, overrides)
+    return args
+
+
+def faults_are_read(command):
+    args = takes(shlex.split(command.replace("CONFIG", "examples/tiny-cpu.toml"))[1:])
+    assert len(faults.parse(args.faults)) == 2
+
+
+def replay_is_taken(command):
+    """Run by tests/train/test_guard.py."""
+    assert takes(shlex.split(command)[1:]).bundle == "out/bundles/step-00000007"
+
+
+def batch_script_is_taken(command):
+    """Run by tests/train/test_launch.py."""
+    words = shlex.split(command)
+    script = words.index("examples/slurm.sbatch")
+    assert words[1:script] == ["--nodes", "4"]
+    assert subprocess.run(["bash", "-n", words[script]]).returncode == 0
+    takes(["train", *words[script + 1:]])
+
+
+def torchrun_takes_it(command):
+    """Scripts are run by tests/test_examples.py and tests/test_docs.py."""
+    words = shlex.split(command.replace("CONFIG", "examples/tiny-cpu.toml"))[1:]
+    args = get_args_parser().parse_args(words)
+    if args.module:
+        assert args.training_script == "dualpipe"
+        takes(args.training_script_args)
+    else:
+        assert args.training_script == "loop.py" or Path(args.training_script).exists()
+
+
+def make_would_run_it(command):
+    shown = [*shlex.split(command), "--dry-run", "--always-make"]
+    done = subprocess.run(shown, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and re.search("pytest|ruff|benchmarks/|tiny-cpu.toml", done.stdout), done.stderr
+
+
+def script_says_it_needs_a_gpu(command):
+    script, *arguments = shlex.split(command)[1:]
+    done = fork_script(ROOT / script, *arguments, CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 0 and "needs a CUDA device" in done.stdout, done.stderr
+
+
+def shell_takes_it(command):
+    assert subprocess.run(["bash", "-euc", command]).returncode == 0
+
+
+CHECKED = {  # what is checked of a command in place of running it
+    'dualpipe train CONFIG --faults "kill rank=2 step=7 action=B; delay rank=0 step=3 action=F seconds=2"':
+        faults_are_read,
+    "dualpipe replay out/bundles/step-00000007": replay_is_taken,
+    "sbatch --nodes 4 examples/slurm.sbatch examples/qwen3-30b-a3b.toml --checkpoint.interval 500":
+        batch_script_is_taken,
+    "torchrun --nproc-per-node 2 examples/wrap_your_model.py": torchrun_takes_it,
+    "torchrun --nproc-per-node 4 loop.py": torchrun_takes_it,
+    "torchrun --nnodes 1:2 --nproc-per-node 8 --max-restarts 3 --rdzv-backend c10d --rdzv-endpoint FIRST_HOST:29500 "
+    "--rdzv-conf keep_alive_interval=5,keep_alive_max_attempt=3 -m dualpipe train CONFIG --checkpoint.interval 100":
+        torchrun_takes_it,
+    "make train": make_would_run_it,
+    "make test": make_would_run_it,
+    "make bench": make_would_run_it,
+    "make bench ARGS=--save": make_would_run_it,
+    'make test ARGS="tests/schedule -x"': make_would_run_it,
+    "make lint": make_would_run_it,
+    "make PYTHON=python3.12 TORCH=2.15.0 test": make_would_run_it,
+    "python benchmarks/bench_grouped_gemm.py --quick --model qwen3-30b-a3b": script_says_it_needs_a_gpu,
+    "export CUDA_DEVICE_MAX_CONNECTIONS=32 CUDA_MODULE_LOADING=EAGER PYTORCH_ALLOC_CONF=expandable_segments:True":
+        shell_takes_it,
+}
+
+
+def blocks(text):
+    """Code blocks, fenced without a language or indented, as lists of lines."""
+    found, language, previous = [], None, ""
+    for line in text.splitlines():
+        if line.lstrip().startswith("```"):
+            language = None if language is not None else line.strip()[3:]
+            if language is not None:
+                found.append((language, []))
+        elif language is not None:
+            found[-1][1].append(line)
+        elif line.startswith("    "):
+            if not previous.startswith("    "):
+                found.append(("", []))
+            found[-1][1].append(line)
+        previous = line if language is None else ""
+    return [[line for line in lines if line.strip()] for language, lines in found if language in ("", "text", "sh",
+                                                                                                  "bash", "console")]
+
+
+def commands(block):
+    """Of a block that holds commands: one a line, or on several that end in a backslash; comments left out."""
+    text = "\n".join(line.strip() for line in block).replace("\\\n", " ")
+    for line in text.splitlines():
+        yield re.sub(r"\s+", " ", re.sub(r"\s#.*", "", line)).strip()
+
+
+DOCUMENTED = {
+    command: document.name for document in DOCUMENTS for block in blocks(document.read_text(encoding="utf-8"))
+    if not block[0].strip().startswith(NO_COMMANDS) for command in commands(block)
+}
+
+
+def test_every_documented_command_is_tried():
+    assert [command for command in DOCUMENTED if command.split()[0] not in PROGRAMS] == []
+    tried = {*TRAINED, *IN_PROCESS, *CHECKED}
+    assert DOCUMENTED.keys() - tried == set(), "documented, but tried nowhere: list it in one of the tables above"
+    assert tried - DOCUMENTED.keys() == set(), "no longer documented"
+
+
+def test_commands_are_found_in_blocks():
+    text = "text\n\n    a b \\\n        --c  # why\n    d\n\n```toml\nx = 1\n```\n\n```\ne\n```\n    - no block\n"
+    assert [list(commands(block)) for block in blocks(text)] == [["a b --c", "d"], ["e"], ["- no block"]]
+
+
+def small_tokenizer(path):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0, "cat": 1}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(path))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Where commands run: with the examples, some text, records, and a small checkpoint called CHECKPOINT."""
+    folder = tmp_path_factory.mktemp("commands")
+    write_files(folder)
+    (folder / "examples").symlink_to(ROOT / "examples")
+    (folder / "records.jsonl").write_text(json.dumps({"text": "the cat"}) + "\n")
+    small_tokenizer(folder / "tokenizer.json")
+    save_qwen(folder / "CHECKPOINT", vocab_size=257)
+    return folder
+
+
+@pytest.fixture
+def here(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    return folder
+
+
+def run_in_process(command, capsys):
+    for part, small in IN_PROCESS[command].items():
+        assert part in command
+        command = command.replace(part, small)
+    assert cli.main(shlex.split(command)[1:]) == 0, capsys.readouterr().err
+    out, err = capsys.readouterr()
+    assert out and not err.startswith("error"), command
+
+
+def run_training(command, folder):
+    words = shlex.split(f"{command} {TRAINED[command]}")[1:]
+    process = Command(folder, words, os.environ)
+    out, err = process.communicate(120)
+    assert process.returncode == 0 and out, f"{command}\n{out}{err}"
+
+
+TRACE = next(command for command in TRAINED if "--trace" in command)
+
+
+@pytest.mark.parametrize("command", [command for command in TRAINED if command != TRACE])
+def test_trains(command, here):
+    run_training(command, here)
+
+
+def test_a_trace_gives_costs_for_schedules(here, capsys):
+    run_training(TRACE, here)
+    for command in (command for command in IN_PROCESS if "trace-9-11" in command or "costs.json" in command):
+        run_in_process(command, capsys)
+
+
+def test_checkpoints_are_listed_and_exported(here, capsys):
+    (begin,) = (command for command in IN_PROCESS if "hf import" in command)
+    for command in (begin, *(command for command in IN_PROCESS if "out/checkpoints" in command and command != begin)):
+        run_in_process(command, capsys)
+
+
+@pytest.mark.parametrize("command", [command for command in IN_PROCESS if not re.search(
+    "trace-9-11|costs.json|out/checkpoints", command)])
+def test_prints(command, here, capsys):
+    run_in_process(command, capsys)
+
+
+@pytest.mark.parametrize("command", CHECKED)
+def test_is_taken(command, here):
+    CHECKED[command](command)
+
+
+def test_settings_in_blocks_are_toml():
+    for document in DOCUMENTS:
+        text = document.read_text(encoding="utf-8")
+        indented = ["\n".join(block) for block in blocks(text) if block[0].strip().startswith("[")]
+        for block in (*indented, *re.findall(r"```toml\n(.*?)```", text, re.S)):
+            tomllib.loads(block)
