@@ -379,7 +379,7 @@ def step_of(r, x_BSH, level, *, kind=RouterStep, **changes):
     """A step with all losses, or those whose coefficients are not changed to 0."""
     with torch.no_grad():
         load_E = count_load(r(x_BSH)[1].view(1, -1), E)[0]
-    coefficients = {loss.coefficient: 0.7 - 0.4 * i for i, loss in enumerate(LOSSES.values())}
+    coefficients = {loss.coefficient: 0.7 / (i + 1) for i, loss in enumerate(LOSSES.values())}
     return kind(**{"level": level, "load_E": load_E} | coefficients | changes)
 
 
@@ -453,7 +453,7 @@ def test_gradients_of_three_losses_add_up(options, monkeypatch):
     r, x = router(**options), tokens(4, 9).requires_grad_()
     totals = make_totals(E)
     step = step_of(r, x, "sequence", kind=ThreeLosses, totals=totals)
-    assert step.coefficients.keys() == {"balance_loss", "z_loss", "entropy_loss"}
+    assert len(step.coefficients) == len(LOSSES) >= 3
     found = gradients(r, x, step)
     for a, b in zip(found, torch.autograd.grad(terms(r, x, step), (r.weight, x))):
         torch.testing.assert_close(a, b)
@@ -464,7 +464,7 @@ def test_gradients_of_three_losses_add_up(options, monkeypatch):
     for whole, *parts in zip(found, *each_alone):
         assert all(part.abs().max() > 1e-4 for part in parts)
         torch.testing.assert_close(sum(parts), whole, rtol=1e-12, atol=1e-14)
-    assert len(totals) == E + 3 and load_of(totals).sum() == 4 * 9 * r.top_k
+    assert len(totals) == E + len(LOSSES) and load_of(totals).sum() == 4 * 9 * r.top_k
     counted = sum(step.coefficients[name] * value for name, value in zip(LOSSES, losses_of(totals)))
     torch.testing.assert_close(counted, terms(r, x, step))
 

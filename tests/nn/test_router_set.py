@@ -75,7 +75,8 @@ def test_four_ranks_as_one(level):
 
 
 def sizes_on_two_ranks(rank):
-    LOSSES["third_loss"] = RouterLoss("z", lambda step, routed: routed.logits_TE.sum())
+    LOSSES.clear()
+    LOSSES.update(dict.fromkeys(("first_loss", "second_loss", "third_loss"), RouterLoss("z", None)))
     routers = RouterSet([nn.ModuleDict({"a": Router(H, 3, 1), "b": Router(H, 2, 1)})], num_chunks=1, replicas=2, z=1.0,
                         group=dist.group.WORLD)
     with routers.step():
@@ -88,7 +89,7 @@ def sizes_on_two_ranks(rank):
 def test_loads_are_summed_and_losses_averaged_for_routers_of_different_sizes():
     for totals, metrics in run_ranks(sizes_on_two_ranks, 2):
         assert totals == [[2, 4, 6, 0.5, 2, 6], [1, 20, 0, 1, 4]]
-        assert metrics == {"z_loss": 1.5, "third_loss": 5}
+        assert metrics == {"first_loss": 0.25, "second_loss": 1.5, "third_loss": 5}
 
 
 def test_coefficients_of_zero_are_not_reported():
