@@ -1,28 +1,54 @@
-"""The example for users runs as its docstring says, and finds its own gradients right."""
+"""The examples for users run as their docstrings say, and find their own gradients right."""
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-EXAMPLE = Path(__file__).parents[1] / "examples" / "wrap_your_model.py"
+from ranks import run_ranks
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+MODEL, MOE = EXAMPLES / "wrap_your_model.py", EXAMPLES / "wrap_your_moe.py"
+
+
+def errors_by_torchrun(example, ranks, folder):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), example]
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    # Ranks share a pipe, so one's line may go on behind another's number.
+    return [float(x) for x in re.findall(r"largest relative error ([\d.]+(?:e[-+]\d+)?)", done.stdout)]
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_wrap_your_model(ranks, tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), EXAMPLE]
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-2000:]
-    # Ranks share a pipe, so one's line may go on behind another's number.
-    errors = [float(x) for x in re.findall(r"largest relative error ([\d.]+(?:e[-+]\d+)?)", done.stdout)]
+    errors = errors_by_torchrun(MODEL, ranks, tmp_path)
     assert len(errors) == 2 * ranks and max(errors) < 1e-10
 
 
-def test_without_torchrun_it_says_how_to_run_it(tmp_path):
+def run_moe(rank):
+    return runpy.run_path(str(MOE))["run"](torch.device("cpu"))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_wrap_your_moe(ranks):
+    assert 0 < max(run_ranks(run_moe, ranks)) < 1e-10
+
+
+@pytest.mark.slow
+def test_wrap_your_moe_by_torchrun(tmp_path):
+    errors = errors_by_torchrun(MOE, 4, tmp_path)
+    assert len(errors) == 4 and max(errors) < 1e-10
+
+
+@pytest.mark.parametrize("example", [MODEL, MOE], ids=lambda example: example.stem)
+def test_without_torchrun_it_says_how_to_run_it(example, tmp_path):
     environment = {k: v for k, v in os.environ.items() if k != "LOCAL_RANK"}
-    done = subprocess.run([sys.executable, EXAMPLE], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, example], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode != 0 and "run me with: torchrun" in done.stderr
+    assert example.name in done.stderr

@@ -6,16 +6,16 @@
             pipeline.step(batch, num_chunks=8, ...)
         metrics = routers.metrics()  # of the whole model, on every rank
 
-**Losses.** A stage in the middle of a pipeline has no loss to add to: the terms are computed where their operands are,
-and `_AddLosses` starts their backward when that of the routing weights passes by (as DeepSeek's and Megatron's
-"auxiliary loss scaler" does). Each term is divided by the number of micro-batches, as the main loss is, and FSDP2
-averages over ranks. With micro-batches of one size, and ranks that have equally many, these add up to the same gradient
-however the batch is cut: the z-loss, a mean over tokens; the balance loss of level "sequence", a mean over sequences;
-that of level "global", which is linear in the probabilities once the loads are known. Those of a step are complete only
-after its last forward, when a pipeline has run most backwards. Hence the caller gives those of the step before: one
-all-reduce a step and none on the path (zeros in the first step: no loss). Qiu et al. (arXiv:2501.11873), who propose
-the loss, all-reduce the loads of every micro-batch and add up those of the step so far, which depends on the cut, as
-level "microbatch" does by definition.
+**Losses** are those of `LOSSES`, any number at once. A stage in the middle of a pipeline has no loss to add to: the
+terms are computed where their operands are, and `_AddLosses` starts their backward when that of the routing weights
+passes by (as DeepSeek's and Megatron's "auxiliary loss scaler" does). Each term is divided by the number of
+micro-batches, as the main loss is, and FSDP2 averages over ranks. With micro-batches of one size, and ranks that have
+equally many, these add up to the same gradient however the batch is cut: the z-loss, a mean over tokens; the balance
+loss of level "sequence", a mean over sequences; that of level "global", which is linear in the probabilities once the
+loads are known. Those of a step are complete only after its last forward, when a pipeline has run most backwards. Hence
+the caller gives those of the step before: one all-reduce a step and none on the path (zeros in the first step: no
+loss). Qiu et al. (arXiv:2501.11873), who propose the loss, all-reduce the loads of every micro-batch and add up those
+of the step so far, which depends on the cut, as level "microbatch" does by definition.
 
 **Statistics** are counted in the backward, which runs once for each micro-batch also where its forward is run twice
 (recomputation) and not at all in an evaluation. Every rank has those of all routers, those of other ranks' layers zero:
@@ -32,8 +32,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Literal
+from functools import partial, reduce
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -83,9 +83,33 @@ def count_load(experts_NM: Tensor, num_experts: int) -> Tensor:
     return load_NE.scatter_add_(1, experts_NM, torch.ones_like(experts_NM))
 
 
+def make_totals(num_experts: int, device: torch.device | str | None = None) -> Tensor:
+    """Zeros to count a router's loads and losses in, (E + number of `LOSSES`,): the `totals` of `RouterStep`."""
+    return torch.zeros(num_experts + len(LOSSES), dtype=torch.float64, device=device)
+
+
+def load_of(totals: Tensor) -> Tensor:
+    """The loads (E,) among a router's totals, which share its memory."""
+    return totals[: len(totals) - len(LOSSES)]
+
+
+def losses_of(totals: Tensor) -> Tensor:
+    """The losses among a router's totals, in the order of `LOSSES`, sharing its memory."""
+    return totals[len(totals) - len(LOSSES) :]
+
+
 def max_over_mean(load_E: Tensor) -> Tensor:
     """The largest load over the mean one, a scalar: 1 is even, E all to one. 0 where nothing was counted."""
     return load_E.max() / load_E.mean().clamp(min=1 / len(load_E))
+
+
+class Routed(NamedTuple):
+    """A routed micro-batch: what losses are computed from."""
+
+    logits_TE: Tensor
+    experts_TK: Tensor
+    probs: Callable[[], Tensor]  # computes the probabilities (T, E)
+    sequences: int | None  # number of sequences in the tokens; None: unknown
 
 
 @dataclass(frozen=True)
@@ -98,9 +122,9 @@ class RouterStep:
         first), or of this one where they are known.
     weight: of means over the tokens here, where ranks that share sequences have different numbers of them: how many
         those here are, relative to the mean over these ranks.
-    totals: where to count, (E + 2,) float64: how many tokens each expert got, then the balance loss and the z-loss
-        without their coefficients, means over the micro-batches. One tensor, so that one addition counts a micro-batch;
-        counts are exact to 2^53.
+    totals: where to count, of `make_totals`: how many tokens each expert got, then the losses without their
+        coefficients, in the order of `LOSSES`, means over the micro-batches. One tensor, so that one addition counts a
+        micro-batch; counts are exact to 2^53.
     """
 
     num_chunks: int = 1
@@ -122,6 +146,12 @@ class RouterStep:
             raise ValueError("level 'global' needs load_E, the loads of the last global batch; "
                              "give torch.zeros(num_experts) in the first step")
 
+    @property
+    def coefficients(self) -> dict[str, float]:
+        """The coefficients of the losses that are wanted, by their names in `LOSSES`."""
+        found = {name: getattr(self, loss.coefficient) for name, loss in LOSSES.items()}
+        return {name: coefficient for name, coefficient in found.items() if coefficient}
+
     def add_losses(
         self, weights_TK: Tensor, experts_TK: Tensor, logits_TE: Tensor, probs: Callable[[], Tensor],
         sequences: int | None, whole_load: Callable[[], Tensor] | None = None,
@@ -132,31 +162,35 @@ class RouterStep:
         fit."""
         if not (torch.is_grad_enabled() and weights_TK.requires_grad):
             return weights_TK
-        experts_NM = experts_TK.reshape(1, -1)
-        if self.balance and self.level == "sequence":
-            if sequences is None:
-                raise ValueError("level 'sequence' needs x as (B, S, H), to know the sequences; got (T, H) with "
-                                 f"T = {len(experts_TK)}")
-            experts_NM = experts_TK.reshape(sequences, experts_TK.numel() // max(sequences, 1))
-        # Launches for losses that there are: without any, the two that count the loads are all that a step costs.
-        losses: dict[int, Tensor] = {}
-        shared = whole_load if self.balance and self.level != "global" else None
-        if shared is not None:
-            weights_TK = _AddSharedLoss.apply(
-                weights_TK, probs(), shared, self.totals, len(experts_NM), self.weight / self.num_chunks, self.balance)
-        elif self.balance:
-            losses[-2] = self._balance_loss(probs(), experts_NM)
-        if self.z:
-            losses[-1] = z_loss(logits_TE)
-        if not losses and self.totals is None:
-            return weights_TK
+        routed = Routed(logits_TE, experts_TK, probs, sequences)
+        coefficients = self.coefficients
         share = self.weight / self.num_chunks
-        parts = [value * ((self.balance if at == -2 else self.z) * share) for at, value in losses.items()]
-        found = [(at, value.detach()) for at, value in losses.items()]
-        loss = parts[0] + parts[1] if len(parts) == 2 else parts[0] if parts else None
+        if whole_load is not None and "balance_loss" in coefficients and self.level != "global":
+            parts = len(self._experts_of_parts(routed))
+            balance = coefficients.pop("balance_loss")
+            weights_TK = _AddSharedLoss.apply(weights_TK, probs(), whole_load, self.totals, parts, share, balance)
+        # Launches for losses that there are: without any, the two that count the loads are all that a step costs.
+        values = {name: LOSSES[name].compute(self, routed) for name in coefficients}
+        if not values and self.totals is None:
+            return weights_TK
+        terms = [value * (coefficients[name] * share) for name, value in values.items()]
+        loss = reduce(torch.add, terms) if terms else None
+        found = {name: value.detach() for name, value in values.items()}
         return _AddLosses.apply(weights_TK, loss, self.totals, experts_TK, found, share)
 
-    def _balance_loss(self, probs_TE: Tensor, experts_NM: Tensor) -> Tensor:
+    def _experts_of_parts(self, routed: Routed) -> Tensor:
+        """The choices (N, M) of the parts that the balance loss is computed on."""
+        experts_TK, sequences = routed.experts_TK, routed.sequences
+        if self.level != "sequence":
+            return experts_TK.reshape(1, -1)
+        if sequences is None:
+            raise ValueError("level 'sequence' needs x as (B, S, H), to know the sequences; got (T, H) with "
+                             f"T = {len(experts_TK)}")
+        return experts_TK.reshape(sequences, experts_TK.numel() // max(sequences, 1))
+
+    def _balance(self, routed: Routed) -> Tensor:
+        """The balance loss on what `level` says."""
+        experts_NM, probs_TE = self._experts_of_parts(routed), routed.probs()
         dtype, experts = probs_TE.dtype, probs_TE.shape[1]
         if self.level != "global" or self.load_E is None:
             return balance_loss(probs_TE, count_load(experts_NM, experts))
@@ -167,13 +201,27 @@ class RouterStep:
         return _balance_loss(probs_TE, self._factors[dtype])
 
 
+class RouterLoss(NamedTuple):
+    """A loss that routers add: the field of `RouterStep` that holds its coefficient, and its value of a micro-batch."""
+
+    coefficient: str
+    compute: Callable[[RouterStep, Routed], Tensor]
+
+
+LOSSES: dict[str, RouterLoss] = {
+    "balance_loss": RouterLoss("balance", RouterStep._balance),
+    "z_loss": RouterLoss("z", lambda step, routed: z_loss(routed.logits_TE)),
+}
+"""The losses, by the names of their metrics, in the order of `RouterStep.totals`."""
+
+
 class _AddLosses(torch.autograd.Function):
     """The weights as they are; in the backward, the loss gets a gradient of 1, and `totals` what it counts."""
 
     @staticmethod
     def forward(
         ctx: Any, weights_TK: Tensor, loss: Tensor | None, totals: Tensor | None, experts_TK: Tensor,
-        found: list[tuple[int, Tensor]], share: float,
+        found: dict[str, Tensor], share: float,
     ) -> Tensor:
         ctx.totals, ctx.experts_TK, ctx.found, ctx.share = totals, experts_TK, found, share
         ctx.seed = None if loss is None else loss.new_ones(())
@@ -184,8 +232,8 @@ class _AddLosses(torch.autograd.Function):
         if ctx.totals is not None:
             chosen_M = ctx.experts_TK.flatten()
             ctx.totals.scatter_add_(0, chosen_M, ctx.totals.new_ones(()).expand(chosen_M.shape))
-            for at, value in ctx.found:
-                ctx.totals[at].add_(value, alpha=ctx.share)
+            for name, value in ctx.found.items():
+                _count_loss(ctx.totals, name, value, ctx.share)
         return dweights_TK, ctx.seed, None, None, None, None
 
 
@@ -208,9 +256,13 @@ class _AddSharedLoss(torch.autograd.Function):
         length, share, balance = ctx.rest
         factors_NE = balance_factors(ctx.whole_load(), ctx.mean_NE.dtype)
         if ctx.totals is not None:
-            ctx.totals[-2].add_((factors_NE * ctx.mean_NE).sum(), alpha=share)
+            _count_loss(ctx.totals, "balance_loss", (factors_NE * ctx.mean_NE).sum(), share)
         dprobs_TE = (factors_NE * (balance * share / max(length, 1))).repeat_interleave(length, 0)
         return dweights_TK, dprobs_TE, None, None, None, None, None
+
+
+def _count_loss(totals: Tensor, name: str, value: Tensor, share: float) -> None:
+    losses_of(totals)[list(LOSSES).index(name)].add_(value, alpha=share)
 
 
 class RouterSet:
@@ -249,13 +301,14 @@ class RouterSet:
         if bias_update_rate and not any(has_bias for _, _, has_bias in routers):
             raise ValueError(f"bias_update_rate is {bias_update_rate}, but no router of this model has a correction "
                              "bias; set it to 0")
-        sizes = {name: experts + 2 for name, experts, _ in routers}
+        sizes = {name: experts + len(LOSSES) for name, experts, _ in routers}
         self._packed = torch.zeros(sum(sizes.values()), dtype=torch.float64, device=device)
         self.totals = dict(zip(sizes, self._packed.split(list(sizes.values()))))
         """as in `RouterStep`, of the last step, by the router's name: of the whole model, in one order on all ranks"""
         self._own: Tensor | None = None  # 1 where `load` counts
         self._make_step = partial(RouterStep, num_chunks, balance, level, z=z, weight=weight)
-        self._losses = [(name, at) for name, at, wanted in (("balance_loss", -2, balance), ("z_loss", -1, z)) if wanted]
+        no_load_E = torch.zeros(0, dtype=torch.int64)
+        self._losses = list(self._make_step(load_E=no_load_E).coefficients)
         self._rate, self._group, self._replicas = bias_update_rate, group, replicas
         if balanced:
             routes = BalancedRoutes(balanced_stride, split, sequence_length)
@@ -270,7 +323,7 @@ class RouterSet:
         summed and losses averaged over the ranks. The host does not wait for that on CUDA."""
         for name, router in self._here:
             totals = self.totals[name]
-            router.step = self._make_step(load_E=totals[:-2].long(), totals=totals)
+            router.step = self._make_step(load_E=load_of(totals).long(), totals=totals)
         self._packed.zero_()
         try:
             yield
@@ -282,10 +335,10 @@ class RouterSet:
             with recorder.collective("routers", "the loads of the experts", recorder.members(self._group)):
                 dist.all_reduce(self._packed, group=self._group)
             for totals in self.totals.values():
-                totals[-2:] /= self._replicas
+                losses_of(totals).div_(self._replicas)
         for name, router in self._here:
             if self._rate and router.e_score_correction_bias is not None:
-                router.update_bias(self.totals[name][:-2].long(), self._rate)
+                router.update_bias(load_of(self.totals[name]).long(), self._rate)
 
     def load(self, rank: int, size: int) -> Tensor:
         """How many tokens, of all replicas, experts got in the last step, of those in the stages here that are `rank`'s
@@ -311,12 +364,14 @@ class RouterSet:
         """What routers did in the last step: scalars on the device, none without a router. The host does not wait.
 
         load_max_over_mean: the largest of any router; dropped: tokens without a place at their expert, zero because no
-        expert has a capacity here; balance_loss and z_loss: the means over routers, without coefficients, where these
+        expert has a capacity here; the losses of `LOSSES`: the means over routers, without coefficients, where these
         are not zero.
         """
         every = self.totals.values()
         if not every:
             return {}
-        load = torch.stack([max_over_mean(totals[:-2]) for totals in every]).max()
+        load = torch.stack([max_over_mean(load_of(totals)) for totals in every]).max()
+        means = torch.stack([losses_of(totals) for totals in every]).mean(0)
+        losses = dict(zip(LOSSES, means.unbind()))
         found = {"load_max_over_mean": load, "dropped": load.new_zeros((), dtype=torch.int64)}
-        return found | {name: torch.stack([totals[at] for totals in every]).mean() for name, at in self._losses}
+        return found | {name: losses[name] for name in self._losses}

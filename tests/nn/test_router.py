@@ -1,7 +1,7 @@
 """The router against transformers' and against plain formulas: choices, weights, losses, loads, whatever the cut."""
 
 import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import pytest
@@ -19,7 +19,18 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter,
 from dualpipe import Pipeline
 from dualpipe.nn.deferral import WeightGradStore
 from dualpipe.nn.router import BalancedRoutes, Router
-from dualpipe.nn.router_set import RouterStep, balance_loss, count_load, max_over_mean, z_loss
+from dualpipe.nn.router_set import (
+    LOSSES,
+    RouterLoss,
+    RouterStep,
+    balance_loss,
+    count_load,
+    load_of,
+    losses_of,
+    make_totals,
+    max_over_mean,
+    z_loss,
+)
 from dualpipe.parallel import DTypePolicy, resolve_dtypes
 from routes import Routes
 
@@ -42,10 +53,6 @@ def router(top_k=3, dtype=torch.float64, seed=0, experts=E, **options):
     if made.e_score_correction_bias is not None:
         made.e_score_correction_bias.normal_(std=0.2)
     return made.to(dtype)
-
-
-def no_totals(experts=E, device="cpu"):
-    return torch.zeros(experts + 2, dtype=torch.float64, device=device)
 
 
 def tokens(*shape, dtype=torch.float64, seed=1):
@@ -223,7 +230,7 @@ def test_odd_and_empty_sizes(top_k, shape, options):
         options = {**options, "topk_group": options.get("n_group", 1)}
     r, count = router(top_k, **options), torch.Size(shape).numel()
     level = "sequence" if len(shape) == 2 else "microbatch"
-    totals = no_totals()
+    totals = make_totals(E)
     r.step = RouterStep(balance=0.5, level=level, z=0.5, totals=totals)
     x = tokens(*shape).requires_grad_()
     weights, experts = r(x)
@@ -231,8 +238,8 @@ def test_odd_and_empty_sizes(top_k, shape, options):
     assert all(len(set(row)) == top_k for row in experts.tolist())
     weights.sum().backward()
     assert x.grad.isfinite().all() and r.weight.grad.isfinite().all()
-    assert totals[:-2].sum() == count * top_k
-    assert totals.isfinite().all() and max_over_mean(totals[:-2]).isfinite()
+    assert load_of(totals).sum() == count * top_k
+    assert totals.isfinite().all() and max_over_mean(load_of(totals)).isfinite()
 
 
 # -- choices from outside
@@ -241,11 +248,11 @@ def test_odd_and_empty_sizes(top_k, shape, options):
 @pytest.mark.parametrize(("count", "top_k", "experts"), [(7, 3, 8), (64, 8, 16), (1, 5, 5), (5, 1, 3), (0, 2, 4)])
 @pytest.mark.parametrize("stride", [1, 7])
 def test_balanced_routes(count, top_k, experts, stride):
-    r, totals = router(top_k, experts=experts, norm_topk_prob=True), no_totals(experts)
+    r, totals = router(top_k, experts=experts, norm_topk_prob=True), make_totals(experts)
     r.choice, r.step = BalancedRoutes(stride), RouterStep(totals=totals)
     weights, chosen = r(tokens(count))
     weights.sum().backward()
-    load = totals[:-2]
+    load = load_of(totals)
     assert load.max() - load.min() <= 1 and load.sum() == count * top_k
     assert all(len(set(row)) == top_k for row in chosen.tolist())
     assert torch.equal(over_experts(weights, chosen, experts).sum(-1).round(decimals=9), torch.ones(count).double())
@@ -324,19 +331,33 @@ def test_gradients_of_the_losses(parts):
     assert torch.autograd.gradcheck(z_loss, logits)
 
 
-def terms(r, x_BSH, step):
-    """The loss terms of one batch, by their formulas."""
-    logits = F.linear(x_BSH.flatten(0, 1), r.weight, r.bias)
-    probs = logits.sigmoid() if r.score == "sigmoid" else logits.softmax(-1)
-    probs = (probs / probs.sum(-1, keepdim=True)).view(*x_BSH.shape[:2], E)
-    with torch.no_grad():  # so that it only routes
-        chosen = F.one_hot(r(x_BSH)[1], E).sum(1).double().view_as(probs)
+def balance_term(r, step, logits_BSE, probs_BSE, chosen_BSE):
     if step.level == "sequence":
-        balance = (chosen.mean(1) * probs.mean(1)).sum(-1).mean() / r.top_k
-    else:
-        share = chosen.mean((0, 1)) / r.top_k if step.level == "microbatch" else step.load_E / step.load_E.sum()
-        balance = (share * probs.mean((0, 1))).sum()
-    return step.balance * E * balance + step.z * logits.logsumexp(-1).pow(2).mean()
+        return E * (chosen_BSE.mean(1) * probs_BSE.mean(1)).sum(-1).mean() / r.top_k
+    share_E = chosen_BSE.mean((0, 1)) / r.top_k if step.level == "microbatch" else step.load_E / step.load_E.sum()
+    return E * (share_E * probs_BSE.mean((0, 1))).sum()
+
+
+# Each loss by its formula, of one batch: (router, step, logits, probabilities, 1 where an expert is chosen).
+FORMULAS = {
+    "balance_loss": balance_term,
+    "z_loss": lambda r, step, logits_BSE, probs_BSE, chosen_BSE: logits_BSE.logsumexp(-1).pow(2).mean(),
+}
+
+
+def test_every_loss_has_its_formula_here():
+    assert FORMULAS.keys() == LOSSES.keys()
+
+
+def terms(r, x_BSH, step):
+    """The sum of the loss terms of one batch, by their formulas."""
+    logits_BSE = F.linear(x_BSH, r.weight, r.bias)
+    scores_BSE = logits_BSE.sigmoid() if r.score == "sigmoid" else logits_BSE.softmax(-1)
+    probs_BSE = scores_BSE / scores_BSE.sum(-1, keepdim=True)
+    with torch.no_grad():  # so that it only routes
+        chosen_BSE = F.one_hot(r(x_BSH)[1], E).sum(1).double().view_as(probs_BSE)
+    values = {name: FORMULAS[name](r, step, logits_BSE, probs_BSE, chosen_BSE) for name in LOSSES}
+    return sum(getattr(step, LOSSES[name].coefficient) * value for name, value in values.items())
 
 
 def gradients(r, x_BSH, step, cuts=1, ranks=1):
@@ -354,14 +375,20 @@ def gradients(r, x_BSH, step, cuts=1, ranks=1):
     return total, torch.cat(dx)
 
 
-def step_of(r, x_BSH, level, **changes):
+def step_of(r, x_BSH, level, *, kind=RouterStep, **changes):
+    """A step with all losses, or those whose coefficients are not changed to 0."""
     with torch.no_grad():
         load_E = count_load(r(x_BSH)[1].view(1, -1), E)[0]
-    return RouterStep(**{"balance": 0.7, "level": level, "load_E": load_E, "z": 0.3} | changes)
+    coefficients = {loss.coefficient: 0.7 / (i + 1) for i, loss in enumerate(LOSSES.values())}
+    return kind(**{"level": level, "load_E": load_E} | coefficients | changes)
 
 
 LEVELS = ["microbatch", "sequence", "global"]
-TERMS = {"sequence": dict(z=0.0), "global": dict(level="global", z=0.0), "z-loss": dict(balance=0.0)}
+ALONE = {  # one loss, and no other
+    name: {loss.coefficient: 0.0 for other, loss in LOSSES.items() if other != name} for name in LOSSES
+}
+TERMS = {"sequence": ALONE["balance_loss"], "global": {"level": "global"} | ALONE["balance_loss"]} | {
+    name: alone for name, alone in ALONE.items() if name != "balance_loss"}
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
@@ -404,11 +431,49 @@ def test_gradients_are_the_same_however_the_batch_is_cut(term, options):
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
 
 
+@dataclass(frozen=True)
+class ThreeLosses(RouterStep):
+    """A step with a loss more than the library has."""
+
+    entropy: float = 0.2
+
+
+def add_entropy_loss(monkeypatch):
+    """Add a third loss, as CONTRIBUTING.md says: the mean of sum_e p_e log p_e over the tokens."""
+    def entropy(probs):
+        return (probs * probs.log()).sum(-1).mean()
+
+    monkeypatch.setitem(LOSSES, "entropy_loss", RouterLoss("entropy", lambda step, routed: entropy(routed.probs())))
+    monkeypatch.setitem(FORMULAS, "entropy_loss", lambda r, step, logits, probs, chosen: entropy(probs))
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_gradients_of_three_losses_add_up(options, monkeypatch):
+    add_entropy_loss(monkeypatch)
+    r, x = router(**options), tokens(4, 9).requires_grad_()
+    totals = make_totals(E)
+    step = step_of(r, x, "sequence", kind=ThreeLosses, totals=totals)
+    assert len(step.coefficients) == len(LOSSES) >= 3
+    found = gradients(r, x, step)
+    for a, b in zip(found, torch.autograd.grad(terms(r, x, step), (r.weight, x))):
+        torch.testing.assert_close(a, b)
+    each_alone = []
+    for name in LOSSES:
+        others = {loss.coefficient: 0.0 for other, loss in LOSSES.items() if other != name}
+        each_alone.append(gradients(r, x, replace(step, totals=None, **others)))
+    for whole, *parts in zip(found, *each_alone):
+        assert all(part.abs().max() > 1e-4 for part in parts)
+        torch.testing.assert_close(sum(parts), whole, rtol=1e-12, atol=1e-14)
+    assert len(totals) == E + len(LOSSES) and load_of(totals).sum() == 4 * 9 * r.top_k
+    counted = sum(step.coefficients[name] * value for name, value in zip(LOSSES, losses_of(totals)))
+    torch.testing.assert_close(counted, terms(r, x, step))
+
+
 def test_level_microbatch_depends_on_the_cut():
     r, x = router(), tokens(8, 5)
-    step = step_of(r, x, "microbatch", z=0.0)
+    step = step_of(r, x, "microbatch", **ALONE["balance_loss"])
     assert (gradients(r, x, step)[0] - gradients(r, x, step, 4)[0]).abs().max() > 1e-3
-    one = step_of(r, x, "sequence", z=0.0)  # with a sequence in each micro-batch it is that level
+    one = step_of(r, x, "sequence", **ALONE["balance_loss"])  # with a sequence in each micro-batch it is that level
     for a, b in zip(gradients(r, x, step, 8), gradients(r, x, one)):
         torch.testing.assert_close(a, b)
 
@@ -416,9 +481,9 @@ def test_level_microbatch_depends_on_the_cut():
 def test_loads_of_the_step_before_are_the_same_however_it_was_cut():
     x, found = tokens(8, 5), []
     for cuts in (1, 4):
-        r, totals = router(), no_totals()
+        r, totals = router(), make_totals(E)
         for _ in range(2):  # two steps, the second with the loads of the first
-            step = RouterStep(balance=1.0, level="global", load_E=totals[:-2].long(), z=0.1, totals=totals)
+            step = RouterStep(balance=1.0, level="global", load_E=load_of(totals).long(), z=0.1, totals=totals)
             totals.zero_()
             dweight, _ = gradients(r, x, step, cuts)
             with torch.no_grad():
@@ -446,7 +511,7 @@ def test_through_a_pipeline(schedule, level):
     results, x = [], tokens(8, 5) / 4
     for chunks in (1, 2, 8):
         stages = [Gated(0), Gated(1)]
-        totals = [no_totals() for _ in stages]
+        totals = [make_totals(E) for _ in stages]
         for stage, each in zip(stages, totals):
             stage.router.step = RouterStep(chunks, 0.5, level, torch.arange(E), z=0.5, totals=each)
         pipeline = Pipeline(stages, schedule=schedule)
@@ -454,7 +519,7 @@ def test_through_a_pipeline(schedule, level):
         with torch.no_grad():
             pipeline.step(x, num_chunks=chunks, criterion=lambda y: y.square().mean())
         results.append([losses.sum(), *(s.router.weight.grad for s in stages), *totals])
-    assert results[0][3][:-2].sum() == 8 * 5 * 3
+    assert load_of(results[0][3]).sum() == 8 * 5 * 3
     for result in results[1:]:
         for a, b in zip(result, results[0]):
             torch.testing.assert_close(a, b)
@@ -465,7 +530,7 @@ def test_losses_leave_results_and_other_gradients_alone():
     weights, experts = r(x)
     dy = torch.randn_like(weights)
     (plain,) = torch.autograd.grad(weights, x, dy)
-    for step in (RouterStep(balance=1.0, z=1.0), RouterStep(totals=no_totals())):
+    for step in (RouterStep(balance=1.0, z=1.0), RouterStep(totals=make_totals(E))):
         r.step = step
         again, experts_again = r(x)
         assert torch.equal(again, weights) and torch.equal(experts_again, experts)
@@ -477,7 +542,7 @@ def test_losses_leave_results_and_other_gradients_alone():
 
 
 def test_loads_and_losses_are_counted_in_the_backward():
-    r, x, totals = router(), tokens(4, 9), no_totals()
+    r, x, totals = router(), tokens(4, 9), make_totals(E)
     step = r.step = step_of(r, x, "sequence", num_chunks=2, totals=totals)
     with torch.no_grad():
         r(x)  # an evaluation
@@ -486,11 +551,12 @@ def test_loads_and_losses_are_counted_in_the_backward():
     weights, _ = r(x)
     assert not totals.any()
     weights.sum().backward()
-    assert torch.equal(totals[:-2], load.double())
-    assert max_over_mean(totals[:-2]).item() == pytest.approx(load.max().item() / (4 * 9 * 3 / E))
-    torch.testing.assert_close(step.balance * totals[-2] + step.z * totals[-1], terms(r, x, step) / 2)
+    assert torch.equal(load_of(totals), load.double())
+    assert max_over_mean(load_of(totals)).item() == pytest.approx(load.max().item() / (4 * 9 * 3 / E))
+    counted = sum(step.coefficients[name] * value for name, value in zip(LOSSES, losses_of(totals)))
+    torch.testing.assert_close(counted, terms(r, x, step) / 2)
     r(x)[0].sum().backward()
-    assert torch.equal(totals[:-2], 2 * load.double())
+    assert torch.equal(load_of(totals), 2 * load.double())
     assert max_over_mean(torch.zeros(E)) == 0
 
 
@@ -499,7 +565,7 @@ def test_loads_and_losses_of_a_recomputed_forward_count_once(reentrant):
     r, x = router(), tokens(4, 9).requires_grad_()
     results = []
     for again in (False, True):
-        totals = no_totals()
+        totals = make_totals(E)
         r.step = step_of(r, x, "sequence", totals=totals)
         weights = checkpoint(lambda x: r(x)[0], x, use_reentrant=reentrant) if again else r(x)[0]
         weights.sum().backward()
@@ -520,7 +586,7 @@ class NoWaiting(TorchDispatchMode):
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_the_host_never_waits(options):
-    r, x, totals = router(**options), tokens(4, 9).requires_grad_(), no_totals()
+    r, x, totals = router(**options), tokens(4, 9).requires_grad_(), make_totals(E)
     steps = [step_of(r, x, level, totals=totals) for level in LEVELS]
     with NoWaiting():
         for r.step in steps:
@@ -528,8 +594,8 @@ def test_the_host_never_waits(options):
         for r.choice in (BalancedRoutes(), Routes(1).record(0)):
             r(x)
         if r.e_score_correction_bias is not None:
-            r.update_bias(totals[:-2].long(), 0.1)
-        assert max_over_mean(totals[:-2]).dim() == 0
+            r.update_bias(load_of(totals).long(), 0.1)
+        assert max_over_mean(load_of(totals)).dim() == 0
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
@@ -537,7 +603,7 @@ def test_on_cuda_as_on_cpu_without_waiting(options, any_cuda):
     r, x = router(**options), tokens(4, 9)
     expected = gradients(r, x, step_of(r, x, "global"))
     r, x = r.cuda(), x.cuda()
-    step = step_of(r, x, "global", totals=no_totals(device="cuda"))
+    step = step_of(r, x, "global", totals=make_totals(E, "cuda"))
     gradients(r, x, step)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")

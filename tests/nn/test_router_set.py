@@ -1,5 +1,7 @@
 """The routers of a model that several ranks hold: sums, averages, biases, and what is refused."""
 
+from dataclasses import fields
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,7 +9,7 @@ from torch import nn
 
 from dualpipe.nn import Linear, Router
 from dualpipe.nn.router import BalancedRoutes, random_like_stride
-from dualpipe.nn.router_set import RouterSet, count_load
+from dualpipe.nn.router_set import LOSSES, RouterLoss, RouterSet, RouterStep, count_load
 from ranks import run_ranks
 
 H, E, K = 8, 6, 2
@@ -73,17 +75,21 @@ def test_four_ranks_as_one(level):
 
 
 def sizes_on_two_ranks(rank):
-    routers = RouterSet([nn.ModuleDict({"a": Router(H, 3, 1), "b": Router(H, 2, 1)})], num_chunks=1, replicas=2,
+    LOSSES.clear()
+    LOSSES.update(dict.fromkeys(("first_loss", "second_loss", "third_loss"), RouterLoss("z", None)))
+    routers = RouterSet([nn.ModuleDict({"a": Router(H, 3, 1), "b": Router(H, 2, 1)})], num_chunks=1, replicas=2, z=1.0,
                         group=dist.group.WORLD)
     with routers.step():
-        routers.totals["a"] += torch.tensor([1.0, 2.0, 3.0, 0.5, 4.0 * rank])
-        routers.totals["b"] += torch.tensor([rank, 10.0, 0.0, 1.0])
-    return [totals.tolist() for totals in routers.state_tensors().values()]
+        routers.totals["a"] += torch.tensor([1.0, 2.0, 3.0, 0.5, 4.0 * rank, 6.0])
+        routers.totals["b"] += torch.tensor([rank, 10.0, 0.0, 1.0, 8.0 * rank])
+    metrics = {name: value.item() for name, value in routers.metrics().items() if name.endswith("_loss")}
+    return [totals.tolist() for totals in routers.state_tensors().values()], metrics
 
 
 def test_loads_are_summed_and_losses_averaged_for_routers_of_different_sizes():
-    for result in run_ranks(sizes_on_two_ranks, 2):
-        assert result == [[2, 4, 6, 0.5, 2], [1, 20, 0, 1]]
+    for totals, metrics in run_ranks(sizes_on_two_ranks, 2):
+        assert totals == [[2, 4, 6, 0.5, 2, 6], [1, 20, 0, 1, 4]]
+        assert metrics == {"first_loss": 0.25, "second_loss": 1.5, "third_loss": 5}
 
 
 def test_coefficients_of_zero_are_not_reported():
@@ -91,6 +97,21 @@ def test_coefficients_of_zero_are_not_reported():
     routers = RouterSet(stages, num_chunks=1, z=1.0)
     run(routers, stages, [tokens(2, 0)])
     assert routers.metrics().keys() == {"load_max_over_mean", "dropped", "z_loss"}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_every_loss_has_its_argument_and_its_metric(name):
+    stages, coefficient = [stage(0)], LOSSES[name].coefficient
+    routers = RouterSet(stages, num_chunks=1, **{coefficient: 0.5})
+    with routers.step():
+        assert stages[0]["layer0"].step.coefficients == {name: 0.5}
+    run(routers, stages, [tokens(2, 0)])
+    assert routers.metrics().keys() == {"load_max_over_mean", "dropped", name}
+
+
+def test_every_coefficient_is_that_of_a_loss():
+    zeros = {field.name for field in fields(RouterStep) if field.default == 0.0}
+    assert zeros == {loss.coefficient for loss in LOSSES.values()}
 
 
 def test_outside_of_a_step_nothing_is_counted():

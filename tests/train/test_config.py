@@ -6,10 +6,15 @@ from dataclasses import fields
 from typing import get_args, get_type_hints
 
 import pytest
+import torch
 
 from dualpipe.kernels.formats import FORMATS
+from dualpipe.nn import Router
+from dualpipe.nn.router_set import LOSSES
 from dualpipe.train.config import fit_world, load_config
-from dualpipe.train.tables import Config, DTypeRule, FormatName
+from dualpipe.train.metrics import StepMetrics
+from dualpipe.train.model import build_routers
+from dualpipe.train.tables import Config, DTypeRule, FormatName, RouterConfig
 
 GOOD = """
 [model]
@@ -115,6 +120,19 @@ def test_formats_are_those_that_there_are(toml):
     text = "[[dtypes.rules]]\npattern = '*'\nstorage = 'bf16'\ngather = 'nvfp4'"
     (rule,) = load_config(toml(GOOD + text)).dtypes.rules
     assert DTypeRule.parse(str(rule)) == rule == DTypeRule("*", storage="bf16", gather="nvfp4")
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_every_router_loss_has_a_field_and_a_metric(toml, name):
+    assert name.endswith("_loss"), "by which `dualpipe parity` knows it"
+    coefficient = LOSSES[name].coefficient
+    (field,) = {name, coefficient} & {each.name for each in fields(RouterConfig)}
+    config = fit_world(load_config(toml(), [f"--router.{field}", "0.5"]), 2)
+    router = Router(4, 2, 1)
+    routers = build_routers(config, [router], group=None, device=torch.device("cpu"))
+    with routers.step():
+        assert router.step.coefficients == {name: 0.5}
+    assert routers.metrics().keys() <= {each.name for each in fields(StepMetrics)}
 
 
 IMPOSSIBLE = {  # values, by what is said of them
