@@ -35,7 +35,7 @@ NO_COMMANDS = (  # how the first lines of other blocks begin: what is printed, a
 SHORT = "--data.path text --train.steps 1 --train.sequence_length 16 --train.micro_batch_size 1 --train.eval_interval 0"
 ONE_RANK = f"{SHORT} --parallel.pp 1"
 FROM_HUB = (f"{ONE_RANK} --model.config '' --parallel.ep 1 --parallel.device cpu --train.compile False "
-            "--train.num_chunks 2 --data.tokenizer bytes --output.dir out/hub")
+            "--train.dtype fp32 --train.num_chunks 2 --data.tokenizer bytes --output.dir out/hub")
 TRAINED = {
     'dualpipe train examples/tiny-cpu.toml --train.dtype bf16 --dtypes.rules "*,gather=mxfp8"': ONE_RANK,
     "dualpipe train examples/qwen3-30b-a3b.toml --init.from_hf CHECKPOINT --export.to_hf OUT": FROM_HUB,
@@ -53,7 +53,7 @@ TRAINED = {
     "dualpipe parity examples/tiny-cpu.toml --pp 2 --dtype bf16": f"{SHORT} --pp 1",
 }
 IN_PROCESS = {  # what is replaced, by what
-    "dualpipe hf check CHECKPOINT --pp 4 --ep 8": {"--ep 8": "--ep 2"},
+    "dualpipe hf check CHECKPOINT --pp 4 --ep 8": {"--pp 4 --ep 8": "--pp 2 --ep 2"},
     "dualpipe memory examples/qwen3-30b-a3b.toml": {},
     "dualpipe schedule --ranks 4 --microbatches 10 --name dualpipev --costs F=1,B=2,W=1,FB=2.6 --compare zbv,1f1b "
     "--svg dualpipev.svg": {},
@@ -207,7 +207,7 @@ def test_commands_are_found_in_blocks():
 def small_tokenizer(path):
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0, "cat": 1}, unk_token="[UNK]"))
+    tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0, "cat": 1, "</s>": 2}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.save(str(path))
 

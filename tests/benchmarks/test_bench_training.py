@@ -3,11 +3,13 @@
 import json
 import sys
 import time
+from functools import partial
 
 import pytest
 import torch
 
-from scripts import BENCHMARKS, TORCHRUN, run_script
+from run_files import MODEL
+from scripts import BENCHMARKS, TORCHRUN, fork_script, run_script
 
 SCRIPT = "bench_training.py"
 
@@ -17,15 +19,13 @@ def bench(script):
     return script("bench_training")
 
 
-@pytest.mark.slow
-def test_without_a_gpu_it_says_so():
-    result = run_script(SCRIPT, CUDA_VISIBLE_DEVICES="")
-    assert result.returncode == 0 and "needs a CUDA device" in result.stdout, result.stderr
-
-
 def table(folder, *arguments, launcher=()):
-    fixed = ("--device", "cpu", "--steps", "1", "--seconds", "200", "--save", str(folder))
-    result = run_script(SCRIPT, *fixed, *arguments, launcher=launcher)
+    """Rows of a small model, and the process; launcher: in interpreters of their own."""
+    (folder / "config.json").write_text(json.dumps(MODEL))
+    fixed = ("--device", "cpu", "--model", str(folder / "config.json"), "--steps", "1", "--seconds", "200", "--save",
+             str(folder))
+    run = partial(run_script, launcher=launcher) if launcher else fork_script
+    result = run(SCRIPT, *fixed, *arguments)
     said = result.stdout + result.stderr
     assert result.returncode in (0, 1) and "goal: dualpipev with overlap" in said, said
     assert (folder / "training.png").exists()
@@ -54,10 +54,20 @@ def test_two_ranks_train_by_themselves(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", [(), TORCHRUN], ids=["alone", "torchrun"])
-def test_every_setting_on_two_ranks(tmp_path, launcher):
-    rows, result = table(tmp_path, "--recompute", "none", "layer", launcher=launcher)
-    assert [row["run by"] for row in rows].count("dualpipe") == 16 and len(rows) == 22
+@pytest.mark.parametrize("recompute", ["none", "layer"])
+def test_every_setting_on_two_ranks(tmp_path, recompute):
+    rows, result = table(tmp_path, "--recompute", recompute)
+    assert [row["run by"] for row in rows].count("dualpipe") == 8 and len(rows) == 11
+    for row in rows:
+        check(row)
+    assert result.returncode == ("MISSED" in result.stdout)
+
+
+@pytest.mark.slow
+def test_settings_under_torchrun(tmp_path):
+    """Each meets in torchrun's store under a prefix of its own."""
+    rows, result = table(tmp_path, "--mesh", "1x1x2", "--schedule", "1f1b", launcher=TORCHRUN)
+    assert [row["run by"] for row in rows] == ["dualpipe", "FSDP2"]
     for row in rows:
         check(row)
     assert result.returncode == ("MISSED" in result.stdout)
@@ -139,8 +149,10 @@ def test_compared_with_the_fastest_on_the_same_mesh(bench):
     assert [each["x others"] for each in rows] == [1.5, None, None, None, None, None]
 
 
-FAILING = """
+FAILING = f"""
 import os, signal, sys, time
+sys.path.insert(0, {str(BENCHMARKS)!r})
+""" + """
 import rank_processes
 rank_processes.GRACE = 1.0
 
@@ -168,14 +180,17 @@ WHY = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("setting, launcher", [("raises", ()), ("dies", TORCHRUN), ("hangs", TORCHRUN)])
-def test_a_rank_that_fails_ends_its_setting_alone(tmp_path, setting, launcher):
+@pytest.mark.parametrize("setting, run", [
+    ("raises", fork_script),
+    pytest.param("dies", partial(run_script, launcher=TORCHRUN), marks=pytest.mark.slow),
+    pytest.param("hangs", partial(run_script, launcher=TORCHRUN), marks=pytest.mark.slow),
+])
+def test_a_rank_that_fails_ends_its_setting_alone(tmp_path, setting, run):
     """On all ranks, long before the other one would give up; the next setting runs. The status is rank 0's."""
     path = tmp_path / "failing.py"
     path.write_text(FAILING)
     start = time.monotonic()
-    result = run_script(path, setting, launcher=launcher, PYTHONPATH=str(BENCHMARKS))
+    result = run(path, setting)
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout.splitlines()[-1] == str([WHY[setting], [{"rank": rank, "of": 2} for rank in range(2)]])
     assert time.monotonic() - start < 200

@@ -1,6 +1,6 @@
 """Every kernel and configuration of the table compiles for each chip, without spills, with matrix instructions.
 
-In subprocesses without TRITON_INTERPRET, because a process that interprets cannot compile.
+In processes without TRITON_INTERPRET, because a process that interprets cannot compile.
 """
 
 import json
@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from matrix_parts import PARTS
+from scripts import fork_script
 
 ROOT = Path(__file__).parents[2]
 TOOL = ROOT / "benchmarks" / "compile_kernels.py"
@@ -34,7 +35,7 @@ def without_interpreter(*arguments):
 
 
 def compile_table(*arguments):
-    result = without_interpreter(str(TOOL), "--json", *arguments)
+    result = fork_script(TOOL, "--json", *arguments, timeout=1100)
     rows = [json.loads(line) for line in result.stdout.splitlines()]
     problems = [f"{row['name']} sm_{row['arch']}: {', '.join(row['problems'])}" for row in rows if row["problems"]]
     assert rows and not problems and result.returncode == 0, "\n".join(problems) + result.stderr[-3000:]

@@ -109,6 +109,17 @@ def test_a_restart_by_torchrun_meets_anew(meet, monkeypatch):
         store.set("key", "value")
 
 
+def test_groups_that_meet_one_after_the_other_have_keys_of_their_own(meet, monkeypatch):
+    """As settings of a benchmark do."""
+    port = meet()
+    agent = dist.TCPStore("127.0.0.1", port, None, True, PATIENCE, False)  # noqa: F841 - lives as long as this test
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    stores = [connect(FIRST, PATIENCE, prefix=f"setting {number}") for number in (1, 2)]
+    stores[0].set("key", "value")
+    assert not stores[1].check(["key"]) and not connect(FIRST, PATIENCE).check(["key"])
+    assert connect(SECOND, PATIENCE, prefix="setting 1").get("key") == b"value"
+
+
 @pytest.mark.parametrize(
     ("port", "address", "message"),
     [
