@@ -29,6 +29,7 @@ from dualpipe.pipeline.overlap import Task
 from dualpipe.pipeline.p2p import P2PMessages
 from pretend_cuda import pretend_cuda
 from ranks import run_ranks
+from schedules import SCHEDULES
 from threads import Group, Rank, run_threads
 
 # -- the model alone
@@ -172,7 +173,6 @@ def check(traces: Sequence[Trace]) -> None:
     assert most <= waiting_blocks() < MULTIPROCESSORS  # what `dualpipe doctor` prints
 
 
-SCHEDULES = "dualpipev", "zbv", "1f1b", "interleaved_1f1b"
 FAST, *REST = product((2, 3, 4), SCHEDULES)
 
 

@@ -14,12 +14,13 @@ from dualpipe.pipeline import p2p
 from dualpipe.pipeline.lower import Programs
 from dualpipe.schedule import build
 from ranks import run_ranks
+from schedules import SCHEDULES
 from threads import run_threads
 from toys import Stage, gradient_error, make_stages, reference
 
 
 @pytest.mark.parametrize("train", [True, False])
-@pytest.mark.parametrize("name", ["dualpipev", "zbv", "1f1b", "interleaved_1f1b"])
+@pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("num_ranks, num_microbatches", [(2, 4), (2, 16), (4, 12), (8, 24)])
 def test_messages_are_taken_in_the_order_in_which_they_are_sent(name, num_ranks, num_microbatches, train):
     stages = len(build(name, num_ranks, num_ranks).rank_stages(0))

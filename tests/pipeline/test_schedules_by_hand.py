@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from dualpipe import DualPipeV, Pipeline
 from dualpipe.schedule import Action, Schedule, ScheduleError, build, validate
 from ranks import run_ranks
+from schedules import SCHEDULES
 from toys import Stage, gradient_error, make_stages, reference, relative_error
 
 
@@ -172,6 +173,6 @@ def against_torch(rank, world, name):
     return max(gradient_error(ours[s], stages[s]) for s in own)
 
 
-@pytest.mark.parametrize("name", ["dualpipev", "zbv", "1f1b", "interleaved_1f1b"])
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_torch_runs_our_schedule_to_the_same_gradients(name):
     assert max(run_ranks(against_torch, 2, 2, name)) < 1e-10

@@ -16,10 +16,10 @@ from dualpipe.nn import defer_weight_grads
 from dualpipe.nn.segments import Communicate, Compute, checked
 from dualpipe.pipeline.arguments import SideSpec
 from ranks import run_ranks
+from schedules import SCHEDULES
 from threads import run_threads
 from toys import Stage, gradient_error, num_stages, relative_error, stages_of_rank, use_own_groups
 
-SCHEDULES = ["dualpipev", "zbv", "1f1b", "interleaved_1f1b"]
 WIDTH, LENGTH = 8, 3
 
 

@@ -24,6 +24,7 @@ from dualpipe.plan.predict import PARTS, Prediction
 from dualpipe.schedule import build, simulate
 from dualpipe.train.config import fit_world, load_config
 from dualpipe.train.memory import meta_stages
+from schedules import SCHEDULES
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TINY = EXAMPLES / "tiny-cpu.toml"
@@ -221,7 +222,7 @@ def prediction(*options: str) -> Prediction:
     return Prediction(config, read_config(config.model.config), read_machine("h100"))
 
 
-@pytest.mark.parametrize("schedule", ["dualpipev", "zbv", "1f1b", "interleaved_1f1b"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_middle_of_a_long_step_need_not_be_played(schedule):
     run = prediction("--parallel.schedule", schedule, "--train.num_chunks", "43", "--parallel.ep", "2")
     played = simulate(build(schedule, 2, 43), run.costs()).makespan

@@ -7,8 +7,7 @@ import time
 import pytest
 
 from dualpipe.schedule import Costs, Schedule, build, simulate, validate
-
-NAMES = ("dualpipev", "dualpipev_full", "zbv", "v_half", "1f1b", "interleaved_1f1b")
+from schedules import SCHEDULES
 
 
 def order(text: str) -> list[str]:
@@ -99,7 +98,7 @@ def slow(*values: object) -> list:
 
 
 @pytest.mark.parametrize("num_ranks", [*range(1, 7), *slow(7, 8, 13, 16)])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_every_size_is_valid(name, num_ranks):
     for num_microbatches in range(1, 4 * num_ranks + 1):
         validate(build(name, num_ranks, num_microbatches))
@@ -189,7 +188,7 @@ def test_v_half_by_hand():
 def test_building_is_cheap():
     def seconds():
         start = time.process_time()
-        for name in NAMES:
+        for name in SCHEDULES:
             build(name, 16, 31)
         return time.process_time() - start
 

@@ -9,6 +9,7 @@ import pytest
 
 from dualpipe.schedule import Action, Costs, Schedule, build, simulate, to_svg, to_text
 from dualpipe.schedule.draw import table
+from schedules import SCHEDULES
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -52,7 +53,7 @@ def groups(svg: str) -> dict[str, list[ElementTree.Element]]:
     return {group.find(f"{SVG}title").text: list(group) for group in root.iter(f"{SVG}g")}
 
 
-@pytest.mark.parametrize("name", ["dualpipev", "zbv", "1f1b", "interleaved_1f1b"])
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_svg_has_a_cell_for_every_step(name):
     schedule = build(name, 3, 7)
     steps = groups(to_svg(simulate(schedule, Costs(FB=2.6))))

@@ -8,6 +8,7 @@ import pytest
 
 from dualpipe.schedule import Action, Schedule, build, validate
 from dualpipe.schedule.messages import all_messages, completed
+from schedules import SCHEDULES
 
 
 def steps(text: str) -> tuple:
@@ -32,7 +33,7 @@ def test_a_stage_is_complete_after_its_last_action(text, kinds, expected):
     assert completed(steps(text), kinds) == expected
 
 
-@pytest.mark.parametrize("name", ["dualpipev", "zbv", "1f1b", "interleaved_1f1b"])
+@pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("num_ranks, num_microbatches", [(1, 1), (2, 3), (4, 10)])
 def test_every_stage_is_completed_once_by_a_weight_gradient(name, num_ranks, num_microbatches):
     schedule = build(name, num_ranks, num_microbatches)

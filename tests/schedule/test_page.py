@@ -14,6 +14,7 @@ from browser import Browser
 from dualpipe.schedule import Action, Costs, Schedule, Span, build, simulate, to_html
 from dualpipe.schedule.draw import LOOKS
 from dualpipe.schedule.page import TEMPLATE
+from schedules import SCHEDULES
 
 COSTS = Costs(FB=2.6, p2p=0.1)
 EVIL = "</script><script>window.evil = 1</script><!-- & \u2028 \ud800"
@@ -62,7 +63,7 @@ def test_the_template_stays_small():
     assert len(script.splitlines()) <= 300 and max(map(len, TEMPLATE.read_text().splitlines())) <= 120
 
 
-@pytest.mark.parametrize("name", ["dualpipev", "zbv", "1f1b", "interleaved_1f1b"])
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_the_data_says_when_each_action_runs_and_where_its_input_comes_from(name):
     timeline = simulate(build(name, 3, 7), Costs(FB=2.6, p2p=0.1, R=2))
     (data,) = data_of(to_html([timeline], title=""))["timelines"]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dualpipe.schedule import Action, Schedule, ScheduleError, build, validate
-
-NAMES = ("dualpipev", "zbv", "1f1b", "interleaved_1f1b")
+from schedules import SCHEDULES
 
 
 def test_the_format():
@@ -18,7 +17,7 @@ def test_the_format():
     )
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_round_trip(name):
     for num_ranks, num_microbatches in ((1, 1), (1, 3), (2, 3), (4, 10), (5, 7)):
         schedule = build(name, num_ranks, num_microbatches)
@@ -84,7 +83,7 @@ def torch_runtime(schedule: Schedule):
     return runtime
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_torch_reads_validates_and_lowers_it(name, tmp_path):
     for num_ranks, num_microbatches in ((1, 2), (2, 3), (2, 4), (4, 5), (4, 10)):
         schedule = build(name, num_ranks, num_microbatches)

@@ -12,6 +12,7 @@ import pytest
 
 from dualpipe.schedule import Action, Schedule, ScheduleError, build, simulate, validate
 from dualpipe.schedule.validate import independent
+from schedules import SCHEDULES
 
 
 def load(name):
@@ -173,7 +174,7 @@ def check_mutations(seed: int, count: int) -> Counter:
     rng = random.Random(seed)
     outcomes: Counter = Counter()
     for _ in range(count):
-        name = rng.choice(["dualpipev", "dualpipev", "zbv", "1f1b", "interleaved_1f1b"])
+        name = rng.choice(["dualpipev", *SCHEDULES])
         num_ranks = rng.randint(1, 4)
         base = build(name, num_ranks, rng.randint(1, 2 * num_ranks + 2))
         ranks = plain(base)
@@ -214,7 +215,7 @@ def test_many_mutations(seed):
 
 
 def test_the_reading_itself_accepts_what_build_makes():
-    for name in ("dualpipev", "zbv", "1f1b", "interleaved_1f1b"):
+    for name in SCHEDULES:
         for num_ranks in range(1, 5):
             for num_microbatches in range(1, 9):
                 base = build(name, num_ranks, num_microbatches)

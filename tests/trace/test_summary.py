@@ -15,6 +15,7 @@ from dualpipe.trace.costs import MeasuredCosts
 from dualpipe.trace.file import COMMUNICATION, COMPUTE, Slice, Trace, read
 from dualpipe.trace.measured import Measured
 from dualpipe.trace.summary import Summary
+from schedules import SCHEDULES
 from traces import MS, check_format, played
 
 COSTS = Costs(F=3.0, B=5.0, I=3.0, W=2.0, FB=7.0, p2p=0.5)
@@ -33,7 +34,7 @@ def as_planned(schedule=SCHEDULE, given=PER_STAGE, **options):
     return played(schedule, lambda rank, run, step: given.of(step), **options)
 
 
-@pytest.mark.parametrize("name", ["dualpipev", "zbv", "1f1b", "interleaved_1f1b"])
+@pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("ranks, microbatches", [(1, 1), (1, 3), (4, 3), (4, 8)])
 def test_costs_are_those_that_were_taken(name, ranks, microbatches, tmp_path):
     schedule = build(name, ranks, microbatches)

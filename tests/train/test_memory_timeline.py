@@ -14,11 +14,12 @@ from dualpipe.schedule import build
 from dualpipe.train.config import load_config
 from dualpipe.train.memory import estimate, step_memory
 from dualpipe.train.memory_timeline import COLOURS, timeline
+from schedules import SCHEDULES
 
 TINY = Path(__file__).parents[2] / "examples/tiny-cpu.toml"
 
 
-@pytest.mark.parametrize("schedule", ["dualpipev", "zbv", "1f1b", "interleaved_1f1b", "dualpipev_full"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_worst_moment_is_what_is_estimated(schedule):
     config = load_config(TINY, ["--parallel.schedule", schedule, "--train.num_chunks", "7", "--parallel.ep", "2"])
     model = read_config(config.model.config)
@@ -49,7 +50,7 @@ def test_pairs_run_one_after_the_other_where_nothing_is_sent():
     assert {len(moment.step) for rank in moments for moment in rank} == {1}
 
 
-@pytest.mark.parametrize("schedule", ["dualpipev", "zbv", "1f1b", "interleaved_1f1b"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_more_micro_batches_take_no_more(schedule):
     def peaks(chunks: int) -> list[int]:
         config = load_config(TINY, ["--parallel.schedule", schedule, "--train.num_chunks", str(chunks)])

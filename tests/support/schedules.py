@@ -1,0 +1,8 @@
+"""Schedules that tests go through by name: all that `build` knows, so that a new one is tested by itself."""
+
+from dualpipe.schedule.build import BUILDERS
+
+EXCLUDED = {
+    "auto": "searches for up to a minute; tests/schedule/test_search.py and tests/pipeline/test_found_schedules.py",
+}
+SCHEDULES = tuple(name for name in BUILDERS if name not in EXCLUDED)
