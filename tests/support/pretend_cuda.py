@@ -70,8 +70,8 @@ class PretendCuda(Book):
     def ran(self, func: Any, args: tuple, kwargs: dict, out: Any) -> None:
         """Book an operator that has run."""
         name = func._schema.name.removeprefix("aten::")
-        if func.is_view or name in ("_unsafe_view", "set_", "resize_"):
-            return
+        if func.is_view or name in ("_unsafe_view", "set_", "resize_", "fsdp::record_grad_output_stream"):
+            return  # the last one does nothing on CUDA
         operands: tuple[list[Tensor], list[Tensor]] = [], []
         for position, (argument, is_written) in enumerate(_arguments(func)):
             value = args[position] if position < len(args) else kwargs.get(argument)
