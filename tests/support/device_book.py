@@ -44,6 +44,10 @@ class Timeline:
         self.stream_id, self.device_index, self.device_type = self.number, 0, 1  # which FSDP2 of torch 2.15 asks for
         the_device().lines.append(self)
 
+    def is_capturing(self) -> bool:
+        """Return False: nothing is captured into a graph."""
+        return False
+
     def record_event(self, event: Event | None = None) -> Event:
         event = event or Event()
         event.record(self)

@@ -229,6 +229,7 @@ def _replacements(device: PretendCuda) -> Iterator[tuple[Any, str, Any]]:
         set_sync_debug_mode=lambda mode: setattr(device.of_thread, "watched", mode == "error"),
     )
     yield from ((torch.cuda, name, function) for name, function in functions.items())
+    yield torch.accelerator, "current_stream", device.current_stream  # which optimizers of torch 2.15 ask
     yield torch.cuda.nvtx, "range", lambda *_: nullcontext()
     yield Tensor, "record_stream", lambda tensor, stream: device.block(tensor).recorded.add(stream.number)
     yield torch.UntypedStorage, "resize_", lambda storage, nbytes: device.resize(storage, nbytes)
