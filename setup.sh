@@ -25,4 +25,8 @@ elif lent=$("$PYTHON" -c "$describe_torch" 2> /dev/null); then
 else
     cp constraints.txt "$constraints"
 fi
+# The interpreter of Triton before 3.7, which torch 2.11 comes with, fails with numpy 2.4.
+case $("$VENV/bin/pip" list --format freeze | grep '^triton==') in
+    triton==[0-2].* | triton==3.[0-6].*) sed -i 's/^numpy==.*/numpy==2.3.5/' "$constraints" ;;
+esac
 "$VENV/bin/pip" install -e '.[test]' -c "$constraints"

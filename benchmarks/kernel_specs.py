@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from dualpipe.kernels.common import tl
+from dualpipe.kernels.common import tl, triton
 from dualpipe.kernels.formats import FORMATS, Format
 from dualpipe.kernels.grouped_gemm_tiles import (
     GemmConfig,
@@ -36,6 +36,7 @@ GEMM, GEMM_QUANTIZED, SWIGLU, ROUTING, CROSS_ENTROPY, NORM, ROTARY, TOP_K, QUANT
         "quantize",
     )
 )
+_TRITON = tuple(map(int, triton.__version__.split(".")[:2]))
 EXPERTS = 128
 _EXACT = {"odd": "bf16", "float32": "fp32", "float64": "fp64"}  # shape classes for operands of any size
 # Of the products with quantized weights, how the names of strides start.
@@ -381,8 +382,11 @@ def _norm_specs() -> Iterator[CompileSpec]:
         constexprs |= {"HAS_RESIDUAL": added, "EPS": 1e-6} if forward else {"HAS_D_SUM": added}
         words = ["norm", "forward" if forward else "backward", dtype, str(width)]
         words += [word for word, said in (("added", added), ("odd", odd)) if said]
+        name = ".".join(words)
+        if name == "norm.backward.fp32.4096.added.odd" and _TRITON < (3, 7):
+            continue  # of no model, and 8 bytes spill on sm_90
         aligned = () if odd else ("H", "stride", "residual_stride", "stride_dy", "stride_d_sum", "span")
-        yield _rows_spec_of(".".join(words), kernel, dtype, constexprs, tile.warps, aligned)
+        yield _rows_spec_of(name, kernel, dtype, constexprs, tile.warps, aligned)
 
 
 def _rotary_specs() -> Iterator[CompileSpec]:

@@ -204,7 +204,7 @@ def test_groups_of_one_dimension_that_spans_all_ranks():
 def test_the_work_of_a_rank_does_not_grow_with_the_job():
     """But for the list of its ranks, which torch's mesh holds. Once it was a call for each group of the job, 32400."""
     counted = []
-    for size in (1024, 8192):
+    for size in (256, 1024, 8192):  # the first fills caches of torch
         with lone_rank(size // 2 + 3, size) as calls:
             mesh = build_mesh(16, None, 8, CPU)
             assert (calls.groups, calls.collectives) == (4, 3)
@@ -212,7 +212,7 @@ def test_the_work_of_a_rank_does_not_grow_with_the_job():
             groups.connect(v_placement(16), CPU, own_groups=True)
             assert (calls.groups, calls.collectives) == (12, 3), "a link is no matter of other pipelines"
         counted.append(calls.work)
-    assert counted[0] == counted[1]
+    assert counted[1] == counted[2]
 
 
 def test_ranks_outside_take_no_part_beside_a_group_that_is_bound_to_a_device():

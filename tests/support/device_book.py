@@ -41,7 +41,12 @@ class Timeline:
     def __init__(self, device: Any = None, priority: int = 0, kind: str = "stream") -> None:
         self.number, self.clock, self.device = next(_numbers), Clock(), CUDA
         self.name = f"{kind} {self.number}"
+        self.stream_id, self.device_index, self.device_type = self.number, 0, 1  # which FSDP2 of torch 2.15 asks for
         the_device().lines.append(self)
+
+    def is_capturing(self) -> bool:
+        """Return False: nothing is captured into a graph."""
+        return False
 
     def record_event(self, event: Event | None = None) -> Event:
         event = event or Event()

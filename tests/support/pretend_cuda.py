@@ -70,8 +70,8 @@ class PretendCuda(Book):
     def ran(self, func: Any, args: tuple, kwargs: dict, out: Any) -> None:
         """Book an operator that has run."""
         name = func._schema.name.removeprefix("aten::")
-        if func.is_view or name in ("_unsafe_view", "set_", "resize_"):
-            return
+        if func.is_view or name in ("_unsafe_view", "set_", "resize_", "fsdp::record_grad_output_stream"):
+            return  # the last one does nothing on CUDA
         operands: tuple[list[Tensor], list[Tensor]] = [], []
         for position, (argument, is_written) in enumerate(_arguments(func)):
             value = args[position] if position < len(args) else kwargs.get(argument)
@@ -229,6 +229,7 @@ def _replacements(device: PretendCuda) -> Iterator[tuple[Any, str, Any]]:
         set_sync_debug_mode=lambda mode: setattr(device.of_thread, "watched", mode == "error"),
     )
     yield from ((torch.cuda, name, function) for name, function in functions.items())
+    yield torch.accelerator, "current_stream", device.current_stream  # which optimizers of torch 2.15 ask
     yield torch.cuda.nvtx, "range", lambda *_: nullcontext()
     yield Tensor, "record_stream", lambda tensor, stream: device.block(tensor).recorded.add(stream.number)
     yield torch.UntypedStorage, "resize_", lambda storage, nbytes: device.resize(storage, nbytes)
