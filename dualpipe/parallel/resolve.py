@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import reduce
 from itertools import chain, product
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from dualpipe import errors
 from dualpipe.dtypes import short_name
@@ -41,6 +44,9 @@ def resolve_dtypes(
        regular expressions, found anywhere in a name, as they are there (which heeds the first in float16 only);
     4. float32 in a checkpoint that also has narrower floating-point tensors;
     5. the policy.
+
+    Vectors that one module owns beside others of a wider dtype (`dt_bias` in bfloat16 beside `A_log` in float32), which
+    FSDP2 cannot keep apart, are stored and reduced in the widest; a forward sees each in its compute dtype.
 
     Storage is `promote_types(checkpoint, requested)`, widened to the compute dtype; gradients are reduced in at least
     the compute dtype; what is computed in is saved. A rule may say otherwise of each. What one quantizes is stored in
@@ -74,6 +80,8 @@ def resolve_dtypes(
         source = next((sources[name] for name in item.names if name in sources), None)
         tensors.update(dict.fromkeys(item.names, _decide(item, source, policy.param_dtype, narrow)))
     plan = DTypePlan(policy, tensors)
+    if sharded:
+        widen_siblings(modules, found, plan, tensors)
     for module in modules if sharded else ():
         Cut(module, plan)  # which refuses what FSDP2 could not keep apart
     return plan
@@ -208,6 +216,46 @@ def _decide(item: _Found, source: torch.dtype | None, base: torch.dtype, narrow:
     return TensorDTypes(storage, compute, given.get("save", compute), f"{reason}; frozen" if item.frozen else reason,
                         given.get("output_dtype"), given.get("reduce"), format, gathered=bool(gather),
                         master=bool(format and not gather and item.tensor.requires_grad))
+
+
+def widen_siblings(
+    roots: Iterable[nn.Module], found: Mapping[int, _Found], plan: DTypePlan, tensors: dict[str, TensorDTypes]
+) -> None:
+    """Store, gather and reduce vectors that a module owns beside wider parameters in the widest of their dtypes, as
+    FSDP2 stores, gathers and reduces all that one module owns in one.
+
+    Changes `tensors`, those of the plan. Matrices stay, for `Cut` to refuse: they would take twice the memory and
+    traffic. So do those of torch's own modules, whose operators take one dtype, and what a rule stores or reduces so.
+    """
+    owned: defaultdict[nn.Module, dict[int, str]] = defaultdict(dict)
+    for slot in chain.from_iterable(map(slots, roots)):
+        if not slot.is_buffer and slot.tensor.is_floating_point() and slot.tensor.dim() > 0:
+            owned[slot.owner].setdefault(id(slot.tensor), slot.name)
+    for owner, names in owned.items():
+        each = {name: (tensors[name].storage, tensors[name].compute, plan.reduce_dtype(name))
+                for name in names.values()}
+        widest = tuple(reduce(torch.promote_types, dtypes) for dtypes in zip(*each.values()))
+        narrow = {key: name for key, name in names.items() if each[name] != widest}
+        if not narrow or hasattr(owner, "segments") or type(owner).__module__.startswith("torch.nn."):
+            continue
+        if any(tensors[name].format or isinstance(found[key].tensor, DTensor) for key, name in names.items()):
+            continue
+        if not all(_is_vector(found[key].tensor) and not {"storage", "reduce"}.intersection(found[key].given)
+                   for key in narrow):
+            continue
+        storage, compute, reduced = widest
+        beside = next((name for name in each if each[name] == widest), next(iter(each))).rpartition(".")[2]
+        for key, name in narrow.items():
+            planned = tensors[name]
+            wider = replace(planned, storage=storage, reduce=reduced,
+                            unsharded=compute if planned.compute != compute else None,
+                            reason=f"{planned.reason}; stored in {short_name(storage)} beside {beside}")
+            tensors.update(dict.fromkeys(found[key].names, wider))
+
+
+def _is_vector(tensor: Tensor) -> bool:
+    """Return True where at most one dimension is larger than 1."""
+    return tensor.numel() == max(tensor.shape)
 
 
 def _check_quantized(item: _Found, format: Format) -> None:
