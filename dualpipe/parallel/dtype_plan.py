@@ -328,7 +328,7 @@ def _watch(
             planned = plan.of(name)
             seen_by_forward = vars(module).get(key, tensor)  # see `shard`: one that is gathered wider is narrowed
             check(name, "computes in", seen_by_forward.dtype, planned.compute)
-            check(name, "computes with", _kind(tensor), planned.format or planned.compute)
+            check(name, "computes with", _kind(seen_by_forward), planned.format or planned.compute)
             if isinstance(tensor, nn.Parameter):
                 seen.append(name)
                 if tensor.requires_grad:

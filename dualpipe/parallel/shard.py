@@ -158,7 +158,7 @@ class Cut:
 
     units: modules whose parameters are gathered and reduced together, and their key (None: no parameters of their own);
     innermost first, the order in which they are to be sharded. casts: by module, what its floating-point inputs and
-    outputs are cast to; None leaves them. narrowed: by module, which of its parameters its forward sees in another dtype
+    outputs are cast to; None leaves them. narrowed: by module, the parameters that its forward sees in another dtype
     than they are gathered in. output_dtype: what the module returns, by default the policy's.
 
     Raises ValueError where the plan lacks a tensor, or dtypes meet where FSDP2 cannot keep them apart: in parameters

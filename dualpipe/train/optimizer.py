@@ -119,7 +119,7 @@ class Optimizer:
     def __init__(
         self, modules: Iterable[nn.Module], *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float,
         moments: torch.dtype = torch.float32, name: str = "adamw", options: Mapping[str, Any] | None = None,
-        groups: Sequence[Group] = (),
+        groups: Sequence[Group] = (), masters: Mapping[nn.Parameter, Tensor] | None = None,
     ) -> None:
         """A parameter that appears twice (tied) is updated once. moments: bfloat16, or float32 for the dtype of what is
         updated.
@@ -128,6 +128,8 @@ class Optimizer:
             another `torch.optim.Optimizer` by, such as torch.optim.NAdam, for which the host waits for the norm.
         options: of Muon, or of that class, besides rate and decay. groups: for parameters by name; where several match,
             the last that says something holds.
+        masters: float32 values of parameters in half precision, which become theirs; others are made from the
+            parameters.
 
         Raises ValueError for other moments, for a quantized parameter that is trained without a master, and for a class
         that there is not, or that does not take its options.
@@ -137,7 +139,8 @@ class Optimizer:
         self._narrow = moments is torch.bfloat16
         places = parameter_places(modules)
         self.parameters: list[nn.Parameter] = list(places)
-        self._masters: dict[nn.Parameter, Tensor] = {parameter: _master_of(parameter) for parameter in places}
+        self._masters: dict[nn.Parameter, Tensor] = {
+            parameter: _master_of(parameter, (masters or {}).get(parameter)) for parameter in places}
         found: dict[str, dict[tuple[float, float], list[Tensor]]] = {}  # by algorithm, then share of the rate and decay
         for (place, owner), master in zip(places.values(), self._masters.values()):
             algorithm = algorithm_of(name, groups, place, owner, master)
@@ -266,14 +269,14 @@ class Optimizer:
                 master._local_tensor = cast(Tensor, part.master)
 
 
-def _master_of(parameter: nn.Parameter) -> Tensor:
-    """What is updated of a parameter, in at least float32; its gradient is in float32."""
+def _master_of(parameter: nn.Parameter, values: Tensor | None = None) -> Tensor:
+    """What is updated of a parameter, in at least float32; its gradient is in float32. values: those of the master."""
     if (part := quantized_part(parameter)) is not None:
         if part.master is None:
             raise ValueError(untrained(f"a parameter of shape {tuple(parameter.shape)}", part))
         master: Tensor = placed_as(parameter, part.master)
     elif parameter.dtype in (torch.bfloat16, torch.float16):
-        master = parameter.detach().float()
+        master = parameter.detach().float() if values is None else values
     else:
         return parameter
     if not isinstance(parameter, DTensor):  # FSDP2 hands out reduced gradients in the parameter's own dtype
