@@ -8,6 +8,7 @@ its number (`together`).
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -30,9 +31,13 @@ _TAG = 14  # gloo's, of records; any that nothing else uses
 _CHARACTERS = 20_000  # of an error's text that travel to the other ranks
 _RECORD_CHARACTERS = 1200  # the same in a record
 
+_MIXED = (" Modules of two dtypes meet: fully_shard casts what enters its units, but neither buffers nor what a module "
+          "of another dtype returns. Cast them, or shard the stage by dualpipe.parallel.shard, which does.")
 _REMEDIES = {  # for errors of torch that say nothing of a pipeline
     "leaf Variable that requires grad": " A stage must not begin with an operation in place: its input is a leaf, from "
     "which the stage before gets its gradient, and so are parameters. Write x = x + 1 instead of x += 1.",
+    "must have the same dtype": _MIXED,
+    "same dtype, but got": _MIXED,
 }
 
 _LAST_WORD = timedelta(seconds=1)
@@ -255,7 +260,7 @@ class RankSync:
                             work.wait(*[_LAST_WORD] * lost)
                     records[peer] = unpack_record(buffers[peer])
                 except RuntimeError as error:
-                    records[peer], kind = [f"{_GONE}{error}", None], PipelineError
+                    records[peer], kind = [f"{_GONE}{error}{_where_to_look(error)}", None], PipelineError
         errors = [f"{self._names([rank])}: {text}" for rank, (text, _) in enumerate(records) if text is not None]
         if all(map(of_lost, errors)):
             kind = RankLost
@@ -289,6 +294,12 @@ def _attempt(call: Callable[..., Any], *args: Any) -> Any:
         return call(*args)
     except RuntimeError as error:
         return error
+
+
+def _where_to_look(error: RuntimeError) -> str:
+    """What to do about a rank that has closed its connection, as a process does that ends."""
+    is_closed = re.search("closed by peer|reset by peer|connection refused", str(error), re.IGNORECASE)
+    return ". It has ended: its own output says why" if is_closed else ""
 
 
 def of_lost(text: str) -> bool:

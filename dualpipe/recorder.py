@@ -209,7 +209,8 @@ class Waiting:
         if error is not None and entry[RANKS] and _of_backend(error):
             others = ", ".join(recorder.name(rank) for rank in entry[RANKS] if rank != recorder.rank)
             seconds = (entry[ENDED] - entry[BEGAN]) / 1e9
-            text = f"waited {seconds:.3g} s for {entry[WHAT]} from {others} ({_reason(error)})"
+            waited = f"{seconds:.3g} s" if seconds >= 0.001 else "less than 1 ms"
+            text = f"waited {waited} for {entry[WHAT]} from {others} ({_reason(error)})"
             if recorder.lost is None:
                 recorder.lost, recorder._lost_in = text, entry
                 recorder._before = list(recorder._ring)[-_SHOWN:], Counter(recorder._numbers)

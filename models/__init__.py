@@ -9,18 +9,21 @@ from pathlib import Path
 from reprlib import repr as brief
 from typing import Any
 
-from dualpipe.models.deepseek import DeepseekV2Config, DeepseekV3Config
+from dualpipe.models.deepseek import DeepseekV2Config, DeepseekV3Config, KimiK2Config
 from dualpipe.models.gpt_oss import GptOssConfig
 from dualpipe.models.hub import HubConfig
 from dualpipe.models.qwen3_moe import Qwen3MoeConfig
 from dualpipe.models.stages import Stage, build_stages, split_layers
 
 __all__ = [
-    "DeepseekV2Config", "DeepseekV3Config", "GptOssConfig", "HubConfig", "Qwen3MoeConfig", "Stage", "build_stages",
-    "config_from_dict", "read_config", "split_layers",
+    "DeepseekV2Config", "DeepseekV3Config", "GptOssConfig", "HubConfig", "KimiK2Config", "Qwen3MoeConfig", "Stage",
+    "build_stages", "config_from_dict", "read_config", "split_layers",
 ]
 
-FAMILIES = {family.model_type: family for family in (Qwen3MoeConfig, DeepseekV2Config, DeepseekV3Config, GptOssConfig)}
+FAMILIES = {
+    family.model_type: family
+    for family in (Qwen3MoeConfig, DeepseekV2Config, DeepseekV3Config, KimiK2Config, GptOssConfig)
+}
 
 
 def read_config(path: str | PathLike[str]) -> HubConfig:

@@ -1,4 +1,5 @@
 """DeepSeek-V2 (V2-Lite, V2; arXiv:2405.04434) and DeepSeek-V3 (arXiv:2412.19437): latent attention, shared experts.
+Kimi K2 (arXiv:2507.20534) is DeepSeek-V3 with other sizes.
 
 A head's queries and keys have N dimensions that do not know their position, then P rotated ones. Keys and values are
 made from a narrow latent, to which the rotated part of the key, one for all heads, comes besides.
@@ -111,6 +112,7 @@ class DeepseekV2Config(DeepseekConfig):
     """
 
     model_type: ClassVar[str] = "deepseek_v2"
+    architecture: ClassVar[str] = "DeepseekV2ForCausalLM"
     _fixed: ClassVar[dict[str, Any]] = DeepseekConfig._fixed | {
         "scoring_func": "softmax", "norm_topk_prob": False, "rope_interleave": True,
     }
@@ -131,6 +133,7 @@ class DeepseekV3Config(DeepseekConfig):
     """DeepSeek-V3: each expert's own sigmoid, and a bias on the choice that evens out the loads."""
 
     model_type: ClassVar[str] = "deepseek_v3"
+    architecture: ClassVar[str] = "DeepseekV3ForCausalLM"
     _fixed: ClassVar[dict[str, Any]] = DeepseekConfig._fixed | {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 
     n_group: int | None = 8
@@ -156,6 +159,20 @@ class DeepseekV3Config(DeepseekConfig):
     def _routing(self) -> dict[str, Any]:
         form = {"score": "sigmoid", "group_best": 2, "correction_bias": True}
         return super()._routing() | form | {"norm_topk_prob": self.norm_topk_prob}
+
+
+@dataclass(frozen=True, kw_only=True)
+class KimiK2Config(DeepseekV3Config):
+    """Kimi K2: DeepSeek-V3's mathematics and class, by another `model_type`."""
+
+    model_type: ClassVar[str] = "kimi_k2"
+    auto_map: ClassVar[dict[str, str]] = {  # the code of the published checkpoint, for one that brings none
+        name: f"moonshotai/Kimi-K2-Instruct--{place}" for name, place in (
+            ("AutoConfig", "configuration_deepseek.DeepseekV3Config"),
+            ("AutoModel", "modeling_deepseek.DeepseekV3Model"),
+            ("AutoModelForCausalLM", "modeling_deepseek.DeepseekV3ForCausalLM"),
+        )
+    }
 
 
 class LatentAttention(Attention):

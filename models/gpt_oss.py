@@ -30,6 +30,7 @@ class GptOssConfig(GroupedQueryConfig):
     """Sizes and options, named as in the hub's `config.json`, but `num_experts` for its `num_local_experts`."""
 
     model_type: ClassVar[str] = "gpt_oss"
+    architecture: ClassVar[str] = "GptOssForCausalLM"
     # How a checkpoint is quantized is seen from its tensors.
     _ignored: ClassVar[frozenset[str]] = frozenset({"initial_context_length", "quantization_config"})
     _fixed: ClassVar[dict[str, Any]] = {"hidden_act": "silu", "attention_dropout": 0.0, "output_router_logits": False}

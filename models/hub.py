@@ -64,6 +64,9 @@ class HubConfig:
     _fixed: ClassVar[dict[str, Any]] = {}  # keys of which one value is supported
     _nullable: ClassVar[frozenset[str]] = frozenset()  # keys for which null is a value, not the same as no such key
     quantized_as: ClassVar[str] = "fp8_block"  # the format of the family's quantized checkpoints
+    architecture: ClassVar[str]  # the class of the whole model in other libraries
+    # config.json's "auto_map" of a family whose code comes with its checkpoint, as transformers has none of its name.
+    auto_map: ClassVar[Mapping[str, str]] = {}
 
     vocab_size: int
     hidden_size: int
@@ -142,8 +145,8 @@ class HubConfig:
             values["max_position_embeddings"] = int(self.yarn.original_max_position_embeddings * self.yarn.factor)
         # Other libraries take some number of their own where this is missing, whatever the other sizes are.
         values.setdefault("num_key_value_heads", values["num_attention_heads"])
-        architecture = type(self).__name__.removesuffix("Config") + "ForCausalLM"
-        return {"architectures": [architecture], "model_type": self.model_type, **self._fixed, **values,
+        remote = {"auto_map": dict(self.auto_map)} if self.auto_map else {}
+        return {"architectures": [self.architecture], **remote, "model_type": self.model_type, **self._fixed, **values,
                 "rope_parameters": rope}
 
     @property

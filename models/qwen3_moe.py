@@ -15,6 +15,7 @@ class Qwen3MoeConfig(GroupedQueryConfig):
     """Sizes and options, named as in the hub's `config.json`."""
 
     model_type: ClassVar[str] = "qwen3_moe"
+    architecture: ClassVar[str] = "Qwen3MoeForCausalLM"
     _ignored: ClassVar[frozenset[str]] = frozenset({"max_window_layers", "sliding_window"})  # of one that is off
     _fixed: ClassVar[dict[str, Any]] = {
         "hidden_act": "silu", "use_sliding_window": False, "attention_dropout": 0.0, "output_router_logits": False,

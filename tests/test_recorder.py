@@ -55,6 +55,8 @@ def test_an_error_of_the_backend_becomes_the_loss_of_a_rank_and_others_stay():
     with pytest.raises(RankLost), recorder.wait("receive", "more", (2,)):
         raise torch.distributed.DistBackendError("closed")
     assert recorder.lost == first, "the first is the one that counts"
+    with pytest.raises(RankLost, match=r"^waited less than 1 ms for word from rank 2"), recorder.wait("", "word", (2,)):
+        raise torch.distributed.DistBackendError("closed")
     for error in (ValueError("mine"), PipelineError("told"), RuntimeError("out of memory"), KeyboardInterrupt()):
         with pytest.raises(type(error)) as raised, recorder.wait("receive", "rows", (3,)):
             raise error

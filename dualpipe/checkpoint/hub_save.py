@@ -53,7 +53,7 @@ MAX_SHARD_BYTES = 5 * 10**9
 # What a source's directory has besides tensors and config.json that belongs to the model.
 CARRIED = (
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json",
-    "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json",
+    "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", "tiktoken.model",
 )
 _OF_FILES = {"quantization_config", "auto_map", "torch_dtype", "dtype"}  # in config.json: of the source's files alone
 
@@ -70,10 +70,10 @@ def save_hf(
     memory of one hub tensor on top. The timeout of the default process group must be longer than the writing takes.
 
     `source`, a checkpoint of the same model, is where `config.json`, `generation_config.json` and the tokenizer come
-    from; without one, `config.json` has only what this library knows. Layers for multi-token prediction (DeepSeek-V3)
-    are written as all others where the model has them to be trained, each with a copy of the embedding and of the head.
-    Else they are carried from it byte for byte, FP8 with its scales too. Those that it lacks `config.json` does not
-    announce; that is warned.
+    from, and the code where the family's comes with its checkpoints (Kimi K2); without one, `config.json` has only what
+    this library knows. Layers for multi-token prediction (DeepSeek-V3) are written as all others where the model has
+    them to be trained, each with a copy of the embedding and of the head. Else they are carried from it byte for byte,
+    FP8 with its scales too. Those that it lacks `config.json` does not announce; that is warned.
     `quantized`: weights that are stored in the format of the family's quantized checkpoints, fp8_block or of gpt-oss
     mxfp4, are written as their elements and scales, which untrained are those that were loaded, and `config.json` says
     so. Otherwise that never says quantized, and of such weights the masters are written, or where frozen what they
@@ -166,7 +166,7 @@ def write_model(
 
     with ExitStack() as ending:  # of rank 0
         ranks.first(lambda: _begin(folder, target, ending, files, _documents(config, dtype, source, kept, header),
-                                   source))
+                                   _carried_files(config, source)))
         ranks.agree(lambda: _write(folder, header, data()))
         ranks.first(lambda: _finish(folder, target))
 
@@ -214,6 +214,8 @@ def _documents(
         raise ValueError(f"{source} is of another model ({differ or described.model_type}); give the one that the "
                          "model was made from, or none")
     content = {key: value for key, value in content.items() if key not in _OF_FILES}
+    if config.auto_map:
+        content["auto_map"] = _auto_map(config, source)
     layers = config.mtp_depth + len({described.carried_layer(name) for name in kept})
     for key in [key for key in MTP_LAYERS if key in content] or MTP_LAYERS[: min(layers, 1)]:
         if (content.get(key) or 0) > layers:
@@ -237,9 +239,31 @@ def _documents(
     return documents
 
 
+def _auto_map(config: HubConfig, source: StrPath | None) -> dict[str, Any]:
+    """The "auto_map" of a family whose code comes with its checkpoint: the source's, where the files that it names are
+    there and so go along; else that of the published checkpoint."""
+    theirs = {} if source is None else read_json(source, CONFIG).get("auto_map")
+    if source is None or not isinstance(theirs, dict) or not theirs:
+        return dict(config.auto_map)
+    code = {path.stem for path in Path(source).glob("*.py")}
+    entries = (entry for value in theirs.values() for entry in (value if isinstance(value, list) else [value]))
+    places = [str(entry) for entry in entries if entry is not None]  # "module.Class", or "owner/name--module.Class"
+    is_complete = all("--" in place or place.partition(".")[0] in code for place in places)
+    return theirs if is_complete else dict(config.auto_map)
+
+
+def _carried_files(config: HubConfig, source: StrPath | None) -> list[Path]:
+    """The files of a source that go into an export as they are; its code too, where the family's comes with it."""
+    if source is None:
+        return []
+    names = [name for name in CARRIED if (Path(source) / name).exists()]
+    code = sorted(path.name for path in Path(source).glob("*.py")) if config.auto_map else []
+    return [file_within(source, name) for name in (*names, *code)]
+
+
 def _begin(
     folder: Path, target: Path, ending: ExitStack, files: Sequence[NewFile], documents: Mapping[str, dict[str, Any]],
-    source: StrPath | None,
+    carried_files: Iterable[Path],
 ) -> None:
     """Make the directory, with all files but their tensors; remove those that killed writers of the same target left.
 
@@ -257,9 +281,8 @@ def _begin(
     for name, content in documents.items():
         with naming(folder / name), open(folder / name, "x", encoding="utf-8") as document:
             document.write(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
-    for name in CARRIED:
-        if source is not None and (Path(source) / name).exists():
-            shutil.copyfile(file_within(source, name), folder / name)
+    for path in carried_files:
+        shutil.copyfile(path, folder / path.name)
     for file in files:
         with naming(folder / file.name), open(folder / file.name, "xb") as out:
             out.write(file.head)

@@ -129,7 +129,7 @@ class DTypePolicy:
 @dataclass(frozen=True)
 class TensorDTypes:
     """The dtypes of one tensor and why. `output` is what its module returns, and `reduce` what its gradient is
-    accumulated in, where a rule names them."""
+    accumulated in, where a rule names them, or wider ones beside it ask for more (see `resolve.widen_siblings`)."""
 
     storage: torch.dtype
     compute: torch.dtype
@@ -140,6 +140,7 @@ class TensorDTypes:
     format: Format | None = None  # what is gathered and computed with; and stored, unless
     gathered: bool = False  # the shards are plain, and are quantized for each gather
     master: bool = False  # float32 ones are beside what is stored in the format
+    unsharded: torch.dtype | None = None  # what FSDP2 gathers it in, where that is not what its forward sees
 
     @property
     def stored(self) -> torch.dtype | Format:
@@ -325,8 +326,9 @@ def _watch(
         for key, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
             name = f"{prefix}.{key}".lstrip(".")
             planned = plan.of(name)
-            check(name, "computes in", tensor.dtype, planned.compute)
-            check(name, "computes with", _kind(tensor), planned.format or planned.compute)
+            seen_by_forward = vars(module).get(key, tensor)  # see `shard`: one that is gathered wider is narrowed
+            check(name, "computes in", seen_by_forward.dtype, planned.compute)
+            check(name, "computes with", _kind(seen_by_forward), planned.format or planned.compute)
             if isinstance(tensor, nn.Parameter):
                 seen.append(name)
                 if tensor.requires_grad:

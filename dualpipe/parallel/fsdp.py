@@ -26,6 +26,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 
+from dualpipe.dtypes import short_name
 from dualpipe.parallel.gather import attach
 from dualpipe.parallel.private import groups_of, private, state_of
 from dualpipe.quantized.weights import placed_as, quantized_part
@@ -61,12 +62,36 @@ class StageParameters:
             if isinstance(private(group, "offload_policy"), CPUOffloadPolicy):
                 raise ValueError("FSDP2's CPU offload is not supported under a pipeline, which keeps parameters "
                                  "gathered for a whole step; leave offload_policy out")
+        self._check_towers()
         for root in self._roots:
             root.set_reshard_after_forward(False)
             if hasattr(root, "set_reduce_scatter_max_input_buffers"):
                 # With one, the default, a unit's reduction would hold up the computing until the one before it is
                 # through. It costs no memory: a buffer takes the place of the gradients that were copied into it.
                 root.set_reduce_scatter_max_input_buffers(len(self._units))
+
+    def _check_towers(self) -> None:
+        """Raise ValueError for a frozen module that computes in another dtype than all that is trained, where nothing
+        casts between them: `fully_shard` does not, while `shard` does, and says so by `cast_forward_inputs`."""
+        policies = [private(group, "mp_policy") for group in self._groups]
+        if not policies or not all(policy.cast_forward_inputs for policy in policies):
+            return
+        computes: dict[nn.Parameter, torch.dtype] = {}
+        for group, policy in zip(self._groups, policies):
+            for fsdp_param in private(group, "fsdp_params"):
+                param = private(fsdp_param, "sharded_param")
+                computes[param] = policy.param_dtype or param.dtype
+        trained = {dtype for param, dtype in computes.items() if param.requires_grad}
+        for name, tower in _towers(self._stage):
+            dtypes = {computes.get(p, p.dtype) for p in tower.parameters() if p.is_floating_point()}
+            if trained and dtypes and dtypes.isdisjoint(trained) and not _returns_a_dtype(tower):
+                frozen_in = " and ".join(sorted(map(short_name, dtypes)))
+                trained_in = " and ".join(sorted(map(short_name, trained)))
+                raise ValueError(
+                    f"{name} ({type(tower).__name__}) is frozen and computes in {frozen_in}, what is trained in "
+                    f"{trained_in}, and fully_shard casts nothing between them: cast it first (.to(dtype)), or shard "
+                    "the stage by dualpipe.parallel.shard, which does; where the stage's forward casts by itself, give "
+                    "fully_shard MixedPrecisionPolicy(..., cast_forward_inputs=False)")
 
     def places(self) -> Iterator[Place]:
         """Where the parameters that FSDP2 has are, in other stages too that see them (`lend`)."""
@@ -289,6 +314,25 @@ def lend(stage: nn.Module, places: Sequence[Place]) -> None:
                 info.shared_modules.append(module)
                 info.shared_param_names.append(name)
                 setattr(module, name, private(fsdp_param, "sharded_param"))
+
+
+def _towers(stage: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The largest modules with modules inside, and their names, that are frozen, where others are trained."""
+    frozen: set[nn.Module] = set()
+    for name, module in stage.named_modules():
+        is_frozen = not any(param.requires_grad for param in module.parameters())
+        if is_frozen and module not in frozen and any(True for _ in module.children()):
+            yield name, module
+        if is_frozen:
+            frozen.update(module.modules())
+
+
+def _returns_a_dtype(module: nn.Module) -> bool:
+    """Return True for an FSDP2 unit whose policy casts what goes in and what comes out."""
+    if not isinstance(module, FSDPModule):
+        return False
+    policies = [private(group, "mp_policy") for group in groups_of(module)]
+    return all(policy.param_dtype and policy.output_dtype for policy in policies)
 
 
 def _units(stage: nn.Module) -> list[Any]:

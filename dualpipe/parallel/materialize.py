@@ -289,9 +289,10 @@ def store(module: nn.Module, mesh: DeviceMesh | None, plan: DTypePlan, expert_me
     """
     for name, param in ((slot.name, slot.tensor) for slot in slots(module) if not slot.is_buffer):
         storage, compute, format = plan.of(name).storage, plan.of(name).compute, plan.of(name).format
+        is_cast = plan.of(name).unsharded is storage  # for its module's forward
         if format is not None:
             check_cut(name, param, format, 1 if mesh is None else mesh.size(mesh.ndim - 1))
-        elif mesh is None and storage is not compute:
+        elif mesh is None and storage is not compute and not is_cast:
             raise ValueError(f"{name} is stored in {short_name(storage)} and computes in {short_name(compute)}, which "
                              "only a sharded module can: shard it over a mesh (of one rank, if there is no other), or "
                              "build it in its compute dtype")

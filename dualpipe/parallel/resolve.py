@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import reduce
 from itertools import chain, product
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 
 from dualpipe import errors
 from dualpipe.dtypes import short_name
@@ -18,19 +22,29 @@ from dualpipe.parallel.dtype_plan import DTypePlan, DTypePolicy, Rule, TensorDTy
 from dualpipe.parallel.shard import Cut
 from dualpipe.quantized.tensor import QuantizedTensor
 from dualpipe.quantized.weights import quantizable
+from dualpipe.ranks import RankSync, backends, gloo_beside
 
+_OF_PIN = "tensor of the model"  # what patterns of each kind should match
+_OF_RULE = "floating-point tensor of the model"
+_OF_FORMAT = "weight of a linear layer or of experts, but for heads, routers, eh_proj and pinned ones,"
+_OTHER_STAGES = ("; for what only other ranks' stages have, resolve the plan for the whole model, on the meta device, "
+                 "or pass the pipeline's group")
 _PINS = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict", "keep_fp32")  # attributes of modules
 
 
 def resolve_dtypes(
     model: nn.Module | Sequence[nn.Module], policy: DTypePolicy,
-    source_dtypes: Mapping[str, torch.dtype] | None = None, *, sharded: bool = True,
+    source_dtypes: Mapping[str, torch.dtype] | None = None, *, sharded: bool = True, group: ProcessGroup | None = None,
 ) -> DTypePlan:
     """Decide storage, compute and save dtype of every parameter and buffer.
 
     `model` is the whole model or all of its stages; only names, dtypes and `requires_grad` are read, so it may be on
     the meta device. The dtype that it was built with is the one requested. `source_dtypes` are those in the checkpoint
     that will be loaded, by the model's names (see `checkpoint_dtypes`).
+
+    `group`: of the ranks whose stages make up the model, such as the pipeline's, where `model` is this rank's stages
+    alone. Collective over it: a rule or `keep_fp32` must then match on one of its ranks, and an error on one is raised
+    on all. Without it, what matches nothing in `model` is an error, though another rank's stage may have it.
 
     What decides the compute dtype, the first that applies:
 
@@ -41,6 +55,9 @@ def resolve_dtypes(
        regular expressions, found anywhere in a name, as they are there (which heeds the first in float16 only);
     4. float32 in a checkpoint that also has narrower floating-point tensors;
     5. the policy.
+
+    Vectors that one module owns beside others of a wider dtype (`dt_bias` in bfloat16 beside `A_log` in float32), which
+    FSDP2 cannot keep apart, are stored and reduced in the widest; a forward sees each in its compute dtype.
 
     Storage is `promote_types(checkpoint, requested)`, widened to the compute dtype; gradients are reduced in at least
     the compute dtype; what is computed in is saved. A rule may say otherwise of each. What one quantizes is stored in
@@ -53,17 +70,63 @@ def resolve_dtypes(
     with another; no name of `source_dtypes` is in the model; or FSDP2 could not keep the dtypes apart (not checked
     where `sharded` is false).
     """
+    ranks = RankSync(group if group is None or "cpu" in backends(group) else gloo_beside(group))
     modules = (model,) if isinstance(model, nn.Module) else tuple(model)
+    hint = "" if isinstance(model, nn.Module) or group is not None else _OTHER_STAGES
+    plans: list[DTypePlan] = []
+
+    def decide() -> list[_Pattern]:
+        plan, patterns = _resolve(modules, policy, source_dtypes or {}, sharded, alone=ranks.size == 1, hint=hint)
+        plans.append(plan)
+        return patterns
+
+    _require_matches(ranks.gather(decide))
+    return plans[0]
+
+
+class _Pattern(NamedTuple):
+    """A rule or pin, and whether it matches in the modules of one rank."""
+
+    text: str
+    is_matched: bool
+    kind: str  # of what it should match
+    glob: str
+    names: list[str]  # those that it was held against, layers by "*"
+
+
+def _require_matches(patterns_of_ranks: Sequence[Sequence[_Pattern]], hint: str = "") -> None:
+    """Raise ValueError for the patterns that match on no rank. hint: what else to do about it."""
+    everywhere = list(chain.from_iterable(patterns_of_ranks))
+    matched = {(each.kind, each.text) for each in everywhere if each.is_matched}
+    names: defaultdict[tuple[str, str, str], list[str]] = defaultdict(list)
+    for each in everywhere:
+        if (each.kind, each.text) not in matched:
+            names[each.kind, each.text, each.glob] += each.names
+    if not names:
+        return
+    kind = min((of for of, _, _ in names), key=(_OF_PIN, _OF_RULE, _OF_FORMAT).index)
+    unmatched = (f"{text}, nearest: {_nearest(glob, near)}" for (of, text, glob), near in names.items() if of == kind)
+    where = " in that module" if kind == _OF_PIN else ""
+    raise ValueError(f"no {kind} matches {'; '.join(unmatched)}; a pattern is matched by whole segments from the start "
+                     f"of a name{where}{hint}")
+
+
+def _resolve(
+    modules: Sequence[nn.Module], policy: DTypePolicy, sources: Mapping[str, torch.dtype], sharded: bool, *,
+    alone: bool, hint: str,
+) -> tuple[DTypePlan, list[_Pattern]]:
+    """The plan of modules, and what their patterns match; alone: whether no other rank has part of the model."""
     found: dict[int, _Found] = {}
     for slot in chain.from_iterable(map(slots, modules)):
         item = found.setdefault(id(slot.tensor), _Found(slot.tensor, slot.is_buffer))
         item.names.append(slot.name)
         item.frozen |= slot.is_frozen
-    _find_pins(modules, found, policy.param_dtype)
+    patterns = _find_pins(modules, found, policy.param_dtype)
     for weight in chain.from_iterable(map(quantizable, modules)):
         found[id(weight.param)].quantizable = not found[id(weight.param)].pin
-    _find_rules(found.values(), cast(Sequence[Rule], policy.rules))  # which a policy has made of tuples
-    sources = source_dtypes or {}
+    patterns += _find_rules(found.values(), cast(Sequence[Rule], policy.rules))  # which a policy has made of tuples
+    if alone:
+        _require_matches([patterns], hint)  # ahead of what else may be wrong
     if sources and sources.keys().isdisjoint(chain.from_iterable(item.names for item in found.values())):
         first = next((item.names[0] for item in found.values()), "nothing")
         raise ValueError(f"no name of source_dtypes is in the model; it has {next(iter(sources))!r}, the model "
@@ -74,9 +137,11 @@ def resolve_dtypes(
         source = next((sources[name] for name in item.names if name in sources), None)
         tensors.update(dict.fromkeys(item.names, _decide(item, source, policy.param_dtype, narrow)))
     plan = DTypePlan(policy, tensors)
+    if sharded:
+        widen_siblings(modules, found, plan, tensors)
     for module in modules if sharded else ():
         Cut(module, plan)  # which refuses what FSDP2 could not keep apart
-    return plan
+    return plan, patterns
 
 
 @dataclass
@@ -93,7 +158,7 @@ class _Found:
     given: dict[str, Any] = field(default_factory=dict)  # what they say together, by their fields
 
 
-def _find_pins(roots: Iterable[nn.Module], found: Mapping[int, _Found], base: torch.dtype) -> None:
+def _find_pins(roots: Iterable[nn.Module], found: Mapping[int, _Found], base: torch.dtype) -> list[_Pattern]:
     unused: dict[tuple[str, str], list[str]] = {}  # by pin and pattern, the names that there were
     for module, attribute in product(chain.from_iterable(root.modules() for root in roots), _PINS):
         pins, ours = getattr(module, attribute, None) or (), attribute == "keep_fp32"
@@ -115,13 +180,10 @@ def _find_pins(roots: Iterable[nn.Module], found: Mapping[int, _Found], base: to
                     found[id(tensor)].pin = pin
             if ours:  # transformers' lists name what some models of a class lack
                 unused[pin, pattern] = [] if matching else unused.get((pin, pattern), list(inside))
-    for (pin, pattern), names in unused.items():
-        if names:
-            raise ValueError(f"no tensor of the model matches {pin}, nearest: {_nearest(pattern, names)}; "
-                             "a pattern is matched by whole segments from the start of a name in that module")
+    return [_Pattern(pin, not names, _OF_PIN, pattern, _short(names)) for (pin, pattern), names in unused.items()]
 
 
-def _find_rules(found: Collection[_Found], rules: Sequence[Rule]) -> None:
+def _find_rules(found: Collection[_Found], rules: Sequence[Rule]) -> list[_Pattern]:
     used: set[Rule] = set()
     floating = [item for item in found if item.tensor.is_floating_point()]
     for item in floating:
@@ -143,14 +205,17 @@ def _find_rules(found: Collection[_Found], rules: Sequence[Rule]) -> None:
                                      "narrower")
         if matching:
             item.rules = "rule " + ", ".join(dict.fromkeys(repr(rule.pattern) for rule in matching))
-    for formats, what in ((False, "floating-point tensor of the model"),
-                          (True, "weight of a linear layer or of experts, but for heads, routers, eh_proj and pinned "
-                                 "ones,")):
-        if unused := [rule for rule in rules if rule not in used and bool(rule.format) is formats]:
-            names = [name for item in floating for name in item.names if item.quantizable or not formats]
-            raise ValueError(f"no {what} matches "
-                             + "; ".join(f"{_say(rule)}, nearest: {_nearest(rule.pattern, names)}" for rule in unused)
-                             + "; a pattern is matched by whole segments from the start of a name")
+    patterns: list[_Pattern] = []
+    for rule in rules:
+        names = [name for item in floating for name in item.names if item.quantizable or not rule.format]
+        kind = _OF_FORMAT if rule.format else _OF_RULE
+        patterns.append(_Pattern(_say(rule), rule in used, kind, rule.pattern, [] if rule in used else _short(names)))
+    return patterns
+
+
+def _short(names: Iterable[str]) -> list[str]:
+    """Names with "*" in place of the numbers of layers, each once."""
+    return list(dict.fromkeys(".".join("*" if part.isdigit() else part for part in name.split(".")) for name in names))
 
 
 def _say(rule: Rule) -> str:
@@ -162,7 +227,7 @@ def _say(rule: Rule) -> str:
 def _nearest(pattern: str, names: Iterable[str]) -> str:
     """Patterns like this one that match: of tensors and modules, with and without what is before them."""
     candidates: dict[str, None] = {}
-    for segments in {tuple("*" if part.isdigit() else part for part in name.split(".")): None for name in names}:
+    for segments in (name.split(".") for name in _short(names)):
         for end in range(1, len(segments) + 1):
             candidates[".".join(segments[:end])] = None
             for start in (start for start in range(1, end) if segments[start] != "*"):
@@ -208,6 +273,46 @@ def _decide(item: _Found, source: torch.dtype | None, base: torch.dtype, narrow:
     return TensorDTypes(storage, compute, given.get("save", compute), f"{reason}; frozen" if item.frozen else reason,
                         given.get("output_dtype"), given.get("reduce"), format, gathered=bool(gather),
                         master=bool(format and not gather and item.tensor.requires_grad))
+
+
+def widen_siblings(
+    roots: Iterable[nn.Module], found: Mapping[int, _Found], plan: DTypePlan, tensors: dict[str, TensorDTypes]
+) -> None:
+    """Store, gather and reduce vectors that a module owns beside wider parameters in the widest of their dtypes, as
+    FSDP2 stores, gathers and reduces all that one module owns in one.
+
+    Changes `tensors`, those of the plan. Matrices stay, for `Cut` to refuse: they would take twice the memory and
+    traffic. So do those of torch's own modules, whose operators take one dtype, and what a rule stores or reduces so.
+    """
+    owned: defaultdict[nn.Module, dict[int, str]] = defaultdict(dict)
+    for slot in chain.from_iterable(map(slots, roots)):
+        if not slot.is_buffer and slot.tensor.is_floating_point() and slot.tensor.dim() > 0:
+            owned[slot.owner].setdefault(id(slot.tensor), slot.name)
+    for owner, names in owned.items():
+        each = {name: (tensors[name].storage, tensors[name].compute, plan.reduce_dtype(name))
+                for name in names.values()}
+        widest = tuple(reduce(torch.promote_types, dtypes) for dtypes in zip(*each.values()))
+        narrow = {key: name for key, name in names.items() if each[name] != widest}
+        if not narrow or hasattr(owner, "segments") or type(owner).__module__.startswith("torch.nn."):
+            continue
+        if any(tensors[name].format or isinstance(found[key].tensor, DTensor) for key, name in names.items()):
+            continue
+        if not all(_is_vector(found[key].tensor) and not {"storage", "reduce"}.intersection(found[key].given)
+                   for key in narrow):
+            continue
+        storage, compute, reduced = widest
+        beside = next((name for name in each if each[name] == widest), next(iter(each))).rpartition(".")[2]
+        for key, name in narrow.items():
+            planned = tensors[name]
+            wider = replace(planned, storage=storage, reduce=reduced,
+                            unsharded=compute if planned.compute != compute else None,
+                            reason=f"{planned.reason}; stored in {short_name(storage)} beside {beside}")
+            tensors.update(dict.fromkeys(found[key].names, wider))
+
+
+def _is_vector(tensor: Tensor) -> bool:
+    """Return True where at most one dimension is larger than 1."""
+    return tensor.numel() == max(tensor.shape)
 
 
 def _check_quantized(item: _Found, format: Format) -> None:

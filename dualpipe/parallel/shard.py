@@ -3,6 +3,8 @@
     host      the module itself, an element of its outermost ModuleList or ModuleDict (a layer), or a frozen tower
     unit      parameters of one key (storage, compute, reduce, expert or dense) in a host, gathered and reduced together
     cast      what goes into a module that owns parameters has their compute dtype, where its host mixes dtypes
+    narrow    a parameter that is gathered wider than it computes in, for what its module owns beside it, is cast for
+              the module's forward
 
 FSDP2 gathers a unit in one dtype and reduces it in one; its assertion about that comes in the first forward, and says
 nothing of frozen parameters. So parameters are grouped here, before anything is sharded. The casts are forward hooks of
@@ -108,6 +110,8 @@ def shard(
         module.boundary_dtype = boundary  # type: ignore[assignment]
     for inner, (inputs, outputs) in cut.casts.items():
         _cast(inner, inputs, outputs)
+    for inner, dtypes in cut.narrowed.items():
+        _narrow(inner, dtypes)
     return module
 
 
@@ -132,6 +136,7 @@ class _Part:
     name: str
     is_host: bool
     own: Key | None = None  # of the parameters that it owns directly
+    narrow: torch.dtype | None = None  # what it computes in, where some of these are gathered wider than that
     casts: dict[_Dtypes, None] = field(default_factory=dict)  # of these and of frozen scalars, in order
     children: list[_Part] = field(default_factory=list)
     keys: set[Key] = field(default_factory=set)  # of all parameters inside
@@ -153,7 +158,8 @@ class Cut:
 
     units: modules whose parameters are gathered and reduced together, and their key (None: no parameters of their own);
     innermost first, the order in which they are to be sharded. casts: by module, what its floating-point inputs and
-    outputs are cast to; None leaves them. output_dtype: what the module returns, by default the policy's.
+    outputs are cast to; None leaves them. narrowed: by module, the parameters that its forward sees in another dtype
+    than they are gathered in. output_dtype: what the module returns, by default the policy's.
 
     Raises ValueError where the plan lacks a tensor, or dtypes meet where FSDP2 cannot keep them apart: in parameters
     that one module owns directly, in a container without a forward, in tied parameters.
@@ -164,6 +170,7 @@ class Cut:
         self._parts: dict[nn.Module, _Part] = {}
         self.units: list[tuple[tuple[nn.Module, ...], Key | None]] = []
         self.casts: dict[nn.Module, _Dtypes] = {}
+        self.narrowed: defaultdict[nn.Module, dict[str, torch.dtype]] = defaultdict(dict)
         whole = self._look(root, "")
         self._find_casts(whole, output_dtype or plan.policy.output_dtype)
         for part in self._parts.values():
@@ -207,8 +214,12 @@ class Cut:
                     part.casts[dtypes.compute, dtypes.output] = None
             if is_param and tensor.dim() > 0:
                 reduce = self._plan.reduce_dtype(full)
-                part.own = Key(dtypes.storage, dtypes.compute, reduce, isinstance(tensor, DTensor))
+                gathered = dtypes.unsharded or dtypes.compute
+                part.own = Key(dtypes.storage, gathered, reduce, isinstance(tensor, DTensor))
                 owned.setdefault(part.own, full)
+                if dtypes.unsharded:
+                    part.narrow = dtypes.compute
+                    self.narrowed[module][key] = dtypes.compute
             elif is_param and tensor.requires_grad:
                 raise ValueError(f"{full} is a scalar, which FSDP2 cannot shard: give it the shape (1,)")
         if len(owned) > 1:
@@ -226,8 +237,8 @@ class Cut:
         one dtype, and into those that own parameters among other dtypes."""
         computes = {dtype for dtype, _ in host.dtypes}
         main = host.main.compute if host.main else self._plan.policy.param_dtype
-        self.casts[host.module] = computes.pop() if len(computes) == 1 else main, output
-        inside = host.children[::-1] if len(host.dtypes) > 1 else []
+        self.casts[host.module] = computes.pop() if len(computes) == 1 else host.narrow or main, output
+        inside = [] if len(host.dtypes) == 1 or _mixes_by_itself(host) else host.children[::-1]
         while inside:
             part = inside.pop()
             if not part.keys or part.is_host:
@@ -238,8 +249,9 @@ class Cut:
             if len({output for _, output in part.casts}) > 1:
                 raise ValueError(f"rules disagree on what {part.name} returns: {set(part.casts)}")
             if part.casts and _has_forward(part.module):
-                self.casts[part.module] = next(iter(part.casts))
-            inside += part.children[::-1]
+                inputs, returned = next(iter(part.casts))
+                self.casts[part.module] = part.narrow or inputs, returned
+            inside += [] if _mixes_by_itself(part) else part.children[::-1]
 
     def _find_units(self, host: _Part, main: Key | None) -> None:
         """The units in a module, and last the module itself with what is around them, of the key `main`."""
@@ -288,6 +300,12 @@ class Cut:
                 taken.update(tied)
         rest = [(tuple(m for m in modules if m not in taken), key) for modules, key in self.units]
         self.units = [*joined.items(), *(unit for unit in rest if unit[0])]
+
+
+def _mixes_by_itself(part: _Part) -> bool:
+    """Return True for a module whose own parameters differ in dtype, and what is inside does not: its forward was
+    written for that mix, and casts where it wants to."""
+    return part.narrow is not None and all(child.dtypes <= {(part.narrow, None)} for child in part.children)
 
 
 def _has_forward(module: nn.Module) -> bool:
@@ -362,6 +380,23 @@ def _accumulate_in(dtype: torch.dtype, called: Iterable[nn.Module], managed: lis
         set_grad_dtype()
     for module in called:
         module.register_forward_pre_hook(set_grad_dtype)
+
+
+def _narrow(module: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
+    """Have the module's forward see parameters in these dtypes; gradients go through the cast."""
+
+    def narrow(*_: Any) -> None:
+        for key, dtype in dtypes.items():
+            param = module._parameters[key]
+            if param is not None:
+                vars(module)[key] = param.to(dtype)  # found before the parameter itself
+
+    def restore(*_: Any) -> None:
+        for key in dtypes:
+            vars(module).pop(key, None)
+
+    module.register_forward_pre_hook(narrow)  # behind FSDP2's, which gathers
+    module.register_forward_hook(restore, always_call=True)
 
 
 def _cast(module: nn.Module, inputs: torch.dtype, outputs: torch.dtype | None) -> None:

@@ -34,6 +34,7 @@ from dualpipe.parallel.expert import ExpertParallel, shard_experts
 from dualpipe.parallel.materialize import build_on_meta, materialize
 from dualpipe.parallel.mesh import Mesh
 from dualpipe.parallel.shared_loads import share_loads
+from dualpipe.quantized.weights import quantized_part
 from dualpipe.ranks import RankSync
 from dualpipe.schedule import Schedule, build
 from dualpipe.train.mtp import MicroBatchLoss
@@ -49,6 +50,8 @@ class Model(NamedTuple):
     plan: DTypePlan
     has_first: bool
     has_last: bool
+    masters: Mapping[nn.Parameter, Tensor]
+    """float32 values, from a checkpoint, of parameters that are stored in less, for the optimizer to update"""
 
 
 def read_model_config(config: Config) -> HubConfig:
@@ -94,9 +97,10 @@ def plan_model(
     float32 masters. There, where nothing is gathered, what a rule gathers in a format is stored in it: the same bytes.
 
     recorded, from_hf: the dtypes in the checkpoint that will be loaded, by name, or a directory with a Hugging Face
-    checkpoint: what is float32 among narrower ones stays so.
+    checkpoint: what is float32 among narrower ones stays so. One in float32 throughout says nothing; without replicas
+    its values become the masters.
 
-    Raises ValueError as `resolve_dtypes` does, and for a Hugging Face checkpoint that would have to be rounded.
+    Raises ValueError as `resolve_dtypes` does, and without replicas for a rule that stores what it does not compute in.
     """
     wide, known = torch.promote_types(dtype, torch.float32), recorded
     if replicas == 1:
@@ -105,14 +109,25 @@ def plan_model(
     whole.to(dtype=wide if replicas > 1 else dtype)
     if from_hf:
         known = RankSync.of_mesh(mesh).first(lambda: hub_dtypes(from_hf, config))
-        narrowest = min(known.values(), key=lambda found: found.itemsize)
-        if replicas == 1 and torch.promote_types(dtype, narrowest) != dtype:
-            raise ValueError(f"{from_hf} holds {narrowest}, which ranks that share no storage would have to round to "
-                             f"{dtype}; use parallel.dp or ep > 1, train.dtype = \"fp32\", or first write it again by "
-                             "`dualpipe hf export --dtype bf16`")
     if known and not any(name in known for name, _ in whole.named_parameters()):
         known = None  # of another model, which is said when it is loaded
-    return resolve_dtypes(whole, DTypePolicy(dtype, wide, dtype, rules), known)
+    policy = DTypePolicy(dtype, wide, dtype, rules)
+    plan = resolve_dtypes(whole, policy, known)
+    return plan if replicas > 1 else _stored_as_computed(whole, plan, known or {})
+
+
+def _stored_as_computed(whole: nn.Module, plan: DTypePlan, known: Mapping[str, torch.dtype]) -> DTypePlan:
+    """The plan of ranks that share no storage: a checkpoint's wider values are kept as the optimizer's masters."""
+    rounded = {name: plan.of(name).compute for name, dtype in known.items() if name in plan.tensors
+               and torch.promote_types(dtype, plan.of(name).compute) is not plan.of(name).compute}
+    if rounded:
+        plan = resolve_dtypes(whole, plan.policy, {**known, **rounded})
+    for name, dtypes in plan.tensors.items():
+        if dtypes.storage is not dtypes.compute and not dtypes.format and not dtypes.unsharded:
+            raise ValueError(f"{name} is stored in {short_name(dtypes.storage)} and computes in "
+                             f"{short_name(dtypes.compute)}, which only a sharded module can: use parallel.dp or "
+                             "ep > 1, or leave out storage, as the optimizer keeps float32 masters")
+    return plan
 
 
 def build_model(
@@ -164,12 +179,33 @@ def build_model(
         quantized = any(dtypes.format for dtypes in plan.tensors.values())
         RankSync.of_mesh(mesh if quantized else None).agree(
             lambda: shard_stages(stages, place.dense, plan, expert_mesh=place.experts))
-    if from_hf:
+    masters: dict[nn.Parameter, Tensor] = {}
+    if from_hf and place.replicas == 1:
+        masters = _load_with_masters(stages, from_hf, mesh, plan, device)
+    elif from_hf:
         load_hf(stages, from_hf, mesh, plan, device=device)
     else:
         for stage in stages:
             materialize(stage, device, plan, seed=seed)
-    return Model(config, tuple(stages), plan, first, last)
+    return Model(config, tuple(stages), plan, first, last, masters)
+
+
+def _load_with_masters(
+    stages: Sequence[nn.Module], from_hf: str, mesh: DeviceMesh | None, plan: DTypePlan, device: torch.device
+) -> dict[nn.Parameter, Tensor]:
+    """Load as `load_hf` does what is stored in half precision, and return its values before they were rounded."""
+    names = {name for stage in stages for name, _ in stage.named_parameters(remove_duplicate=False)}
+    in_half = {name: replace(dtypes, storage=torch.float32) for name, dtypes in plan.tensors.items()
+               if name in names and dtypes.storage in HALF}
+    load_hf(stages, from_hf, mesh, DTypePlan(plan.policy, {**plan.tensors, **in_half}), device=device)
+    masters: dict[nn.Parameter, Tensor] = {}
+    for stage in stages:
+        for name, parameter in stage.named_parameters():
+            if name in in_half and quantized_part(parameter) is None:  # which has its own master
+                masters[parameter] = parameter.detach()
+                parameter.data = parameter.data.to(plan.of(name).storage)
+                parameter.grad_dtype = plan.reduce_dtype(name)
+    return masters
 
 
 def _rows_of_experts(plan: DTypePlan, products: Products) -> int:
@@ -259,7 +295,7 @@ def build_optimizer(config: Config, model: Model) -> Optimizer:
     layers = layer_groups(o.lr, o.layer_decay, model.config.num_hidden_layers) if o.layer_decay < 1 else []
     return Optimizer(
         model.stages, lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay, moments=dtype_of(o.moments),
-        name=o.name, options=options,
+        name=o.name, options=options, masters=model.masters,
         groups=[*layers, *(Group(each.pattern, each.lr, each.weight_decay, each.algorithm) for each in o.groups)],
     )
 

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from dualpipe.checkpoint.state import ParameterState
-from dualpipe.nn import Router
+from dualpipe.nn import RMSNorm, Router
 from dualpipe.nn.deferral import local
 from dualpipe.nn.init import local_part
 from dualpipe.parallel.dtype_plan import matches
@@ -33,6 +33,7 @@ from dualpipe.train.muon import Muon
 from dualpipe.train.tables import ALGORITHMS, OptimizerGroup
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # as torch calls them
+_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, RMSNorm)
 
 
 def learning_rate(
@@ -86,11 +87,19 @@ def parameter_places(modules: Iterable[nn.Module]) -> dict[nn.Parameter, tuple[s
     return found
 
 
+def is_matrix(name: str, owner: nn.Module, parameter: Tensor) -> bool:
+    """Return True for a matrix that multiplies, or a stack of such: linear layers, experts, embeddings, convolutions.
+
+    Shapes alone do not tell: the experts' biases are stacked, (E, N), and a norm's scale may have several dimensions.
+    """
+    is_scale = isinstance(owner, _NORMS) or name.rpartition(".")[2] == "sinks"
+    return parameter.dim() >= 2 and not name.endswith("bias") and not is_scale
+
+
 def takes_muon(name: str, owner: nn.Module, parameter: Tensor) -> bool:
-    """Whether a parameter is a matrix that maps hidden values to others, or a stack of such: no embedding, head, router
-    or bias."""
-    is_matrix = parameter.dim() in (2, 3) and not name.endswith("bias")
-    return is_matrix and "lm_head" not in name.split(".") and not isinstance(owner, nn.Embedding | Router)
+    """Return True for a matrix that maps hidden values to others, or a stack of such: no embedding, head or router."""
+    is_of_hidden = "lm_head" not in name.split(".") and not isinstance(owner, nn.Embedding | Router)
+    return is_of_hidden and parameter.dim() <= 3 and is_matrix(name, owner, parameter)
 
 
 def algorithm_of(
@@ -105,12 +114,12 @@ def algorithm_of(
 
 
 class Optimizer:
-    """AdamW that does not decay vectors, or Muon, or another; with fp32 masters for parameters of a lower precision."""
+    """AdamW that decays matrices alone, or Muon, or another; with fp32 masters for parameters of a lower precision."""
 
     def __init__(
         self, modules: Iterable[nn.Module], *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float,
         moments: torch.dtype = torch.float32, name: str = "adamw", options: Mapping[str, Any] | None = None,
-        groups: Sequence[Group] = (),
+        groups: Sequence[Group] = (), masters: Mapping[nn.Parameter, Tensor] | None = None,
     ) -> None:
         """A parameter that appears twice (tied) is updated once. moments: bfloat16, or float32 for the dtype of what is
         updated.
@@ -119,6 +128,8 @@ class Optimizer:
             another `torch.optim.Optimizer` by, such as torch.optim.NAdam, for which the host waits for the norm.
         options: of Muon, or of that class, besides rate and decay. groups: for parameters by name; where several match,
             the last that says something holds.
+        masters: float32 values of parameters in half precision, which become theirs; others are made from the
+            parameters.
 
         Raises ValueError for other moments, for a quantized parameter that is trained without a master, and for a class
         that there is not, or that does not take its options.
@@ -128,15 +139,18 @@ class Optimizer:
         self._narrow = moments is torch.bfloat16
         places = parameter_places(modules)
         self.parameters: list[nn.Parameter] = list(places)
-        self._masters: dict[nn.Parameter, Tensor] = {parameter: _master_of(parameter) for parameter in places}
+        self._masters: dict[nn.Parameter, Tensor] = {
+            parameter: _master_of(parameter, (masters or {}).get(parameter)) for parameter in places}
         found: dict[str, dict[tuple[float, float], list[Tensor]]] = {}  # by algorithm, then share of the rate and decay
         for (place, owner), master in zip(places.values(), self._masters.values()):
             algorithm = algorithm_of(name, groups, place, owner, master)
-            share, decay = 1.0, weight_decay if master.dim() >= 2 else 0.0
+            multiplies = is_matrix(place, owner, master)
+            share = 1.0
+            decay = weight_decay if multiplies else 0.0
             for group in (each for each in groups if matches(each.pattern, place)):
                 share = share if group.lr is None else group.lr / lr
                 decay = decay if group.weight_decay is None else group.weight_decay
-            if algorithm == "muon" and master.dim() not in (2, 3):
+            if algorithm == "muon" and not (multiplies and master.dim() <= 3):
                 raise ValueError(f"optimizer.groups: {place} {tuple(master.shape)} is no matrix, nor a stack of them, "
                                  "which Muon is for; leave it to adamw")
             found.setdefault(algorithm, {}).setdefault((share, decay), []).append(master)
@@ -255,14 +269,14 @@ class Optimizer:
                 master._local_tensor = cast(Tensor, part.master)
 
 
-def _master_of(parameter: nn.Parameter) -> Tensor:
-    """What is updated of a parameter, in at least float32; its gradient is in float32."""
+def _master_of(parameter: nn.Parameter, values: Tensor | None = None) -> Tensor:
+    """What is updated of a parameter, in at least float32; its gradient is in float32. values: those of the master."""
     if (part := quantized_part(parameter)) is not None:
         if part.master is None:
             raise ValueError(untrained(f"a parameter of shape {tuple(parameter.shape)}", part))
         master: Tensor = placed_as(parameter, part.master)
     elif parameter.dtype in (torch.bfloat16, torch.float16):
-        master = parameter.detach().float()
+        master = parameter.detach().float() if values is None else values
     else:
         return parameter
     if not isinstance(parameter, DTensor):  # FSDP2 hands out reduced gradients in the parameter's own dtype

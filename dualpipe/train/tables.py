@@ -379,8 +379,8 @@ class OptimizerConfig:
     """dtype that running means are kept in; bf16 saves 4 bytes of each parameter, muon's 2, and asks for betas below
     0.996"""
     weight_decay: float = _not_negative(0.1)
-    """on matrices only: norms, biases and other vectors are not decayed; decoupled from the gradient by adamw and muon,
-    while a class of one's own has it its way"""
+    """on matrices only: norms, sinks and biases, those of experts too, are not decayed; decoupled from the gradient by
+    adamw and muon, while a class of one's own has it its way"""
     warmup_steps: int = _not_negative(0)
     """steps of linear warm-up"""
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"

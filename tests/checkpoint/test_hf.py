@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from dualpipe.checkpoint import hub_dtypes, load_hf, save_hf
 from dualpipe.checkpoint.hub_files import read_headers
 from dualpipe.checkpoint.hub_load import open_hf, stage_tensors
-from dualpipe.models import build_stages, config_from_dict, read_config
+from dualpipe.models import KimiK2Config, build_stages, config_from_dict, read_config
 from dualpipe.nn import cross_entropy_loss
 from dualpipe.nn.init import local_part
 from dualpipe.parallel import DTypePolicy, Rule, resolve_dtypes
@@ -270,6 +270,42 @@ def test_a_configuration_survives(tmp_path, extra):
     (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
     AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path / "again")
     assert read_config(tmp_path / "again") == config
+
+
+def test_kimi_k2_is_deepseek_v3_by_its_own_name(tmp_path):
+    theirs = save_family(tmp_path / "v3", "deepseek_v3", num_nextn_predict_layers=0)
+    expected, _ = whole(tmp_path / "v3")
+    code = {"auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config",
+                         "AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"}}
+    source = tmp_path / "v3"
+    rewrite(source, read_all(source), model_type="kimi_k2", **code)
+    for name in ("configuration_deepseek.py", "modeling_deepseek.py", "tiktoken.model"):
+        (source / name).write_text(f"{name} of the source")
+    stage, plan = whole(source)
+    assert type(stage.config) is KimiK2Config
+    assert_same(stage.state_dict(), expected.state_dict())
+
+    save_hf([stage], tmp_path / "carried", None, plan, source=source)
+    save_hf([stage], tmp_path / "alone", None, plan)
+    for path in (source / "configuration_deepseek.py", source / "modeling_deepseek.py"):
+        path.unlink()
+    save_hf([stage], tmp_path / "no code", None, plan, source=source)
+    published = dict(KimiK2Config.auto_map)
+    assert published["AutoConfig"] == "moonshotai/Kimi-K2-Instruct--configuration_deepseek.DeepseekV3Config"
+    for name, auto_map, carries in (("carried", code["auto_map"], True), ("alone", published, False),
+                                    ("no code", published, False)):
+        written = json.loads((tmp_path / name / "config.json").read_text())
+        assert written["model_type"] == "kimi_k2"
+        assert written["architectures"] == ["DeepseekV3ForCausalLM"]
+        assert written["auto_map"] == auto_map
+        assert (tmp_path / name / "modeling_deepseek.py").exists() == carries
+        assert_same(read_all(tmp_path / name), read_all(source))
+        again, _ = whole(tmp_path / name)
+        assert again.config == stage.config
+        assert_same(again.state_dict(), stage.state_dict())
+    assert (tmp_path / "carried" / "tiktoken.model").read_text() == "tiktoken.model of the source"
+    assert torch.equal(logits_and_loss(stage, 61)[0], logits_and_loss(expected, 61)[0])
+    torch.testing.assert_close(logits_and_loss(stage, 61)[0], logits_and_loss(theirs, 61)[0], rtol=1e-5, atol=1e-5)
 
 
 def test_a_source_of_another_model_is_refused(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from transformers.models.deepseek_v2 import modeling_deepseek_v2
 from transformers.models.deepseek_v3 import modeling_deepseek_v3
 
 from dualpipe import Pipeline
+from dualpipe.checkpoint.hub_load import model_shapes
 from dualpipe.models import DeepseekV2Config, DeepseekV3Config, build_stages, config_from_dict, read_config
 from dualpipe.models.deepseek import LatentAttention
 from dualpipe.models.stages import Recompute
@@ -496,6 +498,31 @@ def test_published_routers_and_scales_are_those_of_transformers(name):
     zeros_TE = torch.zeros(64, config.num_experts)
     expected = zeros_TE.scatter(1, experts_TK, weights_TK)
     torch.testing.assert_close(zeros_TE.scatter(1, own_experts_TK, own_weights_TK), expected)
+
+
+def test_kimi_k2_is_read_as_it_was_published():
+    """Kimi-K2-Instruct's config.json; a trillion parameters (arXiv:2507.20534, table 2)."""
+    config = config_from_dict({
+        "architectures": ["DeepseekV3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+        "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}, "aux_loss_alpha": 0.001,
+        "bos_token_id": 163584, "eos_token_id": 163585, "first_k_dense_replace": 1, "hidden_act": "silu",
+        "hidden_size": 7168, "initializer_range": 0.02, "intermediate_size": 18432, "kv_lora_rank": 512,
+        "max_position_embeddings": 131072, "model_type": "kimi_k2", "moe_intermediate_size": 2048, "moe_layer_freq": 1,
+        "n_group": 1, "n_routed_experts": 384, "n_shared_experts": 1, "norm_topk_prob": True,
+        "num_attention_heads": 64, "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 64,
+        "num_nextn_predict_layers": 0, "pretraining_tp": 1, "q_lora_rank": 1536, "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64, "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+        "rms_norm_eps": 1e-06, "rope_scaling": {"beta_fast": 1.0, "beta_slow": 1.0, "factor": 32.0, "mscale": 1.0,
+                                                "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096,
+                                                "type": "yarn"},
+        "rope_theta": 50000.0, "routed_scaling_factor": 2.827, "scoring_func": "sigmoid", "seq_aux": True,
+        "tie_word_embeddings": False, "topk_group": 1, "topk_method": "noaux_tc", "torch_dtype": "bfloat16",
+        "use_cache": True, "v_head_dim": 128, "vocab_size": 163840,
+    })
+    assert isinstance(config, DeepseekV3Config) and config.model_type == "kimi_k2" and not config.carried_layers
+    assert config.rotary.yarn.factor == 32
+    sizes = [prod(shape) for shape in model_shapes(config).values()]
+    assert 1.02e12 < sum(sizes) < 1.04e12
 
 
 def test_multi_token_prediction_is_ignored_on_the_hub():

@@ -831,6 +831,60 @@ def test_parameters_that_are_not_fsdp2s_are_not_missed():
     assert all(run_ranks(foreign, 2))
 
 
+class WithTower(nn.Module):
+    """A frozen tower in bfloat16 below a layer that is trained in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()).bfloat16().requires_grad_(False)
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.tower(x.to(self.tower[0].weight.dtype)).to(self.head.weight.dtype))
+
+
+def frozen_by_hand(rank: int) -> list[str]:
+    """What a pipeline says of a tower that fully_shard leaves in another dtype, and of ways that are right."""
+    mesh = init_device_mesh("cpu", (1,))
+    bf16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    said: list[str] = []
+    for options in ({}, {"cast_forward_inputs": False}, bf16):
+        stage = fully_shard(WithTower(), mesh=mesh, mp_policy=MixedPrecisionPolicy(**options))
+        try:
+            pipe = Pipeline([stage])
+            pipe.step(torch.ones(1, WIDTH), num_chunks=1, criterion=lambda a, b: (a.float() - b).square().mean(),
+                      labels=(torch.zeros(1, WIDTH),))
+            said.append("")
+        except ValueError as error:
+            said.append(str(error))
+    buffered = WithTower()
+    buffered.tower.append(_Offset())
+    buffered.forward = lambda x: buffered.head(buffered.tower(x.to(torch.bfloat16)))
+    try:
+        Pipeline([fully_shard(buffered, mesh=mesh, mp_policy=MixedPrecisionPolicy(**bf16))]).step(
+            torch.ones(1, WIDTH), num_chunks=1, criterion=F.mse_loss, labels=(torch.zeros(1, WIDTH),))
+    except PipelineError as error:
+        said.append(str(error))
+    return said
+
+
+class _Offset(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("offset", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.offset
+
+
+def test_a_frozen_tower_that_fully_shard_does_not_cast_is_refused_with_the_remedy():
+    refused, by_itself, cast, in_a_forward = run_ranks(frozen_by_hand, 1, reuse=True)[0]
+    assert "tower (Sequential) is frozen and computes in bf16, what is trained in fp32" in refused
+    assert "dualpipe.parallel.shard" in refused and "cast_forward_inputs=False" in refused
+    assert by_itself == cast == ""
+    assert "neither buffers nor what a module of another dtype returns" in in_a_forward
+
+
 def refused(rank: int) -> list[str]:
     mesh = init_device_mesh("cpu", (1,))
     offloaded = fully_shard(Stage(), mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))

@@ -329,6 +329,27 @@ def test_given_several_stages_then_a_rule_may_match_in_any_of_them_and_tied_name
         resolve([first, last], policy(("head.weight", FP32), ("embed.weight", BF16)))
 
 
+def of_one_rank(rank):
+    """What each of two ranks, with a stage each, makes of rules for one of them and of one for none."""
+    stage = nn.ModuleDict([{"embed": nn.Embedding(4, 4)}, {"head": nn.Linear(4, 4, bias=False)}][rank])
+    plan = resolve_dtypes([stage], policy(("head", FP32)), group=torch.distributed.group.WORLD)
+    said = []
+    for group in (torch.distributed.group.WORLD, None):
+        try:
+            resolve_dtypes([stage], policy(("head", FP32), ("heat", FP32)), group=group)
+        except ValueError as error:
+            said.append(str(error))
+    return {name: dtypes.compute for name, dtypes in plan.tensors.items()}, said
+
+
+def test_given_the_stages_of_one_rank_then_a_rule_may_match_on_another_of_the_group():
+    (first, first_said), (last, last_said) = run_ranks(of_one_rank, 2, reuse=True)
+    assert first == {"embed.weight": BF16} and last == {"head.weight": FP32}
+    assert first_said[0] == last_said[0], "one error, on every rank"
+    assert "matches 'heat' (fp32), nearest: 'head'" in first_said[0] and "'head' (fp32)" not in first_said[0]
+    assert "'head' (fp32)" in first_said[1] and "for the whole model, on the meta device, or pass" in first_said[1]
+
+
 # -- the boundary
 
 

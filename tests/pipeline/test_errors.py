@@ -509,6 +509,7 @@ def test_a_rank_that_dies_raises_on_the_others(culprit, how):
         if rank != culprit:
             kind, text, seconds = result
             assert kind == "PipelineError" and f"rank {culprit}: cannot be reached" in text and seconds < 10, result
+            assert "It has ended: its own output says why" in text
 
 
 def test_a_rank_that_hangs_is_noticed_within_the_timeout():

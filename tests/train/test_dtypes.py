@@ -195,6 +195,62 @@ def test_what_a_checkpoint_keeps_in_float32_is_printed_computed_and_resumed(run_
     assert len(trained(str(toml), options, without)) == len(without.tensors)
 
 
+def loaded(rank, toml, options, plan):
+    """Whether a run's masters are the checkpoint's values, and its parameters those rounded; then train a step."""
+    config = fit_world(load_config(toml, options), dist.get_world_size() if dist.is_initialized() else 1)
+    cpu = torch.device("cpu")
+    job = Job(cpu, build_mesh(config.parallel.pp, 1, 1, cpu) if config.parallel.pp > 1 else None)
+    hub = read_all(Path(config.init.from_hf))
+    with Saver(config, job) as saver:
+        run = Run(config, job, saver)
+        masters = {parameter: tensors["master"] for parameter, tensors in run.optimizer.state_tensors().items()}
+        for stage in run.model.stages:
+            for name, parameter in stage.named_parameters():
+                master = masters[parameter]
+                assert (master.dtype, parameter.dtype) == (FP32, BF16), name
+                assert torch.equal(parameter, master.to(BF16)), name
+                if f"model.{name}" in hub:
+                    assert torch.equal(master, hub[f"model.{name}"]), name
+    return trained(toml, options, plan)
+
+
+@pytest.mark.parametrize("pp", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_one_replica_computes_in_bf16_from_a_float32_checkpoint(run_folder, tmp_path, printed, monkeypatch, pp):
+    monkeypatch.chdir(tmp_path)
+    save_qwen(tmp_path / "hub", vocab_size=257)
+    options = ["--model.config", "", "--init.from_hf", "hub", "--train.dtype", "bf16", "--data.path",
+               str(run_folder / "text"), "--parallel.pp", str(pp), "--parallel.schedule", "dualpipev", *SMALL]
+    toml = str(run_folder / "run.toml")
+    _, plan = printed(toml, *options)
+    assert {(dtypes.storage, dtypes.compute, dtypes.save) for dtypes in plan.tensors.values()} == {(BF16, BF16, BF16)}
+    names = run_ranks(loaded, pp, toml, options, plan) if pp > 1 else [loaded(0, toml, options, plan)]
+    assert sorted(name for each in names for name in each) == sorted(plan.tensors)
+
+
+def test_one_replica_goes_on_in_bf16_from_a_float32_run(run_folder, tmp_path, printed, monkeypatch):
+    """Of its own checkpoint too the values are the masters."""
+    monkeypatch.chdir(tmp_path)
+    options = ["--data.path", str(run_folder / "text"), "--parallel.pp", "1", *SMALL]
+    toml = str(run_folder / "run.toml")
+    assert cli.main(["train", toml, *options, "--checkpoint.interval", "1", "--checkpoint.dir", "first"]) == 0
+    again = [*options, "--train.dtype", "bf16", "--train.steps", "2", "--checkpoint.resume", "first", "--output.dir",
+             "second"]
+    _, plan = printed(toml, *again)
+    assert {(dtypes.storage, dtypes.compute) for dtypes in plan.tensors.values()} == {(BF16, BF16)}
+    assert len(trained(toml, again, plan)) == len(plan.tensors)
+
+
+def test_a_rule_narrows_what_a_mixed_checkpoint_has_in_float32(run_folder, tmp_path, printed, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    options = ["--model.config", "", "--init.from_hf", str(mixed_checkpoint(tmp_path / "hub")), "--train.dtype", "bf16",
+               "--data.path", str(run_folder / "text"), "--parallel.pp", "1", "--dtypes.rules", "lm_head,compute=bf16",
+               *SMALL]
+    toml = str(run_folder / "run.toml")
+    _, plan = printed(toml, *options)
+    assert plan.of("lm_head.weight").storage is BF16 and plan.of("layers.1.mlp.gate.weight").storage is FP32
+    assert len(trained(toml, options, plan)) == len(plan.tensors)
+
+
 def kept_on_disk(folder):
     dtypes = checkpoint_dtypes(folder)
     assert set(dtypes.values()) == {BF16, FP32}
@@ -219,6 +275,8 @@ def kept_on_disk(folder):
 )
 def test_a_rule_that_cannot_be_is_one_line(run_folder, monkeypatch, capsys, options, message):
     monkeypatch.chdir(run_folder)
+    assert cli.main(["dtypes", "run.toml", "--parallel.pp", "1", *SMALL, *options]) == 2, "no plan that train refuses"
+    assert message in capsys.readouterr().err
     assert cli.main(["train", "run.toml", "--output.dir", "none", "--parallel.pp", "1", *SMALL, *options]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1

@@ -7,11 +7,14 @@ import torch
 from torch import nn
 
 from dualpipe import Pipeline
+from dualpipe.models import config_from_dict
 from dualpipe.train.config import load_config
 from dualpipe.train.launch import RankInfo
 from dualpipe.train.loop import train
 from dualpipe.train.metrics import read_metrics
-from dualpipe.train.optimizer import Optimizer, learning_rate
+from dualpipe.train.optimizer import Group, Optimizer, learning_rate
+from hub import FAMILIES, TINY
+from models import whole
 
 ADAMW = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
 
@@ -62,6 +65,51 @@ def test_vectors_are_not_decayed():
     for name, p in model.named_parameters():
         factor = 0.95 if p.dim() == 2 else 1.0
         torch.testing.assert_close(p.detach(), before[name] * factor, msg=name)
+
+
+NOT_DECAYED = {  # by family, without what is before the module that owns it
+    "qwen3_moe": {"input_layernorm.weight", "post_attention_layernorm.weight", "q_norm.weight", "k_norm.weight",
+                  "norm.weight"},
+    "deepseek_v2": {"input_layernorm.weight", "post_attention_layernorm.weight", "kv_a_layernorm.weight",
+                    "norm.weight"},
+    "deepseek_v3": {"input_layernorm.weight", "post_attention_layernorm.weight", "q_a_layernorm.weight",
+                    "kv_a_layernorm.weight", "norm.weight"},
+    "gpt_oss": {"input_layernorm.weight", "post_attention_layernorm.weight", "norm.weight", "self_attn.sinks",
+                "q_proj.bias", "k_proj.bias", "v_proj.bias", "o_proj.bias", "gate.bias", "gate_up_proj.bias",
+                "down_proj.bias"},
+}
+
+
+@pytest.mark.parametrize("algorithm", ["adamw", "muon"])
+@pytest.mark.parametrize("family", NOT_DECAYED)
+def test_what_multiplies_is_decayed_whatever_the_shapes_of_the_rest(family, algorithm):
+    config = config_from_dict({"model_type": family} | ({"qwen3_moe": TINY} | FAMILIES)[family])
+    stage = whole(config)
+    optimizer = Optimizer([stage], **{**ADAMW, "weight_decay": 0.5}, name=algorithm)
+    states = optimizer.state_tensors()
+    kept: set[str] = set()
+    for name, parameter in stage.named_parameters():
+        nn.init.ones_(parameter)  # biases begin at zero, where no decay shows
+        parameter.grad = torch.zeros_like(parameter)
+        short = ".".join(name.split(".")[-2:])
+        if short in NOT_DECAYED[family]:
+            assert "momentum_buffer" not in states[parameter], name
+            kept.add(short)
+    optimizer.step(0.1)
+    assert kept == NOT_DECAYED[family]
+    for name, parameter in stage.named_parameters():
+        factor = 1.0 if ".".join(name.split(".")[-2:]) in kept else 0.95
+        torch.testing.assert_close(parameter.detach(), torch.full_like(parameter, factor), msg=name)
+
+
+def test_a_group_cannot_give_stacked_biases_to_muon():
+    stage = whole(config_from_dict({"model_type": "gpt_oss"} | FAMILIES["gpt_oss"]))
+    groups = [Group("*.experts", algorithm="muon")]
+    with pytest.raises(ValueError, match=r"gate_up_proj\.bias \(4, 64\) is no matrix, nor a stack of them"):
+        Optimizer([stage], **ADAMW, groups=groups)
+    optimizer = Optimizer([stage], **ADAMW, groups=[Group("*.experts.*.weight", algorithm="muon")])
+    assert optimizer.state_tensors()[stage.layers["0"].mlp.experts.down_proj.weight].keys() == {
+        "master", "momentum_buffer"}
 
 
 def test_equals_torch_adamw_and_resumes():
