@@ -21,6 +21,19 @@ from dualpipe.errors import nearest
 from dualpipe.files import read_toml
 from dualpipe.train.tables import BYTES, STDLIB, Config, DTypeRule, OptimizerGroup
 
+# Names of other trainers for fields of ours, whose spelling does not lead to them.
+OTHER_NAMES = {
+    "learning_rate": "optimizer.lr", "max_lr": "optimizer.lr", "min_lr": "optimizer.min_lr_ratio",
+    "lr_scheduler": "optimizer.schedule", "lr_scheduler_type": "optimizer.schedule", "decay_lr": "optimizer.schedule",
+    "grad_clip": "optimizer.clip_norm", "max_norm": "optimizer.clip_norm", "max_grad_norm": "optimizer.clip_norm",
+    "num_train_steps": "train.steps", "max_steps": "train.steps", "max_iters": "train.steps", "train_iters": "train.steps",
+    "seq_len": "train.sequence_length", "seq_length": "train.sequence_length", "block_size": "train.sequence_length",
+    "global_batch_size": "train.batch_size", "local_batch_size": "train.micro_batch_size",
+    "num_microbatches": "train.num_chunks", "gradient_accumulation_steps": "train.num_chunks",
+    "save_interval": "checkpoint.interval", "save_steps": "checkpoint.interval", "tokenizer_path": "data.tokenizer",
+    "tensorboard_dir": "output.dir", "wandb_project": "metrics.wandb",
+}
+
 # What a run starts with, by table; and the word that is no path there.
 PATHS = {"model": {"config": ""}, "init": {"from_hf": ""},
          "data": {"path": STDLIB, "tokenizer": BYTES, "validation_path": ""}}
@@ -123,7 +136,11 @@ def _typed(kind: Any, value: Any, where: str) -> Any:
         return tuple(_typed(inside[0], each, where) for each in value)
     if kind is float and type(value) is int:
         return float(value)
-    if value in inside if origin is Literal else type(value) is kind:
+    if origin is Literal:
+        if value not in inside:
+            raise ValueError(f"{where} = {value!r} is no valid choice; it must be {_describe(kind)}")
+        return value
+    if type(value) is kind:
         return value
     raise ValueError(f"{where} = {value!r} has the wrong type; it must be {_describe(kind)}")
 
@@ -140,7 +157,14 @@ def _describe(kind: Any) -> str:
 
 
 def _nearest(name: str, valid: Collection[str]) -> str:
-    return f"the nearest valid name is {nearest(name, valid, cutoff=0)[0]!r}"
+    """The valid name that is meant by one that is unknown: a key in a table, a table, or an option "--table.field"."""
+    place = OTHER_NAMES.get(name.rpartition(".")[2].removeprefix("--").replace("-", "_"))
+    if place is None:
+        return f"the nearest valid name is {nearest(name, valid, cutoff=0)[0]!r}"
+    for meant in (f"--{place}", place.rpartition(".")[2]):
+        if meant in valid:
+            return f"the nearest valid name is {meant!r}"
+    return f"what is meant is in another table: {place!r}"
 
 
 def _overridden(config: Config, options: Sequence[str]) -> Config:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from dataclasses import replace
+from dataclasses import fields, replace
+from math import isfinite
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -18,7 +19,7 @@ from dualpipe.models.activations import kinds_of
 from dualpipe.models.sizes import head_flops, layer_flops, parameter_counts
 from dualpipe.plan import meshes
 from dualpipe.plan.costs import Seconds, Setting, context_seconds, stage_costs, walk
-from dualpipe.plan.machines import read_machine
+from dualpipe.plan.machines import POSITIVE, Machine, read_machine
 from dualpipe.plan.operators import LayerParts, head_parts, layer_parts
 from dualpipe.plan.predict import PARTS, Prediction
 from dualpipe.schedule import build, simulate
@@ -193,12 +194,33 @@ def test_what_was_measured_replaces_what_is_assumed(tmp_path):
 @pytest.mark.parametrize("text, message", [
     ('{"gem": 0.5}', "unknown field 'gem'; the nearest is 'gemm'"),
     ('{"gemm": -1}', "gemm is -1; give a positive number"),
+    ('{"latency": -1}', "latency is -1; give a number of at least 0"),
+    ('{"launch": true}', "launch is True; give a number of at least 0"),
+    ('{"host_waits": 2}', "host_waits is 2; give true or false"),
     ("[1]", "must hold an object"), ("{", "is not valid JSON"), ('{"rows": []}', "has no rates of kernels"),
 ])
 def test_costs_that_cannot_be_used(tmp_path, text, message):
     (tmp_path / "costs.json").write_text(text)
     with pytest.raises(ValueError, match=message):
         read_machine("h100", measured=(str(tmp_path / "costs.json"),))
+
+
+def test_a_field_that_may_be_zero_has_an_effect_that_is_finite(tmp_path):
+    """What something is divided by must be positive, wherever it is among the fields."""
+    path, mine = tmp_path / "costs.json", {}
+    for field in fields(Machine):
+        if field.name in ("node", "host_waits"):
+            continue
+        path.write_text(json.dumps({field.name: 0}))
+        if field.name in POSITIVE:
+            with pytest.raises(ValueError, match=f"{field.name} is 0; give a positive number"):
+                read_machine("h100", measured=(str(path),))
+        else:
+            mine[field.name] = 0
+    path.write_text(json.dumps(mine))
+    machine = read_machine("h100", measured=(str(path),))
+    assert (machine.latency, machine.reserve, machine.fp8) == (0, 0, 0)
+    assert isfinite(machine.all_to_all(1e6, 16) + machine.ring(1e6, 16) + machine.send(1e6, 16, 8))
 
 
 def test_machines_of_ones_own(tmp_path):

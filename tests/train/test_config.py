@@ -8,7 +8,7 @@ from typing import get_args, get_type_hints
 import pytest
 
 from dualpipe.kernels.formats import FORMATS
-from dualpipe.train.config import fit_world, load_config
+from dualpipe.train.config import OTHER_NAMES, fit_world, load_config
 from dualpipe.train.tables import Config, DTypeRule, FormatName
 
 GOOD = """
@@ -84,7 +84,11 @@ def test_overrides_replace_the_file(toml):
         (GOOD + "[[dtypes.rules]]\ngather = 'fp32'", r"rules: gather = 'fp32' .* must be one of 'mxfp8', 'nvfp4'"),
         (GOOD + "[[dtypes.rules]]\nstorage = 'mxfp8'\ngather = 'mxfp8'", "= ',storage=.*: weights are stored"),
         (GOOD.replace("steps = 7", "steps = 0"), "train.steps = 0: must be at least 1"),
-        (GOOD.replace("steps = 7", 'dtype = "fp16"'), "dtype = 'fp16' .* one of 'fp32', 'bf16'"),
+        (GOOD.replace("steps = 7", 'dtype = "fp16"'), "dtype = 'fp16' is no valid choice; it must be one of 'fp32', 'bf16'$"),
+        (GOOD.replace("lr = 1", "learning_rate = 1"), "unknown key 'learning_rate'; the nearest valid name is 'lr'"),
+        (GOOD.replace("steps = 7", "seq_len = 7"), "unknown key 'seq_len'; the nearest valid name is 'sequence_length"),
+        (GOOD + "[checkpoint]\nlearning_rate = 1", r"\[checkpoint\]: unknown key 'learning_rate'; .* in another table: "
+         r"'optimizer.lr'"),
         (GOOD.replace("[0.8, 0.9]", "[0.8]"), "betas = .* a list of 2"),
         (GOOD.replace("[0.8, 0.9]", "[0.8, 1.0]"), "optimizer.betas .* less than 1"),
         (GOOD.replace("[0.8, 0.9]", '[0.8, 0.999]\nmoments = "bf16"'), "optimizer.betas .* give both below 0.996"),
@@ -140,6 +144,12 @@ IMPOSSIBLE = {  # values, by what is said of them
 }
 
 
+def test_names_of_other_trainers_lead_to_fields():
+    fields_of = {f"{table}.{each.name}" for table, cls in get_type_hints(Config).items() for each in fields(cls)}
+    assert set(OTHER_NAMES.values()) <= fields_of
+    assert not set(OTHER_NAMES) & {name.partition(".")[2] for name in fields_of}
+
+
 def test_every_rule_of_a_field_refuses_something(toml, monkeypatch):
     monkeypatch.setattr("dualpipe.train.tables.find_spec", lambda name: None)
     ruled = {f"{table}.{each.name}" for table, cls in get_type_hints(Config).items() for each in fields(cls)
@@ -157,6 +167,8 @@ def test_every_rule_of_a_field_refuses_something(toml, monkeypatch):
     [
         (["--train.stepz", "3"], "unknown option '--train.stepz'; the nearest valid name is '--train.steps'"),
         (["--steps=3"], "unknown option '--steps'"),
+        (["--optimizer.learning_rate", "3"], "'--optimizer.learning_rate'; the nearest valid name is '--optimizer.lr'"),
+        (["--learning-rate=3"], "unknown option '--learning-rate'; the nearest valid name is '--optimizer.lr'"),
         (["--train.steps", "x"], "--train.steps: invalid literal"),
         (["--train.steps", "-1"], "train.steps = -1: must be at least 1"),
         (["--train.steps"], "Missing value for argument '--train.steps'"),
