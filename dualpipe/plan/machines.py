@@ -16,7 +16,7 @@ from dualpipe.files import read_toml
 
 TABLE = Path(__file__).with_name("machines.toml")
 # Fields that something is divided by; others may be 0, which leaves out what they stand for.
-POSITIVE = frozenset({"tflops", "hbm", "memory", "multiprocessors", "nvlink", "network", "gemm", "grouped", 
+POSITIVE = frozenset({"tflops", "hbm", "memory", "multiprocessors", "nvlink", "network", "gemm", "grouped",
                       "attention", "attention_backward", "bandwidth", "links", "networks"})
 
 

@@ -26,7 +26,7 @@ OTHER_NAMES = {
     "learning_rate": "optimizer.lr", "max_lr": "optimizer.lr", "min_lr": "optimizer.min_lr_ratio",
     "lr_scheduler": "optimizer.schedule", "lr_scheduler_type": "optimizer.schedule", "decay_lr": "optimizer.schedule",
     "grad_clip": "optimizer.clip_norm", "max_norm": "optimizer.clip_norm", "max_grad_norm": "optimizer.clip_norm",
-    "num_train_steps": "train.steps", "max_steps": "train.steps", "max_iters": "train.steps", "train_iters": "train.steps",
+    "num_train_steps": "train.steps", "max_steps": "train.steps", "max_iters": "train.steps",
     "seq_len": "train.sequence_length", "seq_length": "train.sequence_length", "block_size": "train.sequence_length",
     "global_batch_size": "train.batch_size", "local_batch_size": "train.micro_batch_size",
     "num_microbatches": "train.num_chunks", "gradient_accumulation_steps": "train.num_chunks",

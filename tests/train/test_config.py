@@ -84,7 +84,8 @@ def test_overrides_replace_the_file(toml):
         (GOOD + "[[dtypes.rules]]\ngather = 'fp32'", r"rules: gather = 'fp32' .* must be one of 'mxfp8', 'nvfp4'"),
         (GOOD + "[[dtypes.rules]]\nstorage = 'mxfp8'\ngather = 'mxfp8'", "= ',storage=.*: weights are stored"),
         (GOOD.replace("steps = 7", "steps = 0"), "train.steps = 0: must be at least 1"),
-        (GOOD.replace("steps = 7", 'dtype = "fp16"'), "dtype = 'fp16' is no valid choice; it must be one of 'fp32', 'bf16'$"),
+        (GOOD.replace("steps = 7", 'dtype = "fp16"'),
+         "dtype = 'fp16' is no valid choice; it must be one of 'fp32', 'bf16'$"),
         (GOOD.replace("lr = 1", "learning_rate = 1"), "unknown key 'learning_rate'; the nearest valid name is 'lr'"),
         (GOOD.replace("steps = 7", "seq_len = 7"), "unknown key 'seq_len'; the nearest valid name is 'sequence_length"),
         (GOOD + "[checkpoint]\nlearning_rate = 1", r"\[checkpoint\]: unknown key 'learning_rate'; .* in another table: "

@@ -67,9 +67,9 @@ def test_a_batch_that_cannot_be_kept_is_refused(saved_by_two_pipelines, tmp_path
     assert elastic.fit_run(config, 2) == (replace(config, parallel=ParallelConfig(dp=2)), "")
     kept, said = elastic.fit_run(config, 4)
     assert kept.train.num_chunks == 2 and "so that a step has 16 sequences as before, by 2 pipelines" in said
-    message = (f"3 ranks make 3 pipelines, which cannot share the 16 sequences of a step of the checkpoint in {tmp_path} "
-               "in micro-batches of 2; start 1 or 2 ranks, or go on with other batches, 24 sequences each, by "
-               'checkpoint.allow = ["loader"]')
+    message = (f"3 ranks make 3 pipelines, which cannot share the 16 sequences of a step of the checkpoint in "
+               f"{tmp_path} in micro-batches of 2; start 1 or 2 ranks, or go on with other batches, 24 sequences "
+               'each, by checkpoint.allow = ["loader"]')
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         elastic.fit_run(config, 3)
 
