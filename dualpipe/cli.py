@@ -55,7 +55,7 @@ def _on_ranks(args: argparse.Namespace) -> int:
     from dualpipe.train.start import start_ranks
 
     args, overrides = _after_config(args)
-    for name in ("pp", "dp", "cp", "ep") if args.command == "parity" else ():
+    for name in ("pp", "dp", "dp_replicate", "cp", "ep") if args.command == "parity" else ():
         if getattr(args, name) is not None:
             overrides += [f"--parallel.{name}", str(getattr(args, name))]
     config, info = load_everywhere(args.config, overrides)
@@ -220,6 +220,8 @@ _CONFIG: _Arguments = {
 _PARITY: _Arguments = {
     "--pp": dict(type=int, metavar="N", help="pipeline ranks (default: the file's parallel.pp)"),
     "--dp": dict(type=int, metavar="N", help="data-parallel ranks (default: the file's)"),
+    "--dp-replicate": dict(type=int, metavar="N", help="parts of dp that have all parameters each (default: the "
+                           "file's)"),
     "--cp": dict(type=int, metavar="N", help="context-parallel ranks (default: the file's)"),
     "--ep": dict(type=int, metavar="N", help="expert-parallel ranks (default: the file's)"),
     "--dtype": dict(choices=("float64", "float32", "bf16"), default="float64",

@@ -79,20 +79,24 @@ def fit_world(config: Config, world_size: int) -> Config:
     """`config` with parallel.dp filled in, and train.num_chunks where train.batch_size is given.
 
     Raises ValueError for a number of ranks that the layout does not need, that the batch cannot be cut for, or that
-    share sequences of fewer tokens than they have chunks.
+    share sequences of fewer tokens than they have chunks, and for a parallel.dp_replicate that does not divide dp.
     """
     parallel, length = config.parallel, config.train.sequence_length
     if parallel.cp > 1 and length < 2 * parallel.cp:
         raise ValueError(f"train.sequence_length = {length} is too short for parallel.cp = {parallel.cp}, whose ranks "
                          f"have two chunks of a sequence each; give at least {2 * parallel.cp} tokens, or have "
                          f"parallel.cp be at most {max(1, length // 2)}")
-    pipelines, rest = divmod(world_size, parallel.world_size // max(1, parallel.dp))
+    pipelines, rest = divmod(world_size, parallel.world_size // parallel.sizes["dp"])
     if rest or pipelines == 0 or parallel.dp not in (0, pipelines):
         sizes = parallel.sizes | {"dp": parallel.dp or "any"}
         raise ValueError(
             f"parallel.{' * '.join(sizes)} = {' * '.join(map(str, sizes.values()))} cannot be {world_size}, the number "
             f"of ranks that were started; start {parallel.world_size}, or change parallel.pp or parallel.dp"
         )
+    if parallel.dp_replicate > 1:
+        from dualpipe.parallel.mesh import check_replicate  # loads torch
+
+        check_replicate(pipelines, parallel.dp_replicate, "parallel.dp_replicate")
     config = _replace(config, "parallel", "dp", pipelines)
     return with_batch(config, config.train.batch_size) if config.train.batch_size else config
 

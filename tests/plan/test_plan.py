@@ -268,6 +268,31 @@ def test_muons_products_take_their_time():
     assert muon.optimizer - adamw.optimizer == pytest.approx(muon.muon_flops / (989e12 * 0.7) + less, rel=0.2)
 
 
+def test_parts_of_dp_gather_within_a_node_and_sum_over_nodes():
+    """16 ranks of two nodes as 2 parts of 8: the rings are those of 8 ranks, and what a rank has of the gradients is
+    reduced over the two nodes, and gathered again."""
+    base = ("--parallel.pp", "1", "--parallel.schedule", "1f1b", "--parallel.dp")
+    whole, one = prediction(*base, "16"), prediction(*base, "8")
+    parts, m = prediction(*base, "16", "--parallel.dp_replicate", "2"), whole.machine
+    ((gather, reduce),), ((gather_8, reduce_8),), ((gather_16, _),) = parts.shards, one.shards, whole.shards
+    assert gather == gather_8 < gather_16
+    size = 4 * parameter_counts(parts.model).total / 8
+    one_way = size / 2 / (m.network * m.networks * 1e9) + m.network_latency * 1e-6
+    assert reduce - reduce_8 == pytest.approx(2 * one_way)
+    assert parts.tokens == whole.tokens == 2 * one.tokens
+    assert parts.memory[0].parameters == one.memory[0].parameters
+
+
+def test_parts_of_dp_are_planned_explained_and_written(capsys, tmp_path):
+    toml = tmp_path / "row.toml"
+    lines = plan(capsys, "--parallel.dp_replicate", "4", "--explain", "1", "--write", "1", str(toml))
+    assert lines[1].split()[:4] == ["1", "1", "4x1", "1"] and not lines[2].lstrip().startswith("2 "), "no other mesh"
+    assert any(line.startswith("dp 2x8: 2 parts (parallel.dp_replicate)") for line in lines)
+    assert any("of reduce" in line and "over 4 parts of dp" in line for line in lines)
+    written = load_config(toml).parallel
+    assert (written.dp, written.dp_replicate) == (4, 4)
+
+
 # -- the command
 
 

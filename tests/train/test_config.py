@@ -125,7 +125,8 @@ def test_formats_are_those_that_there_are(toml):
 IMPOSSIBLE = {  # values, by what is said of them
     "must be at least 0": {"parallel.dp": -1},
     "must be at least 1": dict.fromkeys(
-        ("parallel.pp", "parallel.cp", "parallel.ep", "train.steps", "train.sequence_length", "train.micro_batch_size",
+        ("parallel.pp", "parallel.dp_replicate", "parallel.cp", "parallel.ep", "train.steps",
+         "train.sequence_length", "train.micro_batch_size",
          "train.num_chunks", "train.log_interval", "guard.limit"), 0),
     "must not be negative": dict.fromkeys(
         ("train.seed", "train.eval_interval", "train.eval_batches", "router.balance", "router.z_loss",
@@ -242,6 +243,16 @@ def test_data_parallel_ranks_are_those_that_are_left(toml):
         fit_world(config, 3)
     with pytest.raises(ValueError, match=r"2 \* 2 \* 1 cannot be 2, .*; start 4"):
         fit_world(load_config(toml(), ["--parallel.dp", "2"]), 2)
+
+
+def test_dp_is_cut_into_parts(toml):
+    config = load_config(toml(), ["--parallel.dp_replicate", "2"])
+    assert config.parallel.world_size == 4, "dp is at least as many"
+    fitted = fit_world(config, 8).parallel
+    assert (fitted.dp, fitted.dense_shards, fitted.expert_shards, fitted.batch_shards) == (4, 2, 2, 4)
+    assert str(fitted) == "pp 2, dp 4 (2 x 2), ep 1"
+    with pytest.raises(ValueError, match=r"^parallel.dp_replicate = 2 does not divide dp = 3, .*; give 1 or 3, or"):
+        fit_world(config, 6)
 
 
 def test_a_global_batch_is_cut_for_the_ranks_that_there_are(toml):
