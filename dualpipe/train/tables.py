@@ -198,6 +198,8 @@ class TrainConfig:
     """global batches of an evaluation; 0 never evaluates"""
     log_interval: int = _at_least_1(1)
     """every so many steps one is printed and written to the metrics; evaluated ones, and the last, always are"""
+    gc_interval: int = _not_negative(50)
+    """steps between runs of Python's garbage collector, on all ranks after the same step; 0: whenever Python does"""
 
 
 DTypeName = Literal["fp32", "bf16", "fp16", "fp64"]
