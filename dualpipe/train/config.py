@@ -107,7 +107,8 @@ def with_batch(config: Config, batch_size: int) -> Config:
     at_once = config.train.micro_batch_size * config.parallel.batch_shards
     num_chunks, rest = divmod(batch_size, at_once)
     if rest or not num_chunks:
-        possible = [size for size in range(1, batch_size // config.parallel.ep + 1)
+        parts = config.parallel.dp_replicate
+        possible = [size for size in range(parts, batch_size // config.parallel.ep + 1, parts)
                     if batch_size % (size * config.train.micro_batch_size * config.parallel.ep) == 0]
         dp = f", or have parallel.dp be one of {', '.join(map(str, possible))}" if possible else ""
         near = " or ".join(f"{size}" for size in (batch_size - rest, batch_size - rest + at_once) if size)

@@ -64,5 +64,6 @@ def _possible(fitted: Config, saved: SavedBatch) -> str:
     parallel, size = fitted.parallel, fitted.train.micro_batch_size
     most = max(saved.pipelines, parallel.batch_shards) // parallel.ep
     ranks = parallel.world_size // parallel.dp
-    found = [dp * ranks for dp in range(1, most + 1) if saved.sequences % (dp * parallel.ep * size) == 0]
+    found = [dp * ranks for dp in range(parallel.dp_replicate, most + 1, parallel.dp_replicate)
+             if saved.sequences % (dp * parallel.ep * size) == 0]
     return " or ".join(map(str, found)) or "another number of"
