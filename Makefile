@@ -6,6 +6,7 @@ TORCH  ?=
 VENV   ?= .venv$(if $(TORCH),-$(TORCH))
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+SETUP   = PYTHON=$(PYTHON) TORCH=$(TORCH) VENV=$(VENV) EXTRA=$(1) bash setup.sh
 
 # -P keeps the repository's root off sys.path, where kernels/ would shadow the Hugging Face package. Modules, because a
 # tool that comes with an interpreter's own packages has no script in $(BIN). One worker to a core: tests wait a lot.
@@ -18,23 +19,28 @@ MATRIX_PART ?= $(shell expr $$(date +%s) / 86400 % 14)
 .PHONY: train test test-slow test-all lint bench clean
 
 $(READY): pyproject.toml setup.py setup.sh constraints.txt
-	PYTHON=$(PYTHON) TORCH=$(TORCH) VENV=$(VENV) bash setup.sh
+	$(call SETUP,train)
+	touch $@
+
+# What the tests, and what the linters need besides, in the same environment.
+$(READY)-test $(READY)-lint: $(READY)-%: $(READY)
+	$(call SETUP,$*)
 	touch $@
 
 train: $(READY)
 	$(BIN)/dualpipe train examples/tiny-cpu.toml
 
-test: $(READY)
+test: $(READY)-test
 	$(PYTEST) -m "not slow" $(ARGS)
 
-test-slow: $(READY)
+test-slow: $(READY)-test
 	@echo "part $(MATRIX_PART) of the kernel matrices; MATRIX_PART=$(MATRIX_PART) runs the same one again"
 	$(PYTEST) -m slow --matrix-part $(MATRIX_PART) $(ARGS)
 
-test-all: $(READY)
+test-all: $(READY)-test
 	$(PYTEST) $(ARGS)
 
-lint: $(READY)
+lint: $(READY)-lint
 	$(BIN)/python -P -m ruff check .
 	$(BIN)/python -P -m mypy
 

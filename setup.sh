@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Make the virtual environment $VENV with everything that training and tests need. Called by make.
+# Install what one extra of pyproject.toml needs into the virtual environment $VENV. Called by make.
+#   EXTRA   train, which makes the environment anew, or test or lint, which add to it
 #   PYTHON  interpreter to use (3.11 or newer)
 #   TORCH   a torch release to install instead of the pinned one
 # An interpreter that already has torch >= 2.11 lends its packages; no other torch is downloaded in its place.
 set -euo pipefail
-constraints=$(mktemp)
-trap 'rm -f "$constraints"' EXIT
+constraints=$VENV/constraints.txt  # exact versions, for all extras
 
 # Prints the release of the interpreter's torch, and then the folders of its packages; fails where it has none.
 describe_torch='
@@ -13,20 +13,22 @@ import importlib.metadata, sys, torch
 assert tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11)
 print(importlib.metadata.version("torch"), *(p for p in sys.path if p.endswith(("site-packages", "dist-packages"))), sep="\n")'
 
-rm -rf "$VENV"
-"$PYTHON" -m venv "$VENV"
-if [ -n "$TORCH" ]; then
-    grep -vE '^(torch|triton)==' constraints.txt > "$constraints"
-    "$VENV/bin/pip" install "torch==$TORCH" -c "$constraints"
-elif lent=$("$PYTHON" -c "$describe_torch" 2> /dev/null); then
-    # Not --system-site-packages: in a virtual environment that would show the packages of the interpreter below it.
-    tail -n +2 <<< "$lent" > "$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/lent.pth"
-    { grep -vE '^(torch|triton)==' constraints.txt; echo "torch==$(head -n 1 <<< "$lent")"; } > "$constraints"
-else
-    cp constraints.txt "$constraints"
+if [ "$EXTRA" = train ]; then
+    rm -rf "$VENV"
+    "$PYTHON" -m venv "$VENV"
+    if [ -n "$TORCH" ]; then
+        { grep -vE '^(torch|triton)==' constraints.txt; echo "torch==$TORCH"; } > "$constraints"
+        "$VENV/bin/pip" install "torch==$TORCH" -c "$constraints"
+    elif lent=$("$PYTHON" -c "$describe_torch" 2> /dev/null); then
+        # Not --system-site-packages: in a virtual environment that would show the packages of the interpreter below it.
+        tail -n +2 <<< "$lent" > "$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/lent.pth"
+        { grep -vE '^(torch|triton)==' constraints.txt; echo "torch==$(head -n 1 <<< "$lent")"; } > "$constraints"
+    else
+        cp constraints.txt "$constraints"
+    fi
+    # The interpreter of Triton before 3.7, which torch 2.11 comes with, fails with numpy 2.4.
+    case $("$VENV/bin/pip" list --format freeze | grep '^triton==') in
+        triton==[0-2].* | triton==3.[0-6].*) sed -i 's/^numpy==.*/numpy==2.3.5/' "$constraints" ;;
+    esac
 fi
-# The interpreter of Triton before 3.7, which torch 2.11 comes with, fails with numpy 2.4.
-case $("$VENV/bin/pip" list --format freeze | grep '^triton==') in
-    triton==[0-2].* | triton==3.[0-6].*) sed -i 's/^numpy==.*/numpy==2.3.5/' "$constraints" ;;
-esac
-"$VENV/bin/pip" install -e '.[test]' -c "$constraints"
+"$VENV/bin/pip" install -e ".[$EXTRA]" -c "$constraints"

@@ -55,7 +55,7 @@ def _on_ranks(args: argparse.Namespace) -> int:
     from dualpipe.train.start import start_ranks
 
     args, overrides = _after_config(args)
-    for name in ("pp", "dp", "cp", "ep") if args.command == "parity" else ():
+    for name in ("pp", "dp", "dp_replicate", "cp", "ep") if args.command == "parity" else ():
         if getattr(args, name) is not None:
             overrides += [f"--parallel.{name}", str(getattr(args, name))]
     config, info = load_everywhere(args.config, overrides)
@@ -71,11 +71,14 @@ def _on_ranks(args: argparse.Namespace) -> int:
 
             ending.status = check(config, info, dtype=args.dtype, tolerance=args.tolerance, worst=args.worst)
         else:
-            from dualpipe.train import faults, traced
+            from dualpipe.train import faults, profiled, traced
             from dualpipe.train.loop import train
 
-            wanted = traced.parse(args.trace, config.train.steps)
-            ending.status = train(config, info, faults.parse(args.faults), wanted)
+            steps = config.train.steps
+            ending.status = train(
+                config, info, faults.parse(args.faults), traced.parse(args.trace, steps),
+                profiled=profiled.parse(args.profile, steps), snapshot=args.memory_snapshot,
+            )
     return ending.status
 
 
@@ -220,6 +223,8 @@ _CONFIG: _Arguments = {
 _PARITY: _Arguments = {
     "--pp": dict(type=int, metavar="N", help="pipeline ranks (default: the file's parallel.pp)"),
     "--dp": dict(type=int, metavar="N", help="data-parallel ranks (default: the file's)"),
+    "--dp-replicate": dict(type=int, metavar="N", help="parts of dp that have all parameters each (default: the "
+                           "file's)"),
     "--cp": dict(type=int, metavar="N", help="context-parallel ranks (default: the file's)"),
     "--ep": dict(type=int, metavar="N", help="expert-parallel ranks (default: the file's)"),
     "--dtype": dict(choices=("float64", "float32", "bf16"), default="float64",
@@ -234,6 +239,10 @@ _TRAIN: _Arguments = {
                      '"kill rank=2 step=7 action=B; delay rank=0 step=3 action=F seconds=2"'),
     "--trace": dict(default="", metavar="STEPS", help="write what all ranks did in some steps to a file that "
                     "ui.perfetto.dev opens: steps=10..12[,file=PATH] (default: trace-10-12.json in output.dir)"),
+    "--profile": dict(default="", metavar="STEPS", help="profile some steps by torch.profiler: steps=10..12; each rank "
+                      "writes profile-10-12-rankN.json into output.dir"),
+    "--memory-snapshot": dict(action="store_true", help="record what allocates memory on CUDA devices; at the end, or "
+                              "out of memory, each rank writes memory-rankN.pickle into output.dir"),
 }
 _TRACE: _Arguments = {"file": dict(metavar="FILE", help="a trace, of dualpipe train --trace or Pipeline.trace")}
 _PLAN: _Arguments = {

@@ -13,6 +13,7 @@ import resource
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +32,7 @@ _PEAKS = {
     ("A100",): 312, ("A800",): 312, ("L40S",): 362, ("A10",): 125, ("L4",): 121,
 }
 
+_ALLOCATIONS = 200_000  # of a memory snapshot: the last ones, of which a step has some ten thousands
 _FLIGHT = 100  # entries of torch's flight recorder that are shown
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
@@ -136,6 +138,17 @@ def memory_in_use(device: torch.device) -> int:
             return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def record_memory() -> None:
+    """Record from now on what allocates and frees the current CUDA device's memory."""
+    torch.cuda.memory._record_memory_history(max_entries=_ALLOCATIONS)
+
+
+def dump_memory(path: Path) -> None:
+    """Write what was recorded as a file for pytorch.org/memory_viz, and end recording."""
+    torch.cuda.memory._dump_snapshot(str(path))
+    torch.cuda.memory._record_memory_history(enabled=None)
 
 
 def peak_memory(device: torch.device) -> int:

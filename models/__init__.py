@@ -30,9 +30,14 @@ def read_config(path: str | PathLike[str]) -> HubConfig:
     """The configuration in a hub's `config.json`, or in the directory that holds one. Raises `ValueError` where there
     is none, it is no JSON object, or the model or an option is not supported."""
     path = Path(path)
-    path = path / "config.json" if path.is_dir() else path
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ValueError(f"the directory {path} has no config.json; give one that has it, or the path of a "
+                             "hub-style config.json")
+        path = path / "config.json"
     if not path.is_file():
-        raise ValueError(f"there is no file {path}; give the path of a hub-style config.json")
+        raise ValueError(f"there is no file or directory {path}; give the path of a hub-style config.json, or of a "
+                         "directory that has one")
     try:
         return config_from_dict(json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, RecursionError) as error:  # nested too deeply

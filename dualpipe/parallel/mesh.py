@@ -5,12 +5,15 @@ each other; those of a pipeline, which talk least, furthest apart. Example: 8 ra
 share the experts of a stage, ranks 0 to 3 hold the same stages, ranks 0 and 4 are one pipeline. With context
 parallelism there is "cp" before "ep": its ranks have the same rows of a batch, and each some of their tokens. To add a
 dimension is to name it in `TRAFFIC`, at its place, and to give its size to `build_mesh`.
+
+Parameters are sharded over all ranks that have the same stages; with `dp_replicate`, over those of one of as many parts
+of "dp", each of which has all parameters (HSDP). That is no dimension: who has which rows of a batch stays as it is.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from math import prod
@@ -30,6 +33,7 @@ DENSE = tuple(name for name in TRAFFIC if name != "pp")  # the ranks of these ha
 EXPERTS = tuple(name for name in DENSE if name != "ep")  # the ranks of these have the same experts
 BATCH = tuple(name for name in DENSE if name != "cp")  # the ranks of these have rows of the global batch of their own
 _PARTS = "dualpipe_parts"  # attribute of a mesh from `build_mesh`: several dimensions as one, by their names
+_REPLICATE, _SHARD = "replicate", "shard"  # the parts that "dp" is cut into, and the ranks of one
 
 
 @dataclass(frozen=True)
@@ -84,13 +88,19 @@ class Mesh:
 
     @property
     def dense(self) -> DeviceMesh | None:
-        """The ranks with the same stages, which dense parameters are sharded over, as one dimension."""
-        return self.part(*DENSE)
+        """The ranks with the same stages, which dense parameters are sharded over, as one dimension; with
+        `dp_replicate` as two, over the first of which they are replicated."""
+        return self._storage(*DENSE)
 
     @property
     def experts(self) -> DeviceMesh | None:
-        """The ranks with the same experts, which those are sharded over."""
-        return self.part(*EXPERTS)
+        """The ranks with the same experts, which those are sharded over, as `dense`."""
+        return self._storage(*EXPERTS)
+
+    def _storage(self, *dimensions: str) -> DeviceMesh | None:
+        """The ranks along these dimensions, as parameters are placed on them."""
+        hybrid = getattr(self.device_mesh, _PARTS, {}).get((_REPLICATE, *dimensions))
+        return self.part(*dimensions) if hybrid is None else hybrid
 
     def size(self, *dimensions: str) -> int:
         """The number of ranks along a dimension, or along several together."""
@@ -122,42 +132,55 @@ class Mesh:
 
 
 def build_mesh(
-    pp: int, dp: int | None, ep: int, device: torch.device, *, cp: int = 1, timeout: timedelta | None = None
+    pp: int, dp: int | None, ep: int, device: torch.device, *, cp: int = 1, dp_replicate: int = 1,
+    timeout: timedelta | None = None,
 ) -> DeviceMesh:
     """The mesh over all ranks of the default process group. Each dimension has groups of its own, and so have those
     together that share parameters: with NCCL what shares a communicator waits for one another, and so does what shares
     its stream.
 
     Each group is used once: a communicator that is made in the middle of a step, in another order on each rank, can
-    deadlock. `dp` None: what the others leave. `cp` 1: there is no such dimension. `timeout`: after which a rank gives
-    up waiting for another (default: as in the default group). Raises ValueError, with the sizes that are possible,
-    unless pp * dp * cp * ep is all ranks.
+    deadlock. `dp` None: what the others leave. `cp` 1: there is no such dimension. `dp_replicate`: the parts that `dp`
+    is cut into, each of which has all parameters. `timeout`: after which a rank gives up waiting for another (default:
+    as in the default group). Raises ValueError, with the sizes that are possible, unless pp * dp * cp * ep is all ranks
+    and dp_replicate divides dp.
     """
     split = {} if cp == 1 else {"cp": cp}
     sizes = mesh_sizes(dist.get_world_size(), pp=pp, dp=dp, ep=ep, **split)  # without a default group torch says so
+    check_replicate(sizes["dp"], dp_replicate)
     world = dist.group.WORLD
     assert world is not None, "it has a size"
     if device.type == "cuda" and (wrong := one_queue()):
         warnings.warn(wrong, stacklevel=2)
     numbers = torch.arange(world.size(), device="cpu").view(*sizes.values())
-    here = dict(zip(sizes, (numbers == world.rank()).nonzero()[0].tolist()))
+    # The same numbers with "dp" in two dimensions.
+    split = {"pp": pp, _REPLICATE: dp_replicate, _SHARD: sizes["dp"] // dp_replicate, "cp": cp, "ep": ep}
+    split_numbers = numbers.view(*split.values())
     recorder = Recorder.current()
     recorder.rank, recorder.sizes = world.rank(), sizes
 
+    here = dict(zip(split, (split_numbers == world.rank()).nonzero()[0].tolist()))
+
     def along(*dimensions: str) -> list[int]:
-        index = tuple(slice(None) if name in dimensions else place for name, place in here.items())
-        return numbers[index].flatten().tolist()
+        named = {_REPLICATE, _SHARD, *dimensions} if "dp" in dimensions else {*dimensions}
+        index = tuple(slice(None) if name in named else place for name, place in here.items())
+        return split_numbers[index].flatten().tolist()
 
     shared = (tuple(name for name in sizes if name in names) for names in (DENSE, EXPERTS))
     several = [names for names in shared if len(names) > 1]
     wanted = [(along(name), TRAFFIC[name]) for name in sizes]
     wanted += [(along(*names), SHARDS) for names in several]
+    if dp_replicate > 1:
+        wanted += [(along(*names), SHARDS) for names in ((_REPLICATE,), (_SHARD, "cp", "ep"), (_SHARD, "cp"))]
     groups = create_groups(wanted, beside=world, timeout=timeout or timeout_of(world))
     each = groups[: len(sizes)]
     device_mesh = DeviceMesh.from_group(each, device.type, mesh=numbers, mesh_dim_names=tuple(sizes))
     parts = {names: DeviceMesh.from_group(group, device.type, mesh_dim_names=("_".join(names),))
              for names, group in zip(several, groups[len(sizes):])}
-    if EXPERTS in several:  # FSDP2 takes an expert's two dimensions from one mesh
+    if dp_replicate > 1:
+        replicate, dense, experts = groups[-3:]
+        parts |= _hybrid_parts(split_numbers, device, (replicate, dense), (each[0], replicate, experts, each[-1]))
+    elif EXPERTS in several:  # FSDP2 takes an expert's two dimensions from one mesh
         names, shape = ("pp", "_".join(EXPERTS), "ep"), (sizes["pp"], sizes["dp"] * sizes["cp"], sizes["ep"])
         three = [each[0], groups[-1], each[-1]]
         of_experts = DeviceMesh.from_group(three, device.type, mesh=numbers.view(shape), mesh_dim_names=names)
@@ -173,6 +196,34 @@ def build_mesh(
             rows = torch.zeros(sizes[name], device=device)
             dist.all_to_all_single(torch.empty_like(rows), rows, group=device_mesh.get_group(name))
     return device_mesh
+
+
+def _hybrid_parts(
+    numbers: torch.Tensor, device: torch.device, dense: Sequence[dist.ProcessGroup],
+    experts: Sequence[dist.ProcessGroup],
+) -> dict[tuple[str, ...], DeviceMesh]:
+    """The meshes (replicate, shard) of dense parameters and of experts, and "ep" from the mesh of the latter, as FSDP2
+    takes an expert's dimensions from one mesh.
+
+    numbers: of all ranks, by pp, replicate, shard, cp, ep. dense, experts: this rank's groups along (replicate, shard)
+    and along (pp, replicate, shard, ep).
+    """
+    sizes = numbers.shape
+    both = (_REPLICATE, _SHARD)
+    of_stage = numbers[(numbers == dist.get_rank()).nonzero()[0][0]]
+    of_dense = DeviceMesh.from_group(
+        list(dense), device.type, mesh=of_stage.reshape(sizes[1], -1), mesh_dim_names=both)
+    of_experts = DeviceMesh.from_group(
+        list(experts), device.type, mesh=numbers.reshape(sizes[0], sizes[1], -1, sizes[4]),
+        mesh_dim_names=("pp", *both, "ep"))
+    return {(_REPLICATE, *DENSE): of_dense, (_REPLICATE, *EXPERTS): of_experts[both], ("ep",): of_experts["ep"]}
+
+
+def check_replicate(dp: int, dp_replicate: int, name: str = "dp_replicate") -> None:
+    """Raise ValueError unless so many data-parallel ranks can be cut into so many equal parts."""
+    if dp_replicate < 1 or dp % dp_replicate:
+        raise ValueError(f"{name} = {dp_replicate} does not divide dp = {dp}, the number of data-parallel ranks; give "
+                         f"{' or '.join(map(str, divisors(dp)))}, or another dp")
 
 
 def mesh_sizes(ranks: int, **given: int | None) -> dict[str, int]:

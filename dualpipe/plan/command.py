@@ -65,7 +65,7 @@ def _sequences(config: Config, tokens: int) -> int:
     if tokens % t.sequence_length or tokens < 0:
         raise ValueError(f"--global-batch {tokens} is no multiple of a sequence's {t.sequence_length} tokens; give "
                          f"{max(1, round(tokens / t.sequence_length)) * t.sequence_length}")
-    return tokens // t.sequence_length or t.batch_size or t.micro_batch_size * t.num_chunks * max(1, p.dp) * p.ep
+    return tokens // t.sequence_length or t.batch_size or t.micro_batch_size * t.num_chunks * p.sizes["dp"] * p.ep
 
 
 def table(runs: Sequence[Prediction]) -> Iterator[str]:
@@ -81,6 +81,8 @@ def table(runs: Sequence[Prediction]) -> Iterator[str]:
     tokens = best.tokens
     yield (f"{tokens:,} tokens a step in sequences of {t.sequence_length}; GB of the worst rank, beside "
            f"{best.machine.reserve:g} for CUDA and the allocator")
+    if any(run.config.parallel.dp_replicate > 1 for run in runs):
+        yield "dp 2x8: 2 parts (parallel.dp_replicate) of 8 ranks each, over which parameters are sharded"
     flat = next((run for run in runs if run.config.parallel.pp == 1), None)
     if flat is None:
         yield "without a pipeline no run fits"
@@ -92,7 +94,8 @@ def table(runs: Sequence[Prediction]) -> Iterator[str]:
 
 def _cells(number: int, run: Prediction) -> Iterator[str]:
     p, t, rules, parts = run.config.parallel, run.config.train, run.config.memory.recompute, run.parts
-    yield from map(str, (number, p.pp, p.dp, p.cp, p.ep, p.schedule, f"{t.num_chunks}x{t.micro_batch_size}",
+    dp = p.dp if p.dp_replicate == 1 else f"{p.dp_replicate}x{p.dp // p.dp_replicate}"
+    yield from map(str, (number, p.pp, dp, p.cp, p.ep, p.schedule, f"{t.num_chunks}x{t.micro_batch_size}",
                          "+".join(rules) or "none"))
     yield from (f"{run.step:.4g}", f"{run.tokens_per_second:,.0f}", f"{100 * run.mfu:.1f}%")
     shards = parts["gather"] + parts["reduce"] + parts["optimizer"]

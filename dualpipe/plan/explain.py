@@ -56,6 +56,9 @@ def _terms(run: Prediction) -> Iterator[tuple[str, str, str]]:
     size = s.tokens * sent_bytes(run.model, s.dtype)
     yield "sends", f"the schedule with {_ms(run.send)} for {size / 1e6:,.1f} MB, less without", _ms(parts["sends"])
     yield "gather", "the first stage's parameters, around the ring of those that share them", _ms(parts["gather"])
+    if p.dp_replicate > 1:
+        yield "  of reduce", (f"around the ring of {p.dense_shards} ranks, then over {p.dp_replicate} parts of dp, "
+                              f"twice 1/{p.dense_shards} of dense and 1/{p.expert_shards} of experts"), ""
     yield "reduce", "the schedule with the stages' gradients in float32 reduced beside it, less without", \
         _ms(parts["reduce"])
     muon = f", + {run.muon_flops:.3g} of Muon / ({m.tflops:g} x {m.gemm:g} TFLOP/s)" if run.muon_flops else ""

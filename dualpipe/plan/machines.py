@@ -15,6 +15,9 @@ from dualpipe.errors import nearest
 from dualpipe.files import read_toml
 
 TABLE = Path(__file__).with_name("machines.toml")
+# Fields that something is divided by; others may be 0, which leaves out what they stand for.
+POSITIVE = frozenset({"tflops", "hbm", "memory", "multiprocessors", "nvlink", "network", "gemm", "grouped",
+                      "attention", "attention_backward", "bandwidth", "links", "networks"})
 
 
 @dataclass(frozen=True)
@@ -101,9 +104,14 @@ def _checked(where: str, given: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in given.items():
         if name not in known:
             raise ValueError(f"{where}: unknown field {name!r}; the nearest is {nearest(name, known, cutoff=0)[0]!r}")
-        number = isinstance(value, int | float) and (name == "host_waits" or (isfinite(value) and value >= 0))
-        if not number or (not value and name in known[:11]):
-            raise ValueError(f"{where}: {name} is {value!r}; give a positive number")
+        if name == "host_waits":
+            if not isinstance(value, bool):
+                raise ValueError(f"{where}: {name} is {value!r}; give true or false")
+            continue
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+        if not is_number or value < 0 or (value == 0 and name in POSITIVE):
+            needed = "a positive number" if name in POSITIVE else "a number of at least 0"
+            raise ValueError(f"{where}: {name} is {value!r}; give {needed}")
     return dict(given)
 
 

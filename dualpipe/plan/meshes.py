@@ -104,11 +104,12 @@ def _meshes(wanted: Wanted) -> Iterator[list[Prediction]]:
     """For each mesh, all runs on it."""
     divisors = [n for n in range(1, wanted.gpus + 1) if wanted.gpus % n == 0]
     most = wanted.model.num_hidden_layers + 2  # ranks of a pipeline, whose ends need no layer
+    parts = wanted.config.parallel.dp_replicate
     shared = [cp for cp in divisors if cp == 1 or (
         wanted.config.train.sequence_length >= cp * LONG and _divides_heads(wanted, cp))]
     for pp, cp, ep in product(divisors, shared, divisors):
         dp, rest = divmod(wanted.gpus, pp * cp * ep)
-        possible = not rest and dp and pp <= most and wanted.model.num_experts % ep == 0
+        possible = not rest and dp and dp % parts == 0 and pp <= most and wanted.model.num_experts % ep == 0
         if possible and (runs := list(_runs(wanted, pp, dp, cp, ep))):
             yield runs
 

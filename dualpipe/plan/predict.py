@@ -106,16 +106,23 @@ class Prediction:
 
     @cached_property
     def shards(self) -> list[tuple[float, float]]:
-        """For each stage, seconds to gather its parameters and to reduce its gradients, which are in float32."""
-        p, machine = self.config.parallel, self.machine
-        found = []
+        """For each stage, seconds to gather its parameters and to reduce its gradients, which are in float32; where
+        several parts of dp have all parameters, to sum these over them too."""
+        p = self.config.parallel
         ends_meet = self.shape.placement[0] == self.shape.placement[-1]
+        found = []
         for dense, experts in _stage_sizes(self.model, self.shape.num_stages, p.layers_per_stage, p.ep, ends_meet):
-            found.append(tuple(
-                machine.ring(width * dense, p.replicas) + machine.ring(width * experts, p.dp * p.cp, p.ep)
-                for width in (self.setting.dtype.itemsize, 4)
-            ))
-        return found  # type: ignore[return-value]
+            gather = self._around(self.setting.dtype.itemsize * dense, self.setting.dtype.itemsize * experts)
+            of_rank = 4 * (dense / p.dense_shards + experts / p.expert_shards)
+            summed = 2 * self.machine.ring(of_rank, p.dp_replicate, p.dense_shards)  # reduced, and gathered again
+            found.append((gather, self._around(4 * dense, 4 * experts) + summed))
+        return found
+
+    def _around(self, dense: float, experts: float) -> float:
+        """Seconds for so many bytes of dense parameters and of experts to go around the rings of those that share
+        them."""
+        p = self.config.parallel
+        return self.machine.ring(dense, p.dense_shards) + self.machine.ring(experts, p.expert_shards, p.ep)
 
     @cached_property
     def gather(self) -> float:
@@ -142,7 +149,7 @@ class Prediction:
         p = self.config.parallel
         stages = meta_stages(self.model, self.shape.num_stages, p.layers_per_stage)
         each = [sum(map(operations, muon_shapes(self.config.optimizer, stage))) for stage in stages]
-        return max(sum(each[i] for i in self.shape.rank_stages(rank)) for rank in range(p.pp)) / p.replicas
+        return max(sum(each[i] for i in self.shape.rank_stages(rank)) for rank in range(p.pp)) / p.dense_shards
 
     @cached_property
     def step(self) -> float:

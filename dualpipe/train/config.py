@@ -21,6 +21,19 @@ from dualpipe.errors import nearest
 from dualpipe.files import read_toml
 from dualpipe.train.tables import BYTES, STDLIB, Config, DTypeRule, OptimizerGroup
 
+# Names of other trainers for fields of ours, whose spelling does not lead to them.
+OTHER_NAMES = {
+    "learning_rate": "optimizer.lr", "max_lr": "optimizer.lr", "min_lr": "optimizer.min_lr_ratio",
+    "lr_scheduler": "optimizer.schedule", "lr_scheduler_type": "optimizer.schedule", "decay_lr": "optimizer.schedule",
+    "grad_clip": "optimizer.clip_norm", "max_norm": "optimizer.clip_norm", "max_grad_norm": "optimizer.clip_norm",
+    "num_train_steps": "train.steps", "max_steps": "train.steps", "max_iters": "train.steps",
+    "seq_len": "train.sequence_length", "seq_length": "train.sequence_length", "block_size": "train.sequence_length",
+    "global_batch_size": "train.batch_size", "local_batch_size": "train.micro_batch_size",
+    "num_microbatches": "train.num_chunks", "gradient_accumulation_steps": "train.num_chunks",
+    "save_interval": "checkpoint.interval", "save_steps": "checkpoint.interval", "tokenizer_path": "data.tokenizer",
+    "tensorboard_dir": "output.dir", "wandb_project": "metrics.wandb",
+}
+
 # What a run starts with, by table; and the word that is no path there.
 PATHS = {"model": {"config": ""}, "init": {"from_hf": ""},
          "data": {"path": STDLIB, "tokenizer": BYTES, "validation_path": ""}}
@@ -66,20 +79,24 @@ def fit_world(config: Config, world_size: int) -> Config:
     """`config` with parallel.dp filled in, and train.num_chunks where train.batch_size is given.
 
     Raises ValueError for a number of ranks that the layout does not need, that the batch cannot be cut for, or that
-    share sequences of fewer tokens than they have chunks.
+    share sequences of fewer tokens than they have chunks, and for a parallel.dp_replicate that does not divide dp.
     """
     parallel, length = config.parallel, config.train.sequence_length
     if parallel.cp > 1 and length < 2 * parallel.cp:
         raise ValueError(f"train.sequence_length = {length} is too short for parallel.cp = {parallel.cp}, whose ranks "
                          f"have two chunks of a sequence each; give at least {2 * parallel.cp} tokens, or have "
                          f"parallel.cp be at most {max(1, length // 2)}")
-    pipelines, rest = divmod(world_size, parallel.world_size // max(1, parallel.dp))
+    pipelines, rest = divmod(world_size, parallel.world_size // parallel.sizes["dp"])
     if rest or pipelines == 0 or parallel.dp not in (0, pipelines):
         sizes = parallel.sizes | {"dp": parallel.dp or "any"}
         raise ValueError(
             f"parallel.{' * '.join(sizes)} = {' * '.join(map(str, sizes.values()))} cannot be {world_size}, the number "
             f"of ranks that were started; start {parallel.world_size}, or change parallel.pp or parallel.dp"
         )
+    if parallel.dp_replicate > 1:
+        from dualpipe.parallel.mesh import check_replicate  # loads torch
+
+        check_replicate(pipelines, parallel.dp_replicate, "parallel.dp_replicate")
     config = _replace(config, "parallel", "dp", pipelines)
     return with_batch(config, config.train.batch_size) if config.train.batch_size else config
 
@@ -90,7 +107,8 @@ def with_batch(config: Config, batch_size: int) -> Config:
     at_once = config.train.micro_batch_size * config.parallel.batch_shards
     num_chunks, rest = divmod(batch_size, at_once)
     if rest or not num_chunks:
-        possible = [size for size in range(1, batch_size // config.parallel.ep + 1)
+        parts = config.parallel.dp_replicate
+        possible = [size for size in range(parts, batch_size // config.parallel.ep + 1, parts)
                     if batch_size % (size * config.train.micro_batch_size * config.parallel.ep) == 0]
         dp = f", or have parallel.dp be one of {', '.join(map(str, possible))}" if possible else ""
         near = " or ".join(f"{size}" for size in (batch_size - rest, batch_size - rest + at_once) if size)
@@ -123,7 +141,11 @@ def _typed(kind: Any, value: Any, where: str) -> Any:
         return tuple(_typed(inside[0], each, where) for each in value)
     if kind is float and type(value) is int:
         return float(value)
-    if value in inside if origin is Literal else type(value) is kind:
+    if origin is Literal:
+        if value not in inside:
+            raise ValueError(f"{where} = {value!r} is no valid choice; it must be {_describe(kind)}")
+        return value
+    if type(value) is kind:
         return value
     raise ValueError(f"{where} = {value!r} has the wrong type; it must be {_describe(kind)}")
 
@@ -140,7 +162,14 @@ def _describe(kind: Any) -> str:
 
 
 def _nearest(name: str, valid: Collection[str]) -> str:
-    return f"the nearest valid name is {nearest(name, valid, cutoff=0)[0]!r}"
+    """The valid name that is meant by one that is unknown: a key in a table, a table, or an option "--table.field"."""
+    place = OTHER_NAMES.get(name.rpartition(".")[2].removeprefix("--").replace("-", "_"))
+    if place is None:
+        return f"the nearest valid name is {nearest(name, valid, cutoff=0)[0]!r}"
+    for meant in (f"--{place}", place.rpartition(".")[2]):
+        if meant in valid:
+            return f"the nearest valid name is {meant!r}"
+    return f"what is meant is in another table: {place!r}"
 
 
 def _overridden(config: Config, options: Sequence[str]) -> Config:

@@ -98,7 +98,8 @@ def join(config: Config, info: RankInfo, watchdog: Watchdog | None = None, prefi
     # A rank that fails before all have met would have the others log a broken store.
     with Recorder.current().collective("meet", "all ranks", range(info.world_size)):
         dist.all_reduce(torch.zeros(1, device="cpu"))
-    mesh = build_mesh(parallel.pp, parallel.dp, parallel.ep, device, cp=parallel.cp, timeout=timeout)
+    mesh = build_mesh(parallel.pp, parallel.dp, parallel.ep, device, cp=parallel.cp,
+                      dp_replicate=parallel.dp_replicate, timeout=timeout)
     yield Job(device, mesh, watchdog)
     dist.destroy_process_group()  # after an error the process leaves without: destroying would wait for the others
 

@@ -99,8 +99,12 @@ def rank_from_environment(environment: Mapping[str, str]) -> RankInfo | None:
 
 
 def slurm_rendezvous(environment: Mapping[str, str]) -> dict[str, str]:
-    """MASTER_ADDR and MASTER_PORT where they are not set: the step's first node, a port made of the job's number."""
-    address, port = "127.0.0.1", 20000 + int(environment.get("SLURM_JOB_ID", 0)) % 20000
+    """MASTER_ADDR and MASTER_PORT where they are not set: the step's first node, a port made of the numbers of job and
+    step, as several steps of a job may run on one node at once."""
+    address = "127.0.0.1"
+    # Multiplied by a prime, so that the steps of one job have ports that are far from those of the next jobs.
+    number = int(environment.get("SLURM_JOB_ID", 0)) + 7919 * int(environment.get("SLURM_STEP_ID", 0))
+    port = 20000 + number % 20000
     if "MASTER_ADDR" not in environment and int(environment.get("SLURM_STEP_NUM_NODES", 1)) > 1:
         nodes = environment.get("SLURM_STEP_NODELIST", "")
         command = ["scontrol", "show", "hostnames", nodes]

@@ -30,6 +30,7 @@ from dualpipe.train.config import Config
 from dualpipe.train.data import Batch, Loader, evaluation_batches, open_splits, packed_directory, read_ahead
 from dualpipe.train.elastic import fit_run
 from dualpipe.train.faults import Fault, FaultyRecorder, recorder_of
+from dualpipe.train.garbage import GarbageCollection
 from dualpipe.train.guard import BadStep, Guard, Kept
 from dualpipe.train.job import Job, join
 from dualpipe.train.launch import RankInfo
@@ -46,6 +47,7 @@ from dualpipe.train.model import (
 )
 from dualpipe.train.mtp import MicroBatchLoss, accepted, tokens_ahead
 from dualpipe.train.optimizer import learning_rate
+from dualpipe.train.profiled import ProfiledSteps, check_memory_snapshot, memory_snapshot
 from dualpipe.train.qk_clip import QKClip
 from dualpipe.train.resume import Saver, State, describe
 from dualpipe.train.schedule import build_schedule
@@ -55,9 +57,13 @@ from dualpipe.train.votes import StartUp, Votes, farewell
 from dualpipe.train.watchdog import Watchdog
 
 
-def train(config: Config, info: RankInfo, faults: Sequence[Fault] = (), traced: Steps | None = None) -> int:
+def train(
+    config: Config, info: RankInfo, faults: Sequence[Fault] = (), traced: Steps | None = None, *,
+    profiled: Steps | None = None, snapshot: bool = False,
+) -> int:
     """Train as rank `info` of the job; returns the exit status, 0 or what asked for an end (see `Vote`), and raises on
-    failure. faults: planted on purpose; traced: steps to take a trace of."""
+    failure. faults: planted on purpose; traced, profiled: steps to take a trace of, and to profile by torch; snapshot:
+    of the memory of each rank's CUDA device."""
     recorder = recorder_of(info.rank, info.world_size, faults)
     start_up = StartUp(recorder)
     start_up.begin("meeting")
@@ -69,8 +75,11 @@ def train(config: Config, info: RankInfo, faults: Sequence[Fault] = (), traced: 
         config, note = job.ranks.first(partial(fit_run, config, job.ranks.size))
         if note and job.rank == 0:
             say(note)
+        if snapshot:
+            check_memory_snapshot(job.device)
+            held.enter_context(memory_snapshot(Path(config.output.dir), job.rank))
         with Saver(config, job) as saver:
-            status = Run(config, job, saver, start_up, traced).train()
+            status = Run(config, job, saver, start_up, traced, profiled).train()
     if isinstance(recorder, FaultyRecorder):
         recorder.report()
     return status
@@ -111,7 +120,8 @@ class Run:
     """
 
     def __init__(
-        self, config: Config, job: Job, saver: Saver, start_up: StartUp | None = None, traced: Steps | None = None
+        self, config: Config, job: Job, saver: Saver, start_up: StartUp | None = None, traced: Steps | None = None,
+        profiled: Steps | None = None,
     ) -> None:
         self.config, self.job, self.saver, self.recorder = config, job, saver, Recorder.current()
         self.start_up = start_up or StartUp(self.recorder)
@@ -157,6 +167,8 @@ class Run:
         self.stragglers = Stragglers(config.metrics.straggler_interval, parallel.pp, self.recorder.name)
         self.unread: deque[QueuedStep] = deque()  # at most two
         self.guard, self.traced = Guard(self), TracedSteps(self, traced)
+        self.profiled = ProfiledSteps(self, profiled)
+        self.garbage = GarbageCollection(train.gc_interval)
         self.copying = new_stream(job.device)
         self.unigram: float | None = None  # what a unigram model of the held-out text would reach
 
@@ -191,13 +203,14 @@ class Run:
             self.start_up.begin("checkpoint")
             self.done = self.saver.resume(self.state)
             self.start_up.begin("step")
-            with self._writer() as writer, self.traced:
+            with self._writer() as writer, self.traced, self.profiled, self.garbage:
                 while self.done < self.config.train.steps and not self.status:
                     try:
                         self._steps(writer)
                     except BadStep as bad:
                         self.guard.resolve(bad, writer)
                         self.traced.after()
+                        self.profiled.after()
                 self._stop_early()
             self.start_up.end()  # where no step was left
             if self.status:
@@ -271,8 +284,10 @@ class Run:
             with self.loader.batches(train.steps, self.copying) as batches:
                 while self.done < train.steps and not self.status:
                     self.traced.before(self.done + 1)
+                    self.profiled.before(self.done + 1)
                     self.unread.append(self._step(self.done, batches))
                     self.done += 1
+                    self.garbage.after(self.done)  # while the device computes
                     if len(self.unread) > 1:
                         self._write(writer, self._read())  # the step before, while the device computes this one
                     is_last, every = self.done == train.steps, train.eval_interval
@@ -290,6 +305,7 @@ class Run:
                         self._write(writer, metrics | found)
                     self.saver.save(self.state, self.done)
                     self.traced.after()
+                    self.profiled.after()
         except BaseException:
             with suppress(BadStep, RuntimeError):  # the latter where the device has failed
                 # Without waiting, which could be for ranks that have failed.

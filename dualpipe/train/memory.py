@@ -159,18 +159,18 @@ def _stage_bytes(
     p, dtype, fp32 = config.parallel, dtype_of(config.train.dtype), 4
     sharing, shared = p.dp * p.cp, p.replicas > 1  # ranks with the same experts; whether any have the same parameters
     dense, experts, copied = _stage_sizes(model, len(stages), p.layers_per_stage, number, p.ep, sharing, ends_meet)
-    dense_shard, expert_shard = -(-dense // p.replicas), -(-experts // sharing)
+    dense_shard, expert_shard = -(-dense // p.dense_shards), -(-experts // p.expert_shards)
     shard, stored = dense_shard + expert_shard, fp32 if shared else dtype.itemsize
     stored_less, masters, gathered_less = (0, 0, 0)
     if config.dtypes.rules:
         stored_less, masters, gathered_less = _quantized(
-            stages[number], config.dtypes, config.train.dtype, model, sharing, p.ep)
+            stages[number], config.dtypes, config.train.dtype, model, sharing, p.ep, p.dp_replicate)
     moment = dtype_of(config.optimizer.moments).itemsize
     single = sum(map(math.prod, muon_shapes(config.optimizer, stages[number])))  # with one moment instead of two
     states = 2 * moment + (fp32 if stored < fp32 else 0)
     return StageBytes(
         parameters=stored * shard - stored_less,
-        optimizer=states * shard - moment * (single // p.replicas) + masters,
+        optimizer=states * shard - moment * (single // p.dense_shards) + masters,
         gathered=(dtype.itemsize * (dense + experts) if shared else 0) - gathered_less,
         accumulators=fp32 * (dense + experts),
         reduced=fp32 * (dense_shard + (expert_shard if sharing > 1 else 0)) if shared else 0,
@@ -269,7 +269,8 @@ def dtype_plan(dtypes: DTypesConfig, dtype: Literal["fp32", "bf16"], model: HubC
 
 @lru_cache(maxsize=4096)
 def _quantized(
-    stage: Stage, dtypes: DTypesConfig, dtype: Literal["fp32", "bf16"], model: HubConfig, sharing: int, ep: int
+    stage: Stage, dtypes: DTypesConfig, dtype: Literal["fp32", "bf16"], model: HubConfig, sharing: int, ep: int,
+    dp_replicate: int,
 ) -> tuple[int, int, int]:
     """What formats change of a stage's bytes: how many fewer are stored, masters that other weights have no need of,
     and how many fewer are gathered, less those that are transposed."""
@@ -280,7 +281,8 @@ def _quantized(
         if (format := planned.format) is None:
             continue
         *experts, rows, columns = param.shape
-        matrices, shards = (experts[0] // ep, sharing) if experts else (1, sharing * ep)
+        matrices, ranks = (experts[0] // ep, sharing) if experts else (1, sharing * ep)
+        shards = ranks // dp_replicate
         elements, width = matrices * rows * columns, planned.storage.itemsize
         packed = matrices * format.block_rows(rows) * format.row_bytes(columns)
         if not planned.gathered:
@@ -301,6 +303,8 @@ def _nccl_buffers(p: ParallelConfig, placement: Sequence[int], rank: int) -> int
     links, sharing = 4 * len(neighbours), max(1, p.dp) * p.cp
     rings = [(p.pp, LINK), (p.ep, EXPERTS), (max(1, p.dp), SHARDS), (sharing * p.ep, SHARDS),
              (p.pp * sharing * p.ep, TOTALS)]
+    if p.dp_replicate > 1:
+        rings += [(p.dp_replicate, SHARDS), (p.dense_shards, SHARDS), (p.expert_shards, SHARDS)]
     if p.cp > 1:
         rings += [(p.cp, CONTEXT), (sharing, SHARDS)]
     channels = sum(traffic.ctas for ranks, traffic in rings if ranks > 1)

@@ -100,7 +100,10 @@ class ParallelConfig:
     """pipeline ranks"""
     dp: int = _at_least_0(0)
     """data-parallel ranks: pipelines that train on different data and share the parameters' storage (FSDP2); 0: as many
-    as the ranks that were started allow, one where none were"""
+    as the ranks that were started allow, dp_replicate where none were"""
+    dp_replicate: int = _at_least_1(1)
+    """parts that dp is cut into, which it must divide: parameters are sharded over the ranks of a part, of which each
+    part has all, and gradients are summed over the parts (HSDP); for parts within a node, or a pod"""
     cp: int = _at_least_1(1)
     """context-parallel ranks: they share every sequence, of which each has two chunks, an early and a late one; for
     sequences whose activations one rank cannot hold"""
@@ -133,15 +136,26 @@ class ParallelConfig:
     def sizes(self) -> dict[str, int]:
         """The sizes of the mesh's dimensions, outermost first."""
         split = {} if self.cp == 1 else {"cp": self.cp}
-        return {"pp": self.pp, "dp": max(1, self.dp), **split, "ep": self.ep}
+        return {"pp": self.pp, "dp": self.dp or self.dp_replicate, **split, "ep": self.ep}
 
     def __str__(self) -> str:
-        return ", ".join(f"{name} {size}" for name, size in self.sizes.items())
+        parts = f" ({self.dp_replicate} x {self.dp // self.dp_replicate})" if self.dp_replicate > 1 else ""
+        return ", ".join(f"{name} {size}{parts if name == 'dp' else ''}" for name, size in self.sizes.items())
 
     @property
     def replicas(self) -> int:
         """The pipelines, each of which has tokens of its own: what means are taken over."""
         return self.dp * self.cp * self.ep
+
+    @property
+    def dense_shards(self) -> int:
+        """The ranks that a dense parameter is sharded over."""
+        return self.replicas // self.dp_replicate
+
+    @property
+    def expert_shards(self) -> int:
+        """The ranks that an expert's parameters are sharded over."""
+        return self.dp * self.cp // self.dp_replicate
 
     @property
     def batch_shards(self) -> int:
@@ -184,6 +198,8 @@ class TrainConfig:
     """global batches of an evaluation; 0 never evaluates"""
     log_interval: int = _at_least_1(1)
     """every so many steps one is printed and written to the metrics; evaluated ones, and the last, always are"""
+    gc_interval: int = _not_negative(50)
+    """steps between runs of Python's garbage collector, on all ranks after the same step; 0: whenever Python does"""
 
 
 DTypeName = Literal["fp32", "bf16", "fp16", "fp64"]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Steps(NamedTuple):
-    """Those to trace, from 1, and the file; "": in output.dir."""
+    """Those to trace or to profile, from 1, and the file; "": in output.dir."""
 
     first: int
     last: int
@@ -26,16 +26,22 @@ class Steps(NamedTuple):
 
 def parse(text: str, steps: int) -> Steps | None:
     """What `text` asks of a run of so many steps, None where it is empty. Raises ValueError for what cannot be."""
+    return parse_steps(text, steps, "--trace", with_file=True)
+
+
+def parse_steps(text: str, steps: int, option: str, *, with_file: bool = False) -> Steps | None:
+    """The steps that the text of an option names; None where it is empty. Raises ValueError for what is not understood,
+    and for steps that a run of so many does not have. with_file: whether a file may be named behind them."""
     if not text:
         return None
     match = re.fullmatch(r"steps=(\d{1,12})(?:\.\.(\d{1,12}))?(?:,file=(.+))?", text)
-    if match is None:
-        raise ValueError(f"--trace: {text!r} is not understood; give steps=10..12, or steps=10, and perhaps ,file=PATH "
-                         "behind it")
+    if match is None or (match[3] and not with_file):
+        perhaps = ", and perhaps ,file=PATH behind it" if with_file else ""
+        raise ValueError(f"{option}: {text!r} is not understood; give steps=10..12, or steps=10{perhaps}")
     first, last = int(match[1]), int(match[2] or match[1])
     if not 1 <= first <= last <= steps:
-        raise ValueError(f"--trace: steps={first}..{last} are not steps of this run, which has 1 to {steps}; give some "
-                         "of these, the first one first")
+        raise ValueError(f"{option}: steps={first}..{last} are not steps of this run, which has 1 to {steps}; give "
+                         "some of these, the first one first")
     return Steps(first, last, match[3] or "")
 
 

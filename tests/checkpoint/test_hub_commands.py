@@ -64,7 +64,10 @@ def test_check_lists_what_is_wrong(tmp_path, capsys):
     err = capsys.readouterr().err
     assert "model.norm.weight: missing" in err and "other: unexpected" in err
     assert main(["hf", "check", str(tmp_path / "nowhere")]) == 2
-    assert "there is no file" in capsys.readouterr().err
+    assert "there is no file or directory" in capsys.readouterr().err
+    (tmp_path / "empty").mkdir()
+    assert main(["hf", "check", str(tmp_path / "empty")]) == 2
+    assert f"error: the directory {tmp_path / 'empty'} has no config.json; give one that" in capsys.readouterr().err
 
 
 def test_export(tmp_path, capsys):

@@ -125,6 +125,33 @@ def test_the_files_do_not_depend_on_the_layout(saved):
     assert sum(name.startswith("optimizer/") for name in described[0]) > 100
 
 
+def replicated(rank, folder):
+    """Two replicas of what is sharded over two ranks, with the experts over two (dp 2 = 2 x 1); bytes in the files."""
+    hybrid = Trainee((1, 2, 2), dp_replicate=2)
+    assert {tuple(p.device_mesh.shape) for p in hybrid.optimizer.parameters} == {(2, 2), (2, 1, 2)}
+    sharded = Trainee((1, 2, 2))
+    others = [sharded, Trainee((2, 2, 1), dp_replicate=2), hybrid]
+    hybrid.fill(7)
+    sizes = []
+    for saving, name in ((hybrid, "hybrid"), (sharded, "sharded")):
+        with Checkpoints(f"{folder}/{name}", saving.mesh) as checkpoints:
+            path = checkpoints.save(saving.state, step=3, plan=saving.plan)
+        headers = [read_header(path / file_of(each))[0] for each in range(4)]
+        sizes.append(sum(entry.nbytes for header in headers for entry in header.values()))
+        for trainee in others:
+            trainee.wreck()
+            load(f"{folder}/{name}", trainee.state, mesh=trainee.mesh)
+            trainee.optimizer.round_parameters()
+            assert not trainee.wrong(7), name
+    return sizes
+
+
+def test_replicas_are_written_once_and_loaded_into_other_layouts(tmp_path):
+    for hybrid, sharded in run_ranks(replicated, 4, str(tmp_path), reuse=True):
+        assert hybrid == sharded
+    assert not verify(latest(tmp_path / "hybrid"))
+
+
 def mismatch(rank, folder):
     trainee = Trainee((2, 1, 1))
     trainee.fill(7)

@@ -102,6 +102,35 @@ def test_ranks_that_share_sequences_are_between_dp_and_ep():
     assert numbers == (8, 6, 4, 2), "they have the same rows"
 
 
+def members_of(mesh):
+    """By the names of a mesh's dimensions, the ranks along them."""
+    return {name: dist.get_process_group_ranks(mesh.get_group(name)) for name in mesh.mesh_dim_names}
+
+
+def test_parts_of_dp_have_all_parameters_each():
+    """8 ranks as dp 4 (2 x 2) and ep 2: rank 5 is the first of part 1."""
+    with lone_rank(5, 8):
+        place = Mesh.of(build_mesh(1, 4, 2, CPU, dp_replicate=2))
+        assert place.sizes == {"pp": 1, "dp": 4, "ep": 2} and (place.replicas, place.replica) == (8, 5), "as without"
+        assert members_of(place.dense) == {"replicate": [1, 5], "shard": [4, 5, 6, 7]}
+        assert members_of(place.experts) == {"replicate": [1, 5], "shard": [5, 7]}
+        assert dist.get_process_group_ranks(place.group("dp", "ep")) == list(range(8)), "what the loss is summed over"
+        assert dist.get_process_group_ranks(place.part("ep").get_group()) == [4, 5]
+        assert place.experts._get_root_mesh() is place.part("ep")._get_root_mesh(), "FSDP2 takes both from one mesh"
+
+
+def test_parts_of_dp_with_context_parallelism():
+    with lone_rank(6, 8):
+        place = Mesh.of(build_mesh(2, 2, 1, CPU, cp=2, dp_replicate=2))
+        assert members_of(place.dense) == members_of(place.experts) == {"replicate": [4, 6], "shard": [6, 7]}
+
+
+def test_parts_that_do_not_divide_dp_are_refused():
+    refused = pytest.raises(ValueError, match=r"dp_replicate = 4 does not divide dp = 6, .*; give 1 or 2 or 3 or 6, or")
+    with lone_rank(0, 6), refused:
+        build_mesh(1, 6, 1, CPU, dp_replicate=4)
+
+
 def places(rank, shape, names):
     """What `Mesh` says of a rank, and what torch says of the same."""
     device_mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=names)

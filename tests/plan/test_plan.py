@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from dataclasses import replace
+from dataclasses import fields, replace
+from math import isfinite
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -18,7 +19,7 @@ from dualpipe.models.activations import kinds_of
 from dualpipe.models.sizes import head_flops, layer_flops, parameter_counts
 from dualpipe.plan import meshes
 from dualpipe.plan.costs import Seconds, Setting, context_seconds, stage_costs, walk
-from dualpipe.plan.machines import read_machine
+from dualpipe.plan.machines import POSITIVE, Machine, read_machine
 from dualpipe.plan.operators import LayerParts, head_parts, layer_parts
 from dualpipe.plan.predict import PARTS, Prediction
 from dualpipe.schedule import build, simulate
@@ -194,12 +195,33 @@ def test_what_was_measured_replaces_what_is_assumed(tmp_path):
 @pytest.mark.parametrize("text, message", [
     ('{"gem": 0.5}', "unknown field 'gem'; the nearest is 'gemm'"),
     ('{"gemm": -1}', "gemm is -1; give a positive number"),
+    ('{"latency": -1}', "latency is -1; give a number of at least 0"),
+    ('{"launch": true}', "launch is True; give a number of at least 0"),
+    ('{"host_waits": 2}', "host_waits is 2; give true or false"),
     ("[1]", "must hold an object"), ("{", "is not valid JSON"), ('{"rows": []}', "has no rates of kernels"),
 ])
 def test_costs_that_cannot_be_used(tmp_path, text, message):
     (tmp_path / "costs.json").write_text(text)
     with pytest.raises(ValueError, match=message):
         read_machine("h100", measured=(str(tmp_path / "costs.json"),))
+
+
+def test_a_field_that_may_be_zero_has_an_effect_that_is_finite(tmp_path):
+    """What something is divided by must be positive, wherever it is among the fields."""
+    path, mine = tmp_path / "costs.json", {}
+    for field in fields(Machine):
+        if field.name in ("node", "host_waits"):
+            continue
+        path.write_text(json.dumps({field.name: 0}))
+        if field.name in POSITIVE:
+            with pytest.raises(ValueError, match=f"{field.name} is 0; give a positive number"):
+                read_machine("h100", measured=(str(path),))
+        else:
+            mine[field.name] = 0
+    path.write_text(json.dumps(mine))
+    machine = read_machine("h100", measured=(str(path),))
+    assert (machine.latency, machine.reserve, machine.fp8) == (0, 0, 0)
+    assert isfinite(machine.all_to_all(1e6, 16) + machine.ring(1e6, 16) + machine.send(1e6, 16, 8))
 
 
 def test_machines_of_ones_own(tmp_path):
@@ -245,6 +267,31 @@ def test_muons_products_take_their_time():
     assert muon.muon_flops == pytest.approx(sum(each) / 2 / 2, rel=1e-6), "two ranks of a pipeline that are alike"
     less = (muon.memory[0].optimizer - adamw.memory[0].optimizer) * 2 / (3350e9 * 0.75)
     assert muon.optimizer - adamw.optimizer == pytest.approx(muon.muon_flops / (989e12 * 0.7) + less, rel=0.2)
+
+
+def test_parts_of_dp_gather_within_a_node_and_sum_over_nodes():
+    """16 ranks of two nodes as 2 parts of 8: the rings are those of 8 ranks, and what a rank has of the gradients is
+    reduced over the two nodes, and gathered again."""
+    base = ("--parallel.pp", "1", "--parallel.schedule", "1f1b", "--parallel.dp")
+    whole, one = prediction(*base, "16"), prediction(*base, "8")
+    parts, m = prediction(*base, "16", "--parallel.dp_replicate", "2"), whole.machine
+    ((gather, reduce),), ((gather_8, reduce_8),), ((gather_16, _),) = parts.shards, one.shards, whole.shards
+    assert gather == gather_8 < gather_16
+    size = 4 * parameter_counts(parts.model).total / 8
+    one_way = size / 2 / (m.network * m.networks * 1e9) + m.network_latency * 1e-6
+    assert reduce - reduce_8 == pytest.approx(2 * one_way)
+    assert parts.tokens == whole.tokens == 2 * one.tokens
+    assert parts.memory[0].parameters == one.memory[0].parameters
+
+
+def test_parts_of_dp_are_planned_explained_and_written(capsys, tmp_path):
+    toml = tmp_path / "row.toml"
+    lines = plan(capsys, "--parallel.dp_replicate", "4", "--explain", "1", "--write", "1", str(toml))
+    assert lines[1].split()[:4] == ["1", "1", "4x1", "1"] and not lines[2].lstrip().startswith("2 "), "no other mesh"
+    assert any(line.startswith("dp 2x8: 2 parts (parallel.dp_replicate)") for line in lines)
+    assert any("of reduce" in line and "over 4 parts of dp" in line for line in lines)
+    written = load_config(toml).parallel
+    assert (written.dp, written.dp_replicate) == (4, 4)
 
 
 # -- the command

@@ -32,8 +32,9 @@ class Trainee:
     dtype plan; mtp: with the layers for multi-token prediction."""
 
     def __init__(self, shape, *, dtype=torch.bfloat16, moments=torch.float32, rules=(), schedule="dualpipev", mtp=False,
-                 **changes):
-        self.mesh = None if shape == (1, 1, 1) else build_mesh(*shape, torch.device("cpu"))
+                 dp_replicate=1, **changes):
+        cpu = torch.device("cpu")
+        self.mesh = None if shape == (1, 1, 1) else build_mesh(*shape, cpu, dp_replicate=dp_replicate)
         rank = 0 if self.mesh is None else self.mesh["pp"].get_local_rank()
         config = config_from_dict(CONFIG | changes)
         config = config.with_mtp() if mtp else config

@@ -11,7 +11,7 @@ import torch
 from dualpipe.kernels.formats import FORMATS
 from dualpipe.nn import Router
 from dualpipe.nn.router_set import LOSSES
-from dualpipe.train.config import fit_world, load_config
+from dualpipe.train.config import OTHER_NAMES, fit_world, load_config
 from dualpipe.train.metrics import StepMetrics
 from dualpipe.train.model import build_routers
 from dualpipe.train.tables import Config, DTypeRule, FormatName, RouterConfig
@@ -89,7 +89,12 @@ def test_overrides_replace_the_file(toml):
         (GOOD + "[[dtypes.rules]]\ngather = 'fp32'", r"rules: gather = 'fp32' .* must be one of 'mxfp8', 'nvfp4'"),
         (GOOD + "[[dtypes.rules]]\nstorage = 'mxfp8'\ngather = 'mxfp8'", "= ',storage=.*: weights are stored"),
         (GOOD.replace("steps = 7", "steps = 0"), "train.steps = 0: must be at least 1"),
-        (GOOD.replace("steps = 7", 'dtype = "fp16"'), "dtype = 'fp16' .* one of 'fp32', 'bf16'"),
+        (GOOD.replace("steps = 7", 'dtype = "fp16"'),
+         "dtype = 'fp16' is no valid choice; it must be one of 'fp32', 'bf16'$"),
+        (GOOD.replace("lr = 1", "learning_rate = 1"), "unknown key 'learning_rate'; the nearest valid name is 'lr'"),
+        (GOOD.replace("steps = 7", "seq_len = 7"), "unknown key 'seq_len'; the nearest valid name is 'sequence_length"),
+        (GOOD + "[checkpoint]\nlearning_rate = 1", r"\[checkpoint\]: unknown key 'learning_rate'; .* in another table: "
+         r"'optimizer.lr'"),
         (GOOD.replace("[0.8, 0.9]", "[0.8]"), "betas = .* a list of 2"),
         (GOOD.replace("[0.8, 0.9]", "[0.8, 1.0]"), "optimizer.betas .* less than 1"),
         (GOOD.replace("[0.8, 0.9]", '[0.8, 0.999]\nmoments = "bf16"'), "optimizer.betas .* give both below 0.996"),
@@ -138,13 +143,15 @@ def test_every_router_loss_has_a_field_and_a_metric(toml, name):
 IMPOSSIBLE = {  # values, by what is said of them
     "must be at least 0": {"parallel.dp": -1},
     "must be at least 1": dict.fromkeys(
-        ("parallel.pp", "parallel.cp", "parallel.ep", "train.steps", "train.sequence_length", "train.micro_batch_size",
+        ("parallel.pp", "parallel.dp_replicate", "parallel.cp", "parallel.ep", "train.steps",
+         "train.sequence_length", "train.micro_batch_size",
          "train.num_chunks", "train.log_interval", "guard.limit"), 0),
     "must not be negative": dict.fromkeys(
         ("train.seed", "train.eval_interval", "train.eval_batches", "router.balance", "router.z_loss",
          "router.bias_update_rate", "optimizer.weight_decay", "optimizer.warmup_steps", "optimizer.clip_norm",
          "optimizer.qk_clip", "checkpoint.interval", "checkpoint.keep_last", "checkpoint.keep_every",
-         "memory.capacity", "train.batch_size", "train.time_limit", "watchdog.timeout", "guard.spike",
+         "memory.capacity", "train.gc_interval", "train.batch_size",
+         "train.time_limit", "watchdog.timeout", "guard.spike",
          "guard.checksum_interval", "guard.recheck_interval", "metrics.straggler_interval",
          "parallel.schedule_memory", "mtp.weight", "mtp.last_weight", "mtp.last_steps"), -1),
     "must be positive": {"optimizer.lr": 0, "optimizer.eps": -1, "parallel.timeout": 0},
@@ -156,6 +163,12 @@ IMPOSSIBLE = {  # values, by what is said of them
               "checkpoint.resume": "", "output.dir": ""},
     "the package wandb is not installed": {"metrics.wandb": "project"},
 }
+
+
+def test_names_of_other_trainers_lead_to_fields():
+    fields_of = {f"{table}.{each.name}" for table, cls in get_type_hints(Config).items() for each in fields(cls)}
+    assert set(OTHER_NAMES.values()) <= fields_of
+    assert not set(OTHER_NAMES) & {name.partition(".")[2] for name in fields_of}
 
 
 def test_every_rule_of_a_field_refuses_something(toml, monkeypatch):
@@ -175,6 +188,8 @@ def test_every_rule_of_a_field_refuses_something(toml, monkeypatch):
     [
         (["--train.stepz", "3"], "unknown option '--train.stepz'; the nearest valid name is '--train.steps'"),
         (["--steps=3"], "unknown option '--steps'"),
+        (["--optimizer.learning_rate", "3"], "'--optimizer.learning_rate'; the nearest valid name is '--optimizer.lr'"),
+        (["--learning-rate=3"], "unknown option '--learning-rate'; the nearest valid name is '--optimizer.lr'"),
         (["--train.steps", "x"], "--train.steps: invalid literal"),
         (["--train.steps", "-1"], "train.steps = -1: must be at least 1"),
         (["--train.steps"], "Missing value for argument '--train.steps'"),
@@ -247,6 +262,16 @@ def test_data_parallel_ranks_are_those_that_are_left(toml):
         fit_world(config, 3)
     with pytest.raises(ValueError, match=r"2 \* 2 \* 1 cannot be 2, .*; start 4"):
         fit_world(load_config(toml(), ["--parallel.dp", "2"]), 2)
+
+
+def test_dp_is_cut_into_parts(toml):
+    config = load_config(toml(), ["--parallel.dp_replicate", "2"])
+    assert config.parallel.world_size == 4, "dp is at least as many"
+    fitted = fit_world(config, 8).parallel
+    assert (fitted.dp, fitted.dense_shards, fitted.expert_shards, fitted.batch_shards) == (4, 2, 2, 4)
+    assert str(fitted) == "pp 2, dp 4 (2 x 2), ep 1"
+    with pytest.raises(ValueError, match=r"^parallel.dp_replicate = 2 does not divide dp = 3, .*; give 1 or 3, or"):
+        fit_world(config, 6)
 
 
 def test_a_global_batch_is_cut_for_the_ranks_that_there_are(toml):

@@ -6,12 +6,16 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from default_signals import set_default_signals
+from dualpipe.train import elastic
 from dualpipe.train.metrics import read_metrics
+from dualpipe.train.tables import CheckpointConfig, Config, ParallelConfig, TrainConfig
 
 # So many that its steps can be told apart by their losses, which are of different batches.
 OPTIONS = ["train", "run.toml", "--parallel.pp", "1", "--train.eval_batches", "0", "--checkpoint.interval", "1",
@@ -47,6 +51,36 @@ def test_the_global_batch_is_kept_on_fewer_and_on_more_ranks(run_folder, train_o
     train_on(2, "changing", 3)
     assert losses(run_folder, "changing") == pytest.approx(losses(run_folder, "whole"), rel=1e-5)
     assert len(set(losses(run_folder, "whole").values())) == 3
+
+
+@pytest.fixture
+def saved_by_two_pipelines(tmp_path, monkeypatch):
+    """A configuration whose newest checkpoint was saved by 2 pipelines in steps of 16 sequences."""
+    run = {"train": {"micro_batch_size": 2, "num_chunks": 4}, "parallel": {"dp": 2, "ep": 1}}
+    checkpoint = SimpleNamespace(manifest=SimpleNamespace(config={"run": run}))
+    monkeypatch.setattr(elastic, "find_source", lambda config: (tmp_path, {}, []))
+    monkeypatch.setattr(elastic, "find", lambda path: SimpleNamespace(committed=[checkpoint]))
+    return Config(train=TrainConfig(micro_batch_size=2, num_chunks=4))
+
+
+def test_a_batch_that_cannot_be_kept_is_refused(saved_by_two_pipelines, tmp_path):
+    config = saved_by_two_pipelines
+    assert elastic.fit_run(config, 2) == (replace(config, parallel=ParallelConfig(dp=2)), "")
+    kept, said = elastic.fit_run(config, 4)
+    assert kept.train.num_chunks == 2 and "so that a step has 16 sequences as before, by 2 pipelines" in said
+    message = (f"3 ranks make 3 pipelines, which cannot share the 16 sequences of a step of the checkpoint in "
+               f"{tmp_path} in micro-batches of 2; start 1 or 2 ranks, or go on with other batches, 24 sequences "
+               'each, by checkpoint.allow = ["loader"]')
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        elastic.fit_run(config, 3)
+
+
+def test_another_batch_that_is_allowed_is_said(saved_by_two_pipelines):
+    config = replace(saved_by_two_pipelines, checkpoint=CheckpointConfig(allow=("loader",)))
+    fitted, said = elastic.fit_run(config, 3)
+    assert fitted.train.num_chunks == 4
+    assert said == ("WARNING: a step has 24 sequences, and had 16 before: 3 pipelines cannot share these in "
+                    "micro-batches of 2")
 
 
 @pytest.mark.slow

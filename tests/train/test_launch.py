@@ -58,6 +58,9 @@ def test_slurm_rendezvous(monkeypatch):
     one = {"SLURM_STEP_NUM_NODES": "1", "SLURM_JOB_ID": "123456"}
     assert slurm_rendezvous(one) == {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "23456"}
     assert slurm_rendezvous({"MASTER_ADDR": "a", "MASTER_PORT": "1"}) == {}
+    ports = [int(slurm_rendezvous(one | {"SLURM_STEP_ID": f"{step}"})["MASTER_PORT"]) for step in range(100)]
+    assert ports[0] == 23456 and len(set(ports)) == 100, "steps of a job that run on one node do not meet"
+    assert all(20000 <= port < 40000 for port in ports)
     monkeypatch.setenv("PATH", "")
     with pytest.raises(ValueError, match=r"first node of SLURM_STEP_NODELIST = 'n\[1-2\]'; set MASTER_ADDR"):
         slurm_rendezvous({"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "n[1-2]"})

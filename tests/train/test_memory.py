@@ -135,7 +135,7 @@ def test_a_step_takes_what_is_counted(family, layout, schedule, recompute, tmp_p
     options = ["--train.dtype", "bf16", "--train.micro_batch_size", "32", "--train.sequence_length", "16",
                "--train.num_chunks", "6", "--memory.recompute", *recompute.split(), "--parallel.schedule", schedule,
                "--optimizer.moments", "bf16" if schedule == "dualpipev" else "fp32"]
-    for name, size in zip(("pp", "dp", "ep"), layout):
+    for name, size in zip(("pp", "dp", "ep", "dp_replicate"), layout):
         options += [f"--parallel.{name}", str(size)]
     config = load_config(path, options)
     expected = estimate(config, model_of(config))
@@ -160,7 +160,7 @@ def held(rank: int, path: str, options: list[str]) -> tuple[int, int, int]:
     """Pipeline rank, and bytes of its parameters: as stored here, and in the whole stages as they are computed with."""
     config = load_config(path, options)
     p = config.parallel
-    mesh = build_mesh(p.pp, p.dp, p.ep, torch.device("cpu"))
+    mesh = build_mesh(p.pp, p.dp, p.ep, torch.device("cpu"), dp_replicate=p.dp_replicate)
     model = build_model(
         read_config(config.model.config), build(p.schedule, p.pp, config.train.num_chunks), mesh["pp"].get_local_rank(),
         seed=0, dtype=torch.bfloat16, device=torch.device("cpu"), mesh=mesh,
@@ -173,7 +173,7 @@ def held(rank: int, path: str, options: list[str]) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize("rules", [(), ("*,storage=mxfp8",), ("*,storage=nvfp4",)], ids=str)
-@pytest.mark.parametrize("layout", [(2, 1, 2), (2, 2, 1), (1, 2, 2)], ids=str)
+@pytest.mark.parametrize("layout", [(2, 1, 2), (2, 2, 1), (1, 2, 2), (1, 2, 2, 2)], ids=str)
 def test_parameters_are_as_many_bytes_as_ranks_hold(layout, rules):
     options = ["--train.dtype", "bf16", *(["--dtypes.rules", *rules] if rules else [])]
     for name, size in zip(("pp", "dp", "ep"), layout):
@@ -208,6 +208,21 @@ def test_buffers_of_nccl():
     assert buffers(3, 1, 1) == [8 + 4 + 4, 16 + 4 + 4, 8 + 4 + 4]  # 4 or 8 links, norms, totals
     assert buffers(1, 2, 1) == [16 + 16 + 4]  # "dp", "dp" with "ep", totals
     assert buffers(2, 1, 16) == [8 + 4 + 4 + 16 + 16 + 7 * 16] * 2
+
+
+def test_parts_of_dp_take_the_memory_of_their_shards():
+    """Of 4 ranks in 2 parts each has a half, as of 2 ranks; what is gathered is as much."""
+    config = load_config(EXAMPLES / "tiny-cpu.toml", ["--parallel.pp", "1", "--parallel.device", "cuda"])
+    model = read_config(config.model.config)
+
+    def of(dp: int, dp_replicate: int) -> RankMemory:
+        parallel = dataclasses.replace(config.parallel, dp=dp, dp_replicate=dp_replicate)
+        return estimate(dataclasses.replace(config, parallel=parallel), model, activations=False)[0]
+
+    half, parts, quarter = of(2, 1), of(4, 2), of(4, 1)
+    assert parts[:4] == half[:4] and 2 * quarter.parameters == pytest.approx(half.parameters, rel=1e-3)
+    assert parts.gathered == quarter.gathered
+    assert (parts.nccl - quarter.nccl) / (12 * 2**20) == 3 * 16, "parts, dense shards, shards of experts"
 
 
 def test_the_command_says_what_a_device_has_left(capsys):

@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 
+from dualpipe import cli
 from dualpipe.nn import Router, layers
 from dualpipe.parallel.mesh import build_mesh
 from dualpipe.train import model, parity
@@ -277,6 +278,32 @@ def test_bf16_of_every_family_over_fsdp2_and_expert_parallel_ranks(run_toml):
         runs.append(["--parallel.pp", "1", "--parallel.dp", "2", "--parallel.ep", "2", "--train.num_chunks", "3",
                      "--model.config", str(run_toml.parent / f"{family}.json")])
     assert run_ranks(bf16_on_ranks, 4, str(run_toml), runs, timeout=120) == [[0] * len(runs)] * 4
+
+
+def replicated_on_ranks(rank, toml, runs):
+    """The largest relative difference of each run from the unpipelined model in float64."""
+    largest = []
+    for options in runs:
+        config = fit_world(load_config(toml, options), 4)
+        p, cpu = config.parallel, torch.device("cpu")
+        job = Job(cpu, build_mesh(p.pp, p.dp, p.ep, cpu, dp_replicate=p.dp_replicate))
+        differences = parity.compare(config, job, torch.float64)
+        assert any(each.name.startswith("loss") for each in differences)
+        largest.append(max(each.relative for each in differences))
+    return largest
+
+
+def test_parts_of_dp_with_all_parameters_have_the_gradients_of_the_whole_batch(run_toml):
+    """dp 4 as two parts of two; and two parts of one rank each with experts over two, of which a part has each once."""
+    runs = [["--parallel.pp", "1", "--parallel.dp", dp, "--parallel.dp_replicate", "2", "--parallel.ep", ep]
+            for dp, ep in (("4", "1"), ("2", "2"))]
+    for largest in run_ranks(replicated_on_ranks, 4, str(run_toml), runs, reuse=True):
+        assert max(largest) < 1e-10
+
+
+def test_parts_that_do_not_divide_dp_are_refused(run_toml, capsys):
+    assert cli.main(["parity", str(run_toml), "--pp", "1", "--dp", "1", "--dp-replicate", "2"]) == 2
+    assert "error: parallel.dp_replicate = 2 does not divide dp = 1, " in capsys.readouterr().err
 
 
 def test_difference():
