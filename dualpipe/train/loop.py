@@ -27,7 +27,15 @@ from dualpipe.parallel.context import ContextParallel
 from dualpipe.parallel.mesh import DENSE
 from dualpipe.recorder import Recorder
 from dualpipe.train.config import Config
-from dualpipe.train.data import Batch, Loader, evaluation_batches, open_splits, packed_directory, read_ahead
+from dualpipe.train.data import (
+    Batch,
+    Loader,
+    evaluation_batches,
+    open_splits,
+    packed_directory,
+    read_ahead,
+    scan_splits,
+)
 from dualpipe.train.elastic import fit_run
 from dualpipe.train.faults import Fault, FaultyRecorder, recorder_of
 from dualpipe.train.guard import BadStep, Guard, Kept
@@ -163,10 +171,14 @@ class Run:
     def _open_data(self) -> None:
         train, data, place = self.config.train, self.config.data, self.job.place
         packed = partial(packed_directory, tokenizer=data.tokenizer, cache=self.folder, text_key=data.text_key)
-        paths = self.job.ranks.first(
-            lambda: (packed(data.path), packed(data.validation_path) if data.validation_path else None)
-        )
-        self.splits = open_splits(*paths, data.validation_fraction)
+
+        def prepare() -> tuple[Path, Path | None]:
+            paths = packed(data.path), packed(data.validation_path) if data.validation_path else None
+            scan_splits(*paths, data.validation_fraction, cache=self.folder)
+            return paths
+
+        paths = self.job.ranks.first(prepare)
+        self.splits = open_splits(*paths, data.validation_fraction, cache=self.folder)
         for stream in self.splits:
             stream.packed.check_vocabulary(self.model.config.vocab_size)
         own = train.micro_batch_size * train.num_chunks if self.model.has_first or self.model.has_last else 0
@@ -178,8 +190,10 @@ class Run:
                                 "separate_documents": data.separate_documents}
         self.loader = Loader(self.splits.train, **sizes, seed=train.seed, rows=rows, **read)
         held_out = self.splits.held_out
-        self.held_out = (  # windows, by batch
-            evaluation_batches(held_out, **sizes, limit=train.eval_batches, rows=rows) if held_out.num_documents else []
+        whole = 0 if data.validation_path else self.splits.train.num_tokens + held_out.num_tokens
+        self.held_out = (  # where windows start, by batch
+            evaluation_batches(held_out, **sizes, limit=train.eval_batches, rows=rows, fraction_of=whole)
+            if held_out.num_documents else []
         )
         self.read_held_out = partial(held_out.read_windows, window=train.sequence_length + 1, **read)
 
