@@ -26,7 +26,7 @@ from dualpipe.files import checksum_of
 from dualpipe.train.document_index import KEPT_FROM, TextPart, open_index
 from dualpipe.train.pack import DOCUMENT_TYPE, DOCUMENTS, FORMAT, INDEX, find_sources, load_tokenizer, pack
 from dualpipe.train.shuffle import ORDER, shuffle
-from dualpipe.train.tables import TEXT_KEY
+from dualpipe.train.tables import BYTES, TEXT_KEY, TOKENIZER
 
 NO_TARGET = -100  # which `cross_entropy_loss` ignores
 CHECKSUM_LIMIT = 1 << 30  # bytes; larger data is checked by size only, so that a start does not read terabytes
@@ -109,10 +109,10 @@ class TokenStream:
         skip = self.part.skip
         records, bounds = self.index.span(start + skip, stop + skip)
         out = np.empty(stop - start, dtype=np.int64)
-        for record, (begin, end) in zip(records, pairwise((bounds - skip).tolist())):
+        for document, (begin, end) in zip(records, pairwise((bounds - skip).tolist())):
             first, last = max(start, begin), min(stop, end)
-            shift = int(record["offset"]) - begin  # from the stream to the shard
-            out[first - start : last - start] = self.packed.shards[record["shard"]][first + shift : last + shift]
+            shift = int(document["offset"]) - begin  # from the stream to the shard
+            out[first - start : last - start] = self.packed.shards[document["shard"]][first + shift : last + shift]
         return out
 
     def positions(self, start: int, stop: int) -> np.ndarray:
@@ -257,6 +257,17 @@ def open_splits(train: Path, held_out: Path | None, fraction: float, *, cache: P
     return Splits(TokenStream(packed, cache=cache), TokenStream(other, cache=cache))
 
 
+def check_tokenizer(packed: PackedTokens, checkpoint: str) -> str:
+    """Return what to say of text that was packed with another tokenizer than the one beside a checkpoint, which a
+    model begins with; "" where it was not, or there is none."""
+    path = Path(checkpoint, TOKENIZER)
+    if not checkpoint or not path.is_file() or packed.tokenizer.startswith(f"sha256:{checksum_of(path, 'sha256')}:"):
+        return ""
+    used = "as bytes" if packed.tokenizer == BYTES else "with another tokenizer"
+    return (f"{packed.path} was packed {used}, but the model begins with a checkpoint that has a tokenizer of its own; "
+            f"set data.tokenizer = {str(path)!r}, or pack the text with it")
+
+
 # -- batches
 
 
@@ -341,8 +352,8 @@ class Loader:
         self.passed_over = int(state.get("passed_over", 0))
         if "order" in state:
             return ""
-        return ("the checkpoint is from a release that drew the order of the data in another way: from here on batches "
-                "are others than that release would have read, and of the epoch under way some sequences are read "
+        return ("the checkpoint is from a version that drew the order of the data in another way: from here on batches "
+                "are others than that version would have read, and of the epoch under way some sequences are read "
                 "twice and some not at all")
 
 

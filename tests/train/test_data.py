@@ -15,6 +15,7 @@ from dualpipe.train.data import (
     PackedTokens,
     Splits,
     TokenStream,
+    check_tokenizer,
     enough_of,
     evaluation_batches,
     open_splits,
@@ -83,7 +84,7 @@ def test_order_of_arguments_is_kept(texts, tmp_path):
 
 def test_repacking_gives_the_same_files_and_replaces_the_old(texts, tmp_path):
     def contents():
-        pack(find_sources([texts]), ByteTokenizer(), tmp_path / "out")
+        pack(find_sources([texts]), ByteTokenizer(), tmp_path / "out", overwrite=True)
         return {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()}
 
     first = contents()
@@ -102,7 +103,7 @@ def test_a_failed_repack_leaves_the_old(texts, tmp_path):
 
     pack(find_sources([texts]), ByteTokenizer(), tmp_path / "out")
     with pytest.raises(ValueError, match=r"cannot tokenise .*c.txt: boom"):
-        pack(find_sources([texts]), Broken(), tmp_path / "out")
+        pack(find_sources([texts]), Broken(), tmp_path / "out", overwrite=True)
     assert len(stream_of(tmp_path / "out")) == 12
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "texts"]
 
@@ -112,15 +113,16 @@ def test_pack_refuses(texts, tmp_path):
         find_sources([tmp_path / "none"])
     with pytest.raises(ValueError, match="there is no text to pack"):
         pack(find_sources([texts / "empty.txt"]), ByteTokenizer(), tmp_path / "out")
-    with pytest.raises(ValueError, match="exists and is no packed directory"):
-        pack(find_sources([texts]), ByteTokenizer(), texts)
+    for overwrite in (False, True):
+        with pytest.raises(ValueError, match="exists and is no packed directory"):
+            pack(find_sources([texts]), ByteTokenizer(), texts, overwrite=overwrite)
     with pytest.raises(ValueError, match=r"b.txt/out cannot be written: .*; choose another place"):
         pack(find_sources([texts]), ByteTokenizer(), texts / "b.txt/out")
     assert not (tmp_path / "out").exists()
 
 
 def test_packing_next_to_the_text_again_leaves_out_what_was_packed(texts):
-    packed = [pack(find_sources([texts]), ByteTokenizer(), texts / "packed") for _ in range(2)]
+    packed = [pack(find_sources([texts]), ByteTokenizer(), texts / "packed", overwrite=True) for _ in range(2)]
     assert packed[0] == packed[1]
 
 
@@ -132,11 +134,20 @@ def test_tokenizers_file(tmp_path):
     hub.pre_tokenizer = pre_tokenizers.Whitespace()
     hub.save(str(tmp_path / "tok.json"))
     (tmp_path / "t.txt").write_text("hello world hello what")
+    (tmp_path / "checkpoint").mkdir()
+    with pytest.raises(ValueError, match=r"cannot read the tokenizer .*checkpoint/tokenizer.json: No such file .* or of a"):
+        load_tokenizer(str(tmp_path / "checkpoint"))
+    hub.save(str(tmp_path / "checkpoint/tokenizer.json"))
     tokenizer = load_tokenizer(str(tmp_path / "tok.json"))
+    assert load_tokenizer(str(tmp_path / "checkpoint")).identity == tokenizer.identity
     assert (tokenizer.vocab_size, tokenizer.end_of_document) == (70001, 70000)
     pack(find_sources([tmp_path / "t.txt"]), tokenizer, tmp_path / "out")
     assert stream_of(tmp_path / "out") == [1, 2, 1, 0, 70000]
     assert json.loads((tmp_path / "out/index.json").read_text())["dtype"] == "uint32"
+    assert check_tokenizer(PackedTokens(tmp_path / "out"), str(tmp_path / "checkpoint")) == ""
+    (tmp_path / "checkpoint/tokenizer.json").write_text("another")
+    assert "was packed with another tokenizer, but the model begins with a checkpoint that has" in check_tokenizer(
+        PackedTokens(tmp_path / "out"), str(tmp_path / "checkpoint"))
     with pytest.raises(ValueError, match="--end-of-document 'x': bytes have their own"):
         load_tokenizer("bytes", "x")
     with pytest.raises(ValueError, match="no token 'x'; name its end-of-document token"):
@@ -238,7 +249,7 @@ def test_a_single_file_is_held_out_by_its_last_tokens(tmp_path):
     seen = set()
     for i in range(40):
         (tmp_path / "input.txt").write_text(f"{i:999}")
-        pack(find_sources([tmp_path / "input.txt"]), ByteTokenizer(), tmp_path / "out")
+        pack(find_sources([tmp_path / "input.txt"]), ByteTokenizer(), tmp_path / "out", overwrite=True)
         packed = PackedTokens(tmp_path / "out")
         seen.add(bool(packed.documents["hash"][0] < 2**62))
         assert check_last_tokens(packed, 0.25) == [1, 1]
@@ -355,7 +366,7 @@ def test_a_state_of_another_order_goes_on_and_says_so_once(many):
     loader.step = 3
     state = loader.state_dict()
     assert resumed.load_state_dict(state) == ""
-    del state["order"]  # as releases wrote it that kept a permutation in memory
+    del state["order"]  # as versions wrote it that kept a permutation in memory
     assert "drew the order of the data in another way" in resumed.load_state_dict(state)
     assert resumed.step == 3 and resumed.load_state_dict(resumed.state_dict()) == ""
     with pytest.raises(ValueError, match=r"of another run: order 'feistel 9' \(now 'feistel 1'\)"):
@@ -451,7 +462,7 @@ def test_the_fraction_that_is_asked_for_is_enough_and_little_more(total, tokens,
 def test_a_short_held_out_text_is_evaluated_in_windows_that_overlap(tmp_path):
     (tmp_path / "short.txt").write_text("0123456789" * 200)
     pack(find_sources([tmp_path / "short.txt"]), ByteTokenizer(), tmp_path / "out")
-    train, held_out = split_documents(PackedTokens(tmp_path / "out"), 0.02)  # 40 of 2001 tokens
+    _, held_out = split_documents(PackedTokens(tmp_path / "out"), 0.02)  # 40 of 2001 tokens
     sizes = dict(sequence_length=16, batch_size=4, limit=8)
     starts = evaluation_batches(held_out, **sizes)
     assert starts == [[0, 7, 15, 23]], "from the first token to the last"

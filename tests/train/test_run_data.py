@@ -28,7 +28,7 @@ def test_a_single_file_of_records_trains_with_the_default_validation_fraction(ru
     run += ["--checkpoint.interval", "1"]
     with monkeypatch.context() as patch:
         patch.setattr(Loader, "state_dict", lambda loader: {name: value for name, value in state_dict(loader).items()
-                                                            if name != "order"})  # as earlier releases wrote it
+                                                            if name != "order"})  # as earlier versions wrote it
         assert cli.main([*run, "--train.steps", "2"]) == 0
     said = capsys.readouterr().out
     assert "data: 13,231 tokens in 1 documents to train on, 270 in 1 held out" in said
@@ -38,7 +38,7 @@ def test_a_single_file_of_records_trains_with_the_default_validation_fraction(ru
     assert "the loader's state is of another run: data '" in capsys.readouterr().err
     for steps, is_said in (("3", True), ("4", False)):
         assert cli.main([*run, "--train.steps", steps]) == 0
-        assert ("WARNING: the checkpoint is from a release that drew the order" in capsys.readouterr().out) is is_said
+        assert ("WARNING: the checkpoint is from a version that drew the order" in capsys.readouterr().out) is is_said
     assert cli.main([*run, "--data.text_key", "text", "--checkpoint.resume", "never"]) == 2
     assert "it has no 'text', but 'body'; name the key" in capsys.readouterr().err
 
