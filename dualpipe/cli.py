@@ -265,7 +265,7 @@ _PACK: _Arguments = {
     "--end-of-document": dict(metavar="TOKEN", help="the tokenizer's token that closes a document"),
     "--text-key": dict(default="text", metavar="KEY", help="of the text of a record; default: text"),
     "--out": dict(required=True, metavar="DIR", help="the packed directory to make"),
-    "--overwrite": dict(action="store_true", help="replace a packed directory that is there, once the new one is whole"),
+    "--overwrite": dict(action="store_true", help="replace a packed directory that is there, when the new one is done"),
 }
 _CHECKPOINT: _Arguments = {"path": dict(metavar="PATH", help="a checkpoint, or a directory of them")}
 _HUB = "a directory with config.json and safetensors"

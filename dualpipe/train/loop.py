@@ -280,9 +280,9 @@ class Run:
         tokens = train.micro_batch_size * train.sequence_length * config.parallel.ep // config.parallel.cp
         for slow in slow_products(self.model, tokens, self.job.device):
             writer.say(f"WARNING: slower in FP8 than in bfloat16, see dtypes.products and rules: {slow}")
-        for text in (check_positions(config), check_tokenizer(self.splits.train.packed, config.init.from_hf)):
-            if text:
-                writer.say(f"WARNING: {text}")
+        for warning in (check_positions(config), check_tokenizer(text.packed, config.init.from_hf)):
+            if warning:
+                writer.say(f"WARNING: {warning}")
         if train.compile and self.done < train.steps:
             writer.say(f"step {self.done + 1} takes longer: it compiles attention and dense MLPs")
         return writer

@@ -135,7 +135,7 @@ def test_tokenizers_file(tmp_path):
     hub.save(str(tmp_path / "tok.json"))
     (tmp_path / "t.txt").write_text("hello world hello what")
     (tmp_path / "checkpoint").mkdir()
-    with pytest.raises(ValueError, match=r"cannot read the tokenizer .*checkpoint/tokenizer.json: No such file .* or of a"):
+    with pytest.raises(ValueError, match=r"cannot read the tokenizer .*checkpoint/tokenizer.json: No such file"):
         load_tokenizer(str(tmp_path / "checkpoint"))
     hub.save(str(tmp_path / "checkpoint/tokenizer.json"))
     tokenizer = load_tokenizer(str(tmp_path / "tok.json"))
