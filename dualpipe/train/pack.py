@@ -379,7 +379,8 @@ class FileTokenizer:
         ends = map(self._tokenizer.token_to_id, [end_of_document] if end_of_document else END_NAMES)
         if (end := next((token for token in ends if token is not None), None)) is None:
             what = f"no token {end_of_document!r}" if end_of_document else f"none of {', '.join(END_NAMES)}"
-            raise ValueError(f"{path} has {what}; name its end-of-document token with --end-of-document")
+            raise ValueError(f"{path} has {what}; name its end-of-document token with `dualpipe data pack "
+                             "--end-of-document`")
         self.end_of_document = end
         self.vocab_size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
         self.identity = f"sha256:{hashlib.sha256(content).hexdigest()}:{end}"

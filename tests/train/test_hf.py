@@ -178,7 +178,7 @@ def test_the_lines_of_the_readme_generate_text_with_what_the_example_exports(tmp
     root = Path(cli.__file__).parents[1]
     example = load_config(root / "examples/tiny-cpu.toml")
     folder = example.export_directory
-    blocks = re.findall("```python\n(.*?)```", (root / "README.md").read_text(), re.DOTALL)
+    blocks = re.findall("```py\n(.*?)```", (root / "README.md").read_text(), re.DOTALL)
     (lines,) = [block for block in blocks if "from_pretrained" in block]
     assert f'from_pretrained("{folder}")' in lines and example.data.tokenizer == "bytes"
     monkeypatch.chdir(tmp_path)
