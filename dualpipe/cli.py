@@ -110,7 +110,7 @@ def _pack(args: argparse.Namespace) -> None:
     from dualpipe.train.pack import find_sources, load_tokenizer, pack
 
     sources, tokenizer = find_sources(args.paths), load_tokenizer(args.tokenizer, args.end_of_document)
-    packed = pack(sources, tokenizer, args.out, text_key=args.text_key)
+    packed = pack(sources, tokenizer, args.out, text_key=args.text_key, overwrite=args.overwrite)
     print(f"{Path(args.out)}: {packed['tokens']:,} tokens in {packed['documents']:,} documents")
 
 
@@ -270,10 +270,11 @@ _OPTIONS = {"train": _TRAIN, "parity": _PARITY, "plan": _PLAN, "memory": _MEMORY
 _PACK: _Arguments = {
     "paths": dict(nargs="+", metavar="PATH", help="files or folders of text, .jsonl[.gz|.zst] or .parquet, or "
                   '"stdlib" (Python\'s own source)'),
-    "--tokenizer": dict(default="bytes", metavar="bytes|FILE.json", help="default: bytes"),
+    "--tokenizer": dict(default="bytes", metavar="bytes|FILE.json|DIR", help="default: bytes"),
     "--end-of-document": dict(metavar="TOKEN", help="the tokenizer's token that closes a document"),
     "--text-key": dict(default="text", metavar="KEY", help="of the text of a record; default: text"),
     "--out": dict(required=True, metavar="DIR", help="the packed directory to make"),
+    "--overwrite": dict(action="store_true", help="replace a packed directory that is there, when the new one is done"),
 }
 _CHECKPOINT: _Arguments = {"path": dict(metavar="PATH", help="a checkpoint, or a directory of them")}
 _HUB = "a directory with config.json and safetensors"

@@ -112,8 +112,8 @@ def to_toml(config: Config, path: Path) -> str:
     for table, defaults in asdict(Config()).items():
         given: Mapping[str, Any] = asdict(getattr(config, table))
         found = {name: value for name, value in given.items() if value != defaults[name]}
-        for name, word in PATHS.get(table, {}).items():
-            if found.get(name) and found[name] != word:
+        for name, words in PATHS.get(table, {}).items():
+            if found.get(name) and found[name] not in words:
                 found[name] = os.path.relpath(Path(found[name]).resolve(), folder)
         rows = {name: value for name, value in found.items()
                 if isinstance(value, tuple) and any(isinstance(each, dict) for each in value)}

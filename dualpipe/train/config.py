@@ -19,7 +19,7 @@ from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hin
 
 from dualpipe.errors import nearest
 from dualpipe.files import read_toml
-from dualpipe.train.tables import BYTES, STDLIB, Config, DTypeRule, OptimizerGroup
+from dualpipe.train.tables import AUTO, BYTES, STDLIB, TOKENIZER, Config, DTypeRule, OptimizerGroup
 
 # Names of other trainers for fields of ours, whose spelling does not lead to them.
 OTHER_NAMES = {
@@ -34,9 +34,11 @@ OTHER_NAMES = {
     "tensorboard_dir": "output.dir", "wandb_project": "metrics.wandb",
 }
 
-# What a run starts with, by table; and the word that is no path there.
-PATHS = {"model": {"config": ""}, "init": {"from_hf": ""},
-         "data": {"path": STDLIB, "tokenizer": BYTES, "validation_path": ""}}
+# What a run starts with, by table; and the words that are no path there.
+PATHS: dict[str, dict[str, tuple[str, ...]]] = {
+    "model": {"config": ()}, "init": {"from_hf": ()},
+    "data": {"path": (STDLIB,), "tokenizer": (BYTES, AUTO), "validation_path": ()},
+}
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -51,8 +53,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     path = Path(path)
     config = _typed(Config, read_toml(path, "the config "), f"{path}")
     for table, names in PATHS.items():
-        for name, word in names.items():
-            if (value := getattr(getattr(config, table), name)) and value != word:
+        for name, words in names.items():
+            if (value := getattr(getattr(config, table), name)) and value not in words:
                 config = _replace(config, table, name, str(path.parent / value))
     if (costs := config.parallel.schedule_costs).endswith(".json"):
         config = _replace(config, "parallel", "schedule_costs", str(path.parent / costs))
@@ -61,6 +63,10 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     if not config.model_path:
         raise ValueError(f"{path}: there is no model; give model.config, the path of a hub-style config.json, or "
                          "init.from_hf, a directory with a checkpoint")
+    if config.data.tokenizer == AUTO:
+        of_checkpoint = Path(config.init.from_hf, TOKENIZER)
+        has_one = bool(config.init.from_hf) and of_checkpoint.is_file()
+        config = _replace(config, "data", "tokenizer", str(of_checkpoint) if has_one else BYTES)
     return config
 
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import cached_property, lru_cache, partial
+from functools import partial
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,8 +23,10 @@ import torch
 
 from dualpipe.device import Event, Stream, beside, keep, record, wait
 from dualpipe.files import checksum_of
+from dualpipe.train.document_index import KEPT_FROM, TextPart, open_index
 from dualpipe.train.pack import DOCUMENT_TYPE, DOCUMENTS, FORMAT, INDEX, find_sources, load_tokenizer, pack
-from dualpipe.train.tables import TEXT_KEY
+from dualpipe.train.shuffle import ORDER, shuffle
+from dualpipe.train.tables import BYTES, TEXT_KEY, TOKENIZER
 
 NO_TARGET = -100  # which `cross_entropy_loss` ignores
 CHECKSUM_LIMIT = 1 << 30  # bytes; larger data is checked by size only, so that a start does not read terabytes
@@ -37,8 +40,10 @@ class PackedTokens:
         try:
             if not (self.path / INDEX).is_file():
                 raise ValueError(f"there is no {INDEX}")
+            content = (self.path / INDEX).read_bytes()
+            self.identity = hashlib.sha256(content).hexdigest()
             try:
-                index = json.loads((self.path / INDEX).read_text(encoding="utf-8"))
+                index = json.loads(content.decode("utf-8"))
             except ValueError as error:
                 raise ValueError(f"{INDEX} is not valid JSON ({error})") from error
             if not isinstance(index, dict) or index.get("format") != FORMAT:
@@ -56,7 +61,7 @@ class PackedTokens:
                 if total <= CHECKSUM_LIMIT and checksum_of(file, "sha256") != record["sha256"]:
                     raise ValueError(f"the checksum of {file.name} is wrong")
             self.shards = [np.memmap(file, dtype=dtype, mode="r") for file in files[1:]]
-            self.documents = np.load(files[0], allow_pickle=False)
+            self.documents = np.load(files[0], mmap_mode="r", allow_pickle=False)
             if self.documents.dtype != DOCUMENT_TYPE or len(self.documents) != index["documents"]:
                 raise ValueError(f"{DOCUMENTS} does not hold the {index['documents']} documents of the index")
         except (KeyError, TypeError, ValueError) as error:
@@ -82,60 +87,53 @@ class Batch(NamedTuple):
 
 
 class TokenStream:
-    """Documents of a packed directory, read as one long sequence.
+    """Documents of a packed directory, read as one long sequence; no memory is taken for each of them.
 
-    documents: their numbers, ascending; without, all. skip: tokens left out at the start of the first. num_tokens: of
-    the stream, where it ends before the last document does.
+    part: of the text; without, all. cache: where a scan of very many documents is kept; None: nowhere.
     """
 
-    def __init__(
-        self, packed: PackedTokens, documents: np.ndarray | None = None, *, skip: int = 0, num_tokens: int | None = None
-    ) -> None:
-        self.packed, self._skip = packed, skip
-        self._numbers = np.arange(len(packed.documents)) if documents is None else documents
-        self.num_documents = len(self._numbers)
-        ends = np.cumsum(packed.documents["length"][self._numbers], dtype=np.int64) - skip
-        whole = int(ends[-1]) if len(ends) else 0
-        self.num_tokens = whole if num_tokens is None else num_tokens
-        self._is_cut = skip > 0 or self.num_tokens < whole
-        self._bounds = np.append(-skip, np.minimum(ends, self.num_tokens))  # where each document begins, and the end
+    def __init__(self, packed: PackedTokens, part: TextPart | None = None, *, cache: Path | None = None) -> None:
+        self.packed = packed
+        self.part = TextPart(range(len(packed.documents))) if part is None else part
+        self.index = open_index(packed.documents, self.part, packed.tokenizer, identity=packed.identity, cache=cache)
+        self.num_documents = self.index.num_documents
+        self.num_tokens = self.index.num_tokens
 
-    @cached_property
+    @property
     def fingerprint(self) -> str:
         """A digest of the tokenizer, the content and order of the documents, and where they are cut."""
-        hashes = self.packed.documents["hash"][self._numbers].tobytes()
-        cut = f"{self._skip}:{self.num_tokens}" if self._is_cut else ""
-        return hashlib.sha256(self.packed.tokenizer.encode() + hashes + cut.encode()).hexdigest()[:16]
+        return self.index.fingerprint
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Tokens [start, stop) of the stream as int64."""
-        out, position = np.empty(stop - start, dtype=np.int64), start
-        index = int(np.searchsorted(self._bounds, start, side="right")) - 1
-        while position < stop:
-            begin, end = int(self._bounds[index]), min(stop, int(self._bounds[index + 1]))
-            document = self.packed.documents[self._numbers[index]]
+        skip = self.part.skip
+        records, bounds = self.index.span(start + skip, stop + skip)
+        out = np.empty(stop - start, dtype=np.int64)
+        for document, (begin, end) in zip(records, pairwise((bounds - skip).tolist())):
+            first, last = max(start, begin), min(stop, end)
             shift = int(document["offset"]) - begin  # from the stream to the shard
-            out[position - start : end - start] = self.packed.shards[document["shard"]][position + shift : end + shift]
-            position, index = end, index + 1
+            out[first - start : last - start] = self.packed.shards[document["shard"]][first + shift : last + shift]
         return out
 
     def positions(self, start: int, stop: int) -> np.ndarray:
         """The position of tokens [start, stop) of the stream in their documents, as far as those are inside."""
+        skip = self.part.skip
+        _, bounds = self.index.span(start + skip, stop + skip)
         numbers = np.arange(start, stop)
-        begins = self._bounds[np.searchsorted(self._bounds, numbers, side="right") - 1]
+        begins = bounds[np.searchsorted(bounds, numbers + skip, side="right") - 1] - skip
         return numbers - np.maximum(begins, start)
 
     def read_windows(
-        self, windows: Sequence[int], window: int, columns: torch.Tensor | None = None, *, depth: int = 0,
+        self, starts: Sequence[int] | np.ndarray, window: int, columns: torch.Tensor | None = None, *, depth: int = 0,
         separate_documents: bool = False,
     ) -> Batch:
-        """The batch made of the given windows of `window` tokens. columns: the tokens of each that are read here
-        (C,), of which targets are those behind; positions are of all. None: all. depth: of `shifted`, within documents
-        where these are separate."""
-        rows, positions = np.empty((2, len(windows), window), dtype=np.int64)
-        for row, number in enumerate(windows):
-            span = int(number) * window, (int(number) + 1) * window
-            rows[row], positions[row] = self.read(*span), self.positions(*span)
+        """The batch made of the windows of `window` tokens from `starts`. columns: the tokens of each that are read
+        here (C,), of which targets are those behind; positions are of all. None: all. depth: of `shifted`, within
+        documents where these are separate."""
+        rows, positions = np.empty((2, len(starts), window), dtype=np.int64)
+        for row, start in enumerate(starts):
+            rows[row] = self.read(int(start), int(start) + window)
+            positions[row] = self.positions(int(start), int(start) + window)
         own: Any = slice(None) if columns is None else columns.numpy()
         positions = positions[:, :-1]
         targets = shifted(rows, depth, positions if separate_documents else None)
@@ -176,30 +174,40 @@ class Splits(NamedTuple):
         return float(-(counts[1] * log_p).sum() / counts[1].sum())
 
 
-def split_documents(packed: PackedTokens, fraction: float) -> Splits:
+def split_documents(packed: PackedTokens, fraction: float, *, cache: Path | None = None) -> Splits:
     """Hold out about `fraction` of the documents, chosen by a hash of their content.
 
     The choice depends on nothing else: it is the same in every run, and a copy of a document is on the same side. Where
     it leaves one side without a document, as of a single file, the last `fraction` of all tokens is held out instead;
-    ValueError where that is not one token.
+    ValueError where that is not one token. cache: as in `TokenStream`.
     """
-    held_out = packed.documents["hash"] < np.uint64(min(int(fraction * 2.0**64), 2**64 - 1))
-    splits = Splits(*(TokenStream(packed, np.flatnonzero(mask)) for mask in (~held_out, held_out)))
+    everything = range(len(packed.documents))
+    border = min(int(fraction * 2.0**64), 2**64 - 1)
+    sides = TextPart(everything, range(border, 2**64)), TextPart(everything, range(border))
+    splits = Splits(*(TokenStream(packed, part, cache=cache) for part in sides))
     if not fraction or (splits.train.num_documents and splits.held_out.num_documents):
         return splits
-    ends = np.cumsum(packed.documents["length"], dtype=np.int64)
-    total, count = int(ends[-1]), int(ends[-1] * fraction)
+    whole = TokenStream(packed, cache=cache)
+    total, count = whole.num_tokens, int(whole.num_tokens * fraction)
     if not count:
         raise ValueError(
-            f"data.validation_fraction = {fraction} holds out none of the {total} tokens in {packed.path}; choose a "
-            "larger fraction, give more text, or give data.validation_path"
+            f"data.validation_fraction = {fraction} holds out none of the {total} tokens in {packed.path}; give at "
+            f"least {enough_of(total, 1):g}, more text, or data.validation_path"
         )
     cut = total - count
-    last, first = (int(np.searchsorted(ends, cut, side)) for side in ("left", "right"))  # the same unless between two
-    return Splits(
-        TokenStream(packed, np.arange(last + 1), num_tokens=cut),
-        TokenStream(packed, np.arange(first, len(ends)), skip=cut - (int(ends[first - 1]) if first else 0)),
-    )
+    last, first = whole.index.number_at(cut - 1), whole.index.number_at(cut)  # the same unless the cut is between two
+    _, bounds = whole.index.span(cut, cut + 1)
+    sides = (TextPart(everything[: last + 1], num_tokens=cut), TextPart(everything[first:], skip=cut - int(bounds[0])))
+    return Splits(*(TokenStream(packed, part, cache=cache) for part in sides))
+
+
+def enough_of(total: int, tokens: int) -> float:
+    """Return a fraction of `total`, with few digits, that is at least `tokens`."""
+    unit = 10 ** (math.ceil(math.log10(total / tokens)) + 2)
+    numerator = -(-tokens * unit // total)
+    while int(total * (numerator / unit)) < tokens:  # as floating point rounds
+        numerator += 1
+    return numerator / unit
 
 
 def packed_directory(path: str, *, tokenizer: str, cache: Path, text_key: str = TEXT_KEY) -> Path:
@@ -224,21 +232,40 @@ def packed_directory(path: str, *, tokenizer: str, cache: Path, text_key: str = 
     return target
 
 
-def open_splits(train: Path, held_out: Path | None, fraction: float) -> Splits:
+def scan_splits(train: Path, held_out: Path | None, fraction: float, *, cache: Path) -> None:
+    """Scan very many documents for all ranks, whose `open_splits` then finds in `cache` what there is to know."""
+    counts = [len(np.load(path / DOCUMENTS, mmap_mode="r")) for path in (train, held_out) if path is not None]
+    if max(counts) >= KEPT_FROM:
+        open_splits(train, held_out, fraction, cache=cache)
+
+
+def open_splits(train: Path, held_out: Path | None, fraction: float, *, cache: Path | None = None) -> Splits:
     """Open packed data: `held_out` as it is where given, otherwise `fraction` of the documents of `train`.
 
-    Raises ValueError where the two were packed with different tokenizers, or `fraction` leaves one side empty.
+    Raises ValueError where the two were packed with different tokenizers, or `fraction` leaves one side empty. cache:
+    as in `TokenStream`.
     """
     packed = PackedTokens(train)
     if held_out is None:
-        return split_documents(packed, fraction)
+        return split_documents(packed, fraction, cache=cache)
     other = PackedTokens(held_out)
     if other.tokenizer != packed.tokenizer:
         raise ValueError(
             f"{train} was packed with the tokenizer {packed.tokenizer!r}, {held_out} with {other.tokenizer!r}; "
             "pack both with the same"
         )
-    return Splits(TokenStream(packed), TokenStream(other))
+    return Splits(TokenStream(packed, cache=cache), TokenStream(other, cache=cache))
+
+
+def check_tokenizer(packed: PackedTokens, checkpoint: str) -> str:
+    """Return what to say of text that was packed with another tokenizer than the one beside a checkpoint, which a
+    model begins with; "" where it was not, or there is none."""
+    path = Path(checkpoint, TOKENIZER)
+    if not checkpoint or not path.is_file() or packed.tokenizer.startswith(f"sha256:{checksum_of(path, 'sha256')}:"):
+        return ""
+    used = "as bytes" if packed.tokenizer == BYTES else "with another tokenizer"
+    return (f"{packed.path} was packed {used}, but the model begins with a checkpoint that has a tokenizer of its own; "
+            f"set data.tokenizer = {str(path)!r}, or pack the text with it")
 
 
 # -- batches
@@ -272,14 +299,18 @@ class Loader:
             )
         self.step = 0
         self.passed_over = 0  # batches that later steps leave out, before theirs
-        # of this and, within a batch, the next epoch
-        self._order = lru_cache(2)(lambda epoch: np.random.default_rng([seed, epoch]).permutation(count))
+
+    def windows(self, step: int) -> np.ndarray:
+        """The windows that are read here of the batch of step `step`, as `batch` counts it; int64."""
+        epochs, places = np.divmod(step * self._batch_size + np.array(self._rows, np.int64), self.num_windows)
+        windows = np.empty_like(places)
+        for epoch in np.unique(epochs).tolist():  # two within a batch where one ends
+            windows[epochs == epoch] = shuffle(places[epochs == epoch], self.num_windows, self._seed, epoch)
+        return windows
 
     def batch(self, step: int) -> Batch:
         """The batch of training step `step`, counted from 0, of a run that passes over none."""
-        numbers = [divmod(step * self._batch_size + row, self.num_windows) for row in self._rows]
-        windows = [self._order(epoch)[n] for epoch, n in numbers]
-        return self._read(windows)
+        return self._read(self.windows(step) * self._window)
 
     @contextmanager
     def batches(self, stop: int, stream: Stream | None = None) -> Iterator[Iterator[Batch]]:
@@ -302,17 +333,28 @@ class Loader:
         return {
             "step": self.step, "data": self._stream.fingerprint, "num_windows": self.num_windows,
             "window": self._window, "batch_size": self._batch_size, "seed": self._seed,
-            "passed_over": self.passed_over,
+            "passed_over": self.passed_over, "order": ORDER,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken; ValueError where data, sizes or seed are others, and so is the order."""
-        different = [f"{key} {state.get(key)!r} (now {value!r})" for key, value in self.state_dict().items()
-                     if key not in ("step", "passed_over") and state.get(key) != value]
+    def load_state_dict(self, state: dict[str, Any]) -> str:
+        """Continue where `state` was taken; returns what is to be said of that, "" for nothing.
+
+        A state from before orders had a name goes on from its position, in the order of today. Raises ValueError where
+        data, sizes or seed are others, or the order is one that has another name.
+        """
+        known = {"order": ORDER} | state
+        different = [f"{key} {known.get(key)!r} (now {value!r})" for key, value in self.state_dict().items()
+                     if key not in ("step", "passed_over") and known.get(key) != value]
         if different:
             raise ValueError(f"the loader's state is of another run: {', '.join(different)}; use the same data, sizes "
                              "and seed")
-        self.step, self.passed_over = int(state["step"]), int(state.get("passed_over", 0))
+        self.step = int(state["step"])
+        self.passed_over = int(state.get("passed_over", 0))
+        if "order" in state:
+            return ""
+        return ("the checkpoint is from a version that drew the order of the data in another way: from here on batches "
+                "are others than that version would have read, and of the epoch under way some sequences are read "
+                "twice and some not at all")
 
 
 @contextmanager
@@ -367,18 +409,35 @@ class _Copies:
 
 
 def evaluation_batches(
-    stream: TokenStream, *, sequence_length: int, batch_size: int, limit: int, rows: range | None = None
+    stream: TokenStream, *, sequence_length: int, batch_size: int, limit: int, rows: range | None = None,
+    fraction_of: int = 0,
 ) -> list[list[int]]:
-    """The windows of up to `limit` whole batches, spread evenly over the held-out text; the same at every call.
+    """Where the windows of up to `limit` whole batches start, spread evenly over the held-out text; the same at every
+    call. Of a text that has fewer windows than a batch, one batch of windows that overlap.
 
-    rows: those of a batch that are read here; without, all. Raises ValueError where the text does not fill one batch.
+    rows: those of a batch that are read here; without, all. fraction_of: the tokens that the text is a fraction of; 0
+    where it is a text by itself. Raises ValueError where the text is shorter than a window.
     """
-    available = stream.num_tokens // (sequence_length + 1)
-    count = min(limit, available // batch_size)
-    if limit and not count:
-        raise ValueError(
-            f"the held-out text has {available} sequences of {sequence_length} tokens, but a batch needs {batch_size}; "
-            "raise data.validation_fraction, give data.validation_path, or set train.eval_batches = 0"
-        )
-    spread = np.linspace(0, available - 1, count * batch_size, dtype=np.int64).reshape(count, batch_size)
-    return spread[:, range(batch_size) if rows is None else rows].tolist()
+    window = sequence_length + 1
+    available = stream.num_tokens // window
+    if limit and not available:
+        raise ValueError(f"the held-out text has {stream.num_tokens} tokens, but a sequence needs train.sequence_length"
+                         f" + 1 = {window}; {_more_held_out(window, fraction_of)}, or set train.eval_batches = 0")
+    if available >= batch_size:
+        count = min(limit, available // batch_size)
+        starts = np.linspace(0, available - 1, count * batch_size, dtype=np.int64) * window
+    else:
+        count = min(limit, 1)
+        starts = np.linspace(0, stream.num_tokens - window, count * batch_size, dtype=np.int64)
+    return starts.reshape(count, batch_size)[:, range(batch_size) if rows is None else rows].tolist()
+
+
+def _more_held_out(window: int, fraction_of: int) -> str:
+    """What gives the held-out text as many tokens as a window has."""
+    if not fraction_of:
+        return "give more text in data.validation_path, lower train.sequence_length"
+    if fraction_of < 2 * window:
+        return (f"the whole text has {fraction_of}, and training needs as many: give more text, lower "
+                f"train.sequence_length to at most {fraction_of // 2 - 1}, give data.validation_path")
+    return (f"raise data.validation_fraction to at least {enough_of(fraction_of, window):g}, as the whole text has "
+            f"{fraction_of}, give data.validation_path")

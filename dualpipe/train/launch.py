@@ -30,6 +30,8 @@ T = TypeVar("T")
 LAUNCHER = "DUALPIPE_LAUNCHER"  # its process
 LISTENER = "DUALPIPE_LISTEN_FD"  # of rank 0: where its store is to listen
 ERROR_FILE = "DUALPIPE_ERROR_FILE"  # where a rank leaves its error for the process that started it
+# What the launcher sends a rank for Ctrl-C: a terminal sends SIGINT to ranks as well, so they ignore that.
+INTERRUPTED = getattr(signal, "SIGRTMIN", signal.SIGTERM)
 
 
 class RankInfo(NamedTuple):

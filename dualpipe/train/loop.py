@@ -27,19 +27,29 @@ from dualpipe.parallel.context import ContextParallel
 from dualpipe.parallel.mesh import DENSE
 from dualpipe.recorder import Recorder
 from dualpipe.train.config import Config
-from dualpipe.train.data import Batch, Loader, evaluation_batches, open_splits, packed_directory, read_ahead
+from dualpipe.train.data import (
+    Batch,
+    Loader,
+    check_tokenizer,
+    evaluation_batches,
+    open_splits,
+    packed_directory,
+    read_ahead,
+    scan_splits,
+)
 from dualpipe.train.elastic import fit_run
 from dualpipe.train.faults import Fault, FaultyRecorder, recorder_of
 from dualpipe.train.garbage import GarbageCollection
 from dualpipe.train.guard import BadStep, Guard, Kept
 from dualpipe.train.job import Job, join
 from dualpipe.train.launch import RankInfo
-from dualpipe.train.metrics import MetricsWriter, StepMetrics, draw, memory_bytes, say
+from dualpipe.train.metrics import MetricsWriter, StepMetrics, draw, memory_bytes, say, set_aside
 from dualpipe.train.model import (
     build_model,
     build_optimizer,
     build_routers,
     check_export,
+    check_positions,
     plan_run,
     read_model_config,
     slow_products,
@@ -52,6 +62,7 @@ from dualpipe.train.qk_clip import QKClip
 from dualpipe.train.resume import Saver, State, describe
 from dualpipe.train.schedule import build_schedule
 from dualpipe.train.stragglers import Stragglers, summary
+from dualpipe.train.tables import AUTO
 from dualpipe.train.traced import Steps, TracedSteps
 from dualpipe.train.votes import StartUp, Votes, farewell
 from dualpipe.train.watchdog import Watchdog
@@ -142,7 +153,7 @@ class Run:
         )
         self.reports = self.model.has_last and not job.place.replica
         self.folder = Path(config.output.dir)
-        if config.export.to_hf:
+        if config.export_directory is not None:
             job.ranks.first(partial(check_export, config, self.model))  # before the work of hours
         self.start_up.begin("data")
         self._open_data()
@@ -164,7 +175,9 @@ class Run:
         self.done, self.status = 0, 0  # steps; what ended them before the last one, as an exit status
         self.votes = Votes(job, train.time_limit)
         self.remarks: list[str] = []  # to be said with the next step that is written
-        self.stragglers = Stragglers(config.metrics.straggler_interval, parallel.pp, self.recorder.name)
+        # Of CPU ranks nothing is said: what else a machine does makes one of them slower in any run.
+        interval = 0 if job.device.type == "cpu" else config.metrics.straggler_interval
+        self.stragglers = Stragglers(interval, parallel.pp, self.recorder.name)
         self.unread: deque[QueuedStep] = deque()  # at most two
         self.guard, self.traced = Guard(self), TracedSteps(self, traced)
         self.profiled = ProfiledSteps(self, profiled)
@@ -175,10 +188,14 @@ class Run:
     def _open_data(self) -> None:
         train, data, place = self.config.train, self.config.data, self.job.place
         packed = partial(packed_directory, tokenizer=data.tokenizer, cache=self.folder, text_key=data.text_key)
-        paths = self.job.ranks.first(
-            lambda: (packed(data.path), packed(data.validation_path) if data.validation_path else None)
-        )
-        self.splits = open_splits(*paths, data.validation_fraction)
+
+        def prepare() -> tuple[Path, Path | None]:
+            paths = packed(data.path), packed(data.validation_path) if data.validation_path else None
+            scan_splits(*paths, data.validation_fraction, cache=self.folder)
+            return paths
+
+        paths = self.job.ranks.first(prepare)
+        self.splits = open_splits(*paths, data.validation_fraction, cache=self.folder)
         for stream in self.splits:
             stream.packed.check_vocabulary(self.model.config.vocab_size)
         own = train.micro_batch_size * train.num_chunks if self.model.has_first or self.model.has_last else 0
@@ -190,15 +207,16 @@ class Run:
                                 "separate_documents": data.separate_documents}
         self.loader = Loader(self.splits.train, **sizes, seed=train.seed, rows=rows, **read)
         held_out = self.splits.held_out
-        self.held_out = (  # windows, by batch
-            evaluation_batches(held_out, **sizes, limit=train.eval_batches, rows=rows) if held_out.num_documents else []
+        whole = 0 if data.validation_path else self.splits.train.num_tokens + held_out.num_tokens
+        self.held_out = (  # where windows start, by batch
+            evaluation_batches(held_out, **sizes, limit=train.eval_batches, rows=rows, fraction_of=whole)
+            if held_out.num_documents else []
         )
         self.read_held_out = partial(held_out.read_windows, window=train.sequence_length + 1, **read)
 
     def train(self) -> int:
         """All steps, with evaluations, then, where wanted, the model in Hugging Face's form, and the pictures; unless
         a rank asks for an end before, whose exit status is returned."""
-        target, source = self.config.export.to_hf, self.config.init.from_hf
         try:
             self.start_up.begin("checkpoint")
             self.done = self.saver.resume(self.state)
@@ -215,12 +233,7 @@ class Run:
             self.start_up.end()  # where no step was left
             if self.status:
                 return self.status
-            if target:  # also where the last checkpoint could not be written, which is said at the end
-                with self.recorder.doing("export", target):
-                    save_hf(self.model.stages, target, self.job.mesh, self.model.plan, source=source or None,
-                            quantized=self.config.export.quantized)
-                if self.job.rank == 0:
-                    say(f"the model: {target}")
+            self._export()  # also where the last checkpoint could not be written, which is said at the end
         except OSError as error:
             if error.errno is None:  # a text of ours
                 raise
@@ -229,6 +242,19 @@ class Run:
         if self.reports:
             draw(self.folder, self.schedule, unigram=self.unigram)
         return 0
+
+    def _export(self) -> None:
+        """Write the model in Hugging Face's form, where that is wanted."""
+        target, settings = self.config.export_directory, self.config.export
+        if target is None:
+            return
+        with self.recorder.doing("export", str(target)):
+            if settings.to_hf == AUTO:
+                self.job.ranks.first(partial(set_aside, target))
+            save_hf(self.model.stages, target, self.job.mesh, self.model.plan, quantized=settings.quantized,
+                    source=self.config.init.from_hf or None)
+        if self.job.rank == 0:
+            say(f"the model: {target}")
 
     def _writer(self) -> AbstractContextManager[MetricsWriter | None]:
         """What reports the steps, having said what the run is; None on ranks that report nothing."""
@@ -241,7 +267,7 @@ class Run:
             return nullcontext()
         writer = MetricsWriter(
             self.folder, total_steps=train.steps, start_step=self.done, log_interval=train.log_interval,
-            wandb=config.metrics.wandb, settings=describe(config, self.model),
+            print_interval=train.print_interval, wandb=config.metrics.wandb, settings=describe(config, self.model),
         )
         ranks = f"{schedule.num_ranks} {self.job.device.type} rank{'s' if schedule.num_ranks > 1 else ''}"
         if config.parallel.replicas > 1:
@@ -259,12 +285,17 @@ class Run:
             "load_max_over_mean in the metrics: 1 where all experts get as many tokens, "
             f"{self.load_limit:g} (experts / top_k) where one gets every token"
         )
+        if self.held_out and held_out.num_tokens < self.batch_size * (train.sequence_length + 1):
+            writer.say("evaluations read sequences that overlap: the held-out text has fewer tokens than a batch")
         if held_out.num_tokens:
             self.unigram = self.splits.unigram_loss(self.model.config.vocab_size)
             writer.say(f"a unigram model of the same text has a held-out loss of {self.unigram:.4f} nats per token")
         tokens = train.micro_batch_size * train.sequence_length * config.parallel.ep // config.parallel.cp
         for slow in slow_products(self.model, tokens, self.job.device):
             writer.say(f"WARNING: slower in FP8 than in bfloat16, see dtypes.products and rules: {slow}")
+        for warning in (check_positions(config), check_tokenizer(text.packed, config.init.from_hf)):
+            if warning:
+                writer.say(f"WARNING: {warning}")
         if train.compile and self.done < train.steps:
             writer.say(f"step {self.done + 1} takes longer: it compiles attention and dense MLPs")
         return writer

@@ -76,13 +76,16 @@ class MetricsWriter:
 
     def __init__(
         self, folder: Path, *, total_steps: int, start_step: int = 0, console: Console | None = None,
-        log_interval: int = 1, wandb: str = "", settings: Mapping[str, object] | None = None,
+        log_interval: int = 1, print_interval: int = 1, wandb: str = "", settings: Mapping[str, object] | None = None,
     ) -> None:
         """start_step: steps already done. Lines that an earlier run left for later steps are kept in another file.
         log_interval: the steps between those that are written; with an evaluation, and the last, a step always is.
+        print_interval: the steps between those of them that are printed on what is no terminal; the first is, too.
         wandb: the project at Weights & Biases, or nothing; settings: what it is told of the run.
         """
         self._total, self._interval = total_steps, log_interval
+        self._print_interval = print_interval
+        self._printed: int | None = None  # the last step that was
         self._console = console or Console(highlight=False, soft_wrap=True)
         self._progress: Progress | None = None  # a live line, on a terminal
         if self._console.is_terminal:
@@ -133,8 +136,15 @@ class MetricsWriter:
             self._progress.update(self._task, completed=step, text=text)
             if evaluated:
                 self.say(f"step {step}: loss {metrics.loss:.4f}{held_out}")
-        elif due:
+        elif due and self._is_printed(step, evaluated=evaluated):
+            self._printed = step
             self.say(f"step {step}/{self._total}  {text}{held_out}")
+
+    def _is_printed(self, step: int, *, evaluated: bool) -> bool:
+        """Return True if a step that is written is printed where there is no live line."""
+        if evaluated or step == self._total or self._printed is None:
+            return True
+        return step // self._print_interval != self._printed // self._print_interval
 
     def say(self, text: str) -> None:
         """Print a line above the progress."""
@@ -220,6 +230,12 @@ def _tensorboard(folder: Path, start_step: int) -> Callable[[int, dict[str, Any]
     return lambda step, values: write(step=step, summary=Summary(
         value=[Summary.Value(tag=name, simple_value=value) for name, value in scalars(values).items()]
     ))
+
+
+def set_aside(path: Path) -> None:
+    """Give what an earlier run has left another name."""
+    if path.is_symlink() or path.exists():
+        path.rename(_unused_name(path))
 
 
 def _unused_name(path: Path) -> Path:

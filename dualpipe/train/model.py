@@ -39,7 +39,7 @@ from dualpipe.ranks import RankSync
 from dualpipe.schedule import Schedule, build
 from dualpipe.train.mtp import MicroBatchLoss
 from dualpipe.train.optimizer import Group, Optimizer, layer_groups, parameter_places
-from dualpipe.train.tables import ALGORITHMS, Config
+from dualpipe.train.tables import ALGORITHMS, AUTO, Config
 
 
 class Model(NamedTuple):
@@ -66,6 +66,21 @@ def read_model_config(config: Config) -> HubConfig:
         raise ValueError(f"train.sequence_length = {length}: no token has one {found.mtp_depth + 1} places ahead to be "
                          f"predicted by layer {found.mtp_depth} for multi-token prediction; give more")
     return found
+
+
+def check_positions(config: Config) -> str:
+    """Return what to say of sequences that are longer than the model's config.json provides for, "" where none are."""
+    path = Path(config.model_path)
+    hub = json.loads((path / "config.json" if path.is_dir() else path).read_text(encoding="utf-8"))
+    positions = hub.get("max_position_embeddings")
+    yarn = read_model_config(config).yarn
+    if yarn is not None:  # some checkpoints give the positions before they are stretched
+        positions = max(positions or 0, int(yarn.original_max_position_embeddings * yarn.factor))
+    length = config.train.sequence_length
+    if not isinstance(positions, int) or length <= positions:
+        return ""
+    return (f"train.sequence_length = {length} is beyond the {positions} positions that the model is made for "
+            f"(max_position_embeddings); lower it, or stretch the rotary embedding by YaRN in {path}")
 
 
 def plan_run(
@@ -315,8 +330,9 @@ def token_weight(split: SequenceSplit, length: int) -> float:
 
 def check_export(config: Config, model: Model) -> None:
     """Refuse what `save_hf` would refuse at the end."""
-    target, source = Path(config.export.to_hf), config.init.from_hf
-    if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
+    target, source = cast(Path, config.export_directory), config.init.from_hf
+    is_free = not target.is_symlink() and (not target.exists() or (target.is_dir() and not any(target.iterdir())))
+    if config.export.to_hf != AUTO and not is_free:
         raise ValueError(f"export.to_hf = {str(target)!r} exists and is not empty; give a directory to make")
     if config.export.quantized:
         check_quantized(model.config, model.plan)

@@ -22,7 +22,7 @@ import struct
 import sysconfig
 import warnings
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from io import BufferedIOBase, BytesIO
 from itertools import groupby
 from operator import itemgetter
@@ -33,7 +33,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from dualpipe.files import naming, write_file
-from dualpipe.train.tables import STDLIB, TEXT_KEY
+from dualpipe.train.tables import BYTES, STDLIB, TEXT_KEY, TOKENIZER
 
 FORMAT = "dualpipe tokens 1"
 INDEX = "index.json"
@@ -58,30 +58,37 @@ MAGIC = (
 
 def pack(
     sources: Sequence[Source], tokenizer: Tokenizer, out: str | Path, *, text_key: str = TEXT_KEY,
-    shard_tokens: int = SHARD_TOKENS,
+    shard_tokens: int = SHARD_TOKENS, overwrite: bool = False,
 ) -> dict[str, Any]:
     """Tokenise the documents of `sources` into the packed directory `out`; empty ones are left out. Returns its index.
 
-    A packed directory that is already there is replaced once the new one is complete. Whatever ends this before leaves
-    what was there.
+    Files of a folder that are no text are left out with a warning that names them, unless they are called records.
 
-    text_key: what the text of a record is called, in files that have records.
+    text_key: what the text of a record is called, in files that have records. overwrite: replace a packed directory
+    that is already there, once the new one is complete; whatever ends this before leaves what was there.
 
-    Raises ValueError where there is nothing to pack, a file cannot be read or tokenised, or `out` is something else or
+    Raises ValueError where there is nothing to pack, a file cannot be read or tokenised, or `out` is there already or
     cannot be written, as where the disk is full.
     """
     out = Path(out)
-    if out.exists() and not (out.is_dir() and ((out / INDEX).exists() or not any(out.iterdir()))):
-        raise ValueError(f"{out} exists and is no packed directory; give a new --out or remove it")
+    _check_target(out, overwrite=overwrite)
+    left_out: dict[str, str] = {}  # why, by name
+    text = []
     for source in sources:  # first, so that hours of packing do not end at the last file
-        _read(source.path, 1 << 16)
+        try:
+            _read(source.path, 1 << 16)
+            text.append(source)
+        except NotText as error:
+            if source.is_given or _kind(source.path) != "text":
+                raise
+            left_out[source.name] = error.reason
     new = out
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent, ignore_cleanup_errors=True) as folder:
             new, old = Path(folder, "new"), Path(folder, "old")
             new.mkdir(0o755)
-            index = _write(sources, tokenizer, new, shard_tokens, text_key)
+            index = _write(text, tokenizer, new, shard_tokens, text_key, left_out)
             try:
                 if out.exists():
                     out.rename(old)
@@ -93,11 +100,39 @@ def pack(
         file = Path(error.filename or out)
         shown = out / file.name if file.parent == new else out
         raise ValueError(f"{shown} cannot be written: {error.strerror}; choose another place") from error
+    if left_out:
+        warnings.warn(f"files that are no text are left out: {_listed(left_out)}", stacklevel=1)
     return index
 
 
-def _write(sources: Sequence[Source], tokenizer: Tokenizer, out: Path, shard_tokens: int, key: str) -> dict[str, Any]:
-    """Write all files of a packed directory; returns its index."""
+def _check_target(out: Path, *, overwrite: bool) -> None:
+    """Refuse a place for a packed directory where something is that must not be replaced."""
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return
+    if not (out.is_dir() and (out / INDEX).exists()):
+        raise ValueError(f"{out} exists and is no packed directory; give a new --out or remove it")
+    if overwrite:
+        return
+    try:
+        index = json.loads((out / INDEX).read_text(encoding="utf-8"))
+        content = f", with {index['tokens']:,} tokens in {index['documents']:,} documents"
+    except (OSError, ValueError, KeyError, TypeError):
+        content = ", which is damaged"
+    raise ValueError(f"{out} is a packed directory already{content}; give another --out, or --overwrite to replace it")
+
+
+def _listed(left_out: Mapping[str, str], most: int = 10) -> str:
+    """How many files were left out, and the first of them with the reasons."""
+    first = ", ".join(f"{name} ({reason})" for name, reason in list(left_out.items())[:most])
+    rest = len(left_out) - most
+    return f"{len(left_out)}: {first}{f' and {rest} more' if rest > 0 else ''}"
+
+
+def _write(
+    sources: Sequence[Source], tokenizer: Tokenizer, out: Path, shard_tokens: int, key: str, left_out: dict[str, str]
+) -> dict[str, Any]:
+    """Write all files of a packed directory; returns its index. left_out: gets the files that turn out to be no text,
+    with the reasons."""
     dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
     largest, table = tokenizer.end_of_document, bytearray()  # of DOCUMENT_TYPE: 28 bytes each, of maybe billions
 
@@ -105,18 +140,17 @@ def _write(sources: Sequence[Source], tokenizer: Tokenizer, out: Path, shard_tok
         """For every document the shard that it is for, and its tokens."""
         nonlocal largest
         shard = filled = 0
-        for source in sources:
-            for text, where in documents(source.path, key):
-                try:
-                    tokens = tokenizer.encode(text)
-                except ValueError as error:
-                    raise ValueError(f"cannot tokenise {where}: {error}") from error
-                if filled >= shard_tokens:
-                    shard, filled = shard + 1, 0
-                content = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
-                table.extend(struct.pack("<IQQQ", shard, filled, len(tokens) + 1, content))
-                largest, filled = max(largest, int(tokens.max(initial=0))), filled + len(tokens) + 1
-                yield shard, np.append(tokens.astype(dtype), dtype.type(tokenizer.end_of_document)).tobytes()
+        for text, where in _texts(sources, key, left_out):
+            try:
+                tokens = tokenizer.encode(text)
+            except ValueError as error:
+                raise ValueError(f"cannot tokenise {where}: {error}") from error
+            if filled >= shard_tokens:
+                shard, filled = shard + 1, 0
+            content = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+            table.extend(struct.pack("<IQQQ", shard, filled, len(tokens) + 1, content))
+            largest, filled = max(largest, int(tokens.max(initial=0))), filled + len(tokens) + 1
+            yield shard, np.append(tokens.astype(dtype), dtype.type(tokenizer.end_of_document)).tobytes()
 
     def write(name: str, pieces: Iterable[bytes | memoryview]) -> dict[str, object]:
         """Write a file; what the index says of it."""
@@ -128,7 +162,8 @@ def _write(sources: Sequence[Source], tokenizer: Tokenizer, out: Path, shard_tok
               for shard, pieces in groupby(encoded(), key=itemgetter(0))]
     packed = np.frombuffer(table, dtype=DOCUMENT_TYPE)
     if not len(packed):
-        raise ValueError(f"there is no text to pack: {len(sources)} files were found and all are empty")
+        no_text = f"; no text are {_listed(left_out)}" if left_out else ""
+        raise ValueError(f"there is no text to pack: {len(sources)} files were found and all are empty{no_text}")
     header = BytesIO()
     np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(packed))
     index = {
@@ -144,11 +179,31 @@ def _write(sources: Sequence[Source], tokenizer: Tokenizer, out: Path, shard_tok
 # -- the documents
 
 
+class NotText(ValueError):
+    """A file that is compressed or binary. reason: in two or three words."""
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
 class Source(NamedTuple):
     """A file to pack and the name it has in messages and in the order of documents."""
 
     path: Path
     name: str
+    is_given: bool = False  # by its own name, not by that of a folder: then it must be text
+
+
+def _texts(sources: Sequence[Source], key: str, left_out: dict[str, str]) -> Iterator[tuple[bytes, str]]:
+    """The documents of all files, as of `documents`; left_out: see `_write`."""
+    for source in sources:
+        try:
+            yield from documents(source.path, key)
+        except NotText as error:
+            if source.is_given:
+                raise
+            left_out[source.name] = error.reason
 
 
 def find_sources(paths: Iterable[str | Path]) -> list[Source]:
@@ -167,7 +222,7 @@ def find_sources(paths: Iterable[str | Path]) -> list[Source]:
         if given == STDLIB:
             path, left_out, ending = Path(sysconfig.get_path("stdlib")), NOT_STDLIB, ".py"
         elif path.is_file():
-            sources.append(Source(path, path.name))
+            sources.append(Source(path, path.name, is_given=True))
             continue
         elif not path.is_dir():
             raise ValueError(f"there is no file or directory {path}; give files or directories of text")
@@ -216,7 +271,8 @@ def _kind(path: Path) -> str:
 def _read(path: Path, size: int = -1) -> bytes:
     """The first `size` bytes of a file, by default all.
 
-    Raises ValueError where it cannot be opened, is compressed or binary, or a package that reads it is missing.
+    Raises NotText where it is compressed or binary, ValueError where it cannot be opened or a package that reads it is
+    missing.
     """
     try:
         with path.open("rb") as file:
@@ -232,10 +288,10 @@ def _read(path: Path, size: int = -1) -> bytes:
     elif kind != ".jsonl.gz":
         for name, offset, magic in MAGIC:
             if content.startswith(magic, offset):
-                raise ValueError(f"{path} is a {name} file; unpack it, or give records in files that are called "
-                                 f"{', '.join(KINDS)}")
+                raise NotText(f"{path} is a {name} file; unpack it, or give records in files that are called "
+                              f"{', '.join(KINDS)}", f"a {name} file")
         if b"\0" in content:
-            raise ValueError(f"{path} is not text: it has NUL bytes; leave it out, or convert it to UTF-8")
+            raise NotText(f"{path} is not text: it has NUL bytes; leave it out, or convert it to UTF-8", "NUL bytes")
     return content
 
 
@@ -317,13 +373,14 @@ class FileTokenizer:
             self._tokenizer = HubTokenizer.from_str(content.decode("utf-8"))
         except OSError as error:
             raise ValueError(f"cannot read the tokenizer {path}: {error.strerror}; give 'bytes' or the path of a "
-                             "tokenizer.json") from error
+                             "tokenizer.json, or of a directory with one") from error
         except Exception as error:  # the library raises nothing narrower
             raise ValueError(f"{path} is not a tokenizer that `tokenizers` can read: {error}") from error
         ends = map(self._tokenizer.token_to_id, [end_of_document] if end_of_document else END_NAMES)
         if (end := next((token for token in ends if token is not None), None)) is None:
             what = f"no token {end_of_document!r}" if end_of_document else f"none of {', '.join(END_NAMES)}"
-            raise ValueError(f"{path} has {what}; name its end-of-document token with --end-of-document")
+            raise ValueError(f"{path} has {what}; name its end-of-document token with `dualpipe data pack "
+                             "--end-of-document`")
         self.end_of_document = end
         self.vocab_size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
         self.identity = f"sha256:{hashlib.sha256(content).hexdigest()}:{end}"
@@ -341,9 +398,9 @@ Tokenizer: TypeAlias = ByteTokenizer | FileTokenizer
 
 
 def load_tokenizer(name: str, end_of_document: str | None = None) -> Tokenizer:
-    """`name` is "bytes" or the path of a `tokenizers` JSON file."""
-    if name != "bytes":
-        return FileTokenizer(name, end_of_document)
+    """`name` is "bytes" or the path of a `tokenizers` JSON file, or of a directory with a tokenizer.json."""
+    if name != BYTES:
+        return FileTokenizer(Path(name, TOKENIZER) if Path(name).is_dir() else name, end_of_document)
     if end_of_document is not None:
         raise ValueError(f"--end-of-document {end_of_document!r}: bytes have their own; leave it out, or give the "
                          "path of a tokenizer.json")

@@ -118,8 +118,8 @@ class Saver:
         if manifest.step >= steps:
             self._say(f"nothing is left to do: train.steps = {steps}")
         try:
-            if manifest.step:
-                state.loader.load_state_dict((manifest.extra or {}).get("loader", {}))
+            if manifest.step and (note := state.loader.load_state_dict((manifest.extra or {}).get("loader", {}))):
+                self._say(f"WARNING: {note}")
         except ValueError as error:
             if "loader" not in self._settings.allow:
                 raise ValueError(f"{loaded.path}: {error}; or name 'loader' in checkpoint.allow") from error

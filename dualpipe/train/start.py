@@ -27,7 +27,7 @@ from dualpipe.errors import USER_ERROR
 from dualpipe.files import lock
 from dualpipe.recorder import rank_name
 from dualpipe.trace.file import TRACED
-from dualpipe.train.launch import ERROR_FILE, LAUNCHER, LISTENER, limited
+from dualpipe.train.launch import ERROR_FILE, INTERRUPTED, LAUNCHER, LISTENER, limited
 from dualpipe.train.tables import Config
 from dualpipe.train.why import FOLDER, HALTED, diagnose, letter_of, read_stuck, state_file
 
@@ -166,7 +166,7 @@ class _Ranks:
                 status = max(each or 0 for each in statuses)
                 return Ending(128 + received[0] if status and received else status)
             if received and not passed_on:
-                passed_on = signal.SIGTERM if received[0] == signal.SIGINT else received[0]  # ranks ignore Ctrl-C
+                passed_on = INTERRUPTED if received[0] == signal.SIGINT else received[0]
                 self._send(passed_on)
             if turn % 20 == 0:  # counted, as this process may have been stopped too
                 halted = halted + 20 * POLL_SECONDS if {"T", "t"} & {*self._states_of_processes().values()} else 0.0

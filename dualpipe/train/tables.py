@@ -17,6 +17,8 @@ from typing import Any, Literal, get_args, get_type_hints
 
 STDLIB = "stdlib"  # [data] path: the source code of Python's own standard library
 BYTES = "bytes"  # [data] tokenizer: one token per byte
+AUTO = "auto"  # [data] tokenizer: that of the checkpoint; [export] to_hf: in output.dir
+TOKENIZER = "tokenizer.json"  # of a checkpoint, in the form of the package `tokenizers`
 TEXT_KEY = "text"  # [data] text_key
 Algorithm = Literal["muon", "adamw"]
 ALGORITHMS: tuple[str, ...] = get_args(Algorithm)  # [optimizer] name, but for a class of one's own
@@ -67,7 +69,8 @@ class ExportConfig:
     """[export]: what is written at the end besides the metrics."""
 
     to_hf: str = ""
-    """a directory to make, with the model as a Hugging Face checkpoint"""
+    """a directory to make, with the model as a Hugging Face checkpoint; "auto": `hf` in output.dir, where that of an
+    earlier run is kept under another name"""
     quantized: bool = False
     """weights that are stored in fp8_block (of gpt-oss in mxfp4) are written so, instead of in numbers"""
 
@@ -79,8 +82,9 @@ class DataConfig:
     path: str = _rule(bool, 'give a packed directory, a folder of text, or "stdlib"')(STDLIB)
     """a directory made by `dualpipe data pack`, a file or folder of text or records (.jsonl, .jsonl.gz, .jsonl.zst,
     .parquet), or "stdlib" (Python's own source code)"""
-    tokenizer: str = _rule(bool, 'give "bytes" or the path of a tokenizer.json')(BYTES)
-    """"bytes", or the path of a `tokenizers` JSON file; not used where path is packed already"""
+    tokenizer: str = _rule(bool, 'give "auto", "bytes" or the path of a tokenizer.json')(AUTO)
+    """"bytes", or the path of a `tokenizers` JSON file or of a directory with a tokenizer.json; "auto": that of
+    init.from_hf where it has one, else "bytes"; not used where path is packed already"""
     text_key: str = _rule(bool, "give the key of a record's text")(TEXT_KEY)
     """what the text of a record is called, in files that have records"""
     validation_fraction: float = _below_1(0.02)
@@ -200,6 +204,9 @@ class TrainConfig:
     """every so many steps one is printed and written to the metrics; evaluated ones, and the last, always are"""
     gc_interval: int = _not_negative(50)
     """steps between runs of Python's garbage collector, on all ranks after the same step; 0: whenever Python does"""
+    print_interval: int = _at_least_1(10)
+    """every so many steps one of these is printed where stdout is no terminal; the first, evaluated ones and the last
+    always are"""
 
 
 DTypeName = Literal["fp32", "bf16", "fp16", "fp64"]
@@ -499,7 +506,8 @@ class MetricsConfig:
     wandb: str = _project("")
     """a project at Weights & Biases, by the package wandb; with WANDB_MODE=offline a folder in output.dir"""
     straggler_interval: int = _not_negative(100)
-    """steps between lines that name ranks which compute slower than the others, or get more tokens; 0: none"""
+    """steps between lines that name ranks which compute slower than the others, or get more tokens; 0: none; on CPU
+    there are none"""
 
 
 @dataclass(frozen=True)
@@ -542,3 +550,10 @@ class Config:
     def checkpoint_directory(self) -> Path:
         """Where the run's checkpoints are."""
         return Path(self.checkpoint.dir or Path(self.output.dir) / "checkpoints")
+
+    @property
+    def export_directory(self) -> Path | None:
+        """Where the model goes at the end; None: nowhere."""
+        if self.export.to_hf == AUTO:
+            return Path(self.output.dir) / "hf"
+        return Path(self.export.to_hf) if self.export.to_hf else None

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Self
 from dualpipe.device import flight_recorder
 from dualpipe.recorder import Recorder
 from dualpipe.train.control import ASK, FAULT, TICK, ControlStore
-from dualpipe.train.launch import ERROR_FILE, RankInfo, leave_word
+from dualpipe.train.launch import ERROR_FILE, INTERRUPTED, RankInfo, leave_word
 from dualpipe.train.why import FOLDER, diagnose, halted, stack_file, state_file
 
 if TYPE_CHECKING:
@@ -64,6 +64,7 @@ class Watchdog:
         self._out = out
         self._handlers: dict[int, Callable[[int], None]] = dict.fromkeys(map(int, STOPPING), self._asked_to_stop)
         self._handlers[signal.SIGUSR2] = self._asked_for_states
+        self._handlers.setdefault(int(INTERRUPTED), lambda _: self._asked_to_stop(signal.SIGINT))
         if threading.current_thread() is threading.main_thread():
             for number in self._handlers:
                 # One that is ignored stays so: of a rank Ctrl-C is for the launcher, of `nohup` SIGHUP for nobody.

@@ -336,6 +336,7 @@ def test_a_plan_is_listed_explained_drawn_and_written(capsys, tmp_path, monkeypa
     assert written.train.num_chunks * written.train.micro_batch_size * written.parallel.replicas * 128 == 4096
     assert written.optimizer == load_config(TINY).optimizer
     assert "path" not in tomllib.loads(toml.read_text())["data"], "as it is without"
+    assert tomllib.loads(toml.read_text())["data"]["tokenizer"] == "bytes", "no path"
     monkeypatch.chdir(tmp_path)
     assert main(["memory", "row.toml"]) == 0
 

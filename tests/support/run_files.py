@@ -28,6 +28,7 @@ micro_batch_size = 2
 num_chunks = 4
 eval_interval = 2
 eval_batches = 2
+print_interval = 1
 [optimizer]
 lr = 3e-3
 [output]

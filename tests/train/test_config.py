@@ -55,6 +55,19 @@ def test_special_paths_are_not_anchored(toml):
     assert (config.data.path, config.data.tokenizer, config.data.validation_path) == ("stdlib", "bytes", None)
 
 
+def test_the_tokenizer_is_the_one_of_the_checkpoint_unless_another_is_given(toml, tmp_path):
+    started = GOOD + '\n[init]\nfrom_hf = "start"\n'
+    (tmp_path / "start").mkdir()
+    assert load_config(toml(started)).data.tokenizer == "bytes"
+    (tmp_path / "start/tokenizer.json").write_text("{}")
+    assert load_config(toml(started)).data.tokenizer == str(tmp_path / "start/tokenizer.json")
+    assert load_config(toml()).data.tokenizer == "bytes", "no checkpoint"
+    assert load_config(toml(started), ["--data.tokenizer", "bytes"]).data.tokenizer == "bytes"
+    other = started.replace('path = "text"', 'path = "text"\ntokenizer = "other"')
+    assert load_config(toml(other)).data.tokenizer == str(tmp_path / "other")
+    assert load_config(toml(other), ["--data.tokenizer", "auto"]).data.tokenizer.endswith("start/tokenizer.json")
+
+
 def test_a_path_called_none_is_a_path(toml, tmp_path):
     config = load_config(toml(GOOD.replace('"text"', '"text"\nvalidation_path = "None"')))
     assert config.data.validation_path == str(tmp_path / "None")
@@ -144,8 +157,8 @@ IMPOSSIBLE = {  # values, by what is said of them
     "must be at least 0": {"parallel.dp": -1},
     "must be at least 1": dict.fromkeys(
         ("parallel.pp", "parallel.dp_replicate", "parallel.cp", "parallel.ep", "train.steps",
-         "train.sequence_length", "train.micro_batch_size",
-         "train.num_chunks", "train.log_interval", "guard.limit"), 0),
+         "train.sequence_length", "train.micro_batch_size", "train.num_chunks", "train.log_interval",
+         "train.print_interval", "guard.limit"), 0),
     "must not be negative": dict.fromkeys(
         ("train.seed", "train.eval_interval", "train.eval_batches", "router.balance", "router.z_loss",
          "router.bias_update_rate", "optimizer.weight_decay", "optimizer.warmup_steps", "optimizer.clip_norm",

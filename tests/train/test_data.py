@@ -15,6 +15,8 @@ from dualpipe.train.data import (
     PackedTokens,
     Splits,
     TokenStream,
+    check_tokenizer,
+    enough_of,
     evaluation_batches,
     open_splits,
     packed_directory,
@@ -82,7 +84,7 @@ def test_order_of_arguments_is_kept(texts, tmp_path):
 
 def test_repacking_gives_the_same_files_and_replaces_the_old(texts, tmp_path):
     def contents():
-        pack(find_sources([texts]), ByteTokenizer(), tmp_path / "out")
+        pack(find_sources([texts]), ByteTokenizer(), tmp_path / "out", overwrite=True)
         return {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()}
 
     first = contents()
@@ -101,7 +103,7 @@ def test_a_failed_repack_leaves_the_old(texts, tmp_path):
 
     pack(find_sources([texts]), ByteTokenizer(), tmp_path / "out")
     with pytest.raises(ValueError, match=r"cannot tokenise .*c.txt: boom"):
-        pack(find_sources([texts]), Broken(), tmp_path / "out")
+        pack(find_sources([texts]), Broken(), tmp_path / "out", overwrite=True)
     assert len(stream_of(tmp_path / "out")) == 12
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "texts"]
 
@@ -111,15 +113,16 @@ def test_pack_refuses(texts, tmp_path):
         find_sources([tmp_path / "none"])
     with pytest.raises(ValueError, match="there is no text to pack"):
         pack(find_sources([texts / "empty.txt"]), ByteTokenizer(), tmp_path / "out")
-    with pytest.raises(ValueError, match="exists and is no packed directory"):
-        pack(find_sources([texts]), ByteTokenizer(), texts)
+    for overwrite in (False, True):
+        with pytest.raises(ValueError, match="exists and is no packed directory"):
+            pack(find_sources([texts]), ByteTokenizer(), texts, overwrite=overwrite)
     with pytest.raises(ValueError, match=r"b.txt/out cannot be written: .*; choose another place"):
         pack(find_sources([texts]), ByteTokenizer(), texts / "b.txt/out")
     assert not (tmp_path / "out").exists()
 
 
 def test_packing_next_to_the_text_again_leaves_out_what_was_packed(texts):
-    packed = [pack(find_sources([texts]), ByteTokenizer(), texts / "packed") for _ in range(2)]
+    packed = [pack(find_sources([texts]), ByteTokenizer(), texts / "packed", overwrite=True) for _ in range(2)]
     assert packed[0] == packed[1]
 
 
@@ -131,11 +134,20 @@ def test_tokenizers_file(tmp_path):
     hub.pre_tokenizer = pre_tokenizers.Whitespace()
     hub.save(str(tmp_path / "tok.json"))
     (tmp_path / "t.txt").write_text("hello world hello what")
+    (tmp_path / "checkpoint").mkdir()
+    with pytest.raises(ValueError, match=r"cannot read the tokenizer .*checkpoint/tokenizer.json: No such file"):
+        load_tokenizer(str(tmp_path / "checkpoint"))
+    hub.save(str(tmp_path / "checkpoint/tokenizer.json"))
     tokenizer = load_tokenizer(str(tmp_path / "tok.json"))
+    assert load_tokenizer(str(tmp_path / "checkpoint")).identity == tokenizer.identity
     assert (tokenizer.vocab_size, tokenizer.end_of_document) == (70001, 70000)
     pack(find_sources([tmp_path / "t.txt"]), tokenizer, tmp_path / "out")
     assert stream_of(tmp_path / "out") == [1, 2, 1, 0, 70000]
     assert json.loads((tmp_path / "out/index.json").read_text())["dtype"] == "uint32"
+    assert check_tokenizer(PackedTokens(tmp_path / "out"), str(tmp_path / "checkpoint")) == ""
+    (tmp_path / "checkpoint/tokenizer.json").write_text("another")
+    assert "was packed with another tokenizer, but the model begins with a checkpoint that has" in check_tokenizer(
+        PackedTokens(tmp_path / "out"), str(tmp_path / "checkpoint"))
     with pytest.raises(ValueError, match="--end-of-document 'x': bytes have their own"):
         load_tokenizer("bytes", "x")
     with pytest.raises(ValueError, match="no token 'x'; name its end-of-document token"):
@@ -237,7 +249,7 @@ def test_a_single_file_is_held_out_by_its_last_tokens(tmp_path):
     seen = set()
     for i in range(40):
         (tmp_path / "input.txt").write_text(f"{i:999}")
-        pack(find_sources([tmp_path / "input.txt"]), ByteTokenizer(), tmp_path / "out")
+        pack(find_sources([tmp_path / "input.txt"]), ByteTokenizer(), tmp_path / "out", overwrite=True)
         packed = PackedTokens(tmp_path / "out")
         seen.add(bool(packed.documents["hash"][0] < 2**62))
         assert check_last_tokens(packed, 0.25) == [1, 1]
@@ -254,6 +266,7 @@ def test_so_are_a_few_files_of_which_a_hash_holds_out_none_or_all(tmp_path, hash
         (tmp_path / f"{i}.txt").write_bytes(b"%d" % i * size)
     pack(find_sources([tmp_path]), ByteTokenizer(), tmp_path / "out", shard_tokens=25)
     packed = PackedTokens(tmp_path / "out")
+    packed.documents = np.array(packed.documents)
     packed.documents["hash"] = hashed
     assert check_last_tokens(packed, 0.5) == [3, 2], "within the third"
     assert check_last_tokens(packed, 0.625) == [2, 2], "between two"
@@ -286,7 +299,7 @@ def test_positions_start_anew_with_each_document_and_each_sequence(many):
     start = lengths[0] + 2  # in the second document
     expected = np.concatenate((np.arange(lengths[1] - 2), np.arange(5)))
     assert (stream.positions(start, start + len(expected)) == expected).all()
-    batch = stream.read_windows([0, 3], 21)
+    batch = stream.read_windows([0, 63], 21)
     assert batch.positions.shape == batch.tokens.shape and (batch.positions[0].numpy() == whole[:20]).all()
 
 
@@ -346,6 +359,18 @@ def test_batches_that_are_passed_over(many):
     del state["passed_over"]  # as before there was such a thing
     resumed.load_state_dict(state)
     assert (resumed.step, resumed.passed_over) == (3, 0)
+
+
+def test_a_state_of_another_order_goes_on_and_says_so_once(many):
+    loader, resumed = make_loader(many), make_loader(many)
+    loader.step = 3
+    state = loader.state_dict()
+    assert resumed.load_state_dict(state) == ""
+    del state["order"]  # as versions wrote it that kept a permutation in memory
+    assert "drew the order of the data in another way" in resumed.load_state_dict(state)
+    assert resumed.step == 3 and resumed.load_state_dict(resumed.state_dict()) == ""
+    with pytest.raises(ValueError, match=r"of another run: order 'feistel 9' \(now 'feistel 1'\)"):
+        resumed.load_state_dict(state | {"order": "feistel 9"})
 
 
 def test_a_rank_reads_its_rows_only(many):
@@ -418,16 +443,41 @@ def test_too_little_text(many, texts):
     with pytest.raises(ValueError, match=r"the text has .* tokens, but a sequence needs .* = 100001"):
         make_loader(many, sequence_length=100000)
     stream = TokenStream(PackedTokens(many))
-    with pytest.raises(ValueError, match=r"the held-out text has .* set train\.eval_batches = 0"):
-        evaluation_batches(stream, sequence_length=1000, batch_size=50, limit=1)
-    assert evaluation_batches(stream, sequence_length=1000, batch_size=50, limit=0) == []
+    tokens = stream.num_tokens
+    sizes = dict(sequence_length=tokens, batch_size=50)
+    with pytest.raises(ValueError, match=f"the held-out text has {tokens} tokens, but a sequence needs "
+                       rf"train.sequence_length \+ 1 = {tokens + 1}; give more text .* set train.eval_batches = 0"):
+        evaluation_batches(stream, **sizes, limit=1)
+    with pytest.raises(ValueError, match=r"the whole text has 9000, and .* train.sequence_length to at most 4499"):
+        evaluation_batches(stream, **sizes, limit=1, fraction_of=9000)
+    assert evaluation_batches(stream, **sizes, limit=0) == []
+
+
+@pytest.mark.parametrize("total, tokens", [(30_000, 129), (1000, 129), (100, 29), (10**13, 4097), (258, 129)])
+def test_the_fraction_that_is_asked_for_is_enough_and_little_more(total, tokens, tmp_path):
+    fraction = enough_of(total, tokens)
+    assert tokens <= int(total * float(f"{fraction:g}")) <= 1.1 * tokens + 1
+
+
+def test_a_short_held_out_text_is_evaluated_in_windows_that_overlap(tmp_path):
+    (tmp_path / "short.txt").write_text("0123456789" * 200)
+    pack(find_sources([tmp_path / "short.txt"]), ByteTokenizer(), tmp_path / "out")
+    _, held_out = split_documents(PackedTokens(tmp_path / "out"), 0.02)  # 40 of 2001 tokens
+    sizes = dict(sequence_length=16, batch_size=4, limit=8)
+    starts = evaluation_batches(held_out, **sizes)
+    assert starts == [[0, 7, 15, 23]], "from the first token to the last"
+    assert evaluation_batches(held_out, **sizes, rows=range(1, 3)) == [[7, 15]]
+    batch = held_out.read_windows(starts[0], 17)
+    assert batch.targets[-1, -1] == END and batch.tokens[1].tolist() == held_out.read(7, 23).tolist()
+    with pytest.raises(ValueError, match=r"raise data.validation_fraction to at least 0\.0325, as the whole text has "):
+        evaluation_batches(held_out, sequence_length=64, batch_size=4, limit=8, fraction_of=2001)
 
 
 def test_evaluation_batches_are_whole_and_distinct(many):
     stream = TokenStream(PackedTokens(many))
     batches = evaluation_batches(stream, sequence_length=20, batch_size=4, limit=5)
-    windows = [w for rows in batches for w in rows]
-    assert len(batches) == 5 and len(set(windows)) == 20
+    starts = [start for rows in batches for start in rows]
+    assert len(batches) == 5 and len(set(starts)) == 20 and all(start % 21 == 0 for start in starts)
     assert stream.read_windows(batches[-1], 21).tokens.shape == (4, 20)
 
 

@@ -2,14 +2,20 @@
 
 import json
 import math
+import re
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from dualpipe import cli
+from dualpipe.checkpoint import save_hf
+from dualpipe.models import read_config
+from dualpipe.train.config import load_config
 from dualpipe.train.metrics import read_metrics
+from dualpipe.train.model import build_whole, plan_model
 from hub import read_all, rewrite, save_family, save_fp8, save_qwen
 
 SIZES = {"vocab_size": 257, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -39,12 +45,16 @@ def from_and_to(checkpoint, out):
     return ["--init.from_hf", str(checkpoint), "--model.config", "", "--export.to_hf", out]
 
 
-def test_in_and_out_in_two_layouts(run_folder, train):
+def test_in_and_out_in_two_layouts(run_folder, train, capsys):
     checkpoint = run_folder / "qwen"
     first = save_qwen(checkpoint, **SIZES)
     (checkpoint / "tokenizer.json").write_text("{}")
-    losses = train("sharded", *from_and_to(checkpoint, "a"), "--parallel.ep", "2")
-    again = train("whole", *from_and_to(checkpoint, "b"), *ALONE, "--train.num_chunks", "8")
+    on_bytes = ("--data.tokenizer", "bytes")
+    losses = train("sharded", *from_and_to(checkpoint, "a"), *on_bytes, "--parallel.ep", "2")
+    again = train("whole", *from_and_to(checkpoint, "b"), *on_bytes, *ALONE, "--train.num_chunks", "8")
+    said = capsys.readouterr().out
+    assert "was packed as bytes, but the model begins with a checkpoint that has a tokenizer of its own; set " in said
+    assert "max_position_embeddings" not in said
     assert losses == pytest.approx(again, rel=1e-5)
     assert losses[-1] < losses[0]
     models = (AutoModelForCausalLM.from_pretrained(run_folder / out) for out in "ab")
@@ -71,6 +81,22 @@ def test_what_is_kept_in_float32_comes_out_in_float32(run_folder, train):
             assert after.dtype is torch.float32
             assert ((after - before) / 0.01).round().abs().max() in range(1, 6)
     assert {param.dtype for param in trained.parameters()} == {torch.bfloat16}
+
+
+def test_the_model_goes_beside_the_metrics_and_that_of_an_earlier_run_is_kept(run_folder, train, capsys):
+    """With fewer positions in config.json than a sequence has tokens, which is said."""
+    config = json.loads((run_folder / "config.json").read_text())
+    (run_folder / "few.json").write_text(json.dumps(config | {"max_position_embeddings": 15}))
+    once = [*ALONE, "--train.steps", "1", "--train.eval_batches", "0", "--export.to_hf", "auto"]
+    said = []
+    for seed in ("0", "1"):
+        train("beside", *once, "--model.config", "few.json", "--train.seed", seed)
+        said.append(capsys.readouterr().out)
+    assert "the model: beside/hf\n" in said[0]
+    assert "WARNING: train.sequence_length = 16 is beyond the 15 positions" in said[0]
+    assert {path.name for path in (run_folder / "beside").glob("hf*")} == {"hf", "hf.1"}
+    first, second = (read_all(run_folder / "beside" / name)["lm_head.weight"] for name in ("hf.1", "hf"))
+    assert not torch.equal(first, second)
 
 
 def test_layers_that_are_not_trained_are_carried_also_by_a_run_that_goes_on(run_folder, train):
@@ -146,6 +172,22 @@ def test_documents_apart_are_the_same_in_two_layouts_and_not_the_same_as_joined(
     assert train("pp1", *apart, *ALONE) == pytest.approx(losses, rel=1e-5)
     joined = train("joined", "--train.sequence_length", "64", *ALONE)
     assert joined[0] == pytest.approx(losses[0], abs=0.05) and joined != pytest.approx(losses, rel=1e-5)
+
+
+def test_the_lines_of_the_readme_generate_text_with_what_the_example_exports(tmp_path, monkeypatch, capsys):
+    root = Path(cli.__file__).parents[1]
+    example = load_config(root / "examples/tiny-cpu.toml")
+    folder = example.export_directory
+    blocks = re.findall("```py\n(.*?)```", (root / "README.md").read_text(), re.DOTALL)
+    (lines,) = [block for block in blocks if "from_pretrained" in block]
+    assert f'from_pretrained("{folder}")' in lines and example.data.tokenizer == "bytes"
+    monkeypatch.chdir(tmp_path)
+    model = read_config(example.model_path)
+    stage = build_whole(model, seed=0, dtype=torch.float32, device=torch.device("cpu"))
+    folder.parent.mkdir(parents=True)
+    save_hf([stage], folder, None, plan_model(model, torch.float32, replicas=1))
+    exec(lines.replace("max_new_tokens=200", "max_new_tokens=8"), {})
+    assert capsys.readouterr().out.startswith("def main(")
 
 
 @pytest.mark.slow

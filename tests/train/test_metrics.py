@@ -86,6 +86,19 @@ def test_every_so_many_steps_are_written(tmp_path):
     assert [line.split()[1] for line in text.getvalue().splitlines()] == ["4/9", "5/9", "8/9", "9/9"]
 
 
+@pytest.mark.parametrize("log_interval, expected", [
+    (1, [1, 10, 14, 20, 30, 37]), (4, [4, 12, 14, 20, 32, 37]), (20, [14, 20, 37])])
+def test_a_pipe_gets_the_first_of_every_ten_evaluations_and_the_last(tmp_path, log_interval, expected):
+    text = io.StringIO()
+    with MetricsWriter(tmp_path, total_steps=37, console=Console(file=text, soft_wrap=True), print_interval=10,
+                       log_interval=log_interval) as writer:
+        for step in range(1, 38):
+            writer.write(metrics(step, eval_loss=1.0 if step == 14 else None))
+    assert [int(line.split()[1].split("/")[0]) for line in text.getvalue().splitlines()] == expected
+    written = [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")]
+    assert written == [step for step in range(1, 38) if step % log_interval == 0 or step in (14, 37)]
+
+
 # -- what cannot be written
 
 

@@ -47,6 +47,7 @@ def test_a_full_disk_is_a_line_that_names_the_file(tmp_path, text, capsys, monke
     for before in ("nothing", "packed"):
         if before == "packed":
             assert cli.main(run) == 0
+            run.append("--overwrite")
         here = contents(tmp_path)
         capsys.readouterr()
         with largest_file(600):
@@ -68,9 +69,9 @@ def test_an_interrupt_leaves_what_was_there(tmp_path, text, monkeypatch):
         (text / f"{i}").write_text(f"{i}")
     for expected in (["text"], ["out", "text"]):
         with pytest.raises(KeyboardInterrupt):
-            pack(find_sources([text]), Interrupted(), tmp_path / "out")
+            pack(find_sources([text]), Interrupted(), tmp_path / "out", overwrite=True)
         assert sorted(os.listdir(tmp_path)) == expected
-        packed = pack(find_sources([text]), ByteTokenizer(), tmp_path / "out")
+        packed = pack(find_sources([text]), ByteTokenizer(), tmp_path / "out", overwrite=True)
         assert packed["documents"] == 4
 
 
@@ -88,12 +89,55 @@ def test_the_old_comes_back_where_the_new_cannot_take_its_place(tmp_path, text, 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "rename", fail)
         with pytest.raises((KeyboardInterrupt, ValueError)) as raised:
-            pack(find_sources([text]), ByteTokenizer(), tmp_path / "out")
+            pack(find_sources([text]), ByteTokenizer(), tmp_path / "out", overwrite=True)
     if isinstance(raised.value, ValueError):
         assert str(raised.value) == f"{tmp_path}/out cannot be written: No space left on device; choose another place"
     assert sorted(os.listdir(tmp_path)) == ["out", "text"]
     stream = TokenStream(PackedTokens(tmp_path / "out"))
     assert bytes(stream.read(0, 3).astype(np.uint8)) == b"old"
+
+
+def test_what_was_packed_is_replaced_where_that_is_asked_for(tmp_path, text, capsys):
+    (text / "a").write_text("first")
+    run = ["data", "pack", str(text), "--out", str(tmp_path / "out")]
+    assert cli.main(run) == 0
+    here = contents(tmp_path)
+    (text / "a").write_text("second text")
+    assert cli.main(run) == 2
+    assert capsys.readouterr().err == (
+        f"error: {tmp_path}/out is a packed directory already, with 6 tokens in 1 documents; give another --out, or "
+        "--overwrite to replace it\n")
+    assert contents(tmp_path) == here | {"text/a": b"second text"}
+    assert cli.main([*run, "--overwrite"]) == 0
+    assert "12 tokens in 1 documents" in capsys.readouterr().out
+    (tmp_path / "out/index.json").write_text("{")
+    assert cli.main(run) == 2 and "already, which is damaged; give another" in capsys.readouterr().err
+
+
+def test_files_of_a_folder_that_are_no_text_are_left_out_and_named(tmp_path, text, capsys):
+    (text / "a.md").write_text("text")
+    (text / "b.png").write_bytes(b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR")
+    (text / "late").write_bytes(b"x" * 100_000 + b"\0")
+    (text / "z.zip").write_bytes(b"PK\x03\x04....")
+    run = ["data", "pack", "--out", str(tmp_path / "out"), "--overwrite"]
+    with pytest.warns(UserWarning) as said:
+        assert cli.main([*run, str(text)]) == 0
+    assert [str(warning.message) for warning in said] == [
+        "files that are no text are left out: 3: b.png (NUL bytes), z.zip (a zip file), late (NUL bytes)"]
+    assert capsys.readouterr().out == f"{tmp_path}/out: 5 tokens in 1 documents\n"
+    for name in ("b.png", "late"):
+        assert cli.main([*run, str(text), str(text / name)]) == 2, "one that is given by its name"
+        assert f"error: {text}/{name} is not text: it has NUL bytes" in capsys.readouterr().err
+    (text / "records.jsonl").write_bytes(b"\x1f\x8b")
+    assert cli.main([*run, str(text)]) == 2, "what is called records may not be lost"
+    assert "records.jsonl is a gzip file" in capsys.readouterr().err
+    for name in ("records.jsonl", "a.md"):
+        (text / name).unlink()
+    for number in range(12):
+        (text / f"{number:02}.png").write_bytes(b"\0")
+    assert cli.main([*run, str(text)]) == 2
+    error = capsys.readouterr().err
+    assert "there is no text to pack: " in error and "no text are 15: 00.png" in error and "and 5 more" in error
 
 
 def test_a_folder_that_cannot_be_read_is_named(text, monkeypatch):

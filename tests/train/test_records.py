@@ -44,7 +44,7 @@ def write(path, content):
 
 
 def packed_texts(paths, out, **options):
-    pack(find_sources(paths), ByteTokenizer(), out, **options)
+    pack(find_sources(paths), ByteTokenizer(), out, overwrite=True, **options)
     stream = TokenStream(PackedTokens(out))
     texts, document = [], []
     for token in stream.read(0, stream.num_tokens).tolist():

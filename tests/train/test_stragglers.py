@@ -170,12 +170,11 @@ Recorder.made = made
 EXPERTS, ALL = "getattr(what, 'inside', False)", "hasattr(what, 'kind')"
 
 
-@pytest.mark.parametrize(("options", "which", "name", "text"), [
-    (("--parallel.pp", "1", "--parallel.ep", "2"), EXPERTS, "rank 1 (ep 1)", "experts only"),
-    pytest.param(("--parallel.pp", "1", "--parallel.dp", "2"), ALL, "rank 1 (dp 1)", "all segments", marks=slow),
-    pytest.param(("--parallel.dp", "2"), ALL, "rank 1 (pp 0, dp 1)", "all segments", marks=slow),
+@pytest.mark.parametrize(("options", "which"), [
+    (("--parallel.pp", "1", "--parallel.ep", "2"), EXPERTS),
+    pytest.param(("--parallel.dp", "2"), ALL, marks=slow),
 ])
-def test_a_rank_that_takes_longer_is_named_in_a_run(run_folder, dualpipe, options, which, name, text):
+def test_a_rank_that_takes_longer_shows_in_the_metrics_and_is_not_named_on_cpu(run_folder, dualpipe, options, which):
     out = "-".join(options).replace(".", "")
     process = dualpipe(
         run_folder, "train", "run.toml", "--train.steps", "8", "--train.eval_interval", "0", "--train.eval_batches",
@@ -183,14 +182,7 @@ def test_a_rank_that_takes_longer_is_named_in_a_run(run_folder, dualpipe, option
         before=SLOWLY.format(which=which),
     )
     assert process.returncode == 0, process.stderr
-    lines = process.stdout.splitlines()
-    (line,) = [line for line in lines if " slower than the median for 8 steps, " in line]
-    told = {who: what for who, _, what in (each.partition(": ") for each in line.split("; "))}
-    assert f" steps, {text}" in told[name]
-    percent = {who: int(re.search(r"(\d+)%", what)[1]) for who, what in told.items()}
-    # what else the machine does may hold up the other rank too, in the segments where this one is not slowed
-    assert all(each < percent[name] / 2 for who, each in percent.items() if who != name), line
-    assert lines[lines.index(line) - 1].startswith("step 8/8 ")
+    assert "slower than the median" not in process.stdout
     rows = read_metrics(run_folder / f"out{out}" / "metrics.jsonl")
     assert median(row["compute_max_over_median"] for row in rows) > 1.1  # of a step other processes may hold up any
     assert all(0 < row["waiting_share"] < 1 for row in rows)
