@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
-from math import floor, log10
+from math import floor
 from typing import Any
 
 from dualpipe.schedule.simulate import Reduction, Span, Timeline
-from dualpipe.schedule.svg import number, picture, rect, text, titled
+from dualpipe.schedule.svg import number, picture, rect, text, tick_step, titled
 from dualpipe.schedule.types import Kind
 
 LEGEND = "F forward, B backward, I backward for the input only, W weight gradients, . idle"
@@ -112,9 +112,7 @@ def to_svg(timeline: Timeline, widest: float = WIDEST) -> str:
     upper = upper_half(timeline)
     shapes = [*_heading(timeline, bool(upper)), text(LEFT - 10, bottom + 16, "time", "m e"),
               text(end + 10, TOP - 8, "peak alive", "m")]
-    # Ticks at least 60 pixels apart: every 1, 2, 5, 10, 20, ... (or 0.5, 0.2, ...) units of time.
-    magnitude = 10.0 ** floor(log10(60 / scale))
-    step = next(step * magnitude for step in (1, 2, 5, 10) if step * magnitude >= 60 / scale * (1 - 1e-9))
+    step = tick_step(60 / scale)  # pixels apart, at least
     for i in range(floor(timeline.makespan / step + 1e-9) + 1):
         x = LEFT + i * step * scale
         shapes += [f'<line x1="{x:.1f}" y1="{TOP - 8}" x2="{x:.1f}" y2="{bottom + 2}"/>',
