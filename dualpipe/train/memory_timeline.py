@@ -96,7 +96,7 @@ def _step_axis(columns: int, top: float) -> Iterator[str]:
     step = round(tick_step(max(1, 40 / CELL)))
     for column in range(0, columns, step):
         yield text(LEFT + CELL * (column + 0.5), top, column, "c")
-    yield text(LEFT, top + 18, "step of the rank's schedule, in order; a step with more work is as wide as any", "m")
+    yield text(LEFT, top + 18, "steps of a rank's schedule, one after the other, all as wide", "m")
 
 
 def _bars(moment: Moment, column: int, bottom: float, most: int) -> Iterator[str]:
