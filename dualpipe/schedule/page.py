@@ -65,8 +65,8 @@ def _drawn(given: Timeline | Sequence[Span], name: str, step: WholeStep | None) 
     """What the page knows of a timeline.
 
     A step is [start, end, action, ...], an action [kind, stage, micro-batch, number of the action that its input comes
-    from, or -1]. Actions are numbered in the order of ranks, steps, actions. `around` has the [start, end] of what every
-    rank does before and after the schedule.
+    from, or -1]. Actions are numbered in the order of ranks, steps, actions. `around` has the [start, end] of what
+    every rank does before and after the schedule.
     """
     timeline = given if isinstance(given, Timeline) else _measured(given, name)
     steps = [span.step for row in timeline.spans for span in row]
