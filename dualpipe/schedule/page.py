@@ -54,7 +54,8 @@ def to_html(
         raise ValueError(f"{len(timelines)} timelines and {len(names)} names; give one or more, and a name for each")
     if steps and len(steps) != len(timelines):
         raise ValueError(f"{len(timelines)} timelines and {len(steps)} whole steps; give one for each, or none")
-    drawn = [_drawn(line, name, step) for line, name, step in zip(timelines, names, steps or [None] * len(names))]
+    around: Sequence[WholeStep | None] = steps or [None] * len(timelines)
+    drawn = [_drawn(line, name, step) for line, name, step in zip(timelines, names, around)]
     data = dict(title=title, unit=unit, notes=notes, looks=LOOKS, reduction=REDUCTION, timelines=drawn)
     # Within a script only "<" can end it, or open a comment; JSON has it in strings alone.
     text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
