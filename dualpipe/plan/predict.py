@@ -41,8 +41,6 @@ from dualpipe.train.tables import DTypesConfig
 PRODUCTS = ("gemm", "grouped", "fp8 gemm", "fp8 grouped", "attention", "attention backward")
 PARTS = ("products", "memory traffic", "host", "recomputation", "all-to-all", "sends", "gather", "reduce", "optimizer",
          "bubble")
-
-
 STEADY = 1e-4  # relative change of a period's time below which the middle of a step is taken to repeat itself
 
 
