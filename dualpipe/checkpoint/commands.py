@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from math import prod
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 from dualpipe.checkpoint.directory import find, none_whole
 from dualpipe.checkpoint.hub_commands import format_bytes
@@ -78,11 +79,24 @@ def show(path: str | PathLike[str]) -> Iterator[str]:
         yield f"{title}: {len(tensors):,} tensors ({dtypes}), {elements:,} elements, {format_bytes(size)}"
     for title, used in (("extra", manifest.extra), ("config", manifest.config)):
         if used is not None:
-            yield f"{title}: {json.dumps(used)}"
+            yield f"{title}:"
+            yield from (f"  {name} = {json.dumps(value)}" for name, value in _leaves(used))
     for name, entry in sorted(stored.items()):
         if "/" not in name:
             uses = ", ".join(f"{use} {dtype}" for use, dtype in manifest.dtypes.get(name, {}).items())
             yield f"  {name}  {entry.shape}  {short_name(entry.dtype)}" + (f"  ({uses})" if uses else "")
+
+
+def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Names and values inside nested objects, such as ("optimizer.groups[0].lr", 0.1); lists of values are values."""
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from _leaves(inner, f"{name}.{key}" if name else key)
+    elif isinstance(value, list) and any(isinstance(inner, dict) for inner in value):
+        for index, inner in enumerate(value):
+            yield from _leaves(inner, f"{name}[{index}]")
+    else:
+        yield name or "-", value
 
 
 def _layout(manifest: Manifest) -> str:

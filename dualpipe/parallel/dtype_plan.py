@@ -169,6 +169,9 @@ class DTypePlan:
             return dtypes.reduce or policy.reduce_dtype
         return torch.promote_types(dtypes.compute, policy.reduce_dtype)
 
+    def __str__(self) -> str:
+        return self.table()
+
     def table(self) -> str:
         """The plan as text; layers that agree share a line: `layers.0-2,5.mlp.gate.weight`."""
         layers: defaultdict[tuple, list[int]] = defaultdict(list)

@@ -16,7 +16,7 @@ from dualpipe.plan.explain import explain
 from dualpipe.plan.machines import read_machine
 from dualpipe.plan.meshes import Wanted, plan
 from dualpipe.plan.predict import Prediction
-from dualpipe.schedule import to_html
+from dualpipe.schedule.page import WholeStep, to_html
 from dualpipe.train.config import PATHS, Config, load_config
 from dualpipe.train.memory import GB
 from dualpipe.train.model import read_model_config
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> Iterator[str]:
     wanted = Wanted(config, read_model_config(config), machine, args.gpus, _sequences(config, args.global_batch),
                     args.objective == "memory")
     runs = plan(wanted, args.rows)
-    yield from table(runs)
+    yield from table(runs, by_memory=wanted.by_memory)
     if config.parallel.schedule == "auto":
         yield "no schedule is searched for here: choose a mesh, then take parallel.schedule = \"auto\" for it"
     for row in filter(None, (args.explain, args.write and args.write[0])):
@@ -49,14 +49,23 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> Iterator[str]:
     row, path = args.write or (1, "")
     yield from write_wanted(
         (path, lambda: to_toml(runs[int(row) - 1].config, Path(path))),
-        (args.svg, lambda: to_svg(runs)), (args.html, lambda: _page(runs[:DRAWN])),
+        (args.svg, lambda: to_svg(runs)), (args.html, lambda: _page(runs[:DRAWN], by_memory=wanted.by_memory)),
     )
 
 
-def _page(runs: Sequence[Prediction]) -> str:
+def _page(runs: Sequence[Prediction], *, by_memory: bool) -> str:
     names = [f"row {row}: {run.config.parallel.schedule}" for row, run in enumerate(runs, start=1)]
     return to_html([run.timeline() for run in runs], title="The steps of a plan", names=names, unit="s",
-                   notes="\n".join(table(runs)))
+                   notes="\n".join(table(runs, by_memory=by_memory)), steps=[_whole_step(run.parts) for run in runs])
+
+
+def _whole_step(parts: Mapping[str, float]) -> WholeStep:
+    """The parts of a step that are not computing, as the page draws and counts them."""
+    return WholeStep(
+        before={"gather": parts["gather"]},
+        after={"optimizer": parts["optimizer"]},
+        idle={name: max(0.0, parts[name]) for name in ("bubble", "sends", "reduce")},
+    )
 
 
 def _sequences(config: Config, tokens: int) -> int:
@@ -68,8 +77,8 @@ def _sequences(config: Config, tokens: int) -> int:
     return tokens // t.sequence_length or t.batch_size or t.micro_batch_size * t.num_chunks * p.sizes["dp"] * p.ep
 
 
-def table(runs: Sequence[Prediction]) -> Iterator[str]:
-    """A row for each run; of what is not hidden, percent of its step."""
+def table(runs: Sequence[Prediction], *, by_memory: bool = False) -> Iterator[str]:
+    """A row for each run; of what is not hidden, percent of its step. by_memory: they are ordered by it."""
     rows = [COLUMNS, *(tuple(_cells(i, run)) for i, run in enumerate(runs, start=1))]
     if all(run.config.parallel.cp == 1 for run in runs):
         at = COLUMNS.index("cp")
@@ -77,6 +86,8 @@ def table(runs: Sequence[Prediction]) -> Iterator[str]:
     widths = [max(map(len, column)) for column in zip(*rows)]
     for row in rows:
         yield "  ".join(cell.rjust(width) for cell, width in zip(row, widths)).rstrip()
+    kind, order = ("smallest", "least memory") if by_memory else ("fastest", "shortest step")
+    yield f"a row is the {kind} run that fits on its mesh, of all schedules; {order} first"
     best, t = runs[0], runs[0].config.train
     tokens = best.tokens
     yield (f"{tokens:,} tokens a step in sequences of {t.sequence_length}; GB of the worst rank, beside "

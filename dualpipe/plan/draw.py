@@ -11,7 +11,7 @@ from dualpipe.train.memory import GB
 
 COLOURS = dict(zip(PARTS, ("#58b368", "#bfe3c2", "#b0b7bf", "#f5b041", "#c2554d", "#e59a95", "#8f9be0", "#b7bff0",
                            "#d9c8ef", "#e3e7eb")))
-ROW, LEFT, WIDTH, TOP, RIGHT = 30, 290, 620, 92, 190  # pixels
+ROW, LEFT, WIDTH, TOP, RIGHT = 30, 290, 620, 92, 230  # pixels
 
 
 def to_svg(runs: Sequence[Prediction]) -> str:

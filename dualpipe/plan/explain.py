@@ -8,7 +8,7 @@ from dualpipe.device import EXPERTS
 from dualpipe.models.sizes import flops_per_token
 from dualpipe.plan.costs import ATTENTION_BACKWARD, TILE, context_seconds
 from dualpipe.plan.predict import PRODUCTS, Prediction
-from dualpipe.train.memory import GB, sent_bytes, table
+from dualpipe.train.memory import DECIMAL, GB, sent_bytes, table, unit_for
 
 
 def explain(run: Prediction) -> Iterator[str]:
@@ -18,7 +18,7 @@ def explain(run: Prediction) -> Iterator[str]:
     for term, formula, value in rows:
         yield f"{term:<{first}}  {formula:<{second}}  {value}".rstrip()
     yield ""
-    yield from table(run.memory)
+    yield from table(run.memory, units=DECIMAL)
 
 
 def _terms(run: Prediction) -> Iterator[tuple[str, str, str]]:
@@ -71,7 +71,8 @@ def _terms(run: Prediction) -> Iterator[tuple[str, str, str]]:
     yield "tokens/s/GPU", f"{run.tokens:,} tokens / {run.step:.4g} s / {p.world_size} GPUs", speed
     flops = flops_per_token(run.model, t.sequence_length).both
     yield "MFU", f"{flops / 1e9:,.1f} GFLOP a token x {speed} / {m.tflops:g} TFLOP/s", f"{run.mfu:.1%}"
-    yield "GB", "the worst pipeline rank below", f"{run.peak / GB:.1f}"
+    unit = unit_for(run.peak, DECIMAL)
+    yield "memory", "the worst pipeline rank below", f"{run.peak / unit.bytes:.1f} {unit.name}"
 
 
 def _ms(seconds: float) -> str:

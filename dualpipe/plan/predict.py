@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import chain
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from dualpipe.dtypes import dtype_of
 from dualpipe.kernels.grouped_gemm import HALF
@@ -41,6 +41,14 @@ from dualpipe.train.tables import DTypesConfig
 PRODUCTS = ("gemm", "grouped", "fp8 gemm", "fp8 grouped", "attention", "attention backward")
 PARTS = ("products", "memory traffic", "host", "recomputation", "all-to-all", "sends", "gather", "reduce", "optimizer",
          "bubble")
+STEADY = 1e-4  # relative change of a period's time below which the middle of a step is taken to repeat itself
+
+
+class Played(NamedTuple):
+    """Seconds of a schedule, and those that an average rank computes and communicates in it."""
+
+    makespan: float
+    busy: float
 
 
 @dataclass(frozen=True)
@@ -154,7 +162,7 @@ class Prediction:
     @cached_property
     def step(self) -> float:
         """Seconds of a step."""
-        return self.gather + self.optimizer + self._played()[0]
+        return self.gather + self.optimizer + self._played().makespan
 
     @cached_property
     def spent(self) -> dict[str, Spent]:
@@ -170,7 +178,8 @@ class Prediction:
         products, everything = sum(kernels.get(kind, 0.0) for kind in PRODUCTS), sum(kernels.values())
         once = 1 - again / everything  # what is computed again has about the mix of the rest
         full, busy = self._played()
-        unreduced, plain = self._played(reduce=False)[0], self._played(reduce=False, send=False)[0]
+        unreduced = self._played(reduce=False).makespan
+        plain = self._played(reduce=False, send=False).makespan
         return {
             "products": products * once, "memory traffic": kernels["memory"] * once, "host": kernels["host"] * once,
             "recomputation": again, "all-to-all": busy - everything, "sends": unreduced - plain, "gather": self.gather,
@@ -200,17 +209,9 @@ class Prediction:
                   for stage, shards in zip(self.stages, self.shards)]
         return Costs(p2p=self.send if send else 0.0, per_stage=stages)
 
-    def _played(self, *, reduce: bool = True, send: bool = True) -> tuple[float, float]:
-        """The schedule's makespan, and what an average rank computes and communicates in it."""
-        p, chunks = self.config.parallel, self.config.train.num_chunks
-        costs, period = self.costs(reduce=reduce, send=send), 2 * p.pp
-        # The middle of a long step is the same for every 2P micro-batches.
-        more, rest = divmod(chunks, period)
-        counts = (chunks,) if more < 3 else (period + rest, 2 * period + rest)
-        played = [_play(p.schedule, p.pp, count, costs) for count in counts]
-        short, long = played[0], played[-1]
-        return tuple(  # type: ignore[return-value]
-            one + (other - one) * (more - 1) for one, other in zip(short, long)) if more >= 3 else short
+    def _played(self, *, reduce: bool = True, send: bool = True) -> Played:
+        p = self.config.parallel
+        return play(p.schedule, p.pp, self.config.train.num_chunks, self.costs(reduce=reduce, send=send))
 
 
 @lru_cache(maxsize=16)
@@ -224,10 +225,30 @@ def _in_fp8(dtypes: DTypesConfig, dtype: Literal["fp32", "bf16"], model: HubConf
     return InFP8(frozenset(formats), square, dtypes.fp8_dispatch)
 
 
-def _play(name: str, ranks: int, chunks: int, costs: Costs) -> tuple[float, float]:
+def play(name: str, ranks: int, chunks: int, costs: Costs) -> Played:
+    """Simulate a schedule. The middle of a long step repeats itself every 2P micro-batches: it is played until a period
+    adds as much as the periods before it, and the rest is multiplied."""
+    period = 2 * ranks
+    periods, rest = divmod(chunks, period)
+    played: list[Played] = []
+    count = 1
+    while count < periods:
+        played.append(_simulated(name, ranks, count * period + rest, costs))
+        if len(played) >= 3:
+            first, second, third = played[-3:]
+            before = (second.makespan - first.makespan) / (count // 4)
+            period_time = (third.makespan - second.makespan) / (count // 2)
+            if abs(period_time - before) <= STEADY * period_time:
+                left = (periods - count) / (count // 2)
+                return Played(*(long + left * (long - short) for short, long in zip(second, third)))
+        count *= 2
+    return _simulated(name, ranks, chunks, costs)
+
+
+def _simulated(name: str, ranks: int, chunks: int, costs: Costs) -> Played:
     timeline = simulate(built(name, ranks, chunks), costs)
     busy = sum(span.end - span.start for span in chain.from_iterable(timeline.spans))
-    return timeline.makespan, busy / ranks
+    return Played(timeline.makespan, busy / ranks)
 
 
 @lru_cache(maxsize=256)

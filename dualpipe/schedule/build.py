@@ -17,7 +17,7 @@ def build(name: str, num_ranks: int, num_microbatches: int, **options: Any) -> S
     """The schedule called `name` for `num_ranks` pipeline ranks and `num_microbatches` micro-batches, both at least 1.
 
     "dualpipev", "dualpipev_full", "zbv" and "1f1b" take no options; "interleaved_1f1b" takes `stages_per_rank` (2).
-    "auto" searches for the best; it takes `costs`, `memory`, `seed` and `effort`, see `search.search`.
+    "auto" searches for the best; it takes `costs`, `memory`, `seed`, `effort`, `progress`: see `search.search`.
     Raises ValueError for an unknown name or option, or a size that is not a positive integer.
     """
 
@@ -178,13 +178,13 @@ def interleaved_1f1b(num_ranks: int, num_microbatches: int, *, stages_per_rank: 
 
 def auto(
     num_ranks: int, num_microbatches: int, *, costs: Costs | None = None, memory: float | None = None, seed: int = 0,
-    effort: int | None = None,
+    effort: int | None = None, progress: Callable[[float, float], None] | None = None,
 ) -> Schedule:
-    """The best order that a search finds; the first time it takes up to a minute."""
+    """The best order that a search finds; the first time it takes up to a minute. See `search.search`."""
     from dualpipe.schedule.search import EFFORT, search  # which starts from the schedules of this file
 
     found = search(num_ranks, num_microbatches, costs=costs, memory=memory, seed=seed,
-                   effort=EFFORT if effort is None else effort)
+                   effort=EFFORT if effort is None else effort, progress=progress)
     return found.timeline.schedule
 
 

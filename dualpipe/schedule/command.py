@@ -16,6 +16,7 @@ from dualpipe.schedule.bound import least_work
 from dualpipe.schedule.build import BUILDERS, build
 from dualpipe.schedule.draw import table, to_svg, to_text
 from dualpipe.schedule.page import to_html
+from dualpipe.schedule.progress import SearchProgress
 from dualpipe.schedule.search import Found, search
 from dualpipe.schedule.simulate import Costs, Timeline, simulate
 from dualpipe.schedule.svg import number
@@ -94,16 +95,10 @@ def _found(args: argparse.Namespace, costs: Costs, *, alternative: bool) -> tupl
     memory = 2 * args.ranks + 1 if args.memory is None else args.memory
 
     def look(cap: float) -> Found:
-        def show(done: float, best: float) -> None:
-            print(f"\rsearching with memory {number(cap)}: {done:4.0%}, best {number(best)} ", end="", file=sys.stderr,
-                  flush=True)
-
-        watched = sys.stderr.isatty()
-        found = search(args.ranks, args.microbatches, costs=costs, memory=cap, seed=args.seed or 0,
-                       progress=show if watched else None)
-        if watched:
-            print("\r\033[K", end="", file=sys.stderr)
-        return found
+        what = f"a schedule of {args.ranks} ranks, {args.microbatches} micro-batches and memory {number(cap)}"
+        with SearchProgress(what) as progress:
+            return search(args.ranks, args.microbatches, costs=costs, memory=cap, seed=args.seed or 0,
+                          progress=progress)
 
     base = simulate(build("dualpipev", args.ranks, args.microbatches), costs).makespan
     found = look(memory)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
-from math import floor, log10
+from math import ceil, floor
 from typing import Any
 
 from dualpipe.schedule.simulate import Reduction, Span, Timeline
-from dualpipe.schedule.svg import number, picture, rect, text, titled
+from dualpipe.schedule.svg import number, picture, rect, text, tick_step, titled
 from dualpipe.schedule.types import Kind
 
+PARTS = 6  # of a text timeline, one below the other, at most
+CUT = "~"
 LEGEND = "F forward, B backward, I backward for the input only, W weight gradients, . idle"
 
 # What a kind is, and the fills of the first and of the second half of a rank's stages: all light enough for dark text.
@@ -39,37 +41,81 @@ def upper_half(timeline: Timeline) -> set[int]:
 
 
 def to_text(timeline: Timeline, width: int = 120) -> str:
-    """One line a rank, at most `width` characters: each step's kinds and, where it has room, its micro-batches.
+    """One line a rank, at most `width` characters: each step's kinds and micro-batches.
+
+    Where these need more columns than there are, the timeline is cut into parts, one below the other; where it would
+    take more than PARTS of them, it is one line a rank again, and micro-batches are left out of steps without room.
 
     Lower case marks the upper half of a rank's stages: on a V, the way back. Where reductions cost something, a line
     below the rank's shows when they run.
     """
     margin = len(f"rank {len(timeline.spans) - 1} ")
-    scale = max(1, width - margin) / timeline.makespan if timeline.makespan else 0.0
+    columns = max(1, width - margin)
+    needed = _columns_needed(timeline)
+    is_squeezed = needed > PARTS * columns
+    parts = 1 if is_squeezed else max(1, ceil(needed / columns))
+    scale = parts * columns / timeline.makespan if timeline.makespan else 0.0
     upper = upper_half(timeline)
 
-    def line(idle: str, pieces: Sequence[Span] | Sequence[Reduction], text: Callable[[Any, int], str]) -> str:
-        row = [idle] * round(timeline.makespan * scale)
-        for piece in pieces:  # each starts and ends at its time, rounded, so that rows stay aligned
-            start, end = round(piece.start * scale), round(piece.end * scale)
-            row[start:end] = text(piece, end - start).ljust(end - start, "=")[: end - start]
-        return "".join(row).rstrip(". ")
-
-    def cell(span: Span, columns: int) -> str:
+    def cell(span: Span, room: int) -> str:
         """As much of the step as fits: kinds and micro-batches, else kinds, else the first kind."""
         kinds = [action.kind.lower() if action.stage in upper else action.kind for action in span.step]
         full = "".join(f"{kind}{action.microbatch}" for kind, action in zip(kinds, span.step))
-        return next((text for text in (full, "".join(kinds)) if len(text) <= columns), kinds[0]).ljust(columns)
+        return next((text for text in (full, "".join(kinds)) if len(text) <= room), kinds[0]).ljust(room)
+
+    def bar(reduction: Reduction, room: int) -> str:
+        return f"R{reduction.stage}".ljust(room, "=")
 
     lines = []
-    for rank, (spans, reductions) in enumerate(zip(timeline.spans, timeline.reductions)):
-        lines.append(f"{f'rank {rank}':<{margin}}" + line(".", spans, cell))
-        if reductions:
-            lines.append(" " * margin + line(" ", reductions, lambda reduction, _: f"R{reduction.stage}"))
+    for part in range(parts):
+        if parts > 1:
+            lines.append(f"time {number(part * columns / scale)} to {number((part + 1) * columns / scale)}")
+        for rank, (spans, reductions) in enumerate(zip(timeline.spans, timeline.reductions)):
+            row = _line(spans, ".", cell, scale, part, columns)
+            lines.append(f"{f'rank {rank}':<{margin}}{row}".rstrip())
+            if reductions:
+                lines.append(" " * margin + _line(reductions, " ", bar, scale, part, columns))
+        if parts > 1:
+            lines.append("")
     lines.append(LEGEND + ("; lower case: the later stages of a rank" if upper else ""))
     if any(timeline.reductions):
         lines.append("=: gradients being reduced over data-parallel ranks")
+    if parts > 1:
+        lines.append(f"{CUT}: part of a step that is named in the lines above or below")
+    if is_squeezed:
+        lines.append(f"to name all micro-batches takes {margin + needed} columns; --svg and --html draw them")
     return "\n".join(lines) + "\n"
+
+
+def _line(
+    pieces: Sequence[Span] | Sequence[Reduction], idle: str, label: Callable[[Any, int], str], scale: float, part: int,
+    columns: int,
+) -> str:
+    """A rank's columns of a part of a timeline; `scale`: columns per unit of time."""
+    first, last = part * columns, (part + 1) * columns
+    row = [idle] * columns
+    for piece in pieces:
+        start = floor(piece.start * scale + 0.5)  # rounded alike everywhere, so that rows stay aligned
+        end = floor(piece.end * scale + 0.5)
+        left, right = max(start, first), min(end, last)
+        if left >= right:
+            continue
+        begun_in = start // columns
+        columns_there = min(end, (begun_in + 1) * columns) - start
+        named_in = begun_in if columns_there >= min(end - start - columns_there, columns) else begun_in + 1
+        room = right - left
+        row[left - first : right - first] = label(piece, room)[:room] if part == named_in else CUT * room
+    return "".join(row).rstrip(". ")
+
+
+def _columns_needed(timeline: Timeline) -> int:
+    """Columns for a rank's steps at which each has room for its kinds and micro-batches."""
+    most = 0.0  # per unit of time
+    for span in chain.from_iterable(timeline.spans):
+        if span.end > span.start:
+            letters = sum(1 + len(str(action.microbatch)) for action in span.step)
+            most = max(most, letters / (span.end - span.start))
+    return ceil(most * timeline.makespan * (1 - 1e-9))
 
 
 def table(timelines: Sequence[Timeline], sizes: Sequence[float]) -> str:
@@ -112,9 +158,7 @@ def to_svg(timeline: Timeline, widest: float = WIDEST) -> str:
     upper = upper_half(timeline)
     shapes = [*_heading(timeline, bool(upper)), text(LEFT - 10, bottom + 16, "time", "m e"),
               text(end + 10, TOP - 8, "peak alive", "m")]
-    # Ticks at least 60 pixels apart: every 1, 2, 5, 10, 20, ... (or 0.5, 0.2, ...) units of time.
-    magnitude = 10.0 ** floor(log10(60 / scale))
-    step = next(step * magnitude for step in (1, 2, 5, 10) if step * magnitude >= 60 / scale * (1 - 1e-9))
+    step = tick_step(60 / scale)  # pixels apart, at least
     for i in range(floor(timeline.makespan / step + 1e-9) + 1):
         x = LEFT + i * step * scale
         shapes += [f'<line x1="{x:.1f}" y1="{TOP - 8}" x2="{x:.1f}" y2="{bottom + 2}"/>',

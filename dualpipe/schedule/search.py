@@ -61,7 +61,8 @@ def search(
 
     costs: Costs() unless given; memory: that of DualPipeV, 2P + 1, unless given; see `Timeline.peak_memory`. effort:
     how much is tried; the default takes less than a minute on two cores for 8 ranks and 32 micro-batches. progress:
-    called with the share that is done and the best makespan so far. The result is kept on disk, and read from there.
+    called at the start and after each round with the share that is done and the best makespan so far (of the
+    micro-batches that are searched for). The result is kept on disk, and read from there without calling it.
 
     Raises ValueError where the memory cannot hold one micro-batch, or an argument is not a number.
     """
@@ -123,6 +124,8 @@ def _rounds(
     heat = HEAT * sum(each.F + each.B for each in map(costs.on, range(num_stages))) / 2 / num_stages
     if not iterations or not heat:
         return chains
+    if progress is not None:
+        progress(0.0, simulate(chains[0], costs).makespan)
     for number in range(ROUNDS):
         jobs = [
             (chain, costs, memory, iterations, heat * COOLING ** (-number / ROUNDS), COOLING ** (1 / ROUNDS),

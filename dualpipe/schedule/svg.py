@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from html import escape
+from math import floor, log10
 
 # Classes of text: heading, muted, ending at its place.
 _STYLE = ("text{font-family:Helvetica,Arial,sans-serif;font-size:11px;fill:#1f2933}.h{font-size:15px;font-weight:bold}"
@@ -40,6 +41,12 @@ def legend(x: float, y: float, colours: Iterable[tuple[str, str]]) -> Iterator[s
         yield rect(x, y, 12, 12, colour)
         yield text(x + 17, y + 10, name)
         x += 34 + 6.2 * len(name)
+
+
+def tick_step(least: float) -> float:
+    """The least of 1, 2, 5, 10, 20, ... and 0.5, 0.2, 0.1, ... that is not below `least`, to put numbers on an axis."""
+    magnitude = 10.0 ** floor(log10(least))
+    return next(step * magnitude for step in (1, 2, 5, 10) if step * magnitude >= least * (1 - 1e-9))
 
 
 def number(value: float) -> str:

@@ -44,6 +44,17 @@ from dualpipe.train.schedule import build_schedule
 from dualpipe.train.tables import DTypesConfig, OptimizerConfig, ParallelConfig, TrainConfig
 
 GB = 10**9
+
+
+class Unit(NamedTuple):
+    """A unit that sizes are printed in."""
+
+    name: str
+    bytes: int
+
+
+BINARY = Unit("GiB", 2**30), Unit("MiB", 2**20), Unit("KiB", 2**10)
+DECIMAL = Unit("GB", GB), Unit("MB", 10**6), Unit("kB", 10**3)
 # Of one channel (a block of a kernel) to a peer and back: the buffers of three protocols, 0.5, 4.69 and 4 MiB, in
 # pieces of 2 MiB. On Hopper 10 where it receives and 2 where it sends; 6 each on an A100, which reads from its peer.
 CHANNEL = 12 * 2**20
@@ -326,15 +337,21 @@ def own_sizes(stage: Stage, ep: int, *, ends_meet: bool) -> tuple[int, int]:
     return dense - sum(param.numel() for param in shared), experts
 
 
-def table(ranks: Sequence[RankMemory], capacity: float = 0.0) -> Iterator[str]:
-    """The estimate as lines of text, in GiB; and what it leaves of the `capacity` of a device, in GB, where one is
-    given."""
+def unit_for(most: int, units: Sequence[Unit] = BINARY) -> Unit:
+    """The largest of `units` that `most` bytes are at least one of, else the smallest."""
+    return next((unit for unit in units if most >= unit.bytes), units[-1])
+
+
+def table(ranks: Sequence[RankMemory], capacity: float = 0.0, units: Sequence[Unit] = BINARY) -> Iterator[str]:
+    """The estimate as lines of text, in the unit that suits the largest rank; and what it leaves of the `capacity` of a
+    device, in GB, where one is given."""
     columns = [memory._asdict() | {"total": memory.total} for memory in ranks]
-    yield " ".join(f"{name:>11}" for name in ("rank", *columns[0]))
-    for rank, values in enumerate(columns):
-        yield f"{rank:>11} " + " ".join(f"{value / 2**30:>11.2f}" for value in values.values())
     most = max(memory.total for memory in ranks)
-    yield f"at most {most / 2**30:.1f} GiB, besides what torch and CUDA take"
+    unit = unit_for(most, units)
+    yield " ".join(f"{name:>11}" for name in (f"{unit.name} of rank", *columns[0]))
+    for rank, values in enumerate(columns):
+        yield f"{rank:>11} " + " ".join(f"{value / unit.bytes:>11.2f}" for value in values.values())
+    yield f"at most {most / unit.bytes:.1f} {unit.name}, besides what torch and CUDA take"
     if capacity:
         spare = capacity - most / GB
         yield f"of {capacity:g} GB: {spare:.1f} to spare" if spare > 0 else f"{-spare:.1f} GB more than {capacity:g}"

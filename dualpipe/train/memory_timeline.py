@@ -18,13 +18,14 @@ from typing import NamedTuple
 
 from dualpipe.models import HubConfig
 from dualpipe.schedule import Step
-from dualpipe.schedule.svg import legend, picture, rect, text, titled
+from dualpipe.schedule.svg import legend, picture, rect, text, tick_step, titled
 from dualpipe.train.config import Config
-from dualpipe.train.memory import GB, step_memory
+from dualpipe.train.memory import step_memory, unit_for
 
 COLOURS = {"parameters": "#8f9be0", "accumulators": "#d3d8f5", "optimizer": "#b0b7bf", "activations": "#58b368",
            "pending": "#f5b041", "buffers": "#c2554d"}
-ROW, GAP, LEFT, TOP, CELL = 110, 18, 64, 66, 7  # pixels
+ROW, GAP, LEFT, TOP, BOTTOM, CELL = 110, 18, 130, 66, 40, 7  # pixels
+STYLE = "line{stroke:#d5dbe1;stroke-width:1}.c{text-anchor:middle;fill:#6b7785}"
 
 
 class Moment(NamedTuple):
@@ -45,30 +46,57 @@ def timeline(config: Config, model: HubConfig) -> list[list[Moment]]:
 
 
 def table(ranks: Sequence[Sequence[Moment]]) -> Iterator[str]:
-    """For each rank the step in which it needs most, in GiB."""
-    yield " ".join(f"{name:>12}" for name in ("rank", "worst step", *COLOURS, "total"))
+    """For each rank the step in which it needs most, in the unit that suits the largest."""
+    unit = unit_for(_most(ranks))
+    yield " ".join(f"{name:>12}" for name in (f"{unit.name} of rank", "worst step", *COLOURS, "total"))
     for number, moments in enumerate(ranks):
         worst = max(moments, key=lambda moment: sum(moment.bytes))
         step = "&".join(map(str, worst.step))
-        yield f"{number:>12} {step:>12} " + " ".join(f"{x / 2**30:>12.2f}" for x in (*worst.bytes, sum(worst.bytes)))
+        sizes = (size / unit.bytes for size in (*worst.bytes, sum(worst.bytes)))
+        yield f"{number:>12} {step:>12} " + " ".join(f"{size:>12.2f}" for size in sizes)
 
 
 def to_svg(ranks: Sequence[Sequence[Moment]]) -> str:
     """A row for each rank and a column for each of its steps, stacked by kind; hovering says how much of what."""
-    most = max(sum(moment.bytes) for moments in ranks for moment in moments) or 1
-    shapes = [text(LEFT, 22, f"Memory while each step runs: {most / GB:.1f} GB", "h"),
-              *legend(LEFT, 36, COLOURS.items())]
+    most = _most(ranks)
+    unit = unit_for(most)
+    columns = max(map(len, ranks))
+    shapes = [text(LEFT, 22, f"Memory while each step runs: at most {most / unit.bytes:.1f} {unit.name}", "h"),
+              *legend(LEFT, 36, COLOURS.items()), *_step_axis(columns, TOP + len(ranks) * (ROW + GAP))]
     for rank, moments in enumerate(ranks):
         bottom = TOP + rank * (ROW + GAP) + ROW
         peak = max(sum(moment.bytes) for moment in moments)
-        shapes += [text(10, bottom - ROW / 2, f"rank {rank}"),
-                   text(LEFT + CELL * len(moments) + 8, bottom - ROW * peak / most + 4, f"{peak / GB:.1f} GB")]
+        shapes += _memory_axis(f"rank {rank}, {unit.name}", bottom, most / unit.bytes, columns)
+        shapes.append(text(LEFT + CELL * len(moments) + 8, bottom - ROW * peak / most + 4,
+                           f"{peak / unit.bytes:.1f} {unit.name}"))
         for column, moment in enumerate(moments):
-            amounts = (f"{name} {size / GB:.2f} GB" for name, size in zip(COLOURS, moment.bytes))
+            amounts = (f"{name} {size / unit.bytes:.2f} {unit.name}" for name, size in zip(COLOURS, moment.bytes))
             title = "\n".join([" and ".join(action.title for action in moment.step), *amounts])
             shapes.append(titled(title, _bars(moment, column, bottom, most)))
-    width = max(LEFT + CELL * max(map(len, ranks)) + 90, 640)  # room for the legend
-    return picture(width, TOP + len(ranks) * (ROW + GAP) + 10, shapes)
+    width = max(LEFT + CELL * columns + 90, LEFT + 580)  # room for the legend
+    return picture(width, TOP + len(ranks) * (ROW + GAP) + BOTTOM, shapes, STYLE)
+
+
+def _most(ranks: Sequence[Sequence[Moment]]) -> int:
+    return max(sum(moment.bytes) for moments in ranks for moment in moments) or 1
+
+
+def _memory_axis(title: str, bottom: float, most: float, columns: int) -> Iterator[str]:
+    """The axis of a rank, whose height is `most` units of memory."""
+    yield text(10, bottom - ROW / 2 + 4, title)
+    step = tick_step(most / 4)
+    for i in range(int(most / step) + 1):
+        y = bottom - ROW * i * step / most
+        yield f'<line x1="{LEFT - 4}" y1="{y:.1f}" x2="{LEFT + CELL * columns}" y2="{y:.1f}"/>'
+        yield text(LEFT - 8, y + 4, f"{i * step:g}", "e m")
+
+
+def _step_axis(columns: int, top: float) -> Iterator[str]:
+    """Numbers below the columns, and what they count."""
+    step = round(tick_step(max(1, 40 / CELL)))
+    for column in range(0, columns, step):
+        yield text(LEFT + CELL * (column + 0.5), top, column, "c")
+    yield text(LEFT, top + 18, "steps of a rank's schedule, one after the other, all as wide", "m")
 
 
 def _bars(moment: Moment, column: int, bottom: float, most: int) -> Iterator[str]:

@@ -30,7 +30,6 @@ from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
-from rich.table import Table
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -44,11 +43,12 @@ from dualpipe.nn.router_set import RouterSet
 from dualpipe.parallel import DTypePlan, Rule
 from dualpipe.parallel.context import ContextParallel
 from dualpipe.pipeline.executor import as_tuple
+from dualpipe.schedule.draw import aligned
 from dualpipe.train.config import Config, fit_world
 from dualpipe.train.data import shifted
 from dualpipe.train.job import Job, join
 from dualpipe.train.launch import RankInfo
-from dualpipe.train.metrics import Console, say
+from dualpipe.train.metrics import say
 from dualpipe.train.model import (
     build_model,
     build_routers,
@@ -154,12 +154,8 @@ def _worst(found: Iterable[T], measure: Callable[[T], float], count: int) -> lis
 
 def _print(title: str, config: Config, dtype: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     p = config.parallel
-    table = Table(title=f"{title} ({p.schedule}, {p}, {dtype})")
-    for column in ("tensor", "shape", *columns):
-        table.add_column(column, justify="right" if column in columns else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    Console().print(table)
+    say(f"{title} ({p.schedule}, {p}, {dtype})")
+    say(aligned([("tensor", "shape", *columns), *rows]).rstrip())  # names are never broken: they are searched for
 
 
 # -- the two models

@@ -8,6 +8,7 @@ from concurrent.futures import TimeoutError as NotYet
 from dualpipe.ranks import RankSync
 from dualpipe.schedule import Schedule, build
 from dualpipe.schedule.command import parse_costs
+from dualpipe.schedule.progress import SearchProgress
 from dualpipe.train.config import Config
 from dualpipe.train.launch import in_background
 
@@ -31,7 +32,9 @@ def build_schedule(config: Config, ranks: RankSync | None = None) -> Schedule:
             costs = parse_costs(parallel.schedule_costs)
         except (OSError, ValueError) as error:
             raise ValueError(f"parallel.schedule_costs = {parallel.schedule_costs!r}: {error}") from error
-        return build("auto", parallel.pp, num_chunks, costs=costs, memory=parallel.schedule_memory or None)
+        with SearchProgress(f"a schedule of {parallel.pp} ranks and {num_chunks} micro-batches") as progress:
+            return build("auto", parallel.pp, num_chunks, costs=costs, memory=parallel.schedule_memory or None,
+                         progress=progress)
 
     if ranks is None or ranks.size == 1:
         return find()

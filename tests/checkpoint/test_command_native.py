@@ -7,12 +7,14 @@ from dualpipe.checkpoint import save
 from dualpipe.checkpoint.commands import check, ls, show
 from native import Trainee
 
+CONFIG = {"optimizer": {"lr": 1, "groups": [{"pattern": "*.gate"}]}, "init": {}}
+
 
 @pytest.fixture
 def two(tmp_path):
     trainee = Trainee((1, 1, 1))
     for step in (1, 2):
-        save(tmp_path, trainee.state, step=step, plan=trainee.plan, config={"lr": 1}, extra={"loader": [3]})
+        save(tmp_path, trainee.state, step=step, plan=trainee.plan, config=CONFIG, extra={"loader": [3]})
     return tmp_path
 
 
@@ -27,7 +29,9 @@ def test_a_sound_directory(two):
     assert lines[0].startswith(f"{two}/step-00000002: step 2, saved at 20")
     assert lines[1] == "layout: pp 1, dp 1, ep 1 (1 ranks)" and f"torch {torch.__version__}" in lines[2]
     assert any(line.startswith("optimizer: ") and "fp32" in line for line in lines)
-    assert 'extra: {"loader": [3]}' in lines and 'config: {"lr": 1}' in lines
+    assert lines[lines.index("extra:") + 1] == "  loader = [3]"
+    at = lines.index("config:")
+    assert lines[at + 1 : at + 4] == ["  optimizer.lr = 1", '  optimizer.groups[0].pattern = "*.gate"', "  init = {}"]
     assert "  norm.weight  (32,)  fp32  (storage bf16, compute bf16, save bf16)" in lines
 
 

@@ -427,6 +427,7 @@ def test_given_formats_then_what_is_stored_trained_and_frozen_is_told_apart():
     assert plan.of("layers.0.gate.bias") == TensorDTypes(FP32, BF16, BF16, "policy")
     words = (" mxfp8  ", "fp8_block + fp32 masters  ", "fp32, gathered as nvfp4  ")
     assert all(word in plan.table() for word in words)
+    assert str(plan) == plan.table(), "what print(plan) shows"
     narrow = resolve(Model(), policy(Rule("*.gate", storage=BF16, gather="mxfp8"))).of("layers.0.gate.weight")
     assert narrow.stored is BF16 and narrow.gathered
 

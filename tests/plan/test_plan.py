@@ -21,8 +21,8 @@ from dualpipe.plan import meshes
 from dualpipe.plan.costs import Seconds, Setting, context_seconds, stage_costs, walk
 from dualpipe.plan.machines import POSITIVE, Machine, read_machine
 from dualpipe.plan.operators import LayerParts, head_parts, layer_parts
-from dualpipe.plan.predict import PARTS, Prediction
-from dualpipe.schedule import build, simulate
+from dualpipe.plan.predict import PARTS, Prediction, play
+from dualpipe.schedule import Costs, build, simulate
 from dualpipe.train.config import fit_world, load_config
 from dualpipe.train.memory import meta_stages
 from schedules import SCHEDULES
@@ -251,6 +251,16 @@ def test_the_middle_of_a_long_step_need_not_be_played(schedule):
     assert run.step - run.gather - run.optimizer == pytest.approx(played, rel=1e-3)
 
 
+@pytest.mark.parametrize("schedule, too_short", [("interleaved_1f1b", 0.0139), ("zbv", 0.0019)])
+def test_stages_that_differ_take_some_periods_until_the_middle_repeats_itself(schedule, too_short):
+    """The second period is shorter than later ones, by which the whole would be `too_short`."""
+    stages = [Costs(F=size, B=2 * size, W=0.6 * size, FB=2.9 * size, R=2) for size in (1.17, *[1] * 7)]
+    costs = Costs(p2p=0.05, per_stage=stages)
+    one, two, whole = (simulate(build(schedule, 4, count), costs).makespan for count in (8 + 3, 16 + 3, 64 + 3))
+    assert one + 7 * (two - one) == pytest.approx(whole * (1 - too_short), rel=1e-4)
+    assert play(schedule, 4, 67, costs).makespan == pytest.approx(whole, rel=1e-6)
+
+
 def test_the_parts_of_a_step_add_up():
     run = prediction("--parallel.dp", "2", "--parallel.ep", "2", "--memory.recompute", "layer", "dispatch")
     assert tuple(run.parts) == PARTS and sum(run.parts.values()) == pytest.approx(run.step)
@@ -321,16 +331,26 @@ def test_a_plan_is_listed_explained_drawn_and_written(capsys, tmp_path, monkeypa
     steps = [float(row[7]) for row in rows]
     assert any(row[1] == "1" for row in rows) and steps[0] == min(steps)
     assert "no schedule is searched for here" in "".join(plan(capsys, "--parallel.schedule", "auto", "--rows", "1"))
-    assert lines[4].startswith("4,096 tokens a step") and "pipeline" in lines[5]
-    terms = {line.strip().split("  ")[0]: line for line in lines[6:]}
-    assert terms["step"].endswith(f"{steps[0]:.4g} s") and {"bubble", "gemm", "MFU", "GB"} < terms.keys()
+    assert lines[4] == "a row is the fastest run that fits on its mesh, of all schedules; shortest step first"
+    assert lines[5].startswith("4,096 tokens a step") and "pipeline" in lines[6]
+    terms = {line.strip().split("  ")[0]: line for line in lines[7:]}
+    assert terms["step"].endswith(f"{steps[0]:.4g} s") and {"bubble", "gemm", "MFU", "memory"} < terms.keys()
+    assert terms["memory"].endswith("MB") and "MB of rank" in "\n".join(lines) and "iB" not in "\n".join(lines)
     drawn = ElementTree.fromstring(svg.read_text())
     assert sum("title" in each.tag for each in drawn.iter()) == 3 * len(PARTS)
     page = json.loads(re.search(r'<script type="application/json"[^>]*>(.*?)</script>', html.read_text(), re.S)[1])
     drawn = [(line["name"], len(line["ranks"])) for line in page["timelines"]]
     assert drawn == [(f"row {row[0]}: {row[4]}", int(row[1])) for row in rows]
-    makespans = [line["makespan"] for line in page["timelines"]]
-    assert all(0 < makespan < step for makespan, step in zip(makespans, steps)), "the optimizer comes behind"
+    for line, row, step in zip(page["timelines"], rows, steps):
+        _, length, _, causes, grey = line["words"]
+        busy = sum(end - start for rank in line["ranks"] for start, end, *_ in rank) / len(line["ranks"])
+        before, after = (end - start for start, end in line["around"])
+        idle = 1 - (busy + before + after) / line["makespan"]
+        assert (length, line["makespan"]) == ("step", pytest.approx(step, rel=1e-3)), "gather and optimizer included"
+        assert causes.startswith(f" (bubble {row[10]}, sends {row[12]}, reduce "), "as in the table"
+        assert sum(map(float, re.findall(r"([\d.]+)%", causes))) == pytest.approx(100 * idle, abs=0.2)
+        assert float(row[13][:-1]) == pytest.approx(
+            sum(map(float, re.findall(r"(?:reduce|gather|optimizer) ([\d.]+)%", causes + grey))), abs=0.2)
     written = load_config(toml)
     assert [str(n) for n in (written.parallel.pp, written.parallel.dp, written.parallel.ep)] == rows[1][1:4]
     assert written.train.num_chunks * written.train.micro_batch_size * written.parallel.replicas * 128 == 4096
@@ -354,6 +374,7 @@ def test_lists_of_tables_are_written(capsys, tmp_path):
 
 def test_least_memory_first(capsys):
     lines = plan(capsys, "--objective", "memory", "--rows", "4")
+    assert lines[5] == "a row is the smallest run that fits on its mesh, of all schedules; least memory first"
     sizes = [float(line.split()[-2 if line.split()[-1] != "traffic" else -3]) for line in lines[1:5]]
     assert sizes == sorted(sizes)
 

@@ -8,11 +8,16 @@ import re
 import subprocess
 import sys
 import textwrap
+import threading
+from pathlib import Path
 
 import pytest
 
 from dualpipe.schedule import Costs, Schedule, build, search
 from dualpipe.schedule.command import add_parser, parse_costs
+from dualpipe.schedule.progress import SearchProgress
+
+ROOT = Path(__file__).parents[2]
 
 
 def call(*arguments: str) -> int:
@@ -38,7 +43,7 @@ def test_table_and_timeline(capsys):
     assert out[5] == (
         "1f1b cuts the same model into 4 stages: each costs, and keeps, 2 times as much as one of dualpipev's"
     )
-    assert [line[:6] for line in out[7:11]] == ["rank 0", "rank 1", "rank 2", "rank 3"]
+    assert [line[:6] for line in out[7:12]] == ["time 0", "rank 0", "rank 1", "rank 2", "rank 3"]
 
 
 def test_a_smaller_stage_is_scaled_down(capsys):
@@ -167,14 +172,51 @@ def test_auto_says_its_bound_its_gain_and_what_half_the_memory_costs(capsys, mon
     assert "lower bound 55 (by rank 48, 49, 50, 51, 52, 53, 54, 55): auto is 0.0% above it\n" in out
     assert "beyond the least work of a rank, 48: 7, of dualpipev 14 (0.50 of it)\n" in out
     assert out.count("with memory 9: 72, 30.9% more time\n") == 1
-    assert err == "", "progress is for terminals"
+    assert err == "", "nothing is searched for"
 
 
-def test_progress_is_one_line_of_a_terminal(capsys, monkeypatch, tmp_path):
+@pytest.fixture
+def short_search(monkeypatch, tmp_path):
+    """Makes searches short, and keeps what they find to the test."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(search.search, "__kwdefaults__", {**search.search.__kwdefaults__, "effort": 100_000})
+    return "--name", "auto", "--ranks", "2", "--microbatches", "3", "--costs", "F=1,B=1.7,W=0.8,FB=2"
+
+
+def test_progress_is_one_line_of_a_terminal(capsys, monkeypatch, short_search):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    assert call("--name", "auto", "--ranks", "2", "--microbatches", "3", "--costs", "F=1,B=1.7,W=0.8,FB=2") == 0
+    assert call(*short_search) == 0
     err = capsys.readouterr().err
-    assert "\rsearching with memory 5: 100%, best " in err and "\rsearching with memory 3: 100%" in err
+    for memory in (5, 3):
+        said = rf"\r\x1b\[Ksearching for a schedule of 2 ranks, 3 micro-batches and memory {memory}: "
+        assert re.search(said + r"0% done, best [\d.]+, \d+ s\r", err) and re.search(said + "100% done, best ", err)
     assert err.endswith("\r\033[K") and "\n" not in err
+
+
+def test_progress_is_a_few_lines_elsewhere(capsys, monkeypatch, short_search):
+    monkeypatch.setattr("dualpipe.schedule.progress.INTERVAL", 1e6)  # also where a round takes long
+    assert call(*short_search) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert [re.search(r"memory (\d): (\d+)% done, best [\d.]+, \d+ s$", line).groups() for line in lines] == [
+        ("5", "0"), ("5", "100"), ("3", "0"), ("3", "100")]
+    assert call(*short_search) == 0
+    assert capsys.readouterr().err == "", "it is read from the disk"
+
+
+def test_progress_on_a_terminal_goes_on_between_rounds(capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setattr("dualpipe.schedule.progress.TICK", 0.001)
+    printed = threading.Semaphore(0)
+    monkeypatch.setattr(SearchProgress, "_print_over", lambda self: printed.release())
+    with SearchProgress("something") as progress:
+        progress(0.5, 3.0)
+        for _ in range(4):
+            assert printed.acquire(timeout=60), "without another call"
+
+
+def test_the_picture_in_the_readme_is_that_of_its_command(tmp_path):
+    readme = (ROOT / "README.md").read_text(encoding="utf-8").replace("\\\n", " ")
+    (command,) = re.findall(r"dualpipe schedule (.*) --svg dualpipev\.svg", readme)
+    assert call(*command.split(), "--svg", str(tmp_path / "drawn.svg")) == 0
+    drawn, shown = tmp_path / "drawn.svg", ROOT / "docs/dualpipev.svg"
+    assert drawn.read_text() == shown.read_text(), f"draw it again: dualpipe schedule {command} --svg {shown}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from xml.etree import ElementTree
 
@@ -30,12 +31,27 @@ def test_text_marks_the_way_back_and_pairs():
     assert lines[-1].endswith("lower case: the later stages of a rank")
 
 
-@pytest.mark.parametrize("width", [1, 20, 77, 400])
-def test_text_keeps_to_its_width(width):
+@pytest.mark.parametrize("width, parts", [(1, 1), (20, 1), (77, 2), (400, 1)])
+def test_text_keeps_to_its_width(width, parts):
     timeline = simulate(build("dualpipev", 4, 10), Costs(FB=2.6, p2p=0.3))
-    lines = to_text(timeline, width=width).splitlines()[:-1]
-    assert len(lines) == 4
-    assert all(len(line) <= max(width, 8) for line in lines)
+    text = to_text(timeline, width=width)
+    ranks = [line for line in text.splitlines() if line.startswith("rank ")]
+    assert len(ranks) == 4 * parts
+    assert all(len(line) <= max(width, 8) for line in ranks)
+    assert ("to name all micro-batches takes" in text) == (width < 77)
+
+
+@pytest.mark.parametrize("name, costs", [
+    ("dualpipev", Costs(FB=2.6)), ("zbv", Costs(F=1.3, p2p=0.21)), ("1f1b", Costs(F=1, B=17)),
+], ids=["pairs", "messages", "steps longer than a part"])
+def test_text_of_80_columns_names_every_step_once(name, costs):
+    timeline = simulate(build(name, 3, 9), costs)
+    lines = to_text(timeline, width=80).splitlines()
+    assert lines[0].startswith("time 0 to ") and max(map(len, lines[:-2])) <= 80
+    for rank, spans in enumerate(timeline.spans):
+        text = " ".join(line[7:] for line in lines if line.startswith(f"rank {rank}"))
+        named = [(kind.upper(), int(number)) for kind, number in re.findall(r"([FBIWfbiw])(\d+)", text)]
+        assert named == [(action.kind, action.microbatch) for span in spans for action in span.step]
 
 
 def test_table():

@@ -24,7 +24,7 @@ from dualpipe.nn.router import BalancedRoutes, random_like_stride
 from dualpipe.parallel.mesh import Mesh, build_mesh
 from dualpipe.schedule import build
 from dualpipe.train.config import Config, load_config
-from dualpipe.train.memory import RankMemory, _activations, _schedule, estimate, meta_stages
+from dualpipe.train.memory import DECIMAL, RankMemory, _activations, _schedule, estimate, meta_stages, table, unit_for
 from dualpipe.train.model import build_model, micro_batch_loss, plan_run, read_model_config
 from dualpipe.train.optimizer import Optimizer
 from ranks import run_ranks
@@ -189,9 +189,20 @@ def test_parameters_are_as_many_bytes_as_ranks_hold(layout, rules):
 def test_the_command_prints_a_line_for_each_rank(capsys):
     assert main(["memory", str(EXAMPLES / "tiny-cpu.toml"), "--parallel.pp", "2"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["rank", "parameters", "optimizer", "gathered", "gradients", "activations",
+    assert lines[0].split() == ["MiB", "of", "rank", "parameters", "optimizer", "gathered", "gradients", "activations",
                                 "pending", "nccl", "total"]
-    assert len(lines) == 4 and lines[-1].startswith("at most")
+    assert len(lines) == 4 and re.match(r"at most \d+\.\d MiB, ", lines[-1])
+    assert float(lines[1].split()[1]) > 1, "in a unit that suits a small model"
+
+
+def test_sizes_are_in_a_unit_that_suits_them():
+    assert [unit_for(size).name for size in (0, 2**20 - 1, 2**20, 2**30 - 1, 2**40)] == [
+        "KiB", "KiB", "MiB", "MiB", "GiB"]
+    assert unit_for(10**9, DECIMAL).name == "GB"
+    memory = RankMemory(*[2**30] * 7)
+    header, row, most, left = table([memory], capacity=9.0)
+    assert header.startswith("GiB of rank") and row.split() == ["0", *["1.00"] * 7, "7.00"]
+    assert most.startswith("at most 7.0 GiB") and left == "of 9 GB: 1.5 to spare"
 
 
 def test_buffers_of_nccl():

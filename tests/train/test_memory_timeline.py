@@ -64,8 +64,13 @@ def test_it_is_drawn_and_listed(capsys, tmp_path):
     picture = tmp_path / "memory.svg"
     assert main(["memory", str(TINY), "--timeline", str(picture), "--train.num_chunks", "5"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[4].split() == ["rank", "worst", "step", *COLOURS, "total"] and lines[-1] == f"wrote {picture}"
+    assert lines[4].split() == ["MiB", "of", "rank", "worst", "step", *COLOURS, "total"]
+    assert lines[-1] == f"wrote {picture}"
     root = ElementTree.fromstring(picture.read_text())
     titles = [each.text for each in root.iter() if each.tag.endswith("title")]
     assert len(titles) == sum(len(step) for steps in build("dualpipev", 2, 5).ranks for step in steps)
-    assert titles[0].startswith("F(stage 0, micro-batch 0)\nparameters ")
+    assert titles[0].startswith("F(stage 0, micro-batch 0)\nparameters ") and titles[0].endswith(" MiB")
+    texts = [each.text for each in root.iter() if each.tag.endswith("text")]
+    assert "rank 0, MiB" in texts and "rank 1, MiB" in texts and any("steps of a rank" in text for text in texts)
+    heights = [float(text) for text in texts if text.isdigit()]
+    assert {0, 10, 20}.issubset(heights), "numbers on both axes"

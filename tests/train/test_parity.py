@@ -11,7 +11,7 @@ from dualpipe import cli
 from dualpipe.nn import Router, layers
 from dualpipe.parallel.mesh import build_mesh
 from dualpipe.train import model, parity
-from dualpipe.train.config import fit_world, load_config
+from dualpipe.train.config import Config, fit_world, load_config
 from dualpipe.train.job import Job
 from dualpipe.train.launch import RankInfo
 from dualpipe.train.parity import Comparison, difference
@@ -41,6 +41,14 @@ def test_one_rank_passes(run_toml, capsys, schedule, dtype, tmp_path, monkeypatc
     assert run(run_toml, "--parallel.schedule", schedule, dtype=dtype) == 0
     out = capsys.readouterr().out
     assert "parity passed" in out and "relative" in out
+
+
+def test_a_name_is_printed_in_one_piece(capsys):
+    name = "layers.47.mlp.experts.gate_up_proj.weight" * 3
+    parity._print("Differences", Config(), "float64", ("relative",), [(name, "(2, 3)", "1e-12"), ("loss", "(4,)", "0")])
+    _, header, first, second = capsys.readouterr().out.splitlines()
+    assert header.split() == ["tensor", "shape", "relative"] and first.split() == [name, "(2,", "3)", "1e-12"]
+    assert second.split() == ["loss", "(4,)", "0"] and len(second) == len(first)
 
 
 def broken_gradient(right):
