@@ -45,7 +45,7 @@ def test_collectives_are_counted_by_kind_and_ranks():
 
 def test_an_error_of_the_backend_becomes_the_loss_of_a_rank_and_others_stay():
     recorder = Recorder(0, {"pp": 4})
-    said = r"^waited 0\.\d+ s for rows from rank 3 \(pp 3\) \(Connection closed by peer \[::\]:7\)$"
+    said = r"^waited 0\.\d+ s for rows from rank 3 \(pp 3\), which has left \(Connection closed by peer \[::\]:7\)$"
     with pytest.raises(RankLost, match=said), recorder.wait("receive", "rows", (3,)):
         recorder.begin("inside")
         time.sleep(0.1)

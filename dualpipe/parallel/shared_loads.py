@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup
 
 from dualpipe.nn.router import Router
 from dualpipe.nn.router_set import count_load
-from dualpipe.nn.segments import Communication, Pending
+from dualpipe.nn.segments import Communication, Pending, failure_of
 from dualpipe.parallel.all_to_all import AsyncAllToAll, CommStream, PendingRows
 from dualpipe.parallel.expert import Dispatcher
 
@@ -85,7 +85,8 @@ class _SharingDispatch:
 
     def backward(self, context: tuple[Any, Tensor | None], gradients: tuple[Tensor | None, ...] | None) -> Pending:
         (inner, load_NE), each = context, [1] * self._stream.size
-        rows = None if load_NE is None else load_NE.view(1, -1).expand(len(each), -1)
+        failed = load_NE is None or gradients is None
+        rows = None if failed else load_NE.view(1, -1).expand(len(each), -1)
         loads = PendingRows(self._stream).send(rows, 4 * self._shape[0] * self._shape[1], each, each, torch.int32)
         return _SharingBack(self, self._inner.backward(inner, gradients), loads)
 
@@ -101,6 +102,10 @@ class _Sharing:
     def __init__(self, inner: Pending, load_NE: Tensor | None) -> None:
         self._inner, self._load_NE = inner, load_NE
 
+    @property
+    def failure(self) -> BaseException | None:
+        return failure_of(self._inner)
+
     def advance(self) -> None:
         self._inner.advance()
 
@@ -115,11 +120,18 @@ class _SharingBack:
     def __init__(self, dispatch: _SharingDispatch, inner: Pending, loads: PendingRows) -> None:
         self._dispatch, self._inner, self._loads = dispatch, inner, loads
 
+    @property
+    def failure(self) -> BaseException | None:
+        return self._loads.failure or failure_of(self._inner)
+
     def advance(self) -> None:
         self._inner.advance()
 
     def wait(self) -> tuple[tuple[Any, ...], Any]:
-        self._dispatch.add_up(self._loads)
+        if self._loads.failure is None:
+            self._dispatch.add_up(self._loads)
+        else:
+            self._loads.receive()
         return self._inner.wait()
 
 
@@ -128,6 +140,7 @@ class _Stay:
     Also what is pending of it."""
 
     group: ProcessGroup | None = None
+    failure: BaseException | None = None
 
     def __init__(self, writes: int, results: tuple[Any, ...] = (), context: int = 0) -> None:
         self._writes, self._results, self._context = writes, results, context

@@ -192,13 +192,15 @@ class Pipeline(nn.Module):
         with self._ranks.together(ValueError, self._agree, same_everywhere=same) as told:
             batch = split_batch(self._own, inputs, num_chunks, criterion, labels, return_outputs, sync, side)
             program = self._programs.program(batch.told.num_chunks, train=train)
+            for parameters in self._own.parameters.values():
+                parameters.check()
             told.value = batch.told
         num_larger, side_names, kind = told.conclusion
         by_host = self.device.type != "cpu" and kind not in self._loaded
         messages = P2PMessages(self._groups, program, num_larger=num_larger, device=self.device, by_host=by_host)
-        parameters = ParametersStep(
+        parameters_step = ParametersStep(
             self._own.parameters, self._own.borrowers, train=train, reduce=train and sync)
-        executor = Executor(self._own, batch, side_names, program, messages, parameters, self.weight_grad_store)
+        executor = Executor(self._own, batch, side_names, program, messages, parameters_step, self.weight_grad_store)
         try:
             with self._ranks.together(PipelineError, where=executor.where):
                 if self._tied is not None and train:
@@ -207,9 +209,9 @@ class Pipeline(nn.Module):
         except BaseException:
             self._discard()
             raise
+        self._loaded.add(kind)  # first: if what follows fails at one end, the ranks agree on the next step's transport
         if self._tied is not None and train and sync:  # now that no rank has failed
             self._tied.add()
-        self._loaded.add(kind)
         return result
 
     def trace(self, path: str | Path, *, group: ProcessGroup | None = None) -> Tracer:

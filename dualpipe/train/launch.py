@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -164,7 +165,7 @@ def as_rank(info: RankInfo, sizes: Mapping[str, int] | None = None) -> Iterator[
         if not lost and not isinstance(error, PLAIN):
             trace = "".join(traceback.format_exception(error))
             # What ranks agree on says by itself on which one it failed.
-            name = "" if str(error).startswith("rank ") else f"{rank_name(info.rank, sizes or {})}: "
+            name = "" if re.match(r"ranks? \d", str(error)) else f"{rank_name(info.rank, sizes or {})}: "
             text = f"{trace}error: {name}{type(error).__name__ + ': ' if name else ''}{error}"
     leave_word(text, ending.status, lost=lost)
     with suppress(OSError):  # nobody may be reading any more

@@ -859,7 +859,7 @@ def refused(rank: int) -> list[str]:
         with patch.object(_fsdp_state.FSDPState, "_lazy_init", new_callable=PropertyMock, side_effect=AttributeError):
             pipe.step(torch.ones(1, WIDTH, dtype=torch.float64), num_chunks=1, criterion=F.mse_loss,
                       labels=(torch.ones(1, WIDTH, dtype=torch.float64),))
-    except PipelineError as error:
+    except ValueError as error:
         messages.append(str(error))
     return messages
 
