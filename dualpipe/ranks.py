@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotYet
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import lru_cache
@@ -23,11 +25,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from dualpipe.background import in_background
 from dualpipe.device import TOTALS, Traffic, current, nccl_options
 from dualpipe.errors import PipelineError, RankLost, UpstreamFailed
 from dualpipe.recorder import Recorder, rank_ranges
 
 RECORD_BYTES = 8192
+TURN = 2.0  # seconds for which ranks wait at a time for what takes long: less than any timeout of theirs
 _TAG = 14  # gloo's, of records; any that nothing else uses
 _CHARACTERS = 20_000  # of an error's text that travel to the other ranks
 _RECORD_CHARACTERS = 1200  # the same in a record
@@ -104,6 +108,26 @@ class RankSync:
         """
         return self._outcomes(work, everywhere=False)[0]
 
+    def first_in_turns(self, work: Callable[[], T]) -> T:
+        """As `first`, for what may take longer than the group's timeout: rank 0 does it in a thread, and the ranks meet
+        every `TURN` seconds until it is done. A rank that fails meanwhile does not wait for it."""
+        if self.size == 1:
+            return work()
+        doing = in_background(work) if self.rank == 0 else Future[T]()
+
+        def look() -> list[T]:
+            try:
+                return [doing.result(TURN)]
+            except NotYet:
+                if doing.done():  # a TimeoutError of its own
+                    raise
+                return []
+
+        found: list[T] = []
+        while not found:
+            found = self.first(look)
+        return found[0]
+
     def _outcomes(self, work: Callable[[], T], *, everywhere: bool) -> list[T]:
         """What `work` gave on all ranks, or on rank 0 alone."""
         if self.size == 1:
@@ -119,7 +143,8 @@ class RankSync:
             outcomes *= self.size
             self._collective(dist.all_gather_object, outcomes, (failure, value))
         else:
-            self._collective(dist.broadcast_object_list, outcomes, group_src=0, device=torch.device("cpu"))
+            source, cpu = self._members[0], torch.device("cpu")
+            self._collective(dist.broadcast_object_list, outcomes, group_src=source, device=cpu)
         if error is not None and not isinstance(error, Exception):
             raise error
         texts = [failure and failure[1] for failure, _ in outcomes]
@@ -322,11 +347,12 @@ def hang_up(groups: Iterable[ProcessGroup | None]) -> None:
         if not isinstance(group, ProcessGroup) or group.size() == 1:
             continue
         with suppress(Exception):  # it has ended already
+            if "nccl" in backends(group).values():
+                group.abort()
+        with suppress(Exception):
             if "cpu" in backends(group):
                 neighbour = (group.rank() + 1) % group.size()
                 group.recv([empty_record()], neighbour, _NEVER_SENT).wait(timedelta(milliseconds=1))
-            else:
-                group._get_backend(current()).abort()
 
 
 def _names_ranks(text: str) -> bool:

@@ -38,8 +38,9 @@ Names = tuple[str, ...]
 class Pending(Protocol):
     """A communication in flight.
 
-    It may have a `failure`: the error of something that failed here when a message of it was sent already. It has then
-    met the other ranks to its end, with zeros, and `wait` returns what a rank that has failed before gets.
+    It may have a `take_failure()`, which returns once, after `wait`, the error of what failed here when a message was
+    sent already. It has then met the other ranks to its end, with zeros, and `wait` returns what a rank that has failed
+    before gets.
     """
 
     def advance(self) -> None:
@@ -58,8 +59,8 @@ class Communication(Protocol):
     None, and it sends nothing, or zeros where the others count on a size. `group` is where word of the failure goes.
 
     An error of `forward`, `backward` or `again` says that no message was sent: the same is then called with None. What
-    fails behind the first message is the `failure` of what is returned. A communication may have a `forget()`, called
-    at the end of a step that has failed, to drop what such a step has left over.
+    fails behind the first message is for `take_failure` of what is returned. A communication may have a `forget()`,
+    called at the end of a step that has failed, to drop what such a step has left over.
     """
 
     group: ProcessGroup | None
@@ -189,8 +190,9 @@ def communication_groups(modules: Iterable[nn.Module]) -> list[ProcessGroup]:
 
 
 def failure_of(pending: Pending) -> BaseException | None:
-    """The `failure` of a communication, which may have none."""
-    return getattr(pending, "failure", None)
+    """What `take_failure` of a communication gives, where it has one."""
+    take = getattr(pending, "take_failure", None)
+    return None if take is None else take()
 
 
 def forget_communications(lists: Iterable[Sequence[Segment]]) -> None:

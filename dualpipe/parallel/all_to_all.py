@@ -99,7 +99,7 @@ class PendingRows:
     """Rows on their way to all ranks, made by all that the current stream has been given; as bytes, so that a rank can
     take in what it knows nothing about. besides: what `wait` returns behind the rows; context: for a backward."""
 
-    failure: BaseException | None = None  # see `dualpipe.nn.segments.Pending`
+    failure: BaseException | None = None  # of what was to be sent
 
     def __init__(self, stream: CommStream, *, besides: tuple[Any, ...] = (), context: Any = None) -> None:
         self._stream, self._made = stream, device.record(stream.device)
@@ -149,6 +149,11 @@ class PendingRows:
         received, self._received = self._received, []  # the caller's from now on
         device.keep(*(buffer for buffer, _ in received))  # made beside, used here
         return [None if dtype is None else buffer.view(dtype) for buffer, dtype in received]
+
+    def take_failure(self) -> BaseException | None:
+        """See `dualpipe.nn.segments.Pending`; not kept, as this is in its traceback, with all that was to be sent."""
+        failure, self.failure = self.failure, None
+        return failure
 
     def advance(self) -> None:
         """All of it is on its way."""

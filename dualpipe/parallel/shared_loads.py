@@ -102,8 +102,7 @@ class _Sharing:
     def __init__(self, inner: Pending, load_NE: Tensor | None) -> None:
         self._inner, self._load_NE = inner, load_NE
 
-    @property
-    def failure(self) -> BaseException | None:
+    def take_failure(self) -> BaseException | None:
         return failure_of(self._inner)
 
     def advance(self) -> None:
@@ -120,9 +119,9 @@ class _SharingBack:
     def __init__(self, dispatch: _SharingDispatch, inner: Pending, loads: PendingRows) -> None:
         self._dispatch, self._inner, self._loads = dispatch, inner, loads
 
-    @property
-    def failure(self) -> BaseException | None:
-        return self._loads.failure or failure_of(self._inner)
+    def take_failure(self) -> BaseException | None:
+        failures = self._loads.take_failure(), failure_of(self._inner)
+        return next(filter(None, failures), None)
 
     def advance(self) -> None:
         self._inner.advance()
@@ -140,7 +139,6 @@ class _Stay:
     Also what is pending of it."""
 
     group: ProcessGroup | None = None
-    failure: BaseException | None = None
 
     def __init__(self, writes: int, results: tuple[Any, ...] = (), context: int = 0) -> None:
         self._writes, self._results, self._context = writes, results, context

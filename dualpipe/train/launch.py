@@ -15,13 +15,13 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from threading import Thread
 from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeVar
 
+from dualpipe.background import in_background
 from dualpipe.errors import PLAIN, PipelineError, RankLost, UpstreamFailed, die_with, error_line, exit_status
 from dualpipe.recorder import rank_name
 from dualpipe.train.config import load_config
@@ -112,20 +112,6 @@ def slurm_rendezvous(environment: Mapping[str, str]) -> dict[str, str]:
                              ) from error
     found = {"MASTER_ADDR": address, "MASTER_PORT": f"{port}"}
     return {name: value for name, value in found.items() if name not in environment}
-
-
-def in_background(work: Callable[[], T], name: str = "") -> Future[T]:
-    """What `work` will have given, on a thread that no end of this process waits for."""
-    found: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            found.set_result(work())
-        except BaseException as error:  # raised where the result is asked for
-            found.set_exception(error)
-
-    Thread(target=run, daemon=True, name=name).start()
-    return found
 
 
 def limited(work: Callable[[], T], seconds: float, name: str = "") -> T | None:
