@@ -85,8 +85,9 @@ class _SharingDispatch:
 
     def backward(self, context: tuple[Any, Tensor | None], gradients: tuple[Tensor | None, ...] | None) -> Pending:
         (inner, load_NE), each = context, [1] * self._stream.size
-        failed = load_NE is None or gradients is None
-        rows = None if failed else load_NE.view(1, -1).expand(len(each), -1)
+        rows = None
+        if load_NE is not None and gradients is not None:  # else this rank has failed
+            rows = load_NE.view(1, -1).expand(len(each), -1)
         loads = PendingRows(self._stream).send(rows, 4 * self._shape[0] * self._shape[1], each, each, torch.int32)
         return _SharingBack(self, self._inner.backward(inner, gradients), loads)
 
