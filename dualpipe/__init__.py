@@ -3,6 +3,7 @@
 Names are loaded on first use, so that `import dualpipe.schedule` stays free of torch.
 """
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
+    if name == "DualPipe":
+        text = ("dualpipe has no DualPipe, which keeps every parameter on two ranks; use DualPipeV, its V-shaped half, "
+                "with two stages on each rank")
+        # An AttributeError here would lose its text in `from dualpipe import DualPipe`.
+        imported = sys._getframe(1).f_code.co_name == "_handle_fromlist"
+        raise (ImportError if imported else AttributeError)(text)
     if name not in _EXPORTS:
         raise AttributeError(f"module 'dualpipe' has no attribute {name!r}")
     return getattr(import_module(_EXPORTS[name]), name)

@@ -10,9 +10,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotYet
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import lru_cache
+from time import perf_counter_ns
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -22,11 +25,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from dualpipe.background import in_background
 from dualpipe.device import TOTALS, Traffic, current, nccl_options
 from dualpipe.errors import PipelineError, RankLost, UpstreamFailed
-from dualpipe.recorder import Recorder
+from dualpipe.recorder import Recorder, rank_ranges
 
 RECORD_BYTES = 8192
+TURN = 2.0  # seconds for which ranks wait at a time for what takes long: less than any timeout of theirs
 _TAG = 14  # gloo's, of records; any that nothing else uses
 _CHARACTERS = 20_000  # of an error's text that travel to the other ranks
 _RECORD_CHARACTERS = 1200  # the same in a record
@@ -41,6 +46,7 @@ _REMEDIES = {  # for errors of torch that say nothing of a pipeline
 }
 
 _LAST_WORD = timedelta(seconds=1)
+_NEVER_SENT = 16  # gloo's tag, of a message that is waited for in vain on purpose
 _GONE = "cannot be reached: "
 
 T = TypeVar("T")
@@ -106,6 +112,26 @@ class RankSync:
         """
         return self._outcomes(work, everywhere=False)[0]
 
+    def first_in_turns(self, work: Callable[[], T]) -> T:
+        """As `first`, for what may take longer than the group's timeout: rank 0 does it in a thread, and the ranks meet
+        every `TURN` seconds until it is done. A rank that fails meanwhile does not wait for it."""
+        if self.size == 1:
+            return work()
+        doing = in_background(work) if self.rank == 0 else Future[T]()
+
+        def look() -> list[T]:
+            try:
+                return [doing.result(TURN)]
+            except NotYet:
+                if doing.done():  # a TimeoutError of its own
+                    raise
+                return []
+
+        found: list[T] = []
+        while not found:
+            found = self.first(look)
+        return found[0]
+
     def _outcomes(self, work: Callable[[], T], *, everywhere: bool) -> list[T]:
         """What `work` gave on all ranks, or on rank 0 alone."""
         if self.size == 1:
@@ -121,17 +147,15 @@ class RankSync:
             outcomes *= self.size
             self._collective(dist.all_gather_object, outcomes, (failure, value))
         else:
-            self._collective(dist.broadcast_object_list, outcomes, group_src=0, device=torch.device("cpu"))
+            source, cpu = self._members[0], torch.device("cpu")
+            self._collective(dist.broadcast_object_list, outcomes, group_src=source, device=cpu)
         if error is not None and not isinstance(error, Exception):
             raise error
-        ranks_of: dict[str, list[int]] = {}  # each text once, with the ranks that it comes from
-        for rank, (failure, _) in enumerate(outcomes):
-            if failure is not None:
-                ranks_of.setdefault(failure[1], []).append(rank)
-        if ranks_of:
+        texts = [failure and failure[1] for failure, _ in outcomes]
+        if any(text is not None for text in texts):
             refused = all(failure[0] for failure, _ in outcomes if failure is not None)
-            texts = [f"{self._names(ranks)}: {text}" for text, ranks in ranks_of.items()]
-            text = "; ".join(texts if everywhere or not refused else ranks_of)
+            alone = refused and not everywhere  # rank 0's own, which need not be named
+            text = texts[0] if alone else self._said_by(texts)
             raise (ValueError if refused else RuntimeError)(text) from error
         return [value for _, value in outcomes]
 
@@ -164,8 +188,17 @@ class RankSync:
     def _names(self, ranks: Sequence[int]) -> str:
         """Ranks by their global numbers, and one by its place."""
         if len(ranks) > 1:
-            return f"rank {', '.join(str(self._global[rank]) for rank in ranks)}"
+            return rank_ranges(self._global[rank] for rank in ranks)
         return Recorder.current().name(self._global[ranks[0]])
+
+    def _said_by(self, texts: Iterable[str | None]) -> str:
+        """The errors of ranks, in their order, each text once with the ranks that it comes from."""
+        ranks_of: dict[str, list[int]] = {}
+        for rank, text in enumerate(texts):
+            if text is not None:
+                ranks_of.setdefault(text, []).append(rank)
+        return "; ".join(text if _names_ranks(text) else f"{self._names(ranks)}: {text}"
+                         for text, ranks in ranks_of.items())
 
     # -- small records
 
@@ -197,18 +230,24 @@ class RankSync:
             if failure is None:
                 try:
                     told.conclusion = conclude([value for _, value in records])
-                except ValueError as disagreement:
+                except ValueError as disagreement:  # the same on every rank
                     failure = disagreement
+                except BaseException as raised:  # here alone
+                    error = raised
+                    failure = kind(f"{self._names([self.rank])}: {_said(raised)}")
+                    if not self._tell_back:  # the others have begun what comes next
+                        self.hang_up()
+                        lost = True
             elsewhere = None if failure is None else str(failure)
             for replica in self._replicas:
                 lost |= isinstance(failure, RankLost)
                 peers, _ = replica._exchange(elsewhere, same_everywhere, lost=lost)
                 # What a replica tells of another rank names that one itself.
-                wrong = [text if text.startswith("rank ") else f"{replica._names([r])}: {text}"
-                         for r, (text, _) in enumerate(peers) if text is not None]
-                if not wrong and any(value != peers[0][1] for _, value in peers):
-                    wrong = [f"data-parallel ranks disagree: by rank {[value for _, value in peers]}"]
-                elsewhere = elsewhere or next(iter(wrong), None)
+                wrong = next((text if _names_ranks(text) else f"{replica._names([r])}: {text}"
+                              for r, (text, _) in enumerate(peers) if text is not None), None)
+                if wrong is None and any(value != peers[0][1] for _, value in peers):
+                    wrong = f"data-parallel ranks disagree: by rank {[value for _, value in peers]}"
+                elsewhere = elsewhere or wrong
             if self._tell_back:
                 _, back = self._exchange(elsewhere, None, kind, lost or isinstance(failure, RankLost))
                 elsewhere = elsewhere or (None if back is None else str(back))
@@ -223,6 +262,10 @@ class RankSync:
                 raise PipelineError(str(failure)) if isinstance(failure, RankLost) else failure from error
         finally:
             error = failure = None  # this frame is in the error's traceback: the cycle would keep all its tensors
+
+    def hang_up(self) -> None:
+        """End the groups in which these ranks agree: those that wait there for this one raise at once."""
+        hang_up([self._group, *(replica._group for replica in self._replicas)])
 
     def compare_replicas(self) -> None:
         """Find out whether every rank hears of a failure among the replicas by itself: where these differ in number,
@@ -243,28 +286,30 @@ class RankSync:
         if self.size > 1:
             try:
                 packed = pack_record(records[0])
-            except ValueError as too_long:  # on this rank alone: the others hear of it instead
-                packed = pack_record([str(too_long), None])
+            except Exception as unfit:  # too long or no JSON, on this rank alone: the others hear of it instead
+                packed = pack_record([_said(unfit)[:_RECORD_CHARACTERS], None])
             records = [unpack_record(packed)] * self.size
             buffers = {peer: empty_record() for peer in range(self.size) if peer != self.rank}
             ends = [(peer, self._members[peer]) for peer in buffers]
             receives = [_attempt(self._group.recv, [buffers[peer]], end, _TAG) for peer, end in ends]
             sends = [_attempt(self._group.send, [packed], end, _TAG) for _, end in ends]
             recorder = Recorder.current()
+            began = perf_counter_ns()
             for peer, *works in zip(buffers, receives, sends):
                 try:
-                    with recorder.wait("agree", "word", self._global[peer : peer + 1], RECORD_BYTES):
+                    with recorder.wait("agree", "word", self._global[peer : peer + 1], RECORD_BYTES, since=began):
                         for work in works:
                             if isinstance(work, RuntimeError):
                                 raise work
                             work.wait(*[_LAST_WORD] * lost)
                     records[peer] = unpack_record(buffers[peer])
                 except RuntimeError as error:
-                    records[peer], kind = [f"{_GONE}{error}{_where_to_look(error)}", None], PipelineError
-        errors = [f"{self._names([rank])}: {text}" for rank, (text, _) in enumerate(records) if text is not None]
+                    records[peer], kind = [f"{_GONE}{error}", None], PipelineError
+        texts = [text for text, _ in records]
+        errors = [text for text in texts if text is not None]
         if all(map(of_lost, errors)):
             kind = RankLost
-        return records, kind("; ".join(errors)) if errors else None
+        return records, kind(self._said_by(texts)) if errors else None
 
 
 def pack_record(record: Any) -> Tensor:
@@ -296,10 +341,27 @@ def _attempt(call: Callable[..., Any], *args: Any) -> Any:
         return error
 
 
-def _where_to_look(error: RuntimeError) -> str:
-    """What to do about a rank that has closed its connection, as a process does that ends."""
-    is_closed = re.search("closed by peer|reset by peer|connection refused", str(error), re.IGNORECASE)
-    return ". It has ended: its own output says why" if is_closed else ""
+def hang_up(groups: Iterable[ProcessGroup | None]) -> None:
+    """End groups after a failure of this rank alone, so that a rank which waits there raises now, not at its timeout.
+
+    gloo closes all connections of a group where a wait times out: here one of a millisecond, for a message that nobody
+    sends. NCCL's communicator is aborted on this rank; kernels of others that wait for it are left to their watchdog.
+    """
+    for group in groups:
+        if not isinstance(group, ProcessGroup) or group.size() == 1:
+            continue
+        with suppress(Exception):  # it has ended already
+            if "nccl" in backends(group).values():
+                group.abort()
+        with suppress(Exception):
+            if "cpu" in backends(group):
+                neighbour = (group.rank() + 1) % group.size()
+                group.recv([empty_record()], neighbour, _NEVER_SENT).wait(timedelta(milliseconds=1))
+
+
+def _names_ranks(text: str) -> bool:
+    """Whether an error's text says itself on which rank it came up."""
+    return re.match(r"ranks? \d", text) is not None
 
 
 def of_lost(text: str) -> bool:

@@ -118,10 +118,15 @@ class Recorder:
         finally:
             self.unwind(depth)
 
-    def wait(self, kind: str, what: object, ranks: Sequence[int] = (), nbytes: int = 0) -> Waiting:
+    def wait(
+        self, kind: str, what: object, ranks: Sequence[int] = (), nbytes: int = 0, *, since: int = 0
+    ) -> Waiting:
         """For a `with`, in which this rank waits for what `ranks` (global numbers) send. An error there of the backend,
-        a RuntimeError, is raised as RankLost, which says what was waited for, how long, and from whom."""
-        return Waiting(self, self.begin(kind, what, ranks, nbytes))
+        a RuntimeError, is raised as RankLost, which says what was waited for, how long, and from whom.
+
+        since: when the wait began (ns), where other ranks were waited for before.
+        """
+        return Waiting(self, self.begin(kind, what, ranks, nbytes), since)
 
     def collective(self, kind: str, what: object, ranks: Sequence[int], nbytes: int = 0) -> Waiting:
         """As `wait`, for all ranks of a group, counted."""
@@ -194,10 +199,10 @@ class Recorder:
 class Waiting:
     """An entry that is open inside of a `with`; see `Recorder.wait`."""
 
-    __slots__ = ("_entry", "_recorder")
+    __slots__ = ("_entry", "_recorder", "_since")
 
-    def __init__(self, recorder: Recorder, entry: Entry) -> None:
-        self._recorder, self._entry = recorder, entry
+    def __init__(self, recorder: Recorder, entry: Entry, since: int = 0) -> None:
+        self._recorder, self._entry, self._since = recorder, entry, since
 
     def __enter__(self) -> None:
         pass
@@ -207,10 +212,14 @@ class Waiting:
         while not entry[ENDED]:  # with what an error has left open inside
             recorder.end()
         if error is not None and entry[RANKS] and _of_backend(error):
-            others = ", ".join(recorder.name(rank) for rank in entry[RANKS] if rank != recorder.rank)
-            seconds = (entry[ENDED] - entry[BEGAN]) / 1e9
+            others = [recorder.name(rank) for rank in entry[RANKS] if rank != recorder.rank]
+            seconds = (entry[ENDED] - (self._since or entry[BEGAN])) / 1e9
             waited = f"{seconds:.3g} s" if seconds >= 0.001 else "less than 1 ms"
-            text = f"waited {waited} for {entry[WHAT]} from {others} ({_reason(error)})"
+            reason = _reason(error)
+            left = ""
+            if _CLOSED.search(reason):
+                left = ", which has left" if len(others) == 1 else ", of which one has left"
+            text = f"waited {waited} for {entry[WHAT]} from {', '.join(others)}{left} ({reason})"
             if recorder.lost is None:
                 recorder.lost, recorder._lost_in = text, entry
                 recorder._before = list(recorder._ring)[-_SHOWN:], Counter(recorder._numbers)
@@ -233,6 +242,9 @@ def rank_ranges(ranks: Iterable[int]) -> str:
     runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ordered), lambda at: at[1] - at[0])]
     text = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
     return f"rank{'s' if len(ordered) > 1 else ''} {text}"
+
+
+_CLOSED = re.compile("closed by peer|reset by peer|Broken pipe")  # what gloo says where the other end is gone
 
 
 def _reason(error: BaseException) -> str:

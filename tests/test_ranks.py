@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+import time
+
 import pytest
 import torch.distributed as dist
 
+from dualpipe.errors import PipelineError
 from dualpipe.ranks import RankSync
 from dualpipe.schedule import ScheduleError
 from ranks import run_ranks
@@ -40,7 +44,7 @@ def test_errors_of_what_all_ranks_do_and_of_what_the_first_does():
     assert first == second == [
         [0, 1], 0,
         ("ValueError", "rank 1: refused"), 0,
-        ("ValueError", "rank 0, 1: refused"), ("ValueError", "refused"),
+        ("ValueError", "ranks 0-1: refused"), ("ValueError", "refused"),
         ("RuntimeError", "rank 0: KeyError: 'broken'; rank 1: refused"), ("RuntimeError", "rank 0: KeyError: 'broken'"),
         ("RuntimeError", "rank 0: KeyError: 'broken'"), ("RuntimeError", "rank 0: KeyError: 'broken'"),
     ]
@@ -68,3 +72,88 @@ def test_a_record_that_is_too_long_is_an_error_on_every_rank():
 def test_a_value_error_speaks_for_itself(error):
     with pytest.raises(ValueError, match=r"^rank 0: refused$"), RankSync(None).together(ValueError):
         raise error
+
+
+def one_rank_fails_to_conclude(rank):
+    """What is raised where a rank cannot even read what all say: while ranks tell each other back, and afterwards."""
+    ranks = RankSync(dist.new_group())
+
+    def conclude(records):
+        if rank == 1:
+            raise MemoryError("planted")
+        return records
+
+    def attempt():
+        with ranks.together(ValueError, conclude):
+            pass
+
+    before = caught(lambda _: attempt(), None)
+    ranks.compare_replicas()
+    began = time.monotonic()
+    after = caught(lambda _: attempt(), None)
+    lost = caught(lambda _: ranks.agree(dict), None) if rank == 0 else None  # the others have gone on
+    return before, after, lost, time.monotonic() - began
+
+
+def test_an_error_in_what_is_concluded_is_told_to_all_or_ends_what_they_wait_for():
+    first, second = run_ranks(one_rank_fails_to_conclude, 2, group_timeout=40)
+    told = "ValueError", "rank 1: MemoryError: planted"
+    assert first[:2] == (told, None) and second[:2] == (told, told)
+    kind, text = first[2]
+    assert kind == "RankLost" and "from rank 1, which has left" in text
+    assert max(first[3], second[3]) < 20
+
+
+def unfit_record(rank):
+    ranks = RankSync(dist.group.WORLD)
+
+    def tell(value):
+        with ranks.together(ValueError) as told:
+            told.value = value
+
+    return caught(tell, {1, 2} if rank == 1 else 0), caught(tell, 0)
+
+
+def test_a_record_that_json_cannot_hold_is_an_error_on_every_rank():
+    for told, afterwards in run_ranks(unfit_record, 2, reuse=True):
+        assert told == ("ValueError", "rank 1: TypeError: Object of type set is not JSON serializable")
+        assert afterwards is None
+
+
+def equal_errors(rank):
+    ranks = RankSync(dist.group.WORLD)
+
+    def attempt(errors):
+        with ranks.together(ValueError):
+            if rank in errors:
+                raise ValueError("the same")
+            if errors:
+                raise ValueError("another")
+
+    return caught(attempt, (0, 1, 2)), caught(attempt, (0, 2))
+
+
+def test_equal_errors_are_said_once():
+    for said in run_ranks(equal_errors, 3, reuse=True):
+        assert said == (("ValueError", "ranks 0-2: the same"), ("ValueError", "ranks 0, 2: the same; rank 1: another"))
+
+
+def one_has_left(rank):
+    """What the others say of a rank that has left, for one of which they wait a while."""
+    ranks = RankSync(dist.new_group())
+    if rank == 2:
+        ranks.hang_up()
+        return None
+    if rank == 0:
+        time.sleep(0.5)
+    with pytest.raises(PipelineError) as error, ranks.together(ValueError):
+        pass
+    return str(error.value)
+
+
+def test_a_rank_that_has_left_is_said_to_have_and_a_wait_is_counted_from_its_beginning():
+    first, second, _ = run_ranks(one_has_left, 3, group_timeout=40)
+    left = r"rank 2: cannot be reached: waited (\S+|less than 1) m?s for word from rank 2, which has left \("
+    assert re.search(left, first) and re.search(left, second)
+    seconds = re.search(r"waited (\S+) s for word from rank 2", second)
+    assert float(seconds[1]) > 0.3, "rank 0 came late, which rank 1 waited for first"

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby
 from operator import itemgetter
 from typing import Any, Protocol
 
@@ -36,7 +36,12 @@ Names = tuple[str, ...]
 
 
 class Pending(Protocol):
-    """A communication in flight."""
+    """A communication in flight.
+
+    It may have a `take_failure()`, which returns once, after `wait`, the error of what failed here when a message was
+    sent already. It has then met the other ranks to its end, with zeros, and `wait` returns what a rank that has failed
+    before gets.
+    """
 
     def advance(self) -> None:
         """Do what could not be done at the start without waiting for the device, such as sending rows whose number had
@@ -52,6 +57,10 @@ class Communication(Protocol):
 
     A rank that has failed goes on to take part, so that the others need not wait: `inputs` or `gradients` are then
     None, and it sends nothing, or zeros where the others count on a size. `group` is where word of the failure goes.
+
+    An error of `forward`, `backward` or `again` says that no message was sent: the same is then called with None. What
+    fails behind the first message is for `take_failure` of what is returned. A communication may have a `forget()`,
+    called at the end of a step that has failed, to drop what such a step has left over.
     """
 
     group: ProcessGroup | None
@@ -180,6 +189,19 @@ def communication_groups(modules: Iterable[nn.Module]) -> list[ProcessGroup]:
     return [group for group in found if group is not None]
 
 
+def failure_of(pending: Pending) -> BaseException | None:
+    """What `take_failure` of a communication gives, where it has one."""
+    take = getattr(pending, "take_failure", None)
+    return None if take is None else take()
+
+
+def forget_communications(lists: Iterable[Sequence[Segment]]) -> None:
+    """Have the communications of segments drop what a failed step has left over."""
+    for segment in chain.from_iterable(lists):
+        if isinstance(segment, Communicate):
+            getattr(segment.communication, "forget", tuple)()
+
+
 def more_than_forward(segments: Sequence[Segment]) -> bool:
     """Whether running the segments differs from calling the module: one communicates or is to be recomputed."""
     return any(isinstance(segment, Communicate) or segment.recompute for segment in segments)
@@ -280,17 +302,23 @@ class _Communicated(torch.autograd.Function):
     def forward(ctx: Any, communication: Communication, *inputs: Any) -> tuple[Any, ...]:
         ctx.set_materialize_grads(False)
         ctx.communication = communication
-        pending = communication.forward(inputs)
-        pending.advance()
-        results, ctx.context = pending.wait()
+        results, ctx.context = _waited_for(communication.forward(inputs))
         return results
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        pending = ctx.communication.backward(ctx.context, gradients)
-        pending.advance()
-        return None, *pending.wait()[0]
+        found, _ = _waited_for(ctx.communication.backward(ctx.context, gradients))
+        return None, *found
+
+
+def _waited_for(pending: Pending) -> tuple[tuple[Any, ...], Any]:
+    """What `wait` of a communication returns; raises what has failed here."""
+    pending.advance()
+    found = pending.wait()
+    if (failure := failure_of(pending)) is not None:
+        raise failure
+    return found
 
 
 def as_results(segment: Segment, results: Any) -> Sequence[Any]:

@@ -99,6 +99,8 @@ class PendingRows:
     """Rows on their way to all ranks, made by all that the current stream has been given; as bytes, so that a rank can
     take in what it knows nothing about. besides: what `wait` returns behind the rows; context: for a backward."""
 
+    failure: BaseException | None = None  # of what was to be sent
+
     def __init__(self, stream: CommStream, *, besides: tuple[Any, ...] = (), context: Any = None) -> None:
         self._stream, self._made = stream, device.record(stream.device)
         self._besides, self._context = besides, context
@@ -108,15 +110,28 @@ class PendingRows:
 
     def send(
         self, rows: Tensor | None, row_bytes: int, sent: Sequence[int], received: Sequence[int],
-        dtype: torch.dtype | None, room: int | None = None,
+        dtype: torch.dtype | None, room: int | None = None, *, fill: int = 0,
     ) -> Self:
-        """Start to send `rows` (None: zeros) of `row_bytes`, `sent` of them to each rank, and to receive `received`
-        from each into the first of `room`, as `dtype` (None: for nobody here)."""
-        assert rows is None or (rows.shape[0], row_bytes_of(rows)) == (sum(sent), row_bytes), "not the rows announced"
+        """Start to send `rows` of `row_bytes`, `sent` of them to each rank, and to receive `received` from each into
+        the first of `room`, as `dtype` (None: for nobody here). Without `rows` their bytes are `fill`; also where an
+        error comes before they are sent, the `failure`: the other ranks count on them."""
+        try:
+            announced = sum(sent), row_bytes
+            assert rows is None or (rows.shape[0], row_bytes_of(rows)) == announced, "not the rows announced"
+            self._start(rows, row_bytes, sent, received, dtype, room, fill)
+        except BaseException as error:
+            self.failure = self.failure or error
+            self._start(None, row_bytes, sent, received, None, room, fill)
+        return self
+
+    def _start(
+        self, rows: Tensor | None, row_bytes: int, sent: Sequence[int], received: Sequence[int],
+        dtype: torch.dtype | None, room: int | None, fill: int,
+    ) -> None:
         stream, total = self._stream, sum(received)
         with stream.beside(self._made, rows):
             if rows is None:
-                rows = torch.zeros(sum(sent), row_bytes, dtype=torch.uint8, device=stream.device)
+                rows = torch.full((sum(sent), row_bytes), fill, dtype=torch.uint8, device=stream.device)
             rows = rows.contiguous().view(torch.uint8)
             buffer = torch.empty(total if room is None else room, row_bytes, dtype=torch.uint8, device=stream.device)
             exchange = stream.start(buffer[:total], rows, received, sent)
@@ -126,7 +141,6 @@ class PendingRows:
             self._exchanges.append((exchange, rows))
         self._received.append((buffer, dtype))
         stream.sent_bytes += row_bytes * (sum(sent) - sent[stream.all_to_all.rank])
-        return self
 
     def receive(self) -> list[Any]:
         """What was received, (rows, ...) or None: the current stream waits for it, on CPU the host."""
@@ -135,6 +149,11 @@ class PendingRows:
         received, self._received = self._received, []  # the caller's from now on
         device.keep(*(buffer for buffer, _ in received))  # made beside, used here
         return [None if dtype is None else buffer.view(dtype) for buffer, dtype in received]
+
+    def take_failure(self) -> BaseException | None:
+        """See `dualpipe.nn.segments.Pending`; not kept, as this is in its traceback, with all that was to be sent."""
+        failure, self.failure = self.failure, None
+        return failure
 
     def advance(self) -> None:
         """All of it is on its way."""

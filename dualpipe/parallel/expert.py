@@ -239,6 +239,8 @@ class _Dispatch:
 
     def forward(self, inputs: tuple[Tensor, Tensor, Plan] | None) -> Pending:
         pending = _PendingDispatch(self._stream, self._num_experts, inputs, self._fp8_rows)
+        if self._stream.device.type == "cpu":
+            pending.advance()  # the host computes, so rows must be on their way before it does
         self._under_way.append(pending)
         return pending
 
@@ -284,8 +286,6 @@ class _PendingDispatch(PendingRows):
             self._copied: device.Event | None = None
             if self._told[0] is None:
                 self._counts, self._copied = device.to_host(both)
-        if stream.device.type == "cpu":
-            self.advance()  # the host computes, so rows must be on their way before it does
 
     def advance(self) -> None:
         """Send the rows, once it is known how many; the host waits for that."""
@@ -308,16 +308,24 @@ class _PendingDispatch(PendingRows):
         self.sizes, self._pairs, total = sizes, sum(record[1] for record in received), sum(sizes.sent)
         rows = packed = dtype = None
         if self._inputs is not None:
-            rows, weights, plan = self._inputs
-            rows, dtype = rows[:total], torch.uint8
-            with self._stream.beside(self._made, rows, weights, plan.ids):
-                parts, word = [weights[:total], plan.ids[:total]], torch.int32
-                if self._fp8_rows is not None:
-                    rows, scales = quantize_rows(rows, self._fp8_rows)
-                    parts, word = [*parts, scales], torch.uint8
-                packed = torch.cat([part.view(word) for part in parts], 1)
+            try:
+                rows, packed = self._packed_rows(*self._inputs, total)
+                dtype = torch.uint8
+            except BaseException as error:  # the others know how many rows come
+                self.failure = error
         self.send(rows, sizes.there, sizes.sent, sizes.received, dtype)
-        self.send(packed, sizes.weights + sizes.ids + sizes.scales, sizes.sent, sizes.received, dtype)
+        row_bytes = sizes.weights + sizes.ids + sizes.scales
+        self.send(packed, row_bytes, sizes.sent, sizes.received, dtype, fill=0xFF)  # of ids: no expert's
+
+    def _packed_rows(self, rows: Tensor, weights: Tensor, plan: Plan, total: int) -> tuple[Tensor, Tensor]:
+        """The rows to send, `total` of them, and their weights, choices and scales as bytes beside each other."""
+        rows = rows[:total]
+        with self._stream.beside(self._made, rows, weights, plan.ids):
+            parts, word = [weights[:total], plan.ids[:total]], torch.int32
+            if self._fp8_rows is not None:
+                rows, scales = quantize_rows(rows, self._fp8_rows)
+                parts, word = [*parts, scales], torch.uint8
+            return rows, torch.cat([part.view(word) for part in parts], 1)
 
     def wait(self) -> tuple[tuple[Any, ...], Any]:
         """Rows, weights and `Received`, and what the way back needs."""
@@ -325,8 +333,8 @@ class _PendingDispatch(PendingRows):
         rows_RH, packed = self.receive()
         sizes = self.sizes
         assert sizes is not None, "advance makes the sizes"
-        if self._inputs is None:
-            return (None, None, None), (sizes, 0, (None, None), (None, None))
+        if self._inputs is None or self.failure is not None:
+            return (None, None, None), (sizes, sum(sizes.sent), (None, None), (None, None))
         (rows, weights, _), self._inputs = self._inputs, None  # what was sent may be freed
         weights_RK, ids_RK, *scales = (  # copied: a part of one row has a stride that a wider dtype cannot have
             part.clone(memory_format=torch.contiguous_format)
@@ -360,17 +368,24 @@ class _Combine:
         rows, received = inputs or (None, None)
         # Of the dispatch that this answers, the oldest without an answer: a rank without inputs has nothing else to go
         # by, and one with inputs passes by those that an exception left over.
-        sizes = self._under_way.popleft().sizes
-        while received is not None and sizes is not received.sizes:
-            sizes = self._under_way.popleft().sizes
+        passed = 0
+        while received is not None and self._under_way[passed].sizes is not received.sizes:
+            passed += 1
+        sizes = self._under_way[passed].sizes
         assert sizes is not None, "its dispatch has not got through"
         if rows is not None and (rows.shape[0], row_bytes_of(rows)) != (sum(sizes.received), sizes.row):
             raise ValueError(f"combine takes one row of {sizes.row} bytes for each of {sum(sizes.received)} received "
                              f"ones; got {tuple(rows.shape)} in {rows.dtype}: keep shape and dtype")
         dtype = None if rows is None else rows.dtype
-        return PendingRows(self._stream, context=(sizes, dtype)).send(
-            rows, sizes.row, sizes.received, sizes.sent, dtype)
+        pending = PendingRows(self._stream, context=(sizes, dtype))
+        for _ in range(passed + 1):  # not before: where this has failed it is called again, without inputs
+            self._under_way.popleft()
+        return pending.send(rows, sizes.row, sizes.received, sizes.sent, dtype)
 
     def backward(self, context: tuple[Sizes, torch.dtype | None], gradients: tuple[Tensor | None] | None) -> Pending:
         (sizes, dtype), (d_rows,) = context, gradients or (None,)
         return PendingRows(self._stream, besides=(None,)).send(d_rows, sizes.row, sizes.sent, sizes.received, dtype)
+
+    def forget(self) -> None:
+        """See `dualpipe.nn.segments.Communication`."""
+        self._under_way.clear()

@@ -53,6 +53,6 @@ class PendingFp8(PendingRows):
     def wait(self) -> tuple[tuple[Any, ...], Any]:
         """Rows, weights and `Received`."""
         elements, scales = self.receive()
-        if self._dtype is None:
+        if self._dtype is None or self.failure is not None:
             return (None, *self._besides), None
         return dequantized(elements, scales, self._block, self._dtype, *self._besides), None

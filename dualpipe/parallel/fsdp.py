@@ -30,6 +30,7 @@ from dualpipe.dtypes import short_name
 from dualpipe.parallel.gather import attach
 from dualpipe.parallel.private import groups_of, private, state_of
 from dualpipe.quantized.weights import placed_as, quantized_part
+from dualpipe.ranks import hang_up
 from dualpipe.recorder import Recorder, Waiting
 
 Place = tuple[nn.Module, str]  # a module that has a parameter, and its name there
@@ -103,12 +104,21 @@ class StageParameters:
         modules = {module for module, _ in self.places()}.difference(self._stage.modules())
         return {number for number, stage in stages.items() if not modules.isdisjoint(stage.modules())}
 
-    def gather(self) -> None:
-        """Start to gather all parameters; collective over the data-parallel ranks, as `complete` is."""
+    def check(self) -> None:
+        """Find what FSDP2 refuses before a step begins; ValueError, or FSDP2's own error."""
         if isinstance(self._stage, FSDPModule) and self._stage not in self._units:
             raise ValueError("a stage was given to fully_shard after the pipeline was built; build the pipeline anew")
         for root in self._roots:
             private(state_of(root), "_lazy_init")()
+
+    def hang_up(self) -> None:
+        """End the groups over which the parameters are distributed, after a collective that has failed here."""
+        meshes = {param.device_mesh for param in self._stage.parameters() if isinstance(param, DTensor)}
+        hang_up(group for mesh in meshes for group in mesh.get_all_groups())
+
+    def gather(self) -> None:
+        """Start to gather all parameters; collective over the data-parallel ranks, as `complete` is."""
+        for root in self._roots:
             _drive(root, sync=False, by_hand=True)
         for unit in self._units:
             unit.reshard()  # one that was left gathered may be older than the last optimizer step
@@ -298,8 +308,9 @@ class ParametersStep:
         try:
             with self._met(kind, stage):
                 collective()
-        except BaseException:
+        except BaseException:  # the others are in this collective, or wait for those that are
             self._broken = True
+            self._stages[stage].hang_up()
             raise
 
 

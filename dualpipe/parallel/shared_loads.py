@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup
 
 from dualpipe.nn.router import Router
 from dualpipe.nn.router_set import count_load
-from dualpipe.nn.segments import Communication, Pending
+from dualpipe.nn.segments import Communication, Pending, failure_of
 from dualpipe.parallel.all_to_all import AsyncAllToAll, CommStream, PendingRows
 from dualpipe.parallel.expert import Dispatcher
 
@@ -85,7 +85,9 @@ class _SharingDispatch:
 
     def backward(self, context: tuple[Any, Tensor | None], gradients: tuple[Tensor | None, ...] | None) -> Pending:
         (inner, load_NE), each = context, [1] * self._stream.size
-        rows = None if load_NE is None else load_NE.view(1, -1).expand(len(each), -1)
+        rows = None
+        if load_NE is not None and gradients is not None:  # else this rank has failed
+            rows = load_NE.view(1, -1).expand(len(each), -1)
         loads = PendingRows(self._stream).send(rows, 4 * self._shape[0] * self._shape[1], each, each, torch.int32)
         return _SharingBack(self, self._inner.backward(inner, gradients), loads)
 
@@ -101,6 +103,9 @@ class _Sharing:
     def __init__(self, inner: Pending, load_NE: Tensor | None) -> None:
         self._inner, self._load_NE = inner, load_NE
 
+    def take_failure(self) -> BaseException | None:
+        return failure_of(self._inner)
+
     def advance(self) -> None:
         self._inner.advance()
 
@@ -115,11 +120,18 @@ class _SharingBack:
     def __init__(self, dispatch: _SharingDispatch, inner: Pending, loads: PendingRows) -> None:
         self._dispatch, self._inner, self._loads = dispatch, inner, loads
 
+    def take_failure(self) -> BaseException | None:
+        failures = self._loads.take_failure(), failure_of(self._inner)
+        return next(filter(None, failures), None)
+
     def advance(self) -> None:
         self._inner.advance()
 
     def wait(self) -> tuple[tuple[Any, ...], Any]:
-        self._dispatch.add_up(self._loads)
+        if self._loads.failure is None:
+            self._dispatch.add_up(self._loads)
+        else:
+            self._loads.receive()
         return self._inner.wait()
 
 

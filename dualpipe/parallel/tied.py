@@ -45,9 +45,11 @@ class TiedGradients:
         """After a step that has reduced gradients: make them the sums, of steps that have not as well. Collective over
         both ends."""
         parameters = tied_parameters(self._stage)
-        for parameter, before in zip(parameters, self._sums or [None] * len(parameters), strict=True):
+        for parameter in parameters:  # before anything is exchanged, as this may fail
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
+        for parameter, before in zip(parameters, self._sums or [None] * len(parameters), strict=True):
+            assert parameter.grad is not None, "it has just been made"
             own = local(parameter.grad)
             own += self._exchange(own.contiguous())  # first, as the sum of two is the same bits at both ends
             if before is not None:

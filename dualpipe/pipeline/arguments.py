@@ -16,6 +16,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from dualpipe.dtypes import long_name
+from dualpipe.nn.deferral import local
 from dualpipe.nn.segments import Segment, checked, is_reserved
 from dualpipe.parallel.fsdp import StageParameters
 from dualpipe.parallel.tied import tied_parameters
@@ -111,7 +113,8 @@ def split_batch(
     """This rank's micro-batches, and what the other ranks must know of them; ValueError for what it can see to be wrong
     on its own. The arguments are those of `Pipeline.step`."""
     if not hasattr(num_chunks, "__index__") or int(num_chunks) < 1:
-        raise ValueError(f"num_chunks must be an integer >= 1, got {num_chunks!r}")
+        raise ValueError(f"num_chunks must be an integer >= 1, got {num_chunks!r}: give the number of micro-batches "
+                         "into which the batch is split; their gradients add up, so divide a mean loss by it")
     num_chunks = int(num_chunks)
     side = _checked_side(side)
     for module in stages.modules.values():
@@ -244,8 +247,9 @@ def conclude(ranks: Iterable[Sequence[Any]]) -> tuple[bool | None, SideSpec, tor
                          "train two weights; use a V-shaped schedule (dualpipev, zbv), give both stages a method "
                          "tied_parameters() that returns their copies, or set it to False in their config")
     if copies[0] != copies[1]:
-        raise ValueError("the tied_parameters() of the first and of the last stage must be copies of one another; "
-                         f"their shapes are {copies[0]} and {copies[1]}")
+        raise ValueError("the tied_parameters() of the first and of the last stage must be copies of one another, of "
+                         "one shape, dtype and dtype of gradients, sharded alike, and frozen or not at both ends; they "
+                         f"are {copies[0]} and {copies[1]}")
     wanted = [each for each in turns if each is not None]
     parts = list(starmap(SideSpec, chain(*specs)))
     names = sorted(set(chain.from_iterable(part.names for part in parts)))
@@ -271,10 +275,20 @@ def checked_modules(modules: Any) -> tuple[nn.ModuleList, torch.device | None]:
     return nn.ModuleList(modules), devices.pop() if devices else None
 
 
-def tied_ends(first: nn.Module | None, last: nn.Module | None) -> list[list[list[int]]]:
+def _copy(parameter: nn.Parameter) -> str:
+    """Describe a copy of a tied parameter by all that both ends must share, as its gradients are exchanged."""
+    dtype = long_name(parameter.dtype)
+    gradient = long_name(parameter.grad_dtype or parameter.dtype)
+    own = local(parameter.detach()).shape
+    return (f"{dtype}{list(parameter.shape)}" + (f" with {gradient} gradients" if gradient != dtype else "")
+            + (f" of which {list(own)} are here" if own != parameter.shape else ""))
+
+
+def tied_ends(first: nn.Module | None, last: nn.Module | None) -> list[list[Any]]:
     """Shapes of the first stage's embeddings and of the last one's matrices, where a config like one of transformers'
-    ties them, then those of what each says to have copies of; none of a stage on another rank (None), nor of what both
-    have here. ValueError where both are here, with weights that are to be one, and share no Parameter."""
+    ties them, then what must be alike of those that each says to have copies of; none of a stage on another rank
+    (None), nor of what both have here. ValueError where both are here, with weights that are to be one, and share no
+    Parameter."""
     copies = [tied_parameters(stage) for stage in (first, last)]
     ties = [not own and getattr(getattr(stage, "config", None), "tie_word_embeddings", False)
             for stage, own in zip((first, last), copies)]
@@ -284,7 +298,7 @@ def tied_ends(first: nn.Module | None, last: nn.Module | None) -> list[list[list
     ]
     embeddings, matrices = ([list(shape) for shape in dict.fromkeys(w.shape for w in weights)] for weights in ends)
     if first is None or last is None:
-        return [embeddings, matrices, *([list(copy.shape) for copy in each] for each in copies)]
+        return [embeddings, matrices, *(list(map(_copy, each)) for each in copies)]
     if any(a is not b for a, b in zip_longest(*copies)):
         raise ValueError("the first and the last stage are on one rank and must share the Parameters that their "
                          "tied_parameters() return: give one the other's")

@@ -39,7 +39,7 @@ from dualpipe.pipeline.executor import Executor, Outputs
 from dualpipe.pipeline.lower import Programs
 from dualpipe.pipeline.p2p import P2PGroups, P2PMessages
 from dualpipe.recorder import Recorder
-from dualpipe.schedule import Schedule
+from dualpipe.schedule import Schedule, build
 from dualpipe.schedule.build import first_microbatches
 from dualpipe.schedule.types import Step
 from dualpipe.trace.tracer import Place, Tracer
@@ -52,7 +52,8 @@ class Pipeline(nn.Module):
         takes the step's inputs; every stage returns a tensor or a tuple of tensors, the arguments of the next.
     process_group: one rank per pipeline rank (default: the default group; without torch.distributed, a single rank).
     rank_mapping: `rank_mapping[i]` is the pipeline rank of the group's rank i (default: the same).
-    schedule: a name for `dualpipe.schedule.build`, or a `Schedule`, which fixes the number of micro-batches.
+    schedule: a name for `dualpipe.schedule.build`, or a `Schedule`, which fixes the number of micro-batches. "auto" is
+        searched for on the first rank, for all, in the first step with a number of micro-batches.
     batch_dim: the dimension along which inputs, labels and outputs are split into micro-batches.
     overlap: whether the two actions of a pair run in turn, where stages have `segments()`; the results are the same.
     unreduced: trainable parameters, or modules, whose gradients you reduce over data-parallel ranks yourself: names as
@@ -156,6 +157,12 @@ class Pipeline(nn.Module):
 
     # -- a step
 
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse, with a ValueError: a pipeline takes whole steps."""
+        raise ValueError("a pipeline is not called like a module, as it runs forward and backward at once; call "
+                         "step(*inputs, num_chunks=..., criterion=..., labels=...), or for outputs alone step(*inputs, "
+                         "num_chunks=..., return_outputs=True) under torch.no_grad()")
+
     def step(
         self, *inputs: Tensor | None, num_chunks: int = 0, criterion: Callable[..., Tensor] | None = None,
         labels: Sequence[Tensor | None] | Tensor | None = (), return_outputs: bool = False, sync: bool = True,
@@ -165,6 +172,8 @@ class Pipeline(nn.Module):
 
         inputs: the arguments of stage 0, needed on its rank only; each is split along `batch_dim` into `num_chunks`
             micro-batches (evenly, or as `torch.tensor_split` does). Other ranks pass None or nothing.
+        num_chunks: how many; required on every rank. Losses and gradients are those of single micro-batches, and add
+            up: a criterion that is a mean divides by `num_chunks`.
         criterion, labels: `criterion(*outputs, *labels)` gives a micro-batch's scalar loss; needed on the rank of the
             last stage only (in a V that is the first rank), `criterion` always when training. Inputs and labels that
             are None there are passed on as None.
@@ -191,14 +200,22 @@ class Pipeline(nn.Module):
         same = [str(num_chunks), train, bool(sync)]
         with self._ranks.together(ValueError, self._agree, same_everywhere=same) as told:
             batch = split_batch(self._own, inputs, num_chunks, criterion, labels, return_outputs, sync, side)
-            program = self._programs.program(batch.told.num_chunks, train=train)
+            chunks = batch.told.num_chunks
+            if not self._programs.is_to_search(chunks):  # nothing may fail behind the agreement that can fail here
+                self._programs.program(chunks, train=train)
+            for stage_parameters in self._own.parameters.values():
+                stage_parameters.check()
             told.value = batch.told
         num_larger, side_names, kind = told.conclusion
-        by_host = self.device.type != "cpu" and kind not in self._loaded
-        messages = P2PMessages(self._groups, program, num_larger=num_larger, device=self.device, by_host=by_host)
-        parameters = ParametersStep(
-            self._own.parameters, self._own.borrowers, train=train, reduce=train and sync)
-        executor = Executor(self._own, batch, side_names, program, messages, parameters, self.weight_grad_store)
+        if self._programs.is_to_search(chunks):
+            self._programs.add(self._ranks.first_in_turns(partial(build, "auto", self.num_ranks, chunks)))
+        with self._or_hang_up():
+            program = self._programs.program(chunks, train=train)
+            by_host = self.device.type != "cpu" and kind not in self._loaded
+            messages = P2PMessages(self._groups, program, num_larger=num_larger, device=self.device, by_host=by_host)
+            parameters = ParametersStep(
+                self._own.parameters, self._own.borrowers, train=train, reduce=train and sync)
+            executor = Executor(self._own, batch, side_names, program, messages, parameters, self.weight_grad_store)
         try:
             with self._ranks.together(PipelineError, where=executor.where):
                 if self._tied is not None and train:
@@ -207,10 +224,20 @@ class Pipeline(nn.Module):
         except BaseException:
             self._discard()
             raise
+        self._loaded.add(kind)  # first: if what follows fails at one end, the ranks agree on the next step's transport
         if self._tied is not None and train and sync:  # now that no rank has failed
-            self._tied.add()
-        self._loaded.add(kind)
+            with self._or_hang_up():
+                self._tied.add()
         return result
+
+    @contextmanager
+    def _or_hang_up(self) -> Iterator[None]:
+        """Where what is done inside fails, end the groups in which other ranks wait for this one, that they do not."""
+        try:
+            yield
+        except BaseException:
+            self._ranks.hang_up()
+            raise
 
     def trace(self, path: str | Path, *, group: ProcessGroup | None = None) -> Tracer:
         """For a `with` around steps, which all ranks enter and leave together: what they did, as a file for Perfetto

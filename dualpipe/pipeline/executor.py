@@ -21,7 +21,14 @@ from torch.profiler import record_function
 from dualpipe.device import annotation
 from dualpipe.errors import UpstreamFailed
 from dualpipe.nn.deferral import WeightGradStore
-from dualpipe.nn.segments import Compute, input_names, label_names, more_than_forward, output_names
+from dualpipe.nn.segments import (
+    Compute,
+    forget_communications,
+    input_names,
+    label_names,
+    more_than_forward,
+    output_names,
+)
 from dualpipe.parallel.fsdp import ParametersStep
 from dualpipe.pipeline.arguments import Batch, OwnStages
 from dualpipe.pipeline.lower import Instruction, Program
@@ -323,6 +330,7 @@ class Executor:
                     self._broken = any(state.broken for state in states)
             self._parameters.complete_after_failure(instruction.completes)
         self._messages.finish(failed=True)
+        forget_communications(self._batch.segments.values())
 
     def _results(self) -> tuple[Tensor | None, Outputs]:
         chunks = range(len(self._losses) or len(self._outputs))

@@ -75,12 +75,22 @@ class Programs:
     """The programs of `rank`, by the number of micro-batches, each lowered once; for training and for evaluation.
 
     schedule: a name, or a `Schedule` whose number of micro-batches is the only one; num_modules: stages of the rank.
+    "auto" is searched for by the caller, once for all ranks; until then its order is DualPipeV's.
     """
 
     def __init__(self, schedule: str | Schedule, *, num_ranks: int, rank: int, num_modules: int) -> None:
         self._schedule, self._num_ranks, self._rank, self._num_modules = schedule, num_ranks, rank, num_modules
+        self._found: dict[int, Schedule] = {}  # of "auto", by the number of micro-batches
         self.pairs = True  # whether pairs stay together
         self._lowered: dict[int, dict[bool, Program]] = {}  # and by whether they are for training
+
+    def is_to_search(self, num_microbatches: int) -> bool:
+        """Whether the schedule for a number of micro-batches is still to be searched for."""
+        return self._schedule == "auto" and num_microbatches not in self._found
+
+    def add(self, found: Schedule) -> None:
+        """Take a schedule that was searched for."""
+        self._found[found.num_microbatches] = found
 
     def program(self, num_microbatches: int, *, train: bool) -> Program:
         """The program for a number of micro-batches, forward only unless in training. Raises ValueError where the
@@ -97,7 +107,11 @@ class Programs:
         schedule, num_ranks = self._schedule, self._num_ranks
         if num_microbatches is None:
             num_microbatches = getattr(schedule, "num_microbatches", 1)
-        if isinstance(schedule, str):
+        if schedule == "auto" and num_microbatches in self._found:
+            schedule = self._found[num_microbatches]
+        elif schedule == "auto":  # placed as any that is found
+            schedule = replace(build("dualpipev", num_ranks, num_microbatches), name="auto")
+        elif isinstance(schedule, str):
             options = {"stages_per_rank": self._num_modules} if schedule == "interleaved_1f1b" else {}
             schedule = build(schedule, num_ranks, num_microbatches, **options)
         if schedule.num_ranks != num_ranks:

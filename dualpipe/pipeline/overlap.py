@@ -49,6 +49,7 @@ from dualpipe.nn.segments import (
     Pending,
     as_results,
     backward_order,
+    failure_of,
     merged,
     needed_after,
     regions,
@@ -200,7 +201,9 @@ class Flight:
         try:
             if pending is not None:
                 with self._state.attempt(on_its_way=True):
-                    return pending.wait()
+                    received = pending.wait()
+                    self._state.error = self._state.error or failure_of(pending)
+                    return received
             return None
         finally:
             self._sent = ()

@@ -8,7 +8,8 @@ never wait for the device.
 A kernel of NCCL keeps the device busy until its peer's has come, and to load a kernel the host waits for the whole
 device: where CUDA loads lazily, and for Triton's in any case. So two hosts could wait for each other's next launch for
 ever: behind a receive that is posted ahead, and as well behind a send of more than NCCL's buffers hold. Therefore the
-first step of a kind on a device, in which its kernels are loaded, sends by the host's memory, over gloo.
+first step of a kind on a device, in which its kernels are loaded, sends by the host's memory, over gloo. A kind is its
+dtypes and shapes, so steps whose lengths are always new always go by the host.
 
 A message is the tuple of tensors that crosses from one stage to the next (an activation, and the step's side inputs
 behind it) or back (a gradient). The first activation of each size class is preceded by a header with shapes and dtypes;

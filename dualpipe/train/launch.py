@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from threading import Thread
 from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeVar
 
+from dualpipe.background import in_background
 from dualpipe.errors import PLAIN, PipelineError, RankLost, UpstreamFailed, die_with, error_line, exit_status
 from dualpipe.recorder import rank_name
 from dualpipe.train.config import load_config
@@ -119,20 +120,6 @@ def slurm_rendezvous(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in found.items() if name not in environment}
 
 
-def in_background(work: Callable[[], T], name: str = "") -> Future[T]:
-    """What `work` will have given, on a thread that no end of this process waits for."""
-    found: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            found.set_result(work())
-        except BaseException as error:  # raised where the result is asked for
-            found.set_exception(error)
-
-    Thread(target=run, daemon=True, name=name).start()
-    return found
-
-
 def limited(work: Callable[[], T], seconds: float, name: str = "") -> T | None:
     """What `work` gives, which may hang; None where it has not come after so many seconds."""
     found = in_background(work, name)
@@ -170,7 +157,7 @@ def as_rank(info: RankInfo, sizes: Mapping[str, int] | None = None) -> Iterator[
         if not lost and not isinstance(error, PLAIN):
             trace = "".join(traceback.format_exception(error))
             # What ranks agree on says by itself on which one it failed.
-            name = "" if str(error).startswith("rank ") else f"{rank_name(info.rank, sizes or {})}: "
+            name = "" if re.match(r"ranks? \d", str(error)) else f"{rank_name(info.rank, sizes or {})}: "
             text = f"{trace}error: {name}{type(error).__name__ + ': ' if name else ''}{error}"
     leave_word(text, ending.status, lost=lost)
     with suppress(OSError):  # nobody may be reading any more

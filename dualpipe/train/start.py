@@ -262,7 +262,7 @@ class _Ranks:
             word = words[min(own)[1]]
             return word["status"], [word["text"]] * bool(word["text"])
         # What others say of a rank that has failed and has not said so yet.
-        told = [word for _, word in sorted(words.items()) if word["text"].startswith("error: rank ")]
+        told = [word for _, word in sorted(words.items()) if re.match(r"error: ranks? \d", word["text"])]
         if told := [word for word in told if not re.search("waited|cannot be reached", word["text"])]:
             return told[0]["status"], [told[0]["text"]]
         for rank, letter in letters.items():

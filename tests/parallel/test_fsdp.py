@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import os
+import re
+import time
 from unittest.mock import PropertyMock, patch
 
 import pytest
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_common, _fsdp_state
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from dualpipe import DualPipeV, Pipeline
@@ -535,6 +538,43 @@ def test_a_failure_in_one_pipeline_raises_in_all_and_the_next_step_is_right():
             assert error < 1e-10
 
 
+def failing_collective(rank: int, pp: int, method: str) -> tuple[str, float]:
+    """What a rank raises, and its seconds, where rank 1 fails in the midst of a gather or of a reduction."""
+    mesh = init_device_mesh("cpu", (pp, 2), mesh_dim_names=("pp", "dp"))
+    stages = [shard_nested(stage, mesh["dp"]) for stage in make_stages(2)]
+    pipe = DualPipeV(stages, process_group=mesh["pp"].get_group())
+    x, y = batch(4, 1)
+    owner = FSDPModule if method == "unshard" else FSDPParamGroup
+    plain, calls = getattr(owner, method), []
+
+    def planted(*args, **options):
+        calls.append(args)
+        if rank == 1 and len(calls) == 2:
+            raise MemoryError("planted")
+        return plain(*args, **options)
+
+    began, message = time.monotonic(), ""
+    with patch.object(owner, method, planted):
+        try:
+            pipe.step(x, num_chunks=4, criterion=F.mse_loss, labels=(y,))
+        except PipelineError as error:
+            message = str(error)
+    return message, time.monotonic() - began
+
+
+@pytest.mark.parametrize("pp, method", [
+    (1, "unshard"), *(pytest.param(*each, marks=pytest.mark.slow)
+                      for each in ((1, "post_backward"), (2, "unshard"), (2, "post_backward"))),
+])
+def test_a_failure_in_the_midst_of_a_collective_ends_those_that_wait_for_it(pp, method):
+    for rank, (message, seconds) in enumerate(run_ranks(failing_collective, 2 * pp, pp, method, group_timeout=40)):
+        assert seconds < 20 and "rank 1" in message
+        if rank == 1:
+            assert "MemoryError: planted" in message
+        elif rank == 0:
+            assert re.search(r"of stage \d from rank 1, which has left|rank 1.*MemoryError: planted", message)
+
+
 class Relay(nn.Module):
     """A stage without parameters, so that its rank shares none with another pipeline."""
 
@@ -913,7 +953,7 @@ def refused(rank: int) -> list[str]:
         with patch.object(_fsdp_state.FSDPState, "_lazy_init", new_callable=PropertyMock, side_effect=AttributeError):
             pipe.step(torch.ones(1, WIDTH, dtype=torch.float64), num_chunks=1, criterion=F.mse_loss,
                       labels=(torch.ones(1, WIDTH, dtype=torch.float64),))
-    except PipelineError as error:
+    except ValueError as error:
         messages.append(str(error))
     return messages
 

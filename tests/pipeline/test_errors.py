@@ -4,13 +4,16 @@ import os
 import signal
 import time
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dualpipe import DualPipeV, Pipeline, PipelineError, WeightGradStore
+import dualpipe
+from dualpipe import Compute, DualPipeV, Pipeline, PipelineError, WeightGradStore
+from dualpipe.pipeline import engine
 from dualpipe.schedule import Action, Schedule, build
 from ranks import run_ranks
 from toys import Stage, gradient_error, make_stages, reference
@@ -93,6 +96,88 @@ def test_argument_mistakes_raise_on_every_rank():
     for told in run_ranks(argument_mistakes, WORLD, WORLD):
         for name, (*_, expected) in ARGUMENTS.items():
             assert told[name][0] == "ValueError" and expected in told[name][1], (name, told[name])
+
+
+class Planted(RuntimeError):
+    pass
+
+
+class Unable(Stage):
+    """Cannot give its segments."""
+
+    fails = False
+
+    def segments(self):
+        if self.fails:
+            raise Planted("no segments")
+        return [Compute(self.forward, "x", "x")]
+
+
+def other_errors(rank, world):
+    """What is raised where rank 1 fails with no ValueError before the step begins, and a good step behind it."""
+    told = []
+    with mock.patch.object(Unable, "fails", rank == 1):
+        told.append(caught(lambda: build_pipe(rank, world, Unable)))
+    pipe, _ = build_pipe(rank, world, Unable)
+    args, kwargs = good_arguments(rank)
+    for module in pipe.module if rank == 1 else ():
+        module.fails = True
+    told.append(caught(lambda: pipe.step(*args, **kwargs)))
+    for module in pipe.module:
+        module.fails = False
+    with mock.patch.object(engine, "split_batch", side_effect=MemoryError if rank == 1 else engine.split_batch):
+        told.append(caught(lambda: pipe.step(*args, **kwargs)))
+    with mock.patch.object(engine, "conclude", side_effect=MemoryError if rank == 1 else engine.conclude):
+        told.append(caught(lambda: build_pipe(rank, world)))
+    assert_works(pipe, rank, world)
+    return told
+
+
+def test_errors_of_other_types_before_a_step_are_told_to_every_rank():
+    for told in run_ranks(other_errors, WORLD, WORLD, group_timeout=40):
+        texts = ["Planted: no segments", "Planted: no segments", "MemoryError", "MemoryError"]
+        for (kind, text, seconds), expected in zip(told, texts, strict=True):
+            assert kind == "ValueError" and f"rank 1: {expected}" in text and seconds < 20
+
+
+def failing_to_agree(rank, world):
+    """What is raised, and when, where rank 1 alone cannot read what the ranks say as a step begins."""
+    pipe, _ = build_pipe(rank, world)
+    args, kwargs = good_arguments(rank)
+    if rank == 1:
+        pipe._agree = mock.Mock(side_effect=MemoryError)
+    return caught(lambda: pipe.step(*args, **kwargs))
+
+
+def test_a_rank_that_cannot_read_what_the_others_say_leaves_nobody_waiting():
+    first, second = run_ranks(failing_to_agree, WORLD, WORLD, group_timeout=40)
+    assert first[0] == "PipelineError" and "from rank 1, which has left" in first[1]
+    assert second[:2] == ("ValueError", "rank 1: MemoryError: ")
+    assert max(first[2], second[2]) < 20
+
+
+def test_all_ranks_that_make_one_mistake_are_told_once():
+    for kind, text, _ in run_ranks(left_out, 3, 3, reuse=True):
+        assert kind == "ValueError" and text.startswith("ranks 0-2: num_chunks must be an integer >= 1, got 0: give")
+        assert text.endswith("divide a mean loss by it")
+
+
+def left_out(rank, world):
+    pipe, _ = build_pipe(rank, world)
+    return caught(lambda: pipe.step(X))
+
+
+def test_a_pipeline_is_not_called():
+    with pytest.raises(ValueError, match=r"call step\(\*inputs, num_chunks=..., criterion=..., labels=...\)"):
+        Pipeline(make_stages(1))(X)
+
+
+def test_a_name_of_deepseeks_that_is_not_here_says_what_is():
+    with pytest.raises(ImportError, match="use DualPipeV"):
+        from dualpipe import DualPipe  # noqa: F401
+    with pytest.raises(AttributeError, match="use DualPipeV"):
+        _ = dualpipe.DualPipe
+    assert not hasattr(dualpipe, "DualPipe")
 
 
 def mode_mistakes(rank, world):
@@ -509,7 +594,7 @@ def test_a_rank_that_dies_raises_on_the_others(culprit, how):
         if rank != culprit:
             kind, text, seconds = result
             assert kind == "PipelineError" and f"rank {culprit}: cannot be reached" in text and seconds < 10, result
-            assert "It has ended: its own output says why" in text
+            assert f"from rank {culprit}, which has left" in text
 
 
 def test_a_rank_that_hangs_is_noticed_within_the_timeout():

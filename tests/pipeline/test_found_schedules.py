@@ -6,6 +6,7 @@ import os
 import time
 from itertools import combinations_with_replacement
 from statistics import median
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 
 from dualpipe import DualPipeV, WeightGradStore
 from dualpipe.nn.segments import Communicate, Compute
+from dualpipe.pipeline import engine
 from dualpipe.schedule import Costs, build, simulate, validate
 from ranks import run_ranks
 from toys import gradient_error, make_stages, reference, relative_error
@@ -62,6 +64,39 @@ def test_gradients_are_those_of_the_model(world, tmp_path):
     assert len({pair for pair in kinds if len(pair) == 2} - {("B", "F")}) > 0, "it has other pairs than DualPipeV"
     validate(schedule)
     assert max(run_ranks(errors, world, world, schedule, reuse=True)) < 1e-10
+
+
+def searched_by(rank, world, fails):
+    """What ranks run that are to search: the same order, and where rank 0 `fails` its error."""
+    searches = []
+
+    def find(*args):
+        searches.append(args)
+        if fails:
+            raise MemoryError("planted")
+        return build(*args, effort=0)
+
+    stages = make_stages(2 * world)
+    pipe = DualPipeV((stages[rank], stages[2 * world - 1 - rank]), schedule="auto")
+    x = torch.ones(6, 8, dtype=torch.float64)
+    with mock.patch.object(engine, "build", find):
+        try:
+            for _ in range(2):
+                pipe.step(x, num_chunks=3, criterion=nn.functional.mse_loss, labels=(x,))
+        except RuntimeError as error:
+            return str(error), len(searches)
+    return pipe._programs.schedule(3), len(searches)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_pipeline_searches_on_one_rank_for_all(fails, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (first, searches), (second, others) = run_ranks(searched_by, 2, 2, fails, reuse=True)
+    assert first == second and (searches, others) == (1, 0)
+    if fails:
+        assert first == "rank 0: MemoryError: planted"
+    else:
+        assert first.name == "auto" and first.num_microbatches == 3
 
 
 class Asleep(torch.autograd.Function):

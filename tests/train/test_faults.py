@@ -243,6 +243,17 @@ def test_ranks_are_started_again(run, undisturbed, tmp_path, layout):
     assert (numbers(folder), (folder / "hf" / "model.safetensors").read_bytes()) == undisturbed(layout)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["gather", "reduce"])
+def test_a_failure_in_the_collectives_of_fsdp2_ends_the_run(run, tmp_path, moment):
+    """The other rank is in the collective then, and would be until the timeout of ten minutes."""
+    fault = f"raise rank=1 step=2 action={moment}"
+    layout = ["--parallel.pp", "1", "--parallel.dp", "2", "--train.num_chunks", "2"]
+    done = run(files_for("pp1", tmp_path), "--faults", fault, "run.toml", *layout, *OPTIONS)
+    assert done.status == 1 and done.ended - done.planted < 20
+    assert done.err.rstrip().endswith(f"PlantedFault: {fault}: planted by --faults"), done.err
+
+
 # -- the table in the documentation
 
 

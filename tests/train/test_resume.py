@@ -260,7 +260,7 @@ def test_ranks_agree_on_what_could_not_be_written(run_folder, dualpipe):
     done = dualpipe(run_folder, *run, before=limit)
     assert done.returncode == 1 and done.stdout.count("WARNING: the checkpoint of step 1 was not saved") == 1
     folder = (run_folder / "limited" / "checkpoints").resolve()
-    assert done.stderr == (f"error: the checkpoint of step 2 was not saved to {folder}: rank 0, 1: OSError: [Errno 27] "
+    assert done.stderr == (f"error: the checkpoint of step 2 was not saved to {folder}: ranks 0-1: OSError: [Errno 27] "
                            "File too large\n")
     assert len(losses(run_folder, "limited")) == 3 and [path.name for path in folder.iterdir()] == [".lock"]
 
