@@ -225,7 +225,7 @@ def _replacements(device: PretendCuda) -> Iterator[tuple[Any, str, Any]]:
         reset_peak_memory_stats=lambda *_: setattr(device, "peak", device.allocated),
         get_rng_state=lambda *_: torch.get_rng_state(), set_rng_state=lambda state, *_: torch.set_rng_state(state),
         get_device_properties=lambda *_: properties, get_device_capability=lambda *_: (9, 0),
-        get_device_name=lambda *_: properties.name,
+        get_device_name=lambda *_: properties.name, is_current_stream_capturing=lambda: False,
         set_sync_debug_mode=lambda mode: setattr(device.of_thread, "watched", mode == "error"),
     )
     yield from ((torch.cuda, name, function) for name, function in functions.items())
