@@ -143,12 +143,14 @@ CHECKED = {  # what is checked of a command in place of running it
     "sbatch --nodes 4 examples/slurm.sbatch examples/qwen3-30b-a3b.toml --checkpoint.interval 500":
         batch_script_is_taken,
     "torchrun --nproc-per-node 2 examples/wrap_your_model.py": torchrun_takes_it,
+    "torchrun --nproc-per-node 4 examples/wrap_your_moe.py": torchrun_takes_it,
     "torchrun --nproc-per-node 4 loop.py": torchrun_takes_it,
     "torchrun --nnodes 1:2 --nproc-per-node 8 --max-restarts 3 --rdzv-backend c10d --rdzv-endpoint FIRST_HOST:29500 "
     "--rdzv-conf keep_alive_interval=5,keep_alive_max_attempt=3 -m dualpipe train CONFIG --checkpoint.interval 100":
         torchrun_takes_it,
     "make train": make_would_run_it,
     "make test": make_would_run_it,
+    "make test-slow": make_would_run_it,
     "make bench": make_would_run_it,
     "make bench ARGS=--save": make_would_run_it,
     'make test ARGS="tests/schedule -x"': make_would_run_it,

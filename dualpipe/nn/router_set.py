@@ -307,7 +307,7 @@ class RouterSet:
         """as in `RouterStep`, of the last step, by the router's name: of the whole model, in one order on all ranks"""
         self._own: Tensor | None = None  # 1 where `load` counts
         self._make_step = partial(RouterStep, num_chunks, balance, level, z=z, weight=weight)
-        no_load_E = torch.zeros(0, dtype=torch.int64)
+        no_load_E = torch.zeros(0, dtype=torch.int64, device="cpu")
         self._losses = list(self._make_step(load_E=no_load_E).coefficients)
         self._rate, self._group, self._replicas = bias_update_rate, group, replicas
         if balanced:

@@ -56,7 +56,7 @@ def test_the_table_is_python_source(tuner):
 @pytest.mark.parametrize("arch", [80, 90])
 def test_candidates_fit(tuner, parts, arch):
     for shape_class in tuner.CLASSES:
-        tried = tuner.candidates(shape_class, arch)
+        tried = parts.candidates(shape_class, arch)
         assert len(set(tried)) == len(tried) >= 10
         for c in tried:
             assert 2 * c.stages * (c.rows + c.cols) * c.depth <= parts.SHARED_LIMIT[arch]

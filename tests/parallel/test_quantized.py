@@ -193,6 +193,7 @@ def seeded(rank: int, shape: tuple[int, int], formats: list[str]) -> int:
             parameters, experts = StageParameters(stage), CONFIG.num_experts // shape[1]
             mine = slice(mesh["ep"].get_local_rank() * experts, (mesh["ep"].get_local_rank() + 1) * experts)
             for _ in range(2):
+                parameters.check()
                 parameters.gather()
                 parameters.wait()
                 for name, param in stage.named_parameters():
@@ -321,6 +322,7 @@ def kept_in_fp32(rank: int, world: int) -> None:
     assert type(model[0].weight.grad.to_local()) is Tensor
     model.zero_grad()
     parameters = StageParameters(model)
+    parameters.check()
     parameters.gather()
     parameters.wait()
     parameters.complete(reduce=True)  # of a step without a backward: zeros
@@ -396,7 +398,7 @@ def refused_in_one_stage(rank: int) -> str:
 def test_given_cut_blocks_in_one_stage_then_the_ranks_of_the_other_are_refused_too():
     """Layer 1 alone is dense."""
     for text in run_ranks(refused_in_one_stage, 4, reuse=True):
-        assert "rank 2, 3: layers.1.mlp.up_proj.weight is (192, 32)" in text and "96 rows, which cuts" in text
+        assert "ranks 2-3: layers.1.mlp.up_proj.weight is (192, 32)" in text and "96 rows, which cuts" in text
 
 
 # -- filling

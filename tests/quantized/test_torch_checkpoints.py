@@ -348,6 +348,7 @@ def own_sharding(rank, path, way):
     trainee = Trainee((1, 2, 2), rules=RULES[way])
     units = [StageParameters(stage) for stage in trainee.model.stages]
     for unit in units:
+        unit.check()
         unit.gather()
         unit.wait()
         unit.complete(reduce=False)

@@ -17,7 +17,7 @@ from dualpipe.checkpoint import save_hf as save_hf
 from dualpipe.checkpoint import training_state as training_state
 from dualpipe.models import HubConfig
 from dualpipe.models import build_stages as build_stages
-from dualpipe.parallel import DTypePlan, DTypePolicy
+from dualpipe.parallel import Dispatcher, DTypePlan, DTypePolicy
 from dualpipe.parallel import build_on_meta as build_on_meta
 from dualpipe.parallel import resolve_dtypes as resolve_dtypes
 from dualpipe.pipeline import Communication
@@ -39,10 +39,20 @@ plan: DTypePlan
 optimizer: Optimizer
 loader: Loader
 step: int
+device: torch.device
+num_experts: int
+
+class Model(nn.Module): ...
 
 class Layer(nn.Module):
+    dispatcher: Dispatcher
     dispatch: Communication
     combine: Communication
     def attend(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, object]: ...
     def experts(self, rows: Tensor, weights: Tensor, received: Tensor) -> Tensor: ...
     def finish(self, residual: Tensor, rows: Tensor, plan: object) -> Tensor: ...
+
+class Stage(nn.Module):
+    layers: Sequence[Layer]
+
+stage: Stage

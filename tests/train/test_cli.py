@@ -455,7 +455,7 @@ def alive(pid):
         ("rank", signal.SIGKILL, 137, "error: rank 1 (pp 1) was killed by SIGKILL\n"),
         ("rank", signal.SIGUSR1, 138, "stopped by SIGUSR1 after step "),
         ("launcher", signal.SIGHUP, 129, "stopped by SIGHUP after step "),
-        ("launcher", signal.SIGINT, 130, "stopped by SIGTERM after step "),
+        ("launcher", signal.SIGINT, 130, "stopped by SIGINT after step "),
         ("launcher", signal.SIGKILL, -9, ""),
     ],
 )

@@ -85,7 +85,8 @@ def test_ten_billion_tokens_take_little_memory_and_a_batch_a_few_records(tmp_pat
         assert len(read) <= 3 * 4 * 2 and max(read) <= 2 * document_index.BLOCK
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
-    assert peaks[1] - peaks[0] < 190_000 * 0.05, f"bytes for each document: {peaks}"
+    # A number for each document would be 8 bytes; the interpreter's own objects differ by some 10 kB.
+    assert peaks[1] - peaks[0] < 190_000 * 0.25, f"bytes for each document: {peaks}"
     assert max(peaks) < 4e6, peaks
 
 

@@ -83,7 +83,9 @@ def test_a_wrong_pipeline_fails_and_is_named(run_toml, capsys, monkeypatch, brea
     assert run(run_toml) == 1
     out = capsys.readouterr().out
     assert "parity FAILED: 1 of" in out
-    assert name in out.split("━┩\n")[1].splitlines()[0], "the worst comes first"
+    lines = out.splitlines()
+    header = next(number for number, line in enumerate(lines) if line.startswith("tensor "))
+    assert name in lines[header + 1], "the worst comes first"
 
 
 def test_a_wrong_criterion_fails(run_toml, monkeypatch):

@@ -86,18 +86,16 @@ def test_stored_and_gathered_weights_train_alike(run_toml, tmp_path, format):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(7200)  # seven runs of one to three minutes each on two idle cores
-def test_200_steps_end_where_bf16_does(tmp_path):
+@pytest.mark.timeout(1200)  # four runs of about half a minute each on two idle cores
+def test_60_steps_end_where_bf16_does(tmp_path):
     """The tiny run, of its last 20 steps, as single ones differ by percents both ways: FP8 no more than 1% above bf16.
-    Below it by chance as well: fp8_block was 1.7, 0.1 and 0.9% with seeds 0, 1 and 2. Dense weights are too narrow here
-    for two ranks to cut between blocks of 128 rows. Of 4 bits only that it trains."""
+    Dense weights are too narrow here for two ranks to cut between blocks of 128 rows. Of 4 bits only that it trains.
+    Of 200 steps, fp8_block ended 1.7, 0.1 and 0.9% below bf16 with seeds 0, 1 and 2."""
     rules = {"mxfp8": "*", "fp8_block": "*.experts", "nvfp4": "*"}
-    runs = {f"{way}={format}": (f"{pattern},{way}={format}",) for format, pattern in rules.items()
-            for way in ("gather", "storage")}
-    options = ["--train.steps", "200", "--train.num_chunks", "2"]  # as many sequences as on one rank
-    found = losses(TINY, tmp_path, {"bf16": (), **runs}, *options, timeout=7200)
+    runs = {format: (f"{pattern},gather={format}",) for format, pattern in rules.items()}
+    options = ["--train.steps", "60", "--train.num_chunks", "2"]  # as many sequences as on one rank
+    found = losses(TINY, tmp_path, {"bf16": (), **runs}, *options, timeout=1200)
     ends = {name: sum(values[-20:]) / 20 for name, values in found.items()}
     for format in rules:
-        assert found[f"gather={format}"] == found[f"storage={format}"]
-        above = ends[f"gather={format}"] / ends["bf16"] - 1
+        above = ends[format] / ends["bf16"] - 1
         assert -0.05 < above < (0.05 if format == "nvfp4" else 0.01), ends

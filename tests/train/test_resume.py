@@ -142,7 +142,7 @@ def test_a_run_that_is_killed_again_and_again_goes_on_bit_for_bit(run_folder, du
     straight = dualpipe(run_folder, "train", "run.toml", "--output.dir", f"{name}-straight", *common, timeout=300)
     assert straight.returncode == 0, straight.stderr
     generator, out = random.Random(name), f"{name}-killed"
-    for kill in range(9):
+    for kill in range(6):
         before = latest(run_folder / out / "checkpoints")
         process = start_dualpipe(run_folder, "train", "run.toml", "--output.dir", out, *common)
         while kill % 3 < 2 and latest(run_folder / out / "checkpoints") == before:

@@ -200,8 +200,8 @@ def stop(number, frame):
     open("TMP/asked%d" % rank, "a").write("%d " % number)
     if WILLING:
         time.sleep(0.3)
-        os._exit(128 + number)
-for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+        os._exit(130 if number == signal.SIGRTMIN else 128 + number)  # which stands for Ctrl-C
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGRTMIN):
     signal.signal(number, stop)
 open("TMP/pid%d" % rank, "w").write("%d" % os.getpid())
 all_ready(2)
@@ -237,7 +237,7 @@ def test_a_signal_is_passed_on_and_a_second_one_ends_all(
         for number, handler in zip(start._STOPPING, before):
             signal.signal(number, handler)
     asked = [(tmp_path / f"asked{rank}").read_text() for rank in range(2) if watched]
-    passed_on = signal.SIGTERM if signals[0] == signal.SIGINT else signals[0]
+    passed_on = signal.SIGRTMIN if signals[0] == signal.SIGINT else signals[0]
     assert asked == [f"{int(passed_on)} "] * len(asked), "once"
     at_once = len(signals) > 1 or not watched
     assert capsys.readouterr().err == ("\ninterrupted: all ranks are stopped\n" if at_once else "")
