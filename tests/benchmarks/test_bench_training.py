@@ -166,17 +166,18 @@ def measure(setting, info, prefix):
     return {"rank": info.rank, "of": info.world_size}
 
 if __name__ == "__main__":
-    seconds = 5.0 if sys.argv[1] == "hangs" else 300.0
+    seconds = 20.0 if sys.argv[1] == "hangs" else 300.0  # in which the next setting must start and end too
     processes = rank_processes.RankProcesses(measure, alone=2, seconds=seconds)
     found = [processes.run(sys.argv[1]), processes.run("goes well")]
     if processes.first:
         print(found)
     sys.exit(processes.from_first(0 if processes.first else 7))
 """
+LATE = {"error": "no end after 20 s"}
 WHY = {
-    "raises": [{}, {"error": "RuntimeError: CUDA out of memory"}],
-    "dies": [{}, {"error": "rank 1 ended with exit status -9"}],
-    "hangs": [{"error": "no end after 5 s"}, {"error": "no end after 5 s"}],
+    "raises": [[{}, {"error": "RuntimeError: CUDA out of memory"}]],
+    "dies": [[{}, {"error": "rank 1 ended with exit status -9"}]],
+    "hangs": [[LATE, LATE], [LATE, {}], [{}, LATE]],  # the one that gives up later may have heard of the other
 }
 
 
@@ -192,7 +193,8 @@ def test_a_rank_that_fails_ends_its_setting_alone(tmp_path, setting, run):
     start = time.monotonic()
     result = run(path, setting)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert result.stdout.splitlines()[-1] == str([WHY[setting], [{"rank": rank, "of": 2} for rank in range(2)]])
+    went_well = [{"rank": rank, "of": 2} for rank in range(2)]
+    assert result.stdout.splitlines()[-1] in [str([why, went_well]) for why in WHY[setting]]
     assert time.monotonic() - start < 200
 
 
