@@ -36,8 +36,8 @@ _TAG = 14  # gloo's, of records; any that nothing else uses
 _CHARACTERS = 20_000  # of an error's text that travel to the other ranks
 _RECORD_CHARACTERS = 1200  # the same in a record
 
-_MIXED = (" Modules of two dtypes meet: fully_shard casts what enters its units, but neither buffers nor what a module "
-          "of another dtype returns. Cast them, or shard the stage by dualpipe.parallel.shard, which does.")
+_MIXED = (" Tensors of two dtypes meet: cast one of them. Where fully_shard was used: it casts neither buffers nor "
+          "what a module of another dtype returns; dualpipe.parallel.shard does.")
 _REMEDIES = {  # for errors of torch that say nothing of a pipeline
     "leaf Variable that requires grad": " A stage must not begin with an operation in place: its input is a leaf, from "
     "which the stage before gets its gradient, and so are parameters. Write x = x + 1 instead of x += 1.",
@@ -360,8 +360,8 @@ def hang_up(groups: Iterable[ProcessGroup | None]) -> None:
 
 
 def _names_ranks(text: str) -> bool:
-    """Whether an error's text says itself on which rank it came up."""
-    return re.match(r"ranks? \d", text) is not None
+    """Return True where an error's text begins with the rank it came up on, as "rank 3 (pp 1): " or "ranks 0-3: "."""
+    return re.match(r"ranks? \d+([-, ]+\d+)*( \([^)]*\))?: ", text) is not None
 
 
 def of_lost(text: str) -> bool:

@@ -313,12 +313,16 @@ class _Communicated(torch.autograd.Function):
 
 
 def _waited_for(pending: Pending) -> tuple[tuple[Any, ...], Any]:
-    """What `wait` of a communication returns; raises what has failed here."""
+    """Return what `wait` of a communication returns; raise what has failed here."""
     pending.advance()
-    found = pending.wait()
-    if (failure := failure_of(pending)) is not None:
+    results = pending.wait()
+    failure = failure_of(pending)
+    if failure is None:
+        return results
+    try:
         raise failure
-    return found
+    finally:
+        del failure, pending, results  # this frame is in the error's traceback: the cycle would keep all its tensors
 
 
 def as_results(segment: Segment, results: Any) -> Sequence[Any]:

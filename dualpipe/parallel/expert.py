@@ -368,18 +368,16 @@ class _Combine:
         rows, received = inputs or (None, None)
         # Of the dispatch that this answers, the oldest without an answer: a rank without inputs has nothing else to go
         # by, and one with inputs passes by those that an exception left over.
-        passed = 0
-        while received is not None and self._under_way[passed].sizes is not received.sizes:
-            passed += 1
-        sizes = self._under_way[passed].sizes
+        while received is not None and self._under_way[0].sizes is not received.sizes:
+            self._under_way.popleft()
+        sizes = self._under_way[0].sizes
         assert sizes is not None, "its dispatch has not got through"
         if rows is not None and (rows.shape[0], row_bytes_of(rows)) != (sum(sizes.received), sizes.row):
             raise ValueError(f"combine takes one row of {sizes.row} bytes for each of {sum(sizes.received)} received "
                              f"ones; got {tuple(rows.shape)} in {rows.dtype}: keep shape and dtype")
         dtype = None if rows is None else rows.dtype
         pending = PendingRows(self._stream, context=(sizes, dtype))
-        for _ in range(passed + 1):  # not before: where this has failed it is called again, without inputs
-            self._under_way.popleft()
+        self._under_way.popleft()  # not before: where this has failed it is called again, without inputs
         return pending.send(rows, sizes.row, sizes.received, sizes.sent, dtype)
 
     def backward(self, context: tuple[Sizes, torch.dtype | None], gradients: tuple[Tensor | None] | None) -> Pending:

@@ -112,8 +112,11 @@ class StageParameters:
             private(state_of(root), "_lazy_init")()
 
     def hang_up(self) -> None:
-        """End the groups over which the parameters are distributed, after a collective that has failed here."""
-        meshes = {param.device_mesh for param in self._stage.parameters() if isinstance(param, DTensor)}
+        """End the groups over which the parameters are distributed, after a collective that has failed here.
+
+        The stage itself may hold the gathered tensors by now, which know of no mesh.
+        """
+        meshes = {private(fsdp_param, "sharded_param").device_mesh for fsdp_param in self._fsdp_params()}
         hang_up(group for mesh in meshes for group in mesh.get_all_groups())
 
     def gather(self) -> None:

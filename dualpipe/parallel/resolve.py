@@ -282,7 +282,8 @@ def widen_siblings(
     FSDP2 stores, gathers and reduces all that one module owns in one.
 
     Changes `tensors`, those of the plan. Matrices stay, for `Cut` to refuse: they would take twice the memory and
-    traffic. So do those of torch's own modules, whose operators take one dtype, and what a rule stores or reduces so.
+    traffic. So do those of torch's modules and ours, whose operators take one dtype, and what a rule stores or reduces
+    so.
     """
     owned: defaultdict[nn.Module, dict[int, str]] = defaultdict(dict)
     for slot in chain.from_iterable(map(slots, roots)):
@@ -293,7 +294,8 @@ def widen_siblings(
                 for name in names.values()}
         widest = tuple(reduce(torch.promote_types, dtypes) for dtypes in zip(*each.values()))
         narrow = {key: name for key, name in names.items() if each[name] != widest}
-        if not narrow or hasattr(owner, "segments") or type(owner).__module__.startswith("torch.nn."):
+        takes_one_dtype = type(owner).__module__.startswith(("torch.nn.", "dualpipe.nn."))
+        if not narrow or hasattr(owner, "segments") or takes_one_dtype:
             continue
         if any(tensors[name].format or isinstance(found[key].tensor, DTensor) for key, name in names.items()):
             continue

@@ -232,7 +232,10 @@ class Pipeline(nn.Module):
 
     @contextmanager
     def _or_hang_up(self) -> Iterator[None]:
-        """Where what is done inside fails, end the groups in which other ranks wait for this one, that they do not."""
+        """End the groups in which the ranks agree where what is done inside fails: nobody waits there for this one.
+
+        On NCCL the links between stages are groups of their own, whose waits are left to its watchdog.
+        """
         try:
             yield
         except BaseException:

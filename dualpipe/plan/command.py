@@ -92,8 +92,11 @@ def table(runs: Sequence[Prediction], *, by_memory: bool = False) -> Iterator[st
     tokens = best.tokens
     yield (f"{tokens:,} tokens a step in sequences of {t.sequence_length}; GB of the worst rank, beside "
            f"{best.machine.reserve:g} for CUDA and the allocator")
-    if any(run.config.parallel.dp_replicate > 1 for run in runs):
-        yield "dp 2x8: 2 parts (parallel.dp_replicate) of 8 ranks each, over which parameters are sharded"
+    replicated = next((run.config.parallel for run in runs if run.config.parallel.dp_replicate > 1), None)
+    if replicated is not None:
+        parts = replicated.dp_replicate
+        size = replicated.dp // parts
+        yield f"dp {parts}x{size}: {parts} parts (parallel.dp_replicate), each shards parameters over {size} ranks"
     flat = next((run for run in runs if run.config.parallel.pp == 1), None)
     if flat is None:
         yield "without a pipeline no run fits"

@@ -234,8 +234,13 @@ def packed_directory(path: str, *, tokenizer: str, cache: Path, text_key: str = 
 
 def scan_splits(train: Path, held_out: Path | None, fraction: float, *, cache: Path) -> None:
     """Scan very many documents for all ranks, whose `open_splits` then finds in `cache` what there is to know."""
-    counts = [len(np.load(path / DOCUMENTS, mmap_mode="r")) for path in (train, held_out) if path is not None]
-    if max(counts) >= KEPT_FROM:
+    try:
+        counts = [json.loads((path / INDEX).read_text(encoding="utf-8"))["documents"]
+                  for path in (train, held_out) if path is not None]
+        is_large = max(counts) >= KEPT_FROM
+    except (OSError, ValueError, KeyError, TypeError):
+        return  # what is wrong with the index is said where it is opened
+    if is_large:
         open_splits(train, held_out, fraction, cache=cache)
 
 

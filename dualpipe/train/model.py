@@ -216,7 +216,8 @@ def _load_with_masters(
     masters: dict[nn.Parameter, Tensor] = {}
     for stage in stages:
         for name, parameter in stage.named_parameters():
-            if name in in_half and quantized_part(parameter) is None:  # which has its own master
+            # Not what has its own master, nor what another stage shares, which is rounded already.
+            if name in in_half and quantized_part(parameter) is None and parameter not in masters:
                 masters[parameter] = parameter.detach()
                 parameter.data = parameter.data.to(plan.of(name).storage)
                 parameter.grad_dtype = plan.reduce_dtype(name)
@@ -334,6 +335,9 @@ def check_export(config: Config, model: Model) -> None:
     is_free = not target.is_symlink() and (not target.exists() or (target.is_dir() and not any(target.iterdir())))
     if config.export.to_hf != AUTO and not is_free:
         raise ValueError(f"export.to_hf = {str(target)!r} exists and is not empty; give a directory to make")
+    if source and Path(source).resolve() == target.resolve():
+        raise ValueError(f"export.to_hf would take the place of init.from_hf = {source!r}, which it is made from; give "
+                         "another output.dir or export.to_hf")
     if config.export.quantized:
         check_quantized(model.config, model.plan)
     if source and replace(read_config(source), mtp_depth=model.config.mtp_depth) != model.config:

@@ -276,6 +276,7 @@ def _master_of(parameter: nn.Parameter, values: Tensor | None = None) -> Tensor:
             raise ValueError(untrained(f"a parameter of shape {tuple(parameter.shape)}", part))
         master: Tensor = placed_as(parameter, part.master)
     elif parameter.dtype in (torch.bfloat16, torch.float16):
+        assert values is None or values.dtype is torch.float32, f"a master in {values.dtype} would lose small updates"
         master = parameter.detach().float() if values is None else values
     else:
         return parameter

@@ -89,6 +89,7 @@ def pack(
             new, old = Path(folder, "new"), Path(folder, "old")
             new.mkdir(0o755)
             index = _write(text, tokenizer, new, shard_tokens, text_key, left_out)
+            _check_target(out, overwrite=overwrite)  # again, as hours may have passed
             try:
                 if out.exists():
                     out.rename(old)

@@ -73,8 +73,8 @@ class ProfiledSteps:
     def _finish(self) -> None:
         profiler, self._profiler, self._wanted = self._profiler, None, None
         assert profiler is not None, "it is running"
-        profiler.stop()
         try:
+            profiler.stop()  # which may fail after an error of the device, and must not hide that
             self._path.parent.mkdir(parents=True, exist_ok=True)  # on nodes that do not share it
             profiler.export_chrome_trace(str(self._path))
         except (OSError, RuntimeError) as error:  # such as a full disk, which the run can do without

@@ -143,7 +143,8 @@ class ParallelConfig:
         return {"pp": self.pp, "dp": self.dp or self.dp_replicate, **split, "ep": self.ep}
 
     def __str__(self) -> str:
-        parts = f" ({self.dp_replicate} x {self.dp // self.dp_replicate})" if self.dp_replicate > 1 else ""
+        shards = self.sizes["dp"] // self.dp_replicate
+        parts = f" ({self.dp_replicate} x {shards})" if self.dp_replicate > 1 else ""
         return ", ".join(f"{name} {size}{parts if name == 'dp' else ''}" for name, size in self.sizes.items())
 
     @property

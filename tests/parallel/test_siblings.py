@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from dualpipe import Pipeline
+from dualpipe.nn import Router
 from dualpipe.parallel import DTypePolicy, Rule, assert_contract, resolve_dtypes, shard
 from ranks import run_ranks
 
@@ -180,6 +181,13 @@ def test_a_rule_that_says_otherwise_is_refused(rule):
 def test_torchs_own_modules_take_one_dtype():
     with pytest.raises(ValueError, match=r"norm \(LayerNorm\) directly owns parameters that FSDP2 cannot keep apart"):
         resolve_dtypes(nn.ModuleDict({"norm": nn.LayerNorm(4)}), DTypePolicy(BF16, FP32, BF16, [Rule("*.bias", FP32)]))
+
+
+def test_our_own_modules_take_one_dtype():
+    """The router of gpt-oss, whose weight and bias a product takes together."""
+    policy = DTypePolicy(BF16, FP32, BF16, [Rule("gate.weight", FP32)])
+    with pytest.raises(ValueError, match=r"gate \(Router\) directly owns parameters that FSDP2 cannot keep apart"):
+        resolve_dtypes(nn.ModuleDict({"gate": Router(8, 4, 2, bias=True)}).to(BF16), policy)
 
 
 @pytest.mark.slow

@@ -298,7 +298,7 @@ def test_parts_of_dp_are_planned_explained_and_written(capsys, tmp_path):
     toml = tmp_path / "row.toml"
     lines = plan(capsys, "--parallel.dp_replicate", "4", "--explain", "1", "--write", "1", str(toml))
     assert lines[1].split()[:4] == ["1", "1", "4x1", "1"] and not lines[2].lstrip().startswith("2 "), "no other mesh"
-    assert any(line.startswith("dp 2x8: 2 parts (parallel.dp_replicate)") for line in lines)
+    assert any(line.startswith("dp 4x1: 4 parts (parallel.dp_replicate)") for line in lines)
     assert any("of reduce" in line and "over 4 parts of dp" in line for line in lines)
     written = load_config(toml).parallel
     assert (written.dp, written.dp_replicate) == (4, 4)

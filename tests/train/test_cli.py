@@ -501,6 +501,12 @@ def test_train_from_packed_data_on_one_rank(run_toml, capsys):
     assert "unigram" not in capsys.readouterr().out, "nothing is held out to evaluate it on"
     assert len(losses(folder, "out")) == 2
     assert not list((folder / "out").glob("data-*")), "packed data is used where it is"
+    documents = folder / "packed/documents.npy"
+    whole = documents.read_bytes()
+    documents.write_bytes(whole[:-10])
+    assert cli.main(["train", str(run_toml), *options]) == 2
+    assert "not a complete packed directory: documents.npy has " in capsys.readouterr().err
+    documents.write_bytes(whole)
     (folder / "packed/tokens-00000.bin").write_bytes(b"")
     assert cli.main(["train", str(run_toml), *options]) == 2
     assert "not a complete packed directory: tokens-00000.bin has 0 bytes" in capsys.readouterr().err

@@ -214,10 +214,11 @@ def loaded(rank, toml, options, plan):
     return trained(toml, options, plan)
 
 
-@pytest.mark.parametrize("pp", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_one_replica_computes_in_bf16_from_a_float32_checkpoint(run_folder, tmp_path, printed, monkeypatch, pp):
+@pytest.mark.parametrize("pp, tied", [(1, False), (1, True), pytest.param(2, False, marks=pytest.mark.slow)])
+def test_one_replica_computes_in_bf16_from_a_float32_checkpoint(run_folder, tmp_path, printed, monkeypatch, pp, tied):
+    """Tied, the embedding and the head are one parameter, which two stages see."""
     monkeypatch.chdir(tmp_path)
-    save_qwen(tmp_path / "hub", vocab_size=257)
+    save_qwen(tmp_path / "hub", vocab_size=257, tie_word_embeddings=tied)
     options = ["--model.config", "", "--init.from_hf", "hub", "--train.dtype", "bf16", "--data.path",
                str(run_folder / "text"), "--parallel.pp", str(pp), "--parallel.schedule", "dualpipev", *SMALL]
     toml = str(run_folder / "run.toml")

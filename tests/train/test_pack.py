@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from dualpipe import cli
+from dualpipe.train import pack as train_pack
 from dualpipe.train.data import PackedTokens, TokenStream
 from dualpipe.train.pack import ByteTokenizer, find_sources, pack
 
@@ -112,6 +113,22 @@ def test_what_was_packed_is_replaced_where_that_is_asked_for(tmp_path, text, cap
     assert "12 tokens in 1 documents" in capsys.readouterr().out
     (tmp_path / "out/index.json").write_text("{")
     assert cli.main(run) == 2 and "already, which is damaged; give another" in capsys.readouterr().err
+
+
+def test_what_another_process_has_packed_meanwhile_is_not_replaced(tmp_path, text, monkeypatch):
+    (text / "a").write_text("ours")
+    write = train_pack._write
+
+    def write_beside_another(*arguments):
+        monkeypatch.setattr(train_pack, "_write", write)
+        pack(find_sources([text]), ByteTokenizer(), tmp_path / "out")
+        (tmp_path / "out/theirs").touch()
+        return write(*arguments)
+
+    monkeypatch.setattr(train_pack, "_write", write_beside_another)
+    with pytest.raises(ValueError, match="out is a packed directory already, with 5 tokens in 1 documents"):
+        pack(find_sources([text]), ByteTokenizer(), tmp_path / "out")
+    assert (tmp_path / "out/theirs").exists() and sorted(os.listdir(tmp_path)) == ["out", "text"]
 
 
 def test_files_of_a_folder_that_are_no_text_are_left_out_and_named(tmp_path, text, capsys):
