@@ -1,4 +1,4 @@
-"""Which document a token of a packed text is in, found without holding a number per document in memory.
+"""Lookup of the document that a token of a packed text is in, without a number per document in memory.
 
 The documents that a part of the text selects are known by their numbers and hashes alone. A scan counts their tokens in
 blocks of `BLOCK` documents; a lookup searches the counts by bisection and then reads the one block, memory-mapped. A

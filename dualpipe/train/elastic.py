@@ -49,7 +49,7 @@ def fit_run(config: Config, world_size: int) -> tuple[Config, str]:
 
 
 def _saved_batch(source: Path) -> SavedBatch | None:
-    """That of the newest checkpoint of a directory; None where no run has saved it, such as an imported one."""
+    """Return the batch of a directory's newest checkpoint; None where no run has saved it, such as an imported one."""
     saved = find(source).committed[0].manifest.config
     try:
         train, parallel = saved["run"]["train"], saved["run"]["parallel"]

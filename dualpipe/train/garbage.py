@@ -1,4 +1,4 @@
-"""When Python's collector of reference cycles runs: after the same steps on all ranks.
+"""Garbage collection of Python's reference cycles after the same steps on all ranks.
 
 By itself it runs whenever a process has made enough objects, on each rank at another moment, and a rank that pauses
 holds up its pipeline.

@@ -123,7 +123,7 @@ def _check_target(out: Path, *, overwrite: bool) -> None:
 
 
 def _listed(left_out: Mapping[str, str], most: int = 10) -> str:
-    """How many files were left out, and the first of them with the reasons."""
+    """Return the number of files that were left out, and the first of them with the reasons."""
     first = ", ".join(f"{name} ({reason})" for name, reason in list(left_out.items())[:most])
     rest = len(left_out) - most
     return f"{len(left_out)}: {first}{f' and {rest} more' if rest > 0 else ''}"
