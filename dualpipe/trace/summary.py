@@ -180,8 +180,8 @@ def report(path: str, svg: str | None, html: str | None = None) -> str:
     lines = [
         f"{path}: {_number(summary.steps, 'step')} of {_number(len(trace.rows), 'rank')}, {schedule.name}, "
         f"{schedule.num_microbatches} micro-batches; clocks are right to {_short(error)} ms", "", summary.by_rank(),
-        f"the actions of a step, first to last: {_short(average)} ms on average, {_short(middle.makespan)} in the middle "
-        f"step; simulated with their medians {_short(summary.ideal.makespan)}, against which",
+        f"the actions of a step, first to last: {_short(average)} ms on average, {_short(middle.makespan)} in the "
+        f"middle step; simulated with their medians {_short(summary.ideal.makespan)}, against which",
         *(f"  {line}" for line in summary.losses()),
         "the slowest actions", *(f"  {line}" for line in summary.slowest()),
     ]
