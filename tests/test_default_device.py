@@ -98,7 +98,7 @@ def trained(rank: int, shape: tuple[int, int, int], elsewhere: bool, folder: str
 
 @pytest.mark.parametrize("shape", [pytest.param((2, 1, 1), marks=pytest.mark.slow), (2, 1, 2)], ids=str)
 def test_pipeline_sharding_and_checkpoints(tmp_path, shape):
-    plain, other = (run_ranks(trained, math.prod(shape), shape, elsewhere, str(tmp_path / str(elsewhere)))
+    plain, other = (run_ranks(trained, math.prod(shape), shape, elsewhere, str(tmp_path / str(elsewhere)), fresh=True)
                     for elsewhere in (False, True))
     for expected, found in zip(plain, other):
         assert found[:3] == expected[:3] and found[1] == found[2] != found[0]
@@ -123,7 +123,7 @@ def trainer(rank: int, device: str, folder: str) -> list[tuple]:
 
 def test_the_trainer(tmp_path):
     write_files(tmp_path, CONFIG | {"vocab_size": 257})
-    (expected,), (found,) = (run_ranks(trainer, 1, device, str(tmp_path)) for device in ("cpu", "meta"))
+    (expected,), (found,) = (run_ranks(trainer, 1, device, str(tmp_path), fresh=True) for device in ("cpu", "meta"))
     assert found == expected and len(found) == 2
 
 

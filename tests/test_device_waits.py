@@ -200,7 +200,7 @@ def traced(rank: int, shape: tuple[int, int, int]) -> Trace:
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [(2, 1, 1), (2, 1, 2), (1, 2, 2), (2, 2, 1), (2, 2, 2), (3, 1, 2)], ids=str)
 def test_ranks_as_processes_with_sharded_parameters(shape):
-    check(run_ranks(traced, math.prod(shape), shape, timeout=300, group_timeout=200))
+    check(run_ranks(traced, math.prod(shape), shape, timeout=300, group_timeout=200, fresh=True))
 
 
 # -- which steps send by the host

@@ -33,7 +33,7 @@ def run_document(rank, folder, runs):
 
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_your_own_loop(tmp_path, ranks):
-    found = run_ranks(run_document, ranks, str(tmp_path), [("whole", 6), ("parts", 4), ("parts", 6)])
+    found = run_ranks(run_document, ranks, str(tmp_path), [("whole", 6), ("parts", 4), ("parts", 6)], fresh=True)
     for whole, part, again in found:
         assert again[:2] == whole[:2] and part[1] != whole[1]
         assert again[2] == whole[2] != part[2]

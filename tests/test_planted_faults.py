@@ -315,7 +315,7 @@ def planted_process(rank: int, name: str) -> list[str]:
 @pytest.mark.parametrize("name", PROCESSES)
 def test_in_processes(name):
     shape, kind, _ = PROCESSES[name]
-    found = run_ranks(planted_process, math.prod(shape), name, timeout=150, group_timeout=100)
+    found = run_ranks(planted_process, math.prod(shape), name, timeout=150, group_timeout=100, fresh=True)
     assert any(kind in kinds(faults) for faults in found), found
 
 
@@ -367,7 +367,7 @@ def planted_training(rank: int, folder: str, name: str) -> list[str]:
 @pytest.mark.parametrize("name", TRAINING)
 def test_in_training(name, tmp_path):
     write_run(tmp_path)
-    [faults] = run_ranks(planted_training, 1, str(tmp_path), name)
+    [faults] = run_ranks(planted_training, 1, str(tmp_path), name, fresh=True)
     assert any(fault.startswith(TRAINING[name][0]) for fault in faults)
 
 

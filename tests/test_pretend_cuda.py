@@ -87,12 +87,12 @@ def trained(rank, shape, dtype, fails):
     ((1, 2, 1), torch.float32), ((2, 1, 2), torch.bfloat16),
 ], ids=str)
 def test_ranks_as_processes(shape, dtype):
-    assert run_ranks(trained, math.prod(shape), shape, dtype, False, reuse=True) == [[]] * math.prod(shape)
+    assert run_ranks(trained, math.prod(shape), shape, dtype, False) == [[]] * math.prod(shape)
 
 
 @pytest.mark.parametrize("shape", [(2, 1, 1), (1, 2, 1), (2, 1, 2)], ids=str)
 def test_a_step_that_fails_and_the_one_after_it(shape):
-    assert run_ranks(trained, math.prod(shape), shape, torch.float32, True, reuse=True) == [[]] * math.prod(shape)
+    assert run_ranks(trained, math.prod(shape), shape, torch.float32, True) == [[]] * math.prod(shape)
 
 
 def trained_tied(rank, shape, name):
@@ -105,7 +105,7 @@ def trained_tied(rank, shape, name):
     ((2, 2, 1), "dualpipev"), ((2, 2, 1), "1f1b"), pytest.param((2, 1, 2), "dualpipev", marks=pytest.mark.slow),
 ], ids=str)
 def test_tied_embeddings_gathered_for_two_stages_or_summed_over_two_ranks(shape, name):
-    assert run_ranks(trained_tied, math.prod(shape), shape, name, reuse=True) == [[]] * math.prod(shape)
+    assert run_ranks(trained_tied, math.prod(shape), shape, name) == [[]] * math.prod(shape)
 
 
 def trained_narrow(rank):
@@ -114,7 +114,7 @@ def trained_narrow(rank):
 
 
 def test_gradients_that_are_divided_and_stored_in_less_than_they_are_reduced_in():
-    assert run_ranks(trained_narrow, 2, reuse=True) == [[]] * 2
+    assert run_ranks(trained_narrow, 2) == [[]] * 2
 
 
 def training(rank, folder, steps, waits, *options):
@@ -129,7 +129,7 @@ def test_training_with_checkpoints(tmp_path):
         ("2", {READ: 2, EVALUATE: 1, FINITE: 1, SAVE: 1}),
         ("3", {READ: 1, EVALUATE: 1, FINITE: 1, SAVE: 1}),  # from the checkpoint
     ]:
-        assert run_ranks(training, 1, str(tmp_path), steps, waits) == [[]]
+        assert run_ranks(training, 1, str(tmp_path), steps, waits, fresh=True) == [[]]
 
 
 def test_training_with_multi_token_prediction_waits_in_its_evaluation_alone(tmp_path):
@@ -137,4 +137,4 @@ def test_training_with_multi_token_prediction_waits_in_its_evaluation_alone(tmp_
     waits = {READ: 3, EVALUATE: 2, EVALUATE.replace("_local_scalar_dense", "tolist"): 1, FINITE: 1, SAVE: 1}
     options = ["--mtp.weight", "0.3", "--mtp.last_steps", "1", "--data.separate_documents", "True",
                "--train.num_chunks", "2", "--checkpoint.interval", "3"]
-    assert run_ranks(training, 1, str(tmp_path), "3", waits, *options) == [[]]
+    assert run_ranks(training, 1, str(tmp_path), "3", waits, *options, fresh=True) == [[]]

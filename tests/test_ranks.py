@@ -40,7 +40,7 @@ def errors_of_work(rank):
 
 
 def test_errors_of_what_all_ranks_do_and_of_what_the_first_does():
-    first, second = run_ranks(errors_of_work, 2, reuse=True)
+    first, second = run_ranks(errors_of_work, 2)
     assert first == second == [
         [0, 1], 0,
         ("ValueError", "rank 1: refused"), 0,
@@ -62,7 +62,7 @@ def long_record(rank):
 
 
 def test_a_record_that_is_too_long_is_an_error_on_every_rank():
-    for (kind, text), afterwards in run_ranks(long_record, 2, group_timeout=10):
+    for (kind, text), afterwards in run_ranks(long_record, 2, group_timeout=10, fresh=True):
         assert kind == "ValueError"
         assert text.startswith("rank 1: a record of 9010 bytes exceeds the 8192 that travel")
         assert afterwards == [0, 1]
@@ -96,7 +96,7 @@ def one_rank_fails_to_conclude(rank):
 
 
 def test_an_error_in_what_is_concluded_is_told_to_all_or_ends_what_they_wait_for():
-    first, second = run_ranks(one_rank_fails_to_conclude, 2, group_timeout=40)
+    first, second = run_ranks(one_rank_fails_to_conclude, 2, group_timeout=40, fresh=True)
     told = "ValueError", "rank 1: MemoryError: planted"
     assert first[:2] == (told, None) and second[:2] == (told, told)
     kind, text = first[2]
@@ -115,7 +115,7 @@ def unfit_record(rank):
 
 
 def test_a_record_that_json_cannot_hold_is_an_error_on_every_rank():
-    for told, afterwards in run_ranks(unfit_record, 2, reuse=True):
+    for told, afterwards in run_ranks(unfit_record, 2):
         assert told == ("ValueError", "rank 1: TypeError: Object of type set is not JSON serializable")
         assert afterwards is None
 
@@ -134,7 +134,7 @@ def equal_errors(rank):
 
 
 def test_equal_errors_are_said_once():
-    for said in run_ranks(equal_errors, 3, reuse=True):
+    for said in run_ranks(equal_errors, 3):
         assert said == (("ValueError", "ranks 0-2: the same"), ("ValueError", "ranks 0, 2: the same; rank 1: another"))
 
 
@@ -152,7 +152,7 @@ def one_has_left(rank):
 
 
 def test_a_rank_that_has_left_is_said_to_have_and_a_wait_is_counted_from_its_beginning():
-    first, second, _ = run_ranks(one_has_left, 3, group_timeout=40)
+    first, second, _ = run_ranks(one_has_left, 3, group_timeout=40, fresh=True)
     left = r"rank 2: cannot be reached: waited (\S+|less than 1) m?s for word from rank 2, which has left \("
     assert re.search(left, first) and re.search(left, second)
     seconds = re.search(r"waited (\S+) s for word from rank 2", second)

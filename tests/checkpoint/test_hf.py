@@ -342,7 +342,7 @@ def load_and_save(rank, source, target, shape):
 def test_layouts(tmp_path, shape):
     source, target, alone = (str(tmp_path / name) for name in ("source", "target", "alone"))
     save_qwen(source, vocab_size=59)  # uneven shards
-    results = run_ranks(load_and_save, prod(shape), source, target, shape, reuse=True)
+    results = run_ranks(load_and_save, prod(shape), source, target, shape)
     config = read_config(source)
     reader, tensors = open_hf(source, config)
     header = reader.header
@@ -363,7 +363,7 @@ def test_layouts_of_other_families(tmp_path, family):
     """Experts that are transposed on the hub; a buffer that every rank has, and one writes."""
     source, target = str(tmp_path / "source"), str(tmp_path / "target")
     theirs = save_family(source, family, max_shard_size="40KB")
-    for wrong, _ in run_ranks(load_and_save, 4, source, target, (1, 2, 2), reuse=True):
+    for wrong, _ in run_ranks(load_and_save, 4, source, target, (1, 2, 2)):
         assert not wrong
     assert_same(read_all(target), read_all(source))
     assert_same(AutoModelForCausalLM.from_pretrained(target).state_dict(), theirs.state_dict())
@@ -383,7 +383,7 @@ def test_other_families_without_a_source(tmp_path, family):
 
 def test_half_of_the_experts_each(tmp_path):
     save_qwen(tmp_path / "source")
-    results = run_ranks(load_and_save, 2, str(tmp_path / "source"), str(tmp_path / "target"), (1, 1, 2), reuse=True)
+    results = run_ranks(load_and_save, 2, str(tmp_path / "source"), str(tmp_path / "target"), (1, 1, 2))
     header = read_headers(tmp_path / "source")
     experts = sum(info.nbytes for name, info in header.items() if ".experts." in name)
     dense = sum(info.nbytes for name, info in header.items() if ".experts." not in name)

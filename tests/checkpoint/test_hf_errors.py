@@ -299,7 +299,7 @@ def test_failing_writes_leave_nothing(tmp_path):
     (folder / "empty").mkdir()
     (folder / "occupied" / "precious").touch()
     (folder / "file").touch()
-    (first, left), (second, _) = run_ranks(save_failing, 2, str(tmp_path / "source"), str(folder))
+    (first, left), (second, _) = run_ranks(save_failing, 2, str(tmp_path / "source"), str(folder), fresh=True)
     expected = [
         ("ValueError", "occupied exists already"), ("ValueError", "file exists already"),
         ("RuntimeError", "rank 0 (pp 0): "), ("ValueError", "max_shard_bytes must be at least 1; got 0"),
@@ -327,7 +327,7 @@ def killed(rank, source, target):
 def test_what_a_killed_writer_left_goes_and_another_ones_stays(tmp_path):
     source, out = tmp_path / "source", tmp_path / "out"
     save_qwen(source)
-    run_ranks(killed, 1, str(source), str(out / "a[b]"), check=False)
+    run_ranks(killed, 1, str(source), str(out / "a[b]"), check=False, fresh=True)
     (left,) = out.iterdir()
     other, alien = out / ".a[b].0123abcd.partial", out / ".ab.0123abcd.partial"
     other.mkdir(), alien.mkdir()

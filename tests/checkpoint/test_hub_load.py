@@ -49,7 +49,7 @@ def held_by_rank(rank, folder, shape):
 def test_planned_is_what_dtensors_hold(tmp_path, shape):
     # Over dp 3, intermediate 25 has no dimension that divides but hidden, and hidden 32 none but intermediate 24.
     save_qwen(tmp_path, moe_intermediate_size=25 if shape == (1, 2, 2) else 24)
-    for wrong in run_ranks(held_by_rank, prod(shape), str(tmp_path), shape, reuse=True):
+    for wrong in run_ranks(held_by_rank, prod(shape), str(tmp_path), shape):
         assert not wrong
 
 

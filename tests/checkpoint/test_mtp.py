@@ -186,7 +186,7 @@ def test_published_weights_come_back_bit_for_bit(published, tmp_path, recwarn):
     """Elements and scales, and the copies of the embedding and the head; in any layout the same files."""
     there_and_back(0, str(published), str(tmp_path / "alone"), rules=FP8)
     v, apart = (
-        run_ranks(there_and_back, 2, str(published), str(tmp_path / schedule), (2, 1, 1), schedule, FP8, reuse=True)
+        run_ranks(there_and_back, 2, str(published), str(tmp_path / schedule), (2, 1, 1), schedule, FP8)
         for schedule in ("dualpipev", "1f1b"))
     for target in tmp_path.iterdir():
         assert raw_tensors(target) == raw_tensors(published) and len(list(target.glob("*.safetensors"))) > 3
@@ -207,7 +207,7 @@ def test_numbers_come_back_bit_for_bit(tmp_path):
         there_and_back(0, str(source), str(tmp_path / target), given=given)
         assert raw_tensors(tmp_path / target) == raw_tensors(source)
         assert config_of(tmp_path / target)["num_nextn_predict_layers"] == 1
-    run_ranks(there_and_back, 2, str(source), str(tmp_path / "sharded"), (1, 1, 2), reuse=True)
+    run_ranks(there_and_back, 2, str(source), str(tmp_path / "sharded"), (1, 1, 2))
     assert raw_tensors(tmp_path / "sharded") == raw_tensors(source)
     save_again(0, tmp_path / "none", tmp_path / "carried", None)
     assert mtp_of(tmp_path / "carried") == mtp_of(source)
@@ -325,12 +325,12 @@ def test_the_embedding_of_two_ranks_is_saved_once_and_loaded_by_both(tmp_path):
     folders = []
     for layout in (("1f1b", 2, 2, 1), ("1f1b", 2, 1, 1), ("dualpipev", 2, 1, 1), ("dualpipev", 1, 2, 1)):
         folders.append(str(tmp_path / "-".join(map(str, layout))))
-        holds = run_ranks(write_run, prod(layout[1:]), folders[-1], layout, reuse=True)
+        holds = run_ranks(write_run, prod(layout[1:]), folders[-1], layout)
         assert sum(holds) == (len(holds) if layout[0] == "1f1b" else layout[2])
         stored, _ = Checkpoint.read(latest(folders[-1])).tensors()
         ours = [each.boxes for name, each in stored.items() if "embed_tokens" in name and each.shape]
         assert list(map(len, ours)) == [layout[2]] * 3  # the master and its moments, once for each of "dp"
         if prod(layout[1:]) == 2:
-            assert not any(run_ranks(read_run, 2, folders, layout, reuse=True)), layout
+            assert not any(run_ranks(read_run, 2, folders, layout)), layout
     assert not read_run(0, folders, ("dualpipev", 1, 1, 1))
-    run_ranks(spread, 2, str(tmp_path / "spread"), reuse=True)
+    run_ranks(spread, 2, str(tmp_path / "spread"))

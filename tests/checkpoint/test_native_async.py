@@ -295,7 +295,7 @@ def save_a_half(rank, folder):
 
 
 def test_half_a_tensor_is_not_saved(tmp_path):
-    for messages in run_ranks(save_a_half, 2, str(tmp_path)):
+    for messages in run_ranks(save_a_half, 2, str(tmp_path), fresh=True):
         assert messages[0].startswith("all ranks together must have all of every tensor")
         assert "half is not whole: its parts have 4 of 8 elements" in messages[0]
         assert "sum is a sum that is not yet reduced" in messages[1]
@@ -327,7 +327,7 @@ def cut_short(rank, folder):
 
 
 def test_ranks_that_an_interrupt_has_parted_say_so(tmp_path):
-    first, second = run_ranks(cut_short, 2, str(tmp_path))
+    first, second = run_ranks(cut_short, 2, str(tmp_path), fresh=True)
     assert first[0].startswith("CheckpointError: the checkpoint of step 2 was not saved")
     assert "from rank 1 (pp 1)" in first[0]
     assert second[0].startswith("KeyboardInterrupt")
@@ -355,7 +355,7 @@ def fill_a_disk(rank, folder, kind):
 
 @pytest.mark.parametrize("kind", ["thread", pytest.param("process", marks=pytest.mark.slow)])
 def test_a_file_that_cannot_grow_on_one_rank(tmp_path, kind):
-    first, second = run_ranks(fill_a_disk, 2, str(tmp_path), kind)
+    first, second = run_ranks(fill_a_disk, 2, str(tmp_path), kind, fresh=True)
     assert first == second and len(first) == (2 if kind == "thread" else 1)
     assert all("rank 1 (pp 1): " in text and "File too large" in text for text in first)
     assert sorted(path.name for path in tmp_path.glob("*step*")) == ["step-00000001", "step-00000004"]
@@ -442,6 +442,6 @@ def one_is_gone(rank, folder):
 
 
 def test_a_rank_that_does_not_come_is_noticed(tmp_path):
-    waited, _ = run_ranks(one_is_gone, 2, str(tmp_path), check=False)
+    waited, _ = run_ranks(one_is_gone, 2, str(tmp_path), check=False, fresh=True)
     assert 2 < waited < 6
     assert latest(tmp_path).name == "step-00000001" and not verify(latest(tmp_path))

@@ -64,7 +64,7 @@ def whole_state():
 
 def kill(folder, how, victims, delay):
     """One run that is killed: (its newest step, whether it left something half done); fails unless that is whole."""
-    outcome = run_ranks(save_until_killed, 2, str(folder), how, victims, delay, check=False, timeout=120)
+    outcome = run_ranks(save_until_killed, 2, str(folder), how, victims, delay, check=False, timeout=120, fresh=True)
     for rank, result in enumerate(outcome):
         assert isinstance(result, ChildProcessError if rank in victims else (CheckpointError, RuntimeError)), result
     for rank in json.loads((folder / "ranks.json").read_text()):

@@ -52,7 +52,7 @@ def saved(tmp_path_factory):
     def get(shape, how="sync"):
         if (shape, how) not in made:
             folder = tmp_path_factory.mktemp("layout") / "checkpoints"
-            made[shape, how] = str(folder), run_ranks(write, prod(shape), str(folder), shape, how, reuse=True)
+            made[shape, how] = str(folder), run_ranks(write, prod(shape), str(folder), shape, how)
         return made[shape, how]
 
     return get
@@ -60,7 +60,7 @@ def saved(tmp_path_factory):
 
 def check(saved, sources, target, how="sync"):
     folders = {shape: saved(shape, how)[0] for shape in sources}
-    results = run_ranks(read, prod(target), folders, target, how, reuse=True)
+    results = run_ranks(read, prod(target), folders, target, how)
     for shape in sources:
         for found in results:
             assert not found[shape][0], (shape, target)
@@ -147,7 +147,7 @@ def replicated(rank, folder):
 
 
 def test_replicas_are_written_once_and_loaded_into_other_layouts(tmp_path):
-    for hybrid, sharded in run_ranks(replicated, 4, str(tmp_path), reuse=True):
+    for hybrid, sharded in run_ranks(replicated, 4, str(tmp_path)):
         assert hybrid == sharded
     assert not verify(latest(tmp_path / "hybrid"))
 

@@ -45,7 +45,7 @@ def save_slowly(rank, folder, how):
 
 @pytest.mark.parametrize("how", ["save_async", pytest.param("save", marks=pytest.mark.slow)])
 def test_a_slow_disk_is_no_error(tmp_path, how):
-    assert min(run_ranks(save_slowly, 2, str(tmp_path), how)) > 3
+    assert min(run_ranks(save_slowly, 2, str(tmp_path), how, fresh=True)) > 3
     assert not verify(latest(tmp_path))
 
 
@@ -77,7 +77,7 @@ def save_and_hang(rank, folder):
 
 
 def test_a_rank_that_hangs_is_named_on_all_and_what_it_writes_afterwards_is_not_committed(tmp_path):
-    first, second = run_ranks(save_and_hang, 2, str(tmp_path))
+    first, second = run_ranks(save_and_hang, 2, str(tmp_path), fresh=True)
     assert first[0] == second[0] and "step 1 was not saved to" in first[0]
     assert "rank 1 (pp 1) has not gone on with it for 1 s" in first[0]
     assert first[1] == second[1] and "rank 1 (pp 1): GivenUp: an earlier one has not come to its end here" in first[1]
@@ -187,7 +187,7 @@ def save_poisoned(rank, folder, value):
     float("nan"), pytest.param(float("-inf"), marks=pytest.mark.slow),
 ])
 def test_what_is_not_finite_is_not_committed(tmp_path, value):
-    first, second = run_ranks(save_poisoned, 2, str(tmp_path), value)
+    first, second = run_ranks(save_poisoned, 2, str(tmp_path), value, fresh=True)
     assert first == second == [
         f"{name} on rank 1 (pp 1): not finite, so there is no checkpoint of step {step}; the newest that is whole: "
         f"{tmp_path / 'step-00000001'}"

@@ -103,12 +103,12 @@ def read(rank, folder, shape, forms):
 ])
 def test_layouts(tmp_path, saved, loaded):
     forms = tuple(FORMATS) if saved == loaded else SOME
-    run_ranks(write, prod(saved), str(tmp_path), saved, forms, reuse=True)
-    run_ranks(read, prod(loaded), str(tmp_path), loaded, forms, reuse=True)
+    run_ranks(write, prod(saved), str(tmp_path), saved, forms)
+    run_ranks(read, prod(loaded), str(tmp_path), loaded, forms)
 
 
 def test_the_files_hold_block_rows_once(tmp_path):
-    run_ranks(write, 4, str(tmp_path), (1, 2, 2), SOME, reuse=True)
+    run_ranks(write, 4, str(tmp_path), (1, 2, 2), SOME)
     for form in SOME:
         (path,) = (tmp_path / form).glob("step-*")
         stored = sum(tensor.nbytes for tensor in make(form).values())
@@ -119,13 +119,13 @@ def test_the_files_hold_block_rows_once(tmp_path):
 
 @pytest.mark.parametrize("how", ["thread", pytest.param("process", marks=pytest.mark.slow)])
 def test_background_saves_are_those_of_the_moment(tmp_path, how):
-    run_ranks(write, 2, str(tmp_path), (1, 2, 1), SOME, reuse=True)
-    run_ranks(write, 2, str(tmp_path / how), (1, 2, 1), SOME, how, reuse=True)
+    run_ranks(write, 2, str(tmp_path), (1, 2, 1), SOME)
+    run_ranks(write, 2, str(tmp_path / how), (1, 2, 1), SOME, how)
     for form in SOME:
         found = [{file.name: file.read_bytes()[-make(form)["partial.weight"].nbytes :] for file in
                   (folder / form).glob("step-*/*.safetensors")} for folder in (tmp_path, tmp_path / how)]
         assert len(found[0]) == 2 and found[0] == found[1]
-    run_ranks(read, 2, str(tmp_path / how), (1, 2, 1), SOME, reuse=True)
+    run_ranks(read, 2, str(tmp_path / how), (1, 2, 1), SOME)
 
 
 def convert(rank, folder, shape):
@@ -151,14 +151,14 @@ def convert(rank, folder, shape):
 
 @pytest.mark.parametrize("shape", [pytest.param((1, 1, 1), marks=pytest.mark.slow), (1, 2, 2)])
 def test_other_forms(tmp_path, shape):
-    run_ranks(write, 2, str(tmp_path), (1, 2, 1), ("fp8_block", torch.bfloat16), reuse=True)
-    run_ranks(convert, prod(shape), str(tmp_path), shape, reuse=True)
+    run_ranks(write, 2, str(tmp_path), (1, 2, 1), ("fp8_block", torch.bfloat16))
+    run_ranks(convert, prod(shape), str(tmp_path), shape)
 
 
 def test_plain_parts_of_blocks(tmp_path):
     """What is plain may be cut anywhere: rows within blocks, columns."""
-    run_ranks(write, 1, str(tmp_path), (1, 1, 1), ("fp8_block",), reuse=True)
-    run_ranks(read_odd_parts, 2, str(tmp_path), reuse=True)
+    run_ranks(write, 1, str(tmp_path), (1, 1, 1), ("fp8_block",))
+    run_ranks(read_odd_parts, 2, str(tmp_path))
 
 
 def read_odd_parts(rank, folder):
@@ -222,8 +222,8 @@ def read_trained(rank, folder, shape, way):
 ])
 def test_masters_go_into_every_layout_and_way(tmp_path, saved, loaded, ways):
     """Also into a run that stores them otherwise: a checkpoint does not know the difference."""
-    run_ranks(write_trained, prod(saved), str(tmp_path), saved, ways[0], reuse=True)
-    run_ranks(read_trained, prod(loaded), str(tmp_path), loaded, ways[1], reuse=True)
+    run_ranks(write_trained, prod(saved), str(tmp_path), saved, ways[0])
+    run_ranks(read_trained, prod(loaded), str(tmp_path), loaded, ways[1])
 
 
 def go_on(rank, folder, way):
@@ -264,7 +264,7 @@ def step(trainee, number):
 @pytest.mark.parametrize("way", ["stored", pytest.param("gathered", marks=pytest.mark.slow)])
 def test_going_on(tmp_path, way):
     """Parameters' bytes, masters and moments are those of the run that nothing interrupted."""
-    run_ranks(go_on, 4, str(tmp_path), way, reuse=True)
+    run_ranks(go_on, 4, str(tmp_path), way)
 
 
 def test_commands_say_how_trained_weights_are_quantized(tmp_path):

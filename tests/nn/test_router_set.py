@@ -87,7 +87,7 @@ def sizes_on_two_ranks(rank):
 
 
 def test_loads_are_summed_and_losses_averaged_for_routers_of_different_sizes():
-    for totals, metrics in run_ranks(sizes_on_two_ranks, 2):
+    for totals, metrics in run_ranks(sizes_on_two_ranks, 2, fresh=True):
         assert totals == [[2, 4, 6, 0.5, 2, 6], [1, 20, 0, 1, 4]]
         assert metrics == {"first_loss": 0.25, "second_loss": 1.5, "third_loss": 5}
 

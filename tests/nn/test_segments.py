@@ -130,7 +130,7 @@ def parity(rank: int, name: str, pp: int, microbatches: int, recompute: tuple, o
     ("dualpipev", 1, 3), ("dualpipev", 2, 7), ("zbv", 2, 5), ("1f1b", 2, 3), ("interleaved_1f1b", 2, 4),
 ])
 def test_gradients_and_losses(name, pp, microbatches, recompute, overlap):
-    for gradients, losses in run_ranks(parity, pp, name, pp, microbatches, recompute, overlap, reuse=True):
+    for gradients, losses in run_ranks(parity, pp, name, pp, microbatches, recompute, overlap):
         assert gradients < 1e-10 and losses < 1e-12
 
 
@@ -405,13 +405,13 @@ def training(rank: int, overlap: bool, recompute: tuple, p: float) -> list:
     (False, ()), (True, ("before",)), (False, ("before", "after")), (True, ALL), (False, ALL),
 ])
 def test_losses_are_the_same_bits_with_and_without_overlap_and_recomputation(overlap, recompute):
-    plain = run_ranks(training, 2, True, (), 0.0, reuse=True)
-    assert run_ranks(training, 2, overlap, recompute, 0.0, reuse=True) == plain
+    plain = run_ranks(training, 2, True, (), 0.0)
+    assert run_ranks(training, 2, overlap, recompute, 0.0) == plain
 
 
 def test_recomputation_draws_the_same_random_numbers():
     """Dropout: also what comes after a recomputed segment is as if it had not been computed again."""
-    plain, *again = (run_ranks(training, 2, False, recompute, 0.5, reuse=True) for recompute in ((), ("before",), ALL))
+    plain, *again = (run_ranks(training, 2, False, recompute, 0.5) for recompute in ((), ("before",), ALL))
     assert again == [plain, plain]
 
 
@@ -618,7 +618,7 @@ def failing(rank: int) -> list[tuple[str, float, bool]]:
 
 
 def test_after_a_failure_every_communication_is_met_and_the_next_step_is_right():
-    for found in run_ranks(failing, 2):
+    for found in run_ranks(failing, 2, fresh=True):
         for i, (message, error, met) in enumerate(found):
             assert ("out of luck" if i < 4 else "division") in message
             assert met and error < 1e-10
@@ -706,7 +706,7 @@ def failing_between_pipelines(rank: int) -> list[tuple[str, str, float]]:
 
 
 def test_a_failure_raises_in_every_pipeline_that_communicates_and_none_waits():
-    results = run_ranks(failing_between_pipelines, 4, timeout=90, group_timeout=20)
+    results = run_ranks(failing_between_pipelines, 4, timeout=90, group_timeout=20, fresh=True)
     for found in results:
         for where, message, error in found:
             expected = {"forward": "out of luck", "backward": "division", "labels": "labels"}[where]

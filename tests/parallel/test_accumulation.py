@@ -93,7 +93,7 @@ def error(gradients: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 def test_bf16_compute_with_fp32_accumulation(pp, record_property):
     expected = accumulated(torch.float64, torch.bfloat16)
     in_bf16 = error(accumulated(torch.bfloat16, torch.bfloat16), expected)
-    ours = joined(run_ranks(pipelined, pp * REPLICAS, pp, torch.bfloat16, reuse=True))
+    ours = joined(run_ranks(pipelined, pp * REPLICAS, pp, torch.bfloat16))
     assert ours.keys() == expected.keys()
     in_fp32 = error(ours, expected)
     record_property("relative error, fp32 accumulation", in_fp32)
@@ -107,7 +107,7 @@ def test_bf16_compute_with_fp32_accumulation(pp, record_property):
 @pytest.mark.parametrize("pp", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_float64_throughout(pp):
     expected = accumulated(torch.float64, torch.float64)
-    assert error(joined(run_ranks(pipelined, pp * REPLICAS, pp, torch.float64, reuse=True)), expected) < 1e-10
+    assert error(joined(run_ranks(pipelined, pp * REPLICAS, pp, torch.float64)), expected) < 1e-10
 
 
 def test_the_reference_is_of_the_same_computation():

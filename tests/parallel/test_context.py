@@ -425,7 +425,7 @@ def failing_in_another_size(rank: int, sizes: tuple[tuple[int, int], ...]) -> tu
 
 @pytest.mark.parametrize("sizes", [((3, 11), (3, 11)), ((4, 19), (4, 11)), ((4, 11), (4, 19))])
 def test_given_micro_batches_of_other_sizes_then_nobody_waits_for_a_rank_that_fails_either(sizes):
-    for raised, seconds in run_ranks(failing_in_another_size, 2, sizes, group_timeout=50, timeout=120):
+    for raised, seconds in run_ranks(failing_in_another_size, 2, sizes, group_timeout=50, timeout=120, fresh=True):
         assert "OutOfLuck" in raised and seconds < 30
 
 
@@ -468,7 +468,7 @@ def failing(rank: int, where: str, method: str) -> tuple[str, float, float]:
     *(slow(where, "all_to_all") for where in ("embedding", "projection", "between", "head")),
 ])
 def test_given_a_rank_that_fails_then_nobody_waits_and_the_next_step_is_right(where, method):
-    for raised, seconds, wrong in run_ranks(failing, 2, where, method, group_timeout=50, timeout=120):
+    for raised, seconds, wrong in run_ranks(failing, 2, where, method, group_timeout=50, timeout=120, fresh=True):
         assert "OutOfLuck" in raised and seconds < 30
         assert wrong < (1e-6 if where == "dtypes" else 1e-10)  # rows in float32
 

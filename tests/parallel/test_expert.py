@@ -153,7 +153,7 @@ def parity(rank, names, cases):
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_results_and_all_gradients_equal_those_of_one_process(ranks, dtype):
-    for errors in run_ranks(parity, ranks, [dtype], list(CASES), reuse=True):
+    for errors in run_ranks(parity, ranks, [dtype], list(CASES)):
         wrong = {key: value for key, value in errors.items() if not value <= TOLERANCE[dtype]}
         assert not wrong
 
@@ -226,7 +226,7 @@ def outside_of_a_pipeline(rank):
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_model_outside_of_a_pipeline_has_the_gradients_of_one_process(ranks):
-    for wrong, count in run_ranks(outside_of_a_pipeline, ranks, reuse=True):
+    for wrong, count in run_ranks(outside_of_a_pipeline, ranks):
         assert not wrong and count > 20
 
 
@@ -296,7 +296,7 @@ def failing(rank, fails_from):
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("fails_from", [0, 1, 2, 3])
 def test_given_a_rank_that_fails_the_others_finish_and_the_next_exchange_is_right(fails_from, ranks):
-    assert max(run_ranks(failing, ranks, fails_from, group_timeout=10)) < 1e-13
+    assert max(run_ranks(failing, ranks, fails_from, group_timeout=10, fresh=True)) < 1e-13
 
 
 def two_at_once(rank):
@@ -338,7 +338,7 @@ def dies(rank, hangs):
 @pytest.mark.parametrize("hangs", [False, True])
 def test_given_a_rank_that_is_gone_then_the_others_raise_within_the_timeout(hangs):
     start = time.monotonic()
-    results = run_ranks(dies, 2, hangs, group_timeout=2 if hangs else 10, timeout=30, check=False)
+    results = run_ranks(dies, 2, hangs, group_timeout=2 if hangs else 10, timeout=30, check=False, fresh=True)
     assert isinstance(results[0], RuntimeError)
     assert time.monotonic() - start < 10
 
@@ -367,7 +367,7 @@ def counted(rank, dtype, weights_dtype):
     ("dtype", "weights"), [(torch.float64, torch.float64), (torch.bfloat16, torch.float32)], ids=str
 )
 def test_the_counted_bytes_are_those_of_deduplicated_dispatch(dtype, weights):
-    for counted_bytes, formula in run_ranks(counted, 4, dtype, weights, reuse=True):
+    for counted_bytes, formula in run_ranks(counted, 4, dtype, weights):
         assert counted_bytes == formula > 0
 
 
@@ -448,7 +448,7 @@ def under_fsdp(rank, dp, ep):
 
 @pytest.mark.parametrize(("dp", "ep"), [(2, 2), (1, 4), (4, 1)])
 def test_gradients_under_fsdp_are_the_mean_over_the_global_batch(dp, ep):
-    for worst, placements in run_ranks(under_fsdp, 4, dp, ep, reuse=True):
+    for worst, placements in run_ranks(under_fsdp, 4, dp, ep):
         assert worst < 1e-6, placements
 
 

@@ -54,7 +54,7 @@ def dispatched(rank, block, dtype):
 @pytest.mark.parametrize("block", [128, 32])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_experts_get_quantized_rows_and_gradients_stay_as_they_are(block, dtype):
-    for equal, plain, forward, backward in run_ranks(dispatched, 2, block, dtype, reuse=True):
+    for equal, plain, forward, backward in run_ranks(dispatched, 2, block, dtype):
         assert equal == [True] * 6
         assert (plain, forward, backward) == (None, 0, 0)
 
@@ -81,7 +81,7 @@ def without_inputs(rank, block):
 
 @pytest.mark.parametrize("block", [128, 32])
 def test_a_rank_without_rows_takes_part(block):
-    assert run_ranks(without_inputs, 2, block, reuse=True) == [[[1.0], None, [1.0, 2.0]], [None, None, [1.0, 2.0]]]
+    assert run_ranks(without_inputs, 2, block) == [[[1.0], None, [1.0, 2.0]], [None, None, [1.0, 2.0]]]
 
 
 def disagreeing(rank):
@@ -94,7 +94,7 @@ def disagreeing(rank):
 
 
 def test_what_does_not_fit_is_refused():
-    assert run_ranks(disagreeing, 2, reuse=True) == [True, True]
+    assert run_ranks(disagreeing, 2) == [True, True]
     with pytest.raises(ValueError, match="fp8_rows must be 128, 32, numbers under a scale, or None; got 64"):
         ExpertParallel(4, fp8_rows=64)
 

@@ -97,7 +97,7 @@ def parity(rank: int, pp: int, name: str, shard: str, microbatches: int) -> floa
 @pytest.mark.parametrize("shard", SHARD)
 @pytest.mark.parametrize("pp, world, name, microbatches", [(2, 4, "dualpipev", 5), (1, 2, "dualpipev", 1)])
 def test_gradients_are_the_mean_over_the_global_batch(pp, world, name, microbatches, shard):
-    assert max(run_ranks(parity, world, pp, name, shard, microbatches, reuse=True)) < 1e-10
+    assert max(run_ranks(parity, world, pp, name, shard, microbatches)) < 1e-10
 
 
 # -- the accumulators
@@ -386,7 +386,7 @@ def left(rank: int) -> dict[str, tuple]:
 def test_gradients_left_elsewhere_or_in_bf16_are_added_in_fp32_and_reduced_with_the_others():
     steps = {"then a step": LEFT + MICROBATCHES * STEP, "dropped by zero_grad": MICROBATCHES * STEP,
              "left in bfloat16 by the last closure of two steps": 2 * MICROBATCHES * STEP}
-    for found in run_ranks(left, 2):
+    for found in run_ranks(left, 2, fresh=True):
         assert len(found) == 9
         for name, gradients in found.items():
             expected = (torch.float32, {steps[name.split(", ")[-1]]})
@@ -530,7 +530,7 @@ def failing_steps(rank: int) -> list[tuple[str, str, float]]:
 
 
 def test_a_failure_in_one_pipeline_raises_in_all_and_the_next_step_is_right():
-    for found in run_ranks(failing_steps, 4, timeout=120):
+    for found in run_ranks(failing_steps, 4, timeout=120, fresh=True):
         for where, message, error in found:
             expected = {"forward": "out of luck", "backward": "division", "arguments": "disagree"}[where]
             assert message.startswith("ValueError" if where == "arguments" else "PipelineError"), (where, message)
@@ -567,7 +567,8 @@ def failing_collective(rank: int, pp: int, method: str) -> tuple[str, float]:
     *(pytest.param(2, method, marks=pytest.mark.slow) for method in ("unshard", "post_backward")),
 ])
 def test_a_failure_in_the_midst_of_a_collective_ends_those_that_wait_for_it(pp, method):
-    for rank, (message, seconds) in enumerate(run_ranks(failing_collective, 2 * pp, pp, method, group_timeout=40)):
+    results = run_ranks(failing_collective, 2 * pp, pp, method, group_timeout=40, fresh=True)
+    for rank, (message, seconds) in enumerate(results):
         assert seconds < 20 and "rank 1" in message
         if rank == 1:
             assert "MemoryError: planted" in message
@@ -603,7 +604,7 @@ def failing_elsewhere(rank: int) -> list[str]:
 
 
 def test_a_rank_without_sharded_parameters_hears_of_failures_in_other_pipelines():
-    for arguments, forward, good in run_ranks(failing_elsewhere, 4, group_timeout=20):
+    for arguments, forward, good in run_ranks(failing_elsewhere, 4, group_timeout=20, fresh=True):
         assert "cannot be split" in arguments and "out of luck" in forward and good == ""
 
 
@@ -623,7 +624,7 @@ def killed(rank: int) -> str:
 
 
 def test_a_killed_rank_raises_in_all_pipelines():
-    results = run_ranks(killed, 4, check=False, timeout=50, group_timeout=10)
+    results = run_ranks(killed, 4, check=False, timeout=50, group_timeout=10, fresh=True)
     assert isinstance(results.pop(1), ChildProcessError)
     for error in results:
         assert isinstance(error, PipelineError), error
@@ -643,7 +644,7 @@ def lost(rank: int) -> str:
 
 def test_a_gradient_that_fsdp2_drops_is_noticed():
     """In torch 2.15 `finalize_backward` drops every gradient silently where `post_backward` was not called."""
-    for message in run_ranks(lost, 2):
+    for message in run_ranks(lost, 2, fresh=True):
         assert "FSDP2 reduced no gradient for" in message and "up.weight" in message
 
 
@@ -918,7 +919,7 @@ class _Offset(nn.Module):
 
 
 def test_a_frozen_tower_that_fully_shard_does_not_cast_is_refused_with_the_remedy():
-    refused, by_itself, cast, in_a_forward = run_ranks(frozen_by_hand, 1, reuse=True)[0]
+    refused, by_itself, cast, in_a_forward = run_ranks(frozen_by_hand, 1)[0]
     assert "tower (Sequential) is frozen and computes in bf16, what is trained in fp32" in refused
     assert "dualpipe.parallel.shard" in refused and "cast_forward_inputs=False" in refused
     assert by_itself == cast == ""

@@ -124,7 +124,7 @@ def check(shape, schedule="dualpipev", overlap=True, recompute=(), skewed=False,
     pp, dp, ep = shape
     arguments = (shape, schedule, overlap, recompute, skewed, dtype)
     allowed = {torch.float64: 1e-10, torch.float32: 1e-5}[dtype]
-    for gradients, losses in run_ranks(layout, pp * dp * ep, *arguments, reuse=True):
+    for gradients, losses in run_ranks(layout, pp * dp * ep, *arguments):
         assert gradients < allowed and losses < allowed
 
 
@@ -197,7 +197,7 @@ def test_bfloat16_with_two_experts_is_rounded_as_in_the_whole_model(shape):
     rank, with nothing to sum. So activations have the same bits, and gradients differ by the order of float32 sums:
     1e-7. A gradient that was accumulated or reduced in bfloat16 would be 5e-3 away.
     """
-    for gradients, losses in run_ranks(with_two_experts, math.prod(shape), shape, reuse=True):
+    for gradients, losses in run_ranks(with_two_experts, math.prod(shape), shape):
         assert gradients < 1e-5 and losses == 0
 
 
@@ -209,7 +209,7 @@ def test_bfloat16_with_three_experts_is_as_near_to_float64_as_the_whole_model_is
     times as far from float64, and single ones (16 numbers) up to 1.9 times. One micro-batch of five missing is 45 %.
     """
     errors = {}
-    for found in run_ranks(with_three_experts, math.prod(shape), shape, reuse=True):
+    for found in run_ranks(with_three_experts, math.prod(shape), shape):
         errors |= found
     for name, (_, pipelined, whole) in errors.items():
         assert pipelined <= 2.5 * whole, name
@@ -269,7 +269,7 @@ def deduplicated_bytes(chosen: list[dict], rank: int, *, again: bool) -> int:
     ("shape", "recompute"), [((2, 1, 2), ("layer",)), ((1, 1, 4), ()), ((2, 1, 2), ("dispatch",))], ids=str
 )
 def test_the_bytes_of_a_step_are_those_of_deduplicated_dispatch(shape, recompute):
-    for sent, expected in run_ranks(counted, math.prod(shape), shape, recompute, reuse=True):
+    for sent, expected in run_ranks(counted, math.prod(shape), shape, recompute):
         assert sent == expected > 0
 
 
@@ -332,7 +332,7 @@ def broken_once(rank: int, shape: tuple[int, int, int], where: str) -> list[tupl
 ])
 @pytest.mark.parametrize("shape", [(2, 1, 2), pytest.param((1, 1, 4), marks=pytest.mark.slow)], ids=str)
 def test_a_failure_beside_tokens_in_flight_raises_everywhere_and_the_next_step_is_right(shape, where):
-    for found in run_ranks(broken_once, 4, shape, where, timeout=90, group_timeout=20):
+    for found in run_ranks(broken_once, 4, shape, where, timeout=90, group_timeout=20, fresh=True):
         for message, error in found:
             assert ("division" if where == "backward" else "out of luck") in message
             assert error < 1e-10
@@ -364,10 +364,10 @@ def losses_of_training(rank: int, overlap: bool, recompute: tuple[str, ...]) -> 
 
 @pytest.mark.slow
 def test_losses_of_a_training_are_the_same_bits_however_it_is_run():
-    expected = run_ranks(losses_of_training, 4, True, (), reuse=True)
+    expected = run_ranks(losses_of_training, 4, True, ())
     assert expected[0][0] != expected[0][-1]
     for overlap, recompute in ((False, ()), (False, ("experts", "norms")), (True, ("layer", "dispatch"))):
-        assert run_ranks(losses_of_training, 4, overlap, recompute, reuse=True) == expected
+        assert run_ranks(losses_of_training, 4, overlap, recompute) == expected
 
 
 def norms_in_float32(rank: int) -> tuple[set, set]:

@@ -234,7 +234,7 @@ def materialised_layouts(rank, world):
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_given_a_seed_then_every_layout_holds_the_values_and_dtypes_of_the_unsharded_module(world):
-    assert run_ranks(materialised_layouts, world, world, reuse=True) == [{name: [] for name in LAYOUTS}] * world
+    assert run_ranks(materialised_layouts, world, world) == [{name: [] for name in LAYOUTS}] * world
 
 
 QWEN = Qwen3MoeConfig(
@@ -260,7 +260,7 @@ def qwen_stages(rank):
 
 
 def test_given_two_stages_of_a_model_that_share_a_weight_then_it_is_shared_after_materialising_each():
-    for wrong, tied, count in run_ranks(qwen_stages, 2, reuse=True):
+    for wrong, tied, count in run_ranks(qwen_stages, 2):
         assert wrong == [] and tied and count > 10
 
 
@@ -298,7 +298,7 @@ def train_uneven(rank, world):
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_given_uneven_shards_then_fsdp2_computes_with_what_was_filled(world):
-    assert run_ranks(train_uneven, world, world, reuse=True) == [[]] * world
+    assert run_ranks(train_uneven, world, world) == [[]] * world
 
 
 def mixed_precision(rank):
@@ -310,7 +310,7 @@ def mixed_precision(rank):
 
 
 def test_given_storage_in_float32_and_compute_in_bfloat16_then_each_has_its_dtype_after_the_first_forward():
-    assert run_ranks(mixed_precision, 2, reuse=True) == [(BF16, {F32}, F32)] * 2
+    assert run_ranks(mixed_precision, 2) == [(BF16, {F32}, F32)] * 2
 
 
 class Wide(nn.Module):
@@ -379,7 +379,7 @@ def by_plan(rank, world):
 @pytest.mark.parametrize("world", [2, 4])
 def test_given_a_resolved_plan_then_what_it_shards_is_materialised_and_runs(world):
     norms = {"layers.0.norm.weight", "layers.1.norm.weight"}
-    assert run_ranks(by_plan, world, world, reuse=True) == [([], F32, norms)] * world
+    assert run_ranks(by_plan, world, world) == [([], F32, norms)] * world
 
 
 class Tower(nn.Module):
@@ -407,7 +407,7 @@ def frozen_tower(rank, world):
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_given_a_frozen_part_that_the_plan_narrows_then_a_wider_source_and_its_buffers_are_rounded(world):
-    assert run_ranks(frozen_tower, world, world, reuse=True) == [([], True, BF16)] * world
+    assert run_ranks(frozen_tower, world, world) == [([], True, BF16)] * world
 
 
 # -- parameters: a module without shards
@@ -449,7 +449,7 @@ def test_given_dtensor_parameters_then_buffers_go_to_the_device_with_their_own_d
         "scale": ("meta", torch.float64), "steps": ("meta", torch.int64),
         "layers.0.rotary.inv_freq": ("meta", F32), "layers.1.rotary.inv_freq": ("meta", F32),
     }
-    for buffers, params in run_ranks(sharded_buffers, world, world, reuse=True):
+    for buffers, params in run_ranks(sharded_buffers, world, world):
         assert buffers == expected and params == {(DTensor, "cpu")}
 
 
@@ -467,7 +467,7 @@ def sharded_with_values(rank, world):
 @pytest.mark.parametrize("world", [2, 4])
 def test_given_dtensor_parameters_with_values_then_they_stay_as_they_are_and_the_buffers_move(world):
     refused = "embed.weight: a DTensor with values in torch.float32 stays so, not torch.float64; shard it on meta"
-    assert run_ranks(sharded_with_values, world, world, reuse=True) == [(refused, True, {"meta"})] * world
+    assert run_ranks(sharded_with_values, world, world) == [(refused, True, {"meta"})] * world
 
 
 def offloaded(rank):
@@ -478,7 +478,7 @@ def offloaded(rank):
 
 
 def test_given_cpu_offload_then_a_step_works_and_the_values_are_the_same():
-    assert run_ranks(offloaded, 2, reuse=True) == [[], []]
+    assert run_ranks(offloaded, 2) == [[], []]
 
 
 def test_given_a_buffer_that_is_not_persistent_then_it_is_recomputed_on_the_device_even_if_it_has_a_value():
@@ -581,7 +581,7 @@ def tied_unit(rank, world):
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_given_tied_parameters_in_one_unit_then_they_are_tied_again(world):
-    assert run_ranks(tied_unit, world, world, reuse=True) == [(True, [])] * world
+    assert run_ranks(tied_unit, world, world) == [(True, [])] * world
 
 
 def test_given_tied_parameters_then_to_empty_unties_them_and_materialize_does_not():
@@ -628,7 +628,7 @@ def from_checkpoint(rank, world):
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_given_a_source_then_each_rank_reads_its_part_alone_and_widens_to_the_plan(world):
-    assert run_ranks(from_checkpoint, world, world, reuse=True) == [[([], [])] * len(LAYOUTS)] * world
+    assert run_ranks(from_checkpoint, world, world) == [[([], [])] * len(LAYOUTS)] * world
 
 
 def test_given_a_source_that_does_not_match_then_all_its_faults_are_listed_and_nothing_changed():
@@ -679,7 +679,7 @@ def from_distributed_checkpoint(rank, world, folder):
 
 
 def test_given_neither_seed_nor_source_then_a_distributed_checkpoint_fills_what_was_named(tmp_path):
-    assert run_ranks(from_distributed_checkpoint, 4, 4, str(tmp_path), reuse=True) == [(True, [])] * 4
+    assert run_ranks(from_distributed_checkpoint, 4, 4, str(tmp_path)) == [(True, [])] * 4
 
 
 def test_given_wrong_arguments_then_they_are_named():
@@ -734,7 +734,7 @@ def unfinished(rank, world):
 def test_given_what_is_on_meta_elsewhere_or_uninitialised_then_each_is_named(world):
     names = [name for name, _ in Toy().named_parameters()]
     buffers = [name for name, _ in Toy().named_buffers()]
-    for on_meta, both, unfilled, elsewhere in run_ranks(unfinished, world, world, reuse=True):
+    for on_meta, both, unfilled, elsewhere in run_ranks(unfinished, world, world):
         assert on_meta == [f"{name} is on meta" for name in names]
         assert both == on_meta + [f"{name} is on cpu, not on meta" for name in buffers]
         assert [re.match(r"(\S+) was never filled, or holds NaN", line)[1] for line in unfilled] == [

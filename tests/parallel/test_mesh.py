@@ -70,7 +70,7 @@ def groups(rank, pp, dp, ep):
 
 
 def test_ranks_of_an_expert_parallel_group_are_neighbours():
-    results = run_ranks(groups, 8, 2, None, 2)
+    results = run_ranks(groups, 8, 2, None, 2, fresh=True)
     assert all(shape == (2, 2, 2) and same for shape, _, _, same in results)
     assert results[3][1] == {"pp": [3, 7], "dp": [1, 3], "ep": [2, 3]}
     assert results[3][2] == [0, 1, 2, 3] and results[6][2] == [4, 5, 6, 7]
@@ -78,7 +78,7 @@ def test_ranks_of_an_expert_parallel_group_are_neighbours():
 
 @pytest.mark.parametrize("sizes", [(1, 1, 2), (1, 2, 1), (2, 1, 1)])
 def test_dimensions_of_one_rank(sizes):
-    for rank, (shape, members, dense, _) in enumerate(run_ranks(groups, 2, *sizes)):
+    for rank, (shape, members, dense, _) in enumerate(run_ranks(groups, 2, *sizes, fresh=True)):
         assert shape == sizes
         assert dense == ([rank] if sizes[0] == 2 else [0, 1])
         assert all(len(members[name]) == size for name, size in zip(DIMENSIONS, sizes))
@@ -96,7 +96,7 @@ def shared_groups(rank, pp, dp, cp, ep):
 
 
 def test_ranks_that_share_sequences_are_between_dp_and_ep():
-    names, members, roots, numbers = run_ranks(shared_groups, 8, 1, 2, 2, 2)[6]  # dp 1, cp 1, ep 0
+    names, members, roots, numbers = run_ranks(shared_groups, 8, 1, 2, 2, 2, fresh=True)[6]  # dp 1, cp 1, ep 0
     assert names == ("pp", "dp", "cp", "ep") and roots == {"1_4_2"}, "one mesh"
     assert members == {"dense": list(range(8)), "experts": [0, 2, 4, 6], "ep": [6, 7], "cp": [4, 6]}
     assert numbers == (8, 6, 4, 2), "they have the same rows"
@@ -148,7 +148,7 @@ def places(rank, shape, names):
 
 
 def test_mesh_says_where_a_rank_stands():
-    for rank, (sizes, at, members) in enumerate(run_ranks(places, 8, (2, 2, 2), DIMENSIONS)):
+    for rank, (sizes, at, members) in enumerate(run_ranks(places, 8, (2, 2, 2), DIMENSIONS, fresh=True)):
         assert sizes == {"pp": 2, "dp": 2, "ep": 2} and tuple(at.values()) == (rank // 4, rank // 2 % 2, rank % 2)
         assert members["dense"] == ([0, 1, 2, 3] if rank < 4 else [4, 5, 6, 7])
         assert members["experts"] == [rank & ~2, rank | 2] and members["pp"] == [rank & ~4, rank | 4]
@@ -173,7 +173,7 @@ OWN = {
 @pytest.mark.parametrize("case", OWN)
 def test_mesh_of_ones_own_lacks_dimensions(case):
     shape, names, expected = OWN[case]
-    for rank, (sizes, at, members) in enumerate(run_ranks(places, 4, shape, names)):
+    for rank, (sizes, at, members) in enumerate(run_ranks(places, 4, shape, names, fresh=True)):
         assert sizes == expected
         assert at == dict.fromkeys(expected, 0) | dict(zip(names or (), (rank // 2, rank % 2)))
         by_case = {"another order": [rank & ~2, rank | 2], "no pipeline": [0, 1, 2, 3]}
@@ -226,7 +226,7 @@ def groups_with_gloo(rank):
 
 
 def test_groups_of_one_dimension_that_spans_all_ranks():
-    for rank, (members, different) in enumerate(run_ranks(groups_with_gloo, 2, reuse=True)):
+    for rank, (members, different) in enumerate(run_ranks(groups_with_gloo, 2)):
         assert members == [[0, 1], [0, 1], [rank], [rank], [0, 1]] and different == 5
 
 
@@ -294,7 +294,7 @@ def one_fails(rank, at):
 @pytest.mark.parametrize("at", [pytest.param("groups", marks=pytest.mark.slow), "mesh", "links"])
 def test_a_rank_that_fails_while_groups_are_made_is_not_waited_for_without_end(at):
     """NCCL has no timeout when it makes a communicator: nobody comes so far."""
-    first, _, last = run_ranks(one_fails, 3, at, check=False, group_timeout=4)
+    first, _, last = run_ranks(one_fails, 3, at, check=False, group_timeout=4, fresh=True)
     for name, on_device, seconds in (first, last):
         assert "Error" in name and on_device == 0 and seconds < 30
 
@@ -329,5 +329,5 @@ def kind_of(options):
 def test_options_of_every_group_and_a_timeout_in_both_of_its_backends(tmp_path):
     kinds = {"pp": devices.LINK, "dp": devices.SHARDS, "ep": devices.EXPERTS, "dense": devices.SHARDS,
              "link": {devices.LINK}}
-    assert run_ranks(timeouts, 4, str(tmp_path)) == [({timedelta(seconds=77)}, kinds)] * 4
+    assert run_ranks(timeouts, 4, str(tmp_path), fresh=True) == [({timedelta(seconds=77)}, kinds)] * 4
     assert devices.LINK == (4, True) and devices.EXPERTS.urgent and not devices.SHARDS.urgent

@@ -160,7 +160,7 @@ def left_over(rank: int) -> tuple[str, int, int]:
 
 
 def test_a_step_that_broke_leaves_no_dispatch_for_the_next_one():
-    for said, *left in run_ranks(left_over, 2, reuse=True):
+    for said, *left in run_ranks(left_over, 2):
         assert "RuntimeError: call 1" in said and left == [0, 0]
 
 
@@ -170,7 +170,7 @@ def test_a_step_that_broke_leaves_no_dispatch_for_the_next_one():
     *(pytest.param("experts", method, marks=pytest.mark.slow) for method in ("beside", "start")),
 ])
 def test_a_failure_around_a_communication_leaves_nobody_waiting_and_the_next_step_is_right(kind, method):
-    for said, seconds, right in run_ranks(planted_steps, 2, kind, method, reuse=True, group_timeout=GROUP_TIMEOUT):
+    for said, seconds, right in run_ranks(planted_steps, 2, kind, method, group_timeout=GROUP_TIMEOUT):
         assert len(said) == len(seconds) > 5 and all(right)
         assert all("rank 1: 0" in text and "Planted: call" in text and "rank 0" not in text for text in said)
         assert max(seconds) < GROUP_TIMEOUT / 2

@@ -343,7 +343,7 @@ def of_one_rank(rank):
 
 
 def test_given_the_stages_of_one_rank_then_a_rule_may_match_on_another_of_the_group():
-    (first, first_said), (last, last_said) = run_ranks(of_one_rank, 2, reuse=True)
+    (first, first_said), (last, last_said) = run_ranks(of_one_rank, 2)
     assert first == {"embed.weight": BF16} and last == {"head.weight": FP32}
     assert first_said[0] == last_said[0], "one error, on every rank"
     assert "matches 'heat' (fp32), nearest: 'head'" in first_said[0] and "'head' (fp32)" not in first_said[0]

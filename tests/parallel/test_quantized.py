@@ -91,7 +91,7 @@ def rows_of(format: str, plain: int, blocks: int) -> tuple[str, int]:
 def test_given_plain_fully_shard_then_what_is_gathered_is_what_was_quantized(shape, plain, blocks):
     """Padded and empty shards (5 rows over 4 ranks), HSDP, one rank."""
     cases, ranks = [rows_of(format, plain, blocks) for format in FORMATS], torch.Size(shape).numel()
-    run_ranks(gathered_plainly, ranks, shape, "layers", cases, reuse=True)
+    run_ranks(gathered_plainly, ranks, shape, "layers", cases)
 
 
 def every_way(rank: int, cases: list[tuple[str, int]]) -> None:
@@ -102,7 +102,7 @@ def every_way(rank: int, cases: list[tuple[str, int]]) -> None:
 
 
 def test_given_one_unit_or_frozen_or_kept_or_offloaded_weights_then_what_is_gathered_is_what_was_quantized():
-    run_ranks(every_way, 2, [("mxfp8", 7), ("nvfp4", 7), ("fp8_block", 255)], reuse=True)
+    run_ranks(every_way, 2, [("mxfp8", 7), ("nvfp4", 7), ("fp8_block", 255)])
 
 
 def refused_plainly(rank: int) -> list[str]:
@@ -118,7 +118,7 @@ def refused_plainly(rank: int) -> list[str]:
 
 
 def test_given_another_dimension_or_cut_blocks_then_plain_fully_shard_is_refused_on_every_rank():
-    for dimension, blocks in run_ranks(refused_plainly, 2, reuse=True):
+    for dimension, blocks in run_ranks(refused_plainly, 2):
         assert "dualpipe.parallel.shard" in dimension and "multiples of 128" in blocks
 
 
@@ -138,7 +138,7 @@ def replicated(rank: int) -> None:
 
 
 def test_given_data_parallel_replicas_then_all_have_the_masters_of_the_first():
-    run_ranks(replicated, 2, reuse=True)
+    run_ranks(replicated, 2)
 
 
 def bytes_held(rank: int) -> list[int]:
@@ -157,7 +157,7 @@ def bytes_held(rank: int) -> list[int]:
 
 
 def test_given_200_steps_then_no_tensor_is_left():
-    for number, elements, later, more in run_ranks(bytes_held, 2, reuse=True):
+    for number, elements, later, more in run_ranks(bytes_held, 2):
         assert (later, more) == (number, elements)
 
 
@@ -213,7 +213,7 @@ def seeded(rank: int, shape: tuple[int, int], formats: list[str]) -> int:
 @pytest.mark.parametrize("shape", [(2, 2), (2, 1), slow((1, 2)), slow((1, 1))])
 def test_given_a_seed_then_every_layout_gathers_the_bytes_of_the_quantized_whole(shape):
     formats = ["mxfp8", "nvfp4", "fp8_block", "fp8_tensor"]
-    compared = run_ranks(seeded, shape[0] * shape[1], shape, formats, reuse=True)
+    compared = run_ranks(seeded, shape[0] * shape[1], shape, formats)
     assert all(number >= 2 * 2 * (2 + 3 * 12) for number in compared)
 
 
@@ -245,8 +245,8 @@ def loaded_twice(rank: int, shape: tuple[int, ...], rows: int, rules: list[Rule]
 )
 def test_given_plain_shards_that_are_loaded_then_they_are_gathered_quantized(shape, rows, blocks):
     byte_formats = [Rule("0", gather=format) for format in ("mxfp8", "nvfp4", "fp8_tensor")]
-    run_ranks(loaded_twice, torch.Size(shape).numel(), shape, rows, byte_formats, reuse=True)
-    run_ranks(loaded_twice, torch.Size(shape).numel(), shape, blocks, [Rule("0", gather="fp8_block")], reuse=True)
+    run_ranks(loaded_twice, torch.Size(shape).numel(), shape, rows, byte_formats)
+    run_ranks(loaded_twice, torch.Size(shape).numel(), shape, blocks, [Rule("0", gather="fp8_block")])
 
 
 # -- training
@@ -303,8 +303,8 @@ def both_ways(rank: int, shape: tuple[int, int], format: str, dtype: torch.dtype
 def test_stored_and_gathered_weights_are_trained_alike_and_as_on_one_rank(shape, format, dtype):
     """Bit for bit alike: the same bytes are computed with, and the same float32 values updated. The sums of another
     number of ranks differ, in float32."""
-    (alone,) = run_ranks(both_ways, 1, (1, 1), format, dtype, reuse=True)
-    for results in run_ranks(both_ways, shape[0] * shape[1], shape, format, dtype, reuse=True):
+    (alone,) = run_ranks(both_ways, 1, (1, 1), format, dtype)
+    for results in run_ranks(both_ways, shape[0] * shape[1], shape, format, dtype):
         for stored, gathered in zip(results["stored"], results["gathered"]):
             assert stored.keys() == gathered.keys() == alone["stored"][0].keys()
             assert not [name for name in stored if not torch.equal(stored[name], gathered[name])]
@@ -332,7 +332,7 @@ def kept_in_fp32(rank: int, world: int) -> None:
 
 @pytest.mark.parametrize("world", [1, 2])  # of one rank the gradients become the reduced ones as they are
 def test_gradients_are_plain_where_weights_compute_in_the_dtype_of_their_shards(world):
-    run_ranks(kept_in_fp32, world, world, reuse=True)
+    run_ranks(kept_in_fp32, world, world)
 
 
 def late_optimizer(rank: int) -> None:
@@ -353,7 +353,7 @@ def late_optimizer(rank: int) -> None:
 
 
 def test_given_an_optimizer_that_is_older_than_the_padding_then_it_updates_what_is_gathered():
-    run_ranks(late_optimizer, 2, reuse=True)
+    run_ranks(late_optimizer, 2)
 
 
 # -- refusals
@@ -379,7 +379,7 @@ def refused(rank: int) -> list[str]:
 
 
 def test_given_cut_blocks_or_no_masters_then_every_rank_is_refused_with_the_remedy():
-    for *cut, sharded, optimized in run_ranks(refused, 2, reuse=True):
+    for *cut, sharded, optimized in run_ranks(refused, 2):
         assert all("0.weight is (300, 64)" in text and "150 rows" in text and "mxfp8" in text for text in cut)
         assert "0.weight is trainable" in sharded and "or freeze it" in sharded
         assert "without a master" in optimized
@@ -397,7 +397,7 @@ def refused_in_one_stage(rank: int) -> str:
 
 def test_given_cut_blocks_in_one_stage_then_the_ranks_of_the_other_are_refused_too():
     """Layer 1 alone is dense."""
-    for text in run_ranks(refused_in_one_stage, 4, reuse=True):
+    for text in run_ranks(refused_in_one_stage, 4):
         assert "ranks 2-3: layers.1.mlp.up_proj.weight is (192, 32)" in text and "96 rows, which cuts" in text
 
 
@@ -449,4 +449,4 @@ def filled(rank: int) -> None:
 
 
 def test_given_a_source_then_bytes_are_those_of_the_whole_and_a_rank_that_fails_keeps_no_other_waiting():
-    run_ranks(filled, 2, reuse=True)
+    run_ranks(filled, 2)

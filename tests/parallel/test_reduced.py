@@ -107,7 +107,7 @@ def test_gradients_that_nobody_reduces():
         "apart on fewer ranks": "some stages are sharded, but not the one with norm.weight, norm.bias, up.weight",
         "another stage": "some stages are sharded, but not the one with norm.weight, norm.bias, up.weight",
     }
-    for rank, found in enumerate(run_ranks(constructions, 4, group_timeout=20)):
+    for rank, found in enumerate(run_ranks(constructions, 4, group_timeout=20, fresh=True)):
         assert "was given to torch's replicate, which a pipeline cannot drive; use" in found.pop("replicate")
         assert {name for name, text in found.items() if text} == set(expected)
         for name, text in expected.items():

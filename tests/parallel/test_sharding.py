@@ -151,7 +151,7 @@ def mixed(rank, world):
 
 
 def test_given_a_mixed_module_then_it_shards_and_its_fp32_units_stay_in_fp32():
-    for seen, reduced, error in run_ranks(mixed, 2, 2, reuse=True):
+    for seen, reduced, error in run_ranks(mixed, 2, 2):
         for i in range(2):
             assert seen[f"layers.{i}.norm"] == (FP32, FP32) and seen[f"layers.{i}.gate"] == (FP32, FP32)
             assert seen[f"layers.{i}.up"] == (BF16, BF16) and seen[f"layers.{i}.down"] == (BF16, BF16)
@@ -171,7 +171,7 @@ def narrow_reduction(rank):
 
 
 def test_given_a_bf16_reduction_then_fp32_units_still_reduce_in_fp32():
-    for reduced in run_ranks(narrow_reduction, 2, reuse=True):
+    for reduced in run_ranks(narrow_reduction, 2):
         assert sorted(map(str, reduced)) == sorted(map(str, [BF16, FP32] * 2 + [BF16]))
 
 
@@ -193,7 +193,7 @@ def one_unit_per_layer(rank):
 
 
 def test_given_parameters_stored_in_two_dtypes_then_fsdp2_alone_fails_and_shard_does_not():
-    for trap, stored in run_ranks(one_unit_per_layer, 2, reuse=True):
+    for trap, stored in run_ranks(one_unit_per_layer, 2):
         assert "uniform original parameter dtype" in trap
         assert stored["layers.1.norm.weight"] is FP32 and stored["layers.1.up.weight"] is BF16
 
@@ -249,7 +249,7 @@ def test_given_qwen3_moe_with_norms_and_router_in_fp32_then_it_trains_as_the_uns
     # Our linears make fp32 gradients where they accumulate in fp32. FSDP2's own backward hides that from them in torch
     # 2.15, which leaves the rounding of one gradient to bf16.
     tolerance = 1e-6 if torch.__version__ < "2.15" else 4e-3
-    for error, routers, grouped in run_ranks(qwen, 2, reuse=True):
+    for error, routers, grouped in run_ranks(qwen, 2):
         assert error < tolerance
         assert routers == [(FP32, FP32)] * 2
         assert grouped == 2  # a layer's five fp32 modules are gathered together
@@ -270,7 +270,7 @@ def accumulated(rank):
 
 
 def test_given_two_micro_batches_then_their_gradients_add_in_the_reduce_dtype():
-    assert max(run_ranks(accumulated, 2, reuse=True)) < 1e-6
+    assert max(run_ranks(accumulated, 2)) < 1e-6
 
 
 # -- every gradient is reduced
@@ -294,7 +294,7 @@ def ignored(rank):
 
 
 def test_given_trainable_parameters_then_none_is_ignored_and_all_are_reduced():
-    for same, all_sharded in run_ranks(ignored, 2, reuse=True):
+    for same, all_sharded in run_ranks(ignored, 2):
         assert same == [False, True] and all_sharded
 
 
@@ -319,7 +319,7 @@ def replicated(rank, shape, names):
 @pytest.mark.parametrize("shape", [(2, 2), (2, 1, 2), (2, 2, 1)])
 def test_given_replicas_over_one_or_two_dimensions_then_gradients_are_the_mean_over_all(shape):
     names = ("pods", "nodes", "shard")[-len(shape) :]
-    for errors in run_ranks(replicated, 4, shape, names, reuse=True):
+    for errors in run_ranks(replicated, 4, shape, names):
         assert max(errors.values()) < 1e-6
 
 
@@ -351,7 +351,7 @@ def tied(rank):
 
 
 def test_given_tied_parameters_in_different_layers_then_they_are_one_unit_and_stay_tied():
-    for same, error in run_ranks(tied, 2, reuse=True):
+    for same, error in run_ranks(tied, 2):
         assert same == [False, True] and error < 1e-6
 
 
@@ -469,7 +469,7 @@ def refusals(rank):
 
 
 def test_given_experts_or_meshes_that_do_not_fit_then_shard_says_why():
-    both, copies, unsharded, no_mesh, twice = run_ranks(refusals, 2, reuse=True)[0]
+    both, copies, unsharded, no_mesh, twice = run_ranks(refusals, 2)[0]
     assert "directly owns" in both and "expert" in both
     assert "not be reduced" in copies
     assert "shard it over a mesh" in unsharded
@@ -531,7 +531,7 @@ def frozen(rank):
 
 
 def test_given_a_frozen_tower_then_it_is_a_unit_in_the_compute_dtype_except_for_its_pins():
-    for naive_dtypes, trap, stored, seen, unit in run_ranks(frozen, 2, reuse=True):
+    for naive_dtypes, trap, stored, seen, unit in run_ranks(frozen, 2):
         assert naive_dtypes == [BF16], "the trap: FSDP2 computes with a frozen fp32 parameter in bf16"
         assert "dtype" in trap, "the trap: the fp32 buffer promotes what the head is given"
         assert unit
@@ -557,7 +557,7 @@ def partly_frozen(rank):
 
 
 def test_given_a_frozen_module_in_a_layer_then_it_is_stored_in_the_compute_dtype_and_the_rest_trains():
-    for dtype, grad, error in run_ranks(partly_frozen, 2, reuse=True):
+    for dtype, grad, error in run_ranks(partly_frozen, 2):
         assert dtype is BF16 and grad is None and error < 1e-6
 
 
@@ -588,7 +588,7 @@ def buffered(rank):
 
 
 def test_given_an_fp32_buffer_in_a_trainable_module_then_the_next_module_is_given_its_own_dtype():
-    for trap, dtype in run_ranks(buffered, 2, reuse=True):
+    for trap, dtype in run_ranks(buffered, 2):
         assert "dtype" in trap and dtype is FP32
 
 
@@ -658,7 +658,7 @@ def experts(rank, dp, ep, param, rules):
     ],
 )
 def test_given_experts_then_their_gradients_too_are_the_mean_over_the_global_batch(dp, ep, param, rules):
-    for (expert, dense), placements, reduced in run_ranks(experts, dp * ep, dp, ep, param, rules, reuse=True):
+    for (expert, dense), placements, reduced in run_ranks(experts, dp * ep, dp, ep, param, rules):
         assert expert < 1e-6 and dense < 1e-6
         assert placements == "(Shard(dim=1), Shard(dim=0))", "dimension 0 is sharded over ep already"
         assert reduced == {FP64 if param is FP64 else FP32}
@@ -675,7 +675,7 @@ def hooked(rank):
 
 
 def test_given_a_plain_backward_then_gradients_of_experts_are_divided_where_they_are_reduced():
-    assert run_ranks(hooked, 2, reuse=True) == [True, True]
+    assert run_ranks(hooked, 2) == [True, True]
 
 
 def strided(rank):
@@ -690,7 +690,7 @@ def strided(rank):
 
 
 def test_given_experts_then_fsdp2_alone_strides_and_an_uneven_size_falls_back_to_dimension_0():
-    for trap, odd in run_ranks(strided, 2, reuse=True):
+    for trap, odd in run_ranks(strided, 2):
         assert "_StridedShard" in trap
         assert odd == "(Shard(dim=0), Shard(dim=0))"
 
@@ -711,5 +711,5 @@ def on_meta(rank):
 
 
 def test_given_a_module_on_meta_then_it_shards_in_its_storage_dtypes():
-    for stored in run_ranks(on_meta, 2, reuse=True):
+    for stored in run_ranks(on_meta, 2):
         assert stored["layers.0.gate.weight"] is FP32 and stored["layers.0.up.weight"] is BF16

@@ -120,20 +120,20 @@ def fail_in_backward(calls, module, args, output):
 
 @pytest.mark.parametrize("level", ["microbatch", "sequence", "global"])
 def test_losses_of_every_level_are_those_of_whole_sequences(level):
-    assert max(run_ranks(sharing_step, 2, 2, 1, level, "", "", reuse=True)) < 1e-12
+    assert max(run_ranks(sharing_step, 2, 2, 1, level, "", "")) < 1e-12
 
 
 @pytest.mark.parametrize("recompute", ["layer", "dispatch"])
 def test_loads_are_added_up_once_where_routing_is_computed_again(recompute):
-    assert max(run_ranks(sharing_step, 2, 2, 1, "sequence", recompute, "", reuse=True)) < 1e-12
+    assert max(run_ranks(sharing_step, 2, 2, 1, "sequence", recompute, "")) < 1e-12
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["", "layer", "dispatch"])
 @pytest.mark.parametrize("level", ["microbatch", "sequence", "global"])
 def test_beside_experts_on_other_ranks(level, recompute):
-    assert max(run_ranks(sharing_step, 4, 2, 2, level, recompute, "", reuse=True)) < 1e-12
-    assert max(run_ranks(sharing_step, 3, 3, 1, level, recompute, "", reuse=True)) < 1e-12
+    assert max(run_ranks(sharing_step, 4, 2, 2, level, recompute, "")) < 1e-12
+    assert max(run_ranks(sharing_step, 3, 3, 1, level, recompute, "")) < 1e-12
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])

@@ -133,7 +133,7 @@ def against_own_mix(rank: int, model_type: str) -> tuple[bool, dict[str, float]]
 
 
 def check(model_type: str) -> None:
-    for same, errors in run_ranks(against_own_mix, RANKS, model_type, reuse=True, timeout=120):
+    for same, errors in run_ranks(against_own_mix, RANKS, model_type, timeout=120):
         assert same, f"{model_type} returns other values than in its own mix"
         assert "layers.0.mixer.A_log" in errors
         for name, error in errors.items():

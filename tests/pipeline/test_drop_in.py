@@ -119,7 +119,7 @@ def script(rank, ranks):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_script_for_deepseeks_library_runs_unchanged(ranks):
-    for deferred, world in run_ranks(script, ranks, ranks):
+    for deferred, world in run_ranks(script, ranks, ranks, fresh=True):
         assert (deferred, world) == ([False, True], ranks), "some weight gradients wait and some do not"
 
 

@@ -134,7 +134,7 @@ def other_errors(rank, world):
 
 
 def test_errors_of_other_types_before_a_step_are_told_to_every_rank():
-    for told in run_ranks(other_errors, WORLD, WORLD, group_timeout=40):
+    for told in run_ranks(other_errors, WORLD, WORLD, group_timeout=40, fresh=True):
         texts = ["Planted: no segments", "Planted: no segments", "MemoryError", "MemoryError"]
         for (kind, text, seconds), expected in zip(told, texts, strict=True):
             assert kind == "ValueError" and f"rank 1: {expected}" in text and seconds < 20
@@ -150,14 +150,14 @@ def failing_to_agree(rank, world):
 
 
 def test_a_rank_that_cannot_read_what_the_others_say_leaves_nobody_waiting():
-    first, second = run_ranks(failing_to_agree, WORLD, WORLD, group_timeout=40)
+    first, second = run_ranks(failing_to_agree, WORLD, WORLD, group_timeout=40, fresh=True)
     assert first[0] == "PipelineError" and "from rank 1, which has left" in first[1]
     assert second[:2] == ("ValueError", "rank 1: MemoryError: ")
     assert max(first[2], second[2]) < 20
 
 
 def test_all_ranks_that_make_one_mistake_are_told_once():
-    for kind, text, _ in run_ranks(left_out, 3, 3, reuse=True):
+    for kind, text, _ in run_ranks(left_out, 3, 3):
         assert kind == "ValueError" and text.startswith("ranks 0-2: num_chunks must be an integer >= 1, got 0: give")
         assert text.endswith("divide a mean loss by it")
 
@@ -588,7 +588,7 @@ def dying_rank(rank, world, culprit, how, half):
 @pytest.mark.parametrize("how", ["exit", "kill"])
 @pytest.mark.parametrize("culprit", [0, 1, 2])
 def test_a_rank_that_dies_raises_on_the_others(culprit, how):
-    results = run_ranks(dying_rank, 3, 3, culprit, how, culprit % 2, check=False, group_timeout=10)
+    results = run_ranks(dying_rank, 3, 3, culprit, how, culprit % 2, check=False, group_timeout=10, fresh=True)
     assert isinstance(results[culprit], ChildProcessError)
     for rank, result in enumerate(results):
         if rank != culprit:
@@ -598,7 +598,7 @@ def test_a_rank_that_dies_raises_on_the_others(culprit, how):
 
 
 def test_a_rank_that_hangs_is_noticed_within_the_timeout():
-    results = run_ranks(dying_rank, 3, 3, 1, "sleep", 0, check=False, group_timeout=3)
+    results = run_ranks(dying_rank, 3, 3, 1, "sleep", 0, check=False, group_timeout=3, fresh=True)
     for kind, text, seconds in results:
         assert kind == "PipelineError" and seconds < 3 * 3 + 8, (kind, text, seconds)
 
@@ -614,7 +614,7 @@ def absent_rank(rank, world):
 
 
 def test_a_rank_that_does_not_come_is_named():
-    kind, text, seconds = run_ranks(absent_rank, 2, 2, group_timeout=2)[0]
+    kind, text, seconds = run_ranks(absent_rank, 2, 2, group_timeout=2, fresh=True)[0]
     assert kind == "PipelineError" and "rank 1: cannot be reached" in text and seconds < 6
 
 

@@ -63,7 +63,7 @@ def test_gradients_are_those_of_the_model(world, tmp_path):
     kinds = {tuple(sorted(action.kind for action in step)) for steps in schedule.ranks for step in steps}
     assert len({pair for pair in kinds if len(pair) == 2} - {("B", "F")}) > 0, "it has other pairs than DualPipeV"
     validate(schedule)
-    assert max(run_ranks(errors, world, world, schedule, reuse=True)) < 1e-10
+    assert max(run_ranks(errors, world, world, schedule)) < 1e-10
 
 
 def searched_by(rank, world, fails):
@@ -91,7 +91,7 @@ def searched_by(rank, world, fails):
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_pipeline_searches_on_one_rank_for_all(fails, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    (first, searches), (second, others) = run_ranks(searched_by, 2, 2, fails, reuse=True)
+    (first, searches), (second, others) = run_ranks(searched_by, 2, 2, fails)
     assert first == second and (searches, others) == (1, 0)
     if fails:
         assert first == "rank 0: MemoryError: planted"
@@ -180,7 +180,7 @@ def step_times(rank, world, schedules, rounds):
 def test_a_measured_step_is_shorter_than_dualpipevs(tmp_path):
     """Four ranks that sleep: what is measured is the engine's order and overlap. The first round is not counted."""
     auto, theirs = found(4, 8, tmp_path, 20_000_000), build("dualpipev", 4, 8)
-    times = run_ranks(step_times, 4, 4, (auto, theirs), 5, timeout=200)[0]
+    times = run_ranks(step_times, 4, 4, (auto, theirs), 5, timeout=200, fresh=True)[0]
     ours, other = (median(taken[1:]) for taken in times)
     expected = simulate(auto, costs()).makespan / simulate(theirs, costs()).makespan
     print(f"measured {ours:.3f} s and {other:.3f} s: {ours / other:.3f}, simulated {expected:.3f}")

@@ -200,7 +200,7 @@ def timeouts(rank):
 
 def test_the_groups_of_a_pipeline_have_the_timeout_of_the_callers():
     """torch would give them its own, of half an hour: a rank that hangs would not be noticed before."""
-    for found in run_ranks(timeouts, 2, group_timeout=17):
+    for found in run_ranks(timeouts, 2, group_timeout=17, fresh=True):
         assert found == [17.0] * 5
 
 
@@ -407,4 +407,4 @@ def without_process_group(rank):
 
 
 def test_one_rank_needs_no_process_group():
-    assert run_ranks(without_process_group, 1) == [True]
+    assert run_ranks(without_process_group, 1, fresh=True) == [True]

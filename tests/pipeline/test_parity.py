@@ -67,13 +67,13 @@ def all_sizes(rank, world, names, dtype, most):
 @pytest.mark.parametrize("world", [1, 2, *(pytest.param(world, marks=pytest.mark.slow) for world in (3, 4))])
 def test_every_schedule_and_number_of_microbatches(world):
     most = 3 * world if world <= 2 else 4 * world  # the steady state comes at 2 * world
-    for worst in run_ranks(all_sizes, world, world, SCHEDULES, torch.float64, most, timeout=200, reuse=True):
+    for worst in run_ranks(all_sizes, world, world, SCHEDULES, torch.float64, most, timeout=200):
         assert {k: v for k, v in worst.items() if v > TOLERANCE[torch.float64]} == {}
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_single_precision(world):
-    for worst in run_ranks(all_sizes, world, world, ["dualpipev"], torch.float32, 4 * world, timeout=200, reuse=True):
+    for worst in run_ranks(all_sizes, world, world, ["dualpipev"], torch.float32, 4 * world, timeout=200):
         assert {k: v for k, v in worst.items() if v > TOLERANCE[torch.float32]} == {}
 
 
@@ -83,7 +83,7 @@ def splits(rank, world):
 
 
 def test_uneven_batches_along_any_dimension():
-    for worst in run_ranks(splits, 2, 2, reuse=True):
+    for worst in run_ranks(splits, 2, 2):
         assert {k: v for k, v in worst.items() if v > TOLERANCE[torch.float64]} == {}
 
 
@@ -98,7 +98,7 @@ def bitwise(rank, world, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_bitwise_where_the_order_of_additions_is_the_same(world, dtype):
-    for worst in run_ranks(bitwise, world, world, dtype, reuse=True):
+    for worst in run_ranks(bitwise, world, world, dtype):
         assert {k: v for k, v in worst.items() if v != 0.0} == {}
 
 
@@ -123,7 +123,7 @@ def many_steps(rank, world):
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_steps_of_different_sizes_accumulate(world):
-    assert max(run_ranks(many_steps, world, world, reuse=True)) < TOLERANCE[torch.float64]
+    assert max(run_ranks(many_steps, world, world)) < TOLERANCE[torch.float64]
 
 
 def mapped(rank, world):

@@ -80,7 +80,7 @@ def failing(rank: int) -> list[tuple[str, float]]:
 
 
 def test_a_failure_anywhere_leaves_no_rank_waiting_and_nothing_behind():
-    one, other = run_ranks(failing, 2, group_timeout=20)
+    one, other = run_ranks(failing, 2, group_timeout=20, fresh=True)
     assert [text for text, _ in one] == [text for text, _ in other]
     assert max(error for _, error in (*one, *other)) < 1e-10
 

@@ -114,7 +114,7 @@ def frames_to_a_kernel(rank: int) -> list[str]:
 
 
 def test_few_frames_lead_from_a_step_to_the_experts():
-    for frames in run_ranks(frames_to_a_kernel, 2):
+    for frames in run_ranks(frames_to_a_kernel, 2, fresh=True):
         names = [frame.partition(": ")[2] for frame in frames]
         assert names[:3] == ["Pipeline.step", "Executor.run", "Executor._run"], frames
         assert len(frames) <= 7 and len({frame.partition(":")[0] for frame in frames}) <= 4, frames

@@ -191,7 +191,7 @@ def matrix(rank, world):
 
 @pytest.mark.parametrize("world", [1, 2, *(pytest.param(world, marks=pytest.mark.slow) for world in (3, 4))])
 def test_gradients_losses_and_outputs(world):
-    for worst in run_ranks(matrix, world, world, timeout=120, reuse=True):
+    for worst in run_ranks(matrix, world, world, timeout=120):
         assert {case: error for case, error in worst.items() if not error < 1e-10} == {}
 
 
@@ -244,7 +244,7 @@ def given_or_not(rank, world):
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_what_is_not_given_is_none_in_the_carry(world):
-    assert max(run_ranks(given_or_not, world, world, reuse=True)) < 1e-10
+    assert max(run_ranks(given_or_not, world, world)) < 1e-10
 
 
 def test_a_name_that_no_one_writes_is_still_refused():
@@ -452,7 +452,7 @@ def failing(rank, world, kinds):
 
 @pytest.mark.parametrize("world, kinds", [(2, "Greedy"), (2, "Positioned Everything"), (3, "Greedy Positioned")])
 def test_a_stage_that_fails_leaves_no_rank_waiting(world, kinds):
-    for found in run_ranks(failing, world, world, kinds, timeout=100, group_timeout=20):
+    for found in run_ranks(failing, world, world, kinds, timeout=100, group_timeout=20, fresh=True):
         for stage, what, kind, text, seconds, error in found:
             assert kind == "PipelineError" and f"of stage {stage}, micro-batch" in text, (stage, what, kind, text)
             assert f"boom in {what}" in text and seconds < 10 and error < 1e-10, (stage, what, seconds, error)
@@ -478,7 +478,7 @@ def failing_in_segments(rank, world):
 
 
 def test_a_stage_in_segments_that_fails_leaves_no_rank_waiting():
-    for found in run_ranks(failing_in_segments, 2, 2, timeout=100, group_timeout=20):
+    for found in run_ranks(failing_in_segments, 2, 2, timeout=100, group_timeout=20, fresh=True):
         for kind, text, seconds, error in found:
             assert kind == "PipelineError" and "boom in forward" in text and seconds < 10 and error < 1e-10, text
 

@@ -136,7 +136,7 @@ def failing(rank, world):
 
 
 def test_a_rank_that_fails_leaves_no_end_waiting_for_the_other():
-    for told, error in run_ranks(failing, 3, 3):
+    for told, error in run_ranks(failing, 3, 3, fresh=True):
         assert len(set(told)) == 3 and error < 1e-12
 
 
@@ -156,7 +156,7 @@ def add_fails_at_one_end(rank, world):
 
 
 def test_ends_agree_on_the_next_transport_where_the_exchange_fails_at_one():
-    assert run_ranks(add_fails_at_one_end, 2, 2) == [1, 1]
+    assert run_ranks(add_fails_at_one_end, 2, 2, fresh=True) == [1, 1]
 
 
 def mistakes(rank, world):

@@ -164,8 +164,8 @@ def compared(folder: Path, name: str, rounds: int) -> dict[Layout, tuple[float, 
     for each in ("model", "small"):
         (folder / each).mkdir(parents=True)
     path, small = str(write_files(folder / "model", MODEL | MODELS[name])), str(write_files(folder / "small"))
-    rates = run_ranks(machine_of, 2, MODEL | MODELS[name], reuse=True, timeout=300)
-    ranks = run_ranks(steps, 2, path, small, rounds, timeout=600)
+    rates = run_ranks(machine_of, 2, MODEL | MODELS[name], timeout=300)
+    ranks = run_ranks(steps, 2, path, small, rounds, timeout=600, fresh=True)
     seconds = {run: statistics.median(map(max, zip(*(each[run] for each in ranks)))) for run in ranks[0]}
     fields = {field: statistics.mean(each[field] for each in rates) for field in rates[0]}
     machine = Machine(**fields, launch=1, memory=8, multiprocessors=0, network=1, bandwidth=1, links=1, networks=1,

@@ -126,12 +126,12 @@ def save_in_background(rank, path, kind, stager):
     "default", *(pytest.param(each, marks=pytest.mark.slow) for each in STAGERS if each != "default"),
 ])
 def test_background_saves_are_those_of_the_moment(tmp_path, stager):
-    run_ranks(save_in_background, 2, tmp_path, "THREAD", stager, reuse=True)
+    run_ranks(save_in_background, 2, tmp_path, "THREAD", stager)
 
 
 @pytest.mark.slow
 def test_background_saves_by_a_process(tmp_path):
-    run_ranks(save_in_background, 2, tmp_path, "PROCESS", "default", timeout=240, group_timeout=200)
+    run_ranks(save_in_background, 2, tmp_path, "PROCESS", "default", timeout=240, group_timeout=200, fresh=True)
 
 
 # --- into other layouts and forms ------------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ SLOW_LAYOUTS = [((), (4,)), ((2,), ()), ((2, 1), (2,)), ((2, 2), (2,)), ((4,), (
 def test_layouts(tmp_path, saved, loaded):
     for function, sizes in ((save, saved), (load, loaded)):
         ranks = torch.Size(sizes).numel()
-        run_ranks(function, ranks, tmp_path, sizes, ["mxfp8", "nvfp4", "fp8_block"], reuse=ranks > 1)
+        run_ranks(function, ranks, tmp_path, sizes, ["mxfp8", "nvfp4", "fp8_block"], fresh=ranks == 1)
 
 
 def load_into_other_forms(rank, path):
@@ -183,7 +183,7 @@ def load_into_other_forms(rank, path):
 
 def test_forms(tmp_path):
     """Bytes into the same format; numbers into another, or none; those of a bfloat16 checkpoint are quantized."""
-    run_ranks(load_into_other_forms, 2, tmp_path, reuse=True)
+    run_ranks(load_into_other_forms, 2, tmp_path)
 
 
 def load_what_does_not_suit(rank, path):
@@ -218,7 +218,7 @@ def load_what_does_not_suit(rank, path):
 
 
 def test_what_does_not_suit_is_refused_by_name(tmp_path):
-    run_ranks(load_what_does_not_suit, 2, tmp_path, reuse=True)
+    run_ranks(load_what_does_not_suit, 2, tmp_path)
 
 
 # --- state dicts of torch.distributed.checkpoint.state_dict ----------------------------------------------------------
@@ -242,7 +242,7 @@ def state_dicts(rank, sizes):
 
 @pytest.mark.parametrize("sizes", [(2,), (2, 1), (1, 2)])
 def test_state_dicts(sizes):
-    run_ranks(state_dicts, 2, sizes, reuse=True)
+    run_ranks(state_dicts, 2, sizes)
 
 
 def distribute(rank):
@@ -260,7 +260,7 @@ def distribute(rank):
 
 
 def test_distribute_tensor():
-    run_ranks(distribute, 2, reuse=True)
+    run_ranks(distribute, 2)
 
 
 def gather_other_dimensions(rank):
@@ -284,7 +284,7 @@ class Holder(nn.Module):
 
 
 def test_experts():
-    run_ranks(gather_other_dimensions, 4, reuse=True)
+    run_ranks(gather_other_dimensions, 4)
 
 
 def uneven(rank):
@@ -297,7 +297,7 @@ def uneven(rank):
 
 
 def test_uneven_shards():
-    run_ranks(uneven, 3, reuse=True)
+    run_ranks(uneven, 3)
 
 
 def train(model, optimizer, seed):
@@ -375,4 +375,4 @@ def own_sharding(rank, path, way):
 
 @pytest.mark.parametrize("way", ["stored", pytest.param("gathered", marks=pytest.mark.slow)])
 def test_own_sharding(tmp_path, way):
-    run_ranks(own_sharding, 4, tmp_path, way, reuse=True)
+    run_ranks(own_sharding, 4, tmp_path, way)

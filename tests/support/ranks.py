@@ -18,17 +18,20 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing import util
+from multiprocessing import forkserver, util
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 PRELOAD = [
     "torch", "torch.distributed", "torch._dynamo", "dualpipe.train.loop", "dualpipe.train.parity", "dualpipe.cli",
     "dualpipe.schedule.command", "torch.utils.tensorboard", "torch.profiler._cupti_monitor", "transformers",
-    "matplotlib.backends.backend_agg", "PIL.JpegImagePlugin", "rich._emoji_codes", "typeguard",
+    "matplotlib.figure", "matplotlib.backends.backend_agg", "PIL.JpegImagePlugin", "PIL.GifImagePlugin",
+    "PIL.BmpImagePlugin", "PIL.PpmImagePlugin", "rich._emoji_codes", "typeguard", "einops._torch_specific",
     "tyro._backends._tyro_backend",
     *(f"tyro.constructors._struct_spec_{kind}" for kind in ("attrs", "dataclass", "flax", "msgspec", "pydantic")),
     *(f"transformers.models.{name}.modeling_{name}" for name in ("qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss")),
+    "preloaded",
 ]
 
 
@@ -37,11 +40,13 @@ def server() -> mp.context.ForkServerContext:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as ranks have it; torch reads it when it is loaded
     ctx = mp.get_context("forkserver")
     ctx.set_forkserver_preload(PRELOAD)
+    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join([str(Path(__file__).parent), *sys.path])):
+        forkserver.ensure_running()  # Python 3.11 gives it no sys.path of ours
     return ctx
 
 
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60, group_timeout: float = 30,
-              check: bool = True, reuse: bool = False) -> list[Any]:
+              check: bool = True, fresh: bool = False) -> list[Any]:
     """Call `fn(rank, *args)` on `world_size` processes with a default gloo group; return their results by rank.
 
     With `check`, a rank that raised fails the caller with all tracebacks. Without, its entry is the exception (with the
@@ -49,19 +54,21 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
     Ranks that are not done within `timeout` seconds print their stacks and are killed, and `TimeoutError` is raised,
     with what others have raised until then. `group_timeout` (s) is the timeout of the process group.
 
-    reuse: take a world that other such calls have used, and leave it to the next, unless something fails: what torch
-    does once in each process takes a second of CPU. For an `fn` that leaves its process and the default group as they
-    were. The group stays, because torch keeps meshes that are equal to later ones, with the names of their groups.
+    fresh: start new processes and end them afterwards, for an `fn` that leaves its process or the default group in
+    another state. Otherwise the world serves later calls too, until something fails in it: what torch does once in each
+    process takes a second of CPU. The group stays, because torch keeps meshes that are equal to later ones, with the
+    names of their groups.
     """
-    world = _worlds.pop(world_size, None) if reuse else None
+    kind = (world_size, group_timeout)
+    world = None if fresh else _worlds.pop(kind, None)
     world = world or _World(world_size)
     try:
         target = (fn.__code__.co_filename, fn.__qualname__)
-        results = world.run(target, args, group_timeout=group_timeout, timeout=timeout, reuse=reuse)
-        if reuse and all(ok for ok, _ in results) and world.groups <= _GROUPS:
-            _worlds[world_size] = world
+        results = world.run(target, args, group_timeout=group_timeout, timeout=timeout, is_last=fresh)
+        if not fresh and all(ok for ok, _ in results) and world.groups <= _GROUPS:
+            _worlds[kind] = world
     finally:
-        if _worlds.get(world_size) is not world:
+        if _worlds.get(kind) is not world:
             world.end()
     failures = [f"rank {r}: {value[1]}" for r, (ok, value) in enumerate(results) if not ok]
     if check and failures:
@@ -79,7 +86,7 @@ class Job(NamedTuple):
     args: tuple[Any, ...]
     group_timeout: float
     timeout: float
-    reuse: bool
+    is_last: bool  # the process ends after it
 
 
 class Result(NamedTuple):
@@ -129,10 +136,10 @@ class _World:
         self._ranks = [_Rank() for _ in range(size)]
         self.groups = 0
 
-    def run(self, target, args, *, group_timeout, timeout, reuse) -> list[tuple[bool, Any]]:
+    def run(self, target, args, *, group_timeout, timeout, is_last) -> list[tuple[bool, Any]]:
         for number, rank in enumerate(self._ranks):
             store = f"{self._folder.name}/store"
-            rank.start(Job(number, len(self._ranks), store, target, args, group_timeout, timeout, reuse))
+            rank.start(Job(number, len(self._ranks), store, target, args, group_timeout, timeout, is_last))
         deadline = time.monotonic() + timeout
         results = [rank.result(number, deadline) for number, rank in enumerate(self._ranks)]
         if any(result.late for result in results):
@@ -149,7 +156,7 @@ class _World:
 # Of a world: groups that jobs have made stay in its processes, each with five files and three threads, of which one
 # wakes a hundred times a second.
 _GROUPS = 24
-_worlds: dict[int, _World] = {}  # that wait for a job, by their size
+_worlds: dict[tuple[int, float], _World] = {}  # that wait for a job, by size and timeout of the group
 
 
 def _end_worlds() -> None:
@@ -170,7 +177,7 @@ def _serve(pipe) -> None:
             job = pipe.recv()
             ok, value = _do(job)
             pipe.send(Result(ok, value, len(dist.distributed_c10d._world.pg_map)))
-            if not job.reuse:
+            if job.is_last:
                 break
     # Leave without the destructors of a group that a test may have broken on purpose; rank 0 keeps no store to serve.
     sys.stdout.flush()

@@ -61,7 +61,7 @@ def traced(rank, folder):
 
 
 def test_two_ranks(tmp_path):
-    ranks, _ = run_ranks(traced, 2, str(tmp_path), reuse=True)
+    ranks, _ = run_ranks(traced, 2, str(tmp_path))
     found = json.loads((tmp_path / "trace.json").read_text())
     check_format(found)
     trace = read(tmp_path / "trace.json")
@@ -115,7 +115,7 @@ def with_another_clock(rank, folder):
 
 
 def test_clocks_that_differ(tmp_path):
-    first, second = run_ranks(with_another_clock, 2, str(tmp_path), reuse=True)
+    first, second = run_ranks(with_another_clock, 2, str(tmp_path))
     assert first == [(0, 0), (0, 0)]
     assert all(0 < error < 1e9 for _, error in second)
     assert second[1][0] < second[0][0] - 0.3e9 * DRIFT + second[0][1] + second[1][1], "the drift is seen"
@@ -167,7 +167,7 @@ def failing(rank, folder):
 
 
 def test_an_error_goes_on_and_says_what_was_traced_until_then(tmp_path):
-    (said, same) = run_ranks(failing, 2, str(tmp_path), reuse=True)
+    (said, same) = run_ranks(failing, 2, str(tmp_path))
     assert said == same and "ZeroDivisionError" in said[0]
     assert said[1:] == [f"what was traced until then: {tmp_path}/trace.json"]
     assert {path.name for path in tmp_path.iterdir()} == {"trace.json", "after.json"}
@@ -224,7 +224,7 @@ def leaving(rank, folder):
 
 
 def test_a_rank_that_fails_alone_waits_for_nobody_and_is_waited_for_until_the_timeout(tmp_path):
-    lost, (seconds, notes) = run_ranks(leaving, 2, str(tmp_path), group_timeout=6, check=False)
+    lost, (seconds, notes) = run_ranks(leaving, 2, str(tmp_path), group_timeout=6, check=False, fresh=True)
     assert isinstance(lost, RankLost) and re.search(r"waited .* for the clocks of all ranks from rank 1", str(lost))
     own = tmp_path / "trace-rank1.json"
     assert list(tmp_path.iterdir()) == [own] and notes == [f"what was traced until then: {own}"] and seconds < 6
@@ -268,7 +268,7 @@ def on_device(rank, shape, folder):
 @pytest.mark.slow  # tests/train/test_traced.py has one rank
 def test_times_of_a_device(tmp_path):
     shape = (2, 1, 2)
-    waits, faults = zip(*run_ranks(on_device, math.prod(shape), shape, str(tmp_path), reuse=True))
+    waits, faults = zip(*run_ranks(on_device, math.prod(shape), shape, str(tmp_path)))
     assert not any(faults)
     assert not any("trace" in wait for each in waits for wait in each), "no host waits within a step"
     check_format(json.loads((tmp_path / "trace.json").read_text()))

@@ -73,7 +73,7 @@ def test_ranks_with_different_settings_do_not_join(run_toml):
     config = changed(changed(load_config(run_toml), "checkpoint.interval", 1), "checkpoint.dir", "a")
     odd = [changed(config, name, str(folder / value) if name == "model.config" else value)
            for name, value, _ in DIFFERENT]
-    said = run_ranks(_join, 2, [(config, each, port) for each, port in zip(odd, free_ports(len(odd)))])
+    said = run_ranks(_join, 2, [(config, each, port) for each, port in zip(odd, free_ports(len(odd)))], fresh=True)
     for (name, value, expected), texts in zip(DIFFERENT, zip(*said)):
         assert len(set(texts)) == 1, f"{name} = {value}: not the same on every rank"
         assert (expected in texts[0]) if expected else not texts[0], f"{name} = {value}: {texts[0]}"
@@ -99,7 +99,7 @@ def environment(rank, config, port):
 
 def test_the_environment_is_set_before_cuda_starts(run_toml):
     config = changed(load_config(run_toml), "parallel.device", "auto")
-    found = run_ranks(environment, 2, config, free_ports(1)[0])
+    found = run_ranks(environment, 2, config, free_ports(1)[0], fresh=True)
     assert found == [["32", "LAZY", "expandable_segments:True", None]] * 2, "LAZY is the user's"
 
 
@@ -242,7 +242,7 @@ def _wait_for_nobody(rank, config, dimension, port):
 def test_the_timeout_holds_in_the_groups_of_the_mesh(run_toml, dimension, free_port):
     config = load_config(run_toml)
     config = replace(config, parallel=replace(config.parallel, dp=2, timeout=3))
-    results = run_ranks(_wait_for_nobody, 4, config, dimension, free_port, check=False, timeout=40)
+    results = run_ranks(_wait_for_nobody, 4, config, dimension, free_port, check=False, timeout=40, fresh=True)
     assert 2 < results[0] < 10 and 2 < results[3] < 10, results
 
 

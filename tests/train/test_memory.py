@@ -140,7 +140,7 @@ def test_a_step_takes_what_is_counted(family, layout, schedule, recompute, tmp_p
     config = load_config(path, options)
     expected = estimate(config, model_of(config))
     ratios = [expected[pp_rank].total / most
-              for pp_rank, most in run_ranks(measured, prod(layout), path, options, reuse=True, timeout=240)]
+              for pp_rank, most in run_ranks(measured, prod(layout), path, options, timeout=240)]
     print(family, layout, schedule, recompute, [f"{ratio:.3f}" for ratio in ratios])
     assert ratios == pytest.approx([1.0] * len(ratios), abs=0.05)
 
@@ -181,7 +181,7 @@ def test_parameters_are_as_many_bytes_as_ranks_hold(layout, rules):
     path = str(EXAMPLES / "tiny-cpu.toml")
     config = load_config(path, options)
     expected = estimate(config, read_config(config.model.config))
-    for pp_rank, stored, plain in run_ranks(held, 4, path, options, reuse=True):
+    for pp_rank, stored, plain in run_ranks(held, 4, path, options):
         assert expected[pp_rank].parameters == pytest.approx(stored, rel=0.01)
         assert rules or expected[pp_rank].gathered == plain
 

@@ -139,8 +139,8 @@ def _updated(rank, path, dp, ep):
                                         pytest.param(3, 1, marks=pytest.mark.slow)])
 def test_is_the_same_over_shards_and_sends_what_it_says(tmp_path, dp, ep):
     path = str(write_files(tmp_path, MODEL | {"hidden_size": 28, "head_dim": 14}))  # rows that do not divide
-    (expected, nothing), = run_ranks(_updated, 1, path, 1, 1, reuse=True)
-    found = run_ranks(_updated, dp * ep, path, dp, ep, reuse=True)
+    (expected, nothing), = run_ranks(_updated, 1, path, 1, 1)
+    found = run_ranks(_updated, dp * ep, path, dp, ep)
     assert nothing == 0
     for parameters, _ in found:
         for name, values in parameters.items():
@@ -173,7 +173,7 @@ def _asked_for(rank):
 
 
 def test_at_most_one_matrix_more_is_on_its_way():
-    assert run_ranks(_asked_for, 2, reuse=True) == [[2, 2, 2, 1], [2, 2, 2]]
+    assert run_ranks(_asked_for, 2) == [[2, 2, 2, 1], [2, 2, 2]]
 
 
 # -- groups, rates and other classes

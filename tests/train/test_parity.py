@@ -307,7 +307,7 @@ def test_parts_of_dp_with_all_parameters_have_the_gradients_of_the_whole_batch(r
     """dp 4 as two parts of two; and two parts of one rank each with experts over two, of which a part has each once."""
     runs = [["--parallel.pp", "1", "--parallel.dp", dp, "--parallel.dp_replicate", "2", "--parallel.ep", ep]
             for dp, ep in (("4", "1"), ("2", "2"))]
-    for largest in run_ranks(replicated_on_ranks, 4, str(run_toml), runs, reuse=True):
+    for largest in run_ranks(replicated_on_ranks, 4, str(run_toml), runs):
         assert max(largest) < 1e-10
 
 

@@ -37,7 +37,7 @@ def profiled_run(rank, toml, folder):
 
 
 def test_each_rank_writes_its_profile_and_all_collect_garbage_after_the_same_steps(run_toml, tmp_path):
-    results = run_ranks(profiled_run, 2, str(run_toml), str(tmp_path / "out"), reuse=True)
+    results = run_ranks(profiled_run, 2, str(run_toml), str(tmp_path / "out"))
     assert results == [([0, 2, 4], [False] * 4, True)] * 2
     for rank in range(2):
         events = json.loads((tmp_path / f"out/profile-2-3-rank{rank}.json").read_text())["traceEvents"]

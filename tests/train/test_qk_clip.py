@@ -128,4 +128,4 @@ def test_ranks_that_share_a_sequence_find_the_scores_of_all_of_it(family, method
     model, *inputs = made(family)
     QKClip([model], 1e9, group=None, device=torch.device("cpu"))
     expected = peaks(model, *inputs).max().item()
-    assert run_ranks(shared_peaks, 2, family, method, reuse=True) == [pytest.approx(expected)] * 2
+    assert run_ranks(shared_peaks, 2, family, method) == [pytest.approx(expected)] * 2

@@ -54,7 +54,7 @@ MORE = [("deepseek_v2", "pp2 x ep2", "*.experts,storage=fp8_block", "*.self_attn
 def test_a_step_is_that_of_the_dequantized_weights(run_toml, steps):
     """In float32 a product takes what a weight dequantizes to, so nothing but the order of sums may differ."""
     runs = [step_options(run_toml.parent, *step) for step in steps]
-    for found in run_ranks(differences, 4, str(run_toml), runs, timeout=60 + 20 * len(runs), reuse=True):
+    for found in run_ranks(differences, 4, str(run_toml), runs, timeout=60 + 20 * len(runs)):
         assert max(found) < parity.TOLERANCES["float32"], dict(zip(steps, found))
 
 

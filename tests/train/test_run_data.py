@@ -61,7 +61,7 @@ def _train(rank, folder, port):
 
 def test_ranks_read_their_own_rows_in_a_thread_and_those_between_the_ends_nothing(run_toml, free_port):
     folder = run_toml.parent
-    seen = run_ranks(_train, 4, str(folder), free_port)
+    seen = run_ranks(_train, 4, str(folder), free_port, fresh=True)
     assert seen[2] == seen[3] == [], "the ranks with the middle of the V"
     assert {thread for rank in seen[:2] for _, _, thread in rank} == {"read_ahead"}
     (packed,) = folder.glob("out/data-*")

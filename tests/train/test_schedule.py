@@ -41,7 +41,7 @@ def of_ranks(rank, world, cache, seconds, costs):
 
 @pytest.mark.slow
 def test_rank_0_searches_longer_than_the_timeout_of_the_group(tmp_path):
-    found = run_ranks(of_ranks, 3, 3, tmp_path, 12.0, "F=1,B=2,W=0.9", group_timeout=10)
+    found = run_ranks(of_ranks, 3, 3, tmp_path, 12.0, "F=1,B=2,W=0.9", group_timeout=10, fresh=True)
     assert found[0] == found[1] == found[2]
     assert found[0].name == "auto" and found[0].num_microbatches == 5
     validate(found[0])
@@ -70,7 +70,7 @@ def test_a_rank_that_is_lost_is_not_waited_for_with_the_search():
 @pytest.mark.parametrize("costs, message", [("F=x", "parallel.schedule_costs = 'F=x': cost F is 'x'; give a number"),
                                             ("none.json", "parallel.schedule_costs = 'none.json': .*none.json")])
 def test_an_error_of_rank_0_is_one_of_all(costs, message, tmp_path):
-    for error in run_ranks(of_ranks, 2, 2, tmp_path, 0.0, costs, check=False):
+    for error in run_ranks(of_ranks, 2, 2, tmp_path, 0.0, costs, check=False, fresh=True):
         with pytest.raises(ValueError, match=message):
             raise error
 
