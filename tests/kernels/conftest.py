@@ -22,26 +22,34 @@ NOT_FAST_WHEN_INTERPRETED = ("cpu-80", "float64", "float16", "pow2", "real_model
 def pytest_collection_modifyitems(items):
     """Mark the slow tests of this folder `matrix`, and, where kernels are interpreted, choose the slow ones first."""
     kernel_tests = [item for item in items if HERE in item.path.parents and item.path.name != "test_interpreter.py"]
-    if INTERPRET:
-        _mark_slow_when_interpreted(kernel_tests)
+    pairs = _mark_slow_when_interpreted(kernel_tests) if INTERPRET else set()
     for item in kernel_tests:
-        if item.get_closest_marker("slow"):
+        if item.get_closest_marker("slow") and item not in pairs:
             item.add_marker(pytest.mark.matrix)
 
 
 def _mark_slow_when_interpreted(items):
-    """Interpreting takes long: a fast run has every value of every parameter, and every two of them, together once."""
-    seen = set()
+    """Mark all `slow` but one case of each test, as interpreting takes long.
+
+    Returns the cases, among those marked, that together have every value of every parameter and every two of them.
+    """
+    seen, tests, of_pairs = set(), set(), set()
     for item in items:
         if any(word in item.name for word in (*NOT_FAST_WHEN_INTERPRETED, *OF_OPERATORS)):
             item.add_marker(pytest.mark.slow)
         values = getattr(getattr(item, "callspec", None), "params", {})
         if item.get_closest_marker("gpu") or torch.bfloat16 in values.values():
             continue
-        pairs = {(item.path, item.originalname, *pair) for pair in combinations(map(str, values.items()), 2)}
-        if pairs and pairs <= seen:
-            item.add_marker(pytest.mark.slow)
+        test = (item.path, item.originalname)
+        pairs = {(*test, *pair) for pair in combinations(map(str, values.items()), 2)}
+        if not item.get_closest_marker("slow"):
+            if test in tests and pairs:
+                item.add_marker(pytest.mark.slow)
+                if not pairs <= seen:
+                    of_pairs.add(item)
+            tests.add(test)
         seen |= pairs
+    return of_pairs
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -42,8 +42,17 @@ def interpreted(files, marks, *options, timeout):
 
 @pytest.mark.parametrize("files", HALVES, ids=" ".join)
 def test_interpreted(files):
-    """What conftest.py leaves to the matrix, apart from bfloat16, is not interpreted here."""
+    """One case of each test; the rest, apart from bfloat16, comes below."""
     result = interpreted(files, "not gpu and not slow", timeout=300)
+    assert result.returncode == 0, result.stdout[-5000:] + result.stderr[-1000:]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("files", HALVES, ids=" ".join)
+def test_interpreted_pairs(files):
+    """Every value of every parameter, and every two of them together, once."""
+    result = interpreted(files, "slow and not matrix and not gpu", timeout=300)
     assert result.returncode == 0, result.stdout[-5000:] + result.stderr[-1000:]
 
 

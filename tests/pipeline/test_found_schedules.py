@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import time
 from itertools import combinations_with_replacement
@@ -66,33 +68,34 @@ def test_gradients_are_those_of_the_model(world, tmp_path):
     assert max(run_ranks(errors, world, world, schedule)) < 1e-10
 
 
-def searched_by(rank, world, fails):
-    """What ranks run that are to search: the same order, and where rank 0 `fails` its error."""
-    searches = []
+def searched_by(rank, world, fails, cache):
+    """What ranks run that are to search, or the error where rank 0 `fails`; how often this one searched, what it said."""
+    searches, said = [], io.StringIO()
 
-    def find(*args):
+    def find(*args, progress):
         searches.append(args)
         if fails:
             raise MemoryError("planted")
-        return build(*args, effort=0)
+        return build(*args, effort=20_000, progress=progress)
 
     stages = make_stages(2 * world)
     pipe = DualPipeV((stages[rank], stages[2 * world - 1 - rank]), schedule="auto")
     x = torch.ones(6, 8, dtype=torch.float64)
-    with mock.patch.object(engine, "build", find):
+    no_earlier_search = mock.patch.dict(os.environ, XDG_CACHE_HOME=cache)
+    with no_earlier_search, mock.patch.object(engine, "build", find), contextlib.redirect_stderr(said):
         try:
             for _ in range(2):
                 pipe.step(x, num_chunks=3, criterion=nn.functional.mse_loss, labels=(x,))
         except RuntimeError as error:
-            return str(error), len(searches)
-    return pipe._programs.schedule(3), len(searches)
+            return str(error), len(searches), said.getvalue()
+    return pipe._programs.schedule(3), len(searches), said.getvalue()
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_pipeline_searches_on_one_rank_for_all(fails, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    (first, searches), (second, others) = run_ranks(searched_by, 2, 2, fails)
+def test_a_pipeline_searches_on_one_rank_for_all(fails, tmp_path):
+    (first, searches, said), (second, others, nothing) = run_ranks(searched_by, 2, 2, fails, str(tmp_path))
     assert first == second and (searches, others) == (1, 0)
+    assert ("searching for a schedule of 2 ranks and 3 micro-batches: " in said) != fails and nothing == ""
     if fails:
         assert first == "rank 0: MemoryError: planted"
     else:
