@@ -153,7 +153,7 @@ def one_has_left(rank):
 
 def test_a_rank_that_has_left_is_said_to_have_and_a_wait_is_counted_from_its_beginning():
     first, second, _ = run_ranks(one_has_left, 3, group_timeout=40, fresh=True)
-    left = r"rank 2: cannot be reached: waited (\S+|less than 1) m?s for word from rank 2, which has left \("
+    left = r"rank 2: cannot be reached: waited ([\d.]+ s|(\d+|less than 1) ms) for word from rank 2, which has left \("
     assert re.search(left, first) and re.search(left, second)
-    seconds = re.search(r"waited (\S+) s for word from rank 2", second)
+    seconds = re.search(r"waited ([\d.]+) s for word from rank 2", second)
     assert float(seconds[1]) > 0.3, "rank 0 came late, which rank 1 waited for first"

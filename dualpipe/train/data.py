@@ -174,21 +174,29 @@ class Splits(NamedTuple):
         return float(-(counts[1] * log_p).sum() / counts[1].sum())
 
 
-def split_documents(packed: PackedTokens, fraction: float, *, cache: Path | None = None) -> Splits:
+def split_documents(
+    packed: PackedTokens, fraction: float, *, at_least: int = 0, cache: Path | None = None
+) -> Splits:
     """Hold out about `fraction` of the documents, chosen by a hash of their content.
 
     The choice depends on nothing else: it is the same in every run, and a copy of a document is on the same side. Where
     it leaves one side without a document, as of a single file, the last `fraction` of all tokens is held out instead;
-    ValueError where that is not one token. cache: as in `TokenStream`.
+    ValueError where that is not one token. Where less than `at_least` tokens are held out either way, the last
+    `at_least` of all are, if as many are left to train on. cache: as in `TokenStream`.
     """
     everything = range(len(packed.documents))
     border = min(int(fraction * 2.0**64), 2**64 - 1)
     sides = TextPart(everything, range(border, 2**64)), TextPart(everything, range(border))
     splits = Splits(*(TokenStream(packed, part, cache=cache) for part in sides))
-    if not fraction or (splits.train.num_documents and splits.held_out.num_documents):
+    total = splits.train.num_tokens + splits.held_out.num_tokens
+    can_have_enough = 2 * at_least <= total
+    has_enough = splits.held_out.num_tokens >= at_least or not can_have_enough
+    if not fraction or (splits.train.num_documents and splits.held_out.num_documents and has_enough):
         return splits
     whole = TokenStream(packed, cache=cache)
-    total, count = whole.num_tokens, int(whole.num_tokens * fraction)
+    count = int(total * fraction)
+    if can_have_enough:
+        count = max(count, at_least)
     if not count:
         raise ValueError(
             f"data.validation_fraction = {fraction} holds out none of the {total} tokens in {packed.path}; give at "
@@ -244,15 +252,17 @@ def scan_splits(train: Path, held_out: Path | None, fraction: float, *, cache: P
         open_splits(train, held_out, fraction, cache=cache)
 
 
-def open_splits(train: Path, held_out: Path | None, fraction: float, *, cache: Path | None = None) -> Splits:
+def open_splits(
+    train: Path, held_out: Path | None, fraction: float, *, at_least: int = 0, cache: Path | None = None
+) -> Splits:
     """Open packed data: `held_out` as it is where given, otherwise `fraction` of the documents of `train`.
 
-    Raises ValueError where the two were packed with different tokenizers, or `fraction` leaves one side empty. cache:
-    as in `TokenStream`.
+    Raises ValueError where the two were packed with different tokenizers, or `fraction` leaves one side empty.
+    at_least: tokens to hold out, as in `split_documents`. cache: as in `TokenStream`.
     """
     packed = PackedTokens(train)
     if held_out is None:
-        return split_documents(packed, fraction, cache=cache)
+        return split_documents(packed, fraction, at_least=at_least, cache=cache)
     other = PackedTokens(held_out)
     if other.tokenizer != packed.tokenizer:
         raise ValueError(

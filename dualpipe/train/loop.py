@@ -195,7 +195,8 @@ class Run:
             return paths
 
         paths = self.job.ranks.first(prepare)
-        self.splits = open_splits(*paths, data.validation_fraction, cache=self.folder)
+        one_sequence = train.sequence_length + 1 if train.eval_batches else 0
+        self.splits = open_splits(*paths, data.validation_fraction, at_least=one_sequence, cache=self.folder)
         for stream in self.splits:
             stream.packed.check_vocabulary(self.model.config.vocab_size)
         own = train.micro_batch_size * train.num_chunks if self.model.has_first or self.model.has_last else 0
@@ -285,6 +286,12 @@ class Run:
             "load_max_over_mean in the metrics: 1 where all experts get as many tokens, "
             f"{self.load_limit:g} (experts / top_k) where one gets every token"
         )
+        total, fraction = text.num_tokens + held_out.num_tokens, config.data.validation_fraction
+        if held_out.num_tokens == train.sequence_length + 1 > fraction * total and not config.data.validation_path:
+            writer.say(
+                f"{held_out.num_tokens} of {total} tokens are held out, so that there is a sequence to evaluate on: "
+                f"data.validation_fraction = {fraction:g} would be {int(fraction * total)}"
+            )
         if self.held_out and held_out.num_tokens < self.batch_size * (train.sequence_length + 1):
             writer.say("evaluations read sequences that overlap: the held-out text has fewer tokens than a batch")
         if held_out.num_tokens:

@@ -69,7 +69,7 @@ def test_gradients_are_those_of_the_model(world, tmp_path):
 
 
 def searched_by(rank, world, fails, cache):
-    """What ranks run that are to search, or the error where rank 0 `fails`; how often this one searched, what it said."""
+    """The order that ranks run which are to search, or the error where rank 0 `fails`; searches; what was printed."""
     searches, said = [], io.StringIO()
 
     def find(*args, progress):

@@ -19,7 +19,7 @@ from dualpipe.models.activations import kinds_of
 from dualpipe.models.sizes import head_flops, layer_flops, parameter_counts
 from dualpipe.plan import meshes
 from dualpipe.plan.costs import Seconds, Setting, context_seconds, stage_costs, walk
-from dualpipe.plan.machines import POSITIVE, Machine, read_machine
+from dualpipe.plan.machines import Machine, read_machine
 from dualpipe.plan.operators import LayerParts, head_parts, layer_parts
 from dualpipe.plan.predict import PARTS, Prediction, play
 from dualpipe.schedule import Costs, build, simulate
@@ -208,12 +208,14 @@ def test_costs_that_cannot_be_used(tmp_path, text, message):
 
 def test_a_field_that_may_be_zero_has_an_effect_that_is_finite(tmp_path):
     """What something is divided by must be positive, wherever it is among the fields."""
+    divisors = {"tflops", "hbm", "memory", "multiprocessors", "nvlink", "network", "gemm", "grouped", "attention",
+                "attention_backward", "bandwidth", "links", "networks"}
     path, mine = tmp_path / "costs.json", {}
     for field in fields(Machine):
         if field.name in ("node", "host_waits"):
             continue
         path.write_text(json.dumps({field.name: 0}))
-        if field.name in POSITIVE:
+        if field.name in divisors:
             with pytest.raises(ValueError, match=f"{field.name} is 0; give a positive number"):
                 read_machine("h100", measured=(str(path),))
         else:
@@ -312,6 +314,19 @@ def plan(capsys, *options: str) -> list[str]:
     out, err = capsys.readouterr()
     assert status == 0, err
     return out.splitlines()
+
+
+@pytest.mark.slow
+def test_the_table_in_the_documentation_is_that_of_its_command(capsys):
+    document = (EXAMPLES.parent / "docs" / "planning.md").read_text()
+    block = r"^    dualpipe (plan .*) --svg plan.svg\n\n```\n(row .*?)```$"
+    command, printed = re.search(block, document, re.MULTILINE | re.DOTALL).groups()
+    model = str(EXAMPLES / "qwen3-30b-a3b.toml")
+    assert main([model if argument.endswith(".toml") else argument for argument in command.split()]) == 0
+    assert capsys.readouterr().out == printed
+    deferring = [line.split()[0] for line in printed.splitlines() if line.split()[4:5] == ["dualpipev"]]
+    on_pipelines = [row for row in deferring if printed.splitlines()[int(row)].split()[1] != "1"]
+    assert printed.splitlines()[1].split()[4] == "dualpipev_full" and on_pipelines == ["8"], "as README says"
 
 
 def test_meshes_whose_heads_do_not_divide_are_left_out(capsys, monkeypatch):

@@ -219,6 +219,13 @@ def test_long_texts_are_wrapped_but_not_columns(show):
     assert browser("document.querySelector('#notes').scrollWidth > innerWidth")
 
 
+def test_the_page_asks_for_long_texts_to_be_wrapped():
+    """What a browser makes of it is tested above, where there is one."""
+    rules = dict(re.findall(r"^(\w+|\w+ [.]\w+) \{ ([^}]*)\}", TEMPLATE.read_text(), re.MULTILINE))
+    assert "overflow-wrap: anywhere" in rules["body"] and "white-space: pre-wrap" in rules["pre"]
+    assert "white-space: pre " in rules["pre .row"]
+
+
 def test_a_whole_step_is_drawn_in_grey_around_its_schedule(show):
     timeline = simulate(build("1f1b", 2, 4))
     step = WholeStep(before={"gather": 4.0}, after={"optimizer": 4.0}, idle={"bubble": 3.0})

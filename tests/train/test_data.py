@@ -473,6 +473,29 @@ def test_a_short_held_out_text_is_evaluated_in_windows_that_overlap(tmp_path):
         evaluation_batches(held_out, sequence_length=64, batch_size=4, limit=8, fraction_of=2001)
 
 
+def test_a_short_text_gives_one_sequence_to_evaluate_on_where_there_are_two(tmp_path):
+    (tmp_path / "short.txt").write_text("0123456789" * 200)
+    pack(find_sources([tmp_path / "short.txt"]), ByteTokenizer(), tmp_path / "one")
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for i in range(50):
+        (texts / f"{i}.txt").write_text(f"{i:39}")
+    pack(find_sources([texts]), ByteTokenizer(), tmp_path / "some")
+    for name, total in (("one", 2001), ("some", 2000)):
+        packed = PackedTokens(tmp_path / name)
+        whole = TokenStream(packed)
+        for at_least, held_out in ((129, 129), (1000, 1000), (1001, None), (20, None)):
+            splits = split_documents(packed, 0.02, at_least=at_least)
+            if held_out is None:  # too long for the text, or less than there is anyway
+                assert splits.held_out.fingerprint == split_documents(packed, 0.02).held_out.fingerprint
+            else:
+                assert [stream.num_tokens for stream in splits] == [total - held_out, held_out]
+                assert (splits.held_out.read(0, held_out) == whole.read(total - held_out, total)).all()
+        assert split_documents(packed, 0.0, at_least=129).held_out.num_documents == 0
+    assert len(evaluation_batches(split_documents(packed, 0.02, at_least=129).held_out, sequence_length=128,
+                                  batch_size=4, limit=8)) == 1
+
+
 def test_evaluation_batches_are_whole_and_distinct(many):
     stream = TokenStream(PackedTokens(many))
     batches = evaluation_batches(stream, sequence_length=20, batch_size=4, limit=5)

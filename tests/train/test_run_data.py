@@ -75,3 +75,15 @@ def test_ranks_read_their_own_rows_in_a_thread_and_those_between_the_ends_nothin
         assert read == windows
         read = [start // 17 for documents, start, _ in seen[rank] if documents == held_out.num_documents]
         assert read == [start // 17 for _ in range(2) for batch in evaluated for start in batch[own]]
+
+
+def test_a_short_text_is_evaluated_on_and_the_run_says_by_what(dualpipe, run_toml):
+    (run_toml.parent / "short.txt").write_text("the cat sat on the mat. " * 125)
+    options = ("--parallel.pp", "1", "--train.steps", "1", "--train.sequence_length", "128")
+    done = dualpipe(run_toml.parent, "train", "run.toml", *options, "--data.path", "short.txt",
+                    "--data.validation_fraction", "0.02")
+    assert done.returncode == 0, done.stderr
+    said = "129 of 3001 tokens are held out, so that there is a sequence to evaluate on: data.validation_fraction = 0.02"
+    assert f"{said} would be 60\n" in done.stdout
+    rows = [json.loads(line) for line in (run_toml.parent / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["eval_loss"] > 0
