@@ -83,7 +83,7 @@ def test_a_short_text_is_evaluated_on_and_the_run_says_by_what(dualpipe, run_tom
     done = dualpipe(run_toml.parent, "train", "run.toml", *options, "--data.path", "short.txt",
                     "--data.validation_fraction", "0.02")
     assert done.returncode == 0, done.stderr
-    said = "129 of 3001 tokens are held out, so that there is a sequence to evaluate on: data.validation_fraction = 0.02"
-    assert f"{said} would be 60\n" in done.stdout
+    said = "129 of 3001 tokens are held out, so that there is a sequence to evaluate on: "
+    assert f"{said}data.validation_fraction = 0.02 would be 60\n" in done.stdout
     rows = [json.loads(line) for line in (run_toml.parent / "out" / "metrics.jsonl").read_text().splitlines()]
     assert rows[-1]["eval_loss"] > 0
