@@ -22,7 +22,8 @@ NEEDS_TRITON = pytest.mark.skipif(find_spec("triton") is None or os.environ.get(
 # Arguments, and what is said then. The status tells of goals as well, which times of a moment may miss.
 ON_CPU = {
     "wgrad_split.py": ("--sizes small --repeats 2", r"\nsmall +\d+ +\d+ +\d+ "),
-    "engine_overhead.py": ("--ranks 1 2 --rounds 1 --microbatches-per-rank 1", r"\n +1 +(\d|is left out).*\n +2 +\d.*\ngoal: host"),
+    "engine_overhead.py": ("--ranks 1 2 --rounds 1 --microbatches-per-rank 1",
+                           r"\n +1 +\d.*\n +2 +\d.*\ngoal: host|: needs torch 2.12 or newer, "),
     "bench_checkpoint.py": ("--mb 4 --rounds 1", r"2 ranks with \d MB each\n.*\n +process +[\d.]+ s blocked .* goal "),
     "bench_optimizer.py": ("--rounds 1 --config config.json", r"parameters on 2 ranks: AdamW .* ms, Muon .* ms"),
     "bench_overlap.py": ("--device cpu --repeats 1 --tokens 32 --costs .",
