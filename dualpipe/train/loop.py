@@ -61,7 +61,6 @@ from dualpipe.train.profiled import ProfiledSteps, check_memory_snapshot, memory
 from dualpipe.train.qk_clip import QKClip
 from dualpipe.train.resume import Saver, State, describe
 from dualpipe.train.schedule import build_schedule
-from dualpipe.train.stragglers import Stragglers, summary
 from dualpipe.train.tables import AUTO
 from dualpipe.train.traced import Steps, TracedSteps
 from dualpipe.train.votes import StartUp, Votes, farewell
@@ -175,9 +174,6 @@ class Run:
         self.done, self.status = 0, 0  # steps; what ended them before the last one, as an exit status
         self.votes = Votes(job, train.time_limit)
         self.remarks: list[str] = []  # to be said with the next step that is written
-        # Of CPU ranks nothing is said: what else a machine does makes one of them slower in any run.
-        interval = 0 if job.device.type == "cpu" else config.metrics.straggler_interval
-        self.stragglers = Stragglers(interval, parallel.pp, self.recorder.name)
         self.unread: deque[QueuedStep] = deque()  # at most two
         self.guard, self.traced = Guard(self), TracedSteps(self, traced)
         self.profiled = ProfiledSteps(self, profiled)
@@ -393,14 +389,15 @@ class Run:
         votes = Votes.read(numbers[known:])
         self.status = self.status or int(max(vote.status for vote in votes))
         self.traced.loads(queued.step, [float(vote.load) for vote in votes])
-        remarks = [self.start_up.end(), self.stragglers.add(votes) if self.reports else ""]
+        remark = self.start_up.end()
         try:
             self.guard.check(queued.step, values, queued.kept)
         except BadStep:
             self.unread.clear()
             raise
         finally:
-            self.remarks += filter(None, remarks if self.reports else ())
+            if self.reports and remark:
+                self.remarks.append(remark)
         mtp_loss = [values.pop(name) for name in queued.names if name.startswith("mtp_loss/")]
         seconds = queued.began.elapsed_time(arrived) / 1e3 if queued.began and arrived else queued.seconds
         tokens_per_second = self.batch_size * self.config.train.sequence_length / seconds
@@ -410,7 +407,6 @@ class Run:
             "tokens_per_second": tokens_per_second,
             "tflops_per_rank": tflops, "mfu": self.peak_tflops and tflops / self.peak_tflops,
             "memory_bytes": memory_bytes(self.job.device),
-            **(summary(votes, self.config.parallel.pp, seconds) if self.reports else {}),
         }
 
     def _write(self, writer: MetricsWriter | None, metrics: dict[str, Any]) -> None:

@@ -62,10 +62,6 @@ class StepMetrics:
     dropped: float | None = None  # tokens without a place at their expert: 0, because no expert has a capacity
     balance_loss: float | None = None  # mean over the layers, without its coefficient; None where that is 0
     z_loss: float | None = None  # as balance_loss
-    # Of the host, so absent on CUDA, and for one rank: the mean share of the step in which ranks wait for others, and
-    # the largest over the median of the seconds that ranks with the same stages compute, where that is largest.
-    waiting_share: float | None = None
-    compute_max_over_median: float | None = None
 
 
 class MetricsWriter:

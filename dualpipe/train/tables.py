@@ -506,9 +506,6 @@ class MetricsConfig:
 
     wandb: str = _project("")
     """a project at Weights & Biases, by the package wandb; with WANDB_MODE=offline a folder in output.dir"""
-    straggler_interval: int = _not_negative(100)
-    """steps between lines that name ranks which compute slower than the others, or get more tokens; 0: never; no such
-    line is printed yet, on CPU or CUDA"""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from itertools import pairwise, product
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,23 +25,17 @@ from dualpipe.train.launch import LAUNCHER
 from dualpipe.train.tables import Config
 
 _STEPS = 16  # by whose times the next one's is guessed
-_COMPUTES = {*map("".join, product("FBIW", repeat=2)), *"FBIW", "optimizer"}  # kinds of entries
 
 
 class Vote(NamedTuple):
     """A rank's word on a step: numbers, or scalars on the device, 0 unless there is something to say.
 
-    status: the exit status with which it asks for an end after this step; load: tokens that its experts got, where
-    a trace is taken. The rest are seconds of the host: in actions and the optimizer, without the waits in them; of that
-    in the segments that compute what came from other ranks, and in all others; and in waits for other ranks.
+    status: the exit status with which it asks for an end after this step. load: tokens that its experts got, where a
+    trace is taken.
     """
 
     status: float | Tensor = 0.0
     load: float | Tensor = 0.0
-    compute: float = 0.0
-    experts: float = 0.0
-    others: float = 0.0
-    wait: float = 0.0
 
 
 class Votes:
@@ -56,8 +50,6 @@ class Votes:
         """All ranks' votes, for `read`: (ranks * fields,) float64 on the device. Collective; the host does not wait
         for a device."""
         vote = Vote(self._status(), load)
-        if self._job.group is not None and self._job.device.type == "cpu":  # of a device the host's seconds say nothing
-            vote = vote._replace(**seconds_of_step(self._recorder))
         votes = torch.zeros(self._job.ranks.size, len(vote), dtype=torch.float64, device=self._job.device)
         for number, value in enumerate(vote):
             if isinstance(value, Tensor) or value:  # each is a launch
@@ -78,25 +70,6 @@ class Votes:
         """Those that were cast, by rank."""
         fields = len(Vote._fields)
         return [Vote(*numbers[first : first + fields]) for first in range(0, len(numbers), fields)]
-
-
-def seconds_of_step(recorder: Recorder) -> dict[str, float]:
-    """Where the host's time went in the step that is under way: the seconds in `Vote`, by name."""
-    spent, until = {"compute": 0, "experts": 0, "others": 0, "wait": 0}, 0
-    for began, ended, _, kind, what, ranks, _, _ in recorder.entries():
-        if not ended:
-            continue
-        elif ranks:
-            spent["wait"] += ended - began
-            if began < until:
-                spent["compute"] -= ended - began
-        elif kind == "segment":
-            spent["experts" if what.inside else "others"] += ended - began
-        elif kind in _COMPUTES:
-            spent["compute"] += ended - began
-            until = ended
-    spent["others"] = spent["others"] or spent["compute"]  # stages without segments
-    return {name: nanoseconds / 1e9 for name, nanoseconds in spent.items()}
 
 
 class TimeLimit:

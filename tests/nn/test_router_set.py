@@ -9,7 +9,7 @@ from torch import nn
 
 from dualpipe.nn import Linear, Router
 from dualpipe.nn.router import BalancedRoutes, random_like_stride
-from dualpipe.nn.router_set import LOSSES, RouterLoss, RouterSet, RouterStep, count_load
+from dualpipe.nn.router_set import LOSSES, RouterLoss, RouterSet, RouterStep, count_load, load_of
 from ranks import run_ranks
 
 H, E, K = 8, 6, 2
@@ -179,3 +179,17 @@ def test_a_model_without_routers_and_what_is_refused():
         assert "all ranks together have 1 routers named 'layer0', but replicas is 2" in lonely
         assert "all ranks together have 2 routers named 'layer0', but replicas is 1" in twice
         assert no_bias.startswith("bias_update_rate is 0.1, but no router")
+
+
+def test_the_load_is_that_of_the_experts_of_a_rank():
+    stage = nn.ModuleDict({"a": Router(8, 4, top_k=2), "b": Router(8, 8, top_k=2)})
+    routers = RouterSet([stage], num_chunks=1)
+    for totals in routers.totals.values():
+        totals.fill_(0.5)
+    load_of(routers.totals["a"])[:] = torch.tensor([1.0, 2, 4, 8])
+    load_of(routers.totals["b"])[:] = torch.tensor([10.0] * 6 + [50, 60])
+    assert routers.load(0, 2) == 3 + 40
+    assert RouterSet([stage], num_chunks=1).load(1, 2) == 0
+    routers = RouterSet([stage], num_chunks=1)
+    load_of(routers.totals["b"])[:] = torch.arange(8.0)
+    assert routers.load(3, 4) == 6 + 7

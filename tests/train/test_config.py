@@ -165,7 +165,7 @@ IMPOSSIBLE = {  # values, by what is said of them
          "optimizer.qk_clip", "checkpoint.interval", "checkpoint.keep_last", "checkpoint.keep_every",
          "memory.capacity", "train.gc_interval", "train.batch_size",
          "train.time_limit", "watchdog.timeout", "guard.spike",
-         "guard.checksum_interval", "guard.recheck_interval", "metrics.straggler_interval",
+         "guard.checksum_interval", "guard.recheck_interval",
          "parallel.schedule_memory", "mtp.weight", "mtp.last_weight", "mtp.last_steps"), -1),
     "must be positive": {"optimizer.lr": 0, "optimizer.eps": -1, "parallel.timeout": 0},
     "must be from 0 to 1": {"optimizer.min_lr_ratio": 1.5, "optimizer.decay_fraction": -0.5},
