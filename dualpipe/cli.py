@@ -71,13 +71,13 @@ def _on_ranks(args: argparse.Namespace) -> int:
 
             ending.status = check(config, info, dtype=args.dtype, tolerance=args.tolerance, worst=args.worst)
         else:
-            from dualpipe.train import faults, profiled, traced
+            from dualpipe.train import profiled, traced
             from dualpipe.train.loop import train
 
             steps = config.train.steps
             ending.status = train(
-                config, info, faults.parse(args.faults), traced.parse(args.trace, steps),
-                profiled=profiled.parse(args.profile, steps), snapshot=args.memory_snapshot,
+                config, info, traced.parse(args.trace, steps), profiled=profiled.parse(args.profile, steps),
+                snapshot=args.memory_snapshot,
             )
     return ending.status
 
@@ -235,8 +235,6 @@ _PARITY: _Arguments = {
 _TRAIN: _Arguments = {
     "--max-restarts": dict(type=int, default=0, metavar="N", help="start the ranks again, from the last checkpoint, so "
                            "often after a failure (default: 0)"),
-    "--faults": dict(default="", metavar="TEXT", help="what is to go wrong, to see what the run does then, such as "
-                     '"kill rank=2 step=7 action=B; delay rank=0 step=3 action=F seconds=2"'),
     "--trace": dict(default="", metavar="STEPS", help="write what all ranks did in some steps to a file that "
                     "ui.perfetto.dev opens: steps=10..12[,file=PATH] (default: trace-10-12.json in output.dir)"),
     "--profile": dict(default="", metavar="STEPS", help="profile some steps by torch.profiler: steps=10..12; each rank "

@@ -16,7 +16,6 @@ from torch.distributed.run import get_args_parser
 
 from command import Command
 from dualpipe import cli
-from dualpipe.train import faults
 from dualpipe.train.config import load_config
 from hub import save_qwen
 from run_files import write_files
@@ -27,7 +26,7 @@ DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "
              ROOT / "CONTRIBUTING.md")
 PROGRAMS = ("dualpipe", "export", "make", "python", "sbatch", "torchrun")
 NO_COMMANDS = (  # how the first lines of other blocks begin: what is printed, a sketch, settings, a list of folders
-    "error: ", "watchdog: ", "first step ", "rank 5 ", "stopped by SIGTERM", "tensor ", "ms a step ", "row  pp",
+    "error: ", "watchdog: ", "first step ", "stopped by SIGTERM", "tensor ", "ms a step ", "row  pp",
     "F  attend", "B combine", "[", "dualpipe/schedule/ ",
 )
 
@@ -90,11 +89,6 @@ def takes(arguments):
     return args
 
 
-def faults_are_read(command):
-    args = takes(shlex.split(command.replace("CONFIG", "examples/tiny-cpu.toml"))[1:])
-    assert len(faults.parse(args.faults)) == 2
-
-
 def replay_is_taken(command):
     """Run by tests/train/test_guard.py."""
     assert takes(shlex.split(command)[1:]).bundle == "out/bundles/step-00000007"
@@ -137,8 +131,6 @@ def shell_takes_it(command):
 
 
 CHECKED = {  # what is checked of a command in place of running it
-    'dualpipe train CONFIG --faults "kill rank=2 step=7 action=B; delay rank=0 step=3 action=F seconds=2"':
-        faults_are_read,
     "dualpipe replay out/bundles/step-00000007": replay_is_taken,
     "sbatch --nodes 4 examples/slurm.sbatch examples/qwen3-30b-a3b.toml --checkpoint.interval 500":
         batch_script_is_taken,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -38,7 +38,6 @@ from dualpipe.train.data import (
     scan_splits,
 )
 from dualpipe.train.elastic import fit_run
-from dualpipe.train.faults import Fault, FaultyRecorder, recorder_of
 from dualpipe.train.garbage import GarbageCollection
 from dualpipe.train.guard import BadStep, Guard, Kept
 from dualpipe.train.job import Job, join
@@ -68,13 +67,13 @@ from dualpipe.train.watchdog import Watchdog
 
 
 def train(
-    config: Config, info: RankInfo, faults: Sequence[Fault] = (), traced: Steps | None = None, *,
-    profiled: Steps | None = None, snapshot: bool = False,
+    config: Config, info: RankInfo, traced: Steps | None = None, *, profiled: Steps | None = None,
+    snapshot: bool = False,
 ) -> int:
     """Train as rank `info` of the job; returns the exit status, 0 or what asked for an end (see `Vote`), and raises on
-    failure. faults: planted on purpose; traced, profiled: steps to take a trace of, and to profile by torch; snapshot:
-    of the memory of each rank's CUDA device."""
-    recorder = recorder_of(info.rank, info.world_size, faults)
+    failure. traced, profiled: steps to take a trace of, and to profile by torch; snapshot: of the memory of each
+    rank's CUDA device."""
+    recorder = Recorder(info.rank)
     start_up = StartUp(recorder)
     start_up.begin("meeting")
     with (
@@ -90,8 +89,6 @@ def train(
             held.enter_context(memory_snapshot(Path(config.output.dir), job.rank))
         with Saver(config, job) as saver:
             status = Run(config, job, saver, start_up, traced, profiled).train()
-    if isinstance(recorder, FaultyRecorder):
-        recorder.report()
     return status
 
 

@@ -17,6 +17,7 @@ from dualpipe.train.config import fit_world, load_config
 from dualpipe.train.data import Loader, TokenStream
 from dualpipe.train.job import Job
 from dualpipe.train.metrics import read_metrics
+from faults import planting
 from hub import FAMILIES
 from ranks import run_ranks
 
@@ -213,7 +214,7 @@ def test_what_is_loaded_in_another_layout_has_the_same_bits(run_folder, dualpipe
 @pytest.mark.slow
 def test_a_rank_that_is_killed_ends_all_in_time(run_folder, dualpipe):
     began = time.monotonic()
-    done = dualpipe(run_folder, *TRAIN, "--output.dir", "killed", "--parallel.cp", "2", "--faults",
-                    "kill rank=1 step=2 action=B")
+    done = dualpipe(run_folder, *TRAIN, "--output.dir", "killed", "--parallel.cp", "2",
+                    before=planting("kill rank=1 step=2 action=B"))
     assert done.returncode not in (0, -signal.SIGKILL) and time.monotonic() - began < 60
     assert "rank 1 (cp 1)" in done.stderr

@@ -1,15 +1,12 @@
-"""What a run does when something goes wrong: a matrix of faults, each planted into a run of its own by `--faults`.
+"""What a run does when something goes wrong: a matrix of faults, each planted into a run of its own.
 
 Of each fault the matrix says what is seen: how soon, which rank is named, what is left behind, and that a run that is
-started again ends with the numbers of one that was not disturbed. `DUALPIPE_WRITE_TABLE=1` has the tests write the
-times that they measure into the table of docs/reliability.md.
+started again ends with the numbers of one that was not disturbed.
 """
 
 import json
-import os
 import re
 import shutil
-import tempfile
 import time
 from pathlib import Path
 from threading import Thread
@@ -17,13 +14,11 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from filelock import FileLock
 
-from dualpipe.recorder import Recorder, rank_name
-from dualpipe.train.faults import KINDS, Fault, PlantedFault, parse, recorder_of
+from dualpipe.recorder import rank_name
+from faults import KINDS, Fault, PlantedFault, parse, planting, recorder_with
 from run_files import MODEL, write_files
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "reliability.md"
 TIMEOUT = 5.0  # parallel.timeout where it takes that to notice
 OPTIONS = ["--train.steps", "3", "--checkpoint.interval", "1", "--export.to_hf", "hf"]
 LAYOUTS = {
@@ -73,16 +68,17 @@ FAST = (
 def cells():
     """The matrix."""
     for kind, says, status in (
-        ("kill", "was killed by SIGKILL", 137), ("stop", "is stopped (SIGSTOP)", 1), ("raise", "planted by --faults", 1)
+        ("kill", "was killed by SIGKILL", 137), ("stop", "is stopped (SIGSTOP)", 1), ("raise", ": planted", 1)
     ):
         for layout, (rank, moments) in SOME.items():
-            for moment in moments:
+            is_first = layout == "pp2"  # a watchdog notices a rank that is stopped, in any layout alike
+            for moment in moments if kind != "stop" or is_first else moments[:1]:
                 fault = f"{kind} rank={0 if moment == 'commit' else rank} {MOMENTS[moment]}"
                 goes_on = kind == "raise" and moment in ("write", "commit")  # the next checkpoint is saved
                 yield Cell(layout, fault) if goes_on else Cell(layout, fault, says, status)
     yield Cell("pp1", "raise rank=0 step=2 action=write")
     for moment in (MOMENTS["B"], MOMENTS["optimizer"], "action=export"):
-        yield Cell("pp1", f"raise rank=0 {moment}", "planted by --faults", 1)
+        yield Cell("pp1", f"raise rank=0 {moment}", ": planted", 1)
     for layout, when in (  # of a result, and of a parameter
         ("pp1", "rank=0 step=2 action=B"), ("pp2", "rank=1 step=2 action=F"), ("pp2", "rank=1 step=2 action=data"),
         ("pp4", "rank=3 step=2 action=I"), ("pp2 x dp2", "rank=3 step=2 action=B"),
@@ -121,11 +117,12 @@ class Run(NamedTuple):
 def run(start_dualpipe):
     """Run `dualpipe train` with times; nothing of it may live on, nor be left in its own folder for temporary files."""
 
-    def start(folder, *arguments):
+    def start(folder, *arguments, faults=None):
+        before = planting(faults) if faults else ""
         temporary = folder / "tmp"
         temporary.mkdir(exist_ok=True)
         began, seen = time.monotonic(), {}
-        process = start_dualpipe(folder, "train", *arguments, environment={"TMPDIR": str(temporary)})
+        process = start_dualpipe(folder, "train", *arguments, before=before, environment={"TMPDIR": str(temporary)})
         lines = {"out": [], "err": []}
 
         def read(name, stream):
@@ -205,10 +202,9 @@ def undisturbed(run, tmp_path_factory):
 def test_fault(run, undisturbed, tmp_path, cell):
     folder, (sizes, layout) = files_for(cell.layout, tmp_path), LAYOUTS[cell.layout]
     patience = ["--parallel.timeout", TIMEOUT] if cell.fault.kind in ("stop", "lost_message") else []
-    disturbed = run(folder, "--faults", cell.faults, "run.toml", *layout, *OPTIONS, *patience)
+    disturbed = run(folder, "run.toml", *layout, *OPTIONS, *patience, faults=cell.faults)
     notice, said = disturbed.ended - disturbed.planted, without_torch(disturbed.err)
     assert f"planted: {cell.fault}" in disturbed.out, said
-    resume = 0.0
     if cell.says:
         assert disturbed.status == cell.status, said
         assert notice < TIMEOUT + 5
@@ -224,21 +220,18 @@ def test_fault(run, undisturbed, tmp_path, cell):
         assert re.match("error: |watchdog: ", said) or cell.fault.kind in ("raise", "full_disk"), said
         again = run(folder, "run.toml", *layout, *OPTIONS)
         assert again.status == 0, again.err
-        resume = again.stepped or again.ended
     else:
         assert disturbed.status == 0, said
     assert (numbers(folder), (folder / "hf" / "model.safetensors").read_bytes()) == undisturbed(cell.layout)
     left = [path for path in folder.rglob("*") if re.search(r"^\.tmp-|\.partial$", path.name)]
     assert left == [], "what a run leaves unfinished, the next one removes"
-    if os.environ.get("DUALPIPE_WRITE_TABLE"):
-        write_row(cell, notice, resume)
 
 
 @pytest.mark.parametrize("layout", ["pp1", pytest.param("pp2 x dp2", marks=pytest.mark.slow)])
 def test_ranks_are_started_again(run, undisturbed, tmp_path, layout):
     folder = files_for(layout, tmp_path)
     faults = "kill rank=0 step=2 action=F; raise rank=0 step=3 action=F"  # the second would come after the restart
-    done = run(folder, "run.toml", "--max-restarts", "1", "--faults", faults, *LAYOUTS[layout][1], *OPTIONS)
+    done = run(folder, "run.toml", "--max-restarts", "1", *LAYOUTS[layout][1], *OPTIONS, faults=faults)
     assert done.status == 0 and "restart 1 of 1" in done.err and "rank 0" in done.err.splitlines()[0], done.err
     assert (numbers(folder), (folder / "hf" / "model.safetensors").read_bytes()) == undisturbed(layout)
 
@@ -249,37 +242,12 @@ def test_a_failure_in_the_collectives_of_fsdp2_ends_the_run(run, tmp_path, momen
     """The other rank is in the collective then, and would be until the timeout of ten minutes."""
     fault = f"raise rank=1 step=2 action={moment}"
     layout = ["--parallel.pp", "1", "--parallel.dp", "2", "--train.num_chunks", "2"]
-    done = run(files_for("pp1", tmp_path), "--faults", fault, "run.toml", *layout, *OPTIONS)
+    done = run(files_for("pp1", tmp_path), "run.toml", *layout, *OPTIONS, faults=fault)
     assert done.status == 1 and done.ended - done.planted < 20
-    assert done.err.rstrip().endswith(f"PlantedFault: {fault}: planted by --faults"), done.err
+    assert done.err.rstrip().endswith(f"PlantedFault: {fault}: planted"), done.err
 
 
-# -- the table in the documentation
-
-
-def table():
-    """The document without its table, as what is before and behind, and the rows by layout and faults."""
-    before, head, rest = re.split(r"^(\| layout \|.*\n\| ---.*\n)", DOCUMENT.read_text(), flags=re.MULTILINE)
-    rows = re.match(r"(\|.*\n)*", rest)[0]
-    found = [(line.split(" | ")[0][2:], line.split(" | ")[1].strip("`"), line) for line in rows.splitlines()]
-    return before + head, rest[len(rows):], {f"{layout}: {faults}": line for layout, faults, line in found}
-
-
-def write_row(cell, notice, resume):
-    with FileLock(Path(tempfile.gettempdir()) / "dualpipe-table.lock"):
-        before, behind, rows = table()
-        rows[str(cell)] = row(cell, f"{notice:.1f} s", f"{resume:.1f} s") if cell.says else row(cell)
-        lines = [rows.get(str(each)) or row(each) for each in CELLS]
-        DOCUMENT.write_text("".join([before, *(f"{line}\n" for line in lines), behind]))
-
-
-def row(cell, notice="", resume=""):
-    said = f"rank {cell.fault.rank}: {cell.says}" if cell.says else "the run goes on"
-    return f"| {cell.layout} | `{cell.faults}` | {said} | {notice} | {resume} |"
-
-
-def test_the_document_has_the_matrix():
-    assert [*table()[2]] == [str(cell) for cell in CELLS]
+def test_the_matrix_has_every_kind_of_fault():
     assert {*FAST} <= {str(cell) for cell in CELLS}
     assert {cell.fault.kind for cell in CELLS} == {*KINDS} - {"bitflip"}  # which is for the guards' tests
 
@@ -297,52 +265,19 @@ def test_a_text_of_faults():
     assert not matches("F", "F(stage 2, micro-batch 1)", 7) and not matches("reduce", "Bs of stage 2", 7)
 
 
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        ("kil rank=1", "'kil' is no kind of fault (did you mean kill?); there are kill, stop, delay, "),
-        ("kill step=1", "rank=N is missing"),
-        ("kill rank=1 setp=2", "'setp=2' is no NAME=VALUE (did you mean step?) with one of the names rank, step, "),
-        ("stop rank=1; kill rank=one", "'kill rank=one':\n  rank = 'one' must be a number"),
-        ("delay rank=1 seconds=-1", "seconds = '-1' must be a number, 0 or more"),
-        ("kill rank=1 what='F; stop rank=1", "\"kill rank=1 what='F\": a quotation is not closed"),
-        ("kill rank=1 action=optimiser", "action = 'optimiser' never begins (did you mean optimizer?); there are F, B"),
-        ("full_disk rank=1 action=F", "a full_disk happens at 'write' alone; leave it out"),
-        ("kill rank=7", "the job has ranks 0 to 1; give one of them"),
-    ],
-)
-def test_a_wrong_text(text, problem):
-    with pytest.raises(ValueError, match=re.escape(problem)):
-        recorder_of(0, 2, parse(text))
-
-
-def test_a_wrong_text_of_the_command(run, run_toml):
-    done = run(run_toml.parent, "run.toml", "--faults", "kill rank=7")  # after CONFIG too
-    assert done.status == 2
-    assert done.err == "error: --faults:\n  kill rank=7: the job has ranks 0 to 1; give one of them\n"
-
-
-def test_a_fault_of_another_start(monkeypatch):
-    faults = parse("raise rank=1 action=clip")
-    recorder = recorder_of(1, 2, faults)
-    with pytest.raises(PlantedFault, match="raise rank=1 action=clip: planted by --faults"):
-        recorder.begin("clip")
-    recorder.begin("clip")
-    assert type(recorder_of(0, 2, faults)) is Recorder
+def test_a_fault_happens_once_on_its_rank_and_not_after_a_restart(monkeypatch):
+    recorder = recorder_with("raise rank=1 action=clip")
+    first = recorder(1)
+    with pytest.raises(PlantedFault, match="raise rank=1 action=clip: planted"):
+        first.begin("clip")
+    first.begin("clip")
+    recorder(0).begin("clip")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert type(recorder_of(1, 2, faults)) is Recorder
-
-
-def test_a_fault_that_has_not_happened_is_told(run, run_toml):
-    plain = ("--parallel.pp", "1", "--train.steps", "1", "--train.eval_batches", "0")
-    done = run(run_toml.parent, "run.toml", *plain, "--faults", "delay rank=0 step=1 seconds=0; raise rank=0 step=2")
-    assert done.status == 0
-    assert done.out.endswith("planted, but has not happened: raise rank=0 step=2\n") and done.out.count("planted") == 2
+    recorder(1).begin("clip")
 
 
 def test_a_bit_of_a_parameter():
-    (fault,) = parse("bitflip rank=0 action=optimizer")
-    recorder = recorder_of(0, 1, [fault])
+    recorder = recorder_with("bitflip rank=0 action=optimizer")(0)
     matrix, vector = (torch.nn.Parameter(torch.ones(size)) for size in ((2, 3), (3,)))
     recorder.made("parameters", matrix, vector)
     recorder.begin("optimizer")

@@ -22,6 +22,7 @@ from dualpipe.train.model import read_model_config
 from dualpipe.train.mtp import MicroBatchLoss, accepted, tokens_ahead
 from dualpipe.train.resume import Saver
 from dualpipe.train.tables import MTPConfig
+from faults import planting
 from hub import FAMILIES
 from ranks import run_ranks
 from run_files import write_files
@@ -248,9 +249,9 @@ ENDS_APART = ["--parallel.pp", "2", "--parallel.schedule", "1f1b", "--train.step
 def test_an_end_that_fails_in_the_exchange_with_the_other_is_named(run_folder, dualpipe, rank):
     written(run_folder)
     faults = f"raise rank={rank} step=2 action=exchange"
-    done = dualpipe(run_folder, "train", "--faults", faults, "run.toml", *WEIGHT, *ENDS_APART)
+    done = dualpipe(run_folder, "train", "run.toml", *WEIGHT, *ENDS_APART, before=planting(faults))
     assert done.returncode == 1 and done.stderr.endswith(
-        f"error: rank {rank} (pp {rank}): PlantedFault: {faults}: planted by --faults\n"), done.stderr
+        f"error: rank {rank} (pp {rank}): PlantedFault: {faults}: planted\n"), done.stderr
 
 
 FLIP = """

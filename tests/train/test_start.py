@@ -15,6 +15,7 @@ from dualpipe.train import launch, start
 from dualpipe.train.metrics import read_metrics
 from dualpipe.train.start import check_machine, start_ranks
 from dualpipe.train.tables import Config, OutputConfig, ParallelConfig
+from faults import planting
 from sockets import listening
 
 SLOW = """
@@ -345,7 +346,7 @@ if os.environ.get("TORCHELASTIC_RESTART_COUNT") == "1":
 def test_a_restart_goes_on_with_the_schedule_that_was_found(run_folder, dualpipe):
     done = dualpipe(run_folder, "train", "run.toml", "--max-restarts", "1", "--parallel.schedule", "auto",
                     "--train.steps", "3", "--train.eval_batches", "0", "--checkpoint.interval", "1",
-                    "--output.dir", "found", "--faults", "kill rank=1 step=3 action=F", before=FOUND_BEFORE)
+                    "--output.dir", "found", before=FOUND_BEFORE + planting("kill rank=1 step=3 action=F"))
     assert done.returncode == 0, done.stderr
     assert "restart 1 of 1, after step 2" in done.stderr
     assert [step for step, _ in losses(run_folder, "found")] == [1, 2, 3]
@@ -356,7 +357,7 @@ def test_a_restart_goes_on_with_the_schedule_that_was_found(run_folder, dualpipe
 def test_one_rank_is_started_again_too(run_folder, dualpipe):
     done = dualpipe(run_folder, "train", "--max-restarts", "1", "run.toml", "--parallel.pp", "1", "--train.steps", "3",
                     "--train.eval_batches", "0", "--output.dir", "one",
-                    "--faults", "kill rank=0 step=2 action=optimizer")
+                    before=planting("kill rank=0 step=2 action=optimizer"))
     assert done.returncode == 0, done.stderr
     assert done.stderr.endswith("error: rank 0 was killed by SIGKILL\nrestart 1 of 1, after step 1\n")
     assert [step for step, _ in losses(run_folder, "one")] == [1, 2, 3]

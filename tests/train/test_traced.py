@@ -13,6 +13,7 @@ from dualpipe.trace.file import read
 from dualpipe.trace.measured import Measured
 from dualpipe.trace.summary import Summary
 from dualpipe.train.traced import Steps, parse
+from faults import planted, planting
 from ranks import run_ranks
 from traces import check_format
 
@@ -23,7 +24,7 @@ FOUR = ("--parallel.ep", "2", "--train.steps", "4", "--train.eval_interval", "3"
 @pytest.fixture(scope="module")
 def trace_file(run_folder, dualpipe):
     slow = "delay rank=3 step=3 action=F what='stage 1, micro-batch 0' seconds=2"
-    done = dualpipe(run_folder, "train", "--trace", "steps=2..3", "--faults", slow, "run.toml", *FOUR)
+    done = dualpipe(run_folder, "train", "--trace", "steps=2..3", "run.toml", *FOUR, before=planting(slow))
     assert done.returncode == 0, done.stderr
     assert "trace: out/trace-2-3.json (see it in ui.perfetto.dev, or by dualpipe trace summary)\n" in done.stdout
     return run_folder / "out/trace-2-3.json"
@@ -123,7 +124,8 @@ def alone(*options):
 
 def test_a_bad_step_is_the_last_one_and_run_again(run_toml, monkeypatch, capsys):
     monkeypatch.chdir(run_toml.parent)
-    assert alone("--trace", "steps=2..3", "--faults", "nan rank=0 step=3 action=F", "--guard.on_nonfinite", "skip") == 0
+    with planted("nan rank=0 step=3 action=F"):
+        assert alone("--trace", "steps=2..3", "--guard.on_nonfinite", "skip") == 0
     out = capsys.readouterr().out
     assert "left out: nothing is updated by it" in out and "trace: out/trace-2-3.json" in out
     trace = read("out/trace-2-3.json")
@@ -135,7 +137,8 @@ def test_a_bad_step_is_the_last_one_and_run_again(run_toml, monkeypatch, capsys)
 
 def test_a_step_that_stops_the_run_is_in_the_trace(run_toml, monkeypatch, capsys):
     monkeypatch.chdir(run_toml.parent)
-    assert alone("--trace", "steps=2..3", "--faults", "nan rank=0 step=3 action=F") == 1
+    with planted("nan rank=0 step=3 action=F"):
+        assert alone("--trace", "steps=2..3") == 1
     assert "\nwhat was traced until then: out/trace-2-3.json\n" in capsys.readouterr().err
     trace = read("out/trace-2-3.json")
     assert {each.args.get("step") for each in trace.slices} == {2, 3}
@@ -145,8 +148,8 @@ def test_a_step_that_stops_the_run_is_in_the_trace(run_toml, monkeypatch, capsys
 
 @pytest.mark.slow
 def test_each_rank_that_is_left_writes_what_it_has(run_folder, dualpipe):
-    lost = dualpipe(run_folder, "train", "--trace", "steps=2..3,file=left.json", "--faults",
-                    "kill rank=1 step=3 action=F", "run.toml", "--output.dir", "left")
+    lost = dualpipe(run_folder, "train", "--trace", "steps=2..3,file=left.json", "run.toml", "--output.dir", "left",
+                    before=planting("kill rank=1 step=3 action=F"))
     assert lost.returncode == 128 + 9, lost.stderr
     assert [path.name for path in run_folder.glob("left*.json")] == ["left-rank0.json"]
     assert "\nwhat was traced until then: left-rank0.json\n" in lost.stderr

@@ -1,6 +1,9 @@
-"""Faults that are planted into a run on purpose, to see what it does then: `dualpipe train --faults TEXT CONFIG`.
+"""Faults planted into a training run, to see what it does then.
 
     "kill rank=2 step=7 action=B; delay rank=0 step=3 action=F seconds=2"
+
+    dualpipe(folder, "train", "run.toml", before=planting(text))    the command, as processes: see command.py
+    with planted(text): cli.main(["train", "run.toml"])             one rank in this process
 
 A fault happens on one rank, once, when that begins what is named: the first entry of its recorder that matches. Where
 the job is started again, after a failure, none happens any more. Training knows nothing of this: the recorder that it
@@ -10,23 +13,23 @@ has anyway is another one.
 from __future__ import annotations
 
 import errno
-import math
 import os
 import shlex
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
-from typing import Self
+from typing import Any, Self
+from unittest import mock
 
 import torch
 from torch import Tensor
 
-from dualpipe.errors import nearest, raise_for
 from dualpipe.nn.deferral import local
 from dualpipe.pipeline.p2p import Link
 from dualpipe.recorder import Entry, Recorder
+from dualpipe.train import loop
 from dualpipe.train.launch import starts_before
 
 KINDS = {
@@ -82,54 +85,38 @@ class Fault:
 
 
 def parse(text: str) -> tuple[Fault, ...]:
-    """The faults of a text, which a semicolon separates. Raises ValueError, which lists what there is, for another."""
-    return tuple(_fault(part.strip()) for part in text.split(";") if part.strip())
+    """The faults of a text, which a semicolon separates."""
+    return tuple(_fault(part) for part in text.split(";"))
 
 
 def _fault(text: str) -> Fault:
-    try:
-        kind, *given = shlex.split(text)
-    except ValueError:
-        raise ValueError(f"--faults: {text!r}: a quotation is not closed before the fault ends; close it") from None
-    values, problems = {"action": _DEFAULTS.get(kind, "")}, []
-    if kind not in KINDS:
-        problems.append(f"{kind!r} is no kind of fault{_meant(kind, KINDS)}; there are {', '.join(KINDS)}")
-    types: dict[str, Callable[[str], str | float]] = {
-        "rank": int, "step": int, "action": str, "what": str, "seconds": float,
-    }
-    for name, sign, value in (each.partition("=") for each in given):
-        try:
-            values[name] = found = types[name](value)  # type: ignore[assignment]
-            if not isinstance(found, str) and not 0 <= found < math.inf:
-                raise ValueError
-        except KeyError:
-            problems.append(f"{name + sign + value!r} is no NAME=VALUE{_meant(name, types)} with one of the names "
-                            f"{', '.join(types)}")
-        except ValueError:
-            problems.append(f"{name} = {value!r} must be a number, 0 or more")
-    action = values["action"]
-    if action not in ("", *ACTIONS):
-        problems.append(f"action = {action!r} never begins{_meant(action, ACTIONS)}; there are {', '.join(ACTIONS)}")
-    elif action != _DEFAULTS.get(kind, action):
-        problems.append(f"action = {action!r}: a {kind} happens at {_DEFAULTS[kind]!r} alone; leave it out")
-    if "rank" not in values:
-        problems.append("rank=N is missing, the global number of the rank on which it happens")
-    raise_for(f"--faults: {text!r}:", problems)
-    return Fault(kind, **values)  # type: ignore[arg-type]
+    kind, *given = shlex.split(text)
+    assert kind in KINDS, f"{kind!r} is no kind of fault; there are {', '.join(KINDS)}"
+    values: dict[str, Any] = dict(each.split("=", 1) for each in given)
+    action = values.setdefault("action", _DEFAULTS.get(kind, ""))
+    assert action in ("", *ACTIONS), f"action = {action!r} never begins; there are {', '.join(ACTIONS)}"
+    assert action == _DEFAULTS.get(kind, action), f"a {kind} happens at {_DEFAULTS[kind]!r} alone"
+    for name, number in (("rank", int), ("step", int), ("seconds", float)):
+        if name in values:
+            values[name] = number(values[name])
+    return Fault(kind, **values)
 
 
-def _meant(name: str, known: Iterable[str]) -> str:
-    found = nearest(name, list(known))
-    return f" (did you mean {found[0]}?)" if found else ""
+def planting(text: str) -> str:
+    """Python that plants these faults into the ranks of a command, for its `before`."""
+    return f"import faults\nfaults.plant({text!r})\n"
 
 
-def recorder_of(rank: int, world_size: int, faults: Sequence[Fault]) -> Recorder:
-    """The recorder of a rank, on which those of the faults happen that are its own; in the first start of a job, none
-    after a restart. Raises ValueError, on every rank, for one on a rank that the job lacks."""
-    raise_for("--faults:", [f"{fault}: the job has ranks 0 to {world_size - 1}; give one of them" for fault in faults
-                            if not 0 <= fault.rank < world_size])
-    mine = [fault for fault in faults if fault.rank == rank and not starts_before()]
-    return FaultyRecorder(rank, faults=mine) if mine else Recorder(rank)
+def plant(text: str) -> None:
+    """Plant faults into the runs of this process, as long as it lives."""
+    loop.Recorder = recorder_with(text)
+
+
+@contextmanager
+def planted(text: str) -> Iterator[None]:
+    """Plant faults into the runs of this process."""
+    with mock.patch.object(loop, "Recorder", recorder_with(text)):
+        yield
 
 
 class FaultyRecorder(Recorder):
@@ -143,12 +130,6 @@ class FaultyRecorder(Recorder):
         self._parameters: tuple[Tensor, ...] = ()
         self._awaited: Fault | None = None  # what happens with the next result
         self._until_end = ExitStack()
-
-    def report(self) -> None:
-        """Say, once all is done, which faults have not happened, as nothing that matches them has begun."""
-        for fault in self._faults:
-            if not fault.again and fault.kind != "slow_disk":
-                print(f"planted, but has not happened: {fault}", flush=True)
 
     def lane(self, name: str) -> Self:
         """As of a recorder; what happens there does not happen here again."""
@@ -166,7 +147,7 @@ class FaultyRecorder(Recorder):
                 self._faults.append(replace(fault, step=self.step, what=str(what), again=True))
             print(f"planted: {fault}", flush=True)
             if fault.kind == "raise" and fault.action not in _RESULTS:
-                raise PlantedFault(f"{fault}: planted by --faults")
+                raise PlantedFault(f"{fault}: planted")
             if fault.kind == "full_disk":
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(what))
         entry = super().begin(kind, what, ranks, nbytes)
@@ -188,7 +169,7 @@ class FaultyRecorder(Recorder):
         if fault is not None and found and fault.action in ("segment", getattr(what, "kind", None)):
             self._awaited = None
             if fault.kind == "raise":
-                raise PlantedFault(f"{fault}: planted by --faults")
+                raise PlantedFault(f"{fault}: planted")
             _change(found[0].data, flip=False)  # `data`: unseen by autograd
 
     def _happen(self, fault: Fault) -> None:
@@ -204,6 +185,17 @@ class FaultyRecorder(Recorder):
             _change(min(parts, key=Tensor.dim), flip=fault.kind == "bitflip")
         elif fault.kind == "lost_message":
             self._until_end.enter_context(_messages_lost())
+
+
+def recorder_with(text: str) -> type[FaultyRecorder]:
+    """A recorder on which a rank's own of the faults happen, in the first start of a job."""
+    faults = parse(text)
+
+    class PlantedRecorder(FaultyRecorder):
+        def __init__(self, rank: int = 0, sizes: Mapping[str, int] | None = None) -> None:
+            super().__init__(rank, sizes, [fault for fault in faults if fault.rank == rank and not starts_before()])
+
+    return PlantedRecorder
 
 
 def _change(tensor: Tensor, *, flip: bool) -> None:
