@@ -240,7 +240,7 @@ def test_one_rank_fails(tmp_path):
     for number in range(1, 7):
         file = shard(tmp_path / "bad", number)
         file.write_bytes(file.read_bytes()[:-1])
-    first, second = run_ranks(load_apart, 2, str(tmp_path / "good"), str(tmp_path / "bad"))
+    first, second = run_ranks(load_apart, 2, str(tmp_path / "good"), str(tmp_path / "bad"), fresh=True)
     for (error, untouched), (same, also), message in zip(first, second, (
         r"ValueError: rank 1 \(pp 1\): .*not the same for all ranks.*cannot be opened",
         r"ValueError: rank 1 \(pp 1\): stages must be", r"RuntimeError: rank 1 \(pp 1\): OSError: the disk is gone",

@@ -253,7 +253,7 @@ def four(rank, folder):
 
 
 def test_on_four_ranks(tmp_path):
-    results = run_ranks(four, 4, str(tmp_path))
+    results = run_ranks(four, 4, str(tmp_path), fresh=True)
     for said in results:
         assert "two stages have a tensor called '0.weight'; give" in said["twice"] and "numbers" in said["twice"]
         assert "0.weight has other values on rank 2" in said["ranks"] and "numbers of the stages" in said["ranks"]

@@ -174,7 +174,7 @@ def no_router_and_names(rank):
 
 
 def test_a_model_without_routers_and_what_is_refused():
-    for metrics, (lonely, twice, no_bias) in run_ranks(no_router_and_names, 2):
+    for metrics, (lonely, twice, no_bias) in run_ranks(no_router_and_names, 2, fresh=True):
         assert metrics == {}
         assert "all ranks together have 1 routers named 'layer0', but replicas is 2" in lonely
         assert "all ranks together have 2 routers named 'layer0', but replicas is 1" in twice

@@ -181,7 +181,7 @@ def user_closures(rank: int, microbatches: int) -> list[tuple]:
 
 @pytest.mark.parametrize("microbatches", [1, 6])
 def test_a_users_bf16_closures_accumulate_in_fp32_and_lose_nothing(microbatches):
-    for found in run_ranks(user_closures, 2, microbatches):
+    for found in run_ranks(user_closures, 2, microbatches, fresh=True):
         *params, accumulators = found
         assert accumulators[2] <= {torch.float32}
         assert microbatches == 1 or accumulators[2] == {torch.float32}
@@ -425,7 +425,7 @@ def collectives(rank: int, microbatches: int) -> list[str]:
 
 
 def test_each_unit_is_gathered_and_reduced_once_a_step_and_autograd_calls_nothing_back():
-    for log in run_ranks(collectives, 2, 3):
+    for log in run_ranks(collectives, 2, 3, fresh=True):
         assert [entry for entry in log if entry != "callback"][:5] == ["gather"] * 4 + ["F0"]
         assert log.count("gather") == log.count("reduce") == 4
         assert log.count("callback") in (0, 2), "once for each stage, or not at all where torch has a public call"

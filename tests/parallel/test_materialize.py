@@ -349,7 +349,7 @@ def memory(rank, world, filled_by):
 @pytest.mark.parametrize("filled_by", ["seed", "source", "nothing"])
 def test_given_shards_then_materialising_takes_them_and_at_most_one_unsharded_layer(filled_by):
     layer, world = 2**20, 4
-    for peak, large in run_ranks(memory, world, world, filled_by):
+    for peak, large in run_ranks(memory, world, world, filled_by, fresh=True):
         assert 8 * layer / world <= peak <= 8 * layer / world + layer
         assert large.count(layer // world) == 8, "each shard is allocated once"
         assert filled_by == "seed" or len(large) == 8
