@@ -103,7 +103,7 @@ class PendingRows:
 
     def __init__(self, stream: CommStream, *, besides: tuple[Any, ...] = (), context: Any = None) -> None:
         self._stream, self._made = stream, device.record(stream.device)
-        self._besides, self._context = besides, context
+        self._besides, self.context = besides, context
         self._received: list[tuple[Tensor, torch.dtype | None]] = []
         # On CPU all, with what is sent, so that it stays; on a device the last one, which comes after the others.
         self._exchanges: list[tuple[Exchange, Tensor | None]] = []
@@ -135,12 +135,16 @@ class PendingRows:
             rows = rows.contiguous().view(torch.uint8)
             buffer = torch.empty(total if room is None else room, row_bytes, dtype=torch.uint8, device=stream.device)
             exchange = stream.start(buffer[:total], rows, received, sent)
+        self.add(exchange, rows)
+        self._received.append((buffer, dtype))
+        stream.sent_bytes += row_bytes * (sum(sent) - sent[stream.all_to_all.rank])
+
+    def add(self, exchange: Exchange, sent: Tensor) -> None:
+        """Have `receive` wait for an exchange of `sent`."""
         if exchange[0] is None:
             self._exchanges = [(exchange, None)]
         else:
-            self._exchanges.append((exchange, rows))
-        self._received.append((buffer, dtype))
-        stream.sent_bytes += row_bytes * (sum(sent) - sent[stream.all_to_all.rank])
+            self._exchanges.append((exchange, sent))
 
     def receive(self) -> list[Any]:
         """What was received, (rows, ...) or None: the current stream waits for it, on CPU the host."""
@@ -160,7 +164,7 @@ class PendingRows:
 
     def wait(self) -> tuple[tuple[Any, ...], Any]:
         """See `dualpipe.nn.segments.Pending`."""
-        return (*self.receive(), *self._besides), self._context
+        return (*self.receive(), *self._besides), self.context
 
 
 def row_bytes_of(matrix: Tensor) -> int:

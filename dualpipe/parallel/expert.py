@@ -239,9 +239,12 @@ class _Dispatch:
 
     def forward(self, inputs: tuple[Tensor, Tensor, Plan] | None) -> Pending:
         pending = _PendingDispatch(self._stream, self._num_experts, inputs, self._fp8_rows)
-        if self._stream.device.type == "cpu":
-            pending.advance()  # the host computes, so rows must be on their way before it does
         self._under_way.append(pending)
+        if self._stream.device.type == "cpu":  # the host computes, so rows must be on their way before it does
+            try:
+                pending.advance()
+            except BaseException as error:  # the counts are sent: the next `advance` sends the rows
+                pending.failure = pending.failure or error
         return pending
 
     def backward(self, context: tuple[Any, ...], gradients: tuple[Tensor | None, ...] | None) -> Pending:
@@ -285,7 +288,10 @@ class _PendingDispatch(PendingRows):
             self._counts, self._told = both, stream.start(both[1], both[0], each, each)
             self._copied: device.Event | None = None
             if self._told[0] is None:
-                self._counts, self._copied = device.to_host(both)
+                try:
+                    self._counts, self._copied = device.to_host(both)
+                except BaseException as error:  # the numbers are sent: `advance` reads them where they are
+                    self.failure = error
 
     def advance(self) -> None:
         """Send the rows, once it is known how many; the host waits for that."""
@@ -305,17 +311,18 @@ class _PendingDispatch(PendingRows):
         there = row // (fp8 >> 4) if fp8 else row
         sizes = Sizes([record[0] for record in sent], [record[0] for record in received], row, weight, ids, there,
                       scale_bytes(there, fp8 % 16 * 32) if fp8 else 0)
-        self.sizes, self._pairs, total = sizes, sum(record[1] for record in received), sum(sizes.sent)
+        self._pairs, total = sum(record[1] for record in received), sum(sizes.sent)
         rows = packed = dtype = None
         if self._inputs is not None:
             try:
                 rows, packed = self._packed_rows(*self._inputs, total)
                 dtype = torch.uint8
             except BaseException as error:  # the others know how many rows come
-                self.failure = error
+                self.failure = self.failure or error
         self.send(rows, sizes.there, sizes.sent, sizes.received, dtype)
         row_bytes = sizes.weights + sizes.ids + sizes.scales
         self.send(packed, row_bytes, sizes.sent, sizes.received, dtype, fill=0xFF)  # of ids: no expert's
+        self.sizes = sizes  # not before: after an error the next call sends the rows
 
     def _packed_rows(self, rows: Tensor, weights: Tensor, plan: Plan, total: int) -> tuple[Tensor, Tensor]:
         """The rows to send, `total` of them, and their weights, choices and scales as bytes beside each other."""

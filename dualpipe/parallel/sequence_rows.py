@@ -71,9 +71,9 @@ class SequenceRanks:
         """
         self._latest, self._expected = Sizes(batch, length, dtype.itemsize), dtype.itemsize
 
-    def sizes(self, found: Sizes | None, attention: SharedAttention) -> Sizes:
+    def sizes(self, found: Sizes | None, attention: SharedAttention, pending: PendingRows) -> Sizes:
         """Those of a micro-batch in a layer, or where it has failed here (None) of the latest one; collective until one
-        is known, and all zero if none is anywhere."""
+        is known, and all zero if none is anywhere. Where they were found here, `pending` waits for the message."""
         known = self._itemsizes.get(attention, self._expected)
         if known and self.stream.device.type != "cpu":
             self._latest = found or self._latest._replace(itemsize=known)
@@ -83,8 +83,12 @@ class SequenceRanks:
             received = torch.empty_like(sent)
             with self.stream.beside(device.record(self.stream.device), sent, received):
                 exchange = self.stream.start(received, sent, each, each)
-            self.stream.wait(exchange)
-            self._latest = found or Sizes(*max(received.tolist()))
+            if found is None:
+                self.stream.wait(exchange)
+                self._latest = Sizes(*max(received.tolist()))
+            else:  # not here: `forward` is called again after an error, and would send the sizes twice
+                pending.add(exchange, sent)
+                self._latest = found
         self._itemsizes[attention] = self._latest.itemsize
         return self._latest
 
@@ -101,25 +105,41 @@ class SequenceRows:
         self.group = ranks.stream.group
 
     def forward(self, inputs: tuple[Any, ...] | None) -> Pending:
-        found = dtype = None
+        # What may fail comes before the first message, that of the sizes.
+        pending = PendingRows(self._ranks.stream)
+        found = dtype = counts = None
         if inputs is not None:
             rows, context = inputs
-            found, dtype = Sizes(context.batch, context.length, rows.itemsize), rows.dtype
-        return self._send((self._ranks.sizes(found, self._attention), dtype), inputs)
+            found = Sizes(context.batch, context.length, rows.itemsize)
+            dtype = rows.dtype
+            counts = self._counts(found)
+        sizes = self._ranks.sizes(found, self._attention, pending)
+        pending.context = sizes, dtype
+        there, here = counts or self._counts(sizes)
+        return self._send(pending, inputs, there, here)
 
     def backward(self, context: tuple[Sizes, torch.dtype | None], gradients: tuple[Any, ...] | None) -> Pending:
-        return self._send(context, gradients, back=True)
+        there, here = self._counts(context[0])
+        pending = PendingRows(self._ranks.stream, besides=(None,), context=context)
+        return self._send(pending, gradients, here, there)
 
     def again(self, context: tuple[Sizes, torch.dtype | None], inputs: tuple[Any, ...] | None) -> Pending:
-        return self._send(context, inputs)
+        there, here = self._counts(context[0])
+        return self._send(PendingRows(self._ranks.stream, context=context), inputs, there, here)
+
+    def _counts(self, sizes: Sizes) -> tuple[list[int], list[int]]:
+        """Rows that go to each rank in the forward, and that come from each."""
+        if not sizes.length:
+            return [0] * self._ranks.split.size, [0] * self._ranks.split.size
+        there, here = self._tokens(sizes.length)
+        return [tokens * sizes.batch for tokens in there], [tokens * sizes.batch for tokens in here]
 
     def _send(
-        self, context: tuple[Sizes, torch.dtype | None], given: tuple[Any, ...] | None, *, back: bool = False
+        self, pending: PendingRows, given: tuple[Any, ...] | None, sent: list[int], received: list[int]
     ) -> Pending:
         """Rows there, or gradients back: where there is none here (None), other ranks may have one."""
-        sizes, dtype = context
-        each = self._tokens(sizes.length) if sizes.length else ([0] * self._ranks.split.size,) * 2
-        received, sent = ([tokens * sizes.batch for tokens in counts] for counts in (each if back else each[::-1]))
-        pending = PendingRows(self._ranks.stream, besides=(None,) * back, context=context)
-        rows, dtype = (None, None) if given is None else (given[0], dtype)
-        return pending.send(rows, self._width * sizes.itemsize, sent, received, dtype)
+        sizes, dtype = pending.context
+        row_bytes = self._width * sizes.itemsize
+        if given is None:
+            return pending.send(None, row_bytes, sent, received, None)
+        return pending.send(given[0], row_bytes, sent, received, dtype)

@@ -88,8 +88,10 @@ class _SharingDispatch:
         rows = None
         if load_NE is not None and gradients is not None:  # else this rank has failed
             rows = load_NE.view(1, -1).expand(len(each), -1)
-        loads = PendingRows(self._stream).send(rows, 4 * self._shape[0] * self._shape[1], each, each, torch.int32)
-        return _SharingBack(self, self._inner.backward(inner, gradients), loads)
+        loads = PendingRows(self._stream)  # may fail, so before the first message
+        pending = self._inner.backward(inner, gradients)
+        loads.send(rows, 4 * self._shape[0] * self._shape[1], each, each, torch.int32)
+        return _SharingBack(self, pending, loads)
 
     def add_up(self, loads: PendingRows) -> None:
         """From all ranks' counts, which have been sent."""

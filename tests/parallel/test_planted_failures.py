@@ -1,10 +1,11 @@
 """A rank that fails before a communication or in the midst of it: nobody waits, and the next step is right.
 
-Every place is tried at which something is given to the stream of a communication.
+Every place is tried at which a communication is made or goes on, or something is given to its stream.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -15,21 +16,25 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from dualpipe import Pipeline
+from dualpipe import Pipeline, device
 from dualpipe.models.decoder import Experts, SparseMLP
 from dualpipe.nn.deferral import local
 from dualpipe.nn.router import Router
 from dualpipe.nn.router_set import RouterSet
 from dualpipe.nn.segments import Communicate, Compute
-from dualpipe.parallel.all_to_all import CommStream, GroupAllToAll
+from dualpipe.parallel import expert
+from dualpipe.parallel.all_to_all import CommStream, GroupAllToAll, PendingRows
 from dualpipe.parallel.expert import ExpertParallel, shard_experts
 from dualpipe.parallel.sequence_rows import SequenceRanks, SequenceRows
 from dualpipe.parallel.shared_loads import share_loads
 from dualpipe.pipeline import PipelineError
 from ranks import run_ranks
+from threads import Rank, run_threads
 
 HIDDEN, EXPERTS, TOP_K, CHUNKS = 8, 4, 2, 2
 GROUP_TIMEOUT = 30.0  # a step takes a hundredth of a second
+# What fails, and where it is defined. `_unpacked` reads the numbers of rows, between their message and the rows.
+PLACES = {"beside": CommStream, "start": CommStream, "__init__": PendingRows, "_unpacked": expert}
 
 
 class Planted(Exception):
@@ -104,7 +109,7 @@ def make_stage(kind: str, mesh: DeviceMesh) -> nn.Module:
 
 
 def planted_steps(rank: int, kind: str, method: str) -> tuple[list[str], list[float], list[bool]]:
-    """Steps in which a method of rank 1's `CommStream` fails at its first call, its second, ...: what each says and its
+    """Steps in which one of `PLACES` fails on rank 1 at its first call, its second, ...: what each says and its
     seconds, and whether a step behind it has the gradients of the step before all."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
     alone = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))["pp"].get_group()
@@ -120,11 +125,11 @@ def planted_steps(rank: int, kind: str, method: str) -> tuple[list[str], list[fl
         return [local(parameter.grad) for parameter in stage.parameters()]
 
     expected = step()
-    failing = Failing(getattr(CommStream, method))
+    failing = Failing(getattr(PLACES[method], method))
     said: list[str] = []
     seconds: list[float] = []
     right: list[bool] = []
-    with mock.patch.object(CommStream, method, lambda *args, **kwargs: failing(*args, **kwargs)):
+    with mock.patch.object(PLACES[method], method, lambda *args, **kwargs: failing(*args, **kwargs)):
         step()
         for place in range(failing.calls):
             failing.calls = 0
@@ -164,11 +169,38 @@ def test_a_step_that_broke_leaves_no_dispatch_for_the_next_one():
         assert "RuntimeError: call 1" in said and left == [0, 0]
 
 
-@pytest.mark.parametrize("kind, method", [
-    ("loads", "beside"), ("sequence", "beside"),
-    *(pytest.param(kind, "start", marks=pytest.mark.slow) for kind in ("loads", "sequence")),
-    *(pytest.param("experts", method, marks=pytest.mark.slow) for method in ("beside", "start")),
-])
+def uncopied(rank: Rank) -> tuple[BaseException | None, int]:
+    """A dispatch on a device, where rank 1 cannot copy the numbers of rows to the host: the failure, and how many rows
+    come."""
+    threading.current_thread().name = f"rank {rank.number}"
+    dispatcher = ExpertParallel(EXPERTS, rank.all_to_all("ep", range(2))).dispatcher()
+    x = torch.ones(3, HIDDEN, device=rank.device)
+    choices = torch.tensor([[0, 2]] * 3).to(rank.device)  # an expert of each rank
+    pending = dispatcher.dispatch.forward(dispatcher.plan(x, torch.ones(3, TOP_K, device=rank.device), choices))
+    pending.advance()
+    _, (sizes, *_) = pending.wait()
+    return pending.take_failure(), sum(sizes.received)
+
+
+def test_numbers_of_rows_that_cannot_be_copied_are_not_sent_twice(any_cuda, monkeypatch):
+    def to_host(tensor, **options):
+        if threading.current_thread().name == "rank 1":
+            raise Planted
+        return copy(tensor, **options)
+
+    copy = device.to_host
+    monkeypatch.setattr(device, "to_host", to_host)
+    (failure, rows), (failure_1, rows_1) = run_threads(uncopied, 2, device="cuda")
+    assert failure is None and isinstance(failure_1, Planted)
+    assert rows == rows_1 == 6
+
+
+FAST = [("experts", "_unpacked"), ("loads", "beside"), ("sequence", "__init__"), ("sequence", "beside")]
+SLOW = [(kind, method) for kind in ("experts", "loads", "sequence") for method in PLACES
+        if (kind, method) not in (*FAST, ("sequence", "_unpacked"))]
+
+
+@pytest.mark.parametrize("kind, method", [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)])
 def test_a_failure_around_a_communication_leaves_nobody_waiting_and_the_next_step_is_right(kind, method):
     for said, seconds, right in run_ranks(planted_steps, 2, kind, method, group_timeout=GROUP_TIMEOUT):
         assert len(said) == len(seconds) > 5 and all(right)

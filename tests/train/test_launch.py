@@ -129,7 +129,9 @@ def test_the_batch_script_sets_what_the_ranks_read(tmp_path):
     task = {"SLURM_PROCID": "9", "SLURM_STEP_NUM_TASKS": "16", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_NODES": "2"}
     assert rank_from_environment(found | task) == RankInfo(9, 16, 1, 8), "what srun sets in a task"
     assert found["MASTER_ADDR"] == "n7"
-    assert {"MASTER_PORT": found.pop("MASTER_PORT")} == slurm_rendezvous(found), "as it would be without"
+    assert "MASTER_PORT" not in found, "one for each step, not for the job"
+    steps = [slurm_rendezvous(found | task | {"SLURM_STEP_ID": step}) for step in ("0", "1")]
+    assert [list(step) for step in steps] == [["MASTER_PORT"]] * 2 and steps[0] != steps[1]
     asked = dict(line.removeprefix("#SBATCH --").split("=", 1) if "=" in line else (line, "")
                  for line in SBATCH.read_text().splitlines() if line.startswith("#SBATCH"))
     assert asked["ntasks-per-node"] == asked["gpus-per-node"], "a task for each GPU"
