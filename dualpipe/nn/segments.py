@@ -110,12 +110,14 @@ class Communicate(_OneName):
 
     recompute: do not keep what arrives, for a compute segment that is recomputed, the next, but send it again. What is
     sent is computed again as well where the one before is recomputed, and kept where it is not.
+    of_attention: whether it is between ranks that share a sequence, instead of to experts or back.
     """
 
     communication: Communication
     reads: Names | str
     writes: Names | str
     recompute: bool = False
+    of_attention: bool = False
 
 
 Segment = Compute | Communicate

@@ -32,6 +32,7 @@ from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, M
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -69,12 +70,16 @@ class SegmentRecord:
 
 
 class Part(NamedTuple):
-    """A segment of a stage as it runs: in a forward ("F"), one that is run again ("R"), or a backward."""
+    """A segment of a stage as it runs: in a forward ("F"), one that is run again ("R"), or a backward.
+
+    inside: whether it is between a communication and its return, as what experts compute is; not those of attention.
+    """
 
     kind: str
     stage: int
     microbatch: int
     number: int
+    inside: bool = False
 
     def __str__(self) -> str:
         return f"segment {self.number} of {self.kind}(stage {self.stage}, micro-batch {self.microbatch})"
@@ -240,6 +245,9 @@ class SegmentedStage:
         self._store, self._ready, self._autocast = store, ready, autocast
         self._recorder = Recorder.current()
         self.communications = sum(isinstance(segment, Communicate) for segment in segments)
+        of_experts = (isinstance(segment, Communicate) and not segment.of_attention for segment in self._segments)
+        before = accumulate(of_experts)
+        self._inside = {number for number, communications in enumerate(before) if communications % 2}
         self._needed = needed_after(self._segments, results)
         self._backwards = backward_order(self._segments)
         self._regions = {max(region): region for region in regions(self._segments)}
@@ -277,7 +285,7 @@ class SegmentedStage:
                 yield flight
                 under_way = flight, segment, record
             elif state.error is None:
-                part = Part("R" if again else "F", *state.slot, number)
+                part = Part("R" if again else "F", *state.slot, number, number in self._inside)
                 self._recorder.begin("segment", part)
                 with state.attempt():
                     self._compute(segment, carry, record, again, part)
@@ -359,7 +367,7 @@ class SegmentedStage:
                 yield flight
                 under_way = flight, segment, record
             elif state.error is None:
-                self._recorder.begin("segment", part := Part(kind, *state.slot, number))
+                self._recorder.begin("segment", part := Part(kind, *state.slot, number, number in self._inside))
                 with state.attempt():
                     self._compute_backward(record, given, state, key)
                     self._recorder.made(part, *(leaf.grad for leaf in record.leaves.values() if leaf.grad is not None))

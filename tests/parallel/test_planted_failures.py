@@ -90,7 +90,7 @@ class Rows(nn.Module):
         found = [Compute(lambda x: (x.flatten(0, 1) @ self.weight, context), "x", ("rows", "context"))]
         for layer in self.layers:
             exchange = SequenceRows(self.ranks, layer, HIDDEN, lambda length: (each, each))
-            found += [Communicate(exchange, ("rows", "context"), "rows"),
+            found += [Communicate(exchange, ("rows", "context"), "rows", of_attention=True),
                       Compute(lambda rows: rows @ self.weight, "rows", "rows")]
         return [*found, Compute(lambda rows: rows.view(2, 3, HIDDEN), "rows", "x")]
 
