@@ -174,7 +174,7 @@ def test_v_half_holds_half_of_what_1f1b_does_in_less_time(num_ranks):
     half, whole = simulate(build("v_half", *size)), simulate(build("1f1b", *size), Costs().scaled(2))
     few = 1 if num_ranks % 2 else 2
     assert max(half.peak_activations) == half.peak_memory == num_ranks + few
-    assert max(whole.peak_activations) == num_ranks and whole.peak_memory == 2 * num_ranks
+    assert max(whole.peak_activations) == whole.peak_memory == num_ranks, "of stages that are each two of the V's"
     assert half.makespan < whole.makespan or num_ranks == 1
 
 
