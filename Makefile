@@ -1,6 +1,6 @@
 # make train | test | test-slow | test-all | lint | bench | clean
 # PYTHON=python3.12 chooses an interpreter (for a new .venv: `make clean` first), TORCH=2.15.0 another release of torch
-# (in an environment of its own), WORKERS=1 how many tests run at once, MATRIX_PART=3 another part of the kernel matrices.
+# (in an environment of its own), WORKERS=1 how many tests run at once, MATRIX_PART=3 another part of the matrices.
 PYTHON ?= python3
 TORCH  ?=
 VENV   ?= .venv$(if $(TORCH),-$(TORCH))
@@ -13,7 +13,7 @@ SETUP   = PYTHON=$(PYTHON) TORCH=$(TORCH) VENV=$(VENV) EXTRA=$(1) bash setup.sh
 WORKERS ?= auto
 PYTEST  := OMP_NUM_THREADS=1 $(BIN)/python -P -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist worksteal
 
-# test-slow runs one part of 14 of the exhaustive kernel matrices, chosen by the date: all of them in two weeks.
+# test-slow runs, of the tests that are one case of very many, one part of 14, chosen by the date: all in two weeks.
 MATRIX_PART ?= $(shell expr $$(date +%s) / 86400 % 14)
 
 .PHONY: train test test-slow test-all lint bench clean
@@ -34,7 +34,7 @@ test: $(READY)-test
 	$(PYTEST) -m "not slow" $(ARGS)
 
 test-slow: $(READY)-test
-	@echo "part $(MATRIX_PART) of the kernel matrices; MATRIX_PART=$(MATRIX_PART) runs the same one again"
+	@echo "part $(MATRIX_PART) of the matrices; MATRIX_PART=$(MATRIX_PART) runs the same one again"
 	$(PYTEST) -m slow --matrix-part $(MATRIX_PART) $(ARGS)
 
 test-all: $(READY)-test

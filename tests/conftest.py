@@ -44,7 +44,7 @@ def real_device(request):
     yield from _device(request.param)
 
 
-@pytest.fixture(params=["cpu", pytest.param("pretended", marks=pytest.mark.slow), REAL])
+@pytest.fixture(params=["cpu", pytest.param("pretended", marks=[pytest.mark.slow, pytest.mark.matrix]), REAL])
 def device(request):
     yield from _device(request.param)
 

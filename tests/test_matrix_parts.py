@@ -1,4 +1,4 @@
-"""A part of the kernel matrices is run at a time; after all parts every test has run once."""
+"""A part of the matrices is run at a time; after all parts every test has run once."""
 
 from types import SimpleNamespace
 

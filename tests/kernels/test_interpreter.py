@@ -48,15 +48,6 @@ def test_interpreted(files):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("files", HALVES, ids=" ".join)
-def test_interpreted_pairs(files):
-    """Every value of every parameter, and every two of them together, once."""
-    result = interpreted(files, "slow and not matrix and not gpu", timeout=300)
-    assert result.returncode == 0, result.stdout[-5000:] + result.stderr[-1000:]
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("files", HALVES, ids=" ".join)
 def test_interpreted_matrix(files, request):

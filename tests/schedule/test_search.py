@@ -109,6 +109,7 @@ def test_less_time_with_little_effort():
 
 
 @pytest.mark.slow
+@pytest.mark.matrix  # nothing but a change of the search or of the costs changes what it finds
 @pytest.mark.parametrize("num_ranks, num_microbatches, least", [(4, 8, 0.07), (8, 16, 0.05), (4, 16, 0.02)])
 def test_goals_at_the_memory_of_dualpipev(num_ranks, num_microbatches, least):
     assert gain(found(num_ranks, num_microbatches, overlapped()), overlapped()) >= least
@@ -161,6 +162,7 @@ def test_gain_on_random_costs(seed):
 
 
 @pytest.mark.slow
+@pytest.mark.matrix
 def test_gains_on_all_random_costs():
     """Over the best known family. The numbers are those of a fixed effort: a change of the search changes them."""
     kept = json.loads(GAINS.read_text())

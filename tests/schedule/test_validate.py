@@ -208,6 +208,7 @@ def test_mutations():
 
 
 @pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("seed", range(100, 120))
 def test_many_mutations(seed):
     outcomes = check_mutations(seed, 3000)
@@ -236,12 +237,19 @@ def test_large_schedules_are_proved_quickly():
 
 @pytest.mark.slow
 def test_large_schedules_are_quick():
-    """64 ranks, 2,048 micro-batches: 524,288 actions in under 5 s, of which a machine that is busy takes more."""
-    took = []
-    for _ in range(2):
+    """64 ranks, 2,048 micro-batches: 524,288 actions, in 24 to 33 times what a dictionary of as many takes."""
+
+    def dictionary() -> None:
+        assert len({(number, number % 8): (number,) for number in range(524_288)}) == 524_288
+
+    def schedule() -> None:
+        built = build("dualpipev", 64, 2048)
+        validate(built)
+        assert simulate(built).makespan == 12414
+
+    took = {}
+    for work in (dictionary, schedule) * 2:
         start = time.process_time()
-        schedule = build("dualpipev", 64, 2048)
-        validate(schedule)
-        assert simulate(schedule).makespan == 12414
-        took.append(time.process_time() - start)
-    assert min(took) < 5
+        work()
+        took.setdefault(work, []).append(time.process_time() - start)
+    assert min(took[schedule]) < 60 * min(took[dictionary])

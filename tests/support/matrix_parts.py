@@ -1,4 +1,4 @@
-"""Division of the exhaustive kernel matrices into parts, of which CI runs one a day and so all in two weeks."""
+"""Division of the tests that are one case of very many into parts: CI runs one a day, and so all in two weeks."""
 
 from __future__ import annotations
 

@@ -197,8 +197,10 @@ def undisturbed(run, tmp_path_factory):
     return of
 
 
-@pytest.mark.parametrize("cell", [pytest.param(cell, marks=[] if str(cell) in FAST else pytest.mark.slow, id=str(cell))
-                                  for cell in CELLS])
+@pytest.mark.parametrize("cell", [
+    pytest.param(cell, marks=[] if str(cell) in FAST else [pytest.mark.slow, pytest.mark.matrix], id=str(cell))
+    for cell in CELLS
+])
 def test_fault(run, undisturbed, tmp_path, cell):
     folder, (sizes, layout) = files_for(cell.layout, tmp_path), LAYOUTS[cell.layout]
     patience = ["--parallel.timeout", TIMEOUT] if cell.fault.kind in ("stop", "lost_message") else []
