@@ -25,25 +25,21 @@ def errors_by_torchrun(example, ranks, folder):
     return [float(x) for x in re.findall(r"largest relative error ([\d.]+(?:e[-+]\d+)?)", done.stdout)]
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_wrap_your_model(ranks, tmp_path):
-    errors = errors_by_torchrun(MODEL, ranks, tmp_path)
-    assert len(errors) == 2 * ranks and max(errors) < 1e-10
-
-
-def run_moe(rank):
-    return runpy.run_path(str(MOE))["run"](torch.device("cpu"))
+def run_example(rank, example):
+    return runpy.run_path(str(example))["run"](torch.device("cpu"))
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_wrap_your_moe(ranks):
-    assert 0 < max(run_ranks(run_moe, ranks, fresh=True)) < 1e-10
+@pytest.mark.parametrize("example", [MODEL, MOE], ids=lambda example: example.stem)
+def test_finds_its_gradients_right(example, ranks):
+    assert 0 < max(run_ranks(run_example, ranks, example, fresh=True)) < 1e-10
 
 
 @pytest.mark.slow
-def test_wrap_your_moe_by_torchrun(tmp_path):
-    errors = errors_by_torchrun(MOE, 4, tmp_path)
-    assert len(errors) == 4 and max(errors) < 1e-10
+@pytest.mark.parametrize(("example", "ranks", "checks"), [(MODEL, 2, 2), (MOE, 4, 1)])
+def test_by_torchrun(example, ranks, checks, tmp_path):
+    errors = errors_by_torchrun(example, ranks, tmp_path)
+    assert len(errors) == checks * ranks and max(errors) < 1e-10
 
 
 @pytest.mark.parametrize("example", [MODEL, MOE], ids=lambda example: example.stem)
