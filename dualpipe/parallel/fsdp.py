@@ -74,14 +74,13 @@ class StageParameters:
     def _check_towers(self) -> None:
         """Raise ValueError for a frozen module that computes in another dtype than all that is trained, where nothing
         casts between them: `fully_shard` does not, while `shard` does, and says so by `cast_forward_inputs`."""
-        policies = [private(group, "mp_policy") for group in self._groups]
-        if not policies or not all(policy.cast_forward_inputs for policy in policies):
-            return
         computes: dict[nn.Parameter, torch.dtype] = {}
-        for group, policy in zip(self._groups, policies):
-            for fsdp_param in private(group, "fsdp_params"):
-                param = private(fsdp_param, "sharded_param")
-                computes[param] = policy.param_dtype or param.dtype
+        for fsdp_param in self._fsdp_params():
+            policy = private(fsdp_param, "mp_policy")
+            if not policy.cast_forward_inputs:
+                return
+            param = private(fsdp_param, "sharded_param")
+            computes[param] = policy.param_dtype or param.dtype
         trained = {dtype for param, dtype in computes.items() if param.requires_grad}
         for name, tower in _towers(self._stage):
             dtypes = {computes.get(p, p.dtype) for p in tower.parameters() if p.is_floating_point()}
@@ -345,7 +344,8 @@ def _returns_a_dtype(module: nn.Module) -> bool:
     """Return True for an FSDP2 unit whose policy casts what goes in and what comes out."""
     if not isinstance(module, FSDPModule):
         return False
-    policies = [private(group, "mp_policy") for group in groups_of(module)]
+    fsdp_params = chain.from_iterable(private(group, "fsdp_params") for group in groups_of(module))
+    policies = [private(fsdp_param, "mp_policy") for fsdp_param in fsdp_params]
     return all(policy.param_dtype and policy.output_dtype for policy in policies)
 
 
