@@ -3,6 +3,7 @@
 tests/kernels/test_interpreter.py runs every file once more with that variable set.
 """
 
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -21,26 +22,34 @@ NOT_FAST_WHEN_INTERPRETED = ("cpu-80", "float64", "float16", "pow2", "real_model
 def pytest_collection_modifyitems(items):
     """Mark the slow tests of this folder `matrix`, and, where kernels are interpreted, choose the slow ones first."""
     kernel_tests = [item for item in items if HERE in item.path.parents and item.path.name != "test_interpreter.py"]
-    if INTERPRET:
-        _mark_slow_when_interpreted(kernel_tests)
+    of_pairs = _mark_slow_when_interpreted(kernel_tests) if INTERPRET else set()
     for item in kernel_tests:
-        if item.get_closest_marker("slow"):
+        if item.get_closest_marker("slow") and item not in of_pairs:
             item.add_marker(pytest.mark.matrix)
 
 
 def _mark_slow_when_interpreted(items):
-    """Interpreting takes long: a fast run has one case of each test."""
-    tests = set()
+    """Mark all `slow` but one case of each test, as interpreting takes long.
+
+    Returns the cases, among those marked, that together have every value of every parameter and every two of them.
+    """
+    tests, seen, of_pairs = set(), set(), set()
     for item in items:
         if any(word in item.name for word in (*NOT_FAST_WHEN_INTERPRETED, *OF_OPERATORS)):
             item.add_marker(pytest.mark.slow)
         values = getattr(getattr(item, "callspec", None), "params", {})
-        if item.get_closest_marker("slow") or item.get_closest_marker("gpu") or torch.bfloat16 in values.values():
+        if item.get_closest_marker("gpu") or torch.bfloat16 in values.values():
             continue
         test = (item.path, item.originalname)
-        if test in tests and len(values) > 1:
-            item.add_marker(pytest.mark.slow)
-        tests.add(test)
+        pairs = {(*test, *pair) for pair in combinations(map(str, values.items()), 2)}
+        if not item.get_closest_marker("slow"):
+            if test in tests and pairs:
+                item.add_marker(pytest.mark.slow)
+                if not pairs <= seen:
+                    of_pairs.add(item)
+            tests.add(test)
+        seen |= pairs
+    return of_pairs
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
