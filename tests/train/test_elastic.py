@@ -106,7 +106,7 @@ def agents(run_folder, free_port):
                 [sys.executable, "-P", "-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "1",
                  "--max-restarts", "3", "--monitor-interval", "0.2", "--rdzv-backend", "c10d", "--rdzv-endpoint",
                  f"localhost:{free_port}", "--rdzv-conf", "last_call_timeout=5,keep_alive_interval=1,"
-                 "keep_alive_max_attempt=3", "-m", "dualpipe", *OPTIONS, *options],
+                 "keep_alive_max_attempt=8", "-m", "dualpipe", *OPTIONS, *options],
                 cwd=run_folder, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
                 preexec_fn=set_default_signals,
             ))
