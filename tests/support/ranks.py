@@ -86,6 +86,7 @@ class Job(NamedTuple):
     args: tuple[Any, ...]
     group_timeout: float
     timeout: float
+    folder: str  # working directory
     is_last: bool  # the process ends after it
 
 
@@ -139,7 +140,7 @@ class _World:
     def run(self, target, args, *, group_timeout, timeout, is_last) -> list[tuple[bool, Any]]:
         for number, rank in enumerate(self._ranks):
             store = f"{self._folder.name}/store"
-            rank.start(Job(number, len(self._ranks), store, target, args, group_timeout, timeout, is_last))
+            rank.start(Job(number, len(self._ranks), store, target, args, group_timeout, timeout, os.getcwd(), is_last))
         deadline = time.monotonic() + timeout
         results = [rank.result(number, deadline) for number, rank in enumerate(self._ranks)]
         if any(result.late for result in results):
@@ -191,6 +192,7 @@ def _do(job: Job) -> tuple[bool, Any]:
 
     from dualpipe.recorder import Recorder
 
+    os.chdir(job.folder)
     faulthandler.dump_traceback_later(max(1.0, job.timeout - 2), exit=False)
     torch.manual_seed(0)
     try:

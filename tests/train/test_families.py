@@ -38,7 +38,7 @@ def test_gpt_oss_trains_on_four_ranks_and_keeps_the_dtypes_of_its_checkpoint(run
     rewrite(Path("hub"), source)
     options = ["--init.from_hf", "hub", "--model.config", "", "--export.to_hf", "trained", "--output.dir", "out",
                "--parallel.ep", "2", "--train.dtype", "bf16", "--train.eval_batches", "0"]
-    run_ranks(from_hub_and_back, 4, str(run_folder / "run.toml"), options, timeout=120, fresh=True)
+    run_ranks(from_hub_and_back, 4, str(run_folder / "run.toml"), options, timeout=120)
     same, trained = read_all("same"), read_all("trained")
     assert same.keys() == trained.keys() == source.keys()
     for name, tensor in source.items():
