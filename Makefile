@@ -13,7 +13,7 @@ SETUP   = PYTHON=$(PYTHON) TORCH=$(TORCH) VENV=$(VENV) EXTRA=$(1) bash setup.sh
 WORKERS ?= auto
 PYTEST  := OMP_NUM_THREADS=1 $(BIN)/python -P -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist worksteal
 
-# test-slow runs, of the tests that are one case of very many, one part of 14, chosen by the date: all in two weeks.
+# test-slow runs one part in 14 of the test matrices, chosen by the date: two weeks run all of them.
 MATRIX_PART ?= $(shell expr $$(date +%s) / 86400 % 14)
 
 .PHONY: train test test-slow test-all lint bench clean

@@ -33,18 +33,19 @@ pytestmark = [
 ]
 
 
-def interpreted(files, marks, *options, timeout):
+def check_interpreted(files, marks, timeout=300, allowed=(0,)):
+    """Run the tests of these marks with interpreted kernels; they must end with one of the `allowed` statuses."""
     paths = [str(HERE / file) for file in files]
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", marks, f"--timeout={timeout}", *options, *paths]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", marks, f"--timeout={timeout}", *paths]
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
-    return subprocess.run(command, cwd=HERE.parents[1], env=env, capture_output=True, text=True)
+    result = subprocess.run(command, cwd=HERE.parents[1], env=env, capture_output=True, text=True)
+    assert result.returncode in allowed, result.stdout[-5000:] + result.stderr[-1000:]
 
 
 @pytest.mark.parametrize("files", HALVES, ids=" ".join)
 def test_interpreted(files):
     """One case of each test; the rest, apart from bfloat16, comes below."""
-    result = interpreted(files, "not gpu and not slow", timeout=300)
-    assert result.returncode == 0, result.stdout[-5000:] + result.stderr[-1000:]
+    check_interpreted(files, "not gpu and not slow")
 
 
 @pytest.mark.slow
@@ -52,8 +53,7 @@ def test_interpreted(files):
 @pytest.mark.parametrize("files", HALVES, ids=" ".join)
 def test_interpreted_pairs(files):
     """Every value of every parameter, and every two of them together, once."""
-    result = interpreted(files, "slow and not matrix and not gpu", timeout=300)
-    assert result.returncode == 0, result.stdout[-5000:] + result.stderr[-1000:]
+    check_interpreted(files, "slow and not matrix and not gpu")
 
 
 @pytest.mark.slow
@@ -63,5 +63,4 @@ def test_interpreted_matrix(files, request):
     """All the rest, in hours."""
     if request.config.getoption("--matrix-part") is not None:
         pytest.skip("interpreting a 14th of half of it took 16 minutes; make test-all runs it")
-    result = interpreted(files, "matrix and not gpu", timeout=1200)
-    assert result.returncode in (0, NO_TESTS_COLLECTED), result.stdout[-5000:] + result.stderr[-1000:]
+    check_interpreted(files, "matrix and not gpu", timeout=1200, allowed=(0, NO_TESTS_COLLECTED))

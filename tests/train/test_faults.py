@@ -109,7 +109,6 @@ class Run(NamedTuple):
     out: str
     err: str  # from where the fault was planted: a machine that is busy may well make the start seem to hang
     planted: float  # when that was said, 0.0 where it was not
-    stepped: float  # when the first step was said
     ended: float
 
 
@@ -121,16 +120,13 @@ def run(start_dualpipe):
         before = planting(faults) if faults else ""
         temporary = folder / "tmp"
         temporary.mkdir(exist_ok=True)
-        began, seen = time.monotonic(), {}
+        began = time.monotonic()
         process = start_dualpipe(folder, "train", *arguments, before=before, environment={"TMPDIR": str(temporary)})
         lines = {"out": [], "err": []}
 
         def read(name, stream):
             for line in stream:
                 lines[name].append((time.monotonic(), line))
-                for word in ("planted: ", "step "):
-                    if line.startswith(word):
-                        seen.setdefault(word, time.monotonic())
 
         streams = {"out": process.stdout, "err": process.stderr}
         readers = [Thread(target=read, args=stream, daemon=True) for stream in streams.items()]
@@ -143,10 +139,11 @@ def run(start_dualpipe):
             assert not reader.is_alive(), "something that the run has started still writes"
         assert processes_in(folder) == []
         assert list(temporary.iterdir()) == []
-        times = [seen.get("planted: ", began), seen.get("step ", began), ended]
-        out, err = ("".join(line for at, line in lines[name] if at >= since)
-                    for name, since in (("out", began), ("err", times[0])))
-        return Run(status, out, err, *(each - began for each in times))
+        written = sorted(lines["out"] + lines["err"])
+        planted = next((at for at, line in written if line.startswith("planted: ")), began)
+        out = "".join(line for at, line in lines["out"])
+        err = "".join(line for at, line in lines["err"] if at >= planted)
+        return Run(status, out, err, planted - began, ended - began)
 
     return start
 
