@@ -26,14 +26,14 @@ import torch
 import torch.distributed as dist
 from rank_processes import RankProcesses, results_of
 
-from dualpipe.dtypes import dtype_of
 from dualpipe.models import read_config
 from dualpipe.parallel.mesh import build_mesh
+from dualpipe.runtime.dtypes import dtype_of
 from dualpipe.schedule import build
-from dualpipe.train.launch import RankInfo
-from dualpipe.train.model import build_model
-from dualpipe.train.optimizer import Optimizer
-from dualpipe.train.rendezvous import connect
+from dualpipe.train.build import build_model
+from dualpipe.train.launch.environment import RankInfo
+from dualpipe.train.launch.store import connect
+from dualpipe.train.optim.optimizer import Optimizer
 
 SECONDS = 3600.0  # after which the ranks are given up
 MODEL = {  # a small one of Qwen3-30B-A3B's proportions

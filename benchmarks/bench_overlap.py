@@ -54,7 +54,7 @@ from dualpipe.models.decoder import Experts
 from dualpipe.models.stages import Stage
 from dualpipe.nn.router import BalancedRoutes
 from dualpipe.parallel.all_to_all import AsyncAllToAll, GroupAllToAll
-from dualpipe.parallel.expert import ExpertParallel
+from dualpipe.parallel.experts.dispatcher import ExpertParallel
 from dualpipe.parallel.mesh import build_mesh
 from dualpipe.schedule import Action, Schedule
 from dualpipe.schedule.simulate import lengthen_pairs

@@ -9,7 +9,7 @@ its end is a row with its reason, and leaves the others alone.
 
     step ms      median, of the slowest rank
     tokens/s     of each GPU, or rank on CPU
-    TFLOP/s      of each, in the model's matrix products (models/sizes.py); MFU: of its peak in bf16
+    TFLOP/s      of each, in the model's matrix products (models/flops.py); MFU: of its peak in bf16
     bubble       share of forward and backward in which a rank runs no action: it waits for others, for the gathering of
                  parameters or the reduction of gradients; mean of the ranks. Not measured without a pipeline
     exposed      share of it in which the computing waits for rows on their way to experts or back; mean of the ranks
@@ -44,16 +44,16 @@ from gpu_bench import Goal, Outcome, Row, Spans, add_save, print_table, report, 
 from rank_processes import RankProcesses
 from training_step import TORCHS, training_step
 
-from dualpipe import device as cuda
 from dualpipe.models import read_config
-from dualpipe.models.sizes import flops_per_token
+from dualpipe.models.flops import flops_per_token
 from dualpipe.nn.router import random_like_stride
 from dualpipe.parallel.all_to_all import PendingRows
+from dualpipe.runtime import device as cuda
 from dualpipe.schedule import build
-from dualpipe.train.job import join
-from dualpipe.train.launch import RankInfo
+from dualpipe.train.config.schema import Config, MemoryConfig, ModelConfig, ParallelConfig, RouterConfig, TrainConfig
+from dualpipe.train.launch.distributed import join
+from dualpipe.train.launch.environment import RankInfo
 from dualpipe.train.metrics import memory_bytes
-from dualpipe.train.tables import Config, MemoryConfig, ModelConfig, ParallelConfig, RouterConfig, TrainConfig
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 OURS = "dualpipe"

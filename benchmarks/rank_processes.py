@@ -23,13 +23,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from dualpipe.errors import die_with
-from dualpipe.train.launch import RankInfo, rank_from_environment, slurm_rendezvous
-from dualpipe.train.rendezvous import connect
+from dualpipe.runtime.errors import die_with
+from dualpipe.train.launch.environment import RankInfo, rank_from_environment, slurm_rendezvous
+from dualpipe.train.launch.store import connect
 
 GRACE = 10.0
 _GROUP_TIMEOUT = timedelta(minutes=30)
-_PRELOADED = ["torch", "dualpipe.train.model", "torch.distributed.pipelining.schedules", "torch.distributed.tensor"]
+_PRELOADED = ["torch", "dualpipe.train.build", "torch.distributed.pipelining.schedules", "torch.distributed.tensor"]
 
 Found = dict[str, Any]
 Measure = Callable[[Any, RankInfo, str], Found]  # of a setting, on a rank, and the prefix under which its ranks meet
@@ -39,9 +39,9 @@ class RankProcesses:
     """first: whether this is the process of rank 0; size: the number of ranks."""
 
     def __init__(self, measure: Measure, *, alone: int, seconds: float) -> None:
-        """measure: joins the other ranks by `dualpipe.train.job.join` or `join_gloo`, with the prefix that it gets, and
-        returns what it found, as JSON. alone: ranks to start where neither torchrun nor SLURM did. seconds: after which
-        a setting is given up."""
+        """measure: joins the other ranks by `dualpipe.train.launch.distributed.join` or `join_gloo`, with the prefix
+        that it gets, and returns what it found, as JSON. alone: ranks to start where neither torchrun nor SLURM did.
+        seconds: after which a setting is given up."""
         self._measure, self._seconds, self._number = measure, seconds, 0
         info = rank_from_environment(os.environ)
         if info is None:

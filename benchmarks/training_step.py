@@ -18,15 +18,15 @@ from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleDualPip
 from torch.utils.checkpoint import checkpoint
 
 from dualpipe import Pipeline
-from dualpipe.dtypes import dtype_of
 from dualpipe.models import read_config
 from dualpipe.nn.router import BalancedRoutes, Router
 from dualpipe.parallel.clipping import clip_grad_norm_
+from dualpipe.runtime.dtypes import dtype_of
 from dualpipe.schedule import build
-from dualpipe.train.job import Job
-from dualpipe.train.model import Model, build_model, micro_batch_loss, plan_run
-from dualpipe.train.optimizer import Optimizer
-from dualpipe.train.tables import Config
+from dualpipe.train.build import Model, build_model, micro_batch_loss, plan_run
+from dualpipe.train.config.schema import Config
+from dualpipe.train.launch.distributed import Job
+from dualpipe.train.optim.optimizer import Optimizer
 
 TORCHS = {"dualpipev": ScheduleDualPipeV, "1f1b": Schedule1F1B}
 

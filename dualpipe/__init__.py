@@ -7,6 +7,8 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from dualpipe import _moved
+
 if TYPE_CHECKING:  # what `__getattr__` below finds, for type checkers and editors
     from dualpipe.pipeline import Communicate, Compute, DualPipeV, Pipeline, PipelineError, WeightGradStore
     from dualpipe.schedule import Action, Schedule, ScheduleError
@@ -24,6 +26,8 @@ __all__ = [
     "Action", "Communicate", "Compute", "DualPipeV", "Pipeline", "PipelineError", "Schedule", "ScheduleError",
     "WeightGradStore", "__version__",
 ]
+
+_moved.install()
 
 
 def __getattr__(name: str) -> object:

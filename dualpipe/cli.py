@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dualpipe import __version__
-from dualpipe.errors import PLAIN, error_line, exit_status
+from dualpipe.runtime.errors import PLAIN, error_line, exit_status
 from dualpipe.schedule import command as schedule  # pure Python
 
 
@@ -51,8 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _on_ranks(args: argparse.Namespace) -> int:
     """`train` and `parity`: the work of a rank of the job, or starting all ranks where nobody did."""
-    from dualpipe.train.launch import LAUNCHER, as_rank, load_everywhere, rank_from_environment
-    from dualpipe.train.start import start_ranks
+    from dualpipe.train.launch.environment import LAUNCHER, as_rank, load_everywhere, rank_from_environment
+    from dualpipe.train.launch.local import start_ranks
 
     args, overrides = _after_config(args)
     for name in ("pp", "dp", "dp_replicate", "cp", "ep") if args.command == "parity" else ():
@@ -71,12 +71,12 @@ def _on_ranks(args: argparse.Namespace) -> int:
 
             ending.status = check(config, info, dtype=args.dtype, tolerance=args.tolerance, worst=args.worst)
         else:
-            from dualpipe.train import profiled, traced
-            from dualpipe.train.loop import train
+            from dualpipe.train import profiler, tracing
+            from dualpipe.train.trainer import train
 
             steps = config.train.steps
             ending.status = train(
-                config, info, traced.parse(args.trace, steps), profiled=profiled.parse(args.profile, steps),
+                config, info, tracing.parse(args.trace, steps), profiled=profiler.parse(args.profile, steps),
                 snapshot=args.memory_snapshot,
             )
     return ending.status
@@ -90,9 +90,9 @@ def _after_config(args: argparse.Namespace) -> tuple[argparse.Namespace, list[st
 
 
 def _replay(args: argparse.Namespace) -> int:
-    from dualpipe.train.launch import RankInfo, as_rank, rank_from_environment, slurm_rendezvous
-    from dualpipe.train.replay import read_bundle, replay
-    from dualpipe.train.start import start_ranks
+    from dualpipe.train.anomaly.replay import read_bundle, replay
+    from dualpipe.train.launch.environment import RankInfo, as_rank, rank_from_environment, slurm_rendezvous
+    from dualpipe.train.launch.local import start_ranks
 
     config, manifest = read_bundle(args.bundle)
     info = rank_from_environment(os.environ)
@@ -107,7 +107,7 @@ def _replay(args: argparse.Namespace) -> int:
 
 
 def _pack(args: argparse.Namespace) -> None:
-    from dualpipe.train.pack import find_sources, load_tokenizer, pack
+    from dualpipe.train.data.pack import find_sources, load_tokenizer, pack
 
     sources, tokenizer = find_sources(args.paths), load_tokenizer(args.tokenizer, args.end_of_document)
     packed = pack(sources, tokenizer, args.out, text_key=args.text_key, overwrite=args.overwrite)
@@ -115,9 +115,9 @@ def _pack(args: argparse.Namespace) -> None:
 
 
 def _dtypes(args: argparse.Namespace) -> None:
-    from dualpipe.train.config import fit_world, load_config
-    from dualpipe.train.model import plan_run, read_model_config
-    from dualpipe.train.resume import find_source
+    from dualpipe.train.build import plan_run, read_model_config
+    from dualpipe.train.checkpointing import find_source
+    from dualpipe.train.config.load import fit_world, load_config
 
     config = load_config(args.config, args.overrides)
     config = fit_world(config, config.parallel.world_size)
@@ -128,10 +128,10 @@ def _dtypes(args: argparse.Namespace) -> None:
 
 
 def _memory(args: argparse.Namespace) -> None:
-    from dualpipe.train import memory_timeline
-    from dualpipe.train.config import load_config
-    from dualpipe.train.memory import estimate, table
-    from dualpipe.train.model import read_model_config
+    from dualpipe.plan import memory_timeline
+    from dualpipe.plan.memory import estimate, table
+    from dualpipe.train.build import read_model_config
+    from dualpipe.train.config.load import load_config
 
     args, overrides = _after_config(args)
     config = load_config(args.config, overrides)
@@ -164,7 +164,7 @@ def _checkpoint(args: argparse.Namespace) -> None:
 
 
 def _hf_check(args: argparse.Namespace) -> None:
-    from dualpipe.checkpoint.hub_commands import check
+    from dualpipe.checkpoint.hub.commands import check
     from dualpipe.parallel.mesh import Mesh
 
     for line in check(args.path, Mesh.planned(pp=args.pp, dp=args.dp, cp=args.cp, ep=args.ep), mtp=args.mtp):
@@ -172,14 +172,14 @@ def _hf_check(args: argparse.Namespace) -> None:
 
 
 def _hf_import(args: argparse.Namespace) -> None:
-    from dualpipe.checkpoint.hub_commands import import_hf
+    from dualpipe.checkpoint.hub.commands import import_hf
 
     print(f"{import_hf(args.source, args.target, mtp=args.mtp)}: written")
 
 
 def _hf_export(args: argparse.Namespace) -> None:
-    from dualpipe.checkpoint.hub_commands import export, export_checkpoint, is_of_a_run, parse_size
-    from dualpipe.dtypes import dtype_of
+    from dualpipe.checkpoint.hub.commands import export, export_checkpoint, is_of_a_run, parse_size
+    from dualpipe.runtime.dtypes import dtype_of
 
     how = (args.path, args.target, dtype_of(args.dtype), parse_size(args.max_shard_size))
     if is_of_a_run(args.path):
@@ -192,7 +192,7 @@ def _hf_export(args: argparse.Namespace) -> None:
 
 
 def _why(args: argparse.Namespace) -> None:
-    from dualpipe.train.why import report
+    from dualpipe.train.health.diagnose import report
 
     for line in report(Path(args.path), as_json=args.json):
         print(line)
@@ -206,7 +206,7 @@ def _trace(args: argparse.Namespace) -> None:
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    from dualpipe.doctor import run
+    from dualpipe.runtime.doctor import run
 
     return run()
 

@@ -23,8 +23,8 @@ from dualpipe.models.hub import GroupedQueryConfig, HubConfig
 from dualpipe.nn import GroupedLinear, GroupedSwiGLU, Linear, RMSNorm, Router
 from dualpipe.nn.attention import Context, attend, rotate
 from dualpipe.nn.segments import Communicate, Compute, Segment, run_segments
-from dualpipe.parallel.context import ContextParallel
-from dualpipe.parallel.expert import Dispatcher, ExpertParallel, run_experts
+from dualpipe.parallel.context.context_parallel import ContextParallel
+from dualpipe.parallel.experts.dispatcher import Dispatcher, ExpertParallel, run_experts
 
 Parts = Callable[[str], bool]
 """Whether a part of a layer is computed again: see `dualpipe.models.stages.Recompute`"""

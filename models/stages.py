@@ -20,14 +20,14 @@ import torch
 from torch import Tensor, nn
 
 from dualpipe.models.decoder import DenseMLP, Layer, PredictionLayer, SparseMLP
+from dualpipe.models.flops import last_flops, layer_flops
 from dualpipe.models.hub import HubConfig
-from dualpipe.models.sizes import last_flops, layer_flops
 from dualpipe.nn import Embedding, Linear, RMSNorm
 from dualpipe.nn.attention import Context, SequenceSplit
 from dualpipe.nn.init import seeded_normal_
 from dualpipe.nn.segments import Compute, Segment, input_names, run_segments
-from dualpipe.parallel.context import ContextParallel
-from dualpipe.parallel.expert import ExpertParallel
+from dualpipe.parallel.context.context_parallel import ContextParallel
+from dualpipe.parallel.experts.dispatcher import ExpertParallel
 
 RECOMPUTE = ("attention", "experts", "norms", "layer", "dispatch")
 _TYPICAL_LENGTH = 4096  # of a sequence, where the costs of layers are weighed against that of the head

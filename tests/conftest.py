@@ -6,7 +6,7 @@ may wait, except where a test says torch.cuda.set_sync_debug_mode("error").
 
 import pytest
 
-from dualpipe.recorder import Recorder
+from dualpipe.runtime.recorder import Recorder
 from matrix_parts import PARTS, part_of
 
 REAL = pytest.param("cuda", marks=pytest.mark.gpu)

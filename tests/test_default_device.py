@@ -21,10 +21,10 @@ from dualpipe import DualPipeV
 from dualpipe.checkpoint import load, training_state
 from dualpipe.checkpoint.save import save
 from dualpipe.models import config_from_dict
-from dualpipe.models.activations import activation_bytes
-from dualpipe.train.config import load_config
-from dualpipe.train.launch import RankInfo
-from dualpipe.train.loop import train
+from dualpipe.plan.activations import activation_bytes
+from dualpipe.train.config.load import load_config
+from dualpipe.train.launch.environment import RankInfo
+from dualpipe.train.trainer import train
 from native import CONFIG, Trainee
 from ranks import run_ranks
 from run_files import write_files

@@ -1,4 +1,4 @@
-"""What dualpipe/device.py asks of torch beside streams, which are for test_pretend_cuda.py."""
+"""What dualpipe/runtime/device.py asks of torch beside streams, which are for test_pretend_cuda.py."""
 
 import os
 from types import SimpleNamespace
@@ -7,8 +7,8 @@ from unittest import mock
 import pytest
 import torch
 
-from dualpipe import device
-from dualpipe.device import deterministic
+from dualpipe.runtime import device
+from dualpipe.runtime.device import deterministic
 
 
 def modes():

@@ -23,10 +23,10 @@ from device_book import the_device
 from device_steps import as_process, by_threads, qwen, toys
 from device_waits import COLLECTIVE, LINK, MULTIPROCESSORS, Launch, Trace, run
 from dualpipe import Pipeline
-from dualpipe.device import waiting_blocks
 from dualpipe.pipeline import PipelineError, engine, executor
 from dualpipe.pipeline.overlap import Task
 from dualpipe.pipeline.p2p import P2PMessages
+from dualpipe.runtime.device import waiting_blocks
 from pretend_cuda import pretend_cuda
 from ranks import run_ranks
 from schedules import SCHEDULES

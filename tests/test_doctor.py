@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dualpipe import cli, doctor
+from dualpipe import cli
+from dualpipe.runtime import doctor
 
 H200 = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, total_memory=141 * 2**30, multi_processor_count=132)
 NVLINK = """printf '\\033[4m\\tGPU0\\tGPU1\\tNIC0\\tCPU Affinity\\033[0m\\n'

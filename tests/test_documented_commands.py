@@ -16,7 +16,7 @@ from torch.distributed.run import get_args_parser
 
 from command import Command
 from dualpipe import cli
-from dualpipe.train.config import load_config
+from dualpipe.train.config.load import load_config
 from hub import save_qwen
 from run_files import write_files
 from scripts import fork_script

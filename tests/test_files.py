@@ -9,8 +9,8 @@ import sys
 import pytest
 import xxhash
 
-from dualpipe import files
-from dualpipe.files import checksum_of, lock, naming, replace_file, write_file
+from dualpipe.runtime import files
+from dualpipe.runtime.files import checksum_of, lock, naming, replace_file, write_file
 
 
 @pytest.mark.parametrize("checksum, reference", [("xxh3_128", xxhash.xxh3_128), ("sha256", hashlib.sha256)])
@@ -46,7 +46,7 @@ def test_an_error_names_the_file(tmp_path):
 
 HOLDER = """
 import pathlib, sys
-from dualpipe.files import lock
+from dualpipe.runtime.files import lock
 held = lock(pathlib.Path(sys.argv[1]), 0)
 print("held", flush=True)
 sys.stdin.read()

@@ -1,7 +1,7 @@
 """The pretend device finds faults: the example of its text, and those that are planted into steps of the library.
 
-They are planted where a rewrite of the library does not move them: in `dualpipe.device`, through which all streams,
-events and pinned memory go, in the stand-ins for the transports, in FSDP2, and in a stage of the user's.
+They are planted where a rewrite of the library does not move them: in `dualpipe.runtime.device`, through which all
+streams, events and pinned memory go, in the stand-ins for the transports, in FSDP2, and in a stage of the user's.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ def not_for_what_arrives(wait: Callable) -> Callable:
     return call
 
 
-DEVICE = {  # name: (kind of the fault, how to plant it); by what dualpipe/device.py asks torch for
+DEVICE = {  # name: (kind of the fault, how to plant it); by what dualpipe/runtime/device.py asks torch for
     "no stream waits": ("race", lambda: without_waits("wait")),
     "rows are sent before they are made": ("race", lambda: instead(Timeline, "wait_event", not_for_what_is_sent)),
     "rows are read before they arrive": ("race", lambda: instead(Timeline, "wait_event", not_for_what_arrives)),
@@ -206,7 +206,7 @@ DEVICE = {  # name: (kind of the fault, how to plant it); by what dualpipe/devic
     "the host waits whenever an event is recorded": (
         "sync", lambda: instead(Timeline, "record_event", and_synchronize)),
 }
-COUNTS = {"Event.synchronize in dualpipe/parallel/expert.py: _PendingDispatch.advance": 48}
+COUNTS = {"Event.synchronize in dualpipe/parallel/experts/dispatcher.py: _PendingDispatch.advance": 48}
 
 
 @pytest.mark.slow
@@ -341,7 +341,7 @@ TRAINING = {  # name: (how the fault begins, how to plant it)
     "a batch is written over the one that is copied": ("race", lambda: not_waited_for("_Copies.start")),
     "numbers are read before they are copied": ("race", lambda: not_waited_for("Run._read")),
     "numbers are copied to pageable memory": (
-        "sync: pageable copy in dualpipe/train/loop.py: Run._step",
+        "sync: pageable copy in dualpipe/train/trainer.py: Run._step",
         lambda: instead(torch, "empty", lambda real: lambda *a, pin_memory=False, **k: real(*a, **k))),
     "a checkpoint is written before it is copied": (  # as bytes, not by operators: a wait that is listed is not there
         "sync: synchronize in dualpipe/checkpoint/", lambda: instead(torch.cuda, "synchronize", lambda _: nothing)),
@@ -350,8 +350,8 @@ TRAINING = {  # name: (how the fault begins, how to plant it)
         lambda: instead(torch.optim.AdamW, "step", reading)),
 }
 LISTED = {
-    "Event.synchronize in dualpipe/train/loop.py: Run._read": 2,
-    "_local_scalar_dense in dualpipe/train/loop.py: Run._evaluate": 1,
+    "Event.synchronize in dualpipe/train/trainer.py: Run._read": 2,
+    "_local_scalar_dense in dualpipe/train/trainer.py: Run._evaluate": 1,
     "tolist in dualpipe/checkpoint/state.py: not_finite": 1,
     "synchronize in dualpipe/checkpoint/writer.py: HostMemory.fill": 1,
 }

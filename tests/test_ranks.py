@@ -8,8 +8,8 @@ import time
 import pytest
 import torch.distributed as dist
 
-from dualpipe.errors import PipelineError
-from dualpipe.ranks import RankSync
+from dualpipe.runtime.errors import PipelineError
+from dualpipe.runtime.rank_sync import RankSync
 from dualpipe.schedule import ScheduleError
 from ranks import run_ranks
 

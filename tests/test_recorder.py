@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dualpipe.errors import PipelineError, RankLost
-from dualpipe.recorder import ENTRIES, Recorder, rank_name
+from dualpipe.runtime.errors import PipelineError, RankLost
+from dualpipe.runtime.recorder import ENTRIES, Recorder, rank_name
 from ranks import run_ranks
 
 

@@ -1,8 +1,8 @@
 """Checkpoints: of a run, in any layout (`Checkpoints`, `load`), and in and out of Hugging Face's form (`load_hf`)."""
 
 from dualpipe.checkpoint.directory import latest
-from dualpipe.checkpoint.hub_load import hub_dtypes, load_hf
-from dualpipe.checkpoint.hub_save import save_hf
+from dualpipe.checkpoint.hub.load import hub_dtypes, load_hf
+from dualpipe.checkpoint.hub.save import save_hf
 from dualpipe.checkpoint.load import Loaded, load
 from dualpipe.checkpoint.manifest import verify
 from dualpipe.checkpoint.save import CheckpointError, Checkpoints, save

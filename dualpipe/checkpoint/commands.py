@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from dualpipe.checkpoint.directory import find, none_whole
-from dualpipe.checkpoint.hub_commands import format_bytes
+from dualpipe.checkpoint.hub.commands import format_bytes
 from dualpipe.checkpoint.manifest import Manifest, StoredTensor, verify
 from dualpipe.checkpoint.tensors import bytes_in_file
-from dualpipe.dtypes import short_name
-from dualpipe.errors import raise_for
+from dualpipe.runtime.dtypes import short_name
+from dualpipe.runtime.errors import raise_for
 
 
 def ls(path: str | PathLike[str]) -> Iterator[str]:

@@ -30,8 +30,8 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from dualpipe.checkpoint.manifest import MANIFEST, Checkpoint, Manifest, StoredTensor, UnknownLayout, write_description
-from dualpipe.errors import raise_for
-from dualpipe.files import lock, node_of, replace_file, sync
+from dualpipe.runtime.errors import raise_for
+from dualpipe.runtime.files import lock, node_of, replace_file, sync
 
 _NAME = re.compile(r"step-(\d{8,})(?:\.\d+)?")
 _TRIES = 100  # of a reader, beside a job that deletes old checkpoints while new ones come

@@ -34,13 +34,13 @@ from dualpipe.checkpoint.state import (
     restore_random,
 )
 from dualpipe.checkpoint.tensors import Box, TensorHeader, block_rows, in_file, read_box, read_header
-from dualpipe.dtypes import short_name
-from dualpipe.errors import nearest, raise_for
 from dualpipe.kernels.formats import Format
 from dualpipe.kernels.quantize import dequantize
 from dualpipe.quantized import QuantizedTensor
 from dualpipe.quantized.weights import filling
-from dualpipe.ranks import RankSync
+from dualpipe.runtime.dtypes import short_name
+from dualpipe.runtime.errors import nearest, raise_for
+from dualpipe.runtime.rank_sync import RankSync
 
 _NEAREST, _MANY = 20, 2000  # of so many names is the nearest looked for, among so many, which takes a while
 _TRIES = 20  # to read beside a job that deletes old checkpoints while new ones come

@@ -24,10 +24,10 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from dualpipe.checkpoint.tensors import Box
-from dualpipe.dtypes import dtype_of, short_name
-from dualpipe.files import CHECKSUMS, Written, checksum_of, node_of, write_file
 from dualpipe.kernels.formats import FORMATS, Format
 from dualpipe.parallel.mesh import DIMENSIONS, TRAFFIC, Mesh
+from dualpipe.runtime.dtypes import dtype_of, short_name
+from dualpipe.runtime.files import CHECKSUMS, Written, checksum_of, node_of, write_file
 
 FORMAT = 2  # of all that a checkpoint consists of
 MANIFEST, TENSORS = "manifest.json", "tensors.json"

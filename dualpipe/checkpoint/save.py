@@ -29,20 +29,20 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from dualpipe import __version__
+from dualpipe.checkpoint.assign import Offer, plan_together
 from dualpipe.checkpoint.directory import Directory
-from dualpipe.checkpoint.flight import Flight, GivenUp
 from dualpipe.checkpoint.manifest import RANDOM, Manifest, StoredTensor, file_of, layout_of
-from dualpipe.checkpoint.plan import Offer, plan_together
+from dualpipe.checkpoint.pending import Flight, GivenUp
 from dualpipe.checkpoint.state import State, as_number, capture_random, not_finite, parts_of
 from dualpipe.checkpoint.tensors import lay_out, storable
 from dualpipe.checkpoint.writer import HostMemory
-from dualpipe.dtypes import short_name
-from dualpipe.errors import RankLost, raise_for
-from dualpipe.files import CHECKSUMS, Written, reporting, write_files
 from dualpipe.parallel import DTypePlan
 from dualpipe.parallel.mesh import TRAFFIC, Mesh
-from dualpipe.ranks import RankSync
-from dualpipe.recorder import Recorder
+from dualpipe.runtime.dtypes import short_name
+from dualpipe.runtime.errors import RankLost, raise_for
+from dualpipe.runtime.files import CHECKSUMS, Written, reporting, write_files
+from dualpipe.runtime.rank_sync import RankSync
+from dualpipe.runtime.recorder import Recorder
 
 MAX_FILE_BYTES = 2**34  # of tensors in a file
 _WIDE = (torch.float32, torch.float64, torch.complex64, torch.complex128)

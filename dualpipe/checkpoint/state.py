@@ -33,11 +33,11 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from dualpipe.checkpoint.manifest import StoredTensor
 from dualpipe.checkpoint.tensors import Box
-from dualpipe.device import random_state, set_random_state
 from dualpipe.kernels.formats import Format
 from dualpipe.nn.init import local_part
 from dualpipe.quantized import QuantizedTensor
 from dualpipe.quantized.weights import quantized_part
+from dualpipe.runtime.device import random_state, set_random_state
 
 OPTIMIZER, VALUES = "optimizer/", "values"
 REPEATED = "give training_state the stages of one model, with the names of the whole, or the numbers of the stages"
@@ -184,10 +184,10 @@ def training_state(
     And what `load` fills in place. Tied parameters appear once, by the first name.
 
     optimizer: any of `torch.optim`, before its first step too; parameters are stored in the dtype that they have, as
-        without one. Or one with `state_tensors()`, as `dualpipe.train.optimizer.Optimizer`: by parameter "master", its
-        values as they are updated, and others by names of their own, which share memory with the optimizer and are
-        distributed as the parameter is or the same on every rank; or by no name one `ParameterState`. After loading it
-        must round its masters into the parameters (`round_parameters`).
+        without one. Or one with `state_tensors()`, as `dualpipe.train.optim.optimizer.Optimizer`: by parameter
+        "master", its values as they are updated, and others by names of their own, which share memory with the
+        optimizer and are distributed as the parameter is or the same on every rank; or by no name one
+        `ParameterState`. After loading it must round its masters into the parameters (`round_parameters`).
     numbers: those of these stages in the pipeline (`schedule.rank_stages(rank)`), where names repeat from stage to
         stage: each is then behind its stage's number, so the checkpoint fits a pipeline of the same stages alone.
 

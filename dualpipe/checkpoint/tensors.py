@@ -18,8 +18,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from dualpipe.dtypes import SAFETENSORS_CODES, dtype_of_code
 from dualpipe.kernels.formats import Format
+from dualpipe.runtime.dtypes import SAFETENSORS_CODES, dtype_of_code
 
 
 class Box(NamedTuple):

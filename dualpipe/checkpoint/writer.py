@@ -20,8 +20,8 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dualpipe.errors import die_with
-from dualpipe.files import Written, reporting, write_files
+from dualpipe.runtime.errors import die_with
+from dualpipe.runtime.files import Written, reporting, write_files
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,7 +47,7 @@ class HostMemory:
         """Make these files over what was here; done when it returns, so that the tensors may change."""
         import torch
 
-        from dualpipe.device import pin, synchronize
+        from dualpipe.runtime.device import pin, synchronize
 
         self._places, end = {}, 0
         for file in files:

@@ -42,7 +42,7 @@ from torch.autograd.function import once_differentiable
 
 from dualpipe.nn.attention import SequenceSplit
 from dualpipe.nn.router import BalancedRoutes, Router
-from dualpipe.recorder import Recorder
+from dualpipe.runtime.recorder import Recorder
 
 Level = Literal["microbatch", "sequence", "global"]
 
@@ -272,8 +272,8 @@ class RouterSet:
     bias_update_rate: after each step, of `Router.update_bias`, for the routers that have a correction bias.
     balanced: `BalancedRoutes` instead of the routers' own choice; balanced_stride: between the experts of a token.
     split, sequence_length, weight: where ranks share sequences, how, of how many tokens, and as in `RouterStep`.
-        Balance losses on a sequence or a micro-batch need `dualpipe.parallel.shared_loads` as well, or are on this
-        rank's tokens alone.
+        Balance losses on a sequence or a micro-batch need `dualpipe.parallel.experts.shared_loads` as well, or are on
+        this rank's tokens alone.
     group: all ranks that train the model, None for one; replicas: how many of them hold each stage. A router must have
         the same name in its stage on all of those, and no other router this name.
 

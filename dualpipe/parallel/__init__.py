@@ -1,13 +1,16 @@
-"""Sharding a pipeline's stages: dtypes, FSDP2 units, materialising; experts over ranks.
+"""Parallelism: the mesh, sharding by FSDP2, dtypes, experts over ranks, sequences over ranks.
 
-`shard` and `materialize` are the functions, which the modules of these names would hide if they were loaded later. The
-names of `expert` are loaded on first use: it brings the layers and kernels of experts.
+The names of `experts` are loaded on first use: they bring the layers and kernels of experts. Imports `nn`, `quantized`,
+`kernels` and `runtime`.
 """
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from dualpipe.parallel.dtype_plan import (
+from dualpipe.parallel.fsdp.materialize import assert_materialized, build_on_meta, materialize
+from dualpipe.parallel.fsdp.shard import shard, shard_stages
+from dualpipe.parallel.precision.plan import (
     ContractError,
     DTypePlan,
     DTypePolicy,
@@ -16,12 +19,14 @@ from dualpipe.parallel.dtype_plan import (
     assert_contract,
     checkpoint_dtypes,
 )
-from dualpipe.parallel.materialize import assert_materialized, build_on_meta, materialize
-from dualpipe.parallel.resolve import resolve_dtypes
-from dualpipe.parallel.shard import shard, shard_stages
+from dualpipe.parallel.precision.resolve import resolve_dtypes
 
 if TYPE_CHECKING:  # what `__getattr__` below finds, for type checkers and editors
-    from dualpipe.parallel.expert import Dispatcher, ExpertParallel, run_experts, shard_experts
+    from dualpipe.parallel.experts.dispatcher import Dispatcher, ExpertParallel, run_experts, shard_experts
+
+# Old paths of two modules. A finder, as in `dualpipe._moved`, would put the module in the place of the function.
+sys.modules[f"{__name__}.materialize"] = sys.modules["dualpipe.parallel.fsdp.materialize"]
+sys.modules[f"{__name__}.shard"] = sys.modules["dualpipe.parallel.fsdp.shard"]
 
 _OF_EXPERT = ("Dispatcher", "ExpertParallel", "run_experts", "shard_experts")
 __all__ = [
@@ -34,4 +39,4 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name not in _OF_EXPERT:
         raise AttributeError(f"module 'dualpipe.parallel' has no attribute {name!r}")
-    return getattr(import_module("dualpipe.parallel.expert"), name)
+    return getattr(import_module("dualpipe.parallel.experts.dispatcher"), name)

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from dualpipe import device
-from dualpipe.recorder import Recorder
+from dualpipe.runtime import device
+from dualpipe.runtime.recorder import Recorder
 
 # On its way: on CPU its work, on a device what comes after it; and what it is called, for which no class: 0.2 us.
 Exchange = tuple[dist.Work | None, device.Event | None, str]

@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from dualpipe.nn.deferral import local
-from dualpipe.recorder import Recorder
+from dualpipe.runtime.recorder import Recorder
 
 _Groups = tuple[ProcessGroup, ...]
 

@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from dualpipe.device import CONTEXT, LINK, SHARDS, one_queue
-from dualpipe.device import EXPERTS as EXPERT_ROWS
-from dualpipe.ranks import backends, create_groups, timeout_of
-from dualpipe.recorder import Recorder
+from dualpipe.runtime.device import CONTEXT, LINK, SHARDS, one_queue
+from dualpipe.runtime.device import EXPERTS as EXPERT_ROWS
+from dualpipe.runtime.rank_sync import backends, create_groups, timeout_of
+from dualpipe.runtime.recorder import Recorder
 
 TRAFFIC = {"pp": LINK, "dp": SHARDS, "cp": CONTEXT, "ep": EXPERT_ROWS}  # between the ranks along a dimension
 DIMENSIONS = tuple(name for name in TRAFFIC if name != "cp")  # of every mesh; "cp" only where it is more than 1

@@ -1,9 +1,9 @@
 """Runs schedules: the engine, its messages, and deferred weight gradients."""
 
-from dualpipe.errors import PipelineError
 from dualpipe.nn.deferral import WeightGradStore
 from dualpipe.nn.segments import Communicate, Communication, Compute, Pending
 from dualpipe.pipeline.engine import DualPipeV, Pipeline
+from dualpipe.runtime.errors import PipelineError
 
 __all__ = [
     "Communicate",

@@ -16,11 +16,11 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from dualpipe.dtypes import long_name
 from dualpipe.nn.deferral import local
 from dualpipe.nn.segments import Segment, checked, is_reserved
-from dualpipe.parallel.fsdp import StageParameters
+from dualpipe.parallel.fsdp.driver import StageParameters
 from dualpipe.parallel.tied import tied_parameters
+from dualpipe.runtime.dtypes import long_name
 
 _SHOWN = 3  # parameters that are not reduced
 _REMEDY = "use dualpipe.parallel.shard or torch's fully_shard"

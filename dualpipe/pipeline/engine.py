@@ -19,11 +19,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from dualpipe.errors import PipelineError
 from dualpipe.nn.deferral import WeightGradStore
 from dualpipe.nn.segments import communication_groups, has_communication
 from dualpipe.parallel.clipping import clip_grad_norm_
-from dualpipe.parallel.fsdp import ParametersStep, StageParameters, process_groups
+from dualpipe.parallel.fsdp.driver import ParametersStep, StageParameters, process_groups
 from dualpipe.parallel.tied import TiedGradients, tied_parameters
 from dualpipe.pipeline.arguments import (
     OwnStages,
@@ -38,10 +37,11 @@ from dualpipe.pipeline.arguments import (
 from dualpipe.pipeline.executor import Executor, Outputs
 from dualpipe.pipeline.lower import Programs
 from dualpipe.pipeline.p2p import P2PGroups, P2PMessages
-from dualpipe.recorder import Recorder
+from dualpipe.runtime.errors import PipelineError
+from dualpipe.runtime.recorder import Recorder
 from dualpipe.schedule import Schedule, build
 from dualpipe.schedule.build import first_microbatches
-from dualpipe.schedule.progress import SearchProgress
+from dualpipe.schedule.search.progress import SearchProgress
 from dualpipe.schedule.types import Step
 from dualpipe.trace.tracer import Place, Tracer
 

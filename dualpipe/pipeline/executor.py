@@ -18,8 +18,6 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.profiler import record_function
 
-from dualpipe.device import annotation
-from dualpipe.errors import UpstreamFailed
 from dualpipe.nn.deferral import WeightGradStore
 from dualpipe.nn.segments import (
     Compute,
@@ -29,12 +27,14 @@ from dualpipe.nn.segments import (
     more_than_forward,
     output_names,
 )
-from dualpipe.parallel.fsdp import ParametersStep
+from dualpipe.parallel.fsdp.driver import ParametersStep
 from dualpipe.pipeline.arguments import Batch, OwnStages
 from dualpipe.pipeline.lower import Instruction, Program
 from dualpipe.pipeline.overlap import MicrobatchState, SegmentedStage, Task, detached, no_autocast, run_backward, walk
 from dualpipe.pipeline.p2p import P2PMessages
-from dualpipe.recorder import Recorder
+from dualpipe.runtime.device import annotation
+from dualpipe.runtime.errors import UpstreamFailed
+from dualpipe.runtime.recorder import Recorder
 from dualpipe.schedule.types import Action
 
 Outputs = Tensor | tuple[Tensor, ...] | None

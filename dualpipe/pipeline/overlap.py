@@ -40,7 +40,6 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from dualpipe.device import random_state, set_random_state
 from dualpipe.nn.deferral import WeightGradStore
 from dualpipe.nn.segments import (
     Communicate,
@@ -54,7 +53,8 @@ from dualpipe.nn.segments import (
     needed_after,
     regions,
 )
-from dualpipe.recorder import Recorder
+from dualpipe.runtime.device import random_state, set_random_state
+from dualpipe.runtime.recorder import Recorder
 
 
 @dataclass

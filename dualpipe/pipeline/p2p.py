@@ -31,10 +31,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
-from dualpipe import device as devices
-from dualpipe.dtypes import dtype_of, long_name
 from dualpipe.pipeline.lower import Instruction, Program
-from dualpipe.ranks import (
+from dualpipe.runtime import device as devices
+from dualpipe.runtime.dtypes import dtype_of, long_name
+from dualpipe.runtime.rank_sync import (
     RankSync,
     backends,
     create_groups,
@@ -44,7 +44,7 @@ from dualpipe.ranks import (
     timeout_of,
     unpack_record,
 )
-from dualpipe.recorder import Recorder, Waiting
+from dualpipe.runtime.recorder import Recorder, Waiting
 from dualpipe.schedule.messages import Message, Stream
 
 SENDS_IN_FLIGHT = 2  # messages per link whose buffers are kept; the one before them is waited for

@@ -10,16 +10,16 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from dualpipe.files import write_wanted
 from dualpipe.plan.draw import to_svg
 from dualpipe.plan.explain import explain
 from dualpipe.plan.machines import read_machine
+from dualpipe.plan.memory import GB
 from dualpipe.plan.meshes import Wanted, plan
 from dualpipe.plan.predict import Prediction
+from dualpipe.runtime.files import write_wanted
 from dualpipe.schedule.page import WholeStep, to_html
-from dualpipe.train.config import PATHS, Config, load_config
-from dualpipe.train.memory import GB
-from dualpipe.train.model import read_model_config
+from dualpipe.train.build import read_model_config
+from dualpipe.train.config.load import PATHS, Config, load_config
 
 DRAWN = 4  # runs whose steps are on a page
 COLUMNS = ("row", "pp", "dp", "cp", "ep", "schedule", "micro-batches", "recompute", "step s", "tok/s/GPU", "MFU",

@@ -18,13 +18,14 @@ from typing import NamedTuple
 
 import torch
 
-from dualpipe.device import EXPERTS
-from dualpipe.models.activations import LayerKind, kinds_of
 from dualpipe.models.decoder import SparseMLP
+from dualpipe.models.flops import attention_flops, meta_layer
 from dualpipe.models.hub import HubConfig
-from dualpipe.models.sizes import attention_flops, context_numbers, meta_layer
+from dualpipe.plan.activations import LayerKind, kinds_of
+from dualpipe.plan.context_traffic import context_numbers
 from dualpipe.plan.machines import Machine
 from dualpipe.plan.operators import IN_BF16, InFP8, LayerParts, Operator, Part, head_parts, layer_parts
+from dualpipe.runtime.device import EXPERTS
 from dualpipe.schedule import Costs
 
 TILE = 128  # rows of a grouped product's tile, of which an expert's last one is half empty

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from dualpipe.plan.memory import GB
 from dualpipe.plan.meshes import described
 from dualpipe.plan.predict import PARTS, Prediction
 from dualpipe.schedule.svg import legend, picture, rect, text, titled
-from dualpipe.train.memory import GB
 
 COLOURS = dict(zip(PARTS, ("#58b368", "#bfe3c2", "#b0b7bf", "#f5b041", "#c2554d", "#e59a95", "#8f9be0", "#b7bff0",
                            "#d9c8ef", "#e3e7eb")))

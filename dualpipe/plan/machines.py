@@ -10,9 +10,9 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from dualpipe.device import EXPERTS
-from dualpipe.errors import nearest
-from dualpipe.files import read_toml
+from dualpipe.runtime.device import EXPERTS
+from dualpipe.runtime.errors import nearest
+from dualpipe.runtime.files import read_toml
 
 TABLE = Path(__file__).with_name("machines.toml")
 # Fields that something is divided by; others may be 0, which leaves out what they stand for.

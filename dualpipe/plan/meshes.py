@@ -8,13 +8,13 @@ from itertools import product
 from math import inf
 
 from dualpipe.models import HubConfig
-from dualpipe.models.sizes import meta_layer
-from dualpipe.parallel.context import method_for
+from dualpipe.models.flops import meta_layer
+from dualpipe.parallel.context.context_parallel import method_for
 from dualpipe.plan.machines import Machine
+from dualpipe.plan.memory import GB, built, estimate
 from dualpipe.plan.predict import Prediction
 from dualpipe.schedule.build import BUILDERS
-from dualpipe.train.config import Config
-from dualpipe.train.memory import GB, built, estimate
+from dualpipe.train.config.load import Config
 
 # What is tried. A schedule that is searched for takes its time for a single mesh: choose the mesh first.
 SCHEDULES = tuple(name for name in BUILDERS if name != "auto")

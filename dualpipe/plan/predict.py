@@ -14,17 +14,13 @@ from functools import cached_property, lru_cache
 from itertools import chain
 from typing import Literal, NamedTuple
 
-from dualpipe.dtypes import dtype_of
 from dualpipe.kernels.grouped_gemm import HALF
 from dualpipe.models import HubConfig
-from dualpipe.models.sizes import flops_per_token
+from dualpipe.models.flops import flops_per_token
 from dualpipe.models.stages import stage_layers
 from dualpipe.plan.costs import Setting, Spent, StageCosts, stage_costs, total
 from dualpipe.plan.machines import Machine
-from dualpipe.plan.operators import IN_BF16, InFP8
-from dualpipe.schedule import Costs, Schedule, Timeline, simulate
-from dualpipe.train.config import Config
-from dualpipe.train.memory import (
+from dualpipe.plan.memory import (
     RankMemory,
     built,
     dtype_plan,
@@ -35,8 +31,12 @@ from dualpipe.train.memory import (
     sent_bytes,
     tokens_of_rank,
 )
-from dualpipe.train.muon import operations
-from dualpipe.train.tables import DTypesConfig
+from dualpipe.plan.operators import IN_BF16, InFP8
+from dualpipe.runtime.dtypes import dtype_of
+from dualpipe.schedule import Costs, Schedule, Timeline, simulate
+from dualpipe.train.config.load import Config
+from dualpipe.train.config.schema import DTypesConfig
+from dualpipe.train.optim.muon import operations
 
 PRODUCTS = ("gemm", "grouped", "fp8 gemm", "fp8 grouped", "attention", "attention backward")
 PARTS = ("products", "memory traffic", "host", "recomputation", "all-to-all", "sends", "gather", "reduce", "optimizer",

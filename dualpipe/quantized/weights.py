@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from dualpipe import errors
 from dualpipe.kernels.formats import Format, format_of
 from dualpipe.kernels.quantize import matrix_amax
 from dualpipe.quantized.tensor import QuantizedTensor
+from dualpipe.runtime import errors
 
 HEADS = ("lm_head", "head", "output")  # names of modules that are left alone, as embeddings and routers are
 

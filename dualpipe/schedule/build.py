@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
-from dualpipe.errors import nearest
+from dualpipe.runtime.errors import nearest
 from dualpipe.schedule.simulate import Costs
 from dualpipe.schedule.types import Action, Kind, Schedule, Step, v_placement
 
@@ -181,7 +181,7 @@ def auto(
     effort: int | None = None, progress: Callable[[float, float], None] | None = None,
 ) -> Schedule:
     """The best order that a search finds; the first time it takes up to a minute. See `search.search`."""
-    from dualpipe.schedule.search import EFFORT, search  # which starts from the schedules of this file
+    from dualpipe.schedule.search.driver import EFFORT, search  # which starts from the schedules of this file
 
     found = search(num_ranks, num_microbatches, costs=costs, memory=memory, seed=seed,
                    effort=EFFORT if effort is None else effort, progress=progress)

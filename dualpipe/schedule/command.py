@@ -11,13 +11,13 @@ from pathlib import Path
 from shutil import get_terminal_size
 from typing import Any
 
-from dualpipe.files import write_wanted
-from dualpipe.schedule.bound import least_work
+from dualpipe.runtime.files import write_wanted
 from dualpipe.schedule.build import BUILDERS, build
 from dualpipe.schedule.draw import table, to_svg, to_text
 from dualpipe.schedule.page import to_html
-from dualpipe.schedule.progress import SearchProgress
-from dualpipe.schedule.search import Found, search
+from dualpipe.schedule.search.bound import least_work
+from dualpipe.schedule.search.driver import Found, search
+from dualpipe.schedule.search.progress import SearchProgress
 from dualpipe.schedule.simulate import Costs, Timeline, simulate
 from dualpipe.schedule.svg import number
 from dualpipe.schedule.types import KINDS, Schedule

@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dualpipe.files import replace_file
+from dualpipe.runtime.files import replace_file
 from dualpipe.schedule.types import Action, Schedule, Step
 from dualpipe.schedule.validate import validate
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from statistics import mean
 
-from dualpipe.files import write_wanted
+from dualpipe.runtime.files import write_wanted
 from dualpipe.schedule.command import costs_from
 from dualpipe.schedule.draw import aligned, to_svg
 from dualpipe.schedule.page import to_html

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch.distributed import ProcessGroup
 
-from dualpipe import device as devices
-from dualpipe.errors import PipelineError
-from dualpipe.ranks import RankSync, backends, gloo_beside, of_lost
-from dualpipe.recorder import BEGAN, ENDED, KIND, RANKS, Entry, Recorder
+from dualpipe.runtime import device as devices
+from dualpipe.runtime.errors import PipelineError
+from dualpipe.runtime.rank_sync import RankSync, backends, gloo_beside, of_lost
+from dualpipe.runtime.recorder import BEGAN, ENDED, KIND, RANKS, Entry, Recorder
 from dualpipe.trace.file import COMMUNICATION, COMPUTE, DEVICE, TRACED, Slice, Trace, training_runs
 
 _TRIPS = 32  # of a message, there and back, to compare two clocks

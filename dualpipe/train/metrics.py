@@ -27,8 +27,8 @@ import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
-from dualpipe.device import memory_in_use, peak_memory
-from dualpipe.files import replace_file
+from dualpipe.runtime.device import memory_in_use, peak_memory
+from dualpipe.runtime.files import replace_file
 from dualpipe.schedule import Schedule, simulate, to_svg
 
 METRICS = "metrics.jsonl"
@@ -45,13 +45,13 @@ class StepMetrics:
     lr: float  # of this step
     tokens_per_second: float  # the whole job's
     # 10^12 floating-point operations per second of each rank, in the model's matrix products as they are counted by
-    # `dualpipe.models.sizes.flops_per_token`.
+    # `dualpipe.models.flops.flops_per_token`.
     tflops_per_rank: float
     memory_bytes: int  # this rank's: the peak on its CUDA device, or what the process has resident
     mfu: float | None = None  # tflops_per_rank over the device's peak in bf16; None in other dtypes, or where unknown
     eval_loss: float | None = None  # on held-out data after this step; None where there was no evaluation
     # Of multi-token prediction, None where there is none: as loss and eval_loss, of each depth, and how many tokens a
-    # greedy verification of the drafts would give at a time (see `dualpipe.train.mtp.accepted`), from 1 to 1 + depths.
+    # greedy verification of the drafts would give at a time (see `dualpipe.train.loss.accepted`), from 1 to 1 + depths.
     mtp_loss: list[float] | None = None
     eval_mtp_loss: list[float] | None = None
     acceptance_length: float | None = None

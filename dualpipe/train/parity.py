@@ -34,22 +34,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from dualpipe import Pipeline
-from dualpipe.device import deterministic
-from dualpipe.dtypes import dtype_of, long_name
 from dualpipe.kernels.formats import FORMATS
 from dualpipe.nn.attention import packed_positions
 from dualpipe.nn.deferral import local
 from dualpipe.nn.router_set import RouterSet
 from dualpipe.parallel import DTypePlan, Rule
-from dualpipe.parallel.context import ContextParallel
+from dualpipe.parallel.context.context_parallel import ContextParallel
 from dualpipe.pipeline.executor import as_tuple
+from dualpipe.runtime.device import deterministic
+from dualpipe.runtime.dtypes import dtype_of, long_name
 from dualpipe.schedule.draw import aligned
-from dualpipe.train.config import Config, fit_world
-from dualpipe.train.data import shifted
-from dualpipe.train.job import Job, join
-from dualpipe.train.launch import RankInfo
-from dualpipe.train.metrics import say
-from dualpipe.train.model import (
+from dualpipe.train.build import (
     build_model,
     build_routers,
     build_whole,
@@ -59,9 +54,14 @@ from dualpipe.train.model import (
     read_model_config,
     token_weight,
 )
-from dualpipe.train.mtp import tokens_ahead
-from dualpipe.train.schedule import build_schedule
-from dualpipe.train.tables import DTypesConfig
+from dualpipe.train.build_schedule import build_schedule
+from dualpipe.train.config.load import Config, fit_world
+from dualpipe.train.config.schema import DTypesConfig
+from dualpipe.train.data.loader import shifted
+from dualpipe.train.launch.distributed import Job, join
+from dualpipe.train.launch.environment import RankInfo
+from dualpipe.train.loss import tokens_ahead
+from dualpipe.train.metrics import say
 
 TOLERANCES = {"float64": 1e-10, "float32": 1e-5}  # relative; rounding alone stays orders of magnitude below
 TOGETHER, SINGLE = 1.5, 2.5  # times the unpipelined model's error, in bfloat16

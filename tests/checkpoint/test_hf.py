@@ -11,13 +11,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from dualpipe.checkpoint import hub_dtypes, load_hf, save_hf
-from dualpipe.checkpoint.hub_files import read_headers
-from dualpipe.checkpoint.hub_load import open_hf, stage_tensors
+from dualpipe.checkpoint.hub.files import read_headers
+from dualpipe.checkpoint.hub.load import open_hf, stage_tensors
 from dualpipe.models import KimiK2Config, build_stages, config_from_dict, read_config
 from dualpipe.nn import cross_entropy_loss
 from dualpipe.nn.init import local_part
 from dualpipe.parallel import DTypePolicy, Rule, resolve_dtypes
-from dualpipe.parallel.materialize import build_on_meta
+from dualpipe.parallel.fsdp.materialize import build_on_meta
 from hub import FAMILIES, read_all, reads_of, rewrite, save_family, save_qwen, stages_on_meta
 from models import from_hub
 from ranks import run_ranks

@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from dualpipe.checkpoint import hub_save, load_hf, save_hf
-from dualpipe.checkpoint.hub_files import INDEX, SINGLE, Reader
+from dualpipe.checkpoint import load_hf, save_hf
+from dualpipe.checkpoint.hub import save
+from dualpipe.checkpoint.hub.files import INDEX, SINGLE, Reader
 from hub import read_all, save_qwen, stages_on_meta
 from ranks import run_ranks
 
@@ -257,7 +258,7 @@ def save_failing(rank, source, folder):
     """What each rank raises where writing fails in some way on some rank; then that it works."""
     stages, mesh, plan = stages_on_meta(source, (2, 1, 1))
     load_hf(stages, source, mesh, plan)
-    write, finish, results = hub_save.write_box, hub_save._finish, []
+    write, finish, results = save.write_box, save._finish, []
 
     def attempt(target, **options):
         try:
@@ -277,14 +278,14 @@ def save_failing(rank, source, folder):
     attempt("file/inside")
     attempt("new", max_shard_bytes=0)
     if rank == 1:
-        hub_save.write_box = no_space
+        save.write_box = no_space
     attempt("new")
     if rank == 1:
-        hub_save.write_box = interrupted
+        save.write_box = interrupted
     attempt("new")
-    hub_save.write_box, hub_save._finish = write, no_space
+    save.write_box, save._finish = write, no_space
     attempt("new")
-    hub_save._finish = finish
+    save._finish = finish
     left = sorted(path.name for path in Path(folder).iterdir())
     dist.barrier()
     attempt("empty")
@@ -320,7 +321,7 @@ def test_failing_writes_leave_nothing(tmp_path):
 def killed(rank, source, target):
     stages, mesh, plan = stages_on_meta(source)
     load_hf(stages, source, mesh, plan)
-    hub_save.write_box = lambda *arguments: os._exit(9)
+    save.write_box = lambda *arguments: os._exit(9)
     save_hf(stages, target, mesh, plan)
 
 

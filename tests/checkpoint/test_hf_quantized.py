@@ -11,12 +11,12 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.quantizers import quantizer_finegrained_fp8, quantizer_mxfp4
 
 from dualpipe.checkpoint import hub_dtypes, load_hf, save_hf
-from dualpipe.checkpoint.hub_load import cut_through, meta_stages, open_hf
+from dualpipe.checkpoint.hub.load import cut_through, meta_stages, open_hf
 from dualpipe.checkpoint.tensors import bytes_of
 from dualpipe.kernels.formats import FORMATS
 from dualpipe.models import build_stages, read_config
 from dualpipe.parallel import DTypePolicy, Rule, resolve_dtypes, shard
-from dualpipe.parallel.materialize import build_on_meta
+from dualpipe.parallel.fsdp.materialize import build_on_meta
 from dualpipe.quantized import QuantizedTensor
 from dualpipe.quantized.weights import quantizable
 from hub import FP8_CONFIG, FP8_SIZES, read_all, rewrite, save_family, save_fp8, save_mxfp4, stages_on_meta

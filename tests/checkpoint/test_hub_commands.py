@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from dualpipe.checkpoint.hub_commands import largest_share, parse_size
+from dualpipe.checkpoint.hub.commands import largest_share, parse_size
 from dualpipe.cli import main
 from dualpipe.models import config_from_dict
 from dualpipe.parallel.mesh import Mesh

@@ -6,8 +6,8 @@ from math import prod
 import pytest
 import torch
 
-from dualpipe.checkpoint.hub_files import Reader
-from dualpipe.checkpoint.hub_load import blocks, find_tensors, meta_stages, model_shapes, stage_tensors
+from dualpipe.checkpoint.hub.files import Reader
+from dualpipe.checkpoint.hub.load import blocks, find_tensors, meta_stages, model_shapes, stage_tensors
 from dualpipe.checkpoint.tensors import Box, TensorHeader
 from dualpipe.models import DeepseekV3Config, Qwen3MoeConfig, config_from_dict
 from dualpipe.models.hub import Part

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from dualpipe.checkpoint import Checkpoints, latest, load, load_hf, save, save_hf, training_state
-from dualpipe.checkpoint.hub_load import meta_stages, model_shapes
-from dualpipe.checkpoint.hub_save import new_tensors
+from dualpipe.checkpoint.hub.load import meta_stages, model_shapes
+from dualpipe.checkpoint.hub.save import new_tensors
 from dualpipe.checkpoint.manifest import Checkpoint
 from dualpipe.cli import main
 from dualpipe.kernels.formats import FORMATS
@@ -21,7 +21,7 @@ from dualpipe.parallel import Rule
 from dualpipe.parallel.mesh import Mesh, build_mesh
 from dualpipe.quantized.weights import quantizable
 from dualpipe.schedule import build
-from dualpipe.train.model import build_model, plan_model
+from dualpipe.train.build import build_model, plan_model
 from hub import TINY, add_mtp, read_all, rewrite, save_family, save_fp8, stages_on_meta
 from native import CONFIG as V3
 from native import Trainee

@@ -30,7 +30,7 @@ from dualpipe.checkpoint import (
 from dualpipe.checkpoint.commands import check, ls, show
 from dualpipe.checkpoint.directory import Directory, scan
 from dualpipe.checkpoint.manifest import Checkpoint
-from dualpipe.train.optimizer import Optimizer
+from dualpipe.train.optim.optimizer import Optimizer
 from native import FILES, Trainee, is_step, state_of, steps_in
 
 loading = importlib.import_module("dualpipe.checkpoint.load")  # the name in the package is the function

@@ -17,11 +17,11 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
-from dualpipe import files
 from dualpipe.checkpoint import CheckpointError, Checkpoints, latest, load, save, verify
 from dualpipe.checkpoint.tensors import lay_out
 from dualpipe.checkpoint.writer import HostMemory
 from dualpipe.parallel.mesh import Mesh, build_mesh
+from dualpipe.runtime import files
 from native import is_gone, writer_of, writers_of
 from ranks import run_ranks
 

@@ -17,9 +17,9 @@ from safetensors.torch import save as to_safetensors
 from dualpipe.checkpoint import latest, load, save, verify
 from dualpipe.checkpoint.commands import check, ls, show
 from dualpipe.checkpoint.manifest import Checkpoint
-from dualpipe.dtypes import dtype_of
 from dualpipe.parallel import checkpoint_dtypes
 from dualpipe.quantized import QuantizedTensor
+from dualpipe.runtime.dtypes import dtype_of
 from native import FILES, is_step, state_of
 
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from dualpipe import files
 from dualpipe.checkpoint import CheckpointError, Checkpoints, directory, latest, load, training_state, verify
 from dualpipe.checkpoint.tensors import lay_out
 from dualpipe.checkpoint.writer import HostMemory
-from dualpipe.errors import RankLost
 from dualpipe.parallel.mesh import build_mesh
+from dualpipe.runtime import files
+from dualpipe.runtime.errors import RankLost
 from ranks import run_ranks
 
 saving = importlib.import_module("dualpipe.checkpoint.save")  # the name in the package is the function

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dualpipe.checkpoint.plan import assign
+from dualpipe.checkpoint.assign import assign
 from dualpipe.checkpoint.tensors import Box
 
 BF16, F32 = torch.bfloat16, torch.float32

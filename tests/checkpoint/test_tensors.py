@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dualpipe.checkpoint.tensors import Box, lay_out, read_box, read_header, storable, write_box
-from dualpipe.files import write_file
+from dualpipe.runtime.files import write_file
 
 SHAPE = (3, 4, 5)
 

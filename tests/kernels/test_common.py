@@ -10,7 +10,7 @@ from dualpipe.kernels.common import INTERPRET
 from dualpipe.kernels.quantize import dequantize_rows, quantize_rows, swiglu_quantize
 from dualpipe.models.decoder import Experts
 from dualpipe.nn.deferral import WeightGradStore
-from dualpipe.parallel.expert import Received, run_experts
+from dualpipe.parallel.experts.dispatcher import Received, run_experts
 
 jit = pytest.importorskip("triton.runtime.jit")
 pytestmark = pytest.mark.skipif(INTERPRET, reason="what is interpreted is not compiled")

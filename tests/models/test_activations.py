@@ -7,12 +7,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from dualpipe.models import Qwen3MoeConfig, Stage
-from dualpipe.models.activations import activation_bytes
 from dualpipe.models.stages import Recompute
 from dualpipe.nn.deferral import WeightGradStore
-from dualpipe.parallel.expert import ExpertParallel
+from dualpipe.parallel.experts.dispatcher import ExpertParallel
 from dualpipe.parallel.mesh import build_mesh
 from dualpipe.pipeline.overlap import MicrobatchState, SegmentedStage, walk
+from dualpipe.plan.activations import activation_bytes
 from ranks import run_ranks
 
 CONFIG = Qwen3MoeConfig(

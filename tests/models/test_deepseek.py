@@ -16,17 +16,17 @@ from transformers.models.deepseek_v2 import modeling_deepseek_v2
 from transformers.models.deepseek_v3 import modeling_deepseek_v3
 
 from dualpipe import Pipeline
-from dualpipe.checkpoint.hub_load import model_shapes
+from dualpipe.checkpoint.hub.load import model_shapes
 from dualpipe.models import DeepseekV2Config, DeepseekV3Config, build_stages, config_from_dict, read_config
 from dualpipe.models.deepseek import LatentAttention
 from dualpipe.models.stages import Recompute
 from dualpipe.nn import cross_entropy_loss
 from dualpipe.nn.attention import Yarn
 from dualpipe.nn.init import seeded_normal_
-from dualpipe.parallel.materialize import build_on_meta
+from dualpipe.parallel.fsdp.materialize import build_on_meta
 from dualpipe.parallel.mesh import Mesh, build_mesh
 from dualpipe.schedule import build
-from dualpipe.train.model import build_model, build_whole, micro_batch_loss
+from dualpipe.train.build import build_model, build_whole, micro_batch_loss
 from dualpipe.train.parity import difference
 from models import (
     Float64Torch,

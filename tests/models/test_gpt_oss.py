@@ -13,15 +13,15 @@ from transformers.models.gpt_oss import modeling_gpt_oss
 from dualpipe import Pipeline
 from dualpipe.kernels import dispatch_tokens, sort_tokens
 from dualpipe.models import GptOssConfig, build_stages, read_config
-from dualpipe.models.sizes import parameter_counts
+from dualpipe.models.flops import parameter_counts
 from dualpipe.nn import cross_entropy_loss
 from dualpipe.nn.attention import Yarn, packed_positions
 from dualpipe.nn.init import local_part
-from dualpipe.parallel.expert import Received, run_experts
-from dualpipe.parallel.materialize import build_on_meta
+from dualpipe.parallel.experts.dispatcher import Received, run_experts
+from dualpipe.parallel.fsdp.materialize import build_on_meta
 from dualpipe.parallel.mesh import Mesh, build_mesh
 from dualpipe.schedule import build
-from dualpipe.train.model import build_model, build_whole, micro_batch_loss
+from dualpipe.train.build import build_model, build_whole, micro_batch_loss
 from dualpipe.train.parity import difference
 from models import Float64Torch, batch, compare_gradients, grads, ours, relative, train, whole
 from ranks import run_ranks

@@ -19,7 +19,7 @@ from device_book import CUDA, where
 from dualpipe import Pipeline
 from dualpipe.models import Qwen3MoeConfig, build_stages
 from dualpipe.nn import GroupedLinear, RouterSet
-from dualpipe.parallel.expert import ExpertParallel
+from dualpipe.parallel.experts.dispatcher import ExpertParallel
 from dualpipe.quantized import FORMATS, quantize_weights
 from pretend_cuda import UNWRITTEN, PretendCuda, pretend_cuda
 

@@ -16,10 +16,10 @@ from dualpipe.models import build_stages, config_from_dict
 from dualpipe.models.stages import Recompute
 from dualpipe.nn import GroupedLinear
 from dualpipe.nn.attention import packed_positions
-from dualpipe.parallel.expert import ExpertParallel
+from dualpipe.parallel.experts.dispatcher import ExpertParallel
 from dualpipe.schedule import build
-from dualpipe.train.data import shifted
-from dualpipe.train.mtp import MicroBatchLoss, tokens_ahead
+from dualpipe.train.data.loader import shifted
+from dualpipe.train.loss import MicroBatchLoss, tokens_ahead
 from dualpipe.train.parity import difference
 from models import randomize_vectors, whole
 from threads import run_threads

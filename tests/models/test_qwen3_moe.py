@@ -13,12 +13,12 @@ from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 from dualpipe.kernels import dispatch_tokens, sort_tokens
 from dualpipe.models import Qwen3MoeConfig, Stage, build_stages, read_config, split_layers
-from dualpipe.models.sizes import parameter_counts
+from dualpipe.models.flops import parameter_counts
 from dualpipe.models.stages import Recompute
 from dualpipe.nn import cross_entropy_loss
 from dualpipe.nn.deferral import WeightGradStore
-from dualpipe.parallel import expert
-from dualpipe.parallel.materialize import build_on_meta
+from dualpipe.parallel.experts import dispatcher
+from dualpipe.parallel.fsdp.materialize import build_on_meta
 from dualpipe.pipeline import Pipeline
 from models import Float64Torch, batch, grads, ours, randomize_vectors, relative, split_experts, train, whole
 
@@ -211,8 +211,8 @@ def test_experts_take_tokens_or_rows_that_are_sorted_already(monkeypatch):
     tokens, weight_M = sort_tokens(choices, 6), torch.rand(14, generator=generator)
     rows_MH = dispatch_tokens(x_TH, tokens, 2)
     assert torch.equal(experts(x_TH, tokens, weight_M), experts(rows_MH, tokens.offs, weight_M))
-    real = expert.dispatch_tokens
-    monkeypatch.setattr(expert, "dispatch_tokens", lambda x, *rest: copied.append(x.shape[1]) or real(x, *rest))
+    real = dispatcher.dispatch_tokens
+    monkeypatch.setattr(dispatcher, "dispatch_tokens", lambda x, *rest: copied.append(x.shape[1]) or real(x, *rest))
     train(whole(tiny()), tiny())
     assert set(copied) == {1}  # the routing weights
 

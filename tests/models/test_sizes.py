@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from dualpipe.models import build_stages, config_from_dict, read_config
-from dualpipe.models.sizes import flops_per_token, layer_flops, meta_layer, parameter_counts
+from dualpipe.models.flops import flops_per_token, layer_flops, meta_layer, parameter_counts
 from dualpipe.models.stages import split_layers, stage_layers
 
 QWEN3 = {

@@ -17,16 +17,17 @@ from torch.utils._pytree import tree_leaves
 from device_book import the_device
 from device_steps import booked_transfers, watched_steps
 from dualpipe import Pipeline
-from dualpipe.errors import PipelineError
 from dualpipe.models import DeepseekV3Config, GptOssConfig, Qwen3MoeConfig, build_stages, decoder
 from dualpipe.models.stages import Recompute
 from dualpipe.nn import GroupedLinear
 from dualpipe.nn.attention import Context, Rotary, SequenceSplit, packed_positions
 from dualpipe.nn.deferral import WeightGradStore
-from dualpipe.parallel import heads, ring
-from dualpipe.parallel.context import ContextParallel
-from dualpipe.parallel.expert import ExpertParallel
+from dualpipe.parallel.context import ring
+from dualpipe.parallel.context import ulysses as heads
+from dualpipe.parallel.context.context_parallel import ContextParallel
+from dualpipe.parallel.experts.dispatcher import ExpertParallel
 from dualpipe.pipeline.overlap import MicrobatchState, SegmentedStage, walk
+from dualpipe.runtime.errors import PipelineError
 from ranks import run_ranks
 from threads import Rank, run_threads
 from toys import relative_error, stages_of_rank

@@ -17,7 +17,7 @@ from dualpipe.nn import GroupedLinear, GroupedSwiGLU, Linear
 from dualpipe.nn.init import seeded_normal_
 from dualpipe.nn.segments import Communicate, Compute, run_segments
 from dualpipe.parallel import DTypePolicy, build_on_meta, materialize, resolve_dtypes, shard
-from dualpipe.parallel.expert import ExpertParallel, run_experts, shard_experts
+from dualpipe.parallel.experts.dispatcher import ExpertParallel, run_experts, shard_experts
 from dualpipe.parallel.mesh import Mesh, build_mesh
 from ranks import run_ranks
 from toys import relative_error

@@ -8,9 +8,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from dualpipe.kernels.formats import QuantizedRows
 from dualpipe.kernels.quantize import dequantize_rows, quantize_rows
 from dualpipe.nn.segments import Communicate, Compute, run_segments
-from dualpipe.parallel.expert import ExpertParallel
-from dualpipe.parallel.fp8_rows import SCALES
-from dualpipe.parallel.shard import _cast
+from dualpipe.parallel.experts.dispatcher import ExpertParallel
+from dualpipe.parallel.experts.fp8_rows import SCALES
+from dualpipe.parallel.fsdp.shard import _cast
 from ranks import run_ranks
 
 EXPERTS, HIDDEN, TOKENS, K = 4, 160, 6, 2  # 160: neither 128 nor a multiple of it

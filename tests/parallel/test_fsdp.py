@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from dualpipe import DualPipeV, Pipeline
 from dualpipe.nn import GroupedLinear, defer_weight_grads
 from dualpipe.nn.deferral import WeightGradStore
-from dualpipe.parallel import fsdp
+from dualpipe.parallel.fsdp import driver
 from dualpipe.pipeline import PipelineError
 from ranks import run_ranks
 from toys import Stage, make_stages, num_stages, param_groups, reference, relative_error, stages_of_rank
@@ -266,7 +266,7 @@ def test_torch_refuses_to_assign_what_an_existing_accumulator_takes():
 
     with pytest.raises(RuntimeError, match="grad_dtype"):
         closure()
-    fsdp.StageParameters(module).prepare()
+    driver.StageParameters(module).prepare()
     for _ in range(2):
         closure()
     assert weight.grad.dtype is weight.grad_dtype is torch.float32
@@ -772,7 +772,7 @@ def handed_over(rank: int) -> tuple[list[bool], float]:
         for module in (stage.up, stage):
             fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
     expected, same = make_stages(2), []
-    complete = fsdp.StageParameters.complete
+    complete = driver.StageParameters.complete
 
     def watched(self, **how):
         places = [param.grad.data_ptr() for param, _ in self._unsharded()]
@@ -784,7 +784,7 @@ def handed_over(rank: int) -> tuple[list[bool], float]:
 
     pipe = DualPipeV(stages, process_group=torch.distributed.new_subgroups(1)[0])
     x, y = batch(2, 1)
-    with patch.object(fsdp.StageParameters, "complete", watched):
+    with patch.object(driver.StageParameters, "complete", watched):
         for _ in range(2):
             pipe.step(x, num_chunks=2, criterion=F.mse_loss, labels=(y,))
     reference(expected, torch.cat([x, x]), torch.cat([y, y]), 4)

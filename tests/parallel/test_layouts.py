@@ -20,12 +20,12 @@ from dualpipe.nn.deferral import WeightGradStore
 from dualpipe.nn.router import BalancedRoutes, Choice, Router
 from dualpipe.nn.router_set import RouterStep
 from dualpipe.parallel import DTypePolicy, Rule, resolve_dtypes, shard
-from dualpipe.parallel.expert import ExpertParallel, shard_experts
-from dualpipe.parallel.materialize import build_on_meta, materialize
+from dualpipe.parallel.experts.dispatcher import ExpertParallel, shard_experts
+from dualpipe.parallel.fsdp.materialize import build_on_meta, materialize
 from dualpipe.parallel.mesh import Mesh, build_mesh
 from dualpipe.pipeline import PipelineError
 from dualpipe.schedule import build
-from dualpipe.train.model import build_model, build_whole, micro_batch_loss
+from dualpipe.train.build import build_model, build_whole, micro_batch_loss
 from dualpipe.train.parity import difference
 from models import compare_gradients
 from ranks import run_ranks

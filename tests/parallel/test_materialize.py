@@ -20,7 +20,7 @@ from dualpipe.models import Qwen3MoeConfig, build_stages
 from dualpipe.nn.init import seeded_normal_
 from dualpipe.parallel import DTypePlan, DTypePolicy, Rule, TensorDTypes, resolve_dtypes
 from dualpipe.parallel import shard as shard_by_plan
-from dualpipe.parallel.materialize import assert_materialized, build_on_meta, materialize
+from dualpipe.parallel.fsdp.materialize import assert_materialized, build_on_meta, materialize
 from ranks import run_ranks
 
 BF16, F32 = torch.bfloat16, torch.float32

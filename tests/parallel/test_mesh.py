@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from dualpipe import device as devices
 from dualpipe.checkpoint import Checkpoints
 from dualpipe.parallel.mesh import DIMENSIONS, Mesh, build_mesh, mesh_sizes
 from dualpipe.pipeline.p2p import P2PGroups
-from dualpipe.ranks import gloo_beside
+from dualpipe.runtime import device as devices
+from dualpipe.runtime.rank_sync import gloo_beside
 from dualpipe.schedule.types import v_placement
 from lone_rank import lone_rank
 from pretend_cuda import pretend_cuda

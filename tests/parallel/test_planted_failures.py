@@ -16,18 +16,19 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from dualpipe import Pipeline, device
+from dualpipe import Pipeline
 from dualpipe.models.decoder import Experts, SparseMLP
 from dualpipe.nn.deferral import local
 from dualpipe.nn.router import Router
 from dualpipe.nn.router_set import RouterSet
 from dualpipe.nn.segments import Communicate, Compute
-from dualpipe.parallel import expert
 from dualpipe.parallel.all_to_all import CommStream, GroupAllToAll, PendingRows
-from dualpipe.parallel.expert import ExpertParallel, shard_experts
-from dualpipe.parallel.sequence_rows import SequenceRanks, SequenceRows
-from dualpipe.parallel.shared_loads import share_loads
+from dualpipe.parallel.context.sequence_rows import SequenceRanks, SequenceRows
+from dualpipe.parallel.experts import dispatcher as expert
+from dualpipe.parallel.experts.dispatcher import ExpertParallel, shard_experts
+from dualpipe.parallel.experts.shared_loads import share_loads
 from dualpipe.pipeline import PipelineError
+from dualpipe.runtime import device
 from ranks import run_ranks
 from threads import Rank, run_threads
 

@@ -581,7 +581,7 @@ def save_distributed(rank, path):
 
     from dualpipe.checkpoint import save, training_state
     from dualpipe.parallel.mesh import build_mesh
-    from dualpipe.train.optimizer import Optimizer
+    from dualpipe.train.optim.optimizer import Optimizer
 
     def model(dtype=FP32):
         return nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.BatchNorm1d(4)).to(dtype)

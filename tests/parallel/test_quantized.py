@@ -19,14 +19,14 @@ from dualpipe.kernels.formats import FORMATS, Format
 from dualpipe.models import Qwen3MoeConfig
 from dualpipe.nn.deferral import local
 from dualpipe.parallel import DTypePolicy, Rule, resolve_dtypes, shard
-from dualpipe.parallel.fsdp import StageParameters
-from dualpipe.parallel.materialize import assert_materialized, build_on_meta, materialize
+from dualpipe.parallel.fsdp.driver import StageParameters
+from dualpipe.parallel.fsdp.materialize import assert_materialized, build_on_meta, materialize
 from dualpipe.parallel.mesh import Mesh, build_mesh
 from dualpipe.quantized import QuantizedTensor, quantize_weights
 from dualpipe.quantized.weights import quantized_part
 from dualpipe.schedule import build
-from dualpipe.train.model import build_model, build_whole, micro_batch_loss, plan_model
-from dualpipe.train.optimizer import Optimizer
+from dualpipe.train.build import build_model, build_whole, micro_batch_loss, plan_model
+from dualpipe.train.optim.optimizer import Optimizer
 from ranks import run_ranks
 from toys import relative_error
 

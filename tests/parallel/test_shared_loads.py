@@ -15,11 +15,11 @@ from dualpipe.nn.router import Router
 from dualpipe.nn.router_set import RouterSet
 from dualpipe.nn.segments import Compute
 from dualpipe.parallel.all_to_all import GroupAllToAll
-from dualpipe.parallel.expert import ExpertParallel, shard_experts
+from dualpipe.parallel.experts.dispatcher import ExpertParallel, shard_experts
+from dualpipe.parallel.experts.shared_loads import share_loads
 from dualpipe.parallel.mesh import Mesh, build_mesh
-from dualpipe.parallel.shared_loads import share_loads
 from dualpipe.pipeline import PipelineError
-from dualpipe.train.model import token_weight
+from dualpipe.train.build import token_weight
 from ranks import run_ranks
 
 HIDDEN, EXPERTS, TOP_K, BATCH, LENGTH, CHUNKS = 8, 4, 2, 2, 11, 3

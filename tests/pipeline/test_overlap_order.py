@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from dualpipe.nn import GroupedLinear, defer_weight_grads
 from dualpipe.nn.deferral import WeightGradStore
 from dualpipe.nn.segments import Communicate, Compute
-from dualpipe.parallel.expert import ExpertParallel, run_experts
+from dualpipe.parallel.experts.dispatcher import ExpertParallel, run_experts
 from dualpipe.pipeline.overlap import MicrobatchState, SegmentedStage, walk
 from pretend_cuda import pretend_cuda
 from threads import Rank, ThreadAllToAll, run_threads

@@ -18,7 +18,7 @@ from dualpipe.models.deepseek import DeepseekV3Config
 from dualpipe.models.gpt_oss import GptOssConfig
 from dualpipe.models.stages import Recompute
 from dualpipe.nn import GroupedLinear, cross_entropy_loss
-from dualpipe.parallel.expert import ExpertParallel
+from dualpipe.parallel.experts.dispatcher import ExpertParallel
 from dualpipe.quantized import FORMATS, QuantizedTensor, quantize_weights
 from threads import Rank, run_threads
 from toys import relative_error, stages_of_rank

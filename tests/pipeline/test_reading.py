@@ -17,7 +17,7 @@ import dualpipe
 from dualpipe import DualPipeV
 from dualpipe.models import Qwen3MoeConfig, build_stages
 from dualpipe.nn import cross_entropy_loss
-from dualpipe.parallel.expert import ExpertParallel
+from dualpipe.parallel.experts.dispatcher import ExpertParallel
 from dualpipe.parallel.mesh import build_mesh
 from ranks import run_ranks
 

@@ -24,7 +24,7 @@ from dualpipe.models.stages import Recompute
 from dualpipe.nn import GroupedLinear, Linear, cross_entropy_loss, defer_weight_grads
 from dualpipe.nn.segments import Communicate, Compute
 from dualpipe.parallel.all_to_all import AsyncAllToAll, CommStream, PendingRows
-from dualpipe.parallel.expert import ExpertParallel
+from dualpipe.parallel.experts.dispatcher import ExpertParallel
 from threads import Delays, Rank, Transfer, run_threads
 from toys import relative_error, stages_of_rank
 

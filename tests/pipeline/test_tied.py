@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from dualpipe import DualPipeV, Pipeline
-from dualpipe.errors import PipelineError
 from dualpipe.parallel.tied import TiedGradients
+from dualpipe.runtime.errors import PipelineError
 from dualpipe.schedule import build
 from ranks import run_ranks
 from toys import use_own_groups

@@ -28,9 +28,9 @@ from dualpipe.parallel.mesh import Mesh, build_mesh
 from dualpipe.plan.machines import Machine
 from dualpipe.plan.predict import Prediction
 from dualpipe.schedule import build
-from dualpipe.train.config import fit_world, load_config
-from dualpipe.train.model import build_model, build_routers, micro_batch_loss
-from dualpipe.train.optimizer import Optimizer
+from dualpipe.train.build import build_model, build_routers, micro_batch_loss
+from dualpipe.train.config.load import fit_world, load_config
+from dualpipe.train.optim.optimizer import Optimizer
 from ranks import run_ranks
 from run_files import MODEL, write_files
 

@@ -15,16 +15,16 @@ import torch
 
 from dualpipe.cli import main
 from dualpipe.models import read_config
-from dualpipe.models.activations import kinds_of
-from dualpipe.models.sizes import head_flops, layer_flops, parameter_counts
+from dualpipe.models.flops import head_flops, layer_flops, parameter_counts
 from dualpipe.plan import meshes
+from dualpipe.plan.activations import kinds_of
 from dualpipe.plan.costs import Seconds, Setting, context_seconds, stage_costs, walk
 from dualpipe.plan.machines import Machine, read_machine
+from dualpipe.plan.memory import meta_stages
 from dualpipe.plan.operators import LayerParts, head_parts, layer_parts
 from dualpipe.plan.predict import PARTS, Prediction, play
 from dualpipe.schedule import Costs, build, simulate
-from dualpipe.train.config import fit_world, load_config
-from dualpipe.train.memory import meta_stages
+from dualpipe.train.config.load import fit_world, load_config
 from schedules import SCHEDULES
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from dualpipe.parallel import Rule
-from dualpipe.parallel.fsdp import StageParameters
+from dualpipe.parallel.fsdp.driver import StageParameters
 from dualpipe.quantized import FORMATS, QuantizedTensor, quantize_weights
 from native import Trainee
 from ranks import run_ranks

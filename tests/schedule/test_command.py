@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from dualpipe.schedule import Costs, Schedule, build, search
+from dualpipe.schedule import Costs, Schedule, build
 from dualpipe.schedule.command import add_parser, parse_costs
-from dualpipe.schedule.progress import SearchProgress
+from dualpipe.schedule.search import driver
+from dualpipe.schedule.search.progress import SearchProgress
 
 ROOT = Path(__file__).parents[2]
 
@@ -162,7 +163,7 @@ def test_needs_no_torch_and_loads_quickly():
 
 def test_auto_says_its_bound_its_gain_and_what_half_the_memory_costs(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(search.search, "__kwdefaults__", {**search.search.__kwdefaults__, "effort": 0})
+    monkeypatch.setattr(driver.search, "__kwdefaults__", {**driver.search.__kwdefaults__, "effort": 0})
     arguments = ("--name", "auto", "--ranks", "8", "--microbatches", "8", "--memory", "17", "--seed", "3")
     assert call(*arguments, "--compare", "dualpipev,auto") == 0
     out, err = capsys.readouterr()
@@ -179,7 +180,7 @@ def test_auto_says_its_bound_its_gain_and_what_half_the_memory_costs(capsys, mon
 def short_search(monkeypatch, tmp_path):
     """Makes searches short, and keeps what they find to the test."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(search.search, "__kwdefaults__", {**search.search.__kwdefaults__, "effort": 100_000})
+    monkeypatch.setattr(driver.search, "__kwdefaults__", {**driver.search.__kwdefaults__, "effort": 100_000})
     return "--name", "auto", "--ranks", "2", "--microbatches", "3", "--costs", "F=1,B=1.7,W=0.8,FB=2"
 
 
@@ -194,7 +195,7 @@ def test_progress_is_one_line_of_a_terminal(capsys, monkeypatch, short_search):
 
 
 def test_progress_is_a_few_lines_elsewhere(capsys, monkeypatch, short_search):
-    monkeypatch.setattr("dualpipe.schedule.progress.INTERVAL", 1e6)  # also where a round takes long
+    monkeypatch.setattr("dualpipe.schedule.search.progress.INTERVAL", 1e6)  # also where a round takes long
     assert call(*short_search) == 0
     lines = capsys.readouterr().err.splitlines()
     assert [re.search(r"memory (\d): (\d+)% done, best [\d.]+, \d+ s$", line).groups() for line in lines] == [
@@ -205,7 +206,7 @@ def test_progress_is_a_few_lines_elsewhere(capsys, monkeypatch, short_search):
 
 def test_progress_on_a_terminal_goes_on_between_rounds(capsys, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    monkeypatch.setattr("dualpipe.schedule.progress.TICK", 0.001)
+    monkeypatch.setattr("dualpipe.schedule.search.progress.TICK", 0.001)
     printed = threading.Semaphore(0)
     monkeypatch.setattr(SearchProgress, "_print_over", lambda self: printed.release())
     with SearchProgress("something") as progress:

@@ -18,10 +18,11 @@ import numpy as np
 import pytest
 
 from default_signals import set_default_signals
-from dualpipe.schedule import Costs, Schedule, ScheduleError, Timeline, build, cache, search, simulate, validate
-from dualpipe.schedule.anneal import Timing, _change, orders_of, plays, with_steps
-from dualpipe.schedule.bound import least_work, lower_bounds
-from dualpipe.schedule.greedy import fill
+from dualpipe.schedule import Costs, Schedule, ScheduleError, Timeline, build, simulate, validate
+from dualpipe.schedule.search import cache, driver
+from dualpipe.schedule.search.anneal import Timing, _change, orders_of, plays, with_steps
+from dualpipe.schedule.search.bound import least_work, lower_bounds
+from dualpipe.schedule.search.greedy import fill
 from dualpipe.schedule.types import v_placement
 
 GAINS = Path(__file__).with_name("search_gains.json")
@@ -51,9 +52,9 @@ def overlapped(communication: float = 0.35) -> Costs:
     return Costs(F=1.0, B=alone["B"], W=alone["W"], I=1.0, FB=pairs["F", "B"], pairs=pairs)
 
 
-def found(num_ranks: int, num_microbatches: int, costs: Costs | None = None, **options) -> search.Found:
+def found(num_ranks: int, num_microbatches: int, costs: Costs | None = None, **options) -> driver.Found:
     """What is found, having checked what holds of whatever is."""
-    result = search.search(num_ranks, num_microbatches, costs=costs, **options)
+    result = driver.search(num_ranks, num_microbatches, costs=costs, **options)
     timeline, memory = result.timeline, options.get("memory") or 2 * num_ranks + 1
     validate(timeline.schedule)
     assert timeline.schedule.name == "auto"
@@ -81,7 +82,7 @@ def held(timeline: Timeline) -> float:
     return most
 
 
-def gain(result: search.Found, costs: Costs | None) -> float:
+def gain(result: driver.Found, costs: Costs | None) -> float:
     schedule = result.timeline.schedule
     other = simulate(build("dualpipev", schedule.num_ranks, schedule.num_microbatches), costs).makespan
     return 1 - result.timeline.makespan / other
@@ -129,7 +130,7 @@ def test_half_the_memory_costs_time():
 
 def test_many_micro_batches_repeat_the_steady_state(monkeypatch):
     """Ten are searched for. What is saved at the ends stays."""
-    monkeypatch.setattr(search, "SMALL", 40)
+    monkeypatch.setattr(driver, "SMALL", 40)
     result = found(4, 60, overlapped(), effort=QUICK)
     few = found(4, 10, overlapped(), effort=QUICK)
     assert result.timeline.makespan < result.best_known.makespan
@@ -253,7 +254,7 @@ def test_the_bound_of_a_memory():
 def test_no_schedule_is_faster_than_the_bound():
     for seed in range(15):
         num_ranks, num_microbatches, costs = random_costs(seed)
-        for name in search.FAMILIES:
+        for name in driver.FAMILIES:
             timeline = simulate(build(name, num_ranks, num_microbatches), costs)
             bounds = lower_bounds(timeline.schedule.placement, num_microbatches, costs, timeline.peak_memory)
             assert timeline.makespan >= max(bounds)
@@ -306,10 +307,10 @@ def test_the_bound_against_every_order(placement, num_microbatches, memory, best
 
 def test_the_result_depends_on_the_seed_alone(own_cache, monkeypatch):
     options = {"costs": overlapped(), "effort": QUICK // 2}
-    monkeypatch.setattr(search, "HERE", 0)
+    monkeypatch.setattr(driver, "HERE", 0)
     first = build("auto", 4, 8, **options)  # in processes of its own
     next(own_cache.iterdir()).unlink()
-    monkeypatch.setattr(search, "_elsewhere", lambda jobs: [*starmap(search.anneal, jobs)])
+    monkeypatch.setattr(driver, "_elsewhere", lambda jobs: [*starmap(driver.anneal, jobs)])
     assert build("auto", 4, 8, **options) == first
     assert build("auto", 4, 8, seed=1, **options) != first
 
@@ -317,7 +318,7 @@ def test_the_result_depends_on_the_seed_alone(own_cache, monkeypatch):
 def test_a_found_schedule_is_kept(own_cache, monkeypatch):
     first = build("auto", 3, 6, effort=QUICK // 10, costs=overlapped())
     (file,) = own_cache.iterdir()
-    monkeypatch.setattr(search, "_searched", lambda *_: pytest.fail("searched again"))
+    monkeypatch.setattr(driver, "_searched", lambda *_: pytest.fail("searched again"))
     assert build("auto", 3, 6, effort=QUICK // 10, costs=overlapped()) == first
     with pytest.raises(pytest.fail.Exception):
         build("auto", 3, 6, effort=QUICK // 10, costs=overlapped(0.3))
@@ -368,7 +369,7 @@ def runs(pid: int) -> bool:
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere they end after their round")
 def test_an_interrupted_search_ends_at_once_with_its_processes():
     """As by Ctrl-C, by which processes at work would write their own tracebacks."""
-    program = ("from dualpipe.schedule import Costs, build, search\n"
+    program = ("from dualpipe.schedule import Costs, build\nfrom dualpipe.schedule.search import driver as search\n"
                "def started(job, start=search._started):\n"
                "    worker = start(job)\n"
                "    print(worker.pid, flush=True)\n"
@@ -380,7 +381,7 @@ def test_an_interrupted_search_ends_at_once_with_its_processes():
         searching = subprocess.Popen([sys.executable, "-P", "-c", program], stdout=subprocess.PIPE,
                                      stderr=subprocess.PIPE, text=True, preexec_fn=set_default_signals)
         with searching:
-            pids = [int(searching.stdout.readline()) for _ in range(search.CHAINS)]
+            pids = [int(searching.stdout.readline()) for _ in range(driver.CHAINS)]
             searching.send_signal(how)
             begun = time.monotonic()
             _, said = searching.communicate()
@@ -415,5 +416,5 @@ def test_options_that_cannot_be(options, message):
 
 
 def test_a_process_that_searches_loads_no_torch():
-    program = search.WORKER.split(";")[0] + "; import sys; assert not {'torch', 'numpy'} & set(sys.modules)"
+    program = driver.WORKER.split(";")[0] + "; import sys; assert not {'torch', 'numpy'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True)

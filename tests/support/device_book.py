@@ -24,7 +24,7 @@ from device_waits import Events, Trace
 
 CUDA = torch.device("cuda", 0)
 ROOT, SUPPORT = (f"{Path(__file__).parents[up]}/" for up in (2, 0))
-PASSED_BY = (SUPPORT, f"{ROOT}.", f"{ROOT}dualpipe/device.py")  # what happens there is told of the callers
+PASSED_BY = (SUPPORT, f"{ROOT}.", f"{ROOT}dualpipe/runtime/device.py")  # what happens there is told of the callers
 Clock = Counter[int]  # accesses by timeline; the union of two clocks is what comes after both
 RESIZE = torch.UntypedStorage.resize_
 _numbers = count()

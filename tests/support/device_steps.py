@@ -28,13 +28,13 @@ from dualpipe import Communicate, Compute, Pipeline, cli
 from dualpipe.models import Qwen3MoeConfig, build_stages
 from dualpipe.models.stages import Recompute
 from dualpipe.nn import GroupedLinear, Router, defer_weight_grads
-from dualpipe.parallel.expert import ExpertParallel
+from dualpipe.parallel.experts.dispatcher import ExpertParallel
 from dualpipe.parallel.mesh import build_mesh
 from dualpipe.pipeline import PipelineError
 from dualpipe.quantized import QuantizedTensor, quantize_weights
 from dualpipe.schedule import build
-from dualpipe.train.model import build_model, micro_batch_loss, plan_model
-from dualpipe.train.optimizer import Optimizer
+from dualpipe.train.build import build_model, micro_batch_loss, plan_model
+from dualpipe.train.optim.optimizer import Optimizer
 from pretend_cuda import PretendCuda, pretend_cuda
 from pretend_nccl import pretend_nccl
 from run_files import write_files

@@ -39,7 +39,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from dualpipe import device
+from dualpipe.runtime import device
 
 MULTIPROCESSORS = 132  # of an H100. A CTA of NCCL (640 threads, 82 KB) has one for itself beside a large GEMM
 LINK, COLLECTIVE = device.LINK.ctas, device.EXPERTS.ctas  # of NCCL's kernels of a link, and of others at most

@@ -28,9 +28,9 @@ from torch import Tensor
 
 from dualpipe.nn.deferral import local
 from dualpipe.pipeline.p2p import Link
-from dualpipe.recorder import Entry, Recorder
-from dualpipe.train import loop
-from dualpipe.train.launch import starts_before
+from dualpipe.runtime.recorder import Entry, Recorder
+from dualpipe.train import trainer
+from dualpipe.train.launch.environment import starts_before
 
 KINDS = {
     "kill": "the process is gone at once, by SIGKILL",
@@ -109,13 +109,13 @@ def planting(text: str) -> str:
 
 def plant(text: str) -> None:
     """Plant faults into the runs of this process, as long as it lives."""
-    loop.Recorder = recorder_with(text)
+    trainer.Recorder = recorder_with(text)
 
 
 @contextmanager
 def planted(text: str) -> Iterator[None]:
     """Plant faults into the runs of this process."""
-    with mock.patch.object(loop, "Recorder", recorder_with(text)):
+    with mock.patch.object(trainer, "Recorder", recorder_with(text)):
         yield
 
 

@@ -21,8 +21,8 @@ from dualpipe.parallel import Dispatcher, DTypePlan, DTypePolicy
 from dualpipe.parallel import build_on_meta as build_on_meta
 from dualpipe.parallel import resolve_dtypes as resolve_dtypes
 from dualpipe.pipeline import Communication
-from dualpipe.train.data import Loader
-from dualpipe.train.optimizer import Optimizer
+from dualpipe.train.data.loader import Loader
+from dualpipe.train.optim.optimizer import Optimizer
 
 stage_a: nn.Module
 stage_b: nn.Module

@@ -9,14 +9,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dualpipe.checkpoint import hub_dtypes
-from dualpipe.checkpoint.hub_load import meta_stages, model_shapes
-from dualpipe.checkpoint.hub_save import new_tensors
+from dualpipe.checkpoint.hub.load import meta_stages, model_shapes
+from dualpipe.checkpoint.hub.save import new_tensors
 from dualpipe.checkpoint.tensors import Box, TensorHeader
 from dualpipe.models import build_stages, read_config
 from dualpipe.nn import GroupedLinear
 from dualpipe.parallel import DTypePolicy, resolve_dtypes, shard
-from dualpipe.parallel.expert import shard_experts
-from dualpipe.parallel.materialize import build_on_meta
+from dualpipe.parallel.experts.dispatcher import shard_experts
+from dualpipe.parallel.fsdp.materialize import build_on_meta
 from dualpipe.parallel.mesh import Mesh, build_mesh
 from dualpipe.schedule.types import v_placement
 

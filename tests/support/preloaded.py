@@ -5,7 +5,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from dualpipe.train.config import load_config
+from dualpipe.train.config.load import load_config
 from run_files import write_files
 
 with tempfile.TemporaryDirectory() as folder:  # the command line's parser keeps what it finds out of the settings

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 PRELOAD = [
-    "torch", "torch.distributed", "torch._dynamo", "dualpipe.train.loop", "dualpipe.train.parity", "dualpipe.cli",
+    "torch", "torch.distributed", "torch._dynamo", "dualpipe.train.trainer", "dualpipe.train.parity", "dualpipe.cli",
     "dualpipe.schedule.command", "torch.utils.tensorboard", "torch.profiler._cupti_monitor", "transformers",
     "matplotlib.figure", "matplotlib.backends.backend_agg", "PIL.JpegImagePlugin", "PIL.GifImagePlugin",
     "PIL.BmpImagePlugin", "PIL.PpmImagePlugin", "rich._emoji_codes", "typeguard", "einops._torch_specific",
@@ -190,7 +190,7 @@ def _do(job: Job) -> tuple[bool, Any]:
     import torch
     import torch.distributed as dist
 
-    from dualpipe.recorder import Recorder
+    from dualpipe.runtime.recorder import Recorder
 
     os.chdir(job.folder)
     faulthandler.dump_traceback_later(max(1.0, job.timeout - 2), exit=False)

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from dualpipe.pipeline.p2p import Link, P2PGroups
-from dualpipe.ranks import RankSync
+from dualpipe.runtime.rank_sync import RankSync
 
 CYCLES_PER_SECOND = 1.5e9  # of torch.cuda._sleep, roughly
 

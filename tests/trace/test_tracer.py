@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from dualpipe import Pipeline, recorder
-from dualpipe.errors import RankLost
+from dualpipe import Pipeline
 from dualpipe.pipeline import PipelineError
-from dualpipe.recorder import ENTRIES, Recorder
+from dualpipe.runtime import recorder
+from dualpipe.runtime.errors import RankLost
+from dualpipe.runtime.recorder import ENTRIES, Recorder
 from dualpipe.trace import costs, summary, tracer
 from dualpipe.trace.file import COMMUNICATION, COMPUTE, read
 from dualpipe.trace.measured import Measured

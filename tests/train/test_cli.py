@@ -87,7 +87,7 @@ def test_few_frames_lead_from_the_command_to_a_grouped_product(run_folder, dualp
     assert done.returncode == 0, done.stderr
     ways = {tuple(line.split("; ")) for line in (run_folder / "frames").read_text().splitlines()}
     frames = {frame for way in ways for frame in way}
-    assert {"dualpipe/train/loop.py Run._step", "dualpipe/train/loop.py Run._evaluate"} < frames
+    assert {"dualpipe/train/trainer.py Run._step", "dualpipe/train/trainer.py Run._evaluate"} < frames
     for way in ways:
         assert len(way) <= 20 and len({frame.split()[0] for frame in way}) <= 10, way
 
@@ -339,7 +339,7 @@ def test_an_error_of_the_disk_names_file_rank_and_step(train_alone, capsys, monk
     def full(*arguments, **options):
         raise OSError(28, "No space left on device", "hf/model.safetensors")
 
-    monkeypatch.setattr("dualpipe.train.loop.save_hf", full)
+    monkeypatch.setattr("dualpipe.train.trainer.save_hf", full)
     assert train_alone("--export.to_hf", "hf") == 1
     message = "error: [Errno 28] No space left on device (rank 0, after step 2): 'hf/model.safetensors'\n"
     assert capsys.readouterr().err == message
@@ -347,8 +347,8 @@ def test_an_error_of_the_disk_names_file_rank_and_step(train_alone, capsys, monk
 
 
 def test_an_output_directory_is_for_one_job(train_alone, capsys, monkeypatch):
-    import dualpipe.train.loop as loop
-    from dualpipe.files import lock
+    import dualpipe.train.trainer as loop
+    from dualpipe.runtime.files import lock
 
     monkeypatch.setattr(loop, "lock", lambda file, patience: lock(file, 0))
     Path("out").mkdir()
@@ -383,7 +383,7 @@ def test_a_command_whose_reader_has_gone_ends_without_a_word(run_toml, capsys, m
 
 
 def test_a_collapsed_router_is_said_once(train_alone, capsys, monkeypatch):
-    monkeypatch.setattr("dualpipe.train.guard.PATIENCE", 3)
+    monkeypatch.setattr("dualpipe.train.anomaly.guard.PATIENCE", 3)
     monkeypatch.setattr("dualpipe.nn.router_set.max_over_mean", lambda load_E: torch.tensor(1.95))
     assert train_alone("--train.steps", "5") == 0
     out = capsys.readouterr().out
@@ -420,7 +420,7 @@ def test_a_loss_that_explodes(run_folder, dualpipe):
 BREAK_RANK_1 = """
 import os
 if os.environ.get("RANK") == "1":
-    import dualpipe.train.loop as loop
+    import dualpipe.train.trainer as loop
     good = loop.learning_rate
     def broken(step, **settings):
         if step == 2:

@@ -11,10 +11,10 @@ import torch
 from dualpipe.kernels.formats import FORMATS
 from dualpipe.nn import Router
 from dualpipe.nn.router_set import LOSSES
-from dualpipe.train.config import OTHER_NAMES, fit_world, load_config
+from dualpipe.train.build import build_routers
+from dualpipe.train.config.load import OTHER_NAMES, fit_world, load_config
+from dualpipe.train.config.schema import Config, DTypeRule, FormatName, RouterConfig
 from dualpipe.train.metrics import StepMetrics
-from dualpipe.train.model import build_routers
-from dualpipe.train.tables import Config, DTypeRule, FormatName, RouterConfig
 
 GOOD = """
 [model]
@@ -185,7 +185,7 @@ def test_names_of_other_trainers_lead_to_fields():
 
 
 def test_every_rule_of_a_field_refuses_something(toml, monkeypatch):
-    monkeypatch.setattr("dualpipe.train.tables.find_spec", lambda name: None)
+    monkeypatch.setattr("dualpipe.train.config.schema.find_spec", lambda name: None)
     ruled = {f"{table}.{each.name}" for table, cls in get_type_hints(Config).items() for each in fields(cls)
              if each.metadata}
     assert ruled == {name for names in IMPOSSIBLE.values() for name in names}
@@ -247,12 +247,12 @@ def test_a_timeout_that_no_clock_has(toml, value):
 def test_a_missing_optional_package_is_named(toml, monkeypatch, tmp_path):
     import importlib.util
 
-    monkeypatch.setattr("dualpipe.train.tables.find_spec", lambda name: None)
+    monkeypatch.setattr("dualpipe.train.config.schema.find_spec", lambda name: None)
     message = "metrics.wandb = 'project': the package wandb is not installed; `pip install wandb`"
     with pytest.raises(ValueError, match=message):
         load_config(toml(), ["--metrics.wandb", "project"])
     folder = importlib.util.spec_from_loader("wandb", None, is_package=True)  # of a folder that happens to be called so
-    monkeypatch.setattr("dualpipe.train.tables.find_spec", lambda name: folder)
+    monkeypatch.setattr("dualpipe.train.config.schema.find_spec", lambda name: folder)
     with pytest.raises(ValueError, match=message):
         load_config(toml(), ["--metrics.wandb", "project"])
 

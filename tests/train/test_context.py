@@ -8,14 +8,14 @@ import time
 import pytest
 import torch
 
-from dualpipe.models.sizes import context_numbers
 from dualpipe.nn import router_set
 from dualpipe.nn.attention import SequenceSplit
 from dualpipe.parallel.mesh import build_mesh
+from dualpipe.plan.context_traffic import context_numbers
 from dualpipe.train import parity
-from dualpipe.train.config import fit_world, load_config
-from dualpipe.train.data import Loader, TokenStream
-from dualpipe.train.job import Job
+from dualpipe.train.config.load import fit_world, load_config
+from dualpipe.train.data.loader import Loader, TokenStream
+from dualpipe.train.launch.distributed import Job
 from dualpipe.train.metrics import read_metrics
 from faults import planting
 from hub import FAMILIES

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from dualpipe.train.data import (
+from dualpipe.train.config.schema import DataConfig
+from dualpipe.train.data.loader import (
     Loader,
     PackedTokens,
     Splits,
@@ -23,8 +24,7 @@ from dualpipe.train.data import (
     read_ahead,
     split_documents,
 )
-from dualpipe.train.pack import ByteTokenizer, FileTokenizer, find_sources, load_tokenizer, pack
-from dualpipe.train.tables import DataConfig
+from dualpipe.train.data.pack import ByteTokenizer, FileTokenizer, find_sources, load_tokenizer, pack
 from ranks import run_ranks
 
 END = ByteTokenizer.end_of_document
@@ -543,7 +543,7 @@ def _prepare(rank, folder, tokenizer):
 
     import torch.distributed as dist
 
-    from dualpipe.ranks import RankSync
+    from dualpipe.runtime.rank_sync import RankSync
 
     def work():
         assert rank == 0, "only one rank packs"

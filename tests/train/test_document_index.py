@@ -7,11 +7,12 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from dualpipe.files import checksum_of
-from dualpipe.train import data, document_index
-from dualpipe.train.data import Loader, PackedTokens, open_splits, scan_splits, split_documents
-from dualpipe.train.document_index import TextPart, scan
-from dualpipe.train.pack import DOCUMENT_TYPE, FORMAT, INDEX
+from dualpipe.runtime.files import checksum_of
+from dualpipe.train.data import document_index
+from dualpipe.train.data import loader as data
+from dualpipe.train.data.document_index import TextPart, scan
+from dualpipe.train.data.loader import Loader, PackedTokens, open_splits, scan_splits, split_documents
+from dualpipe.train.data.pack import DOCUMENT_TYPE, FORMAT, INDEX
 
 
 def documents_of(lengths, seed=0):

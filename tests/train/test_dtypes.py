@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from dualpipe import cli
-from dualpipe.dtypes import dtype_of
 from dualpipe.kernels.formats import FORMATS
 from dualpipe.parallel import (
     ContractError,
@@ -21,10 +20,11 @@ from dualpipe.parallel import (
     checkpoint_dtypes,
 )
 from dualpipe.parallel.mesh import build_mesh
-from dualpipe.train.config import fit_world, load_config
-from dualpipe.train.job import Job
-from dualpipe.train.loop import Run
-from dualpipe.train.resume import Saver
+from dualpipe.runtime.dtypes import dtype_of
+from dualpipe.train.checkpointing import Saver
+from dualpipe.train.config.load import fit_world, load_config
+from dualpipe.train.launch.distributed import Job
+from dualpipe.train.trainer import Run
 from hub import FAMILIES, TINY, read_all, rewrite, save_qwen
 from ranks import run_ranks
 

@@ -13,9 +13,9 @@ from types import SimpleNamespace
 import pytest
 
 from default_signals import set_default_signals
-from dualpipe.train import elastic
+from dualpipe.train.config import elastic
+from dualpipe.train.config.schema import CheckpointConfig, Config, ParallelConfig, TrainConfig
 from dualpipe.train.metrics import read_metrics
-from dualpipe.train.tables import CheckpointConfig, Config, ParallelConfig, TrainConfig
 
 # So many that its steps can be told apart by their losses, which are of different batches.
 OPTIONS = ["train", "run.toml", "--parallel.pp", "1", "--train.eval_batches", "0", "--checkpoint.interval", "1",

@@ -7,11 +7,11 @@ import torch
 
 from dualpipe.checkpoint import save_hf
 from dualpipe.parallel.mesh import build_mesh
-from dualpipe.train.config import fit_world, load_config
-from dualpipe.train.job import Job
-from dualpipe.train.loop import Run
+from dualpipe.train.checkpointing import Saver
+from dualpipe.train.config.load import fit_world, load_config
+from dualpipe.train.launch.distributed import Job
 from dualpipe.train.metrics import read_metrics
-from dualpipe.train.resume import Saver
+from dualpipe.train.trainer import Run
 from hub import read_all, rewrite, save_family
 from ranks import run_ranks
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from dualpipe.recorder import rank_name
+from dualpipe.runtime.recorder import rank_name
 from faults import KINDS, Fault, PlantedFault, parse, planting, recorder_with
 from run_files import MODEL, write_files
 

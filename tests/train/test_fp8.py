@@ -7,13 +7,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import dualpipe.train.model as train_model
+import dualpipe.train.build as train_model
 from dualpipe.nn import GroupedLinear, Linear
 from dualpipe.parallel.mesh import build_mesh
-from dualpipe.train.config import fit_world, load_config
-from dualpipe.train.job import Job
-from dualpipe.train.loop import Run
-from dualpipe.train.resume import Saver
+from dualpipe.train.checkpointing import Saver
+from dualpipe.train.config.load import fit_world, load_config
+from dualpipe.train.launch.distributed import Job
+from dualpipe.train.trainer import Run
 from ranks import run_ranks
 
 STEPS = 2

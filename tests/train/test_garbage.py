@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from dualpipe.train.garbage import GarbageCollection
+from dualpipe.train.garbage_collection import GarbageCollection
 
 
 @pytest.fixture

@@ -8,15 +8,15 @@ from safetensors.torch import load_file
 
 from dualpipe.checkpoint import latest
 from dualpipe.checkpoint.manifest import Checkpoint
-from dualpipe.train.guard import Guard
+from dualpipe.train.anomaly.guard import Guard
+from dualpipe.train.config.schema import GuardConfig
 from dualpipe.train.metrics import read_metrics
-from dualpipe.train.tables import GuardConfig
 
 # A NaN in a result of one rank: of the first `times` results of that name in a step (it is made again to be found).
 NAN = """
 import os
 import torch
-from dualpipe.recorder import Recorder
+from dualpipe.runtime.recorder import Recorder
 
 made, left = Recorder.made, [{times}]
 
@@ -66,7 +66,7 @@ def test_the_run_stops_naming_where_a_number_was_not_finite_first_and_the_step_i
 
 
 PARAMETER = """
-from dualpipe.train.guard import Guard
+from dualpipe.train.anomaly.guard import Guard
 
 keep = Guard.keep
 
@@ -105,7 +105,7 @@ def tensors(folder, out, step):
 
 # Rows to other ranks are in room for the most that there can be: what is behind them may be anything.
 UNWRITTEN = """
-from dualpipe.parallel.expert import AllToAllDispatcher
+from dualpipe.parallel.experts.dispatcher import AllToAllDispatcher
 
 plan = AllToAllDispatcher.plan
 
@@ -158,7 +158,7 @@ def test_more_steps_in_a_row_than_the_limit_stop_the_run(run_folder, dualpipe):
 
 CONSTANT = (*ALONE, "--optimizer.schedule", "constant", "--checkpoint.interval", "2", "--train.eval_batches", "0")
 PASSED_OVER = """
-from dualpipe.train.resume import Saver
+from dualpipe.train.checkpointing import Saver
 
 resume = Saver.resume
 
@@ -204,7 +204,7 @@ def test_without_a_checkpoint_there_is_nothing_to_go_back_to(run_folder, dualpip
 
 
 SPIKE = """
-import dualpipe.train.guard as guard
+import dualpipe.train.anomaly.guard as guard
 from dualpipe import Pipeline
 
 guard.FEWEST, norms, clip = 4, [], Pipeline.clip_grad_norm_
@@ -246,7 +246,7 @@ def test_a_new_level_is_no_leap_for_ever():
 FLIP = """
 import os
 import torch
-from dualpipe.train.optimizer import Optimizer
+from dualpipe.train.optim.optimizer import Optimizer
 
 step = Optimizer.step
 

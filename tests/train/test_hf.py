@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 from dualpipe import cli
 from dualpipe.checkpoint import save_hf
 from dualpipe.models import read_config
-from dualpipe.train.config import load_config
+from dualpipe.train.build import build_whole, plan_model
+from dualpipe.train.config.load import load_config
 from dualpipe.train.metrics import read_metrics
-from dualpipe.train.model import build_whole, plan_model
 from hub import read_all, rewrite, save_family, save_fp8, save_qwen
 
 SIZES = {"vocab_size": 257, "num_attention_heads": 2, "num_key_value_heads": 1}

@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 
 from dualpipe import cli
-from dualpipe.train import job
-from dualpipe.train.config import load_config
-from dualpipe.train.job import agree, join
-from dualpipe.train.launch import RankInfo
-from dualpipe.train.rendezvous import connect
+from dualpipe.train.config.load import load_config
+from dualpipe.train.launch import distributed as job
+from dualpipe.train.launch.distributed import agree, join
+from dualpipe.train.launch.environment import RankInfo
+from dualpipe.train.launch.store import connect
 from ranks import run_ranks
 
 # Settings that keep every shape, what rank 1 of 2 has them as, and what is then said.

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from dualpipe.train import launch
-from dualpipe.train.job import choose_device
-from dualpipe.train.launch import RankInfo, rank_from_environment, slurm_rendezvous
+from dualpipe.train.launch import environment as launch
+from dualpipe.train.launch.distributed import choose_device
+from dualpipe.train.launch.environment import RankInfo, rank_from_environment, slurm_rendezvous
 
 
 def test_torchrun_environment():

@@ -16,17 +16,18 @@ from torch.profiler import ProfilerActivity, profile
 
 from dualpipe import Pipeline
 from dualpipe.cli import main
-from dualpipe.dtypes import dtype_of
 from dualpipe.models import HubConfig, read_config
-from dualpipe.models.sizes import context_numbers, parameter_counts
+from dualpipe.models.flops import parameter_counts
 from dualpipe.nn.deferral import local
 from dualpipe.nn.router import BalancedRoutes, random_like_stride
 from dualpipe.parallel.mesh import Mesh, build_mesh
+from dualpipe.plan.context_traffic import context_numbers
+from dualpipe.plan.memory import DECIMAL, RankMemory, _activations, _schedule, estimate, meta_stages, table, unit_for
+from dualpipe.runtime.dtypes import dtype_of
 from dualpipe.schedule import build
-from dualpipe.train.config import Config, load_config
-from dualpipe.train.memory import DECIMAL, RankMemory, _activations, _schedule, estimate, meta_stages, table, unit_for
-from dualpipe.train.model import build_model, micro_batch_loss, plan_run, read_model_config
-from dualpipe.train.optimizer import Optimizer
+from dualpipe.train.build import build_model, micro_batch_loss, plan_run, read_model_config
+from dualpipe.train.config.load import Config, load_config
+from dualpipe.train.optim.optimizer import Optimizer
 from ranks import run_ranks
 from run_files import MODEL, write_files
 

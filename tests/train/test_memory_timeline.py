@@ -8,12 +8,12 @@ from xml.etree import ElementTree
 import pytest
 
 from dualpipe.cli import main
-from dualpipe.dtypes import dtype_of
 from dualpipe.models import read_config
+from dualpipe.plan.memory import estimate, step_memory
+from dualpipe.plan.memory_timeline import COLOURS, timeline
+from dualpipe.runtime.dtypes import dtype_of
 from dualpipe.schedule import build
-from dualpipe.train.config import load_config
-from dualpipe.train.memory import estimate, step_memory
-from dualpipe.train.memory_timeline import COLOURS, timeline
+from dualpipe.train.config.load import load_config
 from schedules import SCHEDULES
 
 TINY = Path(__file__).parents[2] / "examples/tiny-cpu.toml"

@@ -13,7 +13,7 @@ import torch
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from dualpipe.device import peak_tflops
+from dualpipe.runtime.device import peak_tflops
 from dualpipe.schedule import build
 from dualpipe.train.metrics import Console as RunConsole
 from dualpipe.train.metrics import MetricsWriter, StepMetrics, draw, json_line, memory_bytes, read_metrics, say

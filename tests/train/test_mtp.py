@@ -10,18 +10,18 @@ import torch
 
 from dualpipe.nn.attention import SequenceSplit
 from dualpipe.parallel.mesh import build_mesh
+from dualpipe.plan.memory import estimate
 from dualpipe.train import parity
-from dualpipe.train.config import fit_world, load_config
-from dualpipe.train.data import NO_TARGET, Loader, PackedTokens, TokenStream, shifted
-from dualpipe.train.job import Job, join
-from dualpipe.train.launch import RankInfo
-from dualpipe.train.loop import Run, train
-from dualpipe.train.memory import estimate
+from dualpipe.train.build import read_model_config
+from dualpipe.train.checkpointing import Saver
+from dualpipe.train.config.load import fit_world, load_config
+from dualpipe.train.config.schema import MTPConfig
+from dualpipe.train.data.loader import NO_TARGET, Loader, PackedTokens, TokenStream, shifted
+from dualpipe.train.launch.distributed import Job, join
+from dualpipe.train.launch.environment import RankInfo
+from dualpipe.train.loss import MicroBatchLoss, accepted, tokens_ahead
 from dualpipe.train.metrics import MetricsWriter, StepMetrics, read_metrics, scalars
-from dualpipe.train.model import read_model_config
-from dualpipe.train.mtp import MicroBatchLoss, accepted, tokens_ahead
-from dualpipe.train.resume import Saver
-from dualpipe.train.tables import MTPConfig
+from dualpipe.train.trainer import Run, train
 from faults import planting
 from hub import FAMILIES
 from ranks import run_ranks
@@ -158,8 +158,8 @@ def test_losses_are_the_cross_entropies_over_all_tokens(toml):
 
 INFINITE = """
 import torch
-from dualpipe.recorder import Recorder
-from dualpipe.train.mtp import MicroBatchLoss
+from dualpipe.runtime.recorder import Recorder
+from dualpipe.train.loss import MicroBatchLoss
 real = vars(MicroBatchLoss).get("real", MicroBatchLoss.__call__)
 def infinite(self, *tensors):
     loss = real(self, *tensors)
@@ -200,7 +200,7 @@ def test_what_is_computed_twice_gives_the_same_bits(run_folder, dualpipe):
 
 
 POISON = """
-from dualpipe.train import guard, loop
+from dualpipe.train.anomaly import guard
 import torch
 real = vars(guard).setdefault("real_mark", guard.Guard.mark)
 def mark(self, loss):
@@ -257,7 +257,7 @@ def test_an_end_that_fails_in_the_exchange_with_the_other_is_named(run_folder, d
 FLIP = """
 import os
 import torch
-from dualpipe.train.optimizer import Optimizer
+from dualpipe.train.optim.optimizer import Optimizer
 
 step = Optimizer.step
 

@@ -13,16 +13,16 @@ from dualpipe.models import read_config
 from dualpipe.nn import Linear
 from dualpipe.nn.init import seeded_normal_
 from dualpipe.parallel.mesh import build_mesh
+from dualpipe.plan.memory import estimate
 from dualpipe.schedule import build
-from dualpipe.train import muon
-from dualpipe.train.config import load_config
-from dualpipe.train.launch import RankInfo
-from dualpipe.train.loop import train
-from dualpipe.train.memory import estimate
+from dualpipe.train.build import build_model, build_optimizer, plan_run
+from dualpipe.train.config.load import load_config
+from dualpipe.train.launch.environment import RankInfo
 from dualpipe.train.metrics import read_metrics
-from dualpipe.train.model import build_model, build_optimizer, plan_run
-from dualpipe.train.muon import Muon, orthogonal
-from dualpipe.train.optimizer import Optimizer
+from dualpipe.train.optim import muon
+from dualpipe.train.optim.muon import Muon, orthogonal
+from dualpipe.train.optim.optimizer import Optimizer
+from dualpipe.train.trainer import train
 from ranks import run_ranks
 from run_files import MODEL, write_files
 

@@ -8,11 +8,11 @@ from torch import nn
 
 from dualpipe import Pipeline
 from dualpipe.models import config_from_dict
-from dualpipe.train.config import load_config
-from dualpipe.train.launch import RankInfo
-from dualpipe.train.loop import train
+from dualpipe.train.config.load import load_config
+from dualpipe.train.launch.environment import RankInfo
 from dualpipe.train.metrics import read_metrics
-from dualpipe.train.optimizer import Group, Optimizer, learning_rate
+from dualpipe.train.optim.optimizer import Group, Optimizer, learning_rate
+from dualpipe.train.trainer import train
 from hub import FAMILIES, TINY
 from models import whole
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from dualpipe import cli
-from dualpipe.train import pack as train_pack
-from dualpipe.train.data import PackedTokens, TokenStream
-from dualpipe.train.pack import ByteTokenizer, find_sources, pack
+from dualpipe.train.data import pack as train_pack
+from dualpipe.train.data.loader import PackedTokens, TokenStream
+from dualpipe.train.data.pack import ByteTokenizer, find_sources, pack
 
 
 @contextmanager

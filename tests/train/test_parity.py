@@ -10,10 +10,10 @@ import torch
 from dualpipe import cli
 from dualpipe.nn import Router, layers
 from dualpipe.parallel.mesh import build_mesh
-from dualpipe.train import model, parity
-from dualpipe.train.config import Config, fit_world, load_config
-from dualpipe.train.job import Job
-from dualpipe.train.launch import RankInfo
+from dualpipe.train import build, parity
+from dualpipe.train.config.load import Config, fit_world, load_config
+from dualpipe.train.launch.distributed import Job
+from dualpipe.train.launch.environment import RankInfo
 from dualpipe.train.parity import Comparison, difference
 from hub import FAMILIES
 from ranks import run_ranks
@@ -89,7 +89,7 @@ def test_a_wrong_pipeline_fails_and_is_named(run_toml, capsys, monkeypatch, brea
 
 
 def test_a_wrong_criterion_fails(run_toml, monkeypatch):
-    criteria = iter([model.micro_batch_loss(3), model.micro_batch_loss(4)])
+    criteria = iter([build.micro_batch_loss(3), build.micro_batch_loss(4)])
     monkeypatch.setattr(parity, "micro_batch_loss", lambda *_: next(criteria))
     assert run(run_toml) == 1
 

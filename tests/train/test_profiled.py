@@ -9,12 +9,12 @@ import torch
 
 from dualpipe import cli
 from dualpipe.parallel.mesh import build_mesh
-from dualpipe.train import garbage, profiled
-from dualpipe.train.config import fit_world, load_config
-from dualpipe.train.job import Job
-from dualpipe.train.loop import Run
-from dualpipe.train.resume import Saver
-from dualpipe.train.traced import Steps
+from dualpipe.train import garbage_collection, profiler
+from dualpipe.train.checkpointing import Saver
+from dualpipe.train.config.load import fit_world, load_config
+from dualpipe.train.launch.distributed import Job
+from dualpipe.train.tracing import Steps
+from dualpipe.train.trainer import Run
 from ranks import run_ranks
 
 
@@ -31,7 +31,7 @@ def profiled_run(rank, toml, folder):
         run = Run(config, job, saver, profiled=Steps(2, 3))
         right = run._step
         patch.setattr(run, "_step", lambda *arguments: (enabled.append(gc.isenabled()), right(*arguments))[1])
-        patch.setattr(garbage.gc, "collect", lambda *_: collected.append(run.done))
+        patch.setattr(garbage_collection.gc, "collect", lambda *_: collected.append(run.done))
         assert run.train() == 0
     return collected, enabled, gc.isenabled()
 
@@ -76,7 +76,7 @@ def test_a_snapshot_is_of_a_cuda_device(run_toml, monkeypatch, capsys):
     assert cli.main(["train", "run.toml", "--parallel.pp", "1", "--memory-snapshot"]) == 2
     err = capsys.readouterr().err
     assert err.startswith("error: --memory-snapshot is for the memory of a CUDA device, and the ranks run on cpu;")
-    profiled.check_memory_snapshot(torch.device("cuda", 0))
+    profiler.check_memory_snapshot(torch.device("cuda", 0))
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def cuda_memory(monkeypatch):
 @pytest.mark.parametrize("error", [None, torch.OutOfMemoryError])
 def test_a_snapshot_is_written_at_the_end_however_the_run_ends(cuda_memory, tmp_path, error):
     try:
-        with profiled.memory_snapshot(tmp_path / "out", 3):
+        with profiler.memory_snapshot(tmp_path / "out", 3):
             assert cuda_memory == ["record"]
             if error is not None:
                 raise error
@@ -109,6 +109,6 @@ def test_a_snapshot_is_written_at_the_end_however_the_run_ends(cuda_memory, tmp_
 
 def test_a_snapshot_that_cannot_be_written_hides_no_error(cuda_memory, tmp_path, capsys):
     (tmp_path / "out").write_text("a file")
-    with pytest.raises(KeyError), profiled.memory_snapshot(tmp_path / "out", 3):
+    with pytest.raises(KeyError), profiler.memory_snapshot(tmp_path / "out", 3):
         raise KeyError
     assert "WARNING: rank 3 cannot write the memory snapshot" in capsys.readouterr().out

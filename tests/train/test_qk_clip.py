@@ -9,11 +9,11 @@ from dualpipe.models.gpt_oss import GptOssConfig
 from dualpipe.models.qwen3_moe import Qwen3MoeConfig
 from dualpipe.nn import cross_entropy_loss
 from dualpipe.nn.deferral import WeightGradStore
-from dualpipe.parallel.context import ContextParallel
+from dualpipe.parallel.context.context_parallel import ContextParallel
 from dualpipe.parallel.mesh import build_mesh
 from dualpipe.pipeline.overlap import MicrobatchState, SegmentedStage, walk
-from dualpipe.train.optimizer import Optimizer
-from dualpipe.train.qk_clip import QKClip
+from dualpipe.train.optim.optimizer import Optimizer
+from dualpipe.train.optim.qk_clip import QKClip
 from models import whole
 from ranks import run_ranks
 from run_files import MODEL

@@ -11,11 +11,11 @@ import torch.distributed as dist
 
 from dualpipe.parallel.mesh import build_mesh
 from dualpipe.train import parity
-from dualpipe.train.config import fit_world, load_config
-from dualpipe.train.job import Job
-from dualpipe.train.loop import Run
+from dualpipe.train.checkpointing import Saver
+from dualpipe.train.config.load import fit_world, load_config
+from dualpipe.train.launch.distributed import Job
 from dualpipe.train.metrics import read_metrics
-from dualpipe.train.resume import Saver
+from dualpipe.train.trainer import Run
 from hub import FAMILIES
 from ranks import run_ranks
 

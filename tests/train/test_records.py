@@ -14,9 +14,9 @@ import zstandard
 from pyarrow import parquet
 
 from dualpipe import cli
-from dualpipe.train import pack as packing
-from dualpipe.train.data import PackedTokens, TokenStream, packed_directory
-from dualpipe.train.pack import ByteTokenizer, find_sources, pack
+from dualpipe.train.data import pack as packing
+from dualpipe.train.data.loader import PackedTokens, TokenStream, packed_directory
+from dualpipe.train.data.pack import ByteTokenizer, find_sources, pack
 
 END = ByteTokenizer.end_of_document
 TEXTS = ["one", 'two\nlines and "quotes"', "drei \u00e4\u4e09\0", "four" * 500]

@@ -9,9 +9,9 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from dualpipe.train import rendezvous
-from dualpipe.train.launch import LISTENER, RankInfo
-from dualpipe.train.rendezvous import confine, connect, interface_address
+from dualpipe.train.launch import store as rendezvous
+from dualpipe.train.launch.environment import LISTENER, RankInfo
+from dualpipe.train.launch.store import confine, connect, interface_address
 from sockets import listening
 
 FIRST, SECOND = RankInfo(0, 2, 0, 2), RankInfo(1, 2, 1, 2)

@@ -18,8 +18,8 @@ from command import COMMAND
 from dualpipe import cli
 from dualpipe.checkpoint import latest
 from dualpipe.checkpoint.manifest import Checkpoint
-from dualpipe.train.loop import Run
 from dualpipe.train.metrics import read_metrics
+from dualpipe.train.trainer import Run
 from hub import read_all, rewrite, save_qwen
 
 saving = importlib.import_module("dualpipe.checkpoint.save")  # the name in the package is the function
@@ -284,7 +284,7 @@ def test_what_was_not_saved_is_said_with_what_ended_the_run(run_folder, monkeypa
         monkeypatch.setattr(Run, "_step", diverge)
         run += ["--checkpoint.mode", "async", "--train.steps", "3"]
     else:
-        monkeypatch.setattr("dualpipe.train.loop.save_hf", refuse)
+        monkeypatch.setattr("dualpipe.train.trainer.save_hf", refuse)
         run += ["--checkpoint.mode", "sync", "--train.steps", "2", "--export.to_hf", str(tmp_path / "hf")]
     assert cli.main(run) == 1
     error = capsys.readouterr().err.splitlines()

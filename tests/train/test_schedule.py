@@ -9,14 +9,14 @@ from unittest import mock
 
 import pytest
 
-import dualpipe.ranks
+import dualpipe.runtime.rank_sync
 from dualpipe import schedule
-from dualpipe.errors import RankLost
-from dualpipe.ranks import RankSync
+from dualpipe.runtime.errors import RankLost
+from dualpipe.runtime.rank_sync import RankSync
 from dualpipe.schedule import build, validate
-from dualpipe.train import schedule as of_run
-from dualpipe.train.config import Config
-from dualpipe.train.tables import ParallelConfig, TrainConfig
+from dualpipe.train import build_schedule as of_run
+from dualpipe.train.config.load import Config
+from dualpipe.train.config.schema import ParallelConfig, TrainConfig
 from ranks import run_ranks
 
 
@@ -35,7 +35,7 @@ def of_ranks(rank, world, cache, seconds, costs):
         time.sleep(seconds)
         return schedule.build(*args, effort=0, **options)
 
-    with mock.patch.object(of_run, "build", find), mock.patch.object(dualpipe.ranks, "TURN", 0.2):
+    with mock.patch.object(of_run, "build", find), mock.patch.object(dualpipe.runtime.rank_sync, "TURN", 0.2):
         return of_run.build_schedule(config(pp=2, schedule_costs=costs), RankSync(dist.group.WORLD))
 
 
@@ -59,7 +59,7 @@ def test_a_rank_that_is_lost_is_not_waited_for_with_the_search():
 
     over = Event()
     search = mock.patch.object(of_run, "build", lambda *_, **__: over.wait(20))
-    with search, mock.patch.object(dualpipe.ranks, "TURN", 0.1):
+    with search, mock.patch.object(dualpipe.runtime.rank_sync, "TURN", 0.1):
         begun = time.monotonic()
         with pytest.raises(RankLost):
             of_run.build_schedule(config(pp=2), Lost())

@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from dualpipe import cli, files
-from dualpipe.train import launch, start
+from dualpipe import cli
+from dualpipe.runtime import files
+from dualpipe.train.config.schema import Config, OutputConfig, ParallelConfig
+from dualpipe.train.launch import environment as launch
+from dualpipe.train.launch import local
+from dualpipe.train.launch.local import check_machine, start_ranks
 from dualpipe.train.metrics import read_metrics
-from dualpipe.train.start import check_machine, start_ranks
-from dualpipe.train.tables import Config, OutputConfig, ParallelConfig
 from faults import planting
 from sockets import listening
 
@@ -145,12 +147,12 @@ def test_what_ended_ranks_left_of_a_checkpoint_is_removed_unless_another_job_sav
         folder.mkdir()
         (folder / "rank-00000.safetensors").write_text("half")
     other = files.lock(tmp_path / ".lock", 0)
-    start.remove_unfinished(tmp_path)
+    local.remove_unfinished(tmp_path)
     assert left.exists()
     other.release()
-    start.remove_unfinished(tmp_path)
+    local.remove_unfinished(tmp_path)
     assert whole.exists() and not left.exists()
-    start.remove_unfinished(tmp_path / "none")
+    local.remove_unfinished(tmp_path / "none")
 
 
 def test_a_rank_that_stays_stopped_is_noticed_though_nobody_waits_for_it(monkeypatch, tmp_path, capsys):
@@ -161,7 +163,7 @@ def test_a_rank_that_stays_stopped_is_noticed_though_nobody_waits_for_it(monkeyp
 
 def test_a_rank_without_memory(monkeypatch, tmp_path, capsys):
     kills = iter([[5, 1], [6, 1]])
-    monkeypatch.setattr(start, "_oom_kills", lambda: next(kills))
+    monkeypatch.setattr(local, "_oom_kills", lambda: next(kills))
     fake_ranks(monkeypatch, tmp_path, f"{SAY}\nos.kill(os.getpid(), 9) if rank else time.sleep(60)\n")
     assert start_ranks(["train"], ranks(2)) == 137
     assert capsys.readouterr().err == "error: rank 1 (pp 1) was killed: out of memory\n"
@@ -181,7 +183,7 @@ signal.signal(signal.SIGUSR2, answer if rank == 1 else signal.SIG_IGN)
     assert start_ranks(["train"], ranks(3, output=tmp_path / "out"), watched=True) == 6
     assert time.monotonic() - began < 40, "not by the ranks' own end after 60 s"
     assert capsys.readouterr().err == "error: mine\n", "which needs no report"
-    assert start._steps_done(tmp_path / "out") == 7, "one more is under way"
+    assert local._steps_done(tmp_path / "out") == 7, "one more is under way"
 
 
 def test_a_disk_that_hangs_does_not_keep_the_launcher(monkeypatch, tmp_path, capsys):
@@ -230,12 +232,12 @@ def test_a_signal_is_passed_on_and_a_second_one_ends_all(
     program = GENTLE.replace("TMP", str(tmp_path)).replace("WILLING", f"{willing}")
     fake_ranks(monkeypatch, tmp_path, program.replace("SIGNALS", f"{list(map(int, signals))}"))
     # A shell's background jobs ignore SIGINT, and so would what they start.
-    before = [signal.signal(number, signal.default_int_handler) for number in start._STOPPING]
+    before = [signal.signal(number, signal.default_int_handler) for number in local._STOPPING]
     try:
         assert start_ranks(["train"], ranks(2), watched=watched, restarts=5) == status
-        assert {signal.getsignal(number) for number in start._STOPPING} == {signal.default_int_handler}
+        assert {signal.getsignal(number) for number in local._STOPPING} == {signal.default_int_handler}
     finally:
-        for number, handler in zip(start._STOPPING, before):
+        for number, handler in zip(local._STOPPING, before):
             signal.signal(number, handler)
     asked = [(tmp_path / f"asked{rank}").read_text() for rank in range(2) if watched]
     passed_on = signal.SIGRTMIN if signals[0] == signal.SIGINT else signals[0]
@@ -335,10 +337,10 @@ def test_a_run_whose_rank_is_killed_goes_on_to_the_same_losses(run_folder, start
 
 FOUND_BEFORE = """
 import os
-from dualpipe.schedule import search
+from dualpipe.schedule.search import driver
 os.environ["XDG_CACHE_HOME"] = "cache"
 if os.environ.get("TORCHELASTIC_RESTART_COUNT") == "1":
-    del search._searched
+    del driver._searched
 """
 
 
@@ -406,7 +408,7 @@ def gpus(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
 
     def set_(files, torch_finds=None):
-        monkeypatch.setattr(start, "_device_files", lambda environment: files)
+        monkeypatch.setattr(local, "_device_files", lambda environment: files)
         found = files if torch_finds is None else torch_finds
         monkeypatch.setattr("torch.cuda.is_available", lambda: found > 0)
         monkeypatch.setattr("torch.cuda.device_count", lambda: found)
@@ -455,14 +457,14 @@ def test_the_commands_have_all_ranks(gpus):
 
 
 def test_hidden_devices_do_not_count():
-    files = start._device_files({})
-    assert start._device_files({"CUDA_VISIBLE_DEVICES": ""}) == 0
-    assert start._device_files({"CUDA_VISIBLE_DEVICES": "0"}) == min(files, 1)
+    files = local._device_files({})
+    assert local._device_files({"CUDA_VISIBLE_DEVICES": ""}) == 0
+    assert local._device_files({"CUDA_VISIBLE_DEVICES": "0"}) == min(files, 1)
 
 
 @pytest.mark.parametrize("command", [["train"], ["parity", "--pp", "16"]])
 def test_no_process_is_started_for_a_thousand_ranks(run_toml, gpus, monkeypatch, capsys, command):
-    monkeypatch.setattr(start, "subprocess", None)
+    monkeypatch.setattr(local, "subprocess", None)
     monkeypatch.setattr(launch, "rank_from_environment", lambda environment: None)
     gpus(0)
     name, *options = command

@@ -15,12 +15,12 @@ import torch
 import torch.nn.functional as F
 
 from dualpipe import DualPipeV
-from dualpipe.recorder import KIND, Recorder
-from dualpipe.train import control
-from dualpipe.train.control import ControlStore
-from dualpipe.train.launch import RankInfo
-from dualpipe.train.watchdog import Watchdog
-from dualpipe.train.why import FOLDER
+from dualpipe.runtime.recorder import KIND, Recorder
+from dualpipe.train.health import peer_store
+from dualpipe.train.health.diagnose import FOLDER
+from dualpipe.train.health.peer_store import ControlStore
+from dualpipe.train.health.watchdog import Watchdog
+from dualpipe.train.launch.environment import RankInfo
 from run_files import MODEL, write_files
 from toys import make_stages
 
@@ -40,17 +40,17 @@ WeightGradStore.run = sleeping
 HOLDS_THE_LOCK = SLEEPS.replace("time.sleep(60)", "import ctypes; ctypes.PyDLL(None).sleep(60)")
 DOES_NOT_MEET = """
 import os, time
-from dualpipe.train import job
-settings = job.run_settings
+from dualpipe.train.launch import distributed
+settings = distributed.run_settings
 def sleeping(config):
     time.sleep(60 * (os.environ.get("RANK") == "1"))
     return settings(config)
-job.run_settings = sleeping
+distributed.run_settings = sleeping
 """
 DIFFERS = """
 import os, torch, torch.distributed as dist
 from dualpipe import Pipeline
-from dualpipe.recorder import Recorder
+from dualpipe.runtime.recorder import Recorder
 clip, calls = Pipeline.clip_grad_norm_, []
 def once_more(self, *args):
     calls.append(args)
@@ -214,7 +214,7 @@ def test_a_wait_that_does_not_end_by_itself_is_ended(tmp_path, disk):
 
 
 def test_states_that_came_before_the_store_went_are_kept(monkeypatch):
-    monkeypatch.setattr(control, "_COLLECT", 0.5)
+    monkeypatch.setattr(peer_store, "_COLLECT", 0.5)
     store = mock.Mock()
     store.clone.return_value, store.add.return_value, store.get.return_value = store, 0, '{"asked": 0}'
     store.check.side_effect = lambda keys: keys != ["state 2"]

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from dualpipe.recorder import BEGAN, ENDED, Recorder, rank_ranges
-from dualpipe.train import why
-from dualpipe.train.why import diagnose
+from dualpipe.runtime.recorder import BEGAN, ENDED, Recorder, rank_ranges
+from dualpipe.train.health import diagnose as why
+from dualpipe.train.health.diagnose import diagnose
 
 SIZES = {"pp": 2, "dp": 2, "ep": 1}
 

@@ -1,0 +1,82 @@
+"""`dualpipe replay BUNDLE`: run a recorded step again on the layout that it had, and compare all bit for bit.
+
+A bundle is a checkpoint of the state before the step, with the random state of every rank and the batch; see `rerun`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from contextlib import ExitStack
+from pathlib import Path
+from typing import cast
+
+import torch
+
+from dualpipe.checkpoint import load
+from dualpipe.checkpoint.manifest import Checkpoint, Manifest
+from dualpipe.models import config_from_dict, read_config
+from dualpipe.runtime.device import deterministic
+from dualpipe.runtime.recorder import Recorder
+from dualpipe.train.anomaly.localize import batch_tensors, run_again
+from dualpipe.train.checkpointing import Saver
+from dualpipe.train.config.load import recorded_config
+from dualpipe.train.config.schema import CheckpointConfig, Config, ExportConfig, InitConfig
+from dualpipe.train.data.loader import Batch, Loader
+from dualpipe.train.launch.distributed import join
+from dualpipe.train.launch.environment import RankInfo
+from dualpipe.train.metrics import say
+from dualpipe.train.trainer import Run
+
+
+class _WithoutData(Run):
+    """What the batch is taken from need not exist any more."""
+
+    def _open_data(self) -> None:
+        self.batch_size, self.held_out, self.loader, self.columns = 0, [], cast(Loader, None), None
+
+
+def read_bundle(path: str | Path) -> tuple[Config, Manifest]:
+    """The configuration to run a bundle with, and what was recorded. ValueError where it is no bundle, or changed."""
+    path = Path(path).resolve()
+    manifest = Checkpoint.read(path).manifest
+    extra = manifest.extra if isinstance(manifest.extra, dict) else {}
+    if not isinstance(manifest.config, dict) or not {"then", "again"} <= extra.keys():
+        raise ValueError(f"{path} is a checkpoint, but no bundle; give one of those in `bundles` of output.dir")
+    if read_config(path) != config_from_dict(manifest.config["model"]):
+        raise ValueError(f"{path / 'config.json'} has changed: it is not the model of the bundle's manifest")
+    config = recorded_config(manifest.config["run"])
+    return dataclasses.replace(
+        config, init=InitConfig(), export=ExportConfig(), model=dataclasses.replace(config.model, config=str(path)),
+        checkpoint=CheckpointConfig(dir=str(path / "none"), resume=str(path)),
+    ), manifest
+
+
+def replay(config: Config, manifest: Manifest, info: RankInfo) -> int:
+    """Run the step as rank `info`; the exit status: 0 where it gives the same bits, else 1, which rank 0 tells."""
+    recorder = Recorder(info.rank)
+    with ExitStack() as held:
+        held.enter_context(recorder.activate())
+        held.enter_context(deterministic(config.train.deterministic))
+        job = held.enter_context(join(config, info))
+        saver = held.enter_context(Saver(config, job))
+        run = _WithoutData(config, job, saver)
+        train, recorder.step = config.train, manifest.step
+        own = train.micro_batch_size * train.num_chunks if run.model.has_first or run.model.has_last else 0
+        here = run.split.counts(train.sequence_length)[run.split.rank]
+        depths = (1 + depth,) if (depth := run.model.config.mtp_depth) else ()
+        batch = Batch(*(torch.zeros(own, *shape, dtype=torch.int64, device=job.device)
+                        for shape in ((here,), (here, *depths), (train.sequence_length,))))
+        load(config.checkpoint.resume, dict(run.state.tensors()) | batch_tensors(run, batch), mesh=job.mesh)
+        run.optimizer.round_parameters()
+        found = run_again(run, batch, manifest.step)
+        now = {"loss": found.loss.hex(), "norm": found.norm.hex(), "sums": [f"{each:016x}" for each in found.sums]}
+        then, again = manifest.extra["then"], manifest.extra["again"]
+        same = now == again and all(now[name] == value for name, value in then.items())
+        if job.rank == 0:
+            say(f"step {manifest.step}, run again: {found.text()}")
+            for name, recorded in (("in the run", then), ("run again there", again)):
+                numbers = ", ".join(f"{key} {float.fromhex(recorded[key])}" for key in ("loss", "norm"))
+                equal = all(now[key] == value for key, value in recorded.items())
+                say(f"{name}: {numbers}; {'the same bits' if equal else 'other bits'} now")
+            say("reproduced" if same else f"NOT reproduced: loss {found.loss}, norm {found.norm}")
+    return 0 if same else 1

@@ -1,0 +1,35 @@
+"""The schedule of a run: by its name, or found by one rank for all."""
+
+from __future__ import annotations
+
+from dualpipe.runtime.rank_sync import RankSync
+from dualpipe.schedule import Schedule, build
+from dualpipe.schedule.command import parse_costs
+from dualpipe.schedule.search.progress import SearchProgress
+from dualpipe.train.config.load import Config
+
+
+def build_schedule(config: Config, ranks: RankSync | None = None) -> Schedule:
+    """The schedule that `config.parallel` and `train.num_chunks` say. Collective over `ranks`, where there are several.
+
+    "auto" is searched for on rank 0 alone, however long that takes. The result is the same object on all, also where
+    their machines find other ones.
+
+    Raises ValueError, on all ranks, for costs or a memory that cannot be.
+    """
+    parallel, num_chunks = config.parallel, config.train.num_chunks
+    if parallel.schedule != "auto":
+        return build(parallel.schedule, parallel.pp, num_chunks)
+
+    def find() -> Schedule:
+        try:
+            costs = parse_costs(parallel.schedule_costs)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"parallel.schedule_costs = {parallel.schedule_costs!r}: {error}") from error
+        with SearchProgress(f"a schedule of {parallel.pp} ranks and {num_chunks} micro-batches") as progress:
+            return build("auto", parallel.pp, num_chunks, costs=costs, memory=parallel.schedule_memory or None,
+                         progress=progress)
+
+    if ranks is None or ranks.size == 1:
+        return find()
+    return ranks.first_in_turns(find)

@@ -1,0 +1,68 @@
+"""The loss of a micro-batch, and of layers for multi-token prediction (MTP) where there are any; how good drafts are.
+
+With D such layers there are, at each token i, besides the logits of token i + 1 those of token i + 1 + k for each depth
+k = 1 ... D, from the text up to token i + k (DeepSeek-V3, arXiv:2412.19437, section 2.2, equations 24 and 25):
+
+    loss = L_0 + weight / D * (L_1 + ... + L_D)        L_k: sum of the cross-entropies at depth k / number of tokens
+
+Dimension letters: B sequences, T tokens of one, C those of them that are here, D depths, V words.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from dualpipe.nn import cross_entropy_loss
+from dualpipe.train.data.loader import NO_TARGET
+
+
+class MicroBatchLoss:
+    """A criterion whose sum over a step's micro-batches is the mean over the global batch. Ranks that share sequences
+    give the number of micro-batches over their `token_weight`. mtp_weight: that of the formula above.
+
+    noted: of each micro-batch that was seen the losses of each depth (1 + D,), detached, whose sum is their mean; none
+        of a model without MTP. greedy: where no gradients are wanted, of these micro-batches the likeliest token of
+        each depth, and the targets, both (B, C, 1 + D).
+    """
+
+    def __init__(self, num_chunks: float, mtp_weight: float = 0.0) -> None:
+        self._num_chunks, self._mtp_weight = num_chunks, mtp_weight
+        self.noted: list[Tensor] = []
+        self.greedy: list[tuple[Tensor, Tensor]] = []
+
+    def __call__(self, *tensors: Tensor) -> Tensor:
+        """Logits (B, C, V) and targets (B, C) of a model without MTP; else logits of each depth and (B, C, 1 + D)."""
+        *logits, targets = tensors
+        if len(logits) == 1:
+            return cross_entropy_loss(logits[0], targets) / self._num_chunks
+        # By all tokens, also those without a target: else the others would count more where there are many documents.
+        of_depth = partial(cross_entropy_loss, ignore_index=NO_TARGET, denominator=targets[..., 0].numel())
+        losses = torch.stack([of_depth(each, targets[..., k]) for k, each in enumerate(logits)]) / self._num_chunks
+        self.noted.append(losses.detach())
+        if not torch.is_grad_enabled():
+            self.greedy.append((torch.stack([each.argmax(-1) for each in logits], -1), targets))
+        return losses[0] + self._mtp_weight * losses[1:].mean()
+
+
+def tokens_ahead(targets: Tensor) -> Tensor | None:
+    """What a model with MTP is told of the tokens behind each (B, C, D), below 0 where it has nothing to predict from
+    them; None for targets (B, C) of a model without. targets: from `dualpipe.train.data.loader.shifted`."""
+    return None if targets.dim() == 2 else targets[..., :-1].where(targets[..., 1:] >= 0, NO_TARGET)
+
+
+def accepted(greedy: Tensor, targets: Tensor, main: Tensor, columns: Tensor) -> Tensor:
+    """How many drafts a greedy verification would accept, and of how many tokens they were made, float64 (2,).
+
+    greedy, targets: (B, C, 1 + D) of the tokens with the numbers `columns` (C,); main: the likeliest next token behind
+    each of all tokens (B, T). At token i the draft of depth k, made with the text's tokens up to i + k, is accepted if
+    those before it are and it is the main model's likeliest token behind token i + k. Tokens count where every depth
+    has a target.
+    """
+    depth = greedy.shape[-1] - 1
+    behind = columns.unsqueeze(-1) + torch.arange(1, 1 + depth, device=columns.device)  # (C, D)
+    same = greedy[..., 1:] == main[:, behind.clamp(max=main.shape[1] - 1)]
+    counts = (targets[..., -1] >= 0).double()
+    return torch.stack([(same.cumprod(-1).sum(-1) * counts).sum(), counts.sum()])
