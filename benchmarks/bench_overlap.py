@@ -52,7 +52,7 @@ from dualpipe import Pipeline
 from dualpipe.models import Qwen3MoeConfig
 from dualpipe.models.decoder import Experts
 from dualpipe.models.stages import Stage
-from dualpipe.nn.router import BalancedRoutes
+from dualpipe.nn.routing.balanced_routes import BalancedRoutes
 from dualpipe.parallel.all_to_all import AsyncAllToAll, GroupAllToAll
 from dualpipe.parallel.experts.dispatcher import ExpertParallel
 from dualpipe.parallel.mesh import build_mesh

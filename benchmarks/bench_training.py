@@ -46,7 +46,7 @@ from training_step import TORCHS, training_step
 
 from dualpipe.models import read_config
 from dualpipe.models.flops import flops_per_token
-from dualpipe.nn.router import random_like_stride
+from dualpipe.nn.routing.balanced_routes import random_like_stride
 from dualpipe.parallel.all_to_all import PendingRows
 from dualpipe.runtime import device as cuda
 from dualpipe.schedule import build

@@ -19,7 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 from dualpipe import Pipeline
 from dualpipe.models import read_config
-from dualpipe.nn.router import BalancedRoutes, Router
+from dualpipe.nn.routing.balanced_routes import BalancedRoutes
+from dualpipe.nn.routing.router import Router
 from dualpipe.parallel.clipping import clip_grad_norm_
 from dualpipe.runtime.dtypes import dtype_of
 from dualpipe.schedule import build

@@ -11,6 +11,10 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 MOVED = {
+    "dualpipe.nn.layers": "dualpipe.nn",
+    "dualpipe.nn.products": "dualpipe.nn.quantized_matmul",
+    "dualpipe.nn.router": "dualpipe.nn.routing.router",
+    "dualpipe.nn.router_set": "dualpipe.nn.routing.router_set",
     "dualpipe.background": "dualpipe.runtime.background",
     "dualpipe.checkpoint.flight": "dualpipe.checkpoint.pending",
     "dualpipe.checkpoint.hub_commands": "dualpipe.checkpoint.hub.commands",

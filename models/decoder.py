@@ -21,7 +21,7 @@ from dualpipe.kernels import SortedTokens
 from dualpipe.kernels.formats import QuantizedRows
 from dualpipe.models.hub import GroupedQueryConfig, HubConfig
 from dualpipe.nn import GroupedLinear, GroupedSwiGLU, Linear, RMSNorm, Router
-from dualpipe.nn.attention import Context, attend, rotate
+from dualpipe.nn.attention import Context, apply_rope, attend
 from dualpipe.nn.segments import Communicate, Compute, Segment, run_segments
 from dualpipe.parallel.context.context_parallel import ContextParallel
 from dualpipe.parallel.experts.dispatcher import Dispatcher, ExpertParallel, run_experts
@@ -123,7 +123,8 @@ class GroupedQueryAttention(Attention):
     def turned(self, context: Context, *products: Tensor) -> tuple[Tensor, ...]:
         """Queries, keys and values."""
         q, k, v = (rearrange(x, "B S (A D) -> B S A D", D=self.head_dim) for x in products)
-        q_BASD, k_BGSD = rotate(q, k, context, (self.q_norm, self.k_norm) if self.norms else ())
+        norms = (self.q_norm, self.k_norm) if self.norms else ()
+        q_BASD, k_BGSD = apply_rope(q, k, *context.tables(q.dtype), norms)
         return q_BASD, k_BGSD, v.transpose(1, 2)
 
     def scaled(self, share_A: Tensor) -> list[tuple[nn.Parameter, Tensor]]:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from dualpipe.models.decoder import Attention, DenseMLP, Experts, Layer, PredictionLayer, SparseMLP
 from dualpipe.models.hub import MTP_LAYERS, HubConfig
 from dualpipe.nn import Linear, RMSNorm, Router
-from dualpipe.nn.attention import Context, rotate, yarn_mscale
+from dualpipe.nn.attention import Context, apply_rope, yarn_mscale
 
 LATENT_EPS = 1e-6  # of the norms of latents, whatever rms_norm_eps is
 
@@ -214,7 +214,8 @@ class LatentAttention(Attention):
         latent_BSC, k_BSP = kv.split((self.latent_dim, self.rope_dim), dim=-1)
         q_BSAD = rearrange(q, "B S (A D) -> B S A D", A=self.num_heads)
         q_BSAN, q_BSAP = q_BSAD.split((self.nope_dim, self.rope_dim), dim=-1)
-        q_BASP, k_B1SP = rotate(q_BSAP, k_BSP.unsqueeze(2), context, interleaved=self.interleaved)
+        q_BASP, k_B1SP = apply_rope(
+            q_BSAP, k_BSP.unsqueeze(2), *context.tables(q_BSAP.dtype), interleaved=self.interleaved)
         q_BASD = torch.cat((q_BSAN.transpose(1, 2), q_BASP), dim=-1)
         return q_BASD, self.kv_a_layernorm(latent_BSC).unsqueeze(1), k_B1SP
 

@@ -23,9 +23,10 @@ from dualpipe.models.decoder import DenseMLP, Layer, PredictionLayer, SparseMLP
 from dualpipe.models.flops import last_flops, layer_flops
 from dualpipe.models.hub import HubConfig
 from dualpipe.nn import Embedding, Linear, RMSNorm
-from dualpipe.nn.attention import Context, SequenceSplit
+from dualpipe.nn.attention import Context
 from dualpipe.nn.init import seeded_normal_
 from dualpipe.nn.segments import Compute, Segment, input_names, run_segments
+from dualpipe.nn.sequence_split import SequenceSplit
 from dualpipe.parallel.context.context_parallel import ContextParallel
 from dualpipe.parallel.experts.dispatcher import ExpertParallel
 

@@ -1,9 +1,15 @@
-"""Modules whose weight gradient can be deferred, and what the models share."""
+"""Layers whose weight gradients can be deferred, routers, attention, the loss, and segments of a module's work.
 
+Imports `quantized`, `kernels` and `runtime`.
+"""
+
+from dualpipe.nn.embedding import Embedding
 from dualpipe.nn.grouped_linear import GroupedLinear, GroupedSwiGLU
-from dualpipe.nn.layers import Embedding, Linear, RMSNorm, cross_entropy_loss, defer_weight_grads
-from dualpipe.nn.router import Router
-from dualpipe.nn.router_set import RouterSet
+from dualpipe.nn.linear import Linear, defer_weight_grads
+from dualpipe.nn.loss import cross_entropy_loss
+from dualpipe.nn.norm import RMSNorm
+from dualpipe.nn.routing.router import Router
+from dualpipe.nn.routing.router_set import RouterSet
 from dualpipe.nn.segments import Communicate, Communication, Compute, Pending, run_segments
 
 __all__ = [

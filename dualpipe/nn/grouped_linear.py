@@ -27,7 +27,7 @@ from dualpipe.kernels.quantize import quantize_rows, swiglu_quantize
 from dualpipe.kernels.routing import SortedTokens, combine_tokens
 from dualpipe.kernels.swiglu import clamped_swiglu, swiglu, swiglu_backward, swiglu_form
 from dualpipe.nn.deferral import accumulation_dtype, local, weight_grads
-from dualpipe.nn.products import Products, input_grad, product, row_block, weight_grad_of_rows
+from dualpipe.nn.quantized_matmul import Products, input_grad, product, row_block, weight_grad_of_rows
 from dualpipe.quantized import QuantizedTensor
 
 
@@ -41,7 +41,7 @@ class GroupedLinear(nn.Module):
     makes_accumulators = True  # of the dtype that `grad_dtype` says
     form: tuple[bool, float, float] | None = None  # of the SwiGLU behind the product, as the kernels take it
     quantizable = True  # see `dualpipe.quantized.weights.quantizable`
-    products: Products = "auto"  # this and the next count where the weight is quantized: see `dualpipe.nn.products`
+    products: Products = "auto"  # this and the next are for quantized weights: see `dualpipe.nn.quantized_matmul`
     fp8_weight_grad = False
 
     def __init__(
@@ -75,9 +75,10 @@ class GroupedLinear(nn.Module):
     ) -> tuple[Tensor, QuantizedRows | None]:
         """The result, and its rows as `then` takes them; None where it takes no quantized ones."""
         if torch.compiler.is_compiling():
-            from dualpipe.nn.compiled import grouped  # not at the top: it brings the compiler
+            from dualpipe.nn.uncompiled import run_uncompiled  # not at the top: it brings the compiler
 
-            return cast(tuple[Tensor, QuantizedRows | None], grouped(self, x, rows, scale, quantized, then))
+            result = run_uncompiled(GroupedLinear._forward, self, x, rows, scale, quantized, then)
+            return cast(tuple[Tensor, QuantizedRows | None], result)
         if torch._C._are_functorch_transforms_active():
             raise ValueError("torch.func does not go through GroupedLinear, whose kernels have a backward for autograd "
                              "alone; use torch.autograd.grad, or experts that are nn.Linear")

@@ -216,8 +216,8 @@ class Prediction:
 
 @lru_cache(maxsize=16)
 def _in_fp8(dtypes: DTypesConfig, dtype: Literal["fp32", "bf16"], model: HubConfig) -> InFP8:
-    """As `dualpipe.nn.products` decides: square blocks can be transposed for input gradients. Rows alone may be sent so
-    for products in another dtype."""
+    """As `dualpipe.nn.quantized_matmul` decides: square blocks can be transposed for input gradients. Rows alone may be
+    sent so for products in another dtype."""
     plan, (whole,) = dtype_plan(dtypes, dtype, model, 2), meta_stages(model, 1, ())
     formats = {name: format for name, _ in whole.named_parameters() if (format := plan.of(name).format)
                and format.computes and dtype_of(dtype) in HALF and dtypes.products == "auto"}

@@ -21,10 +21,11 @@ from dualpipe.kernels.grouped_gemm_quantized import slower_in_fp8
 from dualpipe.models import HubConfig, Stage, build_stages, read_config
 from dualpipe.models.stages import Recompute
 from dualpipe.nn import GroupedLinear, Linear
-from dualpipe.nn.attention import SequenceSplit
-from dualpipe.nn.products import Products
-from dualpipe.nn.router import Router, random_like_stride
-from dualpipe.nn.router_set import RouterSet
+from dualpipe.nn.quantized_matmul import Products
+from dualpipe.nn.routing.balanced_routes import random_like_stride
+from dualpipe.nn.routing.router import Router
+from dualpipe.nn.routing.router_set import RouterSet
+from dualpipe.nn.sequence_split import SequenceSplit
 from dualpipe.parallel import DTypePlan, DTypePolicy, Rule, resolve_dtypes, shard, shard_stages
 from dualpipe.parallel.context.context_parallel import ContextParallel
 from dualpipe.parallel.experts.dispatcher import ExpertParallel, shard_experts
@@ -160,8 +161,9 @@ def build_model(
     compiled: attention and dense MLPs go through torch.compile.
     from_hf: a directory with a Hugging Face checkpoint, whose weights are taken instead. Collective over `mesh`.
     plan: of the whole model, from `plan_model`; without, the one that it makes for these arguments.
-    products, fp8_weight_grad: of layers with weights in a format, see `dualpipe.nn.products`. fp8_dispatch: rows go to
-    experts on other ranks as their products take them, see `ExpertParallel`; ValueError where these are not in FP8.
+    products, fp8_weight_grad: of layers with weights in a format, see `dualpipe.nn.quantized_matmul`.
+    fp8_dispatch: rows go to experts on other ranks as their products take them, see `ExpertParallel`; ValueError where
+    these are not in FP8.
     mesh: from `build_mesh`. Where it has several pipelines, they share the parameters' storage: those are stored in at
     least float32 and computed with in `dtype`. Without, they are stored in `dtype`.
     context: of the ranks of its "cp", which share sequences; None: as `ContextParallel` makes it.

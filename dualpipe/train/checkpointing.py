@@ -21,7 +21,7 @@ from dualpipe.checkpoint.directory import Found, find, none_whole, scan
 from dualpipe.checkpoint.manifest import Checkpoint
 from dualpipe.checkpoint.state import ParameterState
 from dualpipe.models import HubConfig
-from dualpipe.nn.router_set import RouterSet
+from dualpipe.nn.routing.router_set import RouterSet
 from dualpipe.parallel.mesh import TRAFFIC
 from dualpipe.runtime.dtypes import dtype_of
 from dualpipe.runtime.errors import RankLost

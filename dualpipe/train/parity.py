@@ -37,7 +37,7 @@ from dualpipe import Pipeline
 from dualpipe.kernels.formats import FORMATS
 from dualpipe.nn.attention import packed_positions
 from dualpipe.nn.deferral import local
-from dualpipe.nn.router_set import RouterSet
+from dualpipe.nn.routing.router_set import RouterSet
 from dualpipe.parallel import DTypePlan, Rule
 from dualpipe.parallel.context.context_parallel import ContextParallel
 from dualpipe.pipeline.executor import as_tuple

@@ -9,18 +9,19 @@ import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounter
 from torch.nn.attention.flex_attention import create_mask
 
-from dualpipe.nn import attention
-from dualpipe.nn import compiled as compiled_file
 from dualpipe.nn.attention import (
     Context,
     Rotary,
     SequenceSplit,
+    apply_sinks,
     attend,
     attention_reference,
+    causal_attention,
     document_numbers,
     packed_positions,
 )
-from dualpipe.nn.compiled import apply_sinks, attention_flex
+from dualpipe.nn.attention import flex as flex_module
+from dualpipe.nn.attention.flex import attention_flex
 
 SCALE = 0.3
 WINDOWS = [None, 1, 3, 64]
@@ -148,7 +149,7 @@ def test_bfloat16_keeps_its_dtype_whatever_that_of_the_sinks(sink_dtype):
 # -- FlexAttention, as it runs on CPU: uncompiled, and without a backward
 
 
-def flex(q, k, v, context, *, scale, window=None, sinks_A=None):
+def flex_attend(q, k, v, context, *, scale, window=None, sinks_A=None):
     return attention_flex(q, k, v, context.blocks(window), scale, sinks_A)[0]
 
 
@@ -161,7 +162,7 @@ def test_flex_equals_the_reference(length, window, packed, with_sinks):
     for heads in HEADS[1:]:
         operands, context = make(length, heads, packed=packed)
         plain = [tensor.detach() for tensor in operands]
-        actual, expected = (by_us(fn, context, window, with_sinks)(*plain) for fn in (flex, attention_reference))
+        actual, expected = (by_us(fn, context, window, with_sinks)(*plain) for fn in (flex_attend, attention_reference))
         torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
     seen = create_mask(context.blocks(window).mask_mod, 3, 1, length, length, device="cpu")
     assert torch.equal(seen.squeeze(1), context.visible(window).expand(3, -1, -1))
@@ -213,8 +214,8 @@ def test_flex_is_compiled_once_for_all_windows_and_micro_batches():
 def test_what_cuda_would_run_is_the_reference(window, packed, with_sinks, monkeypatch):
     """On CPU, with the device's kernels as they are here; torch's own only where nothing but the future is hidden."""
     calls = []
-    monkeypatch.setattr(attention, "_has_kernel", lambda q, v, plain: True)
-    monkeypatch.setattr(compiled_file, "compiled", lambda fn: lambda *args: calls.append(fn) or fn(*args))
+    monkeypatch.setattr(causal_attention, "_has_kernel", lambda q, v, plain: True)
+    monkeypatch.setattr(flex_module, "compiled", lambda fn: lambda *args: calls.append(fn) or fn(*args))
     operands, context = make(11, (4, 2, 16, 16), packed=packed, dtype=torch.float32)
     q, k, v, sinks_A = (tensor.detach() for tensor in operands)
     options = {"scale": SCALE, "window": window, "sinks_A": sinks_A if with_sinks else None}

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from dualpipe.kernels import combine_tokens, dispatch_tokens, sort_tokens
 from dualpipe.kernels.rotary import apply_rotary
 from dualpipe.nn import RMSNorm, cross_entropy_loss
-from dualpipe.nn.attention import Context, Rotary, rotate
+from dualpipe.nn.attention import Context, Rotary, apply_rope
 from dualpipe.nn.deferral import WeightGradStore
 
 
@@ -105,7 +105,7 @@ def test_rotated_heads_and_their_gradients(norms, interleaved, packed):
         return apply_rotary(x.transpose(1, 2), *context.tables(x.dtype))
 
     expected = [turned(x, norm) for x, norm in zip((q, k), both or (None, None))]
-    found = rotate(q, k, context, both, interleaved=interleaved)
+    found = apply_rope(q, k, *context.tables(q.dtype), both, interleaved=interleaved)
     grads, leaves = [torch.randn_like(y) for y in expected], [q, k, *(norm.weight for norm in both)]
     pairs = zip((*found, *torch.autograd.grad(found, leaves, grads)),
                 (*expected, *torch.autograd.grad(expected, leaves, grads)))
@@ -117,7 +117,8 @@ def test_the_gradients_of_head_norms_are_deferred():
     norms, context = [RMSNorm(8), RMSNorm(8)], Context(Rotary(8, 1e4), torch.zeros(2, 6, 1))
     q, k = torch.randn(2, 6, 4, 8), torch.randn(2, 6, 2, 8)
     at_once, later = weight_gradients(
-        lambda: sum(x.pow(3).sum() for x in rotate(q, k, context, norms)), [norm.weight for norm in norms])
+        lambda: sum(x.pow(3).sum() for x in apply_rope(q, k, *context.tables(q.dtype), norms)),
+        [norm.weight for norm in norms])
     assert all(torch.equal(a, b) for a, b in zip(at_once, later)) and not torch.equal(*later)
 
 

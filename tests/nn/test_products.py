@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import dualpipe.nn.grouped_linear as grouped_linear
-import dualpipe.nn.products as products
+import dualpipe.nn.quantized_matmul as products
 import dualpipe.quantized.tensor as quantized_tensor
 from dualpipe.kernels import grouped_gemm, grouped_gemm_wgrad, sort_tokens, swiglu
 from dualpipe.kernels.quantize import dequantize_rows, quantize_rows

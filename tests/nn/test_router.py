@@ -18,8 +18,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter,
 
 from dualpipe import Pipeline
 from dualpipe.nn.deferral import WeightGradStore
-from dualpipe.nn.router import BalancedRoutes, Router
-from dualpipe.nn.router_set import (
+from dualpipe.nn.routing.balanced_routes import BalancedRoutes
+from dualpipe.nn.routing.losses import (
     LOSSES,
     RouterLoss,
     RouterStep,
@@ -31,6 +31,7 @@ from dualpipe.nn.router_set import (
     max_over_mean,
     z_loss,
 )
+from dualpipe.nn.routing.router import Router
 from dualpipe.parallel import DTypePolicy, resolve_dtypes
 from routes import Routes
 

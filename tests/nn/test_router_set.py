@@ -8,8 +8,9 @@ import torch.distributed as dist
 from torch import nn
 
 from dualpipe.nn import Linear, Router
-from dualpipe.nn.router import BalancedRoutes, random_like_stride
-from dualpipe.nn.router_set import LOSSES, RouterLoss, RouterSet, RouterStep, count_load, load_of
+from dualpipe.nn.routing.balanced_routes import BalancedRoutes, random_like_stride
+from dualpipe.nn.routing.losses import LOSSES, RouterLoss, RouterStep, count_load, load_of
+from dualpipe.nn.routing.router_set import RouterSet
 from ranks import run_ranks
 
 H, E, K = 8, 6, 2

@@ -17,8 +17,9 @@ from dualpipe.models import Qwen3MoeConfig, build_stages
 from dualpipe.models.decoder import SparseMLP
 from dualpipe.nn import cross_entropy_loss
 from dualpipe.nn.deferral import WeightGradStore
-from dualpipe.nn.router import BalancedRoutes, Choice, Router
-from dualpipe.nn.router_set import RouterStep
+from dualpipe.nn.routing.balanced_routes import BalancedRoutes
+from dualpipe.nn.routing.losses import RouterStep
+from dualpipe.nn.routing.router import Choice, Router
 from dualpipe.parallel import DTypePolicy, Rule, resolve_dtypes, shard
 from dualpipe.parallel.experts.dispatcher import ExpertParallel, shard_experts
 from dualpipe.parallel.fsdp.materialize import build_on_meta, materialize

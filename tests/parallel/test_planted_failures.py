@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from dualpipe import Pipeline
 from dualpipe.models.decoder import Experts, SparseMLP
 from dualpipe.nn.deferral import local
-from dualpipe.nn.router import Router
-from dualpipe.nn.router_set import RouterSet
+from dualpipe.nn.routing.router import Router
+from dualpipe.nn.routing.router_set import RouterSet
 from dualpipe.nn.segments import Communicate, Compute
 from dualpipe.parallel.all_to_all import CommStream, GroupAllToAll, PendingRows
 from dualpipe.parallel.context.sequence_rows import SequenceRanks, SequenceRows

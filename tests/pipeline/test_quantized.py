@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import dualpipe.nn.products as products
+import dualpipe.nn.quantized_matmul as products
 from dualpipe import Pipeline
 from dualpipe.models import build_stages
 from dualpipe.models.deepseek import DeepseekV3Config

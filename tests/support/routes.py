@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dualpipe.nn.deferral import WeightGradStore
-from dualpipe.nn.router import Choice
+from dualpipe.nn.routing.router import Choice
 
 
 class Routes:

@@ -384,7 +384,7 @@ def test_a_command_whose_reader_has_gone_ends_without_a_word(run_toml, capsys, m
 
 def test_a_collapsed_router_is_said_once(train_alone, capsys, monkeypatch):
     monkeypatch.setattr("dualpipe.train.anomaly.guard.PATIENCE", 3)
-    monkeypatch.setattr("dualpipe.nn.router_set.max_over_mean", lambda load_E: torch.tensor(1.95))
+    monkeypatch.setattr("dualpipe.nn.routing.router_set.max_over_mean", lambda load_E: torch.tensor(1.95))
     assert train_alone("--train.steps", "5") == 0
     out = capsys.readouterr().out
     assert "load_max_over_mean in the metrics: 1 where all experts get as many tokens, 2 (experts / top_k) where" in out

@@ -10,7 +10,7 @@ import torch
 
 from dualpipe.kernels.formats import FORMATS
 from dualpipe.nn import Router
-from dualpipe.nn.router_set import LOSSES
+from dualpipe.nn.routing.losses import LOSSES
 from dualpipe.train.build import build_routers
 from dualpipe.train.config.load import OTHER_NAMES, fit_world, load_config
 from dualpipe.train.config.schema import Config, DTypeRule, FormatName, RouterConfig

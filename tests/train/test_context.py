@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dualpipe.nn import router_set
-from dualpipe.nn.attention import SequenceSplit
+from dualpipe.nn.sequence_split import SequenceSplit
 from dualpipe.parallel.mesh import build_mesh
 from dualpipe.plan.context_traffic import context_numbers
 from dualpipe.train import parity

@@ -19,7 +19,7 @@ from dualpipe.cli import main
 from dualpipe.models import HubConfig, read_config
 from dualpipe.models.flops import parameter_counts
 from dualpipe.nn.deferral import local
-from dualpipe.nn.router import BalancedRoutes, random_like_stride
+from dualpipe.nn.routing.balanced_routes import BalancedRoutes, random_like_stride
 from dualpipe.parallel.mesh import Mesh, build_mesh
 from dualpipe.plan.context_traffic import context_numbers
 from dualpipe.plan.memory import DECIMAL, RankMemory, _activations, _schedule, estimate, meta_stages, table, unit_for

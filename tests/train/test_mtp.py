@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from dualpipe.nn.attention import SequenceSplit
+from dualpipe.nn.sequence_split import SequenceSplit
 from dualpipe.parallel.mesh import build_mesh
 from dualpipe.plan.memory import estimate
 from dualpipe.train import parity

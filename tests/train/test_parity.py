@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dualpipe import cli
-from dualpipe.nn import Router, layers
+from dualpipe.nn import Router, linear
 from dualpipe.parallel.mesh import build_mesh
 from dualpipe.train import build, parity
 from dualpipe.train.config.load import Config, fit_world, load_config
@@ -226,18 +226,18 @@ def test_tied_embeddings_are_compared_once_in_each_stage(run_toml, capsys, dtype
 def rounded_sums(monkeypatch):
     """Weight gradients are accumulated in bfloat16, in buffers that are float32."""
 
-    weight_grad = layers._weight_grad
+    weight_grad = linear._weight_grad
 
     def rounded(weight, dy, x, out=None):
         dw = weight_grad(weight, dy, x, out)
         return dw.copy_(dw.bfloat16())
 
-    monkeypatch.setattr(layers, "_weight_grad", rounded)
+    monkeypatch.setattr(linear, "_weight_grad", rounded)
 
 
 def one_lost(monkeypatch):
     """One weight's gradient of one of four micro-batches."""
-    right, weight_grad, calls = Comparison.step, layers._weight_grad, []
+    right, weight_grad, calls = Comparison.step, linear._weight_grad, []
 
     def losing(weight, dy, x, out=None):
         calls.append(weight.shape)
@@ -245,9 +245,9 @@ def one_lost(monkeypatch):
 
     def step(self, num_chunks, *batch):
         if num_chunks > 1:
-            monkeypatch.setattr(layers, "_weight_grad", losing)
+            monkeypatch.setattr(linear, "_weight_grad", losing)
         losses = right(self, num_chunks, *batch)
-        monkeypatch.setattr(layers, "_weight_grad", weight_grad)
+        monkeypatch.setattr(linear, "_weight_grad", weight_grad)
         return losses
 
     monkeypatch.setattr(Comparison, "step", step)

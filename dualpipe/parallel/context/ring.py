@@ -15,9 +15,10 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from dualpipe.nn.attention import Context, Ranges, apply_sinks, attend_part, cut
+from dualpipe.nn.attention import Context, apply_sinks, attend_part
 from dualpipe.nn.deferral import WeightGradStore
 from dualpipe.nn.segments import Communicate, Compute, Segment
+from dualpipe.nn.sequence_split import Ranges, cut
 from dualpipe.parallel.context.sequence_rows import SequenceRanks, SequenceRows, SharedAttention
 
 

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from dualpipe.nn.attention import Context, SequenceSplit
+from dualpipe.nn.attention import Context
 from dualpipe.nn.segments import Pending
+from dualpipe.nn.sequence_split import SequenceSplit
 from dualpipe.parallel.all_to_all import AsyncAllToAll, CommStream, GroupAllToAll, PendingRows
 from dualpipe.runtime import device
 

@@ -11,8 +11,9 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from dualpipe.nn.attention import Context, attend, cut
+from dualpipe.nn.attention import Context, attend
 from dualpipe.nn.segments import Communicate, Compute, Segment
+from dualpipe.nn.sequence_split import cut
 from dualpipe.parallel.context.sequence_rows import SequenceRanks, SequenceRows, SharedAttention
 
 

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from dualpipe.nn.router import Router
-from dualpipe.nn.router_set import count_load
+from dualpipe.nn.routing.losses import count_load
+from dualpipe.nn.routing.router import Router
 from dualpipe.nn.segments import Communication, Pending, failure_of
 from dualpipe.parallel.all_to_all import AsyncAllToAll, CommStream, PendingRows
 from dualpipe.parallel.experts.dispatcher import Dispatcher

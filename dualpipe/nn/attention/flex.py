@@ -1,7 +1,7 @@
-"""What needs the compiler: imported where it is used, because torch._dynamo takes half a second of every start.
+"""Attention by FlexAttention (Dong et al., arXiv:2412.05496), for windows, documents and sinks on CUDA.
 
-Attention by FlexAttention (Dong et al., arXiv:2412.05496), for windows, documents and sinks on CUDA, with dimension
-letters as in `attention`; and what `torch.compile` leaves as it is.
+Imported where it is used, because torch._dynamo takes half a second of every start. Dimension letters as in
+`causal_attention`.
 """
 
 from __future__ import annotations
@@ -14,22 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
-from dualpipe.nn.attention import apply_sinks
-from dualpipe.nn.grouped_linear import GroupedLinear
-from dualpipe.nn.layers import Linear
-
-
-@torch.compiler.disable
-def linear(layer: Linear, x: Tensor, wide: torch.dtype | None) -> Tensor:
-    """`Linear.forward`, which a compiler must not trace: its backward asks each time whether to defer. It is kept out
-    from the first line on, since it would look at each size of weight anew, up to its limit of eight."""
-    return Linear.forward(layer, x, wide)  # not that of a subclass, which has called this one
-
-
-@torch.compiler.disable
-def grouped(layer: GroupedLinear, *arguments: Any) -> Any:
-    """`GroupedLinear._forward`, likewise."""
-    return layer._forward(*arguments)
+from dualpipe.nn.attention.sinks import apply_sinks
 
 
 def make_blocks(

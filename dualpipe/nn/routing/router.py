@@ -6,30 +6,24 @@
     router = Router(2880, 128, 4, score="softmax_topk", bias=True)                      # gpt-oss
     weights_TK, experts_TK = router(x_BSH)
 
-What else it does in a training step, losses and statistics, is in `dualpipe.nn.router_set`. Nothing here waits for the
-device.
+What else it does in a training step is in `losses` and `router_set`. Nothing here waits for the device.
 
 Dimension letters: B batch, S sequence, T tokens (B * S), H hidden, E experts, K experts per token, G groups of experts.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dualpipe.kernels.top_k import softmax_top_k, softmax_top_k_backward
-from dualpipe.nn.attention import SequenceSplit
-from dualpipe.nn.layers import Linear
-
-if TYPE_CHECKING:
-    from dualpipe.nn.router_set import RouterStep
+from dualpipe.nn.linear import Linear
+from dualpipe.nn.routing.losses import RouterStep
 
 Score = Literal["softmax", "sigmoid", "softmax_topk"]
 Choice = Callable[[Tensor, int], Tensor]
@@ -183,48 +177,3 @@ class _TopK(torch.autograd.Function):
         if d_weights_TK is None:
             d_weights_TK = torch.zeros_like(weights_TK)
         return softmax_top_k_backward(d_weights_TK, d_probs_TE, experts_TK, probs_TE, *ctx.form), None, None, None
-
-
-@dataclass(frozen=True)
-class BalancedRoutes:
-    """A `Choice` for benchmarks: the T * K choices go round the experts, so that loads differ by one at most.
-
-    stride: between the experts of one token, without a divisor in common with E. It decides how many ranks a token is
-    sent to: 1 takes neighbours, mostly on one rank; E / K + 1 spreads the token widely. Example: K = 2 of E = 4, stride
-    1: tokens go to (0, 1), (2, 3), (0, 1), ...; stride 3: (0, 3), (2, 1), (0, 3), ...
-
-    split, length: of ranks that share sequences of so many tokens; a token's choices do not depend on them.
-    """
-
-    stride: int = 1
-    split: SequenceSplit | None = None
-    length: int = 0
-
-    def check(self, num_experts: int) -> None:
-        """ValueError for a stride that leaves experts out."""
-        if math.gcd(self.stride, num_experts) != 1:
-            raise ValueError(f"stride {self.stride} and the number of experts {num_experts} have a divisor in common, "
-                             "so some experts would get nothing; take 1, or another odd number")
-
-    def __call__(self, experts_TK: Tensor, num_experts: int) -> Tensor:
-        self.check(num_experts)
-        places = torch.arange(experts_TK.numel(), device=experts_TK.device).view_as(experts_TK)
-        if self.split is not None:  # those that the tokens have in whole sequences
-            own, top_k = self.split.own(self.length).to(places.device), experts_TK.shape[1]
-            rows = torch.arange(len(places) // len(own), device=places.device).unsqueeze(1) * self.length
-            places = (rows + own).view(-1, 1) * top_k + places[:1]
-        return places * self.stride % num_experts
-
-
-def random_like_stride(num_experts: int, top_k: int, ranks: int) -> int:
-    """The stride at which `BalancedRoutes` sends a token to as many of `ranks` as random experts would, or nearly:
-    for 8 of 64 experts over 8 ranks 5. Random experts are on 5.4 ranks, those of stride 1 on one, 5 on 5, 9 on 8."""
-    each = num_experts // ranks
-    random = ranks * (1 - math.comb(num_experts - each, top_k) / math.comb(num_experts, top_k))
-
-    def reached(stride: int) -> float:
-        starts = range(0, num_experts * top_k, top_k)
-        return sum(len({n * stride % num_experts // each for n in range(s, s + top_k)}) for s in starts) / num_experts
-
-    strides = [s for s in range(1, max(num_experts, 2)) if math.gcd(s, num_experts) == 1]
-    return min(strides, key=lambda stride: abs(reached(stride) - random))

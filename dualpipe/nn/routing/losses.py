@@ -1,10 +1,4 @@
-"""What routers do in a training step besides routing: losses that keep the loads of experts even, and statistics.
-
-    routers = RouterSet(stages, balance=0.01, level="global", z=1e-3, num_chunks=8, group=group, replicas=dp * cp * ep)
-    for batch in batches:
-        with routers.step():  # losses are added and loads counted
-            pipeline.step(batch, num_chunks=8, ...)
-        metrics = routers.metrics()  # of the whole model, on every rank
+"""Losses that keep the loads of experts even, added where their operands are; and counts of those loads.
 
 **Losses** are those of `LOSSES`, any number at once. A stage in the middle of a pipeline has no loss to add to: the
 terms are computed where their operands are, and `_AddLosses` starts their backward when that of the routing weights
@@ -17,10 +11,8 @@ the caller gives those of the step before: one all-reduce a step and none on the
 loss). Qiu et al. (arXiv:2501.11873), who propose the loss, all-reduce the loads of every micro-batch and add up those
 of the step so far, which depends on the cut, as level "microbatch" does by definition.
 
-**Statistics** are counted in the backward, which runs once for each micro-batch also where its forward is run twice
-(recomputation) and not at all in an evaluation. Every rank has those of all routers, those of other ranks' layers zero:
-so one all-reduce over all ranks both sums the loads over data-parallel ranks and brings together the layers of the
-pipeline. Nothing here waits for the device.
+**Loads** are counted in the backward, which runs once for each micro-batch also where its forward is run twice
+(recomputation) and not at all in an evaluation.
 
 Dimension letters: T tokens, E experts, K experts per token, N parts that a balance loss is computed on (sequences, or
 1), M choices of a part.
@@ -28,21 +20,14 @@ Dimension letters: T tokens, E experts, K experts per token, N parts that a bala
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial, reduce
+from functools import reduce
 from typing import Any, Literal, NamedTuple
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
-
-from dualpipe.nn.attention import SequenceSplit
-from dualpipe.nn.router import BalancedRoutes, Router
-from dualpipe.runtime.recorder import Recorder
 
 Level = Literal["microbatch", "sequence", "global"]
 
@@ -263,115 +248,3 @@ class _AddSharedLoss(torch.autograd.Function):
 
 def _count_loss(totals: Tensor, name: str, value: Tensor, share: float) -> None:
     losses_of(totals)[list(LOSSES).index(name)].add_(value, alpha=share)
-
-
-class RouterSet:
-    """Tells the routers in `stages` what to do in a step, and collects what all of the model's did.
-
-    num_chunks, balance, level, z: as in `RouterStep`; level "global" takes the loads of the step before.
-    bias_update_rate: after each step, of `Router.update_bias`, for the routers that have a correction bias.
-    balanced: `BalancedRoutes` instead of the routers' own choice; balanced_stride: between the experts of a token.
-    split, sequence_length, weight: where ranks share sequences, how, of how many tokens, and as in `RouterStep`.
-        Balance losses on a sequence or a micro-batch need `dualpipe.parallel.experts.shared_loads` as well, or are on
-        this rank's tokens alone.
-    group: all ranks that train the model, None for one; replicas: how many of them hold each stage. A router must have
-        the same name in its stage on all of those, and no other router this name.
-
-    Raises `ValueError`, on all ranks, where names are not so, for a rate where there is no correction bias, and for a
-    stride that leaves experts out.
-    """
-
-    def __init__(
-        self, stages: Iterable[nn.Module], *, num_chunks: int, balance: float = 0.0, level: Level = "sequence",
-        z: float = 0.0, bias_update_rate: float = 0.0, balanced: bool = False, balanced_stride: int = 1,
-        split: SequenceSplit | None = None, sequence_length: int = 0, weight: float = 1.0,
-        group: dist.ProcessGroup | None = None, replicas: int = 1, device: torch.device | str | None = None,
-    ) -> None:
-        self._here = [pair for stage in stages for pair in stage.named_modules() if isinstance(pair[1], Router)]
-        own = [(name, router.out_features, router.e_score_correction_bias is not None) for name, router in self._here]
-        gathered = [own]
-        if group is not None:
-            gathered *= group.size()
-            dist.all_gather_object(gathered, own, group=group)
-        routers = [router for part in gathered for router in part]  # of the model, on all ranks
-        for name, found in Counter(name for name, _, _ in routers).items():
-            if found != replicas:
-                raise ValueError(f"all ranks together have {found} routers named {name!r}, but replicas is {replicas}; "
-                                 "give every layer a name of its own, the same on each replica")
-        if bias_update_rate and not any(has_bias for _, _, has_bias in routers):
-            raise ValueError(f"bias_update_rate is {bias_update_rate}, but no router of this model has a correction "
-                             "bias; set it to 0")
-        sizes = {name: experts + len(LOSSES) for name, experts, _ in routers}
-        self._packed = torch.zeros(sum(sizes.values()), dtype=torch.float64, device=device)
-        self.totals = dict(zip(sizes, self._packed.split(list(sizes.values()))))
-        """as in `RouterStep`, of the last step, by the router's name: of the whole model, in one order on all ranks"""
-        self._own: Tensor | None = None  # 1 where `load` counts
-        self._make_step = partial(RouterStep, num_chunks, balance, level, z=z, weight=weight)
-        no_load_E = torch.zeros(0, dtype=torch.int64, device="cpu")
-        self._losses = list(self._make_step(load_E=no_load_E).coefficients)
-        self._rate, self._group, self._replicas = bias_update_rate, group, replicas
-        if balanced:
-            routes = BalancedRoutes(balanced_stride, split, sequence_length)
-            for _, experts, _ in routers:
-                routes.check(experts)
-            for _, router in self._here:
-                router.choice = routes
-
-    @contextmanager
-    def step(self) -> Iterator[None]:
-        """What runs inside is one training step. Collective at its end, unless the model has no router: there loads are
-        summed and losses averaged over the ranks. The host does not wait for that on CUDA."""
-        for name, router in self._here:
-            totals = self.totals[name]
-            router.step = self._make_step(load_E=load_of(totals).long(), totals=totals)
-        self._packed.zero_()
-        try:
-            yield
-        finally:
-            for _, router in self._here:
-                router.step = None
-        if self._group is not None and self.totals:
-            recorder = Recorder.current()
-            with recorder.collective("routers", "the loads of the experts", recorder.members(self._group)):
-                dist.all_reduce(self._packed, group=self._group)
-            for totals in self.totals.values():
-                losses_of(totals).div_(self._replicas)
-        for name, router in self._here:
-            if self._rate and router.e_score_correction_bias is not None:
-                router.update_bias(load_of(self.totals[name]).long(), self._rate)
-
-    def load(self, rank: int, size: int) -> Tensor:
-        """How many tokens, of all replicas, experts got in the last step, of those in the stages here that are `rank`'s
-        of `size` ranks with as many each: a scalar on the device. The host does not wait."""
-        if self._own is None:
-            self._own = torch.zeros_like(self._packed)
-            own = dict(zip(self.totals, self._own.split([len(totals) for totals in self.totals.values()])))
-            for name, router in self._here:
-                each = router.out_features // size
-                own[name][rank * each : (rank + 1) * each] = 1
-        return (self._packed * self._own).sum()
-
-    def changed_by_steps(self) -> list[Tensor]:
-        """All that a step changes of the routers here and of what was counted, sharing memory."""
-        biases = [router.e_score_correction_bias for _, router in self._here] if self._rate else []
-        return [self._packed, *(bias for bias in biases if bias is not None)]
-
-    def state_tensors(self) -> dict[str, Tensor]:
-        """By name what the next step goes by, of the routers here: what they counted in the last one."""
-        return {f"routers/{name}": self.totals[name] for name, _ in self._here}
-
-    def metrics(self) -> dict[str, Tensor]:
-        """What routers did in the last step: scalars on the device, none without a router. The host does not wait.
-
-        load_max_over_mean: the largest of any router; dropped: tokens without a place at their expert, zero because no
-        expert has a capacity here; the losses of `LOSSES`: the means over routers, without coefficients, where these
-        are not zero.
-        """
-        every = self.totals.values()
-        if not every:
-            return {}
-        load = torch.stack([max_over_mean(load_of(totals)) for totals in every]).max()
-        means = torch.stack([losses_of(totals) for totals in every]).mean(0)
-        losses = dict(zip(LOSSES, means.unbind()))
-        found = {"load_max_over_mean": load, "dropped": load.new_zeros((), dtype=torch.int64)}
-        return found | {name: losses[name] for name in self._losses}

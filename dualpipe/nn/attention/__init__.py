@@ -1,0 +1,16 @@
+"""Attention: rotary embedding, documents, masks, and attention itself, fused on CUDA.
+
+Imports `nn.norm`, `nn.deferral`, `nn.sequence_split` and `kernels`.
+"""
+
+from dualpipe.nn.attention.causal_attention import attend, attend_part, attention_reference
+from dualpipe.nn.attention.context import Context
+from dualpipe.nn.attention.documents import document_numbers, packed_positions
+from dualpipe.nn.attention.rope import Rotary, Yarn, apply_rope, yarn_mscale
+from dualpipe.nn.attention.sinks import apply_sinks
+from dualpipe.nn.sequence_split import Ranges, SequenceSplit, cut
+
+__all__ = [
+    "Context", "Ranges", "Rotary", "SequenceSplit", "Yarn", "apply_rope", "apply_sinks", "attend", "attend_part",
+    "attention_reference", "cut", "document_numbers", "packed_positions", "yarn_mscale",
+]
