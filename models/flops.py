@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 
@@ -99,4 +99,4 @@ def attention_flops(config: HubConfig, index: int, sequence_length: int, *, caus
 def meta_layer(config: HubConfig, index: int) -> Layer:
     """The layer of this number without memory, one for all callers."""
     with torch.device("meta"):
-        return config.layer(index)
+        return cast(Layer, config.layer(index))

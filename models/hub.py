@@ -11,10 +11,9 @@ from dataclasses import MISSING, asdict, dataclass, fields, replace
 from reprlib import repr as brief
 from typing import TYPE_CHECKING, Any, ClassVar, Self, get_args, get_origin, get_type_hints
 
-from dualpipe.nn.attention import Rotary, Yarn
+from torch import nn
 
-if TYPE_CHECKING:
-    from dualpipe.models.decoder import Layer
+from dualpipe.nn.attention import Rotary, Yarn
 
 # Keys of config.json that say nothing about the mathematics of a model.
 _IGNORED = {
@@ -86,7 +85,7 @@ class HubConfig:
         def num_experts(self) -> int: ...  # a field of some, and a property where the hub has another name
         @property
         def rotary_dim(self) -> int: ...  # how many dimensions of a head are rotated
-        def layer(self, index: int) -> Layer: ...  # of this global index
+        def layer(self, index: int) -> nn.Module: ...  # a `Layer`, of this global index
 
     @classmethod
     def from_dict(cls, hub: Mapping[str, Any]) -> Self:

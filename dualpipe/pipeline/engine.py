@@ -39,9 +39,9 @@ from dualpipe.pipeline.lower import Programs
 from dualpipe.pipeline.p2p import P2PGroups, P2PMessages
 from dualpipe.runtime.errors import PipelineError
 from dualpipe.runtime.recorder import Recorder
-from dualpipe.schedule import Schedule, build
-from dualpipe.schedule.build import first_microbatches
-from dualpipe.schedule.search.progress import SearchProgress
+from dualpipe.schedule import Schedule
+from dualpipe.schedule.build import search_with_progress
+from dualpipe.schedule.builders import first_microbatches
 from dualpipe.schedule.types import Step
 from dualpipe.trace.tracer import Place, Tracer
 
@@ -209,7 +209,7 @@ class Pipeline(nn.Module):
             told.value = batch.told
         num_larger, side_names, kind = told.conclusion
         if self._programs.is_to_search(chunks):
-            self._programs.add(self._ranks.first_in_turns(partial(self._search, chunks)))
+            self._programs.add(self._ranks.first_in_turns(partial(search_with_progress, self.num_ranks, chunks)))
         with self._or_hang_up():
             program = self._programs.program(chunks, train=train)
             by_host = self.device.type != "cpu" and kind not in self._loaded
@@ -230,11 +230,6 @@ class Pipeline(nn.Module):
             with self._or_hang_up():
                 self._tied.add()
         return result
-
-    def _search(self, chunks: int) -> Schedule:
-        """Search for a schedule, with its progress on stderr."""
-        with SearchProgress(f"a schedule of {self.num_ranks} ranks and {chunks} micro-batches") as progress:
-            return build("auto", self.num_ranks, chunks, progress=progress)
 
     @contextmanager
     def _or_hang_up(self) -> Iterator[None]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dualpipe.runtime.rank_sync import RankSync
 from dualpipe.schedule import Schedule, build
+from dualpipe.schedule.build import search_with_progress
 from dualpipe.schedule.command import parse_costs
-from dualpipe.schedule.search.progress import SearchProgress
 from dualpipe.train.config.load import Config
 
 
@@ -26,9 +26,7 @@ def build_schedule(config: Config, ranks: RankSync | None = None) -> Schedule:
             costs = parse_costs(parallel.schedule_costs)
         except (OSError, ValueError) as error:
             raise ValueError(f"parallel.schedule_costs = {parallel.schedule_costs!r}: {error}") from error
-        with SearchProgress(f"a schedule of {parallel.pp} ranks and {num_chunks} micro-batches") as progress:
-            return build("auto", parallel.pp, num_chunks, costs=costs, memory=parallel.schedule_memory or None,
-                         progress=progress)
+        return search_with_progress(parallel.pp, num_chunks, costs=costs, memory=parallel.schedule_memory or None)
 
     if ranks is None or ranks.size == 1:
         return find()

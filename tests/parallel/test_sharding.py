@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from dualpipe.models import Qwen3MoeConfig, build_stages
 from dualpipe.parallel import DTypePolicy, Rule, assert_contract, resolve_dtypes, shard
-from dualpipe.parallel.fsdp.shard import Cut
+from dualpipe.parallel.precision.units import ModuleUnits
 from ranks import run_ranks
 from toys import param_groups, relative_error
 
@@ -229,7 +229,7 @@ def qwen(rank):
         assert_contract(model, plan, run=lambda: step(model, rank))
     assert {step(plain, seed) for seed in (0, 1)} == {BF16}
     expected = {name: p.grad / 2 for name, p in plain.named_parameters()}
-    units = sum(len(modules) > 1 for modules, _ in Cut(plain, plan).units)
+    units = sum(len(modules) > 1 for modules, _ in ModuleUnits(plain, plan).units)
     return worst(gradients(model), expected), seen, units
 
 
@@ -394,7 +394,7 @@ def test_given_a_scalar_parameter_then_the_plan_is_refused_unless_it_is_frozen()
 
 def names_of_units(model, *rules):
     names = {module: name for name, module in model.named_modules()}
-    units = Cut(model, resolve_dtypes(model, policy(*rules))).units
+    units = ModuleUnits(model, resolve_dtypes(model, policy(*rules))).units
     return [[names[module] for module in modules] for modules, _ in units]
 
 
@@ -423,7 +423,7 @@ def test_a_frozen_scalar_of_another_dtype_does_not_decide_what_goes_into_its_mod
     scaled, norm = Scale(), Scale()
     scaled.factor = nn.Parameter(torch.tensor(2.0), requires_grad=False)
     model = Calling(scaled=scaled, norm=norm)
-    cut = Cut(model, resolve_dtypes(model, policy(("scaled.factor", FP32), ("norm", FP32))))
+    cut = ModuleUnits(model, resolve_dtypes(model, policy(("scaled.factor", FP32), ("norm", FP32))))
     assert {module: inputs for module, (inputs, _) in cut.casts.items()} == {model: BF16, scaled: BF16, norm: FP32}
 
 

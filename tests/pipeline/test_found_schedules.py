@@ -20,6 +20,7 @@ from dualpipe import DualPipeV, WeightGradStore
 from dualpipe.nn.segments import Communicate, Compute
 from dualpipe.pipeline import engine
 from dualpipe.schedule import Costs, build, simulate, validate
+from dualpipe.schedule.build import search_with_progress
 from ranks import run_ranks
 from toys import gradient_error, make_stages, reference, relative_error
 
@@ -72,17 +73,17 @@ def searched_by(rank, world, fails, cache):
     """The order that ranks run which are to search, or the error where rank 0 `fails`; searches; what was printed."""
     searches, said = [], io.StringIO()
 
-    def find(*args, progress):
+    def find(*args):
         searches.append(args)
         if fails:
             raise MemoryError("planted")
-        return build(*args, effort=20_000, progress=progress)
+        return search_with_progress(*args, effort=20_000)
 
     stages = make_stages(2 * world)
     pipe = DualPipeV((stages[rank], stages[2 * world - 1 - rank]), schedule="auto")
     x = torch.ones(6, 8, dtype=torch.float64)
     no_earlier_search = mock.patch.dict(os.environ, XDG_CACHE_HOME=cache)
-    with no_earlier_search, mock.patch.object(engine, "build", find), contextlib.redirect_stderr(said):
+    with no_earlier_search, mock.patch.object(engine, "search_with_progress", find), contextlib.redirect_stderr(said):
         try:
             for _ in range(2):
                 pipe.step(x, num_chunks=3, criterion=nn.functional.mse_loss, labels=(x,))

@@ -10,10 +10,10 @@ from unittest import mock
 import pytest
 
 import dualpipe.runtime.rank_sync
-from dualpipe import schedule
 from dualpipe.runtime.errors import RankLost
 from dualpipe.runtime.rank_sync import RankSync
 from dualpipe.schedule import build, validate
+from dualpipe.schedule.build import search_with_progress
 from dualpipe.train import build_schedule as of_run
 from dualpipe.train.config.load import Config
 from dualpipe.train.config.schema import ParallelConfig, TrainConfig
@@ -33,9 +33,10 @@ def of_ranks(rank, world, cache, seconds, costs):
     def find(*args, **options):
         assert rank == 0, "another rank searches"
         time.sleep(seconds)
-        return schedule.build(*args, effort=0, **options)
+        return search_with_progress(*args, effort=0, **options)
 
-    with mock.patch.object(of_run, "build", find), mock.patch.object(dualpipe.runtime.rank_sync, "TURN", 0.2):
+    one_search = mock.patch.object(of_run, "search_with_progress", find)
+    with one_search, mock.patch.object(dualpipe.runtime.rank_sync, "TURN", 0.2):
         return of_run.build_schedule(config(pp=2, schedule_costs=costs), RankSync(dist.group.WORLD))
 
 
@@ -58,7 +59,7 @@ def test_a_rank_that_is_lost_is_not_waited_for_with_the_search():
             raise RankLost("rank 1 is gone")
 
     over = Event()
-    search = mock.patch.object(of_run, "build", lambda *_, **__: over.wait(20))
+    search = mock.patch.object(of_run, "search_with_progress", lambda *_, **__: over.wait(20))
     with search, mock.patch.object(dualpipe.runtime.rank_sync, "TURN", 0.1):
         begun = time.monotonic()
         with pytest.raises(RankLost):

@@ -1,25 +1,16 @@
 """Sharding a module as its dtype plan says: into FSDP2 units of one dtype each, with casts where dtypes meet.
 
-    host      the module itself, an element of its outermost ModuleList or ModuleDict (a layer), or a frozen tower
-    unit      parameters of one key (storage, compute, reduce, expert or dense) in a host, gathered and reduced together
-    cast      what goes into a module that owns parameters has their compute dtype, where its host mixes dtypes
-    narrow    a parameter that is gathered wider than it computes in, for what its module owns beside it, is cast for
-              the module's forward
-
-FSDP2 gathers a unit in one dtype and reduces it in one; its assertion about that comes in the first forward, and says
-nothing of frozen parameters. So parameters are grouped here, before anything is sharded. The casts are forward hooks of
-ours and not those of `MixedPrecisionPolicy`: modules that are no units, or not sharded, need them as well, and until
-torch 2.11 a unit of several modules casts the inputs of its first one only.
+Units and casts are those of `parallel.precision.units`. The casts are forward hooks of ours and not those of
+`MixedPrecisionPolicy`: modules that are no units, or not sharded, need them as well, and until torch 2.11 a unit of
+several modules casts the inputs of its first one only.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,9 +24,8 @@ from dualpipe.parallel.fsdp.driver import Place, keep_hook_on_reduce_stream, len
 from dualpipe.parallel.fsdp.materialize import store
 from dualpipe.parallel.fsdp.quantized_gather import PackedGather, attach, gather_packed
 from dualpipe.parallel.precision.plan import DTypePlan, slots
+from dualpipe.parallel.precision.units import Key, ModuleUnits
 from dualpipe.runtime.dtypes import short_name
-
-_Dtypes = tuple[torch.dtype, torch.dtype | None]  # computed in, and returned where that is another
 
 
 def shard_stages(
@@ -77,8 +67,8 @@ def shard(
     `param_dtype`, and `module` its `output_dtype` or, with a warning, the one given here. unsharded: parameters that
     FSDP2 is not to know of in this module, for `shard_stages`.
 
-    Raises ValueError where `Cut` does, the module is sharded already, meshes do not fit the experts, or, with no mesh,
-    a parameter would have to compute in another dtype than it is stored in.
+    Raises ValueError where `ModuleUnits` does, the module is sharded already, meshes do not fit the experts, or, with
+    no mesh, a parameter would have to compute in another dtype than it is stored in.
     """
     if isinstance(module, FSDPModule):
         raise ValueError("the module is sharded already; shard it once, from the outermost module")
@@ -89,7 +79,7 @@ def shard(
     if boundary is not planned:
         warnings.warn(f"the module returns {short_name(boundary)}, not the policy's output_dtype {short_name(planned)}",
                       stacklevel=2)
-    cut = Cut(module, plan, output_dtype=boundary)
+    cut = ModuleUnits(module, plan, output_dtype=boundary)
     store(module, mesh, plan, expert_mesh)
     if mesh is not None and mesh.ndim > 2:  # FSDP2 takes (shard,) or (replicate, shard)
         *replicated, last = mesh.mesh_dim_names or ()
@@ -113,210 +103,6 @@ def shard(
     for inner, dtypes in cut.narrowed.items():
         _narrow(inner, dtypes)
     return module
-
-
-class Key(NamedTuple):
-    """What the parameters of a unit have in common."""
-
-    storage: torch.dtype
-    compute: torch.dtype
-    reduce: torch.dtype
-    expert: bool  # already sharded over the expert-parallel ranks
-
-    def __str__(self) -> str:
-        storage, compute, reduce = map(short_name, self[:3])
-        return f"{storage} computing in {compute}, reduced in {reduce}{', expert' if self.expert else ''}"
-
-
-@dataclass
-class _Part:
-    """A module with what `Cut` has to know of it."""
-
-    module: nn.Module
-    name: str
-    is_host: bool
-    own: Key | None = None  # of the parameters that it owns directly
-    narrow: torch.dtype | None = None  # what it computes in, where some of these are gathered wider than that
-    casts: dict[_Dtypes, None] = field(default_factory=dict)  # of these and of frozen scalars, in order
-    children: list[_Part] = field(default_factory=list)
-    keys: set[Key] = field(default_factory=set)  # of all parameters inside
-    dtypes: set[_Dtypes] = field(default_factory=set)  # of all floating-point tensors inside
-    sizes: Counter[Key] = field(default_factory=Counter)  # dense, computing in the policy's dtype, in no host inside
-    has_hosts: bool = False
-    seen: bool = False  # whether its units are found
-
-    @property
-    def main(self) -> Key | None:
-        """The key of its own parameters or, where it has none, of most that compute in the policy's dtype."""
-        if self.own or len(self.keys) == 1:
-            return self.own or next(iter(self.keys))
-        return max(self.sizes, key=self.sizes.__getitem__, default=None)
-
-
-class Cut:
-    """How a module is cut as its plan says; nothing of the module is changed.
-
-    units: modules whose parameters are gathered and reduced together, and their key (None: no parameters of their own);
-    innermost first, the order in which they are to be sharded. casts: by module, what its floating-point inputs and
-    outputs are cast to; None leaves them. narrowed: by module, the parameters that its forward sees in another dtype
-    than they are gathered in. output_dtype: what the module returns, by default the policy's.
-
-    Raises ValueError where the plan lacks a tensor, or dtypes meet where FSDP2 cannot keep them apart: in parameters
-    that one module owns directly, in a container without a forward, in tied parameters.
-    """
-
-    def __init__(self, root: nn.Module, plan: DTypePlan, *, output_dtype: torch.dtype | None = None) -> None:
-        self._plan, base = plan, plan.policy.param_dtype
-        self._parts: dict[nn.Module, _Part] = {}
-        self.units: list[tuple[tuple[nn.Module, ...], Key | None]] = []
-        self.casts: dict[nn.Module, _Dtypes] = {}
-        self.narrowed: defaultdict[nn.Module, dict[str, torch.dtype]] = defaultdict(dict)
-        whole = self._look(root, "")
-        self._find_casts(whole, output_dtype or plan.policy.output_dtype)
-        for part in self._parts.values():
-            if part.is_host:  # returns what is computed in, whatever its fp32 parts do; one all in fp32, fp32
-                outputs = {base if any(dtype is base for dtype, _ in part.dtypes) else out for _, out in part.dtypes}
-                self._find_casts(part, outputs.pop() if len(outputs) == 1 else None)
-        self._find_units(whole, whole.main)
-        self._join_tied()
-
-    def _look(self, module: nn.Module, name: str, *, is_host: bool = False, in_layer: bool = False) -> _Part:
-        """Note a module and what is inside, by the first place that it has; a layer has no layers of its own."""
-        part = self._parts[module] = self._part(module, name, is_host)
-        for key, child in module.named_children():
-            if child not in self._parts:
-                is_layer = isinstance(module, nn.ModuleList | nn.ModuleDict) and not in_layer
-                has_more = any(True for _ in chain(child.children(), child.buffers(recurse=False)))
-                is_tower = has_more and not _is_trained(child) and _is_trained(module)
-                sharded = any(param.dim() for param in child.parameters())
-                is_host = (is_layer or is_tower) and sharded and _has_forward(child)
-                in_host = in_layer or (is_host and is_layer)
-                self._look(child, f"{name}.{key}".lstrip("."), is_host=is_host, in_layer=in_host)
-            inner = self._parts[child]
-            part.children.append(inner)
-            part.keys |= inner.keys
-            part.dtypes |= inner.dtypes
-            part.has_hosts |= inner.is_host or inner.has_hosts
-            if not inner.is_host:
-                part.sizes.update(inner.sizes)
-        return part
-
-    def _part(self, module: nn.Module, name: str, is_host: bool) -> _Part:
-        """A module with what it owns directly."""
-        part = _Part(module, name, is_host)
-        owned: dict[Key, str] = {}
-        for key, tensor in chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False)):
-            full, is_param = f"{name}.{key}".lstrip("."), isinstance(tensor, nn.Parameter)
-            dtypes = self._plan.of(full)
-            if tensor.is_floating_point():
-                part.dtypes.add((dtypes.compute, dtypes.output))
-                if is_param:
-                    part.casts[dtypes.compute, dtypes.output] = None
-            if is_param and tensor.dim() > 0:
-                reduce = self._plan.reduce_dtype(full)
-                gathered = dtypes.unsharded or dtypes.compute
-                part.own = Key(dtypes.storage, gathered, reduce, isinstance(tensor, DTensor))
-                owned.setdefault(part.own, full)
-                if dtypes.unsharded:
-                    part.narrow = dtypes.compute
-                    self.narrowed[module][key] = dtypes.compute
-            elif is_param and tensor.requires_grad:
-                raise ValueError(f"{full} is a scalar, which FSDP2 cannot shard: give it the shape (1,)")
-        if len(owned) > 1:
-            found = ", ".join(f"{full} ({key})" for key, full in owned.items())
-            raise ValueError(f"{name or 'the module'} ({type(module).__name__}) directly owns parameters that FSDP2 "
-                             f"cannot keep apart: {found}; give them the same dtypes with a rule or pin, or move some "
-                             "to a submodule")
-        part.keys.update(owned)
-        if part.own and part.own.compute is self._plan.policy.param_dtype and not part.own.expert:
-            part.sizes[part.own] = sum(param.numel() for param in module.parameters(recurse=False))
-        return part
-
-    def _find_casts(self, host: _Part, output: torch.dtype | None) -> None:
-        """The casts of a host, which returns `output`; where it mixes dtypes, those around the largest modules in it of
-        one dtype, and into those that own parameters among other dtypes."""
-        computes = {dtype for dtype, _ in host.dtypes}
-        main = host.main.compute if host.main else self._plan.policy.param_dtype
-        self.casts[host.module] = computes.pop() if len(computes) == 1 else host.narrow or main, output
-        inside = [] if len(host.dtypes) == 1 or _mixes_by_itself(host) else host.children[::-1]
-        while inside:
-            part = inside.pop()
-            if not part.keys or part.is_host:
-                continue
-            if len(part.dtypes) == 1 and _has_forward(part.module):
-                (self.casts[part.module],) = part.dtypes
-                continue
-            if len({output for _, output in part.casts}) > 1:
-                raise ValueError(f"rules disagree on what {part.name} returns: {set(part.casts)}")
-            if part.casts and _has_forward(part.module):
-                inputs, returned = next(iter(part.casts))
-                self.casts[part.module] = part.narrow or inputs, returned
-            inside += [] if _mixes_by_itself(part) else part.children[::-1]
-
-    def _find_units(self, host: _Part, main: Key | None) -> None:
-        """The units in a module, and last the module itself with what is around them, of the key `main`."""
-        groups: defaultdict[Key, list[nn.Module]] = defaultdict(list)
-        inside = host.children[::-1]
-        while inside:
-            part = inside.pop()
-            if part.seen or not part.keys:
-                continue
-            part.seen, has_forward = True, _has_forward(part.module)
-            if part.is_host:
-                self._find_units(part, part.main)
-            elif not has_forward and part.own not in (None, main):
-                raise ValueError(f"{part.name} ({type(part.module).__name__}) has no forward, so its parameters, "
-                                 f"{part.own}, cannot be gathered apart from those around it, {main or 'none'}: give "
-                                 "both the same dtype, or move them to a module that has one")
-            elif has_forward and len(part.keys) == 1 and not part.has_hosts:
-                (key,) = part.keys
-                if key != main:
-                    groups[key].append(part.module)
-            elif part.own in (None, main):
-                inside += part.children[::-1]
-            else:
-                self._find_units(part, part.own)
-        self.units += [(tuple(modules), key) for key, modules in groups.items()]
-        self.units.append(((host.module,), main))
-
-    def _join_tied(self) -> None:
-        """Put modules of different units that share a parameter into a unit of their own, ahead of all others."""
-        unit_of: dict[nn.Module, int] = {}
-        for number, (modules, _) in enumerate(self.units):  # innermost first
-            for module in chain.from_iterable(outer.modules() for outer in modules):
-                unit_of.setdefault(module, number)
-        owners: defaultdict[nn.Parameter, list[nn.Module]] = defaultdict(list)
-        for module in self._parts:
-            for param in module.parameters(recurse=False):
-                owners[param].append(module)
-        joined: dict[tuple[nn.Module, ...], Key | None] = {}
-        taken: set[nn.Module] = set()
-        for tied in owners.values():
-            if len({unit_of[module] for module in tied}) > 1:
-                if not taken.isdisjoint(tied) or any(self._parts[module].children for module in tied):
-                    raise ValueError(f"{[type(module).__name__ for module in tied]} share a parameter across units and "
-                                     "have others besides: tie modules that own nothing else")
-                joined[tuple(tied)] = self.units[unit_of[tied[0]]][1]
-                taken.update(tied)
-        rest = [(tuple(m for m in modules if m not in taken), key) for modules, key in self.units]
-        self.units = [*joined.items(), *(unit for unit in rest if unit[0])]
-
-
-def _mixes_by_itself(part: _Part) -> bool:
-    """Return True for a module whose own parameters differ in dtype, and what is inside does not: its forward was
-    written for that mix, and casts where it wants to."""
-    return part.narrow is not None and all(child.dtypes <= {(part.narrow, None)} for child in part.children)
-
-
-def _has_forward(module: nn.Module) -> bool:
-    return type(module).forward is not nn.Module.forward
-
-
-def _is_trained(module: nn.Module) -> bool:
-    return any(param.requires_grad for param in module.parameters())
-
-
-# -- making it so
 
 
 def _fully_shard(

@@ -16,8 +16,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from dualpipe.kernels.formats import Format
-from dualpipe.parallel.fsdp.shard import Cut
 from dualpipe.parallel.precision.plan import DTypePlan, DTypePolicy, Rule, TensorDTypes, matches, slots
+from dualpipe.parallel.precision.units import ModuleUnits
 from dualpipe.quantized.tensor import QuantizedTensor
 from dualpipe.quantized.weights import quantizable
 from dualpipe.runtime import errors
@@ -140,7 +140,7 @@ def _resolve(
     if sharded:
         widen_siblings(modules, found, plan, tensors)
     for module in modules if sharded else ():
-        Cut(module, plan)  # which refuses what FSDP2 could not keep apart
+        ModuleUnits(module, plan)  # which refuses what FSDP2 could not keep apart
     return plan, patterns
 
 
@@ -281,9 +281,9 @@ def widen_siblings(
     """Store, gather and reduce vectors that a module owns beside wider parameters in the widest of their dtypes, as
     FSDP2 stores, gathers and reduces all that one module owns in one.
 
-    Changes `tensors`, those of the plan. Matrices stay, for `Cut` to refuse: they would take twice the memory and
-    traffic. So do those of torch's modules and ours, whose operators take one dtype, and what a rule stores or reduces
-    so.
+    Changes `tensors`, those of the plan. Matrices stay, for `ModuleUnits` to refuse: they would take twice the memory
+    and traffic. So do those of torch's modules and ours, whose operators take one dtype, and what a rule stores or
+    reduces so.
     """
     owned: defaultdict[nn.Module, dict[int, str]] = defaultdict(dict)
     for slot in chain.from_iterable(map(slots, roots)):

@@ -20,7 +20,7 @@ from math import isfinite
 from operator import itemgetter
 
 from dualpipe.runtime.errors import die_with
-from dualpipe.schedule.build import build
+from dualpipe.schedule.builders import KNOWN, check_size
 from dualpipe.schedule.search import cache
 from dualpipe.schedule.search.anneal import COOLING, RankOrder, Times, Timing, anneal, orders_of, plays, with_steps
 from dualpipe.schedule.search.bound import lower_bounds
@@ -66,6 +66,8 @@ def search(
 
     Raises ValueError where the memory cannot hold one micro-batch, or an argument is not a number.
     """
+    check_size("num_ranks", num_ranks)
+    check_size("num_microbatches", num_microbatches)
     costs = costs or Costs()
     memory = 2 * num_ranks + 1 if memory is None else memory
     if isinstance(memory, bool) or not isinstance(memory, int | float) or not isfinite(memory) or memory < 2:
@@ -90,7 +92,7 @@ def search(
 def _known(num_ranks: int, num_microbatches: int, costs: Costs, memory: float) -> Iterator[Timeline]:
     """The families that fit the memory."""
     for name in FAMILIES:
-        timeline = simulate(build(name, num_ranks, num_microbatches), costs)
+        timeline = simulate(KNOWN[name](num_ranks, num_microbatches), costs)
         if timeline.peak_memory <= memory:
             yield timeline
 
