@@ -38,7 +38,7 @@ from rank_processes import RankProcesses, join_gloo, results_of
 
 from dualpipe.checkpoint import Checkpoints, load
 from dualpipe.parallel.mesh import build_mesh
-from dualpipe.train.launch.environment import RankInfo
+from dualpipe.runtime.rank_process import RankInfo
 
 SECONDS = 3600.0  # after which the ranks are given up
 SMALL = 100  # tensors of 4 KB, beside large ones

@@ -49,10 +49,10 @@ from dualpipe.models.flops import flops_per_token
 from dualpipe.nn.routing.balanced_routes import random_like_stride
 from dualpipe.parallel.all_to_all import PendingRows
 from dualpipe.runtime import device as cuda
+from dualpipe.runtime.rank_process import RankInfo
 from dualpipe.schedule import build
 from dualpipe.train.config.schema import Config, MemoryConfig, ModelConfig, ParallelConfig, RouterConfig, TrainConfig
 from dualpipe.train.launch.distributed import join
-from dualpipe.train.launch.environment import RankInfo
 from dualpipe.train.metrics import memory_bytes
 
 EXAMPLES = Path(__file__).parents[1] / "examples"

@@ -35,7 +35,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import ScheduleDualPipeV
 
 from dualpipe import DualPipeV
-from dualpipe.train.launch.environment import RankInfo
+from dualpipe.runtime.rank_process import RankInfo
 
 ROWS, WIDTH = 4, 16  # of one micro-batch
 SECONDS = 600.0  # after which the ranks are given up

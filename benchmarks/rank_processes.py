@@ -24,7 +24,8 @@ from typing import Any
 import torch.distributed as dist
 
 from dualpipe.runtime.errors import die_with
-from dualpipe.train.launch.environment import RankInfo, rank_from_environment, slurm_rendezvous
+from dualpipe.runtime.rank_process import RankInfo
+from dualpipe.train.launch.environment import rank_from_environment, slurm_rendezvous
 from dualpipe.train.launch.store import connect
 
 GRACE = 10.0

@@ -51,7 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _on_ranks(args: argparse.Namespace) -> int:
     """`train` and `parity`: the work of a rank of the job, or starting all ranks where nobody did."""
-    from dualpipe.train.launch.environment import LAUNCHER, as_rank, load_everywhere, rank_from_environment
+    from dualpipe.runtime.rank_process import LAUNCHER, as_rank
+    from dualpipe.train.launch.environment import load_everywhere, rank_from_environment
     from dualpipe.train.launch.local import start_ranks
 
     args, overrides = _after_config(args)
@@ -90,8 +91,9 @@ def _after_config(args: argparse.Namespace) -> tuple[argparse.Namespace, list[st
 
 
 def _replay(args: argparse.Namespace) -> int:
+    from dualpipe.runtime.rank_process import RankInfo, as_rank
     from dualpipe.train.anomaly.replay import read_bundle, replay
-    from dualpipe.train.launch.environment import RankInfo, as_rank, rank_from_environment, slurm_rendezvous
+    from dualpipe.train.launch.environment import rank_from_environment, slurm_rendezvous
     from dualpipe.train.launch.local import start_ranks
 
     config, manifest = read_bundle(args.bundle)
@@ -115,9 +117,10 @@ def _pack(args: argparse.Namespace) -> None:
 
 
 def _dtypes(args: argparse.Namespace) -> None:
-    from dualpipe.train.build import plan_run, read_model_config
+    from dualpipe.train.build import plan_run
     from dualpipe.train.checkpointing import find_source
     from dualpipe.train.config.load import fit_world, load_config
+    from dualpipe.train.config.model_config import read_model_config
 
     config = load_config(args.config, args.overrides)
     config = fit_world(config, config.parallel.world_size)
@@ -130,8 +133,8 @@ def _dtypes(args: argparse.Namespace) -> None:
 def _memory(args: argparse.Namespace) -> None:
     from dualpipe.plan import memory_timeline
     from dualpipe.plan.memory import estimate, table
-    from dualpipe.train.build import read_model_config
     from dualpipe.train.config.load import load_config
+    from dualpipe.train.config.model_config import read_model_config
 
     args, overrides = _after_config(args)
     config = load_config(args.config, overrides)

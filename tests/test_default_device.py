@@ -22,8 +22,8 @@ from dualpipe.checkpoint import load, training_state
 from dualpipe.checkpoint.save import save
 from dualpipe.models import config_from_dict
 from dualpipe.plan.activations import activation_bytes
+from dualpipe.runtime.rank_process import RankInfo
 from dualpipe.train.config.load import load_config
-from dualpipe.train.launch.environment import RankInfo
 from dualpipe.train.trainer import train
 from native import CONFIG, Trainee
 from ranks import run_ranks

@@ -18,8 +18,9 @@ from dualpipe.plan.meshes import Wanted, plan
 from dualpipe.plan.predict import Prediction
 from dualpipe.runtime.files import write_wanted
 from dualpipe.schedule.page import WholeStep, to_html
-from dualpipe.train.build import read_model_config
-from dualpipe.train.config.load import PATHS, Config, load_config
+from dualpipe.train.config.load import PATHS, load_config
+from dualpipe.train.config.model_config import read_model_config
+from dualpipe.train.config.schema import Config
 
 DRAWN = 4  # runs whose steps are on a page
 COLUMNS = ("row", "pp", "dp", "cp", "ep", "schedule", "micro-batches", "recompute", "step s", "tok/s/GPU", "MFU",

@@ -39,8 +39,8 @@ from dualpipe.runtime.dtypes import dtype_of
 from dualpipe.schedule import Schedule, Step, build
 from dualpipe.train.build import plan_run
 from dualpipe.train.build_schedule import build_schedule
-from dualpipe.train.config.load import Config, fit_world
-from dualpipe.train.config.schema import DTypesConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from dualpipe.train.config.load import fit_world
+from dualpipe.train.config.schema import Config, DTypesConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from dualpipe.train.optim.optimizer import algorithm_of, parameter_places
 
 GB = 10**9

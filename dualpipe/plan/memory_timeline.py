@@ -20,7 +20,7 @@ from dualpipe.models import HubConfig
 from dualpipe.plan.memory import step_memory, unit_for
 from dualpipe.schedule import Step
 from dualpipe.schedule.svg import legend, picture, rect, text, tick_step, titled
-from dualpipe.train.config.load import Config
+from dualpipe.train.config.schema import Config
 
 COLOURS = {"parameters": "#8f9be0", "accumulators": "#d3d8f5", "optimizer": "#b0b7bf", "activations": "#58b368",
            "pending": "#f5b041", "buffers": "#c2554d"}

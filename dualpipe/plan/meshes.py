@@ -14,7 +14,7 @@ from dualpipe.plan.machines import Machine
 from dualpipe.plan.memory import GB, built, estimate
 from dualpipe.plan.predict import Prediction
 from dualpipe.schedule.build import BUILDERS
-from dualpipe.train.config.load import Config
+from dualpipe.train.config.schema import Config
 
 # What is tried. A schedule that is searched for takes its time for a single mesh: choose the mesh first.
 SCHEDULES = tuple(name for name in BUILDERS if name != "auto")

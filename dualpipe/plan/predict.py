@@ -34,8 +34,7 @@ from dualpipe.plan.memory import (
 from dualpipe.plan.operators import IN_BF16, InFP8
 from dualpipe.runtime.dtypes import dtype_of
 from dualpipe.schedule import Costs, Schedule, Timeline, simulate
-from dualpipe.train.config.load import Config
-from dualpipe.train.config.schema import DTypesConfig
+from dualpipe.train.config.schema import Config, DTypesConfig
 from dualpipe.train.optim.muon import operations
 
 PRODUCTS = ("gemm", "grouped", "fp8 gemm", "fp8 grouped", "attention", "attention backward")

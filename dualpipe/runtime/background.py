@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from threading import Thread
 from typing import TypeVar
 
@@ -22,3 +22,10 @@ def in_background(work: Callable[[], T], name: str = "") -> Future[T]:
 
     Thread(target=run, daemon=True, name=name).start()
     return found
+
+
+def limited(work: Callable[[], T], seconds: float, name: str = "") -> T | None:
+    """What `work` gives, which may hang; None where it has not come after so many seconds."""
+    found = in_background(work, name)
+    wait([found], seconds)
+    return found.result() if found.done() else None

@@ -38,6 +38,7 @@ from dualpipe.runtime.dtypes import dtype_of, short_name
 from dualpipe.runtime.errors import nearest
 from dualpipe.runtime.rank_sync import RankSync
 from dualpipe.schedule import Schedule, build
+from dualpipe.train.config.model_config import read_model_config
 from dualpipe.train.config.schema import ALGORITHMS, AUTO, Config
 from dualpipe.train.loss import MicroBatchLoss
 from dualpipe.train.optim.optimizer import Group, Optimizer, layer_groups, parameter_places
@@ -53,20 +54,6 @@ class Model(NamedTuple):
     has_last: bool
     masters: Mapping[nn.Parameter, Tensor]
     """float32 values, from a checkpoint, of parameters that are stored in less, for the optimizer to update"""
-
-
-def read_model_config(config: Config) -> HubConfig:
-    """The model that a configuration names, with its layers for multi-token prediction where these are trained;
-    ValueError where that is no file, no JSON, or no model of this library, or has no such layers."""
-    try:
-        found = read_config(config.model_path)
-        found = found.with_mtp() if config.mtp.weight else found
-    except ValueError as error:
-        raise ValueError(f"{'model.config' if config.model.config else 'init.from_hf'}: {error}") from error
-    if (length := config.train.sequence_length) <= found.mtp_depth:
-        raise ValueError(f"train.sequence_length = {length}: no token has one {found.mtp_depth + 1} places ahead to be "
-                         f"predicted by layer {found.mtp_depth} for multi-token prediction; give more")
-    return found
 
 
 def check_positions(config: Config) -> str:

@@ -6,7 +6,7 @@ from dualpipe.runtime.rank_sync import RankSync
 from dualpipe.schedule import Schedule, build
 from dualpipe.schedule.build import search_with_progress
 from dualpipe.schedule.command import parse_costs
-from dualpipe.train.config.load import Config
+from dualpipe.train.config.schema import Config
 
 
 def build_schedule(config: Config, ranks: RankSync | None = None) -> Schedule:

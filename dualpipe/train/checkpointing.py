@@ -25,11 +25,11 @@ from dualpipe.nn.routing.router_set import RouterSet
 from dualpipe.parallel.mesh import TRAFFIC
 from dualpipe.runtime.dtypes import dtype_of
 from dualpipe.runtime.errors import RankLost
+from dualpipe.runtime.rank_process import starts_before
 from dualpipe.train.build import Model
 from dualpipe.train.config.schema import Config
 from dualpipe.train.data.loader import Loader
 from dualpipe.train.launch.distributed import Job
-from dualpipe.train.launch.environment import starts_before
 from dualpipe.train.metrics import say
 from dualpipe.train.optim.optimizer import Optimizer
 

@@ -43,6 +43,7 @@ from dualpipe.parallel.context.context_parallel import ContextParallel
 from dualpipe.pipeline.executor import as_tuple
 from dualpipe.runtime.device import deterministic
 from dualpipe.runtime.dtypes import dtype_of, long_name
+from dualpipe.runtime.rank_process import RankInfo
 from dualpipe.schedule.draw import aligned
 from dualpipe.train.build import (
     build_model,
@@ -51,15 +52,14 @@ from dualpipe.train.build import (
     micro_batch_loss,
     plan_model,
     plan_run,
-    read_model_config,
     token_weight,
 )
 from dualpipe.train.build_schedule import build_schedule
-from dualpipe.train.config.load import Config, fit_world
-from dualpipe.train.config.schema import DTypesConfig
+from dualpipe.train.config.load import fit_world
+from dualpipe.train.config.model_config import read_model_config
+from dualpipe.train.config.schema import Config, DTypesConfig
 from dualpipe.train.data.loader import shifted
 from dualpipe.train.launch.distributed import Job, join
-from dualpipe.train.launch.environment import RankInfo
 from dualpipe.train.loss import tokens_ahead
 from dualpipe.train.metrics import say
 

@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dualpipe.runtime.rank_process import LAUNCHER
 from dualpipe.runtime.recorder import Recorder
 from dualpipe.train.config.schema import Config
 from dualpipe.train.launch.distributed import Job
-from dualpipe.train.launch.environment import LAUNCHER
 
 _STEPS = 16  # by whose times the next one's is guessed
 

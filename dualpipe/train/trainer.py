@@ -25,6 +25,7 @@ from dualpipe.parallel.mesh import DENSE
 from dualpipe.runtime.device import Event, deterministic, model_name, new_stream, peak_tflops, record, to_host
 from dualpipe.runtime.dtypes import dtype_of
 from dualpipe.runtime.files import lock
+from dualpipe.runtime.rank_process import RankInfo
 from dualpipe.runtime.recorder import Recorder
 from dualpipe.train.anomaly.guard import BadStep, Guard, Kept
 from dualpipe.train.build import (
@@ -34,15 +35,14 @@ from dualpipe.train.build import (
     check_export,
     check_positions,
     plan_run,
-    read_model_config,
     slow_products,
     token_weight,
 )
 from dualpipe.train.build_schedule import build_schedule
 from dualpipe.train.checkpointing import Saver, State, describe
 from dualpipe.train.config.elastic import fit_run
-from dualpipe.train.config.load import Config
-from dualpipe.train.config.schema import AUTO
+from dualpipe.train.config.model_config import read_model_config
+from dualpipe.train.config.schema import AUTO, Config
 from dualpipe.train.data.loader import (
     Batch,
     Loader,
@@ -56,7 +56,6 @@ from dualpipe.train.data.loader import (
 from dualpipe.train.garbage_collection import GarbageCollection
 from dualpipe.train.health.watchdog import Watchdog
 from dualpipe.train.launch.distributed import Job, join
-from dualpipe.train.launch.environment import RankInfo
 from dualpipe.train.loss import MicroBatchLoss, accepted, tokens_ahead
 from dualpipe.train.metrics import MetricsWriter, StepMetrics, draw, memory_bytes, say, set_aside
 from dualpipe.train.optim.optimizer import learning_rate

@@ -28,9 +28,9 @@ from torch import Tensor
 
 from dualpipe.nn.deferral import local
 from dualpipe.pipeline.p2p import Link
+from dualpipe.runtime.rank_process import starts_before
 from dualpipe.runtime.recorder import Entry, Recorder
 from dualpipe.train import trainer
-from dualpipe.train.launch.environment import starts_before
 
 KINDS = {
     "kill": "the process is gone at once, by SIGKILL",

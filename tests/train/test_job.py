@@ -15,10 +15,11 @@ import torch
 import torch.distributed as dist
 
 from dualpipe import cli
+from dualpipe.runtime.rank_process import RankInfo
 from dualpipe.train.config.load import load_config
-from dualpipe.train.launch import distributed as job
-from dualpipe.train.launch.distributed import agree, join
-from dualpipe.train.launch.environment import RankInfo
+from dualpipe.train.launch import distributed, settings_check
+from dualpipe.train.launch.distributed import join
+from dualpipe.train.launch.settings_check import agree, run_settings
 from dualpipe.train.launch.store import connect
 from ranks import run_ranks
 
@@ -86,13 +87,13 @@ def environment(rank, config, port):
     for name in names:
         os.environ.pop(name, None)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}", "CUDA_MODULE_LOADING": "LAZY"}
-    found, count = {}, job.cuda.count
+    found, count = {}, distributed.cuda.count
 
     def counted():
         found.update(os.environ)
         return count()
 
-    job.cuda.count = counted
+    distributed.cuda.count = counted
     with join(config, RankInfo(rank, 2, rank, 2)):
         return [found.get(name) for name in names]
 
@@ -203,23 +204,23 @@ def test_ranks_that_see_one_device_each_do_not_share_it(run_toml, monkeypatch):
 
 def test_directories_may_differ_where_nothing_is_saved(run_toml):
     config = changed(load_config(run_toml), "checkpoint.interval", 1)
-    assert "the directory of checkpoints" in dict(job.run_settings(config))
+    assert "the directory of checkpoints" in dict(run_settings(config))
     assert "the directory of checkpoints" not in dict(
-        job.run_settings(changed(config, "checkpoint.mode", "off"))
+        run_settings(changed(config, "checkpoint.mode", "off"))
     )
 
 
 def test_versions_and_sources_are_compared(run_toml, monkeypatch, tmp_path):
     config = load_config(run_toml)
-    before = dict(job.run_settings(config))
+    before = dict(run_settings(config))
     assert {"version of torch", "version of dualpipe", "sources of dualpipe (digest)"} <= set(before)
     (tmp_path / "dualpipe").mkdir()
     (tmp_path / "dualpipe" / "changed.py").write_text("x = 1\n")
     spec = type("Spec", (), {"submodule_search_locations": [str(tmp_path / "dualpipe")]})
-    monkeypatch.setattr(job, "find_spec", lambda name: spec)
-    changed = dict(job.run_settings(config))
+    monkeypatch.setattr(settings_check, "find_spec", lambda name: spec)
+    changed = dict(run_settings(config))
     (tmp_path / "dualpipe" / "changed.py").write_text("x = 2\n")
-    again = dict(job.run_settings(config))
+    again = dict(run_settings(config))
     digests = {settings["sources of dualpipe (digest)"] for settings in (before, changed, again)}
     assert len(digests) == 3
 

@@ -7,9 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from dualpipe.train.launch import environment as launch
+from dualpipe.runtime import rank_process
+from dualpipe.runtime.rank_process import RankInfo
 from dualpipe.train.launch.distributed import choose_device
-from dualpipe.train.launch.environment import RankInfo, rank_from_environment, slurm_rendezvous
+from dualpipe.train.launch.environment import rank_from_environment, slurm_rendezvous
 
 
 def test_torchrun_environment():
@@ -74,9 +75,9 @@ def test_a_rank_of_several_leaves_at_once_with_what_it_has_to_say(monkeypatch, c
     def leave(status):
         raise SystemExit(status)
 
-    monkeypatch.setattr(launch.os, "_exit", leave)
-    monkeypatch.delenv(launch.ERROR_FILE, raising=False)
-    with pytest.raises(SystemExit) as left, launch.as_rank(RankInfo(1, 2, 1, 2)):
+    monkeypatch.setattr(rank_process.os, "_exit", leave)
+    monkeypatch.delenv(rank_process.ERROR_FILE, raising=False)
+    with pytest.raises(SystemExit) as left, rank_process.as_rank(RankInfo(1, 2, 1, 2)):
         if error is not None:
             raise error
     said = capsys.readouterr().err

@@ -25,8 +25,10 @@ from dualpipe.plan.context_traffic import context_numbers
 from dualpipe.plan.memory import DECIMAL, RankMemory, _activations, _schedule, estimate, meta_stages, table, unit_for
 from dualpipe.runtime.dtypes import dtype_of
 from dualpipe.schedule import build
-from dualpipe.train.build import build_model, micro_batch_loss, plan_run, read_model_config
-from dualpipe.train.config.load import Config, load_config
+from dualpipe.train.build import build_model, micro_batch_loss, plan_run
+from dualpipe.train.config.load import load_config
+from dualpipe.train.config.model_config import read_model_config
+from dualpipe.train.config.schema import Config
 from dualpipe.train.optim.optimizer import Optimizer
 from ranks import run_ranks
 from run_files import MODEL, write_files

@@ -11,14 +11,14 @@ import torch
 from dualpipe.nn.sequence_split import SequenceSplit
 from dualpipe.parallel.mesh import build_mesh
 from dualpipe.plan.memory import estimate
+from dualpipe.runtime.rank_process import RankInfo
 from dualpipe.train import parity
-from dualpipe.train.build import read_model_config
 from dualpipe.train.checkpointing import Saver
 from dualpipe.train.config.load import fit_world, load_config
+from dualpipe.train.config.model_config import read_model_config
 from dualpipe.train.config.schema import MTPConfig
 from dualpipe.train.data.loader import NO_TARGET, Loader, PackedTokens, TokenStream, shifted
 from dualpipe.train.launch.distributed import Job, join
-from dualpipe.train.launch.environment import RankInfo
 from dualpipe.train.loss import MicroBatchLoss, accepted, tokens_ahead
 from dualpipe.train.metrics import MetricsWriter, StepMetrics, read_metrics, scalars
 from dualpipe.train.trainer import Run, train

@@ -14,10 +14,10 @@ from dualpipe.nn import Linear
 from dualpipe.nn.init import seeded_normal_
 from dualpipe.parallel.mesh import build_mesh
 from dualpipe.plan.memory import estimate
+from dualpipe.runtime.rank_process import RankInfo
 from dualpipe.schedule import build
 from dualpipe.train.build import build_model, build_optimizer, plan_run
 from dualpipe.train.config.load import load_config
-from dualpipe.train.launch.environment import RankInfo
 from dualpipe.train.metrics import read_metrics
 from dualpipe.train.optim import muon
 from dualpipe.train.optim.muon import Muon, orthogonal

@@ -8,8 +8,8 @@ from torch import nn
 
 from dualpipe import Pipeline
 from dualpipe.models import config_from_dict
+from dualpipe.runtime.rank_process import RankInfo
 from dualpipe.train.config.load import load_config
-from dualpipe.train.launch.environment import RankInfo
 from dualpipe.train.metrics import read_metrics
 from dualpipe.train.optim.optimizer import Group, Optimizer, learning_rate
 from dualpipe.train.trainer import train

@@ -10,10 +10,11 @@ import torch
 from dualpipe import cli
 from dualpipe.nn import Router, linear
 from dualpipe.parallel.mesh import build_mesh
+from dualpipe.runtime.rank_process import RankInfo
 from dualpipe.train import build, parity
-from dualpipe.train.config.load import Config, fit_world, load_config
+from dualpipe.train.config.load import fit_world, load_config
+from dualpipe.train.config.schema import Config
 from dualpipe.train.launch.distributed import Job
-from dualpipe.train.launch.environment import RankInfo
 from dualpipe.train.parity import Comparison, difference
 from hub import FAMILIES
 from ranks import run_ranks

@@ -9,8 +9,8 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
+from dualpipe.runtime.rank_process import LISTENER, RankInfo
 from dualpipe.train.launch import store as rendezvous
-from dualpipe.train.launch.environment import LISTENER, RankInfo
 from dualpipe.train.launch.store import confine, connect, interface_address
 from sockets import listening
 

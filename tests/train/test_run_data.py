@@ -9,9 +9,9 @@ import threading
 import torch.distributed as dist
 
 from dualpipe import cli
+from dualpipe.runtime.rank_process import RankInfo
 from dualpipe.train.config.load import load_config
 from dualpipe.train.data.loader import Loader, PackedTokens, TokenStream, evaluation_batches, split_documents
-from dualpipe.train.launch.environment import RankInfo
 from dualpipe.train.metrics import read_metrics
 from dualpipe.train.trainer import train
 from ranks import run_ranks

@@ -15,8 +15,7 @@ from dualpipe.runtime.rank_sync import RankSync
 from dualpipe.schedule import build, validate
 from dualpipe.schedule.build import search_with_progress
 from dualpipe.train import build_schedule as of_run
-from dualpipe.train.config.load import Config
-from dualpipe.train.config.schema import ParallelConfig, TrainConfig
+from dualpipe.train.config.schema import Config, ParallelConfig, TrainConfig
 from ranks import run_ranks
 
 

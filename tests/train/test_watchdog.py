@@ -15,12 +15,12 @@ import torch
 import torch.nn.functional as F
 
 from dualpipe import DualPipeV
+from dualpipe.runtime.rank_process import RankInfo
 from dualpipe.runtime.recorder import KIND, Recorder
 from dualpipe.train.health import peer_store
 from dualpipe.train.health.diagnose import FOLDER
 from dualpipe.train.health.peer_store import ControlStore
 from dualpipe.train.health.watchdog import Watchdog
-from dualpipe.train.launch.environment import RankInfo
 from run_files import MODEL, write_files
 from toys import make_stages
 

@@ -16,6 +16,7 @@ from dualpipe.checkpoint import load
 from dualpipe.checkpoint.manifest import Checkpoint, Manifest
 from dualpipe.models import config_from_dict, read_config
 from dualpipe.runtime.device import deterministic
+from dualpipe.runtime.rank_process import RankInfo
 from dualpipe.runtime.recorder import Recorder
 from dualpipe.train.anomaly.localize import batch_tensors, run_again
 from dualpipe.train.checkpointing import Saver
@@ -23,7 +24,6 @@ from dualpipe.train.config.load import recorded_config
 from dualpipe.train.config.schema import CheckpointConfig, Config, ExportConfig, InitConfig
 from dualpipe.train.data.loader import Batch, Loader
 from dualpipe.train.launch.distributed import join
-from dualpipe.train.launch.environment import RankInfo
 from dualpipe.train.metrics import say
 from dualpipe.train.trainer import Run
 

@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from dualpipe.runtime.device import flight_recorder
+from dualpipe.runtime.rank_process import ERROR_FILE, INTERRUPTED, RankInfo, leave_word
 from dualpipe.runtime.recorder import Recorder
 from dualpipe.train.health.diagnose import FOLDER, diagnose, halted, stack_file, state_file
 from dualpipe.train.health.peer_store import ASK, FAULT, TICK, ControlStore
-from dualpipe.train.launch.environment import ERROR_FILE, INTERRUPTED, RankInfo, leave_word
 
 if TYPE_CHECKING:
     from torch.distributed import Store

@@ -23,13 +23,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
+from dualpipe.runtime.background import limited
 from dualpipe.runtime.errors import USER_ERROR
 from dualpipe.runtime.files import lock
+from dualpipe.runtime.rank_process import ERROR_FILE, INTERRUPTED, LAUNCHER, LISTENER
 from dualpipe.runtime.recorder import rank_name
 from dualpipe.trace.file import TRACED
 from dualpipe.train.config.schema import Config
 from dualpipe.train.health.diagnose import FOLDER, HALTED, diagnose, letter_of, read_stuck, state_file
-from dualpipe.train.launch.environment import ERROR_FILE, INTERRUPTED, LAUNCHER, LISTENER, limited
 
 POLL_SECONDS = 0.05
 GRACE_SECONDS = 5.0  # for a rank that is killed to be gone; in disk sleep it may never be

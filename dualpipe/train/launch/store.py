@@ -16,7 +16,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from dualpipe.train.launch.environment import LISTENER, RankInfo, limited, starts_before
+from dualpipe.runtime.background import limited
+from dualpipe.runtime.rank_process import LISTENER, RankInfo, starts_before
 
 _SIOCGIFADDR = 0x8915  # <linux/sockios.h>
 
