@@ -24,9 +24,10 @@ from dualpipe.nn.routing.router import Router
 from dualpipe.parallel.clipping import clip_grad_norm_
 from dualpipe.runtime.dtypes import dtype_of
 from dualpipe.schedule import build
-from dualpipe.train.build import Model, build_model, micro_batch_loss, plan_run
+from dualpipe.train.build import Model, build_model, plan_run
 from dualpipe.train.config.schema import Config
 from dualpipe.train.launch.distributed import Job
+from dualpipe.train.loss import MicroBatchLoss
 from dualpipe.train.optim.optimizer import Optimizer
 
 TORCHS = {"dualpipev": ScheduleDualPipeV, "1f1b": Schedule1F1B}
@@ -37,7 +38,7 @@ Run = Callable[[Tensor, Tensor], Tensor | None]  # tokens, labels -> the micro-b
 def by_dualpipe(config: Config, job: Job, model: Model, spans: Spans) -> Run:
     p, num_chunks = config.parallel, config.train.num_chunks
     pipe = Pipeline(model.stages, process_group=job.place.group("pp"), schedule=p.schedule, overlap=p.overlap)
-    criterion = micro_batch_loss(num_chunks) if model.has_last else None
+    criterion = MicroBatchLoss(num_chunks) if model.has_last else None
     return lambda inputs, labels: pipe.step(
         *([inputs] if model.has_first else []), num_chunks=num_chunks, criterion=criterion,
         labels=(labels,) if model.has_last else (),
@@ -62,7 +63,7 @@ def by_torch(config: Config, job: Job, model: Model, spans: Spans) -> Run:
         stages.append(stage)
     pipe = TORCHS[p.schedule](
         stages if p.schedule == "dualpipev" else stages[0], train.num_chunks,
-        loss_fn=micro_batch_loss(train.num_chunks), scale_grads=False,
+        loss_fn=MicroBatchLoss(train.num_chunks), scale_grads=False,
     )
 
     def run(inputs: Tensor, labels: Tensor) -> Tensor | None:
@@ -76,7 +77,7 @@ def by_torch(config: Config, job: Job, model: Model, spans: Spans) -> Run:
 
 def by_fsdp(config: Config, job: Job, model: Model, spans: Spans) -> Run:
     num_chunks, (whole,) = config.train.num_chunks, model.stages
-    criterion = micro_batch_loss(num_chunks)
+    criterion = MicroBatchLoss(num_chunks)
 
     def run(inputs: Tensor, labels: Tensor) -> Tensor:
         losses = []

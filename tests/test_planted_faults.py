@@ -339,9 +339,9 @@ TRAINING = {  # name: (how the fault begins, how to plant it)
     "a batch is read before it is copied": ("race", lambda: without_waits("_Copies.finish", depth=2)),
     "a batch is given back before it is read": ("free", lambda: instead(Tensor, "record_stream", lambda _: nothing)),
     "a batch is written over the one that is copied": ("race", lambda: not_waited_for("_Copies.start")),
-    "numbers are read before they are copied": ("race", lambda: not_waited_for("Run._read")),
+    "numbers are read before they are copied": ("race", lambda: not_waited_for("Trainer._read")),
     "numbers are copied to pageable memory": (
-        "sync: pageable copy in dualpipe/train/trainer.py: Run._step",
+        "sync: pageable copy in dualpipe/train/trainer.py: Trainer._step",
         lambda: instead(torch, "empty", lambda real: lambda *a, pin_memory=False, **k: real(*a, **k))),
     "a checkpoint is written before it is copied": (  # as bytes, not by operators: a wait that is listed is not there
         "sync: synchronize in dualpipe/checkpoint/", lambda: instead(torch.cuda, "synchronize", lambda _: nothing)),
@@ -350,8 +350,8 @@ TRAINING = {  # name: (how the fault begins, how to plant it)
         lambda: instead(torch.optim.AdamW, "step", reading)),
 }
 LISTED = {
-    "Event.synchronize in dualpipe/train/trainer.py: Run._read": 2,
-    "_local_scalar_dense in dualpipe/train/trainer.py: Run._evaluate": 1,
+    "Event.synchronize in dualpipe/train/trainer.py: Trainer._read": 2,
+    "_local_scalar_dense in dualpipe/train/evaluate.py: evaluate": 1,
     "tolist in dualpipe/checkpoint/state.py: not_finite": 1,
     "synchronize in dualpipe/checkpoint/writer.py: HostMemory.fill": 1,
 }

@@ -33,8 +33,8 @@ from run_files import write_files
 COUNTS = "Event.synchronize in dualpipe/parallel/experts/dispatcher.py: _PendingDispatch.advance"
 # In training beside it: for the loss, the norm and the routers' metrics, once a step (when: tests/train/test_loop.py);
 # for the mean of an evaluation; and for the copy of what a checkpoint holds.
-READ = "Event.synchronize in dualpipe/train/trainer.py: Run._read"
-EVALUATE = "_local_scalar_dense in dualpipe/train/trainer.py: Run._evaluate"
+READ = "Event.synchronize in dualpipe/train/trainer.py: Trainer._read"
+EVALUATE = "_local_scalar_dense in dualpipe/train/evaluate.py: evaluate"
 SAVE = "synchronize in dualpipe/checkpoint/writer.py: HostMemory.fill"
 FINITE = "tolist in dualpipe/checkpoint/state.py: not_finite"  # before each save
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -40,7 +40,6 @@ from dualpipe.runtime.rank_sync import RankSync
 from dualpipe.schedule import Schedule, build
 from dualpipe.train.config.model_config import read_model_config
 from dualpipe.train.config.schema import ALGORITHMS, AUTO, Config
-from dualpipe.train.loss import MicroBatchLoss
 from dualpipe.train.optim.optimizer import Group, Optimizer, layer_groups, parameter_places
 
 
@@ -303,11 +302,6 @@ def build_optimizer(config: Config, model: Model) -> Optimizer:
         name=o.name, options=options, masters=model.masters,
         groups=[*layers, *(Group(each.pattern, each.lr, each.weight_decay, each.algorithm) for each in o.groups)],
     )
-
-
-def micro_batch_loss(num_chunks: float, mtp_weight: float = 0.0) -> Callable[..., Tensor]:
-    """A `MicroBatchLoss` whose notes nobody reads."""
-    return MicroBatchLoss(num_chunks, mtp_weight)
 
 
 def token_weight(split: SequenceSplit, length: int) -> float:

@@ -20,7 +20,7 @@ from datetime import UTC, datetime
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import rich.console
 import torch
@@ -62,6 +62,24 @@ class StepMetrics:
     dropped: float | None = None  # tokens without a place at their expert: 0, because no expert has a capacity
     balance_loss: float | None = None  # mean over the layers, without its coefficient; None where that is 0
     z_loss: float | None = None  # as balance_loss
+
+
+class Throughput(NamedTuple):
+    """What a step's duration says of its speed."""
+
+    tokens: int  # of a step, on all ranks
+    ranks: int
+    flops_per_token: float  # forward and backward
+    peak_tflops: float | None  # of a rank's device, in bf16; None where it is unknown or another dtype is used
+
+    def metrics(self, seconds: float) -> dict[str, float | None]:
+        """Return the speed of a step of so many seconds, by the names of `StepMetrics`."""
+        tokens_per_second = self.tokens / seconds
+        tflops = tokens_per_second * self.flops_per_token / 1e12 / self.ranks
+        return {
+            "tokens_per_second": tokens_per_second, "tflops_per_rank": tflops,
+            "mfu": self.peak_tflops and tflops / self.peak_tflops,
+        }
 
 
 class MetricsWriter:

@@ -33,35 +33,31 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from dualpipe import Pipeline
 from dualpipe.kernels.formats import FORMATS
 from dualpipe.nn.attention import packed_positions
 from dualpipe.nn.deferral import local
 from dualpipe.nn.routing.router_set import RouterSet
 from dualpipe.parallel import DTypePlan, Rule
-from dualpipe.parallel.context.context_parallel import ContextParallel
 from dualpipe.pipeline.executor import as_tuple
 from dualpipe.runtime.device import deterministic
 from dualpipe.runtime.dtypes import dtype_of, long_name
 from dualpipe.runtime.rank_process import RankInfo
 from dualpipe.schedule.draw import aligned
 from dualpipe.train.build import (
-    build_model,
     build_routers,
     build_whole,
-    micro_batch_loss,
     plan_model,
     plan_run,
     token_weight,
 )
-from dualpipe.train.build_schedule import build_schedule
 from dualpipe.train.config.load import fit_world
 from dualpipe.train.config.model_config import read_model_config
 from dualpipe.train.config.schema import Config, DTypesConfig
 from dualpipe.train.data.loader import shifted
 from dualpipe.train.launch.distributed import Job, join
-from dualpipe.train.loss import tokens_ahead
+from dualpipe.train.loss import MicroBatchLoss, tokens_ahead
 from dualpipe.train.metrics import say
+from dualpipe.train.step_runner import PipelinedModel
 
 TOLERANCES = {"float64": 1e-10, "float32": 1e-5}  # relative; rounding alone stays orders of magnitude below
 TOGETHER, SINGLE = 1.5, 2.5  # times the unpipelined model's error, in bfloat16
@@ -166,20 +162,17 @@ class Comparison:
 
     def __init__(self, config: Config, job: Job, dtype: torch.dtype, plan: DTypePlan | None = None) -> None:
         """plan: see `build_model`."""
-        train, parallel, model_config = config.train, config.parallel, read_model_config(config)
+        model_config = read_model_config(config)
+        # As the unpipelined model is built: neither compiled nor with products in FP8.
+        dtypes = replace(config.dtypes, products="auto", fp8_weight_grad=False, fp8_dispatch=False)
+        config = replace(config, train=replace(config.train, compile=False), dtypes=dtypes)
+        train, parallel = config.train, config.parallel
         self.config, self.job = config, job
-        schedule = build_schedule(config, job.ranks)
-        context = ContextParallel(job.place.part("cp"), method=parallel.cp_method)
-        self.model = build_model(
-            model_config, schedule, job.place.rank("pp"), mesh=job.mesh,
-            seed=train.seed, dtype=dtype, device=job.device, recompute=config.memory.recompute,
-            layers_per_stage=parallel.layers_per_stage, plan=plan, context=context,
-        )
-        self.routers = build_routers(
-            config, self.model.stages, group=job.group, device=job.device, context=context)
-        self.pipeline = Pipeline(
-            self.model.stages, process_group=job.place.group("pp"), schedule=schedule, overlap=parallel.overlap
-        )
+        self.pipelined = PipelinedModel(config, job, model_config, dtype=dtype, plan=plan)
+        self.model = self.pipelined.model
+        self.routers = self.pipelined.routers
+        self.pipeline = self.pipelined.pipeline
+        split = self.pipelined.split
         generator = torch.Generator().manual_seed(train.seed)
         shards, length = parallel.batch_shards, train.sequence_length
         shape = (train.micro_batch_size * train.num_chunks * shards, length + 1)
@@ -194,27 +187,23 @@ class Comparison:
         self.batch = [each.contiguous().to(job.device) for each in batch]
         self.own = [each.tensor_split(shards)[job.place.batch_shard] for each in self.batch]
         if parallel.cp > 1:
-            columns = context.split.own(length).to(job.device)
+            columns = split.own(length).to(job.device)
             self.own = [*(each[:, columns] for each in self.own[:2]), *self.own[2:]]
-        self.weight = token_weight(context.split, length)
+        self.weight = token_weight(split, length)
         # Balance of level "global" takes the loads of the step before, which the first step does not have.
         self.steps = 2 if config.router.balance and config.router.balance_level == "global" else 1
 
     def step(self, num_chunks: int, tokens: Tensor, targets: Tensor, positions: Tensor | None = None) -> Tensor | None:
         """One step of the pipeline; the loss of each micro-batch on the rank of the last stage, of all its tokens."""
-        first, last = self.model.has_first, self.model.has_last
-        losses, _ = self.pipeline.step(
-            *((tokens,) if first else ()), num_chunks=num_chunks, labels=(targets,) if last else (),
-            criterion=self._criterion(self.config.train.num_chunks / self.weight) if last else None,
-            side={"positions": positions, "ahead": tokens_ahead(targets)} if first else None,
-        )
+        criterion = self._criterion(self.config.train.num_chunks / self.weight)
+        losses = self.pipelined.micro_batch_losses(tokens, targets, positions, criterion, num_chunks)
         if losses is not None and (sharing := self.job.place.group("cp")) is not None:
             dist.all_reduce(losses, group=sharing)
             losses /= sharing.size()
         return losses
 
-    def _criterion(self, num_chunks: float) -> Callable[..., Tensor]:
-        return micro_batch_loss(num_chunks, self.config.mtp.weight)
+    def _criterion(self, num_chunks: float) -> MicroBatchLoss:
+        return MicroBatchLoss(num_chunks, self.config.mtp.weight)
 
     def run(self) -> dict[str, Tensor]:
         """By name what this rank compares of a step: the gradients of its stages, what the routers add to the loss, and

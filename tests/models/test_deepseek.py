@@ -26,7 +26,8 @@ from dualpipe.nn.init import seeded_normal_
 from dualpipe.parallel.fsdp.materialize import build_on_meta
 from dualpipe.parallel.mesh import Mesh, build_mesh
 from dualpipe.schedule import build
-from dualpipe.train.build import build_model, build_whole, micro_batch_loss
+from dualpipe.train.build import build_model, build_whole
+from dualpipe.train.loss import MicroBatchLoss
 from dualpipe.train.parity import difference
 from models import (
     Float64Torch,
@@ -281,10 +282,10 @@ def pipelined(rank, version, shape):
     pipe = Pipeline(model.stages, process_group=mesh["pp"].get_group(), schedule="dualpipev")
     loss, _ = pipe.step(
         *((tokens[mine],) if model.has_first else ()), num_chunks=MICRO_BATCHES,
-        criterion=micro_batch_loss(MICRO_BATCHES) if model.has_last else None,
+        criterion=MicroBatchLoss(MICRO_BATCHES) if model.has_last else None,
         labels=(targets[mine],) if model.has_last else (),
     )
-    criterion, losses = micro_batch_loss(MICRO_BATCHES * replicas), []
+    criterion, losses = MicroBatchLoss(MICRO_BATCHES * replicas), []
     for xs, ys in zip(tokens.split(2), targets.split(2)):
         one = criterion(reference(xs), ys)
         one.backward()

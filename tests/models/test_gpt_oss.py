@@ -21,7 +21,8 @@ from dualpipe.parallel.experts.dispatcher import Received, run_experts
 from dualpipe.parallel.fsdp.materialize import build_on_meta
 from dualpipe.parallel.mesh import Mesh, build_mesh
 from dualpipe.schedule import build
-from dualpipe.train.build import build_model, build_whole, micro_batch_loss
+from dualpipe.train.build import build_model, build_whole
+from dualpipe.train.loss import MicroBatchLoss
 from dualpipe.train.parity import difference
 from models import Float64Torch, batch, compare_gradients, grads, ours, relative, train, whole
 from ranks import run_ranks
@@ -329,11 +330,11 @@ def layout(rank: int, shape: tuple[int, int, int], schedule: str, packed: bool) 
     pipe = Pipeline(model.stages, process_group=mesh["pp"].get_group(), schedule=schedule)
     loss, _ = pipe.step(
         *((tokens[mine],) if model.has_first else ()), num_chunks=MICRO_BATCHES,
-        criterion=micro_batch_loss(MICRO_BATCHES) if model.has_last else None,
+        criterion=MicroBatchLoss(MICRO_BATCHES) if model.has_last else None,
         labels=(targets[mine],) if model.has_last else (),
         side={"positions": positions[mine]} if packed and model.has_first else None,
     )
-    criterion, losses = micro_batch_loss(MICRO_BATCHES * replicas), []
+    criterion, losses = MicroBatchLoss(MICRO_BATCHES * replicas), []
     for xs, ys, places in zip(tokens.split(2), targets.split(2), positions.split(2)):
         one = criterion(unpipelined(xs, places if packed else None), ys)
         one.backward()

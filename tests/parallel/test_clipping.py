@@ -21,7 +21,8 @@ from dualpipe.models import Qwen3MoeConfig
 from dualpipe.parallel.clipping import clip_grad_norm_
 from dualpipe.parallel.mesh import Mesh, build_mesh
 from dualpipe.schedule import build
-from dualpipe.train.build import build_model, build_whole, micro_batch_loss
+from dualpipe.train.build import build_model, build_whole
+from dualpipe.train.loss import MicroBatchLoss
 from models import compare_gradients
 from ranks import run_ranks
 from toys import make_stages, relative_error, stages_of_rank
@@ -58,14 +59,14 @@ def as_the_whole(
         rows = torch.randint(config.vocab_size, (2 * replicas, 7), generator=torch.Generator().manual_seed(0))
         pipe = Pipeline(model.stages, process_group=mesh["pp"].get_group(), schedule=schedule)
         mine = rows[2 * replica : 2 * replica + 2]
-        step = partial(pipe.step, mine if model.has_first else None, num_chunks=2, criterion=micro_batch_loss(2),
+        step = partial(pipe.step, mine if model.has_first else None, num_chunks=2, criterion=MicroBatchLoss(2),
                        labels=mine if model.has_last else None)
         with torch.no_grad():
             losses, _ = step()
-            evaluated = sum(micro_batch_loss(2)(whole(part[None]), part[None]) for part in mine)
+            evaluated = sum(MicroBatchLoss(2)(whole(part[None]), part[None]) for part in mine)
         step()
         for part in rows:
-            micro_batch_loss(len(rows))(whole(part[None]), part[None]).backward()
+            MicroBatchLoss(len(rows))(whole(part[None]), part[None]).backward()
         kept = [g.clone() for g in gradients(*model.stages)], [g.clone() for g in gradients(whole)]
         for max_norm, norm_type in NORMS:
             for module, grads in zip((pipe, whole), kept):

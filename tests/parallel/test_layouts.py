@@ -26,7 +26,8 @@ from dualpipe.parallel.fsdp.materialize import build_on_meta, materialize
 from dualpipe.parallel.mesh import Mesh, build_mesh
 from dualpipe.pipeline import PipelineError
 from dualpipe.schedule import build
-from dualpipe.train.build import build_model, build_whole, micro_batch_loss
+from dualpipe.train.build import build_model, build_whole
+from dualpipe.train.loss import MicroBatchLoss
 from dualpipe.train.parity import difference
 from models import compare_gradients
 from ranks import run_ranks
@@ -86,7 +87,7 @@ def run_both(
     mine = slice(replica * 2 * MICRO_BATCHES, (replica + 1) * 2 * MICRO_BATCHES)
     loss, _ = pipe.step(
         *((tokens[mine],) if model.has_first else ()), num_chunks=MICRO_BATCHES,
-        criterion=micro_batch_loss(MICRO_BATCHES) if model.has_last else None,
+        criterion=MicroBatchLoss(MICRO_BATCHES) if model.has_last else None,
         labels=(targets[mine],) if model.has_last else (),
     )
     expected = []
@@ -98,7 +99,7 @@ def run_both(
 
 
 def run_whole(whole: nn.Module, tokens: Tensor, targets: Tensor, num_chunks: int) -> Tensor:
-    criterion, losses = micro_batch_loss(num_chunks), []
+    criterion, losses = MicroBatchLoss(num_chunks), []
     for xs, ys in zip(tokens.split(2), targets.split(2)):
         one = criterion(whole(xs), ys)
         one.backward()
@@ -239,7 +240,7 @@ def counted(rank: int, shape: tuple[int, int, int], recompute: tuple[str, ...]) 
     pipe = Pipeline(model.stages, process_group=mesh["pp"].get_group(), schedule="dualpipev")
     pipe.step(
         *((tokens,) if model.has_first else ()), num_chunks=MICRO_BATCHES,
-        criterion=micro_batch_loss(MICRO_BATCHES) if model.has_last else None,
+        criterion=MicroBatchLoss(MICRO_BATCHES) if model.has_last else None,
         labels=(tokens,) if model.has_last else (),
     )
     chosen = [{}] * ranks
@@ -304,11 +305,11 @@ def broken_once(rank: int, shape: tuple[int, int, int], where: str) -> list[tupl
     def step() -> None:
         pipe.step(
             *((tokens,) if model.has_first else ()), num_chunks=4,
-            criterion=micro_batch_loss(4) if model.has_last else None, labels=(tokens,) if model.has_last else (),
+            criterion=MicroBatchLoss(4) if model.has_last else None, labels=(tokens,) if model.has_last else (),
         )
 
     for part in tokens.split(1):
-        micro_batch_loss(4)(whole(part), part).backward()
+        MicroBatchLoss(4)(whole(part), part).backward()
     found = []
     for failing in range(4):
         module = layer.mlp.gate if where == "again" else layer.self_attn
@@ -354,7 +355,7 @@ def losses_of_training(rank: int, overlap: bool, recompute: tuple[str, ...]) -> 
     for _ in range(4):
         loss, _ = pipe.step(
             *((rows[:, :-1],) if model.has_first else ()), num_chunks=MICRO_BATCHES,
-            criterion=micro_batch_loss(MICRO_BATCHES) if model.has_last else None,
+            criterion=MicroBatchLoss(MICRO_BATCHES) if model.has_last else None,
             labels=(rows[:, 1:].contiguous(),) if model.has_last else (),
         )
         losses.append(None if loss is None else loss.tolist())

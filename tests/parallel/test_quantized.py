@@ -25,7 +25,8 @@ from dualpipe.parallel.mesh import Mesh, build_mesh
 from dualpipe.quantized import QuantizedTensor, quantize_weights
 from dualpipe.quantized.weights import quantized_part
 from dualpipe.schedule import build
-from dualpipe.train.build import build_model, build_whole, micro_batch_loss, plan_model
+from dualpipe.train.build import build_model, build_whole, plan_model
+from dualpipe.train.loss import MicroBatchLoss
 from dualpipe.train.optim.optimizer import Optimizer
 from ranks import run_ranks
 from toys import relative_error
@@ -267,7 +268,7 @@ def trained(
     rows = torch.randint(CONFIG.vocab_size, (8, 9), generator=torch.Generator().manual_seed(1))
     mine, gradients = rows.chunk(place.replicas)[place.replica], {}
     for _ in range(3):
-        pipe.step(mine[:, :-1], num_chunks=2, criterion=micro_batch_loss(2), labels=(mine[:, 1:].contiguous(),))
+        pipe.step(mine[:, :-1], num_chunks=2, criterion=MicroBatchLoss(2), labels=(mine[:, 1:].contiguous(),))
         assert not any(isinstance(local(param.grad), QuantizedTensor) for param in stage.parameters())
         gradients = gradients or whole({name: param.grad for name, param in stage.named_parameters()})
         optimizer.step(0.01)

@@ -28,8 +28,9 @@ from dualpipe.parallel.mesh import Mesh, build_mesh
 from dualpipe.plan.machines import Machine
 from dualpipe.plan.predict import Prediction
 from dualpipe.schedule import build
-from dualpipe.train.build import build_model, build_routers, micro_batch_loss
+from dualpipe.train.build import build_model, build_routers
 from dualpipe.train.config.load import fit_world, load_config
+from dualpipe.train.loss import MicroBatchLoss
 from dualpipe.train.optim.optimizer import Optimizer
 from ranks import run_ranks
 from run_files import MODEL, write_files
@@ -100,7 +101,7 @@ def _prepared(path: str, layout: Layout, length: int) -> Callable[[], None]:
     pipe = Pipeline(model.stages, process_group=place.group("pp") or world, schedule=p.schedule)
     routers = build_routers(config, model.stages, group=world, device=device)
     tokens = torch.randint(model.config.vocab_size, (t.micro_batch_size * t.num_chunks, t.sequence_length))
-    criterion = micro_batch_loss(t.num_chunks) if model.has_last else None
+    criterion = MicroBatchLoss(t.num_chunks) if model.has_last else None
 
     def run() -> None:
         with routers.step():

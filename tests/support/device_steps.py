@@ -33,7 +33,8 @@ from dualpipe.parallel.mesh import build_mesh
 from dualpipe.pipeline import PipelineError
 from dualpipe.quantized import QuantizedTensor, quantize_weights
 from dualpipe.schedule import build
-from dualpipe.train.build import build_model, micro_batch_loss, plan_model
+from dualpipe.train.build import build_model, plan_model
+from dualpipe.train.loss import MicroBatchLoss
 from dualpipe.train.optim.optimizer import Optimizer
 from pretend_cuda import PretendCuda, pretend_cuda
 from pretend_nccl import pretend_nccl
@@ -212,7 +213,7 @@ def _thread(rank: Rank, make, pp: int, ep: int, overlap: bool, recompute: Sequen
     group = rank.group(f"pp of {replica}", [p * ep + replica for p in range(pp)])
     pipe = Pipeline(stages, process_group=group, schedule=schedule, overlap=overlap)
     if make is not toys:
-        rows, criterion = torch.randint(CONFIG.vocab_size, (ROWS * MICRO_BATCHES, 9)), micro_batch_loss(MICRO_BATCHES)
+        rows, criterion = torch.randint(CONFIG.vocab_size, (ROWS * MICRO_BATCHES, 9)), MicroBatchLoss(MICRO_BATCHES)
         x, y = rows[:, :-1].to(rank.device), rows[:, 1:].contiguous().to(rank.device)
     else:
         (x, y), criterion = torch.randn(2, ROWS * MICRO_BATCHES, WIDTH).to(rank.device), F.mse_loss
@@ -264,7 +265,7 @@ def as_process(rank: int, shape: tuple[int, int, int], dtype: torch.dtype = torc
         inputs = (rows[:, :-1],) if model.has_first else ()
         for step in range(STEPS):
             failing = fails and step == 0
-            criterion = _failing if failing and rank == 0 else micro_batch_loss(MICRO_BATCHES)
+            criterion = _failing if failing and rank == 0 else MicroBatchLoss(MICRO_BATCHES)
             ends = {"criterion": criterion, "labels": (rows[:, 1:].contiguous(),)} if model.has_last else {}
             with contextlib.suppress(*[PipelineError] * failing):
                 pipe.step(*inputs, num_chunks=MICRO_BATCHES, **ends)

@@ -24,7 +24,7 @@ from dualpipe.runtime.dtypes import dtype_of
 from dualpipe.train.checkpointing import Saver
 from dualpipe.train.config.load import fit_world, load_config
 from dualpipe.train.launch.distributed import Job
-from dualpipe.train.trainer import Run
+from dualpipe.train.trainer import Trainer
 from hub import FAMILIES, TINY, read_all, rewrite, save_qwen
 from ranks import run_ranks
 
@@ -76,10 +76,10 @@ def trained(toml, options, plan):
         mesh = build_mesh(p.pp, p.dp, p.ep, cpu)
     job = Job(cpu, mesh)
     with Saver(config, job) as saver:
-        run = Run(config, job, saver)
+        run = Trainer(config, job, saver)
         saver.resume(run.state)
-        stages = run.model.stages
-        with run.loader.batches(run.loader.step + 1) as batches:
+        stages, loader = run.runner.model.stages, run.data.loader
+        with loader.batches(loader.step + 1) as batches:
             assert_contract(stages, plan, run=lambda: run._step(0, batches))
         return [name for stage in stages for name in stage.state_dict()]
 
@@ -202,9 +202,9 @@ def loaded(rank, toml, options, plan):
     job = Job(cpu, build_mesh(config.parallel.pp, 1, 1, cpu) if config.parallel.pp > 1 else None)
     hub = read_all(Path(config.init.from_hf))
     with Saver(config, job) as saver:
-        run = Run(config, job, saver)
-        masters = {parameter: tensors["master"] for parameter, tensors in run.optimizer.state_tensors().items()}
-        for stage in run.model.stages:
+        run = Trainer(config, job, saver)
+        masters = {parameter: tensors["master"] for parameter, tensors in run.runner.optimizer.state_tensors().items()}
+        for stage in run.runner.model.stages:
             for name, parameter in stage.named_parameters():
                 master = masters[parameter]
                 assert (master.dtype, parameter.dtype) == (FP32, BF16), name

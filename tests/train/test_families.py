@@ -11,7 +11,7 @@ from dualpipe.train.checkpointing import Saver
 from dualpipe.train.config.load import fit_world, load_config
 from dualpipe.train.launch.distributed import Job
 from dualpipe.train.metrics import read_metrics
-from dualpipe.train.trainer import Run
+from dualpipe.train.trainer import Trainer
 from hub import read_all, rewrite, save_family
 from ranks import run_ranks
 
@@ -24,8 +24,9 @@ def from_hub_and_back(rank: int, toml: str, options: list[str]) -> None:
     mesh = build_mesh(2, 1, 2, cpu)
     job = Job(cpu, mesh)
     with Saver(config, job) as saver:
-        run = Run(config, job, saver)
-        save_hf(run.model.stages, "same", mesh, run.model.plan, source=config.init.from_hf)
+        run = Trainer(config, job, saver)
+        model = run.runner.model
+        save_hf(model.stages, "same", mesh, model.plan, source=config.init.from_hf)
         run.train()
 
 

@@ -13,7 +13,7 @@ from dualpipe.parallel.mesh import build_mesh
 from dualpipe.train.checkpointing import Saver
 from dualpipe.train.config.load import fit_world, load_config
 from dualpipe.train.launch.distributed import Job
-from dualpipe.train.trainer import Run
+from dualpipe.train.trainer import Trainer
 from ranks import run_ranks
 
 STEPS = 2
@@ -29,15 +29,16 @@ def trained(rank, toml, runs):
         p = config.parallel
         job = Job(cpu, build_mesh(p.pp, p.dp, p.ep, cpu))
         with Saver(config, job) as saver:
-            run = Run(config, job, saver)
-            sent = run.model.stages[0].layers["0"].mlp.dispatcher.dispatch._stream
-            with run.loader.batches(STEPS) as batches:
+            run = Trainer(config, job, saver)
+            stages = run.runner.model.stages
+            sent = stages[0].layers["0"].mlp.dispatcher.dispatch._stream
+            with run.data.loader.batches(STEPS) as batches:
                 for step in range(STEPS):
                     run._step(step, batches)
-            layers = [m for stage in run.model.stages for m in stage.modules() if isinstance(m, Linear | GroupedLinear)]
+            layers = [m for stage in stages for m in stage.modules() if isinstance(m, Linear | GroupedLinear)]
             assert {(m.products, m.fp8_weight_grad) for m in layers} == {
                 (config.dtypes.products, config.dtypes.fp8_weight_grad)}
-            norm = torch.stack([p.detach().to_local().double().norm() for p in run.pipeline.parameters()])
+            norm = torch.stack([p.detach().to_local().double().norm() for p in run.runner.pipeline.parameters()])
             found.append((norm.tolist(), sent.sent_bytes))
     return found
 

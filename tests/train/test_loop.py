@@ -37,7 +37,7 @@ def test_a_step_is_read_when_the_next_one_is_queued_or_before_it_is_saved(folder
     monkeypatch.setattr(Optimizer, "step", step)
     device = as_training(0, folder, *STEPS, "3")
     assert queued == [0, 0, 1, 5], "waits of the host until then: for steps, and twice for the third's checkpoint"
-    read = "Event.synchronize in dualpipe/train/trainer.py: Run._read"
+    read = "Event.synchronize in dualpipe/train/trainer.py: Trainer._read"
     assert device.waits[read] == 4 and steps_written(folder) == [1, 2, 3, 4]
 
 
@@ -109,4 +109,4 @@ def test_a_run_that_is_asked_to_stop_reads_what_is_queued_and_saves_it(folder, m
         "step-00000003"
     ]
     assert "stopped by SIGTERM after step 3; saved: " in capsys.readouterr().out
-    assert device.waits["Event.synchronize in dualpipe/train/trainer.py: Run._read"] == 3
+    assert device.waits["Event.synchronize in dualpipe/train/trainer.py: Trainer._read"] == 3

@@ -25,10 +25,11 @@ from dualpipe.plan.context_traffic import context_numbers
 from dualpipe.plan.memory import DECIMAL, RankMemory, _activations, _schedule, estimate, meta_stages, table, unit_for
 from dualpipe.runtime.dtypes import dtype_of
 from dualpipe.schedule import build
-from dualpipe.train.build import build_model, micro_batch_loss, plan_run
+from dualpipe.train.build import build_model, plan_run
 from dualpipe.train.config.load import load_config
 from dualpipe.train.config.model_config import read_model_config
 from dualpipe.train.config.schema import Config
+from dualpipe.train.loss import MicroBatchLoss
 from dualpipe.train.optim.optimizer import Optimizer
 from ranks import run_ranks
 from run_files import MODEL, write_files
@@ -86,7 +87,7 @@ def measured(rank: int, path: str, options: list[str]) -> tuple[int, int]:
     tokens = torch.randint(model.config.vocab_size, (t.micro_batch_size * t.num_chunks, t.sequence_length),
                            generator=torch.Generator().manual_seed(rank))
     side = {"ahead": tokens.unsqueeze(-1).expand(-1, -1, depth).clone()} if depth and model.has_first else None
-    one_loss = micro_batch_loss(t.num_chunks)
+    one_loss = MicroBatchLoss(t.num_chunks)
 
     def loss(*logits_and_labels: torch.Tensor) -> torch.Tensor:
         *logits, labels = logits_and_labels

@@ -18,10 +18,11 @@ from dualpipe.train.config.load import fit_world, load_config
 from dualpipe.train.config.model_config import read_model_config
 from dualpipe.train.config.schema import MTPConfig
 from dualpipe.train.data.loader import NO_TARGET, Loader, PackedTokens, TokenStream, shifted
+from dualpipe.train.evaluate import evaluate
 from dualpipe.train.launch.distributed import Job, join
 from dualpipe.train.loss import MicroBatchLoss, accepted, tokens_ahead
 from dualpipe.train.metrics import MetricsWriter, StepMetrics, read_metrics, scalars
-from dualpipe.train.trainer import Run, train
+from dualpipe.train.trainer import Trainer, train
 from faults import planting
 from hub import FAMILIES
 from ranks import run_ranks
@@ -48,7 +49,7 @@ def made(toml, *options):
     """The run that a configuration describes, before its first step."""
     config = fit_world(load_config(toml, [*ONE_RANK, *options]), 1)
     with join(config, ALONE) as job, Saver(config, job) as saver:
-        yield Run(config, job, saver)
+        yield Trainer(config, job, saver)
 
 
 def rows_of(toml, tmp_path, name, *options):
@@ -85,7 +86,7 @@ def test_tokens_ahead_are_those_that_something_is_predicted_from():
 @pytest.mark.parametrize("separate", [False, True])
 def test_the_loader_gives_the_same_windows_and_ranks_that_share_them_have_targets_across_the_cut(toml, separate):
     with made(toml, "--data.separate_documents", f"{separate}") as run:
-        packed = PackedTokens(run.splits.train.packed.path)
+        packed = PackedTokens(run.data.splits.train.packed.path)
     sizes = {"sequence_length": 16, "batch_size": 16, "seed": 0}
     plain, whole = (Loader(TokenStream(packed), **sizes, **how).batch(1)
                     for how in ({}, {"depth": 2, "separate_documents": separate}))
@@ -146,9 +147,9 @@ def test_a_run_tells_the_losses_of_each_depth_and_its_weight_changes(tmp_path, c
 
 def test_losses_are_the_cross_entropies_over_all_tokens(toml):
     with made(toml, *WEIGHT, "--data.separate_documents", "True", "--parallel.schedule", "1f1b") as run:
-        batch = run.loader.batch(0)
-        losses = run.forward_backward(batch, run.criterion(1))
-        (stage,) = run.model.stages
+        batch = run.data.loader.batch(0)
+        losses = run.runner.forward_backward(batch, run.runner.criterion(1))
+        (stage,) = run.runner.model.stages
         logits = stage(batch.tokens, positions=batch.positions, ahead=tokens_ahead(batch.targets))
         expected = [torch.nn.functional.cross_entropy(each.flatten(0, 1), batch.targets[..., k].flatten(),
                                                       ignore_index=NO_TARGET, reduction="sum") / batch.tokens.numel()
@@ -200,14 +201,14 @@ def test_what_is_computed_twice_gives_the_same_bits(run_folder, dualpipe):
 
 
 POISON = """
-from dualpipe.train.anomaly import guard
-import torch
-real = vars(guard).setdefault("real_mark", guard.Guard.mark)
-def mark(self, loss):
-    real(self, loss)
-    if self.run.recorder.step == 2:
-        next(iter(self.run.optimizer.parameters)).grad.view(-1)[0] = float("nan")
-guard.Guard.mark = mark
+from dualpipe.train import step_runner
+real = vars(step_runner).setdefault("real_run_step", step_runner.StepRunner.run_step)
+def run_step(self, batch, step):
+    losses = real(self, batch, step)
+    if self.recorder.step == 2:
+        next(iter(self.optimizer.parameters)).grad.view(-1)[0] = float("nan")
+    return losses
+step_runner.StepRunner.run_step = run_step
 """
 
 
@@ -319,9 +320,9 @@ def trained(tmp_path_factory):
 
 
 def test_accepted_drafts_are_those_of_a_greedy_decoding(trained):
-    (stage,) = trained.model.stages
+    (stage,) = trained.runner.model.stages
     stage.eval()
-    prompt, length = trained.splits.held_out.read(0, 4).tolist(), 24
+    prompt, length = trained.data.splits.held_out.read(0, 4).tolist(), 24
     text, drafts = decode(stage, prompt, length + 1)
     rows, plain = np.array([text[: length + 1]]), list(prompt)
     while len(plain) <= length:
@@ -339,9 +340,10 @@ def test_accepted_drafts_are_those_of_a_greedy_decoding(trained):
 
 
 def test_the_evaluation_accepts_what_a_verification_of_each_token_of_the_text_would(trained):
-    (stage,) = trained.model.stages
-    found = trained._evaluate()
-    (batch,) = map(trained.read_held_out, trained.held_out)
+    (stage,) = trained.runner.model.stages
+    found = evaluate(trained.runner, trained.data, trained.done, None)
+    with trained.data.held_out_batches(None) as batches:
+        (batch,) = batches
     stage.eval()
     right = []
     for row in batch.tokens.tolist():
@@ -433,14 +435,16 @@ def test_optimizer_routers_and_recomputation_know_the_layers(toml):
                "--optimizer.qk_clip", "0.01", "--router.balance", "0.1", "--router.bias_update_rate", "0.1",
                "--memory.recompute", "experts:2", "--parallel.schedule", "1f1b"]
     with made(toml, *WEIGHT, *options) as run:
-        prefix, last = "layers.2.", run.model.stages[-1]
-        shares = {name: run.optimizer._groups[run.optimizer._masters[last.get_parameter(name)]] for name in (
+        prefix, last = "layers.2.", run.runner.model.stages[-1]
+        optimizer = run.runner.optimizer
+        shares = {name: optimizer._groups[optimizer._masters[last.get_parameter(name)]] for name in (
             "layers.1.self_attn.q_b_proj.weight", "layers.2.self_attn.q_b_proj.weight", "layers.2.eh_proj.weight",
             "layers.2.enorm.weight", "lm_head.weight", "embed_tokens.weight")}
         assert [(algorithm, group["share"]) for algorithm, group in shares.values()] == [
             ("muon", 0.5), ("muon", 1.0), ("muon", 1.0), ("adamw", 1.0), ("adamw", 1.0), ("adamw", 0.125)]
-        assert len(run.qk_clip._layers) == 3 and last.recompute("experts", 2) and not last.recompute("experts", 1)
-        assert f"{prefix}mlp.gate" in run.routers.totals
+        assert len(run.runner.qk_clip._layers) == 3
+        assert last.recompute("experts", 2) and not last.recompute("experts", 1)
+        assert f"{prefix}mlp.gate" in run.runner.routers.totals
         before = last.get_parameter(f"{prefix}self_attn.q_b_proj.weight").detach().clone()
         run.train()
         assert not last.get_parameter(f"{prefix}self_attn.q_b_proj.weight").equal(before)

@@ -11,10 +11,11 @@ from dualpipe import cli
 from dualpipe.nn import Router, linear
 from dualpipe.parallel.mesh import build_mesh
 from dualpipe.runtime.rank_process import RankInfo
-from dualpipe.train import build, parity
+from dualpipe.train import parity
 from dualpipe.train.config.load import fit_world, load_config
 from dualpipe.train.config.schema import Config
 from dualpipe.train.launch.distributed import Job
+from dualpipe.train.loss import MicroBatchLoss
 from dualpipe.train.parity import Comparison, difference
 from hub import FAMILIES
 from ranks import run_ranks
@@ -90,8 +91,8 @@ def test_a_wrong_pipeline_fails_and_is_named(run_toml, capsys, monkeypatch, brea
 
 
 def test_a_wrong_criterion_fails(run_toml, monkeypatch):
-    criteria = iter([build.micro_batch_loss(3), build.micro_batch_loss(4)])
-    monkeypatch.setattr(parity, "micro_batch_loss", lambda *_: next(criteria))
+    criteria = iter([MicroBatchLoss(3), MicroBatchLoss(4)])
+    monkeypatch.setattr(parity, "MicroBatchLoss", lambda *_: next(criteria))
     assert run(run_toml) == 1
 
 

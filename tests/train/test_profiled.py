@@ -13,8 +13,8 @@ from dualpipe.train import garbage_collection, profiler
 from dualpipe.train.checkpointing import Saver
 from dualpipe.train.config.load import fit_world, load_config
 from dualpipe.train.launch.distributed import Job
-from dualpipe.train.tracing import Steps
-from dualpipe.train.trainer import Run
+from dualpipe.train.step_window import Steps
+from dualpipe.train.trainer import Trainer
 from ranks import run_ranks
 
 
@@ -28,7 +28,7 @@ def profiled_run(rank, toml, folder):
     Path(folder).mkdir(exist_ok=True)
     collected, enabled = [], []
     with Saver(config, job) as saver, pytest.MonkeyPatch.context() as patch:
-        run = Run(config, job, saver, profiled=Steps(2, 3))
+        run = Trainer(config, job, saver, profiled=Steps(2, 3))
         right = run._step
         patch.setattr(run, "_step", lambda *arguments: (enabled.append(gc.isenabled()), right(*arguments))[1])
         patch.setattr(garbage_collection.gc, "collect", lambda *_: collected.append(run.done))

@@ -15,7 +15,7 @@ from dualpipe.train.checkpointing import Saver
 from dualpipe.train.config.load import fit_world, load_config
 from dualpipe.train.launch.distributed import Job
 from dualpipe.train.metrics import read_metrics
-from dualpipe.train.trainer import Run
+from dualpipe.train.trainer import Trainer
 from hub import FAMILIES
 from ranks import run_ranks
 
@@ -63,7 +63,7 @@ def train(rank, toml, runs):
         config = fit_world(load_config(toml, options), dist.get_world_size())
         job = job_of(config)
         with Saver(config, job) as saver:
-            Run(config, job, saver).train()
+            Trainer(config, job, saver).train()
 
 
 def losses(toml, folder, runs, *options, timeout):

@@ -19,7 +19,7 @@ from dualpipe import cli
 from dualpipe.checkpoint import latest
 from dualpipe.checkpoint.manifest import Checkpoint
 from dualpipe.train.metrics import read_metrics
-from dualpipe.train.trainer import Run
+from dualpipe.train.trainer import Trainer
 from hub import read_all, rewrite, save_qwen
 
 saving = importlib.import_module("dualpipe.checkpoint.save")  # the name in the package is the function
@@ -276,12 +276,12 @@ def test_what_was_not_saved_is_said_with_what_ended_the_run(run_folder, monkeypa
     def refuse(*arguments, **options):
         raise FloatingPointError("the end")
 
-    step = Run._step
+    step = Trainer._step
     monkeypatch.setattr(saving, "write_files", fail)
     monkeypatch.chdir(run_folder)
     run = ["train", "run.toml", *ALONE, "--checkpoint.interval", "2", "--output.dir", str(tmp_path)]
     if broken == "step":
-        monkeypatch.setattr(Run, "_step", diverge)
+        monkeypatch.setattr(Trainer, "_step", diverge)
         run += ["--checkpoint.mode", "async", "--train.steps", "3"]
     else:
         monkeypatch.setattr("dualpipe.train.trainer.save_hf", refuse)

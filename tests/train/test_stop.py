@@ -23,14 +23,14 @@ slow = pytest.mark.slow
 # forked from a launcher that has run this too.
 PLANT = f"""
 import os, signal, time
-from dualpipe.train import loop
-real = vars(loop).setdefault("real_step", loop.Run._step)
+from dualpipe.train import trainer
+real = vars(trainer).setdefault("real_step", trainer.Trainer._step)
 def step(self, number, batches):
     if self.job.rank in {{by}} and number + 1 == {AT}:
         {{what}}
         time.sleep(0.4)
     return real(self, number, batches)
-loop.Run._step = step
+trainer.Trainer._step = step
 """
 
 
@@ -129,13 +129,13 @@ def test_a_second_signal_ends_it_at_once(run_folder, dualpipe, options, to):
 def test_a_signal_while_it_evaluates_is_heard_after_that(run_folder, dualpipe):
     plant = """
 import os, signal
-from dualpipe.train import loop
-real = vars(loop).setdefault("real_evaluate", loop.Run._evaluate)
-def evaluate(self):
-    if self.done == 2 and self.job.rank == 1:
+from dualpipe.train import trainer
+real = vars(trainer).setdefault("real_evaluate", trainer.evaluate)
+def evaluate(runner, data, step, copying):
+    if step == 2 and runner.job.rank == 1:
         os.kill(os.getpid(), signal.SIGTERM)
-    return real(self)
-loop.Run._evaluate = evaluate
+    return real(runner, data, step, copying)
+trainer.evaluate = evaluate
 """
     process = dualpipe(run_folder, *RUN[:-1], "2", "--output.dir", "evaluated", "--checkpoint.interval", "100",
                        before=plant)

@@ -8,11 +8,10 @@ takes to do so later (`replay`), and stop, leave it out, or go back to a checkpo
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from itertools import chain
-from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,25 +19,22 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from dualpipe.nn.deferral import local
 from dualpipe.parallel.mesh import DENSE
 from dualpipe.parallel.tied import tied_parameters
 from dualpipe.runtime.device import random_state, set_random_state
 from dualpipe.runtime.recorder import Recorder
 from dualpipe.schedule import Action
 from dualpipe.train.anomaly.localize import Spot, Watch, bits, named_gradients, on_host, run_again, total, write_bundle
+from dualpipe.train.anomaly.spikes import SpikeDetector
+from dualpipe.train.checkpointing import Saver, State
 from dualpipe.train.data.loader import Batch
 from dualpipe.train.metrics import MetricsWriter
-
-if TYPE_CHECKING:
-    from dualpipe.train.trainer import Run
+from dualpipe.train.step_runner import StepRunner
 
 # A router has collapsed that is so near the limit, where one expert gets every token, for so many steps in a row:
 # routers that start at the limit have left it by then.
 NEAR, PATIENCE = 0.9, 50
-WINDOW, FEWEST = 128, 32  # steps that a spike is told from
 _SHOWN = 8  # copies that differ
-_MAD = 1.4826  # by which a normal distribution's standard deviation is larger than its median absolute deviation
 
 
 class Corrupted(FloatingPointError):
@@ -63,32 +59,31 @@ class Kept(NamedTuple):
 
 
 class Guard:
-    """The guard of a run, as `config.guard` says. Every rank calls the same methods at the same steps."""
+    """The guard of a run, as `config.guard` says. Every rank calls the same methods at the same steps.
 
-    def __init__(self, run: Run) -> None:
-        self.run, self.settings = run, run.config.guard
-        self._state = run.routers.changed_by_steps()
+    runner: runs steps again; saver, state: for checkpoints to go back to.
+    """
+
+    def __init__(self, runner: StepRunner, saver: Saver, state: State) -> None:
+        self.runner = runner
+        self.saver = saver
+        self.state = state
+        self.settings = runner.config.guard
+        self._state = runner.routers.changed_by_steps()
+        model = runner.model.config
+        self._load_limit = model.num_experts / model.num_experts_per_tok  # of load_max_over_mean
         self._in_row, self._until = 0, 0  # bad steps without a good one between; the last of them
         self._passed: Tensor | None = None  # 0 on the device, NaN once a queued step was not finite
         self._spiked, self._near = "", 0  # what was; steps in a row in which one expert got nearly every token
-        self._history: dict[str, deque[float]] = {name: deque(maxlen=WINDOW) for name in ("loss", "grad_norm")}
+        self._spikes = SpikeDetector(self.settings.spike, spikes_count=self.settings.on_spike == "warn")
 
     # -- around a step, on the device
 
     def keep(self, batch: Batch) -> Kept:
         """What there is before a step; the host waits for nothing."""
         self._batch = batch
-        watch = Watch(self.run.recorder, total, kinds=(Action,))
+        watch = Watch(self.runner.recorder, total, kinds=(Action,))
         return Kept(batch, _random_states(), [each.clone() for each in self._state], watch)
-
-    def mark(self, losses: Tensor | None) -> None:
-        """Where a loss is not finite, make a gradient so: by the norm of all gradients every rank gets to know. None of
-        a copy, which the norm leaves out."""
-        if losses is not None:
-            loss, copies = losses.sum(), set(self.run.pipeline.copied_parameters)
-            grads = (local(p.grad) for p in self.run.optimizer.parameters if p.grad is not None and p not in copies)
-            if (grad := next((g for g in grads if g.numel()), None)) is not None:
-                grad[(0,) * grad.dim()].add_((loss - loss).to(grad.dtype))
 
     def judge(self, norm: Tensor) -> Tensor:
         """The norm that the optimizer goes by: NaN also where that of a step before was not finite, which the host does
@@ -112,7 +107,7 @@ class Guard:
             raise BadStep(step, values, kept)
         if step >= self._until:
             self._in_row = 0
-        self._spiked = self._spike(step, values) if self.settings.spike else ""
+        self._spiked = self._spikes.find(step, values)
         if self._spiked and self.settings.on_spike == "rollback":
             raise BadStep(step, values, kept, self._spiked)
 
@@ -120,89 +115,73 @@ class Guard:
         """What there is to say of the step that was checked last."""
         if self._spiked:
             yield f"WARNING: {self._spiked}"
-        load, limit = metrics.get("load_max_over_mean", 0.0), self.run.load_limit
+        load, limit = metrics.get("load_max_over_mean", 0.0), self._load_limit
         self._near = self._near + 1 if limit > 1 and load >= NEAR * limit else 0
         if self._near == PATIENCE:  # once in a collapse
             yield (f"WARNING: for {PATIENCE} steps one expert of some layer got nearly every token "
                    f"(load_max_over_mean {load:.2f}, at most {limit:g}): its router has collapsed; "
                    "raise router.balance, to 0.01 for a start")
 
-    def _spike(self, step: int, values: Mapping[str, Any]) -> str:
-        """What is unusual about a step's numbers. Those of a step that counts are among those of later ones, so that
-        what stays at another level is usual in the end."""
-        found = []
-        for name, history in self._history.items():
-            value = values[name]
-            middle = median(history) if history else value
-            spread = _MAD * median(abs(each - middle) for each in history) if history else 0.0
-            score = (value - middle) / max(spread, 1e-3 * abs(middle), 1e-12)
-            if is_spike := len(history) >= FEWEST and not score <= self.settings.spike:
-                found.append(f"{name} {value:.4g} is {score:.3g} robust deviations above the median {middle:.4g} of "
-                             f"the last {len(history)} steps")
-            if not is_spike or self.settings.on_spike == "warn":
-                history.append(value)
-        return f"step {step}: {' and '.join(found)}" if found else ""
-
     def everywhere(self, loss: Tensor | None) -> dict[str, Tensor]:
         """The loss on every rank where spikes are looked for, which all must see; else where it is known."""
-        run = self.run
-        if self.settings.spike and run.job.group is not None:
-            shared = torch.zeros(1, dtype=torch.float64, device=run.job.device)
-            if run.reports and loss is not None:
+        runner, job = self.runner, self.runner.job
+        if self.settings.spike and job.group is not None:
+            shared = torch.zeros(1, dtype=torch.float64, device=job.device)
+            if runner.reports and loss is not None:
                 shared[0] = loss
-            with run.recorder.collective("loss", "the loss", run.recorder.members(run.job.group)):
-                dist.all_reduce(shared, group=run.job.group)
+            runner.all_reduce("loss", "the loss", shared, job.group)
             return {"loss": shared[0]}
         return {} if loss is None else {"loss": loss}
 
     # -- what follows from a bad step
 
-    def resolve(self, bad: BadStep, writer: MetricsWriter | None) -> None:
-        """Set where the run goes on, or raise FloatingPointError. Collective."""
-        run, spiked = self.run, bool(bad.why)
+    def resolve(self, bad: BadStep, writer: MetricsWriter | None) -> int:
+        """Return the steps that are done where the run goes on, or raise FloatingPointError. Collective."""
+        loader, spiked = self.state.loader, bool(bad.why)
         self._passed = None
         policy = "rollback" if spiked else self.settings.on_nonfinite
         text = bad.why or self._found(bad)
         self._in_row, self._until = self._in_row + 1, bad.step
-        run.saver.anomaly(bad.step)
+        self.saver.anomaly(bad.step)
         if policy == "stop" or self._in_row > self.settings.limit:
             if policy != "stop":
                 text += f"\nthe run stops, as it is one more than guard.limit = {self.settings.limit} in a row"
-            raise FloatingPointError("\n".join(filter(None, [text, run.saver.advice(bad.step)])))
+            raise FloatingPointError("\n".join(filter(None, [text, self.saver.advice(bad.step)])))
         if policy == "skip":
-            run.done = run.loader.step = bad.step
-            run.saver.save(run.state, run.done)
+            done = loader.step = bad.step
+            self.saver.save(self.state, done)
             went_on = "left out: nothing is updated by it"
         else:
-            taken = bad.step + run.loader.passed_over  # batches until now, with that of the bad step
-            target = run.saver.go_back(run.state)
+            taken = bad.step + loader.passed_over  # batches until now, with that of the bad step
+            target = self.saver.go_back(self.state)
             if target is None:
                 raise FloatingPointError(f"{text}\nthere is no checkpoint to go back to; set checkpoint.interval, or "
                                          'guard.on_nonfinite = "skip"')
-            run.done = run.loader.step = target
-            run.loader.passed_over = taken - target
+            done = loader.step = target
+            loader.passed_over = taken - target
             went_on = f"back to step {target}; the data of steps {target + 1} to {bad.step} is left out"
             if writer is not None:
                 writer.go_back(target)
         if writer is not None:
             writer.say(f"WARNING: {text}\n{went_on}")
+        return done
 
     def _found(self, bad: BadStep) -> str:
         """What was found about a step that is not finite, by running it again; its bundle is written."""
-        run, first = self.run, bad.values
+        runner, first = self.runner, bad.values
         self.restore(bad.kept)
         seen = [spot for spot, value in on_host(bad.kept.watch.results).items() if not math.isfinite(value)]
-        spots = run.job.ranks.gather(lambda: min(seen, default=None))
+        spots = runner.job.ranks.gather(lambda: min(seen, default=None))
         then = min((spot for spot in spots if spot is not None), default=None)
-        with run.recorder.doing("check", "the step again"):
-            again = run_again(run, bad.kept.batch, bad.step)
+        with runner.recorder.doing("check", "the step again"):
+            again = run_again(runner, bad.kept.batch, bad.step)
         self.restore(bad.kept)
-        loss = "" if math.isfinite(first["loss"]) or not run.model.has_last else f", the loss {first['loss']}"
+        loss = "" if math.isfinite(first["loss"]) or not runner.model.has_last else f", the loss {first['loss']}"
         lines = [f"the gradient norm is {first['grad_norm']} at step {bad.step}{loss}; lower optimizer.lr, lengthen "
                  "optimizer.warmup_steps, or check the data",
-                 again.text(f"{run.recorder.name(then.rank)}, {then.what}" if then else "")]
+                 again.text(f"{runner.recorder.name(then.rank)}, {then.what}" if then else "")]
         try:
-            path = write_bundle(run, bad.step, bad.kept.batch, first, again)
+            path = write_bundle(runner, self.state, bad.step, bad.kept.batch, first, again)
             lines.append(f"all that the step takes is kept: dualpipe replay {path}")
         except OSError as error:  # such as a full disk: what is known must be said all the same
             lines.append(f"what the step takes could not be kept: {error}")
@@ -220,10 +199,11 @@ class Guard:
         """After this step, the last one, do what is due. Collective; raises Corrupted on every rank."""
         found: list[str] = []
         if (interval := self.settings.checksum_interval) and step % interval == 0:
-            mine = compare_copies(self._tensors(), self.run.job.place.group(*DENSE), self.run.recorder)
-            found = [text for texts in self.run.job.ranks.gather(lambda: mine) for text in texts] + self._compare_ends()
+            mine = compare_copies(self._tensors(), self.runner.job.place.group(*DENSE), self.runner.recorder)
+            found = list(chain.from_iterable(self.runner.job.ranks.gather(lambda: mine)))
+            found += self._compare_ends()
         if (interval := self.settings.recheck_interval) and step % interval == 0:
-            found += self._compute_twice(step, step // interval % self.run.config.train.num_chunks)
+            found += self._compute_twice(step, step // interval % self.runner.config.train.num_chunks)
         if found:
             raise Corrupted(f"after step {step}: {'; '.join(dict.fromkeys(found))}; suspect its device or its memory, "
                             "and go on without it, from a checkpoint of before")
@@ -231,15 +211,16 @@ class Guard:
     def _compare_ends(self) -> list[str]:
         """Which ranks have other bits of a copy than those at the other end of their pipeline. Collective where the
         ends are on two ranks."""
-        placement, place, recorder = self.run.schedule.placement, self.run.job.place, self.run.recorder
+        runner = self.runner
+        placement, place, recorder = runner.schedule.placement, runner.job.place, runner.recorder
         if placement[0] == placement[-1]:
             return []
-        tied = list(chain.from_iterable(map(tied_parameters, self.run.model.stages)))
-        states = self.run.optimizer.state_tensors() if tied else {}
+        tied = list(chain.from_iterable(map(tied_parameters, runner.model.stages)))
+        states = runner.optimizer.state_tensors() if tied else {}
         kept = chain.from_iterable((parameter, *states[parameter].values()) for parameter in tied)
         mine = [int(bits(tensor)) for tensor in kept if isinstance(tensor, Tensor)]
         held: dict[int, dict[int, list[int]]] = {}  # by replica and rank
-        for rank, (replica, values) in enumerate(self.run.job.ranks.gather(lambda: (place.replica, mine))):
+        for rank, (replica, values) in enumerate(runner.job.ranks.gather(lambda: (place.replica, mine))):
             if values:
                 held.setdefault(replica, {})[rank] = values
         return [f"{' or '.join(map(recorder.name, ends))} has wrong bits of what both ends of a pipeline have"
@@ -247,32 +228,34 @@ class Guard:
 
     def _tensors(self) -> dict[str, Tensor]:
         """All that a rank has of the model and its optimizer, by name."""
-        found = {name: each for stage in self.run.model.stages for name, each in stage.named_buffers()}
-        return found | {name: each for name, each in self.run.state.tensors().items() if isinstance(each, Tensor)}
+        found = {name: each for stage in self.runner.model.stages for name, each in stage.named_buffers()}
+        return found | {name: each for name, each in self.state.tensors().items() if isinstance(each, Tensor)}
 
     def _compute_twice(self, step: int, number: int) -> list[str]:
         """Run a micro-batch of this step, the last one, through the pipeline with whole backwards, and again with
         weight gradients apart, which are the same products: what differs. Gradients are dropped."""
-        run, states, size = self.run, _random_states(), self.run.config.train.micro_batch_size
+        runner, states, size = self.runner, _random_states(), self.runner.config.train.micro_batch_size
         part = Batch(*(each[number * size : (number + 1) * size] for each in self._batch))
         found: list[dict[Spot, int]] = []
         sums: list[dict[str, Tensor]] = []
         for deferred in (False, True):
-            with run.pipeline.in_order(deferred=deferred), Watch(run.recorder, bits, kinds=(Action,)) as watch:
-                run.forward_backward(part, run.criterion(step), num_chunks=1)
+            with (
+                runner.pipeline.in_order(deferred=deferred),
+                Watch(runner.recorder, bits, kinds=(Action,)) as watch,
+            ):
+                runner.forward_backward(part, runner.criterion(step), num_microbatches=1)
             found.append(on_host(watch.results))
-            sums.append({name: bits(grad) for name, grad in named_gradients(run.model.stages).items()})
-            run.pipeline.zero_grad()
+            sums.append({name: bits(grad) for name, grad in named_gradients(runner.model.stages).items()})
+            runner.pipeline.zero_grad()
             _restore_random(states)
-        if run.qk_clip is not None:
-            run.qk_clip.forget()
+        runner.drop_scores()
         spot = min((spot for spot, value in found[0].items() if found[1].get(spot) != value), default=None)
         names = [name for name, value in sums[0].items() if int(value) != int(sums[1].get(name, value + 1))]
-        each = run.job.ranks.gather(lambda: (spot, names[:1]))
+        each = runner.job.ranks.gather(lambda: (spot, names[:1]))
         if first := min((spot for spot, _ in each if spot is not None), default=None):
             what = first.what.replace("micro-batch 0", f"micro-batch {number}")  # it was run alone
-            return [f"{run.recorder.name(first.rank)} got other bits for {what} when it computed that again"]
-        return [f"{run.recorder.name(rank)} got other bits for the gradient of {name} when it computed micro-batch "
+            return [f"{runner.recorder.name(first.rank)} got other bits for {what} when it computed that again"]
+        return [f"{runner.recorder.name(rank)} got other bits for the gradient of {name} when it computed micro-batch "
                 f"{number} again" for rank, (_, names) in enumerate(each) for name in names]
 
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,11 +28,9 @@ from dualpipe.quantized.weights import quantized_part
 from dualpipe.runtime.files import replace_file
 from dualpipe.runtime.recorder import Recorder
 from dualpipe.schedule import Action
-from dualpipe.train.checkpointing import describe
+from dualpipe.train.checkpointing import State, describe
 from dualpipe.train.data.loader import Batch
-
-if TYPE_CHECKING:
-    from dualpipe.train.trainer import Run
+from dualpipe.train.step_runner import StepRunner
 
 BUNDLES, KEPT = "bundles", 3  # a folder in output.dir, and how many stay in it
 _SHOWN, _KNOWN = 4, 64  # names of a kind, and those that a rank tells
@@ -160,25 +158,23 @@ class Again(NamedTuple):
         return "; ".join(filter(None, found))
 
 
-def run_again(run: Run, batch: Batch, step: int) -> Again:
+def run_again(runner: StepRunner, batch: Batch, step: int) -> Again:
     """Run a batch as the step did, counted from 1, from the state before it, and look at what is not finite; nothing is
     updated but routers. Collective."""
-    stages = run.model.stages
+    stages = runner.model.stages
     parameters = where_nonfinite({name: local(p) for stage in stages for name, p in stage.named_parameters()})
-    with Watch(run.recorder, nonfinite, stages) as watch, run.routers.step():
-        losses = run.forward_backward(batch, run.criterion(step))
+    with Watch(runner.recorder, nonfinite, stages) as watch:
+        losses = runner.run_step(batch, step)
     loss = None if losses is None else losses[0]
-    run.guard.mark(losses)
-    if run.qk_clip is not None:
-        run.qk_clip.forget()
+    runner.drop_scores()
     grads = named_gradients(stages)
-    norm = float(run.pipeline.clip_grad_norm_(math.inf))
+    norm = float(runner.pipeline.clip_grad_norm_(math.inf))
 
     def look() -> tuple[Spot | None, float | None, int, *tuple[list[str], ...]]:
         """What there is to tell of this rank."""
         bad = [spot for spot, count in on_host(watch.results).items() if count]
         if losses is not None and not bool(losses.isfinite().all()):
-            bad.append(Spot((0, _END), 0, run.recorder.rank, "the loss"))  # behind all forwards
+            bad.append(Spot((0, _END), 0, runner.recorder.rank, "the loss"))  # behind all forwards
         if bad:  # of modules that are inside of each other the inner one returns first
             counts = on_host(watch.calls.get(min(bad), {}))
             inner = next((f", in {name}" for name, count in counts.items() if count), "")
@@ -187,9 +183,9 @@ def run_again(run: Run, batch: Batch, step: int) -> Again:
         names = [found[:_KNOWN] for found in (parameters, where_nonfinite(grads))]
         return min(bad, default=None), None if loss is None else float(loss), total, *names
 
-    told = run.job.ranks.gather(look)
-    run.optimizer.zero_grad()
-    first, name = min((spot for spot, *_ in told if spot is not None), default=None), run.recorder.name
+    told = runner.job.ranks.gather(look)
+    runner.optimizer.zero_grad()
+    first, name = min((spot for spot, *_ in told if spot is not None), default=None), runner.recorder.name
 
     def by_rank(which: int) -> list[str]:
         """Names with their ranks, first those of the rank where it began."""
@@ -201,31 +197,35 @@ def run_again(run: Run, batch: Batch, step: int) -> Again:
                  f"{name(first.rank)}, {first.what}" if first else "", by_rank(0), by_rank(1))
 
 
-def batch_tensors(run: Run, batch: Batch) -> dict[str, Tensor]:
+def batch_tensors(runner: StepRunner, batch: Batch) -> dict[str, Tensor]:
     """What this rank reads of a batch, by names that no other rank has."""
-    first, last = run.model.has_first, run.model.has_last
+    first, last = runner.model.has_first, runner.model.has_last
     read = {"tokens": (batch.tokens, first), "positions": (batch.positions, first), "targets": (batch.targets, last),
-            "ahead": (batch.targets, first and not last and run.model.config.mtp_depth > 0)}
-    return {f"bundle/{name}-{run.job.place.replica}": tensor for name, (tensor, reads) in read.items() if reads}
+            "ahead": (batch.targets, first and not last and runner.model.config.mtp_depth > 0)}
+    return {f"bundle/{name}-{runner.job.place.replica}": tensor for name, (tensor, reads) in read.items() if reads}
 
 
-def write_bundle(run: Run, step: int, batch: Batch, values: Mapping[str, Any], again: Again) -> Path:
+def write_bundle(
+    runner: StepRunner, state: State, step: int, batch: Batch, values: Mapping[str, Any], again: Again
+) -> Path:
     """Keep what it takes to run a step, from 1, again, from the state before it, which is that of now. Collective.
 
     values: the step's own metrics. Raises OSError, on all ranks, where it cannot be written.
     """
-    loss = next((told for told in run.job.ranks.gather(lambda: values["loss"]) if told == told), math.nan)
+    config, model, job = runner.config, runner.model, runner.job
+    loss = next((told for told in job.ranks.gather(lambda: values["loss"]) if told == told), math.nan)
     then = {"loss": float(loss).hex(), "norm": float(values["grad_norm"]).hex()}
     now = {"loss": again.loss.hex(), "norm": again.norm.hex(), "sums": [f"{each:016x}" for each in again.sums]}
-    loader = run.loader.state_dict() | {"step": step - 1}
-    timeout = timedelta(seconds=run.config.parallel.timeout)
-    with Checkpoints(run.folder / BUNDLES, run.job.mesh, keep_last=KEPT, timeout=timeout, finite=False) as bundles:
+    loader = state.loader.state_dict() | {"step": step - 1}
+    timeout = timedelta(seconds=config.parallel.timeout)
+    folder = Path(config.output.dir, BUNDLES)
+    with Checkpoints(folder, job.mesh, keep_last=KEPT, timeout=timeout, finite=False) as bundles:
         path = bundles.save(
-            dict(run.state.tensors()) | batch_tensors(run, batch), step=step, plan=run.model.plan,
-            config=describe(run.config, run.model), extra={"loader": loader, "then": then, "again": now},
+            dict(state.tensors()) | batch_tensors(runner, batch), step=step, plan=model.plan,
+            config=describe(config, model), extra={"loader": loader, "then": then, "again": now},
         )
-    config = json.dumps(run.model.config.to_dict(), indent=2)
-    run.job.ranks.first(lambda: replace_file(path / "config.json", config))
+    model_config = json.dumps(model.config.to_dict(), indent=2)
+    job.ranks.first(lambda: replace_file(path / "config.json", model_config))
     return path
 
 

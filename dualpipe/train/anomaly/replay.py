@@ -1,6 +1,7 @@
 """`dualpipe replay BUNDLE`: run a recorded step again on the layout that it had, and compare all bit for bit.
 
-A bundle is a checkpoint of the state before the step, with the random state of every rank and the batch; see `rerun`.
+A bundle is a checkpoint of the state before the step, with the random state of every rank and the batch; see
+`localize`. The data of the run need not exist any more.
 """
 
 from __future__ import annotations
@@ -8,11 +9,10 @@ from __future__ import annotations
 import dataclasses
 from contextlib import ExitStack
 from pathlib import Path
-from typing import cast
 
 import torch
 
-from dualpipe.checkpoint import load
+from dualpipe.checkpoint import load, training_state
 from dualpipe.checkpoint.manifest import Checkpoint, Manifest
 from dualpipe.models import config_from_dict, read_config
 from dualpipe.runtime.device import deterministic
@@ -22,17 +22,10 @@ from dualpipe.train.anomaly.localize import batch_tensors, run_again
 from dualpipe.train.checkpointing import Saver
 from dualpipe.train.config.load import recorded_config
 from dualpipe.train.config.schema import CheckpointConfig, Config, ExportConfig, InitConfig
-from dualpipe.train.data.loader import Batch, Loader
+from dualpipe.train.data.loader import Batch
 from dualpipe.train.launch.distributed import join
 from dualpipe.train.metrics import say
-from dualpipe.train.trainer import Run
-
-
-class _WithoutData(Run):
-    """What the batch is taken from need not exist any more."""
-
-    def _open_data(self) -> None:
-        self.batch_size, self.held_out, self.loader, self.columns = 0, [], cast(Loader, None), None
+from dualpipe.train.step_runner import StepRunner
 
 
 def read_bundle(path: str | Path) -> tuple[Config, Manifest]:
@@ -59,16 +52,18 @@ def replay(config: Config, manifest: Manifest, info: RankInfo) -> int:
         held.enter_context(deterministic(config.train.deterministic))
         job = held.enter_context(join(config, info))
         saver = held.enter_context(Saver(config, job))
-        run = _WithoutData(config, job, saver)
-        train, recorder.step = config.train, manifest.step
-        own = train.micro_batch_size * train.num_chunks if run.model.has_first or run.model.has_last else 0
-        here = run.split.counts(train.sequence_length)[run.split.rank]
-        depths = (1 + depth,) if (depth := run.model.config.mtp_depth) else ()
+        runner = StepRunner(config, job, saver.source_dtypes)
+        train, model, split = config.train, runner.model, runner.split
+        recorder.step = manifest.step
+        own = train.micro_batch_size * train.num_chunks if model.has_first or model.has_last else 0
+        here = split.counts(train.sequence_length)[split.rank]
+        depths = (1 + depth,) if (depth := model.config.mtp_depth) else ()
         batch = Batch(*(torch.zeros(own, *shape, dtype=torch.int64, device=job.device)
                         for shape in ((here,), (here, *depths), (train.sequence_length,))))
-        load(config.checkpoint.resume, dict(run.state.tensors()) | batch_tensors(run, batch), mesh=job.mesh)
-        run.optimizer.round_parameters()
-        found = run_again(run, batch, manifest.step)
+        tensors = training_state(model.stages, runner.optimizer) | runner.routers.state_tensors()
+        load(config.checkpoint.resume, tensors | batch_tensors(runner, batch), mesh=job.mesh)
+        runner.optimizer.round_parameters()
+        found = run_again(runner, batch, manifest.step)
         now = {"loss": found.loss.hex(), "norm": found.norm.hex(), "sums": [f"{each:016x}" for each in found.sums]}
         then, again = manifest.extra["then"], manifest.extra["again"]
         same = now == again and all(now[name] == value for name, value in then.items())

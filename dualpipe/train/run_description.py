@@ -1,0 +1,72 @@
+"""What a run says of itself before its first step: the model, the ranks, the data, and what to be warned of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from dualpipe.nn.deferral import local
+from dualpipe.train.build import check_positions, slow_products
+from dualpipe.train.data.loader import check_tokenizer
+from dualpipe.train.data.run_data import RunData
+from dualpipe.train.step_runner import StepRunner
+
+
+def count_parameters(runner: StepRunner) -> int:
+    """Return the number of the whole model's parameters, tied ones once. Collective."""
+    job = runner.job
+    own = set(runner.optimizer.parameters).difference(runner.pipeline.copied_parameters)
+    count = torch.tensor(sum(local(parameter).numel() for parameter in own), device=job.device)
+    runner.all_reduce("parameters", "the number of parameters", count, job.group)
+    return int(count) if runner.reports else 0
+
+
+def describe_run(runner: StepRunner, data: RunData, parameters: int, unigram: float | None) -> Iterator[str]:
+    """Yield lines about a run. parameters: of the whole model. unigram: a unigram model's held-out loss, or None."""
+    config, model = runner.config, runner.model.config
+    train, (text, held_out) = config.train, data.splits
+    yield (
+        f"{model.model_type}: {parameters:,} parameters in {runner.schedule.num_stages} stages on "
+        f"{_ranks(runner)}, schedule {runner.schedule.name}, {train.dtype}\n"
+        f"data: {text.num_tokens:,} tokens in {text.num_documents:,} documents to train on, "
+        f"{held_out.num_tokens:,} in {held_out.num_documents:,} held out\n"
+        "load_max_over_mean in the metrics: 1 where all experts get as many tokens, "
+        f"{model.num_experts / model.num_experts_per_tok:g} (experts / top_k) where one gets every token"
+    )
+    total, fraction = text.num_tokens + held_out.num_tokens, config.data.validation_fraction
+    if held_out.num_tokens == train.sequence_length + 1 > fraction * total and not config.data.validation_path:
+        yield (
+            f"{held_out.num_tokens} of {total} tokens are held out, so that there is a sequence to evaluate on: "
+            f"data.validation_fraction = {fraction:g} would be {int(fraction * total)}"
+        )
+    if data.held_out and held_out.num_tokens < data.batch_size * (train.sequence_length + 1):
+        yield "evaluations read sequences that overlap: the held-out text has fewer tokens than a batch"
+    if unigram is not None:
+        yield f"a unigram model of the same text has a held-out loss of {unigram:.4f} nats per token"
+    yield from _warnings(runner, data)
+
+
+def _ranks(runner: StepRunner) -> str:
+    """The ranks in words, such as "2 x 4 cpu ranks, experts over 2"."""
+    config, ranks = runner.config, runner.schedule.num_ranks
+    text = f"{ranks} {runner.job.device.type} rank{'s' if ranks > 1 else ''}"
+    if config.parallel.replicas > 1:
+        text = f"{config.parallel.replicas} x {text}"
+    if config.parallel.ep > 1:
+        text += f", experts over {config.parallel.ep}"
+    if config.parallel.cp > 1:
+        counts = dict.fromkeys(runner.split.counts(config.train.sequence_length))
+        text += f", sequences over {config.parallel.cp} ({' or '.join(map(str, counts))} tokens each)"
+    return text
+
+
+def _warnings(runner: StepRunner, data: RunData) -> Iterator[str]:
+    config = runner.config
+    train, parallel = config.train, config.parallel
+    tokens = train.micro_batch_size * train.sequence_length * parallel.ep // parallel.cp
+    for slow in slow_products(runner.model, tokens, runner.job.device):
+        yield f"WARNING: slower in FP8 than in bfloat16, see dtypes.products and rules: {slow}"
+    for warning in (check_positions(config), check_tokenizer(data.splits.train.packed, config.init.from_hf)):
+        if warning:
+            yield f"WARNING: {warning}"

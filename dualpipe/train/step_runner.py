@@ -1,0 +1,171 @@
+"""A rank's part of a pipelined model, and the steps that run on it.
+
+The trainer, the guard that runs a bad step again, the replay of a recorded step and parity run steps through this file
+alone, so that all of them run the same step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dualpipe import Pipeline
+from dualpipe.checkpoint.state import derive_random
+from dualpipe.models import HubConfig
+from dualpipe.nn.deferral import local
+from dualpipe.parallel import DTypePlan
+from dualpipe.parallel.context import ContextParallel
+from dualpipe.parallel.mesh import DENSE
+from dualpipe.runtime.dtypes import dtype_of
+from dualpipe.runtime.recorder import Recorder
+from dualpipe.train.build import build_model, build_optimizer, build_routers, plan_run, token_weight
+from dualpipe.train.build_schedule import build_schedule
+from dualpipe.train.config.model_config import read_model_config
+from dualpipe.train.config.schema import Config
+from dualpipe.train.data.loader import Batch
+from dualpipe.train.launch.distributed import Job
+from dualpipe.train.loss import MicroBatchLoss, tokens_ahead
+from dualpipe.train.optim.qk_clip import QKClip
+
+
+class PipelinedModel:
+    """The stages of this rank in their pipeline, with routers: forward, loss and backward of a batch. Collective.
+
+    config: of a run whose parallel.dp is known. dtype, plan, from_hf: see `build_model`.
+
+    Raises ValueError, on all ranks, for a model, a schedule or routers that cannot be.
+    """
+
+    def __init__(
+        self, config: Config, job: Job, model_config: HubConfig, *, dtype: torch.dtype, plan: DTypePlan | None,
+        from_hf: str = "",
+    ) -> None:
+        train, parallel = config.train, config.parallel
+        self.config = config
+        self.job = job
+        self.recorder = Recorder.current()
+        self.schedule = build_schedule(config, job.ranks)
+        self.context = ContextParallel(job.place.part("cp"), method=parallel.cp_method)
+        self.split = self.context.split
+        self.model = build_model(
+            model_config, self.schedule, job.place.rank("pp"), seed=train.seed, dtype=dtype, device=job.device,
+            mesh=job.mesh, recompute=config.memory.recompute, compiled=train.compile,
+            layers_per_stage=parallel.layers_per_stage, from_hf=from_hf, plan=plan, products=config.dtypes.products,
+            fp8_weight_grad=config.dtypes.fp8_weight_grad, fp8_dispatch=config.dtypes.fp8_dispatch,
+            context=self.context,
+        )
+        self.routers = build_routers(
+            config, self.model.stages, group=job.group, device=job.device, context=self.context)
+        self.pipeline = Pipeline(
+            self.model.stages, process_group=job.place.group("pp"), schedule=self.schedule, overlap=parallel.overlap
+        )
+
+    @property
+    def reports(self) -> bool:
+        """Return True on the one rank that knows the loss and writes the metrics: the last stage's, of pipeline 0."""
+        return self.model.has_last and not self.job.place.replica
+
+    def criterion(self, step: int) -> MicroBatchLoss:
+        """Return the criterion of a step, counted from 1, or of as many of its micro-batches as are run."""
+        train = self.config.train
+        micro_batches = train.num_chunks / token_weight(self.split, train.sequence_length)
+        return MicroBatchLoss(micro_batches, self.config.mtp.weight_of(step, train.steps))
+
+    def micro_batch_losses(
+        self, tokens: Tensor, targets: Tensor, positions: Tensor | None, criterion: MicroBatchLoss,
+        num_microbatches: int,
+    ) -> Tensor | None:
+        """Run the pipeline once, forward and backward of all micro-batches.
+
+        tokens, targets: of this rank, (B, C), or targets (B, C, 1 + D). positions: of whole sequences (B, T), None for
+        those of one document. Returns the loss of each micro-batch (N,) on the rank of the last stage, None elsewhere.
+        """
+        model = self.model
+        losses, _ = self.pipeline.step(
+            *((tokens,) if model.has_first else ()),
+            num_chunks=num_microbatches,
+            criterion=criterion if model.has_last else None,
+            labels=(targets,) if model.has_last else (),
+            side={"positions": positions, "ahead": tokens_ahead(targets)} if model.has_first else None,
+        )
+        return losses
+
+    def forward_backward(
+        self, batch: Batch, criterion: MicroBatchLoss, num_microbatches: int | None = None
+    ) -> Tensor | None:
+        """Run the pipeline once, on the micro-batches of a step unless another number is given.
+
+        Returns, on the ranks of the last stage, the mean losses of all pipelines, (1,) or of each depth of multi-token
+        prediction (1 + D,); None elsewhere. criterion: used for this call alone.
+        """
+        positions = batch.positions if self.config.data.separate_documents else None
+        if positions is None and self.split.size > 1:  # whose stages tell by them which tokens of a row are theirs
+            positions = torch.arange(batch.positions.shape[1], device=self.job.device).expand_as(batch.positions)
+        losses = self.micro_batch_losses(
+            batch.tokens, batch.targets, positions, criterion, num_microbatches or self.config.train.num_chunks)
+        if losses is None:
+            return None
+        loss = torch.stack(criterion.noted).sum(0).float() if criterion.noted else losses.sum().float().unsqueeze(0)
+        self.all_reduce("loss", "the loss of all pipelines", loss, self.job.place.group(*DENSE))
+        return loss / self.config.parallel.replicas
+
+    def all_reduce(self, kind: str, what: str, tensor: Tensor, group: dist.ProcessGroup | None) -> None:
+        """Add the other ranks' values to `tensor`, recorded as a wait for them."""
+        if group is not None:
+            with self.recorder.collective(kind, what, self.recorder.members(group)):
+                dist.all_reduce(tensor, group=group)
+
+
+class StepRunner(PipelinedModel):
+    """A pipelined model with its optimizer, for training steps. Collective.
+
+    recorded: the dtypes in the checkpoint that the run goes on from, by name; None for a new run.
+    """
+
+    def __init__(self, config: Config, job: Job, recorded: Mapping[str, torch.dtype] | None = None) -> None:
+        derive_random(config.train.seed, 0, job.rank)
+        model_config = read_model_config(config)
+        plan = plan_run(config, model_config, recorded, job.mesh)
+        from_hf = config.init.from_hf if recorded is None else ""
+        super().__init__(
+            config, job, model_config, dtype=dtype_of(config.train.dtype), plan=plan, from_hf=from_hf)
+        self.optimizer = build_optimizer(config, self.model)
+        self.recorder.made("parameters", *self.optimizer.parameters)
+        limit, dense = config.optimizer.qk_clip, job.place.group(*DENSE)
+        self.qk_clip = QKClip(self.model.stages, limit, group=dense, device=job.device) if limit else None
+
+    def run_step(self, batch: Batch, step: int) -> Tensor | None:
+        """Run forwards and backwards of a step, counted from 1, with the routers' losses and counts.
+
+        Returns the mean losses as `forward_backward` does. A loss that is not finite leaves a gradient that is not:
+        so every rank gets to know by the norm.
+        """
+        with self.routers.step():
+            losses = self.forward_backward(batch, self.criterion(step))
+        if losses is not None:
+            self._spoil_gradient(losses)
+        return losses
+
+    def _spoil_gradient(self, losses: Tensor) -> None:
+        """Add NaN to a gradient if a loss is not finite, else 0; none of a copy, which the norm leaves out."""
+        loss, copies = losses.sum(), set(self.pipeline.copied_parameters)
+        grads = (local(p.grad) for p in self.optimizer.parameters if p.grad is not None and p not in copies)
+        grad = next((grad for grad in grads if grad.numel()), None)
+        if grad is not None:
+            grad[(0,) * grad.dim()].add_((loss - loss).to(grad.dtype))
+
+    def update(self, lr: float, norm: Tensor) -> None:
+        """Update the parameters, unless the gradients' `norm` (a scalar tensor) is not finite; drop the gradients."""
+        with self.recorder.doing("optimizer"):
+            self.optimizer.step(lr, norm)
+            if self.qk_clip is not None:
+                self.qk_clip(self.optimizer, norm)
+        self.optimizer.zero_grad()
+
+    def drop_scores(self) -> None:
+        """Forget the attention scores that QK-clip has noted, of a run of the pipeline that updates nothing."""
+        if self.qk_clip is not None:
+            self.qk_clip.forget()
