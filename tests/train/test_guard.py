@@ -201,10 +201,10 @@ def test_without_a_checkpoint_there_is_nothing_to_go_back_to(run_folder, dualpip
 
 
 SPIKE = """
-import dualpipe.train.anomaly.guard as guard
+import dualpipe.train.anomaly.spikes as spikes
 from dualpipe import Pipeline
 
-guard.FEWEST, norms, clip = 4, [], Pipeline.clip_grad_norm_
+spikes.FEWEST, norms, clip = 4, [], Pipeline.clip_grad_norm_
 
 def leaping(self, max_norm):
     norms.append(max_norm)

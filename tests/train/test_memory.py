@@ -94,7 +94,7 @@ def measured(rank: int, path: str, options: list[str]) -> tuple[int, int]:
         return torch.stack([one_loss(each, labels) for each in logits]).sum()
 
     peaks = []
-    for profiled in (nullcontext(), *(profile(activities=[ProfilerActivity.CPU], profile_memory=True) for _ in "12")):
+    for profiled in (nullcontext(), *(profile(activities=[ProfilerActivity.CPU], profile_memory=True) for _ in "123")):
         held = {tensor.data_ptr(): tensor for parameter, state in optimizer.state_tensors().items()
                 for tensor in map(local, (parameter.detach(), *(each.detach() for each in state.values())))}
         with profiled as profiler:

@@ -179,7 +179,7 @@ def test_sigusr2_to_one_rank_has_all_write_their_states_and_a_good_end_takes_the
     for rank in range(2):
         state = json.loads((folder / f"rank-{rank:05}.json").read_text())
         assert state["rank"] == rank and state["name"] == f"rank {rank} (pp {rank})" and state["pid"] == ranks[rank]
-        assert any("loop.py" in frame for frame in state["stacks"]["MainThread"]) and state["step"] > 1
+        assert any("trainer.py" in frame for frame in state["stacks"]["MainThread"]) and state["step"] > 1
     os.kill(process.pid, signal.SIGTERM)
     process.communicate(60)
     assert process.returncode == 143 and not folder.exists()

@@ -34,7 +34,7 @@ from dualpipe.train.health.diagnose import FOLDER, HALTED, diagnose, letter_of, 
 
 POLL_SECONDS = 0.05
 GRACE_SECONDS = 5.0  # for a rank that is killed to be gone; in disk sleep it may never be
-STATE_SECONDS = 1.0  # for ranks to write what they wait for, where one has failed
+STATE_SECONDS = 3.0  # for ranks to write what they wait for, where one has failed
 CRASH_LOOP = 3  # starts without progress, after which there is no other
 RANKS_PER_CORE = 4  # of CPU ranks: for tests and lessons
 _USUAL_GPUS = 8  # of a node, where this machine has none

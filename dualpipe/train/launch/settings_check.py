@@ -29,6 +29,7 @@ from dualpipe.runtime.recorder import Recorder, rank_ranges
 from dualpipe.train.config.model_config import read_model_config
 from dualpipe.train.config.schema import Config
 
+ANSWER = timedelta(seconds=5)  # for rank 0 to say which rank does not come
 PATIENCE = timedelta(seconds=30)  # of a job that ends, for others to come and read why
 _SHOWN, _CHARACTERS = 8, 80  # fields that differ, and of each value
 _MAY_DIFFER = ("model.config", "output.dir", "parallel.interface")  # of each node
@@ -92,18 +93,22 @@ def agree(store: dist.Store, info: RankInfo, prepare: Callable[[dict[str, Any]],
 def _compare(store: dist.Store, info: RankInfo, record: str, failed: bool, timeout: timedelta) -> str:
     """What is wrong with the records of all ranks, the same text on each; "" where nothing is. failed: whether this
     one tells of an error."""
+    # Longer than rank 0 waits, which names the rank that does not come: its word is the one to be read.
+    answered = timeout if info.rank == 0 else timeout + ANSWER
     try:
         digests = _gather(store, info, "digest", hashlib.sha256(record.encode()).hexdigest(), timeout)
         if info.rank == 0:
             store.set("settings/asked", "for" if failed or len(set(digests)) > 1 else "")
+        store.wait(["settings/asked"], answered)
         if not store.get("settings/asked"):
             return ""
         records = [json.loads(each) for each in _gather(store, info, "record", record, timeout)]
         if info.rank == 0:
             store.set("settings/wrong", "; ".join(_differences(records)))
+        store.wait(["settings/wrong"], answered)
         return str(store.get("settings/wrong").decode())
     except dist.DistError as lost:
-        raise TimeoutError(f"rank {info.rank} lost rank 0, or waited {timeout.total_seconds():g} s for it, while all "
+        raise TimeoutError(f"rank {info.rank} lost rank 0, or waited {answered.total_seconds():g} s for it, while all "
                            "ranks compared their settings; see what rank 0 printed") from lost
 
 
