@@ -127,7 +127,7 @@ def measure(given: tuple[Options, Row], info: RankInfo, prefix: str) -> Row:
     config = config_of(options, setting)
     if options.device == "cpu":
         torch.set_num_threads(1)
-    with join(config, info, prefix=prefix) as job:
+    with join(config, info, prefix=prefix) as (job, _):
         spans, times = Spans(job.device), []
         spans.of_actions(lambda _: spans.span("action"))
         for kind in (PendingRows, *PendingRows.__subclasses__()):  # not where they are begun, but where they are met

@@ -72,7 +72,7 @@ def _on_ranks(args: argparse.Namespace) -> int:
 
             ending.status = check(config, info, dtype=args.dtype, tolerance=args.tolerance, worst=args.worst)
         else:
-            from dualpipe.train import profiler, tracing
+            from dualpipe.train.observers import profiler, tracing
             from dualpipe.train.trainer import train
 
             steps = config.train.steps
@@ -118,9 +118,10 @@ def _pack(args: argparse.Namespace) -> None:
 
 def _dtypes(args: argparse.Namespace) -> None:
     from dualpipe.train.build import plan_run
-    from dualpipe.train.checkpointing import find_source
-    from dualpipe.train.config.load import fit_world, load_config
+    from dualpipe.train.config.load import load_config
     from dualpipe.train.config.model_config import read_model_config
+    from dualpipe.train.config.resolve import fit_world
+    from dualpipe.train.config.source import find_source
 
     config = load_config(args.config, args.overrides)
     config = fit_world(config, config.parallel.world_size)

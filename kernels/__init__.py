@@ -1,4 +1,7 @@
-"""Kernels of layers and their PyTorch references; they know nothing of pipelines."""
+"""Kernels of layers and their PyTorch references; they know nothing of pipelines.
+
+Imports nothing.
+"""
 
 from dualpipe.kernels.cross_entropy import cross_entropy
 from dualpipe.kernels.grouped_gemm import grouped_gemm, grouped_gemm_dgrad, grouped_gemm_swiglu, grouped_gemm_wgrad

@@ -1,4 +1,7 @@
-"""Models cut into stages, as plain PyTorch over `dualpipe.nn`."""
+"""Models cut into stages, as plain PyTorch over `dualpipe.nn`.
+
+Imports `parallel`, `nn` and `kernels`.
+"""
 
 from __future__ import annotations
 

@@ -1,37 +1,39 @@
-"""Who imports whom: nothing imports upwards, and lower layers load nothing of the upper ones."""
+"""Rooms: what each may import and how large it is. Nothing imports upwards, and nothing in a circle."""
 
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+
+import pytest
 
 import dualpipe
 
 ROOT = Path(dualpipe.__file__).parent
-ORDER = (  # a layer imports those before it, and itself; those of one entry do not import each other
-    {"errors", "dtypes", "device", "files", "background"}, {"recorder"}, {"ranks", "schedule"}, {"trace"}, {"kernels"},
-    {"quantized"},
-    {"nn"}, {"parallel"}, {"pipeline"}, {"utils"}, {"models"}, {"checkpoint"}, {"train", "doctor"}, {"plan"}, {"cli"},
-    {"__main__"},
+ORDER = (  # a room imports those before it, and itself; those of one entry do not import each other
+    {"_moved"}, {"runtime"}, {"schedule", "kernels"}, {"trace", "quantized"}, {"nn"}, {"parallel"}, {"pipeline"},
+    {"utils", "models"}, {"checkpoint"}, {"train"}, {"plan"}, {"cli"}, {"__main__"},
 )
+MOST_FILES = 14  # of a room
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
 
 
-def imports(path: Path, *, at_start: bool) -> Iterator[str]:
-    """The modules of ours that a file imports; `at_start`: not those inside of functions or for type checkers."""
-    tree = ast.parse(path.read_text())
-    nodes = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
-    for node in nodes if at_start else ast.walk(tree):
+def imports(path: Path) -> Iterator[str]:
+    """Yield the modules of ours that a file imports, also inside of functions and for type checkers."""
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name.startswith("dualpipe."))
         elif isinstance(node, ast.ImportFrom) and node.module == "dualpipe":
             names = [alias.name for alias in node.names if not alias.name.startswith("__")]
             yield from (dualpipe._EXPORTS.get(name, f"dualpipe.{name}") for name in names)
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("dualpipe."):
-            yield node.module
+            submodules = [f"{node.module}.{alias.name}" for alias in node.names]
+            yield from (each if each in MODULES else node.module for each in submodules)
 
 
 def modules() -> dict[str, Path]:
@@ -47,13 +49,30 @@ def modules() -> dict[str, Path]:
     return found
 
 
+MODULES = modules()
+ROOMS = {name: path for name, path in MODULES.items() if path.name == "__init__.py" and name != "dualpipe"}
+
+
+def room_of(module: str) -> str:
+    """Return the package that a module is in; a package is its own."""
+    return module if module in ROOMS else module.rpartition(".")[0]
+
+
+def circles(edges: Mapping[str, set[str]]) -> dict[str, set[str]]:
+    """Return what is left of a graph without all that leads to no circle."""
+    left = {name: targets - {name} for name, targets in edges.items()}
+    while leaves := {name for name, targets in left.items() if not targets & left.keys()}:
+        left = {name: targets for name, targets in left.items() if name not in leaves}
+    return {name: targets & left.keys() for name, targets in left.items()}
+
+
 def test_nothing_imports_upwards() -> None:
     wrong = []
-    for name, path in modules().items():
+    for name, path in MODULES.items():
         if name == "dualpipe":  # loads its names on first use
             continue
         layer = name.split(".")[1]
-        for imported in imports(path, at_start=False):
+        for imported in imports(path):
             other = imported.split(".")[1]
             if other != layer and LEVEL[other] >= LEVEL[layer]:
                 wrong.append(f"{name} imports {imported}")
@@ -61,11 +80,53 @@ def test_nothing_imports_upwards() -> None:
 
 
 def test_no_circles() -> None:
-    known = modules()
-    edges = {name: {i for i in imports(path, at_start=True) if i in known} - {name} for name, path in known.items()}
-    while leaves := {name for name, targets in edges.items() if not targets & edges.keys()}:
-        edges = {name: targets for name, targets in edges.items() if name not in leaves}
-    assert not edges
+    """Not between files, lazy imports and those for type checkers among them."""
+    assert not circles({name: set(imports(path)) for name, path in MODULES.items() if name != "dualpipe"})
+
+
+def test_no_circles_between_rooms_that_lie_side_by_side() -> None:
+    edges: defaultdict[str, set[str]] = defaultdict(set)
+    for name, path in MODULES.items():
+        for imported in imports(path):
+            here, there = room_of(name), room_of(imported)
+            if here.rpartition(".")[0] == there.rpartition(".")[0] and here in ROOMS:
+                edges[here].add(there)
+    assert not circles(edges)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_has_few_files_and_says_in_three_lines_what_it_is_and_may_import(room: str) -> None:
+    files = list(ROOMS[room].parent.glob("*.py"))
+    assert len(files) <= MOST_FILES, sorted(file.name for file in files)
+    lines = (ast.get_docstring(ast.parse(ROOMS[room].read_text())) or "").splitlines()
+    assert lines and len(lines) <= 5 and lines[-1].endswith("."), lines
+    _, _, said = " ".join(lines).rpartition("Imports ")
+    allowed = [f"dualpipe.{name}" for name in re.findall(r"`([a-z0-9_.]+)`", said)]
+    assert allowed or said == "nothing.", said
+    used = set()
+    for name, path in MODULES.items():
+        if room_of(name) != room:
+            continue
+        for imported in imports(path):
+            fits = [other for other in allowed if f"{imported}.".startswith(f"{other}.")]
+            used.update(fits)
+            assert fits or f"{imported}.".startswith(f"{room}."), f"{name} imports {imported}, which {room} may not"
+    assert used == set(allowed), "what it says that it imports, it does"
+
+
+def test_old_paths_give_the_modules_at_their_new_ones() -> None:
+    code = ("import importlib, warnings\n"
+            "from dualpipe._moved import MOVED\n"
+            "for old, new in MOVED.items():\n"
+            "    with warnings.catch_warnings(record=True) as caught:\n"
+            "        warnings.simplefilter('always')\n"
+            "        module = importlib.import_module(old)\n"
+            "    assert module is importlib.import_module(new), old\n"
+            "    assert module.__spec__.name == new, module.__spec__\n"
+            "    assert any(f'{old} has moved to {new}' in str(each.message) for each in caught), old\n"
+            "from dualpipe.parallel import materialize, shard\n"
+            "assert callable(materialize) and callable(shard)\n")
+    subprocess.run([sys.executable, "-P", "-c", code], check=True)
 
 
 def loaded_by(module: str) -> set[str]:

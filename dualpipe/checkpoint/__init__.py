@@ -1,4 +1,7 @@
-"""Checkpoints: of a run, in any layout (`Checkpoints`, `load`), and in and out of Hugging Face's form (`load_hf`)."""
+"""Checkpoints: of a run, in any layout (`Checkpoints`, `load`), and in and out of Hugging Face's form (`load_hf`).
+
+Imports `parallel`, `nn`, `quantized`, `kernels` and `runtime`.
+"""
 
 from dualpipe.checkpoint.directory import latest
 from dualpipe.checkpoint.hub.load import hub_dtypes, load_hf

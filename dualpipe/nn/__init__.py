@@ -1,6 +1,6 @@
 """Layers whose weight gradients can be deferred, routers, attention, the loss, and segments of a module's work.
 
-Imports `quantized`, `kernels` and `runtime`.
+Imports `quantized` and `kernels`.
 """
 
 from dualpipe.nn.embedding import Embedding

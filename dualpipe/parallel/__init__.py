@@ -1,7 +1,7 @@
 """Parallelism: the mesh, sharding by FSDP2, dtypes, experts over ranks, sequences over ranks.
 
-The names of `experts` are loaded on first use: they bring the layers and kernels of experts. Imports `nn`, `quantized`,
-`kernels` and `runtime`.
+The names of `experts` are loaded on first use: they bring the layers and kernels of experts.
+Imports `nn` and `runtime`.
 """
 
 import sys

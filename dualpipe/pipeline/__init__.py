@@ -1,4 +1,7 @@
-"""Runs schedules: the engine, its messages, and deferred weight gradients."""
+"""Runs schedules: the engine, its messages, and deferred weight gradients.
+
+Imports `parallel`, `nn`, `trace`, `schedule` and `runtime`.
+"""
 
 from dualpipe.nn.deferral import WeightGradStore
 from dualpipe.nn.segments import Communicate, Communication, Compute, Pending

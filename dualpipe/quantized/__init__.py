@@ -1,4 +1,7 @@
-"""Tensors of blocks with scales, as parameters: see `tensor`."""
+"""Tensors of blocks with scales, as parameters: see `tensor`.
+
+Imports `kernels` and `runtime`.
+"""
 
 from dualpipe.kernels.formats import FORMATS, Format
 from dualpipe.quantized import operators  # noqa: F401  (which the tensors need)

@@ -1,4 +1,4 @@
 """Ground floor: devices and streams, what ranks agree on, records of what they do, errors, files, dtypes.
 
-Knows nothing of models, schedules or training. Imports no other room.
+Knows nothing of models, schedules or training. Imports nothing.
 """

@@ -24,6 +24,7 @@ from dualpipe.runtime.recorder import rank_name
 
 LAUNCHER = "DUALPIPE_LAUNCHER"  # its process
 LISTENER = "DUALPIPE_LISTEN_FD"  # of rank 0: where its store is to listen
+CONFIG_FILE = "DUALPIPE_CONFIG_FILE"  # the configuration as the process that started this rank has parsed it
 ERROR_FILE = "DUALPIPE_ERROR_FILE"  # where a rank leaves its error for the process that started it
 # What the launcher sends a rank for Ctrl-C: a terminal sends SIGINT to ranks as well, so they ignore that.
 INTERRUPTED = getattr(signal, "SIGRTMIN", signal.SIGTERM)

@@ -2,8 +2,8 @@
 
 Always on: an entry costs the host less than a microsecond. Everything that takes time on a rank, or may wait for
 another one, is between `begin` and `end`; so whoever looks from outside, as a watchdog does, can tell what a rank is at
-and since when, and the states of all ranks together tell which one the others wait for. Subclasses use the same places:
-to plant faults, to look at results.
+and since when, and the states of all ranks together tell which one the others wait for. An `Observer` subscribes to the
+same places: a trace to entries, a check of numbers to results.
 """
 
 from __future__ import annotations
@@ -36,6 +36,24 @@ BEGAN, ENDED, STEP, KIND, WHAT, RANKS, BYTES, NUMBER = range(8)
 Entry = list[Any]
 
 
+class Observer:
+    """What a recorder tells of its entries and results, to one that subscribes. Every method does nothing here."""
+
+    lanes = False  # whether it observes the recorders of threads that work beside this one, too
+
+    def before(self, recorder: Recorder, kind: str, what: object) -> None:
+        """An entry is about to begin; what is raised here is so before there is one."""
+
+    def began(self, recorder: Recorder, entry: Entry) -> None:
+        """An entry has begun."""
+
+    def ended(self, recorder: Recorder, entry: Entry) -> None:
+        """An entry has ended."""
+
+    def made(self, recorder: Recorder, what: object, results: tuple[object, ...]) -> None:
+        """Results were just made, not all of them tensors; nothing has read them yet."""
+
+
 class Recorder:
     """The entries of one thread of a rank.
 
@@ -54,6 +72,7 @@ class Recorder:
         self._numbers: Counter[tuple[str, Sequence[int]]] = Counter()  # of collectives, by kind and ranks
         self._members: dict[str, tuple[int, ...]] = {}
         self._lanes: dict[str, Recorder] = {}
+        self._observers: tuple[Observer, ...] = ()
 
     @staticmethod
     def current() -> Recorder:
@@ -75,28 +94,45 @@ class Recorder:
     def lane(self, name: str) -> Recorder:
         """The recorder of a thread that works beside this one, under a name of its own; to be made active there."""
         if name not in self._lanes:
-            self._lanes[name] = type(self)(self.rank, self.sizes)
+            self._lanes[name] = Recorder(self.rank, self.sizes)
             self._lanes[name].keep(self.whole)
         lane = self._lanes[name]
         lane.step = self.step
+        lane._observers = tuple(observer for observer in self._observers if observer.lanes)
         return lane
+
+    def subscribe(self, observer: Observer) -> None:
+        """Tell `observer` of everything from now on, after those that subscribed before."""
+        self._observers += (observer,)
+
+    def unsubscribe(self, observer: Observer) -> None:
+        """Tell `observer` nothing more."""
+        self._observers = tuple(other for other in self._observers if other is not observer)
 
     # -- what is recorded
 
     def begin(self, kind: str, what: object = "", ranks: Sequence[int] = (), nbytes: int = 0) -> Entry:
         """Open an entry. what: its text is only made when somebody looks; ranks: those that are waited for."""
+        for observer in self._observers:
+            observer.before(self, kind, what)
         entry = [perf_counter_ns(), 0, self.step, kind, what, ranks, nbytes, 0]
         self._ring.append(entry)
         self._open.append(entry)
+        for observer in self._observers:
+            observer.began(self, entry)
         return entry
 
     def end(self) -> None:
         """Close the innermost entry."""
-        self._open.pop()[ENDED] = perf_counter_ns()
+        entry = self._open.pop()
+        entry[ENDED] = perf_counter_ns()
+        for observer in self._observers:
+            observer.ended(self, entry)
 
     def made(self, what: object, *results: object) -> None:
-        """See results that were just made, not all of them tensors, before anything reads them. Nothing here: for
-        subclasses."""
+        """Tell observers of results that were just made, not all of them tensors, before anything reads them."""
+        for observer in self._observers:
+            observer.made(self, what, results)
 
     @property
     def depth(self) -> int:

@@ -1,4 +1,7 @@
-"""Pipeline schedules as data: built by name or by hand, proved, timed and drawn. Imports no torch."""
+"""Pipeline schedules as data: built by name or by hand, proved, timed and drawn. Imports no torch.
+
+Imports `runtime`.
+"""
 
 from dualpipe.schedule.build import build
 from dualpipe.schedule.draw import to_svg, to_text

@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 from dualpipe.runtime import device as devices
 from dualpipe.runtime.errors import PipelineError
 from dualpipe.runtime.rank_sync import RankSync, backends, gloo_beside, of_lost
-from dualpipe.runtime.recorder import BEGAN, ENDED, KIND, RANKS, Entry, Recorder
+from dualpipe.runtime.recorder import BEGAN, ENDED, KIND, RANKS, WHAT, Entry, Observer, Recorder
 from dualpipe.trace.file import COMMUNICATION, COMPUTE, DEVICE, TRACED, Slice, Trace, training_runs
 
 _TRIPS = 32  # of a message, there and back, to compare two clocks
@@ -45,7 +45,7 @@ class Clock(NamedTuple):
     error: float = 0.0
 
 
-class Tracer:
+class Tracer(Observer):
     """For a `with` around steps of a pipeline, which all ranks of `group` enter and leave at the same place; the first
     of them writes the file `path` at the end.
 
@@ -83,9 +83,7 @@ class Tracer:
         zero, self._since = devices.record(self._device, timed=True), perf_counter_ns()
         self._zero: Any = zero  # None on the CPU
         self._recorder.keep(True)
-        # On the object and not as another recorder: the watchdog goes on looking at this one.
-        self._begin, self._end = self._recorder.begin, self._recorder.end
-        vars(self._recorder).update(begin=self._begin_timed, end=self._end_timed)
+        self._recorder.subscribe(self)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
@@ -94,7 +92,7 @@ class Tracer:
 
     def finish(self, error: BaseException | None = None, *, together: bool = True) -> None:
         """Write what there is. together: whether all ranks do so now, unless they have lost one."""
-        del vars(self._recorder)["begin"], vars(self._recorder)["end"]
+        self._recorder.unsubscribe(self)
         entries, until = self._recorder.since(self._since), perf_counter_ns()
         self._recorder.keep(False)
         if error is not None:
@@ -145,21 +143,20 @@ class Tracer:
 
     # -- what is recorded
 
-    def _begin_timed(self, kind: str, what: object = "", ranks: Sequence[int] = (), nbytes: int = 0) -> Entry:
-        entry = self._begin(kind, what, ranks, nbytes)
+    def began(self, recorder: Recorder, entry: Entry) -> None:
+        """Note the run that an action is of and, where there is a device, its time there."""
         self._open.append(entry)
-        if hasattr(what, "actions") and (number := self._running()):
+        if hasattr(entry[WHAT], "actions") and (number := self._running()):
             self._runs[id(entry)] = number
         if self._zero is not None:
             begin = devices.record(self._device, timed=True)
             self._events[id(entry)] = [entry, devices.stream(self._device), begin]
-        return entry
 
-    def _end_timed(self) -> None:
-        self._end()
+    def ended(self, recorder: Recorder, entry: Entry) -> None:
+        """Note its end on the device and, outside of all others, the memory that is in use."""
         if not self._open:  # it was begun before
             return
-        entry = self._open.pop()
+        self._open.pop()
         if self._zero is not None:
             self._events[id(entry)].append(devices.record(self._device, timed=True))
         if not self._open and not entry[RANKS]:

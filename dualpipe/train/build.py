@@ -1,4 +1,4 @@
-"""A rank's share of the model that a hub-style config.json describes."""
+"""What a run is made of: the schedule, a rank's share of the model, its routers and its optimizer."""
 
 from __future__ import annotations
 
@@ -38,9 +38,34 @@ from dualpipe.runtime.dtypes import dtype_of, short_name
 from dualpipe.runtime.errors import nearest
 from dualpipe.runtime.rank_sync import RankSync
 from dualpipe.schedule import Schedule, build
-from dualpipe.train.config.model_config import read_model_config
+from dualpipe.schedule.build import search_with_progress
+from dualpipe.schedule.command import parse_costs
 from dualpipe.train.config.schema import ALGORITHMS, AUTO, Config
 from dualpipe.train.optim.optimizer import Group, Optimizer, layer_groups, parameter_places
+
+
+def build_schedule(config: Config, ranks: RankSync | None = None) -> Schedule:
+    """The schedule that `config.parallel` and `train.num_chunks` say. Collective over `ranks`, where there are several.
+
+    "auto" is searched for on rank 0 alone, however long that takes. The result is the same object on all, also where
+    their machines find other ones.
+
+    Raises ValueError, on all ranks, for costs or a memory that cannot be.
+    """
+    parallel, num_chunks = config.parallel, config.train.num_chunks
+    if parallel.schedule != "auto":
+        return build(parallel.schedule, parallel.pp, num_chunks)
+
+    def find() -> Schedule:
+        try:
+            costs = parse_costs(parallel.schedule_costs)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"parallel.schedule_costs = {parallel.schedule_costs!r}: {error}") from error
+        return search_with_progress(parallel.pp, num_chunks, costs=costs, memory=parallel.schedule_memory or None)
+
+    if ranks is None or ranks.size == 1:
+        return find()
+    return ranks.first_in_turns(find)
 
 
 class Model(NamedTuple):
@@ -55,12 +80,12 @@ class Model(NamedTuple):
     """float32 values, from a checkpoint, of parameters that are stored in less, for the optimizer to update"""
 
 
-def check_positions(config: Config) -> str:
+def check_positions(config: Config, model: HubConfig) -> str:
     """Return what to say of sequences that are longer than the model's config.json provides for, "" where none are."""
     path = Path(config.model_path)
     hub = json.loads((path / "config.json" if path.is_dir() else path).read_text(encoding="utf-8"))
     positions = hub.get("max_position_embeddings")
-    yarn = read_model_config(config).yarn
+    yarn = model.yarn
     if yarn is not None:  # some checkpoints give the positions before they are stretched
         positions = max(positions or 0, int(yarn.original_max_position_embeddings * yarn.factor))
     length = config.train.sequence_length

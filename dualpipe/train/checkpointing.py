@@ -13,21 +13,19 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-import torch
 from torch import Tensor
 
 from dualpipe.checkpoint import CheckpointError, Checkpoints, load, training_state
-from dualpipe.checkpoint.directory import Found, find, none_whole, scan
+from dualpipe.checkpoint.directory import scan
 from dualpipe.checkpoint.manifest import Checkpoint
 from dualpipe.checkpoint.state import ParameterState
 from dualpipe.models import HubConfig
 from dualpipe.nn.routing.router_set import RouterSet
 from dualpipe.parallel.mesh import TRAFFIC
-from dualpipe.runtime.dtypes import dtype_of
 from dualpipe.runtime.errors import RankLost
-from dualpipe.runtime.rank_process import starts_before
 from dualpipe.train.build import Model
 from dualpipe.train.config.schema import Config
+from dualpipe.train.config.source import find_source, saved_settings
 from dualpipe.train.data.loader import Loader
 from dualpipe.train.launch.distributed import Job
 from dualpipe.train.metrics import say
@@ -108,7 +106,7 @@ class Saver:
         if loaded.allowed and manifest.step:
             self._say(f"differences that are allowed: {len(loaded.allowed)}, the first: {loaded.allowed[0]}")
         for table, settings in dataclasses.asdict(self._config).items():
-            was = {} if table in _NOT_COMPARED else _saved_settings(manifest.config, table)
+            was = {} if table in _NOT_COMPARED else saved_settings(manifest.config, table)
             for name, value in settings.items():
                 value = list(value) if isinstance(value, tuple) else value
                 if was.get(name, value) != value:
@@ -243,44 +241,3 @@ def _other_mtp(model: HubConfig, names: Iterable[str]) -> str:
 def describe(config: Config, model: Model) -> dict[str, Any]:
     """What a checkpoint says of where it comes from."""
     return {"run": dataclasses.asdict(config), "model": model.config.to_dict()}
-
-
-def _saved_settings(found: Any, table: str) -> Mapping[str, Any]:
-    """A table of the run's configuration in a manifest's `config`; empty where no run saved it."""
-    for name in ("run", table):
-        found = found.get(name) if isinstance(found, Mapping) else None
-    return found if isinstance(found, Mapping) else {}
-
-
-def find_source(config: Config) -> tuple[Path | None, dict[str, torch.dtype] | None, list[str]]:
-    """What to go on from, the dtypes that its tensors were computed in, and what must be said; None: a new run.
-
-    A run that began with a checkpoint of another one goes on from its own, once it has saved any: so a job that is
-    started again with the same command goes on. One that is to begin anew, or goes back to an earlier checkpoint of its
-    own, does so in the first of its starts alone.
-    """
-    resume, own = config.checkpoint.resume, config.checkpoint_directory
-    path, found, notes = own, find(own) if resume != "never" or starts_before() else Found([], {}), []
-    saved = found.committed[0].manifest.config if found.committed else None
-    began = _saved_settings(saved, "checkpoint").get("resume")
-    if starts_before() and began == resume:
-        pass  # what to begin with was for the first start, which has saved since
-    elif resume == "never":
-        return None, None, []
-    elif resume != "auto":
-        goes_back = own.resolve() in (Path(resume).resolve(), *Path(resume).resolve().parents)
-        if goes_back or not (found.committed or found.damaged):
-            path, found = Path(resume), find(resume)
-        elif found.committed and not (isinstance(began, str) and Path(began).resolve() == Path(resume).resolve()):
-            raise ValueError(f"{own} has checkpoints of a run that did not begin with checkpoint.resume = {resume!r}; "
-                             'give another output.dir, or checkpoint.resume = "auto" to go on from there')
-        else:
-            notes = [f"checkpoint.resume = {resume!r} is where this run began; it goes on from its own checkpoints"]
-    if not found.committed:
-        if resume == "auto" and not found.damaged:
-            return None, None, []
-        try:
-            none_whole(path, found.damaged.values())
-        except ValueError as error:
-            raise ValueError(f"checkpoint.resume: {error}") from error
-    return path, {name: dtype_of(of["compute"]) for name, of in found.committed[0].manifest.dtypes.items()}, notes

@@ -26,7 +26,7 @@ def evaluate(model: PipelinedModel, data: RunData, step: int, copying: Stream | 
     with data.held_out_batches(copying) as batches:
         for batch in batches:
             criterion = model.criterion(step)
-            loss = model.forward_backward(batch, criterion)
+            loss = model.mean_losses(model.forward_backward(batch, criterion), criterion)
             if loss is not None:
                 losses.append(loss)
             if criterion.greedy:

@@ -50,10 +50,9 @@ from dualpipe.train.build import (
     plan_run,
     token_weight,
 )
-from dualpipe.train.config.load import fit_world
-from dualpipe.train.config.model_config import read_model_config
+from dualpipe.train.config.resolve import Resolved
 from dualpipe.train.config.schema import Config, DTypesConfig
-from dualpipe.train.data.loader import shifted
+from dualpipe.train.data.loader import Batch, shifted
 from dualpipe.train.launch.distributed import Job, join
 from dualpipe.train.loss import MicroBatchLoss, tokens_ahead
 from dualpipe.train.metrics import say
@@ -92,11 +91,11 @@ def check(config: Config, info: RankInfo, *, dtype: str, tolerance: float | None
     """Compare as rank `info`; rank 0 prints the table and returns 1 where a difference exceeds the tolerance."""
     if dtype == "bf16" and tolerance is not None:
         raise ValueError(f"--tolerance {tolerance:g}: that of bf16 is derived; leave it out, or compare in float32")
-    with join(config, info) as job:
-        config = fit_world(config, job.ranks.size)
+    with join(config, info) as (job, resolved):
+        config = resolved.config
         if dtype == "bf16":
-            return check_bf16(config, job, worst)
-        differences = compare(config, job, dtype_of(dtype))
+            return check_bf16(resolved, job, worst)
+        differences = compare(resolved, job, dtype_of(dtype))
     if job.rank:
         return 0
     allowed = TOLERANCES[dtype] if tolerance is None else tolerance
@@ -110,10 +109,10 @@ def check(config: Config, info: RankInfo, *, dtype: str, tolerance: float | None
     return 1 if failed else 0
 
 
-def check_bf16(config: Config, job: Job, worst: int) -> int:
+def check_bf16(resolved: Resolved, job: Job, worst: int) -> int:
     """Compare in bfloat16; rank 0 prints the table and returns 1 where a bound is exceeded."""
     with deterministic():
-        mine = compare_bf16(config, job)
+        mine = compare_bf16(resolved, job)
     of_ranks = job.ranks.gather(lambda: mine)
     if job.rank:
         return 0
@@ -125,7 +124,8 @@ def check_bf16(config: Config, job: Job, worst: int) -> int:
     for each in _worst(rounding, lambda each: each.excess, worst):
         errors = (f"{error / (each.norm or 1.0):.2e}" for error in (each.pipelined, each.unpipelined))
         rows.append((each.name, str(each.shape), *errors, f"{added[each.name]:.2e}" if each.name in added else "-"))
-    _print("Largest errors against float64", config, "bf16", ("pipelined", "unpipelined", "accumulation"), rows)
+    columns = ("pipelined", "unpipelined", "accumulation")
+    _print("Largest errors against float64", resolved.config, "bf16", columns, rows)
     norm, ours, own = (math.hypot(*column) for column in zip(*(r[2:5] for r in rounding if "loss" not in r.name)))
     (largest,) = _worst(rounding, lambda each: each.excess, 1)
     ((name, relative, allowed),) = _worst(accumulation, lambda each: each[1] / each[2], 1)
@@ -160,15 +160,18 @@ def _print(title: str, config: Config, dtype: str, columns: Sequence[str], rows:
 class Comparison:
     """This rank's part of a pipelined model, built as training does, and a global batch: B sequences of T tokens."""
 
-    def __init__(self, config: Config, job: Job, dtype: torch.dtype, plan: DTypePlan | None = None) -> None:
+    def __init__(self, resolved: Resolved, job: Job, dtype: torch.dtype, plan: DTypePlan | None = None) -> None:
         """plan: see `build_model`."""
-        model_config = read_model_config(config)
+        config, model_config = resolved
         # As the unpipelined model is built: neither compiled nor with products in FP8.
         dtypes = replace(config.dtypes, products="auto", fp8_weight_grad=False, fp8_dispatch=False)
         config = replace(config, train=replace(config.train, compile=False), dtypes=dtypes)
         train, parallel = config.train, config.parallel
+        # With documents, which the ranks' chunks cut, where anything goes by them.
+        with_documents = parallel.cp > 1 or model_config.mtp_depth > 0
+        config = replace(config, data=replace(config.data, separate_documents=with_documents))
         self.config, self.job = config, job
-        self.pipelined = PipelinedModel(config, job, model_config, dtype=dtype, plan=plan)
+        self.pipelined = PipelinedModel(Resolved(config, model_config), job, dtype=dtype, plan=plan)
         self.model = self.pipelined.model
         self.routers = self.pipelined.routers
         self.pipeline = self.pipelined.pipeline
@@ -177,7 +180,7 @@ class Comparison:
         shards, length = parallel.batch_shards, train.sequence_length
         shape = (train.micro_batch_size * train.num_chunks * shards, length + 1)
         rows, positions = torch.randint(model_config.vocab_size, shape, generator=generator, device="cpu"), None
-        if parallel.cp > 1 or model_config.mtp_depth:  # with documents, which the ranks' chunks cut
+        if with_documents:
             bounds = torch.randint(shape[0] * length, (shape[0],), generator=generator, device="cpu").sort().values
             bounds = torch.cat((torch.zeros_like(bounds[:1]), bounds, torch.full_like(bounds[:1], shape[0] * length)))
             positions = packed_positions(bounds, shape[0], length)
@@ -196,7 +199,8 @@ class Comparison:
     def step(self, num_chunks: int, tokens: Tensor, targets: Tensor, positions: Tensor | None = None) -> Tensor | None:
         """One step of the pipeline; the loss of each micro-batch on the rank of the last stage, of all its tokens."""
         criterion = self._criterion(self.config.train.num_chunks / self.weight)
-        losses = self.pipelined.micro_batch_losses(tokens, targets, positions, criterion, num_chunks)
+        batch = Batch(tokens, targets, tokens if positions is None else positions)  # positions that nobody reads
+        losses = self.pipelined.forward_backward(batch, criterion, num_chunks)
         if losses is not None and (sharing := self.job.place.group("cp")) is not None:
             dist.all_reduce(losses, group=sharing)
             losses /= sharing.size()
@@ -260,15 +264,16 @@ def gradients(
 # -- how far they are from each other
 
 
-def compare(config: Config, job: Job, dtype: torch.dtype) -> list[Difference]:
+def compare(resolved: Resolved, job: Job, dtype: torch.dtype) -> list[Difference]:
     """Loss and gradients of one step against the unpipelined model, on random tokens; of all ranks. Weights that
     [dtypes] quantizes are compared with what they dequantize to, in a model that is not quantized."""
-    model_config, seed = read_model_config(config), config.train.seed
+    config, model_config = resolved
+    seed = config.train.seed
     formats = [Rule(rule.pattern, storage=rule.storage if rule.storage in FORMATS else None, gather=rule.gather)
                for rule in config.dtypes.rules if rule.gather or rule.storage in FORMATS]
     make_plan = partial(plan_model, model_config, dtype, rules=formats)
     make_whole = partial(build_whole, model_config, seed=seed, dtype=dtype, device=job.device)
-    p = Comparison(config, job, dtype, make_plan(replicas=config.parallel.replicas))
+    p = Comparison(resolved, job, dtype, make_plan(replicas=config.parallel.replicas))
     found = p.run()
     whole = make_whole()
     if formats:
@@ -295,11 +300,11 @@ def difference(name: str, value: Tensor, reference: Tensor, floor: float = 0.0) 
     return Difference(name, tuple(value.shape), delta.abs().max().item(), delta.norm().item() / scale)
 
 
-def compare_bf16(config: Config, job: Job) -> tuple[list[Rounding], list[tuple[str, float, float]]]:
+def compare_bf16(resolved: Resolved, job: Job) -> tuple[list[Rounding], list[tuple[str, float, float]]]:
     """One step against float64 and against its micro-batches; complete when all ranks' are put together."""
+    config, model_config = resolved
     config = replace(config, router=replace(config.router, balanced=True), train=replace(config.train, dtype="bf16"))
-    model_config = read_model_config(config)
-    p = Comparison(config, job, torch.bfloat16, plan_run(config, model_config, {}))
+    p = Comparison(Resolved(config, model_config), job, torch.bfloat16, plan_run(config, model_config, {}))
     found = {name: value.cpu() for name, value in p.run().items()}
     accumulation = _accumulation(p)
     if job.place.replica:  # pipeline 0 compares

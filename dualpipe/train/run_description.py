@@ -67,6 +67,7 @@ def _warnings(runner: StepRunner, data: RunData) -> Iterator[str]:
     tokens = train.micro_batch_size * train.sequence_length * parallel.ep // parallel.cp
     for slow in slow_products(runner.model, tokens, runner.job.device):
         yield f"WARNING: slower in FP8 than in bfloat16, see dtypes.products and rules: {slow}"
-    for warning in (check_positions(config), check_tokenizer(data.splits.train.packed, config.init.from_hf)):
-        if warning:
-            yield f"WARNING: {warning}"
+    positions = check_positions(config, runner.model.config)
+    tokenizer = check_tokenizer(data.splits.train.packed, config.init.from_hf)
+    for warning in filter(None, (positions, tokenizer)):
+        yield f"WARNING: {warning}"

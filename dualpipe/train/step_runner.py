@@ -14,17 +14,14 @@ from torch import Tensor
 
 from dualpipe import Pipeline
 from dualpipe.checkpoint.state import derive_random
-from dualpipe.models import HubConfig
 from dualpipe.nn.deferral import local
 from dualpipe.parallel import DTypePlan
 from dualpipe.parallel.context import ContextParallel
 from dualpipe.parallel.mesh import DENSE
 from dualpipe.runtime.dtypes import dtype_of
 from dualpipe.runtime.recorder import Recorder
-from dualpipe.train.build import build_model, build_optimizer, build_routers, plan_run, token_weight
-from dualpipe.train.build_schedule import build_schedule
-from dualpipe.train.config.model_config import read_model_config
-from dualpipe.train.config.schema import Config
+from dualpipe.train.build import build_model, build_optimizer, build_routers, build_schedule, plan_run, token_weight
+from dualpipe.train.config.resolve import Resolved
 from dualpipe.train.data.loader import Batch
 from dualpipe.train.launch.distributed import Job
 from dualpipe.train.loss import MicroBatchLoss, tokens_ahead
@@ -34,15 +31,15 @@ from dualpipe.train.optim.qk_clip import QKClip
 class PipelinedModel:
     """The stages of this rank in their pipeline, with routers: forward, loss and backward of a batch. Collective.
 
-    config: of a run whose parallel.dp is known. dtype, plan, from_hf: see `build_model`.
+    dtype, plan, from_hf: see `build_model`.
 
     Raises ValueError, on all ranks, for a model, a schedule or routers that cannot be.
     """
 
     def __init__(
-        self, config: Config, job: Job, model_config: HubConfig, *, dtype: torch.dtype, plan: DTypePlan | None,
-        from_hf: str = "",
+        self, resolved: Resolved, job: Job, *, dtype: torch.dtype, plan: DTypePlan | None, from_hf: str = ""
     ) -> None:
+        config = resolved.config
         train, parallel = config.train, config.parallel
         self.config = config
         self.job = job
@@ -51,7 +48,7 @@ class PipelinedModel:
         self.context = ContextParallel(job.place.part("cp"), method=parallel.cp_method)
         self.split = self.context.split
         self.model = build_model(
-            model_config, self.schedule, job.place.rank("pp"), seed=train.seed, dtype=dtype, device=job.device,
+            resolved.model, self.schedule, job.place.rank("pp"), seed=train.seed, dtype=dtype, device=job.device,
             mesh=job.mesh, recompute=config.memory.recompute, compiled=train.compile,
             layers_per_stage=parallel.layers_per_stage, from_hf=from_hf, plan=plan, products=config.dtypes.products,
             fp8_weight_grad=config.dtypes.fp8_weight_grad, fp8_dispatch=config.dtypes.fp8_dispatch,
@@ -74,38 +71,32 @@ class PipelinedModel:
         micro_batches = train.num_chunks / token_weight(self.split, train.sequence_length)
         return MicroBatchLoss(micro_batches, self.config.mtp.weight_of(step, train.steps))
 
-    def micro_batch_losses(
-        self, tokens: Tensor, targets: Tensor, positions: Tensor | None, criterion: MicroBatchLoss,
-        num_microbatches: int,
-    ) -> Tensor | None:
-        """Run the pipeline once, forward and backward of all micro-batches.
-
-        tokens, targets: of this rank, (B, C), or targets (B, C, 1 + D). positions: of whole sequences (B, T), None for
-        those of one document. Returns the loss of each micro-batch (N,) on the rank of the last stage, None elsewhere.
-        """
-        model = self.model
-        losses, _ = self.pipeline.step(
-            *((tokens,) if model.has_first else ()),
-            num_chunks=num_microbatches,
-            criterion=criterion if model.has_last else None,
-            labels=(targets,) if model.has_last else (),
-            side={"positions": positions, "ahead": tokens_ahead(targets)} if model.has_first else None,
-        )
-        return losses
-
     def forward_backward(
         self, batch: Batch, criterion: MicroBatchLoss, num_microbatches: int | None = None
     ) -> Tensor | None:
         """Run the pipeline once, on the micro-batches of a step unless another number is given.
 
-        Returns, on the ranks of the last stage, the mean losses of all pipelines, (1,) or of each depth of multi-token
-        prediction (1 + D,); None elsewhere. criterion: used for this call alone.
+        criterion: used for this call alone. Returns the loss of each micro-batch (N,) on the ranks of the last stage,
+        None elsewhere; see `mean_losses`.
         """
+        model = self.model
         positions = batch.positions if self.config.data.separate_documents else None
         if positions is None and self.split.size > 1:  # whose stages tell by them which tokens of a row are theirs
             positions = torch.arange(batch.positions.shape[1], device=self.job.device).expand_as(batch.positions)
-        losses = self.micro_batch_losses(
-            batch.tokens, batch.targets, positions, criterion, num_microbatches or self.config.train.num_chunks)
+        losses, _ = self.pipeline.step(
+            *((batch.tokens,) if model.has_first else ()),
+            num_chunks=num_microbatches or self.config.train.num_chunks,
+            criterion=criterion if model.has_last else None,
+            labels=(batch.targets,) if model.has_last else (),
+            side={"positions": positions, "ahead": tokens_ahead(batch.targets)} if model.has_first else None,
+        )
+        return losses
+
+    def mean_losses(self, losses: Tensor | None, criterion: MicroBatchLoss) -> Tensor | None:
+        """Return the mean losses of all pipelines, on the ranks of the last stage; None elsewhere. Collective.
+
+        losses, criterion: of `forward_backward`. The result is (1,), or (1 + D,) for multi-token prediction of depth D.
+        """
         if losses is None:
             return None
         loss = torch.stack(criterion.noted).sum(0).float() if criterion.noted else losses.sum().float().unsqueeze(0)
@@ -125,13 +116,12 @@ class StepRunner(PipelinedModel):
     recorded: the dtypes in the checkpoint that the run goes on from, by name; None for a new run.
     """
 
-    def __init__(self, config: Config, job: Job, recorded: Mapping[str, torch.dtype] | None = None) -> None:
+    def __init__(self, resolved: Resolved, job: Job, recorded: Mapping[str, torch.dtype] | None = None) -> None:
+        config = resolved.config
         derive_random(config.train.seed, 0, job.rank)
-        model_config = read_model_config(config)
-        plan = plan_run(config, model_config, recorded, job.mesh)
+        plan = plan_run(config, resolved.model, recorded, job.mesh)
         from_hf = config.init.from_hf if recorded is None else ""
-        super().__init__(
-            config, job, model_config, dtype=dtype_of(config.train.dtype), plan=plan, from_hf=from_hf)
+        super().__init__(resolved, job, dtype=dtype_of(config.train.dtype), plan=plan, from_hf=from_hf)
         self.optimizer = build_optimizer(config, self.model)
         self.recorder.made("parameters", *self.optimizer.parameters)
         limit, dense = config.optimizer.qk_clip, job.place.group(*DENSE)
@@ -140,11 +130,12 @@ class StepRunner(PipelinedModel):
     def run_step(self, batch: Batch, step: int) -> Tensor | None:
         """Run forwards and backwards of a step, counted from 1, with the routers' losses and counts.
 
-        Returns the mean losses as `forward_backward` does. A loss that is not finite leaves a gradient that is not:
-        so every rank gets to know by the norm.
+        Returns the `mean_losses`. A loss that is not finite leaves a gradient that is not: so every rank gets to know
+        by the norm.
         """
+        criterion = self.criterion(step)
         with self.routers.step():
-            losses = self.forward_backward(batch, self.criterion(step))
+            losses = self.mean_losses(self.forward_backward(batch, criterion), criterion)
         if losses is not None:
             self._spoil_gradient(losses)
         return losses

@@ -95,9 +95,10 @@ class TimeLimit:
 class StartUp:
     """The seconds that each part of a start takes, from the start of this process to the end of the first step."""
 
-    def __init__(self, recorder: Recorder) -> None:
-        """To be made when everything is imported."""
-        self._recorder, self._seconds = recorder, {"imports": process_age()}
+    def __init__(self, recorder: Recorder | None = None) -> None:
+        """To be made when everything is imported. recorder: this thread's, unless given."""
+        self._recorder = recorder or Recorder.current()
+        self._seconds = {"imports": process_age()}
         self._part, self._since = "", time.perf_counter()
 
     def begin(self, part: str = "") -> None:

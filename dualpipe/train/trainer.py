@@ -26,7 +26,7 @@ from dualpipe.runtime.recorder import Recorder
 from dualpipe.train.anomaly.guard import BadStep, Guard, Kept
 from dualpipe.train.build import check_export
 from dualpipe.train.checkpointing import Saver, State, describe
-from dualpipe.train.config.elastic import fit_run
+from dualpipe.train.config.resolve import Resolved, keep_batch, saved_batch
 from dualpipe.train.config.schema import AUTO, Config
 from dualpipe.train.data.loader import Batch
 from dualpipe.train.data.run_data import RunData
@@ -35,13 +35,13 @@ from dualpipe.train.garbage_collection import GarbageCollection
 from dualpipe.train.health.watchdog import Watchdog
 from dualpipe.train.launch.distributed import Job, join
 from dualpipe.train.metrics import MetricsWriter, StepMetrics, Throughput, draw, memory_bytes, say, set_aside
+from dualpipe.train.observers.profiler import ProfiledSteps, check_memory_snapshot, memory_snapshot
+from dualpipe.train.observers.step_window import Steps
+from dualpipe.train.observers.tracing import TracedSteps
 from dualpipe.train.optim.optimizer import learning_rate
-from dualpipe.train.profiler import ProfiledSteps, check_memory_snapshot, memory_snapshot
 from dualpipe.train.run_description import count_parameters, describe_run
 from dualpipe.train.step_runner import StepRunner
 from dualpipe.train.step_sync import StartUp, Votes, farewell
-from dualpipe.train.step_window import Steps
-from dualpipe.train.tracing import TracedSteps
 
 
 def train(
@@ -58,17 +58,17 @@ def train(
     start_up.begin("meeting")
     with (
         recorder.activate(), deterministic(config.train.deterministic), Watchdog(recorder) as watchdog,
-        join(config, info, watchdog) as job, ExitStack() as held,
+        join(config, info, watchdog) as (job, resolved), ExitStack() as held,
     ):
         job.ranks.first(partial(_hold, Path(config.output.dir), held))
-        config, note = job.ranks.first(partial(fit_run, config, job.ranks.size))
+        resolved, note = keep_batch(resolved, job.ranks.first(partial(saved_batch, config)))
         if note and job.rank == 0:
             say(note)
         if snapshot:
             check_memory_snapshot(job.device)
             held.enter_context(memory_snapshot(Path(config.output.dir), job.rank))
-        with Saver(config, job) as saver:
-            trainer = Trainer(config, job, saver, start_up, traced=traced, profiled=profiled)
+        with Saver(resolved.config, job) as saver:
+            trainer = Trainer(resolved, job, saver, start_up, traced=traced, profiled=profiled)
             status = trainer.train()
     return status
 
@@ -108,17 +108,17 @@ class Trainer:
     """
 
     def __init__(
-        self, config: Config, job: Job, saver: Saver, start_up: StartUp | None = None, *, traced: Steps | None = None,
-        profiled: Steps | None = None,
+        self, resolved: Resolved, job: Job, saver: Saver, start_up: StartUp | None = None, *,
+        traced: Steps | None = None, profiled: Steps | None = None,
     ) -> None:
-        """config: its parallel.dp is known. start_up: times the start; traced, profiled: see `train`.
+        """start_up: times the start; traced, profiled: see `train`.
 
         Raises ValueError, on all ranks, for what cannot be trained so.
         """
-        self.start_up = start_up or StartUp(Recorder.current())
+        self.start_up = start_up or StartUp()
         self.start_up.begin("model")
-        self.config = config
-        self.runner = runner = StepRunner(config, job, saver.source_dtypes)
+        self.config = config = resolved.config
+        self.runner = runner = StepRunner(resolved, job, saver.source_dtypes)
         model = runner.model
         if config.export_directory is not None:
             job.ranks.first(partial(check_export, config, model))  # before the work of hours

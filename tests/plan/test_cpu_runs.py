@@ -29,7 +29,8 @@ from dualpipe.plan.machines import Machine
 from dualpipe.plan.predict import Prediction
 from dualpipe.schedule import build
 from dualpipe.train.build import build_model, build_routers
-from dualpipe.train.config.load import fit_world, load_config
+from dualpipe.train.config.load import load_config
+from dualpipe.train.config.resolve import fit_world
 from dualpipe.train.loss import MicroBatchLoss
 from dualpipe.train.optim.optimizer import Optimizer
 from ranks import run_ranks

@@ -24,7 +24,8 @@ from dualpipe.plan.memory import meta_stages
 from dualpipe.plan.operators import LayerParts, head_parts, layer_parts
 from dualpipe.plan.predict import PARTS, Prediction, play
 from dualpipe.schedule import Costs, build, simulate
-from dualpipe.train.config.load import fit_world, load_config
+from dualpipe.train.config.load import load_config
+from dualpipe.train.config.resolve import fit_world
 from schedules import SCHEDULES
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -6,8 +6,8 @@
     with planted(text): cli.main(["train", "run.toml"])             one rank in this process
 
 A fault happens on one rank, once, when that begins what is named: the first entry of its recorder that matches. Where
-the job is started again, after a failure, none happens any more. Training knows nothing of this: the recorder that it
-has anyway is another one.
+the job is started again, after a failure, none happens any more. Training knows nothing of this: the recorder that
+it has anyway is observed.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import os
 import shlex
 import signal
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
-from typing import Any, Self
+from typing import Any
 from unittest import mock
 
 import torch
@@ -29,7 +29,7 @@ from torch import Tensor
 from dualpipe.nn.deferral import local
 from dualpipe.pipeline.p2p import Link
 from dualpipe.runtime.rank_process import starts_before
-from dualpipe.runtime.recorder import Entry, Recorder
+from dualpipe.runtime.recorder import Entry, Observer, Recorder
 from dualpipe.train import trainer
 
 KINDS = {
@@ -119,48 +119,47 @@ def planted(text: str) -> Iterator[None]:
         yield
 
 
-class FaultyRecorder(Recorder):
-    """A recorder on which faults happen. Of the tensors that it sees, those made as "parameters" are the rank's."""
+class FaultInjector(Observer):
+    """Has faults happen on the recorder that it observes. Of the tensors that it sees, those made as "parameters" are
+    the rank's."""
 
-    def __init__(
-        self, rank: int = 0, sizes: Mapping[str, int] | None = None, faults: Iterable[Fault] = ()
-    ) -> None:
-        super().__init__(rank, sizes)
+    lanes = True  # what happens there does not happen here again
+
+    def __init__(self, faults: Iterable[Fault]) -> None:
         self._faults = list(faults)
+        self._found: dict[Recorder, list[Fault]] = {}  # that happen in the entry that begins
         self._parameters: tuple[Tensor, ...] = ()
         self._awaited: Fault | None = None  # what happens with the next result
+        self._losing: Entry | None = None  # in which messages are lost
         self._until_end = ExitStack()
 
-    def lane(self, name: str) -> Self:
-        """As of a recorder; what happens there does not happen here again."""
-        lane: Self = super().lane(name)  # type: ignore[assignment]
-        lane._faults, lane._parameters = self._faults, self._parameters
-        return lane
-
-    def begin(self, kind: str, what: object = "", ranks: Sequence[int] = (), nbytes: int = 0) -> Entry:
-        """As of a recorder. What is raised is so before the entry is there, the rest happens inside of it."""
-        found = [fault for fault in self._faults if fault.matches(kind, what, self.step)]
+    def before(self, recorder: Recorder, kind: str, what: object) -> None:
+        """Raise what is planted so; the rest happens inside of the entry."""
+        found = [fault for fault in self._faults if fault.matches(kind, what, recorder.step)]
+        self._found[recorder] = found
         for fault in found:
             if fault.kind != "slow_disk":
                 self._faults.remove(fault)
             if fault.kind == "nan" and fault.action in _RESULTS and not fault.again:
-                self._faults.append(replace(fault, step=self.step, what=str(what), again=True))
+                self._faults.append(replace(fault, step=recorder.step, what=str(what), again=True))
             print(f"planted: {fault}", flush=True)
             if fault.kind == "raise" and fault.action not in _RESULTS:
                 raise PlantedFault(f"{fault}: planted")
             if fault.kind == "full_disk":
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(what))
-        entry = super().begin(kind, what, ranks, nbytes)
-        for fault in found:
-            self._happen(fault)
-        return entry
 
-    def end(self) -> None:
-        """As of a recorder."""
-        super().end()
-        self._until_end.close()
+    def began(self, recorder: Recorder, entry: Entry) -> None:
+        """Have the faults of this entry happen."""
+        for fault in self._found.pop(recorder, ()):
+            self._happen(fault, entry)
 
-    def made(self, what: object, *results: object) -> None:
+    def ended(self, recorder: Recorder, entry: Entry) -> None:
+        """Lose no more messages."""
+        if entry is self._losing:
+            self._losing = None
+            self._until_end.close()
+
+    def made(self, recorder: Recorder, what: object, results: tuple[object, ...]) -> None:
         """Put a NaN into the first number of what was just made, or fail to make it, where that was planted."""
         tensors = tuple(each for each in results if isinstance(each, Tensor))
         if what == "parameters":
@@ -172,7 +171,7 @@ class FaultyRecorder(Recorder):
                 raise PlantedFault(f"{fault}: planted")
             _change(found[0].data, flip=False)  # `data`: unseen by autograd
 
-    def _happen(self, fault: Fault) -> None:
+    def _happen(self, fault: Fault, entry: Entry) -> None:
         if fault.kind in ("kill", "stop"):
             os.kill(os.getpid(), signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
         elif fault.kind in ("delay", "slow_disk"):
@@ -184,18 +183,20 @@ class FaultyRecorder(Recorder):
             parts = [part for each in self._parameters if (part := local(each.detach())).numel()]
             _change(min(parts, key=Tensor.dim), flip=fault.kind == "bitflip")
         elif fault.kind == "lost_message":
+            self._losing = entry
             self._until_end.enter_context(_messages_lost())
 
 
-def recorder_with(text: str) -> type[FaultyRecorder]:
-    """A recorder on which a rank's own of the faults happen, in the first start of a job."""
+def recorder_with(text: str) -> Callable[[int], Recorder]:
+    """What makes a rank's recorder, on which that rank's faults happen, in the first start of a job."""
     faults = parse(text)
 
-    class PlantedRecorder(FaultyRecorder):
-        def __init__(self, rank: int = 0, sizes: Mapping[str, int] | None = None) -> None:
-            super().__init__(rank, sizes, [fault for fault in faults if fault.rank == rank and not starts_before()])
+    def make(rank: int = 0) -> Recorder:
+        recorder = Recorder(rank)
+        recorder.subscribe(FaultInjector(fault for fault in faults if fault.rank == rank and not starts_before()))
+        return recorder
 
-    return PlantedRecorder
+    return make
 
 
 def _change(tensor: Tensor, *, flip: bool) -> None:

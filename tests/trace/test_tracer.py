@@ -56,7 +56,7 @@ def traced(rank, folder):
         own.begin("open")
     own.unwind(0)
     step(pipe)
-    assert not own.whole and len(own._ring) == ENTRIES and not {"begin", "end"} & vars(own).keys()
+    assert not own.whole and len(own._ring) == ENTRIES and not own._observers
     steps = pipe._programs.schedule(MICRO_BATCHES).ranks
     return [[(action,) for each in own for action in each] for own in steps]  # where stages have no segments
 

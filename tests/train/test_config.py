@@ -12,7 +12,9 @@ from dualpipe.kernels.formats import FORMATS
 from dualpipe.nn import Router
 from dualpipe.nn.routing.losses import LOSSES
 from dualpipe.train.build import build_routers
-from dualpipe.train.config.load import OTHER_NAMES, fit_world, load_config
+from dualpipe.train.config.command_line import OTHER_NAMES
+from dualpipe.train.config.load import load_config
+from dualpipe.train.config.resolve import fit_world
 from dualpipe.train.config.schema import Config, DTypeRule, FormatName, RouterConfig
 from dualpipe.train.metrics import StepMetrics
 
@@ -203,12 +205,15 @@ def test_every_rule_of_a_field_refuses_something(toml, monkeypatch):
         (["--steps=3"], "unknown option '--steps'"),
         (["--optimizer.learning_rate", "3"], "'--optimizer.learning_rate'; the nearest valid name is '--optimizer.lr'"),
         (["--learning-rate=3"], "unknown option '--learning-rate'; the nearest valid name is '--optimizer.lr'"),
-        (["--train.steps", "x"], "--train.steps: invalid literal"),
+        (["--train.steps", "x"], "^--train.steps: 'x' is no valid value; it must be an integer$"),
         (["--train.steps", "-1"], "train.steps = -1: must be at least 1"),
-        (["--train.steps"], "Missing value for argument '--train.steps'"),
-        (["--parallel.schedule", "x"], "invalid choice 'x'"),
+        (["--train.steps"], "^--train.steps: expected one argument$"),
+        (["--parallel.schedule", "x"], "^--parallel.schedule: 'x' is no valid choice; it must be one of 'dualpipev', "),
+        (["--parallel.overlap", "yes"], "^--parallel.overlap: 'yes' is no valid value; it must be true or false$"),
+        (["--optimizer.betas", "0.5"], "^--optimizer.betas: expected 2 arguments$"),
+        (["--dtypes.rules", "*,storage=fp9"], "^--dtypes.rules: .*fp9"),
         (["--parallel.ep", "0"], "parallel.ep = 0: must be at least 1"),
-        (["extra"], "extra"),
+        (["extra"], "^unrecognized arguments: extra$"),
     ],
 )
 def test_refuses_bad_options(toml, options, message):

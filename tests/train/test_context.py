@@ -13,7 +13,8 @@ from dualpipe.nn.sequence_split import SequenceSplit
 from dualpipe.parallel.mesh import build_mesh
 from dualpipe.plan.context_traffic import context_numbers
 from dualpipe.train import parity
-from dualpipe.train.config.load import fit_world, load_config
+from dualpipe.train.config.load import load_config
+from dualpipe.train.config.resolve import fit_world, resolve
 from dualpipe.train.data.loader import Loader, TokenStream
 from dualpipe.train.launch.distributed import Job
 from dualpipe.train.metrics import read_metrics
@@ -32,9 +33,9 @@ def parity_on_ranks(rank, toml, layouts, options, dtype):
     found, cpu = [], torch.device("cpu")
     for pp, dp, cp, ep in layouts:
         sizes = ["--parallel.pp", f"{pp}", "--parallel.dp", f"{dp}", "--parallel.cp", f"{cp}", "--parallel.ep", f"{ep}"]
-        config = fit_world(load_config(toml, [*sizes, *SIZES, *options]), pp * dp * cp * ep)
+        resolved = resolve(load_config(toml, [*sizes, *SIZES, *options]), pp * dp * cp * ep)
         job = Job(cpu, build_mesh(pp, dp, ep, cpu, cp=cp))
-        found.append(max(each.relative for each in parity.compare(config, job, dtype)))
+        found.append(max(each.relative for each in parity.compare(resolved, job, dtype)))
     return found
 
 

@@ -22,7 +22,8 @@ from dualpipe.parallel import (
 from dualpipe.parallel.mesh import build_mesh
 from dualpipe.runtime.dtypes import dtype_of
 from dualpipe.train.checkpointing import Saver
-from dualpipe.train.config.load import fit_world, load_config
+from dualpipe.train.config.load import load_config
+from dualpipe.train.config.resolve import resolve
 from dualpipe.train.launch.distributed import Job
 from dualpipe.train.trainer import Trainer
 from hub import FAMILIES, TINY, read_all, rewrite, save_qwen
@@ -69,14 +70,15 @@ def read(text):
 def trained(toml, options, plan):
     """Train a step on this rank and compare with the plan; the names that the rank has."""
     world = dist.get_world_size() if dist.is_initialized() else 1
-    config = fit_world(load_config(toml, options), world)
+    resolved = resolve(load_config(toml, options), world)
+    config = resolved.config
     p = config.parallel
     cpu, mesh = torch.device("cpu"), None
     if world > 1:
         mesh = build_mesh(p.pp, p.dp, p.ep, cpu)
     job = Job(cpu, mesh)
     with Saver(config, job) as saver:
-        run = Trainer(config, job, saver)
+        run = Trainer(resolved, job, saver)
         saver.resume(run.state)
         stages, loader = run.runner.model.stages, run.data.loader
         with loader.batches(loader.step + 1) as batches:
@@ -197,12 +199,13 @@ def test_what_a_checkpoint_keeps_in_float32_is_printed_computed_and_resumed(run_
 
 def loaded(rank, toml, options, plan):
     """Whether a run's masters are the checkpoint's values, and its parameters those rounded; then train a step."""
-    config = fit_world(load_config(toml, options), dist.get_world_size() if dist.is_initialized() else 1)
+    resolved = resolve(load_config(toml, options), dist.get_world_size() if dist.is_initialized() else 1)
+    config = resolved.config
     cpu = torch.device("cpu")
     job = Job(cpu, build_mesh(config.parallel.pp, 1, 1, cpu) if config.parallel.pp > 1 else None)
     hub = read_all(Path(config.init.from_hf))
     with Saver(config, job) as saver:
-        run = Trainer(config, job, saver)
+        run = Trainer(resolved, job, saver)
         masters = {parameter: tensors["master"] for parameter, tensors in run.runner.optimizer.state_tensors().items()}
         for stage in run.runner.model.stages:
             for name, parameter in stage.named_parameters():

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from default_signals import set_default_signals
-from dualpipe.train.config import elastic
+from dualpipe.train.config import resolve
 from dualpipe.train.config.schema import CheckpointConfig, Config, ParallelConfig, TrainConfig
 from dualpipe.train.metrics import read_metrics
 
@@ -58,27 +58,34 @@ def saved_by_two_pipelines(tmp_path, monkeypatch):
     """A configuration whose newest checkpoint was saved by 2 pipelines in steps of 16 sequences."""
     run = {"train": {"micro_batch_size": 2, "num_chunks": 4}, "parallel": {"dp": 2, "ep": 1}}
     checkpoint = SimpleNamespace(manifest=SimpleNamespace(config={"run": run}))
-    monkeypatch.setattr(elastic, "find_source", lambda config: (tmp_path, {}, []))
-    monkeypatch.setattr(elastic, "find", lambda path: SimpleNamespace(committed=[checkpoint]))
+    monkeypatch.setattr(resolve, "find_source", lambda config: (tmp_path, {}, []))
+    monkeypatch.setattr(resolve, "find", lambda path: SimpleNamespace(committed=[checkpoint]))
     return Config(train=TrainConfig(micro_batch_size=2, num_chunks=4))
+
+
+def fitted(config, world_size):
+    """The configuration of a run that goes on with so many ranks, and what is said of it."""
+    known = resolve.Resolved(resolve.fit_world(config, world_size), None)
+    kept, said = resolve.keep_batch(known, resolve.saved_batch(config))
+    return kept.config, said
 
 
 def test_a_batch_that_cannot_be_kept_is_refused(saved_by_two_pipelines, tmp_path):
     config = saved_by_two_pipelines
-    assert elastic.fit_run(config, 2) == (replace(config, parallel=ParallelConfig(dp=2)), "")
-    kept, said = elastic.fit_run(config, 4)
+    assert fitted(config, 2) == (replace(config, parallel=ParallelConfig(dp=2)), "")
+    kept, said = fitted(config, 4)
     assert kept.train.num_chunks == 2 and "so that a step has 16 sequences as before, by 2 pipelines" in said
     message = (f"3 ranks make 3 pipelines, which cannot share the 16 sequences of a step of the checkpoint in "
                f"{tmp_path} in micro-batches of 2; start 1 or 2 ranks, or go on with other batches, 24 sequences "
                'each, by checkpoint.allow = ["loader"]')
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        elastic.fit_run(config, 3)
+        fitted(config, 3)
 
 
 def test_another_batch_that_is_allowed_is_said(saved_by_two_pipelines):
     config = replace(saved_by_two_pipelines, checkpoint=CheckpointConfig(allow=("loader",)))
-    fitted, said = elastic.fit_run(config, 3)
-    assert fitted.train.num_chunks == 4
+    other, said = fitted(config, 3)
+    assert other.train.num_chunks == 4
     assert said == ("WARNING: a step has 24 sequences, and had 16 before: 3 pipelines cannot share these in "
                     "micro-batches of 2")
 

@@ -8,7 +8,8 @@ import torch
 from dualpipe.checkpoint import save_hf
 from dualpipe.parallel.mesh import build_mesh
 from dualpipe.train.checkpointing import Saver
-from dualpipe.train.config.load import fit_world, load_config
+from dualpipe.train.config.load import load_config
+from dualpipe.train.config.resolve import resolve
 from dualpipe.train.launch.distributed import Job
 from dualpipe.train.metrics import read_metrics
 from dualpipe.train.trainer import Trainer
@@ -20,13 +21,13 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 def from_hub_and_back(rank: int, toml: str, options: list[str]) -> None:
     """Write what was read, train, and write what came of it."""
-    config, cpu = fit_world(load_config(toml, options), 4), torch.device("cpu")
+    resolved, cpu = resolve(load_config(toml, options), 4), torch.device("cpu")
     mesh = build_mesh(2, 1, 2, cpu)
     job = Job(cpu, mesh)
-    with Saver(config, job) as saver:
-        run = Trainer(config, job, saver)
+    with Saver(resolved.config, job) as saver:
+        run = Trainer(resolved, job, saver)
         model = run.runner.model
-        save_hf(model.stages, "same", mesh, model.plan, source=config.init.from_hf)
+        save_hf(model.stages, "same", mesh, model.plan, source=resolved.config.init.from_hf)
         run.train()
 
 

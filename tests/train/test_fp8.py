@@ -11,7 +11,9 @@ import dualpipe.train.build as train_model
 from dualpipe.nn import GroupedLinear, Linear
 from dualpipe.parallel.mesh import build_mesh
 from dualpipe.train.checkpointing import Saver
-from dualpipe.train.config.load import fit_world, load_config
+from dualpipe.train.config.load import load_config
+from dualpipe.train.config.model_config import read_model_config
+from dualpipe.train.config.resolve import resolve
 from dualpipe.train.launch.distributed import Job
 from dualpipe.train.trainer import Trainer
 from ranks import run_ranks
@@ -25,11 +27,12 @@ def trained(rank, toml, runs):
     """For each run's options its parameters after some steps, and what was sent to the experts of other ranks."""
     cpu, found = torch.device("cpu"), []
     for options in runs:
-        config = fit_world(load_config(toml, [*SMALL, *options]), 2)
+        resolved = resolve(load_config(toml, [*SMALL, *options]), 2)
+        config = resolved.config
         p = config.parallel
         job = Job(cpu, build_mesh(p.pp, p.dp, p.ep, cpu))
         with Saver(config, job) as saver:
-            run = Trainer(config, job, saver)
+            run = Trainer(resolved, job, saver)
             stages = run.runner.model.stages
             sent = stages[0].layers["0"].mlp.dispatcher.dispatch._stream
             with run.data.loader.batches(STEPS) as batches:
@@ -58,7 +61,7 @@ def test_rows_that_are_dispatched_in_fp8_train_the_same(run_toml, rule):
 ])
 def test_fp8_dispatch_is_for_experts_with_products_in_fp8(run_toml, rule, dtype, products, found):
     config = load_config(run_toml, ["--dtypes.rules", rule, "--train.dtype", dtype])
-    model = train_model.read_model_config(config)
+    model = read_model_config(config)
     plan = train_model.plan_run(config, model, None)
     with pytest.raises(ValueError, match=rf"fp8_dispatch is for experts whose products are in FP8.*got {found}"):
         train_model.build_model(model, train_model.build("1f1b", 1, 1), 0, seed=0, dtype=torch.bfloat16, plan=plan,
@@ -69,7 +72,7 @@ def test_a_run_says_which_products_are_slower_in_fp8(run_toml, monkeypatch):
     asked = []
     monkeypatch.setattr(train_model, "slower_in_fp8", lambda *call: asked.append(call) or "a reason")
     config = load_config(run_toml, ["--dtypes.rules", "*.experts,gather=mxfp8", "--train.dtype", "bf16"])
-    model = train_model.read_model_config(config)
+    model = read_model_config(config)
     plan, device = train_model.plan_run(config, model, None), torch.device("cpu")
     (stage,) = train_model.build_stages(model, 1)
     built = SimpleNamespace(config=model, plan=plan, stages=(stage,))

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from dualpipe import cli
 from dualpipe.runtime.rank_process import RankInfo
 from dualpipe.train.config.load import load_config
+from dualpipe.train.config.model_config import read_model_config
 from dualpipe.train.launch import distributed, settings_check
 from dualpipe.train.launch.distributed import join
 from dualpipe.train.launch.settings_check import agree, run_settings
@@ -202,25 +203,27 @@ def test_ranks_that_see_one_device_each_do_not_share_it(run_toml, monkeypatch):
             assert all(expected in said for said in pool.map(start, range(2)))
 
 
+def settings_of(config):
+    return dict(run_settings(config, read_model_config(config)))
+
+
 def test_directories_may_differ_where_nothing_is_saved(run_toml):
     config = changed(load_config(run_toml), "checkpoint.interval", 1)
-    assert "the directory of checkpoints" in dict(run_settings(config))
-    assert "the directory of checkpoints" not in dict(
-        run_settings(changed(config, "checkpoint.mode", "off"))
-    )
+    assert "the directory of checkpoints" in settings_of(config)
+    assert "the directory of checkpoints" not in settings_of(changed(config, "checkpoint.mode", "off"))
 
 
 def test_versions_and_sources_are_compared(run_toml, monkeypatch, tmp_path):
     config = load_config(run_toml)
-    before = dict(run_settings(config))
+    before = settings_of(config)
     assert {"version of torch", "version of dualpipe", "sources of dualpipe (digest)"} <= set(before)
     (tmp_path / "dualpipe").mkdir()
     (tmp_path / "dualpipe" / "changed.py").write_text("x = 1\n")
     spec = type("Spec", (), {"submodule_search_locations": [str(tmp_path / "dualpipe")]})
     monkeypatch.setattr(settings_check, "find_spec", lambda name: spec)
-    changed = dict(run_settings(config))
+    changed = settings_of(config)
     (tmp_path / "dualpipe" / "changed.py").write_text("x = 2\n")
-    again = dict(run_settings(config))
+    again = settings_of(config)
     digests = {settings["sources of dualpipe (digest)"] for settings in (before, changed, again)}
     assert len(digests) == 3
 
@@ -228,7 +231,7 @@ def test_versions_and_sources_are_compared(run_toml, monkeypatch, tmp_path):
 def _wait_for_nobody(rank, config, dimension, port):
     dist.destroy_process_group()
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    with join(config, RankInfo(rank, 4, rank, 4)) as job:
+    with join(config, RankInfo(rank, 4, rank, 4)) as (job, _):
         if rank in (0, 3):  # each alone in its row and its column
             start = time.monotonic()
             with pytest.raises(RuntimeError):

@@ -14,8 +14,9 @@ from dualpipe.plan.memory import estimate
 from dualpipe.runtime.rank_process import RankInfo
 from dualpipe.train import parity
 from dualpipe.train.checkpointing import Saver
-from dualpipe.train.config.load import fit_world, load_config
+from dualpipe.train.config.load import load_config
 from dualpipe.train.config.model_config import read_model_config
+from dualpipe.train.config.resolve import resolve
 from dualpipe.train.config.schema import MTPConfig
 from dualpipe.train.data.loader import NO_TARGET, Loader, PackedTokens, TokenStream, shifted
 from dualpipe.train.evaluate import evaluate
@@ -47,9 +48,9 @@ def toml(tmp_path):
 @contextmanager
 def made(toml, *options):
     """The run that a configuration describes, before its first step."""
-    config = fit_world(load_config(toml, [*ONE_RANK, *options]), 1)
-    with join(config, ALONE) as job, Saver(config, job) as saver:
-        yield Trainer(config, job, saver)
+    config = load_config(toml, [*ONE_RANK, *options])
+    with join(config, ALONE) as (job, resolved), Saver(resolved.config, job) as saver:
+        yield Trainer(resolved, job, saver)
 
 
 def rows_of(toml, tmp_path, name, *options):
@@ -148,7 +149,8 @@ def test_a_run_tells_the_losses_of_each_depth_and_its_weight_changes(tmp_path, c
 def test_losses_are_the_cross_entropies_over_all_tokens(toml):
     with made(toml, *WEIGHT, "--data.separate_documents", "True", "--parallel.schedule", "1f1b") as run:
         batch = run.data.loader.batch(0)
-        losses = run.runner.forward_backward(batch, run.runner.criterion(1))
+        runner, criterion = run.runner, run.runner.criterion(1)
+        losses = runner.mean_losses(runner.forward_backward(batch, criterion), criterion)
         (stage,) = run.runner.model.stages
         logits = stage(batch.tokens, positions=batch.positions, ahead=tokens_ahead(batch.targets))
         expected = [torch.nn.functional.cross_entropy(each.flatten(0, 1), batch.targets[..., k].flatten(),
@@ -411,9 +413,9 @@ def parity_on_ranks(rank, toml, layout, options):
     """The largest relative difference of a step, by all ranks."""
     pp, dp, cp, ep = layout
     sizes = ["--parallel.pp", f"{pp}", "--parallel.dp", f"{dp}", "--parallel.cp", f"{cp}", "--parallel.ep", f"{ep}"]
-    config = fit_world(load_config(toml, [*sizes, "--train.sequence_length", "19", *options]), pp * dp * cp * ep)
+    resolved = resolve(load_config(toml, [*sizes, "--train.sequence_length", "19", *options]), pp * dp * cp * ep)
     job = Job(torch.device("cpu"), build_mesh(pp, dp, ep, torch.device("cpu"), cp=cp))
-    return max(each.relative for each in parity.compare(config, job, torch.float64))
+    return max(each.relative for each in parity.compare(resolved, job, torch.float64))
 
 
 @pytest.mark.parametrize("layout", [

@@ -12,7 +12,8 @@ from dualpipe.nn import Router, linear
 from dualpipe.parallel.mesh import build_mesh
 from dualpipe.runtime.rank_process import RankInfo
 from dualpipe.train import parity
-from dualpipe.train.config.load import fit_world, load_config
+from dualpipe.train.config.load import load_config
+from dualpipe.train.config.resolve import resolve
 from dualpipe.train.config.schema import Config
 from dualpipe.train.launch.distributed import Job
 from dualpipe.train.loss import MicroBatchLoss
@@ -273,9 +274,10 @@ def bf16_on_ranks(rank, toml, runs):
     """The exit status of each run, by all ranks."""
     statuses, cpu = [], torch.device("cpu")
     for options in runs:
-        config = fit_world(load_config(toml, options), 4)
-        job = Job(cpu, build_mesh(config.parallel.pp, config.parallel.dp, config.parallel.ep, cpu))
-        statuses.append(parity.check_bf16(config, job, worst=3))
+        resolved = resolve(load_config(toml, options), 4)
+        p = resolved.config.parallel
+        job = Job(cpu, build_mesh(p.pp, p.dp, p.ep, cpu))
+        statuses.append(parity.check_bf16(resolved, job, worst=3))
     return statuses
 
 
@@ -296,10 +298,10 @@ def replicated_on_ranks(rank, toml, runs):
     """The largest relative difference of each run from the unpipelined model in float64."""
     largest = []
     for options in runs:
-        config = fit_world(load_config(toml, options), 4)
-        p, cpu = config.parallel, torch.device("cpu")
+        resolved = resolve(load_config(toml, options), 4)
+        p, cpu = resolved.config.parallel, torch.device("cpu")
         job = Job(cpu, build_mesh(p.pp, p.dp, p.ep, cpu, dp_replicate=p.dp_replicate))
-        differences = parity.compare(config, job, torch.float64)
+        differences = parity.compare(resolved, job, torch.float64)
         assert any(each.name.startswith("loss") for each in differences)
         largest.append(max(each.relative for each in differences))
     return largest

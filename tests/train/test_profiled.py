@@ -9,11 +9,13 @@ import torch
 
 from dualpipe import cli
 from dualpipe.parallel.mesh import build_mesh
-from dualpipe.train import garbage_collection, profiler
+from dualpipe.train import garbage_collection
 from dualpipe.train.checkpointing import Saver
-from dualpipe.train.config.load import fit_world, load_config
+from dualpipe.train.config.load import load_config
+from dualpipe.train.config.resolve import resolve
 from dualpipe.train.launch.distributed import Job
-from dualpipe.train.step_window import Steps
+from dualpipe.train.observers import profiler
+from dualpipe.train.observers.step_window import Steps
 from dualpipe.train.trainer import Trainer
 from ranks import run_ranks
 
@@ -23,12 +25,12 @@ def profiled_run(rank, toml, folder):
     whether Python's collector ran by itself in a step and runs so afterwards."""
     options = ["--output.dir", folder, "--train.steps", "4", "--train.eval_batches", "0", "--train.gc_interval", "2",
                "--checkpoint.mode", "off"]
-    config = fit_world(load_config(toml, options), 2)
+    resolved = resolve(load_config(toml, options), 2)
     job = Job(torch.device("cpu"), build_mesh(2, 1, 1, torch.device("cpu")))
     Path(folder).mkdir(exist_ok=True)
     collected, enabled = [], []
-    with Saver(config, job) as saver, pytest.MonkeyPatch.context() as patch:
-        run = Trainer(config, job, saver, profiled=Steps(2, 3))
+    with Saver(resolved.config, job) as saver, pytest.MonkeyPatch.context() as patch:
+        run = Trainer(resolved, job, saver, profiled=Steps(2, 3))
         right = run._step
         patch.setattr(run, "_step", lambda *arguments: (enabled.append(gc.isenabled()), right(*arguments))[1])
         patch.setattr(garbage_collection.gc, "collect", lambda *_: collected.append(run.done))

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from dualpipe.parallel.mesh import build_mesh
 from dualpipe.train import parity
 from dualpipe.train.checkpointing import Saver
-from dualpipe.train.config.load import fit_world, load_config
+from dualpipe.train.config.load import load_config
+from dualpipe.train.config.resolve import resolve
 from dualpipe.train.launch.distributed import Job
 from dualpipe.train.metrics import read_metrics
 from dualpipe.train.trainer import Trainer
@@ -32,8 +33,9 @@ def differences(rank, toml, runs):
     """The largest relative difference of each run."""
     found = []
     for options in runs:
-        config = fit_world(load_config(toml, options), 4)
-        found.append(max(each.relative for each in parity.compare(config, job_of(config), torch.float32)))
+        resolved = resolve(load_config(toml, options), 4)
+        differences = parity.compare(resolved, job_of(resolved.config), torch.float32)
+        found.append(max(each.relative for each in differences))
     return found
 
 
@@ -60,10 +62,10 @@ def test_a_step_is_that_of_the_dequantized_weights(run_toml, steps):
 
 def train(rank, toml, runs):
     for options in runs:
-        config = fit_world(load_config(toml, options), dist.get_world_size())
-        job = job_of(config)
-        with Saver(config, job) as saver:
-            Trainer(config, job, saver).train()
+        resolved = resolve(load_config(toml, options), dist.get_world_size())
+        job = job_of(resolved.config)
+        with Saver(resolved.config, job) as saver:
+            Trainer(resolved, job, saver).train()
 
 
 def losses(toml, folder, runs, *options, timeout):

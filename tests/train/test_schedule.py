@@ -14,7 +14,7 @@ from dualpipe.runtime.errors import RankLost
 from dualpipe.runtime.rank_sync import RankSync
 from dualpipe.schedule import build, validate
 from dualpipe.schedule.build import search_with_progress
-from dualpipe.train import build_schedule as of_run
+from dualpipe.train import build as of_run
 from dualpipe.train.config.schema import Config, ParallelConfig, TrainConfig
 from ranks import run_ranks
 

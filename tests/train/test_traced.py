@@ -12,8 +12,8 @@ from dualpipe.schedule.command import parse_costs
 from dualpipe.trace.file import read
 from dualpipe.trace.measured import Measured
 from dualpipe.trace.summary import Summary
-from dualpipe.train.step_window import Steps
-from dualpipe.train.tracing import parse
+from dualpipe.train.observers.step_window import Steps
+from dualpipe.train.observers.tracing import parse
 from faults import planted, planting
 from ranks import run_ranks
 from traces import check_format

@@ -42,9 +42,9 @@ DOES_NOT_MEET = """
 import os, time
 from dualpipe.train.launch import distributed
 settings = distributed.run_settings
-def sleeping(config):
+def sleeping(*arguments):
     time.sleep(60 * (os.environ.get("RANK") == "1"))
-    return settings(config)
+    return settings(*arguments)
 distributed.run_settings = sleeping
 """
 DIFFERS = """

@@ -1,4 +1,4 @@
 """Hugging Face checkpoints: import, export and `dualpipe hf check`.
 
-Imports `dualpipe.checkpoint`'s tensors and manifests, `models`, `parallel` and `runtime`.
+Imports `checkpoint`, `models`, `schedule`, `parallel`, `nn`, `quantized`, `kernels` and `runtime`.
 """

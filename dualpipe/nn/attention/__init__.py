@@ -1,6 +1,6 @@
 """Attention: rotary embedding, documents, masks, and attention itself, fused on CUDA.
 
-Imports `nn.norm`, `nn.deferral`, `nn.sequence_split` and `kernels`.
+Imports `nn` and `kernels`.
 """
 
 from dualpipe.nn.attention.causal_attention import attend, attend_part, attention_reference

@@ -1,4 +1,4 @@
 """Routing tokens to experts: the router, losses and counts of its loads, and all routers of a model in a step.
 
-Imports `nn.linear`, `nn.sequence_split`, `kernels` and `runtime`.
+Imports `nn`, `kernels` and `runtime`.
 """

@@ -1,4 +1,5 @@
-"""Bad steps: losses and gradients that are not finite or that jump, found, localized by running again, and replayed.
+"""Bad steps: losses and gradients that are not finite or that jump; found, localized by running again, and replayed.
 
-Imports the rest of `train` but the trainer's own loop.
+Imports `train` but the trainer, `checkpoint`, `models`, `pipeline`, `parallel`, `nn`, `quantized`, `schedule` and
+`runtime`.
 """

@@ -26,7 +26,7 @@ from dualpipe.parallel.experts.dispatcher import Plan
 from dualpipe.pipeline.overlap import Part
 from dualpipe.quantized.weights import quantized_part
 from dualpipe.runtime.files import replace_file
-from dualpipe.runtime.recorder import Recorder
+from dualpipe.runtime.recorder import Observer, Recorder
 from dualpipe.schedule import Action
 from dualpipe.train.checkpointing import State, describe
 from dualpipe.train.data.loader import Batch
@@ -57,7 +57,7 @@ class Spot(NamedTuple):
                     str(what) if isinstance(what, Part) else what.title)
 
 
-class Watch:
+class Watch(Observer):
     """For a `with`: what `measure` (an integer scalar on the device) gives of each result that is made inside; the host
     waits for none. An "I" counts as the "B" that it is in another order of the same work.
 
@@ -69,7 +69,7 @@ class Watch:
         self, recorder: Recorder, measure: Callable[[Tensor], Tensor], stages: Iterable[nn.Module] = (),
         kinds: tuple[type, ...] = (Action, Part),
     ) -> None:
-        self._recorder, self._measure, self._made, self._kinds = recorder, measure, recorder.made, kinds
+        self._recorder, self._measure, self._kinds = recorder, measure, kinds
         self._modules = [pair for stage in stages for pair in stage.named_modules()]
         self.results: dict[Spot, Tensor] = {}
         self.calls: dict[Spot, dict[str, Tensor]] = {}
@@ -77,12 +77,11 @@ class Watch:
 
     def __enter__(self) -> Self:
         self._hooks = [m.register_forward_hook(partial(self._call, name)) for name, m in self._modules if name]
-        # On the object and not as another recorder: the watchdog goes on looking at this one.
-        vars(self._recorder)["made"] = self._see
+        self._recorder.subscribe(self)
         return self
 
     def __exit__(self, *raised: object) -> None:
-        del vars(self._recorder)["made"]
+        self._recorder.unsubscribe(self)
         for hook in self._hooks:
             hook.remove()
 
@@ -99,8 +98,8 @@ class Watch:
         if (value := self._value(outputs)) is not None:
             self._called[name] = value
 
-    def _see(self, what: object, *results: object) -> None:
-        self._made(what, *results)  # a fault may be planted there
+    def made(self, recorder: Recorder, what: object, results: tuple[object, ...]) -> None:
+        """Measure the results of an action or a segment."""
         if isinstance(what, self._kinds) and (value := self._value(results)) is not None:
             assert isinstance(what, Action | Part), "results of these kinds alone have a place"
             if what.kind == "I":

@@ -50,9 +50,9 @@ def replay(config: Config, manifest: Manifest, info: RankInfo) -> int:
     with ExitStack() as held:
         held.enter_context(recorder.activate())
         held.enter_context(deterministic(config.train.deterministic))
-        job = held.enter_context(join(config, info))
+        job, resolved = held.enter_context(join(config, info))
         saver = held.enter_context(Saver(config, job))
-        runner = StepRunner(config, job, saver.source_dtypes)
+        runner = StepRunner(resolved, job, saver.source_dtypes)
         train, model, split = config.train, runner.model, runner.split
         recorder.step = manifest.step
         own = train.micro_batch_size * train.num_chunks if model.has_first or model.has_last else 0

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
@@ -555,3 +555,8 @@ class Config:
         if self.export.to_hf == AUTO:
             return Path(self.output.dir) / "hf"
         return Path(self.export.to_hf) if self.export.to_hf else None
+
+
+def replace_field(config: Config, table: str, name: str, value: object) -> Config:
+    """Return `config` with another value of the field `table`.`name`; ValueError where it cannot be."""
+    return replace(config, **{table: replace(getattr(config, table), **{name: value})})

@@ -17,8 +17,9 @@ from dualpipe.runtime import device as cuda
 from dualpipe.runtime.rank_process import RankInfo
 from dualpipe.runtime.rank_sync import RankSync
 from dualpipe.runtime.recorder import Recorder
-from dualpipe.train.config.load import fit_world
-from dualpipe.train.config.schema import Config, ParallelConfig
+from dualpipe.train.config.model_config import read_model_config
+from dualpipe.train.config.resolve import Resolved, fit_world
+from dualpipe.train.config.schema import Config
 from dualpipe.train.health.watchdog import Watchdog
 from dualpipe.train.launch.settings_check import agree, run_settings
 from dualpipe.train.launch.store import confine, connect
@@ -41,23 +42,26 @@ class Job:
 
 
 @contextmanager
-def join(config: Config, info: RankInfo, watchdog: Watchdog | None = None, prefix: str = "") -> Iterator[Job]:
+def join(
+    config: Config, info: RankInfo, watchdog: Watchdog | None = None, prefix: str = ""
+) -> Iterator[tuple[Job, Resolved]]:
     """Join the job's other ranks (gloo, and NCCL where the ranks have CUDA devices) for the length of a `with` block.
 
-    prefix: see `connect`.
+    prefix: see `connect`. Yields the job, and this rank's configuration resolved for the number of ranks.
 
     Raises ValueError, on all ranks, where they were not started with the same settings, `config` does not fit their
     number, or one has no device; see `agree`.
     """
 
-    def prepare(settings: dict[str, Any]) -> tuple[ParallelConfig, torch.device]:
+    def prepare(settings: dict[str, Any]) -> tuple[Resolved, torch.device]:
         settings["number of ranks"] = info.world_size
-        settings.update(run_settings(config))
+        model = read_model_config(config)
+        settings.update(run_settings(config, model))
         confine(info, config.parallel.interface)
-        parallel = fit_world(config, info.world_size).parallel
-        device = choose_device(info, parallel.device, lambda uuid: store.add(f"device {uuid}", 1) == 1)
+        fitted = fit_world(config, info.world_size)
+        device = choose_device(info, config.parallel.device, lambda uuid: store.add(f"device {uuid}", 1) == 1)
         settings["kind of device"] = device.type
-        return parallel, device
+        return Resolved(fitted, model), device
 
     if info.world_size > 1 and config.parallel.device != "cpu":
         cuda.set_environment()
@@ -67,10 +71,11 @@ def join(config: Config, info: RankInfo, watchdog: Watchdog | None = None, prefi
         limit = config.parallel.timeout
         watchdog.watch(store if info.world_size > 1 else None, info, Path(config.output.dir),
                        patience=config.watchdog.timeout or limit / 2, limit=limit)
-    parallel, device = agree(store, info, prepare, timeout)
+    resolved, device = agree(store, info, prepare, timeout)
+    parallel = resolved.config.parallel
     cuda.select(device)
     if info.world_size == 1:
-        yield Job(device, watchdog=watchdog)
+        yield Job(device, watchdog=watchdog), resolved
         return
     on_cuda = device.type == "cuda"
     dist.init_process_group(
@@ -82,7 +87,7 @@ def join(config: Config, info: RankInfo, watchdog: Watchdog | None = None, prefi
         dist.all_reduce(torch.zeros(1, device="cpu"))
     mesh = build_mesh(parallel.pp, parallel.dp, parallel.ep, device, cp=parallel.cp,
                       dp_replicate=parallel.dp_replicate, timeout=timeout)
-    yield Job(device, mesh, watchdog)
+    yield Job(device, mesh, watchdog), resolved
     dist.destroy_process_group()  # after an error the process leaves without: destroying would wait for the others
 
 

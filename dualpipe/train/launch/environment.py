@@ -5,14 +5,16 @@ Does not import torch, for the process that starts ranks.
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
-from dualpipe.runtime.rank_process import RankInfo
-from dualpipe.train.config.load import load_config
+from dualpipe.runtime.rank_process import CONFIG_FILE, RankInfo
+from dualpipe.train.config.load import load_config, recorded_config
 from dualpipe.train.config.schema import Config
 
 
@@ -26,7 +28,7 @@ def load_everywhere(path: str, overrides: Sequence[str]) -> tuple[Config, RankIn
     if info is not None and "RANK" not in os.environ:
         os.environ.update(slurm_rendezvous(os.environ))
     try:
-        config = load_config(path, overrides)
+        config = _handed_on() or load_config(path, overrides)
     except ValueError as error:
         if info is not None and info.world_size > 1:
             from dualpipe.train.launch.settings_check import PATIENCE, agree  # loads torch
@@ -41,6 +43,12 @@ def load_everywhere(path: str, overrides: Sequence[str]) -> tuple[Config, RankIn
     if info is None and config.parallel.world_size == 1:
         info = RankInfo(0, 1, 0, 1)
     return config, info
+
+
+def _handed_on() -> Config | None:
+    """Return the configuration that the launcher has parsed for its ranks; None where this process has none."""
+    file = os.environ.get(CONFIG_FILE)
+    return None if file is None else recorded_config(json.loads(Path(file).read_text(encoding="utf-8")))
 
 
 def rank_from_environment(environment: Mapping[str, str]) -> RankInfo | None:

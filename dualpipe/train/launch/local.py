@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -26,7 +27,7 @@ from typing import Any, NamedTuple
 from dualpipe.runtime.background import limited
 from dualpipe.runtime.errors import USER_ERROR
 from dualpipe.runtime.files import lock
-from dualpipe.runtime.rank_process import ERROR_FILE, INTERRUPTED, LAUNCHER, LISTENER
+from dualpipe.runtime.rank_process import CONFIG_FILE, ERROR_FILE, INTERRUPTED, LAUNCHER, LISTENER
 from dualpipe.runtime.recorder import rank_name
 from dualpipe.trace.file import TRACED
 from dualpipe.train.config.schema import Config
@@ -131,6 +132,8 @@ class _Ranks:
         layout = config.parallel
         self._sizes = layout.sizes
         self._words = [folder / f"rank{rank}.json" for rank in range(layout.world_size)]
+        self._config_file = folder / "config.json"
+        self._config_file.write_text(json.dumps(asdict(config)), encoding="utf-8")
         self._output, self._timeout, self._watched = Path(config.output.dir), layout.timeout, watched
         self._processes: list[subprocess.Popen] = []
         self._oom_kills = _oom_kills()
@@ -148,6 +151,7 @@ class _Ranks:
                     **os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}", "RANK": f"{rank}",
                     "LOCAL_RANK": f"{rank}", "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size,
                     "TORCHELASTIC_RESTART_COUNT": f"{number}", LAUNCHER: f"{os.getpid()}", ERROR_FILE: f"{word}",
+                    CONFIG_FILE: f"{self._config_file}",
                     **first,
                 }))
                 listener.close()  # here, or a client would wait where rank 0 has gone

@@ -24,9 +24,9 @@ import torch
 import torch.distributed as dist
 
 from dualpipe import __version__
+from dualpipe.models import HubConfig
 from dualpipe.runtime.rank_process import RankInfo
 from dualpipe.runtime.recorder import Recorder, rank_ranges
-from dualpipe.train.config.model_config import read_model_config
 from dualpipe.train.config.schema import Config
 
 ANSWER = timedelta(seconds=5)  # for rank 0 to say which rank does not come
@@ -37,7 +37,7 @@ _MAY_DIFFER = ("model.config", "output.dir", "parallel.interface")  # of each no
 T = TypeVar("T")
 
 
-def run_settings(config: Config) -> Iterator[tuple[str, Any]]:
+def run_settings(config: Config, model: HubConfig) -> Iterator[tuple[str, Any]]:
     """What makes two ranks part of the same run, by name: their configuration, the model's, and the code.
 
     What may differ from node to node is left out: the path of the model's config.json, whose content is compared, and
@@ -59,7 +59,7 @@ def run_settings(config: Config) -> Iterator[tuple[str, Any]]:
     for name, path in sorted(sources.items()):
         digest.update(f"{name}\0".encode() + path.read_bytes() + b"\0")
     yield "sources of dualpipe (digest)", digest.hexdigest()[:16]
-    for name, value in read_model_config(config).to_dict().items():
+    for name, value in model.to_dict().items():
         yield f"the model's {name}", value
 
 

@@ -14,7 +14,7 @@ from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
 from dualpipe.runtime import device as devices
 from dualpipe.train.metrics import say
-from dualpipe.train.step_window import Steps, StepWindow, parse_steps
+from dualpipe.train.observers.step_window import Steps, StepWindow, parse_steps
 
 
 def parse(text: str, steps: int) -> Steps | None:

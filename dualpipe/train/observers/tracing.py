@@ -10,7 +10,7 @@ from dualpipe.pipeline.engine import Pipeline
 from dualpipe.runtime.errors import PipelineError
 from dualpipe.trace.tracer import Tracer, check_path
 from dualpipe.train.launch.distributed import Job
-from dualpipe.train.step_window import Steps, StepWindow, parse_steps
+from dualpipe.train.observers.step_window import Steps, StepWindow, parse_steps
 
 
 def parse(text: str, steps: int) -> Steps | None:
