@@ -61,10 +61,10 @@ def apply_options(config: Config, options: Sequence[str]) -> Config:
     Raises ValueError for an option that does not exist, naming the nearest, and for a value that cannot be.
     """
     parser, valid = _parser(config, with_help="--help" in options)
+    for option in (option.partition("=")[0] for option in options if option.startswith("--")):
+        if _underscored(option) not in (*valid, "--help"):
+            raise ValueError(f"unknown option {option!r}; {nearest_name(_underscored(option), list(valid))}")
     named = [_underscored(option) if option.startswith("--") else option for option in options]
-    for option in (option.partition("=")[0] for option in named if option.startswith("--")):
-        if option not in (*valid, "--help"):
-            raise ValueError(f"unknown option {option!r}; {nearest_name(option, list(valid))}")
     changes: dict[str, dict[str, Any]] = {}  # of all at once: fields are checked together
     for name, value in vars(parser.parse_args(named)).items():
         table, field = name.split(".")
