@@ -16,7 +16,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -72,7 +72,10 @@ class RankProcesses:
 
         for info in self._infos:
             ours, theirs = self._context.Pipe(duplex=False)
-            child = self._context.Process(target=_run_rank, args=(theirs, self._measure, setting, info, prefix))
+            # Told, not inherited: the server that forks has the environment of its own start.
+            meeting = {name: os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT")}
+            child = self._context.Process(
+                target=_run_rank, args=(theirs, self._measure, setting, info, prefix, meeting))
             child.start()
             theirs.close()  # so that with the process the pipe ends
             running[ours] = info, child
@@ -124,8 +127,11 @@ def results_of(found: list[Found]) -> list[Found]:
     return found
 
 
-def _run_rank(pipe: Connection, measure: Measure, setting: Any, info: RankInfo, prefix: str) -> None:
+def _run_rank(
+    pipe: Connection, measure: Measure, setting: Any, info: RankInfo, prefix: str, meeting: Mapping[str, str]
+) -> None:
     die_with(os.getppid())
+    os.environ |= meeting
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the store is there already
     try:
         found = measure(setting, info, prefix)
