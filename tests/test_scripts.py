@@ -12,7 +12,7 @@ import pytest
 from command import Command
 from hub import FAMILIES, TINY
 from run_files import write_files
-from scripts import BENCHMARKS, fork_script
+from scripts import BENCHMARKS, fork_script, run_script
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
@@ -33,6 +33,7 @@ ON_CPU = {
     "tune_grouped_gemm.py": ('--offline --arch 90 --most 1 --workers 1 --classes "weight narrow"',
                              r"sm_90 weight narrow: 1 survive, 0 of 1 candidates dropped\n +GemmConfig"),
 }
+STARTING_RANKS = ("engine_overhead.py", "bench_checkpoint.py", "bench_optimizer.py", "bench_training.py")
 ON_A_GPU = (
     "bench_cross_entropy.py", "bench_expert_layer.py", "bench_grouped_gemm.py", "bench_norm.py", "bench_overlap.py",
     "bench_quantized.py", "bench_routing.py", "bench_swiglu.py", "bench_training.py", "tune_grouped_gemm.py",
@@ -68,6 +69,17 @@ def test_runs_on_cpu(name, tmp_path):
     done = fork_script(name, *arguments, folder=tmp_path, CUDA_VISIBLE_DEVICES="")
     assert re.search(shown, done.stdout, re.S), done.stdout + done.stderr
     assert done.returncode == ("MISSED" in done.stdout) and "FAILED" not in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STARTING_RANKS)
+def test_those_that_start_ranks_do_so_in_an_interpreter_of_their_own(name, tmp_path):
+    """As users run them. Above, ranks are forked from the script itself, and have all that it has."""
+    arguments, shown = ON_CPU[name]
+    write_files(tmp_path)
+    done = run_script(name, *arguments.split(), folder=tmp_path, CUDA_VISIBLE_DEVICES="")
+    assert re.search(shown, done.stdout, re.S), done.stdout + done.stderr
+    assert done.returncode == ("MISSED" in done.stdout), done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("name", ON_A_GPU)

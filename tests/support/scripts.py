@@ -20,15 +20,16 @@ TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalon
 
 
 def run_script(
-    script: str | Path, *arguments: str, launcher: Sequence[str] = (), **environment: str
+    script: str | Path, *arguments: str, launcher: Sequence[str] = (), folder: Path | None = None, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """Run a script, as a path or the name of a benchmark's file, to its end, in an interpreter of its own.
 
-    launcher: what stands between the interpreter and the script, such as `TORCHRUN`: two ranks.
+    launcher: what stands between the interpreter and the script, such as `TORCHRUN`: two ranks. folder: the working
+    directory.
     """
     command = [sys.executable, *launcher, str(BENCHMARKS / script), *arguments]
     env = {key: value for key, value in os.environ.items() if key != "PYTHONSAFEPATH"} | environment
-    return subprocess.run(command, env=env, capture_output=True, text=True)
+    return subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True)
 
 
 def fork_script(
