@@ -107,7 +107,7 @@ def test_an_installed_wheel_trains_and_passes_the_tests_of_the_sdist(built, tmp_
     assert "step 2/2" in done.stdout and "pip install tensorboard matplotlib" in done.stdout
     Path(purelib, "sitecustomize.py").unlink()
 
-    files = ["tests/schedule/test_types.py", "tests/train/test_config.py", "tests/models/test_activations.py"]
+    files = ["tests/schedule/test_types.py", "tests/train/config/test_load.py", "tests/plan/test_activations.py"]
     command = [python, "-P", "-m", "pytest", "-q", "-m", "not slow", *files]
     done = subprocess.run(command, cwd=tree, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout

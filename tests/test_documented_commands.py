@@ -90,12 +90,12 @@ def takes(arguments):
 
 
 def replay_is_taken(command):
-    """Run by tests/train/test_guard.py."""
+    """Run by tests/train/anomaly/test_guard.py."""
     assert takes(shlex.split(command)[1:]).bundle == "out/bundles/step-00000007"
 
 
 def batch_script_is_taken(command):
-    """Run by tests/train/test_launch.py."""
+    """Run by tests/train/launch/test_environment.py."""
     words = shlex.split(command)
     script = words.index("examples/slurm.sbatch")
     assert words[1:script] == ["--nodes", "4"]

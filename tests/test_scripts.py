@@ -42,7 +42,7 @@ ELSEWHERE = {  # the tests that run the others
     "compile_kernels.py": "benchmarks/test_compile_kernels.py::test_main_configurations_compile",
     "wrap_your_model.py": "test_examples.py::test_finds_its_gradients_right",
     "wrap_your_moe.py": "test_examples.py::test_finds_its_gradients_right",
-    "slurm.sbatch": "train/test_launch.py::test_the_batch_script_sets_what_the_ranks_read",
+    "slurm.sbatch": "train/launch/test_environment.py::test_the_batch_script_sets_what_the_ranks_read",
 }
 
 

@@ -103,7 +103,7 @@ def test_a_device_for_every_rank(monkeypatch):
 
 # -- examples/slurm.sbatch
 
-SBATCH = Path(__file__).parents[2] / "examples" / "slurm.sbatch"
+SBATCH = Path(__file__).parents[3] / "examples" / "slurm.sbatch"
 
 
 def start_batch_script(folder, *arguments, srun="true"):

@@ -232,7 +232,7 @@ def test_a_source_that_announces_none_does_not_change_that_they_are_written(tmp_
 
 def test_the_files_of_deepseek_v3_are_those_published():
     """91,991 tensors of 684,531,386,000 numbers, scales among them, in files of 688,586,727,753 bytes with headers."""
-    config = read_config(Path(__file__).parents[2] / "examples/models/deepseek-v3").with_mtp()
+    config = read_config(Path(__file__).parents[3] / "examples/models/deepseek-v3").with_mtp()
     in_blocks = {weight.name for weight in quantizable(meta_stages(config)[0])}
     tensors = new_tensors(config, {name: FORMATS["fp8_block"] if name in in_blocks else
                                    torch.float32 if "e_score" in name else torch.bfloat16

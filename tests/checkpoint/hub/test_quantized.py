@@ -260,7 +260,7 @@ def test_what_the_hub_does_not_have_is_not_exported(tmp_path, family, sizes, for
 @pytest.mark.parametrize("model", ["deepseek-v3", "deepseek-v2-lite"])
 def test_weights_of_real_models_are_whole_blocks(model):
     """Gate and up of experts meet between blocks: nothing is refused, or rounded again."""
-    config = read_config(Path(__file__).parents[2] / "examples/models" / model)
+    config = read_config(Path(__file__).parents[3] / "examples/models" / model)
     weights = list(quantizable(meta_stages(config)[0]))
     assert len(weights) > 200
     for each in weights:
