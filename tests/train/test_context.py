@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from dualpipe.nn import router_set
+from dualpipe.nn.routing import router_set
 from dualpipe.nn.sequence_split import SequenceSplit
 from dualpipe.parallel.mesh import build_mesh
 from dualpipe.plan.context_traffic import context_numbers
