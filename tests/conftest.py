@@ -8,6 +8,7 @@ import pytest
 
 from dualpipe.runtime.recorder import Recorder
 from matrix_parts import PARTS, part_of
+from run_files import write_files
 
 REAL = pytest.param("cuda", marks=pytest.mark.gpu)
 
@@ -36,6 +37,12 @@ def _own_recorder():
     """A recorder of each test's own: one that has built a mesh would name the ranks of all after it."""
     with Recorder().activate():
         yield
+
+
+@pytest.fixture
+def run_toml(tmp_path):
+    """The TOML of a training run that is small enough for a test."""
+    return write_files(tmp_path)
 
 
 @pytest.fixture(params=["cpu", REAL])

@@ -11,11 +11,6 @@ from default_signals import set_default_signals
 from run_files import write_files
 
 
-@pytest.fixture
-def run_toml(tmp_path):
-    return write_files(tmp_path)
-
-
 @pytest.fixture(scope="module")
 def run_folder(tmp_path_factory):
     """A folder with run.toml, shared by the tests of a module."""
