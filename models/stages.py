@@ -205,6 +205,15 @@ class Stage(nn.Module):
                 seeded_normal_(param, std=self.config.initializer_range, seed=seed, name=name)
 
 
+@lru_cache(maxsize=64)
+def meta_stages(
+    config: HubConfig, num_stages: int = 1, only: tuple[int, ...] | None = None, layers_per_stage: tuple[int, ...] = ()
+) -> tuple[Stage, ...]:
+    """Build stages without memory, to be looked at alone: the same ones for all callers."""
+    with torch.device("meta"):
+        return tuple(build_stages(config, num_stages, only, layers_per_stage))
+
+
 def build_stages(
     config: HubConfig, num_stages: int, only: Sequence[int] | None = None, layers_per_stage: Sequence[int] | None = None
 ) -> list[Stage]:

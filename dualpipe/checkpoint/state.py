@@ -37,7 +37,7 @@ from dualpipe.kernels.formats import Format
 from dualpipe.nn.init import local_part
 from dualpipe.quantized import QuantizedTensor
 from dualpipe.quantized.weights import quantized_part
-from dualpipe.runtime.device import random_state, set_random_state
+from dualpipe.runtime.device import RandomState
 
 OPTIMIZER, VALUES = "optimizer/", "values"
 REPEATED = "give training_state the stages of one model, with the names of the whole, or the numbers of the stages"
@@ -310,7 +310,8 @@ def capture_random() -> dict[str, Any]:
     """The state of Python's, NumPy's and torch's global generators, and the current GPU's, as JSON can hold it."""
     name, keys, *rest = np.random.get_state()
     state: dict[str, Any] = {"python": random.getstate(), "numpy": [name, np.asarray(keys).tolist(), *rest]}
-    for device, numbers in (("torch", torch.get_rng_state()), ("cuda", random_state())):
+    of_torch = RandomState.capture()
+    for device, numbers in (("torch", of_torch.cpu), ("cuda", of_torch.cuda)):
         if numbers is not None:
             state[device] = base64.b64encode(numbers.numpy().tobytes()).decode()
     return state
@@ -321,9 +322,9 @@ def restore_random(state: dict[str, Any]) -> None:
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
     np.random.set_state(tuple(state["numpy"]))
-    for name, restore in (("torch", torch.set_rng_state), ("cuda", set_random_state)):
-        if name in state:
-            restore(torch.frombuffer(bytearray(base64.b64decode(state[name])), dtype=torch.uint8))
+    saved = {name: torch.frombuffer(bytearray(base64.b64decode(state[name])), dtype=torch.uint8)
+             for name in ("torch", "cuda") if name in state}
+    RandomState(saved["torch"], saved.get("cuda")).restore()
 
 
 def derive_random(seed: int, step: int, rank: int) -> None:

@@ -53,7 +53,7 @@ from dualpipe.nn.segments import (
     needed_after,
     regions,
 )
-from dualpipe.runtime.device import random_state, set_random_state
+from dualpipe.runtime.device import RandomState
 from dualpipe.runtime.recorder import Recorder
 
 
@@ -320,7 +320,7 @@ class SegmentedStage:
         grad = torch.is_grad_enabled()
         if grad and segment.recompute and not again:
             device = next((t.device for t in inputs if isinstance(t, Tensor) and t.is_cuda), None)
-            record.rng = torch.get_rng_state(), device, None if device is None else random_state(device)
+            record.rng = device, RandomState.capture(device or torch.device("cpu"))
             with torch.no_grad():
                 results = as_results(segment, segment.fn(*inputs))
             # Whether they really depend on a parameter or an input shows when they are computed again.
@@ -335,14 +335,12 @@ class SegmentedStage:
         carry.update({name: detached(value) for name, value in zip(segment.writes, results)})
 
     @contextmanager
-    def _as_before(self, rng: tuple[Tensor, torch.device | None, Any]) -> Iterator[None]:
+    def _as_before(self, rng: tuple[torch.device | None, RandomState]) -> Iterator[None]:
         """Draw the numbers that a forward has drawn; afterwards everything goes on as if nothing had been drawn."""
-        cpu, device, state = rng
+        device, state = rng
         autocast = nullcontext() if self._autocast is None else torch.autocast(self._autocast)
         with autocast, self._store.recompute(), torch.random.fork_rng([] if device is None else [device]):
-            torch.set_rng_state(cpu)
-            if device is not None:
-                set_random_state(state, device)
+            state.restore(device)
             yield
 
     def backward(self, state: MicrobatchState, kind: str, key: Hashable) -> Task:

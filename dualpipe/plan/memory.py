@@ -27,7 +27,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import nn
 
-from dualpipe.models import HubConfig, Stage, build_stages
+from dualpipe.models import HubConfig, Stage
+from dualpipe.models.stages import meta_stages
 from dualpipe.nn import GroupedLinear
 from dualpipe.nn.sequence_split import SequenceSplit
 from dualpipe.parallel import DTypePlan
@@ -110,7 +111,7 @@ def step_memory(
         raise ValueError(f"parallel.ep = {p.ep} does not divide the model's {model.num_experts} experts")
     # With more micro-batches no more of them are alive: the middle of a step repeats itself.
     schedule = _schedule(config, min(train.num_chunks, 4 * p.pp) if activations else 1)
-    stages = meta_stages(model, schedule.num_stages, p.layers_per_stage)
+    stages = meta_stages(model, schedule.num_stages, layers_per_stage=p.layers_per_stage)
     ends_meet = schedule.placement[0] == schedule.placement[-1]
     sizes = [_stage_bytes(config, model, stages, number, ends_meet) for number in range(len(stages))]
     taken = [_activations(config, model, stage) if activations else ActivationBytes(0, 0, 0, 0, 0) for stage in stages]
@@ -243,19 +244,12 @@ def _unpaired(name: str, ranks: int, chunks: int) -> Schedule:
     return one_at_a_time(built(name, ranks, chunks))
 
 
-@lru_cache(maxsize=64)
-def meta_stages(model: HubConfig, num_stages: int, layers_per_stage: tuple[int, ...]) -> list[Stage]:
-    """All stages of the model, without memory; the same ones for all callers."""
-    with torch.device("meta"):
-        return build_stages(model, num_stages, layers_per_stage=layers_per_stage)
-
-
 @lru_cache(maxsize=4096)
 def _stage_sizes(
     model: HubConfig, num_stages: int, layers: tuple[int, ...], number: int, ep: int, sharing: int, ends_meet: bool
 ) -> tuple[int, int, int]:
     """Dense parameters of a stage, those of its experts, and the most that are reduced at once."""
-    stage = meta_stages(model, num_stages, layers)[number]
+    stage = meta_stages(model, num_stages, layers_per_stage=layers)[number]
     dense, experts = own_sizes(stage, ep, ends_meet=ends_meet)
     inside = [parameter_sizes(layer, ep) for layer in stage.layers.values()]
     reduced = [dense - sum(dense for dense, _ in inside), *(dense for dense, _ in inside)]

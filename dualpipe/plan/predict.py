@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 from dualpipe.kernels.grouped_gemm import HALF
 from dualpipe.models import HubConfig
 from dualpipe.models.flops import flops_per_token
-from dualpipe.models.stages import stage_layers
+from dualpipe.models.stages import meta_stages, stage_layers
 from dualpipe.plan.costs import Setting, Spent, StageCosts, stage_costs, total
 from dualpipe.plan.machines import Machine
 from dualpipe.plan.memory import (
@@ -25,7 +25,6 @@ from dualpipe.plan.memory import (
     built,
     dtype_plan,
     estimate,
-    meta_stages,
     muon_shapes,
     own_sizes,
     sent_bytes,
@@ -118,7 +117,7 @@ class Prediction:
         p = self.config.parallel
         ends_meet = self.shape.placement[0] == self.shape.placement[-1]
         found = []
-        for dense, experts in _stage_sizes(self.model, self.shape.num_stages, p.layers_per_stage, p.ep, ends_meet):
+        for dense, experts in _sizes_of_stages(self.model, self.shape.num_stages, p.layers_per_stage, p.ep, ends_meet):
             gather = self._around(self.setting.dtype.itemsize * dense, self.setting.dtype.itemsize * experts)
             of_rank = 4 * (dense / p.dense_shards + experts / p.expert_shards)
             summed = 2 * self.machine.ring(of_rank, p.dp_replicate, p.dense_shards)  # reduced, and gathered again
@@ -154,7 +153,7 @@ class Prediction:
     def muon_flops(self) -> float:
         """Operations of Muon's products on the worst rank: ranks that have the same stages share them."""
         p = self.config.parallel
-        stages = meta_stages(self.model, self.shape.num_stages, p.layers_per_stage)
+        stages = meta_stages(self.model, self.shape.num_stages, layers_per_stage=p.layers_per_stage)
         each = [sum(map(operations, muon_shapes(self.config.optimizer, stage))) for stage in stages]
         return max(sum(each[i] for i in self.shape.rank_stages(rank)) for rank in range(p.pp)) / p.dense_shards
 
@@ -217,7 +216,7 @@ class Prediction:
 def _in_fp8(dtypes: DTypesConfig, dtype: Literal["fp32", "bf16"], model: HubConfig) -> InFP8:
     """As `dualpipe.nn.quantized_matmul` decides: square blocks can be transposed for input gradients. Rows alone may be
     sent so for products in another dtype."""
-    plan, (whole,) = dtype_plan(dtypes, dtype, model, 2), meta_stages(model, 1, ())
+    plan, (whole,) = dtype_plan(dtypes, dtype, model, 2), meta_stages(model)
     formats = {name: format for name, _ in whole.named_parameters() if (format := plan.of(name).format)
                and format.computes and dtype_of(dtype) in HALF and dtypes.products == "auto"}
     square = frozenset(name for name, format in formats.items() if format.block[0] == format.block[1])
@@ -251,7 +250,7 @@ def _simulated(name: str, ranks: int, chunks: int, costs: Costs) -> Played:
 
 
 @lru_cache(maxsize=256)
-def _stage_sizes(
+def _sizes_of_stages(
     model: HubConfig, number: int, layers: tuple[int, ...], ep: int, ends_meet: bool
 ) -> list[tuple[int, int]]:
-    return [own_sizes(stage, ep, ends_meet=ends_meet) for stage in meta_stages(model, number, layers)]
+    return [own_sizes(stage, ep, ends_meet=ends_meet) for stage in meta_stages(model, number, layers_per_stage=layers)]

@@ -164,17 +164,24 @@ def pin(memory: Tensor) -> Callable[[], None]:
     return lambda: runtime.cudaHostUnregister(address)
 
 
-def random_state(device: torch.device | None = None) -> Tensor | None:
-    """The state of a CUDA device's generator (default: the current device's); None where none has been used."""
-    if device is None and not torch.cuda.is_initialized():
-        return None
-    return torch.cuda.get_rng_state("cuda" if device is None else device)
+class RandomState(NamedTuple):
+    """States of torch's generators: that of the CPU, and of a CUDA device where one is used."""
 
+    cpu: Tensor
+    cuda: Tensor | None
 
-def set_random_state(state: Tensor, device: torch.device | None = None) -> None:
-    """Continue from a state of `random_state`, where there is a device."""
-    if torch.cuda.is_available():
-        torch.cuda.set_rng_state(state, "cuda" if device is None else device)
+    @staticmethod
+    def capture(device: torch.device | None = None) -> RandomState:
+        """Return the states now. device: a CUDA device, or the CPU for its state alone; None: the current CUDA device,
+        if one has been used."""
+        uses_cuda = torch.cuda.is_initialized() if device is None else device.type == "cuda"
+        return RandomState(torch.get_rng_state(), torch.cuda.get_rng_state(device or "cuda") if uses_cuda else None)
+
+    def restore(self, device: torch.device | None = None) -> None:
+        """Continue from these states; from that of a CUDA device where there is one."""
+        torch.set_rng_state(self.cpu)
+        if self.cuda is not None and torch.cuda.is_available():
+            torch.cuda.set_rng_state(self.cuda, device or "cuda")
 
 
 @contextmanager

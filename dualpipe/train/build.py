@@ -19,7 +19,7 @@ from dualpipe.kernels.formats import FORMATS
 from dualpipe.kernels.grouped_gemm import HALF
 from dualpipe.kernels.grouped_gemm_quantized import slower_in_fp8
 from dualpipe.models import HubConfig, Stage, build_stages, read_config
-from dualpipe.models.stages import Recompute
+from dualpipe.models.stages import Recompute, meta_stages
 from dualpipe.nn import GroupedLinear, Linear
 from dualpipe.nn.quantized_matmul import Products
 from dualpipe.nn.routing.balanced_routes import random_like_stride
@@ -312,7 +312,7 @@ def build_optimizer(config: Config, model: Model) -> Optimizer:
     """What updates a rank's share of the model; ValueError for a group of optimizer.groups that the whole model has no
     parameter for."""
     o = config.optimizer
-    whole = build_on_meta(lambda: build_stages(model.config, 1)) if o.groups else []
+    whole = meta_stages(model.config) if o.groups else ()
     names = [name for name, _ in parameter_places(whole).values()]
     for group in o.groups:
         if not any(matches(group.pattern, name) for name in names):

@@ -18,11 +18,12 @@ from dualpipe import Pipeline
 from dualpipe.cli import main
 from dualpipe.models import HubConfig, read_config
 from dualpipe.models.flops import parameter_counts
+from dualpipe.models.stages import meta_stages
 from dualpipe.nn.deferral import local
 from dualpipe.nn.routing.balanced_routes import BalancedRoutes, random_like_stride
 from dualpipe.parallel.mesh import Mesh, build_mesh
 from dualpipe.plan.context_traffic import context_numbers
-from dualpipe.plan.memory import DECIMAL, RankMemory, _activations, _schedule, estimate, meta_stages, table, unit_for
+from dualpipe.plan.memory import DECIMAL, RankMemory, _activations, _schedule, estimate, table, unit_for
 from dualpipe.runtime.dtypes import dtype_of
 from dualpipe.schedule import build
 from dualpipe.train.build import build_model, plan_run
@@ -310,7 +311,7 @@ def test_activations_fall_with_the_ranks_that_share_a_sequence(run_toml, method)
                                         "--train.dtype", "bf16"])
         model = dataclasses.replace(read_model_config(config), num_attention_heads=4, num_key_value_heads=4)
         held = context_numbers(model, 1, length, cp, method).held if cp > 1 else 0
-        return _activations(config, model, meta_stages(model, 4, ())[1]), held
+        return _activations(config, model, meta_stages(model, 4)[1]), held
 
     (shared, held), (alone, _) = taken(1024, 4), taken(256, 1)
     assert shared[:2] == alone[:2] and held > 0

@@ -16,11 +16,11 @@ import torch
 from dualpipe.cli import main
 from dualpipe.models import read_config
 from dualpipe.models.flops import head_flops, layer_flops, parameter_counts
+from dualpipe.models.stages import meta_stages
 from dualpipe.plan import meshes
 from dualpipe.plan.activations import kinds_of
 from dualpipe.plan.costs import Seconds, Setting, context_seconds, stage_costs, walk
 from dualpipe.plan.machines import Machine, read_machine
-from dualpipe.plan.memory import meta_stages
 from dualpipe.plan.operators import LayerParts, head_parts, layer_parts
 from dualpipe.plan.predict import PARTS, Prediction, play
 from dualpipe.schedule import Costs, build, simulate
@@ -274,7 +274,7 @@ def test_the_parts_of_a_step_add_up():
 
 def test_muons_products_take_their_time():
     adamw, muon = (prediction("--optimizer.name", name, "--parallel.dp", "2") for name in ("adamw", "muon"))
-    (stage, *_) = meta_stages(muon.model, 1, ())
+    (stage, *_) = meta_stages(muon.model)
     each = [10 * p.numel() * min(p.shape[-2:]) * (2 * max(p.shape[-2:]) + min(p.shape[-2:])) / max(p.shape[-2:])
             for name, p in stage.named_parameters() if name.split(".")[-2].endswith("_proj")]
     assert muon.muon_flops == pytest.approx(sum(each) / 2 / 2, rel=1e-6), "two ranks of a pipeline that are alike"

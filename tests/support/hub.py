@@ -9,10 +9,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dualpipe.checkpoint import hub_dtypes
-from dualpipe.checkpoint.hub.load import meta_stages, model_shapes
+from dualpipe.checkpoint.hub.load import model_shapes
 from dualpipe.checkpoint.hub.save import new_tensors
 from dualpipe.checkpoint.tensors import Box, TensorHeader
 from dualpipe.models import build_stages, read_config
+from dualpipe.models.stages import meta_stages
 from dualpipe.nn import GroupedLinear
 from dualpipe.parallel import DTypePolicy, resolve_dtypes, shard
 from dualpipe.parallel.experts.dispatcher import shard_experts

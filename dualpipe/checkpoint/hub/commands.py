@@ -17,7 +17,7 @@ from torch import nn
 
 from dualpipe.checkpoint.directory import find, is_checkpoint, latest, none_whole, scan
 from dualpipe.checkpoint.hub.files import CONFIG, StrPath
-from dualpipe.checkpoint.hub.load import hub_dtypes, load_hf, meta_stages, open_hf
+from dualpipe.checkpoint.hub.load import hub_dtypes, load_hf, open_hf
 from dualpipe.checkpoint.hub.save import carried, save_hf, write_model
 from dualpipe.checkpoint.load import load
 from dualpipe.checkpoint.manifest import Checkpoint
@@ -25,6 +25,7 @@ from dualpipe.checkpoint.save import save
 from dualpipe.checkpoint.state import training_state
 from dualpipe.checkpoint.tensors import Box
 from dualpipe.models import HubConfig, Stage, build_stages, config_from_dict, read_config
+from dualpipe.models.stages import meta_stages
 from dualpipe.nn import GroupedLinear
 from dualpipe.parallel import DTypePlan, DTypePolicy, resolve_dtypes
 from dualpipe.parallel.fsdp.materialize import build_on_meta, materialize

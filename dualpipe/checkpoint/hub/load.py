@@ -27,8 +27,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from dualpipe.checkpoint.hub.files import SUFFIXES, Fp8, Mxfp4, Reader, Stored, StrPath, find_stored
 from dualpipe.checkpoint.tensors import Box
 from dualpipe.kernels.formats import Format
-from dualpipe.models import HubConfig, Stage, build_stages
+from dualpipe.models import HubConfig
 from dualpipe.models.hub import Part
+from dualpipe.models.stages import meta_stages
 from dualpipe.parallel import DTypePlan
 from dualpipe.parallel.fsdp.materialize import check_materialize, materialize
 from dualpipe.quantized.weights import quantized_part
@@ -115,12 +116,6 @@ def stage_tensors(stage: nn.Module) -> dict[str, Tensor]:
 
 
 @lru_cache(maxsize=16)  # the ranks of one pipeline place have the same, and cutting many layers well takes a second
-def meta_stages(config: HubConfig, num_stages: int = 1, only: tuple[int, ...] | None = None) -> tuple[Stage, ...]:
-    """Stages of a model, only to be looked at. Nothing is allocated."""
-    with torch.device("meta"):
-        return tuple(build_stages(config, num_stages, only=only))
-
-
 def model_shapes(config: HubConfig) -> dict[str, tuple[int, ...]]:
     """The shapes of all parameters and persistent buffers of a model."""
     return {name: tuple(tensor.shape) for name, tensor in meta_stages(config)[0].state_dict().items()}

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from dualpipe.checkpoint.hub.files import Fp8, Mxfp4, Stored
-from dualpipe.checkpoint.hub.load import cut_through, meta_stages, model_shapes, upright
+from dualpipe.checkpoint.hub.load import cut_through, model_shapes, upright
 from dualpipe.checkpoint.tensors import Box
 from dualpipe.kernels.formats import FORMATS, Format
 from dualpipe.models import HubConfig
 from dualpipe.models.hub import Part, whole
+from dualpipe.models.stages import meta_stages
 from dualpipe.parallel import DTypePlan
 from dualpipe.quantized import QuantizedTensor
 from dualpipe.quantized.weights import quantizable

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from dualpipe.parallel.mesh import DENSE
 from dualpipe.parallel.tied import tied_parameters
-from dualpipe.runtime.device import random_state, set_random_state
+from dualpipe.runtime.device import RandomState
 from dualpipe.runtime.recorder import Recorder
 from dualpipe.schedule import Action
 from dualpipe.train.anomaly.localize import Spot, Watch, bits, named_gradients, on_host, run_again, total, write_bundle
@@ -53,7 +53,7 @@ class Kept(NamedTuple):
     """What it takes to run a step again besides parameters, which it has not changed if it is to be."""
 
     batch: Batch
-    random: tuple[Tensor, Tensor | None]
+    random: RandomState
     routers: list[Tensor]
     watch: Watch  # of the step: sums of what its actions gave
 
@@ -83,7 +83,8 @@ class Guard:
         """What there is before a step; the host waits for nothing."""
         self._batch = batch
         watch = Watch(self.runner.recorder, total, kinds=(Action,))
-        return Kept(batch, _random_states(), [each.clone() for each in self._state], watch)
+        # Of torch alone: nothing else draws numbers in a step, and NumPy's state takes 120 us.
+        return Kept(batch, RandomState.capture(), [each.clone() for each in self._state], watch)
 
     def judge(self, norm: Tensor) -> Tensor:
         """The norm that the optimizer goes by: NaN also where that of a step before was not finite, which the host does
@@ -97,7 +98,7 @@ class Guard:
     def restore(self, kept: Kept) -> None:
         """Have routers and random numbers as they were before a step that changed nothing else."""
         torch._foreach_copy_(self._state, kept.routers)
-        _restore_random(kept.random)
+        kept.random.restore()
 
     # -- once the host knows a step's numbers
 
@@ -234,7 +235,7 @@ class Guard:
     def _compute_twice(self, step: int, number: int) -> list[str]:
         """Run a micro-batch of this step, the last one, through the pipeline with whole backwards, and again with
         weight gradients apart, which are the same products: what differs. Gradients are dropped."""
-        runner, states, size = self.runner, _random_states(), self.runner.config.train.micro_batch_size
+        runner, states, size = self.runner, RandomState.capture(), self.runner.config.train.micro_batch_size
         part = Batch(*(each[number * size : (number + 1) * size] for each in self._batch))
         found: list[dict[Spot, int]] = []
         sums: list[dict[str, Tensor]] = []
@@ -247,7 +248,7 @@ class Guard:
             found.append(on_host(watch.results))
             sums.append({name: bits(grad) for name, grad in named_gradients(runner.model.stages).items()})
             runner.pipeline.zero_grad()
-            _restore_random(states)
+            states.restore()
         runner.drop_scores()
         spot = min((spot for spot, value in found[0].items() if found[1].get(spot) != value), default=None)
         names = [name for name, value in sums[0].items() if int(value) != int(sums[1].get(name, value + 1))]
@@ -285,14 +286,3 @@ def compare_copies(tensors: Mapping[str, Tensor], replicas: ProcessGroup | None,
                 found.append(f"{' or '.join(wrong)} has wrong bits of {name}, of which ranks "
                              f"{', '.join(map(str, ranks))} must have the same")
     return found[:_SHOWN]
-
-
-def _random_states() -> tuple[Tensor, Tensor | None]:
-    """The states of torch alone: nothing else draws numbers in a step, and NumPy's takes 120 us."""
-    return torch.get_rng_state(), random_state()
-
-
-def _restore_random(states: tuple[Tensor, Tensor | None]) -> None:
-    torch.set_rng_state(states[0])
-    if states[1] is not None:
-        set_random_state(states[1])

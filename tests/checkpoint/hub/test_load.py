@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from dualpipe.checkpoint.hub.files import Reader
-from dualpipe.checkpoint.hub.load import blocks, find_tensors, meta_stages, model_shapes, stage_tensors
+from dualpipe.checkpoint.hub.load import blocks, find_tensors, model_shapes, stage_tensors
 from dualpipe.checkpoint.tensors import Box, TensorHeader
 from dualpipe.models import DeepseekV3Config, Qwen3MoeConfig, config_from_dict
 from dualpipe.models.hub import Part
+from dualpipe.models.stages import meta_stages
 from dualpipe.nn.init import local_part
 from hub import FAMILIES, TINY, header_of, held_boxes, reads_of, save_qwen, stages_on_meta
 from ranks import run_ranks

@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from dualpipe.checkpoint import Checkpoints, latest, load, load_hf, save, save_hf, training_state
-from dualpipe.checkpoint.hub.load import meta_stages, model_shapes
+from dualpipe.checkpoint.hub.load import model_shapes
 from dualpipe.checkpoint.hub.save import new_tensors
 from dualpipe.checkpoint.manifest import Checkpoint
 from dualpipe.cli import main
 from dualpipe.kernels.formats import FORMATS
 from dualpipe.models import read_config
+from dualpipe.models.stages import meta_stages
 from dualpipe.parallel import Rule
 from dualpipe.parallel.mesh import Mesh, build_mesh
 from dualpipe.quantized.weights import quantizable

@@ -11,10 +11,11 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.quantizers import quantizer_finegrained_fp8, quantizer_mxfp4
 
 from dualpipe.checkpoint import hub_dtypes, load_hf, save_hf
-from dualpipe.checkpoint.hub.load import cut_through, meta_stages, open_hf
+from dualpipe.checkpoint.hub.load import cut_through, open_hf
 from dualpipe.checkpoint.tensors import bytes_of
 from dualpipe.kernels.formats import FORMATS
 from dualpipe.models import build_stages, read_config
+from dualpipe.models.stages import meta_stages
 from dualpipe.parallel import DTypePolicy, Rule, resolve_dtypes, shard
 from dualpipe.parallel.fsdp.materialize import build_on_meta
 from dualpipe.quantized import QuantizedTensor
