@@ -27,7 +27,7 @@ DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "
 PROGRAMS = ("dualpipe", "export", "make", "python", "sbatch", "torchrun")
 NO_COMMANDS = (  # how the first lines of other blocks begin: what is printed, a sketch, settings, a list of folders
     "error: ", "watchdog: ", "first step ", "stopped by SIGTERM", "tensor ", "ms a step ", "row  pp",
-    "F  attend", "B combine", "[", "dualpipe/schedule/ ",
+    "F  attend", "B combine", "[", "dualpipe/runtime/ ",
 )
 
 # What is added to a command, and what of it is replaced, to make it small.

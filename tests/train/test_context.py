@@ -14,7 +14,7 @@ from dualpipe.parallel.mesh import build_mesh
 from dualpipe.plan.context_traffic import context_numbers
 from dualpipe.train import parity
 from dualpipe.train.config.load import load_config
-from dualpipe.train.config.resolve import fit_world, resolve
+from dualpipe.train.config.resolve import resolve
 from dualpipe.train.data.loader import Loader, TokenStream
 from dualpipe.train.launch.distributed import Job
 from dualpipe.train.metrics import read_metrics
@@ -98,9 +98,10 @@ def test_the_command_names_the_layout(run_folder, dualpipe):
 def sent(rank, toml, options, cp):
     """Bytes that attention sends in a step, and what `context_numbers` says of them."""
     cpu = torch.device("cpu")
-    config = fit_world(load_config(toml, ["--parallel.pp", "1", "--parallel.cp", f"{cp}", *options]), cp)
+    resolved = resolve(load_config(toml, ["--parallel.pp", "1", "--parallel.cp", f"{cp}", *options]), cp)
+    config = resolved.config
     job, length, train = Job(cpu, build_mesh(1, 1, 1, cpu, cp=cp)), config.train.sequence_length, config.train
-    compared = parity.Comparison(config, job, torch.float64)
+    compared = parity.Comparison(resolved, job, torch.float64)
     compared.run()
     contexts = {layer.self_attn.context_parallel for stage in compared.model.stages for layer in stage.layers.values()}
     model, tokens = compared.model.config, train.micro_batch_size * train.num_chunks * length // cp

@@ -68,6 +68,9 @@ def apply_options(config: Config, options: Sequence[str]) -> Config:
     changes: dict[str, dict[str, Any]] = {}  # of all at once: fields are checked together
     for name, value in vars(parser.parse_args(named)).items():
         table, field = name.split(".")
+        (kind, *_) = get_args(valid[f"--{name}"]) or (None,)
+        if kind in (DTypeRule, OptimizerGroup):  # which name themselves in their errors
+            value = tuple(kind.parse(text) for text in value)
         changes.setdefault(table, {})[field] = value
     return replace(config, **{table: replace(getattr(config, table), **values) for table, values in changes.items()})
 
@@ -139,7 +142,7 @@ def _reader(kind: Any) -> _Reader:
         of_rest = _reader(rest)
         return of_rest._replace(read=lambda text: None if text == "None" else of_rest.read(text))
     if kind in (DTypeRule, OptimizerGroup):
-        return _Reader(_explained(kind.parse), None, "PATTERN,FIELD=VALUE,...")
+        return _Reader(str, None, "PATTERN,FIELD=VALUE,...")
     if get_origin(kind) is Literal:
         return _Reader(_explained(lambda text: _choice(text, kind)), None, "|".join(map(str, inside)))
     metavar = {int: "INT", float: "FLOAT", bool: "True|False"}.get(kind, "TEXT")
