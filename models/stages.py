@@ -205,7 +205,7 @@ class Stage(nn.Module):
                 seeded_normal_(param, std=self.config.initializer_range, seed=seed, name=name)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=64)  # the ranks of one pipeline place have the same, and cutting many layers takes a second
 def meta_stages(
     config: HubConfig, num_stages: int = 1, only: tuple[int, ...] | None = None, layers_per_stage: tuple[int, ...] = ()
 ) -> tuple[Stage, ...]:

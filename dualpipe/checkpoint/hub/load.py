@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, reduce
+from functools import reduce
 from math import prod
 
 import torch
@@ -115,7 +115,6 @@ def stage_tensors(stage: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in stage.state_dict(keep_vars=True).items() if first[id(tensor)] == name}
 
 
-@lru_cache(maxsize=16)  # the ranks of one pipeline place have the same, and cutting many layers well takes a second
 def model_shapes(config: HubConfig) -> dict[str, tuple[int, ...]]:
     """The shapes of all parameters and persistent buffers of a model."""
     return {name: tuple(tensor.shape) for name, tensor in meta_stages(config)[0].state_dict().items()}
