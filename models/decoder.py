@@ -25,6 +25,7 @@ from dualpipe.nn.attention import Context, apply_rope, attend
 from dualpipe.nn.segments import Communicate, Compute, Segment, run_segments
 from dualpipe.parallel.context.context_parallel import ContextParallel
 from dualpipe.parallel.experts.dispatcher import Dispatcher, ExpertParallel, run_experts
+from dualpipe.parallel.fsdp.forward_hooks import with_forward_hooks
 
 Parts = Callable[[str], bool]
 """Whether a part of a layer is computed again: see `dualpipe.models.stages.Recompute`"""
@@ -43,7 +44,6 @@ class Attention(nn.Module):
     shared: tuple[tuple[int, int], ...]  # heads and dimensions of each tensor that `expand` takes
     o_proj: Linear
     context_parallel: ContextParallel | None = None  # which brings what the tokens of other ranks share
-    casts: tuple[torch.dtype | None, torch.dtype | None] = (None, None)  # what comes in and goes out, by a dtype plan
     peaks_A: Tensor | None = None  # the largest score of each head since it was last looked at, where that is wanted
 
     def project(self, x_BSH: Tensor, context: Context) -> tuple[Tensor, ...]:
@@ -87,10 +87,7 @@ class Attention(nn.Module):
         again = recompute("attention")
         if self.context_parallel is None:
             return [Compute(self, ("normed", "context"), "y", again)]
-        ends = (Compute(partial(Tensor.to, dtype=dtype), name, name, again) if dtype is not None else None
-                for name, dtype in zip(("normed", "y"), self.casts))
-        before, after = ([each] if each else [] for each in ends)
-        return [*before, *self.context_parallel.segments(self, again), *after]
+        return with_forward_hooks(self, self.context_parallel.segments(self, again), ("normed", "context"), ("y",))
 
 
 class GroupedQueryAttention(Attention):
@@ -227,8 +224,6 @@ class DenseMLP(nn.Module):
 class Layer(nn.Module):
     """Attention, then experts or a dense MLP, each behind a norm and added to what came in."""
 
-    casts: tuple[torch.dtype | None, torch.dtype | None] = (None, None)  # what comes in and goes out, by a dtype plan
-
     def __init__(self, config: HubConfig, attention: Attention, mlp: SparseMLP | DenseMLP) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -243,23 +238,16 @@ class Layer(nn.Module):
     def segments(self, recompute: Parts) -> list[Segment]:
         """From "x" and "context" to "x"; `recompute` says which parts are computed again."""
 
-        first, last = self.casts
-
         def normed(norm: RMSNorm, *added: Tensor) -> tuple[Tensor, Tensor]:
             normed_BSH, x_BSH = norm(*added, keep=True)
             return x_BSH, normed_BSH.to(x_BSH.dtype)  # which a dtype plan may keep in float32
 
-        def added(x_BSH: Tensor, y_BSH: Tensor) -> Tensor:
-            sum_BSH = x_BSH + y_BSH
-            return sum_BSH.to(last or sum_BSH.dtype)
-
         return [
-            Compute(lambda x_BSH: normed(self.input_layernorm, x_BSH.to(first or x_BSH.dtype)), "x", ("x", "normed"),
-                    recompute("norms")),
+            Compute(partial(normed, self.input_layernorm), "x", ("x", "normed"), recompute("norms")),
             *self.self_attn.segments(recompute),
             Compute(partial(normed, self.post_attention_layernorm), ("x", "y"), ("x", "normed"), recompute("norms")),
             *self.mlp.segments(recompute),
-            Compute(added, ("x", "y"), "x", recompute("layer")),
+            Compute(torch.add, ("x", "y"), "x", recompute("layer")),
         ]
 
 
@@ -291,9 +279,8 @@ class PredictionLayer(Layer):
         """From "hidden0" (of another `depth` that), "embedded" and "context" to "hidden1"."""
 
         def joined(hidden_BSH: Tensor, embedded_BSH: Tensor) -> Tensor:
-            dtype = self.casts[0] or hidden_BSH.dtype
-            both = self.enorm(embedded_BSH.to(dtype)), self.hnorm(hidden_BSH.to(dtype))
-            return self.eh_proj(torch.cat(both, dim=-1).to(dtype))
+            both = self.enorm(embedded_BSH), self.hnorm(hidden_BSH)
+            return self.eh_proj(torch.cat(both, dim=-1).to(hidden_BSH.dtype))
 
         return [
             Compute(joined, (f"hidden{depth}", "embedded"), "x", recompute("layer")),

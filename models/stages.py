@@ -29,6 +29,7 @@ from dualpipe.nn.segments import Compute, Segment, input_names, run_segments
 from dualpipe.nn.sequence_split import SequenceSplit
 from dualpipe.parallel.context.context_parallel import ContextParallel
 from dualpipe.parallel.experts.dispatcher import ExpertParallel
+from dualpipe.parallel.fsdp.forward_hooks import with_forward_hooks
 
 RECOMPUTE = ("attention", "experts", "norms", "layer", "dispatch")
 _TYPICAL_LENGTH = 4096  # of a sequence, where the costs of layers are weighed against that of the head
@@ -138,10 +139,16 @@ class Stage(nn.Module):
         predictions: list[Sequence[Segment]] = []
         for index, layer in self.numbered():
             recompute = partial(self.recompute, layer=index)
-            if isinstance(layer, PredictionLayer) and self.last:  # else it is alone, to be looked at
-                predictions.append(layer.segments(recompute, len(predictions)))
+            if isinstance(layer, PredictionLayer):
+                depth = len(predictions)
+                names = (f"hidden{depth}", "embedded", "context")
+                segments = with_forward_hooks(layer, layer.segments(recompute, depth), names, (f"hidden{depth + 1}",))
+                if self.last:
+                    predictions.append(segments)
+                else:  # it is alone, to be looked at
+                    layers += segments
             else:
-                layers += layer.segments(recompute)
+                layers += with_forward_hooks(layer, layer.segments(recompute), ("x", "context"), ("x",))
         return self._around(layers, predictions)
 
     def forward(

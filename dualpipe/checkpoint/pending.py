@@ -123,11 +123,11 @@ class Flight:
                 told.value = None if work.done() else time.monotonic() - self._moved
         except PipelineError as gone:
             raise RankLost(str(gone)) from gone
-        idle = [seconds or 0.0 for seconds in told.conclusion]
+        idle = [seconds or 0.0 for seconds in told.values]
         if (longest := max(idle)) > self._timeout:
             name = Recorder.current().name(idle.index(longest))
             raise GivenUp(f"{name} has not gone on with it for {longest:.0f} s: its disk gives no answer")
-        return all(seconds is None for seconds in told.conclusion)
+        return all(seconds is None for seconds in told.values)
 
     # -- for all
 

@@ -20,15 +20,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
-from itertools import chain, groupby
-from operator import itemgetter
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
@@ -36,12 +32,7 @@ Names = tuple[str, ...]
 
 
 class Pending(Protocol):
-    """A communication in flight.
-
-    It may have a `take_failure()`, which returns once, after `wait`, the error of what failed here when a message was
-    sent already. It has then met the other ranks to its end, with zeros, and `wait` returns what a rank that has failed
-    before gets.
-    """
+    """A communication in flight."""
 
     def advance(self) -> None:
         """Do what could not be done at the start without waiting for the device, such as sending rows whose number had
@@ -49,29 +40,25 @@ class Pending(Protocol):
         been started behind it; on all ranks at the same place, so that it may start collectives."""
 
     def wait(self) -> tuple[tuple[Any, ...], Any]:
-        """(what was received, a context for the backward). The current stream, not the host, waits where it can."""
+        """Return (what was received, a context for the backward). The current stream waits, not the host, where it
+        can."""
 
 
 class Communication(Protocol):
     """A communication between ranks and its backward. Every rank of its group starts the same ones in one order.
 
-    A rank that has failed goes on to take part, so that the others need not wait: `inputs` or `gradients` are then
-    None, and it sends nothing, or zeros where the others count on a size. `group` is where word of the failure goes.
-
-    An error of `forward`, `backward` or `again` says that no message was sent: the same is then called with None. What
-    fails behind the first message is for `take_failure` of what is returned. A communication may have a `forget()`,
-    called at the end of a step that has failed, to drop what such a step has left over.
+    Any method may raise: the pipeline then ends the step on all ranks. `group` is the process group, or None.
     """
 
     group: ProcessGroup | None
 
-    def forward(self, inputs: tuple[Any, ...] | None) -> Pending:
+    def forward(self, inputs: tuple[Any, ...]) -> Pending:
         """Start it. `inputs` are detached; tensors among the results get gradients if they are floating-point."""
 
-    def backward(self, context: Any, gradients: tuple[Tensor | None, ...] | None) -> Pending:
+    def backward(self, context: Any, gradients: tuple[Tensor | None, ...]) -> Pending:
         """Start the way back: from gradients of the results (None: zero) to gradients of the inputs."""
 
-    def again(self, context: Any, inputs: tuple[Any, ...] | None) -> Pending:
+    def again(self, context: Any, inputs: tuple[Any, ...]) -> Pending:
         """Start the forward once more before its backward, with the same inputs; needed only where `recompute` asks
         for it. The results are those of the forward; the context stays."""
 
@@ -122,8 +109,8 @@ class Communicate(_OneName):
 
 Segment = Compute | Communicate
 
-# Names in a carry that are the pipeline's: inputs and outputs of a stage; and what its criterion reads and writes.
-_is_boundary, _is_of_criterion = re.compile(r"x\d*").fullmatch, re.compile(r"loss|label\d+").fullmatch
+_is_boundary = re.compile(r"x\d*").fullmatch  # inputs and outputs of a stage
+_is_of_criterion = re.compile(r"loss|label\d+").fullmatch  # reserved for the pipeline
 
 
 def input_names(count: int) -> Names:
@@ -131,24 +118,24 @@ def input_names(count: int) -> Names:
     return ("x",) if count == 1 else tuple(f"x{i}" for i in range(count))
 
 
-def label_names(labels: Sequence[Sequence[Any]]) -> Names:
-    """The names of the labels, given by micro-batch, in the carry of the last stage."""
-    return tuple(f"label{i}" for i in range(len(labels[0]) if labels else 0))
-
-
 def output_names(segments: Sequence[Segment]) -> Names:
-    """The names of a stage's outputs, in order; ValueError where the last segment does not write them."""
+    """Return the names of a stage's outputs, in order; ValueError if the last segment does not write them."""
     last = segments[-1].writes if segments else ()
-    found = list(filter(_is_boundary, last))
-    names = input_names(len(found))
-    if not found or set(found) != set(names):
+    outputs = [name for name in last if is_boundary(name)]
+    names = input_names(len(outputs))
+    if not outputs or set(outputs) != set(names):
         raise ValueError(f'the last segment must write the outputs of the stage, "x" or "x0", "x1", ...; got {last}')
     return names
 
 
+def is_boundary(name: str) -> bool:
+    """Return True for the name of an input or output of a stage: "x", "x0", "x1", ..."""
+    return _is_boundary(name) is not None
+
+
 def is_reserved(name: str) -> bool:
-    """Whether the pipeline itself puts something of that name into carries: inputs, labels, the loss."""
-    return bool(_is_boundary(name) or _is_of_criterion(name))
+    """Return True for a name that the pipeline uses itself in carries: inputs, outputs, labels, the loss."""
+    return is_boundary(name) or _is_of_criterion(name) is not None
 
 
 def checked(segments: Sequence[Segment], side: Iterable[str] = ()) -> list[Segment]:
@@ -159,7 +146,7 @@ def checked(segments: Sequence[Segment], side: Iterable[str] = ()) -> list[Segme
     output_names(segments)
     known = set(side)
     for number, segment in enumerate(segments):
-        if missing := [n for n in segment.reads if n not in known and not _is_boundary(n)]:
+        if missing := [n for n in segment.reads if n not in known and not is_boundary(n)]:
             raise ValueError(f"segment {number} reads {missing}, which no segment before it writes; known are "
                              f"{sorted(known)} and the inputs of the stage; a side input must be a parameter of "
                              "its forward")
@@ -174,113 +161,6 @@ def checked(segments: Sequence[Segment], side: Iterable[str] = ()) -> list[Segme
     return list(segments)
 
 
-def has_communication(lists: Iterable[Sequence[Segment]]) -> bool:
-    """Whether there is a communication among the segments of some stages."""
-    return any(isinstance(segment, Communicate) for segments in lists for segment in segments)
-
-
-def communication_groups(modules: Iterable[nn.Module]) -> list[ProcessGroup]:
-    """The groups over which the stages' segments communicate."""
-    segments: list[Segment] = []
-    for module in modules:
-        with suppress(Exception):  # raised again where all ranks hear of it
-            segments += getattr(module, "segments", list)()
-    found = [segment.communication.group for segment in segments if isinstance(segment, Communicate)]
-    return [group for group in found if group is not None]
-
-
-def failure_of(pending: Pending) -> BaseException | None:
-    """What `take_failure` of a communication gives, where it has one."""
-    take = getattr(pending, "take_failure", None)
-    return None if take is None else take()
-
-
-def forget_communications(lists: Iterable[Sequence[Segment]]) -> None:
-    """Have the communications of segments drop what a failed step has left over."""
-    for segment in chain.from_iterable(lists):
-        if isinstance(segment, Communicate):
-            getattr(segment.communication, "forget", tuple)()
-
-
-def more_than_forward(segments: Sequence[Segment]) -> bool:
-    """Whether running the segments differs from calling the module: one communicates or is to be recomputed."""
-    return any(isinstance(segment, Communicate) or segment.recompute for segment in segments)
-
-
-def needed_after(segments: Sequence[Segment], results: Names) -> list[set[str]]:
-    """After each segment, the names that a later one reads before it is written again, or that are results."""
-    needed, after = set(results), []
-    for segment in reversed(segments):
-        after.append(needed)
-        needed = (needed - set(segment.writes)) | set(segment.reads)
-    return after[::-1]
-
-
-def regions(segments: Sequence[Segment]) -> list[dict[int, Names]]:
-    """Neighbours that are run again together: by number, what each needs that none of them has written before it."""
-    found: list[dict[int, Names]] = []
-    for recompute, region in groupby(enumerate(segments), key=lambda pair: pair[1].recompute):
-        if recompute:
-            written: set[str] = set()
-            found.append({})
-            for number, segment in region:
-                found[-1][number] = tuple(name for name in segment.reads if name not in written)
-                written |= set(segment.writes)
-    return found
-
-
-def backward_order(segments: Sequence[Segment]) -> list[int]:
-    """The numbers of the segments as their backwards run: the last one first, but a communication as soon as all that
-    use what it brings are through, so that its gradients travel while those before them are computed."""
-    order: list[int] = []
-    waiting: list[tuple[int, int]] = []  # a communication, and the first compute segment whose backward comes before
-    for number, sent in enumerate(segments):
-        if isinstance(sent, Communicate):  # which uses what it brings, or renews what it has sent
-            until = (later for later in range(number + 1, len(segments)) if isinstance(segments[later], Compute) and (
-                {*segments[later].reads, *segments[later].writes}.intersection(sent.writes)
-                or set(segments[later].writes).intersection(sent.reads)))
-            waiting.append((number, next(until, len(segments))))
-    for number in reversed(range(len(segments))):
-        if isinstance(segments[number], Compute):
-            order.append(number)
-        while waiting and waiting[-1][1] >= number:
-            order.append(waiting.pop()[0])
-    return order
-
-
-def merged(segments: Sequence[Segment], results: Names) -> list[Segment]:
-    """Neighbouring compute segments that are recomputed, or not, as one: what is between them is not kept apart. One
-    that is the first to read what a communication before it brings is not joined to those that run meanwhile."""
-    found: list[Segment] = []
-    under_way: set[str] = set()
-    arrived, arrivals = 0, []
-    for segment in segments:
-        if isinstance(segment, Communicate):
-            under_way = set(segment.writes)
-        elif under_way.intersection(segment.reads):
-            arrived, under_way = arrived + 1, set()
-        arrivals.append((isinstance(segment, Compute), segment.recompute, arrived))
-    each = zip(segments, needed_after(segments, results), arrivals)
-    for (compute, recompute, _), group in groupby(each, itemgetter(2)):
-        parts, needed, _ = zip(*group)
-        if not compute or len(parts) == 1:
-            found += parts
-            continue
-        reads: dict[str, None] = {}
-        written: dict[str, None] = {}
-        for segment in parts:
-            reads.update(dict.fromkeys(name for name in segment.reads if name not in written))
-            written.update(dict.fromkeys(segment.writes))
-        writes = tuple(name for name in written if name in needed[-1])
-        found.append(Compute(partial(_run_joined, parts, tuple(reads), writes), tuple(reads), writes, recompute))
-    return found
-
-
-def _run_joined(parts: Sequence[Segment], reads: Names, writes: Names, *values: Any) -> tuple[Any, ...]:
-    carry = run_segments(parts, dict(zip(reads, values)))
-    return tuple(carry[name] for name in writes)
-
-
 def run_segments(segments: Iterable[Segment], carry: Mapping[str, Any]) -> dict[str, Any]:
     """The carry after the segments, by an ordinary forward that autograd records: a layer's `forward` outside of a
     pipeline. A communication is waited for at once, there and back; nothing is recomputed."""
@@ -291,7 +171,7 @@ def run_segments(segments: Iterable[Segment], carry: Mapping[str, Any]) -> dict[
             results = segment.fn(*inputs)
         else:
             results = _Communicated.apply(segment.communication, *inputs)
-        carry.update(zip(segment.writes, as_results(segment, results)))
+        carry.update(zip(segment.writes, as_results(segment.writes, results)))
     return carry
 
 
@@ -313,22 +193,15 @@ class _Communicated(torch.autograd.Function):
 
 
 def _waited_for(pending: Pending) -> tuple[tuple[Any, ...], Any]:
-    """Return what `wait` of a communication returns; raise what has failed here."""
+    """Return what `wait` of a communication returns, at once."""
     pending.advance()
-    results = pending.wait()
-    failure = failure_of(pending)
-    if failure is None:
-        return results
-    try:
-        raise failure
-    finally:
-        del failure, pending, results  # this frame is in the error's traceback: the cycle would keep all its tensors
+    return pending.wait()
 
 
-def as_results(segment: Segment, results: Any) -> Sequence[Any]:
-    """What a segment returned, one for each name that it writes; ValueError where the number differs."""
-    several = type(results) is tuple and (len(segment.writes) != 1 or len(results) == 1)  # a plan may be a NamedTuple
-    values = results if several else (results,)
-    if len(values) != len(segment.writes):
-        raise ValueError(f"a segment that writes {segment.writes} returned {len(values)} values")
+def as_results(writes: Names, results: Any) -> Sequence[Any]:
+    """Return the results of a segment, one for each name that it writes; ValueError where the number differs."""
+    is_several = type(results) is tuple and (len(writes) != 1 or len(results) == 1)  # a plan may be a NamedTuple
+    values = results if is_several else (results,)
+    if len(values) != len(writes):
+        raise ValueError(f"a segment that writes {writes} returned {len(values)} values")
     return values

@@ -6,9 +6,10 @@ and they report whether it went well.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,24 +21,25 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from dualpipe.nn.deferral import WeightGradStore
-from dualpipe.nn.segments import communication_groups, has_communication
 from dualpipe.parallel.clipping import clip_grad_norm_
-from dualpipe.parallel.fsdp.driver import ParametersStep, StageParameters, process_groups
+from dualpipe.parallel.fsdp.driver import ParametersStep, StageParameters, mesh_groups, process_groups
 from dualpipe.parallel.tied import TiedGradients, tied_parameters
-from dualpipe.pipeline.arguments import (
-    OwnStages,
-    SideSpec,
-    agree,
+from dualpipe.pipeline.arguments import Batch, StepAgreement, StepArguments, compare_arguments, split_batch
+from dualpipe.pipeline.construction import (
+    PipelineAgreement,
+    PipelineArguments,
     check_stages,
     checked_modules,
-    conclude,
-    split_batch,
+    compare_pipelines,
     tied_ends,
 )
 from dualpipe.pipeline.executor import Executor, Outputs
 from dualpipe.pipeline.lower import Programs
 from dualpipe.pipeline.p2p import P2PGroups, P2PMessages
-from dualpipe.runtime.errors import PipelineError
+from dualpipe.pipeline.rank_stages import RankStages
+from dualpipe.pipeline.side_inputs import SideSpec
+from dualpipe.runtime.agreement import Agreement, Disagreement
+from dualpipe.runtime.failure import FailureBoard, StepFailure
 from dualpipe.runtime.recorder import Recorder
 from dualpipe.schedule import Schedule
 from dualpipe.schedule.build import search_with_progress
@@ -81,64 +83,110 @@ class Pipeline(nn.Module):
         if process_group is None and dist.is_initialized():
             process_group = dist.group.WORLD
         self.num_ranks = process_group.size() if process_group else 1
-        identity = list(range(self.num_ranks))
-        mapping = list(rank_mapping) if isinstance(rank_mapping, Iterable) else identity if rank_mapping is None else []
-        valid = len(mapping) == self.num_ranks and all(rank in mapping for rank in identity)
-        members = [mapping.index(rank) for rank in identity] if valid else identity  # invalid: enough to say so
-        self.rank = members.index(process_group.rank()) if process_group else 0
-        self.batch_dim, self._process_group = batch_dim, process_group
+        self.batch_dim = batch_dim
         self.weight_grad_store = WeightGradStore()
+        self._process_group = process_group
         self._loaded = set[int]()  # the kinds of steps whose kernels are loaded
         self._runs = 0  # steps that were begun, on all ranks alike
+        self._executor: Executor | None = None  # of the step that is running
+        mapping, members = _mapping(rank_mapping, self.num_ranks)
+        self.rank = members.index(process_group.rank()) if process_group else 0
         given: Any = process_group if isinstance(process_group, P2PGroups) else None  # such as one of threads
-        self._groups: P2PGroups = given or P2PGroups(process_group, members, self.rank)
-        found = [m for m in modules if isinstance(m, nn.Module)] if isinstance(modules, Iterable) else []
-        self._ranks = self._groups.sync(process_groups(found, communication_groups(found)))
-        with self._ranks.together(ValueError, conclude) as told:
-            if not valid:
-                raise ValueError(f"rank_mapping must be a permutation of 0..{self.num_ranks - 1}, got {rank_mapping}")
-            built = self._build(modules, schedule)
-            own = self._own
-            told.value = [
-                [built.name, crc32(repr(built).encode()), self.device.type, batch_dim, mapping],
-                bool(overlap) if has_communication(own.segments().values()) or own.hooked else None,
-                list(dict.fromkeys(own.specs.values())),  # each once: a record has little room
-                own.hooked,
-                any(p.dtype is torch.float64 for p in self.module.parameters()),
-                tied_ends(own.modules.get(0), own.modules.get(built.num_stages - 1)),
-                check_stages(list(self.module), list(own.parameters.values()), unreduced),
-            ]
-        overlaps, spec, self._norm_dtype, ties = told.conclusion
-        self._programs.pairs = overlaps is True
-        self._agree = partial(agree, first=built.placement[0], last=built.placement[-1], spec=spec)
-        self._ranks.compare_replicas()
-        first, last = built.placement[0], built.placement[-1]
-        self._groups.connect((*built.placement, *[first] * ties), self.device)
-        self._tied: TiedGradients | None = None
-        if ties and self.rank in (first, last):
-            end, other = (0, last) if self.rank == first else (built.num_stages - 1, first)
-            self._tied = TiedGradients(own.modules[end], partial(self._groups.exchange, other, around=(last, first)))
+        self._p2p: P2PGroups = given or P2PGroups(process_group, members, self.rank)
+        build = partial(self._build_stages, modules, schedule, mapping, overlap, unreduced)
+        if sorted(mapping) != list(range(self.num_ranks)):
+            build = partial(_refuse_mapping, rank_mapping, self.num_ranks)
+        agreed = self._build(build, modules)
+        self._norm_dtype = agreed.norm_dtype
+        self._side = agreed.side
+        self._programs.pairs = agreed.overlap
+        self._connect(agreed.has_copies)
 
-    def _build(self, modules: Sequence[nn.Module], schedule: str | Schedule) -> Schedule:
-        """The schedule, for the fewest micro-batches; ValueError for what does not fit."""
+    def _build(self, build: Callable[[], PipelineArguments], modules: Any) -> PipelineAgreement:
+        """Build the stages of this rank, and agree on the pipeline with the others; ValueError where one cannot."""
+        error: Exception | None = None
+        arguments: PipelineArguments | None = None
+        try:
+            arguments = build()
+        except Exception as raised:  # raised again where all ranks hear of it
+            error = raised
+
+        def own() -> PipelineArguments:
+            if arguments is None:
+                raise error or AssertionError("a rank has built its stages, or failed")
+            return arguments
+
+        try:
+            stages = [m for m in modules if isinstance(m, nn.Module)] if isinstance(modules, Iterable) else []
+            communications = self._stages.communication_groups() if arguments is not None else []
+            self._agreement = Agreement(self._p2p.messages(), process_groups(stages, communications))
+            outcome = self._agreement.compare(PipelineArguments, own, compare_pipelines)
+            if outcome.problem is not None:
+                raise ValueError(outcome.problem) from error
+        finally:
+            del error  # this frame is in its traceback
+        assert outcome.conclusion is not None, "without a problem there is a conclusion"
+        return outcome.conclusion
+
+    def _build_stages(
+        self, modules: Any, schedule: str | Schedule, mapping: list[int], overlap: bool, unreduced: Sequence[str]
+    ) -> PipelineArguments:
+        """Build the stages of this rank; return what the ranks compare. ValueError for what does not fit here."""
         self.module, device = checked_modules(modules)
         parameters = [StageParameters(module) for module in self.module]
         specs = [SideSpec.of(module) for module in self.module]
-        self.device = self._groups.checked_device(device)
+        self.device = self._p2p.checked_device(device)
         self._programs = Programs(schedule, num_ranks=self.num_ranks, rank=self.rank, num_modules=len(self.module))
-        built = self._programs.schedule()
+        built = self._programs.schedule()  # for the fewest micro-batches
+        self._placement = built.placement
         ranks = range(self.num_ranks)
         if self._only_v and built.placement != (*ranks, *reversed(ranks)):
             where = f"schedule {built.name!r} has them on ranks {built.placement}"
             raise ValueError(f"DualPipeV needs stages placed in a V, {where}")
         numbers = built.rank_stages(self.rank)
         own = dict(zip(numbers, self.module))
-        self._own = OwnStages(
-            own, dict(zip(numbers, specs)), dict(zip(numbers, parameters)),
-            {number: each.borrowers(own) for number, each in zip(numbers, parameters)}, built.num_stages, self.device,
-            self.batch_dim,
+        self._stages = RankStages(
+            modules=own,
+            specs=dict(zip(numbers, specs)),
+            parameters=dict(zip(numbers, parameters)),
+            borrowers={number: each.borrowers(own) for number, each in zip(numbers, parameters)},
+            count=built.num_stages,
+            device=self.device,
+            batch_dim=self.batch_dim,
         )
-        return built
+        self._stages.compile_programs()
+        can_overlap = self._stages.is_hooked or any(p.num_communications for p in self._stages.programs.values())
+        reduces, missed = check_stages(list(self.module), parameters, unreduced)
+        return PipelineArguments(
+            schedule=built.name,
+            schedule_checksum=crc32(repr(built).encode()),
+            device=self.device.type,
+            batch_dim=self.batch_dim,
+            rank_mapping=mapping,
+            overlap=bool(overlap) if can_overlap else None,
+            side_specs=[list(spec) for spec in dict.fromkeys(specs)],  # each once: a record has little room
+            is_hooked=self._stages.is_hooked,
+            has_float64=any(p.dtype is torch.float64 for p in self.module.parameters()),
+            reduces=reduces,
+            unreduced=missed,
+            **asdict(tied_ends(own.get(0), own.get(built.num_stages - 1))),
+        )
+
+    def _connect(self, has_copies: bool) -> None:
+        """Open the links between stages, and what ends a step where a rank fails. has_copies: see `TiedGradients`."""
+        self._agreement.compare_replicas()
+        first, last = self._placement[0], self._placement[-1]
+        ends = (first,) if has_copies else ()  # the ends exchange gradients as neighbours do
+        self._p2p.connect((*self._placement, *ends), self.device)
+        self._tied: TiedGradients | None = None
+        if has_copies and self.rank in (first, last):
+            stage, other = (0, last) if self.rank == first else (self._stages.count - 1, first)
+            exchange = partial(self._p2p.exchange, other, around=(last, first))
+            self._tied = TiedGradients(self._stages.modules[stage], exchange)
+        key = self._agreement.domain(secrets.randbits(63))
+        groups = [*self._p2p.groups(), *self._agreement.groups, *mesh_groups(self.module),
+                  *self._stages.communication_groups()]
+        self._failure = StepFailure(FailureBoard(self._p2p.store(), f"{key:x}"), groups)
 
     @contextmanager
     def in_order(self, *, deferred: bool) -> Iterator[None]:
@@ -165,7 +213,7 @@ class Pipeline(nn.Module):
                          "num_chunks=..., return_outputs=True) under torch.no_grad()")
 
     def step(
-        self, *inputs: Tensor | None, num_chunks: int = 0, criterion: Callable[..., Tensor] | None = None,
+        self, *inputs: Tensor | None, num_chunks: int | None = None, criterion: Callable[..., Tensor] | None = None,
         labels: Sequence[Tensor | None] | Tensor | None = (), return_outputs: bool = False, sync: bool = True,
         side: Mapping[str, Tensor | None] | None = None,
     ) -> tuple[Tensor | None, Outputs]:
@@ -196,52 +244,77 @@ class Pipeline(nn.Module):
         a rank failed during the step. After an error the pipeline can be used again if its process group still works;
         after a PipelineError gradients are undefined and should be zeroed; those kept by `sync=False` are dropped.
         """
+        self._failure.check()
         self._runs += 1
         train = torch.is_grad_enabled()
-        same = [str(num_chunks), train, bool(sync)]
-        with self._ranks.together(ValueError, self._agree, same_everywhere=same) as told:
-            batch = split_batch(self._own, inputs, num_chunks, criterion, labels, return_outputs, sync, side)
-            chunks = batch.told.num_chunks
-            if not self._programs.is_to_search(chunks):  # nothing may fail behind the agreement that can fail here
-                self._programs.program(chunks, train=train)
-            for stage_parameters in self._own.parameters.values():
-                stage_parameters.check()
-            told.value = batch.told
-        num_larger, side_names, kind = told.conclusion
-        if self._programs.is_to_search(chunks):
-            self._programs.add(self._ranks.first_in_turns(partial(search_with_progress, self.num_ranks, chunks)))
-        with self._or_hang_up():
-            program = self._programs.program(chunks, train=train)
-            by_host = self.device.type != "cpu" and kind not in self._loaded
-            messages = P2PMessages(self._groups, program, num_larger=num_larger, device=self.device, by_host=by_host)
-            parameters = ParametersStep(
-                self._own.parameters, self._own.borrowers, train=train, reduce=train and sync)
-            executor = Executor(self._own, batch, side_names, program, messages, parameters, self.weight_grad_store)
+        split: list[Batch] = []
+
+        def own_arguments() -> StepArguments:
+            batch, arguments = split_batch(
+                self._stages, inputs, num_chunks, criterion, labels, return_outputs, side, sync=bool(sync))
+            self._prepare(arguments.num_chunks, train)
+            split.append(batch)
+            return arguments
+
         try:
-            with self._ranks.together(PipelineError, where=executor.where):
-                if self._tied is not None and train:
-                    self._tied.begin()
-                result = executor.run()
+            with self._failure.ending_step(self._running):
+                agreed = self._agree(own_arguments, [str(num_chunks), train, bool(sync)])
+                if agreed.conclusion is not None:
+                    result = self._run(split.pop(), agreed.conclusion, train=train, sync=bool(sync))
         except BaseException:
             self._discard()
             raise
-        self._loaded.add(kind)  # first: if what follows fails at one end, the ranks agree on the next step's transport
-        if self._tied is not None and train and sync:  # now that no rank has failed
-            with self._or_hang_up():
-                self._tied.add()
+        finally:
+            self._executor = None
+        if agreed.problem is not None:
+            raise ValueError(agreed.problem) from agreed.cause
         return result
 
-    @contextmanager
-    def _or_hang_up(self) -> Iterator[None]:
-        """End the groups in which the ranks agree where what is done inside fails: nobody waits there for this one.
+    def _prepare(self, num_chunks: int, train: bool) -> None:
+        """Do what may fail on a rank alone, before the ranks agree on a step."""
+        self._stages.compile_programs()
+        if not self._programs.is_to_search(num_chunks):
+            self._programs.program(num_chunks, train=train)
+        for parameters in self._stages.parameters.values():
+            parameters.check()
 
-        On NCCL the links between stages are groups of their own, whose waits are left to its watchdog.
-        """
-        try:
-            yield
-        except BaseException:
-            self._ranks.hang_up()
-            raise
+    def _agree(
+        self, own_arguments: Callable[[], StepArguments], same_everywhere: list[Any]
+    ) -> Disagreement[StepAgreement]:
+        """Agree on the arguments of a step."""
+        compare = partial(
+            compare_arguments, first=self._placement[0], last=self._placement[-1], spec=self._side)
+        return self._agreement.compare(StepArguments, own_arguments, compare, same_everywhere=same_everywhere)
+
+    def _run(
+        self, batch: Batch, agreed: StepAgreement, *, train: bool, sync: bool
+    ) -> tuple[Tensor | None, Outputs]:
+        """Run a step on which the ranks have agreed."""
+        num_chunks = agreed.num_chunks
+        if self._programs.is_to_search(num_chunks):
+            search = partial(search_with_progress, self.num_ranks, num_chunks)
+            self._programs.add(self._p2p.ranks().first_in_turns(search))
+        program = self._programs.program(num_chunks, train=train)
+        messages = P2PMessages(
+            self._p2p, program, num_larger=agreed.num_larger, device=self.device,
+            by_host=self.device.type != "cpu" and agreed.kind not in self._loaded,
+        )
+        parameters = ParametersStep(
+            self._stages.parameters, self._stages.borrowers, train=train, reduce=train and sync)
+        batch = replace(batch, side_names=agreed.side_names)
+        self._executor = Executor(self._stages, batch, program, messages, parameters, self.weight_grad_store)
+        if self._tied is not None and train:
+            self._tied.begin()
+        result = self._executor.run()
+        if self._tied is not None and train and sync:
+            self._tied.add()
+        self._agreement.meet()  # so that a failure is raised on all ranks in the step in which it came up
+        self._loaded.add(agreed.kind)
+        return result
+
+    def _running(self) -> str:
+        """Return the error prefix that names the running action."""
+        return "" if self._executor is None else self._executor.running()
 
     def trace(self, path: str | Path, *, group: ProcessGroup | None = None) -> Tracer:
         """For a `with` around steps, which all ranks enter and leave together: what they did, as a file for Perfetto
@@ -251,7 +324,7 @@ class Pipeline(nn.Module):
         those of all pipelines that train the model. An error inside goes on, with a note that names the file of what
         there was until then; of one that may be a rank's alone, each rank's own.
         """
-        schedule, ranks = self._programs.schedule(), self._groups.global_ranks
+        schedule, ranks = self._programs.schedule(), self._p2p.global_ranks
         place = Place(self.rank, ranks or (Recorder.current().rank,), schedule.name, schedule.placement)
         return Tracer(Path(path), group or self._process_group, self.device, place,
                       lambda: self._runs if WeightGradStore.current() is self.weight_grad_store else 0)
@@ -259,7 +332,7 @@ class Pipeline(nn.Module):
     @property
     def copied_parameters(self) -> list[nn.Parameter]:
         """Those of this rank that the first stage has as well, on another rank: they count there."""
-        return [] if self._tied is None else tied_parameters(self._own.modules.get(self._own.count - 1))
+        return [] if self._tied is None else tied_parameters(self._stages.modules.get(self._stages.count - 1))
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """`torch.nn.utils.clip_grad_norm_` for the model of all ranks; every rank must call it, after a step.
@@ -282,7 +355,7 @@ class Pipeline(nn.Module):
         self._discard()
 
     def _discard(self) -> None:
-        for parameters in self._own.parameters.values():
+        for parameters in self._stages.parameters.values():
             parameters.discard()
         if self._tied is not None:
             self._tied.discard()
@@ -296,6 +369,20 @@ def _reordered(steps: Iterable[Step], *, deferred: bool) -> Iterator[Step]:
         for action in kept if deferred else ():
             if action.kind != "F":
                 yield (replace(action, kind="W"),)
+
+
+def _mapping(rank_mapping: Any, num_ranks: int) -> tuple[list[int], list[int]]:
+    """Return the mapping as a list, and the group's rank of each pipeline rank; any where the mapping is wrong."""
+    identity = list(range(num_ranks))
+    if rank_mapping is None:
+        return identity, identity
+    mapping = list(rank_mapping) if isinstance(rank_mapping, Iterable) else []
+    is_permutation = len(mapping) == num_ranks and all(rank in mapping for rank in identity)
+    return mapping, [mapping.index(rank) for rank in identity] if is_permutation else identity
+
+
+def _refuse_mapping(rank_mapping: Any, num_ranks: int) -> PipelineArguments:
+    raise ValueError(f"rank_mapping must be a permutation of 0..{num_ranks - 1}, got {rank_mapping}")
 
 
 class DualPipeV(Pipeline):

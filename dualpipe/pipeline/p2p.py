@@ -8,14 +8,12 @@ never wait for the device.
 A kernel of NCCL keeps the device busy until its peer's has come, and to load a kernel the host waits for the whole
 device: where CUDA loads lazily, and for Triton's in any case. So two hosts could wait for each other's next launch for
 ever: behind a receive that is posted ahead, and as well behind a send of more than NCCL's buffers hold. Therefore the
-first step of a kind on a device, in which its kernels are loaded, sends by the host's memory, over gloo. A kind is its
-dtypes and shapes, so steps whose lengths are always new always go by the host.
+first step of a kind on a device, in which its kernels are loaded, sends by the host's memory, over gloo. Shapes are of
+one kind where the same kernels run for them (`kernel_class`), so steps of many lengths are soon of few kinds.
 
 A message is the tuple of tensors that crosses from one stage to the next (an activation, and the step's side inputs
 behind it) or back (a gradient). The first activation of each size class is preceded by a header with shapes and dtypes;
-later ones must match it, and the gradients follow from it. A rank that failed keeps sending and receiving to the end of
-its program, zeros in place of what it cannot compute, so that no rank is left waiting and no message of this step is
-left over for the next.
+later ones must match it, and the gradients follow from it.
 """
 
 from __future__ import annotations
@@ -31,20 +29,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
-from dualpipe.pipeline.lower import Instruction, Program
+from dualpipe.pipeline.lower import Program
 from dualpipe.runtime import device as devices
 from dualpipe.runtime.dtypes import dtype_of, long_name
-from dualpipe.runtime.rank_sync import (
-    RankSync,
-    backends,
-    create_groups,
-    empty_record,
-    gloo_beside,
-    pack_record,
-    timeout_of,
-    unpack_record,
-)
+from dualpipe.runtime.failure import default_store
+from dualpipe.runtime.process_groups import backends, create_groups, gloo_beside, timeout_of
+from dualpipe.runtime.rank_sync import RankSync
 from dualpipe.runtime.recorder import Recorder, Waiting
+from dualpipe.runtime.records import HostMessages, empty_record, pack_record, unpack_record
 from dualpipe.schedule.messages import Message, Stream
 
 SENDS_IN_FLIGHT = 2  # messages per link whose buffers are kept; the one before them is waited for
@@ -93,9 +85,22 @@ class P2PGroups:
             self._control = gloo_beside(group)
         self._peers = [dist.get_group_rank(self._control, g) for g in self.global_ranks]
 
-    def sync(self, replicas: Iterable[ProcessGroup]) -> RankSync:
-        """The ranks of the pipeline, and those that share parameters with this one, as they agree on a step."""
-        return RankSync(self._control, self._peers, replicas)
+    def messages(self) -> HostMessages:
+        """Return the ranks of the pipeline, numbered as such, for messages between hosts."""
+        return HostMessages(self._control, self._peers)
+
+    def ranks(self) -> RankSync:
+        """Return the ranks of the pipeline, for objects of any size."""
+        return RankSync(self._control, self._peers)
+
+    def store(self) -> dist.Store:
+        """Return the store of the job, for the cause of a failure."""
+        return default_store(self._group)
+
+    def groups(self) -> list[ProcessGroup]:
+        """Return the process groups that messages go over."""
+        groups = [self._group, self._control, *(link.group for link in self._links.values())]
+        return [group for group in dict.fromkeys(groups) if group is not None]
 
     def checked_device(self, device: torch.device | None) -> torch.device:
         """The device of the stages, by default the one on which the group works; ValueError where the group cannot
@@ -209,8 +214,6 @@ class Channel:
     tensors: tuple[Tensor, ...] | None = None
     works: Sequence[Work] = ()
     in_flight: deque[list[tuple[Work, Tensor]]] = field(default_factory=deque)  # keeps buffers until they are sent
-    done: int = 0  # messages that were taken or sent
-    settled: int = 0  # messages of the instructions that were settled after a failure
 
 
 class P2PMessages:
@@ -228,9 +231,8 @@ class P2PMessages:
         links = {s: groups.link(s, by_host=by_host) for s in streams}
         self._channels = {s: Channel(links[s], iter(program.incoming.get(s, ()))) for s in streams}
         # What crosses forward and back between two stages, agreed once a step for the micro-batches of one size: by the
-        # second stage and whether they are larger. None: the sender failed before it knew.
-        self._agreed: dict[tuple[int, bool], tuple[Metas, Metas] | None] = {}
-        self._broken: set[int] = set()  # peers that an operation failed with
+        # second stage and whether they are larger.
+        self._agreed: dict[tuple[int, bool], tuple[Metas, Metas]] = {}
         self._recorder = Recorder.current()
 
     def start(self) -> None:
@@ -238,68 +240,49 @@ class P2PMessages:
         for channel in self._channels.values():
             self._post_next(channel)
 
-    def take(self, message: Message) -> tuple[Tensor, ...] | None:
-        """Wait for a message, post the receive of the one after it; None where its sender has failed."""
+    def take(self, message: Message) -> tuple[Tensor, ...]:
+        """Wait for a message, and post the receive of the one after it."""
         channel = self._channels[message.stream]
-        if channel.ahead is None:
-            self._post_next(channel)
         assert channel.ahead is message, f"took {message} out of order"
         if channel.tensors is None:  # the shapes were not known when it could have been posted ahead
             if channel.header is not None:
-                work, header = channel.header
-                with self._waiting("receive", message.title, message.src):
-                    work.wait()
-                channel.header, told = None, unpack_record(header)
-                metas = told and tuple(TensorMeta(torch.Size(shape), dtype_of(d), grad) for shape, d, grad in told)
-                self._agree(self._boundary(message), metas)
-            self._post(channel, message)  # may lack the memory; then it is still to be taken
-        tensors, works = channel.tensors, channel.works
-        channel.ahead, channel.tensors, channel.works = None, None, ()
-        channel.done += 1
+                self._take_header(channel, message)
+            self._post(channel, message)
+        tensors = channel.tensors or ()
+        works = channel.works
+        channel.tensors = None
+        channel.works = ()
         if works:
-            with self._waiting("receive", message.title, message.src, tensors or ()):
+            with self._waiting("receive", message.title, message.src, tensors):
                 for work in works:
                     work.wait()
         self._post_next(channel)
-        if tensors is None:
-            return None
-        tensors = tuple([tensor.to(self._device) for tensor in tensors])
+        if self._memory is not self._device:
+            tensors = tuple([tensor.to(self._device) for tensor in tensors])
         if message.kind == "F":
-            for tensor, meta in zip(tensors, self._metas(message) or ()):
+            for tensor, meta in zip(tensors, self._metas(message)):
                 if meta.requires_grad:
                     tensor.requires_grad_()
         return tensors
 
-    def send(self, message: Message, tensors: Sequence[Tensor] | None) -> None:
-        """Start to send the result of an action. None sends zeros, or word of the failure where no shape was agreed
-        yet.
+    def send(self, message: Message, tensors: Sequence[Tensor]) -> None:
+        """Start to send the result of an action.
 
-        Raises ValueError, having sent nothing, for tensors that cannot be sent or do not match what was agreed for
-        micro-batches of this size.
+        Raises ValueError for tensors that cannot be sent or do not match what was agreed for micro-batches of this
+        size.
         """
-        channel, boundary = self._channels[message.stream], self._boundary(message)
-        for tensor in tensors or ():
+        channel = self._channels[message.stream]
+        for tensor in tensors:
             if tensor.layout is not torch.strided or tensor.device != self._device:
                 raise ValueError(f"a result for stage {message.stage} is {tensor.layout} on {tensor.device}; only "
                                  f"dense tensors on {self._device} go between ranks")
         works: list[tuple[Work, Tensor]] = []
-        if boundary not in self._agreed:
-            assert message.kind == "F", "a gradient follows an activation"
-            metas = None if tensors is None else tuple(map(TensorMeta.of, tensors))
-            told = metas and [(meta.shape, long_name(meta.dtype), meta.requires_grad) for meta in metas]
-            header = pack_record(told)  # may refuse
-            self._agree(boundary, metas)
-            with self._waiting("send", message.title, message.dst):
-                works.append((self._groups.header(message.dst).send(header), header))
-        if tensors is not None and message.kind == "F":
+        if message.kind == "F":
+            works = self._send_header(message, tensors)
             self._check(message.stage, message.microbatch, tensors)
         if len(channel.in_flight) == SENDS_IN_FLIGHT:
             self._wait(message.dst, channel.in_flight.popleft())
-        if tensors is None:
-            metas = self._metas(message) or ()
-            tensors = [torch.zeros(m.shape, dtype=m.dtype, device=self._memory) for m in metas]
-        buffers = [t.detach().contiguous().resolve_conj().resolve_neg().to(self._memory) for t in tensors if t.numel()]
-        channel.done += 1  # not before: what could not be made is still to be sent
+        buffers = [_sendable(tensor, self._memory) for tensor in tensors if tensor.numel()]
         channel.in_flight.append(works)
         with self._waiting("send", message.title, message.dst, buffers):
             works += [(channel.link.send(buffer), buffer) for buffer in buffers]
@@ -312,31 +295,11 @@ class P2PMessages:
             self._agree(boundary, tuple(map(TensorMeta.of, tensors)))
         self._check(stage, microbatch, tensors)
 
-    def finish(self, *, failed: bool = False) -> None:
-        """Wait for all sends; after a failure for those to who is there."""
+    def finish(self) -> None:
+        """Wait for all sends."""
         for (_, dst, _), channel in self._channels.items():
             while channel.in_flight:
-                works = channel.in_flight.popleft()
-                self._guarded(dst, self._wait, dst, works) if failed else self._wait(dst, works)
-
-    def settle(self, instruction: Instruction) -> None:
-        """After a failure, receive and send what an instruction of the program still owes its peers; for one after the
-        other."""
-        for message in (*instruction.incoming, *filter(None, instruction.outgoing)):
-            channel = self._channels[message.stream]
-            channel.settled += 1
-            if channel.settled > channel.done:
-                if message in instruction.incoming:
-                    self._guarded(message.src, self.take, message)
-                else:
-                    self._guarded(message.dst, self.send, message, None)
-
-    def _guarded(self, peer: int, call: Callable[..., object], *args: object) -> None:
-        if peer not in self._broken:
-            try:
-                call(*args)
-            except Exception:  # the peer is gone; what is owed to the others is still owed
-                self._broken.add(peer)
+                self._wait(dst, channel.in_flight.popleft())
 
     # -- what crosses
 
@@ -344,23 +307,43 @@ class P2PMessages:
         """A gradient has the shapes of the activation that crossed there."""
         return message.stage + (message.kind == "B"), message.microbatch < self._num_larger
 
-    def _agree(self, boundary: tuple[int, bool], metas: Metas | None) -> None:
-        """Fix what crosses forward, and so what comes back."""
-        back = tuple(meta for meta in metas or () if meta.requires_grad)
-        self._agreed[boundary] = None if metas is None else (metas, back)
+    def _take_header(self, channel: Channel, message: Message) -> None:
+        """Wait for the shapes and dtypes of the first activation of its size."""
+        assert channel.header is not None, "its receive was posted"
+        work, header = channel.header
+        channel.header = None
+        with self._waiting("receive", message.title, message.src):
+            work.wait()
+        metas = [TensorMeta(torch.Size(shape), dtype_of(name), grad) for shape, name, grad in unpack_record(header)]
+        self._agree(self._boundary(message), tuple(metas))
 
-    def _metas(self, message: Message) -> Metas | None:
-        agreed = self._agreed.get(self._boundary(message))
-        return agreed and agreed[message.kind == "B"]
+    def _send_header(self, message: Message, tensors: Sequence[Tensor]) -> list[tuple[Work, Tensor]]:
+        """Start to send shapes and dtypes, where the receiver does not know them."""
+        boundary = self._boundary(message)
+        if boundary in self._agreed:
+            return []
+        metas = tuple(map(TensorMeta.of, tensors))
+        header = pack_record([(meta.shape, long_name(meta.dtype), meta.requires_grad) for meta in metas])
+        self._agree(boundary, metas)
+        with self._waiting("send", message.title, message.dst):
+            return [(self._groups.header(message.dst).send(header), header)]
+
+    def _agree(self, boundary: tuple[int, bool], metas: Metas) -> None:
+        """Fix what crosses forward, and so what comes back."""
+        back = tuple(meta for meta in metas if meta.requires_grad)
+        self._agreed[boundary] = metas, back
+
+    def _metas(self, message: Message) -> Metas:
+        return self._agreed[self._boundary(message)][message.kind == "B"]
 
     def _check(self, stage: int, microbatch: int, tensors: Sequence[Tensor]) -> None:
-        agreed = self._agreed[stage, microbatch < self._num_larger]
-        metas = agreed[0] if agreed else ()
+        metas, _ = self._agreed[stage, microbatch < self._num_larger]
         if len(tensors) != len(metas) or any(
             t.shape != shape or t.dtype is not dtype or t.requires_grad is not grad
             for t, (shape, dtype, grad) in zip(tensors, metas)
         ):
-            given, earlier = (f"({', '.join(map(str, each))})" for each in (map(TensorMeta.of, tensors), metas))
+            given = _described(map(TensorMeta.of, tensors))
+            earlier = _described(metas)
             raise ValueError(
                 f"the output for stage {stage} changed within the step: micro-batch {microbatch} gives {given}, an "
                 f"earlier one gave {earlier}, side inputs included. Micro-batches of one size must give outputs of one "
@@ -377,10 +360,10 @@ class P2PMessages:
                 channel.header = self._groups.header(message.src).receive(header), header
 
     def _post(self, channel: Channel, message: Message) -> None:
+        """Post the receive of a message whose shapes are known."""
         metas = self._metas(message)
-        if metas is None:
-            return
-        tensors = channel.tensors = tuple([torch.empty(m.shape, dtype=m.dtype, device=self._memory) for m in metas])
+        tensors = tuple([torch.empty(m.shape, dtype=m.dtype, device=self._memory) for m in metas])
+        channel.tensors = tensors
         with self._waiting("receive", message.title, message.src):
             channel.works = [channel.link.receive(tensor) for tensor in tensors if tensor.numel()]
 
@@ -392,3 +375,12 @@ class P2PMessages:
         with self._waiting("send", "what was sent to be taken", peer):
             for work, _ in works:
                 work.wait()
+
+
+def _sendable(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return the values of a tensor contiguous in memory, on the device that is sent from."""
+    return tensor.detach().contiguous().resolve_conj().resolve_neg().to(device)
+
+
+def _described(metas: Iterable[TensorMeta]) -> str:
+    return f"({', '.join(map(str, metas))})"

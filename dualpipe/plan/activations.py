@@ -32,7 +32,10 @@ from dualpipe.nn import Router, cross_entropy_loss
 from dualpipe.nn.deferral import WeightGradStore
 from dualpipe.nn.segments import Compute, output_names
 from dualpipe.parallel.experts.dispatcher import Received
-from dualpipe.pipeline.overlap import MicrobatchState, SegmentedStage, walk
+from dualpipe.pipeline.microbatch import MicrobatchState
+from dualpipe.pipeline.overlap import walk
+from dualpipe.pipeline.stage_program import compile_segments
+from dualpipe.pipeline.stage_runner import StageRunner
 
 # What the references on the CPU take inside of them at half precision, in float32 copies of their largest tensor: as
 # torch's allocator counts it, which a test does again. Kernels take nothing, and other references little.
@@ -155,21 +158,18 @@ def _run(stage: Stage, batch: int, length: int, dtype: torch.dtype, cpu: bool) -
     for kind in "BI":
         labels = torch.empty((batch, length), dtype=torch.int64, device="meta")
         store, live = _NoWeightGradients(), _Live([*stage.parameters(), *stage.buffers()], cpu)
-        segmented, state = SegmentedStage(segments, (result,), (result,), store=store), MicrobatchState()
+        runner = StageRunner(compile_segments(segments, (result,)), store)
+        state = MicrobatchState()
         with live, store.activate():
             x = torch.empty((batch, length, stage.config.hidden_size), dtype=dtype, device="meta", requires_grad=True)
             ahead = torch.empty((batch, length, depth), dtype=torch.int64, device="meta") if depth else None
             state.begin({"x": x, "positions": None, "ahead": ahead, "labels": labels}, ("x",))
             del x, ahead
-            walk([segmented.forward(state)])
-            if state.error is not None:
-                raise state.error
+            walk([runner.forward(state)])
             forward, inside, live.peak, live.outside = live.peak, live.peak - live.outside, 0, 0
             state.gradients = {result: torch.empty_like(state.carry.pop(result))}
             kept = live.bytes - state.gradients[result].untyped_storage().nbytes()
-            walk([segmented.backward(state, kind, kind)])
-            if state.error is not None:
-                raise state.error
+            walk([runner.backward(state, kind, kind)])
             state.gradients = {}
             found[kind] = kept, live.bytes, forward, live.peak, inside, live.peak - live.outside
     (kept, _, forward, backward, *both), (_, deferred, _, input_backward, *_) = found["B"], found["I"]

@@ -20,7 +20,10 @@ from torch.utils._pytree import tree_leaves
 from dualpipe.models.hub import HubConfig
 from dualpipe.nn import Linear, RMSNorm
 from dualpipe.nn.deferral import WeightGradStore
-from dualpipe.pipeline.overlap import MicrobatchState, SegmentedStage, Task
+from dualpipe.pipeline.microbatch import MicrobatchState
+from dualpipe.pipeline.overlap import Task
+from dualpipe.pipeline.stage_program import compile_segments
+from dualpipe.pipeline.stage_runner import StageRunner
 from dualpipe.plan.activations import LayerKind, meta_stage, summed_loss
 
 Kind = Literal["gemm", "grouped", "fp8 gemm", "fp8 grouped", "attention", "attention backward", "memory"]
@@ -116,18 +119,16 @@ def _run_layer(
     weights, turned = ({storages[name] for name in names & storages.keys()} for names in fp8[:2])
     store, recorded, state = _prepared(stage), _Recorded(weights, turned, fp8.dispatch), MicrobatchState()
     inputs, result = (("hidden0", "embedded"), "hidden1") if kind.first in config.mtp_layers else (("x",), "x")
-    segmented = SegmentedStage(stage.segments(), (result,), (result,), store=store)
+    runner = StageRunner(compile_segments(stage.segments(), (result,)), store)
     with store.activate():
         carry = {name: torch.empty(1, length, config.hidden_size, dtype=dtype, device="meta", requires_grad=True)
                  for name in inputs}
         state.begin({"x": carry[inputs[0]], "positions": None} | carry, inputs)
         with recorded:
-            forward = list(_parts(segmented.forward(state), store, recorded))
+            forward = list(_parts(runner.forward(state), store, recorded))
         state.gradients = {result: torch.empty_like(state.carry.pop(result))}
         with recorded:
-            backward = list(_parts(segmented.backward(state, "I", 0), store, recorded))
-    if state.error is not None:
-        raise state.error
+            backward = list(_parts(runner.backward(state, "I", 0), store, recorded))
     return forward, backward
 
 
@@ -143,10 +144,10 @@ def _prepared(module: nn.Module) -> WeightGradStore:
 
 def _parts(task: Task, store: WeightGradStore, recorded: _Recorded) -> Iterator[Part]:
     """What an action does, up to each of its communications and after the last; as `walk` drives it."""
-    for flight in task:
+    for in_flight in task:
         operators = recorded.take()
-        if flight is not None:
-            flight.start()
+        if in_flight is not None:
+            in_flight.start()
         yield Part(operators, recorded.sent(), _deferred(store, recorded))
     yield Part(recorded.take(), 0.0, _deferred(store, recorded))
 

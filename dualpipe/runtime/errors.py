@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from difflib import get_close_matches
 
 _LINES = 200  # of a list of problems
@@ -17,11 +17,15 @@ class PipelineError(RuntimeError):
 
 
 class RankLost(PipelineError):
-    """Another rank did not come in time, or is gone; the message says what was waited for, how long, and from whom."""
+    """Another rank did not come in time, or is gone; the message says what was waited for, how long, and from whom.
 
+    ranks: those that were waited for (global numbers); timed_out: they did not come, instead of having left.
+    """
 
-class UpstreamFailed(Exception):
-    """Another rank could not send what this one needs; that rank reports the cause."""
+    def __init__(self, text: str, ranks: Sequence[int] = (), *, timed_out: bool = False) -> None:
+        super().__init__(text)
+        self.ranks = tuple(ranks)
+        self.timed_out = timed_out
 
 
 PLAIN = (ValueError, FloatingPointError, OSError, RankLost)  # said in a line, without a traceback
@@ -35,6 +39,28 @@ def exit_status(error: BaseException) -> int:
 def error_line(error: BaseException) -> str:
     """What is said of an error, with a line more for each of its notes."""
     return "\n".join([f"error: {error}", *getattr(error, "__notes__", ())])
+
+
+_MIXED_DTYPES = (
+    " Tensors of two dtypes meet: cast one of them. Where fully_shard was used: it casts neither buffers nor what a "
+    "module of another dtype returns; dualpipe.parallel.shard does."
+)
+_REMEDIES = {  # for errors of torch that say nothing of a pipeline
+    "leaf Variable that requires grad": " A stage must not begin with an operation in place: its input is a leaf, from "
+    "which the stage before gets its gradient, and so are parameters. Write x = x + 1 instead of x += 1.",
+    "must have the same dtype": _MIXED_DTYPES,
+    "same dtype, but got": _MIXED_DTYPES,
+}
+
+
+def describe_error(error: BaseException) -> str:
+    """Return the text of an error for other ranks: a ValueError speaks for itself, others are named by their type."""
+    try:
+        text = str(error)
+    except Exception as raised:
+        text = f"(its text raised {type(raised).__name__})"
+    text += next((remedy for phrase, remedy in _REMEDIES.items() if phrase in text), "")
+    return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
 
 
 def nearest(name: str, known: Collection[str], count: int = 1, *, cutoff: float = 0.6) -> list[str]:

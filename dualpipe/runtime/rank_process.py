@@ -18,7 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
-from dualpipe.runtime.errors import PLAIN, PipelineError, RankLost, UpstreamFailed, die_with, error_line, exit_status
+from dualpipe.runtime.errors import PLAIN, PipelineError, RankLost, die_with, error_line, exit_status
 from dualpipe.runtime.files import replace_file
 from dualpipe.runtime.recorder import rank_name
 
@@ -84,7 +84,7 @@ def is_victim(error: BaseException) -> bool:
     """Whether it came from another rank, which was lost, or says itself what has failed there."""
     cause = error.__cause__
     return isinstance(error, RankLost) or isinstance(cause, RankLost) or (
-        isinstance(error, PipelineError) and (cause is None or isinstance(cause, UpstreamFailed)))
+        isinstance(error, PipelineError) and cause is None)
 
 
 def leave_word(text: str, status: int, *, lost: bool = False) -> None:

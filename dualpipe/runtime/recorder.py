@@ -259,7 +259,8 @@ class Waiting:
             if recorder.lost is None:
                 recorder.lost, recorder._lost_in = text, entry
                 recorder._before = list(recorder._ring)[-_SHOWN:], Counter(recorder._numbers)
-            raise RankLost(text) from error
+            lost = [rank for rank in entry[RANKS] if rank != recorder.rank]
+            raise RankLost(text, lost, timed_out=_CLOSED.search(reason) is None) from error
 
 
 def rank_name(rank: int, sizes: Mapping[str, int]) -> str:

@@ -18,8 +18,8 @@ import torch
 from torch.distributed import ProcessGroup
 
 from dualpipe.runtime import device as devices
-from dualpipe.runtime.errors import PipelineError
-from dualpipe.runtime.rank_sync import RankSync, backends, gloo_beside, of_lost
+from dualpipe.runtime.process_groups import backends, gloo_beside
+from dualpipe.runtime.rank_sync import RankSync
 from dualpipe.runtime.recorder import BEGAN, ENDED, KIND, RANKS, WHAT, Entry, Observer, Recorder
 from dualpipe.trace.file import COMMUNICATION, COMPUTE, DEVICE, TRACED, Slice, Trace, training_runs
 
@@ -49,9 +49,8 @@ class Tracer(Observer):
     """For a `with` around steps of a pipeline, which all ranks of `group` enter and leave at the same place; the first
     of them writes the file `path` at the end.
 
-    An error inside goes on, with a note that names the file of what was traced until then: `path` after an error of a
-    step, which all ranks of the pipeline raise, where they are those of `group`. After any other, which may be this
-    rank's alone, nobody is waited for: each rank writes a file of its own, `path` with its number.
+    An error inside goes on, with a note that names the file of what was traced until then. Nobody is waited for: each
+    rank writes a file of its own, `path` with its number.
 
     running: the number of the run of the pipeline that is under way, 0 where none is; what other pipelines do is in the
     trace, but in none of its runs.
@@ -87,16 +86,13 @@ class Tracer(Observer):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        of_step = isinstance(error, PipelineError) and self._ranks.size == len(self._place.members)
-        self.finish(error, together=error is None or of_step)
+        self.finish(error, together=error is None)
 
     def finish(self, error: BaseException | None = None, *, together: bool = True) -> None:
-        """Write what there is. together: whether all ranks do so now, unless they have lost one."""
+        """Write what there is. together: whether all ranks do so now."""
         self._recorder.unsubscribe(self)
         entries, until = self._recorder.since(self._since), perf_counter_ns()
         self._recorder.keep(False)
-        if error is not None:
-            together &= not (self._recorder.lost or of_lost(str(error)))
         path, rank = self._path, self._recorder.rank
         try:
             # Not after an error: the device may wait for what never comes.

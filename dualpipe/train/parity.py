@@ -38,7 +38,7 @@ from dualpipe.nn.attention import packed_positions
 from dualpipe.nn.deferral import local
 from dualpipe.nn.routing.router_set import RouterSet
 from dualpipe.parallel import DTypePlan, Rule
-from dualpipe.pipeline.executor import as_tuple
+from dualpipe.pipeline.stage_program import as_tuple
 from dualpipe.runtime.device import deterministic
 from dualpipe.runtime.dtypes import dtype_of, long_name
 from dualpipe.runtime.rank_process import RankInfo

@@ -30,7 +30,6 @@ from dualpipe.parallel.fsdp.private import groups_of, private, state_of
 from dualpipe.parallel.fsdp.quantized_gather import attach
 from dualpipe.quantized.weights import placed_as, quantized_part
 from dualpipe.runtime.dtypes import short_name
-from dualpipe.runtime.rank_sync import hang_up
 from dualpipe.runtime.recorder import Recorder, Waiting
 
 Place = tuple[nn.Module, str]  # a module that has a parameter, and its name there
@@ -370,6 +369,12 @@ def process_groups(stages: Iterable[nn.Module], others: Iterable[ProcessGroup] =
         groups.setdefault(tuple(dist.get_process_group_ranks(group)), group)
     ranks = [set(r) for r in groups]
     return [group for r, group in groups.items() if len(r) > 1 and not any(set(r) < other for other in ranks)]
+
+
+def mesh_groups(stages: Iterable[nn.Module]) -> list[ProcessGroup]:
+    """Return all groups of the meshes that parameters of `stages` are distributed over."""
+    meshes = {p.device_mesh for stage in stages for p in stage.parameters() if isinstance(p, DTensor)}
+    return [group for mesh in meshes for group in mesh.get_all_groups()]
 
 
 def keep_hook_on_reduce_stream(unit: FSDPModule) -> None:

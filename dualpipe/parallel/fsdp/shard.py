@@ -96,8 +96,6 @@ def shard(
             _accumulate_in(key.reduce, modules, managed, now=mesh is None)
     if gathers:  # ahead of FSDP2, whose first forward may pad the shards of all units
         module.register_forward_pre_hook(lambda *_: attach(gathers), prepend=True)
-    if hasattr(module, "segments"):  # run by its parts, it never comes to the hook
-        module.boundary_dtype = boundary  # type: ignore[assignment]
     for inner, (inputs, outputs) in cut.casts.items():
         _cast(inner, inputs, outputs)
     for inner, dtypes in cut.narrowed.items():
@@ -193,5 +191,3 @@ def _cast(module: nn.Module, inputs: torch.dtype, outputs: torch.dtype | None) -
     module.register_forward_pre_hook(lambda _, args, kwargs: cast(inputs, (args, kwargs)), with_kwargs=True)
     if outputs is not None:
         module.register_forward_hook(lambda _, args, output: cast(outputs, output))
-    if hasattr(module, "casts"):  # run by its parts, it never comes to the hooks
-        module.casts = inputs, outputs  # type: ignore[assignment]

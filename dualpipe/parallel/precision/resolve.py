@@ -22,7 +22,8 @@ from dualpipe.quantized.tensor import QuantizedTensor
 from dualpipe.quantized.weights import quantizable
 from dualpipe.runtime import errors
 from dualpipe.runtime.dtypes import short_name
-from dualpipe.runtime.rank_sync import RankSync, backends, gloo_beside
+from dualpipe.runtime.process_groups import backends, gloo_beside
+from dualpipe.runtime.rank_sync import RankSync
 
 _OF_PIN = "tensor of the model"  # what patterns of each kind should match
 _OF_RULE = "floating-point tensor of the model"

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from dualpipe.checkpoint import Checkpoints
 from dualpipe.nn.deferral import local
 from dualpipe.parallel.experts.dispatcher import Plan
-from dualpipe.pipeline.overlap import Part
+from dualpipe.pipeline.microbatch import SegmentRun
 from dualpipe.quantized.weights import quantized_part
 from dualpipe.runtime.files import replace_file
 from dualpipe.runtime.recorder import Observer, Recorder
@@ -48,13 +48,13 @@ class Spot(NamedTuple):
     what: str
 
     @staticmethod
-    def of(what: Action | Part, rank: int) -> Spot:
+    def of(what: Action | SegmentRun, rank: int) -> Spot:
         """The place of a result of an action, or of one of its segments."""
-        forward, number = what.kind == "F", what.number if isinstance(what, Part) else None
+        forward, number = what.kind == "F", what.number if isinstance(what, SegmentRun) else None
         direction = 1 if forward else -1
         place = _END if number is None else direction * number
         return Spot((not forward, direction * what.stage, place, what.kind != "R"), what.microbatch, rank,
-                    str(what) if isinstance(what, Part) else what.title)
+                    str(what) if isinstance(what, SegmentRun) else what.title)
 
 
 class Watch(Observer):
@@ -67,7 +67,7 @@ class Watch(Observer):
 
     def __init__(
         self, recorder: Recorder, measure: Callable[[Tensor], Tensor], stages: Iterable[nn.Module] = (),
-        kinds: tuple[type, ...] = (Action, Part),
+        kinds: tuple[type, ...] = (Action, SegmentRun),
     ) -> None:
         self._recorder, self._measure, self._kinds = recorder, measure, kinds
         self._modules = [pair for stage in stages for pair in stage.named_modules()]
@@ -101,9 +101,9 @@ class Watch(Observer):
     def made(self, recorder: Recorder, what: object, results: tuple[object, ...]) -> None:
         """Measure the results of an action or a segment."""
         if isinstance(what, self._kinds) and (value := self._value(results)) is not None:
-            assert isinstance(what, Action | Part), "results of these kinds alone have a place"
+            assert isinstance(what, Action | SegmentRun), "results of these kinds alone have a place"
             if what.kind == "I":
-                what = what._replace(kind="B") if isinstance(what, Part) else replace(what, kind="B")
+                what = what._replace(kind="B") if isinstance(what, SegmentRun) else replace(what, kind="B")
             spot = Spot.of(what, self._recorder.rank)
             self.results[spot], self.calls[spot], self._called = value, self._called, {}
 

@@ -1,0 +1,97 @@
+"""Forward hooks of a module whose segments run one by one, so that its `__call__` never does.
+
+Hooks that users attach run, in the order in which `nn.Module.__call__` runs them. FSDP2's own do not: the pipeline
+gathers and reduces the parameters itself. What remains of them are the casts of its `MixedPrecisionPolicy`, which are
+applied at the same places.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+from torch.utils._pytree import tree_map_only
+
+from dualpipe.nn.segments import Compute, Names, Segment
+from dualpipe.parallel.fsdp.private import private
+
+
+def with_forward_hooks(
+    module: nn.Module, segments: Sequence[Segment], inputs: Names, outputs: Names
+) -> list[Segment]:
+    """Return the segments of `module` between its forward pre-hooks and its forward hooks.
+
+    inputs: the names in the carry of the module's arguments, in order; outputs: the names of what it returns. Hooks
+    that are attached later run too. Raises ValueError for backward hooks, which would see a part of the gradients.
+    """
+    if module._backward_hooks or module._backward_pre_hooks:
+        raise ValueError(f"a {type(module).__name__} has backward hooks, but runs as segments, each with a backward of "
+                         "its own; hook the tensors or the modules inside it instead")
+    arguments = f"(arguments of {id(module):x})"  # no identifier, so that no segment has a name like it
+    before = Compute(partial(_run_pre_hooks, module), inputs, (*inputs, arguments), segments[0].recompute)
+    after = Compute(partial(_run_hooks, module), (arguments, *outputs), outputs, segments[-1].recompute)
+    return [before, *segments, after]
+
+
+class _Arguments:
+    """What forward hooks are told of the arguments. No tuple: it passes the segments without gradients."""
+
+    __slots__ = ("values",)
+
+    def __init__(self, values: tuple[Any, ...]) -> None:
+        self.values = values
+
+
+def _run_pre_hooks(module: nn.Module, *args: Any) -> tuple[Any, ...]:
+    """Run the forward pre-hooks; return the arguments, as they may have changed them, and the `_Arguments`."""
+    kwargs: dict[str, Any] = {}
+    for key, hook in (*torch_module._global_forward_pre_hooks.items(), *module._forward_pre_hooks.items()):
+        state = _fsdp_state(hook)
+        if state is not None:
+            policy = private(state, "_mp_policy")
+            if policy.cast_forward_inputs and policy.param_dtype:
+                args = _cast(args, policy.param_dtype)
+        elif key in module._forward_pre_hooks_with_kwargs:
+            changed = hook(module, args, kwargs)
+            if changed is not None:
+                args, kwargs = changed
+        else:
+            changed = hook(module, args)
+            if changed is not None:
+                args = changed if isinstance(changed, tuple) else (changed,)
+    return (*args, _Arguments(args))
+
+
+def _run_hooks(module: nn.Module, arguments: _Arguments, *outputs: Any) -> Any:
+    """Run the forward hooks; return the outputs, as they may have changed them."""
+    result = outputs[0] if len(outputs) == 1 else outputs
+    for key, hook in (*torch_module._global_forward_hooks.items(), *module._forward_hooks.items()):
+        state = _fsdp_state(hook)
+        if state is not None:
+            policy = private(state, "_mp_policy")
+            if policy.output_dtype is not None:
+                result = _cast(result, policy.output_dtype)
+            continue
+        if key in module._forward_hooks_with_kwargs:
+            changed = hook(module, arguments.values, {}, result)
+        else:
+            changed = hook(module, arguments.values, result)
+        if changed is not None:
+            result = changed
+    return result
+
+
+def _fsdp_state(hook: Callable[..., Any]) -> Any:
+    """Return the FSDP2 state that a hook belongs to; None for other hooks."""
+    owner = getattr(inspect.unwrap(hook), "__self__", None)
+    return owner if type(owner).__name__ == "FSDPState" else None
+
+
+def _cast(values: Any, dtype: torch.dtype) -> Any:
+    """Cast the floating-point tensors in a tree of values."""
+    return tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, values)

@@ -1,0 +1,163 @@
+"""The state of one micro-batch in one stage, from its arrival to its last gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from dualpipe.nn.segments import Names, input_names
+from dualpipe.pipeline.side_inputs import SideSpec
+from dualpipe.pipeline.stage_program import SIDE, TARGET, StageProgram, Target
+from dualpipe.runtime.device import RandomState
+
+Slot = tuple[int, int]  # stage and micro-batch
+
+
+class SegmentRun(NamedTuple):
+    """One run of a segment, as traces and observers name it.
+
+    kind: "F" for a forward, "R" for a recomputation, "B" or "I" for a backward. between_ranks: see `ProgramSegment`.
+    """
+
+    kind: str
+    stage: int
+    microbatch: int
+    number: int
+    between_ranks: bool = False
+
+    def __str__(self) -> str:
+        return f"segment {self.number} of {self.kind}(stage {self.stage}, micro-batch {self.microbatch})"
+
+
+class RandomStates(NamedTuple):
+    """States of the random number generators that a recomputation starts from; device: None for the CPU alone."""
+
+    device: torch.device | None
+    states: RandomState
+
+
+@dataclass(slots=True)
+class SegmentRecord:
+    """What the backward of a segment needs.
+
+    leaves: what a compute segment read and needs a gradient; roots: where its autograd graph ends; kept: what it needs
+    to run again; context: of a communication; differentiable: which of a communication's inputs have a gradient;
+    results: kept, with their graphs, for DeepSeek's hook alone.
+    """
+
+    leaves: dict[str, Tensor] = field(default_factory=dict)
+    roots: dict[str, GradientEdge] = field(default_factory=dict)
+    kept: dict[str, Any] = field(default_factory=dict)
+    random: RandomStates | None = None
+    context: Any = None
+    differentiable: tuple[bool, ...] = ()
+    results: dict[str, Tensor] = field(default_factory=dict)
+
+
+class TensorLike(NamedTuple):
+    """What zeros in place of a gradient must be like."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    def zeros(self) -> Tensor:
+        """Make them."""
+        return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+
+
+class MicrobatchState:
+    """One micro-batch in one stage.
+
+    inputs: the activation that has arrived, until the forward takes it. side: the side inputs beside it, until they
+    go on with the result. carry: named values between the segments of a forward. records: one for each segment, from a
+    forward that needs a backward. gradients: by name, between the segments of a backward. results: the names of the
+    outputs, or of the loss, that need a gradient.
+    """
+
+    __slots__ = ("_from_caller", "_from_stage", "carry", "deferred", "gradients", "inputs", "records", "results",
+                 "side", "slot")
+
+    def __init__(
+        self, inputs: tuple[Tensor, ...] = (), side: tuple[Tensor, ...] = (), slot: Slot = (0, 0)
+    ) -> None:
+        self.inputs = inputs
+        self.side = side
+        self.slot = slot
+        self.carry: dict[str, Any] = {}
+        self.records: list[SegmentRecord] = []
+        self.gradients: dict[str, Tensor] = {}
+        self.results: Names = ()
+        self.deferred: Callable[[], None] | None = None
+        self._from_stage: dict[str, TensorLike] = {}
+        self._from_caller: dict[str, Tensor] = {}
+
+    def begin(self, carry: dict[str, Any], inputs: Names = ()) -> None:
+        """Start a forward with `carry`.
+
+        inputs: the names in it that came from another stage, which expects their gradients. Gradients of others, of a
+        caller's inputs to the first stage, flow on in the caller's own graph.
+        """
+        self.inputs = ()
+        self.carry = carry
+        for name, value in carry.items():
+            if not isinstance(value, Tensor) or not value.requires_grad:
+                continue
+            if name in inputs:
+                self._from_stage[name] = TensorLike(value.shape, value.dtype, value.device)
+            else:
+                self._from_caller[name] = value
+                carry[name] = value.detach().requires_grad_()
+
+    def arrive(self, gradients: Sequence[Tensor]) -> None:
+        """Take the gradients of the results, in their order."""
+        self.gradients = dict(zip(self.results, gradients))
+
+    def add_gradients(self, gradients: Iterable[tuple[str, Tensor | None]]) -> None:
+        """Add gradients to those of the same names: a tensor may have been read more than once."""
+        for name, gradient in gradients:
+            if gradient is not None:
+                earlier = self.gradients.get(name)
+                self.gradients[name] = gradient if earlier is None else earlier + gradient
+
+    def compute_deferred(self) -> None:
+        """Compute the weight gradients that a full backward has deferred until now."""
+        if self.deferred is not None:
+            self.deferred()
+
+    def input_gradients(self) -> list[Tensor]:
+        """Return the gradients for the stage before, zeros where nothing depends on an input."""
+        for name, tensor in self._from_caller.items():
+            gradient = self.gradients.get(name)
+            if gradient is not None:
+                torch.autograd.backward(tensor, gradient)
+        gradients = self.gradients
+        self.gradients = {}
+        return [gradients[name] if name in gradients else like.zeros() for name, like in self._from_stage.items()]
+
+
+def arrived(message: tuple[Tensor, ...], num_side: int, slot: Slot) -> MicrobatchState:
+    """Return the state of a micro-batch whose activation and side inputs, the last `num_side`, have arrived."""
+    end = len(message) - num_side
+    return MicrobatchState(message[:end], message[end:], slot)
+
+
+def begin_forward(
+    state: MicrobatchState, program: StageProgram, spec: SideSpec, side_names: Sequence[str], target: Target | None
+) -> None:
+    """Put what a forward starts from into the carry of a micro-batch: inputs, side inputs, and on the last stage what
+    the outputs are compared with."""
+    # Detached: what a stage asks of them, such as a gradient, is not asked of those that are sent on.
+    side = {name: tensor.detach() for name, tensor in zip(side_names, state.side) if spec.takes(name)}
+    inputs = dict(zip(input_names(len(state.inputs)), state.inputs))
+    if program.is_module:
+        carry = {**inputs, SIDE: side, TARGET: target}
+    else:
+        carry = {**dict.fromkeys(spec.names), **side, **inputs, TARGET: target}
+    is_first = state.slot[0] == 0
+    state.begin(carry, () if is_first else tuple(inputs))

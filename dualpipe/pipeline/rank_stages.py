@@ -1,0 +1,59 @@
+"""The stages of a rank: their modules, programs, side inputs and parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from dualpipe.parallel.fsdp.driver import StageParameters
+from dualpipe.pipeline.side_inputs import SideSpec
+from dualpipe.pipeline.stage_program import StageProgram, compile_stage, segments_key
+
+
+@dataclass(frozen=True)
+class RankStages:
+    """The stages of a rank, by number, of `count` in the whole pipeline.
+
+    borrowers: of each stage, the others that see parameters which FSDP2 has in it. batch_dim: along which batches are
+    cut. programs: what `compile_programs` has made of the modules.
+    """
+
+    modules: Mapping[int, nn.Module]
+    specs: Mapping[int, SideSpec]
+    parameters: Mapping[int, StageParameters]
+    borrowers: Mapping[int, set[int]]
+    count: int
+    device: torch.device
+    batch_dim: int
+    programs: dict[int, StageProgram] = field(default_factory=dict)
+    _keys: dict[int, Hashable] = field(default_factory=dict)
+
+    @property
+    def is_hooked(self) -> bool:
+        """Return True for stages of one type that offers DeepSeek's `overlapped_forward_backward`."""
+        types = {type(module) for module in self.modules.values()}
+        return len(types) == 1 and hasattr(types.pop(), "overlapped_forward_backward")
+
+    def compile_programs(self) -> None:
+        """Compile the stages that were not compiled yet, or whose `segments_key` has changed."""
+        for number, module in self.modules.items():
+            key = segments_key(module)
+            if number not in self.programs or key != self._keys[number]:
+                self.programs[number] = compile_stage(module, self.specs[number], is_last=number == self.count - 1)
+                self._keys[number] = key
+
+    def communication_groups(self) -> list[ProcessGroup]:
+        """Return the groups over which the stages' segments communicate."""
+        return list(communication_groups(self.programs.values()))
+
+
+def communication_groups(programs: Iterable[StageProgram]) -> Iterable[ProcessGroup]:
+    """Return the groups of the programs' communications."""
+    for program in programs:
+        for segment in program.segments:
+            if segment.communication is not None and segment.communication.group is not None:
+                yield segment.communication.group

@@ -1,0 +1,186 @@
+"""What the ranks of a pipeline, and the data-parallel replicas of each, agree on before they go on.
+
+In a step that is like an earlier one, each rank sends ceil(log2 N) small messages in the pipeline and as many among the
+replicas (`HostMessages.combine`). Where anything is new, wrong or different, the ranks of the pipeline exchange their
+records, once, and all come to the same conclusion from the same records: a conclusion is remembered by the records that
+it follows from, and each rank says which of those it knows fit its own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from hashlib import blake2b
+from typing import Any, Generic, TypeVar
+
+from torch.distributed import ProcessGroup
+
+from dualpipe.runtime.errors import RankLost, describe_error
+from dualpipe.runtime.process_groups import backends, gloo_beside
+from dualpipe.runtime.recorder import Recorder, rank_ranges
+from dualpipe.runtime.records import KNOWN_BITS, HostMessages, Summary
+
+_LONGEST = 1200  # characters of an error's text in a record
+
+R = TypeVar("R")  # a dataclass that ranks compare
+C = TypeVar("C")  # what follows from everybody's
+
+
+@dataclass(frozen=True)
+class Disagreement(Generic[C]):
+    """What the ranks have agreed on, or what is wrong, with the same text on every rank."""
+
+    conclusion: C | None
+    problem: str | None
+    cause: BaseException | None = None  # where this rank has failed itself
+
+
+class Agreement:
+    """Compares what the ranks of a pipeline are given, and hears of failures among their replicas.
+
+    replicas: process groups of ranks outside the pipeline that take every step together with this one.
+    """
+
+    def __init__(self, pipeline: HostMessages, replicas: Iterable[ProcessGroup] = ()) -> None:
+        self.pipeline = pipeline
+        self._replicas = [HostMessages(group if "cpu" in backends(group) else gloo_beside(group)) for group in replicas]
+        self._tells_back = True  # until `compare_replicas`
+        self._known: list[tuple[list[Any], Any]] = []  # records of all ranks, and what followed
+
+    @property
+    def groups(self) -> list[ProcessGroup]:
+        """The process groups in which ranks wait for one another here."""
+        return [messages.group for messages in (self.pipeline, *self._replicas) if messages.group is not None]
+
+    def compare_replicas(self) -> None:
+        """Find out whether every rank hears of a failure among the replicas by itself: where these differ in number,
+        because a stage is not sharded, one tells the others here."""
+        sizes = [replica.size for replica in self._replicas]
+        self._tells_back = any(record != sizes for record in self._exchange(sizes))
+
+    def domain(self, number: int) -> int:
+        """Return the lowest of the numbers of all ranks and their replicas."""
+        return self._everywhere(Summary(domain=number)).domain
+
+    def meet(self) -> None:
+        """Wait until all ranks and their replicas are here."""
+        self._everywhere(Summary())
+
+    def compare(
+        self, kind: type[R], record: Callable[[], R], conclude: Callable[[list[R]], C], *, same_everywhere: Any = None
+    ) -> Disagreement[C]:
+        """Compare what `record` returns on each rank; return what `conclude` makes of it, or what is wrong.
+
+        An error of `record` on any rank, or a ValueError of `conclude`, is what is wrong. same_everywhere: must be the
+        same among the replicas, too. Raises RankLost where a rank is gone.
+        """
+        own: R | None = None
+        error: BaseException | None = None
+        try:
+            own = record()
+        except BaseException as raised:  # the other ranks hear of it before it is raised here
+            error = raised
+        try:
+            conclusion, problem = self._compare_in_pipeline(kind, own, error, conclude)
+            problem = self._compare_replicas(problem, same_everywhere)
+            if error is not None and not isinstance(error, Exception):
+                raise error
+            return Disagreement(None if problem else conclusion, problem, error)
+        finally:
+            del error  # this frame is in its traceback: the cycle would keep all its tensors
+
+    def _compare_in_pipeline(
+        self, kind: type[R], own: R | None, error: BaseException | None, conclude: Callable[[list[R]], C]
+    ) -> tuple[C | None, str | None]:
+        fitting = 0
+        for number, (records, _) in enumerate(self._known):
+            if own is not None and records[self.pipeline.rank] == own:
+                fitting |= 1 << number
+        together = self.pipeline.combine(Summary(has_error=error is not None, known=fitting))
+        if together.known and not together.has_error:
+            number = together.known.bit_length() - 1
+            return self._known[number][1], None
+        text = None if error is None else describe_error(error)[:_LONGEST]
+        try:
+            fields = None if own is None else asdict(own)  # type: ignore[call-overload]
+            answers = self._exchange([text, fields])
+        except ValueError as unfit:  # too long or no JSON, on this rank alone: the others hear of it instead
+            answers = self._exchange([describe_error(unfit)[:_LONGEST], None])
+        texts = [answer[0] for answer in answers]
+        if any(text is not None for text in texts):
+            return None, self.said_by(texts)
+        records = [kind(**answer[1]) for answer in answers]
+        try:
+            conclusion = conclude(records)
+        except ValueError as disagreement:  # the same on every rank
+            return None, str(disagreement)
+        if len(self._known) == KNOWN_BITS:
+            self._known.clear()
+        self._known.append((records, conclusion))
+        return conclusion, None
+
+    def _compare_replicas(self, problem: str | None, same_everywhere: Any) -> str | None:
+        """Return the problem of this pipeline, or of a replica."""
+        digest = int.from_bytes(blake2b(repr(same_everywhere).encode(), digest_size=8).digest(), "little")
+        for replica in self._replicas:
+            together = replica.combine(Summary(has_error=problem is not None, lowest=digest, highest=digest))
+            if together.has_error or together.lowest != together.highest:
+                answers = _raise_lost(replica.exchange([problem, same_everywhere]))
+                problem = problem or _problem_of_replicas(replica, answers)
+        if self._tells_back:
+            together = self.pipeline.combine(Summary(has_error=problem is not None))
+            if together.has_error:
+                texts = [answer[0] for answer in self._exchange([problem])]
+                problem = problem or self.said_by(texts)
+        return problem
+
+    def _everywhere(self, own: Summary) -> Summary:
+        """Combine with all ranks of the pipeline and their replicas."""
+        together = self.pipeline.combine(own)
+        for replica in self._replicas:
+            together = replica.combine(together)
+        return self.pipeline.combine(together) if self._tells_back else together
+
+    def _exchange(self, record: Any) -> list[Any]:
+        if self.pipeline.size == 1:
+            return [record]
+        return _raise_lost(self.pipeline.exchange(record))
+
+    def said_by(self, texts: Sequence[str | None]) -> str:
+        """Join the errors of ranks, each text once, with the ranks that it comes from."""
+        return said_by(self.pipeline, texts)
+
+
+def said_by(messages: HostMessages, texts: Sequence[str | None]) -> str:
+    """Join the errors of ranks, in their order, each text once, with the ranks that it comes from."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, text in enumerate(texts):
+        if text is not None:
+            ranks_of.setdefault(text, []).append(rank)
+    return "; ".join(with_ranks(messages, text, ranks) for text, ranks in ranks_of.items())
+
+
+def with_ranks(messages: HostMessages, text: str, ranks: Sequence[int]) -> str:
+    """Put the ranks that an error came up on before its text, unless it names them itself."""
+    if re.match(r"ranks? \d+([-, ]+\d+)*( \([^)]*\))?: ", text) is not None:
+        return text
+    numbers = [messages.global_ranks[rank] for rank in ranks]
+    name = rank_ranges(numbers) if len(numbers) > 1 else Recorder.current().name(numbers[0])
+    return f"{name}: {text}"
+
+
+def _problem_of_replicas(replica: HostMessages, answers: Sequence[Any]) -> str:
+    """Return what the first replica with an error says, or how they differ."""
+    for rank, (text, _) in enumerate(answers):
+        if text is not None:
+            return with_ranks(replica, text, [rank])
+    return f"data-parallel ranks disagree: by rank {[value for _, value in answers]}"
+
+
+def _raise_lost(answers: list[Any]) -> list[Any]:
+    """Return the answers; raise RankLost where one is missing."""
+    for answer in answers:
+        if isinstance(answer, RankLost):
+            raise answer
+    return answers
