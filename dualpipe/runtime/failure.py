@@ -189,8 +189,7 @@ class StepFailure:
 def hang_up(groups: Iterable[ProcessGroup]) -> None:
     """End groups after a failure of this rank alone, so that a rank which waits there raises now, not at its timeout.
 
-    gloo closes all connections of a group where a wait times out: here one of a millisecond, for a message that nobody
-    sends. NCCL's communicator is aborted on this rank.
+    NCCL's communicator is aborted on this rank.
     """
     for group in groups:
         if not isinstance(group, ProcessGroup):
@@ -199,11 +198,21 @@ def hang_up(groups: Iterable[ProcessGroup]) -> None:
         with suppress(Exception):  # it has ended already
             if "nccl" in backends(group).values():
                 group.abort()
-        with suppress(Exception):
-            if "cpu" in backends(group):
-                neighbour = (group.rank() + 1) % group.size()
+        if "cpu" in backends(group):
+            _close_connections(group)
+
+
+def _close_connections(group: ProcessGroup) -> None:
+    """Close the connections of a gloo group, whose `abort` does nothing (torch 2.13).
+
+    gloo closes all connections of a group where a wait times out: here one of a millisecond, for a message that nobody
+    sends. A connection that has closed already fails at once and closes no other, so each peer is tried.
+    """
+    for peer in range(group.size()):
+        if peer != group.rank():
+            with suppress(Exception):
                 nothing = torch.empty(8, dtype=torch.uint8, device="cpu")
-                group.recv([nothing], neighbour, _NEVER_SENT).wait(timedelta(milliseconds=1))
+                group.recv([nothing], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
 
 
 def default_store(group: ProcessGroup | None) -> dist.Store:

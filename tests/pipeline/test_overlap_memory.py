@@ -16,7 +16,8 @@ from dualpipe.nn import Linear
 from dualpipe.nn.deferral import WeightGradStore
 from dualpipe.nn.segments import Communicate, Compute
 from dualpipe.parallel.all_to_all import CommStream, PendingRows
-from dualpipe.pipeline.overlap import MicrobatchState, SegmentedStage, Task, walk
+from dualpipe.pipeline.microbatch import MicrobatchState
+from dualpipe.pipeline.overlap import Task, walk
 from threads import Rank, run_threads
 
 ROWS, WIDTH, LAYERS = 256, 64, 3

@@ -26,10 +26,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from dualpipe.pipeline.p2p import Link, P2PGroups
 from dualpipe.runtime.rank_sync import RankSync
+from dualpipe.runtime.records import HostMessages
 
 CYCLES_PER_SECOND = 1.5e9  # of torch.cuda._sleep, roughly
 
@@ -119,6 +121,7 @@ class World:
     def __init__(self, size: int, device: torch.device, delays: Delays, timeout: float) -> None:
         self.size, self.device, self.delays, self._timeout = size, device, delays, timeout
         self.changed = threading.Condition()
+        self.store = dist.HashStore()
         self._open: defaultdict[tuple, deque[Transfer]] = defaultdict(deque)  # where one side is missing
         self._streams: dict[tuple, torch.cuda.Stream] = {}
         self._failure: str | None = None
@@ -203,8 +206,17 @@ class Group(P2PGroups):
     def rank(self) -> int:
         return self._members.index(self.of.number)
 
-    def sync(self, replicas: Any) -> RankSync:
+    def messages(self) -> HostMessages:
+        return HostMessages(self._between("record"))
+
+    def ranks(self) -> RankSync:
         return RankSync(self._between("record"))
+
+    def store(self) -> dist.Store:
+        return self.of.world.store
+
+    def groups(self) -> list[ThreadGroup]:
+        return [self._between("record")]
 
     def checked_device(self, device: torch.device | None) -> torch.device:
         assert device is None or device.type == self.of.device.type, device
@@ -240,6 +252,10 @@ class ThreadGroup(NamedTuple):
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> Transfer:
         key = self.name, self.of.number, self.members[peer]
         return self.of.world.post("links", key, Side.of(tensors[0]), "send")
+
+    def abort(self) -> None:
+        """End all waits, as closed connections do."""
+        self.of.world.fail(self.of.number, RuntimeError("Connection closed by peer"))
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Transfer:
         _spoil(tensors[0])
