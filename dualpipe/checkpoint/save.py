@@ -107,7 +107,6 @@ class Checkpoints:
             self._target = self._ranks.agree(
                 lambda: Directory(self.directory, keep_last, keep_every, patience) if self._ranks.rank == 0 else None
             )
-            self._ranks.compare_replicas()
         except BaseException:
             self.close()
             raise

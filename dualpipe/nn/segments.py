@@ -63,17 +63,21 @@ class Communication(Protocol):
         for it. The results are those of the forward; the context stays."""
 
 
-class _OneName:
-    """One name stands for a tuple of one, in what a segment reads and writes."""
+class _Named:
+    """What a segment reads and writes; one name stands for a tuple of one."""
+
+    reads: Names | str
+    writes: Names | str
 
     def __post_init__(self) -> None:
         for field in ("reads", "writes"):
-            if isinstance(name := getattr(self, field), str):
+            name = getattr(self, field)
+            if isinstance(name, str):
                 object.__setattr__(self, field, (name,))
 
 
 @dataclass(frozen=True)
-class Compute(_OneName):
+class Compute(_Named):
     """`fn(*reads) -> writes` on the device.
 
     recompute: keep what it reads and nothing else, and run it again before its backward, with the same random numbers.
@@ -90,7 +94,7 @@ class Compute(_OneName):
 
 
 @dataclass(frozen=True)
-class Communicate(_OneName):
+class Communicate(_Named):
     """A communication between two compute segments.
 
     Compute segments that come next and neither read nor write what it writes run while it is under way.
@@ -171,7 +175,8 @@ def run_segments(segments: Iterable[Segment], carry: Mapping[str, Any]) -> dict[
             results = segment.fn(*inputs)
         else:
             results = _Communicated.apply(segment.communication, *inputs)
-        carry.update(zip(segment.writes, as_results(segment.writes, results)))
+        writes = tuple(segment.writes)
+        carry.update(zip(writes, as_results(writes, results)))
     return carry
 
 

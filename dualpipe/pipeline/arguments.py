@@ -72,9 +72,9 @@ class StepAgreement:
 
 
 def split_batch(
-    stages: RankStages, inputs: Sequence[Tensor | None], num_chunks: int | None, criterion: Callable[..., Tensor] | None,
-    labels: Sequence[Tensor | None] | Tensor | None, return_outputs: bool, side: Mapping[str, Tensor | None] | None,
-    *, sync: bool,
+    stages: RankStages, inputs: Sequence[Tensor | None], num_chunks: int | None,
+    criterion: Callable[..., Tensor] | None, labels: Sequence[Tensor | None] | Tensor | None, return_outputs: bool,
+    side: Mapping[str, Tensor | None] | None, *, sync: bool,
 ) -> tuple[Batch, StepArguments]:
     """Split this rank's arguments into micro-batches, and describe them for the other ranks.
 
@@ -166,8 +166,8 @@ def require_same(what: str, values: Sequence[Any]) -> None:
 
 
 def _checked_num_chunks(num_chunks: Any) -> int:
-    remedy = ("the number of micro-batches into which the batch is split; their gradients add up, so divide a mean loss "
-              "by it")
+    remedy = ("the number of micro-batches into which the batch is split; their gradients add up, so divide a mean "
+              "loss by it")
     if num_chunks is None:
         raise ValueError(f"num_chunks is required on every rank: {remedy}")
     if not hasattr(num_chunks, "__index__") or int(num_chunks) < 1:

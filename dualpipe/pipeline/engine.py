@@ -104,27 +104,24 @@ class Pipeline(nn.Module):
 
     def _build(self, build: Callable[[], PipelineArguments], modules: Any) -> PipelineAgreement:
         """Build the stages of this rank, and agree on the pipeline with the others; ValueError where one cannot."""
-        error: Exception | None = None
-        arguments: PipelineArguments | None = None
+        built: list[PipelineArguments] = []
+        failed: list[Exception] = []
         try:
-            arguments = build()
+            built.append(build())
         except Exception as raised:  # raised again where all ranks hear of it
-            error = raised
+            failed.append(raised)
 
         def own() -> PipelineArguments:
-            if arguments is None:
-                raise error or AssertionError("a rank has built its stages, or failed")
-            return arguments
+            if failed:
+                raise failed.pop()
+            return built[0]
 
-        try:
-            stages = [m for m in modules if isinstance(m, nn.Module)] if isinstance(modules, Iterable) else []
-            communications = self._stages.communication_groups() if arguments is not None else []
-            self._agreement = Agreement(self._p2p.messages(), process_groups(stages, communications))
-            outcome = self._agreement.compare(PipelineArguments, own, compare_pipelines)
-            if outcome.problem is not None:
-                raise ValueError(outcome.problem) from error
-        finally:
-            del error  # this frame is in its traceback
+        stages = [m for m in modules if isinstance(m, nn.Module)] if isinstance(modules, Iterable) else []
+        communications = self._stages.communication_groups() if built else []
+        self._agreement = Agreement(self._p2p.messages(), process_groups(stages, communications))
+        outcome = self._agreement.compare(PipelineArguments, own, compare_pipelines)
+        if outcome.problem is not None:
+            raise ValueError(outcome.problem) from outcome.cause
         assert outcome.conclusion is not None, "without a problem there is a conclusion"
         return outcome.conclusion
 

@@ -111,10 +111,10 @@ class Executor:
         for action, result in zip(instruction.actions, results):
             self._recorder.made(action, *result)
         self._recorder.end()
-        for action, message, result in zip(instruction.actions, instruction.outgoing, results):
+        for action, outgoing, result in zip(instruction.actions, instruction.outgoing, results):
             self._doing = (action,)
-            if message is not None:
-                self._messages.send(message, result)
+            if outgoing is not None:
+                self._messages.send(outgoing, result)
             else:
                 self._hand_over(action, result)
         if instruction.completes:
@@ -191,8 +191,10 @@ class Executor:
         """Keep a forward's results for the backward and the caller; return the message to the next stage."""
         stage, microbatch = slot
         state = self._states[slot]
-        results = state.carry
+        carry = state.carry
         state.carry = {}
+        names = self._stages.programs[stage].outputs
+        results = carry if names is None else {name: carry[name] for name in names}
         loss = results.pop("loss", None)
         outputs = tuple(results.values())
         if stage == self._stages.count - 1:

@@ -17,7 +17,6 @@ from itertools import accumulate, groupby
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from dualpipe.nn.segments import (
@@ -110,8 +109,9 @@ def compile_stage(module: nn.Module, side: SideSpec, *, is_last: bool) -> StageP
         segments.append(Compute(_identity, outputs, outputs))
     *before, last = _merged(segments, outputs)
     assert isinstance(last, Compute), "a compute segment was appended behind a communication"
-    end = Compute(partial(_end_stage, last.fn, last.writes, outputs), (*last.reads, TARGET), last.writes)
-    program = compile_segments([*before, end], last.writes)
+    writes = tuple(last.writes)
+    end = Compute(partial(_end_stage, last.fn, writes, outputs), (*last.reads, TARGET), writes)
+    program = compile_segments([*before, end], writes)
     ending = replace(program.segments[-1], writes=None)
     return StageProgram((*program.segments[:-1], ending), program.backward_order, None)
 
@@ -235,10 +235,10 @@ def _compiled(segments: Sequence[Segment], results: Names) -> Iterable[ProgramSe
         is_compute = isinstance(segment, Compute)
         yield ProgramSegment(
             number=number,
-            reads=segment.reads,
-            writes=segment.writes,
-            fn=segment.fn if is_compute else None,
-            communication=None if is_compute else segment.communication,
+            reads=tuple(segment.reads),
+            writes=tuple(segment.writes),
+            fn=segment.fn if isinstance(segment, Compute) else None,
+            communication=segment.communication if isinstance(segment, Communicate) else None,
             recompute=segment.recompute,
             needed=frozenset(needed[number]),
             kept=kept.get(number, ()),

@@ -47,7 +47,8 @@ class StageRunner:
     """One stage during one step.
 
     ready: called before a forward. autocast: the device type for which the caller enabled autocast, which is meant for
-    forwards, recomputed ones included. keep_results: keep results in the records with their graphs, for DeepSeek's hook.
+    forwards, recomputed ones included. keep_results: keep results with their graphs in the records, for DeepSeek's
+    hook.
     """
 
     def __init__(
@@ -129,8 +130,10 @@ class StageRunner:
     ) -> None:
         """Run a compute segment; its results are in the carry then, its graph's ends in the record."""
         run = self._begin(kind, state, segment)
-        leaves = {name: detached(value) for name, value in _reads(segment, carry)}
-        results = segment.named(segment.fn(*leaves.values()))
+        leaves = {name: detached(value) for name, value in _reads(segment, carry)}  # one, however often it is read
+        arguments = leaves.values() if segment.reads is None else [leaves[name] for name in segment.reads]
+        assert segment.fn is not None, "a compute segment has a function"
+        results = segment.named(segment.fn(*arguments))
         if torch.is_grad_enabled():
             self.keep(record, leaves, results)
         self._end(run, results.values())
@@ -152,6 +155,7 @@ class StageRunner:
         values = [detached(value) for _, value in _reads(segment, state.carry)]
         device = next((v.device for v in values if isinstance(v, Tensor) and v.is_cuda), None)
         record.random = RandomStates(device, RandomState.capture(device or torch.device("cpu")))
+        assert segment.fn is not None, "a compute segment has a function"
         with torch.no_grad():
             results = segment.named(segment.fn(*values))
         # Whether they depend on a parameter or an input shows when they are computed again.

@@ -8,7 +8,6 @@ it follows from, and each rank says which of those it knows fit its own.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
@@ -16,7 +15,7 @@ from typing import Any, Generic, TypeVar
 
 from torch.distributed import ProcessGroup
 
-from dualpipe.runtime.errors import RankLost, describe_error
+from dualpipe.runtime.errors import RankLost, describe_error, names_ranks
 from dualpipe.runtime.process_groups import backends, gloo_beside
 from dualpipe.runtime.recorder import Recorder, rank_ranges
 from dualpipe.runtime.records import KNOWN_BITS, HostMessages, Summary
@@ -101,15 +100,15 @@ class Agreement:
         if together.known and not together.has_error:
             number = together.known.bit_length() - 1
             return self._known[number][1], None
-        text = None if error is None else describe_error(error)[:_LONGEST]
+        text = None if error is None else (describe_error(error)[:_LONGEST], names_ranks(error))
         try:
             fields = None if own is None else asdict(own)  # type: ignore[call-overload]
             answers = self._exchange([text, fields])
-        except ValueError as unfit:  # too long or no JSON, on this rank alone: the others hear of it instead
-            answers = self._exchange([describe_error(unfit)[:_LONGEST], None])
+        except (TypeError, ValueError) as unfit:  # no JSON, or too long, on this rank alone: the others hear of that
+            answers = self._exchange([(describe_error(unfit)[:_LONGEST], False), None])
         texts = [answer[0] for answer in answers]
         if any(text is not None for text in texts):
-            return None, self.said_by(texts)
+            return None, said_by(self.pipeline, texts)
         records = [kind(**answer[1]) for answer in answers]
         try:
             conclusion = conclude(records)
@@ -127,12 +126,12 @@ class Agreement:
             together = replica.combine(Summary(has_error=problem is not None, lowest=digest, highest=digest))
             if together.has_error or together.lowest != together.highest:
                 answers = _raise_lost(replica.exchange([problem, same_everywhere]))
-                problem = problem or _problem_of_replicas(replica, answers)
+                problem = problem or _problem_of_replicas(answers)
         if self._tells_back:
             together = self.pipeline.combine(Summary(has_error=problem is not None))
             if together.has_error:
-                texts = [answer[0] for answer in self._exchange([problem])]
-                problem = problem or self.said_by(texts)
+                problems = [answer[0] for answer in self._exchange([problem])]
+                problem = next(filter(None, problems))
         return problem
 
     def _everywhere(self, own: Summary) -> Summary:
@@ -147,35 +146,30 @@ class Agreement:
             return [record]
         return _raise_lost(self.pipeline.exchange(record))
 
-    def said_by(self, texts: Sequence[str | None]) -> str:
-        """Join the errors of ranks, each text once, with the ranks that it comes from."""
-        return said_by(self.pipeline, texts)
 
+def said_by(messages: HostMessages, texts: Sequence[Any]) -> str:
+    """Join the errors of ranks, in their order, each text once, with the ranks that it comes from.
 
-def said_by(messages: HostMessages, texts: Sequence[str | None]) -> str:
-    """Join the errors of ranks, in their order, each text once, with the ranks that it comes from."""
-    ranks_of: dict[str, list[int]] = {}
+    texts: by rank, pairs of a text and whether it names the ranks itself (see `naming_ranks`); None: no error.
+    """
+    ranks_of: dict[tuple[str, bool], list[int]] = {}
     for rank, text in enumerate(texts):
         if text is not None:
-            ranks_of.setdefault(text, []).append(rank)
-    return "; ".join(with_ranks(messages, text, ranks) for text, ranks in ranks_of.items())
+            ranks_of.setdefault(tuple(text), []).append(rank)
+    return "; ".join(
+        text if is_named else f"{_name(messages, ranks)}: {text}" for (text, is_named), ranks in ranks_of.items())
 
 
-def with_ranks(messages: HostMessages, text: str, ranks: Sequence[int]) -> str:
-    """Put the ranks that an error came up on before its text, unless it names them itself."""
-    if re.match(r"ranks? \d+([-, ]+\d+)*( \([^)]*\))?: ", text) is not None:
-        return text
+def _name(messages: HostMessages, ranks: Sequence[int]) -> str:
+    """Return the name of a rank with its place in the mesh, or the numbers of several."""
     numbers = [messages.global_ranks[rank] for rank in ranks]
-    name = rank_ranges(numbers) if len(numbers) > 1 else Recorder.current().name(numbers[0])
-    return f"{name}: {text}"
+    return rank_ranges(numbers) if len(numbers) > 1 else Recorder.current().name(numbers[0])
 
 
-def _problem_of_replicas(replica: HostMessages, answers: Sequence[Any]) -> str:
-    """Return what the first replica with an error says, or how they differ."""
-    for rank, (text, _) in enumerate(answers):
-        if text is not None:
-            return with_ranks(replica, text, [rank])
-    return f"data-parallel ranks disagree: by rank {[value for _, value in answers]}"
+def _problem_of_replicas(answers: Sequence[Any]) -> str:
+    """Return what the first replica with a problem says, or how they differ."""
+    problem = next((problem for problem, _ in answers if problem is not None), None)
+    return problem or f"data-parallel ranks disagree: by rank {[value for _, value in answers]}"
 
 
 def _raise_lost(answers: list[Any]) -> list[Any]:

@@ -7,7 +7,9 @@ import signal
 import sys
 from collections.abc import Collection, Iterable, Sequence
 from difflib import get_close_matches
+from typing import TypeVar
 
+E = TypeVar("E", bound=BaseException)
 _LINES = 200  # of a list of problems
 USER_ERROR = 2  # exit status of what the user can put right: a ValueError
 
@@ -61,6 +63,17 @@ def describe_error(error: BaseException) -> str:
         text = f"(its text raised {type(raised).__name__})"
     text += next((remedy for phrase, remedy in _REMEDIES.items() if phrase in text), "")
     return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
+
+
+def naming_ranks(error: E) -> E:
+    """Mark an error whose text names the ranks that it came up on; return it."""
+    error.names_ranks = True  # type: ignore[attr-defined]
+    return error
+
+
+def names_ranks(error: BaseException) -> bool:
+    """Return True for an error that `naming_ranks` has marked."""
+    return getattr(error, "names_ranks", False)
 
 
 def nearest(name: str, known: Collection[str], count: int = 1, *, cutoff: float = 0.6) -> list[str]:

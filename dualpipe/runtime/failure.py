@@ -16,12 +16,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from dualpipe.runtime.errors import PipelineError, RankLost, describe_error
+from dualpipe.runtime.errors import PipelineError, RankLost, describe_error, names_ranks
 from dualpipe.runtime.process_groups import backends
 from dualpipe.runtime.recorder import Recorder
 
@@ -83,7 +84,8 @@ class FailureBoard:
 
     def clone(self) -> FailureBoard:
         """Return the same board by a connection of its own."""
-        board = FailureBoard(self._store.clone(), "")
+        store: Any = self._store
+        board = FailureBoard(store.clone(), "")
         board._key = self._key
         return board
 
@@ -142,7 +144,10 @@ class StepFailure:
         if isinstance(error, RankLost) and self.has_peers:
             cause = self._cause_of_loss(error, recorder)
             return cause, False
-        text = f"{recorder.name(recorder.rank)}: {running()}{describe_error(error)}"
+        if names_ranks(error):
+            text = str(error)
+        else:
+            text = f"{recorder.name(recorder.rank)}: {running()}{describe_error(error)}"
         cause = self._board.publish(text) if self.has_peers else text
         self.hang_up(cause)
         return cause, cause == text
@@ -219,6 +224,7 @@ def default_store(group: ProcessGroup | None) -> dist.Store:
     """Return the store of the job, with a short timeout; one of this process where there is no job."""
     if group is None:
         return dist.HashStore()
-    store = dist.distributed_c10d._get_default_store().clone()
+    default: Any = dist.distributed_c10d._get_default_store()
+    store = default.clone()
     store.set_timeout(_STORE_TIMEOUT)
     return store

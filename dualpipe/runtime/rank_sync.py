@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dualpipe.runtime.agreement import said_by
 from dualpipe.runtime.background import in_background
-from dualpipe.runtime.errors import PipelineError, RankLost, describe_error
+from dualpipe.runtime.errors import PipelineError, RankLost, describe_error, names_ranks, naming_ranks
 from dualpipe.runtime.recorder import Recorder
 from dualpipe.runtime.records import HostMessages
 
@@ -116,7 +116,7 @@ class RankSync:
                 value = work()
         except BaseException as raised:  # told to the other ranks before it is raised here
             error = raised
-            failure = isinstance(raised, ValueError), describe_error(raised)[:_LONGEST]
+            failure = isinstance(raised, ValueError), describe_error(raised)[:_LONGEST], names_ranks(raised)
         outcomes: list[Any] = [(failure, value)]
         if everywhere:
             outcomes *= self.size
@@ -126,12 +126,13 @@ class RankSync:
             self._collective(dist.broadcast_object_list, outcomes, group_src=source, device=cpu)
         if error is not None and not isinstance(error, Exception):
             raise error
-        texts = [failure and failure[1] for failure, _ in outcomes]
+        texts = [failure and failure[1:] for failure, _ in outcomes]
         if any(text is not None for text in texts):
             refused = all(failure[0] for failure, _ in outcomes if failure is not None)
             alone = refused and not everywhere  # rank 0's own, which need not be named
-            text = texts[0] if alone else said_by(self._messages, texts)
-            raise (ValueError if refused else RuntimeError)(text) from error
+            text = texts[0][0] if alone else said_by(self._messages, texts)
+            failed: Exception = (ValueError if refused else RuntimeError)(text)
+            raise (failed if alone else naming_ranks(failed)) from error
         return [value for _, value in outcomes]
 
     def collect(self, value: T) -> list[T] | None:
@@ -170,23 +171,28 @@ class RankSync:
         """
         told = SimpleNamespace(value=None, values=None)
         error: BaseException | None = None
-        text: str | None = None
+        text: tuple[str, bool] | None = None
         try:
             yield told
         except BaseException as raised:  # told to the other ranks before it is raised here
             error = raised
-            text = describe_error(raised)[:_LONGEST_IN_RECORD]
+            text = describe_error(raised)[:_LONGEST_IN_RECORD], names_ranks(raised)
         try:
             timeout = _LAST_WORD if isinstance(error, RankLost) else None
             answers = [[text, told.value]]
             if self.size > 1:
-                answers = self._messages.exchange([text, told.value], timeout)
+                try:
+                    answers = self._messages.exchange([text, told.value], timeout)
+                except (TypeError, ValueError) as unfit:  # no JSON, or too long: the others hear of that
+                    error = error or unfit
+                    text = describe_error(unfit)[:_LONGEST_IN_RECORD], False
+                    answers = self._messages.exchange([text, None], timeout)
             lost = [answer for answer in answers if isinstance(answer, RankLost)]
-            texts = [f"cannot be reached: {a}" if isinstance(a, RankLost) else a[0] for a in answers]
+            texts = [(f"cannot be reached: {a}", False) if isinstance(a, RankLost) else a[0] for a in answers]
             if error is not None and not isinstance(error, Exception):
                 raise error
             if any(text is not None for text in texts):
-                raise (PipelineError if lost else kind)(said_by(self._messages, texts)) from error
+                raise naming_ranks((PipelineError if lost else kind)(said_by(self._messages, texts))) from error
             told.values = [value for _, value in answers]
         finally:
             error = None  # this frame is in the error's traceback: the cycle would keep all its tensors

@@ -192,7 +192,7 @@ def timeouts(rank):
     use_own_groups()
     stages = make_stages(4)
     pipe = DualPipeV((stages[rank], stages[3 - rank]))
-    groups = [link.group for link in pipe._groups._links.values()]
+    groups = [link.group for link in pipe._p2p._links.values()]
     assert len({id(group) for group in (*groups, dist.group.WORLD)}) == 5, "two links in each direction"
     groups += [gloo_beside(dist.group.WORLD)]
     return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
@@ -315,7 +315,7 @@ def leftovers(rank, world, failing):
 
 def test_nothing_is_held_between_steps():
     for failing in (False, True):
-        assert run_ranks(leftovers, 2, 2, failing) == [[], []]
+        assert run_ranks(leftovers, 2, 2, failing, fresh=failing) == [[], []]
 
 
 class Accumulating(torch.autograd.Function):

@@ -18,6 +18,8 @@ from dualpipe.nn.segments import Communicate, Compute
 from dualpipe.parallel.all_to_all import CommStream, PendingRows
 from dualpipe.pipeline.microbatch import MicrobatchState
 from dualpipe.pipeline.overlap import Task, walk
+from dualpipe.pipeline.stage_program import compile_segments
+from dualpipe.pipeline.stage_runner import StageRunner
 from threads import Rank, run_threads
 
 ROWS, WIDTH, LAYERS = 256, 64, 3
@@ -86,7 +88,7 @@ class Stage:
         torch.manual_seed(0)
         self.module = Watched(CommStream(rank.all_to_all("self", [rank.number]))).to(rank.device)
         self._store, self._device, self._count = WeightGradStore(), rank.device, 0
-        self._segmented = SegmentedStage(self.module.segments(), ("x",), ("x",), store=self._store)
+        self._runner = StageRunner(compile_segments(self.module.segments(), ("x",)), self._store)
         for parameter in self.module.parameters():
             parameter.grad = torch.zeros_like(parameter)
 
@@ -101,12 +103,12 @@ class Stage:
         return state
 
     def forward(self, state: MicrobatchState) -> Task:
-        return self._segmented.forward(state)
+        return self._runner.forward(state)
 
     def backward(self, kind: str, state: MicrobatchState) -> Task:
         self._count += 1
         state.gradients = {"x": torch.ones_like(state.carry.pop("x"))}
-        return self._segmented.backward(state, kind, self._count)
+        return self._runner.backward(state, kind, self._count)
 
     def tasks(self, kinds: str) -> list[tuple[MicrobatchState, Task]]:
         """Actions ready to be run, with what they work on."""
@@ -117,7 +119,7 @@ class Stage:
                 walk([self.forward(state)])
             if kind == "W":
                 walk([self.backward("I", state)])
-                weights = self._segmented.weight_gradients(MicrobatchState(), self._count, turns=2 * LAYERS)
+                weights = self._runner.weight_gradients(self._count, turns=2 * LAYERS)
                 made.append((state, weights))
             else:
                 made.append((state, self.forward(state) if kind == "F" else self.backward(kind, state)))

@@ -8,13 +8,14 @@ import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dualpipe import DualPipeV, Pipeline
 from dualpipe.nn import defer_weight_grads
 from dualpipe.nn.segments import Communicate, Compute, checked
-from dualpipe.pipeline.arguments import SideSpec
+from dualpipe.pipeline.side_inputs import SideSpec
 from ranks import run_ranks
 from schedules import SCHEDULES
 from threads import run_threads
@@ -430,11 +431,15 @@ class Greedy(Positioned):
         return super().forward(x, positions) * scale.requires_grad_()[..., None]
 
 
+def over_new_group(stages, world):
+    """A pipeline over a process group of its own, which a failure ends."""
+    return DualPipeV(stages, process_group=dist.new_group(list(range(world))))
+
+
 def failing(rank, world, kinds):
     total = 2 * world
     stages, expected = make(total, kinds), make(total, kinds)
     own = stages_of_rank("dualpipev", world, rank)
-    pipe = DualPipeV([stages[s] for s in own])
     x, y, side = problem(11)
     side = wanted(stages, side)
     call = dict(num_chunks=6, criterion=F.mse_loss, labels=(y,), side=side if rank == 0 else None)
@@ -442,8 +447,10 @@ def failing(rank, world, kinds):
     found = []
     for stage, what, count in itertools.product(range(total), ("forward", "backward"), (0, 2)):
         stages[stage].armed = {what: count}
-        told = caught(lambda: pipe.step(x, **call))
+        pipe = over_new_group([stages[s] for s in own], world)
+        told = caught(lambda pipe=pipe: pipe.step(x, **call))
         stages[stage].armed = {}
+        pipe = over_new_group([stages[s] for s in own], world)
         pipe.zero_grad()
         pipe.step(x, **call)
         found.append((stage, what, *told, max(gradient_error(stages[s], expected[s]) for s in own)))
@@ -461,7 +468,6 @@ def test_a_stage_that_fails_leaves_no_rank_waiting(world, kinds):
 def failing_in_segments(rank, world):
     stages, expected = make(4, "Segmented Nothing"), make(4, "Segmented Nothing")
     own = stages_of_rank("dualpipev", world, rank)
-    pipe = DualPipeV([stages[s] for s in own])
     x, y, side = problem(11)
     side.pop("mask")
     expect(expected, x, y, side, 6)
@@ -469,8 +475,10 @@ def failing_in_segments(rank, world):
     for stage, count in itertools.product((0, 2), (0, 1, 4)):
         stages[stage].armed = {"forward": count}
         call = dict(num_chunks=6, criterion=F.mse_loss, labels=(y,), side=side if rank == 0 else None)
-        told = caught(lambda call=call: pipe.step(x, **call))
+        pipe = over_new_group([stages[s] for s in own], world)
+        told = caught(lambda pipe=pipe, call=call: pipe.step(x, **call))
         stages[stage].armed = {}
+        pipe = over_new_group([stages[s] for s in own], world)
         pipe.zero_grad()
         pipe.step(x, **call)
         found.append((*told, max(gradient_error(stages[s], expected[s]) for s in own)))
@@ -492,11 +500,11 @@ class Missing(Nothing):
 
 def missing(rank, world):
     stages = make(4, "Nothing Missing")
-    pipe = DualPipeV([stages[s] for s in stages_of_rank("dualpipev", world, rank)])
+    own = [stages[s] for s in stages_of_rank("dualpipev", world, rank)]
     x, y, side = problem(4)
     call = dict(num_chunks=4, criterion=F.mse_loss, labels=(y,))
-    told = caught(lambda: pipe.step(x, **call))
-    pipe.step(x, side={"positions": side["positions"]}, **call)
+    told = caught(lambda: over_new_group(own, world).step(x, **call))
+    over_new_group(own, world).step(x, side={"positions": side["positions"]}, **call)
     return told
 
 

@@ -171,17 +171,35 @@ def _serve(pipe) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    ended = _note_ended_groups()
     with contextlib.suppress(EOFError):
         while True:
             job = pipe.recv()
             ok, value = _do(job)
-            pipe.send(Result(ok, value, len(dist.distributed_c10d._world.pg_map)))
+            num_groups = len(dist.distributed_c10d._world.pg_map)
+            # A world whose default group a failed step has ended serves no other job.
+            pipe.send(Result(ok, value, _GROUPS + 1 if dist.group.WORLD in ended else num_groups))
             if job.is_last:
                 break
     # Leave without the destructors of a group that a test may have broken on purpose; rank 0 keeps no store to serve.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
+
+
+def _note_ended_groups() -> list[Any]:
+    """The process groups that failed steps end from now on."""
+    from dualpipe.runtime import failure
+
+    ended: list[Any] = []
+    hang_up = failure.hang_up
+
+    def noting(groups: list[Any]) -> None:
+        ended.extend(groups)
+        hang_up(groups)
+
+    failure.hang_up = noting
+    return ended
 
 
 def _do(job: Job) -> tuple[bool, Any]:

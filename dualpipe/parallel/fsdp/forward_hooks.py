@@ -27,14 +27,20 @@ def with_forward_hooks(
     """Return the segments of `module` between its forward pre-hooks and its forward hooks.
 
     inputs: the names in the carry of the module's arguments, in order; outputs: the names of what it returns. Hooks
-    that are attached later run too. Raises ValueError for backward hooks, which would see a part of the gradients.
+    that are attached later run too; forward hooks then get no arguments, which would have to be kept for them. Raises
+    ValueError for backward hooks, which would see a part of the gradients.
     """
     if module._backward_hooks or module._backward_pre_hooks:
         raise ValueError(f"a {type(module).__name__} has backward hooks, but runs as segments, each with a backward of "
                          "its own; hook the tensors or the modules inside it instead")
-    arguments = f"(arguments of {id(module):x})"  # no identifier, so that no segment has a name like it
-    before = Compute(partial(_run_pre_hooks, module), inputs, (*inputs, arguments), segments[0].recompute)
-    after = Compute(partial(_run_hooks, module), (arguments, *outputs), outputs, segments[-1].recompute)
+    first, last = segments[0].recompute, segments[-1].recompute
+    if all(_fsdp_state(hook) is not None for hook in module._forward_hooks.values()):
+        before = Compute(partial(_run_pre_hooks, module), inputs, inputs, first)
+        after = Compute(partial(_run_hooks, module, _Arguments(())), outputs, outputs, last)
+    else:
+        arguments = f"(arguments of {id(module):x})"  # no identifier, so that no segment has a name like it
+        before = Compute(partial(_run_pre_hooks_and_keep, module), inputs, (*inputs, arguments), first)
+        after = Compute(partial(_run_hooks, module), (arguments, *outputs), outputs, last)
     return [before, *segments, after]
 
 
@@ -47,8 +53,14 @@ class _Arguments:
         self.values = values
 
 
+def _run_pre_hooks_and_keep(module: nn.Module, *args: Any) -> tuple[Any, ...]:
+    """Run the forward pre-hooks; return the arguments, and behind them what forward hooks are told of them."""
+    args = _run_pre_hooks(module, *args)
+    return (*args, _Arguments(args))
+
+
 def _run_pre_hooks(module: nn.Module, *args: Any) -> tuple[Any, ...]:
-    """Run the forward pre-hooks; return the arguments, as they may have changed them, and the `_Arguments`."""
+    """Run the forward pre-hooks; return the arguments, as they may have changed them."""
     kwargs: dict[str, Any] = {}
     for key, hook in (*torch_module._global_forward_pre_hooks.items(), *module._forward_pre_hooks.items()):
         state = _fsdp_state(hook)
@@ -64,7 +76,7 @@ def _run_pre_hooks(module: nn.Module, *args: Any) -> tuple[Any, ...]:
             changed = hook(module, args)
             if changed is not None:
                 args = changed if isinstance(changed, tuple) else (changed,)
-    return (*args, _Arguments(args))
+    return args
 
 
 def _run_hooks(module: nn.Module, arguments: _Arguments, *outputs: Any) -> Any:

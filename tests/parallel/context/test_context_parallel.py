@@ -26,7 +26,10 @@ from dualpipe.parallel.context import ring
 from dualpipe.parallel.context import ulysses as heads
 from dualpipe.parallel.context.context_parallel import ContextParallel
 from dualpipe.parallel.experts.dispatcher import ExpertParallel
-from dualpipe.pipeline.overlap import MicrobatchState, SegmentedStage, walk
+from dualpipe.pipeline.microbatch import MicrobatchState
+from dualpipe.pipeline.overlap import walk
+from dualpipe.pipeline.stage_program import compile_segments
+from dualpipe.pipeline.stage_runner import StageRunner
 from dualpipe.runtime.errors import PipelineError
 from ranks import run_ranks
 from threads import Rank, run_threads
@@ -302,13 +305,12 @@ def kept(rank: Rank, config, cp: int, method: str, length: int) -> int:
     stage.use_context_parallelism(context)
     x = torch.randn(1, len(context.split.own(length)), config.hidden_size, requires_grad=True)
     store, state = WeightGradStore(), MicrobatchState()
-    segmented = SegmentedStage(stage.segments()[1:-1], ("x",), ("x",), store=store)  # no embedding, no head
+    segmented = StageRunner(compile_segments(stage.segments()[1:-1], ("x",)), store)  # no embedding, no head
     state.begin({"x": x, "positions": torch.arange(length).unsqueeze(0)}, ("x",))
     found: dict[int, Tensor] = {}
     keep = lambda t: found.setdefault(t.untyped_storage()._cdata, t)  # noqa: E731
     with store.activate(), torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         walk([segmented.forward(state)])
-    assert state.error is None
     held = tree_leaves([(record.leaves, record.kept, record.context) for record in state.records])
     found |= {t.untyped_storage()._cdata: t for t in held if isinstance(t, Tensor)}
     own = {p.untyped_storage()._cdata for p in stage.parameters()}
