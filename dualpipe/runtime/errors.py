@@ -15,7 +15,14 @@ USER_ERROR = 2  # exit status of what the user can put right: a ValueError
 
 
 class PipelineError(RuntimeError):
-    """A step failed on some rank while it ran; the message names the rank, the action and the cause."""
+    """A step failed on some rank while it ran; the message names the rank, the action and the cause.
+
+    is_loss: a rank did not come or has left without a word, so that not all ranks raise this.
+    """
+
+    def __init__(self, text: str, *, is_loss: bool = False) -> None:
+        super().__init__(text)
+        self.is_loss = is_loss
 
 
 class RankLost(PipelineError):
@@ -25,7 +32,7 @@ class RankLost(PipelineError):
     """
 
     def __init__(self, text: str, ranks: Sequence[int] = (), *, timed_out: bool = False) -> None:
-        super().__init__(text)
+        super().__init__(text, is_loss=True)
         self.ranks = tuple(ranks)
         self.timed_out = timed_out
 

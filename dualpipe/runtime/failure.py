@@ -11,12 +11,13 @@ cannot be used again.
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,13 @@ _NEVER_SENT = 16  # gloo's tag, of a message that is waited for in vain on purpo
 _LONGEST = 20_000  # characters of a cause
 
 
+class Cause(NamedTuple):
+    """Why a step ended. is_loss: a rank did not come or has left, and published nothing itself."""
+
+    text: str
+    is_loss: bool = False
+
+
 class FailureBoard:
     """Where the ranks of a job publish why a step ended.
 
@@ -44,18 +52,19 @@ class FailureBoard:
         self._store = store
         self._key = f"dualpipe/failure/{key}"
 
-    def publish(self, cause: str) -> str:
+    def publish(self, cause: Cause) -> Cause:
         """Publish a cause, and return the first that was published; this one where the store is gone."""
+        record = json.dumps([cause.text[:_LONGEST], cause.is_loss])
         try:
-            return self._store.compare_set(self._key, "", cause[:_LONGEST]).decode()
+            return Cause(*json.loads(self._store.compare_set(self._key, "", record)))
         except Exception:  # the rank that has the store may be the one that died
             return cause
 
-    def cause(self) -> str | None:
+    def cause(self) -> Cause | None:
         """Return the published cause, or None."""
         try:
             if self._store.check([self._key]):
-                return self._store.get(self._key).decode()
+                return Cause(*json.loads(self._store.get(self._key)))
         except Exception:  # as in `publish`
             return None
         return None
@@ -71,7 +80,7 @@ class FailureBoard:
             return any(self._store.check([f"{self._key}/waiting/{rank}"]) for rank in ranks)
         return False
 
-    def wait(self) -> str | None:
+    def wait(self) -> Cause | None:
         """Wait until a cause is published; None where the store is gone. For a thread with a connection of its own."""
         while True:
             with suppress(Exception):  # not yet
@@ -99,7 +108,7 @@ class StepFailure:
     def __init__(self, board: FailureBoard, groups: Iterable[ProcessGroup | None]) -> None:
         self._board = board
         self._groups = [group for group in dict.fromkeys(groups) if group is not None and group.size() > 1]
-        self._cause: str | None = None
+        self._cause: Cause | None = None
         self._lock = threading.Lock()
         if any("nccl" in backends(group).values() for group in self._groups if isinstance(group, ProcessGroup)):
             # The host may wait for a device that waits for a rank that has failed.
@@ -115,7 +124,7 @@ class StepFailure:
         """Raise PipelineError if an earlier step has failed."""
         if self._cause is not None:
             raise PipelineError("an earlier step failed and ended the pipeline's process groups; start the processes "
-                                f"again. It failed with: {self._cause}")
+                                f"again. It failed with: {self._cause.text}", is_loss=True)
 
     @contextmanager
     def ending_step(self, running: Callable[[], str]) -> Iterator[None]:
@@ -134,28 +143,29 @@ class StepFailure:
             if not isinstance(error, Exception):
                 raise error
             # A rank that was lost is no error of this rank's, but says how long it was waited for.
-            raise PipelineError(cause) from (error if is_own or isinstance(error, RankLost) else None)
+            own = error if is_own or isinstance(error, RankLost) else None
+            raise PipelineError(cause.text, is_loss=cause.is_loss) from own
         finally:
             del error  # this frame is in its traceback: the cycle would keep all tensors of the step
 
-    def _end(self, error: BaseException, running: Callable[[], str]) -> tuple[str, bool]:
+    def _end(self, error: BaseException, running: Callable[[], str]) -> tuple[Cause, bool]:
         """Hang up; return the cause, and whether it is this rank's."""
         recorder = Recorder.current()
         if isinstance(error, RankLost) and self.has_peers:
             cause = self._cause_of_loss(error, recorder)
             return cause, False
         if names_ranks(error):
-            text = str(error)
+            own = Cause(str(error))
         else:
-            text = f"{recorder.name(recorder.rank)}: {running()}{describe_error(error)}"
-        cause = self._board.publish(text) if self.has_peers else text
+            own = Cause(f"{recorder.name(recorder.rank)}: {running()}{describe_error(error)}")
+        cause = self._board.publish(own) if self.has_peers else own
         self.hang_up(cause)
-        return cause, cause == text
+        return cause, cause == own
 
-    def _cause_of_loss(self, error: RankLost, recorder: Recorder) -> str:
+    def _cause_of_loss(self, error: RankLost, recorder: Recorder) -> Cause:
         """Return why those that this rank waited for have left, and hang up."""
         cause = self._board.cause()
-        self.hang_up(cause or str(error))
+        self.hang_up(cause or Cause(str(error), is_loss=True))
         if cause is None:
             self._board.say_waiting(recorder.rank)
             grace = TIMEOUT_GRACE if error.timed_out else CLOSED_GRACE
@@ -163,11 +173,11 @@ class StepFailure:
         if cause is None and self._board.are_waiting(error.ranks):
             cause = self._await_cause(CLOSED_GRACE)  # they know better, as they are no cause
         if cause is None:
-            cause = self._board.publish(f"{recorder.name(recorder.rank)}: {error}")
+            cause = self._board.publish(Cause(f"{recorder.name(recorder.rank)}: {error}", is_loss=True))
         self._cause = cause
         return cause
 
-    def _await_cause(self, seconds: float) -> str | None:
+    def _await_cause(self, seconds: float) -> Cause | None:
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             cause = self._board.cause()
@@ -176,7 +186,7 @@ class StepFailure:
             time.sleep(_POLL)
         return None
 
-    def hang_up(self, cause: str) -> None:
+    def hang_up(self, cause: Cause) -> None:
         """End the process groups: peers that wait in them for this rank raise at once."""
         with self._lock:
             if self._cause is not None or not self.has_peers:

@@ -18,7 +18,8 @@ import torch
 from torch.distributed import ProcessGroup
 
 from dualpipe.runtime import device as devices
-from dualpipe.runtime.process_groups import backends, gloo_beside
+from dualpipe.runtime.errors import PipelineError
+from dualpipe.runtime.process_groups import gloo_beside
 from dualpipe.runtime.rank_sync import RankSync
 from dualpipe.runtime.recorder import BEGAN, ENDED, KIND, RANKS, WHAT, Entry, Observer, Recorder
 from dualpipe.trace.file import COMMUNICATION, COMPUTE, DEVICE, TRACED, Slice, Trace, training_runs
@@ -49,8 +50,9 @@ class Tracer(Observer):
     """For a `with` around steps of a pipeline, which all ranks of `group` enter and leave at the same place; the first
     of them writes the file `path` at the end.
 
-    An error inside goes on, with a note that names the file of what was traced until then. Nobody is waited for: each
-    rank writes a file of its own, `path` with its number.
+    An error inside goes on, with a note that names the file of what was traced until then: `path` after an error of a
+    step, which all ranks of the pipeline raise, where they are those of `group`. After any other, or where a rank is
+    lost, nobody is waited for: each rank writes a file of its own, `path` with its number.
 
     running: the number of the run of the pipeline that is under way, 0 where none is; what other pipelines do is in the
     trace, but in none of its runs.
@@ -62,7 +64,8 @@ class Tracer(Observer):
         self, path: Path, group: ProcessGroup | None, device: torch.device, place: Place, running: Callable[[], int]
     ) -> None:
         self._path, self._device, self._place, self._running = path, device, place, running
-        self._group: Any = group if group is None or "cpu" in backends(group) else gloo_beside(group)
+        self._pipeline: Any = group
+        self._group: Any = None
         self._recorder = Recorder.current()
         self.loads: dict[int, list[float]] = {}
         """tokens that each rank's experts got, by optimizer step: for who knows them to fill in"""
@@ -74,6 +77,9 @@ class Tracer(Observer):
         self._runs: dict[int, int] = {}  # their numbers by the ids of actions' entries
         self._events: dict[int, list[Any]] = {}  # by an entry's id: it, its stream, events at its begin and end
         self._memory: list[tuple[int, int]] = []
+        if self._group is None and self._pipeline is not None:
+            # Of its own: a step that fails ends the pipeline's groups, and its trace is written all the same.
+            self._group = gloo_beside(self._pipeline)
         self._ranks = RankSync(self._group)
         self._clocks = [self._compare_clocks()]
         self._ranks.first(partial(check_path, self._path))  # and so all begin at once
@@ -86,13 +92,16 @@ class Tracer(Observer):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        self.finish(error, together=error is None)
+        of_step = isinstance(error, PipelineError) and self._ranks.size == len(self._place.members)
+        self.finish(error, together=error is None or of_step)
 
     def finish(self, error: BaseException | None = None, *, together: bool = True) -> None:
-        """Write what there is. together: whether all ranks do so now."""
+        """Write what there is. together: whether all ranks do so now, unless they have lost one."""
         self._recorder.unsubscribe(self)
         entries, until = self._recorder.since(self._since), perf_counter_ns()
         self._recorder.keep(False)
+        if isinstance(error, PipelineError) and error.is_loss:
+            together = False
         path, rank = self._path, self._recorder.rank
         try:
             # Not after an error: the device may wait for what never comes.

@@ -28,9 +28,10 @@ from traces import check_format
 MICRO_BATCHES = 4
 
 
-def pipeline(rank, ranks, name="dualpipev"):
+def pipeline(rank, ranks, name="dualpipev", process_group=None):
     stages = make_stages(num_stages(name, ranks))
-    return Pipeline([stages[number] for number in stages_of_rank(name, ranks, rank)], schedule=name)
+    own = [stages[number] for number in stages_of_rank(name, ranks, rank)]
+    return Pipeline(own, schedule=name, process_group=process_group)
 
 
 def step(pipe, criterion=F.mse_loss):
@@ -160,6 +161,7 @@ def failing(rank, folder):
         step(pipe, criterion=lambda *_: 1 / 0)
     said += [str(raised.value), *raised.value.__notes__]
     assert not Recorder.current().whole and "begin" not in vars(Recorder.current())
+    pipe = pipeline(rank, 2, process_group=dist.new_group([0, 1]))
     with pipe.trace(f"{folder}/after.json"):
         with pytest.raises(ValueError, match="a trace is being taken already; leave that one before that for twice"):
             pipe.trace("twice").__enter__()

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from dualpipe.pipeline.engine import Pipeline
+from dualpipe.runtime.errors import PipelineError
 from dualpipe.trace.tracer import Tracer, check_path
 from dualpipe.train.launch.distributed import Job
 from dualpipe.train.observers.step_window import Steps, StepWindow, parse_steps
@@ -55,7 +56,7 @@ class TracedSteps(StepWindow):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if self._tracer is not None:
             # Errors of a step and of its numbers are those of all ranks.
-            self._tracer.finish(error, together=isinstance(error, FloatingPointError))
+            self._tracer.finish(error, together=isinstance(error, PipelineError | FloatingPointError))
 
     def loads(self, step: int, loads: Sequence[float]) -> None:
         """Note the tokens that the experts of each rank got in a step, where they are known."""
