@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, groupby
+from itertools import groupby
 from operator import itemgetter
 from typing import Any, Protocol
 
@@ -36,44 +36,43 @@ Names = tuple[str, ...]
 
 
 class Pending(Protocol):
-    """A communication in flight.
-
-    It may have a `take_failure()`, which returns once, after `wait`, the error of what failed here when a message was
-    sent already. It has then met the other ranks to its end, with zeros, and `wait` returns what a rank that has failed
-    before gets.
-    """
+    """A communication in flight."""
 
     def advance(self) -> None:
-        """Do what could not be done at the start without waiting for the device, such as sending rows whose number had
-        to be exchanged first. Called once, when other work has been given to the device and no other communication has
-        been started behind it; on all ranks at the same place, so that it may start collectives."""
+        """Start messages that had to wait for the device, such as rows whose number had to be exchanged first.
+
+        It is called once, when other work has been given to the device and before any other communication starts. All
+        ranks call it at the same place, so it may start collectives.
+        """
 
     def wait(self) -> tuple[tuple[Any, ...], Any]:
-        """(what was received, a context for the backward). The current stream, not the host, waits where it can."""
+        """Return (results, context for the backward). The current stream waits, the host only where it must."""
 
 
 class Communication(Protocol):
-    """A communication between ranks and its backward. Every rank of its group starts the same ones in one order.
+    """A communication between ranks and its backward. All ranks of `group` start the same ones in the same order.
 
-    A rank that has failed goes on to take part, so that the others need not wait: `inputs` or `gradients` are then
-    None, and it sends nothing, or zeros where the others count on a size. `group` is where word of the failure goes.
-
-    An error of `forward`, `backward` or `again` says that no message was sent: the same is then called with None. What
-    fails behind the first message is for `take_failure` of what is returned. A communication may have a `forget()`,
-    called at the end of a step that has failed, to drop what such a step has left over.
+    Any method may raise, also after a message was sent: the engine then ends the step on all ranks. No method is called
+    again after an error, and none runs on a rank on which anything has failed.
     """
 
     group: ProcessGroup | None
 
-    def forward(self, inputs: tuple[Any, ...] | None) -> Pending:
-        """Start it. `inputs` are detached; tensors among the results get gradients if they are floating-point."""
+    def forward(self, inputs: tuple[Any, ...]) -> Pending:
+        """Start the forward. `inputs` are detached; floating-point tensors among the results get gradients."""
 
-    def backward(self, context: Any, gradients: tuple[Tensor | None, ...] | None) -> Pending:
-        """Start the way back: from gradients of the results (None: zero) to gradients of the inputs."""
+    def backward(self, context: Any, gradients: tuple[Tensor | None, ...]) -> Pending:
+        """Start the backward, from gradients of the results to gradients of the inputs.
 
-    def again(self, context: Any, inputs: tuple[Any, ...] | None) -> Pending:
-        """Start the forward once more before its backward, with the same inputs; needed only where `recompute` asks
-        for it. The results are those of the forward; the context stays."""
+        None among `gradients` is a gradient of zero. Another rank may have one that is not zero, so rows that it counts
+        on must be sent as zeros. None among the results is an input without a gradient.
+        """
+
+    def again(self, context: Any, inputs: tuple[Any, ...]) -> Pending:
+        """Repeat the forward before the backward, with the same inputs. The results are the same; the context stays.
+
+        Only a communication with `recompute` needs it.
+        """
 
 
 class _OneName:
@@ -189,19 +188,6 @@ def communication_groups(modules: Iterable[nn.Module]) -> list[ProcessGroup]:
     return [group for group in found if group is not None]
 
 
-def failure_of(pending: Pending) -> BaseException | None:
-    """What `take_failure` of a communication gives, where it has one."""
-    take = getattr(pending, "take_failure", None)
-    return None if take is None else take()
-
-
-def forget_communications(lists: Iterable[Sequence[Segment]]) -> None:
-    """Have the communications of segments drop what a failed step has left over."""
-    for segment in chain.from_iterable(lists):
-        if isinstance(segment, Communicate):
-            getattr(segment.communication, "forget", tuple)()
-
-
 def more_than_forward(segments: Sequence[Segment]) -> bool:
     """Whether running the segments differs from calling the module: one communicates or is to be recomputed."""
     return any(isinstance(segment, Communicate) or segment.recompute for segment in segments)
@@ -313,16 +299,9 @@ class _Communicated(torch.autograd.Function):
 
 
 def _waited_for(pending: Pending) -> tuple[tuple[Any, ...], Any]:
-    """Return what `wait` of a communication returns; raise what has failed here."""
+    """Return (results, context) of a communication, which nothing hides."""
     pending.advance()
-    results = pending.wait()
-    failure = failure_of(pending)
-    if failure is None:
-        return results
-    try:
-        raise failure
-    finally:
-        del failure, pending, results  # this frame is in the error's traceback: the cycle would keep all its tensors
+    return pending.wait()
 
 
 def as_results(segment: Segment, results: Any) -> Sequence[Any]:

@@ -21,7 +21,6 @@ from torch.profiler import record_function
 from dualpipe.nn.deferral import WeightGradStore
 from dualpipe.nn.segments import (
     Compute,
-    forget_communications,
     input_names,
     label_names,
     more_than_forward,
@@ -328,9 +327,9 @@ class Executor:
                     states, tasks = self._tasks(instruction.actions, UpstreamFailed())
                     walk(tasks)
                     self._broken = any(state.broken for state in states)
-            self._parameters.complete_after_failure(instruction.completes)
+            with suppress(Exception):
+                self._parameters.complete(instruction.completes)
         self._messages.finish(failed=True)
-        forget_communications(self._batch.segments.values())
 
     def _results(self) -> tuple[Tensor | None, Outputs]:
         chunks = range(len(self._losses) or len(self._outputs))

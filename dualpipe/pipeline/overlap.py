@@ -48,7 +48,6 @@ from dualpipe.nn.segments import (
     Pending,
     as_results,
     backward_order,
-    failure_of,
     merged,
     needed_after,
     regions,
@@ -180,9 +179,6 @@ class Flight:
                 found = [values[name] for name in names]
                 self._sent = tuple(v.detach() if isinstance(v, Tensor) else v for v in found)
                 self._pending = start(self._sent)
-        if state.error is not None and not state.broken:
-            with state.attempt(on_its_way=True):
-                self._pending = start(None)
         state.weight_gradients()
 
     def advance(self) -> None:
@@ -201,9 +197,7 @@ class Flight:
         try:
             if pending is not None:
                 with self._state.attempt(on_its_way=True):
-                    received = pending.wait()
-                    self._state.error = self._state.error or failure_of(pending)
-                    return received
+                    return pending.wait()
             return None
         finally:
             self._sent = ()
