@@ -538,6 +538,53 @@ def test_a_failure_in_one_pipeline_raises_in_all_and_the_next_step_is_right():
             assert error < 1e-10
 
 
+def abandoned(rank: int, ranks: int, where: str) -> tuple[list[bool], float]:
+    """What is left of a step that rank 0 alone abandons at a place and others before, and the error of the next one."""
+    mesh = init_device_mesh("cpu", (ranks,))
+    expected = Failing().double()
+    stage = shard_nested(copy.deepcopy(expected), mesh)
+    stages = {0: driver.StageParameters(stage)}
+    x, _ = batch(1, ranks)
+    mine = slice(rank * 2, rank * 2 + 2)
+
+    def begin() -> driver.ParametersStep:
+        stages[0].check()
+        step = driver.ParametersStep(stages, {0: set()}, train=True, reduce=True)
+        step.gather()
+        return step
+
+    step = begin()
+    if where != "gather" and rank == 0:
+        step.wait(0)
+        stage.fail = "" if where == "reduce" else where
+        with pytest.raises((RuntimeError, ZeroDivisionError)):
+            stage(x[mine]).square().sum().backward()
+            raise RuntimeError("before the reduction")
+        stage.fail = ""
+    with patch.object(torch.distributed.Work, "wait", side_effect=AssertionError("abandon waits for nobody")):
+        step.abandon()
+    left = [isinstance(p, DTensor) and p.grad is None for p in stage.parameters()]
+    left += [param.grad is None for param, _ in stages[0]._unsharded()]
+    with torch.no_grad():  # so that parameters gathered before are seen
+        for p in (*stage.parameters(), *expected.parameters()):
+            p *= 0.5
+    step = begin()
+    step.wait(0)
+    stage(x[mine]).square().sum().backward()
+    step.complete([0])
+    step.finish()
+    (expected(x).square().sum() / ranks).backward()
+    return left, gradient_errors([stage], (0,), [expected])
+
+
+@pytest.mark.parametrize("where", ["gather", "forward", "backward", "reduce"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_abandoned_step_leaves_nothing_behind_and_needs_no_other_rank(ranks, where):
+    for left, error in run_ranks(abandoned, ranks, ranks, where, fresh=True):
+        assert left and all(left)
+        assert error < 1e-10
+
+
 def failing_collective(rank: int, pp: int, method: str) -> tuple[str, float]:
     """What a rank raises, and its seconds, where rank 1 fails in the midst of a gather or of a reduction."""
     mesh = init_device_mesh("cpu", (pp, 2), mesh_dim_names=("pp", "dp"))
