@@ -2,22 +2,22 @@
 
     route     x_TH, weights_TK, experts_TK -> rows, weights, plan     Dispatcher.plan: what goes where, on the device
     dispatch  rows, weights, plan -> rows, weights, received          all-to-all: a rank gets the rows for its experts
-    experts   rows_RH, weights_RK, received -> rows_RH                run_experts: sort, grouped products, sum
+    experts   rows_RH, weights_RK, received -> rows_RH                run_experts: sort, grouped GEMMs, sum
     combine   rows, received -> rows                                  all-to-all back
     finish    rows, plan -> y_TH                                      Dispatcher.finish: sum over the ranks
 
 No token is dropped. A token with several experts on one rank is sent there once, with its K choices as that rank
-numbers them (-1 for those that are elsewhere) and their weights; what its experts make of the row is summed there, in
-float32 at least, before it is sent back. With 8 choices over 8 ranks a token goes to 5.3 ranks on average, not to 8.
+numbers them (-1 for those on other ranks) and their weights; the results of its experts are summed there, in float32 at
+least, before the sum is sent back. With 8 choices over 8 ranks a token goes to 5.3 ranks on average, not to 8.
 
 Example: 4 experts on 2 ranks, K = 2. A token that chose experts 2 and 3 is sent to rank 1 only, with ids [0, 1]; one
 that chose 3 and 0 to rank 0 with ids [-1, 0] and to rank 1 with ids [1, -1]. Its result is that of rank 0 plus that of
 rank 1, in this order.
 
-How many rows go to each rank is known on the device. One small all-to-all tells the receivers, and copies everything
-that the host must know; that copy is the only thing that the host waits for, in the forward alone. Dispatch and combine
-are `Communication`s in between a stage's compute segments (`dualpipe.nn.segments`), beside the computing. Rows can go
-to their experts in FP8 (`fp8_rows`), half of the bytes.
+The numbers of rows for each rank are on the device. A small all-to-all sends them to the receivers, and a copy brings
+them to the host, which waits for nothing else, and only in the forward. Dispatch and combine are `Communication`s
+between the compute segments of a stage (`dualpipe.nn.segments`), beside the computing. Rows can be dispatched in FP8
+(`fp8_rows`), in half of the bytes.
 
 Dimension letters: T tokens, K experts per token, E experts, G ranks of the group, D = min(K, G) copies of a token at
 most, S rows that a rank sends, R rows that it receives, M received (row, expert) pairs, H hidden.
@@ -52,12 +52,12 @@ from dualpipe.runtime import device
 
 
 class ExpertParallel:
-    """The experts of a model over the ranks of a group; layers take a dispatcher each.
+    """The experts of a model over the ranks of a group; each layer takes a dispatcher.
 
     ranks: the mesh's "ep" dimension, or an `AsyncAllToAll`; None or one rank: all experts are here, nothing is sent.
-    fp8_rows: dispatch rows in FP8 with a scale for so many numbers, 128 for weights in blocks of FP8, 32 for mxfp8, to
-    experts that take `quantized` besides; results and gradients go as they are. None: rows too.
-    Raises ValueError for experts that cannot be divided evenly, and scales for other numbers.
+    fp8_rows: dispatch rows in FP8, with a scale for each block of N elements, to experts that take `quantized` as well:
+    128 for weights in blocks of FP8, 32 for mxfp8. Results and gradients keep their dtype. None: so do rows.
+    Raises ValueError for experts that cannot be divided evenly, and for blocks of another size.
     """
 
     def __init__(
@@ -66,20 +66,21 @@ class ExpertParallel:
         if fp8_rows not in (None, *SCALES):
             raise ValueError(f"fp8_rows must be {', '.join(map(str, SCALES))}, numbers under a scale, or None; got "
                              f"{fp8_rows!r}")
+        if isinstance(ranks, DeviceMesh):
+            ranks = GroupAllToAll(ranks) if ranks.size() > 1 else None
+        self.size = 1 if ranks is None else ranks.size
+        self.num_experts = num_experts
+        self.local_experts = _share("the model", num_experts, self.size)
         self._fp8_rows = fp8_rows
-        size = 1 if ranks is None else ranks.size() if isinstance(ranks, DeviceMesh) else ranks.size
-        self.num_experts, self.local_experts, self.size = num_experts, _share("the model", num_experts, size), size
-        self._stream: CommStream | None = None
-        if ranks is not None and size > 1:
-            self._stream = CommStream(GroupAllToAll(ranks) if isinstance(ranks, DeviceMesh) else ranks)
+        self._stream = CommStream(ranks) if ranks is not None and self.size > 1 else None
 
     @property
     def sent_bytes(self) -> int:
-        """What this rank has sent to others, but for the numbers of rows (24 bytes to each rank in a forward)."""
+        """Bytes that this rank has sent to others, without the numbers of rows (24 bytes to each rank in a forward)."""
         return 0 if self._stream is None else self._stream.sent_bytes
 
     def dispatcher(self) -> Dispatcher:
-        """A new one, for one layer."""
+        """Make a dispatcher for one layer."""
         if self._stream is None:
             return Dispatcher(self.num_experts)
         return AllToAllDispatcher(self.num_experts, self._stream, self._fp8_rows)
@@ -88,16 +89,16 @@ class ExpertParallel:
 def run_experts(
     experts: Callable[..., Tensor], rows: Tensor, weights_RK: Tensor, received: Received
 ) -> Tensor:
-    """The weighted sum of each received row's local experts (R, H), in the dtype of the rows, (R, H) or (B, S, H).
+    """Return the weighted sum of each row's local experts (R, H), in the dtype of `rows`, (R, H) or (B, S, H).
 
-    `experts(rows_RH, tokens, weights_M)` returns (M, H), multiplied with the weights of the sorted rows; rows that came
-    in FP8 it gets besides as they came, as `quantized`.
+    `experts(rows_RH, tokens, weights_M)` returns (M, H), multiplied with the weights of the sorted rows. Rows that were
+    dispatched in FP8 it gets as received as well, as `quantized`.
     """
-    # The rows by expert, M of them, so that nothing past the last end is computed.
+    # M rows, sorted by expert, so that nothing past the last end is computed.
     rows_RH, tokens = rows.flatten(0, -2), sort_tokens(received.ids, received.num_experts).cut(received.pairs)
     weights_M = dispatch_tokens(weights_RK.reshape(-1, 1), tokens, 1).squeeze(1)  # one row for each choice
-    as_they_came = {} if received.quantized is None else {"quantized": received.quantized}
-    y_MH = experts(rows_RH, tokens, weights_M, **as_they_came)
+    quantized = {} if received.quantized is None else {"quantized": received.quantized}
+    y_MH = experts(rows_RH, tokens, weights_M, **quantized)
     return combine_tokens(y_MH, None, tokens, top_k=weights_RK.shape[1]).to(rows_RH.dtype)  # may differ under autocast
 
 
@@ -130,7 +131,7 @@ def shard_experts(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 
 def _share(what: str, experts: int, ranks: int) -> int:
-    """Experts of each rank."""
+    """Return the number of experts of each rank."""
     if experts < 1 or experts % ranks:
         possible = ", ".join(map(str, divisors(experts)))
         raise ValueError(f"{what}: {experts} experts cannot be divided evenly among {ranks} expert-parallel ranks; "
@@ -147,39 +148,39 @@ class DispatchSizes(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Where a rank's own tokens go."""
+    """The ranks and experts to which a rank's own tokens go."""
 
     tokens: SortedTokens  # of (T, D) choices among ranks: the rows to send, sorted by rank
     copies: int  # D
-    ids: Tensor  # (T * D, K) int32, sorted: a row's experts as its rank numbers them, -1 for those that are elsewhere
+    ids: Tensor  # (T * D, K) int32, sorted: a row's experts as their rank numbers them, -1 for those on other ranks
     counts: Tensor  # (G, 2) int64: rows, and (row, expert) pairs, for each rank
 
 
 class Received(NamedTuple):
-    """What a rank's experts got."""
+    """Rows that a rank received for its experts."""
 
-    ids: Tensor  # (R, K): a row's experts on this rank, -1 for those that are elsewhere
+    ids: Tensor  # (R, K): a row's experts on this rank, -1 for those on other ranks
     num_experts: int  # on this rank
     pairs: int  # M
     sizes: DispatchSizes | None  # None without other ranks
-    quantized: QuantizedRows | None = None  # the rows, where they came in FP8
+    quantized: QuantizedRows | None = None  # the rows, where they were dispatched in FP8
 
 
 class Dispatcher:
-    """The ways of one layer's tokens to their experts and back, here on a rank that has all experts."""
+    """Brings one layer's tokens to their experts and back. This base class is for a rank that has all experts."""
 
     dispatch: Communication | None = None  # rows, weights, plan -> rows (R, H), weights (R, K), Received
-    combine: Communication | None = None  # rows (R, H), Received -> rows; None, both: the plan is what is `Received`
+    combine: Communication | None = None  # rows (R, H), Received -> rows. Both None: the plan is a `Received` already
 
     def __init__(self, num_experts: int) -> None:
         self._num_experts = num_experts
 
     def plan(self, x_TH: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> tuple[Tensor, Tensor, Any]:
-        """Rows and weights to dispatch, differentiable, and the plan. An expert of -1 is unassigned."""
+        """Return rows and weights to dispatch, differentiable, and the plan. An expert of -1 is unassigned."""
         return x_TH, weights_TK, Received(experts_TK, self._num_experts, experts_TK.numel(), None)
 
     def finish(self, rows: Tensor, plan: Any) -> Tensor:
-        """The tokens' results (T, H) from what combine returned, differentiable."""
+        """Return the results of the tokens (T, H) from the rows that combine returned, differentiable."""
         return rows
 
 
@@ -194,8 +195,10 @@ class AllToAllDispatcher(Dispatcher):
         self.combine = _Combine(stream)  # type: ignore[assignment]  # never `again`
 
     def plan(self, x_TH: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> tuple[Tensor, Tensor, Plan]:
-        """Rows (T * D, H) and float32 weights (T * D, K), those to send first, sorted by rank; ValueError for operands
-        that do not fit."""
+        """Return rows (T * D, H), float32 weights (T * D, K) and the plan: first the rows to send, sorted by rank.
+
+        Raises ValueError for operands that do not fit.
+        """
         if not (x_TH.dim() == weights_TK.dim() == 2 and experts_TK.shape == weights_TK.shape == (
             x_TH.shape[0], weights_TK.shape[1])):
             raise ValueError(f"tokens (T, H), weights (T, K) and experts (T, K) are needed; got {tuple(x_TH.shape)}, "
@@ -225,7 +228,7 @@ class AllToAllDispatcher(Dispatcher):
         return rows, weights, Plan(tokens, copies, ids, counts)
 
     def finish(self, rows: Tensor, plan: Plan) -> Tensor:
-        """Adds a token's rows (S, H) in the order of the ranks, in float32 at least."""
+        """Add each token's rows (S, H) in the order of the ranks, in float32 at least."""
         return combine_tokens(rows, None, plan.tokens.cut(rows.shape[0]), top_k=plan.copies)
 
 

@@ -1,13 +1,13 @@
 """Loads of experts over sequences that context-parallel ranks share, for a balance loss on each of them.
 
-The loss on a sequence is linear in its tokens' probabilities, once it is known how often each expert was chosen in all
-of it. Its gradient is wanted in the backward alone, so the ranks' counts are added up there, beside the gradients of
-the dispatch, behind which the router's own backward comes next:
+The loss on a sequence is linear in the probabilities of its tokens, once the load of each expert in the whole sequence
+is known. Only the backward needs it, so the loads of the ranks are added up there, beside the gradients of the
+dispatch, which come just before the router's own backward:
 
     forward    route    [dispatch]                 experts   [combine]   finish
     backward   route'   [dispatch', add up loads]  experts'  [combine']  finish'
 
-They are a communication of the pipeline, as the dispatch is: all ranks start it in the same order.
+The sum is a communication of the pipeline, as the dispatch is: all ranks start them in the same order.
 
 Dimension letters: T tokens, K experts per token, E experts, N sequences, or 1 for a loss on the micro-batch, C ranks.
 """
@@ -29,8 +29,11 @@ from dualpipe.parallel.experts.dispatcher import Dispatcher
 
 
 def share_loads(modules: Iterable[nn.Module], ranks: AsyncAllToAll, parts: int) -> None:
-    """Have the balance losses of all routers in `modules`, which are the `gate` beside a `dispatcher`, be on what
-    `ranks` have together; before their segments are taken. parts: N, the same in every micro-batch."""
+    """Base the balance losses of all routers in `modules` on the tokens of all `ranks` together.
+
+    A router is the `gate` of a module with a `dispatcher`. To be called before their segments are taken.
+    parts: N, the same in every micro-batch.
+    """
     stream = CommStream(ranks, "loads of experts")
     for module in (inner for outer in modules for inner in outer.modules()):
         gate, dispatcher = getattr(module, "gate", None), getattr(module, "dispatcher", None)
@@ -44,7 +47,7 @@ class _SharedPlan(NamedTuple):
 
 
 class _SharingDispatcher(Dispatcher):
-    """A dispatcher that also adds up loads; where all experts are here, rows stay where they are."""
+    """A dispatcher that also adds up loads. On a rank with all experts, rows stay where they are."""
 
     def __init__(self, inner: Dispatcher, router: Router, stream: CommStream, parts: int) -> None:
         super().__init__(router.out_features)
