@@ -6,7 +6,7 @@ Dimension letters: B batch, T tokens, C elements of a row.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn

@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
