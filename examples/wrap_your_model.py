@@ -74,15 +74,16 @@ class Exchange:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group = group  # a failure on one of its ranks raises on all
-        self.nothing = torch.zeros(BATCH // CHUNKS, WIDTH, dtype=torch.float64, device=device)
+        self.zeros = torch.zeros(BATCH // CHUNKS, WIDTH, dtype=torch.float64, device=device)
 
-    def forward(self, inputs: tuple[Tensor] | None) -> "Flight":
-        """Start it. None: this rank has failed, and sends zeros so that the others need not wait for it."""
-        return Flight(self.nothing if inputs is None else inputs[0].contiguous(), self.group)
+    def forward(self, inputs: tuple[Tensor]) -> "Flight":
+        """Start the exchange."""
+        return Flight(inputs[0].contiguous(), self.group)
 
-    def backward(self, context: None, gradients: tuple[Tensor] | None) -> "Flight":
-        """From the gradient of what came to the gradient of what was sent."""
-        return self.forward(None if gradients is None or gradients[0] is None else gradients)
+    def backward(self, context: None, gradients: tuple[Tensor | None]) -> "Flight":
+        """Start the exchange of gradients. None is a gradient of zero, which the other ranks receive all the same."""
+        gradient = gradients[0]
+        return self.forward((self.zeros if gradient is None else gradient,))
 
 
 class Flight:

@@ -35,32 +35,40 @@ class Pending(Protocol):
     """A communication in flight."""
 
     def advance(self) -> None:
-        """Do what could not be done at the start without waiting for the device, such as sending rows whose number had
-        to be exchanged first. Called once, when other work has been given to the device and no other communication has
-        been started behind it; on all ranks at the same place, so that it may start collectives."""
+        """Start messages that had to wait for the device, such as rows whose number had to be exchanged first.
+
+        It is called once, when other work has been given to the device and before any other communication starts. All
+        ranks call it at the same place, so it may start collectives.
+        """
 
     def wait(self) -> tuple[tuple[Any, ...], Any]:
-        """Return (what was received, a context for the backward). The current stream waits, not the host, where it
-        can."""
+        """Return (results, context for the backward). The current stream waits, the host only where it must."""
 
 
 class Communication(Protocol):
-    """A communication between ranks and its backward. Every rank of its group starts the same ones in one order.
+    """A communication between ranks and its backward. All ranks of `group` start the same ones in the same order.
 
-    Any method may raise: the pipeline then ends the step on all ranks. `group` is the process group, or None.
+    Any method may raise, also after a message was sent: the engine then ends the step on all ranks. No method is called
+    again after an error, and none runs on a rank on which anything has failed.
     """
 
     group: ProcessGroup | None
 
     def forward(self, inputs: tuple[Any, ...]) -> Pending:
-        """Start it. `inputs` are detached; tensors among the results get gradients if they are floating-point."""
+        """Start the forward. `inputs` are detached; floating-point tensors among the results get gradients."""
 
     def backward(self, context: Any, gradients: tuple[Tensor | None, ...]) -> Pending:
-        """Start the way back: from gradients of the results (None: zero) to gradients of the inputs."""
+        """Start the backward, from gradients of the results to gradients of the inputs.
+
+        None among `gradients` is a gradient of zero. Another rank may have one that is not zero, so rows that it counts
+        on must be sent as zeros. None among the results is an input without a gradient.
+        """
 
     def again(self, context: Any, inputs: tuple[Any, ...]) -> Pending:
-        """Start the forward once more before its backward, with the same inputs; needed only where `recompute` asks
-        for it. The results are those of the forward; the context stays."""
+        """Repeat the forward before the backward, with the same inputs. The results are the same; the context stays.
+
+        Only a communication with `recompute` needs it.
+        """
 
 
 class _Named:
@@ -198,7 +206,7 @@ class _Communicated(torch.autograd.Function):
 
 
 def _waited_for(pending: Pending) -> tuple[tuple[Any, ...], Any]:
-    """Return what `wait` of a communication returns, at once."""
+    """Return (results, context) of a communication, which nothing hides."""
     pending.advance()
     return pending.wait()
 

@@ -1,7 +1,8 @@
-"""Rows between the ranks of a group as bytes, beside the computing.
+"""All-to-all of rows between the ranks of a group, beside the computing.
 
-On CUDA everything is given to one stream of its own, which waits for what is to be sent and for nothing else; the
-computing stream waits where the rows are needed, by events. On CPU the backend's threads send while the host computes.
+On CUDA all exchanges run on a side stream, which waits for the rows to be sent and for nothing else; the computing
+stream waits, by an event, where the received rows are used. On the CPU the backend's threads send while the host
+computes.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from dualpipe.runtime import device
 from dualpipe.runtime.recorder import Recorder
 
-# On its way: on CPU its work, on a device what comes after it; and what it is called, for which no class: 0.2 us.
+# An exchange on its way: its work on the CPU, an event behind it on a device; and its title. A class costs 0.2 us more.
 Exchange = tuple[dist.Work | None, device.Event | None, str]
 
 
 class AsyncAllToAll(Protocol):
-    """Sends rows between the ranks of a group, all of which start the same exchanges in one order."""
+    """All-to-all between the ranks of a group, all of which start the same exchanges in the same order."""
 
     rank: int
     size: int
@@ -33,9 +34,11 @@ class AsyncAllToAll(Protocol):
     def start(
         self, received: Tensor, sent: Tensor, received_rows: Sequence[int], sent_rows: Sequence[int]
     ) -> dist.Work:
-        """Send `sent_rows[r]` rows to each rank r, one after the other in `sent`; `received` likewise by source; both
-        contiguous and of one dtype. On CUDA it comes after what the current stream has been given, and `wait` of the
-        result makes the current stream wait, not the host."""
+        """Send `sent_rows[r]` rows to each rank r, in the order of the ranks in `sent`; `received` likewise by source.
+
+        Both are contiguous and of one dtype. On CUDA the exchange comes after all work of the current stream, and
+        `wait` of the result makes the current stream wait, not the host.
+        """
 
 
 class GroupAllToAll:
@@ -54,17 +57,23 @@ class GroupAllToAll:
 
 
 class CommStream:
-    """What all layers share: the all-to-all, the stream beside the computing one, and the count of bytes sent."""
+    """State shared by all layers: the all-to-all, its side stream, and the count of bytes sent to other ranks.
+
+    title: the name of the exchanges in traces.
+    """
 
     def __init__(self, all_to_all: AsyncAllToAll, title: str = "rows to or from experts") -> None:
-        self._title = title  # of what is sent, in traces
-        self.all_to_all, self.group, self.size = all_to_all, all_to_all.group, all_to_all.size
-        self.device, self.sent_bytes = all_to_all.device, 0
+        self._title = title
+        self.all_to_all = all_to_all
+        self.group = all_to_all.group
+        self.size = all_to_all.size
+        self.device = all_to_all.device
+        self.sent_bytes = 0
         self._stream = device.new_stream(self.device)
 
-    def beside(self, made: device.Event | None, *tensors: Tensor | None) -> AbstractContextManager[None]:
-        """Give to the stream beside what reads `tensors`, which exist after `made`; on CPU there is no other stream."""
-        return device.beside(self._stream, made, *(tensor for tensor in tensors if tensor is not None))
+    def beside(self, made: device.Event | None, *tensors: Tensor) -> AbstractContextManager[None]:
+        """Run work that reads `tensors` on the side stream, after the event `made`; on the CPU there is none."""
+        return device.beside(self._stream, made, *tensors)
 
     def start(
         self, received: Tensor, sent: Tensor, received_rows: Sequence[int], sent_rows: Sequence[int]
@@ -96,76 +105,72 @@ class CommStream:
 
 
 class PendingRows:
-    """Rows on their way to all ranks, made by all that the current stream has been given; as bytes, so that a rank can
-    take in what it knows nothing about. besides: what `wait` returns behind the rows; context: for a backward."""
+    """Rows on their way between all ranks of a group.
 
-    failure: BaseException | None = None  # of what was to be sent
+    They are sent after all work that the current stream was given before this object was made.
+    extra: results that `wait` returns behind the rows. context: the context for the backward.
+    """
 
-    def __init__(self, stream: CommStream, *, besides: tuple[Any, ...] = (), context: Any = None) -> None:
-        self._stream, self._made = stream, device.record(stream.device)
-        self._besides, self.context = besides, context
-        self._received: list[tuple[Tensor, torch.dtype | None]] = []
-        # On CPU all, with what is sent, so that it stays; on a device the last one, which comes after the others.
+    def __init__(self, stream: CommStream, *, extra: tuple[Any, ...] = (), context: Any = None) -> None:
+        self._stream = stream
+        self._made = device.record(stream.device)
+        self._extra = extra
+        self._context = context
+        self._received: list[Tensor] = []
+        # On the CPU every exchange, with the tensor it sends, which must live until the end. On a device the last one
+        # alone, which ends after all others.
         self._exchanges: list[tuple[Exchange, Tensor | None]] = []
 
-    def send(
-        self, rows: Tensor | None, row_bytes: int, sent: Sequence[int], received: Sequence[int],
-        dtype: torch.dtype | None, room: int | None = None, *, fill: int = 0,
-    ) -> Self:
-        """Start to send `rows` of `row_bytes`, `sent` of them to each rank, and to receive `received` from each into
-        the first of `room`, as `dtype` (None: for nobody here). Without `rows` their bytes are `fill`; also where an
-        error comes before they are sent, the `failure`: the other ranks count on them."""
-        try:
-            announced = sum(sent), row_bytes
-            assert rows is None or (rows.shape[0], row_bytes_of(rows)) == announced, "not the rows announced"
-            self._start(rows, row_bytes, sent, received, dtype, room, fill)
-        except BaseException as error:
-            self.failure = self.failure or error
-            self._start(None, row_bytes, sent, received, None, room, fill)
-        return self
+    def send(self, rows: Tensor, sent: Sequence[int], received: Sequence[int], *, capacity: int | None = None) -> Self:
+        """Start to send `sent[r]` of `rows` (N, C) to each rank r, and to receive `received[r]` rows from it.
 
-    def _start(
-        self, rows: Tensor | None, row_bytes: int, sent: Sequence[int], received: Sequence[int],
-        dtype: torch.dtype | None, room: int | None, fill: int,
-    ) -> None:
-        stream, total = self._stream, sum(received)
+        The received tensor has the width and dtype of `rows`. capacity: its number of rows, of which the received ones
+        are the first (default: all of them).
+        """
+        assert rows.shape[0] == sum(sent), f"{rows.shape[0]} rows to send, but {sum(sent)} were announced"
+        stream = self._stream
+        total = sum(received)
         with stream.beside(self._made, rows):
-            if rows is None:
-                rows = torch.full((sum(sent), row_bytes), fill, dtype=torch.uint8, device=stream.device)
-            rows = rows.contiguous().view(torch.uint8)
-            buffer = torch.empty(total if room is None else room, row_bytes, dtype=torch.uint8, device=stream.device)
-            exchange = stream.start(buffer[:total], rows, received, sent)
-        self.add(exchange, rows)
-        self._received.append((buffer, dtype))
-        stream.sent_bytes += row_bytes * (sum(sent) - sent[stream.all_to_all.rank])
-
-    def add(self, exchange: Exchange, sent: Tensor) -> None:
-        """Have `receive` wait for an exchange of `sent`."""
+            sent_bytes = rows.contiguous().view(torch.uint8)  # gloo refuses some dtypes
+            shape = (total if capacity is None else capacity, rows.shape[1])
+            buffer = torch.empty(shape, dtype=rows.dtype, device=stream.device)
+            exchange = stream.start(buffer[:total].view(torch.uint8), sent_bytes, received, sent)
         if exchange[0] is None:
             self._exchanges = [(exchange, None)]
         else:
-            self._exchanges.append((exchange, sent))
+            self._exchanges.append((exchange, sent_bytes))
+        self._received.append(buffer)
+        stream.sent_bytes += row_bytes_of(rows) * (sum(sent) - sent[stream.all_to_all.rank])
+        return self
 
-    def receive(self) -> list[Any]:
-        """What was received, (rows, ...) or None: the current stream waits for it, on CPU the host."""
+    def receive(self) -> list[Tensor]:
+        """Return the received tensors, one for each `send`. The current stream waits for them, on the CPU the host."""
         while self._exchanges:
             self._stream.wait(self._exchanges.pop(0)[0])
-        received, self._received = self._received, []  # the caller's from now on
-        device.keep(*(buffer for buffer, _ in received))  # made beside, used here
-        return [None if dtype is None else buffer.view(dtype) for buffer, dtype in received]
-
-    def take_failure(self) -> BaseException | None:
-        """See `dualpipe.nn.segments.Pending`; not kept, as this is in its traceback, with all that was to be sent."""
-        failure, self.failure = self.failure, None
-        return failure
+        received = self._received
+        self._received = []  # they are the caller's from now on
+        device.keep(*received)  # made on the stream beside, used on the current one
+        return received
 
     def advance(self) -> None:
-        """All of it is on its way."""
+        """Do nothing: all rows are on their way."""
 
     def wait(self) -> tuple[tuple[Any, ...], Any]:
         """See `dualpipe.nn.segments.Pending`."""
-        return (*self.receive(), *self._besides), self.context
+        return (*self.receive(), *self._extra), self._context
+
+
+def gradient_rows(
+    gradient: Tensor | None, shape: tuple[int, int], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Return a gradient to send, zeros where it is None: the other ranks receive these rows in either case."""
+    if gradient is None:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    assert gradient.shape == shape and gradient.dtype is dtype, (
+        f"got a gradient {tuple(gradient.shape)} in {gradient.dtype} for rows {shape} in {dtype}")
+    return gradient
 
 
 def row_bytes_of(matrix: Tensor) -> int:
+    """Return the bytes of one row."""
     return matrix.shape[1] * matrix.itemsize

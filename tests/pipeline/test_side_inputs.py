@@ -82,13 +82,13 @@ class Roll:
             return self.value
 
     def forward(self, inputs):
-        return self.Pending((tuple(None if t is None else t.roll(1, 1) for t in inputs or ()), None))
+        return self.Pending((tuple(None if t is None else t.roll(1, 1) for t in inputs), None))
 
     def again(self, context, inputs):
         return self.forward(inputs)
 
     def backward(self, context, gradients):
-        back = () if gradients is None else (None if gradients[0] is None else gradients[0].roll(-1, 1), None)
+        back = (None if gradients[0] is None else gradients[0].roll(-1, 1), None)
         return self.Pending((back, None))
 
 

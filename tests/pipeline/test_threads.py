@@ -47,8 +47,7 @@ class Swap:
     def forward(self, inputs):
         (rows,) = inputs
         pending, each = PendingRows(self._stream), [len(rows) // self._stream.size] * self._stream.size
-        pending.send(rows, rows.shape[1] * rows.itemsize, each, each, rows.dtype)
-        return pending
+        return pending.send(rows, each, each)
 
     def backward(self, context, gradients):
         return self.forward(gradients)
@@ -270,7 +269,7 @@ def test_nothing_is_left_in_memory(pp, ep):
 
 @pytest.mark.parametrize("pp, ep", [(1, 2), (2, 2)])
 def test_a_missing_wait_for_rows_shows(real_device, monkeypatch, pp, ep):
-    monkeypatch.setattr(PendingRows, "receive", lambda rows: [b.view(dtype) for b, dtype in rows._received])
+    monkeypatch.setattr(PendingRows, "receive", lambda rows: list(rows._received))
     it = problem(False, 2 * pp, ep)
     results = run_threads(step, pp * ep, it, pp, ep, True, device=real_device, delays=Delays(all_to_all=EACH))
     _, gradients = reference(it)

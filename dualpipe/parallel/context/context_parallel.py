@@ -61,8 +61,10 @@ class ContextParallel(SequenceRanks):
 
 
 def method_for(attention: SharedAttention, ranks: int, method: str) -> str:
-    """"window", "ring" or "all_to_all": what so many ranks exchange by for a layer, asked for one of `METHODS`. Raises
-    ValueError where heads do not go with that."""
+    """Return the method of a layer, "window", "ring" or "all_to_all", for one of `METHODS` and a number of ranks.
+
+    Raises ValueError where the heads cannot be divided among the ranks, as "all_to_all" needs.
+    """
     if attention.window is not None:
         return "window"
     heads, kv_heads = attention.num_heads, attention.num_kv_heads

@@ -111,7 +111,7 @@ class Ring(_Blocks):
         middle: list[Segment] = []
         for number in range(self._size):
             if number + 1 < self._size:
-                hop = SequenceRows(self._ranks, self._attention, self._width, partial(self._hop, number))
+                hop = SequenceRows(self._ranks, self._width, partial(self._hop, number))
                 middle.append(Communicate(hop, (f"kv{number}", "context"), f"kv{number + 1}", True, True))
             middle.append(self._block(number, self._size))
         return self._around(middle, recompute)
@@ -139,7 +139,7 @@ class Window(_Blocks):
     def segments(self, recompute: bool) -> list[Segment]:
         if self._attention.window == 1:  # a token sees itself
             return self._around([self._block(0, 1)], recompute)
-        exchange = SequenceRows(self._ranks, self._attention, self._width, self._tokens)
+        exchange = SequenceRows(self._ranks, self._width, self._tokens)
         return self._around([
             Compute(self._pack, ("kv0", "context"), "sent", True),
             Communicate(exchange, ("sent", "context"), "received", True, True),

@@ -30,9 +30,8 @@ class ByHeads:
         self._heads, kv_heads = attention.num_heads // self._size, attention.num_kv_heads // self._size
         self._widths = [self._heads * attention.qk_dim, kv_heads * attention.qk_dim, kv_heads * attention.v_dim]
         self._kv_heads = kv_heads
-        self._there = SequenceRows(ranks, attention, sum(self._widths), self._tokens)
-        back = self._heads * attention.v_dim
-        self._back = SequenceRows(ranks, attention, back, lambda length: self._tokens(length)[::-1])
+        self._there = SequenceRows(ranks, sum(self._widths), self._tokens)
+        self._back = SequenceRows(ranks, self._heads * attention.v_dim, lambda length: self._tokens(length)[::-1])
 
     def segments(self, recompute: bool) -> list[Segment]:
         """What arrives is no more than what was sent, so it is sent again only where all is computed again."""

@@ -2,22 +2,22 @@
 
     route     x_TH, weights_TK, experts_TK -> rows, weights, plan     Dispatcher.plan: what goes where, on the device
     dispatch  rows, weights, plan -> rows, weights, received          all-to-all: a rank gets the rows for its experts
-    experts   rows_RH, weights_RK, received -> rows_RH                run_experts: sort, grouped products, sum
+    experts   rows_RH, weights_RK, received -> rows_RH                run_experts: sort, grouped GEMMs, sum
     combine   rows, received -> rows                                  all-to-all back
     finish    rows, plan -> y_TH                                      Dispatcher.finish: sum over the ranks
 
 No token is dropped. A token with several experts on one rank is sent there once, with its K choices as that rank
-numbers them (-1 for those that are elsewhere) and their weights; what its experts make of the row is summed there, in
-float32 at least, before it is sent back. With 8 choices over 8 ranks a token goes to 5.3 ranks on average, not to 8.
+numbers them (-1 for those on other ranks) and their weights; the results of its experts are summed there, in float32 at
+least, before the sum is sent back. With 8 choices over 8 ranks a token goes to 5.3 ranks on average, not to 8.
 
 Example: 4 experts on 2 ranks, K = 2. A token that chose experts 2 and 3 is sent to rank 1 only, with ids [0, 1]; one
 that chose 3 and 0 to rank 0 with ids [-1, 0] and to rank 1 with ids [1, -1]. Its result is that of rank 0 plus that of
 rank 1, in this order.
 
-How many rows go to each rank is known on the device. One small all-to-all tells the receivers, and copies everything
-that the host must know; that copy is the only thing that the host waits for, in the forward alone. Dispatch and combine
-are `Communication`s in between a stage's compute segments (`dualpipe.nn.segments`), beside the computing. Rows can go
-to their experts in FP8 (`fp8_rows`), half of the bytes.
+The numbers of rows for each rank are on the device. A small all-to-all sends them to the receivers, and a copy brings
+them to the host, which waits for nothing else, and only in the forward. Dispatch and combine are `Communication`s
+between the compute segments of a stage (`dualpipe.nn.segments`), beside the computing. Rows can be dispatched in FP8
+(`fp8_rows`), in half of the bytes.
 
 Dimension letters: T tokens, K experts per token, E experts, G ranks of the group, D = min(K, G) copies of a token at
 most, S rows that a rank sends, R rows that it receives, M received (row, expert) pairs, H hidden.
@@ -25,7 +25,6 @@ most, S rows that a rank sends, R rows that it receives, M received (row, expert
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -39,19 +38,26 @@ from dualpipe.kernels.formats import QuantizedRows
 from dualpipe.kernels.quantize import quantize_rows
 from dualpipe.nn.grouped_linear import GroupedLinear
 from dualpipe.nn.segments import Communication, Pending
-from dualpipe.parallel.all_to_all import AsyncAllToAll, CommStream, GroupAllToAll, PendingRows, row_bytes_of
-from dualpipe.parallel.experts.fp8_rows import SCALES, PendingFp8, dequantized, scale_bytes
+from dualpipe.parallel.all_to_all import (
+    AsyncAllToAll,
+    CommStream,
+    GroupAllToAll,
+    PendingRows,
+    gradient_rows,
+    row_bytes_of,
+)
+from dualpipe.parallel.experts.fp8_rows import SCALES, PendingFp8Rows, dequantized
 from dualpipe.parallel.mesh import divisors
 from dualpipe.runtime import device
 
 
 class ExpertParallel:
-    """The experts of a model over the ranks of a group; layers take a dispatcher each.
+    """The experts of a model over the ranks of a group; each layer takes a dispatcher.
 
     ranks: the mesh's "ep" dimension, or an `AsyncAllToAll`; None or one rank: all experts are here, nothing is sent.
-    fp8_rows: dispatch rows in FP8 with a scale for so many numbers, 128 for weights in blocks of FP8, 32 for mxfp8, to
-    experts that take `quantized` besides; results and gradients go as they are. None: rows too.
-    Raises ValueError for experts that cannot be divided evenly, and scales for other numbers.
+    fp8_rows: dispatch rows in FP8, with a scale for each block of N elements, to experts that take `quantized` as well:
+    128 for weights in blocks of FP8, 32 for mxfp8. Results and gradients keep their dtype. None: so do rows.
+    Raises ValueError for experts that cannot be divided evenly, and for blocks of another size.
     """
 
     def __init__(
@@ -60,20 +66,21 @@ class ExpertParallel:
         if fp8_rows not in (None, *SCALES):
             raise ValueError(f"fp8_rows must be {', '.join(map(str, SCALES))}, numbers under a scale, or None; got "
                              f"{fp8_rows!r}")
+        if isinstance(ranks, DeviceMesh):
+            ranks = GroupAllToAll(ranks) if ranks.size() > 1 else None
+        self.size = 1 if ranks is None else ranks.size
+        self.num_experts = num_experts
+        self.local_experts = _share("the model", num_experts, self.size)
         self._fp8_rows = fp8_rows
-        size = 1 if ranks is None else ranks.size() if isinstance(ranks, DeviceMesh) else ranks.size
-        self.num_experts, self.local_experts, self.size = num_experts, _share("the model", num_experts, size), size
-        self._stream: CommStream | None = None
-        if ranks is not None and size > 1:
-            self._stream = CommStream(GroupAllToAll(ranks) if isinstance(ranks, DeviceMesh) else ranks)
+        self._stream = CommStream(ranks) if ranks is not None and self.size > 1 else None
 
     @property
     def sent_bytes(self) -> int:
-        """What this rank has sent to others, but for the numbers of rows (24 bytes to each rank in a forward)."""
+        """Bytes that this rank has sent to others, without the numbers of rows (24 bytes to each rank in a forward)."""
         return 0 if self._stream is None else self._stream.sent_bytes
 
     def dispatcher(self) -> Dispatcher:
-        """A new one, for one layer."""
+        """Make a dispatcher for one layer."""
         if self._stream is None:
             return Dispatcher(self.num_experts)
         return AllToAllDispatcher(self.num_experts, self._stream, self._fp8_rows)
@@ -82,16 +89,16 @@ class ExpertParallel:
 def run_experts(
     experts: Callable[..., Tensor], rows: Tensor, weights_RK: Tensor, received: Received
 ) -> Tensor:
-    """The weighted sum of each received row's local experts (R, H), in the dtype of the rows, (R, H) or (B, S, H).
+    """Return the weighted sum of each row's local experts (R, H), in the dtype of `rows`, (R, H) or (B, S, H).
 
-    `experts(rows_RH, tokens, weights_M)` returns (M, H), multiplied with the weights of the sorted rows; rows that came
-    in FP8 it gets besides as they came, as `quantized`.
+    `experts(rows_RH, tokens, weights_M)` returns (M, H), multiplied with the weights of the sorted rows. Rows that were
+    dispatched in FP8 it gets as received as well, as `quantized`.
     """
-    # The rows by expert, M of them, so that nothing past the last end is computed.
+    # M rows, sorted by expert, so that nothing past the last end is computed.
     rows_RH, tokens = rows.flatten(0, -2), sort_tokens(received.ids, received.num_experts).cut(received.pairs)
     weights_M = dispatch_tokens(weights_RK.reshape(-1, 1), tokens, 1).squeeze(1)  # one row for each choice
-    as_they_came = {} if received.quantized is None else {"quantized": received.quantized}
-    y_MH = experts(rows_RH, tokens, weights_M, **as_they_came)
+    quantized = {} if received.quantized is None else {"quantized": received.quantized}
+    y_MH = experts(rows_RH, tokens, weights_M, **quantized)
     return combine_tokens(y_MH, None, tokens, top_k=weights_RK.shape[1]).to(rows_RH.dtype)  # may differ under autocast
 
 
@@ -124,7 +131,7 @@ def shard_experts(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 
 def _share(what: str, experts: int, ranks: int) -> int:
-    """Experts of each rank."""
+    """Return the number of experts of each rank."""
     if experts < 1 or experts % ranks:
         possible = ", ".join(map(str, divisors(experts)))
         raise ValueError(f"{what}: {experts} experts cannot be divided evenly among {ranks} expert-parallel ranks; "
@@ -132,52 +139,48 @@ def _share(what: str, experts: int, ranks: int) -> int:
     return experts // ranks
 
 
-class Sizes(NamedTuple):
-    """What the host knows of an exchange: rows for and from each rank, and bytes of what a row consists of."""
+class DispatchSizes(NamedTuple):
+    """Sizes of a dispatch and its combine, on the host."""
 
-    sent: list[int]
-    received: list[int]
-    row: int  # bytes of the hidden state
-    weights: int
-    ids: int
-    there: int  # of the hidden state on its way to the experts: less than `row` in FP8
-    scales: int  # which then travel with the weights
+    sent: list[int]  # rows for each rank
+    received: list[int]  # rows from each rank
+    row_bytes: int  # of a hidden state, before it is quantized
 
 
 class Plan(NamedTuple):
-    """Where a rank's own tokens go."""
+    """The ranks and experts to which a rank's own tokens go."""
 
     tokens: SortedTokens  # of (T, D) choices among ranks: the rows to send, sorted by rank
     copies: int  # D
-    ids: Tensor  # (T * D, K) int32, sorted: a row's experts as its rank numbers them, -1 for those that are elsewhere
+    ids: Tensor  # (T * D, K) int32, sorted: a row's experts as their rank numbers them, -1 for those on other ranks
     counts: Tensor  # (G, 2) int64: rows, and (row, expert) pairs, for each rank
 
 
 class Received(NamedTuple):
-    """What a rank's experts got."""
+    """Rows that a rank received for its experts."""
 
-    ids: Tensor  # (R, K): a row's experts on this rank, -1 for those that are elsewhere
+    ids: Tensor  # (R, K): a row's experts on this rank, -1 for those on other ranks
     num_experts: int  # on this rank
     pairs: int  # M
-    sizes: Sizes | None  # None without other ranks
-    quantized: QuantizedRows | None = None  # the rows, where they came in FP8
+    sizes: DispatchSizes | None  # None without other ranks
+    quantized: QuantizedRows | None = None  # the rows, where they were dispatched in FP8
 
 
 class Dispatcher:
-    """The ways of one layer's tokens to their experts and back, here on a rank that has all experts."""
+    """Brings one layer's tokens to their experts and back. This base class is for a rank that has all experts."""
 
     dispatch: Communication | None = None  # rows, weights, plan -> rows (R, H), weights (R, K), Received
-    combine: Communication | None = None  # rows (R, H), Received -> rows; None, both: the plan is what is `Received`
+    combine: Communication | None = None  # rows (R, H), Received -> rows. Both None: the plan is a `Received` already
 
     def __init__(self, num_experts: int) -> None:
         self._num_experts = num_experts
 
     def plan(self, x_TH: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> tuple[Tensor, Tensor, Any]:
-        """Rows and weights to dispatch, differentiable, and the plan. An expert of -1 is unassigned."""
+        """Return rows and weights to dispatch, differentiable, and the plan. An expert of -1 is unassigned."""
         return x_TH, weights_TK, Received(experts_TK, self._num_experts, experts_TK.numel(), None)
 
     def finish(self, rows: Tensor, plan: Any) -> Tensor:
-        """The tokens' results (T, H) from what combine returned, differentiable."""
+        """Return the results of the tokens (T, H) from the rows that combine returned, differentiable."""
         return rows
 
 
@@ -186,14 +189,16 @@ class AllToAllDispatcher(Dispatcher):
 
     def __init__(self, num_experts: int, stream: CommStream, fp8_rows: int | None = None) -> None:
         super().__init__(num_experts)
-        self._ranks, self._local = stream.size, num_experts // stream.size
-        under_way: deque[_PendingDispatch] = deque()
-        self.dispatch = _Dispatch(stream, self._local, under_way, fp8_rows)
-        self.combine = _Combine(stream, under_way)  # type: ignore[assignment]  # never `again`
+        self._ranks = stream.size
+        self._local = num_experts // stream.size
+        self.dispatch = _Dispatch(stream, self._local, fp8_rows)
+        self.combine = _Combine(stream)  # type: ignore[assignment]  # never `again`
 
     def plan(self, x_TH: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> tuple[Tensor, Tensor, Plan]:
-        """Rows (T * D, H) and float32 weights (T * D, K), those to send first, sorted by rank; ValueError for operands
-        that do not fit."""
+        """Return rows (T * D, H), float32 weights (T * D, K) and the plan: first the rows to send, sorted by rank.
+
+        Raises ValueError for operands that do not fit.
+        """
         if not (x_TH.dim() == weights_TK.dim() == 2 and experts_TK.shape == weights_TK.shape == (
             x_TH.shape[0], weights_TK.shape[1])):
             raise ValueError(f"tokens (T, H), weights (T, K) and experts (T, K) are needed; got {tuple(x_TH.shape)}, "
@@ -223,174 +228,181 @@ class AllToAllDispatcher(Dispatcher):
         return rows, weights, Plan(tokens, copies, ids, counts)
 
     def finish(self, rows: Tensor, plan: Plan) -> Tensor:
-        """Adds a token's rows (S, H) in the order of the ranks, in float32 at least."""
+        """Add each token's rows (S, H) in the order of the ranks, in float32 at least."""
         return combine_tokens(rows, None, plan.tokens.cut(rows.shape[0]), top_k=plan.copies)
 
 
+class _DispatchContext(NamedTuple):
+    """Values that `again` and the backward of a dispatch need."""
+
+    sizes: DispatchSizes
+    places: int  # T * D, rows in the plan
+    width: int  # H
+    dtype: torch.dtype  # of the rows
+    weights_RK: Tensor
+    received: Received
+
+
 class _Dispatch:
-    """Communication of rows and weights to their experts. Context: sizes, T * D, dtypes of rows and weights, and what
-    `again` returns besides the rows."""
+    """Communication of rows and weights to their experts."""
 
-    def __init__(
-        self, stream: CommStream, num_experts: int, under_way: deque[_PendingDispatch], fp8_rows: int | None
-    ) -> None:
-        self._stream, self._num_experts, self._under_way, self.group = stream, num_experts, under_way, stream.group
+    def __init__(self, stream: CommStream, num_experts: int, fp8_rows: int | None) -> None:
+        self._stream = stream
+        self._num_experts = num_experts
         self._fp8_rows = fp8_rows
+        self.group = stream.group
 
-    def forward(self, inputs: tuple[Tensor, Tensor, Plan] | None) -> Pending:
+    def forward(self, inputs: tuple[Tensor, Tensor, Plan]) -> Pending:
         pending = _PendingDispatch(self._stream, self._num_experts, inputs, self._fp8_rows)
-        self._under_way.append(pending)
         if self._stream.device.type == "cpu":  # the host computes, so rows must be on their way before it does
-            try:
-                pending.advance()
-            except BaseException as error:  # the counts are sent: the next `advance` sends the rows
-                pending.failure = pending.failure or error
+            pending.advance()
         return pending
 
-    def backward(self, context: tuple[Any, ...], gradients: tuple[Tensor | None, ...] | None) -> Pending:
-        sizes, places, dtypes, _ = context
-        pending = PendingRows(self._stream, besides=(None,))
-        # The gradients have the shapes of what `plan` returned; rows past those that were sent are unassigned.
-        for gradient, row_bytes, dtype in zip(gradients or (None, None), (sizes.row, sizes.weights), dtypes):
-            pending.send(gradient, row_bytes, sizes.received, sizes.sent, dtype, places)
+    def backward(self, context: _DispatchContext, gradients: tuple[Tensor | None, ...]) -> Pending:
+        sizes, weights_RK = context.sizes, context.weights_RK
+        shape = sum(sizes.received), context.width
+        d_rows_RH = gradient_rows(gradients[0], shape, context.dtype, self._stream.device)
+        d_weights_RK = gradient_rows(gradients[1], tuple(weights_RK.shape), weights_RK.dtype, self._stream.device)
+        pending = PendingRows(self._stream, extra=(None,))
+        # The results have the shapes of the plan's rows and weights; rows past those that were sent are unassigned.
+        pending.send(d_rows_RH, sizes.received, sizes.sent, capacity=context.places)
+        pending.send(d_weights_RK, sizes.received, sizes.sent, capacity=context.places)
         return pending
 
-    def again(self, context: tuple[Any, ...], inputs: tuple[Tensor, Tensor, Plan] | None) -> Pending:
-        """The rows alone: how many, their weights and their choices are known from the first time."""
-        sizes, _, (dtype, _), besides = context
-        rows = None if inputs is None else inputs[0][: sum(sizes.sent)]
+    def again(self, context: _DispatchContext, inputs: tuple[Tensor, Tensor, Plan]) -> Pending:
+        """Send the rows alone: their numbers, weights and choices are known from the forward."""
+        sizes = context.sizes
+        rows_SH = inputs[0][: sum(sizes.sent)]
         if self._fp8_rows is None:
-            return PendingRows(self._stream, besides=besides).send(rows, sizes.row, sizes.sent, sizes.received, dtype)
-        return PendingFp8(self._stream, self._fp8_rows, rows, sizes.there, sizes.sent, sizes.received, besides)
+            pending = PendingRows(self._stream, extra=(context.weights_RK, context.received))
+            return pending.send(rows_SH, sizes.sent, sizes.received)
+        return PendingFp8Rows(self._stream, self._fp8_rows, rows_SH, sizes.sent, sizes.received,
+                              context.weights_RK, context.received)
 
 
 class _PendingDispatch(PendingRows):
-    """A dispatch under way: the numbers of rows first, then the rows. A rank without inputs sends none, and takes in as
-    bytes what the others send."""
+    """A dispatch under way: first the numbers of rows, then the rows, and beside them weights and choices as bytes."""
 
     def __init__(
-        self, stream: CommStream, num_experts: int, inputs: tuple[Tensor, Tensor, Plan] | None, fp8_rows: int | None
+        self, stream: CommStream, num_experts: int, inputs: tuple[Tensor, Tensor, Plan], fp8_rows: int | None
     ) -> None:
         super().__init__(stream)
-        self._num_experts, self._inputs, self._fp8_rows = num_experts, inputs, fp8_rows
-        self.sizes: Sizes | None = None  # known when rows are under way
-        # How many rows the other ranks get and what is in one, for them and the host, which must know.
-        with stream.beside(self._made, None if inputs is None else inputs[2].counts):
-            make = torch.zeros if inputs is None else torch.empty
-            both = make(2, stream.size, 3, dtype=torch.int64, device=stream.device)  # sent, received
-            if inputs is not None:
-                rows, weights, plan = inputs
-                both[0, :, :2] = plan.counts
-                fp8 = 0 if self._fp8_rows is None else rows.itemsize << 4 | self._fp8_rows // 32
-                row, weight, ids = map(row_bytes_of, (rows, weights, plan.ids))
-                both[0, :, 2].fill_(_packed(row, weight, ids, fp8))
-            each = [1] * stream.size
-            self._counts, self._told = both, stream.start(both[1], both[0], each, each)
+        self._num_experts = num_experts
+        self._fp8_rows = fp8_rows
+        self._inputs: tuple[Tensor, Tensor, Plan] | None = inputs
+        self._sizes: DispatchSizes | None = None  # known once the rows are on their way
+        rows, weights, plan = inputs
+        row_format = _packed_format(rows, weights, plan.ids, fp8_rows)
+        # (2, G, 3), sent and received: for each rank the rows, the (row, expert) pairs and the format of a row.
+        with stream.beside(self._made, plan.counts):
+            records = torch.empty(2, stream.size, 3, dtype=torch.int64, device=stream.device)
+            records[0, :, :2] = plan.counts
+            records[0, :, 2].fill_(row_format)
+            ones = [1] * stream.size
+            self._records = records
+            self._records_exchange = stream.start(records[1], records[0], ones, ones)
             self._copied: device.Event | None = None
-            if self._told[0] is None:
-                try:
-                    self._counts, self._copied = device.to_host(both)
-                except BaseException as error:  # the numbers are sent: `advance` reads them where they are
-                    self.failure = error
+            if self._records_exchange[0] is None:  # on a device
+                self._records, self._copied = device.to_host(records)
 
     def advance(self) -> None:
-        """Send the rows, once it is known how many; the host waits for that."""
-        if self.sizes is not None:
+        """Send the rows, once their numbers are known; the host waits for these."""
+        if self._sizes is not None:
             return
+        assert self._inputs is not None, "inputs are kept until wait"
         if self._copied is None:
-            self._stream.wait(self._told)
+            self._stream.wait(self._records_exchange)
         else:
             self._copied.synchronize()  # orders: the copy, then the host, which alone waits here
-        sent, received = self._counts.tolist()  # the records for and from each rank
-        told = {_unpacked(record[2]) for record in (*sent, *received) if record[2]}  # 0 from one without inputs
-        if len(told) > 1:
+        sent, received = self._records.tolist()
+        formats = {record[2] for record in (*sent, *received)}
+        if len(formats) > 1:
             raise ValueError("the ranks' rows consist of different numbers of bytes (hidden state, weights, choices; "
-                             f"in FP8: not 0): {sorted(told)}; give the layer the same sizes, dtypes and fp8_rows "
-                             "everywhere")
-        row, weight, ids, fp8 = told.pop() if told else (0, 0, 0, 0)
-        there = row // (fp8 >> 4) if fp8 else row
-        sizes = Sizes([record[0] for record in sent], [record[0] for record in received], row, weight, ids, there,
-                      scale_bytes(there, fp8 % 16 * 32) if fp8 else 0)
-        self._pairs, total = sum(record[1] for record in received), sum(sizes.sent)
-        rows = packed = dtype = None
-        if self._inputs is not None:
-            try:
-                rows, packed = self._packed_rows(*self._inputs, total)
-                dtype = torch.uint8
-            except BaseException as error:  # the others know how many rows come
-                self.failure = self.failure or error
-        self.send(rows, sizes.there, sizes.sent, sizes.received, dtype)
-        row_bytes = sizes.weights + sizes.ids + sizes.scales
-        self.send(packed, row_bytes, sizes.sent, sizes.received, dtype, fill=0xFF)  # of ids: no expert's
-        self.sizes = sizes  # not before: after an error the next call sends the rows
+                             f"in FP8: not 0): {sorted(map(_unpacked_format, formats))}; give the layer the same "
+                             "sizes, dtypes and fp8_rows everywhere")
+        rows, weights, plan = self._inputs
+        sizes = DispatchSizes([record[0] for record in sent], [record[0] for record in received], row_bytes_of(rows))
+        self._pairs = sum(record[1] for record in received)
+        total = sum(sizes.sent)
+        rows_SH, packed = self._packed_rows(rows[:total], weights[:total], plan.ids[:total])
+        self.send(rows_SH, sizes.sent, sizes.received)
+        self.send(packed, sizes.sent, sizes.received)
+        self._sizes = sizes
 
-    def _packed_rows(self, rows: Tensor, weights: Tensor, plan: Plan, total: int) -> tuple[Tensor, Tensor]:
-        """The rows to send, `total` of them, and their weights, choices and scales as bytes beside each other."""
-        rows = rows[:total]
-        with self._stream.beside(self._made, rows, weights, plan.ids):
-            parts, word = [weights[:total], plan.ids[:total]], torch.int32
-            if self._fp8_rows is not None:
-                rows, scales = quantize_rows(rows, self._fp8_rows)
-                parts, word = [*parts, scales], torch.uint8
-            return rows, torch.cat([part.view(word) for part in parts], 1)
+    def _packed_rows(self, rows_SH: Tensor, weights_SK: Tensor, ids_SK: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the rows to send, and their weights, choices and FP8 scales as bytes side by side."""
+        with self._stream.beside(self._made, rows_SH, weights_SK, ids_SK):
+            if self._fp8_rows is None:
+                parts = [weights_SK.view(torch.int32), ids_SK.view(torch.int32)]
+                return rows_SH, torch.cat(parts, 1).view(torch.uint8)
+            elements, scales = quantize_rows(rows_SH, self._fp8_rows)
+            return elements, torch.cat([part.view(torch.uint8) for part in (weights_SK, ids_SK, scales)], 1)
 
     def wait(self) -> tuple[tuple[Any, ...], Any]:
-        """Rows, weights and `Received`, and what the way back needs."""
+        """Return rows, weights and `Received`, and the context."""
         self.advance()
         rows_RH, packed = self.receive()
-        sizes = self.sizes
-        assert sizes is not None, "advance makes the sizes"
-        if self._inputs is None or self.failure is not None:
-            return (None, None, None), (sizes, sum(sizes.sent), (None, None), (None, None))
-        (rows, weights, _), self._inputs = self._inputs, None  # what was sent may be freed
-        weights_RK, ids_RK, *scales = (  # copied: a part of one row has a stride that a wider dtype cannot have
-            part.clone(memory_format=torch.contiguous_format)
-            for part in packed.split((sizes.weights, sizes.ids, *[sizes.scales] * bool(sizes.scales)), 1)
-        )
-        received = Received(ids_RK.view(torch.int32), self._num_experts, self._pairs, sizes)
-        besides = weights_RK.view(weights.dtype), received
-        context = sizes, len(rows), (rows.dtype, weights.dtype), besides
-        if scales and self._fp8_rows is not None:
-            return dequantized(rows_RH, scales[0], self._fp8_rows, rows.dtype, *besides), context
-        return (rows_RH.view(rows.dtype), *besides), context
+        sizes, inputs = self._sizes, self._inputs
+        assert sizes is not None and inputs is not None, "advance makes the sizes"
+        self._inputs = None  # the memory of sent rows may be freed
+        rows, weights, plan = inputs
+        weights_end = row_bytes_of(weights)
+        ids_end = weights_end + row_bytes_of(plan.ids)
+        weights_RK = _copied_columns(packed, 0, weights_end).view(weights.dtype)
+        ids_RK = _copied_columns(packed, weights_end, ids_end).view(torch.int32)
+        received = Received(ids_RK, self._num_experts, self._pairs, sizes)
+        context = _DispatchContext(sizes, len(rows), rows.shape[1], rows.dtype, weights_RK, received)
+        if self._fp8_rows is None:
+            return (rows_RH, weights_RK, received), context
+        scales = _copied_columns(packed, ids_end, packed.shape[1])
+        return dequantized(rows_RH, scales, self._fp8_rows, rows.dtype, weights_RK, received), context
 
 
-def _packed(row: int, weights: int, ids: int, fp8: int) -> int:
-    """Three sizes in one number, for a single launch to tell; weights and ids of a row are a few bytes an expert. fp8:
-    16 times the bytes of a number before it is quantized, and how many times 32 have a scale; 0: rows as they are."""
-    return row << 32 | weights << 20 | ids << 8 | fp8
+def _copied_columns(packed: Tensor, start: int, end: int) -> Tensor:
+    """Return a contiguous copy: columns of a single row have a stride that a wider dtype cannot have."""
+    return packed[:, start:end].clone(memory_format=torch.contiguous_format)
 
 
-def _unpacked(sizes: int) -> tuple[int, int, int, int]:
-    return sizes >> 32, sizes >> 20 & 0xFFF, sizes >> 8 & 0xFFF, sizes & 0xFF
+def _packed_format(rows: Tensor, weights: Tensor, ids: Tensor, fp8_rows: int | None) -> int:
+    """Return the format of a dispatched row as one number, which a single kernel writes.
+
+    It consists of the bytes of the hidden state, of weights and of choices; then 0, or in FP8 16 times the bytes of an
+    element before it is quantized plus the elements of a scale / 32.
+    """
+    fp8 = 0 if fp8_rows is None else rows.itemsize << 4 | fp8_rows // 32
+    return row_bytes_of(rows) << 32 | row_bytes_of(weights) << 20 | row_bytes_of(ids) << 8 | fp8
+
+
+def _unpacked_format(packed: int) -> tuple[int, int, int, int]:
+    return packed >> 32, packed >> 20 & 0xFFF, packed >> 8 & 0xFFF, packed & 0xFF
+
+
+class _CombineContext(NamedTuple):
+    """Values that the backward of a combine needs."""
+
+    sizes: DispatchSizes
+    width: int
+    dtype: torch.dtype
 
 
 class _Combine:
-    """Communication of rows back to where they came from."""
+    """Communication of rows back to the ranks of their tokens."""
 
-    def __init__(self, stream: CommStream, under_way: deque[_PendingDispatch]) -> None:
-        self._stream, self._under_way, self.group = stream, under_way, stream.group
+    def __init__(self, stream: CommStream) -> None:
+        self._stream = stream
+        self.group = stream.group
 
-    def forward(self, inputs: tuple[Tensor, Received] | None) -> Pending:
-        rows, received = inputs or (None, None)
-        # Of the dispatch that this answers, the oldest without an answer: a rank without inputs has nothing else to go
-        # by, and one with inputs passes by those that an exception left over.
-        while received is not None and self._under_way[0].sizes is not received.sizes:
-            self._under_way.popleft()
-        sizes = self._under_way[0].sizes
-        assert sizes is not None, "its dispatch has not got through"
-        if rows is not None and (rows.shape[0], row_bytes_of(rows)) != (sum(sizes.received), sizes.row):
-            raise ValueError(f"combine takes one row of {sizes.row} bytes for each of {sum(sizes.received)} received "
-                             f"ones; got {tuple(rows.shape)} in {rows.dtype}: keep shape and dtype")
-        dtype = None if rows is None else rows.dtype
-        pending = PendingRows(self._stream, context=(sizes, dtype))
-        self._under_way.popleft()  # not before: where this has failed it is called again, without inputs
-        return pending.send(rows, sizes.row, sizes.received, sizes.sent, dtype)
+    def forward(self, inputs: tuple[Tensor, Received]) -> Pending:
+        rows, received = inputs
+        sizes = received.sizes
+        assert sizes is not None, "a dispatch over ranks has sizes"
+        if (rows.shape[0], row_bytes_of(rows)) != (sum(sizes.received), sizes.row_bytes):
+            raise ValueError(f"combine takes one row of {sizes.row_bytes} bytes for each of {sum(sizes.received)} "
+                             f"received ones; got {tuple(rows.shape)} in {rows.dtype}: keep shape and dtype")
+        context = _CombineContext(sizes, rows.shape[1], rows.dtype)
+        return PendingRows(self._stream, context=context).send(rows, sizes.received, sizes.sent)
 
-    def backward(self, context: tuple[Sizes, torch.dtype | None], gradients: tuple[Tensor | None] | None) -> Pending:
-        (sizes, dtype), (d_rows,) = context, gradients or (None,)
-        return PendingRows(self._stream, besides=(None,)).send(d_rows, sizes.row, sizes.sent, sizes.received, dtype)
-
-    def forget(self) -> None:
-        """See `dualpipe.nn.segments.Communication`."""
-        self._under_way.clear()
+    def backward(self, context: _CombineContext, gradients: tuple[Tensor | None]) -> Pending:
+        sizes, shape = context.sizes, (sum(context.sizes.sent), context.width)
+        d_rows_SH = gradient_rows(gradients[0], shape, context.dtype, self._stream.device)
+        return PendingRows(self._stream, extra=(None,)).send(d_rows_SH, sizes.sent, sizes.received)

@@ -1,14 +1,13 @@
 """Loads of experts over sequences that context-parallel ranks share, for a balance loss on each of them.
 
-The loss on a sequence is linear in its tokens' probabilities, once it is known how often each expert was chosen in all
-of it. Its gradient is wanted in the backward alone, so the ranks' counts are added up there, beside the gradients of
-the dispatch, behind which the router's own backward comes next:
+The loss on a sequence is linear in the probabilities of its tokens, once the load of each expert in the whole sequence
+is known. Only the backward needs it, so the loads of the ranks are added up there, beside the gradients of the
+dispatch, which come just before the router's own backward:
 
     forward    route    [dispatch]                 experts   [combine]   finish
     backward   route'   [dispatch', add up loads]  experts'  [combine']  finish'
 
-They are a communication of the pipeline, as the dispatch is: all ranks start it in one order, and one that has failed
-takes part with zeros.
+The sum is a communication of the pipeline, as the dispatch is: all ranks start them in the same order.
 
 Dimension letters: T tokens, K experts per token, E experts, N sequences, or 1 for a loss on the micro-batch, C ranks.
 """
@@ -18,20 +17,22 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from dualpipe.nn.routing.losses import count_load
 from dualpipe.nn.routing.router import Router
-from dualpipe.nn.segments import Communication, Pending, failure_of
+from dualpipe.nn.segments import Communication, Pending
 from dualpipe.parallel.all_to_all import AsyncAllToAll, CommStream, PendingRows
 from dualpipe.parallel.experts.dispatcher import Dispatcher
 
 
 def share_loads(modules: Iterable[nn.Module], ranks: AsyncAllToAll, parts: int) -> None:
-    """Have the balance losses of all routers in `modules`, which are the `gate` beside a `dispatcher`, be on what
-    `ranks` have together; before their segments are taken. parts: N, the same in every micro-batch."""
+    """Base the balance losses of all routers in `modules` on the tokens of all `ranks` together.
+
+    A router is the `gate` of a module with a `dispatcher`. To be called before their segments are taken.
+    parts: N, the same in every micro-batch.
+    """
     stream = CommStream(ranks, "loads of experts")
     for module in (inner for outer in modules for inner in outer.modules()):
         gate, dispatcher = getattr(module, "gate", None), getattr(module, "dispatcher", None)
@@ -45,13 +46,14 @@ class _SharedPlan(NamedTuple):
 
 
 class _SharingDispatcher(Dispatcher):
-    """A dispatcher that also adds up loads; where all experts are here, rows stay where they are."""
+    """A dispatcher that also adds up loads. On a rank with all experts, rows stay where they are."""
 
     def __init__(self, inner: Dispatcher, router: Router, stream: CommStream, parts: int) -> None:
         super().__init__(router.out_features)
         self._inner, self._parts = inner, parts
-        dispatch = _SharingDispatch(inner.dispatch or _Stay(3), stream, (parts, router.out_features))
-        self.dispatch, self.combine = dispatch, inner.combine or _Stay(1)
+        dispatch = _SharingDispatch(inner.dispatch or _LocalRows(3), stream, (parts, router.out_features))
+        self.dispatch = dispatch
+        self.combine = inner.combine or _LocalRows(1)
         router.whole_load = lambda: dispatch.load_NE
 
     def plan(self, x_TH: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> tuple[Tensor, Tensor, Any]:
@@ -64,49 +66,46 @@ class _SharingDispatcher(Dispatcher):
 
 
 class _SharingDispatch:
-    """A dispatch whose backward leaves in `load_NE` what all ranks counted. Context: that of the dispatch, and the
-    loads of this rank."""
+    """A dispatch whose backward leaves the sum of all ranks' loads in `load_NE`.
+
+    Context: that of the dispatch, and the loads of this rank.
+    """
 
     load_NE: Tensor  # of the last micro-batch that had its backward
 
     def __init__(self, inner: Communication, stream: CommStream, shape: tuple[int, int]) -> None:
-        self._inner, self._stream, self._shape = inner, stream, shape
+        self._inner = inner
+        self._stream = stream
+        self._shape = shape
         self.group = inner.group or stream.group
 
-    def forward(self, inputs: tuple[Tensor, Tensor, _SharedPlan] | None) -> Pending:
-        if inputs is None:
-            return _Sharing(self._inner.forward(None), None)
-        rows, weights, (plan, load_NE) = inputs
-        return _Sharing(self._inner.forward((rows, weights, plan)), load_NE)
+    def forward(self, inputs: tuple[Tensor, Tensor, _SharedPlan]) -> Pending:
+        rows, weights, plan = inputs
+        return _PendingDispatch(self._inner.forward((rows, weights, plan.inner)), plan.load_NE)
 
-    def again(self, context: tuple[Any, Tensor | None], inputs: tuple[Tensor, Tensor, _SharedPlan] | None) -> Pending:
-        given = inputs and (*inputs[:2], inputs[2].inner)
-        return _Sharing(self._inner.again(context[0], given), None)
+    def again(self, context: tuple[Any, Tensor], inputs: tuple[Tensor, Tensor, _SharedPlan]) -> Pending:
+        rows, weights, plan = inputs
+        return self._inner.again(context[0], (rows, weights, plan.inner))
 
-    def backward(self, context: tuple[Any, Tensor | None], gradients: tuple[Tensor | None, ...] | None) -> Pending:
-        (inner, load_NE), each = context, [1] * self._stream.size
-        rows = None
-        if load_NE is not None and gradients is not None:  # else this rank has failed
-            rows = load_NE.view(1, -1).expand(len(each), -1)
-        loads = PendingRows(self._stream)  # may fail, so before the first message
-        pending = self._inner.backward(inner, gradients)
-        loads.send(rows, 4 * self._shape[0] * self._shape[1], each, each, torch.int32)
-        return _SharingBack(self, pending, loads)
+    def backward(self, context: tuple[Any, Tensor], gradients: tuple[Tensor | None, ...]) -> Pending:
+        inner_context, load_NE = context
+        pending = self._inner.backward(inner_context, gradients)
+        ones = [1] * self._stream.size
+        loads = PendingRows(self._stream).send(load_NE.view(1, -1).expand(len(ones), -1), ones, ones)
+        return _PendingBackward(self, pending, loads)
 
     def add_up(self, loads: PendingRows) -> None:
-        """From all ranks' counts, which have been sent."""
-        (each_CM,) = loads.receive()
-        self.load_NE = each_CM.sum(0).view(self._shape)
+        """Receive the loads of all ranks and add them up."""
+        (load_CM,) = loads.receive()  # M = N * E
+        self.load_NE = load_CM.sum(0).view(self._shape)
 
 
-class _Sharing:
+class _PendingDispatch:
     """A dispatch under way, whose context gets the loads beside."""
 
-    def __init__(self, inner: Pending, load_NE: Tensor | None) -> None:
-        self._inner, self._load_NE = inner, load_NE
-
-    def take_failure(self) -> BaseException | None:
-        return failure_of(self._inner)
+    def __init__(self, inner: Pending, load_NE: Tensor) -> None:
+        self._inner = inner
+        self._load_NE = load_NE
 
     def advance(self) -> None:
         self._inner.advance()
@@ -116,47 +115,50 @@ class _Sharing:
         return results, (context, self._load_NE)
 
 
-class _SharingBack:
-    """Its backward under way, and the loads."""
+class _PendingBackward:
+    """The backward of a dispatch under way, and the loads."""
 
     def __init__(self, dispatch: _SharingDispatch, inner: Pending, loads: PendingRows) -> None:
-        self._dispatch, self._inner, self._loads = dispatch, inner, loads
-
-    def take_failure(self) -> BaseException | None:
-        failures = self._loads.take_failure(), failure_of(self._inner)
-        return next(filter(None, failures), None)
+        self._dispatch = dispatch
+        self._inner = inner
+        self._loads = loads
 
     def advance(self) -> None:
         self._inner.advance()
 
     def wait(self) -> tuple[tuple[Any, ...], Any]:
-        if self._loads.failure is None:
-            self._dispatch.add_up(self._loads)
-        else:
-            self._loads.receive()
+        self._dispatch.add_up(self._loads)
         return self._inner.wait()
 
 
-class _Stay:
-    """The dispatch or the combine of rows that stay: what is written, the first `writes` that are read, is as it was.
-    Also what is pending of it."""
+class _LocalRows:
+    """Dispatch or combine on a rank with all experts: returns its first `num_results` inputs. Context: their number."""
 
     group: ProcessGroup | None = None
 
-    def __init__(self, writes: int, results: tuple[Any, ...] = (), context: int = 0) -> None:
-        self._writes, self._results, self._context = writes, results, context
+    def __init__(self, num_results: int) -> None:
+        self._num_results = num_results
 
-    def forward(self, inputs: tuple[Any, ...] | None) -> Pending:
-        return _Stay(0, (inputs or ())[: self._writes], len(inputs or ()))
+    def forward(self, inputs: tuple[Any, ...]) -> Pending:
+        return _Arrived(inputs[: self._num_results], len(inputs))
 
-    def again(self, context: int, inputs: tuple[Any, ...] | None) -> Pending:
+    def again(self, context: int, inputs: tuple[Any, ...]) -> Pending:
         return self.forward(inputs)
 
-    def backward(self, context: int, gradients: tuple[Tensor | None, ...] | None) -> Pending:
-        return _Stay(0, (*(gradients or ()), *[None] * (context - self._writes)))
+    def backward(self, context: int, gradients: tuple[Tensor | None, ...]) -> Pending:
+        without_gradient = [None] * (context - self._num_results)
+        return _Arrived((*gradients, *without_gradient), None)
+
+
+class _Arrived:
+    """A communication that has nothing to wait for."""
+
+    def __init__(self, results: tuple[Any, ...], context: int | None) -> None:
+        self._results = results
+        self._context = context
 
     def advance(self) -> None:
-        """Nothing is on its way."""
+        pass
 
-    def wait(self) -> tuple[tuple[Any, ...], int]:
+    def wait(self) -> tuple[tuple[Any, ...], int | None]:
         return self._results, self._context

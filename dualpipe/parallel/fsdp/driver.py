@@ -13,9 +13,8 @@ calls are used where the installed torch has them: `reset_iter_state` from 2.13,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -109,14 +108,6 @@ class StageParameters:
         for root in self._roots:
             private(state_of(root), "_lazy_init")()
 
-    def hang_up(self) -> None:
-        """End the groups over which the parameters are distributed, after a collective that has failed here.
-
-        The stage itself may hold the gathered tensors by now, which know of no mesh.
-        """
-        meshes = {private(fsdp_param, "sharded_param").device_mesh for fsdp_param in self._fsdp_params()}
-        hang_up(group for mesh in meshes for group in mesh.get_all_groups())
-
     def gather(self) -> None:
         """Start to gather all parameters; collective over the data-parallel ranks, as `complete` is."""
         for root in self._roots:
@@ -160,8 +151,7 @@ class StageParameters:
         """Free the gathered parameters; before that, with `reduce`, start the reductions, of all gradients in
         `reduce_dtype`. Without, they stay in their accumulators, for a later step to reduce.
 
-        Every trainable parameter takes part, with zeros where it has no gradient: on another rank it may have one, and
-        a rank that failed must not keep the others waiting.
+        Every trainable parameter takes part, with zeros where it has no gradient: on another rank it may have one.
         """
         self.wait()
         if reduce:
@@ -176,29 +166,17 @@ class StageParameters:
             unit.reshard()
         self._reduced = reduce
 
-    def finish(self, *, broken: bool = False) -> None:
-        """End the step: what follows on the device comes after the reductions, and FSDP2 is as it was before.
+    def finish(self) -> None:
+        """End the step: work that follows on the device comes after the reductions, and FSDP2 is as it was before.
 
-        broken: a collective failed; the step is ended as far as that can be done alone, and its gradients are dropped.
         Raises RuntimeError where a gradient was lost.
         """
-        reduced, self._reduced = self._reduced and not broken, False
+        reduced, self._reduced = self._reduced, False
         for root in self._roots:
-            if not broken:
-                _drive(root, sync=reduced, by_hand=False)
-                by_torch = getattr(root, "finalize_backward", None)
-                (by_torch or private(state_of(root), "_root_post_backward_final_callback"))()
-            elif hasattr(root, "reset_iter_state"):
-                root.reset_iter_state()
-            if hasattr(root, "set_manual_backward_finalization"):
-                root.set_manual_backward_finalization(False)
-            _drive(root, sync=True, by_hand=False)
-        if broken:
-            self._gathering = []
-            for unit in self._units:
-                unit.reshard()
-            self.discard()
-            return
+            _drive(root, sync=reduced, by_hand=False)
+            by_torch = getattr(root, "finalize_backward", None)
+            (by_torch or private(state_of(root), "_root_post_backward_final_callback"))()
+            _leave_manual_mode(root)
         self.set_idle()
         lost = [
             private(fsdp_param, "_param_fqn")
@@ -207,6 +185,22 @@ class StageParameters:
         ]
         if lost:
             raise RuntimeError(f"FSDP2 reduced no gradient for {lost}, though every trainable parameter had one")
+
+    def abandon(self) -> None:
+        """Leave a step that failed, without communication: free the gathered parameters and drop their gradients."""
+        self._reduced = False
+        self._gathering = []
+        for group in self._groups:
+            group._all_gather_result = None  # the next step would take it for its own, and FSDP2 would wait for it
+            group._training_state = type(private(group, "_training_state")).IDLE  # else FSDP2 may not reshard
+        for root in self._roots:
+            if hasattr(root, "reset_iter_state"):
+                root.reset_iter_state()
+            _leave_manual_mode(root)
+        for unit in self._units:
+            unit.reshard()
+        self.set_idle()
+        self.discard()
 
     def discard(self) -> None:
         """Drop gradients that wait for a later step to reduce them."""
@@ -246,73 +240,70 @@ class StageParameters:
 class ParametersStep:
     """The parameters of one rank's stages during one step.
 
-    borrowers: by stage, those that see its parameters. train: whether there are backwards; reduce: whether gradients
-    are reduced at the end. Its collectives come in the order of the rank's program, which is that of every data-
-    parallel rank. A rank that failed goes on to `complete` what it has not, so that no other one waits for it.
+    borrowers: by stage, the stages that see its parameters. train: whether there are backwards; reduce: whether
+    gradients are reduced at the end. Its collectives come in the order of the rank's program, which is that of every
+    data-parallel rank. A step ends by `finish`, or, where anything failed, by `abandon`.
     """
 
     def __init__(
         self, stages: Mapping[int, StageParameters], borrowers: Mapping[int, set[int]], *, train: bool, reduce: bool
     ) -> None:
-        self._stages, self._borrowers, self._train, self._reduce = stages, borrowers, train, reduce
-        self._waiting, self._open, self._in_use = set(stages), set(stages), set(stages)
-        self._broken = False  # whether a collective failed, so that the others cannot be met any more
+        self._stages = stages
+        self._borrowers = borrowers
+        self._train = train
+        self._reduce = reduce
+        self._waiting = set(stages)
+        self._open = set(stages)
+        self._in_use = set(stages)
         self._recorder = Recorder.current()
 
     def gather(self) -> None:
         """Start to gather all stages."""
         for stage, parameters in self._stages.items():
-            self._meet("gather", stage, parameters.gather)
+            with self._collective("gather", stage):
+                parameters.gather()
 
     def wait(self, stage: int) -> None:
         """Wait for the parameters of a stage that is about to run a forward."""
         parameters = self._stages[stage]
         if stage in self._waiting:
             self._waiting.remove(stage)
-            self._meet("gather", stage, parameters.wait)
+            with self._collective("gather", stage):
+                parameters.wait()
             if self._train:
                 parameters.prepare()
         if not parameters.several_groups:  # until torch 2.12, whose FSDP2 does not cast for a recomputation
             parameters.set_idle()
 
     def complete(self, stages: Iterable[int]) -> None:
-        """These have nothing left to do: reduce or keep their gradients, and free their parameters, where no other
-        stage has any of them."""
+        """Reduce or keep the gradients of stages that have nothing left to do, and free their parameters.
+
+        Parameters that another stage sees as well stay until that one is complete too.
+        """
         self._in_use.difference_update(stages)
         for stage in [s for s in self._open if self._in_use.isdisjoint({s, *self._borrowers[s]})]:
             self._open.remove(stage)
-            self._meet("reduce", stage, partial(self._stages[stage].complete, reduce=self._reduce))
-
-    def complete_after_failure(self, stages: Iterable[int]) -> None:
-        """As `complete`, as far as the other ranks are still there."""
-        if not self._broken:
-            with suppress(Exception):
-                self.complete(stages)
+            with self._collective("reduce", stage):
+                self._stages[stage].complete(reduce=self._reduce)
 
     def finish(self) -> None:
-        """End the step; its results on the device come before what follows."""
-        errors = []
+        """End the step; its results on the device come before work that follows."""
         for stage, parameters in self._stages.items():
-            try:
-                with self._met("reduce", stage):
-                    parameters.finish(broken=self._broken)
-            except Exception as error:  # the others are ended all the same
-                errors.append(error)
-        if errors and not self._broken:  # what broke a collective is raised already
-            raise errors[0]
+            with self._collective("reduce", stage):
+                parameters.finish()
 
-    def _met(self, kind: str, stage: int) -> Waiting:
-        what = f"the {'parameters' if kind == 'gather' else 'gradients'} of stage {stage}"
-        return self._recorder.collective(kind, what, self._stages[stage].ranks)
+    def abandon(self) -> None:
+        """Leave a step that failed, as far as this rank can alone: never communicates, never raises.
 
-    def _meet(self, kind: str, stage: int, collective: Callable[[], None]) -> None:
-        try:
-            with self._met(kind, stage):
-                collective()
-        except BaseException:  # the others are in this collective, or wait for those that are
-            self._broken = True
-            self._stages[stage].hang_up()
-            raise
+        FSDP2 is then in the state before the step, so that a pipeline without other ranks can be used again.
+        """
+        for parameters in self._stages.values():
+            with suppress(Exception):  # the error that ended the step is the one to report
+                parameters.abandon()
+
+    def _collective(self, kind: str, stage: int) -> Waiting:
+        title = f"the {'parameters' if kind == 'gather' else 'gradients'} of stage {stage}"
+        return self._recorder.collective(kind, title, self._stages[stage].ranks)
 
 
 def lend(stage: nn.Module, places: Sequence[Place]) -> None:
@@ -414,3 +405,10 @@ def _drive(root: FSDPModule, *, sync: bool, by_hand: bool) -> None:
     context.post_backward_final_callback_queued = by_hand  # autograd would call it, for 200 us, after each backward
     if by_hand and hasattr(root, "set_manual_backward_finalization"):
         root.set_manual_backward_finalization(True)
+
+
+def _leave_manual_mode(root: FSDPModule) -> None:
+    """Have the units below `root` reduce in a backward of their own again, as outside of a step."""
+    if hasattr(root, "set_manual_backward_finalization"):
+        root.set_manual_backward_finalization(False)
+    _drive(root, sync=True, by_hand=False)

@@ -216,7 +216,6 @@ def in_layout(
             stage.use_expert_parallelism(ExpertParallel(config.num_experts, experts))
         stage.use_context_parallelism(context)
         stage.to(rank.device)
-    context.expect(ROWS // MICRO_BATCHES, length, torch.float64)
     group = rank.group(f"pp {e} {c}", [(p * ep + e) * cp + c for p in range(pp)])
     pipe = Pipeline(stages, process_group=group, schedule="dualpipev", overlap=overlap)
     for _ in range(steps):
@@ -390,90 +389,37 @@ class OutOfLuck(Exception):
     pass
 
 
-def in_float32(attention: nn.Module) -> None:
-    """Have what a layer sends in fewer bytes than it computes in."""
-    project, expand = attention.project, attention.expand
-    attention.project = lambda x, context: (lambda q, *shared: (q, *(y.float() for y in shared)))(*project(x, context))
-    attention.expand = lambda *shared: expand(*(y.double() for y in shared))
-
-
-def failing_in_another_size(rank: int, sizes: tuple[tuple[int, int], ...]) -> tuple[str, float]:
-    """Rank 1 fails before the first layer of a micro-batch that has another size than the one before: what was raised,
-    and the seconds of that step. sizes: rows and tokens of each step, in two micro-batches."""
+def failing(rank: int, where: str, method: str) -> tuple[str, float]:
+    """What is raised in a step in which rank 1 fails, and after how many seconds."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     pp = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
     (stage,) = make(DEEPSEEK, 1, torch.float64)
-    context = ContextParallel(mesh)
-    stage.use_context_parallelism(context)
-    pipe, plain = Pipeline([stage], process_group=pp["pp"].get_group()), stage.embed_tokens.forward
-    began, calls = 0.0, []
-
-    def fails(*args, **kwargs):
-        calls.append(args)
-        if len(calls) == (4 if sizes[0] == sizes[1] else 3) and rank == 1:  # 3 rows are 2 and 1
-            raise OutOfLuck
-        return plain(*args, **kwargs)
-
-    stage.embed_tokens.forward = fails
-    try:
-        for rows, length in sizes:
-            began, own = time.monotonic(), context.split.own(length)
-            tokens, labels, positions = (x[:rows] for x in batch(length))
-            pipe.step(tokens[:, own], num_chunks=2, criterion=criterion, labels=(labels[:, own].contiguous(),),
-                      side={"positions": positions})
-    except PipelineError as error:
-        return str(error), time.monotonic() - began
-    raise AssertionError("nothing was raised")
-
-
-@pytest.mark.parametrize("sizes", [((3, 11), (3, 11)), ((4, 19), (4, 11)), ((4, 11), (4, 19))])
-def test_given_micro_batches_of_other_sizes_then_nobody_waits_for_a_rank_that_fails_either(sizes):
-    for raised, seconds in run_ranks(failing_in_another_size, 2, sizes, group_timeout=50, timeout=120, fresh=True):
-        assert "OutOfLuck" in raised and seconds < 30
-
-
-def failing(rank: int, where: str, method: str) -> tuple[str, float, float]:
-    """A step in which rank 1 fails, then one in which it does not: what was raised, seconds, error of the sum."""
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-    pp = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
-    (stage,) = make(DEEPSEEK, 1, torch.float64)
-    if where == "dtypes":
-        in_float32(stage.layers["1"].self_attn)
     context = ContextParallel(mesh, method=method)
     stage.use_context_parallelism(context)
     pipe = Pipeline([stage], process_group=pp["pp"].get_group())
     part = {"projection": stage.layers["1"].self_attn.kv_a_proj_with_mqa, "head": stage.lm_head,
             "between": stage.layers["0"].self_attn.kv_b_proj}.get(where, stage.embed_tokens)
-    began, plain, raised = time.monotonic(), part.forward, ""
 
     def fails(*args, **kwargs):
         raise OutOfLuck
 
     if rank == 1:
         part.forward = fails
+    began = time.monotonic()
     try:
         step(pipe, context.split.own(11), 11)
     except PipelineError as error:
-        raised = str(error)
-    seconds = time.monotonic() - began
-    part.forward = plain
-    pipe.zero_grad()
-    step(pipe, context.split.own(11), 11)
-    found = gradients(stage)
-    for grad in found.values():
-        dist.all_reduce(grad)
-    return raised, seconds, error_of_sum([found], whole_gradients(DEEPSEEK, 11))
+        return str(error), time.monotonic() - began
+    raise AssertionError("nothing was raised")
 
 
 @pytest.mark.parametrize("where, method", [
-    ("embedding", "ring"), ("dtypes", "ring"),
-    *(slow(where, "ring") for where in ("projection", "between", "head")),
+    ("embedding", "ring"), *(slow(where, "ring") for where in ("projection", "between", "head")),
     *(slow(where, "all_to_all") for where in ("embedding", "projection", "between", "head")),
 ])
-def test_given_a_rank_that_fails_then_nobody_waits_and_the_next_step_is_right(where, method):
-    for raised, seconds, wrong in run_ranks(failing, 2, where, method, group_timeout=50, timeout=120, fresh=True):
+def test_given_a_rank_that_fails_then_nobody_waits(where, method):
+    for raised, seconds in run_ranks(failing, 2, where, method, group_timeout=50, timeout=120, fresh=True):
         assert "OutOfLuck" in raised and seconds < 30
-        assert wrong < (1e-6 if where == "dtypes" else 1e-10)  # rows in float32
 
 
 # -- what is given to a device
@@ -495,7 +441,6 @@ def on_device(rank: Rank, config, method: str, recompute) -> None:
     (stage,) = make(config, 1, torch.float32)
     stage = stage.to(rank.device)
     context = ContextParallel(rank.all_to_all("cp", range(2)), method=method)
-    context.expect(ROWS // MICRO_BATCHES, 16, torch.float32)
     stage.use_context_parallelism(context)
     stage.recompute = Recompute(recompute)
     pipe = Pipeline([stage], process_group=rank.group(f"pp of {rank.number}", (rank.number,)))
