@@ -259,6 +259,8 @@ class Pipeline(nn.Module):
                 if agreed.conclusion is not None:
                     result = self._run(split.pop(), agreed.conclusion, train=train, sync=bool(sync))
         except BaseException:
+            if self._executor is not None:
+                self._executor.abandon()
             self._discard()
             raise
         finally:

@@ -86,6 +86,10 @@ class Executor:
             self._recorder.unwind(depth)
             self._store.clear()
 
+    def abandon(self) -> None:
+        """Leave a step that failed, as far as this rank can alone."""
+        self._parameters.abandon()
+
     def running(self) -> str:
         """Return the error prefix that names the running action."""
         names = [f"{a} ({_NAMES[a.kind]} of stage {a.stage}, micro-batch {a.microbatch})" for a in self._doing]

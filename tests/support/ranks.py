@@ -177,8 +177,8 @@ def _serve(pipe) -> None:
             job = pipe.recv()
             ok, value = _do(job)
             num_groups = len(dist.distributed_c10d._world.pg_map)
-            # A world whose default group a failed step has ended serves no other job.
-            pipe.send(Result(ok, value, _GROUPS + 1 if dist.group.WORLD in ended else num_groups))
+            # A world in which a failed step has ended groups, which an equal mesh would use again, serves no other job.
+            pipe.send(Result(ok, value, _GROUPS + 1 if ended else num_groups))
             if job.is_last:
                 break
     # Leave without the destructors of a group that a test may have broken on purpose; rank 0 keeps no store to serve.

@@ -1,0 +1,223 @@
+"""A rank that fails anywhere in a step: all ranks raise within seconds, with its name, and no process is aborted.
+
+An exception is raised at the n-th call of one of the library's functions inside a step, by a profile function, on each
+rank in turn: for a few n in the fast tests, for hundreds in the slow ones.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import dualpipe
+from dualpipe import Pipeline, PipelineError
+from dualpipe.models import Qwen3MoeConfig, build_stages
+from dualpipe.models.stages import Recompute
+from dualpipe.nn import cross_entropy_loss
+from dualpipe.nn.deferral import local
+from dualpipe.parallel import DTypePolicy, resolve_dtypes, shard
+from dualpipe.parallel.context.context_parallel import ContextParallel
+from dualpipe.parallel.experts.dispatcher import ExpertParallel, shard_experts
+from dualpipe.parallel.mesh import build_mesh
+from dualpipe.schedule import build
+from ranks import run_ranks
+
+ROOT = Path(dualpipe.__file__).parent.parent
+ROOMS = tuple(str(ROOT / room) for room in ("dualpipe", "kernels", "models"))
+SECONDS = 5.0  # in which all ranks raise
+GROUP_TIMEOUT = 60.0  # so that nobody who waits for it raises in time
+MICRO_BATCHES = 3
+CONFIG = Qwen3MoeConfig(
+    vocab_size=61, hidden_size=16, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=2, head_dim=8,
+    num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8,
+)
+
+
+class Layout(NamedTuple):
+    """The sizes of a mesh, a schedule, and what is recomputed."""
+
+    pp: int
+    dp: int
+    cp: int
+    ep: int
+    schedule: str
+    recompute: tuple[str, ...] = ()
+
+    @property
+    def num_ranks(self) -> int:
+        return self.pp * self.dp * self.cp * self.ep
+
+    def __str__(self) -> str:
+        sizes = "-".join(f"{name}{getattr(self, name)}" for name in ("pp", "dp", "cp", "ep") if getattr(self, name) > 1)
+        return "-".join([sizes, self.schedule, *self.recompute])
+
+
+class Planted(Exception):
+    """Raised on purpose."""
+
+
+class Planting:
+    """Counts the calls of the library's functions in a step, and raises `Planted` at the n-th, from 0."""
+
+    def __init__(self, at: int | None = None) -> None:
+        self._at = at
+        self.num_calls = 0
+        self.place = ""
+        self._depth_is_inside = False
+
+    def __enter__(self) -> Planting:
+        sys.setprofile(self._profile)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+
+    def _profile(self, frame: FrameType, event: str, _: Any) -> None:
+        if event not in ("call", "return") or not frame.f_code.co_filename.startswith(ROOMS):
+            return
+        name = frame.f_code.co_qualname
+        if event == "return":
+            if name == "Pipeline._run":
+                self._depth_is_inside = False  # the other ranks have gone on
+            return
+        if name == "Pipeline._agree":
+            self._depth_is_inside = True
+        if not self._depth_is_inside:
+            return
+        number = self.num_calls
+        self.num_calls += 1
+        if number == self._at:
+            self.place = f"{Path(frame.f_code.co_filename).relative_to(ROOT)}: {name}"
+            sys.setprofile(None)
+            raise Planted(self.place)
+
+
+def make_stages(layout: Layout, mesh: Any) -> list[nn.Module]:
+    schedule = build(layout.schedule, layout.pp, MICRO_BATCHES)
+    numbers = schedule.rank_stages(mesh["pp"].get_local_rank())
+    stages: list[Any] = build_stages(CONFIG, schedule.num_stages, only=numbers)
+    for stage in stages:
+        stage.init_weights(0)
+        stage.recompute = Recompute(layout.recompute)
+        if layout.cp > 1:
+            stage.use_context_parallelism(ContextParallel(mesh["cp"], method="ring"))
+        if layout.ep > 1:
+            stage.use_expert_parallelism(ExpertParallel(CONFIG.num_experts, mesh["ep"]))
+            shard_experts(stage, mesh["ep"])
+        if layout.dp > 1:
+            plan = resolve_dtypes(stage, DTypePolicy(torch.float32, torch.float32, torch.float32))
+            shard(stage, mesh["dp"] if layout.ep == 1 else mesh["dp", "ep"]._flatten("dp_ep"), plan,
+                  expert_mesh=mesh["dp"])
+    return stages
+
+
+def new_step(layout: Layout) -> Callable[[], list[Tensor]]:
+    """A step of a new pipeline, which returns the gradients."""
+    mesh = build_mesh(layout.pp, layout.dp, layout.ep, torch.device("cpu"), cp=layout.cp)
+    stages = make_stages(layout, mesh)
+    pipe = Pipeline(stages, process_group=mesh["pp"].get_group(), schedule=layout.schedule)
+    tokens = torch.randint(61, (2 * MICRO_BATCHES, 9), generator=torch.Generator().manual_seed(1))
+    inputs, labels = tokens[:, :-1], tokens[:, 1:]
+    side = {}
+    if layout.cp > 1:
+        own = stages[0].split.own(8)
+        side = {"positions": torch.arange(8).expand(2 * MICRO_BATCHES, 8)}
+        inputs, labels = inputs[:, own], labels[:, own]
+
+    def step() -> list[Tensor]:
+        pipe.zero_grad()
+        criterion, targets = cross_entropy_loss, (labels.contiguous(),)
+        pipe.step(inputs, num_chunks=MICRO_BATCHES, criterion=criterion, labels=targets, side=side)
+        return [local(parameter.grad).clone() for parameter in pipe.parameters()]
+
+    return step
+
+
+class Outcome(NamedTuple):
+    """What a rank raised, in which of two steps, after how long; whether a step behind it is right."""
+
+    kind: str
+    text: str
+    seconds: float
+    is_right: bool
+
+
+def count_calls(rank: int, *layout: Any) -> int:
+    step = new_step(Layout(*layout))
+    step()
+    with Planting() as counted:
+        step()
+    return counted.num_calls
+
+
+def planted(rank: int, culprit: int, place: int, *layout: Any) -> tuple[Any, ...]:
+    """The outcome of a step in which rank `culprit` fails at its n-th call."""
+    step = new_step(Layout(*layout))
+    expected = step()
+    dist.barrier()
+    kind = text = ""
+    planting = Planting(place if rank == culprit else None)
+    try:
+        for _ in range(2):  # a failure behind the last message of a step is heard of in the next one
+            began = time.monotonic()
+            with planting:
+                step()
+    except Exception as error:
+        kind, text = type(error).__name__, str(error)
+    seconds = time.monotonic() - began
+    is_right = kind != "ValueError" or all(map(torch.equal, step(), expected))
+    return kind, text, seconds, is_right
+
+
+def check(layout: Layout, culprit: int, places: list[int]) -> None:
+    for place in places:
+        results = run_ranks(planted, layout.num_ranks, culprit, place, *layout, group_timeout=GROUP_TIMEOUT)
+        outcomes = [Outcome(*result) for result in results]
+        message = f"{layout}, rank {culprit}, call {place}: {outcomes}"
+        said = {(outcome.kind, outcome.text) for outcome in outcomes}
+        assert len(said) == 1, message
+        kind, text = said.pop()
+        assert kind in (PipelineError.__name__, "ValueError"), message
+        assert text.startswith((f"rank {culprit} (", f"rank {culprit}: ")) and "Planted: " in text, message
+        assert all(outcome.seconds < SECONDS and outcome.is_right for outcome in outcomes), message
+
+
+LAYOUTS = [
+    Layout(2, 1, 1, 1, "dualpipev"),
+    Layout(1, 1, 1, 2, "1f1b", ("layer", "dispatch")),
+    Layout(2, 1, 1, 2, "dualpipev"),
+    Layout(2, 1, 2, 1, "1f1b", ("attention",)),
+    Layout(1, 2, 1, 2, "1f1b"),
+]
+
+
+def spread(num_calls: int, count: int) -> list[int]:
+    """So many places of a step, from the first call to the last; the number of calls differs a little between steps."""
+    return sorted({round(i * (num_calls - 2) / (count - 1)) for i in range(count)})
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_failure_at_a_few_places_of_a_step_ends_it_on_all_ranks(layout):
+    counts = run_ranks(count_calls, layout.num_ranks, *layout)
+    check(layout, layout.num_ranks - 1, spread(counts[-1], 8))
+
+
+MANY = 24  # places for each rank of each layout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("layout, culprit", [(layout, rank) for layout in LAYOUTS for rank in range(layout.num_ranks)],
+                         ids=str)
+def test_a_failure_at_any_place_of_a_step_ends_it_on_all_ranks(layout, culprit):
+    counts = run_ranks(count_calls, layout.num_ranks, *layout)
+    check(layout, culprit, spread(counts[culprit], MANY))
