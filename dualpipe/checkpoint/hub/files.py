@@ -31,7 +31,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from dualpipe.checkpoint.tensors import Box, TensorHeader, read_header
-from dualpipe.kernels.formats import FORMATS, Format
+from dualpipe.kernels.formats import FORMATS, Format, decode_rows
 from dualpipe.runtime.errors import raise_for
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -40,7 +40,6 @@ StrPath = str | PathLike[str]
 SUFFIXES = ("", "_scale_inv", "_blocks", "_scales")  # behind a tensor's name, those of what it may be stored as
 
 _GROUP = 32  # values that share a scale in MXFP4
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
 def file_within(folder: StrPath, name: Any) -> Path:
@@ -184,14 +183,12 @@ class Mxfp4(Stored):
         return [(f"{self.name}_blocks", blocks), (f"{self.name}_scales", Box.at(groups))]
 
     def decode(self, raw: Sequence[Tensor], box: Box, out: Tensor) -> None:
-        """Look up the two values of each byte, and multiply each group by its scale."""
-        pairs = torch.tensor([(_E2M1[byte & 15], _E2M1[byte >> 4]) for byte in range(256)], device="cpu")
+        """Multiply the values of each group by its scale; each row has scales of its own."""
         first = box.offsets[-1] % _GROUP
         for expert in np.ndindex(out.shape[:-2]):
-            blocks, scales = (each[expert] for each in raw)
-            values_NGV = pairs[blocks.int()].flatten(-2)
-            factors_NG = scales.view(torch.uint8).contiguous().view(torch.float8_e8m0fnu).float()
-            values_NH = (values_NGV * factors_NG.unsqueeze(-1)).flatten(-2)
+            blocks_NGB, scales_NG = (each[expert] for each in raw)
+            scales_NG = scales_NG.view(torch.uint8).contiguous().view(torch.float8_e8m0fnu)
+            values_NH = decode_rows(blocks_NGB.flatten(-2).unsqueeze(-2), scales_NG, 4, _GROUP).squeeze(-2)
             out[expert] = values_NH[..., first : first + out.shape[-1]]
 
 
@@ -214,10 +211,9 @@ class Fp8(Stored):
         above, left = box.offsets[-2] % height, box.offsets[-1] % width  # of the first block, what is outside
         for expert in np.ndindex(out.shape[:-2]):
             weight, scales = (each[expert] for each in raw)
-            for index, scale in enumerate(scales.float()):  # of a row of blocks: no second tensor of this size is made
+            for index, scale in enumerate(scales):  # of a row of blocks: no second tensor of this size is made
                 rows = slice(max(0, index * height - above), (index + 1) * height - above)
-                factors_H = scale.repeat_interleave(width)[left : left + out.shape[-1]]
-                out[expert][rows] = weight[rows].float() * factors_H
+                out[expert][rows] = decode_rows(weight[rows], scale, 8, width, left)
 
 
 def _touched(part: slice, size: int) -> slice:

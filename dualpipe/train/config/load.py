@@ -18,6 +18,7 @@ from dualpipe.train.config.command_line import apply_options, describe, nearest_
 from dualpipe.train.config.schema import (
     AUTO,
     BYTES,
+    REMOVED_CHOICES,
     STDLIB,
     TOKENIZER,
     Config,
@@ -91,7 +92,8 @@ def _typed(kind: Any, value: Any, where: str) -> Any:
         return float(value)
     if origin is Literal:
         if value not in inside:
-            raise ValueError(f"{where} = {value!r} is no valid choice; it must be {describe(kind)}")
+            removed = f"; {REMOVED_CHOICES[value]}" if value in REMOVED_CHOICES else ""
+            raise ValueError(f"{where} = {value!r} is no valid choice; it must be {describe(kind)}{removed}")
         return value
     if type(value) is kind:
         return value

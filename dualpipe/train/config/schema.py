@@ -211,7 +211,10 @@ class TrainConfig:
 
 
 DTypeName = Literal["fp32", "bf16", "fp16", "fp64"]
-FormatName = Literal["mxfp8", "nvfp4", "fp8_block", "fp8_block_pow2", "mxfp4", "fp8_tensor"]
+FormatName = Literal["mxfp8", "nvfp4", "fp8_block", "fp8_block_pow2", "mxfp4"]
+REMOVED_CHOICES = {  # values that earlier versions took, and what to do instead
+    "fp8_tensor": "FP8 with a single scale for a whole matrix has been removed: choose fp8_block or mxfp8",
+}
 
 
 @dataclass(frozen=True)
@@ -260,9 +263,10 @@ class DTypeRule(ByPattern):
         named: dict[str, Any] = {name: dtype for name, _, dtype in (each.partition("=") for each in rest)}
         values = {name: get_args(get_args(hint)[0]) for name, hint in get_type_hints(cls).items() if name != "pattern"}
         known = all(dtype in values.get(name, ()) for name, dtype in named.items())
+        removed = "".join(f"; {REMOVED_CHOICES[dtype]}" for dtype in named.values() if dtype in REMOVED_CHOICES)
         _require(known, "dtypes.rules", text, f"give PATTERN,FIELD=DTYPE,..., where a field is one of "
                  f"{', '.join(values)}, and a dtype one of {', '.join(get_args(DTypeName))}; gather takes formats, and "
-                 f"storage as well: {', '.join(get_args(FormatName))}")
+                 f"storage as well: {', '.join(get_args(FormatName))}{removed}")
         return cls(pattern, **named)
 
 
