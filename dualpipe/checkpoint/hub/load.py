@@ -80,7 +80,7 @@ def load_hf(
         raise_for(f"{path} does not fit the formats of the dtype plan; give these weights another one, or none:", (
             f"{name}: {problem}" for name, format in quantized if (problem := tensors[name].problem(format))))
         for stage, source in zip(stages, sources):
-            check_materialize(stage, device, plan, source=source)
+            check_materialize(stage, plan, source=source)
         return sources
 
     sources = ranks.agree(prepare)
