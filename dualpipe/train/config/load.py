@@ -19,6 +19,7 @@ from dualpipe.train.config.schema import (
     AUTO,
     BYTES,
     REMOVED_CHOICES,
+    REMOVED_FIELDS,
     STDLIB,
     TOKENIZER,
     Config,
@@ -69,7 +70,12 @@ def recorded_config(tables: Mapping[str, Any]) -> Config:
             return {key: known(each) for key, each in value.items() if each is not None}
         return [known(each) for each in value] if isinstance(value, list) else value
 
-    return cast(Config, _typed(Config, known(tables), "the recorded configuration"))
+    recorded = known(tables)
+    for removed in REMOVED_FIELDS:
+        table, name = removed.split(".")
+        if not recorded.get(table, {}).get(name, True):  # off, as in every run that did not set it
+            del recorded[table][name]
+    return cast(Config, _typed(Config, recorded, "the recorded configuration"))
 
 
 def _typed(kind: Any, value: Any, where: str) -> Any:
