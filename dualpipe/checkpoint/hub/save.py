@@ -11,7 +11,6 @@ Nothing is gathered, and the files are the same whichever layout wrote them.
 
 from __future__ import annotations
 
-import fcntl
 import glob
 import json
 import os
@@ -45,7 +44,7 @@ from dualpipe.parallel import DTypePlan
 from dualpipe.parallel.fsdp.materialize import Sliceable
 from dualpipe.quantized import QuantizedTensor
 from dualpipe.runtime.dtypes import long_name
-from dualpipe.runtime.files import naming, sync
+from dualpipe.runtime.files import hold, naming, sync
 from dualpipe.runtime.rank_sync import RankSync
 from dualpipe.runtime.recorder import Recorder
 
@@ -272,11 +271,11 @@ def _begin(
     """
     for left in target.parent.glob(f".{glob.escape(target.name)}.????????.partial"):
         with suppress(OSError), ExitStack() as while_removed:
-            _lock(left, while_removed)
+            while_removed.callback(hold(left).release)
             shutil.rmtree(left)
     folder.mkdir(parents=True)
     with suppress(OSError):  # of a file system without locks
-        _lock(folder, ending)
+        ending.callback(hold(folder).release)
     ending.callback(shutil.rmtree, folder, ignore_errors=True)
     for name, content in documents.items():
         with naming(folder / name), open(folder / name, "x", encoding="utf-8") as document:
@@ -287,13 +286,6 @@ def _begin(
         with naming(folder / file.name), open(folder / file.name, "xb") as out:
             out.write(file.head)
             out.truncate(file.size)
-
-
-def _lock(folder: Path, until: ExitStack) -> None:
-    """Raises OSError where another process has it."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    until.callback(os.close, descriptor)
-    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _write(folder: Path, header: Mapping[str, TensorHeader], data: Iterable[tuple[str, Box, Tensor]]) -> None:
