@@ -37,7 +37,7 @@ from dualpipe.checkpoint.tensors import Box, TensorHeader, block_rows, in_file, 
 from dualpipe.kernels.formats import Format
 from dualpipe.kernels.quantize import dequantize
 from dualpipe.quantized import QuantizedTensor
-from dualpipe.quantized.weights import filling
+from dualpipe.quantized.quantize_model import filling
 from dualpipe.runtime.dtypes import short_name
 from dualpipe.runtime.errors import nearest, raise_for
 from dualpipe.runtime.rank_sync import RankSync

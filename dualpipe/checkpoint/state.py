@@ -36,7 +36,7 @@ from dualpipe.checkpoint.tensors import Box
 from dualpipe.kernels.formats import Format
 from dualpipe.nn.init import local_part
 from dualpipe.quantized import QuantizedTensor
-from dualpipe.quantized.weights import quantized_part
+from dualpipe.quantized.quantize_model import quantized_part
 from dualpipe.runtime.device import RandomState
 
 OPTIMIZER, VALUES = "optimizer/", "values"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dualpipe.checkpoint import hub_dtypes, load_hf
-from dualpipe.checkpoint.hub.quantized import check_quantized
+from dualpipe.checkpoint.hub.save_quantized import check_quantized
 from dualpipe.kernels.formats import FORMATS
 from dualpipe.kernels.grouped_gemm import HALF
 from dualpipe.kernels.grouped_gemm_quantized import slower_in_fp8
@@ -31,7 +31,7 @@ from dualpipe.parallel.experts.shared_loads import share_loads
 from dualpipe.parallel.fsdp.materialize import build_on_meta, materialize
 from dualpipe.parallel.mesh import Mesh
 from dualpipe.parallel.precision.plan import matches
-from dualpipe.quantized.weights import quantized_part
+from dualpipe.quantized.quantize_model import quantized_part
 from dualpipe.runtime.dtypes import dtype_of, short_name
 from dualpipe.runtime.errors import nearest
 from dualpipe.runtime.rank_sync import RankSync

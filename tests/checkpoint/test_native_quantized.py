@@ -17,7 +17,7 @@ from dualpipe.nn.deferral import local
 from dualpipe.parallel import Rule
 from dualpipe.parallel.mesh import build_mesh
 from dualpipe.quantized import QuantizedTensor
-from dualpipe.quantized.weights import quantized_part
+from dualpipe.quantized.quantize_model import quantized_part
 from dualpipe.runtime.dtypes import short_name
 from native import Trainee
 from ranks import run_ranks

@@ -32,7 +32,7 @@ from dualpipe.models.hub import Part
 from dualpipe.models.stages import meta_stages
 from dualpipe.parallel import DTypePlan
 from dualpipe.parallel.fsdp.materialize import check_materialize, materialize
-from dualpipe.quantized.weights import quantized_part
+from dualpipe.quantized.quantize_model import quantized_part
 from dualpipe.runtime import device as devices
 from dualpipe.runtime.errors import nearest, raise_for
 from dualpipe.runtime.rank_sync import RankSync

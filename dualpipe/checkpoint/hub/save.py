@@ -34,7 +34,7 @@ from torch.distributed.fsdp import FSDPModule
 from dualpipe.checkpoint.assign import assign
 from dualpipe.checkpoint.hub.files import CONFIG, INDEX, SINGLE, Reader, StrPath, file_within, read_headers, read_json
 from dualpipe.checkpoint.hub.load import blocks, config_of, model_shapes
-from dualpipe.checkpoint.hub.quantized import check_quantized, forms, quantization_config, unpack
+from dualpipe.checkpoint.hub.save_quantized import check_quantized, forms, quantization_config, unpack
 from dualpipe.checkpoint.state import parts_of, training_state
 from dualpipe.checkpoint.tensors import Box, NewFile, TensorHeader, lay_out, write_box
 from dualpipe.kernels.formats import Format

@@ -25,7 +25,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
 from dualpipe.parallel.precision.plan import DTypePlan, saved, slots
-from dualpipe.quantized.weights import check_cut, filling, quantized, quantized_part
+from dualpipe.quantized.quantize_model import check_cut, filling, quantized, quantized_part
 from dualpipe.runtime.dtypes import short_name
 from dualpipe.runtime.errors import raise_for
 

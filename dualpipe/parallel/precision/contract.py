@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from dualpipe.kernels.formats import Format
 from dualpipe.parallel.precision.plan import DTypePlan, slots
-from dualpipe.quantized.weights import quantized_part
+from dualpipe.quantized.quantize_model import quantized_part
 from dualpipe.runtime.dtypes import short_name
 
 

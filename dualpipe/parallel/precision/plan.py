@@ -45,7 +45,7 @@ class Rule:
 
     A `Format`, or its name, says that weights are quantized: in `storage` they are stored so, those that are trained
     beside float32 masters; in `gather` plain shards are, each time that they are gathered. It holds for the weights
-    that the pattern matches and `dualpipe.quantized.weights.quantizable` names, but for those that are pinned.
+    that the pattern matches and `dualpipe.quantized.quantize_model.quantizable` names, but for those that are pinned.
     """
 
     pattern: str

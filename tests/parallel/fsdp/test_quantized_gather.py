@@ -23,7 +23,7 @@ from dualpipe.parallel.fsdp.driver import StageParameters
 from dualpipe.parallel.fsdp.materialize import assert_materialized, build_on_meta, materialize
 from dualpipe.parallel.mesh import Mesh, build_mesh
 from dualpipe.quantized import QuantizedTensor, quantize_weights
-from dualpipe.quantized.weights import quantized_part
+from dualpipe.quantized.quantize_model import quantized_part
 from dualpipe.schedule import build
 from dualpipe.train.build import build_model, build_whole, plan_model
 from dualpipe.train.loss import MicroBatchLoss

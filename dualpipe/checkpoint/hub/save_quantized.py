@@ -21,7 +21,7 @@ from dualpipe.models.hub import Part, whole
 from dualpipe.models.stages import meta_stages
 from dualpipe.parallel import DTypePlan
 from dualpipe.quantized import QuantizedTensor
-from dualpipe.quantized.weights import quantizable
+from dualpipe.quantized.quantize_model import quantizable
 
 
 def check_quantized(config: HubConfig, plan: DTypePlan) -> None:
