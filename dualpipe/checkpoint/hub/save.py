@@ -104,7 +104,7 @@ def write_model(
     ranks: RankSync, config: HubConfig, parts: Mapping[str, tuple[tuple[int, ...], Box, Sliceable]], path: StrPath,
     plan: DTypePlan, source: StrPath | None, max_shard_bytes: int, quantized: bool = False,
 ) -> None:
-    """Write what each rank holds. parts: this rank's, by our names, as of `Part`."""
+    """Write what each rank holds. parts: this rank's, by our names, as of `TensorPart`."""
     target, dtype = Path(path), plan.policy.param_dtype
     # A tied head is written as the embedding.
     own = [name for name in parts if not (config.tie_word_embeddings and name == "lm_head.weight")]
