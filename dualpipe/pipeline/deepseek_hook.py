@@ -53,7 +53,9 @@ class OverlappedPairs:
                 module, list(inputs.values()), target.criterion, list(target.labels),
                 self._stages.modules[backward.stage], loss, ends, gradients,
             )
-        behind.add_gradients((name, leaf.grad) for name, leaf in record.leaves.items())
+        for name, leaf in record.leaves.items():
+            if leaf.grad is not None:
+                behind.add_gradient(name, leaf.grad)
         behind.records = []
         ahead.records = [SegmentRecord()]
         ahead.carry = self._results(as_tuple(outputs), new_loss, target)

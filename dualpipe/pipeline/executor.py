@@ -19,7 +19,7 @@ from dualpipe.pipeline.arguments import Batch
 from dualpipe.pipeline.deepseek_hook import OverlappedPairs
 from dualpipe.pipeline.lower import Instruction, Program
 from dualpipe.pipeline.microbatch import MicrobatchState, Slot, arrived, begin_forward
-from dualpipe.pipeline.overlap import Task, walk
+from dualpipe.pipeline.overlap import Task, run_alone, walk
 from dualpipe.pipeline.p2p import P2PMessages
 from dualpipe.pipeline.rank_stages import RankStages
 from dualpipe.pipeline.stage_runner import StageRunner, detached
@@ -97,7 +97,9 @@ class Executor:
 
     def _run(self, instruction: Instruction) -> None:
         """Receive what the actions need, run them, and send their results on."""
-        self._doing = instruction.actions
+        actions = instruction.actions
+        recorder = self._recorder
+        self._doing = actions
         for message in instruction.incoming:
             slot = message.stage, message.microbatch
             tensors = self._messages.take(message)
@@ -106,17 +108,19 @@ class Executor:
             else:
                 self._states[slot].arrive(tensors)
             del tensors  # the state keeps them as long as they are needed
-        self._recorder.begin(instruction.kinds, instruction)
+        recorder.begin(instruction.kinds, instruction)
         if self._annotate is None:
-            results = self._run_actions(instruction.actions)
+            results = self._run_actions(actions)
         else:
             with self._annotate(instruction.name):
-                results = self._run_actions(instruction.actions)
-        for action, result in zip(instruction.actions, results):
-            self._recorder.made(action, *result)
-        self._recorder.end()
-        for action, outgoing, result in zip(instruction.actions, instruction.outgoing, results):
-            self._doing = (action,)
+                results = self._run_actions(actions)
+        if recorder.is_observed:
+            for action, result in zip(actions, results):
+                recorder.made(action, *result)
+        recorder.end()
+        for action, outgoing, result in zip(actions, instruction.outgoing, results):
+            if len(actions) > 1:
+                self._doing = (action,)
             if outgoing is not None:
                 self._messages.send(outgoing, result)
             else:
@@ -124,8 +128,16 @@ class Executor:
         if instruction.completes:
             self._parameters.complete(instruction.completes)
 
-    def _run_actions(self, actions: tuple[Action, ...]) -> list[Sequence[Tensor]]:
+    def _run_actions(self, actions: tuple[Action, ...]) -> Sequence[Sequence[Tensor]]:
         """Run one action, or two that overlap; return what each hands on."""
+        if len(actions) > 1:
+            return self._run_pair(actions)
+        (action,) = actions
+        run_alone(self._task(action, is_pair=False))
+        return (self._finish(action),)
+
+    def _run_pair(self, actions: tuple[Action, ...]) -> Sequence[Sequence[Tensor]]:
+        """Run two actions that overlap; return what each hands on."""
         if self._pairs is not None and self._pairs.takes(actions):
             forward = next(action for action in actions if action.kind == "F")
             self._begin_forward(forward)
@@ -135,15 +147,18 @@ class Executor:
         if any(self._stages.programs[action.stage].num_communications for action in actions):
             # Backwards first: the first segment of a stage hides more than the last, by up to a tenth of a pair's time.
             order.sort(key=lambda action: action.kind not in "BI")
-        is_pair = len(actions) > 1
 
         def turn(number: int) -> None:
             self._doing = (order[number],)
 
-        walk([self._task(action, is_pair) for action in order], turn)
-        return [self._finish(action) for action in actions]
+        walk([self._task(action, is_pair=True) for action in order], turn)
+        results = []
+        for action in actions:
+            self._doing = (action,)
+            results.append(self._finish(action))
+        return results
 
-    def _task(self, action: Action, is_pair: bool) -> Task:
+    def _task(self, action: Action, *, is_pair: bool) -> Task:
         """Return an action to be run, in turn with another where it is one of a pair."""
         slot = action.stage, action.microbatch
         runner = self._runners[action.stage]
@@ -183,10 +198,9 @@ class Executor:
 
     def _finish(self, action: Action) -> Sequence[Tensor]:
         """Return what an action that has run hands on: outputs, gradients of the inputs, nothing of a "W"."""
-        self._doing = (action,)
-        slot = action.stage, action.microbatch
         if action.kind == "W":
             return ()
+        slot = action.stage, action.microbatch
         if action.kind == "F":
             return self._finish_forward(slot)
         return self._states.pop(slot).input_gradients()

@@ -25,11 +25,7 @@ class Instruction(NamedTuple):
     outgoing: tuple[Message | None, ...]
     completes: tuple[int, ...]
     name: str
-
-    @property
-    def kinds(self) -> str:
-        """Such as "F", or "FB" for a pair."""
-        return "".join(action.kind for action in self.actions)
+    kinds: str  # such as "F", or "FB" for a pair
 
     def __str__(self) -> str:
         return " and ".join(action.title for action in self.actions)
@@ -54,7 +50,9 @@ def lower(schedule: Schedule, rank: int, *, train: bool) -> Program:
         if step:
             taken = tuple(message for message in messages.incoming if message.kind in kinds)
             results = tuple(sent(schedule, action) for action in step)
-            instructions.append(Instruction(taken, step, results, completes, ";".join(map(str, step))))
+            name = ";".join(map(str, step))
+            step_kinds = "".join(action.kind for action in step)
+            instructions.append(Instruction(taken, step, results, completes, name, step_kinds))
             for message in taken:
                 incoming[message.stream].append(message)
             outgoing |= {message.stream for message in results if message is not None}

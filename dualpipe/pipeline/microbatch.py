@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -118,12 +118,10 @@ class MicrobatchState:
         """Take the gradients of the results, in their order."""
         self.gradients = dict(zip(self.results, gradients))
 
-    def add_gradients(self, gradients: Iterable[tuple[str, Tensor | None]]) -> None:
-        """Add gradients to those of the same names: a tensor may have been read more than once."""
-        for name, gradient in gradients:
-            if gradient is not None:
-                earlier = self.gradients.get(name)
-                self.gradients[name] = gradient if earlier is None else earlier + gradient
+    def add_gradient(self, name: str, gradient: Tensor) -> None:
+        """Add a gradient to that of the same name: a tensor may have been read more than once."""
+        earlier = self.gradients.get(name)
+        self.gradients[name] = gradient if earlier is None else earlier + gradient
 
     def compute_deferred(self) -> None:
         """Compute the weight gradients that a full backward has deferred until now."""

@@ -203,6 +203,17 @@ class TensorMeta(NamedTuple):
 Metas = tuple[TensorMeta, ...]
 
 
+class Crossing(NamedTuple):
+    """What crosses a boundary between two stages, forward or back: of each tensor what a receiver must know."""
+
+    metas: Metas
+    nbytes: int
+
+    @staticmethod
+    def of(metas: Metas) -> Crossing:
+        return Crossing(metas, sum(meta.shape.numel() * meta.dtype.itemsize for meta in metas))
+
+
 @dataclass(slots=True)
 class Channel:
     """A stream of messages to or from this rank."""
@@ -232,7 +243,7 @@ class P2PMessages:
         self._channels = {s: Channel(links[s], iter(program.incoming.get(s, ()))) for s in streams}
         # What crosses forward and back between two stages, agreed once a step for the micro-batches of one size: by the
         # second stage and whether they are larger.
-        self._agreed: dict[tuple[int, bool], tuple[Metas, Metas]] = {}
+        self._agreed: dict[tuple[int, bool], tuple[Crossing, Crossing]] = {}
         self._recorder = Recorder.current()
 
     def start(self) -> None:
@@ -252,15 +263,16 @@ class P2PMessages:
         works = channel.works
         channel.tensors = None
         channel.works = ()
+        crossing = self._crossing(message)
         if works:
-            with self._waiting("receive", message.title, message.src, tensors):
+            with self._waiting("receive", message.title, message.src, crossing.nbytes):
                 for work in works:
                     work.wait()
         self._post_next(channel)
         if self._memory is not self._device:
             tensors = tuple([tensor.to(self._device) for tensor in tensors])
         if message.kind == "F":
-            for tensor, meta in zip(tensors, self._metas(message)):
+            for tensor, meta in zip(tensors, crossing.metas):
                 if meta.requires_grad:
                     tensor.requires_grad_()
         return tensors
@@ -282,10 +294,15 @@ class P2PMessages:
             self._check(message.stage, message.microbatch, tensors)
         if len(channel.in_flight) == SENDS_IN_FLIGHT:
             self._wait(message.dst, channel.in_flight.popleft())
-        buffers = [_sendable(tensor, self._memory) for tensor in tensors if tensor.numel()]
         channel.in_flight.append(works)
-        with self._waiting("send", message.title, message.dst, buffers):
-            works += [(channel.link.send(buffer), buffer) for buffer in buffers]
+        self._recorder.begin("send", message.title, self._ranks_of(message.dst), self._crossing(message).nbytes)
+        for tensor in tensors:
+            if tensor.numel():
+                buffer = _sendable(tensor)
+                if self._memory is not self._device:
+                    buffer = buffer.to(self._memory)
+                works.append((self._started(channel.link.send, buffer, message.title, message.dst), buffer))
+        self._recorder.end()
 
     def hand_over(self, stage: int, microbatch: int, tensors: Sequence[Tensor]) -> None:
         """Hold an output that stays on this rank, for `stage`, to the same: ValueError where it differs from that of an
@@ -325,19 +342,19 @@ class P2PMessages:
         metas = tuple(map(TensorMeta.of, tensors))
         header = pack_record([(meta.shape, long_name(meta.dtype), meta.requires_grad) for meta in metas])
         self._agree(boundary, metas)
-        with self._waiting("send", message.title, message.dst):
-            return [(self._groups.header(message.dst).send(header), header)]
+        work = self._started(self._groups.header(message.dst).send, header, message.title, message.dst)
+        return [(work, header)]
 
     def _agree(self, boundary: tuple[int, bool], metas: Metas) -> None:
         """Fix what crosses forward, and so what comes back."""
         back = tuple(meta for meta in metas if meta.requires_grad)
-        self._agreed[boundary] = metas, back
+        self._agreed[boundary] = Crossing.of(metas), Crossing.of(back)
 
-    def _metas(self, message: Message) -> Metas:
+    def _crossing(self, message: Message) -> Crossing:
         return self._agreed[self._boundary(message)][message.kind == "B"]
 
     def _check(self, stage: int, microbatch: int, tensors: Sequence[Tensor]) -> None:
-        metas, _ = self._agreed[stage, microbatch < self._num_larger]
+        metas = self._agreed[stage, microbatch < self._num_larger][0].metas
         if len(tensors) != len(metas) or any(
             t.shape != shape or t.dtype is not dtype or t.requires_grad is not grad
             for t, (shape, dtype, grad) in zip(tensors, metas)
@@ -356,20 +373,31 @@ class P2PMessages:
             self._post(channel, message)
         elif message is not None and message.kind == "F":
             header = empty_record()
-            with self._waiting("receive", message.title, message.src):
-                channel.header = self._groups.header(message.src).receive(header), header
+            receive = self._groups.header(message.src).receive
+            channel.header = self._started(receive, header, message.title, message.src), header
 
     def _post(self, channel: Channel, message: Message) -> None:
         """Post the receive of a message whose shapes are known."""
-        metas = self._metas(message)
+        metas = self._crossing(message).metas
         tensors = tuple([torch.empty(m.shape, dtype=m.dtype, device=self._memory) for m in metas])
         channel.tensors = tensors
-        with self._waiting("receive", message.title, message.src):
-            channel.works = [channel.link.receive(tensor) for tensor in tensors if tensor.numel()]
+        receive = channel.link.receive
+        channel.works = [self._started(receive, t, message.title, message.src) for t in tensors if t.numel()]
 
-    def _waiting(self, kind: str, what: object, peer: int, tensors: Sequence[Tensor] = ()) -> Waiting:
-        ranks = self._groups.global_ranks[peer : peer + 1]
-        return self._recorder.wait(kind, what, ranks, sum(tensor.nbytes for tensor in tensors))
+    def _started(self, start: Callable[[Tensor], Work], tensor: Tensor, title: str, peer: int) -> Work:
+        """Start to send or receive a tensor; RankLost where the connection has closed."""
+        try:
+            return start(tensor)
+        except RuntimeError as error:
+            with self._waiting("start", title, peer):
+                raise error
+
+    def _ranks_of(self, peer: int) -> tuple[int, ...]:
+        """Return the global number of a pipeline rank; none without a process group."""
+        return self._groups.global_ranks[peer : peer + 1]
+
+    def _waiting(self, kind: str, what: object, peer: int, nbytes: int = 0) -> Waiting:
+        return self._recorder.wait(kind, what, self._ranks_of(peer), nbytes)
 
     def _wait(self, peer: int, works: list[tuple[Work, Tensor]]) -> None:
         with self._waiting("send", "what was sent to be taken", peer):
@@ -377,9 +405,9 @@ class P2PMessages:
                 work.wait()
 
 
-def _sendable(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return the values of a tensor contiguous in memory, on the device that is sent from."""
-    return tensor.detach().contiguous().resolve_conj().resolve_neg().to(device)
+def _sendable(tensor: Tensor) -> Tensor:
+    """Return the values of a tensor contiguous in memory."""
+    return tensor.detach().contiguous().resolve_conj().resolve_neg()
 
 
 def _described(metas: Iterable[TensorMeta]) -> str:

@@ -129,14 +129,18 @@ class StageRunner:
         self, segment: ProgramSegment, state: MicrobatchState, carry: dict[str, Any], record: SegmentRecord, kind: str
     ) -> None:
         """Run a compute segment; its results are in the carry then, its graph's ends in the record."""
-        run = self._begin(kind, state, segment)
-        leaves = {name: detached(value) for name, value in _reads(segment, carry)}  # one, however often it is read
-        arguments = leaves.values() if segment.reads is None else [leaves[name] for name in segment.reads]
         assert segment.fn is not None, "a compute segment has a function"
-        results = segment.named(segment.fn(*arguments))
-        if torch.is_grad_enabled():
-            self.keep(record, leaves, results)
-        self._end(run, results.values())
+        run = self._begin(kind, state, segment)
+        if segment.reads is None:  # the only segment: what is in the carry are leaves, and nobody else's
+            leaves = dict(carry)
+            carry.clear()
+            results = segment.fn(*leaves.values())
+        else:
+            leaves = {name: detached(carry[name]) for name in segment.reads}  # one, however often it is read
+            results = segment.named(segment.fn(*[leaves[name] for name in segment.reads]))
+        self.keep(record, leaves, results)
+        if run is not None:
+            self._end(run, results.values())
         if segment.writes is None:
             carry.clear()
         for name, value in results.items():
@@ -144,8 +148,14 @@ class StageRunner:
 
     def keep(self, record: SegmentRecord, leaves: Mapping[str, Any], results: Mapping[str, Any]) -> None:
         """Keep what the backward of a compute segment needs: the leaves that it read, the edges of its results."""
-        record.leaves = {name: leaf for name, leaf in leaves.items() if needs_grad(leaf)}
-        record.roots = {name: get_gradient_edge(value) for name, value in results.items() if needs_grad(value)}
+        if not torch.is_grad_enabled():
+            return
+        for name, leaf in leaves.items():
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                record.leaves[name] = leaf
+        for name, value in results.items():
+            if isinstance(value, Tensor) and value.requires_grad:
+                record.roots[name] = get_gradient_edge(value)
         if self._keep_results:
             record.results = dict(results)
 
@@ -160,7 +170,8 @@ class StageRunner:
             results = segment.named(segment.fn(*values))
         # Whether they depend on a parameter or an input shows when they are computed again.
         results = {name: as_leaf(value, True) for name, value in results.items()}
-        self._end(run, results.values())
+        if run is not None:
+            self._end(run, results.values())
         state.carry.update(results)
 
     def _arrive(self, arriving: Arriving, carry: dict[str, Any], *, keep_context: bool = False) -> None:
@@ -190,10 +201,10 @@ class StageRunner:
     def backward(self, state: MicrobatchState, kind: str, key: Hashable) -> Task:
         """Compute from `state.gradients` of the results those of the inputs.
 
-        Weight gradients are queued under `key`, where an "I" leaves them. A "B" computes them at once; where the stage
-        communicates, when a communication has started, and at the end.
+        Weight gradients are queued under `key`, where an "I" leaves them. A "B" of a whole module computes them at once;
+        a "B" of segments when a communication has started, and at the end.
         """
-        if kind == "B" and not self.program.num_communications:
+        if kind == "B" and self.program.is_module:
             collect = self._store.accumulate
         else:
             collect = partial(self._store.defer, key)
@@ -219,7 +230,8 @@ class StageRunner:
             else:
                 run = self._begin(kind, state, segment)
                 self._compute_backward(segment, record, state, collect)
-                self._end(run, [leaf.grad for leaf in record.leaves.values() if leaf.grad is not None])
+                if run is not None:
+                    self._end(run, [leaf.grad for leaf in record.leaves.values() if leaf.grad is not None])
             del record  # and with it what the segment read, before anything else is made
         if arriving is not None:
             self._return(arriving, state)
@@ -244,7 +256,9 @@ class StageRunner:
         if roots:
             with collect(), no_autocast(self._autocast):
                 run_backward(roots, values)
-        state.add_gradients((name, leaf.grad) for name, leaf in record.leaves.items())
+        for name, leaf in record.leaves.items():
+            if leaf.grad is not None:
+                state.add_gradient(name, leaf.grad)
 
     def _return(self, arriving: Arriving, state: MicrobatchState) -> None:
         """Wait for the gradients that a communication brings back."""
@@ -253,7 +267,9 @@ class StageRunner:
         if len(received) != len(reads):
             raise ValueError(f"the backward of a communication gave {len(received)} gradients for what it reads, "
                              f"{reads}; None stands for one that is not needed")
-        state.add_gradients(pair for pair in zip(reads, received) if pair[0] in arriving.names)
+        for name, gradient in zip(reads, received):
+            if gradient is not None and name in arriving.names:
+                state.add_gradient(name, gradient)
 
     # -- weight gradients
 
@@ -284,11 +300,10 @@ class StageRunner:
         self._recorder.begin("segment", run)
         return run
 
-    def _end(self, run: SegmentRun | None, results: Iterable[object]) -> None:
+    def _end(self, run: SegmentRun, results: Iterable[object]) -> None:
         """Close it, when its results are made."""
-        if run is not None:
-            self._recorder.made(run, *results)
-            self._recorder.end()
+        self._recorder.made(run, *results)
+        self._recorder.end()
 
 
 _SPENT = SegmentRecord()  # in place of a record whose backward has begun

@@ -143,8 +143,8 @@ class StepFailure:
             if not isinstance(error, Exception):
                 raise error
             # A rank that was lost is no error of this rank's, but says how long it was waited for.
-            own = error if is_own or isinstance(error, RankLost) else None
-            raise PipelineError(cause.text, is_loss=cause.is_loss) from own
+            is_told = is_own or isinstance(error, RankLost)
+            raise PipelineError(cause.text, is_loss=cause.is_loss) from (error if is_told else None)
         finally:
             del error  # this frame is in its traceback: the cycle would keep all tensors of the step
 

@@ -129,6 +129,11 @@ class Recorder:
         for observer in self._observers:
             observer.ended(self, entry)
 
+    @property
+    def is_observed(self) -> bool:
+        """Return True if anybody subscribes."""
+        return bool(self._observers)
+
     def made(self, what: object, *results: object) -> None:
         """Tell observers of results that were just made, not all of them tensors, before anything reads them."""
         for observer in self._observers:

@@ -86,17 +86,19 @@ class HostMessages:
 
     def combine(self, own: Summary) -> Summary:
         """Return what all ranks have said together. Raises RankLost where a rank is gone."""
+        recorder = Recorder.current()
         combined = own
         distance = 1
         while distance < self.size:
             before = (self.rank - distance) % self.size
             behind = (self.rank + distance) % self.size
             arriving = torch.empty(_LAYOUT.size, dtype=torch.uint8, device="cpu")
-            with Recorder.current().wait("agree", "word", self.global_ranks[before : before + 1], _LAYOUT.size):
+            packed = combined.pack()
+            with recorder.wait("agree", "word", self.global_ranks[before : before + 1], _LAYOUT.size):
                 receive = self.group.recv([arriving], self._members[before], _SUMMARY_TAG)
-                send = self.group.send([combined.pack()], self._members[behind], _SUMMARY_TAG)
+                send = self.group.send([packed], self._members[behind], _SUMMARY_TAG)
                 receive.wait()
-            with Recorder.current().wait("agree", "word", self.global_ranks[behind : behind + 1], _LAYOUT.size):
+            with recorder.wait("agree", "word", self.global_ranks[behind : behind + 1], _LAYOUT.size):
                 send.wait()
             combined = combined.combine(Summary.unpack(arriving))
             distance *= 2

@@ -82,7 +82,7 @@ class SequenceRows:
         sent, received = self._counts(context)
         return PendingRows(self._stream, context=context).send(rows, sent, received)
 
-    def backward(self, context: _RowsContext, gradients: tuple[Tensor | None]) -> Pending:
+    def backward(self, context: _RowsContext, gradients: tuple[Tensor | None, ...]) -> Pending:
         received, sent = self._counts(context)
         d_rows = gradient_rows(gradients[0], (sum(sent), self._width), context.dtype, self._stream.device)
         return PendingRows(self._stream, extra=(None,)).send(d_rows, sent, received)

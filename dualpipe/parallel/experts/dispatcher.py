@@ -262,7 +262,7 @@ class _Dispatch:
         sizes, weights_RK = context.sizes, context.weights_RK
         shape = sum(sizes.received), context.width
         d_rows_RH = gradient_rows(gradients[0], shape, context.dtype, self._stream.device)
-        d_weights_RK = gradient_rows(gradients[1], tuple(weights_RK.shape), weights_RK.dtype, self._stream.device)
+        d_weights_RK = gradient_rows(gradients[1], (shape[0], weights_RK.shape[1]), weights_RK.dtype, self._stream.device)
         pending = PendingRows(self._stream, extra=(None,))
         # The results have the shapes of the plan's rows and weights; rows past those that were sent are unassigned.
         pending.send(d_rows_RH, sizes.received, sizes.sent, capacity=context.places)
@@ -402,7 +402,7 @@ class _Combine:
         context = _CombineContext(sizes, rows.shape[1], rows.dtype)
         return PendingRows(self._stream, context=context).send(rows, sizes.received, sizes.sent)
 
-    def backward(self, context: _CombineContext, gradients: tuple[Tensor | None]) -> Pending:
+    def backward(self, context: _CombineContext, gradients: tuple[Tensor | None, ...]) -> Pending:
         sizes, shape = context.sizes, (sum(context.sizes.sent), context.width)
         d_rows_SH = gradient_rows(gradients[0], shape, context.dtype, self._stream.device)
         return PendingRows(self._stream, extra=(None,)).send(d_rows_SH, sizes.sent, sizes.received)
