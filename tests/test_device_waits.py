@@ -219,21 +219,22 @@ def several_steps(rank: Rank) -> None:
     step(4), step(4), step(6), step(6), step(4), step(4, num_chunks=4), step(4, sync=False)
     with torch.no_grad():
         step(4), step(4)
-    with pytest.raises(PipelineError, match="out of luck"):
-        step(8, criterion=out_of_luck)
     step(8), step(8)
     step(8, labels=torch.float64), step(8, labels=torch.float64)
     with torch.autocast(rank.device.type, torch.bfloat16):
         step(8), step(8)
 
 
-def out_of_luck(*_: Tensor) -> None:
-    raise KeyError("out of luck")
-
-
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_the_first_step_of_a_kind_sends_by_the_host(device):
-    """Other shapes, dtypes, numbers of micro-batches, evaluations are another kind; a step that failed was none."""
+    """Shapes for which other kernels run, dtypes, numbers of micro-batches, evaluations are another kind."""
+    found = steps_by_host(several_steps, device)
+    expected = [1, 0, 0, 0, 0, 1, 1, 1, 0, 1, 0, 1, 0, 1, 0] if device == "cuda" else [0] * 15
+    assert found == {0: expected, 1: expected}
+
+
+def steps_by_host(steps: Callable[[Rank], None], device: str) -> dict[int, list[int]]:
+    """For each rank and step, whether its messages go by the host."""
     found: dict[int, list[int]] = {0: [], 1: []}
     messages = engine.P2PMessages
 
@@ -242,9 +243,24 @@ def test_the_first_step_of_a_kind_sends_by_the_host(device):
         return messages(groups, *args, by_host=by_host, **kwargs)
 
     with pretend_cuda() if device == "cuda" else nullcontext(), mock.patch.object(engine, "P2PMessages", noted):
-        run_threads(several_steps, 2, device=device)
-    expected = [1, 0, 1, 0, 0, 1, 1, 1, 0, 1, 1, 0, 1, 0, 1, 0] if device == "cuda" else [0] * 16
-    assert found == {0: expected, 1: expected}
+        run_threads(steps, 2, device=device)
+    return found
+
+
+LENGTHS = [16 * (1 + 7 * i % 20) for i in range(20)]  # 16 to 320, in no order
+
+
+def many_lengths(rank: Rank) -> None:
+    pipe = Pipeline([nn.Linear(4, 4).to(rank.device)], process_group=rank.group("pp", (0, 1)), schedule="1f1b")
+    for length in LENGTHS * 2:
+        x = torch.ones(4, length, 4).to(rank.device)
+        pipe.step(x, num_chunks=2, criterion=F.l1_loss, labels=(x,))
+
+
+def test_a_run_with_many_lengths_sends_by_the_device_after_its_first_steps():
+    """Lengths of one power of two run the same kernels: of 20 lengths there are five kinds."""
+    for by_host in steps_by_host(many_lengths, "cuda").values():
+        assert sum(by_host[:20]) == 5 and by_host[20:] == [0] * 20
 
 
 # -- that the model finds what is wrong
@@ -266,8 +282,8 @@ def another_order() -> AbstractContextManager:
     """Rank 1 takes the parts of a pair in another order than the others."""
     walk = executor.walk
 
-    def changed(tasks: Sequence[Task]) -> None:
-        walk(tasks[::-1] if the_device().of_thread.trace.name == "rank 1" else tasks)
+    def changed(tasks: Sequence[Task], turn: Callable[[int], None]) -> None:
+        walk(tasks[::-1] if the_device().of_thread.trace.name == "rank 1" else tasks, turn)
 
     return mock.patch.object(executor, "walk", changed)
 

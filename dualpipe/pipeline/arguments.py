@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from math import prod
 from typing import Any
 from zlib import crc32
 
@@ -114,18 +115,26 @@ def split_batch(
         side_size=side_size,
         label_size=label_size,
         operands=_checksum([(t.dtype, t.shape) for t in used], autocast),
-        kind=_checksum([(t.dtype, kernel_class(t.shape)) for t in used], autocast, grad, training, num_chunks),
+        kind=_checksum(_kernel_classes(cut_inputs, cut_side, cut_labels), autocast, grad, sync, training, num_chunks),
     )
     return batch, arguments
 
 
 def kernel_class(shape: Sequence[int]) -> tuple[tuple[int, bool], ...]:
-    """Return what kernels are chosen by, for each dimension: its power of two, and whether 16 divides it.
+    """Return what kernels are chosen by: the power of two of each size, and whether 16 divides it.
 
     Triton compiles a kernel anew for arguments that are 1, or multiples of 16, and the tiles of a GEMM go by the
-    magnitude of its sizes; so shapes of one class run the same kernels.
+    magnitude of its sizes; so shapes of one class run the same kernels. Kernels see the tokens of all sequences in one
+    dimension, too.
     """
-    return tuple((size.bit_length(), size % 16 == 0) for size in shape)
+    sizes = (*shape, prod(shape[:2]), prod(shape))
+    return tuple((size.bit_length(), size % 16 == 0) for size in sizes)
+
+
+def _kernel_classes(*batches: Sequence[tuple[Tensor | None, ...]]) -> list[Any]:
+    """Return the dtypes and classes of the largest and the smallest micro-batch."""
+    tensors = chain.from_iterable((*batch[0], *batch[-1]) for batch in batches if batch)
+    return [(tensor.dtype, kernel_class(tensor.shape)) for tensor in tensors if tensor is not None]
 
 
 def compare_arguments(ranks: Sequence[StepArguments], *, first: int, last: int, spec: SideSpec) -> StepAgreement:

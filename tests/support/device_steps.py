@@ -248,7 +248,7 @@ def as_process(rank: int, shape: tuple[int, int, int], dtype: torch.dtype = torc
                name: str = "dualpipev") -> tuple[PretendCuda, int]:
     """Two steps of training with (pp, dp, ep) ranks: the device, and how many layers dispatch tokens on this rank.
 
-    fails: rank 0 fails in its first step, all ranks with it. narrow: parameters are stored in `dtype`. tied: the
+    fails: rank 0 fails in the last step, all ranks with it. narrow: parameters are stored in `dtype`. tied: the
     embedding is the head; name: of the schedule.
     """
     config = dataclasses.replace(CONFIG, tie_word_embeddings=tied)
@@ -263,7 +263,7 @@ def as_process(rank: int, shape: tuple[int, int, int], dtype: torch.dtype = torc
         rows = torch.randint(CONFIG.vocab_size, (ROWS * MICRO_BATCHES, 9)).to(CUDA)
         inputs = (rows[:, :-1],) if model.has_first else ()
         for step in range(STEPS):
-            failing = fails and step == 0
+            failing = fails and step == STEPS - 1
             criterion = _failing if failing and rank == 0 else MicroBatchLoss(MICRO_BATCHES)
             ends = {"criterion": criterion, "labels": (rows[:, 1:].contiguous(),)} if model.has_last else {}
             with contextlib.suppress(*[PipelineError] * failing):

@@ -34,33 +34,18 @@ def with_forward_hooks(
         raise ValueError(f"a {type(module).__name__} has backward hooks, but runs as segments, each with a backward of "
                          "its own; hook the tensors or the modules inside it instead")
     first, last = segments[0].recompute, segments[-1].recompute
-    if all(_fsdp_state(hook) is not None for hook in module._forward_hooks.values()):
-        before = Compute(partial(_run_pre_hooks, module), inputs, inputs, first)
-        after = Compute(partial(_run_hooks, module, _Arguments(())), outputs, outputs, last)
-    else:
-        arguments = f"(arguments of {id(module):x})"  # no identifier, so that no segment has a name like it
-        before = Compute(partial(_run_pre_hooks_and_keep, module), inputs, (*inputs, arguments), first)
-        after = Compute(partial(_run_hooks, module), (arguments, *outputs), outputs, last)
+    arguments: Names = ()
+    if any(_fsdp_state(hook) is None for hook in module._forward_hooks.values()):
+        # No identifiers, so that no segment has names like these.
+        arguments = tuple(f"(argument {name} of {id(module):x})" for name in inputs)
+    before = Compute(partial(_run_pre_hooks, module, bool(arguments)), inputs, (*inputs, *arguments), first)
+    after = Compute(partial(_run_hooks, module, len(arguments)), (*arguments, *outputs), outputs, last)
     return [before, *segments, after]
 
 
-class _Arguments:
-    """What forward hooks are told of the arguments. No tuple: it passes the segments without gradients."""
-
-    __slots__ = ("values",)
-
-    def __init__(self, values: tuple[Any, ...]) -> None:
-        self.values = values
-
-
-def _run_pre_hooks_and_keep(module: nn.Module, *args: Any) -> tuple[Any, ...]:
-    """Run the forward pre-hooks; return the arguments, and behind them what forward hooks are told of them."""
-    args = _run_pre_hooks(module, *args)
-    return (*args, _Arguments(args))
-
-
-def _run_pre_hooks(module: nn.Module, *args: Any) -> tuple[Any, ...]:
-    """Run the forward pre-hooks; return the arguments, as they may have changed them."""
+def _run_pre_hooks(module: nn.Module, are_kept: bool, *args: Any) -> tuple[Any, ...]:
+    """Run the forward pre-hooks; return the arguments, as they may have changed them, twice where forward hooks are to
+    have them."""
     kwargs: dict[str, Any] = {}
     for key, hook in (*torch_module._global_forward_pre_hooks.items(), *module._forward_pre_hooks.items()):
         state = _fsdp_state(hook)
@@ -76,11 +61,13 @@ def _run_pre_hooks(module: nn.Module, *args: Any) -> tuple[Any, ...]:
             changed = hook(module, args)
             if changed is not None:
                 args = changed if isinstance(changed, tuple) else (changed,)
-    return args
+    return (*args, *args) if are_kept else args
 
 
-def _run_hooks(module: nn.Module, arguments: _Arguments, *outputs: Any) -> Any:
-    """Run the forward hooks; return the outputs, as they may have changed them."""
+def _run_hooks(module: nn.Module, num_arguments: int, *values: Any) -> Any:
+    """Run the forward hooks on the outputs, behind the arguments; return the outputs, as they may have changed them."""
+    arguments = values[:num_arguments]
+    outputs = values[num_arguments:]
     result = outputs[0] if len(outputs) == 1 else outputs
     for key, hook in (*torch_module._global_forward_hooks.items(), *module._forward_hooks.items()):
         state = _fsdp_state(hook)
@@ -90,9 +77,9 @@ def _run_hooks(module: nn.Module, arguments: _Arguments, *outputs: Any) -> Any:
                 result = _cast(result, policy.output_dtype)
             continue
         if key in module._forward_hooks_with_kwargs:
-            changed = hook(module, arguments.values, {}, result)
+            changed = hook(module, arguments, {}, result)
         else:
-            changed = hook(module, arguments.values, result)
+            changed = hook(module, arguments, result)
         if changed is not None:
             result = changed
     return result

@@ -1,0 +1,103 @@
+"""How a failure on one rank ends what the others wait for, and what they say of it."""
+
+from __future__ import annotations
+
+import re
+import time
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dualpipe.runtime.errors import PipelineError, RankLost, naming_ranks
+from dualpipe.runtime.failure import Cause, FailureBoard, StepFailure, default_store, hang_up
+from dualpipe.runtime.recorder import Recorder
+from ranks import run_ranks
+
+
+def test_the_first_cause_that_is_published_is_everybodys():
+    board = FailureBoard(dist.HashStore(), "one")
+    assert board.cause() is None
+    assert board.publish(Cause("first")) == Cause("first")
+    assert board.publish(Cause("second", is_loss=True)) == Cause("first") == board.cause()
+    assert board.clone().wait() == Cause("first")
+
+
+def test_a_board_without_a_store_gives_back_what_it_is_given():
+    class Gone:
+        def __getattr__(self, name):
+            raise RuntimeError("connection reset")
+
+    board = FailureBoard(SimpleNamespace(), "one")
+    board._store = Gone()
+    assert board.publish(Cause("mine")) == Cause("mine")
+    assert board.cause() is None and board.wait() is None and not board.are_waiting([0])
+    board.say_waiting(0)
+
+
+def test_a_failure_without_other_ranks_ends_nothing():
+    failure = StepFailure(FailureBoard(dist.HashStore(), "one"), [])
+    with pytest.raises(PipelineError, match=r"^rank 0: action: KeyError: 'x'$") as raised, \
+            failure.ending_step(lambda: "action: "):
+        raise KeyError("x")
+    assert isinstance(raised.value.__cause__, KeyError)
+    failure.check()
+    with pytest.raises(KeyboardInterrupt), failure.ending_step(str):
+        raise KeyboardInterrupt
+    with pytest.raises(PipelineError, match="^ranks 0-1: they say it$"), failure.ending_step(str):
+        raise naming_ranks(RuntimeError("ranks 0-1: they say it"))
+
+
+WAITS = {
+    "p2p": lambda rank, size: dist.recv(torch.empty(1), (rank + 1) % size),
+    "all_to_all": lambda rank, size: dist.all_to_all_single(torch.empty(1000 * size), torch.empty(1000 * size)),
+    "reduce_scatter": lambda rank, size: dist.reduce_scatter_tensor(torch.empty(5), torch.empty(5 * size)),
+    "large send": lambda rank, size: dist.send(torch.empty(20_000_000), 1),
+}
+
+
+def hung_up(rank: int, size: int, wait: str) -> tuple[str, float]:
+    """Rank 1 hangs up while the others wait; each that raises hangs up in turn."""
+    began = time.monotonic()
+    try:
+        if rank != 1:
+            WAITS[wait](rank, size)
+    except RuntimeError as error:
+        return str(error), time.monotonic() - began
+    finally:
+        hang_up([dist.group.WORLD])
+    return "", 0.0
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("wait", WAITS)
+def test_whoever_waits_in_a_group_that_is_ended_raises_at_once(wait, size):
+    results = run_ranks(hung_up, size, size, wait, fresh=True, group_timeout=60)
+    for rank, (text, seconds) in enumerate(results):
+        if rank != 1:
+            assert re.search("[Cc]losed|reset by peer", text) and seconds < 20, (rank, text, seconds)
+
+
+def lost(rank: int, size: int) -> tuple[str, bool, bool]:
+    """Ranks wait in a chain for the last one, which does not come: what the others say, and whether of a loss."""
+    failure = StepFailure(FailureBoard(default_store(dist.group.WORLD), "one"), [dist.group.WORLD])
+    if rank == size - 1:
+        store = dist.distributed_c10d._get_default_store()
+        while not all(store.check([f"told {other}"]) for other in range(size - 1)):
+            time.sleep(0.05)
+        return "", False, False
+    with pytest.raises(PipelineError) as raised, failure.ending_step(str):
+        with Recorder.current().wait("receive", "a word", (rank + 1,)):
+            work = dist.irecv(torch.empty(1), rank + 1)
+            work.wait(timedelta(seconds=1.0 + 0.3 * rank))  # the first to give up waits for one that is no cause
+    dist.distributed_c10d._get_default_store().set(f"told {rank}", "yes")
+    error = raised.value
+    return str(error), error.is_loss, isinstance(error.__cause__, RankLost)
+
+
+def test_the_rank_that_does_not_come_is_named_though_others_give_up_first():
+    *others, _ = run_ranks(lost, 3, 3, fresh=True, group_timeout=60)
+    for text, is_loss, is_caused in others:
+        assert "for a word from rank 2" in text and is_loss and is_caused, others
