@@ -85,6 +85,8 @@ class Planting:
         if event not in ("call", "return") or not frame.f_code.co_filename.startswith(ROOMS):
             return
         name = frame.f_code.co_qualname
+        if name.endswith("<genexpr>"):  # is also entered when it is dropped, where an exception is lost
+            return
         if event == "return":
             if name == "Pipeline._run":
                 self._depth_is_inside = False  # the other ranks have gone on
