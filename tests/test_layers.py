@@ -114,6 +114,51 @@ def test_a_room_has_few_files_and_says_in_three_lines_what_it_is_and_may_import(
     assert used == set(allowed), "what it says that it imports, it does"
 
 
+# Files of the library without a test file of their name, and why; those that have one by now must not stay here.
+ELSEWHERE = {
+    "dualpipe/utils.py": "tests/pipeline/test_drop_in.py",
+    "dualpipe/parallel/all_to_all.py": "tests/parallel/experts/test_dispatcher.py and tests/parallel/context",
+    "dualpipe/parallel/context/ring.py": "tests/parallel/context/test_context_parallel.py",
+    "dualpipe/parallel/context/sequence_rows.py": "tests/parallel/context/test_context_parallel.py",
+    "dualpipe/parallel/context/ulysses.py": "tests/parallel/context/test_context_parallel.py",
+    "dualpipe/parallel/precision/plan.py": "tests/parallel/precision/test_resolve.py, which makes them",
+    "dualpipe/pipeline/arguments.py": "tests/pipeline/test_messages.py and test_side_inputs.py",
+    "dualpipe/pipeline/executor.py": "tests/pipeline/test_engine.py, which is its only caller",
+    "dualpipe/quantized/operators.py": "tests/quantized/test_tensor.py",
+    "dualpipe/quantized/weights.py": "tests/quantized/test_tensor.py",
+    "dualpipe/train/evaluate.py": "tests/train/test_trainer.py and test_cli.py",
+    "dualpipe/train/loss.py": "tests/train/test_mtp.py and test_context.py",
+    "dualpipe/train/run_description.py": "tests/train/test_metrics.py and test_cli.py",
+    "dualpipe/train/step_runner.py": "tests/train/test_trainer.py and test_parity.py",
+    "dualpipe/train/anomaly/localize.py": "tests/train/anomaly/test_guard.py",
+    "dualpipe/train/anomaly/replay.py": "tests/train/anomaly/test_guard.py",
+    "dualpipe/train/anomaly/spikes.py": "tests/train/anomaly/test_guard.py",
+    "dualpipe/train/config/command_line.py": "tests/train/config/test_load.py",
+    "dualpipe/train/config/model_config.py": "tests/train/config/test_resolve.py",
+    "dualpipe/train/config/schema.py": "tests/train/config/test_load.py",
+    "dualpipe/train/config/source.py": "tests/train/config/test_load.py",
+    "dualpipe/train/health/peer_store.py": "tests/train/health/test_watchdog.py, whose watchdogs meet there",
+    "dualpipe/train/launch/settings_check.py": "tests/train/launch/test_distributed.py",
+    "dualpipe/train/observers/step_window.py": "tests/train/observers/test_tracing.py and test_profiler.py",
+}
+
+
+def tests_of(module: str) -> Path:
+    """Return where the tests of a module belong: those of dualpipe/a/b.py in tests/a/test_b.py."""
+    *rooms, name = module.split(".")[1:]
+    return Path("tests", *rooms, f"test_{name.strip('_')}.py")
+
+
+@pytest.mark.skipif(not (ROOT.parent / "tests").is_dir(), reason="the library is installed, without its tests")
+def test_tests_mirror_the_tree() -> None:
+    """Every file has a test file of its name but for those of `ELSEWHERE`, exactly, whose tests are where it says."""
+    top = ROOT.parent
+    files = {str(path.relative_to(top)): tests_of(name)
+             for name, path in MODULES.items() if path.name != "__init__.py"}
+    without = {file for file, tests in files.items() if not (top / tests).is_file()}
+    assert without == ELSEWHERE.keys()
+
+
 def loaded_by(module: str) -> set[str]:
     """Those of ours that a fresh interpreter has after `import module`."""
     code = f"import sys, {module}; print(*(m for m in sys.modules if m.split('.')[0] == 'dualpipe'))"
