@@ -12,6 +12,7 @@ import pytest
 import dualpipe
 from plain_install import hide_undeclared
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("benchmarks", "docs", "dualpipe", "examples", "kernels", "models", "tests")
 FILES = (
@@ -87,7 +88,6 @@ def test_the_metadata_is_complete(built):
     assert not set(extras["test"]) & set(extras["lint"])
 
 
-@pytest.mark.slow
 def test_an_installed_wheel_trains_and_passes_the_tests_of_the_sdist(built, tmp_path):
     tree, wheel = built
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)

@@ -8,6 +8,10 @@ from dualpipe.schedule import Costs, Schedule, build, simulate, validate
 from schedules import SCHEDULES
 
 
+def slow(*values: object) -> list:
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
 def order(text: str) -> list[str]:
     return text.split()
 
@@ -33,7 +37,7 @@ def torch_order(num_ranks: int, num_microbatches: int) -> list[list[tuple[str, .
     ]
 
 
-@pytest.mark.parametrize("num_ranks", range(1, 17))
+@pytest.mark.parametrize("num_ranks", [*range(1, 9), *slow(*range(9, 17))])
 def test_dualpipev_is_the_order_of_torch_and_deepseek(num_ranks):
     for num_microbatches in range(2 * num_ranks, 2 * num_ranks + 20):
         ours = build("dualpipev", num_ranks, num_microbatches)
@@ -89,10 +93,6 @@ def test_zbv_is_the_order_of_torch(num_ranks):
         for rank in range(num_ranks):
             actions = theirs._calculate_single_rank_operations(rank)
             assert rank_order(ours, rank) == [str(action) for action in actions if action is not None]
-
-
-def slow(*values: object) -> list:
-    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
 @pytest.mark.parametrize("num_ranks", [*range(1, 7), *slow(7, 8, 13, 16)])

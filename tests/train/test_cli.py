@@ -79,6 +79,7 @@ torch.mm = noting
 """
 
 
+@pytest.mark.slow
 def test_few_frames_lead_from_the_command_to_a_grouped_product(run_folder, dualpipe):
     """With experts over two ranks, where training steps and where it evaluates."""
     options = ("--parallel.pp", "1", "--parallel.ep", "2", "--train.steps", "1", "--output.dir", "frames-out")

@@ -140,7 +140,9 @@ def test_balanced_routes_are_the_same_in_both(run_toml, monkeypatch):
         run(run_toml, "--router.balanced", "True", "--router.balanced_stride", "2")
 
 
-@pytest.mark.parametrize("layout", [("--dp", "2"), ("--ep", "2")], ids=" ".join)
+@pytest.mark.parametrize("layout", [
+    ("--dp", "2"), pytest.param(("--ep", "2"), marks=pytest.mark.slow),
+], ids=" ".join)
 def test_router_losses_of_two_pipelines(run_folder, dualpipe, layout):
     terms = (*TERMS, "--router.balance_level", "global", "--train.num_chunks", "3")
     done = dualpipe(run_folder, "parity", "run.toml", "--pp", "1", *layout, *terms)
