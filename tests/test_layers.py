@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -23,9 +24,14 @@ MOST_FILES = 14  # of a room
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def imports(path: Path) -> Iterator[str]:
     """Yield the modules of ours that a file imports, also inside of functions and for type checkers."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name.startswith("dualpipe."))
         elif isinstance(node, ast.ImportFrom) and node.module == "dualpipe":
@@ -143,7 +149,7 @@ ELSEWHERE = {
 }
 
 
-def tests_of(module: str) -> Path:
+def place_of_tests(module: str) -> Path:
     """Return where the tests of a module belong: those of dualpipe/a/b.py in tests/a/test_b.py."""
     *rooms, name = module.split(".")[1:]
     return Path("tests", *rooms, f"test_{name.strip('_')}.py")
@@ -153,20 +159,27 @@ def tests_of(module: str) -> Path:
 def test_tests_mirror_the_tree() -> None:
     """Every file has a test file of its name but for those of `ELSEWHERE`, exactly, whose tests are where it says."""
     top = ROOT.parent
-    files = {str(path.relative_to(top)): tests_of(name)
+    files = {str(path.relative_to(top)): place_of_tests(name)
              for name, path in MODULES.items() if path.name != "__init__.py"}
     without = {file for file, tests in files.items() if not (top / tests).is_file()}
     assert without == ELSEWHERE.keys()
 
 
-def loaded_by(module: str) -> set[str]:
-    """Those of ours that a fresh interpreter has after `import module`."""
-    code = f"import sys, {module}; print(*(m for m in sys.modules if m.split('.')[0] == 'dualpipe'))"
-    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
-    return set(done.stdout.split())
+def loaded_by(*modules: str) -> list[set[str]]:
+    """Return, for each of the modules, those of ours that a process has after importing it alone."""
+    code = ("import importlib, os, sys, torch\n"
+            "for module in sys.argv[1:]:\n"
+            "    if (child := os.fork()) == 0:\n"
+            "        importlib.import_module(module)\n"
+            "        print(*(m for m in sys.modules if m.split('.')[0] == 'dualpipe'), flush=True)\n"
+            "        os._exit(0)\n"
+            "    assert os.waitpid(child, 0)[1] == 0\n")
+    done = subprocess.run([sys.executable, "-P", "-c", code, *modules], capture_output=True, text=True, check=True)
+    return [set(line.split()) for line in done.stdout.splitlines()]
 
 
 def test_lower_layers_load_no_upper_ones() -> None:
-    assert not {name for name in loaded_by("dualpipe.nn") if name.startswith(("dualpipe.p", "dualpipe.m"))}
-    rooms = {name.split(".")[1] for name in loaded_by("dualpipe.parallel.mesh") if "." in name}
+    by_layers, by_meshes = loaded_by("dualpipe.nn", "dualpipe.parallel.mesh")
+    assert not {name for name in by_layers if name.startswith(("dualpipe.p", "dualpipe.m"))}
+    rooms = {name.split(".")[1] for name in by_meshes if "." in name}
     assert rooms == {"_moved", "kernels", "parallel", "quantized", "runtime"}, "kernels for what formats are"
