@@ -117,6 +117,7 @@ def trained_narrow(rank):
     return device.report(waits={COUNTS: layers * MICRO_BATCHES * STEPS})
 
 
+@pytest.mark.slow
 def test_gradients_that_are_divided_and_stored_in_less_than_they_are_reduced_in():
     assert run_ranks(trained_narrow, 2) == [[]] * 2
 

@@ -309,6 +309,7 @@ def replicated_on_ranks(rank, toml, runs):
     return largest
 
 
+@pytest.mark.slow
 def test_parts_of_dp_with_all_parameters_have_the_gradients_of_the_whole_batch(run_toml):
     """dp 4 as two parts of two; and two parts of one rank each with experts over two, of which a part has each once."""
     runs = [["--parallel.pp", "1", "--parallel.dp", dp, "--parallel.dp_replicate", "2", "--parallel.ep", ep]
