@@ -1,5 +1,6 @@
 """The sdist and the wheel: what is in them, what they say of themselves, and that they run by what they ask for."""
 
+import re
 import subprocess
 import sys
 import tarfile
@@ -12,7 +13,6 @@ import pytest
 import dualpipe
 from plain_install import hide_undeclared
 
-pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("benchmarks", "docs", "dualpipe", "examples", "kernels", "models", "tests")
 FILES = (
@@ -50,11 +50,13 @@ def built(tmp_path_factory):
     return tree, build("wheel", tree, folder)
 
 
+@pytest.mark.slow
 def test_the_sdist_has_all_sources(built):
     tree, _ = built
     assert {name for name in sources() if not (tree / name).is_file()} == set()
 
 
+@pytest.mark.slow
 def test_the_wheel_has_the_packages_and_nothing_else(built):
     _, wheel = built
     where = {"dualpipe": "dualpipe", "kernels": "dualpipe/kernels", "models": "dualpipe/models"}
@@ -65,6 +67,7 @@ def test_the_wheel_has_the_packages_and_nothing_else(built):
     assert {"dualpipe/py.typed", "dualpipe/schedule/page.html"} <= found
 
 
+@pytest.mark.slow
 def test_the_metadata_is_complete(built):
     _, wheel = built
     archive = zipfile.ZipFile(wheel)
@@ -78,7 +81,7 @@ def test_the_metadata_is_complete(built):
     assert f"{info}/licenses/LICENSE" in archive.namelist()
     assert "dualpipe = dualpipe.cli:main" in archive.read(f"{info}/entry_points.txt").decode()
     needs = [line for line in said.get_all("Requires-Dist") if "extra ==" not in line]
-    for name in ("torch", "einops", "filelock", "safetensors", "numpy", "rich", "tokenizers", "xxhash"):
+    for name in ("torch", "einops", "safetensors", "numpy", "rich", "tokenizers", "xxhash"):
         assert any(line.startswith(f"{name}>=") for line in needs), name
     extras = {name: sorted(line.partition(">=")[0] for line in said.get_all("Requires-Dist")
                            if line.endswith(f'extra == "{name}"')) for name in ("viz", "train", "test", "lint")}
@@ -88,6 +91,32 @@ def test_the_metadata_is_complete(built):
     assert not set(extras["test"]) & set(extras["lint"])
 
 
+def made_by(target):
+    """The commands that make would run for a target, with nothing made yet."""
+    done = subprocess.run(["make", "--dry-run", "--always-make", "VENV=none", target], cwd=ROOT, capture_output=True,
+                          text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("target, extras", [
+    ("train", ["train"]), ("bench", ["train"]), ("test", ["train", "test"]), ("lint", ["train", "lint"]),
+])
+def test_make_installs_what_a_target_needs_and_no_more(target, extras):
+    assert re.findall(r"\bEXTRA=(\w+) bash setup\.sh", made_by(target)) == extras
+    assert 'install -e ".[$EXTRA]"' in (ROOT / "setup.sh").read_text()
+
+
+def test_each_mark_of_slow_tests_is_run_by_a_target():
+    assert '-m "not slow"' in made_by("test") and '-m "slow and not idle"' in made_by("test-slow")
+    assert '-m "not idle"' in made_by("test-all") and "-m idle" in made_by("test-idle")
+    marked = [path for path in (ROOT / "tests").rglob("test_*.py") if "@pytest.mark.idle\n" in path.read_text()]
+    assert marked
+    for path in marked:
+        assert f" {path.relative_to(ROOT)} " in made_by("test-idle")
+
+
+@pytest.mark.slow
 def test_an_installed_wheel_trains_and_passes_the_tests_of_the_sdist(built, tmp_path):
     tree, wheel = built
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)

@@ -16,6 +16,7 @@ import pytest
 import dualpipe
 
 ROOT = Path(dualpipe.__file__).parent
+DOCUMENTS = Path(__file__).parents[1]
 ORDER = (  # a room imports those before it, and itself; those of one entry do not import each other
     {"_moved"}, {"runtime"}, {"schedule", "kernels"}, {"trace", "quantized"}, {"nn"}, {"parallel"}, {"pipeline"},
     {"utils", "models"}, {"checkpoint"}, {"train"}, {"plan"}, {"cli"}, {"__main__"},
@@ -85,6 +86,16 @@ def test_nothing_imports_upwards() -> None:
     assert not wrong
 
 
+def test_the_documents_list_the_rooms_in_this_order() -> None:
+    text = " ".join((DOCUMENTS / "CONTRIBUTING.md").read_text().split())
+    (said,) = re.findall(r"Nothing imports upwards: (.*?), as \[", text)
+    levels = [set(names.split(", ")) for names in said.split(" ← ")]
+    assert levels == [names - {"utils"} for names in ORDER if not any(name.startswith("_") for name in names)]
+    folders = re.findall(r"^    (?:dualpipe/)?(\w+)/  ", (DOCUMENTS / "README.md").read_text(), re.M)
+    assert set(folders) == set.union(*levels) - {"cli"}
+    assert [LEVEL[name] for name in folders] == sorted(LEVEL[name] for name in folders)
+
+
 def test_no_circles() -> None:
     """Not between files, lazy imports and those for type checkers among them."""
     assert not circles({name: set(imports(path)) for name, path in MODULES.items() if name != "dualpipe"})
@@ -127,11 +138,12 @@ ELSEWHERE = {
     "dualpipe/parallel/context/ring.py": "tests/parallel/context/test_context_parallel.py",
     "dualpipe/parallel/context/sequence_rows.py": "tests/parallel/context/test_context_parallel.py",
     "dualpipe/parallel/context/ulysses.py": "tests/parallel/context/test_context_parallel.py",
+    "dualpipe/parallel/precision/contract.py": "tests/parallel/precision/test_resolve.py, whose plans it checks",
     "dualpipe/parallel/precision/plan.py": "tests/parallel/precision/test_resolve.py, which makes them",
     "dualpipe/pipeline/arguments.py": "tests/pipeline/test_messages.py and test_side_inputs.py",
     "dualpipe/pipeline/executor.py": "tests/pipeline/test_engine.py, which is its only caller",
     "dualpipe/quantized/operators.py": "tests/quantized/test_tensor.py",
-    "dualpipe/quantized/weights.py": "tests/quantized/test_tensor.py",
+    "dualpipe/quantized/quantize_model.py": "tests/quantized/test_tensor.py",
     "dualpipe/train/evaluate.py": "tests/train/test_trainer.py and test_cli.py",
     "dualpipe/train/loss.py": "tests/train/test_mtp.py and test_context.py",
     "dualpipe/train/run_description.py": "tests/train/test_metrics.py and test_cli.py",

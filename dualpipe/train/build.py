@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dualpipe.checkpoint import hub_dtypes, load_hf
-from dualpipe.checkpoint.hub.quantized import check_quantized
+from dualpipe.checkpoint.hub.save_quantized import check_quantized
 from dualpipe.kernels.formats import FORMATS
 from dualpipe.kernels.grouped_gemm import HALF
 from dualpipe.kernels.grouped_gemm_quantized import slower_in_fp8
@@ -22,8 +22,6 @@ from dualpipe.models import HubConfig, Stage, build_stages, read_config
 from dualpipe.models.stages import Recompute, meta_stages
 from dualpipe.nn import GroupedLinear, Linear
 from dualpipe.nn.quantized_matmul import Products
-from dualpipe.nn.routing.balanced_routes import random_like_stride
-from dualpipe.nn.routing.router import Router
 from dualpipe.nn.routing.router_set import RouterSet
 from dualpipe.nn.sequence_split import SequenceSplit
 from dualpipe.parallel import DTypePlan, DTypePolicy, Rule, resolve_dtypes, shard, shard_stages
@@ -33,7 +31,7 @@ from dualpipe.parallel.experts.shared_loads import share_loads
 from dualpipe.parallel.fsdp.materialize import build_on_meta, materialize
 from dualpipe.parallel.mesh import Mesh
 from dualpipe.parallel.precision.plan import matches
-from dualpipe.quantized.weights import quantized_part
+from dualpipe.quantized.quantize_model import quantized_part
 from dualpipe.runtime.dtypes import dtype_of, short_name
 from dualpipe.runtime.errors import nearest
 from dualpipe.runtime.rank_sync import RankSync
@@ -291,20 +289,16 @@ def build_routers(
 
     Raises ValueError for what the model's routers cannot do.
     """
-    r, train, parallel, stride = config.router, config.train, config.parallel, config.router.balanced_stride
-    if not stride:  # the same for all routers of a model
-        first = next((m for stage in stages for m in stage.modules() if isinstance(m, Router)), None)
-        stride = 1 if first is None else random_like_stride(first.out_features, first.top_k, parallel.ep)
+    r, train, parallel = config.router, config.train, config.parallel
     split = SequenceSplit() if context is None else context.split
     if context is not None and split.size > 1 and r.balance and r.balance_level != "global":
         parts = train.micro_batch_size if r.balance_level == "sequence" else 1
         share_loads(stages, context.stream.all_to_all, parts)
     return RouterSet(
         stages, num_chunks=train.num_chunks * (parallel.batch_shards if whole else 1), balance=r.balance,
-        level=r.balance_level, z=r.z_loss, bias_update_rate=r.bias_update_rate, balanced=r.balanced,
-        balanced_stride=stride, group=group, replicas=1 if whole else parallel.replicas, device=device,
-        split=split if split.size > 1 else None, sequence_length=train.sequence_length,
-        weight=token_weight(split, train.sequence_length),
+        level=r.balance_level, z=r.z_loss, bias_update_rate=r.bias_update_rate,
+        weight=token_weight(split, train.sequence_length), group=group, replicas=1 if whole else parallel.replicas,
+        device=device,
     )
 
 

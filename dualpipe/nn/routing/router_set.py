@@ -23,10 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dualpipe.nn.routing.balanced_routes import BalancedRoutes
 from dualpipe.nn.routing.losses import LOSSES, Level, RouterStep, load_of, losses_of, max_over_mean
 from dualpipe.nn.routing.router import Router
-from dualpipe.nn.sequence_split import SequenceSplit
 from dualpipe.runtime.recorder import Recorder
 
 
@@ -35,22 +33,18 @@ class RouterSet:
 
     num_chunks, balance, level, z: as in `RouterStep`; level "global" takes the loads of the step before.
     bias_update_rate: after each step, of `Router.update_bias`, for the routers that have a correction bias.
-    balanced: `BalancedRoutes` instead of the routers' own choice; balanced_stride: between the experts of a token.
-    split, sequence_length, weight: where ranks share sequences, how, of how many tokens, and as in `RouterStep`.
-        Balance losses on a sequence or a micro-batch need `dualpipe.parallel.experts.shared_loads` as well, or are on
-        this rank's tokens alone.
+    weight: as in `RouterStep`, where ranks share sequences. Balance losses on a sequence or a micro-batch need
+        `dualpipe.parallel.experts.shared_loads` as well there, or are on this rank's tokens alone.
     group: all ranks that train the model, None for one; replicas: how many of them hold each stage. A router must have
         the same name in its stage on all of those, and no other router this name.
 
-    Raises `ValueError`, on all ranks, where names are not so, for a rate where there is no correction bias, and for a
-    stride that leaves experts out.
+    Raises `ValueError`, on all ranks, where names are not so, and for a rate where there is no correction bias.
     """
 
     def __init__(
         self, stages: Iterable[nn.Module], *, num_chunks: int, balance: float = 0.0, level: Level = "sequence",
-        z: float = 0.0, bias_update_rate: float = 0.0, balanced: bool = False, balanced_stride: int = 1,
-        split: SequenceSplit | None = None, sequence_length: int = 0, weight: float = 1.0,
-        group: dist.ProcessGroup | None = None, replicas: int = 1, device: torch.device | str | None = None,
+        z: float = 0.0, bias_update_rate: float = 0.0, weight: float = 1.0, group: dist.ProcessGroup | None = None,
+        replicas: int = 1, device: torch.device | str | None = None,
     ) -> None:
         self._here = [pair for stage in stages for pair in stage.named_modules() if isinstance(pair[1], Router)]
         own = [(name, router.out_features, router.e_score_correction_bias is not None) for name, router in self._here]
@@ -75,12 +69,6 @@ class RouterSet:
         no_load_E = torch.zeros(0, dtype=torch.int64, device="cpu")
         self._losses = list(self._make_step(load_E=no_load_E).coefficients)
         self._rate, self._group, self._replicas = bias_update_rate, group, replicas
-        if balanced:
-            routes = BalancedRoutes(balanced_stride, split, sequence_length)
-            for _, experts, _ in routers:
-                routes.check(experts)
-            for _, router in self._here:
-                router.choice = routes
 
     @contextmanager
     def step(self) -> Iterator[None]:

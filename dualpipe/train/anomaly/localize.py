@@ -24,7 +24,7 @@ from dualpipe.checkpoint import Checkpoints
 from dualpipe.nn.deferral import local
 from dualpipe.parallel.experts.dispatcher import Plan
 from dualpipe.pipeline.overlap import Part
-from dualpipe.quantized.weights import quantized_part
+from dualpipe.quantized.quantize_model import quantized_part
 from dualpipe.runtime.files import replace_file
 from dualpipe.runtime.recorder import Observer, Recorder
 from dualpipe.schedule import Action

@@ -28,7 +28,7 @@ from dualpipe.nn.deferral import local
 from dualpipe.nn.init import local_part
 from dualpipe.parallel.precision.plan import matches
 from dualpipe.quantized import requantize
-from dualpipe.quantized.weights import placed_as, quantized_part, untrained
+from dualpipe.quantized.quantize_model import placed_as, quantized_part, untrained
 from dualpipe.train.config.schema import ALGORITHMS, OptimizerGroup
 from dualpipe.train.optim.muon import Muon
 

@@ -20,7 +20,7 @@ from dualpipe.models import read_config
 from dualpipe.models.stages import meta_stages
 from dualpipe.parallel import Rule
 from dualpipe.parallel.mesh import Mesh, build_mesh
-from dualpipe.quantized.weights import quantizable
+from dualpipe.quantized.quantize_model import quantizable
 from dualpipe.schedule import build
 from dualpipe.train.build import build_model, plan_model
 from hub import TINY, add_mtp, read_all, rewrite, save_family, save_fp8, stages_on_meta

@@ -11,7 +11,6 @@ from torch.utils.checkpoint import checkpoint
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from dualpipe import Pipeline
-from dualpipe.nn.routing.balanced_routes import BalancedRoutes
 from dualpipe.nn.routing.losses import (
     LOSSES,
     RouterLoss,
@@ -25,7 +24,7 @@ from dualpipe.nn.routing.losses import (
     z_loss,
 )
 from routers import OPTIONS, E, router, tokens
-from routes import Routes
+from routes import BalancedRoutes, Routes
 
 
 def test_balance_loss_worked_example():

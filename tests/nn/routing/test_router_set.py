@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torch import nn
 
 from dualpipe.nn import Linear, Router
-from dualpipe.nn.routing.balanced_routes import BalancedRoutes
 from dualpipe.nn.routing.losses import LOSSES, RouterLoss, RouterStep, count_load, load_of
 from dualpipe.nn.routing.router_set import RouterSet
 from ranks import run_ranks
@@ -125,18 +124,6 @@ def test_outside_of_a_step_nothing_is_counted():
     with pytest.raises(KeyError), routers.step():
         raise KeyError
     assert stages[0]["layer0"].step is None
-
-
-def test_balanced_routes():
-    stages = [stage(0)]
-    routers = RouterSet(stages, num_chunks=1, balanced=True)
-    assert stages[0]["layer0"].choice == BalancedRoutes()
-    run(routers, stages, [tokens(3, 0)])
-    assert routers.metrics()["load_max_over_mean"] == 1
-    RouterSet(stages, num_chunks=1, balanced=True, balanced_stride=5)
-    assert stages[0]["layer0"].choice == BalancedRoutes(5)
-    with pytest.raises(ValueError, match="stride 4 and the number of experts 6 have a divisor in common"):
-        RouterSet(stages, num_chunks=1, balanced=True, balanced_stride=4)
 
 
 def no_router_and_names(rank):
