@@ -4,6 +4,9 @@ Devices are the CPU, a CUDA device, and the pretend one, on which a missing wait
 may wait, except where a test says torch.cuda.set_sync_debug_mode("error").
 """
 
+import gc
+from types import SimpleNamespace
+
 import pytest
 
 from dualpipe.runtime.recorder import Recorder
@@ -30,6 +33,27 @@ def pytest_collection_modifyitems(config, items):
         left_out = set(others)
         items[:] = [item for item in items if item not in left_out]
         config.hook.pytest_deselected(items=others)
+
+
+def pytest_collection_finish():
+    """Leave out of garbage collections what is there by now: with it, each would take a third of a second."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _heap_stays_frozen():
+    """Runs of this process do not freeze what is there at their start, since they would thaw all of it at their end."""
+    from dualpipe.train import garbage_collection
+
+    def leave_as_it_is():
+        pass
+
+    kept = SimpleNamespace(isenabled=gc.isenabled, enable=gc.enable, disable=gc.disable, collect=gc.collect,
+                           freeze=leave_as_it_is, unfreeze=leave_as_it_is)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(garbage_collection, "gc", kept)
+        yield
 
 
 @pytest.fixture(autouse=True)

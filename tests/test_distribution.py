@@ -50,11 +50,13 @@ def built(tmp_path_factory):
     return tree, build("wheel", tree, folder)
 
 
+@pytest.mark.slow
 def test_the_sdist_has_all_sources(built):
     tree, _ = built
     assert {name for name in sources() if not (tree / name).is_file()} == set()
 
 
+@pytest.mark.slow
 def test_the_wheel_has_the_packages_and_nothing_else(built):
     _, wheel = built
     where = {"dualpipe": "dualpipe", "kernels": "dualpipe/kernels", "models": "dualpipe/models"}
@@ -65,6 +67,7 @@ def test_the_wheel_has_the_packages_and_nothing_else(built):
     assert {"dualpipe/py.typed", "dualpipe/schedule/page.html"} <= found
 
 
+@pytest.mark.slow
 def test_the_metadata_is_complete(built):
     _, wheel = built
     archive = zipfile.ZipFile(wheel)

@@ -31,7 +31,7 @@ def run_document(rank, folder, runs):
     return results
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_your_own_loop(tmp_path, ranks):
     found = run_ranks(run_document, ranks, str(tmp_path), [("whole", 6), ("parts", 4), ("parts", 6)], fresh=True)
     for whole, part, again in found:

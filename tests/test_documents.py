@@ -107,6 +107,7 @@ def check(tool, folder, *arguments, environment=None):
     assert files_with_errors(done.stdout) == {"README_wrong.py"}, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_pyright(blocks):
     check("pyright", blocks, "--pythonpath", sys.executable)
 

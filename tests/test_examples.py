@@ -29,8 +29,9 @@ def run_example(rank, example):
     return runpy.run_path(str(example))["run"](torch.device("cpu"))
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("example", [MODEL, MOE], ids=lambda example: example.stem)
+@pytest.mark.parametrize(("example", "ranks"), [
+    (MODEL, 2), (MOE, 4), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((MODEL, 4), (MOE, 2))),
+], ids=lambda value: getattr(value, "stem", value))
 def test_finds_its_gradients_right(example, ranks):
     assert 0 < max(run_ranks(run_example, ranks, example, fresh=True)) < 1e-10
 

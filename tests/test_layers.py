@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -24,9 +25,14 @@ MOST_FILES = 14  # of a room
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def imports(path: Path) -> Iterator[str]:
     """Yield the modules of ours that a file imports, also inside of functions and for type checkers."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name.startswith("dualpipe."))
         elif isinstance(node, ast.ImportFrom) and node.module == "dualpipe":
@@ -125,29 +131,67 @@ def test_a_room_has_few_files_and_says_in_three_lines_what_it_is_and_may_import(
     assert used == set(allowed), "what it says that it imports, it does"
 
 
-def test_old_paths_give_the_modules_at_their_new_ones() -> None:
-    code = ("import importlib, warnings\n"
-            "from dualpipe._moved import MOVED\n"
-            "for old, new in MOVED.items():\n"
-            "    with warnings.catch_warnings(record=True) as caught:\n"
-            "        warnings.simplefilter('always')\n"
-            "        module = importlib.import_module(old)\n"
-            "    assert module is importlib.import_module(new), old\n"
-            "    assert module.__spec__.name == new, module.__spec__\n"
-            "    assert any(f'{old} has moved to {new}' in str(each.message) for each in caught), old\n"
-            "from dualpipe.parallel import materialize, shard\n"
-            "assert callable(materialize) and callable(shard)\n")
-    subprocess.run([sys.executable, "-P", "-c", code], check=True)
+# Files of the library without a test file of their name, and why; those that have one by now must not stay here.
+ELSEWHERE = {
+    "dualpipe/utils.py": "tests/pipeline/test_drop_in.py",
+    "dualpipe/parallel/all_to_all.py": "tests/parallel/experts/test_dispatcher.py and tests/parallel/context",
+    "dualpipe/parallel/context/ring.py": "tests/parallel/context/test_context_parallel.py",
+    "dualpipe/parallel/context/sequence_rows.py": "tests/parallel/context/test_context_parallel.py",
+    "dualpipe/parallel/context/ulysses.py": "tests/parallel/context/test_context_parallel.py",
+    "dualpipe/parallel/precision/contract.py": "tests/parallel/precision/test_resolve.py, whose plans it checks",
+    "dualpipe/parallel/precision/plan.py": "tests/parallel/precision/test_resolve.py, which makes them",
+    "dualpipe/pipeline/arguments.py": "tests/pipeline/test_messages.py and test_side_inputs.py",
+    "dualpipe/pipeline/executor.py": "tests/pipeline/test_engine.py, which is its only caller",
+    "dualpipe/quantized/operators.py": "tests/quantized/test_tensor.py",
+    "dualpipe/quantized/quantize_model.py": "tests/quantized/test_tensor.py",
+    "dualpipe/train/evaluate.py": "tests/train/test_trainer.py and test_cli.py",
+    "dualpipe/train/loss.py": "tests/train/test_mtp.py and test_context.py",
+    "dualpipe/train/run_description.py": "tests/train/test_metrics.py and test_cli.py",
+    "dualpipe/train/step_runner.py": "tests/train/test_trainer.py and test_parity.py",
+    "dualpipe/train/anomaly/localize.py": "tests/train/anomaly/test_guard.py",
+    "dualpipe/train/anomaly/replay.py": "tests/train/anomaly/test_guard.py",
+    "dualpipe/train/anomaly/spikes.py": "tests/train/anomaly/test_guard.py",
+    "dualpipe/train/config/command_line.py": "tests/train/config/test_load.py",
+    "dualpipe/train/config/model_config.py": "tests/train/config/test_resolve.py",
+    "dualpipe/train/config/schema.py": "tests/train/config/test_load.py",
+    "dualpipe/train/config/source.py": "tests/train/config/test_load.py",
+    "dualpipe/train/health/peer_store.py": "tests/train/health/test_watchdog.py, whose watchdogs meet there",
+    "dualpipe/train/launch/settings_check.py": "tests/train/launch/test_distributed.py",
+    "dualpipe/train/observers/step_window.py": "tests/train/observers/test_tracing.py and test_profiler.py",
+}
 
 
-def loaded_by(module: str) -> set[str]:
-    """Those of ours that a fresh interpreter has after `import module`."""
-    code = f"import sys, {module}; print(*(m for m in sys.modules if m.split('.')[0] == 'dualpipe'))"
-    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
-    return set(done.stdout.split())
+def place_of_tests(module: str) -> Path:
+    """Return where the tests of a module belong: those of dualpipe/a/b.py in tests/a/test_b.py."""
+    *rooms, name = module.split(".")[1:]
+    return Path("tests", *rooms, f"test_{name.strip('_')}.py")
+
+
+@pytest.mark.skipif(not (ROOT.parent / "tests").is_dir(), reason="the library is installed, without its tests")
+def test_tests_mirror_the_tree() -> None:
+    """Every file has a test file of its name but for those of `ELSEWHERE`, exactly, whose tests are where it says."""
+    top = ROOT.parent
+    files = {str(path.relative_to(top)): place_of_tests(name)
+             for name, path in MODULES.items() if path.name != "__init__.py"}
+    without = {file for file, tests in files.items() if not (top / tests).is_file()}
+    assert without == ELSEWHERE.keys()
+
+
+def loaded_by(*modules: str) -> list[set[str]]:
+    """Return, for each of the modules, those of ours that a process has after importing it alone."""
+    code = ("import importlib, os, sys, torch\n"
+            "for module in sys.argv[1:]:\n"
+            "    if (child := os.fork()) == 0:\n"
+            "        importlib.import_module(module)\n"
+            "        print(*(m for m in sys.modules if m.split('.')[0] == 'dualpipe'), flush=True)\n"
+            "        os._exit(0)\n"
+            "    assert os.waitpid(child, 0)[1] == 0\n")
+    done = subprocess.run([sys.executable, "-P", "-c", code, *modules], capture_output=True, text=True, check=True)
+    return [set(line.split()) for line in done.stdout.splitlines()]
 
 
 def test_lower_layers_load_no_upper_ones() -> None:
-    assert not {name for name in loaded_by("dualpipe.nn") if name.startswith(("dualpipe.p", "dualpipe.m"))}
-    rooms = {name.split(".")[1] for name in loaded_by("dualpipe.parallel.mesh") if "." in name}
+    by_layers, by_meshes = loaded_by("dualpipe.nn", "dualpipe.parallel.mesh")
+    assert not {name for name in by_layers if name.startswith(("dualpipe.p", "dualpipe.m"))}
+    rooms = {name.split(".")[1] for name in by_meshes if "." in name}
     assert rooms == {"_moved", "kernels", "parallel", "quantized", "runtime"}, "kernels for what formats are"

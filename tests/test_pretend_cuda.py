@@ -48,7 +48,7 @@ def messages(pp: int, ranks: int) -> dict[str, int]:
     return dict.fromkeys(BY_HOST, 4 * (pp - 1) * MICRO_BATCHES * ranks // pp) if pp > 1 else {}
 
 
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_toy_stages(overlap):
     device = by_threads(toys, 2, 2, overlap)
     assert device.report(waits=messages(2, ranks=4)) == []
@@ -56,8 +56,8 @@ def test_toy_stages(overlap):
 
 
 @pytest.mark.parametrize("overlap, recompute", [
-    *(pytest.param(*each, marks=pytest.mark.slow) for each in ((True, ()), (True, ("layer",)))),
-    (False, ()), (True, ("layer", "dispatch")),
+    *(pytest.param(*each, marks=pytest.mark.slow) for each in ((True, ()), (True, ("layer",)), (False, ()))),
+    (True, ("layer", "dispatch")),
 ])
 def test_qwen3_moe(overlap, recompute):
     device = by_threads(qwen, 2, 2, overlap, recompute)
@@ -82,14 +82,17 @@ def trained(rank, shape, dtype, fails):
 
 
 @pytest.mark.parametrize("shape, dtype", [
-    *(pytest.param(shape, torch.float32, marks=pytest.mark.slow) for shape in ((2, 1, 1), (1, 1, 2), (2, 2, 1))),
-    ((1, 2, 1), torch.float32), ((2, 1, 2), torch.bfloat16),
+    *(pytest.param(shape, torch.float32, marks=pytest.mark.slow)
+      for shape in ((2, 1, 1), (1, 1, 2), (2, 2, 1), (1, 2, 1))),
+    ((2, 1, 2), torch.bfloat16),
 ], ids=str)
 def test_ranks_as_processes(shape, dtype):
     assert run_ranks(trained, math.prod(shape), shape, dtype, False) == [[]] * math.prod(shape)
 
 
-@pytest.mark.parametrize("shape", [(2, 1, 1), (1, 2, 1), (2, 1, 2)], ids=str)
+@pytest.mark.parametrize("shape", [
+    *(pytest.param(shape, marks=pytest.mark.slow) for shape in ((2, 1, 1), (1, 2, 1))), (2, 1, 2),
+], ids=str)
 def test_a_step_that_fails(shape):
     assert run_ranks(trained, math.prod(shape), shape, torch.float32, True, fresh=True) == [[]] * math.prod(shape)
 
@@ -101,7 +104,8 @@ def trained_tied(rank, shape, name):
 
 
 @pytest.mark.parametrize("shape, name", [
-    ((2, 2, 1), "dualpipev"), ((2, 2, 1), "1f1b"), pytest.param((2, 1, 2), "dualpipev", marks=pytest.mark.slow),
+    ((2, 2, 1), "dualpipev"),
+    *(pytest.param(*each, marks=pytest.mark.slow) for each in (((2, 2, 1), "1f1b"), ((2, 1, 2), "dualpipev"))),
 ], ids=str)
 def test_tied_embeddings_gathered_for_two_stages_or_summed_over_two_ranks(shape, name):
     assert run_ranks(trained_tied, math.prod(shape), shape, name) == [[]] * math.prod(shape)
@@ -112,6 +116,7 @@ def trained_narrow(rank):
     return device.report(waits={COUNTS: layers * MICRO_BATCHES * STEPS})
 
 
+@pytest.mark.slow
 def test_gradients_that_are_divided_and_stored_in_less_than_they_are_reduced_in():
     assert run_ranks(trained_narrow, 2) == [[]] * 2
 

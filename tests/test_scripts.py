@@ -69,8 +69,10 @@ def test_every_script_is_run_by_a_fast_test():
     assert folders_and_configs == {"models", "tiny-cpu", *(path.name for path in EXAMPLES.glob("*.toml"))}
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=NEEDS_TRITON) if "tune" in name else name
-                                  for name in ON_CPU])
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=NEEDS_TRITON if "tune" in name else pytest.mark.slow if name in STARTING_RANKS else [])
+    for name in ON_CPU
+])
 def test_runs_on_cpu(name, tmp_path):
     arguments, shown = ON_CPU[name]
     write_files(tmp_path)
@@ -113,6 +115,7 @@ COMMON = (
     "--train.eval_interval", "0", "--output.dir", "out",
 )
 SIZES = {"qwen3_moe": TINY, **FAMILIES}
+OF_EACH_FAMILY = ("deepseek-v3", "gpt-oss-20b", "qwen3-30b-a3b")
 
 
 def shrunken(path):
@@ -128,7 +131,10 @@ def shrunken(path):
     return config
 
 
-@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.toml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [
+    pytest.param(path, id=path.stem, marks=[] if path.stem in OF_EACH_FAMILY else pytest.mark.slow)
+    for path in sorted(EXAMPLES.glob("*.toml"))
+])
 def test_an_example_trains_a_step_of_a_shrunken_model(path, tmp_path):
     """With all that the file says but for sizes, layout, data and compilation."""
     write_files(tmp_path, shrunken(EXAMPLES / tomllib.loads(path.read_text())["model"]["config"]))

@@ -45,6 +45,7 @@ def tiny(script, monkeypatch):
 # ---------------------------------------------------------------------------------------------------------- on any CPU
 
 
+@pytest.mark.slow
 def test_scripts_start_by_themselves():
     result = run_script("bench_grouped_gemm.py", "--quick", CUDA_VISIBLE_DEVICES="")
     assert result.returncode == 0, result.stderr

@@ -99,7 +99,7 @@ def kill_often(folder, how, times):
 
 
 @pytest.mark.parametrize(
-    "how, times", [("sync", 3), ("thread", 3), pytest.param("process", 3, marks=pytest.mark.slow)]
+    "how, times", [("thread", 3), *(pytest.param(how, 3, marks=pytest.mark.slow) for how in ("sync", "process"))]
 )
 def test_killed_at_several_moments(tmp_path, how, times):
     assert kill_often(tmp_path, how, times) or how == "process"  # some hit the writing itself

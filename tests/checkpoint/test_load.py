@@ -317,7 +317,9 @@ def test_one_that_is_replaced_while_it_is_read_is_not_damaged(tmp_path, monkeypa
     assert not found.committed[0].is_there()
 
 
-@pytest.mark.parametrize("keep_every", [None, 5, "the same step"])
+@pytest.mark.parametrize("keep_every", [
+    5, *(pytest.param(each, marks=pytest.mark.slow) for each in (None, "the same step")),
+])
 def test_readers_beside_a_job_that_deletes(tmp_path, keep_every):
     """A whole checkpoint is always there, so `load`, `latest` and the commands must always find one, and the newest."""
     done, newest = threading.Event(), [1]

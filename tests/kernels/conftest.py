@@ -1,6 +1,7 @@
 """Where kernel tests run: the reference on CPU, the kernel on CUDA, and interpreted ones under TRITON_INTERPRET=1.
 
-tests/kernels/test_interpreter.py runs every file once more with that variable set.
+tests/kernels/test_interpreter.py runs every file once more with that variable set: in a fast run a case or two of each
+kernel, those of `SMOKE`, which also says if one of the kernels is launched by none.
 """
 
 from itertools import combinations
@@ -16,12 +17,28 @@ HERE = Path(__file__).parent
 OF_OPERATORS = ("registration", "registered", "compiles", "second_derivative")
 # Dtypes, tables and formats that a fast run does not interpret: it interprets float32 alone, by the tables of sm_90.
 NOT_FAST_WHEN_INTERPRETED = ("cpu-80", "float64", "float16", "pow2", "real_models")
+# Of these a fast run interprets one case, and nothing else: together they launch every kernel, against its reference.
+SMOKE = {
+    "test_cross_entropy.py": {"test_loss_and_gradient"},
+    "test_grouped_gemm.py": {"test_products_equal_a_loop"},
+    "test_grouped_gemm_quantized.py": {"test_dequantized_products_equal_a_loop", "test_fp8_products_equal_a_loop"},
+    "test_grouped_gemm_swiglu.py": {"test_equals_the_two_functions"},
+    "test_grouped_gemm_tiles.py": {"test_worked_example"},
+    "test_interpreter.py": {"test_every_kernel_was_launched"},
+    "test_norm.py": {"test_values_and_gradients"},
+    "test_quantize.py": {"test_bytes_and_numbers", "test_activation_and_quantization_in_one", "test_transposed_blocks"},
+    "test_rotary.py": {"test_values_and_gradients"},
+    "test_routing.py": {"test_rows_there_and_back"},
+    "test_swiglu.py": {"test_values_and_gradients"},
+    "test_top_k.py": {"test_values_and_gradients"},
+}
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """Mark the slow tests of this folder `matrix`, and, where kernels are interpreted, choose the slow ones first."""
-    kernel_tests = [item for item in items if HERE in item.path.parents and item.path.name != "test_interpreter.py"]
+    kernel_tests = [item for item in items if HERE in item.path.parents
+                    and (INTERPRET or item.path.name != "test_interpreter.py")]
     of_pairs = _mark_slow_when_interpreted(kernel_tests) if INTERPRET else set()
     for item in kernel_tests:
         if item.get_closest_marker("slow") and item not in of_pairs:
@@ -29,9 +46,10 @@ def pytest_collection_modifyitems(items):
 
 
 def _mark_slow_when_interpreted(items):
-    """Mark all `slow` but one case of each test, as interpreting takes long.
+    """Mark all `slow` but one case of each test of `SMOKE`, as interpreting takes long.
 
-    Returns the cases, among those marked, that together have every value of every parameter and every two of them.
+    Returns the cases, among those marked, that together have every test, every value of every parameter and every two
+    of them.
     """
     tests, seen, of_pairs = set(), set(), set()
     for item in items:
@@ -43,13 +61,34 @@ def _mark_slow_when_interpreted(items):
         test = (item.path, item.originalname)
         pairs = {(*test, *pair) for pair in combinations(map(str, values.items()), 2)}
         if not item.get_closest_marker("slow"):
-            if test in tests and pairs:
+            is_first = test not in tests
+            if not is_first or item.originalname not in SMOKE.get(item.path.name, ()):
                 item.add_marker(pytest.mark.slow)
-                if not pairs <= seen:
+                if is_first or not pairs or not pairs <= seen:
                     of_pairs.add(item)
             tests.add(test)
         seen |= pairs
     return of_pairs
+
+
+@pytest.fixture(scope="session", autouse=True)
+def launched():
+    """The names of the kernels that were launched so far, where they are interpreted."""
+    names = set()
+    if INTERPRET:
+        from triton.runtime import interpreter
+
+        launch = interpreter.GridExecutor.__call__
+
+        def recorded(self, *arguments, **options):
+            names.add(f"{self.fn.__module__}.{self.fn.__name__}")
+            return launch(self, *arguments, **options)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(interpreter.GridExecutor, "__call__", recorded)
+            yield names
+    else:
+        yield names
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -6,11 +6,15 @@ Triton reads TRITON_INTERPRET when it is imported, and a process that interprets
 import os
 import subprocess
 import sys
+from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from pkgutil import iter_modules
 
 import pytest
+
+import dualpipe.kernels
 
 HERE = Path(__file__).parent
 FILES = sorted(path.name for path in HERE.glob("test_*.py"))
@@ -23,14 +27,16 @@ def release(package):
     return tuple(map(int, version(package).split(".")[:2]))
 
 
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = [
     pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed"),
-    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="is interpreted already"),
     pytest.mark.skipif(
         find_spec("triton") is not None and release("triton") < (3, 7) and release("numpy") >= (2, 4),
         reason="the interpreter of Triton before 3.7 needs numpy before 2.4",
     ),
 ]
+
+INTERPRETS = pytest.mark.skipif(INTERPRETED, reason="is interpreted already")
 
 
 def check_interpreted(files, marks, timeout=300, allowed=(0,)):
@@ -42,20 +48,32 @@ def check_interpreted(files, marks, timeout=300, allowed=(0,)):
     assert result.returncode in allowed, result.stdout[-5000:] + result.stderr[-1000:]
 
 
-@pytest.mark.parametrize("files", HALVES, ids=" ".join)
-def test_interpreted(files):
-    """One case of each test; the rest, apart from bfloat16, comes below."""
-    check_interpreted(files, "not gpu and not slow")
+@pytest.mark.skipif(not INTERPRETED, reason="kernels are not interpreted")
+def test_every_kernel_was_launched(launched):
+    """By the tests before this one, which is the last of `test_interpreted`."""
+    modules = [import_module(f"dualpipe.kernels.{each.name}") for each in iter_modules(dualpipe.kernels.__path__)]
+    kernels = {f"{module.__name__}.{name}" for module in modules for name, kernel in vars(module).items()
+               if name.endswith("_kernel") and getattr(kernel, "fn", kernel).__module__ == module.__name__
+               and hasattr(kernel, "fn")}
+    assert len(kernels) > 20 and kernels <= launched, sorted(kernels - launched)
 
 
+@INTERPRETS
+def test_interpreted():
+    """A case or two of each kernel; the rest, apart from bfloat16, comes below."""
+    check_interpreted([*FILES, "test_interpreter.py"], "not gpu and not slow")
+
+
+@INTERPRETS
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("files", HALVES, ids=" ".join)
 def test_interpreted_pairs(files):
-    """Every value of every parameter, and every two of them together, once."""
+    """Every test, every value of every parameter, and every two of them together, once."""
     check_interpreted(files, "slow and not matrix and not gpu")
 
 
+@INTERPRETS
 @pytest.mark.slow
 @pytest.mark.timeout(36000)
 @pytest.mark.parametrize("files", HALVES, ids=" ".join)

@@ -295,8 +295,10 @@ def pipelined(rank, version, shape):
     return worst, 0.0 if loss is None else difference("loss", loss, expected).relative
 
 
-@pytest.mark.parametrize("shape", [pytest.param((2, 1, 1), marks=pytest.mark.slow), (2, 1, 2)], ids=str)
-@versions
+@pytest.mark.parametrize(("version", "shape"), [
+    ("v3", (2, 1, 2)), *(pytest.param(*each, marks=pytest.mark.slow) for each in (
+        ("v2", (2, 1, 2)), ("v2", (2, 1, 1)), ("v3", (2, 1, 1)))),
+], ids=str)
 def test_pipelined_equals_the_whole_model(version, shape):
     pp, dp, ep = shape
     for gradients, losses in run_ranks(pipelined, pp * dp * ep, version, shape):

@@ -1,6 +1,5 @@
 """Sizes and costs of models, against transformers' modules and torch's own counter of floating-point operations."""
 
-from math import inf
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from dualpipe.models import build_stages, config_from_dict, read_config
 from dualpipe.models.flops import flops_per_token, layer_flops, meta_layer, parameter_counts
-from dualpipe.models.stages import split_layers, stage_layers
+from dualpipe.models.stages import stage_layers
 
 QWEN3 = {
     "model_type": "qwen3_moe", "vocab_size": 61, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 3,
@@ -79,37 +78,6 @@ def test_causal_attention_counts_what_a_token_sees():
     each = 2 * 4 * (16 + 16)  # a query with one key and one value, in all heads
     assert full == each * (32 - sum(range(1, 33)) / 32)
     assert sliding == each * (32 - (sum(range(1, 9)) + 24 * 8) / 32)
-
-
-def test_layers_are_split_by_their_costs():
-    assert [len(part) for part in split_layers([1.0] * 24, 8, head=2.0)] == [3, 3, 3, 4, 4, 3, 3, 1]
-    assert [len(part) for part in split_layers([0.3] * 3 + [1.0] * 9, 4)] == [5, 3, 2, 2]
-    assert [len(part) for part in split_layers(9, 3, (2, 3, 4))] == [2, 3, 4]
-    for wrong in ((3, 3), (3, 3, 2), (9, 0, 0), (10, -2, 1)):
-        with pytest.raises(ValueError, match="layers_per_stage must be 3 numbers that add up to 9"):
-            split_layers(9, 3, wrong)
-
-
-def best_cut(costs, num_stages, head):
-    """The least cost of the costliest stage, by trying every cut."""
-
-    def tries(rest, left):
-        if left == 1:
-            return sum(rest) + head
-        firsts = range(left != num_stages, len(rest) + 1)
-        return min((max(sum(rest[:n]), tries(rest[n:], left - 1)) for n in firsts), default=inf)
-
-    return tries(costs, num_stages)
-
-
-def test_no_other_split_has_a_cheaper_costliest_stage():
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(50):
-        costs = torch.rand(7, generator=generator).tolist()
-        head, stages = torch.rand((), generator=generator).item() * 3, 2 + len(costs) % 5
-        parts = split_layers(costs, stages, head=head)
-        found = max(sum(costs[i] for i in part) + head * (part is parts[-1]) for part in parts)
-        assert found == pytest.approx(best_cut(costs, stages, head))
 
 
 def test_layers_for_multi_token_prediction_count_and_push_others_out_of_the_last_stage():

@@ -6,41 +6,16 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch import nn
-from torch._dynamo.testing import CompileCounter
 from torch.nn.utils import parametrizations, prune
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dualpipe.nn import Embedding, Linear, defer_weight_grads, linear
 from dualpipe.nn.deferral import WeightGradStore
+from linears import assert_same_grads, backward, pair
 from pretend_cuda import pretend_cuda
 
 SHAPES = [(5, 6), (6,), (2, 3, 6), (2, 1, 3, 6), (0, 6), (2, 0, 6)]
-
-
-def backward(module, x, dy, store=None):
-    """Plain, or, with a store, deferred and not yet run."""
-    if store is None:
-        module(x).backward(dy)
-    else:
-        with store.activate(), store.defer("I"):
-            module(x).backward(dy)
-
-
-def pair(dtype=torch.float32, **kwargs):
-    torch.manual_seed(0)
-    plain = nn.Linear(6, 4, dtype=dtype, **kwargs)
-    ours = Linear(6, 4, dtype=dtype, **kwargs)
-    ours.load_state_dict(plain.state_dict())
-    return plain, ours
-
-
-def assert_same_grads(actual, expected):
-    for (name, a), (_, b) in zip(actual.named_parameters(), expected.named_parameters(), strict=True):
-        assert (a.grad is None) == (b.grad is None), name
-        if b.grad is not None:
-            assert a.grad.dtype is b.grad.dtype, name
-            assert torch.equal(a.grad, b.grad), name
 
 
 @pytest.mark.parametrize("deferred", [False, True])
@@ -62,16 +37,6 @@ def test_gradients_have_the_same_bits(shape, dtype, bias, deferred):
             store.run("I")
     assert_same_grads(ours, plain)
     assert ours.weight.grad.shape == ours.weight.shape
-
-
-def test_deferred_gradients_wait_for_run():
-    _, ours = pair()
-    store, x = WeightGradStore(), torch.randn(5, 6, requires_grad=True)
-    backward(ours, x, torch.ones(5, 4), store)
-    assert x.grad is not None
-    assert ours.weight.grad is None and ours.bias.grad is None
-    store.run("I")
-    assert ours.weight.grad is not None and ours.bias.grad is not None
 
 
 def test_long_sums_accumulate_in_the_order_of_autograd():
@@ -181,19 +146,6 @@ def test_products_for_a_wider_accumulator_are_not_rounded(deferred):
     assert_same_grads(ours, exact)
 
 
-def test_accumulates_in_place_and_aliases_nothing():
-    _, ours = pair()
-    store, dy = WeightGradStore(), torch.ones(4)
-    backward(ours, torch.randn(6), dy, store)
-    store.run("I")
-    accumulator = ours.weight.grad
-    backward(ours, torch.randn(6), dy, store)
-    store.run("I")
-    assert ours.weight.grad is accumulator
-    assert torch.equal(dy, torch.ones(4))
-    assert (ours.bias.grad == 2).all()
-
-
 class Made(TorchDispatchMode):
     """The most elements of a tensor that an operator has made: not of one that it was given, or of a view."""
 
@@ -238,16 +190,6 @@ def test_a_gradient_in_chunks_is_that_of_the_whole(monkeypatch):
         torch.testing.assert_close(layer.weight.grad, 1 + dy.T @ x)
 
 
-def test_a_gradient_of_the_input_inside_of_a_forward_leaves_accumulators_alone():
-    """A layer that differentiates in its forward, such as a force: only a backward of the pipeline accumulates."""
-    _, ours = pair(torch.bfloat16)
-    ours.weight.grad_dtype = torch.float32
-    x, store = torch.randn(5, 6, requires_grad=True).bfloat16(), WeightGradStore()
-    with store.activate():
-        torch.autograd.grad(ours(x).sum(), [x])
-    assert ours.weight.grad is None
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("make", [Linear, Embedding])
 def test_on_a_gpu_nothing_of_the_size_of_the_weight_is_allocated_and_bits_repeat(make):
@@ -284,17 +226,6 @@ def test_autograd_grad_and_parameter_hooks_work_outside_of_defer():
     assert torch.equal(seen[0], ours.weight.grad)
 
 
-def test_autograd_grad_for_the_input_alone_still_defers_the_weight():
-    plain, ours = pair()
-    store, x = WeightGradStore(), torch.randn(5, 6, requires_grad=True)
-    with store.activate(), store.defer("I"):
-        (dx,) = torch.autograd.grad(ours(x).sum(), [x])
-    store.run("I")
-    plain(x).sum().backward()
-    assert torch.equal(dx, x.grad)
-    assert_same_grads(ours, plain)
-
-
 @pytest.mark.filterwarnings("ignore:Using backward")
 def test_second_derivative():
     plain, ours = pair(torch.float64)
@@ -307,21 +238,6 @@ def test_second_derivative():
     store = WeightGradStore()
     with store.activate(), store.defer("I"), pytest.raises(RuntimeError, match="without create_graph=True"):
         ours(x).sum().backward(create_graph=True)
-
-
-def test_deferred_gradients_keep_no_graph_alive():
-    from weakref import ref
-
-    first, second = Linear(6, 6), Linear(6, 4)
-    x = torch.randn(5, 6, requires_grad=True)
-    hidden = first(x)
-    y, store = second(hidden), WeightGradStore()
-    with store.activate(), store.defer("I"):
-        y.sum().backward()
-    graph = ref(hidden.grad_fn)
-    del hidden, y
-    assert graph() is None
-    assert store.pending() == {"I": 2}
 
 
 class Tied(nn.Module):
@@ -411,36 +327,6 @@ def test_wrong_input_is_refused_as_by_nn_linear():
     for module in (plain, ours):
         with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
             module(torch.randn(5, 7))
-
-
-def test_a_compiler_keeps_out_of_linears_which_defer_as_without_it():
-    """It would look into every size anew, and give up at the ninth."""
-    torch.manual_seed(0)
-    plain = nn.Sequential(*(Linear(n, n + 1) for n in range(4, 14)))
-    ours, counter = copy.deepcopy(plain), CompileCounter()
-    ours.compile(backend=counter)
-    x = torch.randn(5, 4)
-    for module in (plain, ours):
-        for store in (None, WeightGradStore()):
-            backward(module, x, torch.ones(5, 14), store)
-            if store is not None:
-                store.run("I")
-    assert counter.frame_count == 0
-    assert_same_grads(ours, plain)
-
-
-def test_hooks_of_parameters_see_gradients_that_would_be_deferred():
-    plain, ours = pair()
-    x, dy, seen = torch.randn(5, 6), torch.randn(5, 4), {"plain": [], "ours": []}
-    for name, layer in (("plain", plain), ("ours", ours)):
-        layer.weight.register_hook(lambda grad: 2 * grad)
-        layer.bias.register_post_accumulate_grad_hook(lambda p, seen=seen[name]: seen.append(p.grad.clone()))
-    store = WeightGradStore()
-    backward(plain, x, dy)
-    backward(ours, x, dy, store)
-    assert store.pending() == {"I": 0}
-    assert len(seen["ours"]) == 1 and torch.equal(seen["ours"][0], seen["plain"][0])
-    assert_same_grads(ours, plain)
 
 
 def test_torch_func_goes_through():

@@ -73,7 +73,10 @@ def test_a_stage_keeps_what_is_counted(recompute, first):
     assert counted + tokens - by_formula == pytest.approx(real, rel=0.02)
 
 
-@pytest.mark.parametrize("recompute", [(), ("experts",), ("layer",), ("dispatch",), ("layer", "dispatch")], ids=str)
+@pytest.mark.parametrize("recompute", [
+    (), ("layer", "dispatch"),
+    *(pytest.param(each, marks=pytest.mark.slow) for each in (("experts",), ("layer",), ("dispatch",))),
+], ids=str)
 def test_expert_parallel_ranks_keep_about_what_is_counted(recompute):
     """Tokens of a router without training go to almost as many ranks as those of random choices."""
     real = sum(run_ranks(kept, 2, recompute, 2, False)) / 2

@@ -178,7 +178,9 @@ def held(rank: int, path: str, options: list[str]) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize("rules", [(), ("*,storage=mxfp8",), ("*,storage=nvfp4",)], ids=str)
-@pytest.mark.parametrize("layout", [(2, 1, 2), (2, 2, 1), (1, 2, 2), (1, 2, 2, 2)], ids=str)
+@pytest.mark.parametrize("layout", [
+    (2, 1, 2), (1, 2, 2, 2), *(pytest.param(layout, marks=pytest.mark.slow) for layout in ((2, 2, 1), (1, 2, 2))),
+], ids=str)
 def test_parameters_are_as_many_bytes_as_ranks_hold(layout, rules):
     options = ["--train.dtype", "bf16", *(["--dtypes.rules", *rules] if rules else [])]
     for name, size in zip(("pp", "dp", "ep"), layout):

@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 import textwrap
-import threading
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,6 @@ import pytest
 from dualpipe.schedule import Costs, Schedule, build
 from dualpipe.schedule.command import add_parser, parse_costs
 from dualpipe.schedule.search import driver
-from dualpipe.schedule.search.progress import SearchProgress
 
 ROOT = Path(__file__).parents[2]
 
@@ -202,17 +200,6 @@ def test_progress_is_a_few_lines_elsewhere(capsys, monkeypatch, short_search):
         ("5", "0"), ("5", "100"), ("3", "0"), ("3", "100")]
     assert call(*short_search) == 0
     assert capsys.readouterr().err == "", "it is read from the disk"
-
-
-def test_progress_on_a_terminal_goes_on_between_rounds(capsys, monkeypatch):
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    monkeypatch.setattr("dualpipe.schedule.search.progress.TICK", 0.001)
-    printed = threading.Semaphore(0)
-    monkeypatch.setattr(SearchProgress, "_print_over", lambda self: printed.release())
-    with SearchProgress("something") as progress:
-        progress(0.5, 3.0)
-        for _ in range(4):
-            assert printed.acquire(timeout=60), "without another call"
 
 
 def test_the_picture_in_the_readme_is_that_of_its_command(tmp_path):

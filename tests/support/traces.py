@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from dualpipe.schedule import Schedule, Step
+from dualpipe.schedule import Costs, Schedule, Step, build
 from dualpipe.schedule.messages import Message, all_messages, play
 from dualpipe.trace.file import COMMUNICATION, COMPUTE, Slice, Trace
 
@@ -127,3 +128,19 @@ def check_format(found: dict[str, Any]) -> None:
     for ends in flows.values():
         start, end = ends["s"], ends["f"]
         assert end["bp"] == "e" and end["ts"] >= start["ts"] - errors[start["pid"] - 1] - errors[end["pid"] - 1] - 1e-3
+
+
+COSTS = Costs(F=3.0, B=5.0, I=3.0, W=2.0, FB=7.0, p2p=0.5)
+
+
+def per_stage(num_stages):
+    """Each stage is bigger than the one before."""
+    return replace(COSTS, per_stage={stage: COSTS.scaled(1 + stage / 4) for stage in range(1, num_stages)})
+
+
+PER_STAGE = per_stage(8)
+SCHEDULE = build("dualpipev", 4, 8)
+
+
+def as_planned(schedule=SCHEDULE, given=PER_STAGE, **options):
+    return played(schedule, lambda rank, run, step: given.of(step), **options)

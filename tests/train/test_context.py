@@ -168,7 +168,8 @@ def train(dualpipe, folder, output, *options):
     return done.stdout
 
 
-@pytest.mark.parametrize("method", ["ring", pytest.param("all_to_all", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["ring", "all_to_all"])
 def test_layers_and_attention_in_other_dtypes_than_what_is_around_them(run_folder, dualpipe, method):
     """They are cast where they begin and where they end, though their parts run apart."""
     model = FAMILIES["deepseek_v2"] | {"model_type": "deepseek_v2", "vocab_size": 257}

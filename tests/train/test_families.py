@@ -3,6 +3,7 @@
 import math
 from pathlib import Path
 
+import pytest
 import torch
 
 from dualpipe.checkpoint import save_hf
@@ -31,6 +32,7 @@ def from_hub_and_back(rank: int, toml: str, options: list[str]) -> None:
         run.train()
 
 
+@pytest.mark.slow
 def test_gpt_oss_trains_on_four_ranks_and_keeps_the_dtypes_of_its_checkpoint(run_folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     save_family("hub", "gpt_oss", vocab_size=257)

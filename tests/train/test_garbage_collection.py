@@ -4,7 +4,17 @@ import gc
 
 import pytest
 
+from dualpipe.train import garbage_collection
 from dualpipe.train.garbage_collection import GarbageCollection
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_frozen(monkeypatch):
+    """As in a run of its own, without what tests/conftest.py has frozen."""
+    monkeypatch.setattr(garbage_collection, "gc", gc)
+    gc.unfreeze()
+    yield
+    gc.freeze()
 
 
 @pytest.fixture

@@ -164,6 +164,7 @@ def test_a_checkpoint_that_does_not_fit_is_said_once_by_several_ranks(run_folder
     assert "the checkpoint does not fit the model" in done.stderr and done.stderr.count("error: ") == 1
 
 
+@pytest.mark.slow
 def test_documents_apart_are_the_same_in_two_layouts_and_not_the_same_as_joined(train):
     """The texts are shorter than two sequences, so most sequences hold several."""
     apart = ["--data.separate_documents", "True", "--train.sequence_length", "64"]

@@ -148,7 +148,9 @@ def test_even_routes_do_not_depend_on_how_ranks_share_sequences():
         assert torch.equal(part, chosen_BSK[:, own].flatten(0, 1))
 
 
-@pytest.mark.parametrize("layout", [("--dp", "2"), ("--ep", "2")], ids=" ".join)
+@pytest.mark.parametrize("layout", [
+    ("--dp", "2"), pytest.param(("--ep", "2"), marks=pytest.mark.slow),
+], ids=" ".join)
 def test_router_losses_of_two_pipelines(run_folder, dualpipe, layout):
     terms = (*TERMS, "--router.balance_level", "global", "--train.num_chunks", "3")
     done = dualpipe(run_folder, "parity", "run.toml", "--pp", "1", *layout, *terms)
@@ -315,6 +317,7 @@ def replicated_on_ranks(rank, toml, runs):
     return largest
 
 
+@pytest.mark.slow
 def test_parts_of_dp_with_all_parameters_have_the_gradients_of_the_whole_batch(run_toml):
     """dp 4 as two parts of two; and two parts of one rank each with experts over two, of which a part has each once."""
     runs = [["--parallel.pp", "1", "--parallel.dp", dp, "--parallel.dp_replicate", "2", "--parallel.ep", ep]

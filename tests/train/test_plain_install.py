@@ -23,6 +23,7 @@ def test_what_is_not_asked_for_is_hidden(plain, tmp_path, dualpipe):
     assert done.stdout == "['rich']\n"
 
 
+@pytest.mark.slow
 def test_a_plain_install_trains_and_says_in_a_line_what_is_missing(plain, run_folder, dualpipe):
     options = ("--parallel.pp", "1", "--train.steps", "2", "--output.dir", "plain", "--export.to_hf", "plain-hf")
     done = dualpipe(run_folder, "train", "run.toml", *options, environment=plain, command=COMMAND)

@@ -77,7 +77,7 @@ def is_alive(pid):
         return False
 
 
-@pytest.mark.parametrize("delay", [0, 0.1, 0.4])
+@pytest.mark.parametrize("delay", [0.1, *(pytest.param(delay, marks=pytest.mark.slow) for delay in (0, 0.4))])
 def test_no_rank_outlives_a_launcher_that_is_killed_while_they_start(run_folder, start_dualpipe, delay):
     out = f"orphans-{delay}"
     process = start_dualpipe(run_folder, "train", "run.toml", "--output.dir", out, "--train.steps", "100000",
@@ -229,7 +229,8 @@ def test_what_has_changed_is_said(run_folder, half_way, monkeypatch, capsys):
 
 @pytest.mark.parametrize("mode", [pytest.param("sync", marks=pytest.mark.slow), "async"])
 @pytest.mark.parametrize("failing, status, kept", [
-    ([2], 0, [1, 3, 4, 5]), ([2, 3], 1, [1]), ([1, 3], 0, [2, 4, 5]), ([4], 0, [1, 2, 3, 5]), ([5], 1, [1, 2, 3, 4]),
+    ([2], 0, [1, 3, 4, 5]), ([2, 3], 1, [1]), *(pytest.param(*each, marks=pytest.mark.slow) for each in (
+        ([1, 3], 0, [2, 4, 5]), ([4], 0, [1, 2, 3, 5]), ([5], 1, [1, 2, 3, 4]))),
 ])
 def test_one_checkpoint_may_fail(run_folder, monkeypatch, capsys, tmp_path, mode, failing, status, kept):
     def write(folder, files, checksum):

@@ -73,7 +73,7 @@ def whole(run_folder, dualpipe):
 TO_ONE, TO_LAUNCHER = "os.getpid()", "os.getppid()"
 CASES = [
     ((), "SIGINT", TO_LAUNCHER, (0,), "async"),
-    ((), "SIGUSR1", TO_ONE, (1,), "sync"),
+    pytest.param((), "SIGUSR1", TO_ONE, (1,), "sync", marks=slow),
     pytest.param(DP2, "SIGTERM", TO_ONE, (0, 1, 2, 3), "async", marks=slow),  # as torchrun and SLURM do
     *(pytest.param((), name, TO_LAUNCHER, (0,), "sync", marks=slow) for name in ("SIGUSR1", "SIGTERM", "SIGHUP")),
     *(pytest.param(DP2, "SIGHUP", TO_ONE, (rank,), mode, marks=slow)

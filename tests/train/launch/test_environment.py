@@ -1,4 +1,4 @@
-"""Who this process is under torchrun and SLURM, and how a rank ends."""
+"""Who this process is under torchrun and SLURM."""
 
 import os
 import subprocess
@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from dualpipe.runtime import rank_process
 from dualpipe.runtime.rank_process import RankInfo
 from dualpipe.train.launch.distributed import choose_device
 from dualpipe.train.launch.environment import rank_from_environment, slurm_rendezvous
@@ -65,24 +64,6 @@ def test_slurm_rendezvous(monkeypatch):
     monkeypatch.setenv("PATH", "")
     with pytest.raises(ValueError, match=r"first node of SLURM_STEP_NODELIST = 'n\[1-2\]'; set MASTER_ADDR"):
         slurm_rendezvous({"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "n[1-2]"})
-
-
-@pytest.mark.parametrize(
-    ("error", "status", "last_line"),
-    [(None, 0, ""), (ValueError("bad"), 2, "error: bad"), (KeyError("fault"), 1, "error: rank 1: KeyError: 'fault'")],
-)
-def test_a_rank_of_several_leaves_at_once_with_what_it_has_to_say(monkeypatch, capsys, error, status, last_line):
-    def leave(status):
-        raise SystemExit(status)
-
-    monkeypatch.setattr(rank_process.os, "_exit", leave)
-    monkeypatch.delenv(rank_process.ERROR_FILE, raising=False)
-    with pytest.raises(SystemExit) as left, rank_process.as_rank(RankInfo(1, 2, 1, 2)):
-        if error is not None:
-            raise error
-    said = capsys.readouterr().err
-    assert (left.value.code, said.splitlines()[-1:]) == (status, [last_line] if last_line else [])
-    assert ("Traceback" in said) == isinstance(error, KeyError)
 
 
 def test_a_device_for_every_rank(monkeypatch):

@@ -1,0 +1,79 @@
+"""Errors: what is said of them, the exit status they bring, and processes that die with the one that started them."""
+
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from dualpipe.runtime.errors import PipelineError, RankLost, error_line, exit_status, nearest, raise_for
+
+
+@pytest.mark.parametrize(("error", "status"), [
+    (ValueError("bad"), 2), (UnicodeDecodeError("utf-8", b"", 0, 1, ""), 2), (RankLost("gone"), 1), (OSError(), 1),
+    (PipelineError("failed"), 1), (KeyboardInterrupt(), 1),
+])
+def test_what_the_user_can_put_right_has_a_status_of_its_own(error, status):
+    assert exit_status(error) == status
+
+
+def test_notes_are_lines_of_their_own():
+    error = ValueError("bad")
+    error.add_note("look here")
+    assert error_line(error) == "error: bad\nlook here"
+
+
+def test_nearest_names():
+    known = ["steps", "sequence_length", "seed"]
+    assert nearest("stepz", known) == ["steps"]
+    assert nearest("optimizer", known) == []
+    assert len(nearest("optimizer", known, 2, cutoff=0)) == 2
+
+
+def test_problems_are_lines_of_one_error():
+    raise_for("nothing is wrong", [])
+    with pytest.raises(ValueError) as raised:
+        raise_for("two are wrong", iter(["a is 1", "b is 2"]))
+    assert str(raised.value) == "two are wrong\n  a is 1\n  b is 2"
+    with pytest.raises(ValueError) as raised:
+        raise_for("many are wrong", map(str, range(250)))
+    lines = str(raised.value).splitlines()
+    assert lines[200].strip() == "199" and lines[201:] == ["  ... and 50 more"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a process outlives the one that started it")
+def test_a_process_dies_with_the_one_that_started_it():
+    """The parent ends as soon as its child says that it is ready; the pipe of the child closes with it."""
+    child = ("import sys, time\n"
+             "from dualpipe.runtime.errors import die_with\n"
+             "die_with(int(sys.argv[1]))\n"
+             "print('ready', flush=True)\n"
+             "time.sleep(600)\n")
+    parent = ("import os, subprocess, sys\n"
+              "child = subprocess.Popen([sys.executable, '-P', '-c', sys.argv[1], str(os.getpid())],\n"
+              "                         stdout=subprocess.PIPE)\n"
+              "print(child.pid, child.stdout.readline().decode(), flush=True)\n")
+    done = subprocess.run([sys.executable, "-P", "-c", parent, child], stdout=subprocess.PIPE, text=True, timeout=60)
+    pid, said = done.stdout.split()
+    assert said == "ready"
+    begun = time.monotonic()
+    while alive(int(pid)):
+        assert time.monotonic() - begun < 60, "the child outlives its parent"
+        time.sleep(0.01)
+
+
+def alive(pid):
+    """Whether a process is there, and no zombie."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a process outlives the one that started it")
+def test_a_process_whose_starter_has_gone_already_ends_at_once():
+    code = "from dualpipe.runtime.errors import die_with; die_with(1); print('still here')"
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (128 + signal.SIGKILL, "")

@@ -1,0 +1,31 @@
+"""A linear layer of ours beside nn.Linear, and how their gradients are compared."""
+
+import torch
+from torch import nn
+
+from dualpipe.nn import Linear
+
+
+def backward(module, x, dy, store=None):
+    """Plain, or, with a store, deferred and not yet run."""
+    if store is None:
+        module(x).backward(dy)
+    else:
+        with store.activate(), store.defer("I"):
+            module(x).backward(dy)
+
+
+def pair(dtype=torch.float32, **kwargs):
+    torch.manual_seed(0)
+    plain = nn.Linear(6, 4, dtype=dtype, **kwargs)
+    ours = Linear(6, 4, dtype=dtype, **kwargs)
+    ours.load_state_dict(plain.state_dict())
+    return plain, ours
+
+
+def assert_same_grads(actual, expected):
+    for (name, a), (_, b) in zip(actual.named_parameters(), expected.named_parameters(), strict=True):
+        assert (a.grad is None) == (b.grad is None), name
+        if b.grad is not None:
+            assert a.grad.dtype is b.grad.dtype, name
+            assert torch.equal(a.grad, b.grad), name
