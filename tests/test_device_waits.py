@@ -17,13 +17,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from device_book import the_device
 from device_steps import as_process, by_threads, qwen, toys
 from device_waits import COLLECTIVE, LINK, MULTIPROCESSORS, Launch, Trace, run
 from dualpipe import Pipeline
-from dualpipe.pipeline import PipelineError, engine, executor
+from dualpipe.pipeline import engine, executor
 from dualpipe.pipeline.overlap import Task
 from dualpipe.pipeline.p2p import P2PMessages
 from dualpipe.runtime.device import waiting_blocks

@@ -201,8 +201,8 @@ class StageRunner:
     def backward(self, state: MicrobatchState, kind: str, key: Hashable) -> Task:
         """Compute from `state.gradients` of the results those of the inputs.
 
-        Weight gradients are queued under `key`, where an "I" leaves them. A "B" of a whole module computes them at once;
-        a "B" of segments when a communication has started, and at the end.
+        Weight gradients are queued under `key`, where an "I" leaves them. A "B" of a whole module computes them at
+        once; a "B" of segments when a communication has started, and at the end.
         """
         if kind == "B" and self.program.is_module:
             collect = self._store.accumulate

@@ -262,7 +262,8 @@ class _Dispatch:
         sizes, weights_RK = context.sizes, context.weights_RK
         shape = sum(sizes.received), context.width
         d_rows_RH = gradient_rows(gradients[0], shape, context.dtype, self._stream.device)
-        d_weights_RK = gradient_rows(gradients[1], (shape[0], weights_RK.shape[1]), weights_RK.dtype, self._stream.device)
+        weights_shape = shape[0], weights_RK.shape[1]
+        d_weights_RK = gradient_rows(gradients[1], weights_shape, weights_RK.dtype, self._stream.device)
         pending = PendingRows(self._stream, extra=(None,))
         # The results have the shapes of the plan's rows and weights; rows past those that were sent are unassigned.
         pending.send(d_rows_RH, sizes.received, sizes.sent, capacity=context.places)
