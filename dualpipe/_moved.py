@@ -41,7 +41,7 @@ MOVED = {
     "dualpipe.parallel.sequence_rows": "dualpipe.parallel.context.sequence_rows",
     "dualpipe.parallel.shared_loads": "dualpipe.parallel.experts.shared_loads",
     "dualpipe.quantized.weights": "dualpipe.quantized.quantize_model",
-    "dualpipe.ranks": "dualpipe.runtime.rank_sync",
+    "dualpipe.ranks": "dualpipe.runtime.ranks.rank_sync",
     "dualpipe.recorder": "dualpipe.runtime.recorder",
     "dualpipe.schedule.anneal": "dualpipe.schedule.search.anneal",
     "dualpipe.schedule.bound": "dualpipe.schedule.search.bound",

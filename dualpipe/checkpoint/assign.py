@@ -12,7 +12,7 @@ from dualpipe.checkpoint.tensors import Box, as_bytes, bytes_in_file, bytes_of
 from dualpipe.kernels.formats import Format
 from dualpipe.runtime.dtypes import short_name
 from dualpipe.runtime.errors import raise_for
-from dualpipe.runtime.rank_sync import RankSync
+from dualpipe.runtime.ranks.rank_sync import RankSync
 
 _SAMPLE = 64  # elements of a part
 # What a rank could write of a tensor: its dtype and shape, a box.

@@ -40,7 +40,7 @@ from dualpipe.quantized import QuantizedTensor
 from dualpipe.quantized.quantize_model import filling
 from dualpipe.runtime.dtypes import short_name
 from dualpipe.runtime.errors import nearest, raise_for
-from dualpipe.runtime.rank_sync import RankSync
+from dualpipe.runtime.ranks.rank_sync import RankSync
 
 _NEAREST, _MANY = 20, 2000  # of so many names is the nearest looked for, among so many, which takes a while
 _TRIES = 20  # to read beside a job that deletes old checkpoints while new ones come

@@ -16,7 +16,7 @@ from threading import Lock, Thread
 from typing import Any, TypeVar
 
 from dualpipe.runtime.errors import PipelineError, RankLost
-from dualpipe.runtime.rank_sync import RankSync
+from dualpipe.runtime.ranks.rank_sync import RankSync
 from dualpipe.runtime.recorder import Recorder
 
 _ROUND = 5.0  # seconds, at most, after which ranks that work meet again

@@ -41,7 +41,7 @@ from dualpipe.parallel.mesh import TRAFFIC, Mesh
 from dualpipe.runtime.dtypes import short_name
 from dualpipe.runtime.errors import RankLost, raise_for
 from dualpipe.runtime.files import CHECKSUMS, Written, reporting, write_files
-from dualpipe.runtime.rank_sync import RankSync
+from dualpipe.runtime.ranks.rank_sync import RankSync
 from dualpipe.runtime.recorder import Recorder
 
 MAX_FILE_BYTES = 2**34  # of tensors in a file

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dualpipe.runtime.device import CONTEXT, LINK, SHARDS, one_queue
 from dualpipe.runtime.device import EXPERTS as EXPERT_ROWS
-from dualpipe.runtime.process_groups import backends, create_groups, timeout_of
+from dualpipe.runtime.ranks.process_groups import backends, create_groups, timeout_of
 from dualpipe.runtime.recorder import Recorder
 
 TRAFFIC = {"pp": LINK, "dp": SHARDS, "cp": CONTEXT, "ep": EXPERT_ROWS}  # between the ranks along a dimension

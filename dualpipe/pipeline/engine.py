@@ -38,8 +38,8 @@ from dualpipe.pipeline.lower import Programs
 from dualpipe.pipeline.p2p import P2PGroups, P2PMessages
 from dualpipe.pipeline.rank_stages import RankStages
 from dualpipe.pipeline.side_inputs import SideSpec
-from dualpipe.runtime.agreement import Agreement, Disagreement
-from dualpipe.runtime.failure import FailureBoard, StepFailure
+from dualpipe.runtime.ranks.agreement import Agreement, Disagreement
+from dualpipe.runtime.ranks.failure import FailureBoard, StepFailure
 from dualpipe.runtime.recorder import Recorder
 from dualpipe.schedule import Schedule
 from dualpipe.schedule.build import search_with_progress

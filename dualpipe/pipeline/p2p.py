@@ -32,11 +32,11 @@ from torch.distributed import ProcessGroup, Work
 from dualpipe.pipeline.lower import Program
 from dualpipe.runtime import device as devices
 from dualpipe.runtime.dtypes import dtype_of, long_name
-from dualpipe.runtime.failure import default_store
-from dualpipe.runtime.process_groups import backends, create_groups, gloo_beside, timeout_of
-from dualpipe.runtime.rank_sync import RankSync
+from dualpipe.runtime.ranks.failure import default_store
+from dualpipe.runtime.ranks.process_groups import backends, create_groups, gloo_beside, timeout_of
+from dualpipe.runtime.ranks.rank_sync import RankSync
+from dualpipe.runtime.ranks.records import HostMessages, empty_record, pack_record, unpack_record
 from dualpipe.runtime.recorder import Recorder, Waiting
-from dualpipe.runtime.records import HostMessages, empty_record, pack_record, unpack_record
 from dualpipe.schedule.messages import Message, Stream
 
 SENDS_IN_FLIGHT = 2  # messages per link whose buffers are kept; the one before them is waited for

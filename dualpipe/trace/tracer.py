@@ -19,8 +19,8 @@ from torch.distributed import ProcessGroup
 
 from dualpipe.runtime import device as devices
 from dualpipe.runtime.errors import PipelineError
-from dualpipe.runtime.process_groups import gloo_beside
-from dualpipe.runtime.rank_sync import RankSync
+from dualpipe.runtime.ranks.process_groups import gloo_beside
+from dualpipe.runtime.ranks.rank_sync import RankSync
 from dualpipe.runtime.recorder import BEGAN, ENDED, KIND, RANKS, WHAT, Entry, Observer, Recorder
 from dualpipe.trace.file import COMMUNICATION, COMPUTE, DEVICE, TRACED, Slice, Trace, training_runs
 

@@ -34,7 +34,7 @@ from dualpipe.parallel.precision.plan import matches
 from dualpipe.quantized.quantize_model import quantized_part
 from dualpipe.runtime.dtypes import dtype_of, short_name
 from dualpipe.runtime.errors import nearest
-from dualpipe.runtime.rank_sync import RankSync
+from dualpipe.runtime.ranks.rank_sync import RankSync
 from dualpipe.schedule import Schedule, build
 from dualpipe.schedule.build import search_with_progress
 from dualpipe.schedule.command import parse_costs

@@ -18,7 +18,7 @@ from dualpipe.checkpoint import Checkpoints
 from dualpipe.parallel.mesh import DIMENSIONS, Mesh, build_mesh, mesh_sizes
 from dualpipe.pipeline.p2p import P2PGroups
 from dualpipe.runtime import device as devices
-from dualpipe.runtime.process_groups import gloo_beside
+from dualpipe.runtime.ranks.process_groups import gloo_beside
 from dualpipe.schedule.types import v_placement
 from lone_rank import lone_rank
 from pretend_cuda import pretend_cuda

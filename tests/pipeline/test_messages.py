@@ -11,7 +11,7 @@ from torch import nn
 
 from dualpipe import DualPipeV, Pipeline, WeightGradStore
 from dualpipe.pipeline import engine
-from dualpipe.runtime.process_groups import gloo_beside
+from dualpipe.runtime.ranks.process_groups import gloo_beside
 from ranks import run_ranks
 from toys import Stage, gradient_error, make_stages, reference, relative_error, use_own_groups
 

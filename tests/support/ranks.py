@@ -189,7 +189,7 @@ def _serve(pipe) -> None:
 
 def _note_ended_groups() -> list[Any]:
     """The process groups that failed steps end from now on."""
-    from dualpipe.runtime import failure
+    from dualpipe.runtime.ranks import failure
 
     ended: list[Any] = []
     hang_up = failure.hang_up

@@ -30,8 +30,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dualpipe.pipeline.p2p import Link, P2PGroups
-from dualpipe.runtime.rank_sync import RankSync
-from dualpipe.runtime.records import HostMessages
+from dualpipe.runtime.ranks.rank_sync import RankSync
+from dualpipe.runtime.ranks.records import HostMessages
 
 CYCLES_PER_SECOND = 1.5e9  # of torch.cuda._sleep, roughly
 

@@ -9,9 +9,9 @@ from unittest import mock
 
 import pytest
 
-import dualpipe.runtime.rank_sync
+import dualpipe.runtime.ranks.rank_sync
 from dualpipe.runtime.errors import RankLost
-from dualpipe.runtime.rank_sync import RankSync
+from dualpipe.runtime.ranks.rank_sync import RankSync
 from dualpipe.schedule import build, validate
 from dualpipe.schedule.build import search_with_progress
 from dualpipe.train import build as of_run
@@ -35,7 +35,7 @@ def of_ranks(rank, world, cache, seconds, costs):
         return search_with_progress(*args, effort=0, **options)
 
     one_search = mock.patch.object(of_run, "search_with_progress", find)
-    with one_search, mock.patch.object(dualpipe.runtime.rank_sync, "TURN", 0.2):
+    with one_search, mock.patch.object(dualpipe.runtime.ranks.rank_sync, "TURN", 0.2):
         return of_run.build_schedule(config(pp=2, schedule_costs=costs), RankSync(dist.group.WORLD))
 
 
@@ -64,7 +64,7 @@ def test_a_rank_that_is_lost_is_not_waited_for_with_the_search():
         has_ended.set()
 
     search = mock.patch.object(of_run, "search_with_progress", search_long)
-    with search, mock.patch.object(dualpipe.runtime.rank_sync, "TURN", 0.1):
+    with search, mock.patch.object(dualpipe.runtime.ranks.rank_sync, "TURN", 0.1):
         with pytest.raises(RankLost):
             of_run.build_schedule(config(pp=2), Lost())
         assert not has_ended.is_set()

@@ -36,7 +36,7 @@ from dualpipe.parallel.fsdp.materialize import check_materialize, materialize
 from dualpipe.quantized.quantize_model import quantized_part
 from dualpipe.runtime import device as devices
 from dualpipe.runtime.errors import nearest, raise_for
-from dualpipe.runtime.rank_sync import RankSync
+from dualpipe.runtime.ranks.rank_sync import RankSync
 
 _NAMED = 3  # tensors of each kind that are wrong
 

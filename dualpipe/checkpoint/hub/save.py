@@ -45,7 +45,7 @@ from dualpipe.parallel.fsdp.materialize import Sliceable
 from dualpipe.quantized import QuantizedTensor
 from dualpipe.runtime.dtypes import long_name
 from dualpipe.runtime.files import hold, naming, sync
-from dualpipe.runtime.rank_sync import RankSync
+from dualpipe.runtime.ranks.rank_sync import RankSync
 from dualpipe.runtime.recorder import Recorder
 
 MAX_SHARD_BYTES = 5 * 10**9

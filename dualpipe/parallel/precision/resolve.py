@@ -22,8 +22,8 @@ from dualpipe.quantized.quantize_model import quantizable
 from dualpipe.quantized.tensor import QuantizedTensor
 from dualpipe.runtime import errors
 from dualpipe.runtime.dtypes import short_name
-from dualpipe.runtime.process_groups import backends, gloo_beside
-from dualpipe.runtime.rank_sync import RankSync
+from dualpipe.runtime.ranks.process_groups import backends, gloo_beside
+from dualpipe.runtime.ranks.rank_sync import RankSync
 
 _OF_PIN = "tensor of the model"  # what patterns of each kind should match
 _OF_RULE = "floating-point tensor of the model"

@@ -10,7 +10,7 @@ from pathlib import Path
 from dualpipe.nn.sequence_split import SequenceSplit
 from dualpipe.parallel.mesh import Mesh
 from dualpipe.runtime.device import Stream
-from dualpipe.runtime.rank_sync import RankSync
+from dualpipe.runtime.ranks.rank_sync import RankSync
 from dualpipe.train.config.schema import Config
 from dualpipe.train.data.loader import (
     Batch,

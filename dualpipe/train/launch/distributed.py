@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dualpipe.parallel.mesh import Mesh, build_mesh
 from dualpipe.runtime import device as cuda
 from dualpipe.runtime.rank_process import RankInfo
-from dualpipe.runtime.rank_sync import RankSync
+from dualpipe.runtime.ranks.rank_sync import RankSync
 from dualpipe.runtime.recorder import Recorder
 from dualpipe.train.config.model_config import read_model_config
 from dualpipe.train.config.resolve import Resolved, fit_world

@@ -543,7 +543,7 @@ def _prepare(rank, folder, tokenizer):
 
     import torch.distributed as dist
 
-    from dualpipe.runtime.rank_sync import RankSync
+    from dualpipe.runtime.ranks.rank_sync import RankSync
 
     def work():
         assert rank == 0, "only one rank packs"

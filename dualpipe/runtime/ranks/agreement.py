@@ -16,9 +16,9 @@ from typing import Any, Generic, TypeVar
 from torch.distributed import ProcessGroup
 
 from dualpipe.runtime.errors import RankLost, describe_error, names_ranks
-from dualpipe.runtime.process_groups import backends, gloo_beside
+from dualpipe.runtime.ranks.process_groups import backends, gloo_beside
+from dualpipe.runtime.ranks.records import KNOWN_BITS, HostMessages, Summary
 from dualpipe.runtime.recorder import Recorder, rank_ranges
-from dualpipe.runtime.records import KNOWN_BITS, HostMessages, Summary
 
 _LONGEST = 1200  # characters of an error's text in a record
 

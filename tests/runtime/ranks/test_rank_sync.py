@@ -9,8 +9,8 @@ import pytest
 import torch.distributed as dist
 
 from dualpipe.runtime.errors import PipelineError
-from dualpipe.runtime.failure import hang_up
-from dualpipe.runtime.rank_sync import RankSync
+from dualpipe.runtime.ranks.failure import hang_up
+from dualpipe.runtime.ranks.rank_sync import RankSync
 from dualpipe.schedule import ScheduleError
 from ranks import run_ranks
 

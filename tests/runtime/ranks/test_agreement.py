@@ -14,9 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dualpipe.runtime.agreement import Agreement
 from dualpipe.runtime.errors import RankLost
-from dualpipe.runtime.records import RECORD_BYTES, HostMessages, Summary
+from dualpipe.runtime.ranks.agreement import Agreement
+from dualpipe.runtime.ranks.records import RECORD_BYTES, HostMessages, Summary
 from ranks import run_ranks
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from dualpipe.runtime.errors import PipelineError, RankLost, naming_ranks
-from dualpipe.runtime.failure import Cause, FailureBoard, StepFailure, default_store, hang_up
+from dualpipe.runtime.ranks.failure import Cause, FailureBoard, StepFailure, default_store, hang_up
 from dualpipe.runtime.recorder import Recorder
 from ranks import run_ranks
 
@@ -46,7 +46,7 @@ def test_a_failure_without_other_ranks_ends_nothing():
     failure.check()
     with pytest.raises(KeyboardInterrupt), failure.ending_step(str):
         raise KeyboardInterrupt
-    with pytest.raises(PipelineError, match="^ranks 0-1: they say it$"), failure.ending_step(str):
+    with pytest.raises(PipelineError, match=r"^ranks 0-1: they say it$"), failure.ending_step(str):
         raise naming_ranks(RuntimeError("ranks 0-1: they say it"))
 
 
@@ -88,10 +88,10 @@ def lost(rank: int, size: int) -> tuple[str, bool, bool]:
         while not all(store.check([f"told {other}"]) for other in range(size - 1)):
             time.sleep(0.05)
         return "", False, False
-    with pytest.raises(PipelineError) as raised, failure.ending_step(str):
-        with Recorder.current().wait("receive", "a word", (rank + 1,)):
-            work = dist.irecv(torch.empty(1), rank + 1)
-            work.wait(timedelta(seconds=1.0 + 0.3 * rank))  # the first to give up waits for one that is no cause
+    waiting = Recorder.current().wait("receive", "a word", (rank + 1,))
+    with pytest.raises(PipelineError) as raised, failure.ending_step(str), waiting:
+        work = dist.irecv(torch.empty(1), rank + 1)
+        work.wait(timedelta(seconds=1.0 + 0.3 * rank))  # the first to give up waits for one that is no cause
     dist.distributed_c10d._get_default_store().set(f"told {rank}", "yes")
     error = raised.value
     return str(error), error.is_loss, isinstance(error.__cause__, RankLost)

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from dualpipe.runtime.errors import PipelineError, RankLost, describe_error, names_ranks
-from dualpipe.runtime.process_groups import backends
+from dualpipe.runtime.ranks.process_groups import backends
 from dualpipe.runtime.recorder import Recorder
 
 CLOSED_GRACE = 2.0  # seconds in which the cause is awaited after a connection has closed

@@ -19,11 +19,11 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from dualpipe.runtime.agreement import said_by
 from dualpipe.runtime.background import in_background
 from dualpipe.runtime.errors import PipelineError, RankLost, describe_error, names_ranks, naming_ranks
+from dualpipe.runtime.ranks.agreement import said_by
+from dualpipe.runtime.ranks.records import HostMessages
 from dualpipe.runtime.recorder import Recorder
-from dualpipe.runtime.records import HostMessages
 
 TURN = 2.0  # seconds for which ranks wait at a time for what takes long: less than any timeout of theirs
 _LONGEST = 20_000  # characters of an error's text that travel to the other ranks
