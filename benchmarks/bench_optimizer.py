@@ -31,7 +31,7 @@ from dualpipe.parallel.mesh import build_mesh
 from dualpipe.runtime.dtypes import dtype_of
 from dualpipe.runtime.rank_process import RankInfo
 from dualpipe.schedule import build
-from dualpipe.train.build import build_model
+from dualpipe.train.step.stages import build_model
 from dualpipe.train.launch.store import connect
 from dualpipe.train.optim.optimizer import Optimizer
 

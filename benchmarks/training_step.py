@@ -24,10 +24,10 @@ from dualpipe.nn.routing.router import Router
 from dualpipe.parallel.clipping import clip_grad_norm_
 from dualpipe.runtime.dtypes import dtype_of
 from dualpipe.schedule import build
-from dualpipe.train.build import Model, build_model, plan_run
+from dualpipe.train.step.stages import Model, build_model, plan_run
 from dualpipe.train.config.schema import Config
 from dualpipe.train.launch.distributed import Job
-from dualpipe.train.loss import MicroBatchLoss
+from dualpipe.train.step.loss import MicroBatchLoss
 from dualpipe.train.optim.optimizer import Optimizer
 
 TORCHS = {"dualpipev": ScheduleDualPipeV, "1f1b": Schedule1F1B}

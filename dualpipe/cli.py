@@ -92,7 +92,7 @@ def _after_config(args: argparse.Namespace) -> tuple[argparse.Namespace, list[st
 
 def _replay(args: argparse.Namespace) -> int:
     from dualpipe.runtime.rank_process import RankInfo, as_rank
-    from dualpipe.train.anomaly.replay import read_bundle, replay
+    from dualpipe.train.replay import read_bundle, replay
     from dualpipe.train.launch.environment import rank_from_environment, slurm_rendezvous
     from dualpipe.train.launch.local import start_ranks
 
@@ -117,7 +117,7 @@ def _pack(args: argparse.Namespace) -> None:
 
 
 def _dtypes(args: argparse.Namespace) -> None:
-    from dualpipe.train.build import plan_run
+    from dualpipe.train.step.stages import plan_run
     from dualpipe.train.config.load import load_config
     from dualpipe.train.config.model_config import read_model_config
     from dualpipe.train.config.resolve import fit_world

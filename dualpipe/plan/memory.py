@@ -38,7 +38,7 @@ from dualpipe.plan.context_traffic import context_numbers
 from dualpipe.runtime.device import CONTEXT, EXPERTS, LINK, SHARDS, TOTALS
 from dualpipe.runtime.dtypes import dtype_of
 from dualpipe.schedule import Schedule, Step, build
-from dualpipe.train.build import build_schedule, plan_run
+from dualpipe.train.step.stages import build_schedule, plan_run
 from dualpipe.train.config.resolve import fit_world
 from dualpipe.train.config.schema import Config, DTypesConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from dualpipe.train.optim.optimizer import algorithm_of, parameter_places

@@ -10,8 +10,8 @@ from torch import Tensor
 from dualpipe.parallel.mesh import DENSE
 from dualpipe.runtime.device import Stream
 from dualpipe.train.data.run_data import RunData
-from dualpipe.train.loss import MicroBatchLoss, accepted
-from dualpipe.train.step_runner import PipelinedModel
+from dualpipe.train.step.loss import MicroBatchLoss, accepted
+from dualpipe.train.step.step_runner import PipelinedModel
 
 
 @torch.no_grad()

@@ -51,7 +51,7 @@ class StepMetrics:
     mfu: float | None = None  # tflops_per_rank over the device's peak in bf16; None in other dtypes, or where unknown
     eval_loss: float | None = None  # on held-out data after this step; None where there was no evaluation
     # Of multi-token prediction, None where there is none: as loss and eval_loss, of each depth, and how many tokens a
-    # greedy verification of the drafts would give at a time (see `dualpipe.train.loss.accepted`), from 1 to 1 + depths.
+    # greedy verification of the drafts would give at a time (see `dualpipe.train.step.loss.accepted`), from 1 to 1 + depths.
     mtp_loss: list[float] | None = None
     eval_mtp_loss: list[float] | None = None
     acceptance_length: float | None = None

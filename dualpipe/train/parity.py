@@ -43,7 +43,7 @@ from dualpipe.runtime.device import deterministic
 from dualpipe.runtime.dtypes import dtype_of, long_name
 from dualpipe.runtime.rank_process import RankInfo
 from dualpipe.schedule.draw import aligned
-from dualpipe.train.build import (
+from dualpipe.train.step.stages import (
     build_routers,
     build_whole,
     plan_model,
@@ -54,9 +54,9 @@ from dualpipe.train.config.resolve import Resolved
 from dualpipe.train.config.schema import Config, DTypesConfig
 from dualpipe.train.data.loader import Batch, shifted
 from dualpipe.train.launch.distributed import Job, join
-from dualpipe.train.loss import MicroBatchLoss, tokens_ahead
+from dualpipe.train.step.loss import MicroBatchLoss, tokens_ahead
 from dualpipe.train.metrics import say
-from dualpipe.train.step_runner import PipelinedModel
+from dualpipe.train.step.step_runner import PipelinedModel
 
 TOLERANCES = {"float64": 1e-10, "float32": 1e-5}  # relative; rounding alone stays orders of magnitude below
 TOGETHER, SINGLE = 1.5, 2.5  # times the unpipelined model's error, in bfloat16

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import torch
 
 from dualpipe.nn.deferral import local
-from dualpipe.train.build import check_positions, slow_products
+from dualpipe.train.step.stages import check_positions, slow_products
 from dualpipe.train.data.loader import check_tokenizer
 from dualpipe.train.data.run_data import RunData
-from dualpipe.train.step_runner import StepRunner
+from dualpipe.train.step.step_runner import StepRunner
 
 
 def count_parameters(runner: StepRunner) -> int:

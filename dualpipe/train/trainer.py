@@ -24,8 +24,8 @@ from dualpipe.runtime.files import lock
 from dualpipe.runtime.rank_process import RankInfo
 from dualpipe.runtime.recorder import Recorder
 from dualpipe.train.anomaly.guard import BadStep, Guard, Kept
-from dualpipe.train.build import check_export
-from dualpipe.train.checkpointing import Saver, State, describe
+from dualpipe.train.step.stages import check_export
+from dualpipe.train.checkpointing.saver import Saver, State, describe
 from dualpipe.train.config.resolve import Resolved, keep_batch, saved_batch
 from dualpipe.train.config.schema import AUTO, Config
 from dualpipe.train.data.loader import Batch
@@ -40,8 +40,8 @@ from dualpipe.train.observers.step_window import Steps
 from dualpipe.train.observers.tracing import TracedSteps
 from dualpipe.train.optim.optimizer import learning_rate
 from dualpipe.train.run_description import count_parameters, describe_run
-from dualpipe.train.step_runner import StepRunner
-from dualpipe.train.step_sync import StartUp, Votes, farewell
+from dualpipe.train.step.step_runner import StepRunner
+from dualpipe.train.stop import StartUp, Votes, farewell
 
 
 def train(

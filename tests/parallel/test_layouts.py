@@ -26,8 +26,8 @@ from dualpipe.parallel.fsdp.materialize import build_on_meta, materialize
 from dualpipe.parallel.mesh import Mesh, build_mesh
 from dualpipe.pipeline import PipelineError
 from dualpipe.schedule import build
-from dualpipe.train.build import build_model, build_whole
-from dualpipe.train.loss import MicroBatchLoss
+from dualpipe.train.step.stages import build_model, build_whole
+from dualpipe.train.step.loss import MicroBatchLoss
 from dualpipe.train.parity import difference
 from models import compare_gradients
 from ranks import run_ranks

@@ -28,10 +28,10 @@ from dualpipe.parallel.mesh import Mesh, build_mesh
 from dualpipe.plan.machines import Machine
 from dualpipe.plan.predict import Prediction
 from dualpipe.schedule import build
-from dualpipe.train.build import build_model, build_routers
+from dualpipe.train.step.stages import build_model, build_routers
 from dualpipe.train.config.load import load_config
 from dualpipe.train.config.resolve import fit_world
-from dualpipe.train.loss import MicroBatchLoss
+from dualpipe.train.step.loss import MicroBatchLoss
 from dualpipe.train.optim.optimizer import Optimizer
 from ranks import run_ranks
 from run_files import MODEL, write_files

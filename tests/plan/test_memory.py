@@ -26,11 +26,11 @@ from dualpipe.plan.context_traffic import context_numbers
 from dualpipe.plan.memory import DECIMAL, RankMemory, _activations, _schedule, estimate, table, unit_for
 from dualpipe.runtime.dtypes import dtype_of
 from dualpipe.schedule import build
-from dualpipe.train.build import build_model, plan_run
+from dualpipe.train.step.stages import build_model, plan_run
 from dualpipe.train.config.load import load_config
 from dualpipe.train.config.model_config import read_model_config
 from dualpipe.train.config.schema import Config
-from dualpipe.train.loss import MicroBatchLoss
+from dualpipe.train.step.loss import MicroBatchLoss
 from dualpipe.train.optim.optimizer import Optimizer
 from ranks import run_ranks
 from run_files import MODEL, write_files

@@ -33,8 +33,8 @@ from dualpipe.parallel.mesh import build_mesh
 from dualpipe.pipeline import PipelineError
 from dualpipe.quantized import QuantizedTensor, quantize_weights
 from dualpipe.schedule import build
-from dualpipe.train.build import build_model, plan_model
-from dualpipe.train.loss import MicroBatchLoss
+from dualpipe.train.step.stages import build_model, plan_model
+from dualpipe.train.step.loss import MicroBatchLoss
 from dualpipe.train.optim.optimizer import Optimizer
 from pretend_cuda import PretendCuda, pretend_cuda
 from pretend_nccl import pretend_nccl

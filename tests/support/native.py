@@ -14,7 +14,7 @@ from dualpipe.models import config_from_dict
 from dualpipe.nn.init import seeded_normal_
 from dualpipe.parallel.mesh import build_mesh
 from dualpipe.schedule import build
-from dualpipe.train.build import build_model, plan_model
+from dualpipe.train.step.stages import build_model, plan_model
 from dualpipe.train.optim.optimizer import Optimizer
 
 # Five layers of two kinds over two or four stages; 6 experts, which four ranks do not share evenly; buffers in float32.

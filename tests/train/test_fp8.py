@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import dualpipe.train.build as train_model
+import dualpipe.train.step.stages as train_model
 from dualpipe.nn import GroupedLinear, Linear
 from dualpipe.parallel.mesh import build_mesh
-from dualpipe.train.checkpointing import Saver
+from dualpipe.train.checkpointing.saver import Saver
 from dualpipe.train.config.load import load_config
 from dualpipe.train.config.model_config import read_model_config
 from dualpipe.train.config.resolve import resolve

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from dualpipe import cli
 from dualpipe.checkpoint import save_hf
 from dualpipe.models import read_config
-from dualpipe.train.build import build_whole, plan_model
+from dualpipe.train.step.stages import build_whole, plan_model
 from dualpipe.train.config.load import load_config
 from dualpipe.train.metrics import read_metrics
 from hub import read_all, rewrite, save_family, save_fp8, save_qwen

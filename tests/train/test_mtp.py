@@ -13,7 +13,7 @@ from dualpipe.parallel.mesh import build_mesh
 from dualpipe.plan.memory import estimate
 from dualpipe.runtime.rank_process import RankInfo
 from dualpipe.train import parity
-from dualpipe.train.checkpointing import Saver
+from dualpipe.train.checkpointing.saver import Saver
 from dualpipe.train.config.load import load_config
 from dualpipe.train.config.model_config import read_model_config
 from dualpipe.train.config.resolve import resolve
@@ -21,7 +21,7 @@ from dualpipe.train.config.schema import MTPConfig
 from dualpipe.train.data.loader import NO_TARGET, Loader, PackedTokens, TokenStream, shifted
 from dualpipe.train.evaluate import evaluate
 from dualpipe.train.launch.distributed import Job, join
-from dualpipe.train.loss import MicroBatchLoss, accepted, tokens_ahead
+from dualpipe.train.step.loss import MicroBatchLoss, accepted, tokens_ahead
 from dualpipe.train.metrics import MetricsWriter, StepMetrics, read_metrics, scalars
 from dualpipe.train.trainer import Trainer, train
 from faults import planting
@@ -162,7 +162,7 @@ def test_losses_are_the_cross_entropies_over_all_tokens(toml):
 INFINITE = """
 import torch
 from dualpipe.runtime.recorder import Recorder
-from dualpipe.train.loss import MicroBatchLoss
+from dualpipe.train.step.loss import MicroBatchLoss
 real = vars(MicroBatchLoss).get("real", MicroBatchLoss.__call__)
 def infinite(self, *tensors):
     loss = real(self, *tensors)

@@ -16,7 +16,7 @@ from dualpipe.train.config.load import load_config
 from dualpipe.train.config.resolve import resolve
 from dualpipe.train.config.schema import Config
 from dualpipe.train.launch.distributed import Job
-from dualpipe.train.loss import MicroBatchLoss
+from dualpipe.train.step.loss import MicroBatchLoss
 from dualpipe.train.parity import Comparison, difference
 from hub import FAMILIES
 from ranks import run_ranks

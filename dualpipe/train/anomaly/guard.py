@@ -26,10 +26,10 @@ from dualpipe.runtime.recorder import Recorder
 from dualpipe.schedule import Action
 from dualpipe.train.anomaly.localize import Spot, Watch, bits, named_gradients, on_host, run_again, total, write_bundle
 from dualpipe.train.anomaly.spikes import SpikeDetector
-from dualpipe.train.checkpointing import Saver, State
+from dualpipe.train.checkpointing.saver import Saver, State
 from dualpipe.train.data.loader import Batch
 from dualpipe.train.metrics import MetricsWriter
-from dualpipe.train.step_runner import StepRunner
+from dualpipe.train.step.step_runner import StepRunner
 
 # A router has collapsed that is so near the limit, where one expert gets every token, for so many steps in a row:
 # routers that start at the limit have left it by then.

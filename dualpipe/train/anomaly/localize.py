@@ -28,9 +28,9 @@ from dualpipe.quantized.weights import quantized_part
 from dualpipe.runtime.files import replace_file
 from dualpipe.runtime.recorder import Observer, Recorder
 from dualpipe.schedule import Action
-from dualpipe.train.checkpointing import State, describe
+from dualpipe.train.checkpointing.saver import State, describe
 from dualpipe.train.data.loader import Batch
-from dualpipe.train.step_runner import StepRunner
+from dualpipe.train.step.step_runner import StepRunner
 
 BUNDLES, KEPT = "bundles", 3  # a folder in output.dir, and how many stay in it
 _SHOWN, _KNOWN = 4, 64  # names of a kind, and those that a rank tells

@@ -22,7 +22,7 @@ from dualpipe.parallel import Rule
 from dualpipe.parallel.mesh import Mesh, build_mesh
 from dualpipe.quantized.weights import quantizable
 from dualpipe.schedule import build
-from dualpipe.train.build import build_model, plan_model
+from dualpipe.train.step.stages import build_model, plan_model
 from hub import TINY, add_mtp, read_all, rewrite, save_family, save_fp8, stages_on_meta
 from native import CONFIG as V3
 from native import Trainee

@@ -25,8 +25,8 @@ from dualpipe.parallel.mesh import Mesh, build_mesh
 from dualpipe.quantized import QuantizedTensor, quantize_weights
 from dualpipe.quantized.weights import quantized_part
 from dualpipe.schedule import build
-from dualpipe.train.build import build_model, build_whole, plan_model
-from dualpipe.train.loss import MicroBatchLoss
+from dualpipe.train.step.stages import build_model, build_whole, plan_model
+from dualpipe.train.step.loss import MicroBatchLoss
 from dualpipe.train.optim.optimizer import Optimizer
 from ranks import run_ranks
 from toys import relative_error

@@ -155,7 +155,7 @@ def test_more_steps_in_a_row_than_the_limit_stop_the_run(run_folder, dualpipe):
 
 CONSTANT = (*ALONE, "--optimizer.schedule", "constant", "--checkpoint.interval", "2", "--train.eval_batches", "0")
 PASSED_OVER = """
-from dualpipe.train.checkpointing import Saver
+from dualpipe.train.checkpointing.saver import Saver
 
 resume = Saver.resume
 

@@ -11,7 +11,7 @@ import torch
 from dualpipe.kernels.formats import FORMATS
 from dualpipe.nn import Router
 from dualpipe.nn.routing.losses import LOSSES
-from dualpipe.train.build import build_routers
+from dualpipe.train.step.stages import build_routers
 from dualpipe.train.config.command_line import OTHER_NAMES
 from dualpipe.train.config.load import load_config
 from dualpipe.train.config.resolve import fit_world

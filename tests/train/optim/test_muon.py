@@ -16,7 +16,7 @@ from dualpipe.parallel.mesh import build_mesh
 from dualpipe.plan.memory import estimate
 from dualpipe.runtime.rank_process import RankInfo
 from dualpipe.schedule import build
-from dualpipe.train.build import build_model, build_optimizer, plan_run
+from dualpipe.train.step.stages import build_model, build_optimizer, plan_run
 from dualpipe.train.config.load import load_config
 from dualpipe.train.metrics import read_metrics
 from dualpipe.train.optim import muon

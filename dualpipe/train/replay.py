@@ -19,13 +19,13 @@ from dualpipe.runtime.device import deterministic
 from dualpipe.runtime.rank_process import RankInfo
 from dualpipe.runtime.recorder import Recorder
 from dualpipe.train.anomaly.localize import batch_tensors, run_again
-from dualpipe.train.checkpointing import Saver
+from dualpipe.train.checkpointing.saver import Saver
 from dualpipe.train.config.load import recorded_config
 from dualpipe.train.config.schema import CheckpointConfig, Config, ExportConfig, InitConfig
 from dualpipe.train.data.loader import Batch
 from dualpipe.train.launch.distributed import join
 from dualpipe.train.metrics import say
-from dualpipe.train.step_runner import StepRunner
+from dualpipe.train.step.step_runner import StepRunner
 
 
 def read_bundle(path: str | Path) -> tuple[Config, Manifest]:

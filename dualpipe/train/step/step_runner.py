@@ -20,11 +20,11 @@ from dualpipe.parallel.context import ContextParallel
 from dualpipe.parallel.mesh import DENSE
 from dualpipe.runtime.dtypes import dtype_of
 from dualpipe.runtime.recorder import Recorder
-from dualpipe.train.build import build_model, build_optimizer, build_routers, build_schedule, plan_run, token_weight
+from dualpipe.train.step.stages import build_model, build_optimizer, build_routers, build_schedule, plan_run, token_weight
 from dualpipe.train.config.resolve import Resolved
 from dualpipe.train.data.loader import Batch
 from dualpipe.train.launch.distributed import Job
-from dualpipe.train.loss import MicroBatchLoss, tokens_ahead
+from dualpipe.train.step.loss import MicroBatchLoss, tokens_ahead
 from dualpipe.train.optim.qk_clip import QKClip
 
 

@@ -23,7 +23,7 @@ from dualpipe.models import HubConfig
 from dualpipe.nn.routing.router_set import RouterSet
 from dualpipe.parallel.mesh import TRAFFIC
 from dualpipe.runtime.errors import RankLost
-from dualpipe.train.build import Model
+from dualpipe.train.step.stages import Model
 from dualpipe.train.config.schema import Config
 from dualpipe.train.config.source import find_source, saved_settings
 from dualpipe.train.data.loader import Loader

@@ -8,9 +8,9 @@ import pytest
 
 from dualpipe.checkpoint import latest
 from dualpipe.checkpoint.manifest import Checkpoint
-from dualpipe.train import step_sync
+from dualpipe.train import stop
 from dualpipe.train.metrics import read_metrics
-from dualpipe.train.step_sync import TimeLimit, process_age
+from dualpipe.train.stop import TimeLimit, process_age
 
 STEPS, AT = 6, 3  # of a run, and the step in which a signal is sent
 RUN = ("train", "run.toml", "--train.steps", str(STEPS), "--train.eval_batches", "1", "--train.eval_interval", "0")
@@ -164,7 +164,7 @@ def test_a_run_stops_before_its_time_is_over(run_folder, dualpipe, whole, option
 
 def test_the_longest_of_the_last_steps_counts(monkeypatch):
     def reached(ages, limit=100.0, queued=1):
-        monkeypatch.setattr(step_sync, "process_age", lambda pid: next(clock))
+        monkeypatch.setattr(stop, "process_age", lambda pid: next(clock))
         clock, time_limit = iter(ages), TimeLimit(limit, queued)
         return [time_limit.reached() for _ in ages]
 
