@@ -68,9 +68,9 @@ def _on_ranks(args: argparse.Namespace) -> int:
         return start_ranks(args.arguments, config, restarts=restarts, watched=args.command == "train")
     with as_rank(info, config.parallel.sizes) as ending:
         if args.command == "parity":
-            from dualpipe.train.parity import check
+            from dualpipe.train.parity import check_parity
 
-            ending.status = check(config, info, dtype=args.dtype, tolerance=args.tolerance, worst=args.worst)
+            ending.status = check_parity(config, info, dtype=args.dtype, tolerance=args.tolerance, worst=args.worst)
         else:
             from dualpipe.train.observers import profiler, tracing
             from dualpipe.train.trainer import train
@@ -92,9 +92,9 @@ def _after_config(args: argparse.Namespace) -> tuple[argparse.Namespace, list[st
 
 def _replay(args: argparse.Namespace) -> int:
     from dualpipe.runtime.rank_process import RankInfo, as_rank
-    from dualpipe.train.replay import read_bundle, replay
     from dualpipe.train.launch.environment import rank_from_environment, slurm_rendezvous
     from dualpipe.train.launch.local import start_ranks
+    from dualpipe.train.replay import read_bundle, replay
 
     config, manifest = read_bundle(args.bundle)
     info = rank_from_environment(os.environ)
@@ -117,16 +117,16 @@ def _pack(args: argparse.Namespace) -> None:
 
 
 def _dtypes(args: argparse.Namespace) -> None:
-    from dualpipe.train.step.stages import plan_run
     from dualpipe.train.config.load import load_config
-    from dualpipe.train.config.model_config import read_model_config
-    from dualpipe.train.config.resolve import fit_world
+    from dualpipe.train.config.resolve import resolve
     from dualpipe.train.config.source import find_source
+    from dualpipe.train.step.dtype_plan import plan_run
 
     config = load_config(args.config, args.overrides)
-    config = fit_world(config, config.parallel.world_size)
+    resolved = resolve(config, config.parallel.world_size)
+    config = resolved.config
     source, recorded, _ = find_source(config)
-    print(plan_run(config, read_model_config(config), recorded).table())
+    print(plan_run(resolved, recorded).table())
     p, start = config.parallel, source or config.init.from_hf
     print(f"for {p}{f', from {start}' if start else ''}", file=sys.stderr)
 

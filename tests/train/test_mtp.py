@@ -21,8 +21,8 @@ from dualpipe.train.config.schema import MTPConfig
 from dualpipe.train.data.loader import NO_TARGET, Loader, PackedTokens, TokenStream, shifted
 from dualpipe.train.evaluate import evaluate
 from dualpipe.train.launch.distributed import Job, join
-from dualpipe.train.step.loss import MicroBatchLoss, accepted, tokens_ahead
 from dualpipe.train.metrics import MetricsWriter, StepMetrics, read_metrics, scalars
+from dualpipe.train.step.loss import MicroBatchLoss, accepted, tokens_ahead
 from dualpipe.train.trainer import Trainer, train
 from faults import planting
 from hub import FAMILIES
@@ -402,10 +402,10 @@ def test_the_metrics_and_the_number_of_parameters_are_those_of_one_rank(toml, tm
 
 def test_parity_of_one_rank_sees_another_weight(toml, capsys, monkeypatch):
     config = load_config(toml, [*ONE_RANK, *WEIGHT])
-    assert parity.check(config, ALONE, dtype="float64", tolerance=None, worst=3) == 0
+    assert parity.check_parity(config, ALONE, dtype="float64", tolerance=None, worst=3) == 0
     weights = iter([0.3, 0.3 + 1e-8])
     monkeypatch.setattr(parity.Comparison, "_criterion", lambda self, chunks: MicroBatchLoss(chunks, next(weights)))
-    assert parity.check(config, ALONE, dtype="float64", tolerance=None, worst=3) == 1
+    assert parity.check_parity(config, ALONE, dtype="float64", tolerance=None, worst=3) == 1
     assert "parity FAILED: 50 of 50 differ" in capsys.readouterr().out
 
 

@@ -16,8 +16,8 @@ from dualpipe.train.config.load import load_config
 from dualpipe.train.config.resolve import resolve
 from dualpipe.train.config.schema import Config
 from dualpipe.train.launch.distributed import Job
-from dualpipe.train.step.loss import MicroBatchLoss
 from dualpipe.train.parity import Comparison, difference
+from dualpipe.train.step.loss import MicroBatchLoss
 from hub import FAMILIES
 from ranks import run_ranks
 
@@ -26,7 +26,7 @@ ALONE = RankInfo(0, 1, 0, 1)
 
 def run(run_toml, *overrides, dtype="float64", tolerance=None):
     config = load_config(run_toml, ["--parallel.pp", "1", "--parallel.device", "cpu", *overrides])
-    return parity.check(config, ALONE, dtype=dtype, tolerance=tolerance, worst=3)
+    return parity.check_parity(config, ALONE, dtype=dtype, tolerance=tolerance, worst=3)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])

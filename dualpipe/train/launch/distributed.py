@@ -17,11 +17,10 @@ from dualpipe.runtime import device as cuda
 from dualpipe.runtime.rank_process import RankInfo
 from dualpipe.runtime.rank_sync import RankSync
 from dualpipe.runtime.recorder import Recorder
-from dualpipe.train.config.model_config import read_model_config
-from dualpipe.train.config.resolve import Resolved, fit_world
+from dualpipe.train.config.resolve import Resolved, resolve
 from dualpipe.train.config.schema import Config
 from dualpipe.train.health.watchdog import Watchdog
-from dualpipe.train.launch.settings_check import agree, run_settings
+from dualpipe.train.launch.settings_check import agree, model_settings, run_settings
 from dualpipe.train.launch.store import confine, connect
 
 
@@ -55,13 +54,13 @@ def join(
 
     def prepare(settings: dict[str, Any]) -> tuple[Resolved, torch.device]:
         settings["number of ranks"] = info.world_size
-        model = read_model_config(config)
-        settings.update(run_settings(config, model))
+        settings.update(run_settings(config))
+        resolved = resolve(config, info.world_size)
+        settings.update(model_settings(resolved.model))
         confine(info, config.parallel.interface)
-        fitted = fit_world(config, info.world_size)
         device = choose_device(info, config.parallel.device, lambda uuid: store.add(f"device {uuid}", 1) == 1)
         settings["kind of device"] = device.type
-        return Resolved(fitted, model), device
+        return resolved, device
 
     if info.world_size > 1 and config.parallel.device != "cpu":
         cuda.set_environment()

@@ -63,9 +63,9 @@ def test_the_run_stops_naming_where_a_number_was_not_finite_first_and_the_step_i
 
 
 PARAMETER = """
-from dualpipe.train.anomaly.guard import Guard
+from dualpipe.train.anomaly.reruns import StepReruns
 
-keep = Guard.keep
+keep = StepReruns.keep
 
 def spoiled(self, batch):
     for stage in self.runner.model.stages:
@@ -74,7 +74,7 @@ def spoiled(self, batch):
                 parameter.data[0, 0] = float("inf")
     return keep(self, batch)
 
-Guard.keep = spoiled
+StepReruns.keep = spoiled
 """
 
 

@@ -65,7 +65,7 @@ def saved_by_two_pipelines(tmp_path, monkeypatch):
 
 def fitted(config, world_size):
     """The configuration of a run that goes on with so many ranks, and what is said of it."""
-    known = resolve.Resolved(resolve.fit_world(config, world_size), None)
+    known = resolve.Resolved.of(resolve.fit_world(config, world_size), None)
     kept, said = resolve.keep_batch(known, resolve.saved_batch(config))
     return kept.config, said
 
