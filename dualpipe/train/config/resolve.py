@@ -77,9 +77,10 @@ class SavedBatch(NamedTuple):
 
 
 def resolve(config: Config, world_size: int) -> Resolved:
-    """Resolve a configuration for a number of ranks. Raises ValueError as `read_model` and `fit_world` do."""
+    """Resolve a configuration for a number of ranks. Raises ValueError as `fit_world` and `read_model` do."""
+    fitted = fit_world(config, world_size)
     model = read_model(config)
-    return Resolved.of(fit_world(config, world_size), model.config, model.positions)
+    return Resolved.of(fitted, model.config, model.positions)
 
 
 def fit_world(config: Config, world_size: int) -> Config:
@@ -100,18 +101,20 @@ def fit_world(config: Config, world_size: int) -> Config:
             f"parallel.{' * '.join(sizes)} = {' * '.join(map(str, sizes.values()))} cannot be {world_size}, the number "
             f"of ranks that were started; start {parallel.world_size}, or change parallel.pp or parallel.dp"
         )
+    config = replace_field(config, "parallel", "dp", pipelines)
+    if config.train.batch_size:
+        config = with_batch(config, config.train.batch_size)
     if parallel.dp_replicate > 1:
         check_replicate(pipelines, parallel.dp_replicate, "parallel.dp_replicate")
-    config = replace_field(config, "parallel", "dp", pipelines)
-    return with_batch(config, config.train.batch_size) if config.train.batch_size else config
+    return config
 
 
 def with_batch(config: Config, batch_size: int) -> Config:
     """`config`, whose parallel.dp is known, with as many micro-batches as make a global batch of so many sequences.
     ValueError, with sizes that are possible, where none do."""
     at_once = config.train.micro_batch_size * config.parallel.batch_shards
-    num_chunks, rest = divmod(batch_size, at_once)
-    if rest or not num_chunks:
+    num_microbatches, rest = divmod(batch_size, at_once)
+    if rest or not num_microbatches:
         parts = config.parallel.dp_replicate
         possible = [size for size in range(parts, batch_size // config.parallel.ep + 1, parts)
                     if batch_size % (size * config.train.micro_batch_size * config.parallel.ep) == 0]
@@ -121,7 +124,7 @@ def with_batch(config: Config, batch_size: int) -> Config:
             f"train.batch_size = {batch_size} is no multiple of {at_once}, which is train.micro_batch_size * dp * ep = "
             f"{config.train.micro_batch_size} * {config.parallel.dp} * {config.parallel.ep}; give {near}{dp}"
         )
-    return replace_field(config, "train", "num_chunks", num_chunks)
+    return replace_field(config, "train", "num_chunks", num_microbatches)
 
 
 def keep_batch(resolved: Resolved, saved: SavedBatch | None) -> tuple[Resolved, str]:

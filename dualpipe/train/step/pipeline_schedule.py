@@ -17,8 +17,13 @@ def build_schedule(parallel: ParallelConfig, num_microbatches: int, ranks: RankS
 
     Raises ValueError, on all ranks, for costs or a memory that cannot be.
     """
-    if parallel.schedule != "auto":
-        return build(parallel.schedule, parallel.pp, num_microbatches)
+    if parallel.schedule == "auto":
+        return _search(parallel, num_microbatches, ranks)
+    return build(parallel.schedule, parallel.pp, num_microbatches)
+
+
+def _search(parallel: ParallelConfig, num_microbatches: int, ranks: RankSync | None) -> Schedule:
+    """Search, on one of the ranks, for the schedule that takes least time by the costs that [parallel] gives."""
 
     def find() -> Schedule:
         try:

@@ -97,9 +97,12 @@ def build_model(
         plan = dtypes
     fp8_rows = _rows_of_experts(plan, options.products) if options.fp8_dispatch else None
     numbers = schedule.rank_stages(rank)
+
+    def cut() -> list[Stage]:
+        return build_stages(config, schedule.num_stages, numbers, options.layers_per_stage)
+
     try:
-        stages = build_on_meta(
-            lambda: build_stages(config, schedule.num_stages, numbers, options.layers_per_stage))
+        stages = build_on_meta(cut)
     except ValueError as error:
         raise ValueError(f"parallel.pp = {schedule.num_ranks} with schedule {schedule.name!r}: {error}") from error
     for stage in stages:
