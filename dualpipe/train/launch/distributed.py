@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,20 +25,23 @@ from dualpipe.train.launch.settings_check import agree, model_settings, run_sett
 from dualpipe.train.launch.store import confine, connect
 
 
+@dataclass(eq=False)
 class Job:
-    """Where this rank runs: its device, and the mesh of all ranks; None where it is the only one.
+    """Where this rank runs: its device, and the mesh of all ranks; None where it is the only one."""
 
-    place: where it stands in the mesh; ranks: all of them, for what they agree on; rank: its number among them; group:
-    their process group, None for one; watchdog: what looks after it, None where nothing does.
-    """
+    device: torch.device
+    mesh: DeviceMesh | None = None
+    watchdog: Watchdog | None = None  # looks after the rank; None where nothing does
+    place: Mesh = field(init=False)  # of the rank in the mesh
+    ranks: RankSync = field(init=False)  # all of them, for what they agree on
+    rank: int = field(init=False)  # its number among them
+    group: dist.ProcessGroup | None = field(init=False)  # of all ranks; None for one
 
-    def __init__(
-        self, device: torch.device, mesh: DeviceMesh | None = None, watchdog: Watchdog | None = None
-    ) -> None:
-        self.device, self.mesh, self.watchdog = device, mesh, watchdog
-        self.place, self.ranks = Mesh.of(mesh), RankSync.of_mesh(mesh)
+    def __post_init__(self) -> None:
+        self.place = Mesh.of(self.mesh)
+        self.ranks = RankSync.of_mesh(self.mesh)
         self.rank = self.ranks.rank
-        self.group: dist.ProcessGroup | None = None if mesh is None else dist.group.WORLD
+        self.group = None if self.mesh is None else dist.group.WORLD
 
 
 @contextmanager
