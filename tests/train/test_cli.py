@@ -339,7 +339,7 @@ def test_an_error_of_the_disk_names_file_rank_and_step(train_alone, capsys, monk
     def full(*arguments, **options):
         raise OSError(28, "No space left on device", "hf/model.safetensors")
 
-    monkeypatch.setattr("dualpipe.train.trainer.save_hf", full)
+    monkeypatch.setattr("dualpipe.train.export.save_hf", full)
     assert train_alone("--export.to_hf", "hf") == 1
     message = "error: [Errno 28] No space left on device (rank 0, after step 2): 'hf/model.safetensors'\n"
     assert capsys.readouterr().err == message
