@@ -132,10 +132,10 @@ def test_a_signal_while_it_evaluates_is_heard_after_that(run_folder, dualpipe):
 import os, signal
 from dualpipe.train import trainer
 real = vars(trainer).setdefault("real_evaluate", trainer.evaluate)
-def evaluate(runner, data, step, copying):
+def evaluate(runner, data, step):
     if step == 2 and runner.job.rank == 1:
         os.kill(os.getpid(), signal.SIGTERM)
-    return real(runner, data, step, copying)
+    return real(runner, data, step)
 trainer.evaluate = evaluate
 """
     process = dualpipe(run_folder, *RUN[:-1], "2", "--output.dir", "evaluated", "--checkpoint.interval", "100",
