@@ -343,7 +343,7 @@ def test_accepted_drafts_are_those_of_a_greedy_decoding(trained):
 
 def test_the_evaluation_accepts_what_a_verification_of_each_token_of_the_text_would(trained):
     (stage,) = trained.runner.model.stages
-    found = evaluate(trained.runner, trained.data, trained.done, None)
+    found = evaluate(trained.runner, trained.data, trained.progress.done)
     with trained.data.held_out_batches() as batches:
         (batch,) = batches
     stage.eval()
