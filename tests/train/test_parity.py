@@ -64,9 +64,9 @@ def broken_gradient(right):
 
 
 def missing_gradient(right):
-    def step(self, num_chunks, *batch):
-        losses = right(self, num_chunks, *batch)
-        if num_chunks > 1:  # the step that is compared, not one of its micro-batches alone
+    def step(self, num_microbatches, *batch):
+        losses = right(self, num_microbatches, *batch)
+        if num_microbatches > 1:  # the step that is compared, not one of its micro-batches alone
             self.model.stages[-1].norm.weight.grad = None
         return losses
 
@@ -126,7 +126,7 @@ def other_terms(change):
     return breaking
 
 
-@pytest.mark.parametrize("change", [{"balance": 0.499}, {"z": 0.099}, {"num_chunks": 5}], ids=str)
+@pytest.mark.parametrize("change", [{"balance": 0.499}, {"z": 0.099}, {"num_microbatches": 5}], ids=str)
 @pytest.mark.parametrize("level", ["sequence", "global"])
 def test_another_router_loss_fails(run_toml, capsys, monkeypatch, level, change):
     monkeypatch.setattr(Comparison, "step", other_terms(change)(Comparison.step))
@@ -246,10 +246,10 @@ def one_lost(monkeypatch):
         calls.append(weight.shape)
         return weight_grad(weight, dy * (calls.count((32, 32)) != 5), x, out)
 
-    def step(self, num_chunks, *batch):
-        if num_chunks > 1:
+    def step(self, num_microbatches, *batch):
+        if num_microbatches > 1:
             monkeypatch.setattr(linear, "_weight_grad", losing)
-        losses = right(self, num_chunks, *batch)
+        losses = right(self, num_microbatches, *batch)
         monkeypatch.setattr(linear, "_weight_grad", weight_grad)
         return losses
 
