@@ -1,4 +1,4 @@
-# make train | test | test-slow | test-all | lint | bench | clean
+# make train | test | test-slow | test-all | test-idle | lint | bench | clean
 # PYTHON=python3.12 chooses an interpreter (for a new .venv: `make clean` first), TORCH=2.15.0 another release of torch
 # (in an environment of its own), WORKERS=1 how many tests run at once, MATRIX_PART=3 another part of the matrices.
 PYTHON ?= python3
@@ -13,10 +13,11 @@ SETUP   = PYTHON=$(PYTHON) TORCH=$(TORCH) VENV=$(VENV) EXTRA=$(1) bash setup.sh
 WORKERS ?= auto
 PYTEST  := OMP_NUM_THREADS=1 $(BIN)/python -P -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist worksteal
 
-# test-slow runs one part in 14 of the test matrices, chosen by the date: two weeks run all of them.
+# test-slow runs one part in 14 of the test matrices, chosen by the date: two weeks run all of them but the interpreted
+# matrix of the kernels, which takes hours and runs in test-all alone.
 MATRIX_PART ?= $(shell expr $$(date +%s) / 86400 % 14)
 
-.PHONY: train test test-slow test-all lint bench clean
+.PHONY: train test test-slow test-all test-idle lint bench clean
 
 $(READY): pyproject.toml setup.py setup.sh constraints.txt
 	$(call SETUP,train)
@@ -35,10 +36,15 @@ test: $(READY)-test
 
 test-slow: $(READY)-test
 	@echo "part $(MATRIX_PART) of the matrices; MATRIX_PART=$(MATRIX_PART) runs the same one again"
-	$(PYTEST) -m slow --matrix-part $(MATRIX_PART) $(ARGS)
+	$(PYTEST) -m "slow and not idle" --matrix-part $(MATRIX_PART) $(ARGS)
 
 test-all: $(READY)-test
-	$(PYTEST) $(ARGS)
+	$(PYTEST) -m "not idle" $(ARGS)
+
+# Tests that time steps, which CI cannot: by hand, on two idle cores, after a change of what `dualpipe plan` predicts.
+# One file, as to collect all tests is load enough.
+test-idle: $(READY)-test
+	$(PYTEST) --numprocesses 0 -m idle -rs -s tests/plan/test_cpu_runs.py $(ARGS)
 
 lint: $(READY)-lint
 	$(BIN)/python -P -m ruff check .

@@ -155,7 +155,8 @@ def run(device: torch.device) -> float:
     all_stages = build_stages(2 * pp, device)
     mine = [all_stages[number] for number in numbers]
     experts = ExpertParallel(EXPERTS, mesh["ep"])
-    plan = resolve_dtypes(mine, DTypePolicy(torch.float64, torch.float64, torch.float64))
+    policy = DTypePolicy(torch.float64, torch.float64, torch.float64)
+    plan = resolve_dtypes(mine, policy, group=place.group("pp"))  # a rule may match on any rank of the pipeline
     for stage in mine:
         defer_weight_grads(stage)
         for layer in stage.layers:

@@ -1,5 +1,6 @@
 """The sdist and the wheel: what is in them, what they say of themselves, and that they run by what they ask for."""
 
+import re
 import subprocess
 import sys
 import tarfile
@@ -85,6 +86,31 @@ def test_the_metadata_is_complete(built):
     assert extras["train"] == ['dualpipe[viz]; extra == "train"'], "what `make train` installs: no tests, no linters"
     assert "transformers" in extras["test"] and extras["lint"] == ["mypy", "pyright[nodejs]", "ruff"]
     assert not set(extras["test"]) & set(extras["lint"])
+
+
+def made_by(target):
+    """The commands that make would run for a target, with nothing made yet."""
+    done = subprocess.run(["make", "--dry-run", "--always-make", "VENV=none", target], cwd=ROOT, capture_output=True,
+                          text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("target, extras", [
+    ("train", ["train"]), ("bench", ["train"]), ("test", ["train", "test"]), ("lint", ["train", "lint"]),
+])
+def test_make_installs_what_a_target_needs_and_no_more(target, extras):
+    assert re.findall(r"\bEXTRA=(\w+) bash setup\.sh", made_by(target)) == extras
+    assert 'install -e ".[$EXTRA]"' in (ROOT / "setup.sh").read_text()
+
+
+def test_each_mark_of_slow_tests_is_run_by_a_target():
+    assert '-m "not slow"' in made_by("test") and '-m "slow and not idle"' in made_by("test-slow")
+    assert '-m "not idle"' in made_by("test-all") and "-m idle" in made_by("test-idle")
+    marked = [path for path in (ROOT / "tests").rglob("test_*.py") if "@pytest.mark.idle\n" in path.read_text()]
+    assert marked
+    for path in marked:
+        assert f" {path.relative_to(ROOT)} " in made_by("test-idle")
 
 
 @pytest.mark.slow

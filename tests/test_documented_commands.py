@@ -143,6 +143,8 @@ CHECKED = {  # what is checked of a command in place of running it
     "make train": make_would_run_it,
     "make test": make_would_run_it,
     "make test-slow": make_would_run_it,
+    "make test-all": make_would_run_it,
+    "make test-idle": make_would_run_it,
     "make bench": make_would_run_it,
     "make bench ARGS=--save": make_would_run_it,
     'make test ARGS="tests/schedule -x"': make_would_run_it,

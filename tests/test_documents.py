@@ -86,6 +86,13 @@ def test_links_lead_to_what_they_name(document):
     assert [path for path in paths if not (ROOT / path).exists()] == []
 
 
+def test_the_engines_rows_of_the_readme_are_those_that_were_measured():
+    measured = json.loads((ROOT / "benchmarks/results/engine_overhead.json").read_text())
+    rows = re.findall(r"(\d+) us \(([\d.]+)x\) \| (\d+) us", (ROOT / "README.md").read_text())
+    host = [row["host"] for row in measured["rows"]]
+    assert rows == [(f"{h['ours_us']:.0f}", f"{h['ratio']:.2f}", f"{h['torch_us']:.0f}") for h in host]
+
+
 def files_with_errors(report):
     return {Path(found[1]).name for found in re.finditer(r"^\s*(\S+\.py):\d+.*\berror:", report, re.M)}
 

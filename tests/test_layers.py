@@ -18,6 +18,7 @@ import pytest
 import dualpipe
 
 ROOT = Path(dualpipe.__file__).parent
+DOCUMENTS = Path(__file__).parents[1]
 ORDER = (  # a room imports those before it, and itself; those of one entry do not import each other
     {"_moved"}, {"runtime"}, {"schedule", "kernels"}, {"trace", "quantized"}, {"nn"}, {"parallel"}, {"pipeline"},
     {"utils", "models"}, {"checkpoint"}, {"train"}, {"plan"}, {"cli"}, {"__main__"},
@@ -91,6 +92,16 @@ def test_nothing_imports_upwards() -> None:
             if other != layer and LEVEL[other] >= LEVEL[layer]:
                 wrong.append(f"{name} imports {imported}")
     assert not wrong
+
+
+def test_the_documents_list_the_rooms_in_this_order() -> None:
+    text = " ".join((DOCUMENTS / "CONTRIBUTING.md").read_text().split())
+    (said,) = re.findall(r"Nothing imports upwards: (.*?), as \[", text)
+    levels = [set(names.split(", ")) for names in said.split(" ← ")]
+    assert levels == [names - {"utils"} for names in ORDER if not any(name.startswith("_") for name in names)]
+    folders = re.findall(r"^    (?:dualpipe/)?(\w+)/  ", (DOCUMENTS / "README.md").read_text(), re.M)
+    assert set(folders) == set.union(*levels) - {"cli"}
+    assert [LEVEL[name] for name in folders] == sorted(LEVEL[name] for name in folders)
 
 
 def test_no_circles() -> None:

@@ -1,5 +1,6 @@
 """Every script under benchmarks/ and every file of examples/ is run by a test, at its smallest sizes and on CPU."""
 
+import ast
 import json
 import os
 import re
@@ -50,12 +51,20 @@ def scripts():
     return [path.name for path in BENCHMARKS.glob("*.py") if '__name__ == "__main__"' in path.read_text()]
 
 
-def test_every_script_is_run():
+def marks_of(test):
+    """The source of what marks a test: its decorators and the `pytestmark` of its file."""
+    file, function = test.split("::")
+    body = ast.parse((ROOT / "tests" / file).read_text()).body
+    (found,) = [node for node in body if isinstance(node, ast.FunctionDef) and node.name == function]
+    of_file = [node for node in body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark"]
+    return "\n".join(map(ast.unparse, [*found.decorator_list, *of_file]))
+
+
+def test_every_script_is_run_by_a_fast_test():
     examples = [path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".sbatch")]
     assert {*scripts(), *examples} == {*ON_CPU, *ON_A_GPU, *ELSEWHERE}
-    for name, test in ELSEWHERE.items():
-        file, function = test.split("::")
-        assert f"def {function}(" in (ROOT / "tests" / file).read_text(), name
+    for test in ELSEWHERE.values():
+        assert "slow" not in marks_of(test), f"{test} is not run by `make test`"
     folders_and_configs = {path.name for path in EXAMPLES.iterdir()} - {*examples}
     assert folders_and_configs == {"models", "tiny-cpu", *(path.name for path in EXAMPLES.glob("*.toml"))}
 

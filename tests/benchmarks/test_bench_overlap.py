@@ -142,19 +142,34 @@ def test_blocks_stay_until_the_work_beside_them_is_done(script):
         time.sleep(0.1)
 
 
-def test_modelled_ranks_take_the_time_of_what_is_sent_to_others(bench):
+class Clock:
+    """In place of the module `time`: sleeping takes no time but on it."""
+
+    now = 100.0
+
+    def perf_counter(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+
+def test_modelled_ranks_take_the_time_of_what_is_sent_to_others(bench, monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(bench, "time", clock)
     mirror = bench.Mirror(4, torch.device("cpu"), None)
     sent = torch.arange(8, dtype=torch.uint8).view(4, 2)
     received = torch.empty_like(sent)
     mirror.start(received, sent, [1] * 4, [1] * 4).wait()
     assert received.equal(sent)
     mirror.seconds_per_byte = 0.01
-    start = bench.time.perf_counter()
     works = [mirror.start(received, sent, [1] * 4, [1] * 4) for _ in range(2)]
-    assert bench.time.perf_counter() - start < 0.05, "nobody waits yet"
+    assert clock.now == 100.0, "nobody waits yet"
+    ends = []
     for work in works:
         work.wait()
-    assert bench.time.perf_counter() - start >= 0.12, "one after the other: twice 6 bytes to others"
+        ends.append(clock.now)
+    assert ends == pytest.approx([100.06, 100.12]), "one after the other: twice 6 bytes to others"
 
 
 @pytest.mark.parametrize("model", ["qwen3-30b-a3b", "gpt-oss-20b", "deepseek-v2-lite"])

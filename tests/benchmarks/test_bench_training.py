@@ -1,13 +1,18 @@
 """`bench_training.py` on tiny sizes: what it measures and compares, and that a setting that fails is a row."""
 
+import contextlib
 import json
+import random
+import socket
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
 import torch
 
+from dualpipe.train.launch.environment import slurm_rendezvous
 from run_files import MODEL
 from scripts import BENCHMARKS, TORCHRUN, fork_script, run_script
 
@@ -196,6 +201,27 @@ def test_a_rank_that_fails_ends_its_setting_alone(tmp_path, setting, run):
     went_well = [{"rank": rank, "of": 2} for rank in range(2)]
     assert result.stdout.splitlines()[-1] in [str([why, went_well]) for why in WHY[setting]]
     assert time.monotonic() - start < 200
+
+
+def slurm_job_with_a_free_port():
+    """A number of a job from which a port follows that nobody has."""
+    while True:
+        job = {"SLURM_JOB_ID": str(random.randrange(10**6)), "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
+        with contextlib.suppress(OSError), socket.create_server(("", int(slurm_rendezvous(job)["MASTER_PORT"]))):
+            return job
+
+
+def test_ranks_that_srun_started_run_their_settings_together(tmp_path):
+    """Each starts its own rank alone, and they meet by SLURM's variables. Both have rank 0's status."""
+    path = tmp_path / "failing.py"
+    path.write_text(FAILING)
+    job = slurm_job_with_a_free_port()
+    tasks = [job | {"SLURM_PROCID": number, "SLURM_LOCALID": number} for number in ("0", "1")]
+    with ThreadPoolExecutor() as threads:
+        first, second = threads.map(lambda task: fork_script(path, "goes well", **task), tasks)
+    assert (first.returncode, second.returncode) == (0, 0), first.stdout + first.stderr + second.stdout + second.stderr
+    went_well = [{"rank": rank, "of": 2} for rank in range(2)]
+    assert first.stdout.splitlines()[-1] == str([went_well, went_well]) and second.stdout == ""
 
 
 @pytest.mark.gpu

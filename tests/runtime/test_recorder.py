@@ -114,7 +114,7 @@ def lose_one(rank: int) -> str:
     group = recorder.members(dist.group.WORLD)
     with pytest.raises(RankLost) as raised, recorder.collective("clip", "the norm", group):
         dist.all_reduce(torch.zeros(1))
-    assert time.perf_counter() - start < 8
+    assert time.perf_counter() - start < 20, "not torch's own timeout of 30 min; the group's is 2 s"
     return str(raised.value)
 
 

@@ -416,8 +416,12 @@ def test_a_large_schedule_stays_fluent(show):
     browser = show(simulate(build("dualpipev", 16, 64), COSTS), simulate(build("zbv", 16, 64), COSTS))
     assert browser("charts.reduce((sum, { actions }) => sum + actions.length, 0)") > 10_000
     took = browser("""(() => {
-        const start = performance.now();
-        for (let i = 0; i < 5; i++) charts.forEach(draw);
-        return (performance.now() - start) / 5;
+        let best = Infinity;
+        for (let i = 0; i < 20; i++) {
+            const start = performance.now();
+            charts.forEach(draw);
+            best = Math.min(best, performance.now() - start);
+        }
+        return best;
     })()""")
-    assert took < 200, "milliseconds to draw both: about 6, of a processor of its own"
+    assert took < 200, "milliseconds to draw both: about 6; the best of 20, as others may have the processor"

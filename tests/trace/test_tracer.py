@@ -224,11 +224,11 @@ def leaving(rank, folder):
         return time.monotonic() - start, error.__notes__
 
 
-def test_a_rank_that_fails_alone_waits_for_nobody_and_is_waited_for_until_the_timeout(tmp_path):
-    lost, (seconds, notes) = run_ranks(leaving, 2, str(tmp_path), group_timeout=6, check=False, fresh=True)
+def test_a_rank_that_fails_alone_waits_for_nobody_and_is_named_by_the_one_that_waits(tmp_path):
+    lost, (seconds, notes) = run_ranks(leaving, 2, str(tmp_path), group_timeout=40, check=False, fresh=True)
     assert isinstance(lost, RankLost) and re.search(r"waited .* for the clocks of all ranks from rank 1", str(lost))
     own = tmp_path / "trace-rank1.json"
-    assert list(tmp_path.iterdir()) == [own] and notes == [f"what was traced until then: {own}"] and seconds < 6
+    assert list(tmp_path.iterdir()) == [own] and notes == [f"what was traced until then: {own}"] and seconds < 20
     found = json.loads(own.read_text())
     check_format(found)
     assert list(found["otherData"]["ranks"]) == ["1"]

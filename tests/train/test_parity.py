@@ -46,7 +46,9 @@ def test_one_rank_passes(run_toml, capsys, schedule, dtype, tmp_path, monkeypatc
     assert "parity passed" in out and "relative" in out
 
 
-def test_a_name_is_printed_in_one_piece(capsys):
+def test_a_name_is_printed_in_one_piece(capsys, monkeypatch):
+    """However narrow the terminal is."""
+    monkeypatch.setenv("COLUMNS", "40")
     name = "layers.47.mlp.experts.gate_up_proj.weight" * 3
     parity._print("Differences", Config(), "float64", ("relative",), [(name, "(2, 3)", "1e-12"), ("loss", "(4,)", "0")])
     _, header, first, second = capsys.readouterr().out.splitlines()

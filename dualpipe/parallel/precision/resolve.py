@@ -72,7 +72,7 @@ def resolve_dtypes(
     """
     ranks = RankSync(group if group is None or "cpu" in backends(group) else gloo_beside(group))
     modules = (model,) if isinstance(model, nn.Module) else tuple(model)
-    hint = "" if isinstance(model, nn.Module) or group is not None else _OTHER_STAGES
+    hint = _OTHER_STAGES if group is None and _may_be_part(model) else ""
     plans: list[DTypePlan] = []
 
     def decide() -> list[_Pattern]:
@@ -82,6 +82,16 @@ def resolve_dtypes(
 
     _require_matches(ranks.gather(decide))
     return plans[0]
+
+
+def _may_be_part(model: nn.Module | Sequence[nn.Module]) -> bool:
+    """Return True for what may be the stages of one rank: several modules, or one that a job's rank has in memory.
+
+    One on the meta device is taken for the whole model.
+    """
+    if not isinstance(model, nn.Module):
+        return True
+    return torch.distributed.is_initialized() and not any(p.is_meta for p in model.parameters())
 
 
 class _Pattern(NamedTuple):

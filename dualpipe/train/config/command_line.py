@@ -34,13 +34,23 @@ OTHER_NAMES = {
 
 def nearest_name(name: str, valid: Collection[str]) -> str:
     """Say which valid name is meant by an unknown one: a key in a table, a table, or an option "--table.field"."""
-    place = OTHER_NAMES.get(name.rpartition(".")[2].removeprefix("--").replace("-", "_"))
+    key = name.rpartition(".")[2].removeprefix("--").replace("-", "_")
+    place = OTHER_NAMES.get(key) or _places_of_fields().get(key)
     if place is None:
         return f"the nearest valid name is {nearest(name, valid, cutoff=0)[0]!r}"
     for meant in (f"--{place}", place.rpartition(".")[2]):
         if meant in valid:
             return f"the nearest valid name is {meant!r}"
     return f"what is meant is in another table: {place!r}"
+
+
+def _places_of_fields() -> dict[str, str]:
+    """Return "table.field" by the names of fields that only one table has."""
+    places: dict[str, list[str]] = {}
+    for table, kind in get_type_hints(Config).items():
+        for field in fields(kind):
+            places.setdefault(field.name, []).append(f"{table}.{field.name}")
+    return {name: first for name, (first, *others) in places.items() if not others}
 
 
 def describe(kind: Any) -> str:

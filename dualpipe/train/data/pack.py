@@ -27,8 +27,8 @@ from io import BufferedIOBase, BytesIO
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple, TypeAlias
+from tempfile import TemporaryDirectory, TemporaryFile
+from typing import IO, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -47,6 +47,7 @@ END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "<|begin_of_text|>", "</s>", "<
 KINDS = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")  # of files with records; others are text
 PACKAGES = {".jsonl.zst": "zstandard", ".parquet": "pyarrow.parquet"}
 PIECE = 1 << 12  # bytes of zstd that are decompressed at a time: some 10 KB of text
+COPIED = 1 << 16  # bytes of document records that are copied at a time
 ROWS = 256  # of a Parquet file that are decoded at a time
 
 # What compressed files have, and where. Other binary files are known by a NUL byte.
@@ -134,12 +135,24 @@ def _write(
 ) -> dict[str, Any]:
     """Write all files of a packed directory; returns its index. left_out: gets the files that turn out to be no text,
     with the reasons."""
+    with naming(out / DOCUMENTS), TemporaryFile(dir=out) as records:  # closing it may write, and fail
+        return _write_with(records, sources, tokenizer, out, shard_tokens, key, left_out)
+
+
+def _write_with(
+    records: IO[bytes], sources: Sequence[Source], tokenizer: Tokenizer, out: Path, shard_tokens: int, key: str,
+    left_out: dict[str, str],
+) -> dict[str, Any]:
+    """The same as `_write`. records: an empty file for the document records until they can be counted, as 28 bytes
+    each of maybe billions are too many for memory."""
     dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
-    largest, table = tokenizer.end_of_document, bytearray()  # of DOCUMENT_TYPE: 28 bytes each, of maybe billions
+    largest = tokenizer.end_of_document
+    num_documents = 0
+    num_tokens = 0
 
     def encoded() -> Iterator[tuple[int, bytes]]:
         """For every document the shard that it is for, and its tokens."""
-        nonlocal largest
+        nonlocal largest, num_documents, num_tokens
         shard = filled = 0
         for text, where in _texts(sources, key, left_out):
             try:
@@ -149,8 +162,13 @@ def _write(
             if filled >= shard_tokens:
                 shard, filled = shard + 1, 0
             content = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
-            table.extend(struct.pack("<IQQQ", shard, filled, len(tokens) + 1, content))
-            largest, filled = max(largest, int(tokens.max(initial=0))), filled + len(tokens) + 1
+            length = len(tokens) + 1
+            with naming(out / DOCUMENTS):
+                records.write(struct.pack("<IQQQ", shard, filled, length, content))  # as DOCUMENT_TYPE
+            largest = max(largest, int(tokens.max(initial=0)))
+            filled += length
+            num_documents += 1
+            num_tokens += length
             yield shard, np.append(tokens.astype(dtype), dtype.type(tokenizer.end_of_document)).tobytes()
 
     def write(name: str, pieces: Iterable[bytes | memoryview]) -> dict[str, object]:
@@ -161,20 +179,28 @@ def _write(
 
     shards = [write(f"tokens-{shard:05d}.bin", map(itemgetter(1), pieces))
               for shard, pieces in groupby(encoded(), key=itemgetter(0))]
-    packed = np.frombuffer(table, dtype=DOCUMENT_TYPE)
-    if not len(packed):
+    if not num_documents:
         no_text = f"; no text are {_listed(left_out)}" if left_out else ""
         raise ValueError(f"there is no text to pack: {len(sources)} files were found and all are empty{no_text}")
-    header = BytesIO()
-    np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(packed))
     index = {
         "format": FORMAT, "tokenizer": tokenizer.identity, "vocab_size": tokenizer.vocab_size, "dtype": dtype.name,
-        "end_of_document": tokenizer.end_of_document, "largest": largest, "documents": len(packed),
-        "tokens": int(packed["length"].sum()),
-        "document_index": write(DOCUMENTS, [header.getvalue(), memoryview(table)]), "shards": shards,
+        "end_of_document": tokenizer.end_of_document, "largest": largest, "documents": num_documents,
+        "tokens": num_tokens, "document_index": write(DOCUMENTS, _as_array_file(records, num_documents)),
+        "shards": shards,
     }
     write(INDEX, [(json.dumps(index, indent=1) + "\n").encode()])
     return index
+
+
+def _as_array_file(records: IO[bytes], number: int) -> Iterator[bytes]:
+    """Yield the content of an .npy file of `number` document records."""
+    header = BytesIO()
+    np.lib.format.write_array_header_1_0(header, {
+        "descr": np.lib.format.dtype_to_descr(DOCUMENT_TYPE), "fortran_order": False, "shape": (number,)})
+    yield header.getvalue()
+    records.seek(0)
+    while piece := records.read(COPIED):
+        yield piece
 
 
 # -- the documents

@@ -110,6 +110,7 @@ def test_overrides_replace_the_file(toml):
         (GOOD.replace("steps = 7", "seq_len = 7"), "unknown key 'seq_len'; the nearest valid name is 'sequence_length"),
         (GOOD + "[checkpoint]\nlearning_rate = 1", r"\[checkpoint\]: unknown key 'learning_rate'; .* in another table: "
          r"'optimizer.lr'"),
+        (GOOD.replace("steps = 7", "lr = 7"), r"\[train\]: unknown key 'lr'; .* in another table: 'optimizer.lr'"),
         (GOOD.replace("[0.8, 0.9]", "[0.8]"), "betas = .* a list of 2"),
         (GOOD.replace("[0.8, 0.9]", "[0.8, 1.0]"), "optimizer.betas .* less than 1"),
         (GOOD.replace("[0.8, 0.9]", '[0.8, 0.999]\nmoments = "bf16"'), "optimizer.betas .* give both below 0.996"),
@@ -202,7 +203,8 @@ def test_every_rule_of_a_field_refuses_something(toml, monkeypatch):
     ("options", "message"),
     [
         (["--train.stepz", "3"], "unknown option '--train.stepz'; the nearest valid name is '--train.steps'"),
-        (["--steps=3"], "unknown option '--steps'"),
+        (["--steps=3"], "unknown option '--steps'; the nearest valid name is '--train.steps'"),
+        (["--train.lr", "3"], "unknown option '--train.lr'; the nearest valid name is '--optimizer.lr'"),
         (["--optimizer.learning_rate", "3"], "'--optimizer.learning_rate'; the nearest valid name is '--optimizer.lr'"),
         (["--learning-rate=3"], "unknown option '--learning-rate'; the nearest valid name is '--optimizer.lr'"),
         (["--train.steps", "x"], "^--train.steps: 'x' is no valid value; it must be an integer$"),

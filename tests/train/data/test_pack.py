@@ -2,6 +2,7 @@
 
 import os
 import resource
+import tracemalloc
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -56,6 +57,22 @@ def test_a_full_disk_is_a_line_that_names_the_file(tmp_path, text, capsys, monke
         said = capsys.readouterr().err
         assert said == f"error: {tmp_path}/out/{file} cannot be written: File too large; choose another place\n"
         assert contents(tmp_path) == here and len(list(tmp_path.iterdir())) == 1 + (before == "packed")
+
+
+def test_memory_does_not_grow_with_the_documents(tmp_path, text):
+    """Their records, of 28 bytes each, are on disk until the file with them can be written, whose bytes are numpy's."""
+    number = 8_000
+    (text / "many.jsonl").write_text('{"text": "ab"}\n' * number)
+    tracemalloc.start()
+    pack(find_sources([text]), ByteTokenizer(), tmp_path / "out")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 28 * number, peak
+    assert sorted(contents(tmp_path / "out")) == ["documents.npy", "index.json", "tokens-00000.bin"]
+    records = np.load(tmp_path / "out/documents.npy")
+    assert records["offset"].tolist() == list(range(0, 3 * number, 3))
+    np.save(tmp_path / "again.npy", records)
+    assert (tmp_path / "again.npy").read_bytes() == (tmp_path / "out/documents.npy").read_bytes()
 
 
 class Interrupted(ByteTokenizer):
