@@ -50,7 +50,7 @@ def to_the_first(experts_TK: Tensor, num_experts: int) -> Tensor:
 def set_routers(model: nn.Module, num_chunks: int, choice: Choice | None) -> None:
     for module in model.modules():
         if isinstance(module, Router):
-            module.step = RouterStep(num_chunks=num_chunks, balance=0.1, level="sequence", z=0.01)
+            module.step = RouterStep(num_microbatches=num_chunks, balance=0.1, level="sequence", z=0.01)
             module.choice = choice
 
 
